@@ -1,0 +1,35 @@
+"""Data-parallel PyTorch training on Horovod and MPI.
+
+The names below are imported when they are first used, so that ``import hvdtrain`` and the command line's help
+stay free of torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "train": "hvdtrain.train.api",
+    "Result": "hvdtrain.train.api",
+    "Config": "hvdtrain.config.schema",
+    "Task": "hvdtrain.task.base",
+    "HvdtrainError": "hvdtrain.errors",
+}
+
+__all__ = ["Config", "HvdtrainError", "Result", "Task", "__version__", "train"]
+
+if TYPE_CHECKING:
+    from hvdtrain.config.schema import Config
+    from hvdtrain.errors import HvdtrainError
+    from hvdtrain.task.base import Task
+    from hvdtrain.train.api import Result, train
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its module on first use."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'hvdtrain' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

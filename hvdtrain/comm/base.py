@@ -1,0 +1,74 @@
+"""The contract of a communicator: named, asynchronous collectives on tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Handle(Protocol):
+    """A collective under way."""
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        ...
+
+    def wait(self) -> Tensor:
+        """Block until the collective is over; its result. May be called again: the same result."""
+        ...
+
+
+class Comm(Protocol):
+    """The ranks of one job.
+
+    Collectives are matched by ``name``: every rank calls the same names with the same shapes and dtypes, in any
+    order. Two collectives under way at once have different names. A tensor must not be touched until its
+    handle was waited for.
+
+    Attributes:
+        rank: this process, 0 to size - 1.
+        size: number of processes.
+        local_rank: this process among those of its host. Not a device index where each rank sees one GPU.
+        local_size: number of processes on this host.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+    def allreduce(self, tensor: Tensor, *, name: str) -> Handle:
+        """Sum over ranks, in place; the result is `tensor` itself. Collective: yes."""
+        ...
+
+    def allgather(self, tensor: Tensor, *, name: str) -> Handle:
+        """Concatenate along dimension 0 in rank order; first dimensions may differ. Collective: yes."""
+        ...
+
+    def alltoall(self, tensor: Tensor, *, name: str, splits: list[int] | None = None) -> Handle:
+        """Send `splits[r]` rows of dimension 0 to rank r (equal shares without `splits`). Collective: yes.
+
+        The result holds the rows received, in rank order.
+        """
+        ...
+
+    def reducescatter(self, tensor: Tensor, *, name: str) -> Handle:
+        """Sum over ranks; each keeps its share of dimension 0. Collective: yes.
+
+        Shares are as equal as can be; the first ``len % size`` ranks hold one row more.
+        """
+        ...
+
+    def broadcast(self, tensor: Tensor, *, name: str, root: int = 0) -> Handle:
+        """Overwrite `tensor` with the one of `root`, in place. Collective: yes."""
+        ...
+
+    def barrier(self) -> None:
+        """Return once every rank has called it. Collective: yes."""
+        ...
+
+    def close(self) -> None:
+        """End communication. Collective: yes."""
+        ...

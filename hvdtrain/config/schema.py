@@ -1,0 +1,149 @@
+"""The options of a run, declared once: YAML keys, flags, help and `config.yaml` all derive from these classes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Optional
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """How parameters follow gradients; unused where the task brings its own optimizer.
+
+    Attributes:
+        name: The update rule: adamw, or sgd with momentum.
+        lr: Peak learning rate. Never scaled by the number of ranks.
+        weight_decay: Decoupled for adamw. Norms, biases and other one-dimensional parameters are left out.
+        beta1: Decay of AdamW's first moment.
+        beta2: Decay of AdamW's second moment.
+        eps: Added to AdamW's denominator.
+        momentum: SGD's momentum.
+        schedule: After the warm-up, follow a cosine down to min_lr, or stay constant.
+        warmup_steps: Steps over which the learning rate rises linearly from near zero.
+        min_lr: Where the cosine ends, as a share of lr.
+    """
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: float = 2e-3
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    momentum: float = 0.9
+    schedule: Literal["cosine", "constant"] = "cosine"
+    warmup_steps: int = 10
+    min_lr: float = 0.1
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the ranks exchange gradients.
+
+    Attributes:
+        compression: What travels: gradients as they are, or cast to fp16 for the way.
+        device: cuda takes the device of the rank's local_rank; auto takes it where there is one.
+    """
+
+    compression: Literal["none", "fp16"] = "none"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long to train, on how much at a time.
+
+    Attributes:
+        steps: Optimizer steps in all, which is the schedule's horizon.
+        epochs: Passes over the training data, instead of steps. May be a fraction.
+        stop_at: Stop after this step; the schedule's horizon stays where it is.
+        global_batch: Samples an optimizer step, over all ranks. The number of ranks does not change it.
+        micro_batch: Samples a forward pass. Ranks share out whole micro-batches.
+        clip: Largest L2 norm of the gradient; 0 turns clipping off.
+        eval_samples: Held-out samples looked at in an evaluation; 0 for all of them.
+        max_skipped: End the run after this many steps in a row with a loss or gradient that is not finite.
+        deterministic: Ask torch for deterministic kernels (slower on CUDA; the CPU's are deterministic anyway).
+    """
+
+    steps: int = 100
+    epochs: Optional[float] = None
+    stop_at: Optional[int] = None
+    global_batch: int = 16
+    micro_batch: int = 4
+    clip: float = 1.0
+    eval_samples: int = 64
+    max_skipped: int = 10
+    deterministic: bool = False
+
+
+@dataclass(frozen=True)
+class LoaderConfig:
+    """How samples reach the device.
+
+    Attributes:
+        workers: Loader processes a rank; 0 loads in the training process, best where samples are cheap to make.
+        prefetch: Micro-batches that each worker keeps ready.
+        pin_memory: Page-locked host memory, so that copies to the device do not block; auto means with CUDA.
+    """
+
+    workers: int = 0
+    prefetch: int = 2
+    pin_memory: Literal["auto", "on", "off"] = "auto"
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When to save, what to keep.
+
+    Attributes:
+        every: Save (and evaluate) every this many steps; 0 saves at the end and on signals only.
+        keep: The newest so many checkpoints are kept, and the one with the lowest held-out loss beside them.
+    """
+
+    every: int = 50
+    keep: int = 3
+
+
+@dataclass(frozen=True)
+class ObserveConfig:
+    """What is shown while it runs.
+
+    Attributes:
+        line_every_s: Seconds between lines where output is no terminal (a file, mpirun).
+    """
+
+    line_every_s: float = 5.0
+
+
+@dataclass(frozen=True)
+class Config:
+    """The options that every run has; the parameters of the task come beside them.
+
+    Attributes:
+        task: What to train: a name, file.py:function or module:function.
+        precision: Number format of forward and backward. bf16 and fp16 are autocast over fp32 weights.
+        seed: Of initial weights, sample order and dropout.
+        run_dir: Where everything the run writes goes. Without it: the newest unfinished run of the same
+            config under runs/, or a new one.
+        resume: auto goes on from the newest whole checkpoint of run_dir, never starts anew, a path names a
+            checkpoint or another run.
+        log_level: How much is said on stderr.
+        optimizer: How parameters follow gradients.
+        parallel: How the ranks exchange gradients.
+        train: How long to train, on how much at a time.
+        loader: How samples reach the device.
+        checkpoint: When to save, what to keep.
+        observe: What is shown while it runs.
+    """
+
+    task: str = "language_model"
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    seed: int = 0
+    run_dir: Optional[str] = None
+    resume: str = "auto"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    loader: LoaderConfig = field(default_factory=LoaderConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)

@@ -1,0 +1,1 @@
+"""Which samples at which position, and how they reach the device."""

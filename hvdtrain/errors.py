@@ -1,0 +1,83 @@
+"""Every error that a user can cause.
+
+::
+
+    HvdtrainError
+    ├── ConfigError          an option or a config file
+    ├── TaskError            what a task function returned or raised
+    ├── DataError            data that is missing, empty or unreadable
+    ├── LaunchError          ranks that do not fit together: launcher, MPI, size
+    ├── HorovodError         Horovod is missing, or built for something else
+    ├── BuildError           building Horovod did not succeed
+    ├── RunDirectoryError    a run directory that cannot be used
+    ├── CheckpointError      a checkpoint that cannot be read or does not fit
+    ├── NonFiniteError       loss or gradient kept being inf or nan
+    └── DriftError           parameters are not equal on all ranks
+"""
+
+from __future__ import annotations
+
+
+class HvdtrainError(Exception):
+    """What went wrong, what was expected, what was found, what to do next.
+
+    Args:
+        what: one sentence naming the thing that is wrong.
+        expected: what would have been right.
+        found: what was there instead.
+        next_step: the command or the change that mends it.
+    """
+
+    def __init__(
+        self, what: str, *, expected: str | None = None, found: str | None = None, next_step: str | None = None
+    ) -> None:
+        self.what = what
+        self.expected = expected
+        self.found = found
+        self.next_step = next_step
+        parts = [what]
+        parts += [f"  {label}: {text}" for label, text in self._labelled() if text]
+        super().__init__("\n".join(parts))
+
+    def _labelled(self) -> list[tuple[str, str | None]]:
+        return [("expected", self.expected), ("found", self.found), ("next", self.next_step)]
+
+
+class ConfigError(HvdtrainError):
+    """An option or a config file is wrong."""
+
+
+class TaskError(HvdtrainError):
+    """A task function cannot be loaded, or returned the wrong thing."""
+
+
+class DataError(HvdtrainError):
+    """Data is missing, empty or unreadable."""
+
+
+class LaunchError(HvdtrainError):
+    """The ranks of the job do not fit together."""
+
+
+class HorovodError(HvdtrainError):
+    """Horovod is missing, or was built for another torch or MPI."""
+
+
+class BuildError(HvdtrainError):
+    """Horovod could not be built."""
+
+
+class RunDirectoryError(HvdtrainError):
+    """A run directory cannot be used."""
+
+
+class CheckpointError(HvdtrainError):
+    """A checkpoint cannot be read, or does not fit the model."""
+
+
+class NonFiniteError(HvdtrainError):
+    """Loss or gradient was not finite too many times in a row."""
+
+
+class DriftError(HvdtrainError):
+    """Parameters are not equal on all ranks."""

@@ -1,0 +1,1 @@
+"""Building Horovod for the torch and MPI at hand."""
