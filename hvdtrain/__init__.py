@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "train": "hvdtrain.train.api",
-    "Result": "hvdtrain.train.api",
+    "Result": "hvdtrain.train.result",
     "Config": "hvdtrain.config.schema",
     "Task": "hvdtrain.task.base",
     "HvdtrainError": "hvdtrain.errors",
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from hvdtrain.config.schema import Config
     from hvdtrain.errors import HvdtrainError
     from hvdtrain.task.base import Task
-    from hvdtrain.train.api import Result, train
+    from hvdtrain.train.api import train
+    from hvdtrain.train.result import Result
 
 
 def __getattr__(name: str) -> Any:

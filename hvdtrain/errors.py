@@ -26,7 +26,12 @@ class HvdtrainError(Exception):
         expected: what would have been right.
         found: what was there instead.
         next_step: the command or the change that mends it.
+
+    Attributes:
+        everywhere: every rank raises this same error, so that one of them may speak for all.
     """
+
+    everywhere = False
 
     def __init__(
         self, what: str, *, expected: str | None = None, found: str | None = None, next_step: str | None = None
@@ -45,6 +50,8 @@ class HvdtrainError(Exception):
 
 class ConfigError(HvdtrainError):
     """An option or a config file is wrong."""
+
+    everywhere = True
 
 
 class TaskError(HvdtrainError):
@@ -78,6 +85,10 @@ class CheckpointError(HvdtrainError):
 class NonFiniteError(HvdtrainError):
     """Loss or gradient was not finite too many times in a row."""
 
+    everywhere = True
+
 
 class DriftError(HvdtrainError):
     """Parameters are not equal on all ranks."""
+
+    everywhere = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, Optional
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class TrainConfig:
     """
 
     steps: int = 100
-    epochs: Optional[float] = None
-    stop_at: Optional[int] = None
+    epochs: float | None = None
+    stop_at: int | None = None
     global_batch: int = 16
     micro_batch: int = 4
     clip: float = 1.0
@@ -138,7 +138,7 @@ class Config:
     task: str = "language_model"
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     seed: int = 0
-    run_dir: Optional[str] = None
+    run_dir: str | None = None
     resume: str = "auto"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

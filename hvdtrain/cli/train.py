@@ -1,0 +1,93 @@
+"""``hvdtrain train``, the default subcommand."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+import traceback
+from functools import partial
+from typing import TYPE_CHECKING
+
+from hvdtrain.errors import ConfigError, HvdtrainError
+from hvdtrain.observe.progress import duration, table
+from hvdtrain.runtime.environment import RankInfo, rank_label
+from hvdtrain.runtime.tuning import prepare
+
+if TYPE_CHECKING:
+    from hvdtrain.train.result import Result
+
+_EXIT_OF_SIGNAL = {"SIGTERM": 143, "SIGINT": 130}
+_RANK_0_SPEAKS_S = 5.0
+
+
+def main(argv: list[str]) -> int:
+    """Parse, train, print a summary; 0, 1 on an error, 2 on a wrong option, 128 + number where a signal ended it."""
+    info: RankInfo | None = None
+    try:
+        info, _ = prepare()
+        result = _train(argv, info)
+    except HvdtrainError as error:
+        return _fail(_report(error, info), 2 if isinstance(error, ConfigError) else 1, info, error.everywhere)
+    except Exception:
+        label = f" on {rank_label(info)}" if info else ""
+        return _fail(f"{traceback.format_exc()}hvdtrain: unexpected error{label}, see above\n", 1, info)
+    if info.rank == 0:
+        print(summary(result, info))
+    return _EXIT_OF_SIGNAL.get(result.reason, 0)
+
+
+def _train(argv: list[str], info: RankInfo) -> Result:
+    import logging
+
+    from hvdtrain.config.parse import parse_argv, task_spec
+    from hvdtrain.task.base import load_task_function
+
+    function = load_task_function(task_spec(argv))
+    run = parse_argv(argv, function)
+    logging.basicConfig(level=run.config.log_level.upper(), stream=sys.stderr)
+
+    from hvdtrain.comm.start import start_comm
+    from hvdtrain.train.session import run_training
+
+    return run_training(run, partial(function, **run.task_args), start_comm(info))
+
+
+def summary(result: Result, info: RankInfo) -> str:
+    """What a person wants to know at the end."""
+    rows = [("training loss", f"{result.first_loss:.4f} -> {result.last_loss:.4f}")]
+    if not math.isnan(result.first_heldout_loss):
+        rows.append(("held-out loss", f"{result.first_heldout_loss:.4f} -> {result.last_heldout_loss:.4f}"))
+    if not math.isnan(result.tokens_per_s):
+        rows.append(("speed", f"{result.tokens_per_s:,.0f} {result.unit}/s on {info.size} rank(s)"))
+    rows.append(("run", str(result.run_dir)))
+    how = {"finished": "finished", "stop_at": "stopped as asked"}.get(result.reason, f"stopped by {result.reason}")
+    further = [("each step", f"tail -n 3 {result.run_dir}/journal.jsonl"), ("this machine", "hvdtrain doctor")]
+    if result.reason == "finished":
+        further.append(("train on", f"--run_dir {result.run_dir} --train.steps {2 * result.total_steps}"))
+    else:
+        further.append(("go on", f"the same command with --run_dir {result.run_dir}"))
+    head = f"{how} at step {result.step} of {result.total_steps} after {duration(result.seconds)}"
+    return f"\n{head}\n{table(rows)}\nlook further:\n{table(further)}"
+
+
+def _report(error: HvdtrainError, info: RankInfo | None) -> str:
+    label = f" on {rank_label(info)}" if info and info.size > 1 else ""
+    return f"hvdtrain: {type(error).__name__}{label}: {error}\n"
+
+
+def _fail(text: str, code: int, info: RankInfo | None, everywhere: bool = False) -> int:
+    """Say why on stderr; among several ranks end at once, so that the launcher ends the others."""
+    several = info is not None and info.size > 1
+    if several and everywhere and info is not None and info.rank != 0:
+        # Rank 0 says it, and its end is ours; going first could end it before it has spoken.
+        time.sleep(_RANK_0_SPEAKS_S)
+        os._exit(code)
+    sys.stderr.write(text)
+    sys.stderr.flush()
+    sys.stdout.flush()
+    if several:
+        # Leaving the usual way would wait for the other ranks in Horovod's shutdown, and they for this one.
+        os._exit(code)
+    return code

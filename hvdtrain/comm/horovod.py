@@ -1,0 +1,129 @@
+"""The ranks of a Horovod job. The only module that imports Horovod."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hvdtrain.errors import HorovodError
+from hvdtrain.install import record
+
+try:
+    import horovod.torch as hvd
+    from horovod.torch import mpi_ops
+    from horovod.torch.compression import Compressor
+except ImportError as _error:
+    record.check()
+    raise HorovodError(
+        f"Horovod cannot be loaded: {_error}", next_step="build it for this torch and MPI: hvdtrain build-horovod"
+    ) from _error
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class HorovodHandle:
+    """A collective that Horovod's background thread carries out."""
+
+    def __init__(self, handle: Any, dtype: torch.dtype | None = None) -> None:
+        self._handle = handle
+        self._dtype = dtype
+        self._result: Tensor | None = None
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._result is not None or bool(mpi_ops.poll(self._handle))
+
+    def wait(self) -> Tensor:
+        """Block until the collective is over; its result."""
+        if self._result is None:
+            result = mpi_ops.synchronize(self._handle)
+            # alltoall gives (rows, how many came from each rank) where splits were given
+            rows: Tensor = result[0] if isinstance(result, tuple) else result
+            self._result = rows if self._dtype is None else rows.view(self._dtype)
+        return self._result
+
+
+class HorovodComm:
+    """All ranks of a job that a launcher started, Horovod initialised.
+
+    bfloat16 is not among Horovod's types (horovod/horovod#4047): a collective that sums it raises ValueError, one
+    that only moves it carries the same bits as fp16.
+    """
+
+    def __init__(self) -> None:
+        hvd.init()  # does nothing where the program has done it
+        self.rank: int = hvd.rank()
+        self.size: int = hvd.size()
+        self.local_rank: int = hvd.local_rank()
+        self.local_size: int = hvd.local_size()
+
+    def allreduce(self, tensor: Tensor, *, name: str) -> HorovodHandle:
+        """Sum over ranks, in place. Collective: yes."""
+        return HorovodHandle(hvd.allreduce_async_(tensor, name=name, op=hvd.Sum))
+
+    def allgather(self, tensor: Tensor, *, name: str) -> HorovodHandle:
+        """Concatenate along dimension 0. Collective: yes."""
+        return HorovodHandle(hvd.allgather_async(_movable(tensor), name=name), tensor.dtype)
+
+    def alltoall(self, tensor: Tensor, *, name: str, splits: list[int] | None = None) -> HorovodHandle:
+        """Exchange rows of dimension 0. Collective: yes."""
+        counts = None if splits is None else torch.tensor(splits, dtype=torch.int32)
+        return HorovodHandle(hvd.alltoall_async(_movable(tensor), splits=counts, name=name), tensor.dtype)
+
+    def reducescatter(self, tensor: Tensor, *, name: str) -> HorovodHandle:
+        """Sum over ranks, keep a share. Collective: yes."""
+        return HorovodHandle(hvd.reducescatter_async(tensor, name=name, op=hvd.Sum))
+
+    def broadcast(self, tensor: Tensor, *, name: str, root: int = 0) -> HorovodHandle:
+        """Overwrite with the tensor of `root`, in place. Collective: yes."""
+        return HorovodHandle(hvd.broadcast_async_(_movable(tensor), root, name=name), tensor.dtype)
+
+    def barrier(self) -> None:
+        """Wait for every rank. Collective: yes."""
+        hvd.barrier()
+
+    def close(self) -> None:
+        """Shut Horovod down. Collective: yes."""
+        hvd.shutdown()
+
+
+def _movable(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.float16) if tensor.dtype == torch.bfloat16 else tensor
+
+
+def distributed_optimizer(
+    optimizer: torch.optim.Optimizer, named_parameters: list[tuple[str, torch.nn.Parameter]], compression: str
+) -> Any:
+    """Horovod's own wrapped optimizer, which sums gradients while backward runs.
+
+    Args:
+        optimizer: without state so far: wrapping drops it.
+        named_parameters: every parameter of the optimizer, by unique name.
+        compression: "none" or "fp16"; either carries bfloat16 gradients as fp32.
+    """
+    wire = {"none": _CarryBfloat16, "fp16": _Fp16}[compression]
+    return hvd.DistributedOptimizer(optimizer, named_parameters=named_parameters, compression=wire, op=hvd.Sum)
+
+
+class _CarryBfloat16(Compressor):  # type: ignore[misc]
+    """Gradients as they are, but bfloat16 as fp32: Horovod cannot sum it."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, torch.dtype]:
+        return tensor.float() if tensor.dtype == torch.bfloat16 else tensor, tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        return tensor.to(dtype)
+
+
+class _Fp16(_CarryBfloat16):
+    """fp32 and fp64 gradients as fp16; bfloat16, whose range fp16 lacks, as fp32."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, torch.dtype]:
+        if tensor.dtype == torch.bfloat16:
+            return tensor.float(), tensor.dtype
+        return tensor.half() if tensor.is_floating_point() else tensor, tensor.dtype

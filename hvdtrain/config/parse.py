@@ -1,0 +1,215 @@
+"""From command line, YAML or dict to a `RunConfig`, by jsonargparse. Imports no torch of its own.
+
+The parameters of the task's function become top-level keys beside those of `Config`: a parameter that is a
+dataclass becomes a section.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import inspect
+import json
+import re
+from argparse import ArgumentError
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace  # type: ignore[attr-defined]
+
+from hvdtrain.config.schema import Config
+from hvdtrain.errors import ConfigError
+
+NOT_IDENTITY = ("run_dir", "resume", "log_level", "train.stop_at")
+"""Options that two stretches of one run may differ in."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A config with the arguments of its task.
+
+    Attributes:
+        config: the options that every run has.
+        task_args: arguments for the task's function, by parameter name.
+        resolved: all of it as plain values, as it is written to `config.yaml`.
+    """
+
+    config: Config
+    task_args: Mapping[str, Any]
+    resolved: Mapping[str, Any]
+
+    def identity(self) -> str:
+        """A hash that is equal for two configs which may go on with the same run."""
+        flat = {k: v for k, v in flatten(self.resolved).items() if k not in NOT_IDENTITY}
+        return hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def task_spec(argv: Sequence[str]) -> str:
+    """The task that `argv` asks for, itself or by its config file: whichever comes last, as for other options."""
+    spec = Config.task
+    pairs = zip(argv, [*argv[1:], ""], strict=True)
+    for argument, following in pairs:
+        name, equals, value = argument.partition("=")
+        value = value if equals else following
+        if name == "--task":
+            spec = value
+        elif name == "--config":
+            spec = str(read_yaml(Path(value)).get("task", spec))
+    return spec
+
+
+def make_parser(task_function: Callable[..., Any] | None) -> ArgumentParser:
+    """A parser of the options of `Config` and of the parameters of `task_function`."""
+    parser = ArgumentParser(prog="hvdtrain", exit_on_error=False, description="Train a model on all ranks of this job.")
+    parser.add_argument("--config", action=ActionConfigFile, help="YAML file of options; later options win.")
+    parser.add_class_arguments(Config, as_group=False)
+    if task_function is not None:
+        _check_parameters(task_function)
+        parser.add_function_arguments(task_function, as_group=False, fail_untyped=False)
+    return parser
+
+
+def parse_argv(argv: Sequence[str], task_function: Callable[..., Any] | None) -> RunConfig:
+    """Parse a command line.
+
+    Errors:
+        ConfigError: an unknown option (the nearest is named), a wrong value (what was expected is said).
+    """
+    parser = make_parser(task_function)
+    try:
+        namespace = parser.parse_args(list(argv))
+    except ArgumentError as error:
+        raise _explain(error, parser, argv) from None
+    return _finish(parser, namespace)
+
+
+def parse_object(options: Mapping[str, Any], task_function: Callable[..., Any] | None) -> RunConfig:
+    """Parse a nested dict, as YAML would give it. Errors as in `parse_argv`."""
+    parser = make_parser(task_function)
+    try:
+        namespace = parser.parse_object(dict(options))
+    except ArgumentError as error:
+        raise _explain(error, parser, [f"--{key}" for key in flatten(options)]) from None
+    return _finish(parser, namespace)
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``{"train": {"steps": 5}}`` as ``{"train.steps": 5}``."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """One line for each option in which two resolved configs differ, but for those of `NOT_IDENTITY`."""
+    before, after = flatten(old), flatten(new)
+    return [
+        f"{key}: {before.get(key)} -> {after.get(key)}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key) and key not in NOT_IDENTITY
+    ]
+
+
+def _check_parameters(task_function: Callable[..., Any]) -> None:
+    taken = {field.name for field in fields(Config)} | {"config"}
+    clash = sorted(taken & inspect.signature(task_function).parameters.keys())
+    if clash:
+        raise ConfigError(
+            f"the task function's parameter {clash[0]!r} is also the name of an option that every run has",
+            next_step=f"rename it (torch's random state is already seeded from --seed); taken: {', '.join(sorted(taken))}",
+        )
+
+
+def _finish(parser: ArgumentParser, namespace: Namespace) -> RunConfig:
+    resolved = yaml.safe_load(parser.dump(namespace))
+    values = vars(parser.instantiate(namespace))
+    names = {field.name for field in fields(Config)}
+    config = Config(**{name: values[name] for name in names})
+    _check(config)
+    task_args = {k: v for k, v in values.items() if k not in names and k != "config"}
+    return RunConfig(config, task_args, resolved)
+
+
+def _check(config: Config) -> None:
+    train = config.train
+    rules: list[tuple[bool, str, str, object]] = [
+        (train.steps >= 1, "train.steps", "1 or more", train.steps),
+        (train.epochs is None or train.epochs > 0, "train.epochs", "more than 0", train.epochs),
+        (train.stop_at is None or train.stop_at >= 1, "train.stop_at", "1 or more", train.stop_at),
+        (train.global_batch >= 1, "train.global_batch", "1 or more", train.global_batch),
+        (
+            1 <= train.micro_batch <= train.global_batch,
+            "train.micro_batch",
+            f"1 to train.global_batch ({train.global_batch})",
+            train.micro_batch,
+        ),
+        (train.clip >= 0, "train.clip", "0 (off) or more", train.clip),
+        (train.eval_samples >= 0, "train.eval_samples", "0 (all) or more", train.eval_samples),
+        (train.max_skipped >= 1, "train.max_skipped", "1 or more", train.max_skipped),
+        (config.optimizer.lr > 0, "optimizer.lr", "more than 0", config.optimizer.lr),
+        (config.optimizer.warmup_steps >= 0, "optimizer.warmup_steps", "0 or more", config.optimizer.warmup_steps),
+        (config.loader.workers >= 0, "loader.workers", "0 or more", config.loader.workers),
+        (config.loader.prefetch >= 1, "loader.prefetch", "1 or more", config.loader.prefetch),
+        (config.checkpoint.every >= 0, "checkpoint.every", "0 (at the end only) or more", config.checkpoint.every),
+        (config.checkpoint.keep >= 1, "checkpoint.keep", "1 or more", config.checkpoint.keep),
+        (0 <= config.seed < 2**63, "seed", "0 to 2^63 - 1", config.seed),
+    ]
+    for holds, name, expected, found in rules:
+        if not holds:
+            raise ConfigError(f"--{name} has a value that makes no sense", expected=expected, found=str(found))
+
+
+def _explain(error: ArgumentError, parser: ArgumentParser, argv: Sequence[str]) -> ConfigError:
+    """Turn a parser's error into ours: the nearest option for one that does not exist."""
+    known = {option for action in parser._actions for option in action.option_strings if option.startswith("--")}
+    for option, place in _options_used(argv):
+        if option not in known and f"--{option}" not in known:
+            near = difflib.get_close_matches(option, sorted(known), n=1, cutoff=0.5)
+            return ConfigError(
+                f"there is no option {option}{place}",
+                next_step=f"did you mean {near[0]}?" if near else "see all options: hvdtrain train --help",
+            )
+    text = " ".join(str(error.message).split())
+    wrong = re.match(r'Parser key "(?P<key>.+?)": Expected an? (?P<type>.+?)\. Got value: (?P<found>.*)', text)
+    if wrong:
+        expected = re.sub(r"<class '(\w+)'>|typing\.", r"\1", wrong["type"]).replace("Literal", "one of ")
+        return ConfigError(f"--{wrong['key']} has a wrong value", expected=expected, found=wrong["found"])
+    return ConfigError(f"the options do not fit: {text}", next_step="see what there is: hvdtrain train --help")
+
+
+def _options_used(argv: Sequence[str]) -> list[tuple[str, str]]:
+    used = [(argument.partition("=")[0], "") for argument in argv if argument.startswith("--")]
+    for index, argument in enumerate(argv):
+        name, equals, value = argument.partition("=")
+        if name == "--config":
+            path = Path(value if equals else argv[index + 1] if index + 1 < len(argv) else "")
+            used += [(f"--{key}", f" (in {path})") for key in flatten(read_yaml(path))]
+    return used
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The options in a YAML file.
+
+    Errors:
+        ConfigError: it cannot be read, is not YAML, or is not a mapping.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"the config file {str(path)!r} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the config file {str(path)!r} is not YAML: {' '.join(str(error).split())}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"the config file {str(path)!r} is not a mapping", expected="lines like `train: {steps: 100}`"
+        )
+    return content

@@ -1,0 +1,87 @@
+"""Which samples are at which position of the endless stream over epochs: pure functions of the config.
+
+Nothing here knows the number of ranks but `share`, which divides micro-batches whose boundaries are already fixed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+_ROUNDS = 6
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Consecutive positions of the stream that go through the model together.
+
+    Attributes:
+        start: position of the first sample, counted from the start of training.
+        stop: one behind the last.
+    """
+
+    start: int
+    stop: int
+
+
+def micro_batches(position: int, global_batch: int, micro_batch: int) -> list[MicroBatch]:
+    """The micro-batches of the step that starts at `position`; the last may be shorter."""
+    stop = position + global_batch
+    return [MicroBatch(start, min(start + micro_batch, stop)) for start in range(position, stop, micro_batch)]
+
+
+def share(count: int, rank: int, size: int) -> range:
+    """Which of `count` things, in order, are those of `rank`: shares differ by one at most."""
+    return range(count * rank // size, count * (rank + 1) // size)
+
+
+def samples(positions: NDArray[np.int64], length: int, seed: int) -> NDArray[np.int64]:
+    """Indices into the data set at `positions`: every epoch of `length` positions is a permutation of it.
+
+    Shapes: (N,) -> (N,). The permutation of an epoch is computed, not stored: a Feistel network over the smallest
+    even number of bits that holds `length`, walked until it lands inside (Black and Rogaway, Ciphers with
+    arbitrary finite domains, 2002).
+    """
+    epochs, offsets = np.divmod(positions.astype(np.int64), length)
+    indices = np.empty_like(offsets)
+    for epoch in np.unique(epochs):
+        here = epochs == epoch
+        indices[here] = _permute(offsets[here], length, mix(seed, int(epoch)))
+    return indices
+
+
+def mix(seed: int, value: int) -> int:
+    """A 63-bit number that looks unrelated for every other (seed, value): splitmix64 (Steele et al., 2014) of both."""
+    mixed = _splitmix(np.uint64(seed & 0xFFFFFFFFFFFFFFFF)) ^ np.uint64(value & 0xFFFFFFFFFFFFFFFF)
+    return int(_splitmix(mixed)) >> 1
+
+
+def _permute(offsets: NDArray[np.int64], length: int, key: int) -> NDArray[np.int64]:
+    half = np.uint64(max(1, (max(length - 1, 1).bit_length() + 1) // 2))
+    keys = [np.uint64(mix(key, round_)) for round_ in range(_ROUNDS)]
+    values = _feistel(offsets.astype(np.uint64), half, keys)
+    outside = values >= length
+    while outside.any():
+        values[outside] = _feistel(values[outside], half, keys)
+        outside = values >= length
+    return values.astype(np.int64)
+
+
+def _feistel(values: NDArray[np.uint64], half: np.uint64, keys: list[np.uint64]) -> NDArray[np.uint64]:
+    mask = np.uint64((1 << int(half)) - 1)
+    left, right = values >> half, values & mask
+    for key in keys:
+        left, right = right, left ^ (_splitmix(right ^ key) & mask)
+    joined: NDArray[np.uint64] = (left << half) | right
+    return joined
+
+
+def _splitmix(x: np.uint64 | NDArray[np.uint64]) -> NDArray[np.uint64]:
+    with np.errstate(over="ignore"):
+        z = np.asarray(x, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        mixed: NDArray[np.uint64] = z ^ (z >> np.uint64(31))
+    return mixed

@@ -1,0 +1,68 @@
+"""`journal.jsonl`: one line a step and a line an event, the machine-readable truth of a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+NAME = "journal.jsonl"
+
+
+class Journal:
+    """Appends lines; each is handed to the kernel at once, so that a killed process loses none.
+
+    Args:
+        path: made if missing. A last line that a kill cut off is closed, so that it spoils no other.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+        if self._file.tell() and _last_byte(path) != b"\n":
+            self._file.write(b"\n")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append a line. Numbers keep full precision; those that are not finite stand as null, as JSON has none."""
+        line = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
+        self._file.write((json.dumps(line) + "\n").encode())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_journal(path: Path) -> list[dict[str, Any]]:
+    """All whole lines of a journal, in order. A line that a kill cut off is left out."""
+    lines = []
+    for line in path.read_bytes().splitlines():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            continue
+    return lines
+
+
+def read_steps(path: Path) -> dict[int, dict[str, Any]]:
+    """The steps of a journal by number: of a step that was done again after a resume, the last counts."""
+    return {line["step"]: line for line in read_journal(path) if "event" not in line}
+
+
+def is_finished(path: Path) -> bool:
+    """Whether the run's last line says that it came to its end. Reads the end of the file only."""
+    with path.open("rb") as file:
+        file.seek(0, os.SEEK_END)
+        file.seek(max(0, file.tell() - 65536))
+        lines = file.read().splitlines()
+    try:
+        return bool(lines) and json.loads(lines[-1]).get("event") == "finished"
+    except ValueError:
+        return False
+
+
+def _last_byte(path: Path) -> bytes:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1)

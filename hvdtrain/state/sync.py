@@ -1,0 +1,69 @@
+"""Making the state of all ranks that of rank 0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.comm.objects import broadcast_json
+from hvdtrain.errors import LaunchError
+from hvdtrain.state.train_state import StateDict, TrainState
+
+_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+def broadcast_state(state: TrainState, comm: Comm) -> None:
+    """Parameters, buffers, optimizer state and progress of rank 0, on every rank. Collective: yes.
+
+    Errors:
+        LaunchError: the model of this rank has other tensors than that of rank 0.
+    """
+    mine = state.state_dict()
+    spec = broadcast_json(comm, _spec(mine), name="state/spec")
+    _check_same_model(_spec(mine), spec, comm)
+    tensors: dict[str, dict[str, Tensor]] = {}
+    for group, entries in spec["tensors"].items():
+        own = mine.tensors[group] if comm.rank == 0 else {}
+        tensors[group] = {
+            name: own[name].detach().contiguous() if comm.rank == 0 else torch.empty(shape, dtype=_DTYPES[dtype])
+            for name, (shape, dtype) in entries.items()
+        }
+    # As bytes: Horovod lacks some dtypes. The CPU is as good as any device for what happens once.
+    handles = [
+        comm.broadcast(_flat_bytes(tensor), name=f"state/{group}/{name}")
+        for group, entries in tensors.items()
+        for name, tensor in entries.items()
+        if tensor.numel()
+    ]
+    for handle in handles:
+        handle.wait()
+    if comm.rank != 0:
+        state.load_state_dict(StateDict(tensors, spec["values"]))
+
+
+def _spec(state: StateDict) -> dict[str, Any]:
+    tensors = {
+        group: {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in entries.items()}
+        for group, entries in state.tensors.items()
+    }
+    return {"tensors": tensors, "values": dict(state.values)}
+
+
+def _flat_bytes(tensor: Tensor) -> Tensor:
+    return tensor.cpu().reshape(-1).view(torch.uint8)
+
+
+def _check_same_model(mine: dict[str, Any], root: dict[str, Any], comm: Comm) -> None:
+    ours, theirs = (spec["tensors"]["model"] for spec in (mine, root))
+    if ours == theirs:
+        return
+    name = sorted(n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n))[0]
+    raise LaunchError(
+        f"the model of rank {comm.rank} is not that of rank 0: {name} differs",
+        expected=f"{theirs.get(name, 'no such tensor')} as on rank 0",
+        found=str(ours.get(name, "no such tensor")),
+        next_step="build the model from the config alone, the same on every rank and host",
+    )

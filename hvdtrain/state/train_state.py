@@ -1,0 +1,154 @@
+"""Everything that a run is at a step: one `state_dict`, used to save, to resume and to make ranks equal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hvdtrain.errors import CheckpointError
+
+
+@dataclass
+class Progress:
+    """How far a run has come.
+
+    Attributes:
+        step: optimizer steps done, skipped ones included.
+        position: samples consumed.
+        skipped: steps whose loss or gradient was not finite.
+        skipped_in_row: how many of them came last.
+        samples: in an epoch.
+    """
+
+    step: int = 0
+    position: int = 0
+    skipped: int = 0
+    skipped_in_row: int = 0
+    samples: int = 0
+
+
+@dataclass(frozen=True)
+class StateDict:
+    """A snapshot: tensors by group and name, and what JSON holds.
+
+    Attributes:
+        tensors: {"model": {name: tensor}, "optimizer": {"name/slot": tensor}}.
+        values: plain values.
+    """
+
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    values: Mapping[str, Any]
+
+
+@dataclass
+class TrainState:
+    """The parts of a run that training changes.
+
+    Attributes:
+        model: its parameters and buffers.
+        optimizer: its state, kept by parameter name: free of groups, of their order and of the number of ranks.
+        scaler: fp16's loss scale.
+        progress: how far the run has come.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    scaler: torch.amp.GradScaler
+    progress: Progress
+
+    def state_dict(self) -> StateDict:
+        """The state, without copying tensors."""
+        model, aliases = _unaliased(self.model.state_dict())
+        slots, plain = self._optimizer_state()
+        values = {
+            "progress": vars(self.progress).copy(),
+            "aliases": aliases,
+            "optimizer": plain,
+            "scaler": self.scaler.state_dict(),
+        }
+        return StateDict({"model": model, "optimizer": slots}, values)
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Take over a state; tensors are copied.
+
+        Errors:
+            CheckpointError: it is the state of another model or optimizer; nothing was changed.
+        """
+        model = dict(state.tensors["model"])
+        model |= {alias: model[name] for alias, name in state.values["aliases"].items()}
+        _check_fits(self.model.state_dict(), model)
+        self._check_optimizer(state)
+        self.model.load_state_dict(model)
+        self._load_optimizer(state.tensors["optimizer"], state.values["optimizer"])
+        if state.values["scaler"]:
+            self.scaler.load_state_dict(state.values["scaler"])
+        self.progress = Progress(**state.values["progress"])
+
+    def _names(self) -> dict[str, nn.Parameter]:
+        of = {parameter: name for name, parameter in self.model.named_parameters()}
+        return {of[p]: p for group in self.optimizer.param_groups for p in group["params"]}
+
+    def _optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        slots: dict[str, Tensor] = {}
+        plain: dict[str, Any] = {}
+        for name, parameter in self._names().items():
+            for slot, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    slots[f"{name}/{slot}"] = value
+                else:
+                    plain[f"{name}/{slot}"] = value
+        return slots, plain
+
+    def _check_optimizer(self, state: StateDict) -> None:
+        keys = [*state.tensors["optimizer"], *state.values["optimizer"]]
+        strangers = {key.rpartition("/")[0] for key in keys} - self._names().keys()
+        if strangers:
+            raise CheckpointError(
+                "the checkpoint holds optimizer state of parameters that the optimizer does not have",
+                found=", ".join(sorted(strangers)[:3]),
+                next_step="resume with the optimizer of the run, or start anew: --resume never --run_dir DIR",
+            )
+
+    def _load_optimizer(self, slots: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
+        # torch's own load_state_dict wants numbers for parameters; it casts and moves state as each optimizer needs.
+        names = {name: index for index, name in enumerate(self._names())}
+        entries: dict[int, dict[str, Any]] = {}
+        for key, value in [*slots.items(), *plain.items()]:
+            name, _, slot = key.rpartition("/")
+            entries.setdefault(names[name], {})[slot] = value.clone() if isinstance(value, Tensor) else value
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": entries, "param_groups": groups})
+
+
+def _unaliased(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tied tensors once, and which names stand for them too."""
+    kept: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    seen: dict[tuple[Any, ...], str] = {}
+    for name, tensor in tensors.items():
+        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and place in seen:
+            aliases[name] = seen[place]
+        else:
+            kept[name] = tensor
+            seen[place] = name
+    return kept, aliases
+
+
+def _check_fits(model: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    ours, theirs = ({name: tuple(t.shape) for name, t in tensors.items()} for tensors in (model, saved))
+    if ours == theirs:
+        return
+    differing = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    shown = "; ".join(f"{n}: {theirs.get(n, 'missing')}" for n in differing[:3])
+    raise CheckpointError(
+        "the checkpoint is of another model",
+        expected="; ".join(f"{n}: {ours.get(n, 'no such tensor')}" for n in differing[:3]),
+        found=f"{shown} ({len(differing)} of {len(ours)} tensors differ)",
+        next_step="give the options of the model the run was started with, or another --run_dir",
+    )

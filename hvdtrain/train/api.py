@@ -1,0 +1,70 @@
+"""`hvdtrain.train(config, task)`: from options to a trained model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.config import parse
+from hvdtrain.config.schema import Config
+from hvdtrain.errors import ConfigError
+from hvdtrain.runtime.tuning import prepare
+from hvdtrain.task.base import Task, TaskFunction, load_task_function
+from hvdtrain.train.result import Result
+
+
+def train(
+    config: Config | Mapping[str, Any] | str | Path | None = None, task: Task | TaskFunction | None = None
+) -> Result:
+    """Train on all ranks of this job. Collective: yes.
+
+    Args:
+        config: options as a `Config`, a nested dict such as ``{"train": {"steps": 50}}``, or a YAML file.
+        task: a `Task`, a function that returns one (its parameters may stand in `config`), or None for the one
+            that `config` names.
+
+    Errors:
+        HvdtrainError: see `hvdtrain.errors`. On one rank or on all; the process should end then, so that the
+            launcher ends the others.
+    """
+    info, _ = prepare()
+    options = _options(config)
+    build: Callable[[], Any]
+    if isinstance(task, Task):
+        options["task"] = "Task"
+        run = parse.parse_object(options, None)
+        build = partial(_given, task)
+    else:
+        if task is not None:
+            options["task"] = f"{task.__module__}:{task.__qualname__}"
+        function = task or load_task_function(str(options.get("task", Config.task)))
+        run = parse.parse_object(options, function)
+        build = partial(function, **run.task_args)
+
+    from hvdtrain.comm.start import start_comm
+    from hvdtrain.train.session import run_training
+
+    return run_training(run, build, start_comm(info))
+
+
+def _given(task: Task) -> Task:
+    return task
+
+
+def _options(config: Config | Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
+    if config is None:
+        return {}
+    if isinstance(config, Config):
+        return asdict(config)
+    if isinstance(config, Mapping):
+        return dict(config)
+    if isinstance(config, (str, Path)):
+        return parse.read_yaml(Path(config))
+    raise ConfigError(
+        "config is of the wrong type",
+        expected="a hvdtrain.Config, a dict, or the path of a YAML file",
+        found=type(config).__name__,
+    )

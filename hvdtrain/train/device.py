@@ -1,0 +1,37 @@
+"""Which device a rank computes on."""
+
+from __future__ import annotations
+
+import torch
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.errors import ConfigError, LaunchError
+
+
+def pick_device(wanted: str, comm: Comm) -> torch.device:
+    """The CPU, or the CUDA device of `local_rank`; where each rank is shown one device only, that one.
+
+    Errors:
+        ConfigError: cuda was asked for and is not there.
+        LaunchError: more ranks on this host than CUDA devices.
+    """
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "--parallel.device cuda, but torch finds no CUDA device",
+            found=f"torch {torch.__version__}, built {'for CUDA ' + torch.version.cuda if torch.version.cuda else 'without CUDA'}",
+            next_step="hvdtrain doctor shows torch's and the driver's versions",
+        )
+    count = torch.cuda.device_count()
+    index = comm.local_rank if count > 1 else 0
+    if index >= count:
+        raise LaunchError(
+            "there are more ranks on this host than CUDA devices",
+            expected=f"{count} rank(s) or fewer",
+            found=f"{comm.local_size}",
+            next_step="start fewer ranks a host, or use --parallel.device cpu",
+        )
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device

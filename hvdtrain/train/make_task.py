@@ -1,0 +1,65 @@
+"""Building a task under the run's seed, and seeing that it is one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.comm.objects import allgather_json
+from hvdtrain.config.schema import Config
+from hvdtrain.data.loader import dataset_length
+from hvdtrain.data.order import mix
+from hvdtrain.errors import LaunchError, TaskError
+from hvdtrain.task.base import Task
+from hvdtrain.train.step import describe
+
+
+def make_task(build: Callable[[], Any], config: Config, comm: Comm) -> Task:
+    """Build the task under the run's seed and check it. Collective: yes."""
+    value = mix(config.seed, 0)
+    torch.manual_seed(value)
+    random.seed(value)
+    np.random.seed(value & 0xFFFFFFFF)
+    if config.train.deterministic:
+        torch.use_deterministic_algorithms(True)
+    task = build()
+    if not isinstance(task, Task):
+        raise TaskError(
+            "the task function returned the wrong thing",
+            expected="hvdtrain.Task(model, loss, train_data, ...)",
+            found=describe(task),
+        )
+    for name, kind in (("model", torch.nn.Module), ("optimizer", (Optimizer, type(None)))):
+        if not isinstance(getattr(task, name), kind):
+            raise TaskError(
+                f"the task's {name} is of the wrong type",
+                expected="torch.nn.Module" if name == "model" else "torch.optim.Optimizer or None",
+                found=describe(getattr(task, name)),
+            )
+    if not callable(task.loss):
+        raise TaskError(
+            "the task's loss is not a function",
+            expected="loss(model, batch) -> (sum of losses, weight)",
+            found=describe(task.loss),
+        )
+    _check_same_data(task, comm)
+    return task
+
+
+def _check_same_data(task: Task, comm: Comm) -> None:
+    lengths = [dataset_length(task.train_data), len(task.heldout_data) if task.heldout_data is not None else 0]  # type: ignore[arg-type]
+    everyone = allgather_json(comm, lengths, name="data/lengths")
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            raise LaunchError(
+                f"rank {rank} has other data than rank 0",
+                expected=f"{everyone[0][0]} training and {everyone[0][1]} held-out samples, as on rank 0",
+                found=f"{theirs[0]} and {theirs[1]}",
+                next_step="give every host the same files (for the default data: the same Python version)",
+            )

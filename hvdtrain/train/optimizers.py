@@ -1,0 +1,25 @@
+"""The optimizer that the options ask for."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hvdtrain.config.schema import OptimizerConfig
+
+
+def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
+    """AdamW (Loshchilov and Hutter, 2019) or SGD over the model's parameters that want a gradient.
+
+    Weight decay acts on parameters of two and more dimensions only, not on norms and biases.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)

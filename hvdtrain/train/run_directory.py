@@ -1,0 +1,126 @@
+"""Where a run lives: found, made, claimed and described. Used on rank 0 alone."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+from hvdtrain.config.parse import RunConfig
+from hvdtrain.errors import RunDirectoryError
+from hvdtrain.observe import journal
+
+RUNS = Path("runs")
+CONFIG = "config.yaml"
+_IDENTITY = ".identity"
+
+
+class RunDirectory:
+    """A claimed run directory. Claimed until `release`, or the end of the process.
+
+    Args:
+        path: exists already.
+        lock: the open file whose lock is the claim.
+    """
+
+    def __init__(self, path: Path, lock: IO[bytes]) -> None:
+        self.path = path
+        self._lock = lock
+
+    def release(self) -> None:
+        """Let others claim it."""
+        self._lock.close()
+
+    def old_config(self) -> Mapping[str, Any] | None:
+        """The resolved config that the run had so far, None for a new one."""
+        file = self.path / CONFIG
+        if not file.exists():
+            return None
+        try:
+            content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+            raise RunDirectoryError(f"{file} cannot be read: {error}", next_step=f"remove {file}") from error
+        return content if isinstance(content, dict) else None
+
+    def write_config(self, run: RunConfig) -> None:
+        """Write the resolved config, whole or not at all."""
+        for name, text in ((CONFIG, yaml.safe_dump(dict(run.resolved), sort_keys=False)), (_IDENTITY, run.identity())):
+            temporary = self.path / f".{name}.writing"
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(self.path / name)
+
+
+def claim_run_directory(run: RunConfig) -> RunDirectory:
+    """The run directory of the config: `run_dir`, or the newest unfinished one of the same config, or a new one.
+
+    Errors:
+        RunDirectoryError: another job uses it, it cannot be written, or it holds a run that is not to be resumed.
+    """
+    wanted = run.config.run_dir
+    if wanted is None:
+        return _unfinished(run) or _new(run)
+    path = Path(wanted)
+    if run.config.resume == "never" and (path / journal.NAME).exists():
+        raise RunDirectoryError(
+            f"{path} holds a run already, and --resume never would mix another into it",
+            next_step="give another --run_dir, or --resume auto to go on with it",
+        )
+    claimed = _claim(path)
+    if claimed is None:
+        raise RunDirectoryError(
+            f"{path} is in use by another job", next_step="wait for it to end, or give another --run_dir"
+        )
+    return claimed
+
+
+def _unfinished(run: RunConfig) -> RunDirectory | None:
+    if run.config.resume == "never" or not RUNS.is_dir():
+        return None
+    identity = run.identity()
+    for path in sorted((p for p in RUNS.iterdir() if p.is_dir()), key=lambda p: p.name, reverse=True):
+        file, log = path / _IDENTITY, path / journal.NAME
+        if not file.exists() or file.read_text() != identity or (log.exists() and journal.is_finished(log)):
+            continue
+        claimed = _claim(path)
+        if claimed is not None:
+            return claimed
+    return None
+
+
+def _new(run: RunConfig) -> RunDirectory:
+    name = Path(run.config.task.partition(":")[0]).stem
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for attempt in range(1000):
+        path = RUNS / (f"{stamp}-{name}" + (f"-{attempt}" if attempt else ""))
+        if not path.exists():
+            claimed = _claim(path)
+            if claimed is not None:
+                return claimed
+    raise RunDirectoryError(f"no free name for a run under {RUNS.resolve()}")
+
+
+def _claim(path: Path) -> RunDirectory | None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = (path / ".lock").open("ab")
+    except OSError as error:
+        raise RunDirectoryError(
+            f"the run directory {path} cannot be used: {error.strerror}",
+            next_step="give a --run_dir that this user can write to",
+        ) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        return None
+    except OSError:
+        pass  # a file system without locks: nothing to hold others off with
+    return RunDirectory(path, lock)

@@ -1,0 +1,29 @@
+"""Learning rates and step counts as functions of the config: pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from hvdtrain.config.schema import OptimizerConfig, TrainConfig
+
+
+def total_steps(config: TrainConfig, samples: int) -> int:
+    """Steps in all, the schedule's horizon: `steps`, or as many as `epochs` passes over `samples` take."""
+    if config.epochs is None:
+        return config.steps
+    return max(1, math.ceil(config.epochs * samples / config.global_batch))
+
+
+def factor(config: OptimizerConfig, horizon: int) -> Callable[[int], float]:
+    """The factor on the learning rate as a function of the step, 0 at the first."""
+
+    def at(step: int) -> float:
+        if step < config.warmup_steps:
+            return (step + 1) / (config.warmup_steps + 1)
+        if config.schedule == "constant":
+            return 1.0
+        done = (step - config.warmup_steps) / max(1, horizon - config.warmup_steps)
+        return config.min_lr + (1 - config.min_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+    return at

@@ -1,0 +1,185 @@
+"""A run from its options to its result: every part is made here and handed to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.comm.objects import on_rank_0
+from hvdtrain.config.parse import RunConfig
+from hvdtrain.data.loader import Stream, dataset_length
+from hvdtrain.data.order import micro_batches
+from hvdtrain.engine import make_engine
+from hvdtrain.errors import TaskError
+from hvdtrain.observe import journal
+from hvdtrain.observe.progress import Progress as ProgressDisplay
+from hvdtrain.observe.recorder import Recorder
+from hvdtrain.runtime.environment import NO_LAUNCHER, environ, rank_info
+from hvdtrain.spans import Spans
+from hvdtrain.state.store import CheckpointStore
+from hvdtrain.state.sync import broadcast_state
+from hvdtrain.state.train_state import Progress, TrainState
+from hvdtrain.task.base import Task
+from hvdtrain.train.device import pick_device
+from hvdtrain.train.health import batch_statistics
+from hvdtrain.train.make_task import make_task
+from hvdtrain.train.notices import Notices
+from hvdtrain.train.optimizers import make_optimizer
+from hvdtrain.train.precision import Precision
+from hvdtrain.train.restore import CHECKPOINTS, restore
+from hvdtrain.train.result import Result, losses_and_speed, numbers
+from hvdtrain.train.run_directory import RunDirectory, claim_run_directory
+from hvdtrain.train.schedule import factor, total_steps
+from hvdtrain.train.step import Stepper
+from hvdtrain.train.trainer import Trainer
+
+
+def run_training(run: RunConfig, build: Callable[[], Any], comm: Comm) -> Result:
+    """Train what `build` makes. Collective: yes. Errors: those of `hvdtrain.train`."""
+    with Notices() as notices:
+        device = pick_device(run.config.parallel.device, comm)
+        task = make_task(build, run.config, comm)
+        directory, claim = _claim(run, comm)
+        try:
+            recorder = _recorder(run, task, directory, comm)
+            try:
+                return _train(run, task, comm, device, directory, claim, recorder, notices)
+            except BaseException as error:
+                recorder.event({"event": "failed", "error": type(error).__name__, "message": str(error)})
+                raise
+            finally:
+                recorder.close()
+        finally:
+            if claim is not None:
+                claim.release()
+
+
+def _train(
+    run: RunConfig,
+    task: Task,
+    comm: Comm,
+    device: torch.device,
+    directory: Path,
+    claim: RunDirectory | None,
+    recorder: Recorder,
+    notices: Notices,
+) -> Result:
+    config = run.config
+    model = task.model.to(device)
+    model.train()
+    horizon = total_steps(config.train, dataset_length(task.train_data))
+    stop = min(horizon, config.train.stop_at or horizon)
+    engine = make_engine(_optimizer(task, run, recorder), model, comm, config.parallel.compression)
+    base_lrs = [float(group["lr"]) for group in engine.optimizer.param_groups]
+    precision = Precision(config.precision, device)
+    state = TrainState(model, engine.optimizer, precision.scaler, Progress(samples=dataset_length(task.train_data)))
+    _describe_start(run, task, comm, recorder)
+    store = CheckpointStore(directory / CHECKPOINTS, recorder.warn) if claim is not None else None
+    resumed = on_rank_0(comm, partial(restore, run, state, store, claim, recorder), name="restored")
+    broadcast_state(state, comm)
+    trainer = Trainer(
+        config=config,
+        comm=comm,
+        state=state,
+        stepper=Stepper(
+            task=task,
+            model=model,
+            engine=engine,
+            comm=comm,
+            precision=precision,
+            device=device,
+            global_batch=config.train.global_batch,
+            clip=config.train.clip,
+            spans=Spans(),
+        ),
+        stream=Stream(
+            task.train_data, config.seed, config.train.global_batch, config.train.micro_batch, comm.rank, comm.size
+        ),
+        schedule=_schedule(task, run, horizon),
+        base_lrs=base_lrs,
+        horizon=horizon,
+        stop=stop,
+        store=store,
+        observer=recorder,
+        notices=notices,
+    )
+    recorder.begin(stop)
+    reason = trainer.run()
+    recorder.event({"event": "finished" if reason == "finished" else "stopped", "reason": reason})
+    figures = on_rank_0(comm, partial(losses_and_speed, directory / journal.NAME, resumed), name="figures")
+    return Result(
+        run_dir=directory,
+        reason=reason,
+        step=state.progress.step,
+        total_steps=horizon,
+        resumed_at=resumed,
+        unit=task.unit,
+        model=model,
+        **numbers(figures),
+    )
+
+
+def _claim(run: RunConfig, comm: Comm) -> tuple[Path, RunDirectory | None]:
+    claims: list[RunDirectory] = []
+
+    def claim() -> str:
+        claims.append(claim_run_directory(run))
+        return str(claims[0].path)
+
+    return Path(on_rank_0(comm, claim, name="run_dir")), claims[0] if claims else None
+
+
+def _recorder(run: RunConfig, task: Task, directory: Path, comm: Comm) -> Recorder:
+    launched = rank_info(environ()).launcher != NO_LAUNCHER
+    display = ProgressDisplay(task.unit, run.config.observe.line_every_s, live=not launched, quiet=comm.rank != 0)
+    return Recorder(journal.Journal(directory / journal.NAME) if comm.rank == 0 else None, display)
+
+
+def _optimizer(task: Task, run: RunConfig, recorder: Recorder) -> Optimizer:
+    if task.optimizer is None:
+        return make_optimizer(task.model, run.config.optimizer)
+    if task.optimizer.state:
+        raise TaskError(
+            "the task's optimizer has state already, which wrapping it for the exchange would drop",
+            next_step="return it before its first step; a checkpoint brings its state back",
+        )
+    recorder.say(f"the task brings its own optimizer ({type(task.optimizer).__name__}): --optimizer.* is not used")
+    return task.optimizer
+
+
+def _schedule(task: Task, run: RunConfig, horizon: int) -> Callable[[int], float]:
+    if task.schedule is not None:
+        return task.schedule
+    return factor(run.config.optimizer, horizon) if task.optimizer is None else _constant
+
+
+def _constant(step: int) -> float:
+    return 1.0
+
+
+def _describe_start(run: RunConfig, task: Task, comm: Comm, recorder: Recorder) -> None:
+    train = run.config.train
+    parameters = sum(p.numel() for p in task.model.parameters())
+    recorder.event({"event": "started", "size": comm.size, "parameters": parameters, "config": dict(run.resolved)})
+    recorder.say(
+        f"{parameters / 1e6:.2f}M parameters, {dataset_length(task.train_data):,} samples, {comm.size} rank(s),"
+        f" global batch {train.global_batch} in micro-batches of {train.micro_batch}"
+    )
+    count = len(micro_batches(0, train.global_batch, train.micro_batch))
+    if count < comm.size:
+        recorder.warn(
+            f"{comm.size - count} of {comm.size} ranks idle: a global batch of {train.global_batch} has only {count}"
+            f" micro-batch(es) of {train.micro_batch}; lower --train.micro_batch or raise --train.global_batch"
+        )
+    names = batch_statistics(task.model)
+    if names:
+        recorder.warn(
+            f"the model has batch statistics ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): its loss curve"
+            " depends on --train.micro_batch, and its running statistics on the number of ranks; group norm has neither"
+        )

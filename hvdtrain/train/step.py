@@ -1,0 +1,154 @@
+"""One optimizer step over the global batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.engine import Engine
+from hvdtrain.errors import TaskError
+from hvdtrain.spans import Spans
+from hvdtrain.task.base import Task
+from hvdtrain.train.precision import Precision
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did, equal on all ranks.
+
+    Attributes:
+        loss: mean over the weight of the global batch.
+        weight: of the global batch.
+        grad_norm: L2 norm of the mean gradient, before clipping.
+        applied: False where loss or gradient was not finite, and nothing was changed.
+        notices: sum over ranks of each number that was given to `Stepper.run`.
+    """
+
+    loss: float
+    weight: float
+    grad_norm: float
+    applied: bool
+    notices: list[int]
+
+
+@dataclass
+class Stepper:
+    """Forward, backward, exchange, clip, step.
+
+    Attributes:
+        task: loss and nominal weight.
+        model: on `device`.
+        engine: the optimizer and its exchange.
+        comm: the ranks.
+        precision: of forward and backward.
+        device: where batches go.
+        global_batch: samples a step over all ranks.
+        clip: largest norm of the gradient, 0 for any.
+        spans: takes the durations.
+    """
+
+    task: Task
+    model: nn.Module
+    engine: Engine
+    comm: Comm
+    precision: Precision
+    device: torch.device
+    global_batch: int
+    clip: float
+    spans: Spans
+
+    def run(self, batches: Iterable[tuple[Callable[[], None], Any]], count: int, notices: list[int]) -> StepResult:
+        """Train on `count` batches of this rank, each with what seeds its forward pass. Collective: yes.
+
+        Gradients are those of the sum of losses over a nominal weight of the global batch; what the actual weight
+        is, is known to all only after the exchange, and corrected by one factor then.
+        """
+        nominal = self.global_batch * self.task.nominal_weight
+        self.engine.begin(count)
+        totals = torch.zeros(2 + len(notices), dtype=torch.float64, device=self.device)
+        for seed, batch in batches:
+            with self.spans("copy"):
+                batch = to_device(batch, self.device)
+            seed()
+            with self.spans("forward"), self.precision.autocast():
+                loss, weight = checked_loss(self.task, self.model, batch)
+            with self.spans("backward"):
+                torch.autograd.backward(self.precision.scaler.scale(loss / nominal))
+            totals[0] += loss.detach()
+            totals[1] += weight
+        if any(notices):
+            totals[2:] += torch.tensor(notices, dtype=torch.float64, device=self.device)
+        summed = self.comm.allreduce(totals, name="step/totals")
+        with self.spans("exchange_wait"):
+            gradients = self.engine.finish()
+            summed.wait()
+        with self.spans("optimizer"):
+            return self._follow(gradients, totals, nominal)
+
+    def _follow(self, gradients: list[Tensor], totals: Tensor, nominal: float) -> StepResult:
+        scaler = self.precision.scaler
+        if scaler.is_enabled():
+            scaler.unscale_(self.engine.optimizer)
+        norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=self.device)
+        # The one point where the host waits for a CUDA device.
+        *numbers, raw_norm = torch.cat([totals, norm.detach().double().reshape(1)]).tolist()
+        loss_sum, weight = numbers[:2]
+        correction = nominal / weight if weight > 0 else math.nan
+        grad_norm = raw_norm * correction
+        loss = loss_sum / weight if weight > 0 else math.nan
+        applied = math.isfinite(grad_norm) and math.isfinite(loss)
+        if applied:
+            scale = correction * (min(1.0, self.clip / (grad_norm + 1e-6)) if self.clip else 1.0)
+            if scale != 1.0 and gradients:
+                torch._foreach_mul_(gradients, scale)
+            self.engine.step()
+        if scaler.is_enabled():
+            scaler.update()
+        return StepResult(loss, weight, grad_norm, applied, [round(n) for n in numbers[2:]])
+
+
+def checked_loss(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
+    """The task's loss sum and weight.
+
+    Errors:
+        TaskError: the loss function returned something else.
+    """
+    result = task.loss(model, batch)
+    if isinstance(result, tuple) and len(result) == 2:
+        loss, weight = result
+        scalar_weight = isinstance(weight, (int, float)) or (isinstance(weight, Tensor) and weight.numel() == 1)
+        if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point() and scalar_weight:
+            return loss, weight
+    raise TaskError(
+        "the task's loss function returned the wrong thing",
+        expected="(loss, weight): the sum of the losses as a scalar tensor, and how many samples or tokens it sums",
+        found=describe(result),
+    )
+
+
+def describe(value: Any) -> str:
+    """A value's type, for an error message."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    if isinstance(value, (tuple, list)):
+        return f"{type(value).__name__} of ({', '.join(describe(v) for v in value)})"
+    return f"{type(value).__name__} {value!r}"[:200]
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Tensors of a batch on `device`, in nested tuples, lists and dicts; other values as they are."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch

@@ -1,0 +1,212 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.comm.objects import on_rank_0
+from hvdtrain.config.schema import Config
+from hvdtrain.data.loader import Stream, seed_forward, train_batches
+from hvdtrain.errors import NonFiniteError
+from hvdtrain.state.store import CheckpointStore
+from hvdtrain.state.train_state import TrainState
+from hvdtrain.train.evaluate import Evaluation, evaluate
+from hvdtrain.train.health import check_equal
+from hvdtrain.train.notices import SAVE, Notices, stop_reason
+from hvdtrain.train.step import Stepper, StepResult
+
+
+class Observer(Protocol):
+    """Told of a run as it happens, on rank 0."""
+
+    def step(self, record: dict[str, Any]) -> None:
+        """Take what the journal holds of a step."""
+        ...
+
+    def event(self, record: dict[str, Any]) -> None:
+        """Take what the journal holds of an event."""
+        ...
+
+
+@dataclass
+class Trainer:
+    """Trains from `state` to step `stop`.
+
+    ::
+
+        evaluate
+        for step in progress.step .. stop:
+            set the learning rate of the step
+            for each micro-batch of this rank: forward, scaled backward      (Stepper)
+            finish exchange; unscale; finite? clip; step                     (Stepper)
+            position += global batch
+            tell the observer
+            a signal on any rank, or every N steps: evaluate, save; stop if asked to
+        evaluate, save
+
+    Every rank runs the same lines; only the store and the observer are rank 0's.
+
+    Attributes:
+        config: the options.
+        comm: the ranks.
+        state: where training is; changed.
+        stepper: one step.
+        stream: this rank's share of the samples.
+        schedule: factor on the learning rates by step.
+        base_lrs: learning rate of each of the optimizer's groups at factor 1.
+        horizon: the step at which the schedule ends.
+        stop: the step to stop at, `horizon` or before.
+        store: on rank 0; None elsewhere.
+        observer: on rank 0; None elsewhere.
+        notices: signals.
+    """
+
+    config: Config
+    comm: Comm
+    state: TrainState
+    stepper: Stepper
+    stream: Stream
+    schedule: Callable[[int], float]
+    base_lrs: list[float]
+    horizon: int
+    stop: int
+    store: CheckpointStore | None
+    observer: Observer | None
+    notices: Notices
+
+    def run(self) -> str:
+        """Train; why it ended: "finished", "stop_at" or a signal's name. Collective: yes.
+
+        Errors:
+            NonFiniteError: too many steps in a row had a loss or gradient that was not finite.
+            DriftError: parameters are not equal on all ranks.
+        """
+        progress = self.state.progress
+        saved_at = progress.step
+        if progress.step == 0:
+            self._evaluate()
+        batches = self._batches()
+        while progress.step < self.stop:
+            result = self._step(batches)
+            reason = stop_reason(result.notices)
+            every = self.config.checkpoint.every
+            due = bool(every) and progress.step % every == 0
+            if due or result.notices[SAVE] or reason or progress.step == self.stop:
+                # A stop by signal leaves no time for an evaluation: mpirun kills one second after SIGTERM.
+                self._save(self._evaluate() if due or progress.step == self.stop else None)
+                saved_at = progress.step
+            if reason:
+                return reason
+        if saved_at != progress.step:
+            self._save(None)
+        return "finished" if progress.step >= self.horizon else "stop_at"
+
+    def _batches(self) -> Iterator[Any]:
+        progress, loader = self.state.progress, self.config.loader
+        on_cuda = self.stepper.device.type == "cuda"
+        return train_batches(
+            self.stream,
+            progress.position,
+            self.stop - progress.step,
+            loader,
+            self.stepper.task.collate,
+            pin_memory=loader.pin_memory == "on" or (loader.pin_memory == "auto" and on_cuda),
+        )
+
+    def _step(self, batches: Iterator[Any]) -> StepResult:
+        progress, spans = self.state.progress, self.stepper.spans
+        start = spans.now()
+        lr_factor = self.schedule(progress.step)
+        for group, base in zip(self.state.optimizer.param_groups, self.base_lrs, strict=True):
+            group["lr"] = base * lr_factor
+        mine = self.stream.step(progress.position)
+        fed = ((partial(seed_forward, self.config.seed, b.start), self._next(batches)) for b in mine)
+        result = self.stepper.run(fed, len(mine), self.notices.take())
+        progress.step += 1
+        progress.position += self.stream.global_batch
+        progress.skipped_in_row = 0 if result.applied else progress.skipped_in_row + 1
+        progress.skipped += not result.applied
+        self._observe_step(result, self.base_lrs[0] * lr_factor, spans.now() - start)
+        self._check_skipped(result)
+        return result
+
+    def _next(self, batches: Iterator[Any]) -> Any:
+        with self.stepper.spans("data"):
+            return next(batches)
+
+    def _observe_step(self, result: StepResult, lr: float, step_s: float) -> None:
+        seconds = self.stepper.spans.take()
+        if self.observer is None:
+            return
+        self.observer.step(
+            {
+                "step": self.state.progress.step,
+                "loss": result.loss,
+                "lr": lr,
+                "grad_norm": result.grad_norm,
+                "position": self.state.progress.position,
+                "tokens": result.weight,
+                "step_s": step_s,
+                "data_s": seconds.get("data", 0.0),
+                "exposed_comm_s": seconds.get("exchange_wait", 0.0),
+                "forward_s": seconds.get("forward", 0.0),
+                "backward_s": seconds.get("backward", 0.0),
+                "optimizer_s": seconds.get("optimizer", 0.0),
+                "skipped": not result.applied,
+            }
+        )
+
+    def _check_skipped(self, result: StepResult) -> None:
+        if result.applied:
+            return
+        progress = self.state.progress
+        first = progress.position - self.stream.global_batch
+        self._event(
+            "skipped_step",
+            step=progress.step,
+            positions=[first, progress.position],
+            reason="loss or gradient not finite",
+        )
+        if progress.skipped_in_row >= self.config.train.max_skipped:
+            raise NonFiniteError(
+                f"the loss or the gradient was not finite {progress.skipped_in_row} steps in a row",
+                found=f"loss {result.loss}, gradient norm {result.grad_norm} at step {progress.step}, samples at"
+                f" positions {first} to {progress.position - 1}",
+                next_step="lower --optimizer.lr, raise --optimizer.warmup_steps, or try --precision fp32",
+            )
+
+    def _evaluate(self) -> Evaluation | None:
+        stepper, train = self.stepper, self.config.train
+        found = evaluate(
+            stepper.task,
+            stepper.model,
+            self.comm,
+            stepper.precision,
+            stepper.device,
+            micro_batch=train.micro_batch,
+            most=train.eval_samples,
+        )
+        if found is not None:
+            self._event("evaluation", loss=found.loss, samples=found.samples, **found.metrics)
+        return found
+
+    def _save(self, evaluation: Evaluation | None) -> None:
+        check_equal(self.state.model, self.comm, name="drift")
+        loss = evaluation.loss if evaluation and math.isfinite(evaluation.loss) else None
+        path = on_rank_0(self.comm, partial(self._write, loss), name="saved")
+        self._event("checkpoint", path=path)
+
+    def _write(self, heldout_loss: float | None) -> str:
+        assert self.store is not None
+        path = self.store.save(self.state.progress.step, self.state.state_dict(), {"heldout_loss": heldout_loss})
+        self.store.retain(self.config.checkpoint.keep)
+        return path.name
+
+    def _event(self, event: str, **facts: Any) -> None:
+        if self.observer is not None:
+            self.observer.event({"event": event, "at_step": self.state.progress.step, **facts})
