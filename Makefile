@@ -1,0 +1,46 @@
+# make train        set-up and the main job      make train NP=4 ARGS="--train.steps 50"
+# make test         the tests                    make help   the rest
+#
+# PYTHON: the interpreter to make .venv with; it is remembered. One that has a torch of its own lends it, so this is
+# how to train on a cluster's modules, or on a torch that you have installed yourself (CPU or CUDA):
+#     module load python openmpi cuda; make train PYTHON="$(which python3)"
+# An MPI with mpicxx on PATH is used; without one, Open MPI 4.1.8 is installed into .venv.
+PYTHON ?=
+NP ?= 2
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+INTERPRETER := $(or $(PYTHON),python3)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test test-all lint bench clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 12
+
+setup: ## make .venv with everything pinned, and Horovod built for its torch and MPI (cached)
+	@command -v "$(INTERPRETER)" >/dev/null || { echo "error: there is no $(INTERPRETER)." >&2; \
+	  echo "  next: sudo apt-get install python3 python3-venv python3-dev g++, or make PYTHON=/path/to/python" >&2; exit 1; }
+	@"$(INTERPRETER)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "error: $(INTERPRETER) is $$("$(INTERPRETER)" --version 2>&1)." >&2; echo "  expected: Python 3.10 or newer" >&2; \
+	  echo "  next: make PYTHON=/path/to/python3.10-or-newer" >&2; exit 1; }
+	@"$(INTERPRETER)" -m hvdtrain.cli.setup --venv $(VENV) $(if $(PYTHON),--chosen)
+
+train: setup ## the main job on NP ranks: make train NP=2 ARGS="--train.steps 50"
+	@$(BIN)/python -m hvdtrain.cli.start -np $(NP) -- $(ARGS)
+
+test: setup ## the tests, without those that take minutes
+	@$(BIN)/python -m pytest -q -m "not slow"
+
+test-all: setup ## all tests
+	@$(BIN)/python -m pytest -q
+
+lint: setup ## ruff and mypy
+	@$(BIN)/python -m ruff check . && $(BIN)/python -m ruff format --check . && $(BIN)/python -m mypy
+
+bench: setup ## all benchmarks, one table
+	@$(BIN)/python -m benchmarks
+
+clean: ## remove .venv and what tools leave; the cache of Horovod wheels stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,56 @@
+"""``hvdtrain build-horovod``: build Horovod for the torch and MPI at hand."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.install.build import build, pending
+from hvdtrain.install.demand import GPU_CHOICES
+from hvdtrain.install.plan import HOROVOD, plan
+from hvdtrain.install.probe import probe
+from hvdtrain.runtime.environment import environ
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument(
+        "--gpu",
+        choices=GPU_CHOICES,
+        default="auto",
+        help="how GPU tensors go: nccl; none (by the CPU); auto: nccl where torch has CUDA and nvcc is found",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print what would be set, written and run, and stop")
+
+
+def main(argv: list[str]) -> int:
+    """Run the subcommand; gives the exit status."""
+    description = f"Build Horovod {HOROVOD} for the torch and MPI at hand, install it, and prove it by an allreduce."
+    parser = argparse.ArgumentParser(prog="hvdtrain build-horovod", description=description)
+    add_arguments(parser)
+    options = parser.parse_args(argv)
+    try:
+        variables = environ()
+        planned = plan(probe(variables), gpu=options.gpu)
+        if options.dry_run:
+            print(dataclasses.replace(planned, steps=pending(planned)))
+            return 0
+        print(f"Horovod {planned.version} (GPU operations: {planned.gpu}; log: {planned.log})", flush=True)
+        build(planned, variables, say=lambda line: print(line, flush=True), progress=_progress)
+    except HvdtrainError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"Horovod {planned.version} is installed, and two ranks have summed a tensor by {planned.label.mpi}.")
+    return 0
+
+
+def _progress(text: str) -> None:
+    """Write over the line before; nothing where nobody watches."""
+    if sys.stdout.isatty():
+        print(f"  {text}", end="\r", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

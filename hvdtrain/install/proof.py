@@ -1,0 +1,66 @@
+"""The proof that a built Horovod works: two ranks sum a tensor through mpirun, on this machine only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from hvdtrain.errors import BuildError
+from hvdtrain.install.at_hand import MpiAtHand, Probe
+
+RANKS = 2
+_MARK = "hvdtrain-proof "
+_VALUES = (1.0, 10.0, 100.0)
+
+# What each rank runs. Text, not a module: only comm/horovod.py imports horovod. On two GPUs it goes by NCCL.
+PROGRAM = f"""
+import json, torch, horovod.torch as hvd
+hvd.init()
+gpus = torch.cuda.device_count() if torch.cuda.is_available() and hvd.nccl_built() else 0
+device = f"cuda:{{hvd.local_rank()}}" if gpus >= hvd.local_size() else "cpu"
+total = hvd.allreduce(torch.tensor({list(_VALUES)}, device=device) * (hvd.rank() + 1), op=hvd.Sum, name="proof")
+if hvd.rank() == 0:
+    print("{_MARK}" + json.dumps(dict(size=hvd.size(), mpi=bool(hvd.mpi_enabled()), total=total.tolist())), flush=True)
+hvd.shutdown()
+"""
+
+
+def command(probe: Probe, mpi: MpiAtHand) -> tuple[str, ...]:
+    """Give the command line of the proof."""
+    flags: tuple[str, ...] = ()
+    if mpi.build.flavour == "openmpi":
+        flags = ("--map-by", ":OVERSUBSCRIBE") if mpi.build.major >= 5 else ("--oversubscribe",)
+        flags += ("--bind-to", "none")
+    return (str(mpi.mpirun), "-np", str(RANKS), *flags, probe.python.executable, "-c", PROGRAM)
+
+
+def environment(is_root: bool) -> dict[str, str]:
+    """Give the settings of the proof: one thread and loopback only, idle ranks yield, root may run it."""
+    values = {
+        "OMP_NUM_THREADS": "1",
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        "OMPI_MCA_btl_tcp_if_include": "lo",
+        "OMPI_MCA_oob_tcp_if_include": "lo",
+        "HOROVOD_GLOO_IFACE": "lo",
+    }
+    if is_root:
+        values.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+    return values
+
+
+def judge(output: str) -> None:
+    """Compare what rank 0 printed with what the sum must be.
+
+    Raises:
+        BuildError: the sum is wrong, did not go by MPI, or was not printed at all.
+    """
+    lines = [line.partition(_MARK)[2] for line in output.splitlines() if _MARK in line]
+    expected = {"size": RANKS, "mpi": True, "total": [value * RANKS * (RANKS + 1) / 2 for value in _VALUES]}
+    found: Mapping[str, object] = json.loads(lines[0]) if lines else {}
+    if found != expected:
+        raise BuildError(
+            "Horovod was built, but an allreduce of two ranks did not give the sum.",
+            expected=json.dumps(expected),
+            found=json.dumps(found) if lines else "no result: " + " ".join(output.split())[-300:],
+            next_step="see the log; a site's mpirun may need its own options: try the command in it by hand",
+        )

@@ -1,0 +1,101 @@
+"""One command of an installation: run with its output in a log, explained when it fails."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from hvdtrain.errors import BuildError
+
+Say = Callable[[str], None]
+
+_PERCENT = re.compile(r"^\s*\[\s*(\d+)%\]")
+_TELLING = re.compile(r"error|fatal|no space|not found|no such|undefined|cannot|could not|killed", re.IGNORECASE)
+_OFFLINE = "the package registry is not reached: check the network, the proxy and pip's index-url"
+_MENDS = (
+    ("No space left on device", "free some disk space, or set XDG_CACHE_HOME and TMPDIR to folders on another disk"),
+    ("NewConnectionError", _OFFLINE),
+    ("Temporary failure in name resolution", _OFFLINE),
+    ("No matching distribution", "the registry lacks it or is not reached: check the network and pip's index-url"),
+    ("Killed signal", "the compiler ran out of memory: use a machine with more, 1.5 GiB a core"),
+    ("Python.h: No such file", "sudo apt-get install python3-dev   (Fedora, RHEL: sudo dnf install python3-devel)"),
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command. ``doing`` and ``about`` (how long it takes) are for the reader; after ``limit_s`` it is stopped."""
+
+    name: str
+    doing: str
+    about: str
+    argv: tuple[str, ...]
+    limit_s: float = 3600
+
+
+def run(step: Step, environ: Mapping[str, str], folder: Path, log: TextIO, progress: Say) -> str:
+    """Run a step in a folder and give its output.
+
+    Args:
+        step: the command.
+        environ: its whole environment.
+        folder: its working directory.
+        log: takes the command line and the output.
+        progress: takes a text whenever a percentage is printed.
+
+    Raises:
+        BuildError: it did not end with 0.
+    """
+    lines: list[str] = []
+    log.write(f"$ {shlex.join(step.argv)}\n")
+    process = subprocess.Popen(
+        step.argv, env=dict(environ), cwd=folder, text=True, errors="replace",
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    limit = threading.Timer(step.limit_s, process.terminate)
+    limit.start()
+    try:
+        assert process.stdout is not None
+        with process.stdout as output:
+            for line in output:
+                log.write(line)
+                lines.append(line.rstrip())
+                percent = _PERCENT.match(line)
+                if percent:
+                    progress(f"{step.doing}: {percent[1]}%")
+        code = process.wait()
+    finally:
+        limit.cancel()
+        process.kill()
+        log.flush()
+    if code != 0:
+        raise failure(step, code, lines, log.name)
+    return "\n".join(lines)
+
+
+@contextmanager
+def timed(step: Step, say: Say, number: str = "") -> Iterator[None]:
+    """Say what a step does before, and how long it took after."""
+    started = time.monotonic()
+    say(f"{number}{step.doing} (about {step.about})")
+    yield
+    say(f"{' ' * len(number)}  done in {time.monotonic() - started:.0f} s")
+
+
+def failure(step: Step, code: int, lines: Sequence[str], log: str) -> BuildError:
+    """Explain a failed command by the lines of its output that tell most."""
+    telling = [line.strip() for line in lines if _TELLING.search(line) and "is ignored: it is neither" not in line]
+    mends = [mend for sign, mend in _MENDS if any(sign in line for line in lines)]
+    return BuildError(
+        f"Failed while {step.doing}: {Path(step.argv[0]).name} ended with {code}.",
+        found="\n    ".join(line[:200] for line in (telling or list(lines))[-8:]) or "no output",
+        next_step=f"{mends[0]}   (log: {log})" if mends else f"read the log: {log}",
+    )

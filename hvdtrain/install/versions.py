@@ -1,0 +1,114 @@
+"""Names of a torch and of an MPI: what Horovod is built for, as text that a version number can carry.
+
+A distribution's local version (PEP 440) is lower-case letters and digits in segments joined by dots, and a segment
+of digits is a number: ``01`` becomes ``1``. The labels made here are fixed points of that normalisation.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+MPI_NAMES = {"openmpi": "Open MPI", "mpich": "MPICH", "intelmpi": "Intel MPI"}
+
+_TORCH_LABEL = re.compile(
+    r"torch(?P<version>\d[0-9a-z]*(?:\.(?:\d[0-9a-z]*|(?:dev|post|rc)\d+))*)\.(?P<flavour>cpu|cu\d+)(?:\.b(?P<build>[0-9a-z]+))?"
+)
+_MPI_LABEL = re.compile(r"(?P<flavour>openmpi|mpich|intelmpi)(?P<version>\d[0-9a-z]*(?:\.\d[0-9a-z]*)*)")
+_MPIRUN_SAYS = (
+    ("openmpi", re.compile(r"\(Open MPI\)\s+v?(\d[\w.]*)")),
+    ("intelmpi", re.compile(r"Intel\(R\) MPI Library.*?Version\s+(\d[\d.]*)", re.DOTALL)),
+    ("mpich", re.compile(r"HYDRA build details:.*?Version:\s+(\d[\w.]*)", re.DOTALL)),
+)
+
+
+def _normal(text: str) -> str:
+    """Give each purely numeric segment the form that PEP 440 gives it."""
+    return ".".join(str(int(part)) if part.isdigit() else part for part in text.lower().split("."))
+
+
+@dataclass(frozen=True)
+class TorchBuild:
+    """Which torch: ``version`` without its local part, ``flavour`` cpu or cuXXX, ``build`` a vendor's own mark."""
+
+    version: str
+    flavour: str
+    build: str = ""
+
+    @classmethod
+    def from_strings(cls, version: str, cuda: str | None) -> TorchBuild:
+        """Name a torch by its ``torch.__version__`` and ``torch.version.cuda``."""
+        public, _, local = version.partition("+")
+        flavour = "cu" + cuda.replace(".", "") if cuda else "cpu"
+        known = not local or local == "cpu" or re.fullmatch(r"cu\d+", local) is not None
+        return cls(_normal(public), flavour, "" if known else re.sub(r"[^0-9a-z]", "", local.lower()))
+
+    @property
+    def label(self) -> str:
+        """As part of a local version: ``torch2.13.0.cpu``."""
+        return f"torch{self.version}.{self.flavour}" + (f".b{self.build}" if self.build else "")
+
+    def __str__(self) -> str:
+        return f"torch {self.version}+{self.flavour}" + (f".{self.build}" if self.build else "")
+
+
+@dataclass(frozen=True)
+class MpiBuild:
+    """Which MPI: ``flavour`` is a key of MPI_NAMES."""
+
+    flavour: str
+    version: str
+
+    @classmethod
+    def from_mpirun(cls, output: str) -> MpiBuild | None:
+        """Read what ``mpirun --version`` printed; None when it is none of those in MPI_NAMES."""
+        for flavour, pattern in _MPIRUN_SAYS:
+            found = pattern.search(output)
+            if found:
+                return cls(flavour, _normal(found[1].rstrip(".")))
+        return None
+
+    @property
+    def label(self) -> str:
+        """As part of a local version: ``openmpi4.1.8``."""
+        return f"{self.flavour}{self.version}"
+
+    @property
+    def major(self) -> int:
+        """The major version."""
+        return int(self.version.split(".")[0])
+
+    def __str__(self) -> str:
+        return f"{MPI_NAMES[self.flavour]} {self.version}"
+
+
+@dataclass(frozen=True)
+class Label:
+    """The local version that a Horovod built here carries: for which torch and MPI, with which NCCL."""
+
+    torch: TorchBuild
+    mpi: MpiBuild
+    nccl: str | None = None
+
+    def __str__(self) -> str:
+        parts = [self.torch.label, self.mpi.label] + ([f"nccl{self.nccl}"] if self.nccl else [])
+        return ".".join(parts)
+
+    @classmethod
+    def parse(cls, text: str) -> Label | None:
+        """Read a label back; None when the text is none of ours."""
+        torch = _TORCH_LABEL.match(text)
+        if not torch:
+            return None
+        rest = text[torch.end() :]
+        mpi = _MPI_LABEL.match(rest[1:]) if rest.startswith(".") else None
+        if not mpi:
+            return None
+        nccl = re.fullmatch(r"(?:\.nccl(\d+(?:\.\d+)*))?", rest[1 + mpi.end() :])
+        if not nccl:
+            return None
+        return cls(
+            TorchBuild(torch["version"], torch["flavour"], torch["build"] or ""),
+            MpiBuild(mpi["flavour"], mpi["version"]),
+            nccl[1],
+        )
