@@ -1,0 +1,215 @@
+"""Causal language models by transformers: presets, a config.json, a pretrained folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from hvdtrain.errors import ConfigError, DataError, TaskError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model.
+
+    Attributes:
+        preset: A DeepSeek-V3 in small: latent attention, shared and routed experts. small has about 7 million
+            parameters, tiny is for tests. Its vocabulary follows the data.
+        config: A config.json of any causal language model that transformers knows, with new weights, in place of
+            the preset.
+        pretrained: A folder with config.json and safetensors, whose weights are trained on, in place of the preset.
+        dropout: Share of the attention weights that is dropped in training, in place of the model's own.
+    """
+
+    preset: Literal["small", "tiny"] = "small"
+    config: str | None = None
+    pretrained: str | None = None
+    dropout: float | None = None
+
+
+_SHARED: dict[str, Any] = {
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.0,
+    "num_mtp_layers": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "use_cache": False,
+}
+PRESETS: dict[str, dict[str, Any]] = {
+    "small": {
+        "hidden_size": 256,
+        "intermediate_size": 688,
+        "moe_intermediate_size": 256,
+        "n_routed_experts": 8,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "q_lora_rank": 128,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+    },
+    "tiny": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 4,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+}
+_LARGEST_PRESET_VOCABULARY = 1 << 20
+_DROPOUT_NAMES = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+
+
+def causal_lm(config: ModelConfig, *, vocabulary: int, seq_len: int) -> nn.Module:
+    """Make the model, in float32 on the CPU. New weights follow from torch's global seed alone.
+
+    Args:
+        config: which model.
+        vocabulary: one more than the largest id in the data.
+        seq_len: tokens that come at a time.
+
+    Errors:
+        TaskError: transformers is missing, or cannot make the model.
+        ConfigError: options that do not go together, files that describe no model.
+        DataError: the data's tokens, or as many at a time, do not fit the model.
+    """
+    try:
+        import transformers  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise TaskError(
+            "the language_model task needs the transformers library", next_step='pip install "hvdtrain[lm]"'
+        ) from error
+    if config.config and config.pretrained:
+        raise ConfigError(
+            "model.config and model.pretrained do not go together",
+            expected="a config.json for new weights, or a folder that has its own",
+        )
+    model_config = _model_config(config, vocabulary, seq_len)
+    _set_dropout(model_config, config.dropout)
+    _check_fit(model_config, vocabulary, seq_len)
+    try:
+        model = _pretrained(Path(config.pretrained), model_config) if config.pretrained else _new(model_config)
+    except TaskError:
+        raise
+    except Exception as error:  # transformers raises whatever its many models do
+        raise TaskError(
+            f"transformers cannot make the model of {config.pretrained or config.config or config.preset}",
+            found=f"{type(error).__name__}: {error}",
+        ) from error
+    model.train()
+    return model
+
+
+def _model_config(config: ModelConfig, vocabulary: int, seq_len: int) -> Any:
+    if config.config or config.pretrained:
+        return _read_config(Path(config.config) if config.config else Path(config.pretrained or "") / "config.json")
+    if vocabulary > _LARGEST_PRESET_VOCABULARY:
+        raise DataError(
+            "the data's ids are too large for tokens",
+            expected=f"below {_LARGEST_PRESET_VOCABULARY}",
+            found=str(vocabulary - 1),
+        )
+    from transformers import DeepseekV3Config
+
+    rounded = -(-vocabulary // 64) * 64  # rows in multiples of 64 multiply faster
+    return DeepseekV3Config(
+        **_SHARED, **PRESETS[config.preset], vocab_size=rounded, max_position_embeddings=max(1024, seq_len)
+    )
+
+
+def _read_config(path: Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        content = json.loads(path.expanduser().read_text(encoding="utf-8"))
+        return AutoConfig.for_model(content.pop("model_type"), **content)
+    except Exception as error:  # no file, no JSON, a model that is not known, a value that it refuses
+        raise ConfigError(
+            f"{path} describes no model",
+            expected="a config.json of a causal language model that transformers knows, on this machine",
+            found=f"{type(error).__name__}: {error}",
+        ) from error
+
+
+def _set_dropout(model_config: Any, dropout: float | None) -> None:
+    if dropout is None:
+        return
+    if not 0 <= dropout < 1:
+        raise ConfigError("model.dropout is no share", expected="from 0 to below 1", found=str(dropout))
+    name = next((name for name in _DROPOUT_NAMES if hasattr(model_config, name)), None)
+    if not name:
+        raise ConfigError(
+            f"a model of type {model_config.model_type} has no dropout of attention weights",
+            next_step="leave --model.dropout away",
+        )
+    setattr(model_config, name, dropout)
+
+
+def _check_fit(model_config: Any, vocabulary: int, seq_len: int) -> None:
+    text_config = model_config.get_text_config()
+    ids = getattr(text_config, "vocab_size", None)
+    if ids and vocabulary > ids:  # a model that has no vocabulary is told of when it is made
+        raise DataError(
+            "the model's vocabulary is too small for the data",
+            expected=f"ids below {ids}",
+            found=f"ids up to {vocabulary - 1}",
+            next_step="give the model's own tokenizer (--data.tokenizer), or a model with a larger vocabulary",
+        )
+    positions = getattr(text_config, "max_position_embeddings", None)
+    if positions and seq_len > positions:
+        raise DataError(
+            "data.seq_len is too long for the model",
+            expected=f"at most {positions}",
+            found=str(seq_len),
+        )
+
+
+def _new(model_config: Any) -> nn.Module:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM
+    model: nn.Module = auto.from_config(model_config, dtype=torch.float32, trust_remote_code=False)
+    return model
+
+
+def _pretrained(folder: Path, model_config: Any) -> nn.Module:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM
+    model: nn.Module
+    model, report = auto.from_pretrained(
+        folder.expanduser(),
+        config=model_config,
+        dtype=torch.float32,
+        local_files_only=True,
+        use_safetensors=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+    )
+    if missing := sorted(report["missing_keys"]):
+        raise TaskError(
+            f"the pretrained folder {folder} is not whole",
+            expected=f"weights of every parameter of a {model_config.model_type}",
+            found=f"none of {', '.join(missing[:3])}" + (f" and {len(missing) - 3} more" if missing[3:] else ""),
+        )
+    return model

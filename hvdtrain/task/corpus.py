@@ -1,0 +1,158 @@
+"""What a language model is trained on: options, and the windows of tokens that they name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.task.dataset_source import dataset_source
+from hvdtrain.task.encode import ByteEncoder, TokenizerEncoder
+from hvdtrain.task.npy_tokens import describe_npy
+from hvdtrain.task.once_per_host import once_per_host
+from hvdtrain.task.text_sources import Source, files_matching, standard_library, text_source
+from hvdtrain.task.token_file import FORMAT, TokenFile, Windows, write_tokens
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    """What to read. Without text, tokens or dataset: the source files of Python's standard library, as bytes.
+
+    Attributes:
+        text: Files of your own, as names or patterns in quotes ('books/**/*.txt'). Some files are held out; of a
+            single one the end.
+        tokens: A .npy of token ids (one dimension, integers). The end is held out.
+        dataset: A folder written by datasets' save_to_disk, with a column text or input_ids. Its validation or
+            test split is held out; without one, the end.
+        tokenizer: A tokenizer.json that makes tokens of the text. Without it: that of model.pretrained, or else
+            every byte is a token.
+        seq_len: Tokens a sample; the weight of a sample.
+        heldout: Share of the data that is only evaluated on.
+    """
+
+    text: list[str] | str | None = None
+    tokens: str | None = None
+    dataset: str | None = None
+    tokenizer: str | None = None
+    seq_len: int = 128
+    heldout: float = 0.05
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tokens, split and cut into windows.
+
+    Args:
+        name: what messages call it.
+        train: windows to train on, at least one.
+        heldout: windows that are held out, None where there is not enough for one.
+        vocabulary: one more than the largest id.
+        digest: equal on all hosts that have the same tokens.
+    """
+
+    name: str
+    train: Windows
+    heldout: Windows | None
+    vocabulary: int
+    digest: str
+
+
+def open_corpus(config: TextConfig) -> Corpus:
+    """Map the tokens into memory, made once a host.
+
+    Errors:
+        ConfigError: options that do not go together.
+        DataError: data that is missing, unreadable, empty or too short.
+    """
+    _check(config)
+    if config.tokens:
+        name, file = config.tokens, _npy(config.tokens, config.heldout)
+    else:
+        source = _source(config)
+        name, file = source.name, _written_once(source, config.heldout)
+    train = Windows(file, 0, file.train, config.seq_len)
+    heldout = Windows(file, file.train, file.heldout, config.seq_len)
+    if not len(train):
+        raise DataError(
+            f"there are too few tokens in {name}",
+            expected=f"at least {config.seq_len + 1} to train on, one more than data.seq_len",
+            found=f"{file.train}, beside {file.heldout} held out",
+            next_step="give more data, or a smaller --data.seq_len",
+        )
+    if not len(heldout) and config.heldout:
+        log.warning("%s: %d tokens held out are too few for one sample: no evaluation", name, file.heldout)
+    return Corpus(name, train, heldout if len(heldout) else None, file.vocabulary, file.digest)
+
+
+def _check(config: TextConfig) -> None:
+    given = [name for name in ("text", "tokens", "dataset") if getattr(config, name)]
+    if len(given) > 1:
+        raise ConfigError(
+            "there is more than one source of data",
+            expected="one of data.text, data.tokens, data.dataset, or none for the standard library",
+            found=" and ".join(f"data.{name}" for name in given),
+        )
+    if config.tokens and config.tokenizer:
+        raise ConfigError(
+            "data.tokens and data.tokenizer do not go together",
+            expected="a tokenizer for text, or ids that are tokens already",
+            next_step="leave --data.tokenizer away",
+        )
+    if config.seq_len < 1:
+        raise ConfigError("data.seq_len is too small", expected="1 and more", found=str(config.seq_len))
+    if not 0 <= config.heldout < 1:
+        raise ConfigError("data.heldout is no share", expected="from 0 to below 1", found=str(config.heldout))
+
+
+def _source(config: TextConfig) -> Source:
+    encoder = TokenizerEncoder(config.tokenizer) if config.tokenizer else ByteEncoder()
+    if config.dataset:
+        return dataset_source(config.dataset, encoder, has_tokenizer=bool(config.tokenizer))
+    if config.text:
+        patterns = [config.text] if isinstance(config.text, str) else config.text
+        return text_source(files_matching(patterns), encoder, config.heldout)
+    return replace(text_source(standard_library(), encoder, config.heldout), name="the standard library")
+
+
+def _written_once(source: Source, heldout: float) -> TokenFile:
+    def build(folder: Path) -> None:
+        log.info("making tokens of %s", source.name)
+        vocabulary = source.vocabulary()
+        held = source.heldout() if source.heldout else None
+        file = write_tokens(folder, source.train(), held, tail=heldout, vocabulary=vocabulary)
+        if not file.train + file.heldout:
+            raise DataError(f"{source.name} is empty", expected="something to train on", found="no tokens")
+
+    return _once(build, [source.identity, heldout])
+
+
+def _npy(tokens: str, heldout: float) -> TokenFile:
+    path = Path(tokens).expanduser().resolve()
+    try:
+        about = path.stat()
+    except OSError as error:
+        raise DataError(
+            f"there are no tokens in {tokens!r}",
+            expected="a .npy of token ids",
+            found=f"{error.strerror}, working in {Path.cwd()}",
+            next_step="mend --data.tokens",
+        ) from error
+    return _once(
+        lambda folder: describe_npy(path, heldout).save(folder),
+        [str(path), about.st_size, about.st_mtime_ns, heldout],
+    )
+
+
+def _once(build: Callable[[Path], None], identity: list[Any]) -> TokenFile:
+    key = hashlib.sha256(json.dumps([FORMAT, identity]).encode()).hexdigest()[:24]
+    folder = once_per_host("corpus", key, build, lambda folder: TokenFile.load(folder) is not None)
+    file = TokenFile.load(folder)
+    assert file, folder
+    return file

@@ -1,0 +1,149 @@
+"""A folder written by datasets' `save_to_disk`, as ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hvdtrain.errors import ConfigError, DataError, TaskError
+from hvdtrain.task.text_sources import Source
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from hvdtrain.task.encode import Encoder
+
+    Ids = NDArray[np.integer[Any]]
+
+_HELDOUT_SPLITS = ("validation", "test")
+_EXPECTED = "a folder written by datasets' save_to_disk, with a column text or input_ids"
+_ROWS = 1000
+
+
+def dataset_source(folder: str, encoder: Encoder, *, has_tokenizer: bool) -> Source:
+    """The rows of column `input_ids` as they are, or of column `text` encoded.
+
+    A DatasetDict's `train` is trained on, its `validation` or else `test` held out; otherwise the end of the rows.
+
+    Args:
+        folder: what `save_to_disk` wrote.
+        encoder: of the column `text`.
+        has_tokenizer: the user named a tokenizer, which asks for the column `text`.
+
+    Errors:
+        DataError: no such folder, or no column of use.
+    """
+    path = Path(folder).expanduser()
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    if not files:
+        raise DataError(
+            f"there is no dataset in {folder!r}",
+            expected=_EXPECTED,
+            found=f"working in {Path.cwd()}",
+            next_step="mend --data.dataset",
+        )
+    rows = _Rows(path, encoder, has_tokenizer)
+    about = [(file, file.stat()) for file in files]
+    return Source(
+        name=f"the dataset {folder}",
+        identity=[
+            str(path.resolve()),
+            encoder.identity() if has_tokenizer else "",
+            *([file.relative_to(path).as_posix(), s.st_size, s.st_mtime_ns] for file, s in about),
+        ],
+        train=lambda: rows.ids(rows.splits[0]),
+        heldout=(lambda: rows.ids(rows.splits[1])) if _has_heldout_split(path) else None,
+        vocabulary=rows.vocabulary,
+    )
+
+
+def _has_heldout_split(path: Path) -> bool:
+    try:
+        splits = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False  # no DatasetDict; a damaged one is told of when it is opened
+    return any(name in splits for name in _HELDOUT_SPLITS)
+
+
+class _Rows:
+    """The rows of a dataset, opened when first needed."""
+
+    def __init__(self, path: Path, encoder: Encoder, has_tokenizer: bool) -> None:
+        self.path = path
+        self.encoder = encoder
+        self.has_tokenizer = has_tokenizer
+
+    @cached_property
+    def splits(self) -> tuple[Any, Any]:
+        """The dataset to train on, and the one held out if there is one."""
+        try:
+            import datasets
+        except ModuleNotFoundError as error:
+            raise TaskError(
+                "a folder of a dataset needs the datasets library", next_step='pip install "hvdtrain[datasets]"'
+            ) from error
+        try:
+            loaded = datasets.load_from_disk(str(self.path))
+        except Exception as error:  # whatever is wrong with the files shows as any of many classes
+            raise DataError(
+                f"the dataset {self.path} cannot be read", expected=_EXPECTED, found=f"{type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(loaded, datasets.DatasetDict):
+            return loaded, None
+        if "train" not in loaded:
+            raise DataError(
+                f"the dataset {self.path} has no split to train on", expected="a split train", found=", ".join(loaded)
+            )
+        return loaded["train"], next((loaded[name] for name in _HELDOUT_SPLITS if name in loaded), None)
+
+    def vocabulary(self) -> int:
+        """The encoder's, or one more than the largest id there is."""
+        if self._column(self.splits[0]) == "text":
+            return self.encoder.vocabulary()
+        largest = (int(ids.max()) for split in self.splits for ids in self.ids(split) if len(ids))
+        return max(largest, default=-1) + 1
+
+    def ids(self, split: Any) -> Iterator[Ids]:
+        """The ids of the rows of one split, in order."""
+        import numpy as np
+
+        if split is None:
+            return
+        column = self._column(split)
+        for rows in split.select_columns([column]).iter(batch_size=_ROWS):
+            for row in rows[column]:
+                if column == "text":
+                    yield from self.encoder.encode([str(row or "").encode("utf-8")], f"a row of {self.path}")
+                else:
+                    yield self._checked(np.asarray(row if len(row) else [], np.int64))
+
+    def _checked(self, ids: Ids) -> Ids:
+        if ids.size and int(ids.min()) < 0:
+            raise DataError(
+                f"the dataset {self.path} holds ids that are no tokens", expected="0 and more", found=str(ids.min())
+            )
+        return ids.reshape(-1)
+
+    def _column(self, split: Any) -> str:
+        columns = split.column_names
+        if "text" in columns and (self.has_tokenizer or "input_ids" not in columns):
+            return "text"
+        if "input_ids" not in columns:
+            raise DataError(
+                f"the dataset {self.path} has no column of use",
+                expected="text or input_ids",
+                found=", ".join(columns),
+                next_step="rename the column (Dataset.rename_column) and save again",
+            )
+        if self.has_tokenizer:
+            raise ConfigError(
+                f"the dataset {self.path} has no text for the tokenizer",
+                expected="a column text",
+                found=", ".join(columns),
+                next_step="leave --data.tokenizer away: input_ids are tokens already",
+            )
+        return "input_ids"

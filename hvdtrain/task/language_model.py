@@ -1,0 +1,76 @@
+"""The task `language_model`: predict the next token of a text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hvdtrain.errors import TaskError
+from hvdtrain.task.base import Task
+from hvdtrain.task.causal_lm import ModelConfig, causal_lm
+from hvdtrain.task.corpus import TextConfig, open_corpus
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextConfig()) -> Task:  # noqa: B008
+    """Train a causal language model on text.
+
+    Args:
+        model: Which model.
+        data: What it reads.
+
+    Errors:
+        TaskError: a library of the extra `lm` is missing, or cannot make the model.
+        ConfigError: options that do not go together.
+        DataError: data that is missing, unreadable, empty, too short, or that does not fit the model.
+    """
+    _need_torch()
+    corpus = open_corpus(_with_own_tokenizer(model, data))
+    return Task(
+        model=causal_lm(model, vocabulary=corpus.vocabulary, seq_len=data.seq_len),
+        loss=next_token_loss,
+        train_data=corpus.train,
+        heldout_data=corpus.heldout,
+        nominal_weight=float(data.seq_len),
+        unit="tokens",
+    )
+
+
+def next_token_loss(model: nn.Module, tokens_BT: Any) -> tuple[Tensor, float]:
+    """Cross entropy of each token given those before it.
+
+    Args:
+        model: takes `input_ids`, returns an object with `logits`.
+        tokens_BT: ids (B, T + 1), int64.
+
+    Returns:
+        The sum over B * T predicted tokens in nats, float32 whatever the logits are; and B * T.
+    """
+    from torch.nn.functional import cross_entropy
+
+    inputs_BT, targets_BT = tokens_BT[:, :-1], tokens_BT[:, 1:]
+    logits_BTV = model(input_ids=inputs_BT, use_cache=False).logits
+    # The ids are cut, not the logits: these are as large as all the rest, and stay where they are.
+    loss = cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction="sum")
+    return loss, float(targets_BT.numel())
+
+
+def _with_own_tokenizer(model: ModelConfig, data: TextConfig) -> TextConfig:
+    """A pretrained model reads text by the tokenizer that lies beside it."""
+    if not model.pretrained or data.tokenizer or data.tokens:
+        return data
+    beside = Path(model.pretrained).expanduser() / "tokenizer.json"
+    return replace(data, tokenizer=str(beside)) if beside.is_file() else data
+
+
+def _need_torch() -> None:
+    try:
+        import numpy  # noqa: F401
+        import torch  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise TaskError(
+            f"the language_model task needs {error.name}", next_step='pip install "hvdtrain[lm]"'
+        ) from error

@@ -1,0 +1,162 @@
+"""The documents of a corpus: files of the standard library, the user's files, a folder of datasets."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hvdtrain.errors import DataError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from hvdtrain.task.encode import Encoder
+
+    Ids = NDArray[np.integer[Any]]
+
+_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Source:
+    """Documents as ids, and what they depend on.
+
+    Args:
+        name: what messages call it.
+        identity: for JSON; changes with the documents' content, their order and their split.
+        train: begins the ids to train on, piece by piece.
+        heldout: likewise those that are held out; None: the end of `train` is.
+        vocabulary: one more than the largest id, asked for when the ids are written.
+    """
+
+    name: str
+    identity: list[Any]
+    train: Callable[[], Iterator[Ids]]
+    heldout: Callable[[], Iterator[Ids]] | None
+    vocabulary: Callable[[], int]
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A file, named by its place under the folder that all have in common: the same on every host."""
+
+    path: Path
+    name: str
+    size_bytes: int
+    changed_ns: int
+
+
+def standard_library() -> list[TextFile]:
+    """The source files of the running interpreter's standard library, without its tests, by name."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    files = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in _LEFT_OUT]
+        files += [Path(place, name) for name in names if name.endswith(".py")]
+    if not files:
+        raise DataError(
+            "this Python has no source files of its standard library to train on",
+            expected=f"*.py in {folder}",
+            next_step="give a text of your own: --data.text 'FILES'",
+        )
+    return _described(files, folder)
+
+
+def files_matching(patterns: Sequence[str]) -> list[TextFile]:
+    """The files that any of the patterns matches, ** included, by name.
+
+    Errors:
+        DataError: a pattern that matches no file, a file that cannot be looked at, nothing in any of them.
+    """
+    files: set[Path] = set()
+    for pattern in patterns:
+        names = glob.glob(str(Path(pattern).expanduser()), recursive=True)  # noqa: PTH207 (Path.glob takes no absolute)
+        found = [path for path in map(Path.resolve, map(Path, names)) if path.is_file()]
+        if not found:
+            raise DataError(
+                f"no file matches {pattern!r}",
+                expected="text files, by name or by a pattern such as 'books/**/*.txt' in quotes",
+                found=f"working in {Path.cwd()}",
+                next_step="mend --data.text",
+            )
+        files.update(found)
+    folder = Path(os.path.commonpath([path.parent for path in files]))
+    described = _described(sorted(files), folder)
+    if not sum(file.size_bytes for file in described):
+        raise DataError(
+            "the text is empty", expected="text to train on", found=f"{len(described)} files of 0 bytes in {folder}"
+        )
+    return described
+
+
+def _described(paths: list[Path], folder: Path) -> list[TextFile]:
+    files = []
+    for path in paths:
+        try:
+            about = path.stat()
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        files.append(TextFile(path, path.relative_to(folder).as_posix(), about.st_size, about.st_mtime_ns))
+    return sorted(files, key=lambda file: file.name)
+
+
+def text_source(files: list[TextFile], encoder: Encoder, heldout: float) -> Source:
+    """Whole files are held out, chosen by a hash of their name; the end of the text where there is only one."""
+    held = _held_out(files, heldout)
+    train = [file for file in files if file not in held]
+    return Source(
+        name=files[0].name if len(files) == 1 else f"{len(files)} files",
+        identity=[encoder.identity(), *([str(f.path), f.size_bytes, f.changed_ns, f in held] for f in files)],
+        train=lambda: _encoded(train, encoder),
+        heldout=None if len(files) == 1 else lambda: _encoded([f for f in files if f in held], encoder),
+        vocabulary=encoder.vocabulary,
+    )
+
+
+def _held_out(files: list[TextFile], share: float) -> set[TextFile]:
+    """Files whose hashed name falls into the share. Never all of them, nor none where a share is asked for."""
+    if len(files) == 1 or not share:
+        return set()
+    held = {file for file in files if _hash01(file.name) < share}
+    if not held:  # few files: the one whose size comes nearest to the share
+        wanted_bytes = share * sum(file.size_bytes for file in files)
+        held = {min(files, key=lambda file: (abs(file.size_bytes - wanted_bytes), file.name))}
+    if not sum(file.size_bytes for file in files if file not in held):
+        held -= {max(files, key=lambda file: (file.size_bytes, file.name))}
+    return held
+
+
+def _hash01(name: str) -> float:
+    digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
+    return int.from_bytes(digest[:7], "big") / (1 << 56)
+
+
+def _encoded(files: list[TextFile], encoder: Encoder) -> Iterator[Ids]:
+    for file in files:
+        yield from encoder.encode(_pieces(file.path), str(file.path))
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            while piece := file.read(_PIECE_BYTES):
+                yield piece
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(
+        f"the file {path} cannot be read",
+        expected="a file that may be read",
+        found=error.strerror,
+        next_step="check its permissions, or leave it out of --data.text",
+    )

@@ -1,0 +1,334 @@
+"""The task: its loss, its models, and what does not fit together."""
+
+import json
+import math
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hvdtrain.errors import ConfigError, DataError, HvdtrainError, TaskError
+from hvdtrain.task.base import load_task_function
+from hvdtrain.task.causal_lm import ModelConfig, causal_lm
+from hvdtrain.task.corpus import TextConfig
+from hvdtrain.task.language_model import language_model, next_token_loss
+
+transformers = pytest.importorskip("transformers", reason="the transformers library is not installed")
+
+TINY = ModelConfig(preset="tiny")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The models are tiny: more threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def tiny(**options):
+    torch.manual_seed(0)
+    return causal_lm(ModelConfig(**{"preset": "tiny", **options}), vocabulary=257, seq_len=32)
+
+
+def tokens(batch=4, seq_len=32, below=257):
+    return torch.randint(0, below, (batch, seq_len + 1), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "text.txt").write_text("".join(f"line {i} of a text\n" for i in range(500)))
+    return str(tmp_path / "text.txt")
+
+
+class Lookup(nn.Module):
+    """Logits of the next id by a table of the last."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        generator = torch.Generator().manual_seed(2)
+        self.table = nn.Parameter((torch.randn(50, 50, generator=generator) * 4).to(dtype))
+
+    def forward(self, input_ids, use_cache):
+        assert use_cache is False
+        return SimpleNamespace(logits=self.table[input_ids])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 1), (4, 32), (16, 128)])
+def test_loss_is_the_sum_in_float64(dtype, shape):
+    model, batch = Lookup(dtype), tokens(*shape, below=50)
+    loss, weight = next_token_loss(model, batch)
+    table = model.table.detach().double().numpy()
+    log_p = table - np.log(np.exp(table).sum(-1, keepdims=True))
+    reference = -sum(log_p[a, b] for row in batch.tolist() for a, b in zip(row, row[1:], strict=False))
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(reference, rel=1e-5)
+    assert weight == math.prod(shape)
+    loss.backward()
+    assert model.table.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_changes_the_loss_by_rounding_only(dtype):
+    model, batch = tiny(), tokens()
+    exact, _ = next_token_loss(model, batch)
+    with torch.autocast("cpu", dtype=dtype):
+        loss, _ = next_token_loss(model, batch)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(exact.item(), rel=3e-3)
+
+
+@pytest.mark.parametrize("preset", ["tiny", "small"])
+def test_a_new_model_knows_nothing_and_can_learn_in_every_parameter(preset):
+    model = tiny(preset=preset)
+    loss, weight = next_token_loss(model, tokens())
+    assert loss.item() / weight == pytest.approx(math.log(320), abs=0.15)
+    loss.backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert model.training
+
+
+def test_small_is_a_deepseek_v3_of_the_size_that_was_asked_for():
+    model = tiny(preset="small")
+    assert 5e6 < sum(p.numel() for p in model.parameters()) < 10e6
+    names = {name.split(".", 3)[-1] for name, _ in model.named_parameters()}
+    assert {"mlp.experts.down_proj", "mlp.shared_experts.down_proj.weight", "mlp.gate.weight"} <= names
+    assert {"self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"} <= names
+    assert not [name for name in names if "mtp" in name]
+
+
+def test_idle_experts_have_a_gradient_of_zero():
+    model = tiny()
+    router = model.model.layers[1].mlp
+    router.gate.e_score_correction_bias[:2] = 100.0
+    next_token_loss(model, tokens())[0].backward()
+    for weights in router.experts.parameters():
+        assert weights.grad[:2].any()
+        assert not weights.grad[2:].any()
+
+
+def test_a_tiny_model_learns(text):
+    torch.manual_seed(0)
+    task = language_model(TINY, TextConfig(text=text, seq_len=32))
+    optimizer = torch.optim.AdamW(task.model.parameters(), lr=1e-2)
+    batch = torch.stack([task.train_data[i] for i in range(8)])
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss, weight = task.loss(task.model, batch)
+        (loss / weight).backward()
+        optimizer.step()
+        losses.append(loss.item() / weight)
+    assert losses[-1] < losses[0] / 2
+    assert (task.unit, task.nominal_weight) == ("tokens", 32)
+
+
+def test_weights_follow_from_the_seed_alone(text):
+    def weights(seed):
+        torch.manual_seed(seed)
+        return language_model(TINY, TextConfig(text=text, seq_len=32)).model.state_dict()
+
+    first, cached, other = weights(3), weights(3), weights(4)  # the first makes the tokens, too
+    assert all(torch.equal(first[name], cached[name]) for name in first)
+    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+
+
+def test_dropout_follows_from_the_seed():
+    def loss(model, seed):
+        torch.manual_seed(seed)
+        return next_token_loss(model, tokens())[0].item()
+
+    model = tiny(dropout=0.5)
+    assert loss(model, 1) == loss(model, 1) != loss(model, 2)
+    assert loss(tiny(), 1) == loss(tiny(), 2)
+    model.eval()
+    assert loss(model, 1) == loss(model, 2)
+
+
+def test_the_vocabulary_follows_the_tokens(tmp_path):
+    np.save(tmp_path / "t.npy", np.arange(1000) % 901)
+    task = language_model(TINY, TextConfig(tokens=str(tmp_path / "t.npy"), seq_len=16))
+    assert task.model.config.vocab_size == 960
+
+
+def gpt2(path, **options):
+    shape = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64, "vocab_size": 257}
+    config = transformers.GPT2Config(**{**shape, **options})
+    config.dtype = "bfloat16"
+    config.architectures = ["GPT2LMHeadModel"]
+    config.to_json_file(path / "config.json")
+    return str(path / "config.json")
+
+
+def test_any_config_json(tmp_path, text):
+    torch.manual_seed(0)
+    config = ModelConfig(config=gpt2(tmp_path), dropout=0.25)
+    task = language_model(config, TextConfig(text=text, seq_len=32))
+    loss, weight = task.loss(task.model, tokens())
+    assert type(task.model).__name__ == "GPT2LMHeadModel"
+    assert loss.item() / weight == pytest.approx(math.log(257), abs=0.15)
+    assert {p.dtype for p in task.model.parameters()} == {torch.float32}
+    assert task.model.config.attn_pdrop == 0.25
+
+
+def test_a_deepseek_config_with_its_default_of_mtp_layers_has_no_idle_parameter(tmp_path):
+    content = {**tiny().config.to_dict(), "num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    torch.manual_seed(0)
+    model = causal_lm(ModelConfig(config=str(tmp_path / "config.json")), vocabulary=257, seq_len=32)
+    next_token_loss(model, tokens())[0].backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None] == []
+
+
+@pytest.fixture
+def pretrained(tmp_path):
+    torch.manual_seed(5)
+    model = causal_lm(TINY, vocabulary=257, seq_len=32)
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    return tmp_path / "model", model.float()
+
+
+def test_a_pretrained_folder_is_gone_on_with(pretrained, text):
+    folder, saved = pretrained
+    task = language_model(ModelConfig(pretrained=str(folder)), TextConfig(text=text, seq_len=32))
+    loaded = task.model.state_dict()
+    assert all(torch.equal(value, loaded[name]) for name, value in saved.state_dict().items())
+    assert {p.dtype for p in task.model.parameters()} == {torch.float32}
+    assert task.model.training
+    exact, _ = next_token_loss(saved, tokens())
+    assert task.loss(task.model, tokens())[0].item() == pytest.approx(exact.item(), rel=1e-6)
+
+
+def test_a_pretrained_model_reads_by_its_own_tokenizer(pretrained, text):
+    tokenizers = pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
+    words = {"[UNK]": 0, "line": 1, "of": 2, "a": 3, "text": 4}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(pretrained[0] / "tokenizer.json"))
+    task = language_model(ModelConfig(pretrained=str(pretrained[0])), TextConfig(text=text, seq_len=4))
+    assert task.train_data[0].tolist() == [1, 0, 2, 3, 4]
+
+
+def test_weights_that_are_missing(pretrained, text):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(pretrained[0] / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, pretrained[0] / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(TaskError, match=r"lm_head\.weight"):
+        language_model(ModelConfig(pretrained=str(pretrained[0])), TextConfig(text=text, seq_len=32))
+
+
+def test_pickled_weights_are_not_read(pretrained, text):
+    (pretrained[0] / "model.safetensors").unlink()
+    torch.save(pretrained[1].state_dict(), pretrained[0] / "pytorch_model.bin")
+    with pytest.raises(TaskError, match="safetensors"):
+        language_model(ModelConfig(pretrained=str(pretrained[0])), TextConfig(text=text, seq_len=32))
+
+
+def test_code_beside_a_config_is_not_run(tmp_path, text):
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    auto = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": auto}))
+    for options in ({"config": str(tmp_path / "config.json")}, {"pretrained": str(tmp_path)}):
+        with pytest.raises(ConfigError, match="describes no model"):
+            language_model(ModelConfig(**options), TextConfig(text=text, seq_len=32))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file"),
+        ("{", "JSONDecodeError"),
+        ("[]", "describes no model"),
+        ("{}", "model_type"),
+        ('{"model_type": "no such"}', "no such"),
+        ('{"model_type": "deepseek_v3", "hidden_size": "large"}', "hidden_size"),
+    ],
+)
+def test_a_config_json_that_is_wrong(tmp_path, text, content, message):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        language_model(ModelConfig(config=str(tmp_path / "config.json")), TextConfig(text=text, seq_len=32))
+
+
+def test_a_config_of_no_language_model(tmp_path, text):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
+    with pytest.raises(HvdtrainError, match="model"):
+        language_model(ModelConfig(config=str(tmp_path / "config.json")), TextConfig(text=text, seq_len=32))
+
+
+def test_tokens_beyond_the_model_s_vocabulary(tmp_path):
+    np.save(tmp_path / "t.npy", np.arange(1000))
+    data = TextConfig(tokens=str(tmp_path / "t.npy"), seq_len=32)
+    with pytest.raises(DataError, match="vocabulary is too small") as caught:
+        language_model(ModelConfig(config=gpt2(tmp_path)), data)
+    assert (caught.value.expected, caught.value.found) == ("ids below 257", "ids up to 999")
+    np.save(tmp_path / "t.npy", np.arange(1000) << 24)
+    with pytest.raises(DataError, match="too large for tokens"):
+        language_model(TINY, data)
+
+
+def test_more_tokens_at_a_time_than_the_model_takes(tmp_path, text):
+    with pytest.raises(DataError, match="at most 64"):
+        language_model(ModelConfig(config=gpt2(tmp_path)), TextConfig(text=text, seq_len=65))
+    assert language_model(ModelConfig(config=gpt2(tmp_path)), TextConfig(text=text, seq_len=64))
+
+
+@pytest.mark.parametrize("options", [{"config": "a", "pretrained": "b"}, {"dropout": 1.0}, {"dropout": -0.1}])
+def test_model_options_that_are_wrong(text, options):
+    with pytest.raises(ConfigError):
+        language_model(ModelConfig(**options), TextConfig(text=text, seq_len=32))
+
+
+def test_it_is_found_by_its_name():
+    assert load_task_function("language_model") is language_model
+
+
+WITHOUT = """
+import sys
+for name in {missing!r}:
+    sys.modules[name] = None
+from hvdtrain.task.language_model import language_model, ModelConfig, TextConfig
+loaded = set(sys.modules) & {{"torch", "numpy", "transformers", "tokenizers", "datasets"}} - set({missing!r})
+assert not loaded, loaded
+if {missing!r}:
+    from hvdtrain.errors import TaskError
+    try:
+        language_model(ModelConfig(preset="tiny"), TextConfig(text={text!r}, seq_len=8))
+    except TaskError as error:
+        assert 'pip install "hvdtrain[lm]"' in str(error), error
+    else:
+        raise AssertionError("no error")
+"""
+
+
+@pytest.mark.parametrize("missing", [[], ["torch"], ["transformers"]])
+def test_nothing_heavy_is_imported_before_it_is_needed(text, missing):
+    script = WITHOUT.format(missing=missing, text=text)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_options_become_flags():
+    jsonargparse = pytest.importorskip("jsonargparse", reason="jsonargparse is not installed")
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_function_arguments(language_model)
+    parsed = parser.parse_args(["--model.preset", "tiny", "--data.text", "a/*.txt", "--data.seq_len", "9"])
+    made = parser.instantiate(parsed)
+    assert made.model == TINY
+    assert made.data == TextConfig(text="a/*.txt", seq_len=9)
+    listed = parser.parse_args(["--data.text", "[a, b]"])
+    assert parser.instantiate(listed).data.text == ["a", "b"]
+    text = " ".join(parser.format_help().split())
+    for promise in ("data.heldout", "only evaluated on", "every byte is a token", "safetensors"):
+        assert promise in text

@@ -1,0 +1,149 @@
+"""Text by a tokenizer.json, and folders of datasets."""
+
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.task.corpus import TextConfig, open_corpus
+
+tokenizers = pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
+
+LINES = "".join(f"line {i} says: näïve 東京 {'word ' * (i % 7)}\n" for i in range(400))
+
+
+def all_ids(corpus):
+    parts = [corpus.train] + ([corpus.heldout] if corpus.heldout else [])
+    return corpus.train.file.map()[: sum(part.count for part in parts)].tolist()
+
+
+def train_tokenizer(path, special=()):
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=alphabet, special_tokens=list(special), show_progress=False
+    )
+    made.train_from_iterator([LINES], trainer)
+    made.save(str(path))
+    return made
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "text.txt").write_text(LINES, encoding="utf-8")
+    return str(tmp_path / "text.txt")
+
+
+@pytest.mark.parametrize("piece_bytes", [7, 100, 1 << 20])
+def test_ids_say_the_text_however_it_is_read(tmp_path, text, monkeypatch, piece_bytes):
+    made = train_tokenizer(tmp_path / "tokenizer.json")
+    monkeypatch.setattr("hvdtrain.task.text_sources._PIECE_BYTES", piece_bytes)
+    corpus = open_corpus(TextConfig(text=text, tokenizer=str(tmp_path / "tokenizer.json"), seq_len=16))
+    ids = all_ids(corpus)
+    assert made.decode(ids) == LINES
+    assert len(ids) < len(LINES.encode()) / 2
+    assert corpus.vocabulary == made.get_vocab_size() > max(ids)
+
+
+def test_a_document_ends_with_the_vocabulary_s_own_end(tmp_path, text):
+    made = train_tokenizer(tmp_path / "tokenizer.json", special=["<unk>", "</s>"])
+    (tmp_path / "other.txt").write_text("another one")
+    corpus = open_corpus(
+        TextConfig(text=f"{tmp_path}/*.txt", tokenizer=str(tmp_path / "tokenizer.json"), seq_len=1, heldout=0)
+    )
+    end = made.token_to_id("</s>")
+    assert all_ids(corpus).count(end) == 2
+    assert all_ids(corpus)[-1] == end
+
+
+def test_another_tokenizer_makes_other_tokens(tmp_path, text):
+    config = TextConfig(text=text, tokenizer=str(tmp_path / "tokenizer.json"), seq_len=16)
+    train_tokenizer(tmp_path / "tokenizer.json")
+    first = open_corpus(config)
+    train_tokenizer(tmp_path / "tokenizer.json", special=["</s>"])
+    assert open_corpus(config).digest != first.digest
+
+
+def test_what_is_no_tokenizer(tmp_path, text):
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
+    with pytest.raises(DataError, match="is not a tokenizer"):
+        open_corpus(TextConfig(text=text, tokenizer=str(tmp_path / "tokenizer.json")))
+
+
+@pytest.mark.parametrize("piece_bytes", [5, 1 << 20])
+def test_what_is_not_utf8_is_told_with_its_place(tmp_path, monkeypatch, piece_bytes):
+    train_tokenizer(tmp_path / "tokenizer.json")
+    monkeypatch.setattr("hvdtrain.task.text_sources._PIECE_BYTES", piece_bytes)
+    (tmp_path / "latin.txt").write_bytes(b"first line\nna\xefve\n")
+    config = TextConfig(text=str(tmp_path / "latin.txt"), tokenizer=str(tmp_path / "tokenizer.json"), seq_len=2)
+    with pytest.raises(DataError, match="UTF-8") as caught:
+        open_corpus(config)
+    assert caught.value.found == "byte 0xef at 13"
+    assert "latin.txt" in caught.value.what
+    assert len(open_corpus(TextConfig(text=config.text, seq_len=2)).train) > 0
+
+
+@pytest.fixture
+def datasets():
+    return pytest.importorskip("datasets", reason="the datasets library is not installed")
+
+
+def test_rows_of_text(tmp_path, datasets):
+    rows = [f"row {i} é" for i in range(100)]
+    datasets.Dataset.from_dict({"text": rows, "n": list(range(100))}).save_to_disk(str(tmp_path / "d"))
+    corpus = open_corpus(TextConfig(dataset=str(tmp_path / "d"), seq_len=8))
+    assert all_ids(corpus) == [token for row in rows for token in [*row.encode(), 256]]
+    assert corpus.heldout.count == len(all_ids(corpus)) // 20
+
+
+def test_rows_of_ids(tmp_path, datasets):
+    rows = [[i, 70_000 + i] * (i % 5) for i in range(100)]
+    datasets.Dataset.from_dict({"input_ids": rows}).save_to_disk(str(tmp_path / "d"))
+    corpus = open_corpus(TextConfig(dataset=str(tmp_path / "d"), seq_len=8))
+    assert all_ids(corpus) == [token for row in rows for token in row]
+    assert corpus.vocabulary == 70_100
+
+
+@pytest.mark.parametrize("held", ["validation", "test"])
+def test_splits_are_kept(tmp_path, datasets, held):
+    parts = {"train": ["aaaa"] * 50, held: ["b"] * 20, "other": ["c"] * 20}
+    made = datasets.DatasetDict({name: datasets.Dataset.from_dict({"text": rows}) for name, rows in parts.items()})
+    made.save_to_disk(str(tmp_path / "d"))
+    corpus = open_corpus(TextConfig(dataset=str(tmp_path / "d"), seq_len=8))
+    assert (corpus.train.count, corpus.heldout.count) == (250, 40)
+    assert set(all_ids(corpus)[250:]) == {ord("b"), 256}
+
+
+def test_a_dict_of_train_alone_is_split(tmp_path, datasets):
+    made = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["aaaa"] * 200})})
+    made.save_to_disk(str(tmp_path / "d"))
+    corpus = open_corpus(TextConfig(dataset=str(tmp_path / "d"), seq_len=8))
+    assert (corpus.train.count, corpus.heldout.count) == (950, 50)
+
+
+@pytest.mark.parametrize(
+    ("columns", "tokenizer", "error", "message"),
+    [
+        ({"words": ["a"]}, False, DataError, "words"),
+        ({"input_ids": [[1, 2]]}, True, ConfigError, "no text for the tokenizer"),
+        ({"input_ids": [[1, -2]]}, False, DataError, "-2"),
+        ({"text": [None, ""]}, True, DataError, "empty"),
+        ({"input_ids": [[], []]}, False, DataError, "empty"),
+    ],
+)
+def test_datasets_that_do_not_fit(tmp_path, datasets, columns, tokenizer, error, message):
+    datasets.Dataset.from_dict(columns).save_to_disk(str(tmp_path / "d"))
+    train_tokenizer(tmp_path / "tokenizer.json")
+    chosen = str(tmp_path / "tokenizer.json") if tokenizer else None
+    with pytest.raises(error, match=message):
+        open_corpus(TextConfig(dataset=str(tmp_path / "d"), tokenizer=chosen))
+
+
+def test_a_damaged_dataset(tmp_path, datasets):
+    datasets.Dataset.from_dict({"text": ["a"] * 100}).save_to_disk(str(tmp_path / "d"))
+    for path in Path(tmp_path / "d").glob("*.arrow"):
+        path.write_bytes(b"broken")
+    with pytest.raises(DataError, match="cannot be read"):
+        open_corpus(TextConfig(dataset=str(tmp_path / "d")))
