@@ -50,7 +50,7 @@ class RunConfig:
 def task_spec(argv: Sequence[str]) -> str:
     """The task that `argv` asks for, itself or by its config file: whichever comes last, as for other options."""
     spec = Config.task
-    pairs = zip(argv, [*argv[1:], ""], strict=True)
+    pairs = zip(argv, [*argv[1:], ""], strict=False)
     for argument, following in pairs:
         name, equals, value = argument.partition("=")
         value = value if equals else following
@@ -123,7 +123,8 @@ def _check_parameters(task_function: Callable[..., Any]) -> None:
     if clash:
         raise ConfigError(
             f"the task function's parameter {clash[0]!r} is also the name of an option that every run has",
-            next_step=f"rename it (torch's random state is already seeded from --seed); taken: {', '.join(sorted(taken))}",
+            next_step="rename it (torch's random state is already seeded from --seed);"
+            f" taken are {', '.join(sorted(taken))}",
         )
 
 

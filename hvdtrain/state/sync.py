@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.comm.objects import broadcast_json
+from hvdtrain.comm.objects import allgather_json, broadcast_json
 from hvdtrain.errors import LaunchError
 from hvdtrain.state.train_state import StateDict, TrainState
 
@@ -19,7 +19,7 @@ def broadcast_state(state: TrainState, comm: Comm) -> None:
     """Parameters, buffers, optimizer state and progress of rank 0, on every rank. Collective: yes.
 
     Errors:
-        LaunchError: the model of this rank has other tensors than that of rank 0.
+        LaunchError: on every rank, where the model of one has other tensors than that of rank 0.
     """
     mine = state.state_dict()
     spec = broadcast_json(comm, _spec(mine), name="state/spec")
@@ -58,12 +58,16 @@ def _flat_bytes(tensor: Tensor) -> Tensor:
 
 def _check_same_model(mine: dict[str, Any], root: dict[str, Any], comm: Comm) -> None:
     ours, theirs = (spec["tensors"]["model"] for spec in (mine, root))
-    if ours == theirs:
-        return
-    name = sorted(n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n))[0]
-    raise LaunchError(
-        f"the model of rank {comm.rank} is not that of rank 0: {name} differs",
-        expected=f"{theirs.get(name, 'no such tensor')} as on rank 0",
-        found=str(ours.get(name, "no such tensor")),
-        next_step="build the model from the config alone, the same on every rank and host",
-    )
+    names = sorted(n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n))
+    difference = (names[0], ours.get(names[0]), theirs.get(names[0])) if names else None
+    for rank, found in enumerate(allgather_json(comm, difference, name="state/same")):
+        if found is not None:
+            name, there, here = found
+            error = LaunchError(
+                f"the model of rank {rank} is not that of rank 0: {name} differs",
+                expected=f"{here or 'no such tensor'} as on rank 0",
+                found=str(there or "no such tensor"),
+                next_step="build the model from the config alone, the same on every rank and host",
+            )
+            error.everywhere = True
+            raise error

@@ -72,11 +72,11 @@ def load_task_function(spec: str) -> TaskFunction:
     module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     function = getattr(module, function_name, None)
     if not callable(function):
-        functions = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
+        own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
         raise TaskError(
             f"{place} has no function {function_name!r}",
             expected="a function that returns a hvdtrain.Task",
-            found=", ".join(functions) or "no function at all",
+            found=", ".join(own) or "no function at all",
         )
     return function  # type: ignore[no-any-return]
 
@@ -98,16 +98,14 @@ def _import_module(name: str) -> Any:
 def _import_file(path: Path) -> Any:
     if not path.is_file():
         raise TaskError(f"there is no file {str(path)!r} to take the task from", found=f"working in {Path.cwd()}")
-    # Its own folder comes first on the path, as it would for `python file.py`: it may import its neighbours,
-    # and loader workers import it again by this name.
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    return importlib.import_module(path.stem) if path.stem.isidentifier() else _import_by_location(path)
-
-
-def _import_by_location(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location("hvdtrain_user_task", path)
+    # Its own folder comes first on the path, as it would for `python file.py`: it may import its neighbours, and
+    # loader workers import it again by its name.
+    sys.path.insert(0, str(path.resolve().parent))
+    if path.stem not in sys.modules and path.stem.isidentifier():
+        module = importlib.import_module(path.stem)
+        if module.__file__ and Path(module.__file__).samefile(path):
+            return module
+    spec = importlib.util.spec_from_file_location(f"task_{path.stem}", path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module

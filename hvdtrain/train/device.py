@@ -20,7 +20,7 @@ def pick_device(wanted: str, comm: Comm) -> torch.device:
     if not torch.cuda.is_available():
         raise ConfigError(
             "--parallel.device cuda, but torch finds no CUDA device",
-            found=f"torch {torch.__version__}, built {'for CUDA ' + torch.version.cuda if torch.version.cuda else 'without CUDA'}",
+            found=f"torch {torch.__version__}, CUDA {torch.version.cuda or 'not built in'}",
             next_step="hvdtrain doctor shows torch's and the driver's versions",
         )
     count = torch.cuda.device_count()

@@ -25,7 +25,7 @@ def digests(model: nn.Module) -> Tensor:
 
 
 def _digest(tensor: Tensor) -> Tensor:
-    bits = tensor.contiguous().view(torch.uint8).flatten()
+    bits = tensor.contiguous().flatten().view(torch.uint8)
     padded = nn.functional.pad(bits, (0, -len(bits) % 4)).view(torch.int32)
     # Two sums, the second weighted by position within a row: a swap of two elements is seen too.
     rows = nn.functional.pad(padded, (0, -len(padded) % 1024)).view(-1, 1024).sum(dim=0, dtype=torch.int64)

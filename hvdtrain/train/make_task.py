@@ -57,9 +57,11 @@ def _check_same_data(task: Task, comm: Comm) -> None:
     everyone = allgather_json(comm, lengths, name="data/lengths")
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
-            raise LaunchError(
+            error = LaunchError(
                 f"rank {rank} has other data than rank 0",
                 expected=f"{everyone[0][0]} training and {everyone[0][1]} held-out samples, as on rank 0",
                 found=f"{theirs[0]} and {theirs[1]}",
                 next_step="give every host the same files (for the default data: the same Python version)",
             )
+            error.everywhere = True
+            raise error

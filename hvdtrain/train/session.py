@@ -180,6 +180,7 @@ def _describe_start(run: RunConfig, task: Task, comm: Comm, recorder: Recorder) 
     names = batch_statistics(task.model)
     if names:
         recorder.warn(
-            f"the model has batch statistics ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): its loss curve"
-            " depends on --train.micro_batch, and its running statistics on the number of ranks; group norm has neither"
+            f"the model has batch statistics ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): its loss"
+            " curve depends on --train.micro_batch, its running statistics on the number of ranks too;"
+            " group norm depends on neither"
         )

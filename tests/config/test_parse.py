@@ -1,0 +1,137 @@
+"""Options from flags, YAML and dicts: one meaning, and an error that helps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.config.parse import changes, flatten, parse_argv, parse_object, task_spec
+from hvdtrain.config.schema import Config
+from hvdtrain.errors import ConfigError
+
+
+def build(hidden: int = 64, act: str = "relu") -> None:
+    """Build.
+
+    Args:
+        hidden: units of the middle layer
+        act: activation
+    """
+
+
+def test_flags_yaml_and_dicts_mean_the_same(tmp_path: Path) -> None:
+    options = {"train": {"steps": 7, "micro_batch": 2}, "optimizer": {"lr": 0.5}, "hidden": 3, "precision": "bf16"}
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(options))
+    flags = [f"--{key}={value}" for key, value in flatten(options).items()]
+    parsed = [parse_argv(flags, build), parse_argv(["--config", str(file)], build), parse_object(options, build)]
+    for run in parsed:
+        assert (run.config.train.steps, run.config.train.micro_batch, run.config.optimizer.lr) == (7, 2, 0.5)
+        assert run.config.precision == "bf16"
+        assert run.task_args == {"hidden": 3, "act": "relu"}
+    assert parsed[0].resolved == parsed[1].resolved == parsed[2].resolved
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("train: {steps: 7}")
+    assert parse_argv(["--config", str(file), "--train.steps", "9"], build).config.train.steps == 9
+
+
+def test_the_resolved_config_gives_the_same_run_again() -> None:
+    run = parse_argv(["--train.steps", "9", "--hidden", "5"], build)
+    again = parse_object(run.resolved, build)
+    assert again == run
+
+
+def test_defaults_are_those_of_the_schema() -> None:
+    assert parse_argv([], build).config == Config()
+
+
+@pytest.mark.parametrize(
+    ("flag", "what", "near"),
+    [
+        ("--train.stpes=5", "no option --train.stpes", "--train.steps"),
+        ("--hiden=5", "no option --hiden", "--hidden"),
+        ("--optimiser.lr=5", "no option --optimiser.lr", "--optimizer.lr"),
+    ],
+)
+def test_a_misspelt_flag_names_the_nearest(flag: str, what: str, near: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_argv([flag], build)
+    assert what in caught.value.what
+    assert f"did you mean {near}?" == caught.value.next_step
+
+
+def test_a_misspelt_key_in_a_file_names_file_and_nearest(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("train: {steps: 4, stop_ad: 3}")
+    with pytest.raises(ConfigError) as caught:
+        parse_argv(["--config", str(file)], build)
+    assert "--train.stop_ad" in caught.value.what
+    assert str(file) in caught.value.what
+    assert caught.value.next_step == "did you mean --train.stop_at?"
+    with pytest.raises(ConfigError, match="did you mean --train.stop_at"):
+        parse_object({"train": {"stop_ad": 3}}, build)
+
+
+@pytest.mark.parametrize(
+    ("flag", "expected", "found"),
+    [
+        ("--train.steps=five", "int", "five"),
+        ("--optimizer.lr=fast", "float", "fast"),
+        ("--precision=fp8", "one of ['fp32', 'bf16', 'fp16']", "fp8"),
+        ("--train.steps=0", "1 or more", "0"),
+        ("--train.micro_batch=99", "1 to train.global_batch (16)", "99"),
+        ("--optimizer.lr=-1", "more than 0", "-1.0"),
+    ],
+)
+def test_a_wrong_value_says_what_was_expected(flag: str, expected: str, found: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_argv([flag], build)
+    assert flag.partition("=")[0] in caught.value.what
+    assert (caught.value.expected, caught.value.found) == (expected, found)
+
+
+def test_files_that_are_no_config(tmp_path: Path) -> None:
+    for content, words in (("- a\n- b", "not a mapping"), ("a: [", "not YAML"), (None, "cannot be read")):
+        file = tmp_path / "run.yaml"
+        file.unlink(missing_ok=True)
+        if content is not None:
+            file.write_text(content)
+        with pytest.raises(ConfigError, match=words):
+            parse_argv(["--config", str(file)], build)
+
+
+def test_a_parameter_named_like_an_option_is_refused() -> None:
+    def clash(seed: int = 0) -> None: ...
+
+    with pytest.raises(ConfigError, match="'seed' is also the name of an option"):
+        parse_argv([], clash)
+
+
+def test_the_last_task_wins(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("task: a.py:f")
+    assert task_spec([]) == "language_model"
+    assert task_spec(["--config", str(file)]) == "a.py:f"
+    assert task_spec(["--config", str(file), "--task=b.py:g"]) == "b.py:g"
+    assert task_spec(["--task", "b.py:g", f"--config={file}"]) == "a.py:f"
+
+
+@given(st.integers(1, 10**6), st.floats(1e-6, 10), st.sampled_from(["run_dir=a", "resume=never", "train.stop_at=3"]))
+def test_identity_ignores_only_what_may_change(steps: int, lr: float, other: str) -> None:
+    options = [f"--train.steps={steps}", f"--optimizer.lr={lr}"]
+    run = parse_argv(options, build)
+    assert parse_argv([*options, f"--{other}"], build).identity() == run.identity()
+    assert parse_argv([*options, "--seed=1"], build).identity() != run.identity()
+    assert parse_argv([*options, "--hidden=65"], build).identity() != run.identity()
+
+
+def test_changes_are_told_by_option() -> None:
+    old, new = parse_argv(["--hidden=3"], build), parse_argv(["--hidden=4", "--run_dir=x"], build)
+    assert changes(old.resolved, new.resolved) == ["hidden: 3 -> 4"]

@@ -1,0 +1,96 @@
+"""What reaches the ranks is a function of position: any size, workers or none, from any point on."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from hvdtrain.config.schema import LoaderConfig
+from hvdtrain.data.loader import Stream, dataset_length, seed_forward, train_batches
+from hvdtrain.errors import DataError
+
+
+class Numbers(Dataset[torch.Tensor]):
+    """Sample i is i, and what torch, random and numpy draw while it is made."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, torch.rand(()).item(), random.random(), np.random.rand()], dtype=torch.float64)
+
+
+def _batches(
+    size: int, *, position: int = 0, steps: int = 5, length: int = 23, workers: int = 0
+) -> list[list[torch.Tensor]]:
+    """By step, the micro-batches of all ranks in order."""
+    by_step: list[list[torch.Tensor]] = [[] for _ in range(steps)]
+    for rank in range(size):
+        stream = Stream(Numbers(length), 3, 10, 3, rank, size)
+        config = LoaderConfig(workers=workers)
+        batches = train_batches(stream, position, steps, config, None, pin_memory=False)
+        for step in range(steps):
+            by_step[step] += [next(batches) for _ in stream.step(position + 10 * step)]
+        assert next(batches, None) is None
+    return by_step
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+def test_any_number_of_ranks_gives_the_same_batches(size: int) -> None:
+    for one, many in zip(_batches(1), _batches(size), strict=True):
+        assert len(one) == len(many) == 4
+        assert all(torch.equal(a, b) for a, b in zip(one, many, strict=True))
+
+
+def test_any_position_to_go_on_from_gives_the_same_batches() -> None:
+    for later, again in zip(_batches(2)[3:], _batches(2, position=30, steps=2), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(later, again, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning")
+def test_worker_processes_give_the_same_batches() -> None:
+    for plain, worked in zip(_batches(1), _batches(1, workers=2), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(plain, worked, strict=True))
+
+
+def test_law_4_every_sample_once_an_epoch() -> None:
+    """Law 4: over 23 steps of 10, which are 10 epochs of 23, each sample comes 10 times; in order, once an epoch."""
+    seen = [int(row[0]) for step in _batches(3, steps=23) for batch in step for row in batch]
+    assert Counter(seen) == Counter({index: 10 for index in range(23)})
+    for epoch in range(10):
+        assert sorted(seen[23 * epoch : 23 * (epoch + 1)]) == list(range(23))
+
+
+def test_more_ranks_than_micro_batches_leaves_some_without() -> None:
+    streams = [Stream(Numbers(5), 0, 4, 2, rank, 5) for rank in range(5)]
+    assert sorted(len(stream.step(0)) for stream in streams) == [0, 0, 0, 1, 1]
+
+
+def test_forward_seed_depends_on_seed_and_position() -> None:
+    draws = []
+    for seed, position in ((0, 0), (0, 4), (1, 0), (0, 0)):
+        seed_forward(seed, position)
+        draws.append(torch.rand(4))
+    assert torch.equal(draws[0], draws[3])
+    assert not torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(("dataset", "words"), [(Numbers(0), "empty"), (Endless(), "cannot be indexed")])
+def test_data_that_cannot_serve(dataset: Any, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        dataset_length(dataset)

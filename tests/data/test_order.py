@@ -1,0 +1,56 @@
+"""Law 4's foundation: an epoch is a permutation, and no position depends on the number of ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.data.order import micro_batches, mix, samples, share
+
+
+@given(st.integers(1, 400), st.integers(0, 2**63 - 1), st.integers(0, 1000))
+def test_every_epoch_is_a_permutation(length: int, seed: int, epoch: int) -> None:
+    positions = np.arange(epoch * length, (epoch + 1) * length)
+    assert sorted(samples(positions, length, seed)) == list(range(length))
+
+
+@given(st.integers(1, 10**9), st.integers(0, 2**63 - 1), st.lists(st.integers(0, 2**40), min_size=1, max_size=20))
+def test_a_position_alone_decides(length: int, seed: int, positions: list[int]) -> None:
+    together = samples(np.array(positions), length, seed)
+    alone = [int(samples(np.array([p]), length, seed)[0]) for p in positions]
+    assert together.tolist() == alone
+    assert all(0 <= index < length for index in alone)
+
+
+def test_epochs_and_seeds_differ_and_look_random() -> None:
+    length = 20_000
+    first = samples(np.arange(length), length, 0)
+    second = samples(np.arange(length, 2 * length), length, 0)
+    other = samples(np.arange(length), length, 1)
+    orders = [first, second, other, np.arange(length)]
+    for i, a in enumerate(orders):
+        for b in orders[:i]:
+            # Of two unrelated permutations about one element stays in place; correlation is about 1 / sqrt(length).
+            assert (a == b).sum() < 10
+            assert abs(np.corrcoef(a, b)[0, 1]) < 4 / np.sqrt(length)
+    assert abs(np.corrcoef(first[:-1], first[1:])[0, 1]) < 4 / np.sqrt(length)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 200), st.integers(1, 200), st.integers(1, 70))
+def test_ranks_share_out_a_global_batch(position: int, global_batch: int, micro_batch: int, size: int) -> None:
+    batches = micro_batches(position, global_batch, micro_batch)
+    shares = [share(len(batches), rank, size) for rank in range(size)]
+    assert [i for part in shares for i in part] == list(range(len(batches)))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    covered = [p for batch in batches for p in range(batch.start, batch.stop)]
+    assert covered == list(range(position, position + global_batch))
+    assert all(batch.stop - batch.start <= micro_batch for batch in batches)
+
+
+def test_mix_spreads() -> None:
+    values = [mix(seed, value) for seed in range(50) for value in range(50)]
+    assert len(set(values)) == len(values)
+    assert all(0 <= v < 2**63 for v in values)
+    ones = np.mean([bin(v).count("1") for v in values])
+    assert abs(ones - 31.5) < 0.5

@@ -1,0 +1,71 @@
+"""The journal: full precision, valid JSON, whole lines after a kill."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.observe.journal import Journal, is_finished, read_journal, read_steps
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_numbers_keep_full_precision(tmp_path_factory: pytest.TempPathFactory, value: float) -> None:
+    path = tmp_path_factory.mktemp("journal") / "j"
+    journal = Journal(path)
+    journal.write({"step": 1, "loss": value})
+    journal.close()
+    assert read_steps(path)[1]["loss"] == value
+
+
+def test_no_number_stands_as_null(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j")
+    journal.write({"step": 1, "loss": math.nan, "grad_norm": math.inf})
+    journal.close()
+    line = (tmp_path / "j").read_text()
+    assert json.loads(line, parse_constant=lambda name: pytest.fail(name)) == {"step": 1, "loss": None, "grad_norm": None}
+
+
+@pytest.mark.parametrize("cut", range(1, 22))
+def test_a_line_that_was_cut_spoils_no_other(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "j"
+    journal = Journal(path)
+    journal.write({"step": 1, "loss": 0.5})
+    journal.write({"step": 2, "loss": 0.25})
+    journal.close()
+    content = path.read_bytes()
+    path.write_bytes(content[:-cut])
+    journal = Journal(path)
+    journal.write({"step": 2, "loss": 0.125})
+    journal.close()
+    steps = read_steps(path)
+    assert steps[1]["loss"] == 0.5
+    assert steps[2]["loss"] == 0.125
+    assert all(json.loads(line)["step"] in (1, 2) for line in path.read_bytes().splitlines()[-1:])
+
+
+def test_steps_done_again_count_once(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j")
+    for step, loss in ((1, 1.0), (2, 2.0), (1, 3.0)):
+        journal.write({"step": step, "loss": loss})
+    journal.write({"event": "resumed", "step": 9})
+    journal.close()
+    assert {n: line["loss"] for n, line in read_steps(tmp_path / "j").items()} == {1: 3.0, 2: 2.0}
+    assert len(read_journal(tmp_path / "j")) == 4
+
+
+def test_finished_is_the_last_word(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    journal = Journal(path)
+    assert not is_finished(path)
+    journal.write({"event": "finished"})
+    assert is_finished(path)
+    journal.write({"event": "started", "filler": "x" * 100_000})
+    assert not is_finished(path)
+    journal.write({"event": "finished"})
+    assert is_finished(path)
+    journal.close()

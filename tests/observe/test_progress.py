@@ -1,0 +1,60 @@
+"""What is shown: plain lines by time, the last step always, one live line on a terminal."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from hvdtrain.observe.progress import Progress, duration, table
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def _record(step: int) -> dict[str, float]:
+    return {"step": step, "loss": 1.5, "tokens": 200.0, "step_s": 0.5}
+
+
+def _show(out: io.StringIO, *, live: bool = True, quiet: bool = False) -> str:
+    progress = Progress("tokens", 1000.0, live=live, out=out, quiet=quiet)
+    progress.begin(10)
+    progress.say("hello")
+    for step in range(1, 11):
+        progress.step(_record(step))
+    progress.close()
+    return out.getvalue()
+
+
+def test_a_file_gets_plain_lines() -> None:
+    lines = _show(io.StringIO()).splitlines()
+    assert lines == [
+        "hello",
+        "step  1/10  loss 1.5000  400 tokens/s  ETA 0:04",
+        "step 10/10  loss 1.5000  400 tokens/s  ETA 0:00",
+    ]
+
+
+def test_a_terminal_gets_a_live_line() -> None:
+    shown = _show(Terminal())
+    assert "\x1b[" in shown
+    assert "step 10/10" in shown
+
+
+def test_under_a_launcher_a_terminal_gets_plain_lines() -> None:
+    assert "\x1b[" not in _show(Terminal(), live=False)
+
+
+def test_other_ranks_are_quiet() -> None:
+    assert _show(io.StringIO(), quiet=True) == ""
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.2, "0:00"), (75, "1:15"), (3675, "1:01:15")])
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_table_aligns() -> None:
+    assert table([("a", "1"), ("long", "2")]) == "  a     1\n  long  2"

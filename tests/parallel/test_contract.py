@@ -1,0 +1,15 @@
+"""The communicator of a real job keeps the contract: HorovodComm under mpirun."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from hvdtrain.comm.base import Comm
+from tests.support.contract import CLAUSES
+
+
+@pytest.mark.parametrize("clause", CLAUSES, ids=lambda c: c.__name__)
+def test_job(clause: Callable[[Comm], None], job: Comm) -> None:
+    clause(job)

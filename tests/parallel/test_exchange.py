@@ -1,0 +1,112 @@
+"""Gradients summed over ranks: against float64, against stock Horovod, with ranks and parameters that idle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.engine import Engine, make_engine
+from tests.support.toy import Net
+
+
+def _model() -> Net:
+    torch.manual_seed(3)
+    return Net(16, 0.0)
+
+
+def _batch(rank: int, index: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * rank + index)
+    return torch.randn(4, 6, generator=generator), torch.randn(4, generator=generator)
+
+
+def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return ((model(batch[0]) - batch[1]) ** 2).sum()
+
+
+def _exchange(engine: Engine, model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    engine.begin(len(batches))
+    for batch in batches:
+        _loss(model, batch).backward()
+    return [gradient.clone() for gradient in engine.finish()]
+
+
+def _reference(counts: list[int]) -> list[Tensor]:
+    """Gradients over the batches of all ranks in float64."""
+    model = _model().double()
+    for rank, count in enumerate(counts):
+        for index in range(count):
+            x, y = _batch(rank, index)
+            _loss(model, (x.double(), y.double())).backward()
+    return [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("extra", [0, 2])
+def test_law_5_sums_equal_float64(job: Comm, extra: int) -> None:
+    """Law 5, also where ranks have unequal numbers of micro-batches; the idle layer counts as zero."""
+    counts = [1 + extra * (rank % 2) for rank in range(job.size)]
+    model = _model()
+    engine = make_engine(torch.optim.SGD(model.parameters(), lr=0.1), model, job, "none")
+    mine = [_batch(job.rank, index) for index in range(counts[job.rank])]
+    for _ in range(2):
+        for found, expected in zip(_exchange(engine, model, mine), _reference(counts), strict=True):
+            torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_rank_without_micro_batches_takes_part(job: Comm) -> None:
+    counts = [1] + [0] * (job.size - 1)
+    model = _model()
+    engine = make_engine(torch.optim.SGD(model.parameters(), lr=0.1), model, job, "none")
+    mine = [_batch(0, 0)] if job.rank == 0 else []
+    for _ in range(2):
+        for found, expected in zip(_exchange(engine, model, mine), _reference(counts), strict=True):
+            torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_fp16_compression_stays_near(job: Comm) -> None:
+    model = _model()
+    engine = make_engine(torch.optim.SGD(model.parameters(), lr=0.1), model, job, "fp16")
+    found = _exchange(engine, model, [_batch(job.rank, 0)])
+    for gradient, expected in zip(found, _reference([1] * job.size), strict=True):
+        assert gradient.dtype == torch.float32
+        torch.testing.assert_close(gradient.double(), expected, rtol=5e-3, atol=5e-2)
+    if job.size > 1:
+        assert all(torch.equal(g, g.half().float()) for g in found), "these sums did not travel as fp16"
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+def test_bfloat16_gradients_do_not_overflow(job: Comm, compression: str) -> None:
+    """1e6 is past fp16's range and inside bfloat16's; Horovod itself sums no bfloat16."""
+    model = nn.Linear(4, 1, bias=False).bfloat16()
+    engine = make_engine(torch.optim.SGD(model.parameters(), lr=0.1), model, job, compression)
+    engine.begin(1)
+    (model(torch.full((1, 4), 1e6, dtype=torch.bfloat16)).sum()).backward()
+    (gradient,) = engine.finish()
+    assert gradient.dtype == torch.bfloat16
+    torch.testing.assert_close(gradient.float(), torch.full((1, 4), 1e6 * job.size), rtol=1e-2, atol=0)
+
+
+def test_law_6_equals_stock_horovod(job: Comm) -> None:
+    """Law 6: with the mean over ranks taken by hand, parameters follow hvd.DistributedOptimizer's bit for bit."""
+    if job.size == 1:
+        pytest.skip("at one rank there is no Horovod job to compare with: mpirun -np 2")
+    import horovod.torch as hvd
+
+    ours, stock = _model(), _model()
+    engine = make_engine(torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9), ours, job, "none")
+    theirs = hvd.DistributedOptimizer(
+        torch.optim.SGD(stock.parameters(), lr=0.1, momentum=0.9),
+        named_parameters=[(f"stock/{n}", p) for n, p in stock.named_parameters()],
+    )
+    for index in range(5):
+        batch = _batch(job.rank, index)
+        engine.begin(1)
+        (_loss(ours, batch) / job.size).backward()
+        engine.finish()
+        engine.step()
+        theirs.zero_grad()
+        _loss(stock, batch).backward()
+        theirs.step()
+        for mine, other in zip(ours.parameters(), stock.parameters(), strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)

@@ -1,0 +1,58 @@
+"""The state of rank 0 reaches every rank; differences are named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.errors import DriftError, LaunchError
+from hvdtrain.state.sync import broadcast_state
+from hvdtrain.state.train_state import Progress, TrainState
+from hvdtrain.train.health import check_equal
+from tests.support.toy import Net
+
+
+def _state(hidden: int, seed: int, steps: int) -> TrainState:
+    torch.manual_seed(seed)
+    model = Net(hidden, 0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(3, 6)).sum().backward()
+        optimizer.step()
+    return TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False), Progress(step=steps, position=7))
+
+
+def test_broadcast_makes_states_equal(job: Comm) -> None:
+    state = _state(8, seed=job.rank, steps=3 if job.rank == 0 else job.rank % 2)
+    broadcast_state(state, job)
+    expected = _state(8, seed=0, steps=3).state_dict()
+    found = state.state_dict()
+    assert found.values == expected.values
+    for group in ("model", "optimizer"):
+        assert found.tensors[group].keys() == expected.tensors[group].keys()
+        assert all(torch.equal(found.tensors[group][n], expected.tensors[group][n]) for n in found.tensors[group])
+
+
+def test_another_model_is_named_on_every_rank(job: Comm) -> None:
+    state = _state(8 + job.rank, seed=0, steps=0)
+    if job.size == 1:
+        broadcast_state(state, job)
+        return
+    with pytest.raises(LaunchError, match=r"rank 1 is not that of rank 0: layers\.0\.bias") as caught:
+        broadcast_state(state, job)
+    assert caught.value.found == "[[9], 'torch.float32']"
+
+
+def test_drift_is_seen_in_one_bit(job: Comm) -> None:
+    model = _state(8, seed=0, steps=0).model
+    check_equal(model, job, name="equal")
+    if job.rank == job.size - 1:
+        weight = next(model.layers[3].parameters())
+        weight.data.view(torch.int32)[0, 5] ^= 1
+    if job.size == 1:
+        check_equal(model, job, name="drift")
+        return
+    with pytest.raises(DriftError, match=rf"layers\.3\.weight differs on rank\(s\) {job.size - 1}"):
+        check_equal(model, job, name="drift")

@@ -1,0 +1,240 @@
+"""A checkpoint is whole or not there; what was saved before is never touched."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from hvdtrain.errors import CheckpointError
+from hvdtrain.state.store import MANIFEST, CheckpointStore, load
+from hvdtrain.state.train_state import Progress, StateDict, TrainState
+from tests.support.toy import Net
+
+
+def _state(seed: int = 0, steps: int = 2, optimizer: type = torch.optim.AdamW) -> TrainState:
+    torch.manual_seed(seed)
+    model = Net(8, 0.0)
+    made = optimizer(model.parameters(), lr=0.01)
+    for _ in range(steps):
+        made.zero_grad()
+        model(torch.randn(3, 6)).sum().backward()
+        made.step()
+    return TrainState(model, made, torch.amp.GradScaler("cpu", enabled=False), Progress(step=steps, position=10 * steps))
+
+
+def _store(tmp_path: Path) -> tuple[CheckpointStore, list[str]]:
+    warnings: list[str] = []
+    return CheckpointStore(tmp_path / "checkpoints", warnings.append), warnings
+
+
+def _equal(a: StateDict, b: StateDict) -> bool:
+    return a.values == b.values and all(
+        a.tensors[g].keys() == b.tensors[g].keys()
+        and all(torch.equal(a.tensors[g][n], b.tensors[g][n]) for n in a.tensors[g])
+        for g in ("model", "optimizer")
+    )
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.NAdam])
+def test_what_is_loaded_is_what_was_saved(tmp_path: Path, optimizer: type) -> None:
+    store, _ = _store(tmp_path)
+    state = _state(optimizer=optimizer)
+    store.save(2, state.state_dict(), {})
+    other = _state(seed=1, steps=0, optimizer=optimizer)
+    found = store.load_newest()
+    assert found is not None
+    other.load_state_dict(found[1])
+    assert _equal(other.state_dict(), state.state_dict())
+    for each in (state, other):
+        each.optimizer.zero_grad()
+        each.model(torch.ones(2, 6)).sum().backward()
+        each.optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(state.model.parameters(), other.model.parameters(), strict=True))
+
+
+def test_optimizer_state_is_kept_by_name_whatever_the_groups(tmp_path: Path) -> None:
+    state = _state()
+    model = Net(8, 0.0)
+    parameters = list(model.parameters())
+    regrouped = torch.optim.AdamW([{"params": parameters[3:]}, {"params": parameters[:3]}], lr=0.01)
+    other = TrainState(model, regrouped, torch.amp.GradScaler("cpu", enabled=False), Progress())
+    other.load_state_dict(state.state_dict())
+    assert _equal(other.state_dict(), state.state_dict())
+
+
+def test_tied_weights_are_kept_once(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(5, 3)
+            self.head = nn.Linear(3, 5, bias=False)
+            self.head.weight = self.embedding.weight
+
+    def state(seed: int) -> TrainState:
+        torch.manual_seed(seed)
+        model = Tied()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False), Progress())
+
+    store, _ = _store(tmp_path)
+    path = store.save(1, state(0).state_dict(), {})
+    assert list(load(path).tensors["model"]) == ["embedding.weight"]
+    other = state(1)
+    other.load_state_dict(load(path))
+    assert torch.equal(other.model.head.weight, state(0).model.head.weight)
+    assert other.model.head.weight is other.model.embedding.weight
+
+
+def test_another_model_changes_nothing() -> None:
+    class Bigger(Net):
+        def __init__(self) -> None:
+            super().__init__(8, 0.0)
+            self.extra = nn.Linear(2, 2)
+
+    model = Bigger()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    target = TrainState(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", enabled=False), Progress()
+    )
+    with pytest.raises(CheckpointError, match="another model") as caught:
+        target.load_state_dict(_state().state_dict())
+    assert "extra.bias" in str(caught.value.expected)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_no_file_is_a_pickle(tmp_path: Path) -> None:
+    store, _ = _store(tmp_path)
+    path = store.save(1, _state().state_dict(), {})
+    assert sorted(p.suffix for p in path.iterdir()) == [".json", ".json", ".safetensors", ".safetensors"]
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_damage_is_named_and_passed_over(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """Flip a byte, cut the end or remove any file of the newest: the one before is loaded."""
+    store, warnings = _store(tmp_path_factory.mktemp("store"))
+    store.save(1, _state(steps=1).state_dict(), {})
+    newest = store.save(2, _state(steps=2).state_dict(), {})
+    file = data.draw(st.sampled_from(sorted(p for p in newest.iterdir() if p.name != MANIFEST)))
+    content = file.read_bytes()
+    place = data.draw(st.integers(0, len(content) - 1))
+    match data.draw(st.sampled_from(["flip", "cut", "remove"])):
+        case "flip":
+            file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        case "cut":
+            file.write_bytes(content[:place])
+        case "remove":
+            file.unlink()
+    found = store.load_newest()
+    assert found is not None
+    assert found[0].step == 1
+    assert len(warnings) == 1
+    assert str(file) in warnings[0]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 99}'])
+def test_a_damaged_manifest_is_passed_over(tmp_path: Path, content: str) -> None:
+    store, warnings = _store(tmp_path)
+    path = store.save(1, _state().state_dict(), {})
+    (path / MANIFEST).write_text(content)
+    assert store.load_newest() is None
+    assert len(warnings) == 1
+
+
+def test_saving_a_step_again_leaves_the_old_one(tmp_path: Path) -> None:
+    store, _ = _store(tmp_path)
+    old = store.save(3, _state(seed=0).state_dict(), {})
+    before = {p.name: p.read_bytes() for p in old.iterdir()}
+    new = store.save(3, _state(seed=1).state_dict(), {})
+    assert new != old
+    assert {p.name: p.read_bytes() for p in old.iterdir()} == before
+    found = store.load_newest()
+    assert found is not None and found[0].path == new
+
+
+def test_retention_keeps_the_last_and_the_best(tmp_path: Path) -> None:
+    store, _ = _store(tmp_path)
+    snapshot = _state().state_dict()
+    for step, loss in enumerate([5.0, 2.0, 3.0, None, 4.0, 6.0], start=1):
+        store.save(step, snapshot, {"heldout_loss": loss})
+        store.retain(2)
+    assert [saved.step for saved in store.list()] == [2, 5, 6]
+    assert sorted(p.name for p in store.directory.iterdir()) == ["step-000002", "step-000005", "step-000006"]
+
+
+def test_leftovers_of_a_kill_are_removed_and_never_loaded(tmp_path: Path) -> None:
+    store, _ = _store(tmp_path)
+    (store.directory / ".writing-step-000009-1").mkdir(parents=True)
+    (store.directory / ".removing-step-000001").mkdir()
+    assert store.load_newest() is None
+    store.save(1, _state().state_dict(), {})
+    store.retain(3)
+    assert [p.name for p in store.directory.iterdir()] == ["step-000001"]
+
+
+def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    store = CheckpointStore(tmp_path / "file" / "checkpoints", print)
+    with pytest.raises(CheckpointError, match="step 4 could not be written"):
+        store.save(4, _state().state_dict(), {})
+
+
+_SAVER = """
+import sys
+from pathlib import Path
+import torch
+from hvdtrain.state.store import CheckpointStore
+from hvdtrain.state.train_state import StateDict
+store = CheckpointStore(Path(sys.argv[1]), print)
+tensors = {"model": {"w": torch.zeros(1_000_000)}, "optimizer": {}}
+step = 0
+while True:
+    step += 1
+    tensors["model"]["w"] += 1
+    store.save(step, StateDict(tensors, {"step": step}), {})
+    store.retain(2)
+    print(step, flush=True)
+"""
+
+
+@pytest.mark.parametrize("moment", range(5))
+def test_sigkill_while_saving_loses_nothing_that_was_saved(tmp_path: Path, moment: int) -> None:
+    process = subprocess.Popen([sys.executable, "-c", _SAVER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for _ in range(3):
+        reported = int(process.stdout.readline())
+    deadline = time.monotonic() + 0.003 * moment
+    while time.monotonic() < deadline:
+        pass
+    os.kill(process.pid, signal.SIGKILL)
+    reported = max([reported, *map(int, process.stdout.read().split())])
+    process.wait()
+    process.stdout.close()
+    warnings: list[str] = []
+    store = CheckpointStore(tmp_path, warnings.append)
+    found = store.load_newest()
+    assert found is not None
+    saved, state = found
+    assert saved.step >= reported
+    assert state.values == {"step": saved.step}
+    assert torch.equal(state.tensors["model"]["w"], torch.full((1_000_000,), float(saved.step)))
+    assert warnings == []
+
+
+def test_the_manifest_says_what_it_is(tmp_path: Path) -> None:
+    store, _ = _store(tmp_path)
+    path = store.save(7, _state().state_dict(), {"heldout_loss": 1.5})
+    manifest = json.loads((path / MANIFEST).read_text())
+    assert (manifest["format"], manifest["step"], manifest["heldout_loss"]) == (1, 7, 1.5)
+    assert sorted(manifest["files"]) == sorted(p.name for p in path.iterdir() if p.name != MANIFEST)

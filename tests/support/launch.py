@@ -1,0 +1,75 @@
+"""Starting real jobs from tests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+TIMEOUT_S = 110
+
+ENVIRONMENT = {
+    **{k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PMI_", "HOROVOD_"))},
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONWARNINGS": "default",
+}
+
+
+def program(name: str) -> str:
+    """The path of a program beside this Python or on PATH."""
+    beside = Path(sys.executable).with_name(name)
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if found is None:
+        if "CI" in os.environ:
+            pytest.fail(f"{name} is missing, which set-up installs")
+        pytest.skip(f"{name} is not installed: make setup")
+    return found
+
+
+def command(size: int, *, launcher: str = "mpirun") -> list[str]:
+    """What starts `size` ranks; nothing for `launcher` "none"."""
+    if launcher == "none":
+        return []
+    if launcher == "mpirun":
+        return [program("mpirun"), "-np", str(size), "--oversubscribe"]
+    if launcher == "horovodrun":
+        return [program("horovodrun"), "-np", str(size), "-H", f"localhost:{size}"]
+    assert launcher == "horovodrun --gloo"
+    return [program("horovodrun"), "--gloo", "-np", str(size), "-H", f"localhost:{size}"]
+
+
+def run(
+    arguments: Sequence[str],
+    *,
+    size: int = 1,
+    launcher: str | None = None,
+    cwd: Path,
+    environment: Mapping[str, str] | None = None,
+    check: bool = True,
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python ARGUMENTS`` on `size` ranks and wait."""
+    chosen = launcher or ("none" if size == 1 else "mpirun")
+    path = os.pathsep.join([str(Path(sys.executable).parent), ENVIRONMENT.get("PATH", "")])
+    done = subprocess.run(
+        [*command(size, launcher=chosen), sys.executable, *arguments],
+        cwd=cwd,
+        env={**ENVIRONMENT, "PATH": path, **(environment or {})},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert not check or done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def train(*options: str, size: int = 1, **how: object) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m hvdtrain OPTIONS`` on `size` ranks and wait."""
+    return run(["-m", "hvdtrain", *options], size=size, **how)  # type: ignore[arg-type]

@@ -1,0 +1,164 @@
+"""One step: the mean over the global batch, clipping, skipping, precision, errors of a loss function."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.comm.solo import SoloComm
+from hvdtrain.engine import LocalEngine, make_engine
+from hvdtrain.errors import TaskError
+from hvdtrain.spans import Spans
+from hvdtrain.task.base import Task
+from hvdtrain.train.precision import Precision
+from hvdtrain.train.step import Stepper, StepResult, to_device
+from tests.support.toy import toy
+
+CPU = torch.device("cpu")
+
+
+def _stepper(task: Task, *, precision: str = "fp32", clip: float = 0.0, lr: float = 0.1) -> Stepper:
+    optimizer = torch.optim.SGD(task.model.parameters(), lr=lr)
+    return Stepper(
+        task, task.model, LocalEngine(optimizer), SoloComm(), Precision(precision, CPU), CPU, 12, clip, Spans()
+    )
+
+
+def _batches(task: Task, micro_batch: int) -> list[Any]:
+    data = torch.stack([task.train_data.x[i] for i in range(12)])
+    return [(part, part.sum(1)) for part in data.split(micro_batch)]
+
+
+def _run(stepper: Stepper, batches: list[Any]) -> StepResult:
+    return stepper.run([(lambda: None, batch) for batch in batches], len(batches), [0, 0, 0])
+
+
+def _task() -> Task:
+    torch.manual_seed(0)
+    return toy(dropout=0.0)
+
+
+def _mean_loss(task: Task) -> Tensor:
+    x, y = _batches(task, 12)[0]
+    loss, weight = task.loss(task.model, (x, y))
+    return loss / weight
+
+
+@pytest.mark.parametrize("micro_batch", [12, 5, 1])
+def test_gradient_and_loss_are_those_of_the_weighted_mean(micro_batch: int) -> None:
+    reference = _task()
+    loss = _mean_loss(reference)
+    loss.backward()
+    norm = math.sqrt(sum(float((p.grad**2).sum()) for p in reference.model.parameters() if p.grad is not None))
+    task = _task()
+    before = [p.clone() for p in task.model.parameters()]
+    result = _run(_stepper(task), _batches(task, micro_batch))
+    assert result.loss == pytest.approx(float(loss), rel=1e-5)
+    assert result.grad_norm == pytest.approx(norm, rel=1e-5)
+    for old, new, other in zip(before, task.model.parameters(), reference.model.parameters(), strict=True):
+        expected = old - 0.1 * other.grad if other.grad is not None else old
+        torch.testing.assert_close(new, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_nominal_weight_does_not_change_the_step() -> None:
+    results = []
+    for nominal in (1.0, 64.0):
+        task = _task()
+        task = Task(task.model, task.loss, task.train_data, nominal_weight=nominal)
+        result = _run(_stepper(task), _batches(task, 4))
+        results.append((result, [p.clone() for p in task.model.parameters()]))
+    assert results[0][0].grad_norm == pytest.approx(results[1][0].grad_norm, rel=1e-6)
+    for a, b in zip(results[0][1], results[1][1], strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_clipping_bounds_the_step_not_the_report() -> None:
+    task, free = _task(), _task()
+    before = [p.clone() for p in task.model.parameters()]
+    unclipped = _run(_stepper(free), _batches(free, 4))
+    result = _run(_stepper(task, clip=0.01, lr=1.0), _batches(task, 4))
+    moved = math.sqrt(sum(float(((a - b) ** 2).sum()) for a, b in zip(before, task.model.parameters(), strict=True)))
+    assert result.grad_norm == pytest.approx(unclipped.grad_norm, rel=1e-6)
+    assert result.grad_norm > 1
+    assert moved == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_step_that_is_not_finite_changes_nothing(poison: float, precision: str) -> None:
+    task = _task()
+    stepper = _stepper(task, precision=precision)
+    before = [p.clone() for p in task.model.parameters()]
+    batches = _batches(task, 4)
+    batches[1][0][0, 0] = poison
+    result = _run(stepper, batches)
+    assert not result.applied
+    assert all(torch.equal(a, b) for a, b in zip(before, task.model.parameters(), strict=True))
+    # fp16's scale starts too high for this loss and halves until it fits.
+    assert any(_run(stepper, _batches(_task(), 4)).applied for _ in range(8))
+
+
+def test_fp16_halves_its_scale_after_overflow() -> None:
+    task = _task()
+    stepper = _stepper(task, precision="fp16")
+    scale = stepper.precision.scaler.get_scale()
+    batches = _batches(task, 4)
+    batches[0][0][0, 0] = math.inf
+    _run(stepper, batches)
+    assert stepper.precision.scaler.get_scale() == scale / 2
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_autocast_computes_low_and_keeps_weights_fp32(precision: str) -> None:
+    task = _task()
+    seen: list[torch.dtype] = []
+    task.model.layers[0].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    result = _run(_stepper(task, precision=precision), _batches(task, 4))
+    assert set(seen) == {torch.bfloat16 if precision == "bf16" else torch.float16}
+    assert all(p.dtype == torch.float32 for p in task.model.parameters())
+    assert result.loss == pytest.approx(float(_mean_loss(_task())), rel=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("returned", "found"),
+    [
+        (torch.tensor(1.0), "a tensor of shape () and torch.float32"),
+        ((torch.ones(3), 3), "tuple of (a tensor of shape (3,) and torch.float32, int 3)"),
+        ((1.5, 3), "tuple of (float 1.5, int 3)"),
+        (None, "NoneType None"),
+    ],
+)
+def test_a_loss_that_returns_the_wrong_thing(returned: Any, found: str) -> None:
+    task = _task()
+    wrong = Task(task.model, lambda model, batch: returned, task.train_data)
+    with pytest.raises(TaskError) as caught:
+        _run(_stepper(wrong), _batches(task, 4))
+    assert caught.value.found == found
+    assert "sum of the losses" in str(caught.value.expected)
+
+
+def test_an_optimizer_of_another_model() -> None:
+    with pytest.raises(TaskError, match="not the model's"):
+        make_engine(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1), nn.Linear(2, 2), SoloComm(), "none")
+
+
+def test_batches_move_in_any_nesting() -> None:
+    batch = {"a": [torch.ones(1), (torch.ones(2), "text")], "b": 3}
+    moved = to_device(batch, torch.device("meta"))
+    assert moved["a"][0].is_meta and moved["a"][1][0].is_meta
+    assert (moved["a"][1][1], moved["b"]) == ("text", 3)
+
+
+def test_spans_add_up_to_the_step() -> None:
+    task = _task()
+    stepper = _stepper(task)
+    start = stepper.spans.now()
+    _run(stepper, _batches(task, 1))
+    elapsed = stepper.spans.now() - start
+    seconds = stepper.spans.take()
+    assert seconds.keys() == {"copy", "forward", "backward", "exchange_wait", "optimizer"}
+    assert 0 < sum(seconds.values()) <= elapsed
