@@ -64,8 +64,12 @@ class Corpus:
     digest: str
 
 
-def open_corpus(config: TextConfig) -> Corpus:
+def open_corpus(config: TextConfig, own_tokenizer: str | None = None) -> Corpus:
     """Map the tokens into memory, made once a host.
+
+    Args:
+        config: what to read.
+        own_tokenizer: the model's tokenizer.json, for text where the config names none.
 
     Errors:
         ConfigError: options that do not go together.
@@ -75,7 +79,7 @@ def open_corpus(config: TextConfig) -> Corpus:
     if config.tokens:
         name, file = config.tokens, _npy(config.tokens, config.heldout)
     else:
-        source = _source(config)
+        source = _source(config, own_tokenizer)
         name, file = source.name, _written_once(source, config.heldout)
     train = Windows(file, 0, file.train, config.seq_len)
     heldout = Windows(file, file.train, file.heldout, config.seq_len)
@@ -111,10 +115,11 @@ def _check(config: TextConfig) -> None:
         raise ConfigError("data.heldout is no share", expected="from 0 to below 1", found=str(config.heldout))
 
 
-def _source(config: TextConfig) -> Source:
-    encoder = TokenizerEncoder(config.tokenizer) if config.tokenizer else ByteEncoder()
+def _source(config: TextConfig, own_tokenizer: str | None) -> Source:
+    tokenizer = config.tokenizer or own_tokenizer
+    encoder = TokenizerEncoder(tokenizer) if tokenizer else ByteEncoder()
     if config.dataset:
-        return dataset_source(config.dataset, encoder, has_tokenizer=bool(config.tokenizer))
+        return dataset_source(config.dataset, encoder, wants_text=bool(config.tokenizer))
     if config.text:
         patterns = [config.text] if isinstance(config.text, str) else config.text
         return text_source(files_matching(patterns), encoder, config.heldout)

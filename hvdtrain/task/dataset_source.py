@@ -24,7 +24,7 @@ _EXPECTED = "a folder written by datasets' save_to_disk, with a column text or i
 _ROWS = 1000
 
 
-def dataset_source(folder: str, encoder: Encoder, *, has_tokenizer: bool) -> Source:
+def dataset_source(folder: str, encoder: Encoder, *, wants_text: bool) -> Source:
     """The rows of column `input_ids` as they are, or of column `text` encoded.
 
     A DatasetDict's `train` is trained on, its `validation` or else `test` held out; otherwise the end of the rows.
@@ -32,7 +32,7 @@ def dataset_source(folder: str, encoder: Encoder, *, has_tokenizer: bool) -> Sou
     Args:
         folder: what `save_to_disk` wrote.
         encoder: of the column `text`.
-        has_tokenizer: the user named a tokenizer, which asks for the column `text`.
+        wants_text: the user named a tokenizer: `input_ids` will not do.
 
     Errors:
         DataError: no such folder, or no column of use.
@@ -46,13 +46,13 @@ def dataset_source(folder: str, encoder: Encoder, *, has_tokenizer: bool) -> Sou
             found=f"working in {Path.cwd()}",
             next_step="mend --data.dataset",
         )
-    rows = _Rows(path, encoder, has_tokenizer)
+    rows = _Rows(path, encoder, wants_text)
     about = [(file, file.stat()) for file in files]
     return Source(
         name=f"the dataset {folder}",
         identity=[
             str(path.resolve()),
-            encoder.identity() if has_tokenizer else "",
+            encoder.identity(),
             *([file.relative_to(path).as_posix(), s.st_size, s.st_mtime_ns] for file, s in about),
         ],
         train=lambda: rows.ids(rows.splits[0]),
@@ -72,10 +72,10 @@ def _has_heldout_split(path: Path) -> bool:
 class _Rows:
     """The rows of a dataset, opened when first needed."""
 
-    def __init__(self, path: Path, encoder: Encoder, has_tokenizer: bool) -> None:
+    def __init__(self, path: Path, encoder: Encoder, wants_text: bool) -> None:
         self.path = path
         self.encoder = encoder
-        self.has_tokenizer = has_tokenizer
+        self.wants_text = wants_text
 
     @cached_property
     def splits(self) -> tuple[Any, Any]:
@@ -130,7 +130,7 @@ class _Rows:
 
     def _column(self, split: Any) -> str:
         columns = split.column_names
-        if "text" in columns and (self.has_tokenizer or "input_ids" not in columns):
+        if "text" in columns and (self.wants_text or "input_ids" not in columns):
             return "text"
         if "input_ids" not in columns:
             raise DataError(
@@ -139,7 +139,7 @@ class _Rows:
                 found=", ".join(columns),
                 next_step="rename the column (Dataset.rename_column) and save again",
             )
-        if self.has_tokenizer:
+        if self.wants_text:
             raise ConfigError(
                 f"the dataset {self.path} has no text for the tokenizer",
                 expected="a column text",

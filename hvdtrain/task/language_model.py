@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,7 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
         DataError: data that is missing, unreadable, empty, too short, or that does not fit the model.
     """
     _need_torch()
-    corpus = open_corpus(_with_own_tokenizer(model, data))
+    corpus = open_corpus(data, own_tokenizer=_tokenizer_beside(model))
     return Task(
         model=causal_lm(model, vocabulary=corpus.vocabulary, seq_len=data.seq_len),
         loss=next_token_loss,
@@ -58,12 +57,10 @@ def next_token_loss(model: nn.Module, tokens_BT: Any) -> tuple[Tensor, float]:
     return loss, float(targets_BT.numel())
 
 
-def _with_own_tokenizer(model: ModelConfig, data: TextConfig) -> TextConfig:
+def _tokenizer_beside(model: ModelConfig) -> str | None:
     """A pretrained model reads text by the tokenizer that lies beside it."""
-    if not model.pretrained or data.tokenizer or data.tokens:
-        return data
-    beside = Path(model.pretrained).expanduser() / "tokenizer.json"
-    return replace(data, tokenizer=str(beside)) if beside.is_file() else data
+    beside = Path(model.pretrained or "").expanduser() / "tokenizer.json"
+    return str(beside) if model.pretrained and beside.is_file() else None
 
 
 def _need_torch() -> None:

@@ -7,10 +7,10 @@ import fcntl
 import logging
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import gettempdir, mkdtemp
 
 from hvdtrain.errors import DataError
 
@@ -42,7 +42,7 @@ def once_per_host(name: str, key: str, build: Callable[[Path], None], is_whole: 
     Errors:
         DataError: there is no place to write to.
     """
-    own, substitute = cache_folder(name), Path(tempfile.gettempdir()) / f"hvdtrain-{os.getuid()}" / name
+    own, substitute = cache_folder(name), Path(gettempdir()) / f"hvdtrain-{os.getuid()}" / name
 
     def found() -> Path | None:
         if is_whole(own / key):
@@ -78,7 +78,7 @@ def _build_in(place: Path, key: str, build: Callable[[Path], None], found: Calla
         if alone:  # what stands here was left by a process that was killed, or damaged since
             for left in [*place.glob(f"{key}.tmp-*"), final]:
                 shutil.rmtree(left, ignore_errors=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f"{key}.tmp-", dir=place))
+        temporary = Path(mkdtemp(prefix=f"{key}.tmp-", dir=place))
         try:
             build(temporary)
             _fsync_all(temporary)

@@ -147,3 +147,13 @@ def test_a_damaged_dataset(tmp_path, datasets):
         path.write_bytes(b"broken")
     with pytest.raises(DataError, match="cannot be read"):
         open_corpus(TextConfig(dataset=str(tmp_path / "d")))
+
+
+def test_the_model_s_own_tokenizer_is_for_text_alone(tmp_path, datasets):
+    made = train_tokenizer(tmp_path / "tokenizer.json")
+    own = str(tmp_path / "tokenizer.json")
+    datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * 9}).save_to_disk(str(tmp_path / "ids"))
+    assert all_ids(open_corpus(TextConfig(dataset=str(tmp_path / "ids"), seq_len=8, heldout=0), own)) == [1, 2, 3] * 9
+    datasets.Dataset.from_dict({"text": [LINES]}).save_to_disk(str(tmp_path / "text"))
+    corpus = open_corpus(TextConfig(dataset=str(tmp_path / "text"), seq_len=8), own)
+    assert made.decode(all_ids(corpus)) == LINES
