@@ -168,8 +168,10 @@ def check_size(info: RankInfo, hvd_size: int) -> None:
     )
 
 
-def library_version(path: Path, timeout_s: float = 20) -> str | None:
+def library_version(path: Path | None, timeout_s: float = 20) -> str | None:
     """Ask a libmpi for its version, in a child process: MPI aborts in C. None when it does not answer."""
+    if path is None:
+        return None
     text = _output([sys.executable, "-I", "-c", _ASK_VERSION, str(path)], timeout_s)
     try:
         return str(json.loads(text)).splitlines()[0].split(", ")[0].strip()
@@ -177,8 +179,10 @@ def library_version(path: Path, timeout_s: float = 20) -> str | None:
         return None
 
 
-def mpirun_version(program: str = "mpirun", timeout_s: float = 20) -> str | None:
-    """Ask mpirun for its version, in one line; None where there is none, or it does not answer."""
+def mpirun_version(program: str | None, timeout_s: float = 20) -> str | None:
+    """Ask an mpirun for its version, in one line; None when it does not answer."""
+    if program is None:
+        return None
     text = _output([program, "--version"], timeout_s)
     if hydra := re.search(r"HYDRA build details:\s+Version:\s+(\S+)", text):
         return f"MPICH {hydra[1]}"

@@ -88,7 +88,7 @@ def threads(facts: Facts) -> Iterator[Setting]:
     yield Setting(
         THREADS,
         str(facts.share),
-        f"{facts.info.local_size} of the job's ranks share {facts.host.cores} cores; this one may run on "
+        f"ranks on this host: {facts.info.local_size}, cores: {facts.host.cores}, of them this rank may use: "
         f"{facts.host.own_cores}",
         "left alone, each rank takes as many threads as there are cores, and they get in each other's way",
         before="torch",
