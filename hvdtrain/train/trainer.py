@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -146,6 +147,7 @@ class Trainer:
         self.observer.step(
             {
                 "step": self.state.progress.step,
+                "time": time.time(),
                 "loss": result.loss,
                 "lr": lr,
                 "grad_norm": result.grad_norm,

@@ -57,7 +57,7 @@ def test_gradient_and_loss_are_those_of_the_weighted_mean(micro_batch: int) -> N
     task = _task()
     before = [p.clone() for p in task.model.parameters()]
     result = _run(_stepper(task), _batches(task, micro_batch))
-    assert result.loss == pytest.approx(float(loss), rel=1e-5)
+    assert result.loss == pytest.approx(loss.item(), rel=1e-5)
     assert result.grad_norm == pytest.approx(norm, rel=1e-5)
     for old, new, other in zip(before, task.model.parameters(), reference.model.parameters(), strict=True):
         expected = old - 0.1 * other.grad if other.grad is not None else old
@@ -81,7 +81,7 @@ def test_clipping_bounds_the_step_not_the_report() -> None:
     before = [p.clone() for p in task.model.parameters()]
     unclipped = _run(_stepper(free), _batches(free, 4))
     result = _run(_stepper(task, clip=0.01, lr=1.0), _batches(task, 4))
-    moved = math.sqrt(sum(float(((a - b) ** 2).sum()) for a, b in zip(before, task.model.parameters(), strict=True)))
+    moved = math.sqrt(sum(((a - b) ** 2).sum().item() for a, b in zip(before, task.model.parameters(), strict=True)))
     assert result.grad_norm == pytest.approx(unclipped.grad_norm, rel=1e-6)
     assert result.grad_norm > 1
     assert moved == pytest.approx(0.01, rel=1e-3)
@@ -120,7 +120,7 @@ def test_autocast_computes_low_and_keeps_weights_fp32(precision: str) -> None:
     result = _run(_stepper(task, precision=precision), _batches(task, 4))
     assert set(seen) == {torch.bfloat16 if precision == "bf16" else torch.float16}
     assert all(p.dtype == torch.float32 for p in task.model.parameters())
-    assert result.loss == pytest.approx(float(_mean_loss(_task())), rel=2e-2)
+    assert result.loss == pytest.approx(_mean_loss(_task()).item(), rel=2e-2)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,100 @@
+"""What does the trainer cost over a hand-written loop with the same losses?
+
+One process of 1 thread; steps of about 1, 10 and 100 ms. Ours and the loop take turns; both end with equal losses.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from common import Figure, figure, main, ratios
+from torch import nn
+
+import hvdtrain
+from hvdtrain.config.parse import parse_object
+from hvdtrain.data.order import samples
+from hvdtrain.observe.journal import read_steps
+from hvdtrain.train.optimizers import make_optimizer
+from hvdtrain.train.schedule import factor
+
+BATCH, WARM_UP = 8, 5
+LAYERS = {"1ms": (64, 3), "10ms": (640, 4), "100ms": (1792, 6)}
+STEPS = {"1ms": 400, "10ms": 100, "100ms": 20}
+
+
+def task(width: int, depth: int) -> hvdtrain.Task:
+    """A stack of linear layers on random data."""
+    torch.manual_seed(0)
+    x = torch.randn(512, width)
+    layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())]
+    data = torch.utils.data.TensorDataset(x, x.roll(1, 1))
+    return hvdtrain.Task(
+        nn.Sequential(*layers), lambda m, b: (((m(b[0]) - b[1]) ** 2).mean(1).sum(), len(b[0])), data
+    )
+
+
+def options(steps: int, run: Path) -> dict[str, object]:
+    """What is trained, by both."""
+    return {
+        "run_dir": str(run),
+        "train": {"steps": steps, "global_batch": BATCH, "micro_batch": BATCH},
+        "checkpoint": {"every": 0},
+    }
+
+
+def ours(name: str, steps: int, folder: Path) -> tuple[float, list[float]]:
+    """Seconds a step, from the end of one to the end of the next, and the losses."""
+    hvdtrain.train(options(steps, folder), task(*LAYERS[name]))
+    lines = list(read_steps(folder / "journal.jsonl").values())
+    times = np.diff([line["time"] for line in lines])
+    return statistics.median(times[WARM_UP:]), [line["loss"] for line in lines]
+
+
+def by_hand(name: str, steps: int) -> tuple[float, list[float]]:
+    """The same by a loop as anyone would write it."""
+    config = parse_object(options(steps, Path("unused")), None).config
+    made = task(*LAYERS[name])
+    model, optimizer = made.model, make_optimizer(made.model, config.optimizer)
+    lr_factor = factor(config.optimizer, steps)
+    order = samples(np.arange(steps * BATCH), len(made.train_data), config.seed).reshape(steps, BATCH).tolist()
+    losses, ends = [], []
+    for step, batch in enumerate(torch.utils.data.DataLoader(made.train_data, batch_sampler=order)):
+        for group in optimizer.param_groups:
+            group["lr"] = config.optimizer.lr * lr_factor(step)
+        optimizer.zero_grad()
+        loss, weight = made.loss(model, batch)
+        (loss / weight).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), config.train.clip)
+        optimizer.step()
+        losses.append(loss.item() / weight)
+        ends.append(time.time())
+    return statistics.median(np.diff(ends)[WARM_UP:]), losses
+
+
+def measure(quick: bool) -> list[Figure]:
+    """Ours and the loop in turn."""
+    torch.set_num_threads(1)
+    figures = []
+    for name in LAYERS:
+        mine, theirs = [], []
+        for _ in range(3 if quick else 15):
+            with tempfile.TemporaryDirectory() as folder:
+                seconds, losses = ours(name, STEPS[name], Path(folder))
+            mine.append(seconds)
+            seconds, expected = by_hand(name, STEPS[name])
+            theirs.append(seconds)
+            np.testing.assert_allclose(losses, expected, rtol=1e-5)
+        figures.append(figure(f"overhead/{name}", ratios(mine, theirs), "ratio"))
+        figures.append(figure(f"overhead/{name}_loop_ms", [1e3 * s for s in theirs], "ms"))
+        if name == "1ms":
+            figures.append(figure("overhead/us", [1e6 * (a - b) for a, b in zip(mine, theirs, strict=True)], "us a step"))
+    return figures
+
+
+if __name__ == "__main__":
+    main(__doc__, measure)

@@ -1,0 +1,223 @@
+"""The command `train`: what a user sees, and what wrong input is answered with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.__main__ import main
+from hvdtrain.observe.journal import read_journal, read_steps
+
+TOY = str(Path(__file__).parents[1] / "support" / "toy.py") + ":toy"
+SHORT = ["--task", TOY, "--train.steps=6", "--checkpoint.every=2", "--train.global_batch=4", "--train.micro_batch=2"]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def _task_file(body: str) -> str:
+    Path("custom.py").write_text("import torch\nfrom torch import nn\nfrom hvdtrain import Task\n" + body)
+    return f"--task={Path.cwd() / 'custom.py'}:build"
+
+
+def _fails(capsys: pytest.CaptureFixture[str], *options: str, code: int = 1) -> str:
+    assert main(list(options)) == code
+    return capsys.readouterr().err
+
+
+def test_a_run_leaves_what_the_readme_says(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SHORT, "--run_dir=run"]) == 0
+    out = capsys.readouterr().out
+    for words in ("finished at step 6 of 6", "training loss", "held-out loss", "samples/s on 1 rank(s)", "journal.jsonl"):
+        assert words in out
+    assert sorted(p.name for p in Path("run/checkpoints").iterdir())[-1] == "step-000006"
+    steps = read_steps(Path("run/journal.jsonl"))
+    assert sorted(steps) == [1, 2, 3, 4, 5, 6]
+    needed = {"step", "loss", "lr", "grad_norm", "position", "tokens", "step_s", "data_s", "exposed_comm_s"}
+    assert needed <= steps[6].keys()
+    assert steps[6]["position"] == 24
+    assert all(0 <= line["data_s"] + line["exposed_comm_s"] <= line["step_s"] for line in steps.values())
+
+
+def test_the_same_command_goes_on_where_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SHORT, "--train.stop_at=3"]) == 0
+    assert main(SHORT) == 0
+    assert "going on from step 3" in capsys.readouterr().out
+    assert len(list(Path("runs").iterdir())) == 1
+    assert main(SHORT) == 0, "a finished run is not taken again"
+    assert len(list(Path("runs").iterdir())) == 2
+    assert main([*SHORT, "--seed=1", "--train.stop_at=2"]) == 0, "nor is one of another config"
+    assert len(list(Path("runs").iterdir())) == 3
+
+
+def test_a_changed_config_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SHORT, "--run_dir=run", "--train.stop_at=2"]) == 0
+    assert main([*SHORT, "--run_dir=run", "--optimizer.lr=0.5", "--train.clip=0"]) == 0
+    out = capsys.readouterr().out
+    assert "optimizer.lr: 0.002 -> 0.5" in out
+    events = [line for line in read_journal(Path("run/journal.jsonl")) if line.get("event") == "config_changed"]
+    assert events[0]["changes"] == ["optimizer.lr: 0.002 -> 0.5", "train.clip: 1.0 -> 0.0"]
+
+
+def test_resume_from_a_path_and_never() -> None:
+    assert main([*SHORT, "--run_dir=a"]) == 0
+    assert main([*SHORT, "--run_dir=b", "--resume=a/checkpoints/step-000004"]) == 0
+    assert main([*SHORT, "--run_dir=c", "--resume=a", "--train.steps=7"]) == 0
+    assert sorted(read_steps(Path("b/journal.jsonl"))) == [5, 6]
+    assert sorted(read_steps(Path("c/journal.jsonl"))) == [7]
+    b, a = (read_steps(Path(f"{name}/journal.jsonl")) for name in "ba")
+    assert b[6]["loss"] == a[6]["loss"]
+
+
+def test_resume_from_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no whole checkpoint there" in _fails(capsys, *SHORT, "--run_dir=b", "--resume=nowhere")
+
+
+def test_never_does_not_mix_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SHORT, "--run_dir=run"]) == 0
+    before = Path("run/journal.jsonl").read_bytes()
+    assert "give another --run_dir" in _fails(capsys, *SHORT, "--run_dir=run", "--resume=never")
+    assert Path("run/journal.jsonl").read_bytes() == before
+
+
+def test_a_run_directory_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+    import fcntl
+
+    Path("run").mkdir()
+    with Path("run/.lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "in use by another job" in _fails(capsys, *SHORT, "--run_dir=run")
+
+
+def test_a_run_directory_of_another_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SHORT, "--run_dir=run"]) == 0
+    before = sorted(p.name for p in Path("run/checkpoints").iterdir())
+    error = _fails(capsys, *SHORT, "--run_dir=run", "--hidden=99")
+    assert "the checkpoint is of another model" in error
+    assert "(99, 6)" in error and "(16, 6)" in error
+    assert sorted(p.name for p in Path("run/checkpoints").iterdir()) == before
+
+
+def test_a_damaged_checkpoint_is_named_and_the_previous_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SHORT, "--run_dir=run", "--train.stop_at=4"]) == 0
+    file = Path("run/checkpoints/step-000004/model.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+    assert main([*SHORT, "--run_dir=run"]) == 0
+    out = capsys.readouterr().out
+    assert f"passing over a damaged checkpoint: {file}" in out
+    assert "going on from step 2" in out
+    assert sorted(read_steps(Path("run/journal.jsonl"))) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--train.stpes=3", "did you mean --train.steps?"),
+        ("--hiden=3", "did you mean --hidden?"),
+        ("--train.steps=soon", "expected: int"),
+        ("--precision=fp8", "one of ['fp32', 'bf16', 'fp16']"),
+    ],
+)
+def test_wrong_options(option: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert words in _fails(capsys, *SHORT, option, code=2)
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        ("nothing", "there is no task 'nothing'"),
+        ("missing.py:build", "there is no file 'missing.py'"),
+        ("missing.module:build", "there is no module 'missing.module'"),
+        (TOY.replace(":toy", ":tory"), "has no function 'tory'"),
+    ],
+)
+def test_tasks_that_cannot_be_found(task: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert words in _fails(capsys, f"--task={task}")
+
+
+MODEL = "    model = nn.Linear(2, 1)\n    data = torch.utils.data.TensorDataset(torch.ones(5, 2))\n"
+LOSS = "    loss = lambda model, batch: (model(batch[0]).sum(), 1)\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("def build():\n    return 3\n", "found: int 3"),
+        (f"def build():\n{MODEL}    return Task(model, None, data)\n", "the task's loss is not a function"),
+        (f"def build():\n{MODEL}{LOSS}    return Task('model', loss, data)\n", "the task's model is of the wrong type"),
+        (
+            f"def build():\n{MODEL}    return Task(model, lambda m, b: m(b[0]).sum(), data)\n",
+            "the task's loss function returned the wrong thing",
+        ),
+        (f"def build():\n{MODEL}{LOSS}    return Task(model, loss, data, optimizer=3)\n", "the task's optimizer is of"),
+        (
+            f"def build():\n{MODEL}{LOSS}"
+            "    return Task(model, loss, torch.utils.data.TensorDataset(torch.ones(0, 2)))\n",
+            "the data set is empty",
+        ),
+        (f"def build():\n{MODEL}{LOSS}    return Task(model, loss, iter([1]))\n", "the training data cannot be indexed"),
+        ("def build(seed: int = 3):\n    return 3\n", "'seed' is also the name of an option"),
+    ],
+)
+def test_a_task_that_returns_the_wrong_thing(body: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    option = _task_file(body)
+    code = 2 if "'seed'" in words else 1
+    try:
+        assert words in _fails(capsys, option, "--run_dir=run", code=code)
+    finally:
+        import sys
+
+        sys.modules.pop("custom", None)
+    assert not Path("run/checkpoints").exists()
+
+
+def test_batch_statistics_are_named_at_start(capsys: pytest.CaptureFixture[str]) -> None:
+    option = _task_file(
+        f"def build():\n{MODEL}{LOSS}    return Task(nn.Sequential(nn.BatchNorm1d(2), model), loss, data)\n"
+    )
+    assert main([option, "--train.steps=1"]) == 0
+    assert "the model has batch statistics (0)" in capsys.readouterr().out
+
+
+def test_a_loss_that_stays_infinite_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    import sys
+
+    sys.modules.pop("custom", None)
+    option = _task_file(
+        f"def build():\n{MODEL}"
+        "    loss = lambda model, batch: (model(batch[0]).sum() * float('inf'), 1)\n    return Task(model, loss, data)\n"
+    )
+    error = _fails(capsys, option, "--train.max_skipped=3", "--run_dir=run")
+    assert "not finite 3 steps in a row" in error
+    lines = read_journal(Path("run/journal.jsonl"))
+    assert [line["event"] for line in lines if "event" in line].count("skipped_step") == 3
+    assert lines[-1]["event"] == "failed"
+    for line in Path("run/journal.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    sys.modules.pop("custom", None)
+
+
+def test_print_config_can_be_read_again(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([*SHORT, "--print_config"])
+    assert caught.value.code == 0
+    Path("run.yaml").write_text(capsys.readouterr().out)
+    assert main(["--config=run.yaml", "--run_dir=run"]) == 0
+    assert sorted(read_steps(Path("run/journal.jsonl"))) == [1, 2, 3, 4, 5, 6]
+
+
+def test_help_shows_options_and_the_tasks_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--task", TOY, "--help"])
+    out = capsys.readouterr().out
+    assert "--train.global_batch" in out
+    assert "width of the middle layer" in out
+
+
+def test_a_disk_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("file").write_text("")
+    assert "cannot be used" in _fails(capsys, *SHORT, "--run_dir=file/run")
