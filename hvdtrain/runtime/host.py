@@ -27,16 +27,16 @@ class HostFacts:
 
 def read_host(environ: Mapping[str, str], root: Path = Path("/")) -> HostFacts:
     """Read the facts. ``root``: the file system whose ``sys``, ``proc`` and ``dev`` are asked."""
-    own = os.sched_getaffinity(0)
+    own = frozenset(os.sched_getaffinity(0))
     try:  # the launcher's mask is that of the job; ours may be the part that it bound us to
         launcher = os.sched_getaffinity(os.getppid())
     except OSError:
-        launcher = own
+        launcher = set(own)
     bound = len(own) < len(launcher)
     online = os.cpu_count() or 1
     allowed = frozenset(range(online)) if bound else own
-    allowed &= _cpuset(root) or allowed
-    cores = min(_physical(root, allowed or own), _quota(root) or online)
+    allowed = allowed & _cpuset(root) or allowed
+    cores = min(_physical(root, allowed), _quota(root) or online)
     own_cores = _physical(root, own)
     return HostFacts(max(1, cores), own_cores if bound else max(1, cores), _gpus(environ, root), _huge_pages(root))
 
@@ -58,7 +58,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _physical(root: Path, cpus: frozenset[int] | set[int]) -> int:
+def _physical(root: Path, cpus: frozenset[int]) -> int:
     """Count cores; the hardware threads of one are taken together."""
     folder = root / "sys/devices/system/cpu"
     return len({_text(folder / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in cpus})

