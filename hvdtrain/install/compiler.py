@@ -13,7 +13,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 
-_NVCC_MARK = "__CUDACC__"
+_NVCC_MARKS = ("__CUDACC__", ".cudafe1.")  # it preprocesses, and later compiles what it made of that
 _HEADERS = ("cstdint", "stdexcept", "string")
 
 
@@ -26,7 +26,7 @@ def rewrite(arguments: Sequence[str], standard: str, relocations: Sequence[tuple
         relocations: (folder, replacement) pairs; of a run path under folder, that part becomes the replacement.
             The first that fits wins. An empty replacement drops the run path.
     """
-    if any(_NVCC_MARK in argument for argument in arguments):
+    if any(mark in argument for argument in arguments for mark in _NVCC_MARKS):
         return list(arguments)  # nvcc as caller has prepared the code for the standard it names
     kept = [argument for argument in arguments if not argument.startswith(("-std=", "--std="))]
     if "-shared" in kept:

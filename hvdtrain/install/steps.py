@@ -18,7 +18,14 @@ from hvdtrain.errors import BuildError
 Say = Callable[[str], None]
 
 _PERCENT = re.compile(r"^\s*\[\s*(\d+)%\]")
-_TELLING = re.compile(r"error|fatal|no space|not found|no such|undefined|cannot|could not|killed", re.IGNORECASE)
+_TELLING = re.compile(r"\w*error:|cmake error|fatal|no space left|undefined (reference|symbol)|killed", re.IGNORECASE)
+_NOISE = (
+    "subprocess-exited-with-error",
+    "Failed building wheel",
+    "Failed to build",
+    "execute `setup.py`",
+    " as error:",
+)
 _OFFLINE = "the package registry is not reached: check the network, the proxy and pip's index-url"
 _MENDS = (
     ("No space left on device", "free some disk space, or set XDG_CACHE_HOME and TMPDIR to folders on another disk"),
@@ -92,10 +99,13 @@ def timed(step: Step, say: Say, number: str = "") -> Iterator[None]:
 
 def failure(step: Step, code: int, lines: Sequence[str], log: str) -> BuildError:
     """Explain a failed command by the lines of its output that tell most."""
-    telling = [line.strip() for line in lines if _TELLING.search(line) and "is ignored: it is neither" not in line]
+    telling = [line for line in lines if _TELLING.search(line) and not any(noise in line for noise in _NOISE)]
+    shown = list(dict.fromkeys(line.strip() for line in telling or lines[-8:]))
+    if len(shown) > 8:
+        shown = [*shown[:5], "...", *shown[-3:]]  # the first error explains most
     mends = [mend for sign, mend in _MENDS if any(sign in line for line in lines)]
     return BuildError(
         f"Failed while {step.doing}: {Path(step.argv[0]).name} ended with {code}.",
-        found="\n    ".join(line[:200] for line in (telling or list(lines))[-8:]) or "no output",
+        found="\n    ".join(line[:200] for line in shown) or "no output",
         next_step=f"{mends[0]}   (log: {log})" if mends else f"read the log: {log}",
     )

@@ -62,7 +62,8 @@ def remembered(venv: Path) -> str | None:
 
 def is_current(project: Path, venv: Path) -> bool:
     """Tell whether nothing has changed since the running interpreter set the environment up."""
-    return _stamp(venv) == _inputs(project)
+    stamp = _stamp(venv)
+    return all(stamp.get(name) == value for name, value in _inputs(project).items())
 
 
 def install(project: Path, venv: Path, environ: Mapping[str, str], say: Say) -> None:
@@ -100,7 +101,7 @@ def install(project: Path, venv: Path, environ: Mapping[str, str], say: Say) -> 
 def finish(project: Path, venv: Path) -> None:
     """Write the stamp: set-up is done until something that it names changes."""
     temporary = venv / (_STAMP + ".new")
-    temporary.write_text(json.dumps(_inputs(project)))
+    temporary.write_text(json.dumps({**_inputs(project), "python": sys.executable}))
     temporary.replace(venv / _STAMP)
 
 
@@ -111,12 +112,16 @@ def plan(project: Path, venv: Path, source: Lender) -> tuple[Step, ...]:
     first = ("setuptools", "wheel", "pip") + (() if source.lends else ("torch",))
     own_mpi = () if source.has_mpi else (OPEN_MPI,)
     rest = ("--no-build-isolation", "--editable", f"{project}[{_EXTRAS}]", *own_mpi)
-    torch = "installing build tools" if source.lends else "installing torch"
+    torch = (
+        ("installing build tools", "5 s")
+        if source.lends
+        else ("installing torch", "30 s; minutes where it brings CUDA")
+    )
     return (
         Step(
             "venv", f"making {venv.name} with {source.executable}", "5 s", (source.executable, "-m", "venv", str(venv))
         ),
-        Step("torch", torch, "30 s; some minutes where it comes with CUDA", (*pip, *first)),
+        Step("torch", *torch, (*pip, *first)),
         Step("rest", "installing hvdtrain" + ("" if source.has_mpi else " and Open MPI"), "30 s", (*pip, *rest)),
     )
 
@@ -171,7 +176,7 @@ def _normal(name: str) -> str:
 def _inputs(project: Path) -> dict[str, str]:
     files = [project / "setup.cfg", project / "constraints.txt", Path(__file__)]
     digest = hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
-    return {"format": "1", "python": sys.executable, "prefix": sys.prefix, "inputs": digest}
+    return {"format": "1", "prefix": sys.prefix, "inputs": digest}
 
 
 def _stamp(venv: Path) -> dict[str, str]:

@@ -1,0 +1,198 @@
+"""Running a plan: what is cached is not made again, what fails leaves nothing half-made, two builds take turns."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.errors import BuildError
+from hvdtrain.install import build as module
+from hvdtrain.install import proof
+from hvdtrain.install.build import build, pending
+from hvdtrain.install.plan import BuildPlan, plan
+from hvdtrain.install.record import BuildRecord
+from hvdtrain.install.steps import Step, failure
+from tests.install.at_hand_examples import at_hand
+
+
+def python_step(name: str, program: str) -> Step:
+    return Step(name, f"doing {name}", "1 s", (sys.executable, "-c", program), 60)
+
+
+RIGHT = json.dumps({"size": 2, "mpi": True, "total": [3.0, 30.0, 300.0]})
+
+
+@pytest.fixture
+def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BuildPlan:
+    """A plan whose commands do at once what the real ones do."""
+    monkeypatch.setattr(module, "installed", lambda: None)
+    monkeypatch.setattr(module, "SDIST_SHA256", hashlib.sha256(b"source").hexdigest())
+    real = plan(at_hand(cache=tmp_path / "cache"))
+    count = "open('../count', 'a').write('x');"
+    steps = (
+        python_step("sdist", f"open('sdist/{real.sdist.name}', 'wb').write(b'source')"),
+        python_step(
+            "compile", f"{count} print('[ 50%] Building'); open('wheel/{real.wheel.name}', 'w').write('wheel')"
+        ),
+        python_step("install", f"assert open({str(real.wheel)!r}).read() == 'wheel'"),
+        python_step("proof", f"print('hvdtrain-proof ' + {RIGHT!r})"),
+    )
+    return dataclasses.replace(real, steps=steps)
+
+
+def replaced(planned: BuildPlan, name: str, program: str) -> BuildPlan:
+    steps = tuple(python_step(name, program) if step.name == name else step for step in planned.steps)
+    return dataclasses.replace(planned, steps=steps)
+
+
+def names(planned: BuildPlan) -> list[str]:
+    return [step.name for step in pending(planned)]
+
+
+def test_the_second_time_only_installs_and_proves(planned: BuildPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    progress: list[str] = []
+    assert names(planned) == ["sdist", "compile", "install", "proof"]
+    build(planned, {}, said.append, progress.append)
+    assert planned.wheel.read_text() == "wheel"
+    assert not planned.scratch.exists()
+    assert progress == ["doing compile: 50%"]
+    assert "doing compile (about 1 s)" in said
+    assert names(planned) == ["install", "proof"]
+    source = f"file://{planned.wheel}".replace("+", "%2B")
+    record = BuildRecord(planned.version, source=source)
+    monkeypatch.setattr(module, "installed", lambda: record)
+    assert names(planned) == ["proof"]
+    # The same version from another key, for instance of an MPI in another place: installed again.
+    elsewhere = dataclasses.replace(record, source=source.replace(planned.key, "other"))
+    monkeypatch.setattr(module, "installed", lambda: elsewhere)
+    assert names(planned) == ["install", "proof"]
+
+
+def test_another_torch_needs_no_second_fetch(planned: BuildPlan) -> None:
+    build(planned, {}, lambda line: None)
+    other = dataclasses.replace(planned, key="other", wheel=planned.cache / "other" / planned.wheel.name)
+    assert names(other) == ["compile", "install", "proof"]
+
+
+def test_a_failed_compilation_shows_why_and_leaves_no_wheel(planned: BuildPlan) -> None:
+    broken = replaced(planned, "compile", "print('a.cc:1: fatal error: No space left on device'); raise SystemExit(2)")
+    with pytest.raises(BuildError) as caught:
+        build(broken, {}, lambda line: None)
+    for word in ("doing compile", "ended with 2", "fatal error", "free some disk space", str(planned.log)):
+        assert word in str(caught.value)
+    assert not planned.wheel.exists()
+    assert not planned.scratch.exists()
+    assert "fatal error" in planned.log.read_text()
+    assert names(planned) == ["compile", "install", "proof"]
+
+
+def test_what_a_killed_build_left_is_removed(planned: BuildPlan) -> None:
+    (planned.scratch / "wheel").mkdir(parents=True)
+    (planned.scratch / "wheel" / "half.whl").write_text("half")
+    build(planned, {}, lambda line: None)
+    assert [path.name for path in planned.wheel.parent.iterdir()] == [planned.wheel.name]
+
+
+def test_a_source_that_is_not_the_released_one_is_refused(planned: BuildPlan) -> None:
+    forged = replaced(planned, "sdist", f"open('sdist/{planned.sdist.name}', 'wb').write(b'forged')")
+    with pytest.raises(BuildError, match="not the released one"):
+        build(forged, {}, lambda line: None)
+    assert not planned.sdist.exists()
+
+
+@pytest.mark.parametrize("printed", ["", "hvdtrain-proof " + RIGHT.replace("30.0", "31.0"), RIGHT])
+def test_a_wrong_sum_is_an_error(planned: BuildPlan, printed: str) -> None:
+    with pytest.raises(BuildError, match="did not give the sum"):
+        build(replaced(planned, "proof", f"print({printed!r})"), {}, lambda line: None)
+
+
+def test_the_sum_is_that_of_both_ranks() -> None:
+    proof.judge(f"noise\n[1,0]<stdout>:hvdtrain-proof {RIGHT}\nmore")
+    with pytest.raises(BuildError):
+        proof.judge("hvdtrain-proof " + RIGHT.replace("true", "false"))
+
+
+def test_settings_of_other_builds_are_not_passed_on(planned: BuildPlan) -> None:
+    program = "import os; print(sorted(os.environ)); assert 'HOROVOD_WITHOUT_MPI' not in os.environ; "
+    program += "assert os.environ['MAKEFLAGS'] == '-j2' and 'MAKELEVEL' not in os.environ; "
+    program += f"open('wheel/{planned.wheel.name}', 'w').write('wheel')"
+    outer = {"HOROVOD_WITHOUT_MPI": "1", "MAKEFLAGS": "-j --jobserver-auth=3,4", "MAKELEVEL": "1"}
+    build(replaced(planned, "compile", program), outer, lambda line: None)
+
+
+def test_the_source_is_fetched_under_its_own_version(planned: BuildPlan) -> None:
+    # With HOROVOD_LOCAL_VERSION set, pip finds that the source is not of the version it asked for, and drops it.
+    program = "import os; assert 'HOROVOD_LOCAL_VERSION' not in os.environ; "
+    program += f"open('sdist/{planned.sdist.name}', 'wb').write(b'source')"
+    build(replaced(planned, "sdist", program), {}, lambda line: None)
+
+
+def test_two_builds_take_turns_and_compile_once(planned: BuildPlan) -> None:
+    planned.cache.mkdir(parents=True)
+    waiting = threading.Event()
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        waiting.set()
+
+    with (planned.cache / "lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        second = threading.Thread(target=build, args=(planned, {}, say))
+        second.start()
+        assert waiting.wait(30)
+        assert "waiting for another build" in said[0]
+        assert not planned.log.exists()
+    second.join(60)
+    build(planned, {}, lambda line: None)
+    assert (planned.cache / "count").read_text() == "x"
+
+
+@pytest.mark.parametrize(
+    ("line", "mend"),
+    [
+        ("ERROR: No matching distribution found for horovod==0.28.1", "index-url"),
+        ("Temporary failure in name resolution", "not reached"),
+        ("c++: fatal error: Killed signal terminated program cc1plus", "memory"),
+    ],
+)
+def test_a_known_failure_names_what_mends_it(line: str, mend: str) -> None:
+    error = failure(python_step("compile", ""), 1, ["start", line], "/cache/key.log")
+    assert error.next_step is not None
+    assert mend in error.next_step
+    assert line in str(error)
+    assert "/cache/key.log" in str(error)
+
+
+def test_the_first_errors_are_shown_and_not_what_pip_says_about_them() -> None:
+    lines = ["-- Check for errors", "CMake Error at CMakeLists.txt:1", *[f"a.cc:{n}: error: e{n}" for n in range(50)]]
+    lines += ["error: subprocess-exited-with-error", "ERROR: Failed building wheel for horovod"]
+    text = str(failure(python_step("compile", ""), 1, lines, "log"))
+    assert "CMake Error at CMakeLists.txt:1" in text
+    assert "a.cc:0: error: e0" in text
+    assert "a.cc:49: error: e49" in text
+    assert "e20" not in text
+    assert "wheel for horovod" not in text
+    assert "-- Check" not in text
+
+
+def test_the_dry_run_imports_no_torch(tmp_path: Path) -> None:
+    program = (
+        "import sys; from hvdtrain.cli.build_horovod import main; code = main(['--dry-run']); "
+        "sys.exit(code or ('torch' in sys.modules) * 7)"
+    )
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "mpirun -np 2" in done.stdout
+    assert list(tmp_path.iterdir()) == []

