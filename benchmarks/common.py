@@ -39,10 +39,8 @@ def ratios(ours: Sequence[float], peer: Sequence[float]) -> list[float]:
 
 def machine() -> dict[str, object]:
     """What the figures were measured on."""
-    model = next(
-        (line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        platform.processor(),
-    )
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.partition(":")[2].strip() for line in lines if "model name" in line), platform.processor())
     return {"cpu": model, "cores": len(os.sched_getaffinity(0)), "system": platform.platform()}
 
 

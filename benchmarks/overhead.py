@@ -33,9 +33,7 @@ def task(width: int, depth: int) -> hvdtrain.Task:
     x = torch.randn(512, width)
     layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())]
     data = torch.utils.data.TensorDataset(x, x.roll(1, 1))
-    return hvdtrain.Task(
-        nn.Sequential(*layers), lambda m, b: (((m(b[0]) - b[1]) ** 2).mean(1).sum(), len(b[0])), data
-    )
+    return hvdtrain.Task(nn.Sequential(*layers), lambda m, b: (((m(b[0]) - b[1]) ** 2).mean(1).sum(), len(b[0])), data)
 
 
 def options(steps: int, run: Path) -> dict[str, object]:
@@ -92,7 +90,8 @@ def measure(quick: bool) -> list[Figure]:
         figures.append(figure(f"overhead/{name}", ratios(mine, theirs), "ratio"))
         figures.append(figure(f"overhead/{name}_loop_ms", [1e3 * s for s in theirs], "ms"))
         if name == "1ms":
-            figures.append(figure("overhead/us", [1e6 * (a - b) for a, b in zip(mine, theirs, strict=True)], "us a step"))
+            extra = [1e6 * (a - b) for a, b in zip(mine, theirs, strict=True)]
+            figures.append(figure("overhead/us", extra, "us a step"))
     return figures
 
 

@@ -14,7 +14,7 @@ from common import HERE, Figure, figure, main, ratios
 
 from hvdtrain.observe.journal import read_steps
 
-PROBE = "import sys, hvdtrain.__main__ as m; m.main(['--help']); assert 'torch' not in sys.modules, 'torch was imported'"
+PROBE = "import sys, hvdtrain.__main__ as m; m.main(['--help']); assert 'torch' not in sys.modules"
 BARE = """
 import sys, time
 sys.path.insert(0, sys.argv[1])

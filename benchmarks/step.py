@@ -103,7 +103,8 @@ def measure(quick: bool) -> list[Figure]:
             order = ["ours", *PEERS]
             for name in order[number % 4 :] + order[: number % 4]:
                 with tempfile.TemporaryDirectory() as folder:
-                    timed = ours(model, steps, Path(folder)) if name == "ours" else peer(name, model, steps, Path(folder))
+                    where = Path(folder)
+                    timed = ours(model, steps, where) if name == "ours" else peer(name, model, steps, where)
                 seconds[name].append(timed)
         suffix = "" if model == "default" else f"/{model}"
         figures += [figure(f"step/{name}{suffix}", ratios(seconds["ours"], seconds[name]), "ratio") for name in PEERS]

@@ -64,7 +64,7 @@ class TrainConfig:
         deterministic: Ask torch for deterministic kernels (slower on CUDA; the CPU's are deterministic anyway).
     """
 
-    steps: int = 100
+    steps: int = 200
     epochs: float | None = None
     stop_at: int | None = None
     global_batch: int = 16

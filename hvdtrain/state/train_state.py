@@ -23,6 +23,7 @@ class Progress:
         skipped: steps whose loss or gradient was not finite.
         skipped_in_row: how many of them came last.
         samples: in an epoch.
+        data_id: of the task, see there.
     """
 
     step: int = 0
@@ -30,6 +31,7 @@ class Progress:
     skipped: int = 0
     skipped_in_row: int = 0
     samples: int = 0
+    data_id: str = ""
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,8 @@ class Task:
         nominal_weight: weight of a typical sample; keeps gradients near the size of a mean. The mean itself is
             exact whatever stands here.
         unit: what `weight` counts, in the plural, as shown beside the speed.
+        data_id: tells this training data from other data of the same length, such as a hash of it. Ranks whose
+            data differ, and a resume with other data, are noticed by it.
     """
 
     model: nn.Module
@@ -54,6 +56,7 @@ class Task:
     collate: Callable[[list[Any]], Any] | None = None
     nominal_weight: float = 1.0
     unit: str = "samples"
+    data_id: str = ""
 
 
 def load_task_function(spec: str) -> TaskFunction:

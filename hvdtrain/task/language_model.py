@@ -35,6 +35,7 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
         heldout_data=corpus.heldout,
         nominal_weight=float(data.seq_len),
         unit="tokens",
+        data_id=corpus.digest,
     )
 
 

@@ -37,7 +37,7 @@ class Evaluation:
 def evaluate(
     task: Task, model: nn.Module, comm: Comm, precision: Precision, device: torch.device, *, micro_batch: int, most: int
 ) -> Evaluation | None:
-    """Mean loss over the first `most` held-out samples (0: all), each used once at any number of ranks.
+    """Mean loss over `most` held-out samples (0: all), spread evenly, each used once at any number of ranks.
 
     Collective: yes. None where the task holds nothing out. Sums are in float64. Leaves the model in training mode.
     """
@@ -48,7 +48,7 @@ def evaluate(
     batches = micro_batches(0, count, micro_batch)
     mine = [batches[i] for i in share(len(batches), comm.rank, comm.size)]
     loader: DataLoader[Any] = DataLoader(
-        Subset(task.heldout_data, range(count)),
+        Subset(task.heldout_data, [i * length // count for i in range(count)]),
         batch_sampler=[list(range(b.start, b.stop)) for b in mine],
         collate_fn=task.collate,
     )

@@ -53,15 +53,20 @@ def make_task(build: Callable[[], Any], config: Config, comm: Comm) -> Task:
 
 
 def _check_same_data(task: Task, comm: Comm) -> None:
-    lengths = [dataset_length(task.train_data), len(task.heldout_data) if task.heldout_data is not None else 0]  # type: ignore[arg-type]
-    everyone = allgather_json(comm, lengths, name="data/lengths")
+    heldout = len(task.heldout_data) if task.heldout_data is not None else 0  # type: ignore[arg-type]
+    everyone = allgather_json(comm, [dataset_length(task.train_data), heldout, task.data_id], name="data/same")
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
             error = LaunchError(
                 f"rank {rank} has other data than rank 0",
-                expected=f"{everyone[0][0]} training and {everyone[0][1]} held-out samples, as on rank 0",
-                found=f"{theirs[0]} and {theirs[1]}",
+                expected=_described(everyone[0]),
+                found=_described(theirs),
                 next_step="give every host the same files (for the default data: the same Python version)",
             )
             error.everywhere = True
             raise error
+
+
+def _described(data: list[Any]) -> str:
+    samples, heldout, data_id = data
+    return f"{samples} training and {heldout} held-out samples" + (f" with hash {data_id[:12]}" if data_id else "")

@@ -25,16 +25,16 @@ def restore(
     found = _checkpoint(run.config.resume, store, recorder)
     if found is not None:
         saved, snapshot = found
-        samples = state.progress.samples
+        samples, data_id = state.progress.samples, state.progress.data_id
         state.load_state_dict(snapshot)
         recorder.event({"event": "resumed", "from": str(saved.path), "step": saved.step})
         recorder.say(f"going on from step {saved.step} ({saved.path})")
-        if state.progress.samples != samples:
+        if (state.progress.samples, state.progress.data_id) != (samples, data_id):
             recorder.warn(
-                f"the training data has {samples} samples, it had {state.progress.samples}: from here on the order is"
-                " that of the new data, and some samples of this epoch come twice or not at all"
+                f"the training data is not that of the run so far ({state.progress.samples:,} samples then, {samples:,}"
+                " now): from here on the order is that of the new data"
             )
-            state.progress.samples = samples
+            state.progress.samples, state.progress.data_id = samples, data_id
     _say_changes(old, run.resolved, recorder)
     claim.write_config(run)
     return state.progress.step

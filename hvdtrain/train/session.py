@@ -78,7 +78,8 @@ def _train(
     engine = make_engine(_optimizer(task, run, recorder), model, comm, config.parallel.compression)
     base_lrs = [float(group["lr"]) for group in engine.optimizer.param_groups]
     precision = Precision(config.precision, device)
-    state = TrainState(model, engine.optimizer, precision.scaler, Progress(samples=dataset_length(task.train_data)))
+    fresh = Progress(samples=dataset_length(task.train_data), data_id=task.data_id)
+    state = TrainState(model, engine.optimizer, precision.scaler, fresh)
     _describe_start(run, task, comm, recorder)
     store = CheckpointStore(directory / CHECKPOINTS, recorder.warn) if claim is not None else None
     resumed = on_rank_0(comm, partial(restore, run, state, store, claim, recorder), name="restored")

@@ -32,7 +32,13 @@ def _fails(capsys: pytest.CaptureFixture[str], *options: str, code: int = 1) -> 
 def test_a_run_leaves_what_the_readme_says(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SHORT, "--run_dir=run"]) == 0
     out = capsys.readouterr().out
-    for words in ("finished at step 6 of 6", "training loss", "held-out loss", "samples/s on 1 rank(s)", "journal.jsonl"):
+    for words in (
+        "finished at step 6 of 6",
+        "training loss",
+        "held-out loss",
+        "samples/s on 1 rank(s)",
+        "journal.jsonl",
+    ):
         assert words in out
     assert sorted(p.name for p in Path("run/checkpoints").iterdir())[-1] == "step-000006"
     steps = read_steps(Path("run/journal.jsonl"))
@@ -159,7 +165,10 @@ LOSS = "    loss = lambda model, batch: (model(batch[0]).sum(), 1)\n"
             "    return Task(model, loss, torch.utils.data.TensorDataset(torch.ones(0, 2)))\n",
             "the data set is empty",
         ),
-        (f"def build():\n{MODEL}{LOSS}    return Task(model, loss, iter([1]))\n", "the training data cannot be indexed"),
+        (
+            f"def build():\n{MODEL}{LOSS}    return Task(model, loss, iter([1]))\n",
+            "the training data cannot be indexed",
+        ),
         ("def build(seed: int = 3):\n    return 3\n", "'seed' is also the name of an option"),
     ],
 )
@@ -189,7 +198,8 @@ def test_a_loss_that_stays_infinite_ends_the_run(capsys: pytest.CaptureFixture[s
     sys.modules.pop("custom", None)
     option = _task_file(
         f"def build():\n{MODEL}"
-        "    loss = lambda model, batch: (model(batch[0]).sum() * float('inf'), 1)\n    return Task(model, loss, data)\n"
+        "    loss = lambda model, batch: (model(batch[0]).sum() * float('inf'), 1)\n"
+        "    return Task(model, loss, data)\n"
     )
     error = _fails(capsys, option, "--train.max_skipped=3", "--run_dir=run")
     assert "not finite 3 steps in a row" in error

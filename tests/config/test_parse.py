@@ -75,7 +75,7 @@ def test_a_misspelt_key_in_a_file_names_file_and_nearest(tmp_path: Path) -> None
     assert "--train.stop_ad" in caught.value.what
     assert str(file) in caught.value.what
     assert caught.value.next_step == "did you mean --train.stop_at?"
-    with pytest.raises(ConfigError, match="did you mean --train.stop_at"):
+    with pytest.raises(ConfigError, match=r"did you mean --train\.stop_at"):
         parse_object({"train": {"stop_ad": 3}}, build)
 
 

@@ -65,7 +65,7 @@ def test_worker_processes_give_the_same_batches() -> None:
 def test_law_4_every_sample_once_an_epoch() -> None:
     """Law 4: over 23 steps of 10, which are 10 epochs of 23, each sample comes 10 times; in order, once an epoch."""
     seen = [int(row[0]) for step in _batches(3, steps=23) for batch in step for row in batch]
-    assert Counter(seen) == Counter({index: 10 for index in range(23)})
+    assert Counter(seen) == Counter(dict.fromkeys(range(23), 10))
     for epoch in range(10):
         assert sorted(seen[23 * epoch : 23 * (epoch + 1)]) == list(range(23))
 

@@ -167,10 +167,10 @@ def test_two_builds_take_turns_and_compile_once(planned: BuildPlan) -> None:
     ],
 )
 def test_a_known_failure_names_what_mends_it(line: str, mend: str) -> None:
-    error = failure(python_step("compile", ""), 1, ["start", line], "/cache/key.log")
+    error = failure(python_step("compile", ""), 1, ["WARNING: " + line, *["ERROR: then"] * 20], "/cache/key.log")
     assert error.next_step is not None
     assert mend in error.next_step
-    assert line in str(error)
+    assert line in str(error), "shown, whatever else was printed"
     assert "/cache/key.log" in str(error)
 
 

@@ -27,7 +27,11 @@ def test_no_number_stands_as_null(tmp_path: Path) -> None:
     journal.write({"step": 1, "loss": math.nan, "grad_norm": math.inf})
     journal.close()
     line = (tmp_path / "j").read_text()
-    assert json.loads(line, parse_constant=lambda name: pytest.fail(name)) == {"step": 1, "loss": None, "grad_norm": None}
+    assert json.loads(line, parse_constant=lambda name: pytest.fail(name)) == {
+        "step": 1,
+        "loss": None,
+        "grad_norm": None,
+    }
 
 
 @pytest.mark.parametrize("cut", range(1, 22))

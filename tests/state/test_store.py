@@ -30,7 +30,9 @@ def _state(seed: int = 0, steps: int = 2, optimizer: type = torch.optim.AdamW) -
         made.zero_grad()
         model(torch.randn(3, 6)).sum().backward()
         made.step()
-    return TrainState(model, made, torch.amp.GradScaler("cpu", enabled=False), Progress(step=steps, position=10 * steps))
+    return TrainState(
+        model, made, torch.amp.GradScaler("cpu", enabled=False), Progress(step=steps, position=10 * steps)
+    )
 
 
 def _store(tmp_path: Path) -> tuple[CheckpointStore, list[str]]:

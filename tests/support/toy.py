@@ -52,6 +52,5 @@ def toy(hidden: int = 16, samples: int = 50, dropout: float = 0.2, heldout: int 
     def metrics(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, tuple[float, float]]:
         return {"positive": (float((model(batch[0]) > 0).sum()), len(batch[0]))}
 
-    return Task(
-        Net(hidden, dropout), loss, Noisy(samples), Noisy(heldout) if heldout else None, metrics=metrics, nominal_weight=1.5
-    )
+    held_out = Noisy(heldout) if heldout else None
+    return Task(Net(hidden, dropout), loss, Noisy(samples), held_out, metrics=metrics, nominal_weight=1.5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -18,11 +20,11 @@ def test_warm_up_rises_and_cosine_falls_to_min(warmup: int, after: int, min_lr: 
     horizon = warmup + after
     at = factor(OptimizerConfig(warmup_steps=warmup, min_lr=min_lr), horizon)
     rates = [at(step) for step in range(horizon + 1)]
-    assert all(a < b for a, b in zip(rates[:warmup], rates[1 : warmup + 1], strict=True))
+    assert all(a < b for a, b in pairwise(rates[: warmup + 1]))
     assert rates[warmup] == 1.0
-    assert all(a >= b for a, b in zip(rates[warmup:], rates[warmup + 1 :], strict=False))
+    assert all(a >= b for a, b in pairwise(rates[warmup:]))
     assert rates[horizon] == pytest.approx(min_lr, abs=1e-12)
-    assert 0 < rates[0]
+    assert rates[0] > 0
 
 
 def test_constant_stays() -> None:

@@ -1,0 +1,141 @@
+"""Who imports whom, who reads the environment, who prints: read from the source itself."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "hvdtrain"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+LAYERS = {
+    "errors": 0,
+    "spans": 0,
+    "config": 1,
+    "runtime": 2,
+    "install": 2,
+    "comm": 3,
+    "data": 4,
+    "task": 4,
+    "state": 4,
+    "observe": 4,
+    "engine": 4,
+    "train": 5,
+    "doctor": 5,
+    "cli": 6,
+}
+"""A room imports rooms of lower numbers, and itself. `hvdtrain` and `hvdtrain.__main__` stand above all."""
+
+
+def _imports(file: Path) -> Iterator[tuple[str, bool]]:
+    """Modules that `file` imports, and whether that is at the top level, run whenever it is imported."""
+    tree = ast.parse(file.read_text())
+    top = {id(node) for node in tree.body}
+    typing_only = {
+        id(child)
+        for node in tree.body
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for child in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, id(node) in top
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module, id(node) in top
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}", id(node) in top
+
+
+def _room(file: Path) -> str:
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))
+def test_rooms_import_downwards(file: Path) -> None:
+    room = _room(file)
+    if room in ("__init__", "__main__"):
+        return
+    for module, _ in _imports(file):
+        parts = module.split(".")
+        if parts[0] != "hvdtrain" or len(parts) == 1 or parts[1] not in LAYERS or parts[1] == room:
+            continue
+        assert LAYERS[parts[1]] < LAYERS[room], f"{room} imports {module}"
+
+
+def _only_in(name: str, *places: str) -> list[str]:
+    """Files outside of `places` that import `name`."""
+    return [
+        str(file.relative_to(PACKAGE))
+        for file in FILES
+        if not str(file.relative_to(PACKAGE)).startswith(places)
+        and any(module == name or module.startswith(f"{name}.") for module, _ in _imports(file))
+    ]
+
+
+def test_one_module_imports_horovod() -> None:
+    assert _only_in("horovod", "comm/horovod.py") == []
+
+
+@pytest.mark.parametrize("room", ["errors.py", "spans.py", "config/", "runtime/", "install/", "doctor/", "__init__.py"])
+def test_rooms_without_torch(room: str) -> None:
+    for file in FILES:
+        if str(file.relative_to(PACKAGE)).startswith(room):
+            assert not any(module.split(".")[0] == "torch" for module, _ in _imports(file)), file
+
+
+def test_the_environment_is_read_in_one_room() -> None:
+    for file in FILES:
+        if _room(file) == "runtime":
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv"):
+                assert not (isinstance(node.value, ast.Name) and node.value.id == "os"), f"{file}:{node.lineno}"
+
+
+def test_prints_stand_where_they_may() -> None:
+    for file in FILES:
+        if _room(file) == "cli" or file.name == "progress.py":
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id != "print", f"{file}:{node.lineno}"
+
+
+def test_nothing_is_unpickled_and_no_shell_runs() -> None:
+    for file in FILES:
+        text = file.read_text()
+        for module, _ in _imports(file):
+            assert module.split(".")[0] not in ("pickle", "cloudpickle", "dill", "marshal", "shelve"), file
+        assert "shell=True" not in text and "os.system" not in text and "torch.load(" not in text, file
+
+
+@pytest.mark.parametrize("argument", ["--help", "--version", "doctor --help", "build-horovod --help"])
+def test_help_imports_no_torch(argument: str) -> None:
+    program = (
+        "import sys\nfrom hvdtrain.__main__ import main\n"
+        f"try:\n    main({argument.split()!r})\nexcept SystemExit:\n    pass\n"
+        "assert not {'torch', 'numpy', 'horovod', 'transformers'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "hvdtrain" in done.stdout
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    program = "import sys, hvdtrain; hvdtrain.Config; hvdtrain.Task; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("tool", [["mypy"], ["ruff", "check", "."], ["ruff", "format", "--check", "."]], ids=" ".join)
+def test_mypy_and_ruff_are_clean(tool: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-m", *tool], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
