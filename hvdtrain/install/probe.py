@@ -191,7 +191,8 @@ def _program(name: str, first: list[Path], environ: Mapping[str, str]) -> str | 
 
 def _output(argv: list[str], environ: Mapping[str, str]) -> str:
     try:
-        done = subprocess.run(argv, env=dict(environ), capture_output=True, text=True, timeout=60, check=False)
+        settings = {"HOME": "/", **environ}  # Open MPI 5 cannot even tell its version without
+        done = subprocess.run(argv, env=settings, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout + done.stderr

@@ -103,9 +103,11 @@ def failure(step: Step, code: int, lines: Sequence[str], log: str) -> BuildError
     shown = list(dict.fromkeys(line.strip() for line in telling or lines[-8:]))
     if len(shown) > 8:
         shown = [*shown[:5], "...", *shown[-3:]]  # the first error explains most
-    mends = [mend for sign, mend in _MENDS if any(sign in line for line in lines)]
+    known = [(line.strip(), mend) for sign, mend in _MENDS for line in lines if sign in line]
+    if known and known[0][0] not in shown:
+        shown.insert(0, known[0][0])
     return BuildError(
         f"Failed while {step.doing}: {Path(step.argv[0]).name} ended with {code}.",
         found="\n    ".join(line[:200] for line in shown) or "no output",
-        next_step=f"{mends[0]}   (log: {log})" if mends else f"read the log: {log}",
+        next_step=f"{known[0][1]}   (log: {log})" if known else f"read the log: {log}",
     )

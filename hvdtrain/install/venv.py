@@ -88,11 +88,12 @@ def install(project: Path, venv: Path, environ: Mapping[str, str], say: Say) -> 
     source = lender(environ, venv)
     venv.mkdir(exist_ok=True)
     steps = plan(project, venv, source)
+    settings = {"PIP_RETRIES": "2", **environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     with (venv / "setup.log").open("w") as log:
         (venv / "constraints.txt").write_text(constraints((project / "constraints.txt").read_text(), source.has))
         for number, step in enumerate(steps, 1):
             with timed(step, say, f"[{number}/{len(steps) + 1}] "):
-                run(step, {**environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}, project, log, lambda text: None)
+                run(step, settings, project, log, lambda text: None)
             if step.name == "venv":
                 _lend(venv, source)
     say(f"[{len(steps) + 1}/{len(steps) + 1}] Horovod")

@@ -16,6 +16,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.data.loader import dataset_length
 from hvdtrain.data.order import mix
 from hvdtrain.errors import LaunchError, TaskError
+from hvdtrain.runtime.environment import change_variables, environ
 from hvdtrain.task.base import Task
 from hvdtrain.train.step import describe
 
@@ -27,6 +28,7 @@ def make_task(build: Callable[[], Any], config: Config, comm: Comm) -> Task:
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
     if config.train.deterministic:
+        change_variables({"CUBLAS_WORKSPACE_CONFIG": environ().get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")})
         torch.use_deterministic_algorithms(True)
     task = build()
     if not isinstance(task, Task):
