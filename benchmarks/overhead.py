@@ -19,8 +19,8 @@ import hvdtrain
 from hvdtrain.config.parse import parse_object
 from hvdtrain.data.order import samples
 from hvdtrain.observe.journal import read_steps
-from hvdtrain.train.optimizers import make_optimizer
-from hvdtrain.train.schedule import factor
+from hvdtrain.training.optimizers import make_optimizer
+from hvdtrain.training.schedule import factor
 
 BATCH, WARM_UP = 8, 5
 LAYERS = {"1ms": (64, 3), "10ms": (640, 4), "100ms": (1792, 6)}

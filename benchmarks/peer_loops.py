@@ -20,7 +20,7 @@ from models import MODELS
 from torch.utils.data import DataLoader
 
 from hvdtrain import Config
-from hvdtrain.train.optimizers import make_optimizer
+from hvdtrain.training.optimizers import make_optimizer
 
 
 def batches(task: Any, micro_batch: int, rank: int) -> Iterator[Any]:

@@ -26,7 +26,7 @@ LAYERS = {
     "state": 4,
     "observe": 4,
     "engine": 4,
-    "train": 5,
+    "training": 5,
     "doctor": 5,
     "cli": 6,
 }

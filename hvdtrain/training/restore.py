@@ -11,7 +11,7 @@ from hvdtrain.errors import CheckpointError
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.state.store import MANIFEST, CheckpointStore, Saved, load
 from hvdtrain.state.train_state import StateDict, TrainState
-from hvdtrain.train.run_directory import RunDirectory
+from hvdtrain.training.run_directory import RunDirectory
 
 CHECKPOINTS = "checkpoints"
 

@@ -14,8 +14,8 @@ from hvdtrain.engine import LocalEngine, make_engine
 from hvdtrain.errors import TaskError
 from hvdtrain.spans import Spans
 from hvdtrain.task.base import Task
-from hvdtrain.train.precision import Precision
-from hvdtrain.train.step import Stepper, StepResult, to_device
+from hvdtrain.training.precision import Precision
+from hvdtrain.training.step import Stepper, StepResult, to_device
 from tests.support.toy import toy
 
 CPU = torch.device("cpu")

@@ -15,8 +15,8 @@ from hvdtrain.comm.objects import allgather_json
 from hvdtrain.data.loader import seed_forward
 from hvdtrain.data.order import micro_batches, share
 from hvdtrain.task.base import Task
-from hvdtrain.train.precision import Precision
-from hvdtrain.train.step import checked_loss, to_device
+from hvdtrain.training.precision import Precision
+from hvdtrain.training.step import checked_loss, to_device
 
 
 @dataclass(frozen=True)

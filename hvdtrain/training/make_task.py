@@ -18,7 +18,7 @@ from hvdtrain.data.order import mix
 from hvdtrain.errors import LaunchError, TaskError
 from hvdtrain.runtime.environment import change_variables, environ
 from hvdtrain.task.base import Task
-from hvdtrain.train.step import describe
+from hvdtrain.training.step import describe
 
 
 def make_task(build: Callable[[], Any], config: Config, comm: Comm) -> Task:

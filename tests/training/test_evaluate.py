@@ -7,8 +7,8 @@ import torch
 
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.task.base import Task
-from hvdtrain.train.evaluate import Evaluation, evaluate
-from hvdtrain.train.precision import Precision
+from hvdtrain.training.evaluate import Evaluation, evaluate
+from hvdtrain.training.precision import Precision
 from tests.support.thread_comm import ThreadComm, on_ranks
 from tests.support.toy import Net, toy
 

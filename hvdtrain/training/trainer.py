@@ -16,10 +16,10 @@ from hvdtrain.data.loader import Stream, seed_forward, train_batches
 from hvdtrain.errors import NonFiniteError
 from hvdtrain.state.store import CheckpointStore
 from hvdtrain.state.train_state import TrainState
-from hvdtrain.train.evaluate import Evaluation, evaluate
-from hvdtrain.train.health import check_equal
-from hvdtrain.train.notices import SAVE, Notices, stop_reason
-from hvdtrain.train.step import Stepper, StepResult
+from hvdtrain.training.evaluate import Evaluation, evaluate
+from hvdtrain.training.health import check_equal
+from hvdtrain.training.notices import SAVE, Notices, stop_reason
+from hvdtrain.training.step import Stepper, StepResult
 
 
 class Observer(Protocol):

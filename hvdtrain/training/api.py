@@ -13,7 +13,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.errors import ConfigError
 from hvdtrain.runtime.tuning import prepare
 from hvdtrain.task.base import Task, TaskFunction, load_task_function
-from hvdtrain.train.result import Result
+from hvdtrain.training.result import Result
 
 
 def train(
@@ -45,7 +45,7 @@ def train(
         build = partial(function, **run.task_args)
 
     from hvdtrain.comm.start import start_comm
-    from hvdtrain.train.session import run_training
+    from hvdtrain.training.session import run_training
 
     return run_training(run, build, start_comm(info))
 

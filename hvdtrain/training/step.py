@@ -15,7 +15,7 @@ from hvdtrain.engine import Engine
 from hvdtrain.errors import TaskError
 from hvdtrain.spans import Spans
 from hvdtrain.task.base import Task
-from hvdtrain.train.precision import Precision
+from hvdtrain.training.precision import Precision
 
 
 @dataclass(frozen=True)

@@ -26,18 +26,18 @@ from hvdtrain.state.store import CheckpointStore
 from hvdtrain.state.sync import broadcast_state
 from hvdtrain.state.train_state import Progress, TrainState
 from hvdtrain.task.base import Task
-from hvdtrain.train.device import pick_device
-from hvdtrain.train.health import batch_statistics
-from hvdtrain.train.make_task import make_task
-from hvdtrain.train.notices import Notices
-from hvdtrain.train.optimizers import make_optimizer
-from hvdtrain.train.precision import Precision
-from hvdtrain.train.restore import CHECKPOINTS, restore
-from hvdtrain.train.result import Result, losses_and_speed, numbers
-from hvdtrain.train.run_directory import RunDirectory, claim_run_directory
-from hvdtrain.train.schedule import factor, total_steps
-from hvdtrain.train.step import Stepper
-from hvdtrain.train.trainer import Trainer
+from hvdtrain.training.device import pick_device
+from hvdtrain.training.health import batch_statistics
+from hvdtrain.training.make_task import make_task
+from hvdtrain.training.notices import Notices
+from hvdtrain.training.optimizers import make_optimizer
+from hvdtrain.training.precision import Precision
+from hvdtrain.training.restore import CHECKPOINTS, restore
+from hvdtrain.training.result import Result, losses_and_speed, numbers
+from hvdtrain.training.run_directory import RunDirectory, claim_run_directory
+from hvdtrain.training.schedule import factor, total_steps
+from hvdtrain.training.step import Stepper
+from hvdtrain.training.trainer import Trainer
 
 
 def run_training(run: RunConfig, build: Callable[[], Any], comm: Comm) -> Result:

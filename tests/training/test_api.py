@@ -1,0 +1,90 @@
+"""`hvdtrain.train` from Python: configs of every kind, tasks of every kind, a task with an optimizer of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import hvdtrain
+from hvdtrain.config.schema import CheckpointConfig, TrainConfig
+from hvdtrain.observe.journal import read_steps
+from tests.support.toy import toy
+
+OPTIONS = {"train": {"steps": 5, "global_batch": 4, "micro_batch": 2}, "checkpoint": {"every": 0}}
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def _losses(result: hvdtrain.Result) -> list[float]:
+    return [line["loss"] for line in read_steps(result.run_dir / "journal.jsonl").values()]
+
+
+def test_configs_of_every_kind_mean_the_same() -> None:
+    Path("run.yaml").write_text("train: {steps: 5, global_batch: 4, micro_batch: 2}\ncheckpoint: {every: 0}\n")
+    typed = hvdtrain.Config(
+        train=TrainConfig(steps=5, global_batch=4, micro_batch=2), checkpoint=CheckpointConfig(every=0)
+    )
+    results = [hvdtrain.train(config, toy) for config in (OPTIONS, typed, "run.yaml", Path("run.yaml"))]
+    assert len({result.run_dir for result in results}) == 4
+    assert all(_losses(result) == _losses(results[0]) for result in results)
+
+
+def test_the_result_tells_how_it_went() -> None:
+    result = hvdtrain.train(OPTIONS, toy)
+    losses = _losses(result)
+    assert (result.reason, result.step, result.total_steps, result.resumed_at) == ("finished", 5, 5, 0)
+    assert result.first_loss == losses[0]
+    assert result.last_loss == pytest.approx(sum(losses) / 5)
+    assert 0 < result.last_heldout_loss < result.first_heldout_loss
+    assert result.tokens_per_s > 0
+    assert result.unit == "samples"
+    assert isinstance(result.model, torch.nn.Module)
+
+
+def test_parameters_of_a_function_come_from_the_config() -> None:
+    result = hvdtrain.train({**OPTIONS, "hidden": 3, "dropout": 0.0}, toy)
+    assert result.model.layers[0].out_features == 3
+    with pytest.raises(hvdtrain.HvdtrainError, match="did you mean --hidden"):
+        hvdtrain.train({**OPTIONS, "hiden": 3}, toy)
+
+
+def test_a_task_brings_its_optimizer_and_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    task = toy(dropout=0.0)
+    task = hvdtrain.Task(
+        task.model,
+        task.loss,
+        task.train_data,
+        optimizer=torch.optim.SGD(task.model.parameters(), lr=0.5),
+        schedule=lambda step: 0.5**step,
+    )
+    result = hvdtrain.train(OPTIONS, task)
+    rates = [line["lr"] for line in read_steps(result.run_dir / "journal.jsonl").values()]
+    assert rates == [0.5, 0.25, 0.125, 0.0625, 0.03125]
+    assert "--optimizer.* is not used" in capsys.readouterr().out
+
+
+def test_an_optimizer_with_state_is_refused() -> None:
+    task = toy()
+    optimizer = torch.optim.SGD(task.model.parameters(), lr=0.5, momentum=0.9)
+    task.model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    with pytest.raises(hvdtrain.HvdtrainError, match="has state already"):
+        hvdtrain.train(OPTIONS, hvdtrain.Task(task.model, task.loss, task.train_data, optimizer=optimizer))
+
+
+def test_configs_of_the_wrong_kind() -> None:
+    with pytest.raises(hvdtrain.HvdtrainError, match="config is of the wrong type"):
+        hvdtrain.train(3, toy)  # type: ignore[arg-type]
+
+
+def test_other_data_is_noticed_on_resume(capsys: pytest.CaptureFixture[str]) -> None:
+    hvdtrain.train({**OPTIONS, "run_dir": "run", "train": {**OPTIONS["train"], "stop_at": 3}}, toy)
+    hvdtrain.train({**OPTIONS, "run_dir": "run", "samples": 40}, toy)
+    out = capsys.readouterr().out
+    assert "the training data is not that of the run so far (50 samples then, 40 now)" in out
+    assert "samples: 50 -> 40" in out
