@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "train": "hvdtrain.train.api",
-    "Result": "hvdtrain.train.result",
+    "train": "hvdtrain.training.api",
+    "Result": "hvdtrain.training.result",
     "Config": "hvdtrain.config.schema",
     "Task": "hvdtrain.task.base",
     "HvdtrainError": "hvdtrain.errors",
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from hvdtrain.config.schema import Config
     from hvdtrain.errors import HvdtrainError
     from hvdtrain.task.base import Task
-    from hvdtrain.train.api import train
-    from hvdtrain.train.result import Result
+    from hvdtrain.training.api import train
+    from hvdtrain.training.result import Result
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,7 @@ from hvdtrain.runtime.environment import RankInfo, rank_label
 from hvdtrain.runtime.tuning import prepare
 
 if TYPE_CHECKING:
-    from hvdtrain.train.result import Result
+    from hvdtrain.training.result import Result
 
 _EXIT_OF_SIGNAL = {"SIGTERM": 143, "SIGINT": 130}
 _RANK_0_SPEAKS_S = 5.0
@@ -49,7 +49,7 @@ def _train(argv: list[str], info: RankInfo) -> Result:
     logging.basicConfig(level=run.config.log_level.upper(), stream=sys.stderr)
 
     from hvdtrain.comm.start import start_comm
-    from hvdtrain.train.session import run_training
+    from hvdtrain.training.session import run_training
 
     return run_training(run, partial(function, **run.task_args), start_comm(info))
 
