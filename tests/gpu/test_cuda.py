@@ -1,0 +1,68 @@
+"""What only a CUDA device shows. Skipped without one: ``pytest -m gpu`` on a machine that has one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import hvdtrain
+from hvdtrain.comm.solo import SoloComm
+from hvdtrain.observe.journal import read_steps
+from hvdtrain.training.device import pick_device
+from tests.support.launch import train
+from tests.support.toy import toy
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+TOY = Path(__file__).parents[1] / "support" / "toy.py"
+OPTIONS = {"train": {"steps": 8, "global_batch": 8, "micro_batch": 2, "deterministic": True}, "checkpoint": {"every": 4}}
+
+
+def _losses(run: Path) -> list[float]:
+    return [line["loss"] for line in read_steps(run / "journal.jsonl").values()]
+
+
+def _train(folder: Path, **more: object) -> hvdtrain.Result:
+    return hvdtrain.train({**OPTIONS, "run_dir": str(folder), **more}, toy)
+
+
+def test_the_device_is_the_local_ranks() -> None:
+    assert pick_device("auto", SoloComm()) == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_trains_on_the_device(precision: str, tmp_path: Path) -> None:
+    result = _train(tmp_path / "run", precision=precision)
+    assert next(result.model.parameters()).is_cuda
+    assert result.last_loss < result.first_loss
+
+
+def test_without_dropout_the_curve_is_the_cpus(tmp_path: Path) -> None:
+    """With dropout it is not: CUDA draws other random numbers."""
+    losses = []
+    for device in ("cpu", "cuda"):
+        _train(tmp_path / device, dropout=0.0, parallel={"device": device})
+        losses.append(_losses(tmp_path / device))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_law_2_resumed_equals_uninterrupted(tmp_path: Path) -> None:
+    _train(tmp_path / "whole")
+    _train(tmp_path / "parts", train={**OPTIONS["train"], "stop_at": 4})
+    _train(tmp_path / "parts")
+    assert _losses(tmp_path / "parts") == _losses(tmp_path / "whole")
+
+
+def test_one_rank_under_mpirun_goes_by_horovod(tmp_path: Path) -> None:
+    """A rank a device: with one device, one rank; NCCL's own exchange wants two."""
+    train(
+        f"--task={TOY}:toy",
+        "--train.steps=3",
+        f"--run_dir={tmp_path}/run",
+        size=torch.cuda.device_count(),
+        launcher="mpirun",
+        cwd=tmp_path,
+    )
+    assert len(_losses(tmp_path / "run")) == 3

@@ -1,0 +1,101 @@
+"""The README's commands and code, run as they stand there (for fewer steps, on the tiny model)."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.launch import ENVIRONMENT, TIMEOUT_S, program
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def _blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+COMMANDS = [line.split("  #")[0].strip() for block in _blocks("sh") for line in block.splitlines()]
+TRAINING = [c for c in COMMANDS if "-m hvdtrain" in c]
+SPIRAL, FROM_PYTHON = _blocks("python")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "page.md").write_text("It is a page. " * 2000)
+    (tmp_path / "spiral.py").write_text(SPIRAL)
+    (tmp_path / "run.yaml").write_text("model: {preset: tiny}\n")
+    return tmp_path
+
+
+def _run(command: list[str], folder: Path) -> str:
+    path = os.pathsep.join([str(Path(sys.executable).parent), ENVIRONMENT["PATH"]])
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**ENVIRONMENT, "PATH": path},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_commands_are_found() -> None:
+    assert len(TRAINING) >= 9
+    assert {"make train", "make test", "hvdtrain doctor", "hvdtrain doctor --json"} <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", TRAINING)
+def test_training_commands(command: str, folder: Path) -> None:
+    words = shlex.split(command.partition(" > ")[0])
+    program(words[0])
+    if "spiral.py:build" in command or "--print_config" in command:
+        fewer = ["--train.steps", "3"]
+    else:
+        fewer = ["--model.preset", "tiny", "--train.eval_samples", "4"]
+        fewer += ["--train.epochs", "0.001"] if "--train.epochs" in command else ["--train.steps", "3"]
+    out = _run([*words, *fewer], folder)
+    assert ("finished at step" in out or "stopped as asked" in out) != ("--print_config" in command)
+
+
+@pytest.mark.parametrize("command", ["hvdtrain doctor", "hvdtrain doctor --json", "hvdtrain train --help"])
+def test_other_commands(command: str, folder: Path) -> None:
+    assert command in README
+    assert "hvdtrain" in _run(shlex.split(command), folder)
+
+
+def test_the_model_of_ones_own_from_python(folder: Path) -> None:
+    (folder / "own.py").write_text(FROM_PYTHON)
+    out = _run([sys.executable, "own.py"], folder)
+    assert float(out.splitlines()[-1].split()[0]) < 100
+    assert len(list((folder / "runs").iterdir())) == 1
+
+
+def test_make_knows_its_targets() -> None:
+    for target in ("train", "test", "test-all", "lint", "bench", "setup"):
+        subprocess.run(["make", "-n", target], cwd=ROOT, check=True, capture_output=True, env={"PATH": os.environ["PATH"]})
+
+
+@pytest.mark.parametrize("link", re.findall(r"\]\(([^)]+)\)", README))
+def test_links_lead_somewhere(link: str) -> None:
+    assert (ROOT / link).exists()
+
+
+def test_options_in_the_table_exist() -> None:
+    from hvdtrain.config.parse import make_parser
+    from hvdtrain.task.language_model import language_model
+
+    known = {option for action in make_parser(language_model)._actions for option in action.option_strings}
+    named = set(re.findall(r"--(?:[a-z_]+\.)?[a-z_]+(?=[ `=])", README))
+    others = {"--dry-run", "--gpu", "--gloo", "--json", "--hidden", "--help", "--dry"}
+    assert {option for option in named if option not in known and option not in others} == set()
