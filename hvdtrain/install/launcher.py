@@ -41,7 +41,7 @@ def launch(mpi: MpiBuild | None, ranks: int, program: Sequence[str], is_root: bo
             expected="mpirun of Open MPI, MPICH or Intel MPI, on PATH or in the environment",
             next_step="make setup   (or start one process without MPI: python -m hvdtrain)",
         )
-    root = tuple(ROOT_MAY_RUN.items()) if is_root and mpi.flavour == "openmpi" else ()
+    root = tuple(ROOT_MAY_RUN.items()) if is_root else ()
     if mpi.flavour != "openmpi":
         return Launch(("mpirun", "-np", str(ranks), *program), (), f"horovodrun is not used with {mpi}: using mpirun")
     if mpi.major >= 5:

@@ -152,6 +152,8 @@ def test_two_builds_take_turns_and_compile_once(planned: BuildPlan) -> None:
         second.start()
         assert waiting.wait(30)
         assert "waiting for another build" in said[0]
+        second.join(1)
+        assert second.is_alive(), "it went on without the lock"
         assert not planned.log.exists()
     second.join(60)
     build(planned, {}, lambda line: None)

@@ -50,6 +50,7 @@ def test_a_label_survives_the_version_number_that_carries_it(label: Label) -> No
         ("2.13.0+cpu", None, "torch2.13.0.cpu"),
         ("2.12.1+cu130", "13.0", "torch2.12.1.cu130"),
         ("2.12.1", "13.0", "torch2.12.1.cu130"),
+        ("2.06.0", None, "torch2.6.0.cpu"),
         ("2.14.0.dev20261101+cu130", "13.0", "torch2.14.0.dev20261101.cu130"),
         ("2.6.0a0+ecf3bae40a.nv25.01", "12.6", "torch2.6.0a0.cu126.becf3bae40anv2501"),
     ],
@@ -68,6 +69,7 @@ def test_torch_is_named_by_its_release_and_its_cuda(version: str, cuda: str | No
             MpiBuild("mpich", "4.3.2"),
         ),
         ("Intel(R) MPI Library for Linux* OS, Version 2021.13 Build 20240701", MpiBuild("intelmpi", "2021.13")),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.09 Build", MpiBuild("intelmpi", "2021.9")),
         ("prrte 3.0.1", None),
     ],
 )

@@ -103,6 +103,8 @@ def test_a_set_up_that_was_broken_off_is_made_anew(project: Path, monkeypatch: p
     (project / "setup.cfg").write_text("[metadata]\nname = x\n")
     install(project, venv, os.environ, lambda line: None)
     assert (venv / "kept").exists(), "brought up to date in place"
+    (project / "setup.cfg").write_text("[metadata]\n")
+    assert not is_current(project, venv), "half updated is not what the stamp said before"
 
 
 def test_another_interpreter_makes_it_anew(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
