@@ -67,11 +67,8 @@ def installed(path: Iterable[str] | None = None) -> BuildRecord | None:
     )
 
 
-def check(launcher: MpiBuild | None = None) -> None:
+def check() -> None:
     """Refuse the installed Horovod if it cannot run here; call it before importing Horovod.
-
-    Args:
-        launcher: the MPI whose mpirun started this process, where that is known.
 
     Raises:
         HorovodError: as `judge`.
@@ -79,14 +76,14 @@ def check(launcher: MpiBuild | None = None) -> None:
     torch = torch_at_hand()
     if torch is None:
         raise HorovodError("There is no torch.", next_step="pip install torch")
-    judge(installed(), torch.build, launcher)
+    judge(installed(), torch.build)
 
 
-def judge(record: BuildRecord | None, torch: TorchBuild, launcher: MpiBuild | None = None) -> None:
+def judge(record: BuildRecord | None, torch: TorchBuild) -> None:
     """Compare what Horovod was built for with what it would run with.
 
     Raises:
-        HorovodError: it is missing, built for another torch, without MPI, or for another MPI than the launcher's.
+        HorovodError: it is missing, built for another torch, or without MPI.
     """
     if record is None:
         raise HorovodError("Horovod is not installed.", expected=f"Horovod built for {torch}", next_step=BUILD_COMMAND)
@@ -104,20 +101,6 @@ def judge(record: BuildRecord | None, torch: TorchBuild, launcher: MpiBuild | No
             found="a library that is not linked to libmpi",
             next_step=BUILD_COMMAND,
         )
-    if launcher is not None and record.mpi is not None and not _fits(record.mpi, launcher):
-        raise HorovodError(
-            "This process was started by another MPI than Horovod was built with.",
-            expected=f"an mpirun of {record.mpi}",
-            found=f"an mpirun of {launcher}",
-            next_step=f"start it with the mpirun of {record.mpi}, or put the other's mpicxx on PATH: {BUILD_COMMAND}",
-        )
-
-
-def _fits(built: MpiBuild, launcher: MpiBuild) -> bool:
-    """Open MPI keeps its ABI within a major version; MPICH and Intel MPI share one ABI."""
-    if "openmpi" in (built.flavour, launcher.flavour):
-        return built.flavour == launcher.flavour and built.major == launcher.major
-    return True
 
 
 def _torch_of_foreign(package: Path) -> TorchBuild | None:
