@@ -8,11 +8,12 @@ Open MPI 4.1.8. "Busy" ones were taken while other work took as many cores again
 
 Not set, because it was tried and did not help: ``MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM`` of MPICH (5.0.2; 33.5 MB, busy:
 its own choice 25 to 28 ms, ring 38 to 40, reduce_scatter_allgather 25 to 28); MPICH yields of itself. Nor
-``HOROVOD_CYCLE_TIME``: with ranks that yield, a step of the 14.6M-parameter transformer takes (busy, median of 11) 686 ms
-at a cycle of 0.1 ms, 664 at 0.5, 700 at 1 (the default), 750 at 2, 674 at 5, 687 at 10, 820 at 20, each with a spread of
-80 to 500. A lone one-element allreduce does gain, 1.07 ms at 1 and 0.17 at 0.1, which a step hides behind backward; and
-without yielding 0.1 costs (915 ms a step, 677 at 1). Not set, because nobody here has measured it: anything of NCCL's,
-and ``HOROVOD_ENABLE_ASYNC_COMPLETION``.
+``HOROVOD_CYCLE_TIME``: with ranks that yield, a step of the 14.6M-parameter transformer takes 686 ms at a cycle of 0.1,
+664 at 0.5, 700 at 1 (the default), 750 at 2, 674 at 5, 687 at 10, 820 at 20 (busy; medians of one run of 11 steps that
+spread over 90 to 540 ms). A lone one-element allreduce does gain, 1.07 ms at 1 and 0.17 at 0.1, which a step can hide
+behind backward; and without yielding 0.1 costs (915 ms a step, 677 at 1).
+
+Not set, because nobody here has measured it: anything of NCCL's, and ``HOROVOD_ENABLE_ASYNC_COMPLETION``.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ def threads(facts: Facts) -> Iterator[Setting]:
         str(facts.share),
         f"ranks on this host: {facts.info.local_size}, cores: {facts.host.cores}, of them this rank may use: "
         f"{facts.host.own_cores}",
-        "left alone, each rank takes as many threads as there are cores, and they get in each other's way",
+        "two unbound ranks, step of the 14.6M-parameter transformer, busy: 400 to 1110 ms with one thread each, 1500 to "
+        "6110 with two each, which is what torch takes by itself",
         before="torch",
     )
 
