@@ -83,7 +83,8 @@ def test_the_model_of_ones_own_from_python(folder: Path) -> None:
 
 def test_make_knows_its_targets() -> None:
     for target in ("train", "test", "test-all", "lint", "bench", "setup"):
-        subprocess.run(["make", "-n", target], cwd=ROOT, check=True, capture_output=True, env={"PATH": os.environ["PATH"]})
+        environment = {"PATH": os.environ["PATH"]}
+        subprocess.run(["make", "-n", target], cwd=ROOT, check=True, capture_output=True, env=environment)
 
 
 @pytest.mark.parametrize("link", re.findall(r"\]\(([^)]+)\)", README))

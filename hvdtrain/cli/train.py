@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
@@ -30,6 +31,8 @@ def main(argv: list[str]) -> int:
         result = _train(argv, info)
     except HvdtrainError as error:
         return _fail(_report(error, info), 2 if isinstance(error, ConfigError) else 1, info, error.everywhere)
+    except KeyboardInterrupt:
+        return _fail("hvdtrain: interrupted\n", _EXIT_OF_SIGNAL["SIGINT"], info)
     except Exception:
         label = f" on {rank_label(info)}" if info else ""
         return _fail(f"{traceback.format_exc()}hvdtrain: unexpected error{label}, see above\n", 1, info)
@@ -39,14 +42,13 @@ def main(argv: list[str]) -> int:
 
 
 def _train(argv: list[str], info: RankInfo) -> Result:
-    import logging
-
     from hvdtrain.config.parse import parse_argv, task_spec
     from hvdtrain.task.base import load_task_function
 
     function = load_task_function(task_spec(argv))
     run = parse_argv(argv, function)
-    logging.basicConfig(level=run.config.log_level.upper(), stream=sys.stderr)
+    logging.basicConfig(format="hvdtrain: %(message)s", stream=sys.stderr)
+    logging.getLogger("hvdtrain").setLevel(run.config.log_level.upper())
 
     from hvdtrain.comm.start import start_comm
     from hvdtrain.training.session import run_training

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.errors import RunDirectoryError
+
 NAME = "journal.jsonl"
 
 
@@ -25,9 +27,19 @@ class Journal:
             self._file.write(b"\n")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append a line. Numbers keep full precision; those that are not finite stand as null, as JSON has none."""
+        """Append a line. Numbers keep full precision; those that are not finite stand as null, as JSON has none.
+
+        Errors:
+            RunDirectoryError: the disk is full or went away.
+        """
         line = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
-        self._file.write((json.dumps(line) + "\n").encode())
+        try:
+            self._file.write((json.dumps(line) + "\n").encode())
+        except OSError as error:
+            raise RunDirectoryError(
+                f"{self._file.name} cannot be written: {error.strerror}",
+                next_step="make room; the same command goes on from the last checkpoint",
+            ) from error
 
     def close(self) -> None:
         """Close the file."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from hvdtrain.config.parse import RunConfig
 from hvdtrain.data.loader import Stream, dataset_length
 from hvdtrain.data.order import micro_batches
 from hvdtrain.engine import make_engine
-from hvdtrain.errors import TaskError
+from hvdtrain.errors import RunDirectoryError, TaskError
 from hvdtrain.observe import journal
 from hvdtrain.observe.progress import Progress as ProgressDisplay
 from hvdtrain.observe.recorder import Recorder
@@ -42,22 +43,22 @@ from hvdtrain.training.trainer import Trainer
 
 def run_training(run: RunConfig, build: Callable[[], Any], comm: Comm) -> Result:
     """Train what `build` makes. Collective: yes. Errors: those of `hvdtrain.train`."""
-    with Notices() as notices:
-        device = pick_device(run.config.parallel.device, comm)
-        task = make_task(build, run.config, comm)
-        directory, claim = _claim(run, comm)
+    device = pick_device(run.config.parallel.device, comm)
+    task = make_task(build, run.config, comm)
+    directory, claim = _claim(run, comm)
+    try:
+        recorder = _recorder(run, task, directory, comm)
         try:
-            recorder = _recorder(run, task, directory, comm)
-            try:
-                return _train(run, task, comm, device, directory, claim, recorder, notices)
-            except BaseException as error:
+            return _train(run, task, comm, device, directory, claim, recorder)
+        except BaseException as error:
+            with suppress(RunDirectoryError):  # where the disk is full this fails as the run did
                 recorder.event({"event": "failed", "error": type(error).__name__, "message": str(error)})
-                raise
-            finally:
-                recorder.close()
+            raise
         finally:
-            if claim is not None:
-                claim.release()
+            recorder.close()
+    finally:
+        if claim is not None:
+            claim.release()
 
 
 def _train(
@@ -68,7 +69,6 @@ def _train(
     directory: Path,
     claim: RunDirectory | None,
     recorder: Recorder,
-    notices: Notices,
 ) -> Result:
     config = run.config
     model = task.model.to(device)
@@ -108,10 +108,10 @@ def _train(
         stop=stop,
         store=store,
         observer=recorder,
-        notices=notices,
     )
     recorder.begin(stop)
-    reason = trainer.run()
+    with Notices() as notices:
+        reason = trainer.run(notices)
     recorder.event({"event": "finished" if reason == "finished" else "stopped", "reason": reason})
     figures = on_rank_0(comm, partial(losses_and_speed, directory / journal.NAME, resumed), name="figures")
     return Result(

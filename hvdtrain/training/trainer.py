@@ -64,7 +64,6 @@ class Trainer:
         stop: the step to stop at, `horizon` or before.
         store: on rank 0; None elsewhere.
         observer: on rank 0; None elsewhere.
-        notices: signals.
     """
 
     config: Config
@@ -78,9 +77,8 @@ class Trainer:
     stop: int
     store: CheckpointStore | None
     observer: Observer | None
-    notices: Notices
 
-    def run(self) -> str:
+    def run(self, notices: Notices) -> str:
         """Train; why it ended: "finished", "stop_at" or a signal's name. Collective: yes.
 
         Errors:
@@ -93,7 +91,7 @@ class Trainer:
             self._evaluate()
         batches = self._batches()
         while progress.step < self.stop:
-            result = self._step(batches)
+            result = self._step(batches, notices.take())
             reason = stop_reason(result.notices)
             every = self.config.checkpoint.every
             due = bool(every) and progress.step % every == 0
@@ -119,7 +117,7 @@ class Trainer:
             pin_memory=loader.pin_memory == "on" or (loader.pin_memory == "auto" and on_cuda),
         )
 
-    def _step(self, batches: Iterator[Any]) -> StepResult:
+    def _step(self, batches: Iterator[Any], notices: list[int]) -> StepResult:
         progress, spans = self.state.progress, self.stepper.spans
         start = spans.now()
         lr_factor = self.schedule(progress.step)
@@ -127,7 +125,7 @@ class Trainer:
             group["lr"] = base * lr_factor
         mine = self.stream.step(progress.position)
         fed = ((partial(seed_forward, self.config.seed, b.start), self._next(batches)) for b in mine)
-        result = self.stepper.run(fed, len(mine), self.notices.take())
+        result = self.stepper.run(fed, len(mine), notices)
         progress.step += 1
         progress.position += self.stream.global_batch
         progress.skipped_in_row = 0 if result.applied else progress.skipped_in_row + 1

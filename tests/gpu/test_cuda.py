@@ -17,7 +17,8 @@ from tests.support.toy import toy
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 TOY = Path(__file__).parents[1] / "support" / "toy.py"
-OPTIONS = {"train": {"steps": 8, "global_batch": 8, "micro_batch": 2, "deterministic": True}, "checkpoint": {"every": 4}}
+TRAIN = {"steps": 8, "global_batch": 8, "micro_batch": 2, "deterministic": True}
+OPTIONS = {"train": TRAIN, "checkpoint": {"every": 4}}
 
 
 def _losses(run: Path) -> list[float]:
@@ -50,7 +51,7 @@ def test_without_dropout_the_curve_is_the_cpus(tmp_path: Path) -> None:
 
 def test_law_2_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     _train(tmp_path / "whole")
-    _train(tmp_path / "parts", train={**OPTIONS["train"], "stop_at": 4})
+    _train(tmp_path / "parts", train={**TRAIN, "stop_at": 4})
     _train(tmp_path / "parts")
     assert _losses(tmp_path / "parts") == _losses(tmp_path / "whole")
 

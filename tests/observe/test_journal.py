@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdtrain.errors import RunDirectoryError
 from hvdtrain.observe.journal import Journal, is_finished, read_journal, read_steps
 
 
@@ -72,4 +73,11 @@ def test_finished_is_the_last_word(tmp_path: Path) -> None:
     assert not is_finished(path)
     journal.write({"event": "finished"})
     assert is_finished(path)
+    journal.close()
+
+
+def test_a_full_disk_is_named() -> None:
+    journal = Journal(Path("/dev/full"))
+    with pytest.raises(RunDirectoryError, match="No space left on device"):
+        journal.write({"step": 1})
     journal.close()
