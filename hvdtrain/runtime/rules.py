@@ -9,10 +9,11 @@ Open MPI 4.1.8. "Busy" ones were taken while other work took as many cores again
 Not set, because it was tried and did not help: ``MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM`` of MPICH (5.0.2; 33.5 MB, busy:
 its own choice 25 to 28 ms, ring 38 to 40, reduce_scatter_allgather 25 to 28); MPICH yields of itself.
 
-Not set, because it made no difference that shows: ``HOROVOD_CYCLE_TIME``. With ranks that yield, a step of a transformer
-of 14.6M parameters took, busy, 686 ms at a cycle of 0.1 ms, 664 at 0.5, 700 at 1 (the default), 750 at 2, 674 at 5, 687
-at 10, 820 at 20, the steps of each run spreading over 90 to 540 ms; in ten pairs of runs 0.1 was ahead of 1 in six. A
-lone one-element allreduce does gain, 1.07 ms at 1 and 0.17 at 0.1; without yielding 0.1 costs (915 ms a step, 677 at 1).
+Not set, because it made no difference that shows: ``HOROVOD_CYCLE_TIME``. With ranks that yield, a step of a
+transformer of 14.6M parameters took, busy, 686 ms at a cycle of 0.1 ms, 664 at 0.5, 700 at 1 (the default), 750 at 2,
+674 at 5, 687 at 10, 820 at 20, the steps of each run spreading over 90 to 540 ms; in ten pairs of runs 0.1 was ahead of
+1 in six. A lone one-element allreduce does gain, 1.07 ms at 1 and 0.17 at 0.1; without yielding 0.1 costs (915 ms a
+step, 677 at 1).
 
 Not set, because nobody here has measured it: anything of NCCL's, and ``HOROVOD_ENABLE_ASYNC_COMPLETION``.
 """
