@@ -30,10 +30,16 @@ setup: ## make .venv with everything pinned, and Horovod built for its torch and
 train: setup ## the main job on NP ranks: make train NP=2 ARGS="--train.steps 50"
 	@$(BIN)/python -m hvdtrain.cli.start -np $(NP) -- $(ARGS)
 
-test: setup ## the tests, without those that take minutes
+# Open MPI refuses root unless told twice; more ranks than cores are meant here.
+ON_RANKS = env OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 PATH="$(BIN):$$PATH" \
+	mpirun -np 2 $(BIN)/python -m pytest -q -p no:cacheprovider tests/parallel
+
+test: setup ## the tests, without those that take minutes; those in tests/parallel on 2 ranks, then on one
+	@$(ON_RANKS)
 	@$(BIN)/python -m pytest -q -m "not slow"
 
 test-all: setup ## all tests
+	@$(ON_RANKS)
 	@$(BIN)/python -m pytest -q
 
 lint: setup ## ruff and mypy

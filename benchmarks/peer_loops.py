@@ -1,12 +1,14 @@
 """The loops that a user would write by hand, on one rank: no exchange, DDP over Gloo, stock Horovod.
 
-``python peer_loops.py PEER MODEL STEPS MICRO_BATCHES MICRO_BATCH FILE``: rank 0 writes the seconds of each step to
-FILE as JSON. Same model, data, loss, clipping and optimizer as ours; accumulation as each library documents it.
+``python peer_loops.py PEER MODEL MICRO_BATCHES MICRO_BATCH FILE``: trains until it is ended; rank 0 appends a line of
+JSON to FILE for each step, with its end and its seconds, as our journal does. Same model, data, loss, clipping and
+optimizer as ours; accumulation as each library documents it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -77,14 +79,14 @@ PEERS = {"no_exchange": no_exchange, "ddp": ddp, "stock_horovod": stock_horovod}
 
 def main() -> None:
     """Train, time, write."""
-    peer, name, steps, passes, micro_batch, file = sys.argv[1:]
+    peer, name, passes, micro_batch, file = sys.argv[1:]
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.manual_seed(0)
     task = MODELS[name]()
     rank, model, optimizer, exchange_if_last, synchronize = PEERS[peer](task, int(passes))
     source = batches(task, int(micro_batch), rank)
-    seconds = []
-    for _ in range(int(steps)):
+    journal = Path(file).open("a", buffering=1) if rank == 0 else None
+    for step in itertools.count(1):
         start = time.perf_counter()
         optimizer.zero_grad()
         total = 0.0
@@ -97,9 +99,8 @@ def main() -> None:
         torch.nn.utils.clip_grad_norm_(task.model.parameters(), 1.0)
         with optimizer.skip_synchronize() if peer == "stock_horovod" else contextlib.nullcontext():
             optimizer.step()
-        seconds.append(time.perf_counter() - start)
-    if rank == 0:
-        Path(file).write_text(json.dumps(seconds))
+        if journal is not None:
+            journal.write(json.dumps({"step": step, "time": time.time(), "step_s": time.perf_counter() - start}) + "\n")
 
 
 if __name__ == "__main__":

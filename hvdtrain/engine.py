@@ -10,13 +10,14 @@ from torch.optim import Optimizer
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.errors import TaskError
+from hvdtrain.exchange.reducer import Reducer
 
 
 class Engine(Protocol):
     """An optimizer and the exchange of its gradients.
 
     Attributes:
-        optimizer: whose `param_groups` and `state_dict` are those of the training.
+        optimizer: the one that was given.
     """
 
     optimizer: Optimizer
@@ -25,10 +26,15 @@ class Engine(Protocol):
         """Clear gradients; this rank is about to run backward `micro_batches` times, 0 if it idles."""
         ...
 
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of `loss`, a scalar; the last one of a step starts the exchange."""
+        ...
+
     def finish(self) -> list[Tensor]:
         """Wait until every gradient is the sum over ranks and micro-batches. Collective: yes.
 
-        Returns the gradients, equal on all ranks; that of a parameter nobody used is zero at every size.
+        Returns tensors that hold all gradients, equal on all ranks, to take the norm of and to
+        scale in place. The gradient of a parameter that nobody used is zero at every size.
         """
         ...
 
@@ -38,15 +44,15 @@ class Engine(Protocol):
 
 
 def make_engine(optimizer: Optimizer, model: nn.Module, comm: Comm, compression: str) -> Engine:
-    """Wrap an optimizer that has no state yet.
+    """Give an optimizer over the model's parameters the exchange that fits the job.
 
     Errors:
         TaskError: the optimizer holds a parameter that is not the model's.
     """
     parameters = _named(optimizer, model)
-    if comm.size == 1:
-        return LocalEngine(optimizer)
-    return HorovodEngine(optimizer, parameters, compression)
+    return (
+        LocalEngine(optimizer) if comm.size == 1 else ExchangeEngine(optimizer, Reducer(parameters, comm, compression))
+    )
 
 
 class LocalEngine:
@@ -54,11 +60,15 @@ class LocalEngine:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self._parameters = _trained(optimizer)
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
     def begin(self, micro_batches: int) -> None:
         """Clear gradients."""
         self.optimizer.zero_grad()
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of `loss`."""
+        torch.autograd.backward(loss)
 
     def finish(self) -> list[Tensor]:
         """Give a zero gradient to parameters that have none, as an exchange would."""
@@ -69,36 +79,34 @@ class LocalEngine:
         self.optimizer.step()
 
 
-class HorovodEngine:
-    """Horovod's own DistributedOptimizer: an allreduce a gradient, started by backward's hooks."""
+class ExchangeEngine:
+    """Several ranks: gradients summed in buckets while backward runs."""
 
-    def __init__(
-        self, optimizer: Optimizer, named_parameters: list[tuple[str, nn.Parameter]], compression: str
-    ) -> None:
-        from hvdtrain.comm.horovod import distributed_optimizer
-
-        self.optimizer: Optimizer = distributed_optimizer(optimizer, named_parameters, compression)
-        self._wrapped = self.optimizer
-        self._parameters = _trained(optimizer)
+    def __init__(self, optimizer: Optimizer, reducer: Reducer) -> None:
+        self.optimizer = optimizer
+        self._reducer = reducer
+        self._left = 0
 
     def begin(self, micro_batches: int) -> None:
-        """Clear gradients; exchange after `micro_batches` backward passes, a number that is each rank's own."""
-        self._wrapped.zero_grad()
-        self._wrapped.set_backward_passes_per_step(micro_batches)
+        """Clear gradients; the number of backward passes is each rank's own."""
+        self.optimizer.zero_grad()
+        self._reducer.begin()
+        self._left = micro_batches
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of `loss`; on the last pass, exchange each bucket once it is full."""
+        self._left -= 1
+        if self._left == 0:
+            self._reducer.collect()
+        torch.autograd.backward(loss)
 
     def finish(self) -> list[Tensor]:
         """Wait for the sums. Collective: yes."""
-        self._wrapped.synchronize()
-        return [_gradient(parameter) for parameter in self._parameters]
+        return self._reducer.finish()
 
     def step(self) -> None:
-        """Follow the gradients, without another exchange."""
-        with self._wrapped.skip_synchronize():
-            self._wrapped.step()
-
-
-def _trained(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        """Follow the gradients."""
+        self.optimizer.step()
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
@@ -117,4 +125,4 @@ def _named(optimizer: Optimizer, model: nn.Module) -> list[tuple[str, nn.Paramet
             expected="an optimizer made from model.parameters() of the same model that the task returns",
             found=f"{len(strangers)} other(s), of shapes {', '.join(map(str, strangers[:3]))}",
         )
-    return [(names[parameter], parameter) for parameter in held]
+    return [(names[parameter], parameter) for parameter in held if parameter.requires_grad]

@@ -21,14 +21,15 @@ LAYERS = {
     "runtime": 2,
     "install": 2,
     "comm": 3,
+    "exchange": 4,
     "data": 4,
     "task": 4,
     "state": 4,
     "observe": 4,
-    "engine": 4,
-    "training": 5,
-    "doctor": 5,
-    "cli": 6,
+    "engine": 5,
+    "training": 6,
+    "doctor": 6,
+    "cli": 7,
 }
 """A room imports rooms of lower numbers, and itself. `hvdtrain` and `hvdtrain.__main__` stand above all."""
 

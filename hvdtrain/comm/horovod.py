@@ -12,7 +12,6 @@ from hvdtrain.install import record
 try:
     import horovod.torch as hvd
     from horovod.torch import mpi_ops
-    from horovod.torch.compression import Compressor
 except ImportError as _error:
     record.check()
     raise HorovodError(
@@ -91,39 +90,3 @@ class HorovodComm:
 
 def _movable(tensor: Tensor) -> Tensor:
     return tensor.view(torch.float16) if tensor.dtype == torch.bfloat16 else tensor
-
-
-def distributed_optimizer(
-    optimizer: torch.optim.Optimizer, named_parameters: list[tuple[str, torch.nn.Parameter]], compression: str
-) -> Any:
-    """Horovod's own wrapped optimizer, which sums gradients while backward runs.
-
-    Args:
-        optimizer: without state so far: wrapping drops it.
-        named_parameters: every parameter of the optimizer, by unique name.
-        compression: "none" or "fp16"; either carries bfloat16 gradients as fp32.
-    """
-    wire = {"none": _CarryBfloat16, "fp16": _Fp16}[compression]
-    return hvd.DistributedOptimizer(optimizer, named_parameters=named_parameters, compression=wire, op=hvd.Sum)
-
-
-class _CarryBfloat16(Compressor):  # type: ignore[misc]
-    """Gradients as they are, but bfloat16 as fp32: Horovod cannot sum it."""
-
-    @staticmethod
-    def compress(tensor: Tensor) -> tuple[Tensor, torch.dtype]:
-        return tensor.float() if tensor.dtype == torch.bfloat16 else tensor, tensor.dtype
-
-    @staticmethod
-    def decompress(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        return tensor.to(dtype)
-
-
-class _Fp16(_CarryBfloat16):
-    """fp32 and fp64 gradients as fp16; bfloat16, whose range fp16 lacks, as fp32."""
-
-    @staticmethod
-    def compress(tensor: Tensor) -> tuple[Tensor, torch.dtype]:
-        if tensor.dtype == torch.bfloat16:
-            return tensor.float(), tensor.dtype
-        return tensor.half() if tensor.is_floating_point() else tensor, tensor.dtype

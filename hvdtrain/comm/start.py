@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.solo import SoloComm
-from hvdtrain.runtime.environment import RankInfo
+from hvdtrain.runtime.environment import GLOO_LAUNCHER, RankInfo
 
 if TYPE_CHECKING:
     from hvdtrain.comm.horovod import HorovodComm
@@ -28,7 +28,7 @@ def _horovod(info: RankInfo) -> HorovodComm:
     from hvdtrain.install import record
     from hvdtrain.runtime import mpi
 
-    record.check()
+    record.check(by_mpi=info.launcher != GLOO_LAUNCHER)
     mpi.check_launch(info)
     from hvdtrain.comm.horovod import HorovodComm
 

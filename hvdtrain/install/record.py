@@ -67,8 +67,11 @@ def installed(path: Iterable[str] | None = None) -> BuildRecord | None:
     )
 
 
-def check() -> None:
+def check(*, by_mpi: bool = True) -> None:
     """Refuse the installed Horovod if it cannot run here; call it before importing Horovod.
+
+    Args:
+        by_mpi: whether the ranks will talk by MPI, as under mpirun; by Gloo otherwise.
 
     Raises:
         HorovodError: as `judge`.
@@ -76,10 +79,10 @@ def check() -> None:
     torch = torch_at_hand()
     if torch is None:
         raise HorovodError("There is no torch.", next_step="pip install torch")
-    judge(installed(), torch.build)
+    judge(installed(), torch.build, by_mpi=by_mpi)
 
 
-def judge(record: BuildRecord | None, torch: TorchBuild) -> None:
+def judge(record: BuildRecord | None, torch: TorchBuild, *, by_mpi: bool = True) -> None:
     """Compare what Horovod was built for with what it would run with.
 
     Raises:
@@ -94,7 +97,7 @@ def judge(record: BuildRecord | None, torch: TorchBuild) -> None:
             found=f"built for {record.torch}",
             next_step=BUILD_COMMAND,
         )
-    if record.has_mpi is False:
+    if by_mpi and record.has_mpi is False:
         raise HorovodError(
             f"The installed Horovod {record.version} was built without MPI.",
             expected="a Horovod with MPI",

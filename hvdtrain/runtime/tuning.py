@@ -121,7 +121,7 @@ def prepare() -> tuple[RankInfo, list[Choice]]:
     info = rank_info(before)
     library = mpi.mpi_library(mpi.horovod_library(), before)
     site = site_settings(before, library.path) if library and library.family == "openmpi" else {}
-    loaded = [name for name in ("torch", "mpi4py.MPI") if name in sys.modules]
+    loaded = [name for name in ("torch", "mpi4py.MPI", "horovod.torch") if name in sys.modules]
     choices = choose(info, before, read_host(before), library, site=site, loaded=loaded, ours=ours)
     apply(choices)
     return info, choices

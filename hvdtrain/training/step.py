@@ -79,7 +79,7 @@ class Stepper:
             with self.spans("forward"), self.precision.autocast():
                 loss, weight = checked_loss(self.task, self.model, batch)
             with self.spans("backward"):
-                torch.autograd.backward(self.precision.scaler.scale(loss / nominal))
+                self.engine.backward(self.precision.scaler.scale(loss / nominal))
             totals[0] += loss.detach()
             totals[1] += weight
         if any(notices):

@@ -28,8 +28,9 @@ def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def _exchange(engine: Engine, model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
     engine.begin(len(batches))
     for batch in batches:
-        _loss(model, batch).backward()
-    return [gradient.clone() for gradient in engine.finish()]
+        engine.backward(_loss(model, batch))
+    engine.finish()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
 def _reference(counts: list[int]) -> list[Tensor]:
@@ -81,8 +82,10 @@ def test_bfloat16_gradients_do_not_overflow(job: Comm, compression: str) -> None
     model = nn.Linear(4, 1, bias=False).bfloat16()
     engine = make_engine(torch.optim.SGD(model.parameters(), lr=0.1), model, job, compression)
     engine.begin(1)
-    (model(torch.full((1, 4), 1e6, dtype=torch.bfloat16)).sum()).backward()
-    (gradient,) = engine.finish()
+    engine.backward(model(torch.full((1, 4), 1e6, dtype=torch.bfloat16)).sum())
+    engine.finish()
+    gradient = model.weight.grad
+    assert gradient is not None
     assert gradient.dtype == torch.bfloat16
     torch.testing.assert_close(gradient.float(), torch.full((1, 4), 1e6 * job.size), rtol=1e-2, atol=0)
 
@@ -102,7 +105,7 @@ def test_law_6_equals_stock_horovod(job: Comm) -> None:
     for index in range(5):
         batch = _batch(job.rank, index)
         engine.begin(1)
-        (_loss(ours, batch) / job.size).backward()
+        engine.backward(_loss(ours, batch) / job.size)
         engine.finish()
         engine.step()
         theirs.zero_grad()

