@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 from hvdtrain.errors import RunDirectoryError
 
@@ -32,9 +33,8 @@ class Journal:
         Errors:
             RunDirectoryError: the disk is full or went away.
         """
-        line = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
         try:
-            self._file.write((json.dumps(line) + "\n").encode())
+            self._file.write(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
         except OSError as error:
             raise RunDirectoryError(
                 f"{self._file.name} cannot be written: {error.strerror}",

@@ -71,7 +71,8 @@ class Stepper:
         """
         nominal = self.global_batch * self.task.nominal_weight
         self.engine.begin(count)
-        totals = torch.zeros(2 + len(notices), dtype=torch.float64, device=self.device)
+        losses: list[Tensor] = []
+        weights: list[Tensor | float] = []
         for seed, batch in batches:
             with self.spans("copy"):
                 batch = to_device(batch, self.device)
@@ -80,16 +81,26 @@ class Stepper:
                 loss, weight = checked_loss(self.task, self.model, batch)
             with self.spans("backward"):
                 self.engine.backward(self.precision.scaler.scale(loss / nominal))
-            totals[0] += loss.detach()
-            totals[1] += weight
-        if any(notices):
-            totals[2:] += torch.tensor(notices, dtype=torch.float64, device=self.device)
+            losses.append(loss.detach())
+            weights.append(weight)
+        totals = self._totals(losses, weights, notices)
         summed = self.comm.allreduce(totals, name="step/totals")
         with self.spans("exchange_wait"):
             gradients = self.engine.finish()
             summed.wait()
         with self.spans("optimizer"):
             return self._follow(gradients, totals, nominal)
+
+    def _totals(self, losses: list[Tensor], weights: list[Tensor | float], notices: list[int]) -> Tensor:
+        """Sum of losses, sum of weights and the notices of this rank: float64, on the device."""
+        if self.device.type == "cpu":
+            return torch.tensor([sum(map(float, losses)), sum(map(float, weights)), *notices], dtype=torch.float64)
+        # Without waiting for the device: what is known on the host goes there.
+        totals = torch.tensor([0.0, 0.0, *notices], dtype=torch.float64).to(self.device, non_blocking=True)
+        for loss, weight in zip(losses, weights, strict=True):
+            totals[0] += loss
+            totals[1] += weight
+        return totals
 
     def _follow(self, gradients: list[Tensor], totals: Tensor, nominal: float) -> StepResult:
         scaler = self.precision.scaler

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.data.order import micro_batches, mix, samples, share
+from hvdtrain.data.order import _splitmix, _splitmix_int, micro_batches, mix, samples, share
 
 
 @given(st.integers(1, 400), st.integers(0, 2**63 - 1), st.integers(0, 1000))
@@ -46,6 +46,11 @@ def test_ranks_share_out_a_global_batch(position: int, global_batch: int, micro_
     covered = [p for batch in batches for p in range(batch.start, batch.stop)]
     assert covered == list(range(position, position + global_batch))
     assert all(batch.stop - batch.start <= micro_batch for batch in batches)
+
+
+@given(st.integers(0, 2**64 - 1))
+def test_numbers_mix_as_arrays_do(value: int) -> None:
+    assert int(_splitmix(np.array([value], dtype=np.uint64))[0]) == _splitmix_int(value)
 
 
 def test_mix_spreads() -> None:
