@@ -1,7 +1,7 @@
 """What does the trainer cost over a hand-written loop with the same losses?
 
-One process of 1 thread; steps of about 1, 10 and 100 ms. Ours and the loop take turns, each first in half of them; their
-losses must be equal.
+One process of 1 thread; steps of about 1, 10 and 100 ms. Ours and the loop take turns, each first in half of them;
+their losses must be equal.
 """
 
 from __future__ import annotations

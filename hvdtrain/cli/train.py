@@ -66,10 +66,13 @@ def summary(result: Result, info: RankInfo) -> str:
     rows.append(("run", str(result.run_dir)))
     how = {"finished": "finished", "stop_at": "stopped as asked"}.get(result.reason, f"stopped by {result.reason}")
     further = [("each step", f"tail -n 3 {result.run_dir}/journal.jsonl"), ("this machine", "hvdtrain doctor")]
+    again = f"python -m hvdtrain --config {result.run_dir}/config.yaml --run_dir {result.run_dir}"
+    if info.size > 1:
+        again = f"mpirun -np {info.size} {again}"
     if result.reason == "finished":
-        further.append(("train on", f"--run_dir {result.run_dir} --train.steps {2 * result.total_steps}"))
+        further.append(("train on", f"{again} --train.steps {2 * result.total_steps}"))
     else:
-        further.append(("go on", f"the same command with --run_dir {result.run_dir}"))
+        further.append(("go on", f"{again} --train.stop_at null"))
     head = f"{how} at step {result.step} of {result.total_steps} after {duration(result.seconds)}"
     return f"\n{head}\n{table(rows)}\nlook further:\n{table(further)}"
 

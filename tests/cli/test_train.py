@@ -60,6 +60,15 @@ def test_the_same_command_goes_on_where_it_was(capsys: pytest.CaptureFixture[str
     assert len(list(Path("runs").iterdir())) == 3
 
 
+@pytest.mark.parametrize("stop", [[], ["--train.stop_at=3"]])
+def test_the_command_to_go_on_is_exact(stop: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SHORT, "--hidden=3", "--run_dir=run", *stop]) == 0
+    command = capsys.readouterr().out.splitlines()[-1].split(maxsplit=2)[2].split()
+    assert command[:3] == ["python", "-m", "hvdtrain"]
+    assert main(command[3:]) == 0
+    assert sorted(read_steps(Path("run/journal.jsonl"))) == list(range(1, 7 if stop else 13))
+
+
 def test_a_changed_config_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SHORT, "--run_dir=run", "--train.stop_at=2"]) == 0
     assert main([*SHORT, "--run_dir=run", "--optimizer.lr=0.5", "--train.clip=0"]) == 0
