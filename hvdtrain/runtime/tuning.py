@@ -30,10 +30,12 @@ class Choice:
     Attributes:
         setting: what we would set.
         kept: why it is not set: whose value stands; None when it is set.
+        late: it is not set only because the module that reads it is loaded already.
     """
 
     setting: Setting
     kept: str | None = None
+    late: bool = False
 
     @property
     def applied(self) -> bool:
@@ -75,17 +77,24 @@ def choose(
         for setting in settings
         if setting.before in loaded and (ours or {}).get(setting.variable) != setting.value
     }
-    return [Choice(setting, _kept(setting, environ, site or {}, setting.variable in late)) for setting in settings]
+    choices = []
+    for setting in settings:
+        kept = _kept(setting, environ, site or {})
+        if kept is None and setting.variable in late:
+            choices.append(Choice(setting, f"too late, {setting.before} is loaded", late=True))
+        else:
+            choices.append(Choice(setting, kept))
+    return choices
 
 
-def _kept(setting: Setting, environ: Mapping[str, str], site: Mapping[str, tuple[str, Path]], late: bool) -> str | None:
+def _kept(setting: Setting, environ: Mapping[str, str], site: Mapping[str, tuple[str, Path]]) -> str | None:
     for variable in dict.fromkeys((setting.variable, *setting.settled_by)):
         if variable in environ:
             return f"kept {variable}={environ[variable]} of the environment"
         if variable in site:
             value, path = site[variable]
             return f"kept {variable.removeprefix('OMPI_MCA_')}={value} of {path}"
-    return f"too late, {setting.before} is loaded" if late else None
+    return None
 
 
 def written_by_us(environ: Mapping[str, str]) -> dict[str, str]:

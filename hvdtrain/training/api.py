@@ -30,7 +30,7 @@ def train(
         HvdtrainError: see `hvdtrain.errors`. On one rank or on all; the process should end then, so that the
             launcher ends the others.
     """
-    info, _ = prepare()
+    info, choices = prepare()
     options = _options(config)
     build: Callable[[], Any]
     if isinstance(task, Task):
@@ -45,8 +45,10 @@ def train(
         build = partial(function, **run.task_args)
 
     from hvdtrain.comm.start import start_comm
+    from hvdtrain.training.device import take_threads
     from hvdtrain.training.session import run_training
 
+    take_threads(choices)
     return run_training(run, build, start_comm(info))
 
 

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.errors import ConfigError, LaunchError
+from hvdtrain.runtime.rules import THREADS
+from hvdtrain.runtime.tuning import Choice
+
+
+def take_threads(choices: Sequence[Choice]) -> None:
+    """Give torch the number of threads that was chosen, where it was imported before its variable could be set."""
+    for choice in choices:
+        if choice.late and choice.setting.variable == THREADS:
+            torch.set_num_threads(int(choice.setting.value))
 
 
 def pick_device(wanted: str, comm: Comm) -> torch.device:

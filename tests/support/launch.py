@@ -53,14 +53,16 @@ def run(
     cwd: Path,
     environment: Mapping[str, str] | None = None,
     check: bool = True,
+    without: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``python ARGUMENTS`` on `size` ranks and wait."""
+    """Run ``python ARGUMENTS`` on `size` ranks and wait, less the variables `without`."""
     chosen = launcher or ("none" if size == 1 else "mpirun")
     path = os.pathsep.join([str(Path(sys.executable).parent), ENVIRONMENT.get("PATH", "")])
+    variables = {**ENVIRONMENT, "PATH": path, **(environment or {})}
     done = subprocess.run(
         [*command(size, launcher=chosen), sys.executable, *arguments],
         cwd=cwd,
-        env={**ENVIRONMENT, "PATH": path, **(environment or {})},
+        env={k: v for k, v in variables.items() if k not in without},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import hvdtrain
 from hvdtrain.config.schema import CheckpointConfig, TrainConfig
 from hvdtrain.observe.journal import read_steps
+from tests.support.launch import run
 from tests.support.toy import toy
 
 OPTIONS = {"train": {"steps": 5, "global_batch": 4, "micro_batch": 2}, "checkpoint": {"every": 0}}
@@ -88,3 +90,17 @@ def test_other_data_is_noticed_on_resume(capsys: pytest.CaptureFixture[str]) -> 
     out = capsys.readouterr().out
     assert "the training data is not that of the run so far (50 samples then, 40 now)" in out
     assert "samples: 50 -> 40" in out
+
+
+def test_threads_are_shared_out_though_torch_came_first(tmp_path: Path) -> None:
+    """A script that imports torch before it calls train: each of two ranks takes half of the cores all the same."""
+    script = (
+        "import torch, os\nimport hvdtrain\nfrom tests.support.toy import toy\n"
+        f"hvdtrain.train({{**{OPTIONS!r}, 'run_dir': 'run'}}, toy)\n"
+        "os.write(1, f'threads {torch.get_num_threads()}\\n'.encode())\n"
+    )
+    (tmp_path / "script.py").write_text(script)
+    root = str(Path(__file__).parents[2])
+    done = run(["script.py"], size=2, cwd=tmp_path, environment={"PYTHONPATH": root}, without=("OMP_NUM_THREADS",))
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert done.stdout.count(f"threads {share}") == 2
