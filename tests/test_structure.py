@@ -15,6 +15,7 @@ PACKAGE = ROOT / "hvdtrain"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = {
+    "durable": 0,
     "errors": 0,
     "spans": 0,
     "config": 1,

@@ -19,6 +19,7 @@ from typing import Any
 import safetensors
 import safetensors.torch
 
+from hvdtrain.durable import fsync, fsync_folder
 from hvdtrain.errors import CheckpointError
 from hvdtrain.state.train_state import StateDict
 
@@ -81,7 +82,7 @@ class CheckpointStore:
             _write(temporary, step, state, notes)
             target = self._free_name(step)
             temporary.rename(target)
-            _fsync(self.directory)
+            fsync(self.directory)
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(
@@ -153,9 +154,7 @@ def _write(directory: Path, step: int, state: StateDict, notes: Mapping[str, Any
     files = {n: {"bytes": (directory / n).stat().st_size, "sha256": _checksum(directory / n)} for n in names}
     manifest = {"format": FORMAT, "step": step, **notes, "files": files}
     (directory / MANIFEST).write_text(json.dumps(manifest, indent=1))
-    for name in [*names, MANIFEST]:
-        _fsync(directory / name)
-    _fsync(directory)
+    fsync_folder(directory)
 
 
 def _manifest(path: Path) -> dict[str, Any]:
@@ -189,11 +188,3 @@ def _checksum(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import gettempdir, mkdtemp
 
+from hvdtrain.durable import fsync, fsync_folder
 from hvdtrain.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -81,9 +82,9 @@ def _build_in(place: Path, key: str, build: Callable[[Path], None], found: Calla
         temporary = Path(mkdtemp(prefix=f"{key}.tmp-", dir=place))
         try:
             build(temporary)
-            _fsync_all(temporary)
+            fsync_folder(temporary)
             _rename(temporary, final, found)
-            _fsync(place)
+            fsync(place)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     return final
@@ -118,17 +119,3 @@ def _is_mine(place: Path) -> bool:
         return all(folder.lstat().st_uid == os.getuid() for folder in (place, place.parent))
     except OSError:
         return False
-
-
-def _fsync_all(folder: Path) -> None:
-    for path in folder.iterdir():
-        _fsync(path)
-    _fsync(folder)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

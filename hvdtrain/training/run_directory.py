@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import IO, Any
 import yaml
 
 from hvdtrain.config.parse import RunConfig
+from hvdtrain.durable import write_text
 from hvdtrain.errors import RunDirectoryError
 from hvdtrain.observe import journal
 
@@ -49,13 +50,8 @@ class RunDirectory:
 
     def write_config(self, run: RunConfig) -> None:
         """Write the resolved config, whole or not at all."""
-        for name, text in ((CONFIG, yaml.safe_dump(dict(run.resolved), sort_keys=False)), (_IDENTITY, run.identity())):
-            temporary = self.path / f".{name}.writing"
-            with temporary.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self.path / name)
+        write_text(self.path / CONFIG, yaml.safe_dump(dict(run.resolved), sort_keys=False))
+        write_text(self.path / _IDENTITY, run.identity())
 
 
 def claim_run_directory(run: RunConfig) -> RunDirectory:
@@ -121,6 +117,7 @@ def _claim(path: Path) -> RunDirectory | None:
     except BlockingIOError:
         lock.close()
         return None
-    except OSError:
-        pass  # a file system without locks: nothing to hold others off with
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # those: a file system without locks
+            raise
     return RunDirectory(path, lock)
