@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.errors import TaskError
-from hvdtrain.exchange.reducer import Reducer
+from hvdtrain.exchange.reducer import Reducer, refuse_sparse
 
 
 class Engine(Protocol):
@@ -33,9 +33,13 @@ class Engine(Protocol):
     def finish(self) -> list[Tensor]:
         """Wait until every gradient is the sum over ranks and micro-batches. Collective: yes.
 
-        Returns tensors that hold all gradients, equal on all ranks, to take the norm of and to
-        scale in place. The gradient of a parameter that nobody used is zero at every size.
+        Returns all gradients, equal on all ranks, to take the norm of and to scale in place. That of a parameter
+        which nobody used is zero at every size.
         """
+        ...
+
+    def close(self) -> None:
+        """Let go of the parameters."""
         ...
 
     def step(self) -> None:
@@ -50,17 +54,17 @@ def make_engine(optimizer: Optimizer, model: nn.Module, comm: Comm, compression:
         TaskError: the optimizer holds a parameter that is not the model's.
     """
     parameters = _named(optimizer, model)
-    return (
-        LocalEngine(optimizer) if comm.size == 1 else ExchangeEngine(optimizer, Reducer(parameters, comm, compression))
-    )
+    if comm.size == 1:
+        return LocalEngine(parameters, optimizer)
+    return ExchangeEngine(optimizer, Reducer(parameters, comm, compression))
 
 
 class LocalEngine:
     """One rank: nothing to exchange."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, named_parameters: list[tuple[str, nn.Parameter]], optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        self._parameters = named_parameters
 
     def begin(self, micro_batches: int) -> None:
         """Clear gradients."""
@@ -72,11 +76,18 @@ class LocalEngine:
 
     def finish(self) -> list[Tensor]:
         """Give a zero gradient to parameters that have none, as an exchange would."""
-        return [_gradient(parameter) for parameter in self._parameters]
+        for name, parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            refuse_sparse(name, parameter.grad)
+        return [parameter.grad for _, parameter in self._parameters if parameter.grad is not None]
 
     def step(self) -> None:
         """Follow the gradients."""
         self.optimizer.step()
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 class ExchangeEngine:
@@ -108,21 +119,19 @@ class ExchangeEngine:
         """Follow the gradients."""
         self.optimizer.step()
 
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
+    def close(self) -> None:
+        """Take the hooks off."""
+        self._reducer.close()
 
 
 def _named(optimizer: Optimizer, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    strangers = [tuple(parameter.shape) for parameter in held if parameter not in names]
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    strangers = [tuple(parameter.shape) for parameter in held - set(model.parameters())]
     if strangers:
         raise TaskError(
             "the task's optimizer holds parameters that are not the model's",
             expected="an optimizer made from model.parameters() of the same model that the task returns",
             found=f"{len(strangers)} other(s), of shapes {', '.join(map(str, strangers[:3]))}",
         )
-    return [(names[parameter], parameter) for parameter in held if parameter.requires_grad]
+    # In the model's order, not the optimizer's: the exchange follows backward.
+    return [(name, p) for name, p in model.named_parameters() if p in held and p.requires_grad]

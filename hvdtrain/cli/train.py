@@ -86,9 +86,9 @@ def _fail(text: str, code: int, info: RankInfo | None, everywhere: bool = False)
     """Say why on stderr; among several ranks end at once, so that the launcher ends the others."""
     several = info is not None and info.size > 1
     if several and everywhere and info is not None and info.rank != 0:
-        # Rank 0 says it, and its end is ours; going first could end it before it has spoken.
+        # Rank 0 says it, and its end is ours; going first could end it before it has spoken. Who is still there
+        # after that was alone with the error.
         time.sleep(_RANK_0_SPEAKS_S)
-        os._exit(code)
     sys.stderr.write(text)
     sys.stderr.flush()
     sys.stdout.flush()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,7 +108,21 @@ def train_batches(
         multiprocessing_context="forkserver" if config.workers else None,
         pin_memory=pin_memory,
     )
-    return iter(loader)
+    with _signals_blocked():
+        return iter(loader)
+
+
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Let processes started within never see the signals that mean a rank to save or to stop.
+
+    mpirun, a scheduler and a terminal send them to all processes of a group; a loader process would die of them.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGTERM, signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Once:
@@ -119,19 +135,19 @@ class _Once:
         return self._batches
 
 
-def dataset_length(dataset: Dataset[Any]) -> int:
-    """Number of samples.
+def dataset_length(dataset: Dataset[Any], least: int = 1) -> int:
+    """Number of samples, `least` or more.
 
     Errors:
         DataError: the data set is empty, or is not one that can be indexed.
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise DataError(
-            "the training data cannot be indexed",
+            "the data set cannot be indexed",
             expected="a map-style data set with __len__ and __getitem__: any rank must reach any sample",
             found=type(dataset).__name__,
         )
     length = len(dataset)
-    if length < 1:
+    if length < least:
         raise DataError("the data set is empty", expected="one sample or more", found=f"{type(dataset).__name__} of 0")
     return length

@@ -49,9 +49,24 @@ class _Bucket:
         if gradient is None:
             self.places[slot.name].zero_()
         else:
+            refuse_sparse(slot.name, gradient)
             self.places[slot.name].copy_(gradient)
         slot.parameter.grad = self.views[slot.name]
         self.ready.add(slot.name)
+
+
+def refuse_sparse(name: str, gradient: Tensor) -> None:
+    """See that a gradient is dense.
+
+    Errors:
+        TaskError: it is sparse.
+    """
+    if gradient.is_sparse:
+        raise TaskError(
+            f"the gradient of {name} is sparse",
+            expected="dense gradients",
+            next_step="make the embedding with sparse=False",
+        )
 
 
 class Reducer:
@@ -97,7 +112,7 @@ class Reducer:
         self._collecting = True
 
     def finish(self) -> list[Tensor]:
-        """Exchange what is left, wait for all; the flat buffers of summed gradients. Collective: yes."""
+        """Exchange what is left, wait for all; the summed gradients, views of the buckets. Collective: yes."""
         self._collecting = False
         for number, bucket in enumerate(self._buckets):
             if bucket.handle is None:
@@ -110,7 +125,8 @@ class Reducer:
             bucket.handle.wait()
             if bucket.wire is not bucket.flat:
                 bucket.flat.copy_(bucket.wire)
-        return [bucket.flat for bucket in self._buckets]
+        # Views, not whole buckets: a norm over 30 MB summed in fp32 is off by 2e-4, that of the parts by 6e-6.
+        return [view for bucket in self._buckets for view in bucket.views.values()]
 
     def close(self) -> None:
         """Take the hooks off the parameters."""

@@ -7,6 +7,7 @@ It is written under a temporary name beside its place, fsynced and renamed. Read
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -77,16 +78,17 @@ class CheckpointStore:
             CheckpointError: the disk is full or cannot be written; the temporary directory is removed.
         """
         temporary = self.directory / f".writing-step-{step:06d}-{os.getpid()}"
+        shutil.rmtree(temporary, ignore_errors=True)  # of a killed process that had the same number
         try:
             temporary.mkdir(parents=True)
             _write(temporary, step, state, notes)
             target = self._free_name(step)
             temporary.rename(target)
             fsync(self.directory)
-        except OSError as error:
+        except (OSError, safetensors.SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(
-                f"the checkpoint of step {step} could not be written: {error.strerror or error}",
+                f"the checkpoint of step {step} could not be written: {getattr(error, 'strerror', None) or error}",
                 found=f"in {self.directory}",
                 next_step="make room or give another --run_dir; earlier checkpoints are untouched",
             ) from error
@@ -101,13 +103,28 @@ class CheckpointStore:
                 self._warn(f"passing over a damaged checkpoint: {error.what}")
         return None
 
-    def retain(self, keep: int) -> None:
-        """Remove all but the newest `keep` checkpoints and the one with the lowest held-out loss.
+    def set_aside_after(self, last: Saved | None) -> None:
+        """Rename what is newer than `last` (None: everything), so that it is neither loaded nor counted any more.
+
+        These are damaged, or of a way that was left when an older one was resumed. They stay on disk.
+        """
+        for saved in self.list():
+            if last is None or (saved.step, saved.again) > (last.step, last.again):
+                place = next(
+                    path
+                    for number in itertools.count()
+                    if not (path := saved.path.with_name(f"set-aside-{number}-{saved.path.name}")).exists()
+                )
+                saved.path.rename(place)
+                self._warn(f"{saved.path.name} is set aside as {place}; remove it when you don't need it")
+
+    def retain(self, keep: int, just_saved: Path) -> None:
+        """Remove all but the newest `keep` checkpoints, `just_saved`, and the one with the lowest held-out loss.
 
         What an earlier process left half written is removed too.
         """
         every = self.list()
-        kept = {saved.path for saved in every[-keep:]}
+        kept = {just_saved, *(saved.path for saved in every[-keep:])}
         losses = [(loss, saved.path) for saved in every if (loss := _heldout_loss(saved.path)) is not None]
         if losses:
             kept.add(min(losses)[1])
@@ -128,9 +145,17 @@ def load(path: Path) -> StateDict:
     """Read and verify one checkpoint; tensors on the CPU.
 
     Errors:
-        CheckpointError: a file is missing, was cut, or holds other bytes than were written.
+        CheckpointError: a file is missing, was cut, cannot be read, or holds other bytes than were written.
     """
-    manifest = _manifest(path)
+    try:
+        return _load(path, _manifest(path))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, safetensors.SafetensorError) as error:
+        raise CheckpointError(
+            f"{path} is damaged", found=repr(error), next_step="resume from another checkpoint"
+        ) from error
+
+
+def _load(path: Path, manifest: Mapping[str, Any]) -> StateDict:
     for name, facts in manifest["files"].items():
         file = path / name
         if not file.is_file() or file.stat().st_size != facts["bytes"] or _checksum(file) != facts["sha256"]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hvdtrain.errors import CheckpointError
+from hvdtrain.errors import CheckpointError, TaskError
 
 
 @dataclass
@@ -66,11 +66,12 @@ class TrainState:
     def state_dict(self) -> StateDict:
         """The state, without copying tensors."""
         model, aliases = _unaliased(self.model.state_dict())
-        slots, plain = self._optimizer_state()
+        slots, plain, groups = self._optimizer_state()
         values = {
             "progress": vars(self.progress).copy(),
             "aliases": aliases,
             "optimizer": plain,
+            "groups": groups,
             "scaler": self.scaler.state_dict(),
         }
         return StateDict({"model": model, "optimizer": slots}, values)
@@ -87,6 +88,8 @@ class TrainState:
         self._check_optimizer(state)
         self.model.load_state_dict(model)
         self._load_optimizer(state.tensors["optimizer"], state.values["optimizer"])
+        for number, values in state.values["groups"].items():
+            self.optimizer.param_groups[int(number)].update(values)
         if state.values["scaler"]:
             self.scaler.load_state_dict(state.values["scaler"])
         self.progress = Progress(**state.values["progress"])
@@ -95,23 +98,53 @@ class TrainState:
         of = {parameter: name for name, parameter in self.model.named_parameters()}
         return {of[p]: p for group in self.optimizer.param_groups for p in group["params"]}
 
-    def _optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def __post_init__(self) -> None:
+        """Note what the optimizer's groups hold before training."""
+        self._groups_at_start = [self._group_values(group) for group in self.optimizer.param_groups]
+
+    @staticmethod
+    def _group_values(group: Mapping[str, Any]) -> dict[str, Any]:
+        return {k: v for k, v in group.items() if k not in ("params", "lr") and isinstance(v, (int, float, str, bool))}
+
+    def _optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, dict[str, Any]]]:
+        """Tensors and plain values by parameter and slot; what training has changed in each group.
+
+        Errors:
+            TaskError: the optimizer keeps state that cannot be saved.
+        """
         slots: dict[str, Tensor] = {}
         plain: dict[str, Any] = {}
         for name, parameter in self._names().items():
             for slot, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     slots[f"{name}/{slot}"] = value
-                else:
+                elif value is None or isinstance(value, (int, float, str, bool)):
                     plain[f"{name}/{slot}"] = value
-        return slots, plain
+                else:
+                    raise TaskError(
+                        f"{type(self.optimizer).__name__} keeps state that cannot be saved: {slot} of {name}",
+                        expected="tensors, numbers and strings",
+                        found=type(value).__name__,
+                        next_step="use an optimizer with flat state",
+                    )
+        # Some optimizers count in their groups. What the options set there stays the options' own.
+        groups = {
+            str(number): changed
+            for number, (group, start) in enumerate(
+                zip(self.optimizer.param_groups, self._groups_at_start, strict=True)
+            )
+            if (changed := {k: v for k, v in self._group_values(group).items() if v != start.get(k)})
+        }
+        return slots, plain, groups
 
     def _check_optimizer(self, state: StateDict) -> None:
         keys = [*state.tensors["optimizer"], *state.values["optimizer"]]
         strangers = {key.rpartition("/")[0] for key in keys} - self._names().keys()
+        numbers = {str(number) for number in range(len(self.optimizer.param_groups))}
+        strangers |= {f"group {number}" for number in state.values["groups"].keys() - numbers}
         if strangers:
             raise CheckpointError(
-                "the checkpoint holds optimizer state of parameters that the optimizer does not have",
+                "the checkpoint holds state of parameters or groups that the optimizer does not have",
                 found=", ".join(sorted(strangers)[:3]),
                 next_step="resume with the optimizer of the run, or start anew: --resume never --run_dir DIR",
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import multiprocessing
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -24,24 +26,32 @@ def train(
     Args:
         config: options as a `Config`, a nested dict such as ``{"train": {"steps": 50}}``, or a YAML file.
         task: a `Task`, a function that returns one (its parameters may stand in `config`), or None for the one
-            that `config` names.
+            that `config` names. A `Task` object makes a new run each time unless `run_dir` names one.
 
     Errors:
         HvdtrainError: see `hvdtrain.errors`. On one rank or on all; the process should end then, so that the
             launcher ends the others.
     """
+    if multiprocessing.parent_process() is not None:
+        raise ConfigError(
+            "train() was called while a loader process imported the script",
+            next_step='put the call under `if __name__ == "__main__":`',
+        )
     info, choices = prepare()
     options = _options(config)
     build: Callable[[], Any]
     if isinstance(task, Task):
         options["task"] = "Task"
+        if options.get("run_dir") is None:
+            options["resume"] = "never"  # nothing tells this Task from another one of the same config
         run = parse.parse_object(options, None)
         build = partial(_given, task)
     else:
         if task is not None:
-            options["task"] = f"{task.__module__}:{task.__qualname__}"
+            options["task"] = f"{task.__module__}:{getattr(task, '__qualname__', type(task).__name__)}"
         function = task or load_task_function(str(options.get("task", Config.task)))
-        run = parse.parse_object(options, function)
+        # A callable that is no function (a partial, say) has no parameters of its own that options could name.
+        run = parse.parse_object(options, function if inspect.isfunction(function) else None)
         build = partial(function, **run.task_args)
 
     from hvdtrain.comm.start import start_comm

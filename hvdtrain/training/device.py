@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 
 import torch
 
 from hvdtrain.comm.base import Comm
+from hvdtrain.comm.objects import allgather_json
 from hvdtrain.errors import ConfigError, LaunchError
 from hvdtrain.runtime.rules import THREADS
 from hvdtrain.runtime.tuning import Choice
@@ -45,4 +47,21 @@ def pick_device(wanted: str, comm: Comm) -> torch.device:
         )
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
+    _check_own(device, comm)
     return device
+
+
+def _check_own(device: torch.device, comm: Comm) -> None:
+    """See that no two ranks share a device, which NCCL refuses. Collective: yes."""
+    mine = [socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)]
+    everyone = allgather_json(comm, mine, name="devices")
+    for rank, theirs in enumerate(everyone):
+        first = everyone.index(theirs)
+        if first != rank:
+            error = LaunchError(
+                f"ranks {first} and {rank} would share a CUDA device of {theirs[0]}",
+                expected="a device for each rank",
+                next_step="start fewer ranks a host, or use --parallel.device cpu",
+            )
+            error.everywhere = True
+            raise error

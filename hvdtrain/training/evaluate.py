@@ -39,7 +39,7 @@ def evaluate(
 ) -> Evaluation | None:
     """Mean loss over `most` held-out samples (0: all), spread evenly, each used once at any number of ranks.
 
-    Collective: yes. None where the task holds nothing out. Sums are in float64. Leaves the model in training mode.
+    Collective: yes. None where the task holds nothing out. Sums are in float64. Each module is left in its mode.
     """
     if task.heldout_data is None or len(task.heldout_data) == 0:  # type: ignore[arg-type]
         return None
@@ -53,8 +53,10 @@ def evaluate(
         collate_fn=task.collate,
     )
     sums: dict[str, list[float]] = {}
+    modes = {module: module.training for module in model.modules()}
     model.eval()
-    with torch.inference_mode(), precision.autocast():
+    # Not inference_mode: what a model keeps from its first forward pass (positions, masks) must serve training too.
+    with torch.no_grad(), precision.autocast():
         for place, batch in zip(mine, loader, strict=True):
             seed_forward(0, place.start)
             batch = to_device(batch, device)
@@ -65,7 +67,8 @@ def evaluate(
                 total = sums.setdefault(name, [0.0, 0.0])
                 total[0] += float(value)
                 total[1] += float(weight)
-    model.train()
+    for module, training in modes.items():
+        module.training = training
     means = _means(allgather_json(comm, sums, name="evaluate"))
     return Evaluation(means.pop("loss"), {k.removeprefix("metric/"): v for k, v in means.items()}, count)
 

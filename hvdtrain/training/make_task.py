@@ -55,7 +55,7 @@ def make_task(build: Callable[[], Any], config: Config, comm: Comm) -> Task:
 
 
 def _check_same_data(task: Task, comm: Comm) -> None:
-    heldout = len(task.heldout_data) if task.heldout_data is not None else 0  # type: ignore[arg-type]
+    heldout = dataset_length(task.heldout_data, least=0) if task.heldout_data is not None else 0
     everyone = allgather_json(comm, [dataset_length(task.train_data), heldout, task.data_id], name="data/same")
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:

@@ -23,6 +23,8 @@ def restore(
     assert store is not None and claim is not None
     old = claim.old_config()
     found = _checkpoint(run.config.resume, store, recorder)
+    own = found is not None and found[0].path.resolve().is_relative_to(claim.path.resolve())
+    store.set_aside_after(found[0] if found is not None and own else None)
     if found is not None:
         saved, snapshot = found
         samples, data_id = state.progress.samples, state.progress.data_id
@@ -53,9 +55,14 @@ def _checkpoint(resume: str, store: CheckpointStore, recorder: Recorder) -> tupl
     if resume == "auto":
         return store.load_newest()
     path = Path(resume)
+    if not path.resolve().is_relative_to(store.directory.parent.resolve()):
+        own = store.load_newest()
+        if own is not None:  # the same command again: it began from `path`, it goes on from what it has since saved
+            recorder.say(f"the run has checkpoints of its own; --resume {resume} was where it began")
+            return own
     if (path / MANIFEST).exists():
         snapshot = load(path)
-        return Saved(snapshot.values["progress"]["step"], 0, path), snapshot
+        return next((s for s in store.list() if s.path.resolve() == path.resolve()), _foreign(path, snapshot)), snapshot
     found = CheckpointStore(path / CHECKPOINTS, recorder.warn).load_newest()
     if found is None:
         raise CheckpointError(
@@ -63,3 +70,7 @@ def _checkpoint(resume: str, store: CheckpointStore, recorder: Recorder) -> tupl
             expected="auto, never, a checkpoint such as RUN/checkpoints/step-000100, or a run directory",
         )
     return found
+
+
+def _foreign(path: Path, snapshot: StateDict) -> Saved:
+    return Saved(snapshot.values["progress"]["step"], 0, path)

@@ -49,8 +49,8 @@ class RunDirectory:
         return content if isinstance(content, dict) else None
 
     def write_config(self, run: RunConfig) -> None:
-        """Write the resolved config, whole or not at all."""
-        write_text(self.path / CONFIG, yaml.safe_dump(dict(run.resolved), sort_keys=False))
+        """Write the resolved config, whole or not at all; as one to go on with, so it resumes by itself."""
+        write_text(self.path / CONFIG, yaml.safe_dump({**run.resolved, "resume": "auto"}, sort_keys=False))
         write_text(self.path / _IDENTITY, run.identity())
 
 

@@ -17,7 +17,7 @@ from hvdtrain.config.parse import RunConfig
 from hvdtrain.data.loader import Stream, dataset_length
 from hvdtrain.data.order import micro_batches
 from hvdtrain.engine import make_engine
-from hvdtrain.errors import RunDirectoryError, TaskError
+from hvdtrain.errors import RunDirectoryError
 from hvdtrain.observe import journal
 from hvdtrain.observe.progress import Progress as ProgressDisplay
 from hvdtrain.observe.recorder import Recorder
@@ -72,7 +72,6 @@ def _train(
 ) -> Result:
     config = run.config
     model = task.model.to(device)
-    model.train()
     horizon = total_steps(config.train, dataset_length(task.train_data))
     stop = min(horizon, config.train.stop_at or horizon)
     engine = make_engine(_optimizer(task, run, recorder), model, comm, config.parallel.compression)
@@ -110,9 +109,11 @@ def _train(
         observer=recorder,
     )
     recorder.begin(stop)
-    with Notices() as notices:
-        reason = trainer.run(notices)
-    recorder.event({"event": "finished" if reason == "finished" else "stopped", "reason": reason})
+    try:
+        with Notices() as notices:
+            reason = trainer.run(notices)
+    finally:
+        engine.close()
     figures = on_rank_0(comm, partial(losses_and_speed, directory / journal.NAME, resumed), name="figures")
     return Result(
         run_dir=directory,
@@ -145,11 +146,6 @@ def _recorder(run: RunConfig, task: Task, directory: Path, comm: Comm) -> Record
 def _optimizer(task: Task, run: RunConfig, recorder: Recorder) -> Optimizer:
     if task.optimizer is None:
         return make_optimizer(task.model, run.config.optimizer)
-    if task.optimizer.state:
-        raise TaskError(
-            "the task's optimizer has state already, which wrapping it for the exchange would drop",
-            next_step="return it before its first step; a checkpoint brings its state back",
-        )
     recorder.say(f"the task brings its own optimizer ({type(task.optimizer).__name__}): --optimizer.* is not used")
     return task.optimizer
 

@@ -82,7 +82,12 @@ class Stepper:
             with self.spans("backward"):
                 self.engine.backward(self.precision.scaler.scale(loss / nominal))
             losses.append(loss.detach())
-            weights.append(weight)
+            weights.append(weight.detach().reshape(()) if isinstance(weight, Tensor) else weight)
+        if not count:
+            self.precision.scaler.scale(torch.zeros((), device=self.device))  # an idle rank's scaler is made by this
+        if self.device.type == "cuda":
+            with self.spans("backward"):  # what is left of it on the device; waiting for the exchange would too
+                torch.cuda.current_stream(self.device).synchronize()
         totals = self._totals(losses, weights, notices)
         summed = self.comm.allreduce(totals, name="step/totals")
         with self.spans("exchange_wait"):
@@ -107,7 +112,6 @@ class Stepper:
         if scaler.is_enabled():
             scaler.unscale_(self.engine.optimizer)
         norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=self.device)
-        # The one point where the host waits for a CUDA device.
         *numbers, raw_norm = torch.cat([totals, norm.detach().double().reshape(1)]).tolist()
         loss_sum, weight = numbers[:2]
         correction = nominal / weight if weight > 0 else math.nan

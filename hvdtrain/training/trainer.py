@@ -86,12 +86,14 @@ class Trainer:
             DriftError: parameters are not equal on all ranks.
         """
         progress = self.state.progress
-        saved_at = progress.step
+        begun_at = saved_at = progress.step
         if progress.step == 0:
             self._evaluate()
         batches = self._batches()
         while progress.step < self.stop:
             result = self._step(batches, notices.take())
+            if progress.step == begun_at + 1:
+                self.state.state_dict()  # an optimizer whose state cannot be saved is better refused now than later
             reason = stop_reason(result.notices)
             every = self.config.checkpoint.every
             due = bool(every) and progress.step % every == 0
@@ -100,10 +102,15 @@ class Trainer:
                 self._save(self._evaluate() if due or progress.step == self.stop else None)
                 saved_at = progress.step
             if reason:
-                return reason
+                return self._end(reason)
         if saved_at != progress.step:
             self._save(None)
-        return "finished" if progress.step >= self.horizon else "stop_at"
+        return self._end("finished" if progress.step >= self.horizon else "stop_at")
+
+    def _end(self, reason: str) -> str:
+        # At once, before loader processes are waited for: a launcher that has sent SIGTERM does not wait long.
+        self._event("finished" if reason == "finished" else "stopped", reason=reason)
+        return reason
 
     def _batches(self) -> Iterator[Any]:
         progress, loader = self.state.progress, self.config.loader
@@ -192,7 +199,7 @@ class Trainer:
             most=train.eval_samples,
         )
         if found is not None:
-            self._event("evaluation", loss=found.loss, samples=found.samples, **found.metrics)
+            self._event("evaluation", loss=found.loss, samples=found.samples, metrics=found.metrics)
         return found
 
     def _save(self, evaluation: Evaluation | None) -> None:
@@ -204,7 +211,7 @@ class Trainer:
     def _write(self, heldout_loss: float | None) -> str:
         assert self.store is not None
         path = self.store.save(self.state.progress.step, self.state.state_dict(), {"heldout_loss": heldout_loss})
-        self.store.retain(self.config.checkpoint.keep)
+        self.store.retain(self.config.checkpoint.keep, path)
         return path.name
 
     def _event(self, event: str, **facts: Any) -> None:

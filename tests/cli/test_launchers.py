@@ -52,8 +52,9 @@ def test_one_process_never_imports_horovod(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_more_ranks_than_micro_batches_works_and_says_so(alone: list[float], tmp_path: Path) -> None:
-    done = train(*TOY, "--train.micro_batch=8", "--run_dir=run", size=2, cwd=tmp_path)
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_more_ranks_than_micro_batches_works_and_says_so(precision: str, tmp_path: Path) -> None:
+    done = train(*TOY, "--train.micro_batch=8", "--run_dir=run", f"--precision={precision}", size=2, cwd=tmp_path)
     assert "1 of 2 ranks idle" in done.stdout
     assert len(read_steps(tmp_path / "run/journal.jsonl")) == 8
 
@@ -89,9 +90,11 @@ def _checkpoints(folder: Path) -> list[str]:
     return sorted(p.name for p in (folder / "run/checkpoints").glob("step-*"))
 
 
+@pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("size", [1, 2])
-def test_sigusr1_saves_and_goes_on_sigterm_saves_and_stops(size: int, tmp_path: Path) -> None:
-    process = _start(tmp_path, size)
+def test_sigusr1_saves_and_goes_on_sigterm_saves_and_stops(size: int, workers: int, tmp_path: Path) -> None:
+    """mpirun sends what it gets to all processes of the job, loader processes too."""
+    process = _start(tmp_path, size, f"--loader.workers={workers}")
     process.send_signal(signal.SIGUSR1)
     _until(lambda: len(_checkpoints(tmp_path)) == 1, process)
     at = int(_checkpoints(tmp_path)[0][5:])
@@ -139,6 +142,23 @@ def test_a_failure_on_one_rank_ends_the_job_and_names_the_rank(tmp_path: Path) -
     assert "rank 1 has had enough" in done.stderr
     assert "on rank 1/2 on " in done.stderr
     assert time.monotonic() - start < 60
+
+
+def test_parameters_that_drift_apart_end_the_job(tmp_path: Path) -> None:
+    """Law 3 on a real job: rank 1's model writes to its own parameter."""
+    drifting = FAILING.replace('raise RuntimeError("rank 1 has had enough")', "model.bias.data += 1e-6")
+    (tmp_path / "drifting.py").write_text(drifting)
+    done = train("--task=drifting.py:build", "--train.steps=2", size=2, cwd=tmp_path, check=False)
+    assert done.returncode != 0
+    assert "bias differs on rank(s) 1" in done.stderr
+
+
+def test_a_wrong_option_that_one_rank_alone_sees_is_told(tmp_path: Path) -> None:
+    only_there = "raise __import__('hvdtrain.errors').errors.ConfigError('not on this host')"
+    (tmp_path / "unlike.py").write_text(FAILING.replace('raise RuntimeError("rank 1 has had enough")', only_there))
+    done = train("--task=unlike.py:build", size=2, cwd=tmp_path, check=False)
+    assert done.returncode != 0
+    assert "not on this host" in done.stderr
 
 
 def test_wrong_input_is_told_once(tmp_path: Path) -> None:

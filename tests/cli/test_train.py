@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from hvdtrain.__main__ import main
 from hvdtrain.observe.journal import read_journal, read_steps
@@ -86,6 +87,24 @@ def test_resume_from_a_path_and_never() -> None:
     assert sorted(read_steps(Path("c/journal.jsonl"))) == [7]
     b, a = (read_steps(Path(f"{name}/journal.jsonl")) for name in "ba")
     assert b[6]["loss"] == a[6]["loss"]
+
+
+def test_the_same_command_with_a_path_goes_on_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SHORT, "--run_dir=a", "--train.stop_at=2"]) == 0
+    command = [*SHORT, "--run_dir=b", "--resume=a"]
+    assert main([*command, "--train.stop_at=4"]) == 0
+    assert main(command) == 0
+    assert "going on from step 4 (b/checkpoints/step-000004)" in capsys.readouterr().out
+    assert yaml.safe_load(Path("b/config.yaml").read_text())["resume"] == "auto"
+
+
+def test_going_back_sets_the_way_that_was_left_aside(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SHORT, "--run_dir=run"]) == 0
+    back = [*SHORT, "--run_dir=run", "--resume=run/checkpoints/step-000002", "--train.stop_at=3", "--checkpoint.keep=1"]
+    assert main(back) == 0
+    assert "step-000006 is set aside" in capsys.readouterr().out
+    assert main([*SHORT, "--run_dir=run"]) == 0
+    assert "going on from step 3" in capsys.readouterr().out
 
 
 def test_resume_from_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,7 +195,7 @@ LOSS = "    loss = lambda model, batch: (model(batch[0]).sum(), 1)\n"
         ),
         (
             f"def build():\n{MODEL}{LOSS}    return Task(model, loss, iter([1]))\n",
-            "the training data cannot be indexed",
+            "the data set cannot be indexed",
         ),
         ("def build(seed: int = 3):\n    return 3\n", "'seed' is also the name of an option"),
     ],

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from hvdtrain.engine import ExchangeEngine
+from hvdtrain.engine import _named as _held
 from hvdtrain.errors import TaskError
 from hvdtrain.exchange.buckets import lay_out
 from hvdtrain.exchange.reducer import Reducer
@@ -176,3 +177,27 @@ def test_a_layout_follows_backward() -> None:
     (layout,) = lay_out(_named(model), 1 << 20)
     assert [slot.name for slot in layout.slots] == ["1.bias", "1.weight", "0.bias", "0.weight"]
     assert lay_out(_named(copy.deepcopy(model)), 1 << 20)[0].length == layout.length
+
+
+def test_the_exchange_follows_the_model_not_the_optimizers_groups() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD([{"params": parameters[::2]}, {"params": parameters[1::2]}], lr=0.1)
+    assert [name for name, _ in _held(optimizer, model)] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+def test_the_norm_is_that_of_the_parts() -> None:
+    """Law 1 for clipping: one fp32 sum over a large buffer would be off by 2e-4."""
+
+    def body(comm: ThreadComm) -> None:
+        model = nn.ParameterList([nn.Parameter(torch.zeros(1000, 1000)) for _ in range(4)])
+        reducer = Reducer(_named(model), comm)
+        reducer.begin()
+        reducer.collect()
+        values = [torch.randn(1000, 1000, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+        sum((p * v).sum() for p, v in zip(model, values, strict=True)).backward()  # type: ignore[union-attr]
+        norm = nn.utils.get_total_norm(reducer.finish())
+        reference = sum(float((v.double() ** 2).sum()) for v in values) ** 0.5
+        assert float(norm) == pytest.approx(reference, rel=2e-5)
+
+    on_ranks(1, body)

@@ -91,7 +91,7 @@ def test_bfloat16_gradients_do_not_overflow(job: Comm, compression: str) -> None
 
 
 def test_law_6_equals_stock_horovod(job: Comm) -> None:
-    """Law 6: with the mean over ranks taken by hand, parameters follow hvd.DistributedOptimizer's bit for bit."""
+    """Law 6: with the mean over ranks taken by hand, parameters follow hvd.DistributedOptimizer's to rounding."""
     if job.size == 1:
         pytest.skip("at one rank there is no Horovod job to compare with: mpirun -np 2")
     import horovod.torch as hvd

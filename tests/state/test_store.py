@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from hvdtrain.errors import CheckpointError
+from hvdtrain.errors import CheckpointError, TaskError
 from hvdtrain.state.store import MANIFEST, CheckpointStore, load
 from hvdtrain.state.train_state import Progress, StateDict, TrainState
 from tests.support.toy import Net
@@ -145,7 +145,18 @@ def test_any_damage_is_named_and_passed_over(tmp_path_factory: pytest.TempPathFa
     assert str(file) in warnings[0]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 99}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        '{"format": 99}',
+        '{"format": 1}',
+        '{"format": 1, "files": 3}',
+        '{"format": 1, "files": {"a": {}}}',
+    ],
+)
 def test_a_damaged_manifest_is_passed_over(tmp_path: Path, content: str) -> None:
     store, warnings = _store(tmp_path)
     path = store.save(1, _state().state_dict(), {})
@@ -169,8 +180,7 @@ def test_retention_keeps_the_last_and_the_best(tmp_path: Path) -> None:
     store, _ = _store(tmp_path)
     snapshot = _state().state_dict()
     for step, loss in enumerate([5.0, 2.0, 3.0, None, 4.0, 6.0], start=1):
-        store.save(step, snapshot, {"heldout_loss": loss})
-        store.retain(2)
+        store.retain(2, store.save(step, snapshot, {"heldout_loss": loss}))
     assert [saved.step for saved in store.list()] == [2, 5, 6]
     assert sorted(p.name for p in store.directory.iterdir()) == ["step-000002", "step-000005", "step-000006"]
 
@@ -180,8 +190,7 @@ def test_leftovers_of_a_kill_are_removed_and_never_loaded(tmp_path: Path) -> Non
     (store.directory / ".writing-step-000009-1").mkdir(parents=True)
     (store.directory / ".removing-step-000001").mkdir()
     assert store.load_newest() is None
-    store.save(1, _state().state_dict(), {})
-    store.retain(3)
+    store.retain(3, store.save(1, _state().state_dict(), {}))
     assert [p.name for p in store.directory.iterdir()] == ["step-000001"]
 
 
@@ -204,8 +213,7 @@ step = 0
 while True:
     step += 1
     tensors["model"]["w"] += 1
-    store.save(step, StateDict(tensors, {"step": step}), {})
-    store.retain(2)
+    store.retain(2, store.save(step, StateDict(tensors, {"step": step}), {}))
     print(step, flush=True)
 """
 
@@ -240,3 +248,73 @@ def test_the_manifest_says_what_it_is(tmp_path: Path) -> None:
     manifest = json.loads((path / MANIFEST).read_text())
     assert (manifest["format"], manifest["step"], manifest["heldout_loss"]) == (1, 7, 1.5)
     assert sorted(manifest["files"]) == sorted(p.name for p in path.iterdir() if p.name != MANIFEST)
+
+
+def test_what_was_just_saved_is_kept_whatever_else_is_there(tmp_path: Path) -> None:
+    """Going back to step 1 leaves newer checkpoints behind: they neither push out the new ones nor come back."""
+    store, warnings = _store(tmp_path)
+    snapshot = _state().state_dict()
+    for step in (1, 2, 3, 4):
+        store.save(step, snapshot, {})
+    for step in (3, 4):
+        (store.directory / f"step-{step:06d}" / "state.json").unlink()
+    found = store.load_newest()
+    assert found is not None and found[0].step == 2
+    store.retain(1, store.save(2, snapshot, {}))
+    assert (2, 1) in [(saved.step, saved.again) for saved in store.list()]
+    first = store.list()[0]
+    store.set_aside_after(first)
+    assert store.list() == [first]
+    assert len(list(store.directory.glob("set-aside-*"))) == 1
+    assert any("is set aside as" in warning for warning in warnings)
+
+
+def test_a_leftover_of_the_same_process_number_is_no_obstacle(tmp_path: Path) -> None:
+    store, _ = _store(tmp_path)
+    (store.directory / f".writing-step-000004-{os.getpid()}" / "x").mkdir(parents=True)
+    assert store.save(4, _state().state_dict(), {}).name == "step-000004"
+
+
+def test_a_full_disk_while_writing_tensors(tmp_path: Path) -> None:
+    """RLIMIT_FSIZE stands for a full disk: a write fails in the middle of a file."""
+    program = (
+        "import resource, signal, sys\nfrom pathlib import Path\nimport torch\n"
+        "from hvdtrain.errors import CheckpointError\nfrom hvdtrain.state.store import CheckpointStore\n"
+        "from hvdtrain.state.train_state import StateDict\n"
+        "store = CheckpointStore(Path(sys.argv[1]), print)\n"
+        "state = StateDict({'model': {'w': torch.zeros(100_000)}, 'optimizer': {}}, {})\n"
+        "store.save(1, state, {})\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "try:\n    store.save(2, state, {})\nexcept CheckpointError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "the checkpoint of step 2 could not be written" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+def test_what_an_optimizer_counts_in_its_groups_is_kept(tmp_path: Path) -> None:
+    class Counting(torch.optim.SGD):
+        def step(self, closure=None):  # type: ignore[no-untyped-def]
+            for group in self.param_groups:
+                group["k"] = group.get("k", 0) + 1
+            return super().step(closure)
+
+    def state() -> TrainState:
+        model = nn.Linear(1, 1)
+        optimizer = Counting(model.parameters(), lr=0.1, momentum=0.5)
+        return TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False), Progress())
+
+    first, second = state(), state()
+    first.model(torch.ones(1, 1)).sum().backward()
+    first.optimizer.step()
+    second.optimizer.param_groups[0]["momentum"] = 0.9  # as options changed since would set it
+    second.load_state_dict(first.state_dict())
+    assert (second.optimizer.param_groups[0]["k"], second.optimizer.param_groups[0]["momentum"]) == (1, 0.9)
+
+
+def test_optimizer_state_that_cannot_be_saved_is_refused() -> None:
+    state = _state()
+    state.optimizer.state[next(state.model.parameters())]["history"] = [torch.zeros(1)]
+    with pytest.raises(TaskError, match="history of"):
+        state.state_dict()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hvdtrain.observe.journal import read_steps
 from tests.support.launch import run
 from tests.support.toy import toy
 
+ROOT = Path(__file__).parents[2]
 OPTIONS = {"train": {"steps": 5, "global_batch": 4, "micro_batch": 2}, "checkpoint": {"every": 0}}
 
 
@@ -70,13 +72,34 @@ def test_a_task_brings_its_optimizer_and_schedule(capsys: pytest.CaptureFixture[
     assert "--optimizer.* is not used" in capsys.readouterr().out
 
 
-def test_an_optimizer_with_state_is_refused() -> None:
-    task = toy()
-    optimizer = torch.optim.SGD(task.model.parameters(), lr=0.5, momentum=0.9)
-    task.model(torch.ones(2, 6)).sum().backward()
-    optimizer.step()
-    with pytest.raises(hvdtrain.HvdtrainError, match="has state already"):
-        hvdtrain.train(OPTIONS, hvdtrain.Task(task.model, task.loss, task.train_data, optimizer=optimizer))
+def test_a_task_object_never_takes_another_ones_run() -> None:
+    base = toy()
+    for number in range(2):
+        stopped = {**OPTIONS, "train": {**OPTIONS["train"], "stop_at": 2}}
+        result = hvdtrain.train(stopped, hvdtrain.Task(base.model, base.loss, base.train_data))
+        assert (result.resumed_at, len(list(Path("runs").iterdir()))) == (0, number + 1)
+
+
+def test_a_partial_is_a_function_too() -> None:
+    assert hvdtrain.train(OPTIONS, functools.partial(toy, hidden=3)).model.layers[0].out_features == 3
+
+
+def test_train_in_a_loader_process_names_the_guard() -> None:
+    Path("unguarded.py").write_text(
+        "import hvdtrain\nfrom tests.support.toy import toy\n"
+        f"hvdtrain.train({{**{OPTIONS!r}, 'loader': {{'workers': 1}}}}, toy)\n"
+    )
+    done = run(["unguarded.py"], cwd=Path.cwd(), environment={"PYTHONPATH": str(ROOT)}, check=False)
+    assert done.returncode != 0
+    assert "if __name__" in done.stderr
+
+
+def test_sparse_gradients_are_refused_by_name() -> None:
+    model = torch.nn.EmbeddingBag(5, 2, sparse=True)
+    data = torch.utils.data.TensorDataset(torch.zeros(8, 1, dtype=torch.int64))
+    task = hvdtrain.Task(model, lambda m, b: (m(b[0]).sum(), len(b[0])), data)
+    with pytest.raises(hvdtrain.HvdtrainError, match="the gradient of weight is sparse"):
+        hvdtrain.train(OPTIONS, task)
 
 
 def test_configs_of_the_wrong_kind() -> None:
@@ -100,7 +123,6 @@ def test_threads_are_shared_out_though_torch_came_first(tmp_path: Path) -> None:
         "os.write(1, f'threads {torch.get_num_threads()}\\n'.encode())\n"
     )
     (tmp_path / "script.py").write_text(script)
-    root = str(Path(__file__).parents[2])
-    done = run(["script.py"], size=2, cwd=tmp_path, environment={"PYTHONPATH": root}, without=("OMP_NUM_THREADS",))
+    done = run(["script.py"], size=2, cwd=tmp_path, environment={"PYTHONPATH": str(ROOT)}, without=("OMP_NUM_THREADS",))
     share = max(1, len(os.sched_getaffinity(0)) // 2)
     assert done.stdout.count(f"threads {share}") == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.task.base import Task
@@ -72,6 +73,25 @@ def test_most_spreads_over_all_samples() -> None:
     some = Plain(task.heldout_data.x[[0, 2, 5, 8]])  # type: ignore[union-attr]
     expected = _evaluate(Task(task.model, task.loss, task.train_data, some), SoloComm())
     assert (found.loss, found.samples) == (expected.loss, 4)
+
+
+def test_what_a_model_keeps_from_evaluation_serves_training() -> None:
+    class Caching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 1)
+            self.frozen = nn.Dropout(0.5).eval()
+            self.cache: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.cache = torch.ones(6) if self.cache is None else self.cache
+            return self.layer(self.frozen(x) * self.cache).squeeze(-1)
+
+    base = _task()
+    model = Caching()
+    _evaluate(Task(model, base.loss, base.train_data, base.heldout_data), SoloComm())
+    assert (model.training, model.frozen.training) == (True, False)
+    base.loss(model, (torch.ones(2, 6), torch.ones(2)))[0].backward()
 
 
 def test_leaves_the_model_training_and_nothing_held_out_is_none() -> None:

@@ -23,9 +23,8 @@ CPU = torch.device("cpu")
 
 def _stepper(task: Task, *, precision: str = "fp32", clip: float = 0.0, lr: float = 0.1) -> Stepper:
     optimizer = torch.optim.SGD(task.model.parameters(), lr=lr)
-    return Stepper(
-        task, task.model, LocalEngine(optimizer), SoloComm(), Precision(precision, CPU), CPU, 12, clip, Spans()
-    )
+    engine = LocalEngine(list(task.model.named_parameters()), optimizer)
+    return Stepper(task, task.model, engine, SoloComm(), Precision(precision, CPU), CPU, 12, clip, Spans())
 
 
 def _batches(task: Task, micro_batch: int) -> list[Any]:
