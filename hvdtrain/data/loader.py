@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from typing import Any
 
 import numpy as np
@@ -108,7 +109,7 @@ def train_batches(
         multiprocessing_context="forkserver" if config.workers else None,
         pin_memory=pin_memory,
     )
-    with _signals_blocked():
+    with _signals_blocked() if config.workers else nullcontext():
         return iter(loader)
 
 
@@ -118,8 +119,12 @@ def _signals_blocked() -> Iterator[None]:
 
     mpirun, a scheduler and a terminal send them to all processes of a group; a loader process would die of them.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGTERM, signal.SIGINT})
+    notices = {signal.SIGUSR1, signal.SIGTERM, signal.SIGINT}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, notices)
     try:
+        # Its start unblocks two of them (resource_tracker.py), so it comes first.
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, notices)
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

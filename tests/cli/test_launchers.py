@@ -103,7 +103,7 @@ def test_sigusr1_saves_and_goes_on_sigterm_saves_and_stops(size: int, workers: i
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 143 or (size > 1 and process.returncode != 0), output
     last = read_journal(tmp_path / "run/journal.jsonl")[-1]
-    assert last["reason"] == "SIGTERM", output
+    assert last.get("reason") == "SIGTERM", f"{last}\n{output}"
     step = max(read_steps(tmp_path / "run/journal.jsonl"))
     assert _checkpoints(tmp_path)[-1] == f"step-{step:06d}"
     done = train(*LONG, "--run_dir=run", f"--train.stop_at={step + 2}", cwd=tmp_path)
