@@ -24,7 +24,7 @@ from hvdtrain.training.optimizers import make_optimizer
 from hvdtrain.training.schedule import factor
 
 BATCH, WARM_UP = 8, 5
-LAYERS = {"1ms": (320, 4), "10ms": (832, 6), "100ms": (1664, 16)}
+LAYERS = {"1ms": (384, 4), "10ms": (1024, 7), "100ms": (1920, 18)}
 STEPS = {"1ms": 400, "10ms": 100, "100ms": 20}
 
 

@@ -70,46 +70,14 @@ def _train(
     claim: RunDirectory | None,
     recorder: Recorder,
 ) -> Result:
-    config = run.config
-    model = task.model.to(device)
-    horizon = total_steps(config.train, dataset_length(task.train_data))
-    stop = min(horizon, config.train.stop_at or horizon)
-    engine = make_engine(_optimizer(task, run, recorder), model, comm, config.parallel.compression)
-    base_lrs = [float(group["lr"]) for group in engine.optimizer.param_groups]
-    precision = Precision(config.precision, device)
-    fresh = Progress(samples=dataset_length(task.train_data), data_id=task.data_id)
-    state = TrainState(model, engine.optimizer, precision.scaler, fresh)
-    _describe_start(run, task, comm, recorder)
     store = CheckpointStore(directory / CHECKPOINTS, recorder.warn) if claim is not None else None
-    resumed = on_rank_0(comm, partial(restore, run, state, store, claim, recorder), name="restored")
-    broadcast_state(state, comm)
-    trainer = Trainer(
-        config=config,
-        comm=comm,
-        state=state,
-        stepper=Stepper(
-            task=task,
-            model=model,
-            engine=engine,
-            comm=comm,
-            precision=precision,
-            device=device,
-            global_batch=config.train.global_batch,
-            clip=config.train.clip,
-            spans=Spans(),
-        ),
-        stream=Stream(
-            task.train_data, config.seed, config.train.global_batch, config.train.micro_batch, comm.rank, comm.size
-        ),
-        schedule=_schedule(task, run, horizon),
-        base_lrs=base_lrs,
-        horizon=horizon,
-        stop=stop,
-        store=store,
-        observer=recorder,
-    )
-    recorder.begin(stop)
+    trainer = _trainer(run, task, comm, device, store, recorder)
+    state, engine = trainer.state, trainer.stepper.engine
     try:
+        _describe_start(run, task, comm, recorder)
+        resumed = on_rank_0(comm, partial(restore, run, state, store, claim, recorder), name="restored")
+        broadcast_state(state, comm)
+        recorder.begin(trainer.stop)
         with Notices() as notices:
             reason = trainer.run(notices)
     finally:
@@ -119,11 +87,37 @@ def _train(
         run_dir=directory,
         reason=reason,
         step=state.progress.step,
-        total_steps=horizon,
+        total_steps=trainer.horizon,
         resumed_at=resumed,
         unit=task.unit,
-        model=model,
+        model=trainer.stepper.model,
         **numbers(figures),
+    )
+
+
+def _trainer(
+    run: RunConfig, task: Task, comm: Comm, device: torch.device, store: CheckpointStore | None, recorder: Recorder
+) -> Trainer:
+    """Put the parts together; the model is on its device then."""
+    config, train = run.config, run.config.train
+    model = task.model.to(device)
+    samples = dataset_length(task.train_data)
+    horizon = total_steps(train, samples)
+    engine = make_engine(_optimizer(task, run, recorder), model, comm, config.parallel.compression)
+    precision = Precision(config.precision, device)
+    fresh = Progress(samples=samples, data_id=task.data_id)
+    return Trainer(
+        config=config,
+        comm=comm,
+        state=TrainState(model, engine.optimizer, precision.scaler, fresh),
+        stepper=Stepper(task, model, engine, comm, precision, device, train.global_batch, train.clip, Spans()),
+        stream=Stream(task.train_data, config.seed, train.global_batch, train.micro_batch, comm.rank, comm.size),
+        schedule=_schedule(task, run, horizon),
+        base_lrs=[float(group["lr"]) for group in engine.optimizer.param_groups],
+        horizon=horizon,
+        stop=min(horizon, train.stop_at or horizon),
+        store=store,
+        observer=recorder,
     )
 
 

@@ -110,6 +110,7 @@ class Trainer:
     def _end(self, reason: str) -> str:
         # At once, before loader processes are waited for: a launcher that has sent SIGTERM does not wait long.
         self._event("finished" if reason == "finished" else "stopped", reason=reason)
+        self._set_lr(1.0)  # as the task gave them, should it train again
         return reason
 
     def _batches(self) -> Iterator[Any]:
@@ -128,8 +129,7 @@ class Trainer:
         progress, spans = self.state.progress, self.stepper.spans
         start = spans.now()
         lr_factor = self.schedule(progress.step)
-        for group, base in zip(self.state.optimizer.param_groups, self.base_lrs, strict=True):
-            group["lr"] = base * lr_factor
+        self._set_lr(lr_factor)
         mine = self.stream.step(progress.position)
         fed = ((partial(seed_forward, self.config.seed, b.start), self._next(batches)) for b in mine)
         result = self.stepper.run(fed, len(mine), notices)
@@ -140,6 +140,10 @@ class Trainer:
         self._observe_step(result, self.base_lrs[0] * lr_factor, spans.now() - start)
         self._check_skipped(result)
         return result
+
+    def _set_lr(self, lr_factor: float) -> None:
+        for group, base in zip(self.state.optimizer.param_groups, self.base_lrs, strict=True):
+            group["lr"] = base * lr_factor
 
     def _next(self, batches: Iterator[Any]) -> Any:
         with self.stepper.spans("data"):
