@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvdtrain.errors import ConfigError, HvdtrainError
@@ -65,16 +66,27 @@ def summary(result: Result, info: RankInfo) -> str:
         rows.append(("speed", f"{result.tokens_per_s:,.0f} {result.unit}/s on {info.size} rank(s)"))
     rows.append(("run", str(result.run_dir)))
     how = {"finished": "finished", "stop_at": "stopped as asked"}.get(result.reason, f"stopped by {result.reason}")
-    further = [("each step", f"tail -n 3 {result.run_dir}/journal.jsonl"), ("this machine", "hvdtrain doctor")]
-    again = f"python -m hvdtrain --config {result.run_dir}/config.yaml --run_dir {result.run_dir}"
+    further = [
+        ("each step", f"tail -n 3 {result.run_dir}/journal.jsonl"),
+        ("this machine", f"{_beside('hvdtrain')} doctor"),
+    ]
+    again = f"{_beside('python')} -m hvdtrain --config {result.run_dir}/config.yaml --run_dir {result.run_dir}"
     if info.size > 1:
-        again = f"mpirun -np {info.size} {again}"
+        again = f"{_beside('mpirun')} -np {info.size} {again}"
     if result.reason == "finished":
         further.append(("train on", f"{again} --train.steps {2 * result.total_steps}"))
     else:
         further.append(("go on", f"{again} --train.stop_at null"))
     head = f"{how} at step {result.step} of {result.total_steps} after {duration(result.seconds)}"
     return f"\n{head}\n{table(rows)}\nlook further:\n{table(further)}"
+
+
+def _beside(name: str) -> str:
+    """A program as a shell finds it that is not in the environment: beside this interpreter, where it is there."""
+    path = Path(sys.executable).with_name(name)
+    if not path.exists():
+        return name
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _report(error: HvdtrainError, info: RankInfo | None) -> str:

@@ -65,7 +65,8 @@ def test_the_same_command_goes_on_where_it_was(capsys: pytest.CaptureFixture[str
 def test_the_command_to_go_on_is_exact(stop: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SHORT, "--hidden=3", "--run_dir=run", *stop]) == 0
     command = capsys.readouterr().out.splitlines()[-1].split(maxsplit=2)[2].split()
-    assert command[:3] == ["python", "-m", "hvdtrain"]
+    assert Path(command[0]).exists()
+    assert command[1:3] == ["-m", "hvdtrain"]
     assert main(command[3:]) == 0
     assert sorted(read_steps(Path("run/journal.jsonl"))) == list(range(1, 7 if stop else 13))
 
