@@ -87,6 +87,7 @@ class Trainer:
         """
         progress = self.state.progress
         begun_at = saved_at = progress.step
+        asked_at = -1
         if progress.step == 0:
             self._evaluate()
         batches = self._batches()
@@ -97,7 +98,11 @@ class Trainer:
             reason = stop_reason(result.notices)
             every = self.config.checkpoint.every
             due = bool(every) and progress.step % every == 0
-            if due or result.notices[SAVE] or reason or progress.step == self.stop:
+            # One signal may reach the ranks in two neighbouring steps: it asks for one save.
+            asked = bool(result.notices[SAVE]) and progress.step > asked_at + 1
+            if asked:
+                asked_at = progress.step
+            if due or asked or reason or progress.step == self.stop:
                 # A stop by signal leaves no time for an evaluation: mpirun kills one second after SIGTERM.
                 self._save(self._evaluate() if due or progress.step == self.stop else None)
                 saved_at = progress.step

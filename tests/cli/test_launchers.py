@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,18 @@ def test_more_ranks_than_micro_batches_works_and_says_so(precision: str, tmp_pat
 LONG = [*TOY[:1], "--train.steps=1000000", "--train.global_batch=8", "--train.micro_batch=2", "--checkpoint.every=0"]
 
 
-def _start(folder: Path, size: int, *options: str) -> subprocess.Popen[str]:
+@pytest.fixture
+def jobs() -> Iterator[list[subprocess.Popen[str]]]:
+    """Jobs that a test started; those still there at its end are ended."""
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for process in started:
+        if process.poll() is None:
+            process.terminate()
+        process.communicate()
+
+
+def _start(jobs: list[subprocess.Popen[str]], folder: Path, size: int, *options: str) -> subprocess.Popen[str]:
     path = os.pathsep.join([str(Path(sys.executable).parent), ENVIRONMENT.get("PATH", "")])
     launcher = command(size, launcher="mpirun" if size > 1 else "none")
     process = subprocess.Popen(
@@ -73,6 +85,7 @@ def _start(folder: Path, size: int, *options: str) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
     )
+    jobs.append(process)
     journal = folder / "run/journal.jsonl"
     _until(lambda: journal.exists() and len(read_steps(journal)) > 3, process)
     return process
@@ -92,9 +105,9 @@ def _checkpoints(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("size", [1, 2])
-def test_sigusr1_saves_and_goes_on_sigterm_saves_and_stops(size: int, workers: int, tmp_path: Path) -> None:
+def test_sigusr1_saves_and_goes_on_sigterm_saves_and_stops(size: int, workers: int, jobs: list, tmp_path: Path) -> None:  # type: ignore[type-arg]
     """mpirun sends what it gets to all processes of the job, loader processes too."""
-    process = _start(tmp_path, size, f"--loader.workers={workers}")
+    process = _start(jobs, tmp_path, size, f"--loader.workers={workers}")
     process.send_signal(signal.SIGUSR1)
     _until(lambda: len(_checkpoints(tmp_path)) == 1, process)
     at = int(_checkpoints(tmp_path)[0][5:])
@@ -110,8 +123,8 @@ def test_sigusr1_saves_and_goes_on_sigterm_saves_and_stops(size: int, workers: i
     assert f"going on from step {step}" in done.stdout
 
 
-def test_ctrl_c_saves_and_stops(tmp_path: Path) -> None:
-    process = _start(tmp_path, 1)
+def test_ctrl_c_saves_and_stops(jobs: list, tmp_path: Path) -> None:  # type: ignore[type-arg]
+    process = _start(jobs, tmp_path, 1)
     process.send_signal(signal.SIGINT)
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 130, output
