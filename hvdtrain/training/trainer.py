@@ -23,7 +23,7 @@ from hvdtrain.training.step import Stepper, StepResult
 
 
 class Observer(Protocol):
-    """Told of a run as it happens, on rank 0."""
+    """Told of a run as it happens."""
 
     def step(self, record: dict[str, Any]) -> None:
         """Take what the journal holds of a step."""
@@ -47,10 +47,9 @@ class Trainer:
             finish exchange; unscale; finite? clip; step                     (Stepper)
             position += global batch
             tell the observer
-            a signal on any rank, or every N steps: evaluate, save; stop if asked to
-        evaluate, save
+            a signal on any rank, every N steps, the last step: evaluate, save; stop if asked to
 
-    Every rank runs the same lines; only the store and the observer are rank 0's.
+    Every rank runs the same lines; only the store is rank 0's.
 
     Attributes:
         config: the options.
@@ -63,7 +62,7 @@ class Trainer:
         horizon: the step at which the schedule ends.
         stop: the step to stop at, `horizon` or before.
         store: on rank 0; None elsewhere.
-        observer: on rank 0; None elsewhere.
+        observer: told on every rank; it records and shows on rank 0.
     """
 
     config: Config
@@ -76,7 +75,7 @@ class Trainer:
     horizon: int
     stop: int
     store: CheckpointStore | None
-    observer: Observer | None
+    observer: Observer
 
     def run(self, notices: Notices) -> str:
         """Train; why it ended: "finished", "stop_at" or a signal's name. Collective: yes.
@@ -86,7 +85,7 @@ class Trainer:
             DriftError: parameters are not equal on all ranks.
         """
         progress = self.state.progress
-        begun_at = saved_at = progress.step
+        begun_at = progress.step
         asked_at = -1
         if progress.step == 0:
             self._evaluate()
@@ -105,11 +104,8 @@ class Trainer:
             if due or asked or reason or progress.step == self.stop:
                 # A stop by signal leaves no time for an evaluation: mpirun kills one second after SIGTERM.
                 self._save(self._evaluate() if due or progress.step == self.stop else None)
-                saved_at = progress.step
             if reason:
                 return self._end(reason)
-        if saved_at != progress.step:
-            self._save(None)
         return self._end("finished" if progress.step >= self.horizon else "stop_at")
 
     def _end(self, reason: str) -> str:
@@ -156,8 +152,6 @@ class Trainer:
 
     def _observe_step(self, result: StepResult, lr: float, step_s: float) -> None:
         seconds = self.stepper.spans.take()
-        if self.observer is None:
-            return
         self.observer.step(
             {
                 "step": self.state.progress.step,
@@ -224,5 +218,4 @@ class Trainer:
         return path.name
 
     def _event(self, event: str, **facts: Any) -> None:
-        if self.observer is not None:
-            self.observer.event({"event": event, "at_step": self.state.progress.step, **facts})
+        self.observer.event({"event": event, "at_step": self.state.progress.step, **facts})
