@@ -21,9 +21,10 @@ import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace  # type: ignore[attr-defined]
 
 from hvdtrain.config.schema import Config
+from hvdtrain.config.windows import AUTO, parse_window
 from hvdtrain.errors import ConfigError
 
-NOT_IDENTITY = ("run_dir", "resume", "log_level", "train.stop_at")
+NOT_IDENTITY = ("run_dir", "resume", "log_level", "train.stop_at", "observe.timeline")
 """Options that two stretches of one run may differ in."""
 
 
@@ -165,6 +166,8 @@ def _check(config: Config) -> None:
     for holds, name, expected, found in rules:
         if not holds:
             raise ConfigError(f"--{name} has a value that makes no sense", expected=expected, found=str(found))
+    if config.observe.timeline != AUTO:
+        parse_window(config.observe.timeline, "observe.timeline", AUTO)
 
 
 def _explain(error: ArgumentError, parser: ArgumentParser, argv: Sequence[str]) -> ConfigError:
@@ -181,7 +184,10 @@ def _explain(error: ArgumentError, parser: ArgumentParser, argv: Sequence[str]) 
     wrong = re.match(r'Parser key "(?P<key>.+?)": Expected an? (?P<type>.+?)\. Got value: (?P<found>.*)', text)
     if wrong:
         expected = re.sub(r"<class '(\w+)'>|typing\.", r"\1", wrong["type"]).replace("Literal", "one of ")
-        return ConfigError(f"--{wrong['key']} has a wrong value", expected=expected, found=wrong["found"])
+        quotes = "where it stands in YAML, write it in quotes: 'off', '10:20'" if expected == "str" else None
+        return ConfigError(
+            f"--{wrong['key']} has a wrong value", expected=expected, found=wrong["found"], next_step=quotes
+        )
     return ConfigError(f"the options do not fit: {text}", next_step="see what there is: hvdtrain train --help")
 
 

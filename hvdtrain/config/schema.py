@@ -109,9 +109,12 @@ class ObserveConfig:
 
     Attributes:
         line_every_s: Seconds between lines where output is no terminal (a file, mpirun).
+        timeline: Steps that Horovod's own Timeline records into timeline/ of the run: FIRST:LAST, all or off. auto
+            takes some early steps where that costs no time, and leaves it elsewhere.
     """
 
     line_every_s: float = 5.0
+    timeline: str = "auto"
 
 
 @dataclass(frozen=True)

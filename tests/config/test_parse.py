@@ -88,6 +88,7 @@ def test_a_misspelt_key_in_a_file_names_file_and_nearest(tmp_path: Path) -> None
         ("--train.steps=0", "1 or more", "0"),
         ("--train.micro_batch=99", "1 to train.global_batch (16)", "99"),
         ("--optimizer.lr=-1", "more than 0", "-1.0"),
+        ("--observe.timeline=0:5", "auto, off, all or FIRST:LAST (numbers of steps, 1 <= FIRST <= LAST)", "0:5"),
     ],
 )
 def test_a_wrong_value_says_what_was_expected(flag: str, expected: str, found: str) -> None:
@@ -95,6 +96,26 @@ def test_a_wrong_value_says_what_was_expected(flag: str, expected: str, found: s
         parse_argv([flag], build)
     assert flag.partition("=")[0] in caught.value.what
     assert (caught.value.expected, caught.value.found) == (expected, found)
+
+
+@pytest.mark.parametrize("window", ["off", "auto", "all", "10:20"])
+def test_a_window_of_steps_means_the_same_from_a_flag_and_from_quoted_yaml(window: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"observe: {{timeline: '{window}'}}")
+    for argv in ([f"--observe.timeline={window}"], ["--config", str(file)]):
+        run = parse_argv(argv, build)
+        assert run.config.observe.timeline == window
+        assert parse_object(run.resolved, build) == run
+
+
+@pytest.mark.parametrize("window", ["off", "10:20"])
+def test_a_window_that_yaml_takes_for_something_else_asks_for_quotes(window: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"observe: {{timeline: {window}}}")
+    with pytest.raises(ConfigError) as caught:
+        parse_argv(["--config", str(file)], build)
+    assert "--observe.timeline" in caught.value.what
+    assert "quotes" in str(caught.value.next_step)
 
 
 def test_files_that_are_no_config(tmp_path: Path) -> None:
@@ -123,7 +144,11 @@ def test_the_last_task_wins(tmp_path: Path) -> None:
     assert task_spec(["--task", "b.py:g", f"--config={file}"]) == "a.py:f"
 
 
-@given(st.integers(1, 10**6), st.floats(1e-6, 10), st.sampled_from(["run_dir=a", "resume=never", "train.stop_at=3"]))
+@given(
+    st.integers(1, 10**6),
+    st.floats(1e-6, 10),
+    st.sampled_from(["run_dir=a", "resume=never", "train.stop_at=3", "observe.timeline=2:3"]),
+)
 def test_identity_ignores_only_what_may_change(steps: int, lr: float, other: str) -> None:
     options = [f"--train.steps={steps}", f"--optimizer.lr={lr}"]
     run = parse_argv(options, build)
