@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from hvdtrain.comm.base import Comm
 from hvdtrain.errors import TaskError
 from hvdtrain.exchange.reducer import Reducer, refuse_sparse
+from hvdtrain.spans import Spans
 
 
 class Engine(Protocol):
@@ -47,8 +48,10 @@ class Engine(Protocol):
         ...
 
 
-def make_engine(optimizer: Optimizer, model: nn.Module, comm: Comm, compression: str) -> Engine:
-    """Give an optimizer over the model's parameters the exchange that fits the job.
+def make_engine(
+    optimizer: Optimizer, model: nn.Module, comm: Comm, compression: str, spans: Spans | None = None
+) -> Engine:
+    """Give an optimizer over the model's parameters the exchange that fits the job; `spans` is told of it.
 
     Errors:
         TaskError: the optimizer holds a parameter that is not the model's.
@@ -56,7 +59,7 @@ def make_engine(optimizer: Optimizer, model: nn.Module, comm: Comm, compression:
     parameters = _named(optimizer, model)
     if comm.size == 1:
         return LocalEngine(parameters, optimizer)
-    return ExchangeEngine(optimizer, Reducer(parameters, comm, compression))
+    return ExchangeEngine(optimizer, Reducer(parameters, comm, compression, spans=spans))
 
 
 class LocalEngine:

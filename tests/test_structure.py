@@ -19,6 +19,7 @@ LAYERS = {
     "errors": 0,
     "spans": 0,
     "config": 1,
+    "loading": 1,
     "runtime": 2,
     "install": 2,
     "comm": 3,
@@ -87,7 +88,9 @@ def test_one_module_imports_horovod() -> None:
     assert _only_in("horovod", "comm/horovod.py") == []
 
 
-@pytest.mark.parametrize("room", ["errors.py", "spans.py", "config/", "runtime/", "install/", "doctor/", "__init__.py"])
+@pytest.mark.parametrize(
+    "room", ["errors.py", "spans.py", "loading.py", "config/", "runtime/", "install/", "doctor/", "__init__.py"]
+)
 def test_rooms_without_torch(room: str) -> None:
     for file in FILES:
         if str(file.relative_to(PACKAGE)).startswith(room):

@@ -32,8 +32,11 @@ class Comm(Protocol):
         size: number of processes.
         local_rank: this process among those of its host. Not a device index where each rank sees one GPU.
         local_size: number of processes on this host.
+        in_flight: names of the collectives that this rank has started and not yet waited for, with `time.monotonic`
+            of the start; read by other threads.
     """
 
+    in_flight: dict[str, float]
     rank: int
     size: int
     local_rank: int

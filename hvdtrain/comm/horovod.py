@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +26,10 @@ if TYPE_CHECKING:
 class HorovodHandle:
     """A collective that Horovod's background thread carries out."""
 
-    def __init__(self, handle: Any, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, handle: Any, name: str, in_flight: dict[str, float], dtype: torch.dtype | None = None) -> None:
         self._handle = handle
+        self._name = name
+        self._in_flight = in_flight
         self._dtype = dtype
         self._result: Tensor | None = None
 
@@ -38,6 +41,7 @@ class HorovodHandle:
         """Block until the collective is over; its result."""
         if self._result is None:
             result = mpi_ops.synchronize(self._handle)
+            self._in_flight.pop(self._name, None)
             # alltoall gives (rows, how many came from each rank) where splits were given
             rows: Tensor = result[0] if isinstance(result, tuple) else result
             self._result = rows if self._dtype is None else rows.view(self._dtype)
@@ -57,35 +61,42 @@ class HorovodComm:
         self.size: int = hvd.size()
         self.local_rank: int = hvd.local_rank()
         self.local_size: int = hvd.local_size()
+        self.in_flight: dict[str, float] = {}
 
     def allreduce(self, tensor: Tensor, *, name: str) -> HorovodHandle:
         """Sum over ranks, in place. Collective: yes."""
-        return HorovodHandle(hvd.allreduce_async_(tensor, name=name, op=hvd.Sum))
+        return self._under_way(name, hvd.allreduce_async_(tensor, name=name, op=hvd.Sum))
 
     def allgather(self, tensor: Tensor, *, name: str) -> HorovodHandle:
         """Concatenate along dimension 0. Collective: yes."""
-        return HorovodHandle(hvd.allgather_async(_movable(tensor), name=name), tensor.dtype)
+        return self._under_way(name, hvd.allgather_async(_movable(tensor), name=name), tensor.dtype)
 
     def alltoall(self, tensor: Tensor, *, name: str, splits: list[int] | None = None) -> HorovodHandle:
         """Exchange rows of dimension 0. Collective: yes."""
         counts = None if splits is None else torch.tensor(splits, dtype=torch.int32)
-        return HorovodHandle(hvd.alltoall_async(_movable(tensor), splits=counts, name=name), tensor.dtype)
+        return self._under_way(name, hvd.alltoall_async(_movable(tensor), splits=counts, name=name), tensor.dtype)
 
     def reducescatter(self, tensor: Tensor, *, name: str) -> HorovodHandle:
         """Sum over ranks, keep a share. Collective: yes."""
-        return HorovodHandle(hvd.reducescatter_async(tensor, name=name, op=hvd.Sum))
+        return self._under_way(name, hvd.reducescatter_async(tensor, name=name, op=hvd.Sum))
 
     def broadcast(self, tensor: Tensor, *, name: str, root: int = 0) -> HorovodHandle:
         """Overwrite with the tensor of `root`, in place. Collective: yes."""
-        return HorovodHandle(hvd.broadcast_async_(_movable(tensor), root, name=name), tensor.dtype)
+        return self._under_way(name, hvd.broadcast_async_(_movable(tensor), root, name=name), tensor.dtype)
 
     def barrier(self) -> None:
         """Wait for every rank. Collective: yes."""
+        self.in_flight["barrier"] = time.monotonic()
         hvd.barrier()
+        del self.in_flight["barrier"]
 
     def close(self) -> None:
         """Shut Horovod down. Collective: yes."""
         hvd.shutdown()
+
+    def _under_way(self, name: str, handle: Any, dtype: torch.dtype | None = None) -> HorovodHandle:
+        self.in_flight[name] = time.monotonic()
+        return HorovodHandle(handle, name, self.in_flight, dtype)
 
 
 def _movable(tensor: Tensor) -> Tensor:

@@ -24,8 +24,8 @@ from hvdtrain.config.schema import Config
 from hvdtrain.config.windows import AUTO, parse_window
 from hvdtrain.errors import ConfigError
 
-NOT_IDENTITY = ("run_dir", "resume", "log_level", "train.stop_at", "observe.timeline")
-"""Options that two stretches of one run may differ in."""
+NOT_IDENTITY = ("run_dir", "resume", "log_level", "train.stop_at", "observe.")
+"""How options begin in which two stretches of one run may differ."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class RunConfig:
 
     def identity(self) -> str:
         """A hash that is equal for two configs which may go on with the same run."""
-        flat = {k: v for k, v in flatten(self.resolved).items() if k not in NOT_IDENTITY}
+        flat = {k: v for k, v in flatten(self.resolved).items() if not k.startswith(NOT_IDENTITY)}
         return hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -114,7 +114,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return [
         f"{key}: {before.get(key)} -> {after.get(key)}"
         for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key) and key not in NOT_IDENTITY
+        if before.get(key) != after.get(key) and not key.startswith(NOT_IDENTITY)
     ]
 
 
@@ -168,6 +168,7 @@ def _check(config: Config) -> None:
             raise ConfigError(f"--{name} has a value that makes no sense", expected=expected, found=str(found))
     if config.observe.timeline != AUTO:
         parse_window(config.observe.timeline, "observe.timeline", AUTO)
+    parse_window(config.observe.profile, "observe.profile")
 
 
 def _explain(error: ArgumentError, parser: ArgumentParser, argv: Sequence[str]) -> ConfigError:

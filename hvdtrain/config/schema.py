@@ -105,16 +105,23 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class ObserveConfig:
-    """What is shown while it runs.
+    """What is shown and recorded of a run.
 
     Attributes:
         line_every_s: Seconds between lines where output is no terminal (a file, mpirun).
+        sinks: Where each step and event goes beside the journal: functions of one record, or classes with
+            write(record) and close(), named file.py:name or module:name.
         timeline: Steps that Horovod's own Timeline records into timeline/ of the run: FIRST:LAST, all or off. auto
             takes some early steps where that costs no time, and leaves it elsewhere.
+        profile: Steps that torch.profiler records, a file a rank: FIRST:LAST, all or off.
+        nvtx: Name each part of a step to Nsight Systems.
     """
 
     line_every_s: float = 5.0
+    sinks: list[str] = field(default_factory=list)
     timeline: str = "auto"
+    profile: str = "off"
+    nvtx: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,7 +142,7 @@ class Config:
         train: How long to train, on how much at a time.
         loader: How samples reach the device.
         checkpoint: When to save, what to keep.
-        observe: What is shown while it runs.
+        observe: What is shown and recorded of a run.
     """
 
     task: str = "language_model"

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from hvdtrain.comm.base import Comm, Handle
 from hvdtrain.errors import TaskError
 from hvdtrain.exchange.buckets import Layout, Slot, lay_out
+from hvdtrain.spans import EXCHANGE, Spans
 
 BUCKET_BYTES = 32 << 20
 """Where ranks fill their cores, an exchange beside backward only makes both wait: 1.05 of a step without exchange with
@@ -32,6 +33,7 @@ class _Bucket:
         wire: what is exchanged: `flat` itself, or a buffer of another dtype.
         ready: names of the slots that hold this step's gradient.
         handle: of the exchange, once started.
+        started_ns: when that was, by the recorder's clock.
     """
 
     def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
@@ -42,6 +44,7 @@ class _Bucket:
         self.views = {slot.name: slot.view(self.flat) for slot in layout.slots}
         self.ready: set[str] = set()
         self.handle: Handle | None = None
+        self.started_ns = 0
 
     def put(self, slot: Slot) -> None:
         """Copy a gradient to its place, zero where there is none, and let the parameter's own memory go."""
@@ -80,6 +83,7 @@ class Reducer:
         comm: the ranks.
         compression: a key of `WIRE`.
         bucket_bytes: largest bucket.
+        spans: told of each exchange, from its start until it was waited for.
     """
 
     def __init__(
@@ -88,8 +92,10 @@ class Reducer:
         comm: Comm,
         compression: str = "none",
         bucket_bytes: int = BUCKET_BYTES,
+        spans: Spans | None = None,
     ) -> None:
         self._comm = comm
+        self._spans = spans or Spans()
         self._collecting = False
         wire = WIRE[compression]
         layouts = lay_out(named_parameters, bucket_bytes)
@@ -120,9 +126,10 @@ class Reducer:
                     if slot.name not in bucket.ready:
                         bucket.put(slot)
                 self._start(number)
-        for bucket in self._buckets:
+        for number, bucket in enumerate(self._buckets):
             assert bucket.handle is not None
             bucket.handle.wait()
+            self._spans.record("exchange", bucket.started_ns, EXCHANGE + number)
             if bucket.wire is not bucket.flat:
                 bucket.flat.copy_(bucket.wire)
         # Views, not whole buckets: a norm over 30 MB summed in fp32 is off by 2e-4, that of the parts by 6e-6.
@@ -152,4 +159,5 @@ class Reducer:
 
     def _start(self, number: int) -> None:
         bucket = self._buckets[number]
+        bucket.started_ns = self._spans.now()
         bucket.handle = self._comm.allreduce(bucket.wire, name=f"gradients/{number}")

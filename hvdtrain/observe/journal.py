@@ -14,6 +14,9 @@ from hvdtrain.errors import RunDirectoryError
 
 NAME = "journal.jsonl"
 
+_ASIDE = ("warning", "machine")
+"""Events that other threads may write when the run has ended."""
+
 
 class Journal:
     """Appends lines; each is handed to the kernel at once, so that a killed process loses none.
@@ -63,15 +66,19 @@ def read_steps(path: Path) -> dict[int, dict[str, Any]]:
 
 
 def is_finished(path: Path) -> bool:
-    """Whether the run's last line says that it came to its end. Reads the end of the file only."""
+    """Whether the run came to its end, and nothing was done since. Reads the end of the file only."""
     with path.open("rb") as file:
         file.seek(0, os.SEEK_END)
         file.seek(max(0, file.tell() - 65536))
         lines = file.read().splitlines()
-    try:
-        return bool(lines) and json.loads(lines[-1]).get("event") == "finished"
-    except ValueError:
-        return False
+    for line in reversed(lines):
+        try:
+            event = json.loads(line).get("event")
+        except ValueError:
+            return False
+        if event not in _ASIDE:
+            return bool(event == "finished")
+    return False
 
 
 def _last_byte(path: Path) -> bytes:

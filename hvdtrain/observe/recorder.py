@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from typing import Any, Protocol
 
 from hvdtrain.observe.journal import Journal
 from hvdtrain.observe.progress import Progress
+from hvdtrain.observe.sinks import Background, Sink
+
+_PATIENCE_S = 10.0
+_PATIENCE_WHEN_FAILED_S = 2.0
+
+
+class Watcher(Protocol):
+    """Looks at the steps of one rank from outside: a trace, a profiler. Its own failures are its own affair."""
+
+    def begin_step(self, step: int) -> None:
+        """Step `step`, counted from 1, is about to be done."""
+        ...
+
+    def close(self) -> None:
+        """No step comes any more, whatever the reason."""
+        ...
 
 
 class Recorder:
-    """The journal and the display as one observer.
+    """The journal, the display, the sinks and the watchers of one rank as one observer.
 
     Args:
         journal: None on ranks other than 0.
@@ -19,33 +36,65 @@ class Recorder:
     def __init__(self, journal: Journal | None, display: Progress) -> None:
         self._journal = journal
         self._display = display
+        self._sinks: list[Background] = []
+        self._watchers: list[Watcher] = []
+        self._patience_s = _PATIENCE_S
+
+    def add_sink(self, sink: Sink, name: str) -> None:
+        """Give `sink` every record from now on, in a thread of its own."""
+        self._sinks.append(Background(sink, name, self.warn))
+
+    def add_watcher(self, watcher: Watcher) -> None:
+        """Tell `watcher` of every step from now on."""
+        self._watchers.append(watcher)
 
     def begin(self, total: int) -> None:
         """Steps are about to come, up to step `total`."""
         self._display.begin(total)
 
+    def begin_step(self, step: int) -> None:
+        """Step `step` is about to be done."""
+        for watcher in self._watchers:
+            watcher.begin_step(step)
+
     def step(self, record: dict[str, Any]) -> None:
         """Record and show a step."""
-        if self._journal is not None:
-            self._journal.write(record)
+        self._record(record)
         self._display.step(record)
 
     def event(self, record: dict[str, Any]) -> None:
-        """Record an event."""
-        if self._journal is not None:
-            self._journal.write(record)
+        """Record an event, with its time. May be called from any thread."""
+        if record["event"] == "failed":
+            self._patience_s = _PATIENCE_WHEN_FAILED_S
+        self._record({**record, "time": time.time()})
+
+    def show(self, record: dict[str, Any]) -> None:
+        """Give an event to the sinks alone: what is too large for the journal."""
+        for sink in self._sinks:
+            sink.put({**record, "time": time.time()})
 
     def say(self, text: str) -> None:
         """Show a line."""
         self._display.say(text)
 
     def warn(self, text: str) -> None:
-        """Record and show something that a person should know."""
+        """Record and show something that a person should know. May be called from any thread."""
         self.event({"event": "warning", "text": text})
         self._display.say(f"warning: {text}")
 
     def close(self) -> None:
-        """End the display and close the journal."""
+        """End the watchers, the sinks, the display and the journal, in this order."""
+        for watcher in self._watchers:
+            watcher.close()
+        deadline = time.monotonic() + self._patience_s
+        for sink in self._sinks:
+            sink.close(max(0.0, deadline - time.monotonic()))
         self._display.close()
         if self._journal is not None:
             self._journal.close()
+
+    def _record(self, record: dict[str, Any]) -> None:
+        if self._journal is not None:
+            self._journal.write(record)
+        for sink in self._sinks:
+            sink.put(record)

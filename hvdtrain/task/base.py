@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.errors import TaskError
+from hvdtrain.loading import load
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -72,45 +69,4 @@ def load_task_function(spec: str) -> TaskFunction:
             f"there is no task {spec!r}",
             expected=f"one of {', '.join(sorted(NAMED))}, or file.py:function, or module:function",
         )
-    module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
-        raise TaskError(
-            f"{place} has no function {function_name!r}",
-            expected="a function that returns a hvdtrain.Task",
-            found=", ".join(own) or "no function at all",
-        )
-    return function  # type: ignore[no-any-return]
-
-
-def _import_module(name: str) -> Any:
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name and name.startswith(error.name):
-            raise TaskError(
-                f"there is no module {name!r} to take the task from",
-                next_step="give file.py:function for a file, or install the module into this environment",
-            ) from error
-        raise
-
-
-def _import_file(path: Path) -> Any:
-    if not path.is_file():
-        raise TaskError(f"there is no file {str(path)!r} to take the task from", found=f"working in {Path.cwd()}")
-    # Its own folder comes first on the path, as it would for `python file.py`: it may import its neighbours, and
-    # loader workers import it again by its name.
-    sys.path.insert(0, str(path.resolve().parent))
-    if path.stem not in sys.modules and path.stem.isidentifier():
-        module = importlib.import_module(path.stem)
-        if module.__file__ and Path(module.__file__).samefile(path):
-            return module
-    spec = importlib.util.spec_from_file_location(f"task_{path.stem}", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load(target, TaskError, "a function that returns a hvdtrain.Task")  # type: ignore[no-any-return]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import multiprocessing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -13,13 +13,17 @@ from typing import Any
 from hvdtrain.config import parse
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import ConfigError
+from hvdtrain.observe.sinks import Record, Sink
 from hvdtrain.runtime.tuning import prepare
 from hvdtrain.task.base import Task, TaskFunction, load_task_function
 from hvdtrain.training.result import Result
 
 
 def train(
-    config: Config | Mapping[str, Any] | str | Path | None = None, task: Task | TaskFunction | None = None
+    config: Config | Mapping[str, Any] | str | Path | None = None,
+    task: Task | TaskFunction | None = None,
+    *,
+    sinks: Sequence[Sink | Callable[[Record], object]] = (),
 ) -> Result:
     """Train on all ranks of this job. Collective: yes.
 
@@ -27,6 +31,8 @@ def train(
         config: options as a `Config`, a nested dict such as ``{"train": {"steps": 50}}``, or a YAML file.
         task: a `Task`, a function that returns one (its parameters may stand in `config`), or None for the one
             that `config` names. A `Task` object makes a new run each time unless `run_dir` names one.
+        sinks: take each step and event beside the journal, on rank 0: functions of one record, or objects with
+            ``write(record)`` and ``close()`` (`hvdtrain.observe.sinks.Sink`).
 
     Errors:
         HvdtrainError: see `hvdtrain.errors`. On one rank or on all; the process should end then, so that the
@@ -59,7 +65,7 @@ def train(
     from hvdtrain.training.session import run_training
 
     take_threads(choices)
-    return run_training(run, build, start_comm(info))
+    return run_training(run, build, start_comm(info), sinks)
 
 
 def _given(task: Task) -> Task:

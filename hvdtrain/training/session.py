@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from hvdtrain.training.device import pick_device
 from hvdtrain.training.health import batch_statistics
 from hvdtrain.training.make_task import make_task
 from hvdtrain.training.notices import Notices
+from hvdtrain.training.observers import add_listeners, add_sinks, add_watchers
 from hvdtrain.training.optimizers import make_optimizer
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.restore import CHECKPOINTS, restore
@@ -41,14 +42,15 @@ from hvdtrain.training.step import Stepper
 from hvdtrain.training.trainer import Trainer
 
 
-def run_training(run: RunConfig, build: Callable[[], Any], comm: Comm) -> Result:
-    """Train what `build` makes. Collective: yes. Errors: those of `hvdtrain.train`."""
+def run_training(run: RunConfig, build: Callable[[], Any], comm: Comm, sinks: Sequence[Any] = ()) -> Result:
+    """Train what `build` makes. Collective: yes. Errors and `sinks`: those of `hvdtrain.train`."""
     device = pick_device(run.config.parallel.device, comm)
     task = make_task(build, run.config, comm)
     directory, claim = _claim(run, comm)
     try:
         recorder = _recorder(run, task, directory, comm)
         try:
+            add_sinks(recorder, run.config.observe, sinks, comm)
             return _train(run, task, comm, device, directory, claim, recorder)
         except BaseException as error:
             with suppress(RunDirectoryError):  # where the disk is full this fails as the run did
@@ -72,16 +74,17 @@ def _train(
 ) -> Result:
     store = CheckpointStore(directory / CHECKPOINTS, recorder.warn) if claim is not None else None
     trainer = _trainer(run, task, comm, device, store, recorder)
-    state, engine = trainer.state, trainer.stepper.engine
-    try:
-        _describe_start(run, task, comm, recorder)
+    state, engine, spans = trainer.state, trainer.stepper.engine, trainer.stepper.spans
+    with ExitStack() as stack:
+        stack.callback(engine.close)
+        add_listeners(spans, run.config.observe, device, stack)
+        _describe_start(run, task, comm, directory, recorder)
         resumed = on_rank_0(comm, partial(restore, run, state, store, claim, recorder), name="restored")
         broadcast_state(state, comm)
+        add_watchers(recorder, run.config.observe, spans, directory, comm, state.progress.step)
         recorder.begin(trainer.stop)
         with Notices() as notices:
             reason = trainer.run(notices)
-    finally:
-        engine.close()
     figures = on_rank_0(comm, partial(losses_and_speed, directory / journal.NAME, resumed), name="figures")
     return Result(
         run_dir=directory,
@@ -103,14 +106,15 @@ def _trainer(
     model = task.model.to(device)
     samples = dataset_length(task.train_data)
     horizon = total_steps(train, samples)
-    engine = make_engine(_optimizer(task, run, recorder), model, comm, config.parallel.compression)
+    spans = Spans()
+    engine = make_engine(_optimizer(task, run, recorder), model, comm, config.parallel.compression, spans)
     precision = Precision(config.precision, device)
     fresh = Progress(samples=samples, data_id=task.data_id)
     return Trainer(
         config=config,
         comm=comm,
         state=TrainState(model, engine.optimizer, precision.scaler, fresh),
-        stepper=Stepper(task, model, engine, comm, precision, device, train.global_batch, train.clip, Spans()),
+        stepper=Stepper(task, model, engine, comm, precision, device, train.global_batch, train.clip, spans),
         stream=Stream(task.train_data, config.seed, train.global_batch, train.micro_batch, comm.rank, comm.size),
         schedule=_schedule(task, run, horizon),
         base_lrs=[float(group["lr"]) for group in engine.optimizer.param_groups],
@@ -154,10 +158,11 @@ def _constant(step: int) -> float:
     return 1.0
 
 
-def _describe_start(run: RunConfig, task: Task, comm: Comm, recorder: Recorder) -> None:
+def _describe_start(run: RunConfig, task: Task, comm: Comm, directory: Path, recorder: Recorder) -> None:
     train = run.config.train
     parameters = sum(p.numel() for p in task.model.parameters())
-    recorder.event({"event": "started", "size": comm.size, "parameters": parameters, "config": dict(run.resolved)})
+    facts = {"size": comm.size, "parameters": parameters, "unit": task.unit, "run_dir": str(directory)}
+    recorder.event({"event": "started", **facts, "config": dict(run.resolved)})
     recorder.say(
         f"{parameters / 1e6:.2f}M parameters, {dataset_length(task.train_data):,} samples, {comm.size} rank(s),"
         f" global batch {train.global_batch} in micro-batches of {train.micro_batch}"

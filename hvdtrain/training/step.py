@@ -85,16 +85,19 @@ class Stepper:
             weights.append(weight.detach().reshape(()) if isinstance(weight, Tensor) else weight)
         if not count:
             self.precision.scaler.scale(torch.zeros((), device=self.device))  # an idle rank's scaler is made by this
-        if self.device.type == "cuda":
-            with self.spans("backward"):  # what is left of it on the device; waiting for the exchange would too
-                torch.cuda.current_stream(self.device).synchronize()
         totals = self._totals(losses, weights, notices)
         summed = self.comm.allreduce(totals, name="step/totals")
-        with self.spans("exchange_wait"):
+        with self.spans("wait"):
             gradients = self.engine.finish()
             summed.wait()
+        with self.spans("clip"):
+            result = self._agree(gradients, totals, nominal)
         with self.spans("optimizer"):
-            return self._follow(gradients, totals, nominal)
+            if result.applied:
+                self.engine.step()
+            if self.precision.scaler.is_enabled():
+                self.precision.scaler.update()
+        return result
 
     def _totals(self, losses: list[Tensor], weights: list[Tensor | float], notices: list[int]) -> Tensor:
         """Sum of losses, sum of weights and the notices of this rank: float64, on the device."""
@@ -107,7 +110,8 @@ class Stepper:
             totals[1] += weight
         return totals
 
-    def _follow(self, gradients: list[Tensor], totals: Tensor, nominal: float) -> StepResult:
+    def _agree(self, gradients: list[Tensor], totals: Tensor, nominal: float) -> StepResult:
+        """What the step came to; gradients become those of the mean over the actual weight, clipped."""
         scaler = self.precision.scaler
         if scaler.is_enabled():
             scaler.unscale_(self.engine.optimizer)
@@ -123,9 +127,6 @@ class Stepper:
             if scale != 1.0 and gradients:
                 # As a tensor on the CPU, where it is faster by a sixth than a number.
                 torch._foreach_mul_(gradients, torch.tensor(scale) if self.device.type == "cpu" else scale)
-            self.engine.step()
-        if scaler.is_enabled():
-            scaler.update()
         return StepResult(loss, weight, grad_norm, applied, [round(n) for n in numbers[2:]])
 
 

@@ -25,6 +25,10 @@ from hvdtrain.training.step import Stepper, StepResult
 class Observer(Protocol):
     """Told of a run as it happens."""
 
+    def begin_step(self, step: int) -> None:
+        """Step `step`, counted from 1, is about to be done."""
+        ...
+
     def step(self, record: dict[str, Any]) -> None:
         """Take what the journal holds of a step."""
         ...
@@ -128,7 +132,9 @@ class Trainer:
 
     def _step(self, batches: Iterator[Any], notices: list[int]) -> StepResult:
         progress, spans = self.state.progress, self.stepper.spans
-        start = spans.now()
+        self.observer.begin_step(progress.step + 1)
+        spans.step = progress.step + 1
+        start_ns = spans.now()
         lr_factor = self.schedule(progress.step)
         self._set_lr(lr_factor)
         mine = self.stream.step(progress.position)
@@ -138,7 +144,8 @@ class Trainer:
         progress.position += self.stream.global_batch
         progress.skipped_in_row = 0 if result.applied else progress.skipped_in_row + 1
         progress.skipped += not result.applied
-        self._observe_step(result, self.base_lrs[0] * lr_factor, spans.now() - start)
+        spans.record("step", start_ns)
+        self._observe_step(result, self.base_lrs[0] * lr_factor, (spans.now() - start_ns) * 1e-9)
         self._check_skipped(result)
         return result
 
@@ -163,9 +170,11 @@ class Trainer:
                 "tokens": result.weight,
                 "step_s": step_s,
                 "data_s": seconds.get("data", 0.0),
-                "exposed_comm_s": seconds.get("exchange_wait", 0.0),
+                "copy_s": seconds.get("copy", 0.0),
                 "forward_s": seconds.get("forward", 0.0),
                 "backward_s": seconds.get("backward", 0.0),
+                "exposed_comm_s": seconds.get("wait", 0.0),
+                "clip_s": seconds.get("clip", 0.0),
                 "optimizer_s": seconds.get("optimizer", 0.0),
                 "skipped": not result.applied,
             }
@@ -192,23 +201,25 @@ class Trainer:
 
     def _evaluate(self) -> Evaluation | None:
         stepper, train = self.stepper, self.config.train
-        found = evaluate(
-            stepper.task,
-            stepper.model,
-            self.comm,
-            stepper.precision,
-            stepper.device,
-            micro_batch=train.micro_batch,
-            most=train.eval_samples,
-        )
+        with stepper.spans("evaluation"):
+            found = evaluate(
+                stepper.task,
+                stepper.model,
+                self.comm,
+                stepper.precision,
+                stepper.device,
+                micro_batch=train.micro_batch,
+                most=train.eval_samples,
+            )
         if found is not None:
             self._event("evaluation", loss=found.loss, samples=found.samples, metrics=found.metrics)
         return found
 
     def _save(self, evaluation: Evaluation | None) -> None:
-        check_equal(self.state.model, self.comm, name="drift")
-        loss = evaluation.loss if evaluation and math.isfinite(evaluation.loss) else None
-        path = on_rank_0(self.comm, partial(self._write, loss), name="saved")
+        with self.stepper.spans("checkpoint"):
+            check_equal(self.state.model, self.comm, name="drift")
+            loss = evaluation.loss if evaluation and math.isfinite(evaluation.loss) else None
+            path = on_rank_0(self.comm, partial(self._write, loss), name="saved")
         self._event("checkpoint", path=path)
 
     def _write(self, heldout_loss: float | None) -> str:

@@ -44,6 +44,14 @@ def a_handle_is_done_at_last_and_waits_twice(comm: Comm) -> None:
     assert handle.wait() is first
 
 
+def what_is_in_flight_is_known_until_it_was_waited_for(comm: Comm) -> None:
+    handle = comm.allgather(torch.ones(comm.rank), name="flight")
+    assert "flight" in comm.in_flight or comm.size == 1
+    handle.wait()
+    comm.barrier()
+    assert comm.in_flight == {}
+
+
 def allgather_joins_unequal_parts(comm: Comm) -> None:
     for dtype in MOVED:
         mine = torch.full((comm.rank + 1, 2), comm.rank, dtype=dtype)
@@ -114,6 +122,7 @@ CLAUSES: list[Callable[[Comm], None]] = [
     allreduce_takes_empty_and_scalar,
     collectives_match_by_name_in_any_order,
     a_handle_is_done_at_last_and_waits_twice,
+    what_is_in_flight_is_known_until_it_was_waited_for,
     allgather_joins_unequal_parts,
     alltoall_sends_rows,
     reducescatter_shares_rows,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -48,8 +49,9 @@ class Hub:
 
 
 class ThreadHandle:
-    def __init__(self, meeting: _Meeting, result: Callable[[list[Any]], Tensor]) -> None:
+    def __init__(self, meeting: _Meeting, result: Callable[[list[Any]], Tensor], over: Callable[[], object]) -> None:
         self._meeting = meeting
+        self._over = over
         self._make = result
         self._result: Tensor | None = None
 
@@ -60,6 +62,7 @@ class ThreadHandle:
         if self._result is None:
             assert self._meeting.complete.wait(_PATIENCE_S), "a rank never came to this collective"
             self._result = self._make(self._meeting.parts)
+            self._over()
         return self._result
 
 
@@ -68,10 +71,14 @@ class ThreadComm:
         self._hub = hub
         self.rank = self.local_rank = rank
         self.size = self.local_size = hub.size
+        self.in_flight: dict[str, float] = {}
 
     def _start(self, kind: str, name: str, part: Any, result: Callable[[list[Any]], Tensor]) -> ThreadHandle:
         copy = part.clone() if isinstance(part, Tensor) else [p.clone() for p in part]
-        return ThreadHandle(self._hub.join(f"{kind}/{name}", self.rank, copy), result)
+        self.in_flight[name] = time.monotonic()
+        return ThreadHandle(
+            self._hub.join(f"{kind}/{name}", self.rank, copy), result, lambda: self.in_flight.pop(name, None)
+        )
 
     def allreduce(self, tensor: Tensor, *, name: str) -> ThreadHandle:
         return self._start("sum", name, tensor, lambda parts: tensor.copy_(_sum(parts)))

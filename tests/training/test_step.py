@@ -159,5 +159,5 @@ def test_spans_add_up_to_the_step() -> None:
     _run(stepper, _batches(task, 1))
     elapsed = stepper.spans.now() - start
     seconds = stepper.spans.take()
-    assert seconds.keys() == {"copy", "forward", "backward", "exchange_wait", "optimizer"}
+    assert seconds.keys() == {"copy", "forward", "backward", "wait", "clip", "optimizer"}
     assert 0 < sum(seconds.values()) <= elapsed

@@ -1,0 +1,69 @@
+"""Functions and classes of the user's, found by name: ``file.py:name`` or ``module:name``."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.errors import HvdtrainError
+
+
+def load(spec: str, error: type[HvdtrainError], expected: str) -> Any:
+    """Find what `spec` names; something that can be called.
+
+    Args:
+        spec: ``file.py:name`` or ``module:name``.
+        error: raised when there is nothing of that name, with the names there are.
+        expected: what it should be, for that error.
+    """
+    place, colon, name = spec.rpartition(":")
+    if not colon or not place or not name:
+        raise error(f"{spec!r} names nothing", expected=f"file.py:name or module:name: {expected}")
+    module = _import_file(Path(place), error) if place.endswith(".py") else _import_module(place, error)
+    found = getattr(module, name, None)
+    if not callable(found):
+        own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
+        raise error(
+            f"{place} has no function {name!r}", expected=expected, found=", ".join(own) or "no function at all"
+        )
+    return found
+
+
+def _import_module(name: str, error: type[HvdtrainError]) -> Any:
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as missing:
+        if missing.name and name.startswith(missing.name):
+            raise error(
+                f"there is no module {name!r} to import",
+                next_step="give file.py:name for a file, or install the module into this environment",
+            ) from missing
+        raise
+
+
+def _import_file(path: Path, error: type[HvdtrainError]) -> Any:
+    if not path.is_file():
+        raise error(f"there is no file {str(path)!r} to import", found=f"working in {Path.cwd()}")
+    # Its own folder comes first on the path, as it would for `python file.py`: it may import its neighbours, and
+    # loader workers import it again by its name.
+    sys.path.insert(0, str(path.resolve().parent))
+    if path.stem not in sys.modules and path.stem.isidentifier():
+        module = importlib.import_module(path.stem)
+        if module.__file__ and Path(module.__file__).samefile(path):
+            return module
+    # Imported once, also when several names of it are asked for.
+    name = f"loaded_{path.stem}"
+    known = sys.modules.get(name)
+    if known is not None and known.__file__ and Path(known.__file__).samefile(path):
+        return known
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,129 @@
+"""Where a run's records go beside the journal: TensorBoard, a web tracker, any function or class of the user's."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from hvdtrain.errors import ConfigError
+
+Record = Mapping[str, Any]
+
+_LIMIT = 10_000
+_LOOK_EVERY_S = 0.5
+_FAILURES = 3
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """Takes what happens in a run, on rank 0.
+
+    Both methods are called from one thread that belongs to the sink alone. What they raise is said once and ends the
+    sink after a few times, never the training.
+    """
+
+    def write(self, record: Record) -> None:
+        """Take a line of the journal: a step where it has no ``event``, else an event of that name."""
+        ...
+
+    def close(self) -> None:
+        """The run has ended; there are some seconds to finish."""
+        ...
+
+
+class FunctionSink:
+    """A function of one record as a sink."""
+
+    def __init__(self, function: Callable[[Record], object]) -> None:
+        self._function = function
+
+    def write(self, record: Record) -> None:
+        """Call the function."""
+        self._function(record)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def as_sink(value: Any) -> Sink:
+    """Make a sink of a sink, of a class of sinks that needs no arguments, or of a function of one record.
+
+    Errors:
+        ConfigError: it is none of them.
+    """
+    if isinstance(value, type):
+        value = value()
+    if isinstance(value, Sink):
+        return value
+    if callable(value):
+        return FunctionSink(value)
+    raise ConfigError(
+        "a metric sink is of the wrong type",
+        expected="a function of one record, or an object with write(record) and close(), or a class of such objects",
+        found=type(value).__name__,
+    )
+
+
+class Background:
+    """Feeds a sink from a thread of its own; handing it a record takes a microsecond, however slow the sink is.
+
+    Args:
+        sink: used in the thread alone.
+        name: for messages.
+        warn: told when the sink fails or falls behind; called from the thread.
+        limit: records that wait at most; those that come while so many wait are dropped, and counted.
+    """
+
+    def __init__(self, sink: Sink, name: str, warn: Callable[[str], None], limit: int = _LIMIT) -> None:
+        self._sink = sink
+        self._name = name
+        self._warn = warn
+        self._limit = limit
+        self._waiting: deque[Record] = deque()
+        self._dropped = 0
+        self._failures = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"sink {name}", daemon=True)
+        self._thread.start()
+
+    def put(self, record: Record) -> None:
+        """Hand over a record, which nobody changes any more."""
+        if len(self._waiting) < self._limit:
+            self._waiting.append(record)
+        else:
+            self._dropped += 1
+
+    def close(self, patience_s: float) -> None:
+        """Let the sink take what waits, for at most so long; a sink that needs longer is left behind."""
+        self._ended.set()
+        self._thread.join(patience_s)
+        if self._thread.is_alive():
+            self._warn(f"the metric sink {self._name} did not end within {patience_s:.0f} s and is left behind")
+
+    def _run(self) -> None:
+        ended = False
+        while not ended:
+            ended = self._ended.wait(_LOOK_EVERY_S)
+            self._drain()
+        self._attempt(self._sink.close)
+
+    def _drain(self) -> None:
+        while self._waiting:
+            record = self._waiting.popleft()
+            if self._failures < _FAILURES:
+                self._attempt(lambda: self._sink.write(record))  # noqa: B023
+        if self._dropped:
+            dropped, self._dropped = self._dropped, 0
+            self._warn(f"the metric sink {self._name} is too slow: {dropped} records were dropped")
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            self._failures += 1
+            if self._failures == 1:
+                self._warn(f"the metric sink {self._name} failed: {type(error).__name__}: {error}")
+            elif self._failures == _FAILURES:
+                self._warn(f"the metric sink {self._name} failed {_FAILURES} times and is given up")

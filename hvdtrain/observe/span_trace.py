@@ -1,0 +1,105 @@
+"""Spans as a Chrome trace, one file a rank: the first steps of a start, a window of them, and the last ones."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.config.windows import Window
+from hvdtrain.observe.trace_file import TraceFile, free_path
+from hvdtrain.spans import DEVICE, EXCHANGE, MAIN, Event, Spans
+
+LAST_STEPS = 20
+"""Steps before the end of which the trace tells in any case."""
+
+_FLUSH_EVERY = 50
+"""Steps of a window that are written together."""
+
+
+class SpanTrace:
+    """Writes the spans of some steps to ``RUN/timeline/spans-rank-N.json``; a later start of the run adds a file.
+
+    Nothing is written while a step is under way, and what cannot be written costs the trace, not the training.
+
+    Args:
+        spans: of this rank.
+        folder: ``RUN/timeline``, made when needed; on a host that does not share it, a folder of that name there.
+        rank, host: stand in the trace as its process.
+        window: the steps to write as they come.
+        warn: told when the trace cannot be written.
+    """
+
+    def __init__(
+        self, spans: Spans, folder: Path, rank: int, host: str, window: Window, warn: Callable[[str], None]
+    ) -> None:
+        self._spans = spans
+        self._path = folder / f"spans-rank-{rank}.json"
+        self._rank = rank
+        self._host = host
+        self._window = window
+        self._warn = warn
+        self._began_ns = spans.now()
+        self._began_at_s = time.time()
+        self._file: TraceFile | None = None
+        self._failed = False
+        self._tracks: set[int] = set()
+        self._newest: object = None
+
+    def begin_step(self, step: int) -> None:
+        """Step `step` is about to be done; write those before it where they are due."""
+        before = step - 1
+        if before in self._window and (before % _FLUSH_EVERY == 0 or before == self._window.last):
+            self._write(lambda event: event.step in self._window or event.step == 0)
+
+    def close(self) -> None:
+        """Write what is left of the window, and the last steps."""
+        recent = self._spans.step - LAST_STEPS
+        self._write(lambda event: event.step in self._window or event.step > recent or event.step == 0)
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, wanted: Callable[[Event], bool]) -> None:
+        """Write those wanted that ended since the last time."""
+        if self._failed:
+            return
+        events, self._newest = self._spans.events(self._newest)
+        try:
+            if self._file is None:
+                self._file = TraceFile(free_path(self._path), list(self._head()))
+            self._file.append(list(self._lines([event for event in events if wanted(event)])))
+        except OSError as error:
+            self._failed = True
+            self._warn(f"the trace {self._path} ends here: {error.strerror or error}; training goes on")
+
+    def _head(self) -> Iterator[dict[str, Any]]:
+        name = f"rank {self._rank} on {self._host}"
+        yield {"name": "process_name", "ph": "M", "pid": self._rank, "tid": 0, "args": {"name": name}}
+        yield {"name": "process_sort_index", "ph": "M", "pid": self._rank, "tid": 0, "args": {"sort_index": self._rank}}
+        yield {
+            "name": "clock",
+            "ph": "M",
+            "pid": self._rank,
+            "tid": 0,
+            "args": {"start_time_since_epoch_in_micros": round(self._began_at_s * 1e6)},
+        }
+
+    def _lines(self, events: list[Event]) -> Iterator[dict[str, Any]]:
+        for event in events:
+            if event.track not in self._tracks:
+                self._tracks.add(event.track)
+                names = {MAIN: "training thread", DEVICE: "device"}
+                name = names.get(event.track, f"exchange of bucket {event.track - EXCHANGE}")
+                yield self._line("thread_name", "M", event.track, args={"name": name})
+            yield self._line(
+                event.name,
+                "X",
+                event.track,
+                ts=(event.start_ns - self._began_ns) / 1e3,
+                dur=(event.end_ns - event.start_ns) / 1e3,
+                args={"step": event.step},
+            )
+
+    def _line(self, name: str, phase: str, track: int, **rest: Any) -> dict[str, Any]:
+        return {"name": name, "ph": phase, "pid": self._rank, "tid": track, **rest}

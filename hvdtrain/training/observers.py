@@ -1,0 +1,70 @@
+"""What a run's options ask to be recorded of it, added to its recorder."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.config.schema import ObserveConfig
+from hvdtrain.config.windows import AUTO, Window, parse_window
+from hvdtrain.errors import ConfigError
+from hvdtrain.loading import load
+from hvdtrain.observe.recorder import Recorder
+from hvdtrain.observe.sinks import as_sink
+from hvdtrain.observe.span_trace import SpanTrace
+from hvdtrain.spans import Spans
+from hvdtrain.training.device_spans import DeviceSpans
+from hvdtrain.training.ranges import NvtxRanges
+from hvdtrain.training.torch_profile import TorchProfile
+
+TIMELINE = "timeline"
+_FIRST_STEPS = 20
+"""Steps of each start of a run whose spans are written under ``--observe.timeline auto``."""
+
+
+def add_sinks(recorder: Recorder, observe: ObserveConfig, given: Sequence[Any], comm: Comm) -> None:
+    """On rank 0, feed the sinks that the options name and those that a program gave.
+
+    Errors:
+        ConfigError: one of them cannot be found or is no sink; on every rank.
+    """
+    wanted = "a function of one record, or a class with write(record) and close()"
+    found = [(spec, load(spec, ConfigError, wanted)) for spec in observe.sinks]
+    found += [(getattr(value, "__name__", type(value).__name__), value) for value in given]
+    for name, value in found:
+        if comm.rank == 0:
+            recorder.add_sink(as_sink(value), name)
+
+
+def add_listeners(spans: Spans, observe: ObserveConfig, device: torch.device, stack: ExitStack) -> None:
+    """Let `spans` see the device's own clock, garbage collections and Nsight Systems, until `stack` ends."""
+    stack.enter_context(spans.collections())
+    if device.type != "cuda":
+        if observe.nvtx:
+            raise ConfigError("--observe.nvtx true, but there is no CUDA device to be watched by Nsight Systems")
+        return
+    if observe.nvtx:
+        spans.listeners.append(NvtxRanges())
+    spans.listeners.append(DeviceSpans(spans))
+
+
+def add_watchers(
+    recorder: Recorder, observe: ObserveConfig, spans: Spans, directory: Path, comm: Comm, started_at: int
+) -> None:
+    """Trace what the options ask for: this rank's spans, and torch's profile."""
+    folder = directory / TIMELINE
+    if observe.timeline == AUTO:
+        window = Window(started_at + 1, started_at + _FIRST_STEPS)
+    else:
+        window = parse_window(observe.timeline, "observe.timeline", AUTO)
+    if observe.timeline != "off":
+        recorder.add_watcher(SpanTrace(spans, folder, comm.rank, socket.gethostname(), window, recorder.warn))
+    profile = parse_window(observe.profile, "observe.profile")
+    if profile:
+        recorder.add_watcher(TorchProfile(spans, folder, comm.rank, profile, recorder.warn))
