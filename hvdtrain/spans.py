@@ -94,15 +94,15 @@ class Spans:
             seconds.update(listener.take())
         return seconds
 
-    def events(self, since: object = None) -> tuple[list[Event], object]:
-        """The spans that are kept, oldest first, and what stands for the newest: as `since` it asks for those after."""
-        found: list[tuple[str, int, int, int, int]] = []
+    def events(self, first_step: int = 0) -> list[Event]:
+        """The spans that are kept of step `first_step` and later ones, in the order in which they were recorded."""
+        found = []
         for event in reversed(self._events):
-            if event is since:
+            if event[4] < first_step - 1:  # a device's durations of a step come with the next one
                 break
-            found.append(event)
-        newest = found[0] if found else since
-        return [Event(*event) for event in reversed(found)], newest
+            if event[4] >= first_step:
+                found.append(Event(*event))
+        return found[::-1]
 
     def open(self) -> list[tuple[str, float]]:
         """Names of the spans that the training thread is in, outermost first, with the seconds since they began."""

@@ -14,7 +14,7 @@ from hvdtrain.spans import DEVICE, EXCHANGE, MAIN, Event, Spans
 LAST_STEPS = 20
 """Steps before the end of which the trace tells in any case."""
 
-_FLUSH_EVERY = 50
+_FLUSH_EVERY = 200
 """Steps of a window that are written together."""
 
 
@@ -45,30 +45,33 @@ class SpanTrace:
         self._file: TraceFile | None = None
         self._failed = False
         self._tracks: set[int] = set()
-        self._newest: object = None
+        self._next = 0
 
     def begin_step(self, step: int) -> None:
         """Step `step` is about to be done; write those before it where they are due."""
-        before = step - 1
-        if before in self._window and (before % _FLUSH_EVERY == 0 or before == self._window.last):
-            self._write(lambda event: event.step in self._window or event.step == 0)
+        over = step - 2  # what a device did in the step just done may not be known yet
+        if over in self._window and (over % _FLUSH_EVERY == 0 or over == self._window.last):
+            self._write([e for e in self._spans.events(self._next) if e.step <= over and self._is_in(e.step)])
+            self._next = over + 1
 
     def close(self) -> None:
         """Write what is left of the window, and the last steps."""
-        recent = self._spans.step - LAST_STEPS
-        self._write(lambda event: event.step in self._window or event.step > recent or event.step == 0)
+        recent = self._spans.step - LAST_STEPS + 1
+        kept = self._spans.events(min(self._next, recent))
+        self._write([e for e in kept if e.step >= (self._next if self._is_in(e.step) else recent)])
         if self._file is not None:
             self._file.close()
 
-    def _write(self, wanted: Callable[[Event], bool]) -> None:
-        """Write those wanted that ended since the last time."""
+    def _is_in(self, step: int) -> bool:
+        return step == 0 or step in self._window
+
+    def _write(self, events: list[Event]) -> None:
         if self._failed:
             return
-        events, self._newest = self._spans.events(self._newest)
         try:
             if self._file is None:
                 self._file = TraceFile(free_path(self._path), list(self._head()))
-            self._file.append(list(self._lines([event for event in events if wanted(event)])))
+            self._file.append(list(self._lines(events)))
         except OSError as error:
             self._failed = True
             self._warn(f"the trace {self._path} ends here: {error.strerror or error}; training goes on")

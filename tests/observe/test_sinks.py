@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from hvdtrain.errors import ConfigError
+from hvdtrain.observe.sinks import Background, FunctionSink, as_sink
+
+_PATIENCE_S = 10.0
+
+
+class Keeping:
+    def __init__(self) -> None:
+        self.records: list[Mapping[str, Any]] = []
+        self.threads: set[str] = set()
+        self.closed = 0
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self.records.append(record)
+        self.threads.add(threading.current_thread().name)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_every_record_comes_in_order_from_a_thread_of_the_sink() -> None:
+    sink = Keeping()
+    background = Background(sink, "mine", warn=pytest.fail)
+    for step in range(1000):
+        background.put({"step": step})
+    background.close(_PATIENCE_S)
+    assert [record["step"] for record in sink.records] == list(range(1000))
+    assert sink.threads == {"sink mine"}
+    assert sink.closed == 1
+
+
+def test_a_sink_that_hangs_holds_nobody_up_and_what_it_cannot_take_is_counted() -> None:
+    gate, entered = threading.Event(), threading.Event()
+    taken: list[int] = []
+
+    def hang(record: Mapping[str, Any]) -> None:
+        entered.set()
+        gate.wait(_PATIENCE_S)
+        taken.append(record["step"])
+
+    said: list[str] = []
+    background = Background(FunctionSink(hang), "slow", said.append, limit=10)
+    background.put({"step": 0})
+    assert entered.wait(_PATIENCE_S)
+    for step in range(1, 100):
+        background.put({"step": step})  # would never return if it waited for the sink
+    background.close(0.0)
+    assert said == ["the metric sink slow did not end within 0 s and is left behind"]
+    gate.set()
+    background.close(_PATIENCE_S)
+    assert taken == list(range(11))
+    assert said[1:] == ["the metric sink slow is too slow: 89 records were dropped"]
+
+
+def test_a_failing_sink_is_said_and_given_up() -> None:
+    called: list[int] = []
+
+    def fail(record: Mapping[str, Any]) -> None:
+        called.append(record["step"])
+        raise OSError("no network")
+
+    said: list[str] = []
+    background = Background(FunctionSink(fail), "web", said.append)
+    for step in range(50):
+        background.put({"step": step})
+    background.close(_PATIENCE_S)
+    assert called == [0, 1, 2]
+    assert said == [
+        "the metric sink web failed: OSError: no network",
+        "the metric sink web failed 3 times and is given up",
+    ]
+
+
+def test_a_sink_that_fails_now_and_then_gets_the_rest() -> None:
+    taken: list[int] = []
+
+    def sometimes(record: Mapping[str, Any]) -> None:
+        if record["step"] in (2, 5):
+            raise ValueError
+        taken.append(record["step"])
+
+    background = Background(FunctionSink(sometimes), "shaky", lambda text: None)
+    for step in range(8):
+        background.put({"step": step})
+    background.close(_PATIENCE_S)
+    assert taken == [0, 1, 3, 4, 6, 7]
+
+
+@pytest.mark.parametrize("make", [Keeping, lambda: Keeping, lambda: lambda record: None], ids=["object", "class", "fn"])
+def test_what_can_be_a_sink(make: Callable[[], Any]) -> None:
+    sink = as_sink(make())
+    sink.write({"step": 1})
+    sink.close()
+
+
+def test_what_cannot() -> None:
+    with pytest.raises(ConfigError, match=r"write\(record\) and close\(\)"):
+        as_sink(3)

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain.config.windows import ALL, OFF, Window
+from hvdtrain.observe.span_trace import LAST_STEPS, SpanTrace
+from hvdtrain.observe.trace_file import TraceFile, free_path
+from hvdtrain.spans import EXCHANGE, Spans
+from tests.support.trace_format import check_trace
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = json.loads(path.read_text())
+    check_trace(events)
+    return events
+
+
+def test_a_trace_file_is_whole_after_every_write(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "trace.json"
+    head = {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "x"}}
+    file = TraceFile(path, [head])
+    assert _read(path) == [head]
+    written = [head]
+    for number in range(3):
+        more = [{"name": f"a {number}", "ph": "X", "pid": 0, "tid": 0, "ts": i + 10 * number, "dur": 0} for i in (0, 1)]
+        file.append(more)
+        file.append([])
+        written += more
+        assert _read(path) == written
+    file.close()
+    with pytest.raises(FileExistsError):
+        TraceFile(path, [head])
+    assert _read(path) == written
+
+
+def test_a_name_that_is_taken_is_counted_up(tmp_path: Path) -> None:
+    path = tmp_path / "spans.json"
+    assert free_path(path) == path
+    path.touch()
+    assert free_path(path) == tmp_path / "spans-1.json"
+    (tmp_path / "spans-1.json").touch()
+    assert free_path(path) == tmp_path / "spans-2.json"
+
+
+def _train(trace: SpanTrace, spans: Spans, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        trace.begin_step(step)
+        spans.step = step
+        with spans("forward"):
+            pass
+        start = spans.now()
+        with spans("wait"):
+            pass
+        spans.record("exchange", start, EXCHANGE)
+
+
+def _steps(path: Path) -> list[int]:
+    return sorted({event["args"]["step"] for event in _read(path) if event["ph"] == "X"})
+
+
+@pytest.mark.parametrize(
+    ("window", "expected"),
+    [
+        (Window(3, 8), [0, *range(3, 9), *range(300 - LAST_STEPS + 1, 301)]),
+        (Window(291, 295), [0, *range(300 - LAST_STEPS + 1, 301)]),
+        (ALL, list(range(301))),
+        (Window(400, 500), [0, *range(300 - LAST_STEPS + 1, 301)]),
+        (OFF, [0, *range(300 - LAST_STEPS + 1, 301)]),
+    ],
+    ids=["early", "late", "all", "never", "empty"],
+)
+def test_the_window_and_the_last_steps_are_written_once(tmp_path: Path, window: Window, expected: list[int]) -> None:
+    spans = Spans()
+    trace = SpanTrace(spans, tmp_path, 3, "node", window, warn=pytest.fail)
+    with spans("evaluation"):
+        pass
+    _train(trace, spans, 1, 300)
+    trace.close()
+    path = tmp_path / "spans-rank-3.json"
+    assert _steps(path) == expected
+    names = [(event["name"], event["args"]["step"]) for event in _read(path) if event["ph"] == "X"]
+    assert len(names) == len(set(names))
+    assert {event["pid"] for event in _read(path)} == {3}
+    threads = {e["tid"]: e["args"]["name"] for e in _read(path) if e["name"] == "thread_name"}
+    assert threads == {0: "training thread", EXCHANGE: "exchange of bucket 0"}
+    assert _read(path)[0]["args"]["name"] == "rank 3 on node"
+
+
+def test_a_window_is_on_disk_once_it_is_over(tmp_path: Path) -> None:
+    spans = Spans()
+    trace = SpanTrace(spans, tmp_path, 0, "node", Window(3, 8), warn=pytest.fail)
+    _train(trace, spans, 1, 10)
+    assert _steps(tmp_path / "spans-rank-0.json") == list(range(3, 9))
+    trace.close()
+
+
+def test_a_later_start_adds_a_file(tmp_path: Path) -> None:
+    for _ in range(2):
+        spans = Spans()
+        trace = SpanTrace(spans, tmp_path, 0, "node", ALL, warn=pytest.fail)
+        _train(trace, spans, 1, 3)
+        trace.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["spans-rank-0-1.json", "spans-rank-0.json"]
+
+
+def test_what_cannot_be_written_is_said_once_and_fails_nothing(tmp_path: Path) -> None:
+    (tmp_path / "timeline").write_text("a file where the folder should be")
+    said: list[str] = []
+    spans = Spans()
+    trace = SpanTrace(spans, tmp_path / "timeline", 0, "node", ALL, warn=said.append)
+    _train(trace, spans, 1, 120)
+    trace.close()
+    assert len(said) == 1 and "training goes on" in said[0]

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import pytest
+
+from hvdtrain.spans import DEVICE, Spans
+from hvdtrain.training.device_spans import DeviceSpans
+
+
+class Device:
+    """A device whose queue is worked off when told: events happen at its own time, in milliseconds."""
+
+    def __init__(self) -> None:
+        self.now_ms = 0.0
+        self.done_ms = 0.0
+
+    def event(self) -> FakeEvent:
+        return FakeEvent(self)
+
+
+class FakeEvent:
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.at_ms = float("nan")
+
+    def record(self) -> None:
+        self.at_ms = self.device.now_ms
+
+    def synchronize(self) -> None:
+        self.device.done_ms = max(self.device.done_ms, self.at_ms)
+
+    def query(self) -> bool:
+        return self.at_ms <= self.device.done_ms
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        assert self.query() and later.query(), "read before it happened: that would be a wait"
+        return later.at_ms - self.at_ms
+
+
+def _spans(device: Device) -> Spans:
+    spans = Spans(lambda: 1000)
+    spans.listeners.append(DeviceSpans(spans, device.event))
+    return spans
+
+
+def test_durations_are_the_devices_and_come_when_they_are_known() -> None:
+    device = Device()
+    spans = _spans(device)
+    spans.step = 1
+    for name, duration_ms in (("forward", 10), ("backward", 20), ("wait", 5), ("optimizer", 3)):
+        with spans(name):
+            device.now_ms += duration_ms
+    device.done_ms = 35.0  # the optimizer is still under way
+    seconds = spans.take()
+    assert {name: seconds[name] for name in ("forward", "backward", "wait", "optimizer")} == pytest.approx(
+        {"forward": 0.010, "backward": 0.020, "wait": 0.005, "optimizer": 0.0}
+    )
+    spans.step = 2
+    device.done_ms = 38.0
+    assert spans.take()["optimizer"] == pytest.approx(0.003)
+
+
+def test_the_trace_has_them_on_the_devices_track_in_their_step() -> None:
+    device = Device()
+    spans = _spans(device)
+    spans.step = 4
+    device.now_ms = 2.0
+    with spans("forward"):
+        device.now_ms = 7.0
+    spans.step = 5
+    device.done_ms = 7.0
+    spans.take()
+    found = [event for event in spans.events() if event.track == DEVICE]
+    assert found == [("forward", DEVICE, 1000 + 2_000_000, 1000 + 7_000_000, 4)]
+
+
+def test_what_the_host_does_is_timed_by_the_host() -> None:
+    device = Device()
+    clock = iter(range(0, 10_000_000, 1_000_000))
+    spans = Spans(lambda: next(clock))
+    spans.listeners.append(DeviceSpans(spans, device.event))
+    with spans("data"), spans("copy"):
+        pass
+    seconds = spans.take()
+    assert seconds["data"] > 0
+    assert seconds["copy"] == 0.0

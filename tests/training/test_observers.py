@@ -1,0 +1,104 @@
+"""What the options ask to be recorded, on real runs of a task of milliseconds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hvdtrain
+from hvdtrain.errors import ConfigError
+from hvdtrain.observe.journal import read_journal
+from tests.support.toy import toy
+from tests.support.trace_format import check_trace
+
+OPTIONS = {"train": {"steps": 6, "global_batch": 8}, "checkpoint": {"every": 3}}
+
+
+def _train(run: Path, given: list[Any] | None = None, **observe: Any) -> list[dict[str, Any]]:
+    hvdtrain.train({**OPTIONS, "run_dir": str(run), "observe": observe}, toy, sinks=given or [])
+    return read_journal(run / "journal.jsonl")
+
+
+def _trace(path: Path) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = json.loads(path.read_text())
+    check_trace(events)
+    return [event for event in events if event["ph"] == "X"]
+
+
+def test_a_trace_has_every_part_of_every_step(tmp_path: Path) -> None:
+    _train(tmp_path)
+    spans = _trace(tmp_path / "timeline" / "spans-rank-0.json")
+    parts = {"step", "data", "copy", "forward", "backward", "wait", "clip", "optimizer"}
+    for step in range(1, 7):
+        assert parts <= {span["name"] for span in spans if span["args"]["step"] == step}
+    for name, count in {"checkpoint": 2, "evaluation": 3, "step": 6, "forward": 12}.items():
+        assert len([span for span in spans if span["name"] == name]) == count
+    whole = {s["args"]["step"]: s["dur"] for s in spans if s["name"] == "step"}
+    for step, duration in whole.items():
+        inside = [s["dur"] for s in spans if s["args"]["step"] == step and s["name"] in parts - {"step"}]
+        assert 0 < sum(inside) <= duration
+
+
+def test_off_means_no_trace(tmp_path: Path) -> None:
+    _train(tmp_path, timeline="off")
+    assert not (tmp_path / "timeline").exists()
+
+
+@pytest.mark.filterwarnings("ignore:Profiler clears events")
+def test_torch_profiler_by_window(tmp_path: Path) -> None:
+    _train(tmp_path, profile="2:3")
+    profile = json.loads((tmp_path / "timeline" / "torch-steps-2-3-rank-0.json").read_text())
+    names = [event["name"] for event in profile["traceEvents"] if event.get("ph") == "X"]
+    assert names.count("optimizer") == 2
+    assert names.count("forward") == 4
+    assert any(name.startswith("aten::") for name in names)
+
+
+def test_a_profile_that_the_end_cuts_short_is_written(tmp_path: Path) -> None:
+    _train(tmp_path, profile="5:900")
+    assert (tmp_path / "timeline" / "torch-steps-5-6-rank-0.json").exists()
+
+
+def test_sinks_get_what_the_journal_gets(tmp_path: Path) -> None:
+    taken: list[Mapping[str, Any]] = []
+    lines = _train(tmp_path, [taken.append])
+    assert [json.loads(json.dumps(record)) for record in taken] == lines
+    assert {"started", "evaluation", "checkpoint", "finished"} <= {record.get("event") for record in taken}
+
+
+def test_a_failing_sink_fails_no_run(tmp_path: Path) -> None:
+    def fail(record: Mapping[str, Any]) -> None:
+        raise RuntimeError("no network")
+
+    lines = _train(tmp_path, [fail])
+    assert [line["step"] for line in lines if "event" not in line] == list(range(1, 7))
+    warnings = [line["text"] for line in lines if line.get("event") == "warning"]
+    assert "the metric sink fail failed: RuntimeError: no network" in warnings
+
+
+def test_sinks_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "tracker.py"
+    file.write_text(
+        "import json, pathlib\n"
+        "class Tracker:\n"
+        "    def __init__(self): self.lines = []\n"
+        "    def write(self, record): self.lines.append(record)\n"
+        "    def close(self): pathlib.Path(__file__).with_suffix('.json').write_text(json.dumps(self.lines))\n"
+    )
+    lines = _train(tmp_path / "run", sinks=[f"{file}:Tracker"])
+    assert json.loads((tmp_path / "tracker.json").read_text()) == lines
+
+
+@pytest.mark.parametrize("spec", ["nothing", "missing.py:Tracker", "json:no_such"])
+def test_a_sink_that_is_not_there(tmp_path: Path, spec: str) -> None:
+    with pytest.raises(ConfigError):
+        _train(tmp_path, sinks=[spec])
+
+
+def test_nvtx_without_cuda_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        _train(tmp_path, nvtx=True)
