@@ -8,6 +8,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 _EXIT_OF_SIGNAL = {"SIGTERM": 143, "SIGINT": 130}
 _RANK_0_SPEAKS_S = 5.0
+_BAR = 40
+"""Characters that stand for the whole time."""
 
 
 def main(argv: list[str]) -> int:
@@ -66,7 +69,13 @@ def summary(result: Result, info: RankInfo) -> str:
         rows.append(("speed", f"{result.tokens_per_s:,.0f} {result.unit}/s on {info.size} rank(s)"))
     rows.append(("run", str(result.run_dir)))
     how = {"finished": "finished", "stop_at": "stopped as asked"}.get(result.reason, f"stopped by {result.reason}")
-    further = [
+    further = []
+    if (result.run_dir / "tensorboard").is_dir():
+        # The address of this machine only: whoever reaches the port reads the run.
+        further.append(("curves", f"{_beside('tensorboard')} --logdir {result.run_dir}/tensorboard --host 127.0.0.1"))
+    if (result.run_dir / "timeline").is_dir():
+        further.append(("traces", f"{result.run_dir}/timeline/*.json, in https://ui.perfetto.dev or chrome://tracing"))
+    further += [
         ("each step", f"tail -n 3 {result.run_dir}/journal.jsonl"),
         ("this machine", f"{_beside('hvdtrain')} doctor"),
     ]
@@ -78,7 +87,18 @@ def summary(result: Result, info: RankInfo) -> str:
     else:
         further.append(("go on", f"{again} --train.stop_at null"))
     head = f"{how} at step {result.step} of {result.total_steps} after {duration(result.seconds)}"
-    return f"\n{head}\n{table(rows)}\nlook further:\n{table(further)}"
+    return f"\n{head}\n{table(rows)}\n{_where_it_went(result.budget)}look further:\n{table(further)}"
+
+
+def _where_it_went(budget: Mapping[str, float]) -> str:
+    whole = sum(budget.values())
+    if not whole:
+        return ""
+    rows = [
+        (part, f"{seconds:9.2f} s {seconds / whole:6.1%}  {'#' * round(_BAR * seconds / whole)}".rstrip())
+        for part, seconds in budget.items()
+    ]
+    return f"where the time went (rank 0):\n{table(rows)}\n"
 
 
 def _beside(name: str) -> str:

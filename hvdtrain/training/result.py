@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.observe.journal import read_journal
+from hvdtrain.training.budget import budget
 
 _LAST = 10
 """Steps whose mean loss stands for the end of a run."""
@@ -31,6 +32,7 @@ class Result:
         tokens_per_s: weight per second over this stretch's steps but the first, which warms up.
         unit: what was counted: tokens, samples.
         seconds: of this stretch's steps.
+        budget: where this stretch's wall time went on rank 0: seconds by part (`training.budget`).
         model: the trained model, on this rank's device.
     """
 
@@ -46,10 +48,11 @@ class Result:
     tokens_per_s: float
     unit: str
     seconds: float
+    budget: Mapping[str, float]
     model: Any
 
 
-def losses_and_speed(journal: Path, resumed_at: int) -> dict[str, float | None]:
+def losses_and_speed(journal: Path, resumed_at: int) -> dict[str, Any]:
     """From a run's journal the fields of `Result` that are figures; None for nan, which JSON lacks."""
     lines = read_journal(journal)
     steps = {line["step"]: line for line in lines if "event" not in line}
@@ -65,10 +68,11 @@ def losses_and_speed(journal: Path, resumed_at: int) -> dict[str, float | None]:
         "last_heldout_loss": heldout[-1] if heldout else None,
         "tokens_per_s": sum(line["tokens"] for line in timed) / seconds if seconds else None,
         "seconds": sum(line["step_s"] for line in stretch),
+        "budget": budget(lines, resumed_at),
     }
 
 
-def numbers(found: Mapping[str, float | None]) -> dict[str, float]:
+def numbers(found: Mapping[str, Any]) -> dict[str, Any]:
     """The same with nan for None."""
     return {name: math.nan if value is None else value for name, value in found.items()}
 
