@@ -94,9 +94,10 @@ def test_links_lead_somewhere(link: str) -> None:
 
 def test_options_in_the_table_exist() -> None:
     from hvdtrain.config.parse import make_parser
-    from hvdtrain.task.language_model import language_model
+    from hvdtrain.task.base import NAMED, load_task_function
 
-    known = {option for action in make_parser(language_model)._actions for option in action.option_strings}
+    parsers = [make_parser(load_task_function(name)) for name in NAMED]
+    known = {option for parser in parsers for action in parser._actions for option in action.option_strings}
     named = set(re.findall(r"--(?:[a-z_]+\.)?[a-z_]+(?=[ `=])", README))
     others = {"--dry-run", "--gpu", "--gloo", "--json", "--hidden", "--help", "--dry"}
     assert {option for option in named if option not in known and option not in others} == set()

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import Dataset
 
-NAMED = {"language_model": "hvdtrain.task.language_model:language_model"}
+NAMED = {
+    "image": "hvdtrain.task.image:image",
+    "language_model": "hvdtrain.task.language_model:language_model",
+}
 """Tasks that `--task` knows by a short name."""
 
 TaskFunction = Callable[..., "Task"]

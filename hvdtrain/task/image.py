@@ -1,0 +1,69 @@
+"""The task `image`: tell what an image shows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hvdtrain.errors import TaskError
+from hvdtrain.task.base import Task
+from hvdtrain.task.image_data import ImageConfig, open_images
+from hvdtrain.task.resnet import ResNetConfig, resnet
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+def image(model: ResNetConfig = ResNetConfig(), data: ImageConfig = ImageConfig()) -> Task:  # noqa: B008
+    """Train a ResNet to classify images.
+
+    Args:
+        model: Which model.
+        data: What it looks at.
+
+    Errors:
+        TaskError: a library of the extra `image` is missing.
+        ConfigError: an option that makes no sense.
+    """
+    _need_torch()
+    images = open_images(data)
+    return Task(
+        model=resnet(model, channels=images.channels, classes=images.classes),
+        loss=label_loss,
+        train_data=images.train,
+        heldout_data=images.heldout,
+        metrics=accuracy,
+        unit="images",
+        data_id=images.digest,
+    )
+
+
+def label_loss(model: nn.Module, batch: Any) -> tuple[Tensor, float]:
+    """Cross entropy of the labels.
+
+    Args:
+        model: takes `pixel_values`, returns an object with `logits` (B, classes).
+        batch: images (B, C, H, W), float32, and labels (B,), int64.
+
+    Returns:
+        The sum over B images in nats, float32 whatever the logits are; and B.
+    """
+    from torch.nn.functional import cross_entropy
+
+    images, labels = batch
+    logits = model(pixel_values=images).logits
+    return cross_entropy(logits.float(), labels, reduction="sum"), float(len(labels))
+
+
+def accuracy(model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, float]]:
+    """How many labels were given the largest logit, and of how many. Arguments as for `label_loss`."""
+    images, labels = batch
+    guesses = model(pixel_values=images).logits.argmax(-1)
+    return {"accuracy": ((guesses == labels).sum(), float(len(labels)))}
+
+
+def _need_torch() -> None:
+    try:
+        import numpy  # noqa: F401
+        import torch  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise TaskError(f"the image task needs {error.name}", next_step='pip install "hvdtrain[image]"') from error

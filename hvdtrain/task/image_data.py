@@ -1,0 +1,124 @@
+"""What an image model is trained on: options, and the images that they name."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from hvdtrain.errors import ConfigError, TaskError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.utils.data import Dataset
+
+
+@dataclass(frozen=True)
+class ImageConfig:
+    """What to look at.
+
+    Attributes:
+        source: digits are the 1797 handwritten ones that come with scikit-learn; synthetic are random images of
+            1000 random classes, which cost nothing to read, for measuring speed.
+        size: Height and width of synthetic images in pixels.
+        heldout: Share of the digits that is only evaluated on.
+    """
+
+    source: Literal["digits", "synthetic"] = "digits"
+    size: int = 224
+    heldout: float = 0.2
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images with labels, split.
+
+    Args:
+        train: pairs of an image (C, H, W) float32 and a label, int64, to train on.
+        heldout: pairs that are held out, None where there are none.
+        channels: of an image.
+        classes: labels are below it.
+        digest: equal on all hosts that have the same images.
+    """
+
+    train: Dataset[Any]
+    heldout: Dataset[Any] | None
+    channels: int
+    classes: int
+    digest: str
+
+
+_SPLIT_SEED = 0
+"""Not the run's: what is held out is the same in every run."""
+
+_ZOOM = 4
+"""A ResNet's first two layers halve an image twice: digits come to its stages as they are, 8 x 8."""
+
+_SYNTHETIC, _SYNTHETIC_CLASSES = 64, 1000
+_SMALLEST = 32
+
+
+def open_images(config: ImageConfig) -> Images:
+    """Read, or make, the images.
+
+    Errors:
+        ConfigError: a value that makes no sense.
+        TaskError: scikit-learn is missing.
+    """
+    if not 0 <= config.heldout < 1:
+        raise ConfigError("data.heldout is no share", expected="from 0 to below 1", found=str(config.heldout))
+    if config.size < _SMALLEST:
+        raise ConfigError("data.size is too small", expected=f"{_SMALLEST} pixels or more", found=str(config.size))
+    return _digits(config.heldout) if config.source == "digits" else _synthetic(config.size)
+
+
+def split(count: int, heldout: float) -> tuple[list[int], list[int]]:
+    """Indices to train on and indices held out, at random: a function of its arguments alone."""
+    import numpy as np
+
+    # RandomState, whose stream numpy promises never to change.
+    order = np.random.RandomState(_SPLIT_SEED).permutation(count).tolist()
+    held = min(round(count * heldout), count - 1)
+    return order[held:], order[:held]
+
+
+def _digits(heldout: float) -> Images:
+    try:
+        from sklearn.datasets import load_digits
+    except ModuleNotFoundError as error:
+        raise TaskError(
+            "the digits of the image task need scikit-learn",
+            next_step='pip install "hvdtrain[image]", or train on --data.source synthetic',
+        ) from error
+    import torch
+    from torch.utils.data import TensorDataset
+
+    found = load_digits()  # pixels of 0 to 16
+    pixels = torch.tensor(found.images, dtype=torch.float32) / 8 - 1
+    images = pixels[:, None].repeat_interleave(_ZOOM, 2).repeat_interleave(_ZOOM, 3)
+    labels = torch.tensor(found.target, dtype=torch.int64)
+    train, held = split(len(labels), heldout)
+    return Images(
+        train=TensorDataset(images[train], labels[train]),
+        heldout=TensorDataset(images[held], labels[held]) if held else None,
+        channels=1,
+        classes=10,
+        digest=_digest(images[train], labels[train], images[held], labels[held]),
+    )
+
+
+def _synthetic(size: int) -> Images:
+    import torch
+    from torch.utils.data import TensorDataset
+
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(_SYNTHETIC, 3, size, size, generator=generator)
+    labels = torch.randint(_SYNTHETIC_CLASSES, (_SYNTHETIC,), generator=generator)
+    return Images(TensorDataset(images, labels), None, 3, _SYNTHETIC_CLASSES, _digest(images, labels))
+
+
+def _digest(*tensors: Tensor) -> str:
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.numpy().data)
+    return found.hexdigest()
