@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,12 @@ import torch
 import hvdtrain
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.observe.journal import read_steps
+from hvdtrain.spans import DEVICE
 from hvdtrain.training.device import pick_device
+from hvdtrain.training.device_spans import ON_DEVICE
 from tests.support.launch import train
 from tests.support.toy import toy
+from tests.support.trace_format import check_trace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -67,3 +71,17 @@ def test_one_rank_under_mpirun_goes_by_horovod(tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     assert len(_losses(tmp_path / "run")) == 3
+
+
+def test_parts_of_a_step_are_timed_by_the_device_without_a_wait(tmp_path: Path) -> None:
+    _train(tmp_path / "run", observe={"nvtx": True, "profile": "3:4"})
+    for line in read_steps(tmp_path / "run" / "journal.jsonl").values():
+        parts = ("copy_s", "forward_s", "backward_s", "exposed_comm_s", "clip_s")
+        assert 0 < sum(line[part] for part in parts) <= line["step_s"] * 1.05  # two clocks
+    events = json.loads((tmp_path / "run" / "timeline" / "spans-rank-0.json").read_text())
+    check_trace(events)
+    on_device = [e for e in events if e["ph"] == "X" and e["tid"] == DEVICE]
+    assert {e["name"] for e in on_device} == ON_DEVICE
+    assert {e["args"]["step"] for e in on_device} >= set(range(1, 8))
+    profile = json.loads((tmp_path / "run" / "timeline" / "torch-steps-3-4-rank-0.json").read_text())
+    assert any(e.get("cat") == "kernel" for e in profile["traceEvents"])

@@ -1,0 +1,72 @@
+"""docs/outputs.md: its example of a sink against a real web server, its keys against a real journal."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hvdtrain
+from hvdtrain.observe.journal import read_steps
+from tests.support.launch import train
+from tests.support.toy import toy
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "docs" / "outputs.md").read_text()
+TOY = ROOT / "tests" / "support" / "toy.py"
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    taken: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            taken.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as listening:
+        thread = threading.Thread(target=listening.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.server_port}", taken
+        listening.shutdown()
+        thread.join()
+
+
+def test_the_web_tracker(tmp_path: Path, server: tuple[str, list[dict[str, Any]]]) -> None:
+    url, taken = server
+    code = re.findall(r"```python\n(# tracker\.py.*?)```", TEXT, re.DOTALL)[0]
+    (tmp_path / "tracker.py").write_text(code)
+    options = [f"--task={TOY}:toy", "--train.steps=47", "--observe.sinks", '["tracker.py:Tracker"]']
+    train(*options, size=2, cwd=tmp_path, environment={"TRACKER_URL": url})
+    assert taken[0]["config"]["train"]["steps"] == 47 and taken[0]["ranks"] == 2
+    steps = [line for part in taken[1:] for line in part["steps"]]
+    journal = read_steps(next((tmp_path / "runs").iterdir()) / "journal.jsonl")
+    assert [line["step"] for line in steps] == list(range(1, 48))
+    assert [line["loss"] for line in steps] == [line["loss"] for line in journal.values()]
+
+
+def test_every_key_of_a_step_is_explained(tmp_path: Path) -> None:
+    hvdtrain.train({"train": {"steps": 2}, "run_dir": str(tmp_path)}, toy)
+    keys = set().union(*read_steps(tmp_path / "journal.jsonl").values())
+    table = TEXT.partition("## The journal")[2].partition("A line with")[0]
+    assert keys == set(
+        re.findall(r"`([a-z_]+)`", " ".join(row.split("|")[1] for row in re.findall(r"^\|.*", table, re.M)))
+    )
+
+
+def test_the_options_it_shows_exist() -> None:
+    from hvdtrain.config.parse import make_parser
+
+    known = {option for action in make_parser(None)._actions for option in action.option_strings}
+    assert set(re.findall(r"--(?:observe|train)\.[a-z_]+", TEXT)) <= known
