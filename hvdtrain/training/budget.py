@@ -14,26 +14,20 @@ _STEP_PARTS = {
 REST = "evaluation, checkpoints, rest"
 
 
-def budget(lines: Sequence[Mapping[str, Any]], resumed_at: int) -> dict[str, float]:
-    """Seconds of rank 0 by part, over the steps after `resumed_at`; empty where there are none.
+def budget(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Seconds of rank 0 by part, over the steps of a run's last start; empty where there are none.
 
     The wall time is that from the first step's begin to the last line that says a time: an evaluation before the
     first step is not in it, the checkpoint after the last one is.
 
     Args:
-        lines: a journal's lines; of a step that was done again, the last counts.
-        resumed_at: the step that this stretch of the run started from.
+        lines: a journal's lines.
     """
     begin = max((i for i, line in enumerate(lines) if line.get("event") == "started"), default=0)
-    steps = {line["step"]: line for line in lines[begin:] if "event" not in line and line["step"] > resumed_at}
+    steps = [line for line in lines[begin:] if "event" not in line]
     if not steps:
         return {}
-    first = steps[min(steps)]
-    end = max(line["time"] for line in lines[begin:] if "time" in line)
-    parts = {
-        name: sum(line.get(field) or 0.0 for line in steps.values() for field in fields)
-        for name, fields in _STEP_PARTS.items()
-    }
-    wall = end - (first["time"] - first["step_s"])
+    parts = {name: sum(line[field] for line in steps for field in fields) for name, fields in _STEP_PARTS.items()}
+    wall = max(line["time"] for line in lines[begin:]) - (steps[0]["time"] - steps[0]["step_s"])
     parts[REST] = max(0.0, wall - sum(parts.values()))
     return parts

@@ -68,7 +68,7 @@ def losses_and_speed(journal: Path, resumed_at: int) -> dict[str, Any]:
         "last_heldout_loss": heldout[-1] if heldout else None,
         "tokens_per_s": sum(line["tokens"] for line in timed) / seconds if seconds else None,
         "seconds": sum(line["step_s"] for line in stretch),
-        "budget": budget(lines, resumed_at),
+        "budget": budget(lines),
     }
 
 

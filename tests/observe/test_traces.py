@@ -9,7 +9,7 @@ import pytest
 from hvdtrain.config.windows import ALL, OFF, Window
 from hvdtrain.observe.span_trace import LAST_STEPS, SpanTrace
 from hvdtrain.observe.trace_file import TraceFile, free_path
-from hvdtrain.spans import EXCHANGE, Spans
+from hvdtrain.spans import DEVICE, EXCHANGE, Spans
 from tests.support.trace_format import check_trace
 
 
@@ -98,6 +98,17 @@ def test_a_window_is_on_disk_once_it_is_over(tmp_path: Path) -> None:
     trace.close()
 
 
+def test_what_a_device_tells_a_step_late_is_in_the_window(tmp_path: Path) -> None:
+    spans = Spans()
+    trace = SpanTrace(spans, tmp_path, 0, "node", Window(1, 3), warn=pytest.fail)
+    for step in range(1, 60):
+        trace.begin_step(step)
+        spans.step = step
+        spans.record("optimizer", spans.now(), DEVICE, step=step - 1)
+    trace.close()
+    assert set(range(1, 4)) <= set(_steps(tmp_path / "spans-rank-0.json"))
+
+
 def test_a_later_start_adds_a_file(tmp_path: Path) -> None:
     for _ in range(2):
         spans = Spans()
@@ -112,6 +123,6 @@ def test_what_cannot_be_written_is_said_once_and_fails_nothing(tmp_path: Path) -
     said: list[str] = []
     spans = Spans()
     trace = SpanTrace(spans, tmp_path / "timeline", 0, "node", ALL, warn=said.append)
-    _train(trace, spans, 1, 120)
+    _train(trace, spans, 1, 500)
     trace.close()
     assert len(said) == 1 and "training goes on" in said[0]
