@@ -6,7 +6,6 @@ import pytest
 
 from hvdtrain.training.budget import REST, budget
 
-
 PARTS = ("data_s", "copy_s", "forward_s", "backward_s", "exposed_comm_s", "clip_s", "optimizer_s")
 
 
