@@ -63,12 +63,20 @@ class Stream:
             taken = 0
             for batch in batches:
                 count = batch.stop - batch.start
-                yield [mix(self.seed + _SAMPLE, batch.start), *indices[taken : taken + count]]
+                yield [sample_seed(self.seed, batch), *indices[taken : taken + count]]
                 taken += count
 
 
-class _Seeded(Dataset[Any]):
-    """A data set whose samples depend on position alone, also where making them draws random numbers."""
+def sample_seed(seed: int, batch: MicroBatch) -> int:
+    """What the samples of a micro-batch are made under."""
+    return mix(seed + _SAMPLE, batch.start)
+
+
+class Seeded(Dataset[Any]):
+    """A data set whose samples depend on position alone, also where making them draws random numbers.
+
+    A key is a seed, then the indices of a micro-batch.
+    """
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         self.dataset = dataset
@@ -89,6 +97,16 @@ def seed_forward(seed: int, position: int) -> None:
         torch.cuda.manual_seed(value)
 
 
+def fetch_step(stream: Stream, position: int) -> Iterator[tuple[MicroBatch, list[int], list[Any]]]:
+    """A step's micro-batches of this rank, made in this process: where, indices into the data set, samples.
+
+    Random states are seeded as in training; who calls puts them back.
+    """
+    seeded = Seeded(stream.dataset)
+    for batch, key in zip(stream.step(position), stream.keys(position, 1), strict=True):
+        yield batch, key[1:], seeded.__getitems__(key)
+
+
 def train_batches(
     stream: Stream,
     position: int,
@@ -100,7 +118,7 @@ def train_batches(
 ) -> Iterator[Any]:
     """Batches of this rank on the host, from `position` on for `steps` steps, in the order of `Stream.step`."""
     loader: DataLoader[Any] = DataLoader(
-        _Seeded(stream.dataset),
+        Seeded(stream.dataset),
         batch_sampler=_Once(stream.keys(position, steps)),
         collate_fn=collate or default_collate,
         num_workers=config.workers,

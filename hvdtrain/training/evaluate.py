@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json
-from hvdtrain.data.loader import seed_forward
+from hvdtrain.data.loader import Seeded, sample_seed, seed_forward
 from hvdtrain.data.order import micro_batches, share
 from hvdtrain.task.base import Task
 from hvdtrain.training.precision import Precision
@@ -40,6 +40,7 @@ def evaluate(
     """Mean loss over `most` held-out samples (0: all), spread evenly, each used once at any number of ranks.
 
     Collective: yes. None where the task holds nothing out. Sums are in float64. Each module is left in its mode.
+    Samples that draw random numbers when they are made are the same each time.
     """
     if task.heldout_data is None or len(task.heldout_data) == 0:  # type: ignore[arg-type]
         return None
@@ -48,8 +49,8 @@ def evaluate(
     batches = micro_batches(0, count, micro_batch)
     mine = [batches[i] for i in share(len(batches), comm.rank, comm.size)]
     loader: DataLoader[Any] = DataLoader(
-        Subset(task.heldout_data, [i * length // count for i in range(count)]),
-        batch_sampler=[list(range(b.start, b.stop)) for b in mine],
+        Seeded(task.heldout_data),
+        batch_sampler=[[sample_seed(0, b), *(i * length // count for i in range(b.start, b.stop))] for b in mine],
         collate_fn=task.collate,
     )
     sums: dict[str, list[float]] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -52,19 +54,55 @@ def test_equals_the_mean_over_all_samples() -> None:
     assert found.samples == 11
 
 
-@pytest.mark.parametrize("size", [2, 3, 6])
-def test_any_size_gives_the_same(size: int) -> None:
-    alone = _evaluate(_task(), SoloComm())
+class Counting(Plain):
+    """Notes which samples were taken."""
 
-    tasks = [_task() for _ in range(size)]
+    def __init__(self, x: torch.Tensor) -> None:
+        super().__init__(x)
+        self.taken: list[int] = []
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.taken.append(index)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("samples", [1, 7, 11, 12])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
+def test_each_sample_is_used_once_and_any_size_gives_the_same(size: int, samples: int) -> None:
+    """`most` 0 is all of them; micro-batches are of 3 samples."""
+    alone = _evaluate(_task(samples), SoloComm())
+    task = _task(samples)
+    data = [Counting(task.heldout_data.x) for _ in range(size)]  # type: ignore[union-attr]
+    tasks = [
+        Task(copy.deepcopy(task.model), task.loss, task.train_data, heldout, metrics=task.metrics) for heldout in data
+    ]
 
     def body(comm: ThreadComm) -> Evaluation:
         return _evaluate(tasks[comm.rank], comm)
 
     found = on_ranks(size, body)
+    assert sorted(index for heldout in data for index in heldout.taken) == list(range(samples))
     assert all(f == found[0] for f in found)
     assert found[0].loss == pytest.approx(alone.loss, rel=1e-12)
-    assert found[0].metrics == alone.metrics
+    assert (found[0].metrics, found[0].samples) == (alone.metrics, samples)
+
+
+def test_sums_are_in_float64() -> None:
+    """fp32 holds no odd number beyond 2**24."""
+    data = torch.utils.data.TensorDataset(torch.tensor([2.0**24, 1.0, 1.0, 1.0]))
+    base = _task()
+    task = Task(base.model, lambda m, b: (b[0].sum(), 1), base.train_data, data)
+    found = evaluate(task, task.model, SoloComm(), Precision("fp32", CPU), CPU, micro_batch=1, most=0)
+    assert found is not None
+    assert found.loss * 4 == 2**24 + 3
+
+
+def test_samples_made_with_random_numbers_are_the_same_each_time() -> None:
+    task = toy()
+    first = _evaluate(task, SoloComm())
+    torch.rand(3)
+    again = _evaluate(task, SoloComm())
+    assert again == first
 
 
 def test_most_spreads_over_all_samples() -> None:
