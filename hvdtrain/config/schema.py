@@ -59,6 +59,8 @@ class TrainConfig:
         global_batch: Samples an optimizer step, over all ranks. The number of ranks does not change it.
         micro_batch: Samples a forward pass. Ranks share out whole micro-batches.
         clip: Largest L2 norm of the gradient; 0 turns clipping off.
+        eval_every: Evaluate every this many steps, at the start and at the end; without it, at each checkpoint that
+            is due. Of the checkpoints, one saved at a step with an evaluation can be kept as the best.
         eval_samples: Held-out samples looked at in an evaluation; 0 for all of them.
         max_skipped: End the run after this many steps in a row with a loss or gradient that is not finite.
         deterministic: Ask torch for deterministic kernels (slower on CUDA; the CPU's are deterministic anyway).
@@ -70,6 +72,7 @@ class TrainConfig:
     global_batch: int = 16
     micro_batch: int = 4
     clip: float = 1.0
+    eval_every: int | None = None
     eval_samples: int = 64
     max_skipped: int = 10
     deterministic: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ class Progress:
         skipped_in_row: how many of them came last.
         samples: in an epoch.
         data_id: of the task, see there.
+        losses: of the newest steps that were applied, as many as a jump is measured against.
     """
 
     step: int = 0
@@ -32,6 +33,7 @@ class Progress:
     skipped_in_row: int = 0
     samples: int = 0
     data_id: str = ""
+    losses: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

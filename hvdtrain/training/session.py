@@ -37,6 +37,7 @@ from hvdtrain.training.precision import Precision
 from hvdtrain.training.restore import CHECKPOINTS, restore
 from hvdtrain.training.result import Result, losses_and_speed, numbers
 from hvdtrain.training.run_directory import RunDirectory, claim_run_directory
+from hvdtrain.training.sanity import Sanity
 from hvdtrain.training.schedule import factor, total_steps
 from hvdtrain.training.step import Stepper
 from hvdtrain.training.trainer import Trainer
@@ -110,18 +111,21 @@ def _trainer(
     engine = make_engine(_optimizer(task, run, recorder), model, comm, config.parallel.compression, spans)
     precision = Precision(config.precision, device)
     fresh = Progress(samples=samples, data_id=task.data_id)
+    stepper = Stepper(task, model, engine, comm, precision, device, train.global_batch, train.clip, spans)
+    stream = Stream(task.train_data, config.seed, train.global_batch, train.micro_batch, comm.rank, comm.size)
     return Trainer(
         config=config,
         comm=comm,
         state=TrainState(model, engine.optimizer, precision.scaler, fresh),
-        stepper=Stepper(task, model, engine, comm, precision, device, train.global_batch, train.clip, spans),
-        stream=Stream(task.train_data, config.seed, train.global_batch, train.micro_batch, comm.rank, comm.size),
+        stepper=stepper,
+        stream=stream,
         schedule=_schedule(task, run, horizon),
         base_lrs=[float(group["lr"]) for group in engine.optimizer.param_groups],
         horizon=horizon,
         stop=min(horizon, train.stop_at or horizon),
         store=store,
         observer=recorder,
+        sanity=Sanity(stepper, stream, train.max_skipped, recorder.event, recorder.warn),
     )
 
 

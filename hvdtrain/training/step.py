@@ -28,6 +28,7 @@ class StepResult:
         grad_norm: L2 norm of the mean gradient, before clipping.
         applied: False where loss or gradient was not finite, and nothing was changed.
         notices: sum over ranks of each number that was given to `Stepper.run`.
+        scale: the loss scale of a step that was not applied.
     """
 
     loss: float
@@ -35,6 +36,7 @@ class StepResult:
     grad_norm: float
     applied: bool
     notices: list[int]
+    scale: float = 1.0
 
 
 @dataclass
@@ -127,7 +129,8 @@ class Stepper:
             if scale != 1.0 and gradients:
                 # As a tensor on the CPU, where it is faster by a sixth than a number.
                 torch._foreach_mul_(gradients, torch.tensor(scale) if self.device.type == "cpu" else scale)
-        return StepResult(loss, weight, grad_norm, applied, [round(n) for n in numbers[2:]])
+        loss_scale = 1.0 if applied else scaler.get_scale()
+        return StepResult(loss, weight, grad_norm, applied, [round(n) for n in numbers[2:]], loss_scale)
 
 
 def checked_loss(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:

@@ -13,12 +13,12 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.config.schema import Config
 from hvdtrain.data.loader import Stream, seed_forward, train_batches
-from hvdtrain.errors import NonFiniteError
 from hvdtrain.state.store import CheckpointStore
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.evaluate import Evaluation, evaluate
 from hvdtrain.training.health import check_equal
 from hvdtrain.training.notices import SAVE, Notices, stop_reason
+from hvdtrain.training.sanity import Sanity
 from hvdtrain.training.step import Stepper, StepResult
 
 
@@ -50,8 +50,9 @@ class Trainer:
             for each micro-batch of this rank: forward, scaled backward      (Stepper)
             finish exchange; unscale; finite? clip; step                     (Stepper)
             position += global batch
-            tell the observer
-            a signal on any rank, every N steps, the last step: evaluate, save; stop if asked to
+            tell the observer; look at what was skipped, and at jumps of the loss    (Sanity)
+            every N steps, the last step: evaluate
+            a signal on any rank, every M steps, the last step: save; stop if asked to
 
     Every rank runs the same lines; only the store is rank 0's.
 
@@ -67,6 +68,7 @@ class Trainer:
         stop: the step to stop at, `horizon` or before.
         store: on rank 0; None elsewhere.
         observer: told on every rank; it records and shows on rank 0.
+        sanity: looks at the numbers of each step.
     """
 
     config: Config
@@ -80,6 +82,7 @@ class Trainer:
     stop: int
     store: CheckpointStore | None
     observer: Observer
+    sanity: Sanity
 
     def run(self, notices: Notices) -> str:
         """Train; why it ended: "finished", "stop_at" or a signal's name. Collective: yes.
@@ -99,15 +102,18 @@ class Trainer:
             if progress.step == begun_at + 1:
                 self.state.state_dict()  # an optimizer whose state cannot be saved is better refused now than later
             reason = stop_reason(result.notices)
+            last = progress.step == self.stop
             every = self.config.checkpoint.every
             due = bool(every) and progress.step % every == 0
             # One signal may reach the ranks in two neighbouring steps: it asks for one save.
             asked = bool(result.notices[SAVE]) and progress.step > asked_at + 1
             if asked:
                 asked_at = progress.step
-            if due or asked or reason or progress.step == self.stop:
-                # A stop by signal leaves no time for an evaluation: mpirun kills one second after SIGTERM.
-                self._save(self._evaluate() if due or progress.step == self.stop else None)
+            # A stop by signal leaves no time for an evaluation: mpirun kills one second after SIGTERM.
+            interval = self.config.train.eval_every
+            evaluated = self._evaluate() if last or (progress.step % interval == 0 if interval else due) else None
+            if due or asked or reason or last:
+                self._save(evaluated)
             if reason:
                 return self._end(reason)
         return self._end("finished" if progress.step >= self.horizon else "stop_at")
@@ -146,7 +152,7 @@ class Trainer:
         progress.skipped += not result.applied
         spans.record("step", start_ns)
         self._observe_step(result, self.base_lrs[0] * lr_factor, (spans.now() - start_ns) * 1e-9)
-        self._check_skipped(result)
+        self.sanity.check(result, progress)
         return result
 
     def _set_lr(self, lr_factor: float) -> None:
@@ -179,25 +185,6 @@ class Trainer:
                 "skipped": not result.applied,
             }
         )
-
-    def _check_skipped(self, result: StepResult) -> None:
-        if result.applied:
-            return
-        progress = self.state.progress
-        first = progress.position - self.stream.global_batch
-        self._event(
-            "skipped_step",
-            step=progress.step,
-            positions=[first, progress.position],
-            reason="loss or gradient not finite",
-        )
-        if progress.skipped_in_row >= self.config.train.max_skipped:
-            raise NonFiniteError(
-                f"the loss or the gradient was not finite {progress.skipped_in_row} steps in a row",
-                found=f"loss {result.loss}, gradient norm {result.grad_norm} at step {progress.step}, samples at"
-                f" positions {first} to {progress.position - 1}",
-                next_step="lower --optimizer.lr, raise --optimizer.warmup_steps, or try --precision fp32",
-            )
 
     def _evaluate(self) -> Evaluation | None:
         stepper, train = self.stepper, self.config.train

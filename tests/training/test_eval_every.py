@@ -1,0 +1,75 @@
+"""When held-out samples are looked at, and what checkpoints know of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hvdtrain
+from hvdtrain.observe.journal import read_journal, read_steps
+from hvdtrain.state.store import MANIFEST
+from tests.support.toy import toy
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def _train(run: str, every: int, **options: Any) -> dict[int, float]:
+    """Losses of the run's evaluations by step."""
+    train = {"steps": 10, "global_batch": 4, "micro_batch": 2, **options}
+    hvdtrain.train({"train": train, "checkpoint": {"every": every, "keep": 9}, "run_dir": run}, toy)
+    lines = [line for line in read_journal(Path(run, "journal.jsonl")) if line.get("event") == "evaluation"]
+    found = {line["at_step"]: line["loss"] for line in lines}
+    assert len(found) == len(lines), "no step is evaluated twice"
+    return found
+
+
+def _saved(run: str) -> dict[int, float | None]:
+    """What checkpoints know of held-out loss, by step."""
+    manifests = [json.loads((path / MANIFEST).read_text()) for path in Path(run, "checkpoints").glob("step-*")]
+    return {manifest["step"]: manifest["heldout_loss"] for manifest in manifests}
+
+
+@pytest.mark.parametrize(
+    ("eval_every", "every", "steps"),
+    [
+        (None, 4, [0, 4, 8, 10]),
+        (None, 0, [0, 10]),
+        (3, 4, [0, 3, 6, 9, 10]),
+        (4, 4, [0, 4, 8, 10]),
+        (5, 0, [0, 5, 10]),
+        (99, 4, [0, 10]),
+    ],
+)
+def test_steps_and_checkpoints(eval_every: int | None, every: int, steps: list[int]) -> None:
+    found = _train("run", every, eval_every=eval_every)
+    assert sorted(found) == steps
+    saved = _saved("run")
+    assert sorted(saved) == ([4, 8, 10] if every else [10])
+    assert saved == {step: found.get(step) for step in saved}
+
+
+def test_looking_more_often_changes_no_training() -> None:
+    curves = []
+    for run, every in (("often", 1), ("seldom", 99)):
+        _train(run, 0, eval_every=every)
+        curves.append([line["loss"] for line in read_steps(Path(run, "journal.jsonl")).values()])
+    assert curves[0] == curves[1]
+
+
+def test_a_resumed_run_goes_on_at_the_same_steps() -> None:
+    whole = _train("whole", 0, eval_every=4)
+    _train("parts", 0, eval_every=4, stop_at=5)
+    parts = _train("parts", 0, eval_every=4)
+    assert sorted(parts) == [0, 4, 5, 8, 10]
+    assert whole == {step: parts[step] for step in whole}
+
+
+def test_an_interval_that_makes_no_sense() -> None:
+    with pytest.raises(hvdtrain.HvdtrainError, match=r"--train.eval_every has a value that makes no sense"):
+        _train("run", 0, eval_every=0)

@@ -1,0 +1,170 @@
+"""Runs whose numbers go wrong: what the journal, the screen and the error say, and that training goes on as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hvdtrain
+from hvdtrain import Task
+from hvdtrain.data.loader import Stream
+from hvdtrain.errors import NonFiniteError
+from hvdtrain.observe.journal import read_journal, read_steps
+from tests.support import faulty
+from tests.support.launch import train
+from tests.support.toy import toy
+
+TASK = f"--task={Path(__file__).parents[1]}/support/faulty.py:by_name"
+OPTIONS = ["--train.steps=6", "--train.global_batch=8", "--train.micro_batch=4", "--checkpoint.every=0"]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def _config(**train_options: Any) -> dict[str, Any]:
+    steps = {"steps": 6, "global_batch": 8, "micro_batch": 4, **train_options}
+    return {"train": steps, "checkpoint": {"every": 0}, "run_dir": "run"}
+
+
+def _events(name: str, run: str = "run") -> list[dict[str, Any]]:
+    return [line for line in read_journal(Path(run, "journal.jsonl")) if line.get("event") == name]
+
+
+def _index(position: int) -> int:
+    """Of the sample at a position, in the data set of `faulty` under seed 0."""
+    stream = Stream(faulty.Marked(16, []), 0, 8, 4, 0, 1)
+    return [i for key in stream.keys(0, 4) for i in key[1:]][position]
+
+
+def test_a_skipped_step_is_told_and_training_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    hvdtrain.train(_config(), faulty.faulty(faulty.divides, [_index(13)]))
+    (found,) = [e for e in _events("not_finite") if e["at_step"] == 2]
+    facts = {"kind": "forward", "module": "blocks.1", "rank": 0, "samples": [13], "indices": [_index(13)]}
+    assert facts.items() <= found.items()
+    assert [e["reason"] for e in _events("skipped_step")] == ["loss not finite"] * 3, "an epoch is of two steps"
+    warning = next(line for line in capsys.readouterr().out.splitlines() if "step 2 was skipped" in line)
+    for words in ("blocks.1 (Culprit)", "torch.Tensor.div", "faulty.py:", "rank 0", "position 13", f"{_index(13)} of"):
+        assert words in warning
+    steps = read_steps(Path("run/journal.jsonl"))
+    assert [step for step, line in steps.items() if line["skipped"]] == [e["step"] for e in _events("skipped_step")]
+
+
+def _by_step(factor: Callable[[int], float]) -> Task:
+    """A task whose loss is a factor of the step, counted from 1, times something near 1; 0 stands for log(0)."""
+    torch.manual_seed(0)
+    now = {"step": 0}
+
+    def schedule(step: int) -> float:
+        now["step"] = step + 1
+        return 1e-9
+
+    def loss(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, int]:
+        scale = factor(now["step"])
+        value = torch.exp(0.1 * model(batch[0])).sum()
+        return value * scale if scale else value + torch.log(value - value), len(batch[0])
+
+    data = torch.utils.data.TensorDataset(torch.ones(8, 4))
+    return Task(nn.Linear(4, 1), loss, data, schedule=schedule)
+
+
+def test_looks_are_bounded_and_the_last_is_in_the_error() -> None:
+    task = _by_step(lambda step: 0.0 if step % 2 or step > 20 else 1.0)
+    with pytest.raises(NonFiniteError) as caught:
+        hvdtrain.train(_config(steps=30, max_skipped=2), task)
+    assert len(_events("skipped_step")) == 12
+    assert [e["at_step"] for e in _events("not_finite")] == [1, 3, 5, 22]
+    assert "2 steps in a row" in str(caught.value)
+    assert "the loss function by torch.log" in str(caught.value.found)
+    assert _events("failed")
+
+
+def test_a_replay_that_raises_ends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    base = faulty.faulty(faulty.divides, [_index(1)])
+    calls = {"left": 3}
+
+    def loss(model: nn.Module, x: Tensor) -> tuple[Tensor, float]:
+        calls["left"] -= 1
+        if calls["left"] == 0:
+            raise OSError("the disk it wrote to is full")
+        return base.loss(model, x)  # type: ignore[return-value]
+
+    result = hvdtrain.train(_config(), Task(base.model, loss, base.train_data))
+    assert result.reason == "finished"
+    assert _events("not_finite")[0]["failures"] == {"0": "OSError: the disk it wrote to is full"}
+    assert "rank 0 could not do it again: OSError: the disk it wrote to is full" in capsys.readouterr().out
+
+
+def test_a_cause_that_is_gone_is_told_as_such(capsys: pytest.CaptureFixture[str]) -> None:
+    spoilt = iter([float("nan"), 0.0])
+    base = toy()
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        value, weight = base.loss(model, batch)
+        return value + next(spoilt, 0.0), weight  # type: ignore[return-value]
+
+    hvdtrain.train(_config(), Task(base.model, loss, base.train_data))
+    (found,) = _events("not_finite")
+    assert (found["kind"], found["positions"]) == ("unknown", [0, 8])
+    assert "each rank's part of it is finite" in capsys.readouterr().out
+
+
+def test_fp16_finding_its_scale_is_no_matter() -> None:
+    base = faulty.faulty(nn.Identity(), [])
+
+    def loss(model: nn.Module, x: Tensor) -> tuple[Tensor, int]:
+        return (model(x) * 100.0).sum(), len(x)
+
+    task = Task(base.model, loss, base.train_data)
+    hvdtrain.train({**_config(steps=8), "precision": "fp16"}, task)
+    reasons = [e["reason"] for e in _events("skipped_step")]
+    assert reasons[:2] == ["gradient overflow at scale 65536", "gradient overflow at scale 32768"]
+    assert 2 <= len(reasons) < 8
+    assert _events("not_finite") == []
+    with pytest.raises(NonFiniteError, match="a gradient too large for its format"):
+        hvdtrain.train({**_config(max_skipped=2), "precision": "fp16", "run_dir": "ends"}, task)
+    assert [e["kind"] for e in _events("not_finite", "ends")] == ["overflow"]
+
+
+@pytest.mark.parametrize("stop", [None, 38])
+def test_a_spike_is_told_once_also_right_after_a_resume(stop: int | None, capsys: pytest.CaptureFixture[str]) -> None:
+    def noisy(step: int) -> float:
+        return (5.0 if 40 <= step < 46 else 1.0) * (1 + 0.02 * (step * 7 % 5 - 2))
+
+    for end in filter(None, (stop, 60)):
+        hvdtrain.train(_config(steps=60, stop_at=end), _by_step(noisy))
+    (found,) = _events("loss_spike")
+    loss = read_steps(Path("run/journal.jsonl"))[40]["loss"]
+    assert (found["at_step"], found["loss"], found["positions"]) == (40, loss, [39 * 8, 40 * 8])
+    assert found["expected"] == pytest.approx(loss / 5, rel=0.1)
+    assert capsys.readouterr().out.count("the loss jumped to") == 1
+
+
+@pytest.mark.parametrize(("culprit", "kind"), [("divides", "forward"), ("roots", "backward")])
+def test_the_rank_that_made_it_is_named_and_ranks_go_on_as_one(culprit: str, kind: str, tmp_path: Path) -> None:
+    """The second micro-batch is that of rank 1. Equal parameters are checked where the run ends."""
+    for size in (1, 2):
+        command = [TASK, *OPTIONS, f"--culprit={culprit}", f"--mark={_index(6)}", f"--run_dir={size}"]
+        out = train(*command, size=size, cwd=tmp_path).stdout
+        found = _events("not_finite", str(size))[0]
+        expected = {"kind": kind, "rank": size - 1, "module": "blocks.1", "samples": [6], "indices": [_index(6)]}
+        assert expected.items() <= found.items()
+        assert out.count("step 1 was skipped") == 1
+    journals = [read_steps(tmp_path / size / "journal.jsonl") for size in "12"]
+    one, two = ([line["loss"] or 0.0 for line in journal.values()] for journal in journals)
+    assert two == pytest.approx(one, rel=1e-6)
+
+
+def test_a_rank_that_idles_waits_for_the_others(tmp_path: Path) -> None:
+    command = [TASK, *OPTIONS, "--train.micro_batch=8", f"--mark={_index(6)}", "--train.max_skipped=1"]
+    done = train(*command, "--run_dir=run", size=2, cwd=tmp_path, check=False)
+    assert done.returncode != 0
+    assert done.stderr.count("not finite 1 steps in a row") == 1
+    (found,) = _events("not_finite")
+    assert (found["module"], found["samples"], found["failures"]) == ("blocks.1", [6], {})
