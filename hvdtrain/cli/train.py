@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from hvdtrain.errors import ConfigError, HvdtrainError
 from hvdtrain.observe.progress import duration, table
 from hvdtrain.runtime.environment import RankInfo, rank_label
+from hvdtrain.runtime.timeline import prepare_timeline
 from hvdtrain.runtime.tuning import prepare
 
 if TYPE_CHECKING:
@@ -57,7 +58,8 @@ def _train(argv: list[str], info: RankInfo) -> Result:
     from hvdtrain.comm.start import start_comm
     from hvdtrain.training.session import run_training
 
-    return run_training(run, partial(function, **run.task_args), start_comm(info))
+    timeline = prepare_timeline(run.config.observe.timeline, info)
+    return run_training(run, partial(function, **run.task_args), start_comm(info), timeline)
 
 
 def summary(result: Result, info: RankInfo) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
 
 
@@ -74,4 +76,23 @@ class Comm(Protocol):
 
     def close(self) -> None:
         """End communication. Collective: yes."""
+        ...
+
+
+@runtime_checkable
+class TimelineComm(Protocol):
+    """A communicator whose collectives Horovod can record.
+
+    Attributes:
+        started_threads: the kernel's numbers of the threads that Horovod has started.
+    """
+
+    started_threads: frozenset[int]
+
+    def start_timeline(self, path: Path) -> None:
+        """Record into `path` from now on. Acts on rank 0 alone."""
+        ...
+
+    def stop_timeline(self) -> None:
+        """Write what was recorded and close the file. Acts on rank 0 alone."""
         ...

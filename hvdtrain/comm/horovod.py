@@ -9,6 +9,7 @@ import torch
 
 from hvdtrain.errors import HorovodError
 from hvdtrain.install import record
+from hvdtrain.runtime.threads import thread_ids
 
 try:
     import horovod.torch as hvd
@@ -20,6 +21,8 @@ except ImportError as _error:
     ) from _error
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
 
 
@@ -53,10 +56,15 @@ class HorovodComm:
 
     bfloat16 is not among Horovod's types (horovod/horovod#4047): a collective that sums it raises ValueError, one
     that only moves it carries the same bits as fp16.
+
+    Attributes:
+        started_threads: the kernel's numbers of the threads that Horovod has started.
     """
 
     def __init__(self) -> None:
+        before = thread_ids()
         hvd.init()  # does nothing where the program has done it
+        self.started_threads = thread_ids() - before
         self.rank: int = hvd.rank()
         self.size: int = hvd.size()
         self.local_rank: int = hvd.local_rank()
@@ -89,6 +97,31 @@ class HorovodComm:
         self.in_flight["barrier"] = time.monotonic()
         hvd.barrier()
         del self.in_flight["barrier"]
+
+    def start_timeline(self, path: Path) -> None:
+        """Record Horovod's Timeline into `path`, which is emptied; returns when it is open. Acts on rank 0 alone.
+
+        Errors:
+            HorovodError: HOROVOD_TIMELINE=DYNAMIC was not set when Horovod was initialised.
+        """
+        try:
+            hvd.start_timeline(str(path))
+        except ValueError as error:
+            raise HorovodError(
+                f"Horovod was initialised without Timeline: {error}",
+                next_step="call hvdtrain before hvd.init(), or set HOROVOD_TIMELINE=DYNAMIC for all ranks",
+            ) from None
+
+    def stop_timeline(self) -> None:
+        """End it; returns when everything recorded is written and the file is closed. Acts on rank 0 alone.
+
+        Errors:
+            HorovodError: Horovod was shut down meanwhile, which closed the file too.
+        """
+        try:
+            hvd.stop_timeline()
+        except ValueError as error:
+            raise HorovodError(f"Horovod's Timeline was not open: {error}") from None
 
     def close(self) -> None:
         """Shut Horovod down. Collective: yes."""

@@ -6,11 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from hvdtrain.config.windows import AUTO
 from hvdtrain.doctor.gather import Gathered
 from hvdtrain.errors import LaunchError
 from hvdtrain.install.record import BUILD_COMMAND
 from hvdtrain.runtime.environment import NO_LAUNCHER, rank_label
 from hvdtrain.runtime.mpi import check_launch
+from hvdtrain.runtime.rules import Facts
+from hvdtrain.runtime.timeline import ASK, decide
+from hvdtrain.runtime.tuning import of_others
 
 Level = Literal["ok", "warning", "broken"]
 LEVELS: tuple[Level, ...] = ("ok", "warning", "broken")
@@ -151,6 +155,14 @@ def gpus(facts: Gathered) -> Finding:
     return Finding("gpus", "ok", ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "none")
 
 
+def timeline(facts: Gathered) -> Finding | None:
+    """Say what `--observe.timeline auto` would record under this launcher."""
+    if facts.info.size == 1:
+        return None
+    plan = decide(AUTO, Facts(facts.info, facts.host, facts.library, of_others(facts.environ)))
+    return Finding("timeline", "ok", str(plan), f"Horovod's own: {ASK}" if plan.kind == "spans" else "")
+
+
 CHECKS: tuple[Callable[[Gathered], Finding | None], ...] = (
     hvdtrain,
     torch,
@@ -163,6 +175,7 @@ CHECKS: tuple[Callable[[Gathered], Finding | None], ...] = (
     packages,
     host,
     gpus,
+    timeline,
 )
 
 

@@ -17,12 +17,14 @@ class HostFacts:
     own_cores: physical cores that this process may run on; fewer than `cores` where the launcher bound it.
     gpus: CUDA devices that torch can use; 0 where torch is built without CUDA.
     huge_pages: whether memory may get transparent huge pages.
+    quota: whether a container's share of processor time is limited, whatever the cores it may use.
     """
 
     cores: int = 1
     own_cores: int = 1
     gpus: int = 0
     huge_pages: bool = True
+    quota: bool = False
 
 
 def read_host(environ: Mapping[str, str], root: Path = Path("/")) -> HostFacts:
@@ -36,9 +38,10 @@ def read_host(environ: Mapping[str, str], root: Path = Path("/")) -> HostFacts:
     online = os.cpu_count() or 1
     allowed = frozenset(range(online)) if bound else own
     allowed = allowed & _cpuset(root) or allowed
-    cores = min(_physical(root, allowed), _quota(root) or online)
-    own_cores = _physical(root, own)
-    return HostFacts(max(1, cores), own_cores if bound else max(1, cores), _gpus(environ, root), _huge_pages(root))
+    quota = _quota(root)
+    cores = max(1, min(_physical(root, allowed), quota or online))
+    own_cores = _physical(root, own) if bound else cores
+    return HostFacts(cores, own_cores, _gpus(environ, root), _huge_pages(root), quota is not None)
 
 
 def cpu_list(text: str) -> frozenset[int]:

@@ -108,6 +108,12 @@ def written_by_us(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in record.items() if isinstance(value, str) and environ.get(name) == value}
 
 
+def of_others(environ: Mapping[str, str]) -> dict[str, str]:
+    """Give the environment without what we ourselves wrote there."""
+    ours = written_by_us(environ)
+    return {name: text for name, text in environ.items() if name not in ours and name != RECORD}
+
+
 def apply(choices: list[Choice]) -> None:
     """Write the chosen settings into this process's environment; what we wrote before and no longer hold, goes."""
     chosen = {choice.setting.variable: choice.setting.value for choice in choices if choice.applied}
@@ -126,7 +132,7 @@ def prepare() -> tuple[RankInfo, list[Choice]]:
     """
     now = environment.environ()
     ours = written_by_us(now)
-    before = {name: text for name, text in now.items() if name not in ours and name != RECORD}
+    before = of_others(now)
     info = rank_info(before)
     library = mpi.mpi_library(mpi.horovod_library(), before)
     site = site_settings(before, library.path) if library and library.family == "openmpi" else {}

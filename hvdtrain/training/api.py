@@ -14,6 +14,7 @@ from hvdtrain.config import parse
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import ConfigError
 from hvdtrain.observe.sinks import Record, Sink
+from hvdtrain.runtime.timeline import prepare_timeline
 from hvdtrain.runtime.tuning import prepare
 from hvdtrain.task.base import Task, TaskFunction, load_task_function
 from hvdtrain.training.result import Result
@@ -65,7 +66,8 @@ def train(
     from hvdtrain.training.session import run_training
 
     take_threads(choices)
-    return run_training(run, build, start_comm(info), sinks)
+    timeline = prepare_timeline(run.config.observe.timeline, info)
+    return run_training(run, build, start_comm(info), timeline, sinks)
 
 
 def _given(task: Task) -> Task:

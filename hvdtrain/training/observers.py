@@ -10,14 +10,18 @@ from typing import Any
 
 import torch
 
-from hvdtrain.comm.base import Comm
+from hvdtrain.comm.base import Comm, TimelineComm
+from hvdtrain.comm.objects import broadcast_json
 from hvdtrain.config.schema import ObserveConfig
 from hvdtrain.config.windows import AUTO, Window, parse_window
 from hvdtrain.errors import ConfigError
 from hvdtrain.loading import load
+from hvdtrain.observe.horovod_timeline import HorovodTimeline
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.observe.sinks import as_sink
 from hvdtrain.observe.span_trace import SpanTrace
+from hvdtrain.runtime.threads import Spinner, find_spinner
+from hvdtrain.runtime.timeline import ASK, TimelinePlan
 from hvdtrain.spans import Spans
 from hvdtrain.training.device_spans import DeviceSpans
 from hvdtrain.training.ranges import NvtxRanges
@@ -40,6 +44,21 @@ def add_sinks(recorder: Recorder, observe: ObserveConfig, given: Sequence[Any], 
     for name, value in found:
         if comm.rank == 0:
             recorder.add_sink(as_sink(value), name)
+
+
+def add_horovod_timeline(recorder: Recorder, plan: TimelinePlan, directory: Path, comm: Comm) -> None:
+    """Record Horovod's Timeline where rank 0's plan says so, or say why not. Collective: yes."""
+    first, last = broadcast_json(comm, [plan.window.first, plan.window.last], name="timeline")
+    window = Window(first, last)
+    if not window:
+        if plan.reason and comm.size > 1:
+            how = f"; to have it all the same: {ASK}" if plan.kind == "spans" else ""
+            recorder.say(f"Horovod's Timeline: {plan}{how}")
+        return
+    horovod = comm if comm.rank == 0 and isinstance(comm, TimelineComm) else None
+    thread = find_spinner(horovod.started_threads) if horovod is not None else None
+    writer = Spinner(thread) if thread is not None else None
+    recorder.add_watcher(HorovodTimeline(comm, horovod, writer, window, directory / TIMELINE, recorder.warn))
 
 
 def add_listeners(spans: Spans, observe: ObserveConfig, device: torch.device, stack: ExitStack) -> None:

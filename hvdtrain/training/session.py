@@ -22,6 +22,7 @@ from hvdtrain.observe import journal
 from hvdtrain.observe.progress import Progress as ProgressDisplay
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.runtime.environment import NO_LAUNCHER, environ, rank_info
+from hvdtrain.runtime.timeline import TimelinePlan
 from hvdtrain.spans import Spans
 from hvdtrain.state.store import CheckpointStore
 from hvdtrain.state.sync import broadcast_state
@@ -31,7 +32,7 @@ from hvdtrain.training.device import pick_device
 from hvdtrain.training.health import batch_statistics
 from hvdtrain.training.make_task import make_task
 from hvdtrain.training.notices import Notices
-from hvdtrain.training.observers import add_listeners, add_sinks, add_watchers
+from hvdtrain.training.observers import add_horovod_timeline, add_listeners, add_sinks, add_watchers
 from hvdtrain.training.optimizers import make_optimizer
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.restore import CHECKPOINTS, restore
@@ -43,7 +44,9 @@ from hvdtrain.training.step import Stepper
 from hvdtrain.training.trainer import Trainer
 
 
-def run_training(run: RunConfig, build: Callable[[], Any], comm: Comm, sinks: Sequence[Any] = ()) -> Result:
+def run_training(
+    run: RunConfig, build: Callable[[], Any], comm: Comm, timeline: TimelinePlan, sinks: Sequence[Any] = ()
+) -> Result:
     """Train what `build` makes. Collective: yes. Errors and `sinks`: those of `hvdtrain.train`."""
     device = pick_device(run.config.parallel.device, comm)
     task = make_task(build, run.config, comm)
@@ -52,6 +55,7 @@ def run_training(run: RunConfig, build: Callable[[], Any], comm: Comm, sinks: Se
         recorder = _recorder(run, task, directory, comm)
         try:
             add_sinks(recorder, run.config.observe, sinks, comm)
+            add_horovod_timeline(recorder, timeline, directory, comm)
             return _train(run, task, comm, device, directory, claim, recorder)
         except BaseException as error:
             with suppress(RunDirectoryError):  # where the disk is full this fails as the run did

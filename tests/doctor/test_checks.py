@@ -131,3 +131,13 @@ def test_what_does_not_apply_is_silent() -> None:
 def test_the_exit_status_is_the_worst_level() -> None:
     for status, level in enumerate(LEVELS):
         assert worst([Finding("a", "ok", ""), Finding("b", level, ""), Finding("c", "ok", "")]) == status
+
+
+def test_what_is_recorded_of_horovod_is_told_where_there_is_something_to_exchange() -> None:
+    assert "fill them all" in finding("timeline").found
+    assert "--observe.timeline 10:20" in finding("timeline").why
+    roomy = finding("timeline", host=HostFacts(64, 64), environ={"OMP_NUM_THREADS": "1"})
+    assert (roomy.found, roomy.why) == ("Horovod's Timeline of steps 10 to 20", "")
+    assert "mine.json" in finding("timeline", environ={"HOROVOD_TIMELINE": "mine.json"}).found
+    alone = dataclasses.replace(WELL, info=RankInfo())
+    assert "timeline" not in {one.name for one in examine(alone)}

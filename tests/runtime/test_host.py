@@ -69,6 +69,13 @@ def test_a_containers_limit_counts(machine, files: dict[str, str]) -> None:
 def test_no_limit_is_no_limit(machine) -> None:
     files = {"sys/fs/cgroup/cpu.max": "max 100000\n", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1"}
     assert cores(machine(EIGHT, EIGHT, files)) == (8, 8)
+    assert not read_host({}, machine(EIGHT, EIGHT)).quota
+
+
+def test_a_quota_is_one_though_it_takes_no_core_away(machine) -> None:
+    root = machine(EIGHT, EIGHT, {"sys/fs/cgroup/cpu.max": "800000 100000\n"})
+    assert cores(root) == (8, 8)
+    assert read_host({}, root).quota
 
 
 @pytest.mark.parametrize(("said", "allowed"), [("always [madvise] never", True), ("always madvise [never]", False)])

@@ -1,0 +1,192 @@
+"""Horovod's own Timeline in real jobs: which steps it tells of, what ends it, and whose file is whose."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain.observe.journal import read_journal
+from tests.support.launch import program, run, train
+
+TOY = [
+    f"--task={Path(__file__).parents[1]}/support/toy.py:toy",
+    "--train.steps=8",
+    "--train.global_batch=8",
+    "--train.micro_batch=2",
+    "--checkpoint.every=0",
+    "--run_dir=run",
+]
+GRADIENTS = "allreduce.gradients/0"
+OURS = "broadcast.timeline/"
+
+
+def of_horovod(folder: Path) -> list[Path]:
+    return sorted((folder / "run/timeline").glob("horovod-*"))
+
+
+def warnings(folder: Path) -> list[str]:
+    return [line["text"] for line in read_journal(folder / "run/journal.jsonl") if line.get("event") == "warning"]
+
+
+def read(path: Path, *, whole: bool = True) -> list[tuple[str, str]]:
+    """(tensor, operation) of each pair of B and E, which are nested as the format wants.
+
+    Args:
+        path: the file.
+        whole: whether each B has its E; else those still open at the end are left out.
+    """
+    names: dict[int, str] = {}
+    open_: dict[int, list[str]] = {}
+    pairs = []
+    last_us = 0.0
+    events: list[dict[str, Any]] = json.loads(path.read_text())
+    for event in events:
+        pid = event["pid"]
+        if event["ph"] == "M":
+            names[pid] = event["args"].get("name", names.get(pid))
+            continue
+        assert event["ts"] >= last_us
+        last_us = event["ts"]
+        if event["ph"] == "B":
+            open_.setdefault(pid, []).append(event["name"])
+        elif event["ph"] == "E":
+            if open_.get(pid):
+                pairs.append((names[pid], open_[pid].pop()))
+            else:
+                assert names[pid].startswith(OURS), f"E without B: {names[pid]}, {event}"
+    left = {names[pid]: stack for pid, stack in open_.items() if stack and not names[pid].startswith(OURS)}
+    assert not (whole and left)
+    return pairs
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
+def test_the_steps_of_the_window_and_no_others_are_recorded(launcher: str, tmp_path: Path) -> None:
+    train(*TOY, "--observe.timeline=3:6", size=2, launcher=launcher, cwd=tmp_path)
+    (file,) = of_horovod(tmp_path)
+    assert file.name == "horovod-steps-3-6.json"
+    count = Counter(read(file))
+    assert count[GRADIENTS, "ALLREDUCE"] == count[GRADIENTS, "NEGOTIATE_ALLREDUCE"] == 4
+    assert warnings(tmp_path) == []
+
+
+def test_a_resumed_run_leaves_the_first_file_alone(tmp_path: Path) -> None:
+    train(*TOY, "--observe.timeline=all", "--train.stop_at=3", size=2, cwd=tmp_path)
+    (first,) = of_horovod(tmp_path)
+    content = first.read_bytes()
+    train(*TOY, "--observe.timeline=all", "--train.stop_at=5", size=2, cwd=tmp_path)
+    train(*TOY, "--observe.timeline=2:6", size=2, cwd=tmp_path)
+    assert first.read_bytes() == content
+    steps = {file.name: Counter(read(file))[GRADIENTS, "ALLREDUCE"] for file in of_horovod(tmp_path)}
+    assert steps == {"horovod-steps-1-on.json": 3, "horovod-steps-4-on.json": 2, "horovod-steps-6-6.json": 1}
+
+
+ENDING = """
+import os, signal
+import torch
+from hvdtrain import Task
+
+def build(rank: int, how: str):
+    model = torch.nn.Linear(1, 1)
+    calls = []
+    def loss(model, batch):
+        calls.append(1)
+        if len(calls) > 20 and os.environ["OMPI_COMM_WORLD_RANK"] == str(rank):
+            if how == "raise":
+                raise RuntimeError("that was it")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return model(batch[0]).sum(), 1
+    return Task(model, loss, torch.utils.data.TensorDataset(torch.ones(8, 1)))
+"""
+
+
+@pytest.mark.parametrize(("rank", "how"), [(0, "raise"), (1, "raise"), (0, "kill")])
+def test_a_rank_that_fails_or_is_killed_in_a_window_leaves_a_readable_file(rank: int, how: str, tmp_path: Path) -> None:
+    (tmp_path / "ending.py").write_text(ENDING)
+    options = ["--task=ending.py:build", f"--rank={rank}", f"--how={how}", *TOY[2:], "--train.steps=50"]
+    done = train(*options, "--observe.timeline=all", size=2, cwd=tmp_path, check=False)
+    assert done.returncode != 0
+    (file,) = of_horovod(tmp_path)
+    assert Counter(read(file, whole=False))[GRADIENTS, "ALLREDUCE"] >= 4
+
+
+@pytest.mark.parametrize("how", ["variable", "horovodrun", "horovodrun --gloo"])
+def test_the_users_own_file_is_whole_and_left_alone(how: str, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.json"
+    options = [*TOY, "--observe.timeline=3:4"]
+    if how == "variable":
+        done = train(*options, size=2, cwd=tmp_path, environment={"HOROVOD_TIMELINE": str(mine)})
+    else:
+        launcher = [program("horovodrun"), *how.split()[1:], "-np", "2", "--timeline-filename", str(mine)]
+        call = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
+        done = run(["-c", call, *launcher, sys.executable, "-m", "hvdtrain", *options], cwd=tmp_path)
+    assert Counter(read(mine))[GRADIENTS, "ALLREDUCE"] == 8
+    assert of_horovod(tmp_path) == []
+    assert f"left as the user set it: HOROVOD_TIMELINE={mine} is set" in done.stdout
+
+
+def test_a_timeline_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/timeline").write_text("in the way")
+    done = train(*TOY, "--observe.timeline=3:4", size=2, cwd=tmp_path)
+    assert "finished at step 8 of 8" in done.stdout
+    assert len([text for text in warnings(tmp_path) if "Horovod's Timeline is not recorded" in text]) == 1
+
+
+INITIALISED = """
+import horovod.torch as hvd
+hvd.init()
+from hvdtrain.__main__ import main
+raise SystemExit(main({options!r}))
+"""
+
+
+def test_a_program_that_started_horovod_without_timeline_is_told_so(tmp_path: Path) -> None:
+    done = run(["-c", INITIALISED.format(options=[*TOY, "--observe.timeline=3:4"])], size=2, cwd=tmp_path)
+    assert "finished at step 8 of 8" in done.stdout
+    assert len([text for text in warnings(tmp_path) if "initialised without Timeline" in text]) == 1
+    assert of_horovod(tmp_path) == []
+
+
+SPINNING = """
+import os, sys
+os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"
+from hvdtrain.comm.horovod import HorovodComm
+from hvdtrain.runtime.threads import Spinner, find_spinner, read_use
+comm = HorovodComm()
+assert comm.started_threads
+thread = find_spinner(comm.started_threads)
+if comm.rank == 0:
+    assert thread is not None
+    uses = {other: read_use(other) for other in comm.started_threads}
+    assert all(uses[thread].sleeps < use.sleeps for other, use in uses.items() if other != thread), uses
+    Spinner(thread, can_return=False).rest(for_good=True)
+    assert os.sched_getscheduler(thread) == os.SCHED_IDLE
+    comm.start_timeline(__import__("pathlib").Path("t.json"))
+    comm.stop_timeline()
+else:
+    assert thread is None
+comm.barrier()
+comm.close()
+"""
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
+def test_the_thread_that_writes_is_found_on_rank_0_and_only_there(launcher: str, tmp_path: Path) -> None:
+    run(["-c", SPINNING], size=2, launcher=launcher, cwd=tmp_path)
+
+
+def test_by_itself_a_run_on_full_cores_records_none_and_says_how(tmp_path: Path) -> None:
+    full = {"OMP_NUM_THREADS": str(os.cpu_count() or 1)}
+    done = train(*TOY, size=2, cwd=tmp_path, environment=full)
+    assert of_horovod(tmp_path) == []
+    assert done.stdout.count("--observe.timeline 10:20") == 1
+    assert (
+        train(*TOY[:-1], "--run_dir=other", "--observe.timeline=off", size=2, cwd=tmp_path).stdout.count("Timeline")
+        == 0
+    )

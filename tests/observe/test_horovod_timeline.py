@@ -1,0 +1,138 @@
+"""One window of Horovod's Timeline: opened, closed, never in the way. Real ones: tests/cli/test_timeline.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.comm.solo import SoloComm
+from hvdtrain.config.windows import ALL, Window
+from hvdtrain.errors import HorovodError
+from hvdtrain.observe.horovod_timeline import HorovodTimeline
+from tests.support.thread_comm import on_ranks
+
+
+class FakeHorovod:
+    """Horovod's Timeline and its writer's thread; notes what is asked of them."""
+
+    started_threads: frozenset[int] = frozenset()
+
+    def __init__(self, fails: str = "", content: str = "[{}]") -> None:
+        self.calls: list[str] = []
+        self._fails = fails
+        self._content = content
+        self._path: Path | None = None
+
+    def start_timeline(self, path: Path) -> None:
+        self._call("start")
+        self._path = path
+
+    def stop_timeline(self) -> None:
+        self._call("stop")
+        assert self._path is not None
+        self._path.write_text(self._content)
+
+    def rest(self, *, for_good: bool) -> None:
+        self.calls.append("rest for good" if for_good else "rest")
+
+    def work(self) -> None:
+        self.calls.append("work")
+
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if name == self._fails:
+            raise HorovodError(f"no {name}")
+
+
+def run(
+    window: Window, steps: range, folder: Path, horovod: FakeHorovod | None = None, *, close: bool = True
+) -> tuple[list[str], list[str]]:
+    """What was asked of Horovod, with the steps between, and the warnings."""
+    horovod = horovod or FakeHorovod()
+    warnings: list[str] = []
+    timeline = HorovodTimeline(SoloComm(), horovod, horovod, window, folder, warnings.append)
+    for step in steps:
+        timeline.begin_step(step)
+        horovod.calls.append(str(step))
+    if close:
+        timeline.close()
+    return horovod.calls, warnings
+
+
+def test_a_window_is_open_in_its_steps_and_the_writer_rests_outside_of_it(tmp_path: Path) -> None:
+    calls, warnings = run(Window(2, 3), range(1, 6), tmp_path)
+    expected = ["rest", "1", "work", "start", "2", "3", "stop", "rest for good", "4", "5", "work"]
+    assert (calls, warnings) == (expected, [])
+    assert [file.name for file in tmp_path.iterdir()] == ["horovod-steps-2-3.json"]
+
+
+@pytest.mark.parametrize(("window", "name"), [(Window(2, 9), "2-9"), (ALL, "1-on")])
+def test_a_run_that_ends_in_its_window_closes_it(window: Window, name: str, tmp_path: Path) -> None:
+    calls, warnings = run(window, range(1, 4), tmp_path)
+    assert calls[-2:] == ["stop", "work"] and calls.count("stop") == 1
+    assert warnings == []
+    assert (tmp_path / f"horovod-steps-{name}.json").read_text() == "[{}]"
+
+
+def test_closing_twice_is_closing_once(tmp_path: Path) -> None:
+    horovod = FakeHorovod()
+    timeline = HorovodTimeline(SoloComm(), horovod, horovod, ALL, tmp_path, pytest.fail)
+    timeline.begin_step(1)
+    timeline.close()
+    timeline.close()
+    assert horovod.calls.count("stop") == 1
+
+
+def test_a_start_within_the_window_takes_what_is_left_and_one_after_it_nothing(tmp_path: Path) -> None:
+    run(Window(2, 5), range(4, 8), tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["horovod-steps-4-5.json"]
+    calls, _ = run(Window(2, 3), range(4, 6), tmp_path / "other")
+    assert calls == ["rest", "rest for good", "4", "5", "work"]
+    assert not (tmp_path / "other").exists()
+
+
+def test_no_file_is_written_twice(tmp_path: Path) -> None:
+    for number in range(3):
+        run(ALL, range(1, 3), tmp_path, FakeHorovod(content=f"[{number}]"))
+    assert sorted(file.read_text() for file in tmp_path.iterdir()) == ["[0]", "[1]", "[2]"]
+
+
+@pytest.mark.parametrize("fails", ["start", "stop"])
+def test_what_horovod_refuses_is_a_warning(fails: str, tmp_path: Path) -> None:
+    calls, warnings = run(Window(1, 2), range(1, 5), tmp_path, FakeHorovod(fails))
+    assert len(warnings) == 1 and f"no {fails}" in warnings[0] and "training goes on" in warnings[0]
+    assert calls[-1] == "work"
+    assert ("stop" in calls) == len(list(tmp_path.iterdir())) == (fails == "stop")
+
+
+def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    calls, warnings = run(ALL, range(1, 3), tmp_path / "file")
+    assert len(warnings) == 1 and "File exists" in warnings[0]
+    assert "start" not in calls and "stop" not in calls
+
+
+@pytest.mark.parametrize(("content", "left"), [("", 0), ('[{"ph": "B"},', 1)])
+def test_a_file_that_breaks_off_is_a_warning_and_an_empty_one_no_file(content: str, left: int, tmp_path: Path) -> None:
+    _, warnings = run(ALL, range(1, 3), tmp_path, FakeHorovod(content=content))
+    assert len(warnings) == 1 and "disk" in warnings[0]
+    assert len(list(tmp_path.iterdir())) == left
+
+
+def test_no_rank_begins_the_window_before_it_is_open_or_goes_on_before_it_is_closed(tmp_path: Path) -> None:
+    horovod = FakeHorovod()
+
+    def rank(comm) -> None:  # type: ignore[no-untyped-def]
+        recording, writer = (horovod, horovod) if comm.rank == 0 else (None, None)
+        timeline = HorovodTimeline(comm, recording, writer, Window(2, 3), tmp_path, pytest.fail)
+        for step in range(1, 5):
+            timeline.begin_step(step)
+            horovod.calls.append(f"step {step}")
+        timeline.close()
+
+    on_ranks(3, rank)
+    calls = [call for call in horovod.calls if call in ("start", "stop") or call.startswith("step")]
+    assert calls.index("start") < calls.index("step 2")
+    assert calls.index("stop") < calls.index("step 4")
+    assert [file.name for file in tmp_path.iterdir()] == ["horovod-steps-2-3.json"]

@@ -1,0 +1,122 @@
+"""Which thread spins, and what is done about it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from hvdtrain.runtime import threads
+from hvdtrain.runtime.threads import Spinner, Use, can_return_from_rest, find_spinner, read_use, thread_ids
+
+SPINS, SLEEPS, IDLES, WAITS_BUSILY = 1, 2, 3, 4
+
+
+def _uses(looks: int = 0) -> Callable[[int], Use]:
+    """Threads of four kinds: what each has used by its n-th look."""
+    count: dict[int, int] = {}
+
+    def use(thread: int) -> Use:
+        n = count[thread] = count.get(thread, -1) + 1
+        return {
+            SPINS: Use(5_000_000 * max(0, n - looks), 1),
+            SLEEPS: Use(1_000_000 * n, 100 + n),
+            IDLES: Use(500, 2),
+            WAITS_BUSILY: Use(5_000_000 * n, 40),
+        }[thread]
+
+    return use
+
+
+@pytest.mark.parametrize("starved", [0, 10])
+def test_the_one_that_never_sleeps_is_found(starved: int) -> None:
+    """Also when it got no core for a while, and another thread waits in a loop all the time."""
+    assert find_spinner([SPINS, SLEEPS, IDLES, WAITS_BUSILY], _uses(starved), lambda: None) == SPINS
+
+
+@pytest.mark.parametrize("others", [[], [SLEEPS, IDLES], [WAITS_BUSILY]])
+def test_none_is_found_where_none_is(others: list[int]) -> None:
+    assert find_spinner(others, _uses(), lambda: None) is None
+
+
+def test_of_two_that_look_alike_none_is_taken() -> None:
+    use = _uses()
+    assert find_spinner([1, 5], lambda thread: use(SPINS), lambda: None) is None
+
+
+def test_a_thread_that_is_gone_or_unknown_ends_the_search() -> None:
+    assert find_spinner([2**22 + 1], read_use, lambda: None) is None
+
+
+@pytest.fixture
+def sleeper() -> Iterator[int]:
+    """A thread of this process that sleeps."""
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait)
+    thread.start()
+    assert thread.native_id is not None
+    yield thread.native_id
+    over.set()
+    thread.join()
+
+
+def test_a_threads_use_is_read_from_the_kernel(sleeper: int) -> None:
+    own = threading.get_native_id()
+    assert {sleeper, own} <= thread_ids()
+    before = read_use(own)
+    threading.Event().wait(1e-3)
+    after = read_use(own)
+    assert after.busy_ns > before.busy_ns > 0
+    assert after.sleeps > before.sleeps
+
+
+def _policy(thread: int) -> int:
+    return os.sched_getscheduler(thread)
+
+
+def test_rest_and_work_change_that_thread_alone(sleeper: int) -> None:
+    if not can_return_from_rest():
+        pytest.skip("this process may not raise priorities")
+    own = _policy(0)
+    spinner = Spinner(sleeper)
+    spinner.rest(for_good=False)
+    assert (_policy(sleeper), _policy(0)) == (os.SCHED_IDLE, own)
+    spinner.work()
+    assert (_policy(sleeper), _policy(0)) == (os.SCHED_OTHER, own)
+
+
+def test_where_rest_is_for_good_it_comes_last(sleeper: int) -> None:
+    spinner = Spinner(sleeper, can_return=False)
+    spinner.rest(for_good=False)
+    assert _policy(sleeper) == os.SCHED_OTHER
+    spinner.rest(for_good=True)
+    assert _policy(sleeper) == os.SCHED_IDLE
+
+
+def test_without_the_right_a_thread_cannot_return(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: int, policy: int, param: object) -> None:
+        if policy != os.SCHED_IDLE:
+            raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    assert not can_return_from_rest()
+
+
+def test_the_spinner_may_leave_the_cores_that_its_rank_is_bound_to(sleeper: int) -> None:
+    every = os.sched_getaffinity(sleeper)
+    os.sched_setaffinity(sleeper, {min(every)})
+    Spinner(sleeper, can_return=False)
+    assert os.sched_getaffinity(sleeper) == every
+
+
+def test_a_thread_that_is_gone_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    spinner = Spinner(2**22 + 1, can_return=True)
+    spinner.rest(for_good=True)
+    spinner.work()
+
+
+def test_without_proc_there_are_no_threads(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(threads, "_TASKS", tmp_path / "none")
+    assert thread_ids() == frozenset()
