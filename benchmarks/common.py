@@ -56,16 +56,25 @@ def versions() -> dict[str, str]:
 
 
 def main(description: str | None, measure: Callable[[bool], list[Figure]]) -> None:
-    """Parse ``--quick`` and ``--json``, measure, print a table, write the JSON."""
+    """Parse ``--quick`` and ``--json``, measure, report."""
+    arguments = options(description).parse_args()
+    report(measure(arguments.quick), arguments.json)
+
+
+def options(description: str | None) -> argparse.ArgumentParser:
+    """A parser of the options that every benchmark has."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="fewer repeats, under a minute where the question allows")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write machine, versions and results there")
-    arguments = parser.parse_args()
-    figures = measure(arguments.quick)
+    return parser
+
+
+def report(figures: Sequence[Figure], file: Path | None) -> None:
+    """Print a table, and write the JSON where a file is named."""
     print_table(figures)
-    if arguments.json:
+    if file:
         content = {"machine": machine(), "versions": versions(), "results": [asdict(f) for f in figures]}
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+        file.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def print_table(figures: Sequence[Figure]) -> None:

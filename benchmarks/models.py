@@ -1,10 +1,20 @@
-"""The models that benchmarks train, as tasks: the package's default and a plain Llama."""
+"""The models that benchmarks train, as tasks: the package's default, a plain Llama, a ResNet on one batch."""
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch.utils.data import default_collate
+
 from hvdtrain import Task
 from hvdtrain.task.corpus import TextConfig, open_corpus
+from hvdtrain.task.image import image
+from hvdtrain.task.image_data import ImageConfig
 from hvdtrain.task.language_model import language_model, next_token_loss
+from hvdtrain.task.resnet import ResNetConfig
 
 
 def default() -> Task:
@@ -36,4 +46,26 @@ def llama15m(seq_len: int = 128) -> Task:
     return Task(model, next_token_loss, corpus.train, nominal_weight=float(seq_len), unit="tokens")
 
 
-MODELS = {"default": default, "llama15m": llama15m}
+def resnet(preset: Literal["tiny", "resnet18", "resnet50"] = "resnet50", size: int = 224, batch: int = 32) -> Task:
+    """A ResNet on one batch of random images, made once and kept on the device.
+
+    Args:
+        preset: depth
+        size: height and width of an image in pixels
+        batch: number of images
+    """
+    torch.backends.cudnn.benchmark = True  # as the protocol has it
+    task = image(ResNetConfig(preset), ImageConfig("synthetic", size))
+    data = task.train_data
+    kept = [part.to(device()) for part in default_collate([data[i % len(data)] for i in range(batch)])]
+    return replace(task, train_data=range(1000 * batch), collate=lambda indices: kept)
+
+
+def device() -> torch.device:
+    """The CUDA device of this rank, where there is one."""
+    names = ("OMPI_COMM_WORLD_LOCAL_RANK", "HOROVOD_LOCAL_RANK", "RANK")
+    rank = next((int(os.environ[name]) for name in names if name in os.environ), 0)
+    return torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+
+
+MODELS = {"default": default, "llama15m": llama15m, "resnet": resnet}

@@ -1,8 +1,8 @@
-"""The loops that a user would write by hand, on one rank: no exchange, DDP over Gloo, stock Horovod.
+"""The loops that a user would write by hand, on one rank: no exchange, DDP over Gloo or NCCL, stock Horovod.
 
-``python peer_loops.py PEER MODEL MICRO_BATCHES MICRO_BATCH FILE``: trains until it is ended; rank 0 appends a line of
-JSON to FILE for each step, with its end and its seconds, as our journal does. Same model, data, loss, clipping and
-optimizer as ours; accumulation as each library documents it.
+``python peer_loops.py PEER SETTING FILE``: trains what SETTING (a `jobs.Setting` as JSON) says until it is ended; rank
+0 appends a line of JSON to FILE for each step, with its end and its seconds, as our journal does. Same model, data,
+loss, clipping and optimizer as ours; accumulation as each library documents it.
 """
 
 from __future__ import annotations
@@ -18,87 +18,92 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import MODELS
+from jobs import Setting
+from models import MODELS, device
 from torch.utils.data import DataLoader
 
-from hvdtrain import Config
+from hvdtrain.config.schema import OptimizerConfig
 from hvdtrain.training.optimizers import make_optimizer
+from hvdtrain.training.step import to_device
 
 
 def batches(task: Any, micro_batch: int, rank: int) -> Iterator[Any]:
     """Shuffled batches without end."""
     generator = torch.Generator().manual_seed(rank)
     while True:
-        yield from DataLoader(task.train_data, micro_batch, shuffle=True, drop_last=True, generator=generator)
+        yield from DataLoader(
+            task.train_data, micro_batch, shuffle=True, drop_last=True, generator=generator, collate_fn=task.collate
+        )
 
 
-def gloo() -> int:
-    """Join the group that step.py's environment describes; this rank."""
-    torch.distributed.init_process_group("gloo")
+def join_group(backend: str) -> int:
+    """Join the group that jobs.py's environment describes; this rank."""
+    torch.distributed.init_process_group(backend)
     return torch.distributed.get_rank()
 
 
-def no_exchange(task: Any, passes: int) -> tuple[int, Any, Any, Callable[[bool], Any], Callable[[], None]]:
+def no_exchange(model: Any, optimizer: Any, passes: int) -> tuple[int, Any, Any, Callable[[bool], Any]]:
     """Each rank for itself; a group only to start together."""
-    rank = gloo()
-    return rank, task.model, make_optimizer(task.model, Config().optimizer), _nothing, _no_wait
+    return join_group("gloo"), model, optimizer, _nothing
 
 
-def ddp(task: Any, passes: int) -> tuple[int, Any, Any, Callable[[bool], Any], Callable[[], None]]:
+def ddp(model: Any, optimizer: Any, passes: int) -> tuple[int, Any, Any, Callable[[bool], Any]]:
     """DistributedDataParallel, no_sync on all but the last micro-batch."""
-    rank = gloo()
-    model = torch.nn.parallel.DistributedDataParallel(task.model)
-    optimizer = make_optimizer(task.model, Config().optimizer)
-    return rank, model, optimizer, lambda last: contextlib.nullcontext() if last else model.no_sync(), _no_wait
+    rank = join_group("nccl" if device().type == "cuda" else "gloo")
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    return rank, wrapped, optimizer, lambda last: contextlib.nullcontext() if last else wrapped.no_sync()
 
 
-def stock_horovod(task: Any, passes: int) -> tuple[int, Any, Any, Callable[[bool], Any], Callable[[], None]]:
+def stock_horovod(model: Any, optimizer: Any, passes: int) -> tuple[int, Any, Any, Callable[[bool], Any]]:
     """Horovod as its own examples use it."""
     import horovod.torch as hvd
 
     hvd.init()
     optimizer = hvd.DistributedOptimizer(
-        make_optimizer(task.model, Config().optimizer),
-        named_parameters=task.model.named_parameters(),
-        backward_passes_per_step=passes,
+        optimizer, named_parameters=model.named_parameters(), backward_passes_per_step=passes
     )
-    hvd.broadcast_parameters(task.model.state_dict(), root_rank=0)
-    return hvd.rank(), task.model, optimizer, _nothing, optimizer.synchronize
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    return hvd.rank(), model, optimizer, _nothing
 
 
 def _nothing(last: bool) -> Any:
     return contextlib.nullcontext()
 
 
-def _no_wait() -> None:
-    pass
-
-
 PEERS = {"no_exchange": no_exchange, "ddp": ddp, "stock_horovod": stock_horovod}
+
+
+def follow(optimizer: Any, model: Any, clip: float, peer: str) -> None:
+    """Clip, where asked for, and step."""
+    if clip and peer == "stock_horovod":
+        optimizer.synchronize()
+    if clip:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+    with optimizer.skip_synchronize() if clip and peer == "stock_horovod" else contextlib.nullcontext():
+        optimizer.step()
 
 
 def main() -> None:
     """Train, time, write."""
-    peer, name, passes, micro_batch, file = sys.argv[1:]
+    peer, setting, file = sys.argv[1], Setting(**json.loads(sys.argv[2])), sys.argv[3]
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.manual_seed(0)
-    task = MODELS[name]()
-    rank, model, optimizer, exchange_if_last, synchronize = PEERS[peer](task, int(passes))
-    source = batches(task, int(micro_batch), rank)
+    if device().type == "cuda":
+        torch.cuda.set_device(device())
+    task = MODELS[setting.model](**setting.arguments)
+    own = task.model.to(device())
+    options = OptimizerConfig(**setting.optimizer)
+    rank, model, optimizer, exchange_if_last = PEERS[peer](own, make_optimizer(own, options), setting.passes)
+    source = batches(task, setting.micro_batch, rank)
     journal = Path(file).open("a", buffering=1) if rank == 0 else None
     for step in itertools.count(1):
         start = time.perf_counter()
         optimizer.zero_grad()
-        total = 0.0
-        for index in range(int(passes)):
-            with exchange_if_last(index == int(passes) - 1):
-                loss, weight = task.loss(model, next(source))
-                (loss / weight / int(passes)).backward()
-            total += loss.item()
-        synchronize()
-        torch.nn.utils.clip_grad_norm_(task.model.parameters(), 1.0)
-        with optimizer.skip_synchronize() if peer == "stock_horovod" else contextlib.nullcontext():
-            optimizer.step()
+        for index in range(setting.passes):
+            with exchange_if_last(index == setting.passes - 1):
+                loss, weight = task.loss(model, to_device(next(source), device()))
+                (loss / weight / setting.passes).backward()
+        follow(optimizer, own, setting.clip, peer)
         if journal is not None:
             journal.write(json.dumps({"step": step, "time": time.time(), "step_s": time.perf_counter() - start}) + "\n")
 

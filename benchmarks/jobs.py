@@ -1,0 +1,180 @@
+"""Jobs of ours and of the peers that train the same, side by side: only one of them runs at a time.
+
+All jobs are started and warmed up, then take turns while the others are stopped by SIGSTOP: what slows the whole
+machine slows all of them. A job keeps a bias of its own of some percent for as long as it lives (two equal ones differ
+that much), so all are started anew a few times.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+from common import HERE
+
+from hvdtrain.config.schema import OptimizerConfig
+from hvdtrain.observe.journal import read_steps
+
+PATIENCE_S = 180
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all contenders train.
+
+    Attributes:
+        model: of `models.MODELS`.
+        arguments: for its function.
+        micro_batch: samples a forward pass.
+        passes: forward passes a step on each rank.
+        ranks: processes, each of 1 thread.
+        optimizer: options of our `OptimizerConfig`.
+        clip: largest norm of the gradient, 0 for any.
+        ours: further options of ours.
+    """
+
+    model: str
+    micro_batch: int
+    passes: int = 1
+    ranks: int = 2
+    arguments: Mapping[str, object] = field(default_factory=dict)
+    optimizer: Mapping[str, object] = field(default_factory=lambda: asdict(OptimizerConfig()))
+    clip: float = 1.0
+    ours: Mapping[str, object] = field(default_factory=dict)
+
+
+class Job:
+    """One contender's processes, which run only in their turns.
+
+    Args:
+        name: ours, or one of `peer_loops.PEERS`.
+        setting: what it trains.
+        folder: for what it writes.
+    """
+
+    def __init__(self, name: str, setting: Setting, folder: Path) -> None:
+        self.name = name
+        self._journal = folder / "journal.jsonl"
+        self._output = (folder / "output.txt").open("w+")
+        commands = _ours(setting, folder) if name == "ours" else _peer(name, setting, self._journal)
+        self._processes = [
+            subprocess.Popen(command, env=env, stdout=self._output, stderr=subprocess.STDOUT)
+            for command, env in commands
+        ]
+
+    def steps(self) -> list[dict[str, float]]:
+        """What is known of the steps so far: `time` at their end, and `step_s`."""
+        return list(read_steps(self._journal).values()) if self._journal.exists() else []
+
+    def until(self, reached: Callable[[list[dict[str, float]]], object]) -> None:
+        """Run until the steps are as asked for, then stop."""
+        self._signal(signal.SIGCONT)
+        deadline = time.monotonic() + PATIENCE_S
+        while not reached(self.steps()):
+            if time.monotonic() > deadline or any(process.poll() is not None for process in self._processes):
+                self._output.seek(0)
+                raise SystemExit(f"{self.name} does not train:\n{self._output.read()}")
+            time.sleep(0.2)
+        self._signal(signal.SIGSTOP)
+
+    def turn(self, seconds: float) -> list[dict[str, float]]:
+        """Run for about `seconds`; the steps that lie within, but for the first: one or more."""
+        start = time.time()
+
+        def within(steps: list[dict[str, float]]) -> list[dict[str, float]]:
+            return [s for s in steps if start < s["time"] - s["step_s"]][1:]
+
+        self._signal(signal.SIGCONT)
+        time.sleep(seconds)
+        self.until(within)
+        return within(self.steps())
+
+    def end(self) -> None:
+        """End all processes of the job."""
+        self._signal(signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+        self._output.close()
+
+    def _signal(self, number: int) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                for member in (*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)):
+                    member.send_signal(number)
+
+
+def race(
+    names: Sequence[str], setting: Setting, turn: Callable[[Job], T], *, rounds: int, warm_up: int
+) -> dict[str, list[T]]:
+    """What `turn` gives of each contender in each of `rounds`, after `warm_up` steps of each."""
+    found: dict[str, list[T]] = {name: [] for name in names}
+    with tempfile.TemporaryDirectory() as scratch:
+        jobs: list[Job] = []
+        try:
+            for name in names:
+                folder = Path(scratch) / name
+                folder.mkdir()
+                jobs.append(Job(name, setting, folder))
+                jobs[-1].until(lambda steps: len(steps) >= warm_up)
+            for number in range(rounds):
+                first = number % len(jobs)
+                for job in jobs[first:] + jobs[:first]:
+                    found[job.name].append(turn(job))
+        finally:
+            for job in jobs:
+                job.end()
+    return found
+
+
+def _environment(**more: str) -> dict[str, str]:
+    beside = str(Path(sys.executable).parent)
+    return {
+        **os.environ,
+        "PATH": f"{beside}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "OMP_NUM_THREADS": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        **more,
+    }
+
+
+def _ours(setting: Setting, folder: Path) -> list[tuple[list[str], dict[str, str]]]:
+    task = [] if setting.model == "default" else [f"--task={HERE / 'models.py'}:{setting.model}"]
+    optimizer = {f"optimizer.{name}": value for name, value in setting.optimizer.items()}
+    options = [
+        f"--run_dir={folder}",
+        "--train.steps=1000000",
+        "--checkpoint.every=0",
+        "--train.eval_samples=4",
+        f"--train.micro_batch={setting.micro_batch}",
+        f"--train.global_batch={setting.micro_batch * setting.passes * setting.ranks}",
+        f"--train.clip={setting.clip}",
+        *(f"--{name}={value}" for name, value in {**setting.arguments, **optimizer, **setting.ours}.items()),
+    ]
+    command = ["horovodrun", "-np", str(setting.ranks), sys.executable, "-m", "hvdtrain", *task, *options]
+    return [(command, _environment())]
+
+
+def _peer(name: str, setting: Setting, journal: Path) -> list[tuple[list[str], dict[str, str]]]:
+    loop = [sys.executable, str(HERE / "peer_loops.py"), name, json.dumps(asdict(setting)), str(journal)]
+    if name == "stock_horovod":
+        return [(["horovodrun", "-np", str(setting.ranks), *loop], _environment())]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(setting.ranks)}
+    return [(loop, _environment(**group, RANK=str(rank))) for rank in range(setting.ranks)]
