@@ -79,16 +79,13 @@ class HorovodTimeline:
             self._state = "open"
             on_rank_0(self._comm, partial(self._start, step), name="timeline/open")
         elif self._state != "over" and self._window.is_over(step):
-            was_open, self._state = self._state == "open", "over"
-            if was_open:
-                on_rank_0(self._comm, self._stop, name="timeline/close")
+            self._state = "over"
+            on_rank_0(self._comm, self._stop, name="timeline/close")
             self._rest(for_good=True)
 
     def close(self) -> None:
         """Close the window if it is open, and make the writer's thread ready to be ended."""
-        if self._state == "open":
-            self._stop()
-        self._state = "over"
+        self._stop()
         if self._writer is not None:
             self._writer.work()
 

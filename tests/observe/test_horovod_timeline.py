@@ -10,7 +10,7 @@ from hvdtrain.comm.solo import SoloComm
 from hvdtrain.config.windows import ALL, Window
 from hvdtrain.errors import HorovodError
 from hvdtrain.observe.horovod_timeline import HorovodTimeline
-from tests.support.thread_comm import on_ranks
+from tests.support.thread_comm import ThreadComm, on_ranks
 
 
 class FakeHorovod:
@@ -122,17 +122,26 @@ def test_a_file_that_breaks_off_is_a_warning_and_an_empty_one_no_file(content: s
 
 def test_no_rank_begins_the_window_before_it_is_open_or_goes_on_before_it_is_closed(tmp_path: Path) -> None:
     horovod = FakeHorovod()
+    comms: dict[int, ThreadComm] = {}
 
-    def rank(comm) -> None:  # type: ignore[no-untyped-def]
+    def others_have_come(where: str, step: int) -> bool:
+        done = [call for call in horovod.calls if call == f"step {step}"]
+        return len(done) + sum(f"timeline/{where}/length" in comm.in_flight for comm in list(comms.values())) == 2
+
+    def rank(comm: ThreadComm) -> None:
         recording, writer = (horovod, horovod) if comm.rank == 0 else (None, None)
         timeline = HorovodTimeline(comm, recording, writer, Window(2, 3), tmp_path, pytest.fail)
+        comms[comm.rank] = comm
         for step in range(1, 5):
+            where = {2: "open", 4: "close"}.get(step)
+            while comm.rank == 0 and where is not None and not others_have_come(where, step):
+                pass
             timeline.begin_step(step)
             horovod.calls.append(f"step {step}")
         timeline.close()
 
     on_ranks(3, rank)
-    calls = [call for call in horovod.calls if call in ("start", "stop") or call.startswith("step")]
+    calls = horovod.calls
     assert calls.index("start") < calls.index("step 2")
     assert calls.index("stop") < calls.index("step 4")
     assert [file.name for file in tmp_path.iterdir()] == ["horovod-steps-2-3.json"]

@@ -11,11 +11,11 @@ import pytest
 from hvdtrain.runtime import threads
 from hvdtrain.runtime.threads import Spinner, Use, can_return_from_rest, find_spinner, read_use, thread_ids
 
-SPINS, SLEEPS, IDLES, WAITS_BUSILY = 1, 2, 3, 4
+SPINS, SLEEPS, IDLES, WAITS_BUSILY, IS_YOUNG = 1, 2, 3, 4, 5
 
 
 def _uses(looks: int = 0) -> Callable[[int], Use]:
-    """Threads of four kinds: what each has used by its n-th look."""
+    """Threads of all kinds: what each has used by its n-th look."""
     count: dict[int, int] = {}
 
     def use(thread: int) -> Use:
@@ -25,6 +25,7 @@ def _uses(looks: int = 0) -> Callable[[int], Use]:
             SLEEPS: Use(1_000_000 * n, 100 + n),
             IDLES: Use(500, 2),
             WAITS_BUSILY: Use(5_000_000 * n, 40),
+            IS_YOUNG: Use(1_000_000 * n, n // 2),
         }[thread]
 
     return use
@@ -33,17 +34,17 @@ def _uses(looks: int = 0) -> Callable[[int], Use]:
 @pytest.mark.parametrize("starved", [0, 10])
 def test_the_one_that_never_sleeps_is_found(starved: int) -> None:
     """Also when it got no core for a while, and another thread waits in a loop all the time."""
-    assert find_spinner([SPINS, SLEEPS, IDLES, WAITS_BUSILY], _uses(starved), lambda: None) == SPINS
+    assert find_spinner([SPINS, SLEEPS, IDLES, WAITS_BUSILY, IS_YOUNG], _uses(starved), lambda: None) == SPINS
 
 
-@pytest.mark.parametrize("others", [[], [SLEEPS, IDLES], [WAITS_BUSILY]])
+@pytest.mark.parametrize("others", [[], [SLEEPS, IDLES], [WAITS_BUSILY], [IS_YOUNG]])
 def test_none_is_found_where_none_is(others: list[int]) -> None:
     assert find_spinner(others, _uses(), lambda: None) is None
 
 
 def test_of_two_that_look_alike_none_is_taken() -> None:
     use = _uses()
-    assert find_spinner([1, 5], lambda thread: use(SPINS), lambda: None) is None
+    assert find_spinner([1, 9], lambda thread: use(SPINS), lambda: None) is None
 
 
 def test_a_thread_that_is_gone_or_unknown_ends_the_search() -> None:

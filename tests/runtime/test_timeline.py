@@ -45,6 +45,7 @@ DYNAMIC = {"HOROVOD_TIMELINE": "DYNAMIC"}
         ("auto", TWO, ROOMY, ONE_THREAD | DYNAMIC, "theirs", OFF, "DYNAMIC"),
         ("3:5", TWO, ROOMY, MINE, "theirs", OFF, "mine.json"),
         ("3:5", TWO, ROOMY, DYNAMIC, "window", Window(3, 5), ""),
+        ("3:5", TWO, ROOMY, {"HOROVOD_TIMELINE": ""}, "window", Window(3, 5), ""),
         ("3:5", TWO, HostFacts(cores=2, gpus=2, quota=True), {}, "window", Window(3, 5), ""),
         ("3:5", TWO_HOSTS, ROOMY, {}, "window", Window(3, 5), ""),
         ("3:5", ONE, ROOMY, {}, "window", Window(3, 5), ""),
@@ -99,7 +100,7 @@ def test_what_we_wrote_is_not_taken_for_the_users_and_other_settings_stay_ours(v
     variables.update({"THP_MEM_ALLOC_ENABLE": "1", "HOME": "/h", RECORD: json.dumps({"THP_MEM_ALLOC_ENABLE": "1"})})
     prepare_timeline("2:3", TWO)
     assert of_others(variables) == {"HOME": "/h"}
-    assert prepare_timeline("4:5", TWO).window == Window(4, 5)
+    assert prepare_timeline("auto", TWO_HOSTS).kind == "spans"
 
 
 @pytest.mark.parametrize("theirs", ["mine.json", "DYNAMIC", ""])
