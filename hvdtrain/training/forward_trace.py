@@ -65,6 +65,7 @@ class ForwardTrace(TorchFunctionMode):
         self._at_work: list[str] = []
         self._records: dict[int, tuple[Tensor, _Record]] = {}  # the tensor is kept, so that its id stays its own
         self._count = 0
+        self._looking = False
         self._hooks: list[Any] = []
 
     def __enter__(self) -> ForwardTrace:
@@ -86,6 +87,8 @@ class ForwardTrace(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call a function of torch and look at what went in and came out."""
+        if self._looking:
+            return func(*args, **(kwargs or {}))
         bad = [t for t in tensors((args, kwargs)) if not_finite(t)]  # before: some functions write to their inputs
         out = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
@@ -117,6 +120,7 @@ class ForwardTrace(TorchFunctionMode):
         self._at_work.append(self._names[module])
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._looking = True
         results = tensors(output)
         self._claim(results)
         for result in results:  # of functions that are not torch's, such as an autograd.Function
@@ -124,6 +128,7 @@ class ForwardTrace(TorchFunctionMode):
                 bad = [t for t in tensors((args, kwargs)) if t is not result and not_finite(t)]
                 self._add(result, "forward", _gradient_name(result), bad)
         self._at_work.pop()
+        self._looking = False
 
     def _claim(self, results: list[Tensor]) -> None:
         """Note that the new nodes of the graph behind `results` are those of the module at work."""
@@ -172,7 +177,7 @@ def _ancestors(record: _Record) -> list[_Record]:
 
 
 def _has_nan(tensor: Tensor) -> bool:
-    return bool(tensor.isnan().any())
+    return bool(tensor.detach().isnan().any())
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -49,15 +49,13 @@ def _jumped(window: Sequence[float], loss: float) -> float | None:
     median = ordered[len(ordered) // 2]
     if loss <= median + _DEVIATIONS * _SMALLEST * abs(median):  # nearly always
         return None
-    if not _stands_out(ordered, median, loss):
-        return None
-    if ordered[0] > 0 and not _stands_out([math.log(x) for x in ordered], math.log(median), math.log(loss), 0.01):
-        return None
-    return median
+    found = _stands_out(ordered, median, loss, _SMALLEST * abs(median))
+    if found and ordered[0] > 0:
+        found = _stands_out([math.log(x) for x in ordered], math.log(median), math.log(loss), _SMALLEST)
+    return median if found else None
 
 
-def _stands_out(window: Sequence[float], median: float, loss: float, least: float | None = None) -> bool:
+def _stands_out(window: Sequence[float], median: float, loss: float, least: float) -> bool:
     deviations = sorted(abs(x - median) for x in window)
     deviation = 1.4826 * deviations[len(deviations) // 2]  # of a normal distribution, its standard deviation
-    smallest = _SMALLEST * abs(median) if least is None else least
-    return loss - median > _DEVIATIONS * max(deviation, smallest)
+    return loss - median > _DEVIATIONS * max(deviation, least)

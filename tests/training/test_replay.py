@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.config.schema import LoaderConfig
@@ -212,3 +213,46 @@ def test_training_is_untouched_bit_for_bit(function: Callable[[Tensor], Tensor],
                 _assert_same(before, _everything(stepper))
         ends.append(_everything(stepper))
     _assert_same(*ends)
+
+
+def test_modes_and_gradients_that_the_optimizer_never_sees_stay() -> None:
+    base = _marked(faulty.divides)
+    frozen = base.model.before[0].register_parameter("extra", nn.Parameter(torch.ones(())))  # type: ignore[index,func-returns-value]
+    assert frozen is None
+
+    def loss(model: Any, x: Tensor) -> tuple[Tensor, int]:
+        model.drop.train(not model.drop.training)
+        value, weight = base.loss(model, x)
+        return value + model.before[0].extra, weight  # type: ignore[return-value]
+
+    task = Task(base.model, loss, base.train_data)
+    optimizer = torch.optim.SGD(task.model.head.parameters(), lr=0.1)  # type: ignore[union-attr]
+    comm = SoloComm()
+    engine = make_engine(optimizer, task.model, comm, "none", Spans())
+    stepper = Stepper(task, task.model, engine, comm, Precision("fp32", CPU), CPU, GLOBAL, 1.0, Spans())
+    stream = Stream(task.train_data, 0, GLOBAL, 8, 0, 1)
+    _step(stepper, stream)
+    before, gradient = _everything(stepper), task.model.before[0].extra.grad.clone()  # type: ignore[index]
+    assert replay(stepper, stream, 0, 1.0).findings
+    _assert_same(before, _everything(stepper))
+    assert torch.equal(task.model.before[0].extra.grad, gradient)  # type: ignore[index]
+
+
+class _Checkpointed(nn.Module):
+    """Its activations are made again in backward."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        return out
+
+
+@pytest.mark.parametrize("function", [faulty.divides, faulty.roots])
+def test_checkpointed_activations(function: Callable[[Tensor], Tensor]) -> None:
+    task = _marked(function)
+    task.model.blocks[1] = _Checkpointed(task.model.blocks[1])  # type: ignore[index,operator]
+    found = _find(task)
+    assert (found.origin.module, found.samples) == ("blocks.1.inner", [5])

@@ -85,6 +85,15 @@ def test_looks_are_bounded_and_the_last_is_in_the_error() -> None:
     assert _events("failed")
 
 
+def test_a_batch_without_weight_is_not_looked_into() -> None:
+    base = toy()
+    task = Task(base.model, lambda m, b: (base.loss(m, b)[0], 0.0), base.train_data)
+    with pytest.raises(NonFiniteError):
+        hvdtrain.train(_config(max_skipped=1), task)
+    assert [e["reason"] for e in _events("skipped_step")] == ["the weight of the global batch is not positive"]
+    assert _events("not_finite") == []
+
+
 def test_a_replay_that_raises_ends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     base = faulty.faulty(faulty.divides, [_index(1)])
     calls = {"left": 3}

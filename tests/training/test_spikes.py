@@ -66,6 +66,11 @@ def test_nothing_is_said_before_there_is_something_to_go_by() -> None:
     assert _told([1.0] * 24 + [1e9]) == [24]
 
 
+@pytest.mark.parametrize("level", [1.0, -1.0])
+def test_a_curve_without_noise_is_not_all_spikes(level: float) -> None:
+    assert _told([level] * 100 + [level + 0.07] + [level] * 50 + [level + 0.09]) == [151]
+
+
 @pytest.mark.parametrize("scale", [1e-9, 1e9])
 def test_units_do_not_matter(scale: float) -> None:
     losses = [scale * x for x in NOISE["level"](random.Random(1), 100)]
