@@ -7,12 +7,13 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 from hvdtrain.training.origin import Origin, not_finite, place
 
 
 class BackwardTrace:
-    """Hooks on the graph behind a loss, looked at after its backward pass.
+    """A context manager around a backward pass. It has hooks on the graph behind the loss.
 
     The nodes of the graph, not the modules: full backward hooks of modules wrap outputs in views, which breaks
     functions that work in place.
@@ -23,13 +24,23 @@ class BackwardTrace:
     """
 
     def __init__(self, loss: Tensor, module_of: Mapping[Node, str | None]) -> None:
+        self._loss = loss
         self._module_of = module_of
         self._came_out: dict[Node, list[Node]] = {}
         """By node that gave on gradients that are not finite, in order of time: the nodes that it gave them to."""
         self._went_in: set[Node] = set()
         """Nodes that were given gradients that are not finite."""
-        for node in _graph(loss):
-            node.register_hook(self._hook(node))
+        self._hooks: list[RemovableHandle] = []
+
+    def __enter__(self) -> BackwardTrace:
+        """Put hooks on every node."""
+        self._hooks += [node.register_hook(self._hook(node)) for node in _graph(self._loss)]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Take them off: through them a node would hold itself, which no garbage collector sees."""
+        for hook in self._hooks:
+            hook.remove()
 
     def origin(self, model: nn.Module, bad: Sequence[nn.Parameter]) -> Origin:
         """Where the gradients of `bad` parameters, which are not finite, came from."""

@@ -139,8 +139,8 @@ class _Rerun:
                 loss = self._loss(batch)
             if not_finite(loss):
                 return forward.origin(loss)
-            backward = BackwardTrace(loss, forward.module_of)
-            self._backward(loss)
+            with BackwardTrace(loss, forward.module_of) as backward:
+                self._backward(loss)
         bad = _bad(model)
         if not bad:
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import random
 from collections.abc import Callable
@@ -256,3 +257,15 @@ def test_checkpointed_activations(function: Callable[[Tensor], Tensor]) -> None:
     task.model.blocks[1] = _Checkpointed(task.model.blocks[1])  # type: ignore[index,operator]
     found = _find(task)
     assert (found.origin.module, found.samples) == ("blocks.1.inner", [5])
+
+
+@pytest.mark.parametrize("function", [faulty.divides, faulty.roots, nn.Identity()])
+def test_nothing_of_a_replay_stays_in_memory(function: Callable[[Tensor], Tensor]) -> None:
+    stepper, stream = _parts(_marked(function))
+    counts = []
+    for _ in range(3):
+        _step(stepper, stream)
+        replay(stepper, stream, 0, 1.0)
+        gc.collect()
+        counts.append(sum("Backward" in type(thing).__name__ for thing in gc.get_objects()))
+    assert counts[1] == counts[2]
