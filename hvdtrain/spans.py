@@ -97,7 +97,7 @@ class Spans:
     def events(self, first_step: int = 0) -> list[Event]:
         """The spans that are kept of step `first_step` and later ones, in the order in which they were recorded."""
         found = []
-        for event in reversed(self._events):
+        for event in reversed(list(self._events)):  # a copy: a garbage collection amid this loop records itself
             if event[4] < first_step - 1:  # a device's durations of a step come with the next one
                 break
             if event[4] >= first_step:

@@ -101,6 +101,22 @@ def test_long_collections_are_spans_and_count_in_no_sum() -> None:
     assert spans.take() == {}
 
 
+def test_a_collection_amid_reading_spoils_nothing() -> None:
+    """It records a span of its own, in whatever line it happens."""
+    spans = Spans()
+    for _ in range(2000):
+        spans.record("x", 0)
+    before = gc.get_threshold()
+    try:
+        with spans.collections():
+            gc.set_threshold(10, 1, 1)
+            found = spans.events()
+    finally:
+        gc.set_threshold(*before)
+    assert [event.name for event in found[:2000]] == ["x"] * 2000
+    assert any(event.name == "gc" for event in spans.events())
+
+
 def test_listeners_are_told_in_order_and_their_sums_stand_first() -> None:
     told: list[str] = []
 
