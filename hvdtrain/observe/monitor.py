@@ -1,0 +1,195 @@
+"""What the machine does meanwhile: processor, memory, and the device of this rank."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 10.0
+_FIRST_AFTER_S = 2.0
+
+_THROTTLES = {
+    0x04: "power cap",
+    0x08: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "thermal, software",
+    0x40: "thermal, hardware",
+    0x80: "power brake",
+}
+"""Bits of NVML's clocks event reasons that mean a slower clock than could be; idling and chosen clocks are left out."""
+
+
+@dataclass(frozen=True)
+class GpuIdentity:
+    """A CUDA device by what NVML knows it by; its index is another one under CUDA_VISIBLE_DEVICES.
+
+    Attributes:
+        uuid: without the prefix ``GPU-``.
+        pci_bus_id: such as ``0000:1B:00.0``.
+    """
+
+    uuid: str
+    pci_bus_id: str
+
+
+def gpu_identity(device: Any) -> GpuIdentity | None:
+    """Identify a torch device; None where it is no CUDA device."""
+    if device.type != "cuda":
+        return None
+    import torch
+
+    found = torch.cuda.get_device_properties(device)
+    bus = [int(getattr(found, name, 0)) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+    return GpuIdentity(str(getattr(found, "uuid", "")), f"{bus[0]:04X}:{bus[1]:02X}:{bus[2]:02X}.0")
+
+
+class Monitor:
+    """Samples this machine. Figures that cannot be had are absent: no GPU, no driver, a library that is missing.
+
+    Args:
+        gpu: the device of this rank; None without one.
+    """
+
+    def __init__(self, gpu: GpuIdentity | None = None) -> None:
+        self._gpu = gpu
+        self._nvml: Any = None
+        self._handle: Any = None
+        self._looked = False
+        self._sampled = False
+
+    def sample(self) -> dict[str, Any]:
+        """Figures as they are now. May be called from any thread, by one at a time.
+
+        Returns:
+            ``host_cpu_percent`` of all cores since the last sample, from the second one on;
+            ``host_memory_used_bytes``, ``host_memory_total_bytes``, ``process_rss_bytes``;
+            ``gpu_percent`` of the time a kernel ran, ``gpu_clock_mhz``, ``gpu_temperature_c``, ``gpu_power_w``,
+            ``gpu_memory_used_bytes``, ``gpu_memory_total_bytes``, ``gpu_throttle`` (reasons of a lowered clock);
+            ``cuda_allocated_peak_bytes``, ``cuda_reserved_peak_bytes`` of torch's allocator.
+        """
+        return {**self._host(), **self._device(), **_allocator()}
+
+    def _host(self) -> dict[str, Any]:
+        try:
+            import psutil
+        except ImportError:
+            return {}
+        memory = psutil.virtual_memory()
+        found = {
+            "host_memory_used_bytes": memory.total - memory.available,
+            "host_memory_total_bytes": memory.total,
+            "process_rss_bytes": psutil.Process().memory_info().rss,
+        }
+        cpu_percent = psutil.cpu_percent(None)  # since the last call: nothing yet at the first
+        if self._sampled:
+            found["host_cpu_percent"] = cpu_percent
+        self._sampled = True
+        return found
+
+    def _device(self) -> dict[str, Any]:
+        if self._gpu is not None and not self._looked:
+            self._looked = True
+            self._nvml, self._handle = _open_nvml(self._gpu)
+        if self._handle is None:
+            return {}
+        nvml, handle, found = self._nvml, self._handle, {}
+        reads: Mapping[str, Callable[[], Any]] = {
+            "gpu_percent": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+            "gpu_clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+            "gpu_temperature_c": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+            "gpu_power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+            "gpu_memory_used_bytes": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used,
+            "gpu_memory_total_bytes": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).total,
+            "gpu_throttle": lambda: _throttles(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
+        }
+        for field, read in reads.items():
+            with suppress(nvml.NVMLError):  # what one device does not tell, such as a part of one
+                found[field] = read()
+        return found
+
+
+def _open_nvml(gpu: GpuIdentity) -> tuple[Any, Any]:
+    try:
+        import pynvml as nvml
+    except ImportError:
+        log.debug("no figures of the GPU: nvidia-ml-py is not installed")
+        return None, None
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        log.debug("no figures of the GPU: %s", error)
+        return None, None
+    ways: tuple[tuple[Callable[[str], Any], str], ...] = (
+        (nvml.nvmlDeviceGetHandleByUUID, f"GPU-{gpu.uuid}"),
+        (nvml.nvmlDeviceGetHandleByUUID, f"MIG-{gpu.uuid}"),
+        (nvml.nvmlDeviceGetHandleByPciBusId, gpu.pci_bus_id),
+    )
+    for look_up, name in ways:
+        with suppress(nvml.NVMLError):
+            return nvml, look_up(name)
+    log.debug("no figures of the GPU: NVML knows neither %s nor %s", gpu.uuid, gpu.pci_bus_id)
+    return None, None
+
+
+def _throttles(reasons: int) -> list[str]:
+    return [name for bit, name in _THROTTLES.items() if reasons & bit]
+
+
+def _allocator() -> dict[str, Any]:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return {}
+    return {
+        "cuda_allocated_peak_bytes": torch.cuda.max_memory_allocated(),
+        "cuda_reserved_peak_bytes": torch.cuda.max_memory_reserved(),
+    }
+
+
+class MonitorThread:
+    """Samples every `every_s` seconds in a thread of its own, until closed.
+
+    Args:
+        sample: gives figures.
+        tell: takes an event ``machine`` with them; called from the thread.
+        every_s: seconds between samples; the first comes sooner.
+    """
+
+    def __init__(
+        self,
+        sample: Callable[[], Mapping[str, Any]],
+        tell: Callable[[dict[str, Any]], None],
+        every_s: float = EVERY_S,
+    ) -> None:
+        self._sample = sample
+        self._tell = tell
+        self._every_s = every_s
+        self._step = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="machine monitor", daemon=True)
+        self._thread.start()
+
+    def begin_step(self, step: int) -> None:
+        """Step `step` is about to be done."""
+        self._step = step
+
+    def close(self) -> None:
+        """Sample no more; one that hangs in a driver is left behind."""
+        self._ended.set()
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        try:
+            self._sample()  # what is counted since the last sample begins here
+            after_s = min(_FIRST_AFTER_S, self._every_s)
+            while not self._ended.wait(after_s):
+                self._tell({"event": "machine", "at_step": self._step, **self._sample()})
+                after_s = self._every_s
+        except Exception as error:
+            log.warning("the machine is no longer watched: %s: %s", type(error).__name__, error)

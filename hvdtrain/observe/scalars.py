@@ -1,0 +1,131 @@
+"""What a run's records come to as named numbers: means over the steps between two points of a chart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+PARTS = {
+    "data_s": "data",
+    "copy_s": "copy",
+    "forward_s": "forward",
+    "backward_s": "backward",
+    "exposed_comm_s": "exposed_comm",
+    "clip_s": "clip",
+    "optimizer_s": "optimizer",
+}
+"""Fields of a step's record that are parts of its `step_s`, in the order in which they are stacked."""
+
+BANDS = {
+    "1_data": ("data", "copy"),
+    "2_forward": ("forward",),
+    "3_backward": ("backward",),
+    "4_exposed_comm": ("exposed_comm",),
+    "5_optimizer": ("clip", "optimizer"),
+    "6_other": (),
+}
+"""Bands of the stacked view from the bottom up, and their parts; the last is what is left of the step."""
+
+MACHINE = {
+    "host_cpu_percent": ("machine/host_cpu_percent", 1.0),
+    "gpu_percent": ("machine/gpu_percent", 1.0),
+    "gpu_clock_mhz": ("machine/gpu_clock_mhz", 1.0),
+    "gpu_temperature_c": ("machine/gpu_temperature_c", 1.0),
+    "gpu_power_w": ("machine/gpu_power_w", 1.0),
+    "host_memory_used_bytes": ("memory/host_used_gib", 2.0**-30),
+    "host_memory_total_bytes": ("memory/host_total_gib", 2.0**-30),
+    "process_rss_bytes": ("memory/process_gib", 2.0**-30),
+    "gpu_memory_used_bytes": ("memory/gpu_used_gib", 2.0**-30),
+    "gpu_memory_total_bytes": ("memory/gpu_total_gib", 2.0**-30),
+    "cuda_allocated_peak_bytes": ("memory/cuda_allocated_peak_gib", 2.0**-30),
+    "cuda_reserved_peak_bytes": ("memory/cuda_reserved_peak_gib", 2.0**-30),
+}
+"""Fields of a machine sample: tag, and the factor that brings it to the tag's unit."""
+
+
+class Interval:
+    """The steps since the last point.
+
+    Args:
+        unit: what a step's `tokens` counts.
+        position: samples consumed before the first step.
+    """
+
+    def __init__(self, unit: str = "tokens", position: int = 0) -> None:
+        self.position = position
+        self._unit = unit
+        self._clear()
+
+    def _clear(self) -> None:
+        self.last: Mapping[str, Any] | None = None
+        self._steps = self._samples = self._skipped = 0
+        self._seconds = self._weight = 0.0
+        self._parts = dict.fromkeys(PARTS, 0.0)
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Take the record of a step."""
+        self.last = record
+        self._steps += 1
+        self._samples += record["position"] - self.position
+        self.position = record["position"]
+        self._seconds += record["step_s"]
+        self._weight += record["tokens"]
+        self._skipped += bool(record.get("skipped"))
+        for field in PARTS:
+            self._parts[field] += record.get(field) or 0.0
+
+    def take(self, flops_per_sample: float | None = None, peak_flops_per_s: float | None = None) -> dict[str, float]:
+        """Numbers by tag; starts anew.
+
+        Loss, learning rate and gradient norm are the newest step's; times are means a step.
+
+        Args:
+            flops_per_sample: of training on a sample, forward and backward.
+            peak_flops_per_s: of all devices together.
+        """
+        assert self.last is not None
+        last, seconds = self.last, max(self._seconds, 1e-9)
+        per_step_ms = 1e3 / self._steps
+        found = {
+            "loss/train": last["loss"],
+            "optimizer/learning_rate": last["lr"],
+            "optimizer/gradient_norm": last["grad_norm"],
+            "optimizer/skipped_steps": self._skipped,
+            f"speed/{self._unit}_per_s": self._weight / seconds,
+            "step_ms/step": self._seconds * per_step_ms,
+            "communication/exposed_ms": self._parts["exposed_comm_s"] * per_step_ms,
+            "communication/exposed_percent": 100 * self._parts["exposed_comm_s"] / seconds,
+        }
+        for field, part in PARTS.items():
+            found[f"step_ms/{part}"] = self._parts[field] * per_step_ms
+        if flops_per_sample:
+            flops_per_s = flops_per_sample * self._samples / seconds
+            found["speed/tflops_per_s"] = flops_per_s / 1e12
+            if peak_flops_per_s:
+                found["speed/flops_utilisation_percent"] = 100 * flops_per_s / peak_flops_per_s
+        self._clear()
+        return numbers(found)
+
+
+def stacked(values: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+    """For each band its lower and its upper edge, in ms: the sums of the parts below it, and with it."""
+    edges, low = {}, 0.0
+    for band, parts in BANDS.items():
+        high = low + sum(values[f"step_ms/{part}"] for part in parts) if parts else max(low, values["step_ms/step"])
+        edges[band] = (low, high)
+        low = high
+    return edges
+
+
+def numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """What of it is a number, inf and nan included."""
+    return {tag: float(v) for tag, v in values.items() if isinstance(v, (int, float))}
+
+
+def machine_scalars(record: Mapping[str, Any]) -> dict[str, float]:
+    """A machine sample's numbers by tag; those that the machine lacks are absent."""
+    found = numbers({field: record.get(field) for field in MACHINE})
+    scaled = {MACHINE[field][0]: value * MACHINE[field][1] for field, value in found.items()}
+    if "gpu_throttle" in record:
+        scaled["machine/gpu_throttled"] = float(bool(record["gpu_throttle"]))
+    return scaled

@@ -1,0 +1,169 @@
+"""The machine's figures: those of this rank's device, none where there are none, and never an error."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hvdtrain.observe.monitor import GpuIdentity, Monitor, MonitorThread, gpu_identity
+
+HOST = {"host_memory_used_bytes", "host_memory_total_bytes", "process_rss_bytes"}
+GPU = GpuIdentity("1234-abcd", "0000:1B:00.0")
+
+
+class Refused(Exception):
+    pass
+
+
+class Nvml:
+    """A driver with two devices, of which the second is asked for; it can lack functions and ways to find a device."""
+
+    NVMLError = Refused
+    NVML_CLOCK_SM = 1
+    NVML_TEMPERATURE_GPU = 0
+
+    def __init__(self, *lacks: str) -> None:
+        self.lacks = lacks
+        self.devices = {"GPU-0000-ffff": 7, "GPU-1234-abcd": 64, "0000:1B:00.0": 64}
+
+    def _check(self, name: str) -> None:
+        if name in self.lacks:
+            raise Refused(name)
+
+    def nvmlInit(self) -> None:
+        self._check("init")
+
+    def _find(self, name: str) -> int:
+        if name not in self.devices:
+            raise Refused(name)
+        return self.devices[name]
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+        self._check("uuid")
+        return self._find(uuid)
+
+    def nvmlDeviceGetHandleByPciBusId(self, bus: str) -> int:
+        self._check("pci")
+        return self._find(bus)
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:
+        self._check("utilization")
+        return SimpleNamespace(gpu=handle, memory=0)
+
+    def nvmlDeviceGetClockInfo(self, handle: int, kind: int) -> int:
+        assert kind == self.NVML_CLOCK_SM
+        return 1000 + handle
+
+    def nvmlDeviceGetTemperature(self, handle: int, kind: int) -> int:
+        assert kind == self.NVML_TEMPERATURE_GPU
+        return handle - 10
+
+    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
+        return 250_500
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
+        return SimpleNamespace(used=3 << 30, total=80 << 30)
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: int) -> int:
+        return 0x1 | 0x4 | 0x40
+
+
+def _sample(monkeypatch: pytest.MonkeyPatch, nvml: Any, gpu: GpuIdentity | None = GPU) -> dict[str, Any]:
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    found = Monitor(gpu).sample()
+    return {name: value for name, value in found.items() if name.startswith("gpu_")}
+
+
+def test_the_host_and_this_process() -> None:
+    pytest.importorskip("psutil", reason="psutil is not installed: make setup")
+    monitor = Monitor()
+    first, second = monitor.sample(), monitor.sample()
+    assert first.keys() == HOST
+    assert second.keys() == HOST | {"host_cpu_percent"}, "a share of time needs two looks"
+    assert 0 < second["process_rss_bytes"] < second["host_memory_total_bytes"]
+    assert 0 < second["host_memory_used_bytes"] < second["host_memory_total_bytes"]
+    assert 0 <= second["host_cpu_percent"] <= 100
+
+
+@pytest.mark.parametrize("lacks", [(), ("uuid",)], ids=["by UUID", "by PCI bus"])
+def test_the_device_of_this_rank_whatever_its_index(monkeypatch: pytest.MonkeyPatch, lacks: tuple[str, ...]) -> None:
+    assert _sample(monkeypatch, Nvml(*lacks)) == {
+        "gpu_percent": 64,
+        "gpu_clock_mhz": 1064,
+        "gpu_temperature_c": 54,
+        "gpu_power_w": 250.5,
+        "gpu_memory_used_bytes": 3 << 30,
+        "gpu_memory_total_bytes": 80 << 30,
+        "gpu_throttle": ["power cap", "thermal, hardware"],
+    }
+
+
+def test_what_a_device_does_not_tell_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _sample(monkeypatch, Nvml("utilization"))
+    assert "gpu_percent" not in found
+    assert found["gpu_clock_mhz"] == 1064
+
+
+@pytest.mark.parametrize("nvml", [None, Nvml("init"), Nvml("uuid", "pci")], ids=["library", "driver", "device"])
+def test_without_library_driver_or_device(monkeypatch: pytest.MonkeyPatch, nvml: Any) -> None:
+    assert _sample(monkeypatch, nvml) == {}
+
+
+def test_without_a_gpu_nvml_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _sample(monkeypatch, object(), gpu=None) == {}
+
+
+def test_without_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    assert Monitor().sample() == {}
+
+
+def test_torchs_allocator_where_cuda_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = SimpleNamespace(is_initialized=lambda: True, max_memory_allocated=lambda: 5, max_memory_reserved=lambda: 7)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    found = Monitor().sample()
+    assert (found["cuda_allocated_peak_bytes"], found["cuda_reserved_peak_bytes"]) == (5, 7)
+
+
+def test_a_cuda_device_is_known_by_uuid_and_bus(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    found = SimpleNamespace(uuid="1234-abcd", pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    assert gpu_identity(torch.device("cuda", 3)) == GPU
+    assert gpu_identity(torch.device("cpu")) is None
+
+
+def test_the_thread_tells_until_it_is_closed() -> None:
+    told: list[dict[str, Any]] = []
+    enough = threading.Event()
+
+    def tell(record: dict[str, Any]) -> None:
+        told.append(record)
+        if len(told) == 3:
+            enough.set()
+
+    watch = MonitorThread(lambda: {"host_cpu_percent": 1.0}, tell, every_s=0.001)
+    watch.begin_step(4)
+    assert enough.wait(60)
+    watch.close()
+    count = len(told)
+    assert told[2]["event"] == "machine"
+    assert told[2]["host_cpu_percent"] == 1.0
+    assert told[2]["at_step"] in (0, 4)
+    assert not watch._thread.is_alive()
+    assert len(told) == count
+
+
+def test_what_a_sample_raises_ends_the_watching_alone(caplog: pytest.LogCaptureFixture) -> None:
+    def sample() -> dict[str, Any]:
+        raise OSError("no /proc")
+
+    watch = MonitorThread(sample, lambda record: None, every_s=0.001)
+    watch._thread.join(60)
+    watch.close()
+    assert "no /proc" in caplog.text

@@ -1,0 +1,313 @@
+"""What TensorBoard's own reader finds: the journal's values, each step once, whatever was killed and resumed."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("tensorboard", reason="tensorboard is not installed: make setup")
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.hparams import plugin_data_pb2
+
+from hvdtrain.observe.journal import read_steps
+from hvdtrain.observe.scalars import BANDS, MACHINE
+from hvdtrain.observe.tensorboard import EVERY_S, TensorBoard, is_installed
+from hvdtrain.observe.tensorboard_page import METRICS, STACK_FROM, STACK_TITLE, STACK_TO, config_table
+from tests.support.tensorboard_run import BATCH, STARTED, Run, read, series, single, step_record
+
+
+def test_every_slow_step_has_the_journals_values(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.stretch(None, [0.5] * 7)
+    steps = read_steps(run.journal)
+    for tag, field in (
+        ("loss/train", "loss"),
+        ("optimizer/learning_rate", "lr"),
+        ("optimizer/gradient_norm", "grad_norm"),
+    ):
+        expected = {n: single(line[field]) for n, line in steps.items()}
+        assert series(run.folder, tag) == expected
+    speed = {n: single(line["tokens"] / line["step_s"]) for n, line in steps.items()}
+    assert series(run.folder, "speed/words_per_s") == pytest.approx(speed)
+    assert series(run.folder, "communication/exposed_percent") == pytest.approx(dict.fromkeys(steps, 15.0))
+    assert series(run.folder, "communication/exposed_ms") == pytest.approx(dict.fromkeys(steps, 75.0))
+    by_samples = series(run.folder / "by_samples", "loss_by_samples/train")
+    assert by_samples == {line["position"]: single(line["loss"]) for line in steps.values()}
+    by_seconds = series(run.folder / "by_seconds", "loss_by_seconds/train")
+    assert by_seconds == {n // 2: single(steps[n]["loss"]) for n in (1, 2, 4, 6)}
+
+
+def test_the_bands_of_a_step_lie_on_each_other_and_fill_it(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.stretch(None, [0.5, 0.25])
+    floor = {1: 0.0, 2: 0.0}
+    for band in BANDS:
+        low, high = (series(run.folder / "step" / band, tag) for tag in (STACK_FROM, STACK_TO))
+        assert low == floor
+        assert all(low[step] <= high[step] for step in low)
+        floor = high
+    assert floor == pytest.approx(series(run.folder, "step_ms/step"))
+    assert floor == pytest.approx({1: 500.0, 2: 250.0})
+
+
+def test_fast_steps_are_thinned_to_means_and_the_last_is_kept(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    durations = [0.001 * (1 + step % 3) for step in range(1000)]
+    run.stretch(None, durations)
+    steps, shown = read_steps(run.journal), series(run.folder, "step_ms/step")
+    assert {1, 1000} <= shown.keys()
+    assert len(shown) <= sum(durations) / EVERY_S + 2
+    before = 0
+    for step, mean_ms in shown.items():
+        part = [steps[n] for n in range(before + 1, step + 1)]
+        assert mean_ms == pytest.approx(1e3 * sum(line["step_s"] for line in part) / len(part), rel=1e-5)
+        assert series(run.folder, "loss/train")[step] == single(steps[step]["loss"])
+        before = step
+    speed = series(run.folder, "speed/words_per_s")[1000]
+    last = [steps[n] for n in range(sorted(shown)[-2] + 1, 1001)]
+    assert speed == pytest.approx(sum(line["tokens"] for line in last) / sum(line["step_s"] for line in last), rel=1e-5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    stretches=st.lists(
+        st.tuples(st.lists(st.sampled_from([0.001, 0.1, 0.3, 1.7]), min_size=1, max_size=30), st.booleans()),
+        min_size=1,
+        max_size=4,
+    ),
+    every=st.integers(2, 9),
+)
+def test_no_point_twice_and_none_lost(
+    tmp_path_factory: pytest.TempPathFactory, stretches: list[tuple[list[float], bool]], every: int
+) -> None:
+    run, saved = Run(tmp_path_factory.mktemp("run")), None
+    for durations, end in stretches:
+        run.stretch(saved, durations, save_every=every, end=end)
+        done = (saved or 0) + len(durations)
+        saved = done // every * every or None
+    steps = read_steps(run.journal)
+    shown = series(run.folder, "loss/train")
+    assert shown == {n: single(steps[n]["loss"]) for n in shown}
+    assert set(range(every, done + 1, every)) <= shown.keys(), "each step that was saved"
+    # Within a stretch neighbouring points are no further apart than the thinning and a step.
+    ordered = sorted(shown)
+    for before, after in pairwise(ordered):
+        between = sum(steps[n]["step_s"] for n in range(before + 1, after))
+        assert between <= EVERY_S + 1e-6, (before, after)
+    samples = series(run.folder / "by_samples", "loss_by_samples/train")
+    assert samples == {BATCH * n: value for n, value in shown.items()}
+    total, second = 0.0, {}
+    for n in sorted(steps):
+        total += steps[n]["step_s"] if n <= done else 0.0
+        second[n] = int(total)
+    seconds = series(run.folder / "by_seconds", "loss_by_seconds/train")
+    for x, loss in seconds.items():
+        assert loss in {single(steps[n]["loss"]) for n in second if second[n] == x}
+    for band in BANDS:
+        assert series(run.folder / "step" / band, STACK_TO).keys() == shown.keys()
+
+
+def test_a_run_that_begins_anew_in_its_folder_replaces_all(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.stretch(None, [0.5] * 9, save_every=2, end=False)
+    run.stretch(None, [0.5] * 3)
+    assert series(run.folder, "loss/train").keys() == {1, 2, 3}
+    assert "loss/heldout" not in read(run.folder).Tags()["scalars"] or not series(run.folder, "loss/heldout")
+
+
+def test_a_host_whose_clock_is_behind_goes_on_rightly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path)
+    monkeypatch.setattr("time.time", lambda: 2e9)
+    run.stretch(None, [0.5] * 9, end=False)
+    monkeypatch.setattr("time.time", lambda: 1e9)
+    run.stretch(4, [0.5] * 3)
+    assert series(run.folder, "loss/train").keys() == set(range(1, 8))
+    names = [[p.name for p in sorted(f.glob("events*"))] for f in (run.folder, run.folder / "by_samples")]
+    assert all(len(found) == 2 for found in names)
+
+
+def test_of_a_long_run_the_older_points_stay(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.stretch(None, [1.0] * 99, save_every=10, end=False)
+    before = read(run.folder).Scalars("loss/train")[:40]
+    run.stretch(90, [1.0] * 6, save_every=10)
+    assert list(series(run.folder, "loss/train")) == list(range(1, 97))
+    assert list(series(run.folder / "by_samples", "loss_by_samples/train")) == [BATCH * n for n in range(1, 97)]
+    assert list(series(run.folder / "by_seconds", "loss_by_seconds/train")) == list(range(1, 97))
+    assert list(series(run.folder, "loss/heldout")) == list(range(10, 91, 10))
+    assert read(run.folder).Scalars("loss/train")[:40] == before
+    newest = max(run.folder.glob("events*"))
+    assert read(newest).Scalars("loss/train")[0].step > 50, "not all of it is written again"
+
+
+def test_what_a_killed_process_had_not_written_is_taken_from_the_journal(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.stretch(None, [0.5] * 9, save_every=4)
+    whole = {folder: run.everything(folder) for folder in run.folders()}
+    shutil.rmtree(run.folder)
+    run.now -= 0.5
+    run.stretch(8, [0.5])
+    assert {folder: run.everything(folder) for folder in run.folders()} == whole
+
+
+def _write(folder: Path, *records: dict[str, Any], gpu: bool = False) -> Any:
+    sink = TensorBoard(folder, folder / "missing", gpu=gpu)
+    for record in records:
+        sink.write(record)
+    sink.close()
+    return read(folder)
+
+
+def test_held_out_loss_and_metrics(tmp_path: Path) -> None:
+    evaluation = {"event": "evaluation", "time": 1e9, "loss": 0.5, "metrics": {"accuracy": 0.75}}
+    _write(
+        tmp_path,
+        STARTED,
+        {**evaluation, "at_step": 0},
+        step_record(1, 1e9),
+        {**evaluation, "at_step": 1, "metrics": {}, "loss": float("nan")},
+    )
+    assert list(series(tmp_path, "loss/heldout")) == [0, 1]
+    assert series(tmp_path, "heldout/accuracy") == {0: 0.75}
+    assert list(series(tmp_path / "by_samples", "loss_by_samples/heldout")) == [0, BATCH]
+
+
+@pytest.mark.parametrize(("peak", "percent"), [(None, None), (1e12, 40.0)])
+def test_flops_by_samples_and_seconds(tmp_path: Path, peak: float | None, percent: float | None) -> None:
+    flops = {"event": "flops", "per_sample": 1.25e10, "peak_per_s": peak}
+    _write(tmp_path, STARTED, flops, step_record(1, 1e9))  # 16 samples in half a second
+    assert series(tmp_path, "speed/tflops_per_s") == pytest.approx({1: 0.4})
+    known = "speed/flops_utilisation_percent" in read(tmp_path).Tags()["scalars"]
+    assert known == (percent is not None)
+    if percent:
+        assert series(tmp_path, "speed/flops_utilisation_percent") == pytest.approx({1: percent})
+
+
+def test_a_machine_sample_stands_with_the_next_step(tmp_path: Path) -> None:
+    sample = {
+        "event": "machine",
+        "host_cpu_percent": 50.0,
+        "process_rss_bytes": 3 << 30,
+        "gpu_throttle": ["power cap"],
+    }
+    _write(
+        tmp_path,
+        STARTED,
+        sample,
+        step_record(1, 1e9),
+        {**sample, "host_cpu_percent": 60.0},
+        step_record(2, 1e9 + 1),
+        step_record(3, 1e9 + 2),
+    )
+    assert series(tmp_path, "machine/host_cpu_percent") == {1: 50.0, 2: 60.0}
+    assert series(tmp_path, "memory/process_gib") == {1: 3.0, 2: 3.0}
+    assert series(tmp_path, "machine/gpu_throttled") == {1: 1.0, 2: 1.0}
+
+
+def test_the_config_is_text(tmp_path: Path) -> None:
+    found = _write(tmp_path, STARTED, step_record(1, 1e9))
+    (event,) = found.Tensors("config/text_summary")
+    table = event.tensor_proto.string_val[0].decode()
+    assert table == config_table(STARTED)
+    assert "| train.global_batch | 16 |" in table.splitlines()
+    assert "| data.text | a\\|b*.md |" in table.splitlines()
+    assert "| parameters | 5 |" in table.splitlines()
+
+
+def test_hyperparameters_and_how_it_ended(tmp_path: Path) -> None:
+    found = _write(tmp_path, STARTED, step_record(1, 1e9), {"event": "finished", "time": 1e9})
+
+    def content(tag: str) -> plugin_data_pb2.HParamsPluginData:
+        raw = found.SummaryMetadata(f"_hparams_/{tag}").plugin_data.content
+        return plugin_data_pb2.HParamsPluginData.FromString(raw)
+
+    options = content("session_start_info").session_start_info.hparams
+    assert options["train.global_batch"].number_value == BATCH
+    assert options["data.text"].string_value == "a|b*.md"
+    assert "run_dir" not in options
+    metrics = content("experiment").experiment.metric_infos
+    assert tuple(metric.name.tag for metric in metrics) == METRICS
+    assert METRICS[0] in found.Tags()["scalars"]
+    assert content("session_end_info").session_end_info.status
+
+
+GPU_FIELDS = [field for field in MACHINE if field.startswith(("gpu_", "cuda_"))]
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_the_page_of_charts_names_tags_that_are_written(tmp_path: Path, gpu: bool) -> None:
+    import re
+
+    flops = {"event": "flops", "per_sample": 1e9, "peak_per_s": 1e12}
+    machine = {
+        "event": "machine",
+        "host_cpu_percent": 1.0,
+        "host_memory_used_bytes": 1,
+        "process_rss_bytes": 1,
+        **(dict.fromkeys(GPU_FIELDS, 1) if gpu else {}),
+    }
+    evaluation = {"event": "evaluation", "at_step": 1, "loss": 0.5, "time": 1e9}
+    found = _write(tmp_path, STARTED, flops, machine, step_record(1, 1e9), evaluation, gpu=gpu)
+    folders = [tmp_path, *(path for path in tmp_path.rglob("*") if path.is_dir() and path.name != "step")]
+    written = {tag for folder in folders for tag in read(folder).Tags()["scalars"]}
+    (event,) = found.Tensors("custom_scalars__config__")
+    page = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+    charts = [chart for category in page.category for chart in category.chart]
+    for chart in charts:
+        for pattern in chart.multiline.tag:
+            assert any(re.match(pattern, tag) for tag in written), pattern
+        for band in chart.margin.series:
+            assert {band.value, band.lower, band.upper} <= written
+    assert {chart.title for chart in page.category[0].chart} >= {"loss", "words per second", STACK_TITLE}
+    assert ("GPU (%)" in {chart.title for chart in charts}) == gpu
+
+
+def test_what_happened_is_text(tmp_path: Path) -> None:
+    found = _write(tmp_path, STARTED, step_record(1, 1e9), {"event": "warning", "text": "mind the gap", "time": 1e9})
+    (event,) = found.Tensors("events/warning/text_summary")
+    assert b"mind the gap" in event.tensor_proto.string_val[0]
+
+
+def test_histograms(tmp_path: Path) -> None:
+    import torch
+
+    from hvdtrain.observe.histograms import histograms
+
+    model = torch.nn.Linear(3, 2)
+    model(torch.ones(3)).sum().backward()
+    found = _write(tmp_path, STARTED, step_record(1, 1e9), {"event": "histograms", "at_step": 1, **histograms(model)})
+    (event,) = found.Histograms("parameters/weight")
+    assert event.step == 1
+    assert event.histogram_value.num == 6
+    assert event.histogram_value.max == pytest.approx(float(model.weight.detach().max()))
+    assert len(found.Histograms("gradients/bias")) == 1
+
+
+def test_a_full_disk_is_the_sinks_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        _write(tmp_path / "file" / "tensorboard", STARTED, step_record(1, 1e9))
+
+
+def test_a_missing_library_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_installed()
+    monkeypatch.setattr("hvdtrain.observe.tensorboard.find_spec", lambda name: None)
+    assert not is_installed()
+
+
+def test_making_the_sink_imports_nothing_heavy() -> None:
+    import subprocess
+
+    program = (
+        "import sys; from pathlib import Path; from hvdtrain.observe.tensorboard import TensorBoard;"
+        "TensorBoard(Path('nowhere'), Path('nowhere')).write({'event': 'started'});"
+        "assert not {'torch', 'tensorboard'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

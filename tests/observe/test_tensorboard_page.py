@@ -1,0 +1,90 @@
+"""TensorBoard itself, started as the summary says, in a real browser."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tensorboard", reason="tensorboard is not installed: make setup")
+
+from hvdtrain.observe.journal import read_steps
+from hvdtrain.observe.tensorboard_page import STACK_TITLE
+from tests.support.browser import browser, deep_text, free_port, severe, until
+from tests.support.tensorboard_run import BATCH, Run
+
+TITLES = [
+    "loss",
+    "words per second",
+    "exposed communication (% of a step)",
+    STACK_TITLE,
+    "loss by samples",
+    "loss by seconds of training",
+    "learning rate",
+    "gradient norm",
+    "host CPU (%)",
+    "memory (GiB)",
+]
+
+
+@contextmanager
+def _tensorboard(folder: Path) -> Iterator[str]:
+    """The address of a TensorBoard that has read `folder`."""
+    port = free_port()
+    program = [str(Path(sys.executable).with_name("tensorboard")), "--logdir", str(folder), "--host", "127.0.0.1"]
+    with (folder.parent / "tensorboard.log").open("w") as log:
+        server = subprocess.Popen([*program, f"--port={port}", "--reload_interval=1"], stdout=log, stderr=log)
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def _get(address: str) -> Any:
+    try:
+        with urllib.request.urlopen(address, timeout=10) as answer:
+            return json.load(answer)
+    except (urllib.error.URLError, ConnectionError):  # not listening yet
+        return None
+
+
+def _points(address: str, run: str, tag: str) -> list[list[float]]:
+    query = urllib.parse.urlencode({"run": run, "tag": tag})
+    found = _get(f"{address}/data/plugin/scalars/scalars?{query}")
+    assert isinstance(found, list), found
+    return found
+
+
+def test_the_page_of_charts_after_a_kill_and_a_resume(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    run.stretch(None, [0.5] * 12, save_every=5, end=False)
+    run.stretch(10, [0.5] * 6, save_every=5)
+    steps = read_steps(run.journal)
+    with _tensorboard(run.folder) as address, browser(tmp_path / "profile") as opened:
+
+        def is_read() -> bool:
+            tags = _get(f"{address}/data/plugin/scalars/tags")
+            return bool(tags) and "loss_by_samples/train" in tags.get("by_samples", {}) and len(tags) == 9
+
+        until(opened, is_read)
+        until(opened, lambda: len(_points(address, ".", "loss/train")) >= 16)
+        assert [point[1] for point in _points(address, ".", "loss/train")] == sorted(steps)
+        assert [point[1] for point in _points(address, "by_samples", "loss_by_samples/train")] == [
+            BATCH * step for step in sorted(steps)
+        ]
+        assert [point[1] for point in _points(address, "by_seconds", "loss_by_seconds/train")] == list(range(9))
+        opened.get(f"{address}/#custom_scalars")
+        until(opened, lambda: all(title in deep_text(opened) for title in TITLES))
+        assert "loss by samples" in deep_text(opened)
+        assert severe(opened) == []
