@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import random
+import logging
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+log = logging.getLogger(__name__)
 
 _PEAKS: tuple[tuple[str, dict[str, float], str], ...] = (
     ("B200", {"fp32": 75, "tf32": 1125, "half": 2250}, "NVIDIA HGX B200 data sheet, an eighth"),
@@ -57,24 +57,17 @@ def peak_tflops(device: str, precision: str, *, tf32: bool) -> tuple[float, str]
     return None
 
 
-def count_flops(forward: Callable[[], object]) -> int:
-    """Operations of matrix products, convolutions and attention that `forward` runs, a multiply-add as two."""
-    with FlopCounterMode(display=False, custom_mapping=_OWN) as counter:
-        forward()
-    return int(counter.get_total_flops())
-
-
-def _grouped_mm(a: tuple[int, ...], b: tuple[int, ...], *others: Any, **options: Any) -> int:
+def _grouped_mm(a: Tensor, b: Tensor, *others: Any, **options: Any) -> int:
     """One product a group; where shapes lack the group, a side's T is split among the groups.
 
     (T, K) by (G, K, N), (G, M, K) by (K, T), (G, M, K) by (G, K, N), or (M, T) by (T, N).
     """
-    groups = a[0] if len(a) == len(b) == 3 else 1
-    return 2 * groups * a[-2] * a[-1] * b[-1]
+    groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
+    return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
 
-def _attention_on_cpu(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *others: Any, **options: Any) -> int:
-    return int(sdpa_flop_count(q, k, v))  # type: ignore[no-untyped-call]
+def _attention_on_cpu(q: Tensor, k: Tensor, v: Tensor, *others: Any, **options: Any) -> int:
+    return int(sdpa_flop_count(q.shape, k.shape, v.shape))  # type: ignore[no-untyped-call]
 
 
 def _own() -> dict[Any, Any]:
@@ -88,35 +81,39 @@ def _own() -> dict[Any, Any]:
     return found
 
 
-_OWN = _own()
-"""What torch's counter does not know: the products of a mixture of experts, and attention on the CPU."""
+_FORMULAS = {**flop_registry, **_own()}
+"""Beside what torch's counter knows: the products of a mixture of experts, and attention on the CPU."""
 
 
-@contextmanager
-def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Put back what a forward pass within may change: modes, buffers, and Python's, numpy's and torch's randomness.
+class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operations of matrix products, convolutions and attention, a multiply-add as two, while entered.
 
-    The model is in evaluation mode within, and no gradients are recorded.
+    What is computed stays the same to the bit. torch's own FlopCounterMode takes operations apart, puts hooks on
+    modules, and keeps compiled parts from running as such.
+
+    Attributes:
+        flops: counted so far; None once an operation came whose formula failed.
     """
-    modes = {module: module.training for module in model.modules()}
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in modes
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    states = random.getstate(), np.random.get_state()
-    devices = [device] if device.type == "cuda" else []
-    try:
-        with torch.random.fork_rng(devices), torch.no_grad():
-            model.eval()
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        for module, training in modes.items():
-            module.training = training
-        with torch.no_grad():
-            for module, name, buffer, content in buffers:
-                buffer.copy_(content)
-                module._buffers[name] = buffer
+
+    supports_higher_order_operators = True  # without it, such as flex_attention raise
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops: int | None = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Leave compiled parts compiled."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and count it."""
+        out = func(*args, **(kwargs or {}))
+        formula = _FORMULAS.get(getattr(func, "overloadpacket", func))
+        if formula is not None and self.flops is not None:
+            try:
+                self.flops += int(formula(*args, **(kwargs or {}), out_val=out))
+            except Exception as error:
+                log.debug("FLOPs are not counted: %s: %s: %s", func, type(error).__name__, error)
+                self.flops = None
+        return out

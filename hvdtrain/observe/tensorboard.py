@@ -51,6 +51,7 @@ class TensorBoard:
         self._started: Mapping[str, Any] = {}
         self._flops: Mapping[str, Any] = {}
         self._machine: dict[str, float] = {}
+        self._resumed: Mapping[str, Any] | None = None
         self._early: list[Mapping[str, Any]] = []
         self._files: dict[str, EventFile] = {}
         self._interval = Interval()
@@ -72,7 +73,7 @@ class TensorBoard:
         elif event == "started":
             self._started = record
         elif event == "resumed":
-            self._resume(record)
+            self._resumed = record
         elif event == "flops":
             self._flops = record
         elif event == "machine":
@@ -98,7 +99,13 @@ class TensorBoard:
             self._files = {}
 
     def _opened(self) -> dict[str, EventFile]:
-        return self._files or self._open(0, 0, 0.0)
+        """The files, made once it is known whether the run is resumed and what a sample takes."""
+        if not self._files:
+            if self._resumed is None:
+                self._open(0, 0, 0.0)
+            else:
+                self._resume(self._resumed)
+        return self._files
 
     def _resume(self, record: Mapping[str, Any]) -> None:
         """Go on after the step of `record`. What the journal has of the seconds before it is written again.
@@ -116,7 +123,7 @@ class TensorBoard:
             self.write(earlier)
         self._point()
 
-    def _open(self, step: int, position: int, seconds: float) -> dict[str, EventFile]:
+    def _open(self, step: int, position: int, seconds: float) -> None:
         """Begin files that follow on from `step`; what others hold of later ones is dropped, at step 0 everything."""
         config = self._started.get("config") or {}
         self._step, self._seconds = step, seconds
@@ -134,7 +141,6 @@ class TensorBoard:
         early, self._early = self._early, []
         for record in early:
             self._tell(record)
-        return self._files
 
     def _take_step(self, record: Mapping[str, Any]) -> None:
         self._opened()

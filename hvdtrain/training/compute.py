@@ -2,62 +2,68 @@
 
 from __future__ import annotations
 
-import logging
-from functools import partial
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.data import default_collate
+from torch import Tensor, nn
 
 from hvdtrain.config.schema import Config
-from hvdtrain.observe.flops import count_flops, peak_tflops, untouched
+from hvdtrain.observe.flops import FlopCount, peak_tflops
 from hvdtrain.task.base import Task
-from hvdtrain.training.precision import Precision
-from hvdtrain.training.step import checked_loss, to_device
-
-log = logging.getLogger(__name__)
 
 _BACKWARD = 2
 """Backward computes the gradients of inputs and of weights: twice what forward does."""
 
+Loss = Callable[[nn.Module, Any], tuple[Tensor, Tensor | float]]
 
-def describe_compute(
-    task: Task, model: nn.Module, config: Config, device: torch.device, size: int
-) -> dict[str, Any] | None:
-    """The event ``flops``, from a forward pass over one sample. On one rank; the model is left as it was.
+
+def with_flops_counted(
+    task: Task, config: Config, device: torch.device, size: int, tell: Callable[[dict[str, Any]], None]
+) -> Task:
+    """The task, whose first forward pass in training is counted on the way: no pass more is run.
 
     Args:
-        task: loss and data.
-        model: on `device`.
-        config: precision, and the peak where the user has said it.
+        task: its `loss` is replaced.
+        config: precision, samples of a pass, and the peak where the user has said it.
         device: of this rank.
         size: number of ranks.
-
-    Returns:
-        ``per_sample``, FLOPs of training on a sample; ``device``; ``peak_per_s`` of all ranks together and
-        ``peak_source``, None where that is not known. None altogether where the pass cannot be counted.
+        tell: takes the event ``flops``, once: ``per_sample``, FLOPs of training on a sample; ``device``;
+            ``peak_per_s`` of all ranks together and ``peak_source``, None where that is not known. It is not called
+            where nothing could be counted.
     """
-    try:
-        with untouched(model, device), Precision(config.precision, device).autocast():
-            # What loader processes are to read is not read here first: an open file does not travel to them.
-            data = task.heldout_data if config.loader.workers else task.train_data
-            assert data is not None
-            batch = (task.collate or default_collate)([data[0]])
-            forward = count_flops(partial(checked_loss, task, model, to_device(batch, device)))
-    except Exception as error:
-        log.debug("FLOPs are not counted: %s: %s", type(error).__name__, error)
-        return None
-    if not forward:
-        return None
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    tf32 = torch.get_float32_matmul_precision() != "highest"
-    own = config.observe.peak_tflops
-    known = (own, "--observe.peak_tflops") if own else peak_tflops(name, config.precision, tf32=tf32)
-    return {
-        "event": "flops",
-        "per_sample": (1 + _BACKWARD) * forward,
-        "device": name,
-        "peak_per_s": known[0] * 1e12 * size if known else None,
-        "peak_source": known[1] if known else None,
-    }
+
+    def counted(flops: int) -> None:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        own = config.observe.peak_tflops
+        tf32 = torch.get_float32_matmul_precision() != "highest"
+        known = (own, "--observe.peak_tflops") if own else peak_tflops(name, config.precision, tf32=tf32)
+        tell(
+            {
+                "event": "flops",
+                "per_sample": (1 + _BACKWARD) * flops / config.train.micro_batch,
+                "device": name,
+                "peak_per_s": known[0] * 1e12 * size if known else None,
+                "peak_source": known[1] if known else None,
+            }
+        )
+
+    return replace(task, loss=_Counted(task.loss, counted))
+
+
+class _Counted:
+    def __init__(self, loss: Loss, tell: Callable[[int], None]) -> None:
+        self._loss = loss
+        self._tell: Callable[[int], None] | None = tell
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
+        tell = self._tell
+        if tell is None or not torch.is_grad_enabled():  # an evaluation
+            return self._loss(model, batch)
+        self._tell = None
+        with FlopCount() as count:
+            result = self._loss(model, batch)
+        if count.flops:
+            tell(count.flops)
+        return result

@@ -28,7 +28,7 @@ from hvdtrain.state.store import CheckpointStore
 from hvdtrain.state.sync import broadcast_state
 from hvdtrain.state.train_state import Progress, TrainState
 from hvdtrain.task.base import Task
-from hvdtrain.training.compute import describe_compute
+from hvdtrain.training.compute import with_flops_counted
 from hvdtrain.training.device import pick_device
 from hvdtrain.training.health import batch_statistics
 from hvdtrain.training.make_task import make_task
@@ -80,15 +80,14 @@ def _train(
     recorder: Recorder,
 ) -> Result:
     store = CheckpointStore(directory / CHECKPOINTS, recorder.warn) if claim is not None else None
+    if comm.rank == 0:
+        task = with_flops_counted(task, run.config, device, comm.size, recorder.event)
     trainer = _trainer(run, task, comm, device, store, recorder)
     state, engine, spans = trainer.state, trainer.stepper.engine, trainer.stepper.spans
     with ExitStack() as stack:
         stack.callback(engine.close)
         add_listeners(spans, run.config.observe, device, stack)
         _describe_start(run, task, comm, directory, recorder)
-        compute = describe_compute(task, state.model, run.config, device, comm.size) if comm.rank == 0 else None
-        if compute is not None:
-            recorder.event(compute)
         resumed = on_rank_0(comm, partial(restore, run, state, store, claim, recorder), name="restored")
         broadcast_state(state, comm)
         add_watchers(recorder, run.config.observe, spans, directory, comm, state.progress.step)
