@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -11,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.observe.journal import read_journal
-from tests.support.launch import program, run, train
+from hvdtrain.observe.journal import read_journal, read_steps
+from tests.support.launch import ENVIRONMENT, command, program, run, train
 
 TOY = [
     f"--task={Path(__file__).parents[1]}/support/toy.py:toy",
@@ -113,6 +115,27 @@ def test_a_rank_that_fails_or_is_killed_in_a_window_leaves_a_readable_file(rank:
     assert done.returncode != 0
     (file,) = of_horovod(tmp_path)
     assert Counter(read(file, whole=False))[GRADIENTS, "ALLREDUCE"] >= 4
+
+
+def test_sigterm_in_a_window_closes_it(tmp_path: Path) -> None:
+    path = os.pathsep.join([str(Path(sys.executable).parent), ENVIRONMENT.get("PATH", "")])
+    with subprocess.Popen(
+        [*command(2), sys.executable, "-m", "hvdtrain", *TOY, "--train.steps=1000000", "--observe.timeline=4:999999"],
+        cwd=tmp_path,
+        env={**ENVIRONMENT, "PATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        steps = (line for line in process.stdout if line.startswith("step"))
+        while int(next(steps).split("/")[0].split()[1]) < 5:
+            pass
+        process.send_signal(signal.SIGTERM)
+        process.stdout.read()
+    assert read_journal(tmp_path / "run/journal.jsonl")[-1].get("reason") == "SIGTERM"
+    done = max(read_steps(tmp_path / "run/journal.jsonl"))
+    (file,) = of_horovod(tmp_path)
+    assert Counter(read(file))[GRADIENTS, "ALLREDUCE"] == done - 3
 
 
 @pytest.mark.parametrize("how", ["variable", "horovodrun", "horovodrun --gloo"])
