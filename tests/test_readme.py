@@ -87,9 +87,12 @@ def test_make_knows_its_targets() -> None:
         subprocess.run(["make", "-n", target], cwd=ROOT, check=True, capture_output=True, env=environment)
 
 
-@pytest.mark.parametrize("link", re.findall(r"\]\(([^)]+)\)", README))
+@pytest.mark.parametrize("link", re.findall(r"\]\((?!https?:)([^)]+)\)", README))
 def test_links_lead_somewhere(link: str) -> None:
-    assert (ROOT / link).exists()
+    file, _, anchor = link.partition("#")
+    assert (ROOT / file).exists()
+    headings = re.findall(r"^#+ (.*)", (ROOT / file).read_text(), re.MULTILINE) if anchor else []
+    assert not anchor or anchor in {re.sub(r"[^\w -]", "", text).lower().replace(" ", "-") for text in headings}
 
 
 def test_options_in_the_table_exist() -> None:
@@ -99,5 +102,5 @@ def test_options_in_the_table_exist() -> None:
     parsers = [make_parser(load_task_function(name)) for name in NAMED]
     known = {option for parser in parsers for action in parser._actions for option in action.option_strings}
     named = set(re.findall(r"--(?:[a-z_]+\.)?[a-z_]+(?=[ `=])", README))
-    others = {"--dry-run", "--gpu", "--gloo", "--json", "--hidden", "--help", "--dry"}
+    others = {"--dry-run", "--gpu", "--gloo", "--json", "--hidden", "--help", "--dry", "--logdir", "--host"}
     assert {option for option in named if option not in known and option not in others} == set()
