@@ -44,6 +44,7 @@ class Setting:
         optimizer: options of our `OptimizerConfig`.
         clip: largest norm of the gradient, 0 for any.
         ours: further options of ours.
+        variables: further variables of the environment of ours.
     """
 
     model: str
@@ -54,6 +55,7 @@ class Setting:
     optimizer: Mapping[str, object] = field(default_factory=lambda: asdict(OptimizerConfig()))
     clip: float = 1.0
     ours: Mapping[str, object] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 class Job:
@@ -117,24 +119,34 @@ class Job:
 
 
 def race(
-    names: Sequence[str], setting: Setting, turn: Callable[[Job], T], *, rounds: int, warm_up: int
+    names: Sequence[str],
+    setting: Setting | Mapping[str, Setting],
+    turn: Callable[[Job], T],
+    *,
+    rounds: int,
+    warm_up: int,
 ) -> dict[str, list[T]]:
-    """What `turn` gives of each contender in each of `rounds`, after `warm_up` steps of each."""
+    """What `turn` gives of each contender in each of `rounds`, after `warm_up` steps of each.
+
+    Where settings are given by name, the contenders are all ours.
+    """
     found: dict[str, list[T]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as scratch:
-        jobs: list[Job] = []
+        jobs: dict[str, Job] = {}
         try:
             for name in names:
                 folder = Path(scratch) / name
                 folder.mkdir()
-                jobs.append(Job(name, setting, folder))
-                jobs[-1].until(lambda steps: len(steps) >= warm_up)
+                jobs[name] = (
+                    Job(name, setting, folder) if isinstance(setting, Setting) else Job("ours", setting[name], folder)
+                )
+                jobs[name].until(lambda steps: len(steps) >= warm_up)
             for number in range(rounds):
-                first = number % len(jobs)
-                for job in jobs[first:] + jobs[:first]:
-                    found[job.name].append(turn(job))
+                first = number % len(names)
+                for name in (*names[first:], *names[:first]):
+                    found[name].append(turn(jobs[name]))
         finally:
-            for job in jobs:
+            for job in jobs.values():
                 job.end()
     return found
 
@@ -166,7 +178,7 @@ def _ours(setting: Setting, folder: Path) -> list[tuple[list[str], dict[str, str
         *(f"--{name}={value}" for name, value in {**setting.arguments, **optimizer, **setting.ours}.items()),
     ]
     command = ["horovodrun", "-np", str(setting.ranks), sys.executable, "-m", "hvdtrain", *task, *options]
-    return [(command, _environment())]
+    return [(command, _environment(**setting.variables))]
 
 
 def _peer(name: str, setting: Setting, journal: Path) -> list[tuple[list[str], dict[str, str]]]:
