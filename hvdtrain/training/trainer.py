@@ -116,7 +116,8 @@ class Trainer:
                 asked_at = progress.step
             # A stop by signal leaves no time for an evaluation: mpirun kills one second after SIGTERM.
             interval = self.config.train.eval_every
-            evaluated = self._evaluate() if last or (progress.step % interval == 0 if interval else due) else None
+            evaluating = last or (not reason and (progress.step % interval == 0 if interval else due))
+            evaluated = self._evaluate() if evaluating else None
             if due or asked or reason or last:
                 self._save(evaluated)
             if reason:

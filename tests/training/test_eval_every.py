@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +74,21 @@ def test_a_resumed_run_goes_on_at_the_same_steps() -> None:
 def test_an_interval_that_makes_no_sense() -> None:
     with pytest.raises(hvdtrain.HvdtrainError, match=r"--train.eval_every has a value that makes no sense"):
         _train("run", 0, eval_every=0)
+
+
+def test_a_stop_by_signal_is_not_kept_waiting() -> None:
+    """mpirun kills one second after SIGTERM: the checkpoint comes first."""
+    base = toy()
+
+    def schedule(step: int) -> float:
+        if step == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return 1.0
+
+    task = hvdtrain.Task(base.model, base.loss, base.train_data, base.heldout_data, schedule=schedule)
+    train = {"steps": 10, "global_batch": 4, "micro_batch": 2, "eval_every": 1}
+    result = hvdtrain.train({"train": train, "checkpoint": {"every": 1}, "run_dir": "run"}, task)
+    assert result.reason == "SIGTERM"
+    lines = [line for line in read_journal(Path("run", "journal.jsonl")) if line.get("event") == "evaluation"]
+    assert [line["at_step"] for line in lines] == list(range(result.step))
+    assert _saved("run")[result.step] is None
