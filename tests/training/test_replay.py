@@ -220,7 +220,7 @@ def test_modes_and_gradients_that_the_optimizer_never_sees_stay() -> None:
     base = _marked(faulty.divides)
     frozen = base.model.before[0].register_parameter("extra", nn.Parameter(torch.ones(())))  # type: ignore[index,func-returns-value]
     assert frozen is None
-    first = iter([True])
+    first = iter([True, True])
 
     def loss(model: Any, x: Tensor) -> tuple[Tensor, int]:
         model.drop.train(next(first, False))
@@ -234,6 +234,7 @@ def test_modes_and_gradients_that_the_optimizer_never_sees_stay() -> None:
     stepper = Stepper(task, task.model, engine, comm, Precision("fp32", CPU), CPU, GLOBAL, 1.0, Spans())
     stream = Stream(task.train_data, 0, GLOBAL, 8, 0, 1)
     _step(stepper, stream)
+    _step(stepper, stream)  # what nobody clears adds up
     before, gradient = _everything(stepper), task.model.before[0].extra.grad.clone()  # type: ignore[index]
     assert replay(stepper, stream, 0, 1.0).findings
     _assert_same(before, _everything(stepper))
