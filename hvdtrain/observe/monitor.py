@@ -28,13 +28,15 @@ _THROTTLES = {
 
 @dataclass(frozen=True)
 class GpuIdentity:
-    """A CUDA device by what NVML knows it by; its index is another one under CUDA_VISIBLE_DEVICES.
+    """A CUDA device by what NVML knows it by; its index is another one there under CUDA_VISIBLE_DEVICES.
 
     Attributes:
+        index: torch's.
         uuid: without the prefix ``GPU-``.
         pci_bus_id: such as ``0000:1B:00.0``.
     """
 
+    index: int
     uuid: str
     pci_bus_id: str
 
@@ -47,7 +49,7 @@ def gpu_identity(device: Any) -> GpuIdentity | None:
 
     found = torch.cuda.get_device_properties(device)
     bus = [int(getattr(found, name, 0)) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
-    return GpuIdentity(str(getattr(found, "uuid", "")), f"{bus[0]:04X}:{bus[1]:02X}:{bus[2]:02X}.0")
+    return GpuIdentity(device.index or 0, str(getattr(found, "uuid", "")), f"{bus[0]:04X}:{bus[1]:02X}:{bus[2]:02X}.0")
 
 
 class Monitor:
@@ -74,7 +76,7 @@ class Monitor:
             ``gpu_memory_used_bytes``, ``gpu_memory_total_bytes``, ``gpu_throttle`` (reasons of a lowered clock);
             ``cuda_allocated_peak_bytes``, ``cuda_reserved_peak_bytes`` of torch's allocator.
         """
-        return {**self._host(), **self._device(), **_allocator()}
+        return {**self._host(), **self._device(), **self._allocator()}
 
     def _host(self) -> dict[str, Any]:
         try:
@@ -114,6 +116,16 @@ class Monitor:
                 found[field] = read()
         return found
 
+    def _allocator(self) -> dict[str, Any]:
+        torch = sys.modules.get("torch")
+        if self._gpu is None or torch is None or not torch.cuda.is_initialized():
+            return {}
+        index = self._gpu.index  # a thread has a current device of its own, which is not the training thread's
+        return {
+            "cuda_allocated_peak_bytes": torch.cuda.max_memory_allocated(index),
+            "cuda_reserved_peak_bytes": torch.cuda.max_memory_reserved(index),
+        }
+
 
 def _open_nvml(gpu: GpuIdentity) -> tuple[Any, Any]:
     try:
@@ -140,16 +152,6 @@ def _open_nvml(gpu: GpuIdentity) -> tuple[Any, Any]:
 
 def _throttles(reasons: int) -> list[str]:
     return [name for bit, name in _THROTTLES.items() if reasons & bit]
-
-
-def _allocator() -> dict[str, Any]:
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return {}
-    return {
-        "cuda_allocated_peak_bytes": torch.cuda.max_memory_allocated(),
-        "cuda_reserved_peak_bytes": torch.cuda.max_memory_reserved(),
-    }
 
 
 class MonitorThread:

@@ -12,7 +12,7 @@ import pytest
 from hvdtrain.observe.monitor import GpuIdentity, Monitor, MonitorThread, gpu_identity
 
 HOST = {"host_memory_used_bytes", "host_memory_total_bytes", "process_rss_bytes"}
-GPU = GpuIdentity("1234-abcd", "0000:1B:00.0")
+GPU = GpuIdentity(3, "1234-abcd", "0000:1B:00.0")
 
 
 class Refused(Exception):
@@ -123,10 +123,14 @@ def test_without_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_torchs_allocator_where_cuda_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = SimpleNamespace(is_initialized=lambda: True, max_memory_allocated=lambda: 5, max_memory_reserved=lambda: 7)
+    cuda = SimpleNamespace(
+        is_initialized=lambda: True,
+        max_memory_allocated=lambda index: 5 + index,
+        max_memory_reserved=lambda index: 7 + index,
+    )
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
-    found = Monitor().sample()
-    assert (found["cuda_allocated_peak_bytes"], found["cuda_reserved_peak_bytes"]) == (5, 7)
+    found = Monitor(GPU).sample()
+    assert (found["cuda_allocated_peak_bytes"], found["cuda_reserved_peak_bytes"]) == (8, 10)
 
 
 def test_a_cuda_device_is_known_by_uuid_and_bus(monkeypatch: pytest.MonkeyPatch) -> None:
