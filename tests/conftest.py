@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("shared", deadline=None)  # machines are shared: an example may take any time
+settings.load_profile("shared")
 
 RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
 

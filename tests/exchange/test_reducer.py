@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -143,7 +143,6 @@ def test_close_lets_go_of_the_parameters() -> None:
     on_ranks(1, body)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.lists(st.integers(0, 9), max_size=3), st.sampled_from(["float32", "float64", "bfloat16"]))),
     st.integers(1, 4000),

@@ -75,7 +75,7 @@ def test_fast_steps_are_thinned_to_means_and_the_last_is_kept(tmp_path: Path) ->
     assert speed == pytest.approx(sum(line["tokens"] for line in last) / sum(line["step_s"] for line in last), rel=1e-5)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     stretches=st.lists(
         st.tuples(st.lists(st.sampled_from([0.001, 0.1, 0.3, 1.7]), min_size=1, max_size=30), st.booleans()),

@@ -121,7 +121,7 @@ def test_no_file_is_a_pickle(tmp_path: Path) -> None:
     assert sorted(p.suffix for p in path.iterdir()) == [".json", ".json", ".safetensors", ".safetensors"]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_any_damage_is_named_and_passed_over(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """Flip a byte, cut the end or remove any file of the newest: the one before is loaded."""

@@ -39,13 +39,13 @@ NOISE: dict[str, Callable[[random.Random, int], list[float]]] = {
 
 @pytest.mark.parametrize("kind", NOISE)
 @given(seed=st.integers(0, 10**6))
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=10, derandomize=True)
 def test_noise_is_no_spike(kind: str, seed: int) -> None:
     assert _told(NOISE[kind](random.Random(seed), 1000)) == []
 
 
 @given(seed=st.integers(0, 10**6), at=st.integers(24, 199), length=st.integers(1, 60), factor=st.floats(1.3, 100))
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, derandomize=True)
 def test_a_spike_is_told_once_however_long_it_lasts(seed: int, at: int, length: int, factor: float) -> None:
     losses = NOISE["level"](random.Random(seed), 300)
     for t in range(at, at + length):
