@@ -47,6 +47,14 @@ class Engine(Protocol):
         """Let the optimizer follow the gradients that `finish` left."""
         ...
 
+    def carried(self) -> dict[str, list[str]]:
+        """Names of the parameters whose gradients each collective carries, by the collective's name."""
+        ...
+
+    def buffers(self) -> list[Tensor]:
+        """The memory that the exchange takes beside the gradients."""
+        ...
+
 
 def make_engine(
     optimizer: Optimizer, model: nn.Module, comm: Comm, compression: str, spans: Spans | None = None
@@ -89,6 +97,14 @@ class LocalEngine:
         """Follow the gradients."""
         self.optimizer.step()
 
+    def carried(self) -> dict[str, list[str]]:
+        """Return nothing: there is no exchange."""
+        return {}
+
+    def buffers(self) -> list[Tensor]:
+        """Return nothing."""
+        return []
+
     def close(self) -> None:
         """Do nothing."""
 
@@ -121,6 +137,14 @@ class ExchangeEngine:
     def step(self) -> None:
         """Follow the gradients."""
         self.optimizer.step()
+
+    def carried(self) -> dict[str, list[str]]:
+        """Names of the parameters by bucket."""
+        return self._reducer.carried()
+
+    def buffers(self) -> list[Tensor]:
+        """The buckets."""
+        return self._reducer.buffers()
 
     def close(self) -> None:
         """Take the hooks off."""

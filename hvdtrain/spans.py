@@ -109,8 +109,12 @@ class Spans:
         now = self.now()
         return [(span.name, (now - span.start_ns) * 1e-9) for span in list(self._open)]
 
+    def touch(self) -> None:
+        """Note that the training thread makes progress inside of a long span."""
+        self._touched = self.now()
+
     def idle_s(self) -> float:
-        """Seconds since the training thread last began or ended a span."""
+        """Seconds since the training thread last began or ended a span, or was said to make progress."""
         return (self.now() - self._touched) * 1e-9
 
     @contextmanager

@@ -4,49 +4,48 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import sys
-import time
-import traceback
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvdtrain.errors import ConfigError, HvdtrainError
+from hvdtrain.cli.ending import EXIT_OF_SIGNAL, end, show
+from hvdtrain.observe.commands import beside, go_on
+from hvdtrain.observe.failure.voice import Voice
 from hvdtrain.observe.progress import duration, table
-from hvdtrain.runtime.environment import RankInfo, rank_label
+from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.timeline import prepare_timeline
 from hvdtrain.runtime.tuning import prepare
 
 if TYPE_CHECKING:
     from hvdtrain.training.result import Result
 
-_EXIT_OF_SIGNAL = {"SIGTERM": 143, "SIGINT": 130}
-_RANK_0_SPEAKS_S = 5.0
 _BAR = 40
 """Characters that stand for the whole time."""
 
 
 def main(argv: list[str]) -> int:
-    """Parse, train, print a summary; 0, 1 on an error, 2 on a wrong option, 128 + number where a signal ended it."""
+    """Parse, train, print a summary; 0, 1 on an error, 2 on a wrong option, 128 + number where a signal ended it.
+
+    124 where the watchdog ended a run that made no progress.
+    """
     info: RankInfo | None = None
+    voice = Voice(show)
     try:
         info, _ = prepare()
-        result = _train(argv, info)
-    except HvdtrainError as error:
-        return _fail(_report(error, info), 2 if isinstance(error, ConfigError) else 1, info, error.everywhere)
-    except KeyboardInterrupt:
-        return _fail("hvdtrain: interrupted\n", _EXIT_OF_SIGNAL["SIGINT"], info)
-    except Exception:
-        label = f" on {rank_label(info)}" if info else ""
-        return _fail(f"{traceback.format_exc()}hvdtrain: unexpected error{label}, see above\n", 1, info)
+        result = _train(argv, info, voice)
+    except (Exception, KeyboardInterrupt) as error:
+        return end(error, info, voice)
+    except SystemExit as error:
+        if not voice.told:  # argparse's own, after --help
+            raise
+        return end(error, info, voice)
     if info.rank == 0:
         print(summary(result, info))
-    return _EXIT_OF_SIGNAL.get(result.reason, 0)
+    return EXIT_OF_SIGNAL.get(result.reason, 0)
 
 
-def _train(argv: list[str], info: RankInfo) -> Result:
+def _train(argv: list[str], info: RankInfo, voice: Voice) -> Result:
     from hvdtrain.config.parse import parse_argv, task_spec
     from hvdtrain.task.base import load_task_function
 
@@ -59,7 +58,7 @@ def _train(argv: list[str], info: RankInfo) -> Result:
     from hvdtrain.training.session import run_training
 
     timeline = prepare_timeline(run.config.observe.timeline, info)
-    return run_training(run, partial(function, **run.task_args), start_comm(info), timeline)
+    return run_training(run, partial(function, **run.task_args), start_comm(info), timeline, voice=voice)
 
 
 def summary(result: Result, info: RankInfo) -> str:
@@ -74,16 +73,14 @@ def summary(result: Result, info: RankInfo) -> str:
     further = []
     if (result.run_dir / "tensorboard").is_dir():
         # The address of this machine only: whoever reaches the port reads the run.
-        further.append(("curves", f"{_beside('tensorboard')} --logdir {result.run_dir}/tensorboard --host 127.0.0.1"))
+        further.append(("curves", f"{beside('tensorboard')} --logdir {result.run_dir}/tensorboard --host 127.0.0.1"))
     if (result.run_dir / "timeline").is_dir():
         further.append(("traces", f"{result.run_dir}/timeline/*.json, in https://ui.perfetto.dev or chrome://tracing"))
     further += [
         ("each step", f"tail -n 3 {result.run_dir}/journal.jsonl"),
-        ("this machine", f"{_beside('hvdtrain')} doctor"),
+        ("this machine", f"{beside('hvdtrain')} doctor"),
     ]
-    again = f"{_beside('python')} -m hvdtrain --config {result.run_dir}/config.yaml --run_dir {result.run_dir}"
-    if info.size > 1:
-        again = f"{_beside('mpirun')} -np {info.size} {again}"
+    again = go_on(result.run_dir, info.size)
     if result.reason == "finished":
         further.append(("train on", f"{again} --train.steps {2 * result.total_steps}"))
     else:
@@ -101,32 +98,3 @@ def _where_it_went(budget: Mapping[str, float]) -> str:
         for part, seconds in budget.items()
     ]
     return f"where the time went (rank 0):\n{table(rows)}\n"
-
-
-def _beside(name: str) -> str:
-    """A program as a shell finds it that is not in the environment: beside this interpreter, where it is there."""
-    path = Path(sys.executable).with_name(name)
-    if not path.exists():
-        return name
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
-
-
-def _report(error: HvdtrainError, info: RankInfo | None) -> str:
-    label = f" on {rank_label(info)}" if info and info.size > 1 else ""
-    return f"hvdtrain: {type(error).__name__}{label}: {error}\n"
-
-
-def _fail(text: str, code: int, info: RankInfo | None, everywhere: bool = False) -> int:
-    """Say why on stderr; among several ranks end at once, so that the launcher ends the others."""
-    several = info is not None and info.size > 1
-    if several and everywhere and info is not None and info.rank != 0:
-        # Rank 0 says it, and its end is ours; going first could end it before it has spoken. Who is still there
-        # after that was alone with the error.
-        time.sleep(_RANK_0_SPEAKS_S)
-    sys.stderr.write(text)
-    sys.stderr.flush()
-    sys.stdout.flush()
-    if several:
-        # Leaving the usual way would wait for the other ranks in Horovod's shutdown, and they for this one.
-        os._exit(code)
-    return code

@@ -122,6 +122,8 @@ class ObserveConfig:
         histograms_every: Give TensorBoard histograms of parameters and gradients every this many steps; 0 for none.
         peak_tflops: What a device can do at most, for the share of it that is used; without it, a table of known
             devices says.
+        stall_timeout_s: End the run, and say which rank is to blame, when no rank has made progress for so many
+            seconds; 0 for never. Above the longest that a single thing may take: a batch of data, a compilation.
     """
 
     line_every_s: float = 5.0
@@ -132,6 +134,7 @@ class ObserveConfig:
     tensorboard: bool = True
     histograms_every: int = 0
     peak_tflops: float | None = None
+    stall_timeout_s: float = 600.0
 
 
 @dataclass(frozen=True)

@@ -140,6 +140,17 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
 
+    def carried(self) -> dict[str, list[str]]:
+        """Names of the parameters whose gradients each collective carries, by the collective's name."""
+        return {
+            f"gradients/{number}": [slot.name for slot in bucket.layout.slots]
+            for number, bucket in enumerate(self._buckets)
+        }
+
+    def buffers(self) -> list[Tensor]:
+        """The memory that buckets take."""
+        return [buffer for bucket in self._buckets for buffer in (bucket.flat, bucket.wire)]
+
     def _hook(self, number: int, slot: Slot):  # type: ignore[no-untyped-def]
         bucket = self._buckets[number]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,12 +36,21 @@ class Evaluation:
 
 
 def evaluate(
-    task: Task, model: nn.Module, comm: Comm, precision: Precision, device: torch.device, *, micro_batch: int, most: int
+    task: Task,
+    model: nn.Module,
+    comm: Comm,
+    precision: Precision,
+    device: torch.device,
+    *,
+    micro_batch: int,
+    most: int,
+    touch: Callable[[], None] | None = None,
 ) -> Evaluation | None:
     """Mean loss over `most` held-out samples (0: all), spread evenly, each used once at any number of ranks.
 
     Collective: yes. None where the task holds nothing out. Sums are in float64. Each module is left in its mode.
     Samples that draw random numbers when they are made are the same each time.
+    `touch` is called after each batch: it makes progress.
     """
     if task.heldout_data is None or len(task.heldout_data) == 0:  # type: ignore[arg-type]
         return None
@@ -68,6 +78,8 @@ def evaluate(
                 total = sums.setdefault(name, [0.0, 0.0])
                 total[0] += float(value)
                 total[1] += float(weight)
+            if touch is not None:
+                touch()
     for module, training in modes.items():
         module.training = training
     means = _means(allgather_json(comm, sums, name="evaluate"))

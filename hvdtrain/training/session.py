@@ -19,6 +19,8 @@ from hvdtrain.data.order import micro_batches
 from hvdtrain.engine import make_engine
 from hvdtrain.errors import RunDirectoryError
 from hvdtrain.observe import journal
+from hvdtrain.observe.failure.reporter import Job
+from hvdtrain.observe.failure.voice import Voice
 from hvdtrain.observe.progress import Progress as ProgressDisplay
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.runtime.environment import NO_LAUNCHER, environ, rank_info
@@ -30,7 +32,9 @@ from hvdtrain.state.train_state import Progress, TrainState
 from hvdtrain.task.base import Task
 from hvdtrain.training.compute import with_flops_counted
 from hvdtrain.training.device import pick_device
+from hvdtrain.training.explain import explained
 from hvdtrain.training.health import batch_statistics
+from hvdtrain.training.held import held
 from hvdtrain.training.make_task import make_task
 from hvdtrain.training.notices import Notices
 from hvdtrain.training.observers import add_horovod_timeline, add_listeners, add_sinks, add_tensorboard, add_watchers
@@ -46,25 +50,35 @@ from hvdtrain.training.trainer import Trainer
 
 
 def run_training(
-    run: RunConfig, build: Callable[[], Any], comm: Comm, timeline: TimelinePlan, sinks: Sequence[Any] = ()
+    run: RunConfig,
+    build: Callable[[], Any],
+    comm: Comm,
+    timeline: TimelinePlan,
+    sinks: Sequence[Any] = (),
+    voice: Voice | None = None,
 ) -> Result:
-    """Train what `build` makes. Collective: yes. Errors and `sinks`: those of `hvdtrain.train`."""
+    """Train what `build` makes. Collective: yes. Errors and `sinks`: those of `hvdtrain.train`.
+
+    Without a `voice` the failure card is written to the run folder only.
+    """
     device = pick_device(run.config.parallel.device, comm)
     task = make_task(build, run.config, comm)
     directory, claim = _claim(run, comm)
+    spans = Spans()
     try:
-        recorder = _recorder(run, task, directory, comm)
-        try:
-            add_sinks(recorder, run.config.observe, sinks, comm)
-            add_tensorboard(recorder, run.config.observe, directory, device, comm)
-            add_horovod_timeline(recorder, timeline, directory, comm)
-            return _train(run, task, comm, device, directory, claim, recorder)
-        except BaseException as error:
-            with suppress(RunDirectoryError):  # where the disk is full this fails as the run did
-                recorder.event({"event": "failed", "error": type(error).__name__, "message": str(error)})
-            raise
-        finally:
-            recorder.close()
+        with explained(directory, comm, spans, voice or Voice(), run.config.observe.stall_timeout_s) as job:
+            recorder = _recorder(run, task, directory, comm)
+            try:
+                add_sinks(recorder, run.config.observe, sinks, comm)
+                add_tensorboard(recorder, run.config.observe, directory, device, comm)
+                add_horovod_timeline(recorder, timeline, directory, comm)
+                return _train(run, task, comm, device, directory, claim, recorder, spans, job)
+            except BaseException as error:
+                with suppress(RunDirectoryError):  # where the disk is full this fails as the run did
+                    recorder.event({"event": "failed", "error": type(error).__name__, "message": str(error)})
+                raise
+            finally:
+                recorder.close()
     finally:
         if claim is not None:
             claim.release()
@@ -78,12 +92,16 @@ def _train(
     directory: Path,
     claim: RunDirectory | None,
     recorder: Recorder,
+    spans: Spans,
+    job: Job,
 ) -> Result:
     store = CheckpointStore(directory / CHECKPOINTS, recorder.warn) if claim is not None else None
     if comm.rank == 0:
         task = with_flops_counted(task, run.config, device, comm.size, recorder.event)
-    trainer = _trainer(run, task, comm, device, store, recorder)
-    state, engine, spans = trainer.state, trainer.stepper.engine, trainer.stepper.spans
+    trainer = _trainer(run, task, comm, device, store, recorder, spans)
+    state, engine = trainer.state, trainer.stepper.engine
+    job.held = partial(held, run.config, device, trainer.stepper.model, engine)
+    job.parts = engine.carried
     with ExitStack() as stack:
         stack.callback(engine.close)
         add_listeners(spans, run.config.observe, device, stack)
@@ -108,14 +126,19 @@ def _train(
 
 
 def _trainer(
-    run: RunConfig, task: Task, comm: Comm, device: torch.device, store: CheckpointStore | None, recorder: Recorder
+    run: RunConfig,
+    task: Task,
+    comm: Comm,
+    device: torch.device,
+    store: CheckpointStore | None,
+    recorder: Recorder,
+    spans: Spans,
 ) -> Trainer:
     """Put the parts together; the model is on its device then."""
     config, train = run.config, run.config.train
     model = task.model.to(device)
     samples = dataset_length(task.train_data)
     horizon = total_steps(train, samples)
-    spans = Spans()
     engine = make_engine(_optimizer(task, run, recorder), model, comm, config.parallel.compression, spans)
     precision = Precision(config.precision, device)
     fresh = Progress(samples=samples, data_id=task.data_id)

@@ -209,6 +209,7 @@ class Trainer:
                 stepper.device,
                 micro_batch=train.micro_batch,
                 most=train.eval_samples,
+                touch=stepper.spans.touch,
             )
         if found is not None:
             self._event("evaluation", loss=found.loss, samples=found.samples, metrics=found.metrics)

@@ -14,7 +14,12 @@ from tests.support.launch import train
 
 TOY = [f"--task={Path(__file__).parents[1]}/support/toy.py:toy", "--train.global_batch=9", "--train.micro_batch=2"]
 TINY = ["--model.preset=tiny", "--train.global_batch=8", "--train.micro_batch=2", "--train.eval_samples=8"]
-TASKS = {"toy": [*TOY, "--train.steps=12"], "language_model": [*TINY, "--train.steps=8"]}
+IMAGE = ["--task=image", "--train.global_batch=9", "--train.micro_batch=2", "--train.eval_samples=8"]
+TASKS = {
+    "toy": [*TOY, "--train.steps=12"],
+    "language_model": [*TINY, "--train.steps=8"],
+    "image": [*IMAGE, "--train.steps=12"],
+}
 
 
 def _losses(run: Path) -> list[float]:
@@ -49,7 +54,7 @@ def test_law_1_the_loss_curve_does_not_depend_on_the_number_of_ranks(task: str, 
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", ["toy", "language_model"])
 def test_law_2_resumed_equals_uninterrupted_bit_for_bit(task: str, size: int, tmp_path: Path) -> None:
     _train(tmp_path / "whole", task, size=size)
     for stop in (4, 12):
@@ -60,16 +65,6 @@ def test_law_2_resumed_equals_uninterrupted_bit_for_bit(task: str, size: int, tm
     for group, tensors in whole.tensors.items():
         assert tensors.keys() == parts.tensors[group].keys()
         assert all(torch.equal(tensors[name], parts.tensors[group][name]) for name in tensors)
-
-
-def test_law_1_of_images_holds_for_micro_batches_too(tmp_path: Path) -> None:
-    """No batch norm and no dropout: an image's loss does not depend on those beside it in a forward pass."""
-    for size in (1, 2):
-        options = ["--task=image", "--train.steps=12", "--train.global_batch=9", f"--train.micro_batch={size + 1}"]
-        train(*options, f"--run_dir={tmp_path / str(size)}", size=size, cwd=tmp_path)
-    one = _losses(tmp_path / "1")
-    assert _losses(tmp_path / "2") == pytest.approx(one, rel=2e-6)
-    assert one[-1] < one[0]
 
 
 def test_law_1_holds_under_bf16_and_with_workers(tmp_path: Path) -> None:

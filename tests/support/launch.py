@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 110
 
 ENVIRONMENT = {

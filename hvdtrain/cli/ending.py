@@ -1,0 +1,61 @@
+"""How the command ends when there is no result."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+
+from hvdtrain.errors import ConfigError, HvdtrainError
+from hvdtrain.observe.failure.voice import Voice
+from hvdtrain.runtime.environment import RankInfo, rank_label
+
+EXIT_OF_SIGNAL = {"SIGTERM": 143, "SIGINT": 130}
+_OTHERS_SPEAK_S = 5.0
+
+
+def end(error: BaseException, info: RankInfo | None, voice: Voice) -> int:
+    """Say why on stderr, unless the failure card has; among several ranks end at once, and the launcher ends the rest.
+
+    Before there is a run folder, or where the ranks don't share it, each speaks for itself; what every rank would say,
+    rank 0 says.
+    """
+    several = info is not None and info.size > 1
+    if not voice.told:
+        if several and info is not None and _left_to_others(error, info):
+            # The other's end is ours; going first could end it before it has spoken. Who is still there after that was
+            # alone with the error.
+            time.sleep(_OTHERS_SPEAK_S)
+        show(_report(error, info))
+    sys.stdout.flush()
+    if several:
+        # Leaving the usual way would wait for the other ranks in Horovod's shutdown, and they for this one.
+        os._exit(_code(error))
+    return _code(error)
+
+
+def show(text: str) -> None:
+    """Write to stderr, at once."""
+    sys.stderr.write(text)
+    sys.stderr.flush()
+
+
+def _left_to_others(error: BaseException, info: RankInfo) -> bool:
+    """Whether another rank has the same to say, or more."""
+    return (getattr(error, "everywhere", False) and info.rank != 0) or type(error).__name__ == "HorovodInternalError"
+
+
+def _code(error: BaseException) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_OF_SIGNAL["SIGINT"]
+    return 2 if isinstance(error, ConfigError) else 1
+
+
+def _report(error: BaseException, info: RankInfo | None) -> str:
+    label = f" on {rank_label(info)}" if info and info.size > 1 else ""
+    if isinstance(error, HvdtrainError):
+        return f"hvdtrain: {type(error).__name__}{label}: {error}\n"
+    if isinstance(error, KeyboardInterrupt):
+        return "hvdtrain: interrupted\n"
+    return f"{''.join(traceback.format_exception(error))}hvdtrain: unexpected error{label}, see above\n"

@@ -1,0 +1,157 @@
+"""A thread in each rank that sees when the run makes no progress, when a rank is gone, and when one has failed.
+
+It works while the training thread is blocked: Horovod lets go of Python's interpreter lock while it waits. Horovod's
+own stall inspector does not speak when a rank is stopped, since that blocks the exchange it is part of.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from hvdtrain.observe.failure import process
+from hvdtrain.observe.failure.reporter import TEXT, Reporter
+from hvdtrain.observe.failure.statement import WATCHDOG_THREAD
+from hvdtrain.observe.failure.voice import to_stderr
+
+EXIT_STALLED = 124
+"""Exit code of a rank that ended because there was no progress: that of timeout(1)."""
+EXIT_FAILED = 1
+
+_LOOK_EVERY_S = 0.5
+_BEAT_EVERY_S = 10.0
+_SUSPENDED_S = 5.0
+_TOLD_GRACE_S = 10.0
+
+
+class Patience:
+    """How long a rank has made no progress, less what it could not: a job that was suspended as a whole and goes on.
+
+    Args:
+        timeout_s: how long is too long; 0 for never.
+        now_s: the time at the start, by a clock that goes on while the process is stopped.
+    """
+
+    def __init__(self, timeout_s: float, now_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._looked = now_s
+        self._since = now_s
+
+    def idle_s(self, idle_s: float, now_s: float) -> float:
+        """Seconds without progress that count, where the training thread has made none for `idle_s`."""
+        if now_s - self._looked > _SUSPENDED_S:  # this thread looks far oftener: the whole process stood still
+            self._since = now_s
+        self._looked = now_s
+        return min(idle_s, now_s - self._since)
+
+    def over(self, idle_s: float, beats: dict[int, dict[str, Any]], now_s: float) -> bool:
+        """Whether to end the run: idle for too long, and no other rank has moved since.
+
+        Args:
+            idle_s: of this rank, as counted above.
+            beats: what the other ranks last left of themselves: "moved", when they last made progress.
+            now_s: seconds since 1970.
+        """
+        if not self.timeout_s or idle_s < self.timeout_s:
+            return False
+        return not any(now_s - beat.get("moved", 0.0) < self.timeout_s for beat in beats.values())
+
+
+class Watchdog:
+    """A context manager: watches while the run is in it.
+
+    On SIGTERM it is woken at once: mpirun sends it to those that are left when a rank died, and kills them a second
+    later, while their training threads are blocked. The signal itself stays the training thread's.
+
+    Args:
+        reporter: tells.
+        stall_timeout_s: seconds without progress on every rank after which the run is ended; 0 for never.
+        end: ends this process.
+    """
+
+    def __init__(self, reporter: Reporter, stall_timeout_s: float, end: Callable[[int], None] = os._exit) -> None:
+        self._reporter = reporter
+        self._patience = Patience(stall_timeout_s, time.monotonic())
+        self._beat_every_s = min(_BEAT_EVERY_S, stall_timeout_s / 4 or _BEAT_EVERY_S)
+        self._end = end
+        self._woken, self._wake = os.pipe()
+        self._former_wake: int | None = None
+        self._stop = threading.Event()
+        self._next_beat = 0.0
+        self._spoken = False
+        self._told_at: float | None = None
+        self._thread = threading.Thread(target=self._run, name=WATCHDOG_THREAD, daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        for end in (self._woken, self._wake):
+            os.set_blocking(end, False)
+        if threading.current_thread() is threading.main_thread():
+            self._former_wake = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        if self._former_wake is not None:
+            signal.set_wakeup_fd(self._former_wake)
+        with suppress(OSError):
+            os.write(self._wake, b"\0")
+        self._thread.join()
+        os.close(self._woken)
+        os.close(self._wake)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            if select.select([self._woken], [], [], _LOOK_EVERY_S)[0]:
+                with suppress(OSError):
+                    os.read(self._woken, 1024)
+            if self._stop.is_set():
+                return
+            with self._reporter.lock:
+                if self._reporter.over:
+                    return
+                try:
+                    self._look()
+                except Exception:  # what watches over the training must not harm it
+                    to_stderr(f"hvdtrain: the watchdog has failed and watches no more:\n{traceback.format_exc()}")
+                    return
+
+    def _look(self) -> None:
+        post, spans = self._reporter.post, self._reporter.witness.spans
+        now = time.monotonic()
+        idle_s = self._patience.idle_s(spans.idle_s(), now)
+        if any(state in process.DEAD for state in post.states().values()) and not post.told():
+            self._reporter.missing()
+            self._end(EXIT_FAILED)
+        elif post.anyone_spoke():
+            self._answer(now)
+        elif now >= self._next_beat:
+            self._next_beat = now + self._beat_every_s
+            beat = process.memory() | {"time": time.time(), "moved": time.time() - idle_s, "step": spans.step}
+            post.beat(beat)
+        timeout_s = self._patience.timeout_s
+        if timeout_s and idle_s >= timeout_s and self._patience.over(idle_s, self._others(), time.time()):
+            self._reporter.stalled()
+            self._end(EXIT_STALLED)
+
+    def _others(self) -> dict[int, dict[str, Any]]:
+        own = self._reporter.witness.who.rank
+        return {rank: beat for rank, beat in self._reporter.post.beats().items() if rank != own}
+
+    def _answer(self, now: float) -> None:
+        """Another rank spoke: say where this one is, once. If it is left behind by a failure, it ends too."""
+        if not self._spoken:
+            self._spoken = True
+            self._reporter.say()
+        if self._reporter.post.told():
+            self._told_at = self._told_at or now
+            if now - self._told_at > _TOLD_GRACE_S:
+                to_stderr(f"hvdtrain: the run has failed, see {self._reporter.job.run_dir / TEXT}\n")
+                self._end(EXIT_FAILED)

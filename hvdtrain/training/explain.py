@@ -1,0 +1,54 @@
+"""A run that explains its failure: the watchdog beside it, the card after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.observe.commands import go_on
+from hvdtrain.observe.failure.post import crash_notes, open_post
+from hvdtrain.observe.failure.reporter import TEXT, Job, Reporter, set_old_aside
+from hvdtrain.observe.failure.statement import Witness, myself
+from hvdtrain.observe.failure.voice import Voice
+from hvdtrain.observe.watchdog import Watchdog
+from hvdtrain.runtime.environment import environ, rank_info
+from hvdtrain.spans import Spans
+from hvdtrain.state.store import CheckpointStore
+from hvdtrain.training.restore import CHECKPOINTS
+
+
+@contextmanager
+def explained(directory: Path, comm: Comm, spans: Spans, voice: Voice, stall_timeout_s: float) -> Iterator[Job]:
+    """Watch what is done inside; write the failure card if it fails. Collective: yes, at the start.
+
+    Gives the facts that a card tells of the run, to be completed once there is a model. Errors pass through; where
+    nothing makes progress or a rank is gone, this process is ended.
+    """
+    post = open_post(directory, comm, myself(comm.rank, rank_info(environ()).host))
+    place = post.folder.parent.parent if post.folder is not None else directory
+    if comm.rank == 0:
+        set_old_aside(place)
+    job = Job(directory, place, go_on(directory, comm.size), lambda: _newest(place, directory))
+    reporter = Reporter(post, Witness(post.who, spans, comm.in_flight), job, voice)
+    try:
+        with crash_notes(post), Watchdog(reporter, stall_timeout_s):
+            yield job
+    except BaseException as error:
+        reporter.failed(error)
+        if hasattr(error, "add_note") and (place / TEXT).exists():  # from Python 3.11 on
+            error.add_note(f"more: {directory / TEXT}")
+        raise
+    post.leave()
+    if comm.rank == 0:
+        post.remove()
+
+
+def _newest(place: Path, directory: Path) -> str | None:
+    found = CheckpointStore(place / CHECKPOINTS, _say_nothing).list()
+    return str(directory / CHECKPOINTS / found[-1].path.name) if found else None
+
+
+def _say_nothing(text: str) -> None:
+    pass

@@ -1,0 +1,232 @@
+"""Real jobs that fail: one card, on the screen once and in the run folder, and an end that is soon and not zero."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain.observe.journal import read_journal
+from tests.support.launch import ROOT, run, train
+
+TASK = f"--task={ROOT}/tests/support/failing.py:failing"
+SHORT = [
+    "--train.steps=1000",
+    "--train.global_batch=8",
+    "--train.micro_batch=4",
+    "--run_dir=run",
+    "--checkpoint.every=2",
+]
+LAUNCHERS = ["mpirun", "horovodrun", "horovodrun --gloo"]
+HEAD = "the run failed"
+STALL = "--observe.stall_timeout_s=8"
+SECRET = "what-nobody-shall-read"
+
+
+def _fails(folder: Path, *options: str, size: int = 2, launcher: str | None = None, code: int | None = None) -> str:
+    """Run a job that fails; its merged output, after what holds for every failure was checked."""
+    done = train(
+        TASK,
+        *SHORT,
+        *options,
+        size=size,
+        launcher=launcher,
+        cwd=folder,
+        check=False,
+        environment={"TOKEN_OF_A_TRACKER": SECRET},
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode != 0, output
+    assert code is None or done.returncode == code, output
+    assert output.count(HEAD) == 1, output
+    text = (folder / "run/failure.txt").read_text()
+    assert SECRET not in text + (folder / "run/failure.json").read_text()
+    missing = [line for line in text.splitlines() if line.strip() and line not in output]
+    assert not missing, f"{missing} is not in\n{output}"
+    return output
+
+
+def _card(folder: Path) -> dict[str, Any]:
+    card: dict[str, Any] = json.loads((folder / "run/failure.json").read_text())
+    return card
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_an_exception_on_one_rank_ends_the_job_and_is_told_once(launcher: str, tmp_path: Path) -> None:
+    output = _fails(tmp_path, "--how=raise", "--at=4", launcher=launcher)
+    assert "rank 1 has had enough" in output
+    card = _card(tmp_path)
+    assert (card["kind"], card["ranks"], card["size"]) == ("exception", [1], 2)
+    assert card["checkpoint"] == "run/checkpoints/step-000002"
+    where = {s["who"]["rank"]: s for s in card["statements"]}
+    assert where[1]["step"] == 4 and where[1]["last"] == "forward"
+    assert where[1]["fault"]["type"] == "RuntimeError"
+    if launcher != "horovodrun --gloo":  # there rank 0's own communication breaks at once
+        assert where[0]["waits"] and "gradients/0" in where[0]["in_flight"]
+
+
+def test_the_command_on_the_card_goes_on(tmp_path: Path) -> None:
+    _fails(tmp_path, "--how=raise", "--at=4")
+    journal = tmp_path / "run/journal.jsonl"
+    words = _card(tmp_path)["resume"].split()
+    assert words[1:3] == ["-np", "2"]
+    done = subprocess.run(
+        [*words, "--how=", "--train.steps=6"],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "OMP_NUM_THREADS": "1",
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "going on from step 2" in done.stdout
+    assert read_journal(journal)[-1]["event"] == "finished"
+    assert not list((tmp_path / "run").glob("failure.*")), "a run that went on has not failed"
+    assert len(list((tmp_path / "run/failures").iterdir())) == 2
+    assert not (tmp_path / "run/.ranks").exists()
+
+
+def test_an_exception_in_a_loader_process_and_in_reading_data(tmp_path: Path) -> None:
+    output = _fails(tmp_path, "--data=raise")
+    assert "rank 1 has had enough" in output
+    (blamed,) = (s for s in _card(tmp_path)["statements"] if s["who"]["rank"] == 1)
+    assert blamed["last"] == "data"
+    output = _fails(tmp_path, "--data=raise", "--loader.workers=1", "--run_dir=run")
+    assert "rank 1 has had enough" in output
+
+
+@pytest.mark.parametrize("how", ["raise", "user"])
+def test_what_every_rank_raises_is_told_once(how: str, tmp_path: Path) -> None:
+    output = _fails(tmp_path, f"--how={how}", "--everywhere=true")
+    assert output.count("Traceback") == (1 if how == "raise" else 0)
+    if how == "user":
+        assert "a sample is missing\n  expected: samples\n  found: none\n  next: bring some" in output
+
+
+def test_one_process_alone_has_a_card_too(tmp_path: Path) -> None:
+    output = _fails(tmp_path, "--how=raise", "--everywhere=true", size=1, code=1)
+    assert "rank 0 on " in output and "rank 0 has had enough" in output
+    events = [line["event"] for line in read_journal(tmp_path / "run/journal.jsonl") if "event" in line]
+    assert events[-1] == "failed"
+
+
+def test_a_program_that_calls_exit_has_failed(tmp_path: Path) -> None:
+    assert "SystemExit: 3" in _fails(tmp_path, "--how=leave")
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_killed_rank_is_named_by_the_survivor(launcher: str, tmp_path: Path) -> None:
+    output = _fails(tmp_path, "--how=kill", launcher=launcher)
+    assert "ended without a word" in output
+    card = _card(tmp_path)
+    assert (card["kind"], card["ranks"]) == ("killed", [1])
+    assert [s["who"]["rank"] for s in card["statements"]] == [0]
+    assert card["silent"][0]["last"]["rss"] > 0
+
+
+def test_a_crash_in_native_code_shows_where_python_was(tmp_path: Path) -> None:
+    output = _fails(tmp_path, "--how=crash")
+    assert "crashed in native code" in output
+    assert "Segmentation fault" in output and "failing.py" in output
+
+
+def test_a_stopped_rank_is_named_and_ended(tmp_path: Path) -> None:
+    output = _fails(tmp_path, "--how=stop", STALL, code=124)
+    assert "rank 1 on " in output and " is stopped" in output
+    assert "started by rank(s) 0, not by 1" in output
+    assert "horovod_torch_wait_and_clear" in output, "the stack of the rank that waits"
+    card = _card(tmp_path)
+    assert (card["kind"], card["ranks"]) == ("stall", [1])
+    with suppress(ProcessLookupError):
+        stopped = os.pidfd_open(card["silent"][0]["who"]["pid"])
+        assert select.select([stopped], [], [], 20)[0], "the stopped process is left behind"
+        os.close(stopped)
+
+
+def test_rank_0_may_be_the_stopped_one(tmp_path: Path) -> None:
+    text = (ROOT / "tests/support/failing.py").read_text().replace("rank() == 1", "rank() == 0")
+    (tmp_path / "failing.py").write_text(text)
+    output = _fails(tmp_path, "--task=failing.py:failing", "--how=stop", STALL, code=124)
+    assert "rank 0 on " in output and " is stopped" in output
+
+
+def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(tmp_path: Path) -> None:
+    output = _fails(tmp_path, "--data=hang", STALL, code=124)
+    assert "in data at step" in output and "the others wait for it" in output
+    assert "gradients/0  started by rank(s) 0, not by 1 (bias, weight)" in output
+    assert "_hang" in output, "the stack of the rank that hangs"
+    card = _card(tmp_path)
+    assert card["ranks"] == [1]
+    assert sorted(s["who"]["rank"] for s in card["statements"]) == [0, 1]
+
+
+def test_memory_that_ran_out_is_explained(tmp_path: Path) -> None:
+    output = _fails(tmp_path, "--how=memory")
+    assert "ran out of memory" in output
+    for words in (
+        "parameters",
+        "optimizer state",
+        "exchange buckets",
+        "--train.micro_batch 2 (is 4)",
+        "--precision bf16",
+    ):
+        assert words in output
+
+
+SCRIPT = """
+import functools, sys
+import hvdtrain
+from tests.support.failing import failing
+if __name__ == "__main__":
+    options = {"train": {"steps": 1000, "global_batch": 8, "micro_batch": 4}, "run_dir": "run"}
+    try:
+        hvdtrain.train(options, functools.partial(failing, how="raise"))
+    except RuntimeError as error:
+        if sys.argv[1] == "raise":
+            raise
+        if "rank 1" not in str(error):
+            sys.exit(5)
+"""
+
+
+@pytest.mark.parametrize("how", ["raise", "catch"])
+def test_from_python_the_error_comes_out_and_the_card_is_written(how: str, tmp_path: Path) -> None:
+    """Where the script catches it on the rank that failed, and ends well there, the other rank's end is not good."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = run(["script.py", how], size=2, cwd=tmp_path, environment={"PYTHONPATH": str(ROOT)}, check=False, without=())
+    assert done.returncode != 0
+    assert HEAD not in done.stdout + done.stderr
+    assert (how == "raise") == ("RuntimeError: rank 1 has had enough" in done.stderr)
+    assert _card(tmp_path)["ranks"] == [1]
+
+
+def test_sigterm_of_a_user_is_no_failure(tmp_path: Path) -> None:
+    script = (
+        "import os, signal, sys\nfrom hvdtrain.__main__ import main\n"
+        "from tests.support import failing\n"
+        "failing.WAYS['raise'] = lambda: os.kill(os.getppid(), signal.SIGTERM)\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    (tmp_path / "script.py").write_text(script)
+    task = "--task=tests.support.failing:failing"
+    done = run(
+        ["script.py", task, *SHORT, "--how=raise", "--at=20"],
+        size=2,
+        cwd=tmp_path,
+        environment={"PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert HEAD not in done.stdout + done.stderr
+    assert read_journal(tmp_path / "run/journal.jsonl")[-1].get("reason") == signal.SIGTERM.name
+    assert not list((tmp_path / "run").glob("failure.*"))

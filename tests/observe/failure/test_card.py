@@ -1,0 +1,107 @@
+"""The card's text and what `failure.json` holds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from hvdtrain.errors import DataError
+from hvdtrain.observe.failure.blame import Silent, Verdict, judge, waited_for
+from hvdtrain.observe.failure.card import make_card, render
+from hvdtrain.observe.failure.process import GONE
+from hvdtrain.observe.failure.statement import FAILED, HERE, STALLED, Statement, Who, fault, from_json
+
+FACTS = {"time": 1.0, "size": 2, "run_dir": "run", "checkpoint": "run/checkpoints/step-000100", "resume": "again"}
+MEMORY = {"rss": 400.0, "peak_rss": 500.0, "host_available": 1000.0, "host_total": 2000.0}
+
+
+def _statement(rank: int, kind: str = HERE, **facts: Any) -> Statement:
+    return Statement(kind, 0.0, Who(rank, "a", 100 + rank, 7), step=3, memory=MEMORY, **facts)
+
+
+def _failed(error: Exception, rank: int = 1, **facts: Any) -> Statement:
+    try:
+        raise error
+    except Exception as caught:
+        return _statement(rank, FAILED, fault=fault(caught), **facts)
+
+
+def _text(statements: list[Statement], silent: list[Silent] | None = None) -> str:
+    verdict = judge(statements, silent or [])
+    waited = waited_for(statements, silent or [], {"gradients/0": ["a", "b"]})
+    return render(verdict, statements, silent or [], make_card(verdict, statements, silent or [], waited, **FACTS), "F")
+
+
+def test_json_holds_everything_and_gives_the_same_statements_again() -> None:
+    statements = [_failed(ValueError("no"), in_flight={"x": 1.0}), _statement(0, open=[("wait", 1.0)])]
+    card = make_card(judge(statements, []), statements, [], [], **FACTS)
+    again = json.loads(json.dumps(card))
+    assert again == json.loads(json.dumps(again))
+    assert [from_json(value) for value in again["statements"]] == statements
+    assert again["format"] == 1
+    assert FACTS.items() <= again.items()
+
+
+def test_a_users_error_is_told_by_its_parts_and_another_by_its_traceback() -> None:
+    told = _text([_failed(DataError("a sample is missing", expected="samples", next_step="bring some"))])
+    assert "rank 1 on a failed: DataError" in told
+    assert "a sample is missing\n  expected: samples\n  next: bring some" in told
+    assert "Traceback" not in told
+    told = _text([_failed(ValueError("no"))])
+    assert "test_card.py" in told and "ValueError: no" in told
+
+
+def test_where_the_others_were_memory_checkpoint_and_command() -> None:
+    told = _text([_failed(ValueError("no")), _statement(0, open=[("wait", 2.0)], in_flight={"x": 2.0}, waits=True)])
+    assert "rank 0 on a  in wait at step 3 for 2.0 s, waiting for x" in told
+    assert "rank 1 on a  400 MiB, 500 MiB at most; 1,000 MiB left of the host's 2,000" in told
+    assert "last checkpoint  run/checkpoints/step-000100" in told
+    assert "go on            again" in told
+    assert told.index("rank 1 on a failed") < told.index("rank 0 on a") < told.index("last checkpoint")
+
+
+def test_a_stall_shows_what_is_waited_for_and_the_stacks_of_equal_ranks_once() -> None:
+    waits = {"waits": True, "in_flight": {"gradients/0": 600.0}, "stacks": {"training": ["  in synchronize"]}}
+    statements = [_statement(rank, STALLED, **waits) for rank in (0, 2)]
+    told = _text([*statements, _statement(1, STALLED, stacks={"training": ["  in sleep"]}, open=[("data", 600.0)])])
+    assert "gradients/0  started by rank(s) 0, 2, not by 1 (a, b)" in told
+    assert told.count("in synchronize") == 1 and told.count("in sleep") == 1
+    assert told.index("in sleep") < told.index("in synchronize"), "the one to blame comes first"
+
+
+def test_a_crash_shows_the_thread_it_happened_in() -> None:
+    crash = (
+        "Fatal Python error: Segmentation fault\n\nThread 0x1:\n  idle\n\nCurrent thread 0x2:\n  at fault\n\nExtension"
+    )
+    silent = Silent(Who(1, "a", 101, 7), GONE, crash, {"ago_s": 4.0, "step": 2, "rss": 300.0})
+    told = _text([_statement(0)], [silent])
+    assert "Segmentation fault" in told and "at fault" in told
+    assert "idle" not in told and "Extension" not in told
+    assert "rank 1 on a was last heard of 4 s before, at step 2" in told
+    assert "300 MiB when last heard of" in told
+
+
+HELD = {"where": "GPU's", "mib": {"parameters": 100.0, "the rest": 900.0}, "micro_batch": 4, "precision": "fp32"}
+
+
+def test_memory_that_ran_out_is_explained() -> None:
+    statement = _failed(MemoryError("no"), held=HELD)
+    told = _text([replace(statement, memory={**MEMORY, "cuda_allocated": 1000.0, "cuda_reserved": 3000.0})])
+    assert "rank 1 on a ran out of memory: MemoryError" in told
+    assert "100.0 MiB" in told and "900.0 MiB" in told
+    assert "--train.micro_batch 2 (is 4)" in told
+    assert "--precision bf16" in told
+    assert "expandable_segments:True" in told
+    assert "fewer ranks on this host" not in told
+    full = replace(statement, memory={**MEMORY, "cuda_allocated": 2900.0, "cuda_reserved": 3000.0})
+    small = {**HELD, "micro_batch": 1, "precision": "bf16", "where": "host's"}
+    told = _text([replace(full, held=small)])
+    assert "--train.micro_batch" not in told and "bf16" not in told and "expandable" not in told
+    assert "fewer ranks on this host" in told
+
+
+def test_a_long_hint_is_wrapped() -> None:
+    verdict = Verdict("killed", [1], "rank 1 ended", "word " * 60)
+    told = render(verdict, [_statement(0)], [], make_card(verdict, [], [], [], **FACTS), "F")
+    assert max(len(line) for line in told.splitlines()) <= 100

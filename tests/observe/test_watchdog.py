@@ -1,0 +1,189 @@
+"""The watchdog: how long is too long, and what it does when others die, fail or stand still."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.comm.solo import SoloComm
+from hvdtrain.observe import watchdog as module
+from hvdtrain.observe.failure import reporter as reporter_module
+from hvdtrain.observe.failure.post import open_post
+from hvdtrain.observe.failure.process import started
+from hvdtrain.observe.failure.reporter import TEXT, Job, Reporter
+from hvdtrain.observe.failure.statement import HERE, STALLED, Who, Witness, myself
+from hvdtrain.observe.failure.voice import Voice
+from hvdtrain.observe.watchdog import EXIT_FAILED, EXIT_STALLED, Patience, Watchdog
+from hvdtrain.spans import Spans
+
+_PATIENCE_S = 20.0
+
+
+def test_patience_ends_where_nobody_moves() -> None:
+    patience = Patience(600.0, 0.0)
+    assert not patience.over(599.0, {}, 1000.0)
+    assert patience.over(601.0, {}, 1000.0)
+    assert patience.over(601.0, {1: {"moved": 300.0}, 2: {}}, 1000.0)
+    assert not patience.over(601.0, {1: {"moved": 300.0}, 2: {"moved": 900.0}}, 1000.0), "rank 2 goes on"
+    assert not Patience(0.0, 0.0).over(1e9, {}, 1000.0)
+
+
+def test_time_in_which_the_process_was_suspended_does_not_count() -> None:
+    patience = Patience(600.0, 0.0)
+    assert [patience.idle_s(t, t) for t in (1.0, 2.0, 3.0)] == [1.0, 2.0, 3.0]
+    assert patience.idle_s(5000.0, 5000.0) == 0.0, "it was stopped for more than an hour"
+    assert patience.idle_s(5001.0, 5001.0) == 1.0
+    assert patience.idle_s(0.25, 5002.0) == 0.25
+
+
+class _Ended:
+    """Takes the exit code instead of ending the process."""
+
+    def __init__(self) -> None:
+        self.codes: list[int] = []
+        self._event = threading.Event()
+
+    def __call__(self, code: int) -> None:
+        self.codes.append(code)
+        self._event.set()
+
+    def wait(self) -> None:
+        assert self._event.wait(_PATIENCE_S)
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(reporter_module, "_OTHERS_COME_S", 0.1)
+    monkeypatch.setattr(reporter_module, "_SILENT_COME_S", 0.1)
+
+
+@pytest.fixture
+def reporter(tmp_path: Path) -> Reporter:
+    post = open_post(tmp_path, SoloComm(), myself(0, "a"))
+    job = Job(tmp_path, tmp_path, "again", lambda: None)
+    return Reporter(post, Witness(post.who, Spans(), {}), job, Voice())
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+def _with(reporter: Reporter, child: subprocess.Popen[bytes]) -> Reporter:
+    """The reporter of rank 0, whose rank 1 is `child`."""
+    other = Who(1, "a", child.pid, started(child.pid) or 0)
+    reporter.post = dataclasses.replace(
+        reporter.post, ranks=(reporter.post.who, other), visible=frozenset({1}), reachable=frozenset({0, 1})
+    )
+    return reporter
+
+
+def test_a_run_that_makes_no_progress_is_ended_and_told(reporter: Reporter, capfd: pytest.CaptureFixture[str]) -> None:
+    ended = _Ended()
+    with reporter.witness.spans("data"), Watchdog(reporter, 0.05, ended):
+        ended.wait()
+    assert ended.codes[0] == EXIT_STALLED
+    assert "in data before the first step" in capfd.readouterr().err
+    assert reporter.post.statements()[0].kind == STALLED
+
+
+def test_a_run_that_makes_progress_is_left_alone(reporter: Reporter) -> None:
+    ended, looks = _Ended(), threading.Semaphore(0)
+    spans = reporter.witness.spans
+    spans.idle_s = lambda: looks.release() or 0.0  # type: ignore[method-assign,func-returns-value]
+    with Watchdog(reporter, 0.001, ended):
+        for _ in range(5):
+            assert looks.acquire(timeout=_PATIENCE_S)
+    assert not ended.codes and not reporter.post.anyone_spoke()
+    assert reporter.post.beats()[0]["step"] == 0
+
+
+def test_a_rank_that_is_gone_is_told_of(
+    reporter: Reporter, child: subprocess.Popen[bytes], capfd: pytest.CaptureFixture[str]
+) -> None:
+    ended = _Ended()
+    with Watchdog(_with(reporter, child), 0.0, ended):
+        child.kill()
+        child.wait()
+        ended.wait()
+    assert ended.codes[0] == EXIT_FAILED
+    assert "rank 1 on a ended without a word" in capfd.readouterr().err
+    assert (reporter.job.place / TEXT).exists()
+
+
+def test_a_rank_that_came_to_its_end_is_not_missed(reporter: Reporter, child: subprocess.Popen[bytes]) -> None:
+    ended, looks = _Ended(), threading.Semaphore(0)
+    _with(reporter, child)
+    reporter.witness.spans.idle_s = lambda: looks.release() or 0.0  # type: ignore[method-assign,func-returns-value]
+    with Watchdog(reporter, 0.0, ended):
+        dataclasses.replace(reporter.post, who=reporter.post.ranks[1]).leave()
+        child.communicate(b"\n")
+        for _ in range(5):
+            assert looks.acquire(timeout=_PATIENCE_S)
+    assert not ended.codes
+
+
+def test_another_ranks_failure_is_answered_once_and_followed(
+    reporter: Reporter,
+    child: subprocess.Popen[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(module, "_TOLD_GRACE_S", 0.0)
+    ended = _Ended()
+    _with(reporter, child)
+    other = dataclasses.replace(reporter.post, who=reporter.post.ranks[1])
+    with Watchdog(reporter, 0.0, ended):
+        other.say(dataclasses.replace(reporter.witness.here(), who=other.who))
+        other.tell()
+        ended.wait()
+    assert ended.codes[0] == EXIT_FAILED
+    assert {s.who.rank: s.kind for s in reporter.post.statements()} == {0: HERE, 1: HERE}
+    assert "the run has failed, see" in capfd.readouterr().err
+
+
+def test_a_signal_wakes_it_at_once(
+    reporter: Reporter, child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mpirun leaves a second; the training thread's handler runs too."""
+    monkeypatch.setattr(module, "_LOOK_EVERY_S", 1000.0)
+    ended, noted = _Ended(), []
+    former = signal.signal(signal.SIGTERM, lambda number, frame: noted.append(number))
+    try:
+        with Watchdog(_with(reporter, child), 0.0, ended):
+            child.kill()
+            child.wait()
+            os.kill(os.getpid(), signal.SIGTERM)
+            ended.wait()
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    assert ended.codes == [EXIT_FAILED] and noted == [signal.SIGTERM]
+    assert signal.set_wakeup_fd(-1) == -1, "the signals are given back"
+
+
+def test_a_fault_of_its_own_harms_nobody(reporter: Reporter, capfd: pytest.CaptureFixture[str]) -> None:
+    ended = _Ended()
+    reporter.witness.spans.idle_s = lambda: 1 // 0  # type: ignore[method-assign]
+    with Watchdog(reporter, 0.0, ended) as watchdog:
+        watchdog._thread.join(_PATIENCE_S)
+    assert "the watchdog has failed" in capfd.readouterr().err
+    assert not ended.codes
+
+
+def test_it_is_silent_once_an_error_was_raised(reporter: Reporter) -> None:
+    ended = _Ended()
+    reporter.over = True
+    with Watchdog(reporter, 0.001, ended) as watchdog:
+        watchdog._thread.join(_PATIENCE_S)
+    assert not ended.codes
