@@ -66,6 +66,7 @@ def summary(result: Result, info: RankInfo) -> str:
     rows = [("training loss", f"{result.first_loss:.4f} -> {result.last_loss:.4f}")]
     if not math.isnan(result.first_heldout_loss):
         rows.append(("held-out loss", f"{result.first_heldout_loss:.4f} -> {result.last_heldout_loss:.4f}"))
+    rows += [(name, f"{value:.4f} on held-out samples") for name, value in result.metrics.items()]
     if not math.isnan(result.tokens_per_s):
         rows.append(("speed", f"{result.tokens_per_s:,.0f} {result.unit}/s on {info.size} rank(s)"))
     rows.append(("run", str(result.run_dir)))

@@ -29,6 +29,7 @@ class Result:
         last_loss: mean training loss of its last steps, 10 at most.
         first_heldout_loss: of the run's first evaluation; nan where nothing is held out.
         last_heldout_loss: of its last evaluation.
+        metrics: the task's own, of its last evaluation.
         tokens_per_s: weight per second over this stretch's steps but the first, which warms up.
         unit: what was counted: tokens, samples.
         seconds: of this stretch's steps.
@@ -45,6 +46,7 @@ class Result:
     last_loss: float
     first_heldout_loss: float
     last_heldout_loss: float
+    metrics: Mapping[str, float]
     tokens_per_s: float
     unit: str
     seconds: float
@@ -60,12 +62,13 @@ def losses_and_speed(journal: Path, resumed_at: int) -> dict[str, Any]:
     stretch = [line for line in ordered if line["step"] > resumed_at]
     timed = stretch[1:] or stretch
     seconds = sum(line["step_s"] for line in timed)
-    heldout = [line["loss"] for line in lines if line.get("event") == "evaluation"]
+    evaluations = [line for line in lines if line.get("event") == "evaluation"]
     return {
         "first_loss": ordered[0]["loss"] if ordered else None,
         "last_loss": _mean([line["loss"] for line in ordered[-_LAST:]]),
-        "first_heldout_loss": heldout[0] if heldout else None,
-        "last_heldout_loss": heldout[-1] if heldout else None,
+        "first_heldout_loss": evaluations[0]["loss"] if evaluations else None,
+        "last_heldout_loss": evaluations[-1]["loss"] if evaluations else None,
+        "metrics": numbers(evaluations[-1]["metrics"]) if evaluations else {},
         "tokens_per_s": sum(line["tokens"] for line in timed) / seconds if seconds else None,
         "seconds": sum(line["step_s"] for line in stretch),
         "budget": budget(lines),

@@ -37,7 +37,12 @@ def test_a_run_leaves_what_the_readme_says(capsys: pytest.CaptureFixture[str]) -
         "finished at step 6 of 6",
         "training loss",
         "held-out loss",
+        "positive ",
         "samples/s on 1 rank(s)",
+        "where the time went (rank 0):",
+        "exposed communication ",
+        "--logdir run/tensorboard --host 127.0.0.1",
+        "run/timeline/*.json",
         "journal.jsonl",
     ):
         assert words in out

@@ -11,7 +11,7 @@ import torch
 
 import hvdtrain
 from hvdtrain.config.schema import CheckpointConfig, TrainConfig
-from hvdtrain.observe.journal import read_steps
+from hvdtrain.observe.journal import read_journal, read_steps
 from tests.support.launch import run
 from tests.support.toy import toy
 
@@ -45,8 +45,11 @@ def test_the_result_tells_how_it_went() -> None:
     assert result.first_loss == losses[0]
     assert result.last_loss == pytest.approx(sum(losses) / 5)
     assert 0 < result.last_heldout_loss < result.first_heldout_loss
+    last = [line for line in read_journal(result.run_dir / "journal.jsonl") if line.get("event") == "evaluation"][-1]
+    assert result.metrics == last["metrics"] and result.metrics.keys() == {"positive"}
     assert result.tokens_per_s > 0
     assert result.unit == "samples"
+    assert sum(result.budget.values()) > result.seconds > 0
     assert isinstance(result.model, torch.nn.Module)
 
 
