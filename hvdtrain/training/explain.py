@@ -16,6 +16,7 @@ from hvdtrain.observe.watchdog import Watchdog
 from hvdtrain.runtime.environment import environ, rank_info
 from hvdtrain.spans import Spans
 from hvdtrain.state.store import CheckpointStore
+from hvdtrain.training.notices import handlers_as_before
 from hvdtrain.training.restore import CHECKPOINTS
 
 
@@ -32,14 +33,15 @@ def explained(directory: Path, comm: Comm, spans: Spans, voice: Voice, stall_tim
         set_old_aside(place)
     job = Job(directory, place, go_on(directory, comm.size), lambda: _newest(place, directory))
     reporter = Reporter(post, Witness(post.who, spans, comm.in_flight), job, voice)
-    try:
-        with crash_notes(post), Watchdog(reporter, stall_timeout_s):
-            yield job
-    except BaseException as error:
-        reporter.failed(error)
-        if hasattr(error, "add_note") and (place / TEXT).exists():  # from Python 3.11 on
-            error.add_note(f"more: {directory / TEXT}")
-        raise
+    with handlers_as_before():
+        try:
+            with crash_notes(post), Watchdog(reporter, stall_timeout_s):
+                yield job
+        except BaseException as error:
+            reporter.failed(error)
+            if hasattr(error, "add_note") and (place / TEXT).exists():  # from Python 3.11 on
+                error.add_note(f"more: {directory / TEXT}")
+            raise
     post.leave()
     if comm.rank == 0:
         post.remove()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -16,6 +18,9 @@ class Notices:
     """A context manager that holds SIGUSR1 (save), SIGTERM and SIGINT (save and stop) back until they are taken.
 
     A second SIGINT interrupts at once. Signals can be held in the main thread only; elsewhere nothing is held.
+
+    Left by an error it goes on holding them, so that the launcher's SIGTERM, which comes soon after another rank has
+    died, does not end this one while it says why; `handlers_as_before` gives them back then.
     """
 
     def __init__(self) -> None:
@@ -27,7 +32,9 @@ class Notices:
             self._previous = {number: signal.signal(number, self._note) for number in _SIGNALS}
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is not None:
+            return
         for number, handler in self._previous.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
@@ -41,6 +48,18 @@ class Notices:
         if notice == INTERRUPT and self._pending[INTERRUPT]:
             raise KeyboardInterrupt
         self._pending[notice] += 1
+
+
+@contextmanager
+def handlers_as_before() -> Iterator[None]:
+    """Let the handlers of the signals that `Notices` holds be at the end what they are at the beginning."""
+    here = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items() if here else ():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
 def stop_reason(notices: list[int]) -> str | None:

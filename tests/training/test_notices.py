@@ -1,0 +1,44 @@
+"""Signals that are held back, also while an error is being told, and given back afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from hvdtrain.training.notices import SAVE, TERMINATE, Notices, handlers_as_before
+
+HELD = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+
+
+def _handlers() -> list[object]:
+    return [signal.getsignal(number) for number in HELD]
+
+
+def test_signals_are_held_until_they_are_taken() -> None:
+    before = _handlers()
+    with Notices() as notices:
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR1):
+            os.kill(os.getpid(), number)
+        taken = notices.take()
+        assert (taken[SAVE], taken[TERMINATE]) == (2, 1)
+        assert not any(notices.take())
+    assert _handlers() == before
+
+
+def test_a_second_interrupt_interrupts() -> None:
+    with handlers_as_before(), pytest.raises(KeyboardInterrupt), Notices():
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_rank_that_tells_of_an_error_is_not_ended_by_the_launcher_meanwhile() -> None:
+    before = _handlers()
+    with pytest.raises(ValueError, match="no"), handlers_as_before():
+        try:
+            with Notices():
+                raise ValueError("no")
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert _handlers() == before
