@@ -142,3 +142,12 @@ def test_listeners_are_told_in_order_and_their_sums_stand_first() -> None:
     assert told == ["a+forward", "b+forward", "b-forward", "a-forward", "a+data", "b+data", "b-data", "a-data"]
     seconds = spans.take()
     assert seconds["forward"] == 5.0 and 0 < seconds["data"] < 1
+
+
+def test_progress_inside_of_a_long_span_can_be_told() -> None:
+    clock = Clock()
+    spans = Spans(clock)
+    with spans("evaluation"):
+        clock.now += 5_000_000_000
+        spans.touch()
+        assert spans.idle_s() < 1e-6

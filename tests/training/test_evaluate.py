@@ -54,6 +54,13 @@ def test_equals_the_mean_over_all_samples() -> None:
     assert found.samples == 11
 
 
+def test_each_batch_counts_as_progress() -> None:
+    task, touched = _task(), []
+    how = {"micro_batch": 3, "most": 0, "touch": lambda: touched.append(1)}
+    evaluate(task, task.model, SoloComm(), Precision("fp32", CPU), CPU, **how)  # type: ignore[arg-type]
+    assert len(touched) == 4
+
+
 class Counting(Plain):
     """Notes which samples were taken."""
 
