@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from hvdtrain.observe.journal import read_journal, read_steps
@@ -130,7 +131,9 @@ def test_sigterm_in_a_window_closes_it(tmp_path: Path) -> None:
         steps = (line for line in process.stdout if line.startswith("step"))
         while int(next(steps).split("/")[0].split()[1]) < 5:
             pass
-        process.send_signal(signal.SIGTERM)
+        # To a rank, not to mpirun, which would kill all of them a second later, done or not.
+        rank = next(p for p in psutil.Process(process.pid).children(recursive=True) if "hvdtrain" in p.cmdline())
+        rank.send_signal(signal.SIGTERM)
         process.stdout.read()
     assert read_journal(tmp_path / "run/journal.jsonl")[-1].get("reason") == "SIGTERM"
     done = max(read_steps(tmp_path / "run/journal.jsonl"))
