@@ -4,8 +4,9 @@
 of the ratio of a job's median step time to that of the job without Timeline, in one round; equal jobs differ by some
 percent of themselves.
 
-- spinning: Horovod is able to record, no window is open, and its writer's thread is left as Horovod starts it;
-- resting: so too, but the thread runs where nothing else does;
+- idle: Horovod is able to record, no window is open, and its writer's thread is left as Horovod starts it: it sleeps
+  when `hvdtrain build-horovod` built it, and spins in others;
+- resting: so too, but a thread that spins runs only where nothing else does;
 - recording: a window is open.
 """
 
@@ -21,7 +22,7 @@ DEFAULT = SETTINGS["default"]
 OFF = replace(DEFAULT, ours={"observe.timeline": "off"})
 CONTENDERS = {
     "off": OFF,
-    "spinning": replace(OFF, variables={"HOROVOD_TIMELINE": "DYNAMIC"}),
+    "idle": replace(OFF, variables={"HOROVOD_TIMELINE": "DYNAMIC"}),
     "resting": replace(DEFAULT, ours={"observe.timeline": "900000:900001"}),
     "recording": replace(DEFAULT, ours={"observe.timeline": "all"}),
 }

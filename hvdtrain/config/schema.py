@@ -115,7 +115,7 @@ class ObserveConfig:
         sinks: Where each step and event goes beside the journal: functions of one record, or classes with
             write(record) and close(), named file.py:name or module:name.
         timeline: Steps that Horovod's own Timeline records into timeline/ of the run: FIRST:LAST, all or off. auto
-            takes some early steps where that costs no time, and leaves it elsewhere.
+            takes some early steps where that costs next to nothing, and leaves it elsewhere.
         profile: Steps that torch.profiler records, a file a rank: FIRST:LAST, all or off.
         nvtx: Name each part of a step to Nsight Systems.
         tensorboard: Write what TensorBoard shows into tensorboard/ of the run.

@@ -67,7 +67,8 @@ def horovod(facts: Gathered) -> Finding:
     parts = [name for name in ("mpi", "gloo", "nccl", "cuda") if facts.horovod.values[name]]
     names = ", ".join({"mpi": "MPI", "gloo": "Gloo", "nccl": "NCCL", "cuda": "CUDA"}[name] for name in parts)
     target = f", built for {facts.installed.torch}" if facts.installed.torch else ""
-    return Finding("horovod", "ok", f"{found} with {names}{target}")
+    writer = ", the writer of its Timeline sleeps when idle" if facts.installed.quiet else ""
+    return Finding("horovod", "ok", f"{found} with {names}{target}{writer}")
 
 
 def nccl(facts: Gathered) -> Finding | None:
@@ -159,8 +160,15 @@ def timeline(facts: Gathered) -> Finding | None:
     """Say what `--observe.timeline auto` would record under this launcher."""
     if facts.info.size == 1:
         return None
-    plan = decide(AUTO, Facts(facts.info, facts.host, facts.library, of_others(facts.environ)))
-    return Finding("timeline", "ok", str(plan), f"Horovod's own: {ASK}" if plan.kind == "spans" else "")
+    known = Facts(facts.info, facts.host, facts.library, of_others(facts.environ))
+    quiet = facts.installed is not None and facts.installed.quiet
+    plan = decide(AUTO, known, quiet=quiet)
+    if plan.kind != "spans":
+        return Finding("timeline", "ok", str(plan))
+    how = f"Horovod's own: {ASK}"
+    if decide(AUTO, known, quiet=True).kind == "window":
+        how += f"; by itself with a Horovod whose writer sleeps: {BUILD_COMMAND}"
+    return Finding("timeline", "ok", str(plan), how)
 
 
 CHECKS: tuple[Callable[[Gathered], Finding | None], ...] = (

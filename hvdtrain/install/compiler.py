@@ -1,20 +1,29 @@
 """The C++ compiler that Horovod's build calls: the real one, with arguments that suit today's torch.
 
 Run as a script by a two-line sh wrapper (`wrapper_text`), by ``python -I -S``: it must import nothing of ours.
-Three things are changed. Horovod forces C++14 and bundles code that forces C++11, torch needs C++17 or later: the
-last ``-std`` is ours. Newer compilers no longer include some standard headers by the way (horovod#3957). And the
-run paths of a shared library would name the environment it was built in, which may be gone when it runs.
+Four things are changed. Horovod forces C++14 and bundles code that forces C++11, torch needs C++17 or later: the
+last ``-std`` is ours. Newer compilers no longer include some standard headers by the way (horovod#3957). The run
+paths of a shared library would name the environment it was built in, which may be gone when it runs. And the thread
+that writes Horovod's Timeline would take a whole core from `hvd.init()` on: it is made to sleep (`is_timeline`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+QUIET_MARK = "hvdtrain-quiet-timeline"
+"""Text in a library of Horovod's whose Timeline is written by a thread that sleeps while it has nothing to do."""
 
 _NVCC_MARKS = ("__CUDACC__", ".cudafe1.")  # it preprocesses, and later compiles what it made of that
 _HEADERS = ("cstdint", "stdexcept", "string")
+_QUIET_HEADER = Path(__file__).resolve().with_name("quiet_timeline.h")
+_TIMELINE = "horovod/common/timeline.cc"
+_TIMELINES_READ = ("00fd3e4125bdc92e80e59a6e3b1a3227fd53b6f82edd87a93c21141d01c88e74",)
 
 
 def rewrite(arguments: Sequence[str], standard: str, relocations: Sequence[tuple[str, str]]) -> list[str]:
@@ -35,7 +44,23 @@ def rewrite(arguments: Sequence[str], standard: str, relocations: Sequence[tuple
         # Debug information makes the library ten times as large and compiling slower; nobody debugs Horovod here.
         kept = [argument for argument in kept if argument != "-g"]
         kept = [word for header in _HEADERS for word in ("-include", header)] + kept
+        if any(is_timeline(argument) for argument in kept):
+            kept = ["-include", str(_QUIET_HEADER), f'-DHVDTRAIN_MARK="{QUIET_MARK}"', *kept]
     return [f"-std={standard}", *kept]
+
+
+def is_timeline(argument: str) -> bool:
+    """Tell whether this is the source of Horovod's Timeline, and one that was read (0.28.1's): another is left alone.
+
+    There, a thread of rank 0 writes what others put into a queue, looks whether it is to open or close a file, calls
+    `std::this_thread::yield` and starts over; there is no other call of it. It holds no mutex then, and nobody waits
+    for it but who opens or closes a file or shuts Horovod down, each asking every millisecond or once: with 1 ms of
+    sleep they wait up to 2 ms longer. The queue has room for a million events, so that 1 ms does not fill it. A
+    process that is killed, and a shutdown with a file still open, lose what came in the last millisecond.
+    """
+    return argument.endswith(f"/{_TIMELINE}") and (
+        hashlib.sha256(Path(argument).read_bytes()).hexdigest() in _TIMELINES_READ
+    )
 
 
 def relocate(run_path: str, relocations: Sequence[tuple[str, str]]) -> str:

@@ -1,4 +1,4 @@
-"""For which torch and MPI the installed Horovod was built, known without importing either.
+"""For which torch and MPI the installed Horovod was built, and how, known without importing any of them.
 
 Horovod's own build writes ``HOROVOD_LOCAL_VERSION`` behind its version number; `plan` sets it to a `Label`. Torch
 is not checked by Horovod when it loads: built for another one it ends in undefined symbols, or worse, in none.
@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 from hvdtrain.errors import HorovodError
+from hvdtrain.install.compiler import QUIET_MARK
 from hvdtrain.install.probe import torch_at_hand
 from hvdtrain.install.versions import Label, MpiBuild, TorchBuild
 
@@ -31,6 +32,9 @@ class BuildRecord:
     mpi: MpiBuild | None = None
     nccl: str | None = None
     has_mpi: bool | None = None
+    quiet: bool = False
+    """Whether the thread that writes its Timeline sleeps while it has nothing to do, as in those built here; it keeps
+    a core busy otherwise. Read from the library itself."""
     source: str | None = None
     """The wheel file it was installed from, as a URL, where pip wrote that down."""
 
@@ -62,7 +66,8 @@ def installed(path: Iterable[str] | None = None) -> BuildRecord | None:
         torch=record.torch or _torch_of_foreign(package),
         mpi=record.mpi,
         nccl=record.nccl,
-        has_mpi=record.has_mpi if record.ours else _links_mpi(package),
+        has_mpi=record.has_mpi if record.ours else _library_holds(package, b"libmpi"),
+        quiet=bool(_library_holds(package, QUIET_MARK.encode())),
         source=direct.get("url"),
     )
 
@@ -117,9 +122,9 @@ def _torch_of_foreign(package: Path) -> TorchBuild | None:
     return TorchBuild(public, local) if known else None
 
 
-def _links_mpi(package: Path) -> bool | None:
-    """Look for libmpi's name in Horovod's library; None when the library is not there."""
+def _library_holds(package: Path, text: bytes) -> bool | None:
+    """Look for a text in Horovod's library; None when the library is not there."""
     for library in package.glob("torch/mpi_lib_v2*.so"):
         with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return content.find(b"libmpi") >= 0
+            return content.find(text) >= 0
     return None

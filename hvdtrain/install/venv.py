@@ -21,6 +21,7 @@ from importlib import metadata
 from pathlib import Path
 
 from hvdtrain.errors import BuildError
+from hvdtrain.install.plan import HOROVOD, RECIPE
 from hvdtrain.install.probe import compiler_at_hand, mpi_at_hand, torch_at_hand
 from hvdtrain.install.steps import Say, Step, run, timed
 
@@ -177,7 +178,7 @@ def _normal(name: str) -> str:
 def _inputs(project: Path) -> dict[str, str]:
     files = [project / "setup.cfg", project / "constraints.txt", Path(__file__)]
     digest = hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
-    return {"format": "1", "prefix": sys.prefix, "inputs": digest}
+    return {"format": "1", "prefix": sys.prefix, "inputs": digest, "horovod": f"{HOROVOD}, recipe {RECIPE}"}
 
 
 def _stamp(venv: Path) -> dict[str, str]:

@@ -20,7 +20,7 @@ from hvdtrain.observe.trace_file import free_path
 
 
 class Writer(Protocol):
-    """The thread that writes it, and spins from Horovod's start to its end (`runtime.threads.Spinner`)."""
+    """The thread that writes it, where it spins from Horovod's start to its end (`runtime.threads.Spinner`)."""
 
     def rest(self, *, for_good: bool) -> None:
         """Run only where nothing else does."""
@@ -41,14 +41,14 @@ class HorovodTimeline:
     beginning or the end may be missing.) What is done after the last step of the window and before the next one, an
     evaluation say, is in it too.
 
-    Opening and closing each wait for the writer's thread, which Horovod asks every millisecond: 1.1 ms; up to 0.2 s
-    were seen while it was at rest on cores that others filled, and a second at Horovod's shutdown. So it is at rest
-    only between these.
+    Opening and closing each wait for the writer's thread, which Horovod asks every millisecond: 1.1 ms, whether it
+    spins or sleeps. One that spins is kept out of the way while it has nothing to do, but only then: up to 0.2 s were
+    seen while it was at rest on cores that others filled, and a second at Horovod's shutdown.
 
     Args:
         comm: the ranks.
         recording: starts and ends it; None on ranks other than 0.
-        writer: None on ranks other than 0, and where it was not found: it is left as it is then.
+        writer: None on ranks other than 0, and where it sleeps or was not found: it is left as it is then.
         window: the same on all ranks.
         folder: made when needed.
         warn: told once when the Timeline cannot be recorded, which never ends the training.

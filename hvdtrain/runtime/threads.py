@@ -76,7 +76,7 @@ def find_spinner(
 
 
 class Spinner:
-    """A thread that spins, and what keeps it from taking time that others need.
+    """A thread that spins, and what keeps it from taking time that others need: the Timeline's of many a Horovod.
 
     At rest it runs only on cores that nobody else wants (SCHED_IDLE). It must not be at rest while others wait for
     it: where ranks fill the cores it gets a few ms in a second then, and may hold a mutex all the while.

@@ -75,7 +75,7 @@ def add_horovod_timeline(recorder: Recorder, plan: TimelinePlan, directory: Path
             recorder.say(f"Horovod's Timeline: {plan}{how}")
         return
     horovod = comm if comm.rank == 0 and isinstance(comm, TimelineComm) else None
-    thread = find_spinner(horovod.started_threads) if horovod is not None else None
+    thread = find_spinner(horovod.started_threads) if horovod is not None and not plan.quiet else None
     writer = Spinner(thread) if thread is not None else None
     recorder.add_watcher(HorovodTimeline(comm, horovod, writer, window, directory / TIMELINE, recorder.warn))
 

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from hvdtrain.install import record
 from hvdtrain.observe.journal import read_journal, read_steps
 from tests.support.launch import ENVIRONMENT, command, program, run, train
 
@@ -180,6 +181,13 @@ def test_a_program_that_started_horovod_without_timeline_is_told_so(tmp_path: Pa
     assert of_horovod(tmp_path) == []
 
 
+def is_quiet() -> bool:
+    """Whether the installed Horovod's writer sleeps, as in those that `hvdtrain build-horovod` builds."""
+    found = record.installed()
+    assert found is not None
+    return found.quiet
+
+
 SPINNING = """
 import os, sys
 os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"
@@ -205,10 +213,63 @@ comm.close()
 
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
 def test_the_thread_that_writes_is_found_on_rank_0_and_only_there(launcher: str, tmp_path: Path) -> None:
+    if is_quiet():
+        pytest.skip("this Horovod's writer sleeps")
     run(["-c", SPINNING], size=2, launcher=launcher, cwd=tmp_path)
 
 
+WATCHING = """
+import threading
+import torch
+from hvdtrain import Task
+from hvdtrain.runtime.threads import find_spinner, read_use, thread_ids
+
+LONG_NS = 50_000_000  # of running
+
+def build():
+    calls, before = [], {}
+    def loss(model, batch):
+        calls.append(1)
+        if len(calls) in (40, 800):  # two a step
+            others = thread_ids() - {threading.get_native_id()}
+            assert find_spinner(others) is None
+            uses = {thread: read_use(thread) for thread in others}
+            for thread in before.keys() & others:
+                slept = uses[thread].sleeps > before[thread].sleeps
+                assert slept or uses[thread].busy_ns < before[thread].busy_ns + LONG_NS, (before[thread], uses[thread])
+            before.update(uses)
+        return model(batch[0]).sum(), 1
+    return Task(torch.nn.Linear(1, 1), loss, torch.utils.data.TensorDataset(torch.ones(8, 1)))
+"""
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
+def test_outside_of_the_window_no_thread_runs_without_end(launcher: str, tmp_path: Path) -> None:
+    if "CI" not in os.environ and not is_quiet():
+        pytest.skip("this Horovod's writer spins: it was not built by this version's hvdtrain build-horovod")
+    (tmp_path / "watching.py").write_text(WATCHING)
+    options = ["--task=watching.py:build", *TOY[1:], "--train.steps=400", "--observe.timeline=5:8"]
+    train(*options, size=2, launcher=launcher, cwd=tmp_path)
+    (file,) = of_horovod(tmp_path)
+    assert Counter(read(file))[GRADIENTS, "ALLREDUCE"] == 4
+    assert warnings(tmp_path) == []
+
+
+def test_by_itself_a_run_on_full_cores_records_its_early_steps_where_the_writer_sleeps(tmp_path: Path) -> None:
+    if not is_quiet():
+        pytest.skip("this Horovod's writer spins")
+    full = {"OMP_NUM_THREADS": str(os.cpu_count() or 1)}
+    done = train(*TOY, "--train.steps=12", size=2, cwd=tmp_path, environment=full)
+    (file,) = of_horovod(tmp_path)
+    assert file.name == "horovod-steps-10-20.json"
+    assert Counter(read(file))[GRADIENTS, "ALLREDUCE"] == 3
+    assert warnings(tmp_path) == []
+    assert "Horovod's Timeline:" not in done.stdout
+
+
 def test_by_itself_a_run_on_full_cores_records_none_and_says_how(tmp_path: Path) -> None:
+    if is_quiet():
+        pytest.skip("this Horovod's writer sleeps")
     full = {"OMP_NUM_THREADS": str(os.cpu_count() or 1)}
     done = train(*TOY, size=2, cwd=tmp_path, environment=full)
     assert of_horovod(tmp_path) == []

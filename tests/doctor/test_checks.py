@@ -139,5 +139,11 @@ def test_what_is_recorded_of_horovod_is_told_where_there_is_something_to_exchang
     roomy = finding("timeline", host=HostFacts(64, 64), environ={"OMP_NUM_THREADS": "1"})
     assert (roomy.found, roomy.why) == ("Horovod's Timeline of steps 10 to 20", "")
     assert "mine.json" in finding("timeline", environ={"HOROVOD_TIMELINE": "mine.json"}).found
+    assert "build-horovod" in finding("timeline").why
+    quiet = dataclasses.replace(WELL.installed, quiet=True)  # type: ignore[type-var]
+    assert finding("timeline", installed=quiet).found == roomy.found
+    assert "sleeps" in finding("horovod", installed=quiet).found and "sleeps" not in finding("horovod").found
+    on_gpu = finding("timeline", installed=quiet, host=HostFacts(2, 2, gpus=1))
+    assert "GPU" in on_gpu.found and "build-horovod" not in on_gpu.why
     alone = dataclasses.replace(WELL, info=RankInfo())
     assert "timeline" not in {one.name for one in examine(alone)}

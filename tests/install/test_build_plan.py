@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.errors import BuildError
+from hvdtrain.install import plan as module
 from hvdtrain.install.at_hand import TorchAtHand
 from hvdtrain.install.plan import BuildPlan, plan
 from hvdtrain.install.versions import MpiBuild, TorchBuild
@@ -140,6 +141,13 @@ def test_each_thing_that_changes_the_wheel_changes_the_key() -> None:
         asked = "none" if probe.cuda and probe.nccl is None else "auto"
         keys.append(plan(probe, asked).key)
     assert len(set(keys)) == len(keys)
+
+
+def test_a_wheel_of_an_older_recipe_is_not_taken_for_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    new = plan(at_hand())
+    monkeypatch.setattr(module, "RECIPE", module.RECIPE - 1)
+    old = plan(at_hand())
+    assert (new.key != old.key, new.wheel != old.wheel) == (True, True)
 
 
 def test_the_same_build_in_another_environment_has_the_same_key() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.install import compiler
-from hvdtrain.install.compiler import relocate, rewrite, wrapper_text
+from hvdtrain.install.compiler import QUIET_MARK, relocate, rewrite, wrapper_text
 
 TABLE = [
     ("/scratch/nccl/lib", "$ORIGIN/../../nvidia/nccl/lib"),
@@ -43,6 +44,62 @@ def test_compiling_includes_the_headers_that_newer_compilers_left_out() -> None:
     assert included == {"cstdint", "stdexcept", "string"}
     assert "-g" not in arguments
     assert "-include" not in rewrite(["a.o", "-o", "a"], "c++20", [])
+
+
+QUIET_HEADER = str(Path(compiler.__file__).with_name("quiet_timeline.h"))
+
+WRITER = """
+#include <condition_variable>
+#include <future>
+#include <memory>
+namespace other { inline int yield(int k) { return k; } }
+#ifdef WITH_YIELD
+extern "C" void look_for_work() { other::yield(3); std::this_thread::yield(); }
+#endif
+"""
+
+
+def timeline_cc(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str = WRITER) -> str:
+    """A source of the Timeline that counts as one that was read."""
+    file = folder / "horovod" / "common" / "timeline.cc"
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    monkeypatch.setattr(compiler, "_TIMELINES_READ", (hashlib.sha256(text.encode()).hexdigest(),))
+    return str(file)
+
+
+def test_the_timeline_and_nothing_else_is_made_to_sleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = timeline_cc(tmp_path, monkeypatch)
+    assert QUIET_HEADER in rewrite(["-O3", "-c", source, "-o", "a.o"], "c++20", [])
+    for name in ("timeline.h", "operations.cc", "my_timeline.cc"):
+        other = tmp_path / "horovod" / "common" / name
+        other.write_text(WRITER)
+        assert QUIET_HEADER not in rewrite(["-c", str(other)], "c++20", [])
+    assert QUIET_HEADER not in rewrite([source, "-shared", "-o", "a.so"], "c++20", [])
+    assert rewrite(["-D__CUDACC__", "-c", source], "c++20", []) == ["-D__CUDACC__", "-c", source]
+
+
+def test_a_timeline_that_nobody_has_read_is_compiled_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = timeline_cc(tmp_path, monkeypatch)
+    Path(source).write_text(WRITER + "// of another version\n")
+    assert QUIET_HEADER not in rewrite(["-c", source], "c++20", [])
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("standard", ["c++17", "c++20"])
+@pytest.mark.parametrize("calls", [True, False])
+def test_only_where_the_writer_yielded_it_sleeps_and_the_library_says_so(
+    calls: bool, standard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = timeline_cc(tmp_path, monkeypatch)
+    flags = ["-Wall", "-Werror", "-O3", "-fPIC", *(["-DWITH_YIELD"] if calls else [])]
+    argv = ["g++", *rewrite([*flags, "-c", source, "-o", str(tmp_path / "a.o")], standard, [])]
+    subprocess.run(argv, check=True, timeout=60)
+    library = tmp_path / "a.so"
+    subprocess.run(["g++", "-shared", "-s", "-o", library, tmp_path / "a.o"], check=True, timeout=60)
+    content = library.read_bytes()
+    assert (QUIET_MARK.encode() in content, b"nanosleep" in content) == (calls, calls)
+    assert b"sched_yield" not in content
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from packaging.version import Version
 
 from hvdtrain.errors import HorovodError
+from hvdtrain.install.compiler import QUIET_MARK
 from hvdtrain.install.record import BuildRecord, installed, judge
 from hvdtrain.install.versions import Label, MpiBuild, TorchBuild
 
@@ -131,6 +132,15 @@ def test_a_foreign_horovod_is_known_by_what_its_build_left(tmp_path: Path, libra
     found = installed([str(tmp_path)])
     assert found is not None
     assert (found.torch, found.mpi, found.has_mpi) == (TorchBuild("2.11.0", "cpu"), None, has_mpi)
+
+
+@pytest.mark.parametrize("version", ["0.28.1", "0.28.1+torch2.13.0.cpu.openmpi4.1.8"])
+@pytest.mark.parametrize("quiet", [True, False])
+def test_whether_the_writer_sleeps_is_read_from_the_library_itself(version: str, quiet: bool, tmp_path: Path) -> None:
+    install_fake(tmp_path, version, b"libmpi.so.40\0" + (QUIET_MARK.encode() if quiet else b""))
+    found = installed([str(tmp_path)])
+    assert found is not None
+    assert found.quiet == quiet
 
 
 def test_nothing_installed_is_none(tmp_path: Path) -> None:

@@ -87,6 +87,9 @@ def test_the_second_set_up_does_nothing(project: Path, monkeypatch: pytest.Monke
     finish(project, venv)
     assert is_current(project, venv)
     assert remembered(venv) == sys.executable
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "RECIPE", module.RECIPE + 1)
+        assert not is_current(project, venv), "Horovod is built otherwise now"
     (project / "constraints.txt").write_text("numpy==2.5.0\n")
     assert not is_current(project, venv)
 

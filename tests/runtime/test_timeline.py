@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.config.windows import ALL, OFF, Window
-from hvdtrain.runtime import environment
+from hvdtrain.install.record import BuildRecord
+from hvdtrain.runtime import environment, timeline
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.host import HostFacts
 from hvdtrain.runtime.rules import Facts
@@ -54,15 +55,45 @@ DYNAMIC = {"HOROVOD_TIMELINE": "DYNAMIC"}
     ],
 )
 def test_what_is_recorded(wanted, info, host, environ, kind, window, reason) -> None:  # type: ignore[no-untyped-def]
-    plan = decide(wanted, Facts(info, host, already=environ))
+    """With a Horovod whose writer's thread spins."""
+    plan = decide(wanted, Facts(info, host, already=environ), quiet=False)
+    assert not plan.quiet
     assert (plan.kind, plan.window) == (kind, window)
     assert reason in plan.reason and bool(reason) == bool(plan.reason)
     assert str(plan)
 
 
-@given(st.integers(1, 8), st.integers(1, 64), st.booleans(), st.booleans(), st.sampled_from(["", "1", "2", "9"]))
+@pytest.mark.parametrize(
+    ("info", "host", "environ", "kind", "reason"),
+    [
+        (TWO, ROOMY, ONE_THREAD, "window", ""),
+        (TWO, ROOMY, {}, "window", ""),
+        (TWO, HostFacts(cores=1, own_cores=1, quota=True), {}, "window", ""),
+        (TWO, HostFacts(cores=8, gpus=2), {}, "spans", "GPU"),
+        (TWO_HOSTS, ROOMY, {}, "spans", "several hosts"),
+        (ONE, ROOMY, {}, "spans", "one rank"),
+        (ALONE, ROOMY, {}, "spans", "one process"),
+        (TWO, ROOMY, MINE, "theirs", "mine.json"),
+        (TWO, ROOMY, DYNAMIC, "theirs", "DYNAMIC"),
+    ],
+)
+def test_what_is_recorded_by_itself_where_the_writer_sleeps(info, host, environ, kind, reason) -> None:  # type: ignore[no-untyped-def]
+    plan = decide("auto", Facts(info, host, already=environ), quiet=True)
+    assert (plan.kind, plan.window) == (kind, AUTO_WINDOW if kind == "window" else OFF)
+    assert reason in plan.reason and bool(reason) == bool(plan.reason)
+    assert plan.quiet == (kind == "window")
+
+
+@given(
+    st.integers(1, 8),
+    st.integers(1, 64),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(["", "1", "2", "9"]),
+    st.booleans(),
+)
 def test_ranks_of_a_host_decide_alike_however_they_are_bound(
-    size: int, cores: int, quota: bool, gpus: bool, threads: str
+    size: int, cores: int, quota: bool, gpus: bool, threads: str, quiet: bool
 ) -> None:
     """A rank with Horovod's Timeline and one without would break each other's exchange."""
     plans = {
@@ -73,6 +104,7 @@ def test_ranks_of_a_host_decide_alike_however_they_are_bound(
                 HostFacts(cores, own_cores, int(gpus), quota=quota),
                 already={"OMP_NUM_THREADS": threads} if threads else {},
             ),
+            quiet=quiet,
         )
         for rank in range(size)
         for own_cores in {1, cores, 1 + rank % cores}
@@ -82,7 +114,8 @@ def test_ranks_of_a_host_decide_alike_however_they_are_bound(
 
 @pytest.fixture
 def variables(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """An environment that is not this process's."""
+    """An environment that is not this process's, with a Horovod whose writer's thread spins."""
+    monkeypatch.setattr(timeline, "installed", lambda: BuildRecord("0.28.1"))
     found: dict[str, str] = {}
     monkeypatch.setattr(environment, "os", SimpleNamespace(environ=found))
     return found
@@ -101,6 +134,23 @@ def test_what_we_wrote_is_not_taken_for_the_users_and_other_settings_stay_ours(v
     prepare_timeline("2:3", TWO)
     assert of_others(variables) == {"HOME": "/h"}
     assert prepare_timeline("auto", TWO_HOSTS).kind == "spans"
+
+
+@pytest.mark.parametrize(
+    ("record", "quiet"),
+    [(None, False), (BuildRecord("0.28.1"), False), (BuildRecord("0.28.1", quiet=True), True)],
+)
+def test_which_horovod_is_installed_decides(
+    record: BuildRecord | None, quiet: bool, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeline, "installed", lambda: record)
+    monkeypatch.setattr(timeline, "read_host", lambda variables: HostFacts(cores=2, own_cores=2))
+    assert prepare_timeline("auto", TWO) == (
+        TimelinePlan("window", AUTO_WINDOW, quiet=True)
+        if quiet
+        else TimelinePlan("spans", reason="its writer's thread wants a core, and the ranks fill them all")
+    )
+    assert (timeline.VARIABLE in variables) == quiet
 
 
 @pytest.mark.parametrize("theirs", ["mine.json", "DYNAMIC", ""])

@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 
 import hvdtrain
+from hvdtrain.comm.solo import SoloComm
+from hvdtrain.config.windows import Window
 from hvdtrain.errors import ConfigError
 from hvdtrain.observe.journal import read_journal
+from hvdtrain.runtime.timeline import TimelinePlan
+from hvdtrain.training import observers
 from tests.support.toy import toy
 from tests.support.trace_format import check_trace
 
@@ -102,3 +106,33 @@ def test_a_sink_that_is_not_there(tmp_path: Path, spec: str) -> None:
 def test_nvtx_without_cuda_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no CUDA device"):
         _train(tmp_path, nvtx=True)
+
+
+class HorovodsTimeline(SoloComm):
+    """One rank that can record."""
+
+    started_threads = frozenset({1, 2})
+
+    def start_timeline(self, path: Path) -> None:
+        raise AssertionError
+
+    def stop_timeline(self) -> None:
+        raise AssertionError
+
+
+class Watchers(list[Any]):
+    """The one thing that is asked of a recorder here."""
+
+    add_watcher = list.append
+    warn = say = pytest.fail
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_a_thread_that_sleeps_is_not_looked_for(quiet: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[frozenset[int]] = []
+    monkeypatch.setattr(observers, "find_spinner", looked.append)
+    watchers = Watchers()
+    plan = TimelinePlan("window", Window(2, 3), quiet=quiet)
+    observers.add_horovod_timeline(watchers, plan, tmp_path, HorovodsTimeline())  # type: ignore[arg-type]
+    assert looked == ([] if quiet else [frozenset({1, 2})])
+    assert len(watchers) == 1
