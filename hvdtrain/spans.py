@@ -6,7 +6,7 @@ import gc
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from typing import NamedTuple, Protocol
 
 CAPACITY = 1 << 15
@@ -157,9 +157,11 @@ class _Span:
     def __exit__(self, *exception: object) -> None:
         recorder = self._recorder
         end = recorder._touched = recorder.now()
-        if recorder.listeners:
-            for listener in reversed(recorder.listeners):
-                listener.exit(self.name)
         recorder._open.pop()
         self.total_ns += end - self.start_ns
         recorder._events.append((self.name, MAIN, self.start_ns, end, recorder.step))
+        if recorder.listeners:
+            # After a fault of the device a listener fails too, which must not stand in the place of the first error.
+            with suppress(Exception) if exception[0] is not None else nullcontext():
+                for listener in reversed(recorder.listeners):
+                    listener.exit(self.name)

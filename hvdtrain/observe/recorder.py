@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from typing import Any, Protocol
 
+from hvdtrain.errors import HvdtrainError
 from hvdtrain.observe.journal import Journal
 from hvdtrain.observe.progress import Progress
 from hvdtrain.observe.sinks import Background, Sink
@@ -40,9 +43,9 @@ class Recorder:
         self._watchers: list[Watcher] = []
         self._patience_s = _PATIENCE_S
 
-    def add_sink(self, sink: Sink, name: str) -> None:
-        """Give `sink` every record from now on, in a thread of its own."""
-        self._sinks.append(Background(sink, name, self.warn))
+    def add_sink(self, make: Callable[[], Sink], name: str) -> None:
+        """Give the sink that `make` makes every record from now on, in a thread of its own."""
+        self._sinks.append(Background(make, name, self.warn))
 
     def add_watcher(self, watcher: Watcher) -> None:
         """Tell `watcher` of every step from now on."""
@@ -78,20 +81,29 @@ class Recorder:
         self._display.say(text)
 
     def warn(self, text: str) -> None:
-        """Record and show something that a person should know. May be called from any thread."""
-        self.event({"event": "warning", "text": text})
+        """Record and show something that a person should know. May be called from any thread; raises nothing."""
+        with suppress(HvdtrainError):  # where the disk is full, showing it is what is left
+            self.event({"event": "warning", "text": text})
         self._display.say(f"warning: {text}")
 
     def close(self) -> None:
-        """End the watchers, the sinks, the display and the journal, in this order."""
-        for watcher in self._watchers:
-            watcher.close()
+        """End the watchers, the sinks, the display and the journal, in this order; each, whatever the others do."""
+        with ExitStack() as last_first:
+            last_first.callback(self._close_journal)
+            last_first.callback(self._display.close)
+            last_first.callback(self._close_sinks)
+            for watcher in reversed(self._watchers):
+                last_first.callback(watcher.close)
+
+    def _close_journal(self) -> None:
+        journal, self._journal = self._journal, None  # a sink that is left behind may still warn
+        if journal is not None:
+            journal.close()
+
+    def _close_sinks(self) -> None:
         deadline = time.monotonic() + self._patience_s
         for sink in self._sinks:
             sink.close(max(0.0, deadline - time.monotonic()))
-        self._display.close()
-        if self._journal is not None:
-            self._journal.close()
 
     def _record(self, record: dict[str, Any]) -> None:
         if self._journal is not None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from functools import partial
+from typing import Any, Protocol
 
 from hvdtrain.errors import ConfigError
 
@@ -16,12 +18,11 @@ _LOOK_EVERY_S = 0.5
 _FAILURES = 3
 
 
-@runtime_checkable
 class Sink(Protocol):
     """Takes what happens in a run, on rank 0.
 
-    Both methods are called from one thread that belongs to the sink alone. What they raise is said once and ends the
-    sink after a few times, never the training.
+    It is made and both methods are called in one thread that belongs to the sink alone. What is raised there is said
+    once and ends the sink after a few times in a row, never the training.
     """
 
     def write(self, record: Record) -> None:
@@ -47,22 +48,20 @@ class FunctionSink:
         """Do nothing."""
 
 
-def as_sink(value: Any) -> Sink:
-    """Make a sink of a sink, of a class of sinks that needs no arguments, or of a function of one record.
+def sink_maker(value: Any) -> Callable[[], Sink]:
+    """How to make a sink of a sink, of a class of sinks that needs no arguments, or of a function of one record.
 
     Errors:
         ConfigError: it is none of them.
     """
-    if isinstance(value, type):
-        value = value()
-    if isinstance(value, Sink):
-        return value
-    if callable(value):
-        return FunctionSink(value)
+    if all(callable(getattr(value, name, None)) for name in ("write", "close")):
+        return value if isinstance(value, type) else lambda: value
+    if callable(value) and not isinstance(value, type):
+        return lambda: FunctionSink(value)
     raise ConfigError(
         "a metric sink is of the wrong type",
         expected="a function of one record, or an object with write(record) and close(), or a class of such objects",
-        found=type(value).__name__,
+        found=value.__name__ if isinstance(value, type) else type(value).__name__,
     )
 
 
@@ -70,20 +69,21 @@ class Background:
     """Feeds a sink from a thread of its own; handing it a record takes a microsecond, however slow the sink is.
 
     Args:
-        sink: used in the thread alone.
+        make: makes the sink, in the thread.
         name: for messages.
         warn: told when the sink fails or falls behind; called from the thread.
         limit: records that wait at most; those that come while so many wait are dropped, and counted.
     """
 
-    def __init__(self, sink: Sink, name: str, warn: Callable[[str], None], limit: int = _LIMIT) -> None:
-        self._sink = sink
+    def __init__(self, make: Callable[[], Sink], name: str, warn: Callable[[str], None], limit: int = _LIMIT) -> None:
+        self._make = make
         self._name = name
         self._warn = warn
         self._limit = limit
         self._waiting: deque[Record] = deque()
         self._dropped = 0
         self._failures = 0
+        self._has_failed = False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"sink {name}", daemon=True)
         self._thread.start()
@@ -103,17 +103,23 @@ class Background:
             self._warn(f"the metric sink {self._name} did not end within {patience_s:.0f} s and is left behind")
 
     def _run(self) -> None:
+        try:
+            sink = self._make()
+        except Exception as error:
+            self._warn(f"the metric sink {self._name} cannot be made: {type(error).__name__}: {error}")
+            sink, self._failures = FunctionSink(lambda record: None), _FAILURES
         ended = False
         while not ended:
             ended = self._ended.wait(_LOOK_EVERY_S)
-            self._drain()
-        self._attempt(self._sink.close)
+            self._drain(sink)
+        self._attempt(sink.close)
 
-    def _drain(self) -> None:
+    def _drain(self, sink: Sink) -> None:
         while self._waiting:
-            record = self._waiting.popleft()
+            # A copy: what the sink does to it is nobody else's affair.
+            record = copy.deepcopy(self._waiting.popleft())
             if self._failures < _FAILURES:
-                self._attempt(lambda: self._sink.write(record))  # noqa: B023
+                self._attempt(partial(sink.write, record))
         if self._dropped:
             dropped, self._dropped = self._dropped, 0
             self._warn(f"the metric sink {self._name} is too slow: {dropped} records were dropped")
@@ -121,9 +127,12 @@ class Background:
     def _attempt(self, action: Callable[[], None]) -> None:
         try:
             action()
+            if self._failures < _FAILURES:
+                self._failures = 0
         except Exception as error:
             self._failures += 1
-            if self._failures == 1:
+            if not self._has_failed:
+                self._has_failed = True
                 self._warn(f"the metric sink {self._name} failed: {type(error).__name__}: {error}")
-            elif self._failures == _FAILURES:
-                self._warn(f"the metric sink {self._name} failed {_FAILURES} times and is given up")
+            if self._failures == _FAILURES:
+                self._warn(f"the metric sink {self._name} failed {_FAILURES} times in a row and is given up")

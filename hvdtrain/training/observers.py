@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from hvdtrain.observe import journal
 from hvdtrain.observe.horovod_timeline import HorovodTimeline
 from hvdtrain.observe.monitor import Monitor, MonitorThread, gpu_identity
 from hvdtrain.observe.recorder import Recorder
-from hvdtrain.observe.sinks import as_sink
+from hvdtrain.observe.sinks import sink_maker
 from hvdtrain.observe.span_trace import SpanTrace
 from hvdtrain.observe.tensorboard import FOLDER, TensorBoard, is_installed
 from hvdtrain.runtime.threads import Spinner, find_spinner
@@ -45,8 +46,9 @@ def add_sinks(recorder: Recorder, observe: ObserveConfig, given: Sequence[Any], 
     found = [(spec, load(spec, ConfigError, wanted)) for spec in observe.sinks]
     found += [(getattr(value, "__name__", type(value).__name__), value) for value in given]
     for name, value in found:
+        make = sink_maker(value)
         if comm.rank == 0:
-            recorder.add_sink(as_sink(value), name)
+            recorder.add_sink(make, name)
 
 
 def add_tensorboard(
@@ -59,8 +61,8 @@ def add_tensorboard(
     if not observe.tensorboard:
         return
     if is_installed():
-        sink = TensorBoard(directory / FOLDER, directory / journal.NAME, gpu=device.type == "cuda")
-        recorder.add_sink(sink, "TensorBoard")
+        make = partial(TensorBoard, directory / FOLDER, directory / journal.NAME, gpu=device.type == "cuda")
+        recorder.add_sink(make, "TensorBoard")
     else:
         recorder.warn('nothing is written for TensorBoard, which is not installed: pip install "hvdtrain[tensorboard]"')
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.observe.sinks import Background, FunctionSink, as_sink
+from hvdtrain.observe.sinks import Background, FunctionSink, sink_maker
 
 _PATIENCE_S = 10.0
 
@@ -28,7 +28,7 @@ class Keeping:
 
 def test_every_record_comes_in_order_from_a_thread_of_the_sink() -> None:
     sink = Keeping()
-    background = Background(sink, "mine", warn=pytest.fail)
+    background = Background(lambda: sink, "mine", warn=pytest.fail)
     for step in range(1000):
         background.put({"step": step})
     background.close(_PATIENCE_S)
@@ -47,7 +47,7 @@ def test_a_sink_that_hangs_holds_nobody_up_and_what_it_cannot_take_is_counted() 
         taken.append(record["step"])
 
     said: list[str] = []
-    background = Background(FunctionSink(hang), "slow", said.append, limit=10)
+    background = Background(lambda: FunctionSink(hang), "slow", said.append, limit=10)
     background.put({"step": 0})
     assert entered.wait(_PATIENCE_S)
     for step in range(1, 100):
@@ -68,14 +68,14 @@ def test_a_failing_sink_is_said_and_given_up() -> None:
         raise OSError("no network")
 
     said: list[str] = []
-    background = Background(FunctionSink(fail), "web", said.append)
+    background = Background(lambda: FunctionSink(fail), "web", said.append)
     for step in range(50):
         background.put({"step": step})
     background.close(_PATIENCE_S)
     assert called == [0, 1, 2]
     assert said == [
         "the metric sink web failed: OSError: no network",
-        "the metric sink web failed 3 times and is given up",
+        "the metric sink web failed 3 times in a row and is given up",
     ]
 
 
@@ -83,24 +83,51 @@ def test_a_sink_that_fails_now_and_then_gets_the_rest() -> None:
     taken: list[int] = []
 
     def sometimes(record: Mapping[str, Any]) -> None:
-        if record["step"] in (2, 5):
+        if record["step"] in (1, 3, 5, 6):
             raise ValueError
         taken.append(record["step"])
 
-    background = Background(FunctionSink(sometimes), "shaky", lambda text: None)
+    background = Background(lambda: FunctionSink(sometimes), "shaky", lambda text: None)
     for step in range(8):
         background.put({"step": step})
     background.close(_PATIENCE_S)
-    assert taken == [0, 1, 3, 4, 6, 7]
+    assert taken == [0, 2, 4, 7]
+
+
+def test_a_sink_that_cannot_be_made_is_said() -> None:
+    def make() -> Keeping:
+        raise KeyError("TRACKER_URL")
+
+    said: list[str] = []
+    background = Background(make, "web", said.append)
+    for step in range(5):
+        background.put({"step": step})
+    background.close(_PATIENCE_S)
+    assert said == ["the metric sink web cannot be made: KeyError: 'TRACKER_URL'"]
+
+
+def test_what_a_sink_does_to_a_record_is_seen_by_nobody_else() -> None:
+    record = {"step": 1, "config": {"seed": 0}}
+
+    def spoil(mine: Any) -> None:
+        mine.pop("step")
+        mine["config"]["seed"] = 5
+
+    background = Background(lambda: FunctionSink(spoil), "rude", pytest.fail)
+    background.put(record)
+    background.close(_PATIENCE_S)
+    assert record == {"step": 1, "config": {"seed": 0}}
 
 
 @pytest.mark.parametrize("make", [Keeping, lambda: Keeping, lambda: lambda record: None], ids=["object", "class", "fn"])
 def test_what_can_be_a_sink(make: Callable[[], Any]) -> None:
-    sink = as_sink(make())
+    sink = sink_maker(make())()
     sink.write({"step": 1})
     sink.close()
 
 
 def test_what_cannot() -> None:
     with pytest.raises(ConfigError, match=r"write\(record\) and close\(\)"):
-        as_sink(3)
+        sink_maker(3)
+    with pytest.raises(ConfigError, match="found: dict"):
+        sink_maker(dict)
