@@ -151,3 +151,24 @@ def test_progress_inside_of_a_long_span_can_be_told() -> None:
         clock.now += 5_000_000_000
         spans.touch()
         assert spans.idle_s() < 1e-6
+
+
+def test_what_a_listener_raises_after_an_error_does_not_replace_it() -> None:
+    class Broken:
+        def enter(self, name: str) -> None:
+            pass
+
+        def exit(self, name: str) -> None:
+            raise RuntimeError("the device is gone")
+
+        def take(self) -> dict[str, float]:
+            return {}
+
+    spans = Spans()
+    spans.listeners.append(Broken())
+    with pytest.raises(ValueError, match="first"), spans("forward"):
+        raise ValueError("first")
+    assert spans.open() == []
+    with pytest.raises(RuntimeError, match="device is gone"), spans("forward"):
+        pass
+    assert spans.open() == []

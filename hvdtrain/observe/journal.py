@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,20 +49,24 @@ class Journal:
         self._file.close()
 
 
+def journal_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a journal, in order, one at a time. A line that a kill cut off is left out."""
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                yield orjson.loads(line)
+            except ValueError:
+                continue
+
+
 def read_journal(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a journal, in order. A line that a kill cut off is left out."""
-    lines = []
-    for line in path.read_bytes().splitlines():
-        try:
-            lines.append(json.loads(line))
-        except ValueError:
-            continue
-    return lines
+    """All whole lines of a journal, in order."""
+    return list(journal_lines(path))
 
 
 def read_steps(path: Path) -> dict[int, dict[str, Any]]:
     """The steps of a journal by number: of a step that was done again after a resume, the last counts."""
-    return {line["step"]: line for line in read_journal(path) if "event" not in line}
+    return {line["step"]: line for line in journal_lines(path) if "event" not in line}
 
 
 def is_finished(path: Path) -> bool:

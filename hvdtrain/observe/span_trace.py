@@ -9,13 +9,13 @@ from typing import Any
 
 from hvdtrain.config.windows import Window
 from hvdtrain.observe.trace_file import TraceFile, free_path
-from hvdtrain.spans import DEVICE, EXCHANGE, MAIN, Event, Spans
+from hvdtrain.spans import CAPACITY, DEVICE, EXCHANGE, MAIN, Event, Spans
 
 LAST_STEPS = 20
 """Steps before the end of which the trace tells in any case."""
 
-_FLUSH_EVERY = 200
-"""Steps of a window that are written together."""
+_MOST_TOGETHER = 200
+"""Steps of a window that are written together at most; fewer where steps have many spans."""
 
 
 class SpanTrace:
@@ -46,13 +46,18 @@ class SpanTrace:
         self._failed = False
         self._tracks: set[int] = set()
         self._next = 0
+        self._due = 0
 
     def begin_step(self, step: int) -> None:
         """Step `step` is about to be done; write those before it where they are due."""
         over = step - 2  # what a device did in the step just done may not be known yet
-        if over in self._window and (over % _FLUSH_EVERY == 0 or over == self._window.last):
-            self._write([e for e in self._spans.events(self._next) if e.step <= over and self._is_in(e.step)])
-            self._next = over + 1
+        if over not in self._window or (over < self._due and over != self._window.last):
+            return
+        events = self._spans.events(self._next)
+        self._write([e for e in events if e.step <= over and self._is_in(e.step)])
+        self._next = over + 1
+        a_step = sum(e.step == over for e in events)
+        self._due = over + max(1, min(_MOST_TOGETHER, CAPACITY // 4 // max(1, a_step)))
 
     def close(self) -> None:
         """Write what is left of the window, and the last steps."""

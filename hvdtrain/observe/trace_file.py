@@ -29,7 +29,7 @@ class TraceFile:
     def __init__(self, path: Path, first: Sequence[Mapping[str, Any]]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("xb", buffering=0)
-        self._file.write(b"[\n" + _lines(first) + _END)
+        self._write(b"[\n" + _lines(first) + _END)
 
     def append(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Add events.
@@ -37,13 +37,25 @@ class TraceFile:
         Errors:
             OSError: the disk is full or went away.
         """
-        if events:
-            self._file.seek(-len(_END), 2)
-            self._file.write(b",\n" + _lines(events) + _END)
+        if not events:
+            return
+        end = self._file.seek(-len(_END), 2)
+        try:
+            self._write(b",\n" + _lines(events) + _END)
+        except OSError:  # with a part of it, that of a full disk
+            self._file.truncate(end)
+            self._file.seek(end)
+            self._write(_END)
+            raise
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+    def _write(self, content: bytes) -> None:
+        rest = memoryview(content)
+        while rest:  # a write takes less where the disk gets full, and only the next one says so
+            rest = rest[self._file.write(rest) :]
 
 
 def free_path(path: Path) -> Path:

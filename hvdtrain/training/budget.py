@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 _STEP_PARTS = {
@@ -14,20 +14,35 @@ _STEP_PARTS = {
 REST = "evaluation, checkpoints, rest"
 
 
-def budget(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Seconds of rank 0 by part, over the steps of a run's last start; empty where there are none.
+class Budget:
+    """Seconds of rank 0 by part, over the steps of a run's last start; takes a journal's lines in order.
 
-    The wall time is that from the first step's begin to the last line that says a time: an evaluation before the
-    first step is not in it, the checkpoint after the last one is.
-
-    Args:
-        lines: a journal's lines.
+    The wall time is that from the first step's begin to the last line: an evaluation before the first step is not in
+    it, the checkpoint after the last one is.
     """
-    begin = max((i for i, line in enumerate(lines) if line.get("event") == "started"), default=0)
-    steps = [line for line in lines[begin:] if "event" not in line]
-    if not steps:
-        return {}
-    parts = {name: sum(line[field] for line in steps for field in fields) for name, fields in _STEP_PARTS.items()}
-    wall = max(line["time"] for line in lines[begin:]) - (steps[0]["time"] - steps[0]["step_s"])
-    parts[REST] = max(0.0, wall - sum(parts.values()))
-    return parts
+
+    def __init__(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
+        self._parts = dict.fromkeys(_STEP_PARTS, 0.0)
+        self._begin: float | None = None
+        self._end = 0.0
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Take a line."""
+        if line.get("event") == "started":
+            self._clear()
+        self._end = max(self._end, line["time"])
+        if "event" not in line:
+            if self._begin is None:
+                self._begin = line["time"] - line["step_s"]
+            for name, fields in _STEP_PARTS.items():
+                self._parts[name] += sum(line[field] for field in fields)
+
+    def parts(self) -> dict[str, float]:
+        """Seconds by part; empty where no step was done."""
+        if self._begin is None:
+            return {}
+        wall = self._end - self._begin
+        return {**self._parts, REST: max(0.0, wall - sum(self._parts.values()))}

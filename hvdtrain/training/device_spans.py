@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +16,16 @@ ON_DEVICE = frozenset({"copy", "forward", "backward", "wait", "clip", "optimizer
 
 def _timing_event() -> Any:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+class _Pending(NamedTuple):
+    """A span whose events may not have happened yet; `asked_ns` is when the host began it."""
+
+    name: str
+    step: int
+    start: Any
+    end: Any
+    asked_ns: int
 
 
 class DeviceSpans:
@@ -32,37 +42,47 @@ class DeviceSpans:
     def __init__(self, spans: Spans, event: Callable[[], Any] = _timing_event) -> None:
         self._spans = spans
         self._event = event
-        self._open: list[tuple[str, Any]] = []
-        self._pending: deque[tuple[str, int, Any, Any]] = deque()
+        self._free: list[Any] = []
+        self._open: list[tuple[str, Any, int]] = []
+        self._pending: deque[_Pending] = deque()
         # Event times are float32 milliseconds: exact only over short distances, so each is taken from the one before.
         self._last = event()
         self._last.record()
         self._last.synchronize()
-        self._last_ns = float(spans.now())
+        self._last_ns = self._end_ns = float(spans.now())
 
     def enter(self, name: str) -> None:
         """A span begins."""
-        self._open.append((name, self._mark() if name in ON_DEVICE else None))
+        self._open.append((name, self._mark() if name in ON_DEVICE else None, self._spans.now()))
 
     def exit(self, name: str) -> None:
         """The innermost span ends."""
-        opened, start = self._open.pop()
+        opened, start, asked_ns = self._open.pop()
         if start is not None:
-            self._pending.append((opened, self._spans.step, start, self._mark()))
+            self._pending.append(_Pending(opened, self._spans.step, start, self._mark(), asked_ns))
 
     def take(self) -> dict[str, float]:
         """Device seconds of the spans that have ended there since it was last asked."""
         seconds = dict.fromkeys(ON_DEVICE, 0.0)
-        while self._pending and self._pending[0][3].query():
-            name, step, start, end = self._pending.popleft()
-            start_ns = self._last_ns + self._last.elapsed_time(start) * 1e6
-            duration_ns = start.elapsed_time(end) * 1e6
-            self._last, self._last_ns = end, start_ns + duration_ns
-            seconds[name] += duration_ns * 1e-9
-            self._spans.record(name, round(start_ns), DEVICE, round(self._last_ns), step)
+        over = []
+        while self._pending and self._pending[0].end.query():
+            over.append(self._pending.popleft())
+        if over:
+            # The device's clock and the host's drift apart: what is over lies before now ...
+            late_ns = self._last_ns + self._last.elapsed_time(over[-1].end) * 1e6 - self._spans.now()
+            self._last_ns -= max(0.0, late_ns)
+        for span in over:
+            # ... and work begins after it was asked for.
+            start_ns = max(self._last_ns + self._last.elapsed_time(span.start) * 1e6, span.asked_ns, self._end_ns)
+            duration_ns = span.start.elapsed_time(span.end) * 1e6
+            self._free += [self._last, span.start]
+            self._last, self._last_ns = span.end, start_ns + duration_ns
+            self._end_ns = self._last_ns
+            seconds[span.name] += duration_ns * 1e-9
+            self._spans.record(span.name, round(start_ns), DEVICE, round(self._end_ns), span.step)
         return seconds
 
     def _mark(self) -> Any:
-        event = self._event()
+        event = self._free.pop() if self._free else self._event()
         event.record()
         return event

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.observe.journal import read_journal
-from hvdtrain.training.budget import budget
+from hvdtrain.observe.journal import journal_lines
+from hvdtrain.training.budget import Budget
 
 _LAST = 10
 """Steps whose mean loss stands for the end of a run."""
@@ -54,25 +55,67 @@ class Result:
     model: Any
 
 
-def losses_and_speed(journal: Path, resumed_at: int) -> dict[str, Any]:
-    """From a run's journal the fields of `Result` that are figures; None for nan, which JSON lacks."""
-    lines = read_journal(journal)
-    steps = {line["step"]: line for line in lines if "event" not in line}
-    ordered = [steps[number] for number in sorted(steps)]
-    stretch = [line for line in ordered if line["step"] > resumed_at]
-    timed = stretch[1:] or stretch
-    seconds = sum(line["step_s"] for line in timed)
-    evaluations = [line for line in lines if line.get("event") == "evaluation"]
-    return {
-        "first_loss": ordered[0]["loss"] if ordered else None,
-        "last_loss": _mean([line["loss"] for line in ordered[-_LAST:]]),
-        "first_heldout_loss": evaluations[0]["loss"] if evaluations else None,
-        "last_heldout_loss": evaluations[-1]["loss"] if evaluations else None,
-        "metrics": numbers(evaluations[-1]["metrics"]) if evaluations else {},
-        "tokens_per_s": sum(line["tokens"] for line in timed) / seconds if seconds else None,
-        "seconds": sum(line["step_s"] for line in stretch),
-        "budget": budget(lines),
-    }
+def losses_and_speed(journal: Path) -> dict[str, Any]:
+    """From a run's journal the fields of `Result` that are figures; None for nan, which JSON lacks.
+
+    Takes a line at a time: the journal of a long run may be larger than what memory is left.
+    """
+    tally = _Tally()
+    for line in journal_lines(journal):
+        tally.add(line)
+    return tally.figures()
+
+
+class _Tally:
+    """What a result needs of a journal's lines, whatever their number."""
+
+    def __init__(self) -> None:
+        self._first: Mapping[str, Any] = {"step": math.inf, "loss": None}
+        self._last: deque[tuple[int, float | None]] = deque(maxlen=_LAST)
+        self._evaluations: list[Mapping[str, Any]] = []
+        self._budget = Budget()
+        self._clear()
+
+    def _clear(self) -> None:
+        """A stretch of the run begins."""
+        self._seconds: list[float] = []  # of the first step, and of the others together
+        self._weights: list[float] = []
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        self._budget.add(line)
+        if "event" not in line:
+            self._add_step(line)
+        elif line["event"] == "started":
+            self._clear()
+        elif line["event"] == "evaluation":
+            self._evaluations = [*self._evaluations[:1], line]
+
+    def _add_step(self, line: Mapping[str, Any]) -> None:
+        if line["step"] <= self._first["step"]:
+            self._first = line
+        while self._last and self._last[-1][0] >= line["step"]:  # done again since
+            self._last.pop()
+        self._last.append((line["step"], line["loss"]))
+        for sums, value in ((self._seconds, line["step_s"]), (self._weights, line["tokens"])):
+            if len(sums) < 2:
+                sums.append(value)
+            else:
+                sums[1] += value
+
+    def figures(self) -> dict[str, Any]:
+        """Fields of `Result`."""
+        evaluated = self._evaluations
+        seconds = self._seconds[-1] if self._seconds else 0.0
+        return {
+            "first_loss": self._first["loss"],
+            "last_loss": _mean([loss for _, loss in self._last]),
+            "first_heldout_loss": evaluated[0]["loss"] if evaluated else None,
+            "last_heldout_loss": evaluated[-1]["loss"] if evaluated else None,
+            "metrics": numbers(evaluated[-1]["metrics"]) if evaluated else {},
+            "tokens_per_s": self._weights[-1] / seconds if seconds else None,
+            "seconds": sum(self._seconds),
+            "budget": self._budget.parts(),
+        }
 
 
 def numbers(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def _train(
         recorder.begin(trainer.stop)
         with Notices() as notices:
             reason = trainer.run(notices)
-    figures = on_rank_0(comm, partial(losses_and_speed, directory / journal.NAME, resumed), name="figures")
+    figures = on_rank_0(comm, partial(losses_and_speed, directory / journal.NAME), name="figures")
     return Result(
         run_dir=directory,
         reason=reason,

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +99,40 @@ def test_a_window_is_on_disk_once_it_is_over(tmp_path: Path) -> None:
     _train(trace, spans, 1, 10)
     assert _steps(tmp_path / "spans-rank-0.json") == list(range(3, 9))
     trace.close()
+
+
+def test_many_spans_a_step_are_written_before_they_are_dropped(tmp_path: Path) -> None:
+    spans = Spans()
+    trace = SpanTrace(spans, tmp_path, 0, "node", Window(1, 300), warn=pytest.fail)
+    for step in range(1, 311):
+        trace.begin_step(step)
+        spans.step = step
+        for bucket in range(700):
+            spans.record("exchange", spans.now(), EXCHANGE + bucket)
+    trace.close()
+    exchanges = Counter(e["args"]["step"] for e in _read(tmp_path / "spans-rank-0.json") if e["ph"] == "X")
+    assert exchanges == dict.fromkeys(range(1, 311), 700)
+
+
+def test_a_disk_that_gets_full_leaves_the_trace_valid(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    head = {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "x"}}
+    span = {"name": "a", "ph": "X", "pid": 0, "tid": 0, "ts": 0, "dur": 1}
+    file = TraceFile(path, [head])
+    file.append([span])
+    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 500, former[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            file.append([span] * 100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert _read(path) == [head, span]
+    file.append([span])
+    assert _read(path) == [head, span, span]
+    file.close()
 
 
 def test_what_a_device_tells_a_step_late_is_in_the_window(tmp_path: Path) -> None:

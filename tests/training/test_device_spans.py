@@ -12,8 +12,11 @@ class Device:
     def __init__(self) -> None:
         self.now_ms = 0.0
         self.done_ms = 0.0
+        self.host_ms = 0.0
+        self.made = 0
 
     def event(self) -> FakeEvent:
+        self.made += 1
         return FakeEvent(self)
 
 
@@ -37,7 +40,7 @@ class FakeEvent:
 
 
 def _spans(device: Device) -> Spans:
-    spans = Spans(lambda: 1000)
+    spans = Spans(lambda: 1000 + round(device.host_ms * 1e6))
     spans.listeners.append(DeviceSpans(spans, device.event))
     return spans
 
@@ -67,7 +70,7 @@ def test_the_trace_has_them_on_the_devices_track_in_their_step() -> None:
     with spans("forward"):
         device.now_ms = 7.0
     spans.step = 5
-    device.done_ms = 7.0
+    device.done_ms = device.host_ms = 7.0
     spans.take()
     found = [event for event in spans.events() if event.track == DEVICE]
     assert found == [("forward", DEVICE, 1000 + 2_000_000, 1000 + 7_000_000, 4)]
@@ -83,3 +86,34 @@ def test_what_the_host_does_is_timed_by_the_host() -> None:
     seconds = spans.take()
     assert seconds["data"] > 0
     assert seconds["copy"] == 0.0
+
+
+@pytest.mark.parametrize("rate", [0.999, 1.001], ids=["slow", "fast"])
+def test_a_device_clock_that_drifts_stays_beside_the_hosts(rate: float) -> None:
+    device = Device()
+    spans = _spans(device)
+    for step in range(1, 2001):
+        spans.step = step
+        device.host_ms += 1  # nothing to do for it
+        device.now_ms += 1 * rate
+        begun = device.host_ms
+        for name in ("forward", "backward"):
+            with spans(name):
+                device.host_ms += 5
+                device.now_ms += 5 * rate
+        device.done_ms = device.now_ms
+        spans.take()
+        forward, backward = [event for event in spans.events(step) if event.track == DEVICE]
+        assert forward.end_ns <= backward.start_ns
+        assert forward.start_ns == pytest.approx(1000 + begun * 1e6, abs=0.1e6)  # it would be 20 ms at the end
+
+
+def test_events_are_used_again() -> None:
+    device = Device()
+    spans = _spans(device)
+    for _ in range(100):
+        with spans("forward"):
+            device.now_ms += 1
+        device.done_ms = device.now_ms
+        spans.take()
+    assert device.made <= 4
