@@ -20,7 +20,7 @@ from typing import Any
 import safetensors
 import safetensors.torch
 
-from hvdtrain.durable import fsync, fsync_folder
+from hvdtrain.durable import fsync
 from hvdtrain.errors import CheckpointError
 from hvdtrain.state.train_state import StateDict
 
@@ -50,10 +50,14 @@ class CheckpointStore:
     Args:
         directory: ``RUN/checkpoints``, made when the first is saved.
         warn: told of what was passed over.
+        progress: called with each file, and each MiB of it that is verified, so that who watches sees it go on.
     """
 
-    def __init__(self, directory: Path, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, directory: Path, warn: Callable[[str], None], progress: Callable[[], None] = lambda: None
+    ) -> None:
         self.directory = directory
+        self.progress = progress
         self._warn = warn
 
     def list(self) -> list[Saved]:
@@ -81,7 +85,7 @@ class CheckpointStore:
         shutil.rmtree(temporary, ignore_errors=True)  # of a killed process that had the same number
         try:
             temporary.mkdir(parents=True)
-            _write(temporary, step, state, notes)
+            _write(temporary, step, state, notes, self.progress)
             target = self._free_name(step)
             temporary.rename(target)
             fsync(self.directory)
@@ -98,7 +102,7 @@ class CheckpointStore:
         """The newest checkpoint that is whole; damaged ones are named and passed over. None where there is none."""
         for saved in reversed(self.list()):
             try:
-                return saved, load(saved.path)
+                return saved, load(saved.path, self.progress)
             except CheckpointError as error:
                 self._warn(f"passing over a damaged checkpoint: {error.what}")
         return None
@@ -141,24 +145,25 @@ class CheckpointStore:
         return self.directory / (f"step-{step:06d}" + (f".{again}" if again else ""))
 
 
-def load(path: Path) -> StateDict:
-    """Read and verify one checkpoint; tensors on the CPU.
+def load(path: Path, progress: Callable[[], None] = lambda: None) -> StateDict:
+    """Read and verify one checkpoint; tensors on the CPU. `progress`: see `CheckpointStore`.
 
     Errors:
         CheckpointError: a file is missing, was cut, cannot be read, or holds other bytes than were written.
     """
     try:
-        return _load(path, _manifest(path))
+        return _load(path, _manifest(path), progress)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, safetensors.SafetensorError) as error:
         raise CheckpointError(
             f"{path} is damaged", found=repr(error), next_step="resume from another checkpoint"
         ) from error
 
 
-def _load(path: Path, manifest: Mapping[str, Any]) -> StateDict:
+def _load(path: Path, manifest: Mapping[str, Any], progress: Callable[[], None]) -> StateDict:
     for name, facts in manifest["files"].items():
         file = path / name
-        if not file.is_file() or file.stat().st_size != facts["bytes"] or _checksum(file) != facts["sha256"]:
+        whole = file.is_file() and file.stat().st_size == facts["bytes"]
+        if not whole or _checksum(file, progress) != facts["sha256"]:
             raise CheckpointError(
                 f"{file} is damaged",
                 expected=f"{facts['bytes']} bytes with SHA-256 {facts['sha256'][:12]}...",
@@ -167,19 +172,32 @@ def _load(path: Path, manifest: Mapping[str, Any]) -> StateDict:
             )
     values = json.loads((path / "state.json").read_text())
     groups = [name for name in manifest["files"] if name.endswith(".safetensors")]
-    return StateDict({Path(g).stem: safetensors.torch.load_file(path / g) for g in groups}, values)
+    tensors = {}
+    for group in groups:
+        tensors[Path(group).stem] = safetensors.torch.load_file(path / group)
+        progress()
+    return StateDict(tensors, values)
 
 
-def _write(directory: Path, step: int, state: StateDict, notes: Mapping[str, Any]) -> None:
+def _write(
+    directory: Path, step: int, state: StateDict, notes: Mapping[str, Any], progress: Callable[[], None]
+) -> None:
     for group, tensors in state.tensors.items():
         contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
         safetensors.torch.save_file(contiguous, directory / f"{group}.safetensors")
+        progress()
     (directory / "state.json").write_text(json.dumps(dict(state.values)))
     names = sorted(path.name for path in directory.iterdir())
-    files = {n: {"bytes": (directory / n).stat().st_size, "sha256": _checksum(directory / n)} for n in names}
+    files = {}
+    for name in names:
+        file = directory / name
+        files[name] = {"bytes": file.stat().st_size, "sha256": _checksum(file, progress)}
     manifest = {"format": FORMAT, "step": step, **notes, "files": files}
     (directory / MANIFEST).write_text(json.dumps(manifest, indent=1))
-    fsync_folder(directory)
+    for name in (*names, MANIFEST):
+        fsync(directory / name)
+        progress()
+    fsync(directory)
 
 
 def _manifest(path: Path) -> dict[str, Any]:
@@ -207,9 +225,10 @@ def _heldout_loss(path: Path) -> float | None:
         return None
 
 
-def _checksum(path: Path) -> str:
+def _checksum(path: Path, progress: Callable[[], None]) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)
+            progress()
     return digest.hexdigest()

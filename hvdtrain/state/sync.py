@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,8 +16,13 @@ from hvdtrain.state.train_state import StateDict, TrainState
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
-def broadcast_state(state: TrainState, comm: Comm) -> None:
+def broadcast_state(state: TrainState, comm: Comm, progress: Callable[[], None] | None = None) -> None:
     """Parameters, buffers, optimizer state and progress of rank 0, on every rank. Collective: yes.
+
+    Args:
+        state: on rank 0 read, elsewhere changed.
+        comm: the ranks.
+        progress: called with each tensor that has come.
 
     Errors:
         LaunchError: on every rank, where the model of one has other tensors than that of rank 0.
@@ -40,6 +46,8 @@ def broadcast_state(state: TrainState, comm: Comm) -> None:
     ]
     for handle in handles:
         handle.wait()
+        if progress is not None:
+            progress()
     if comm.rank != 0:
         state.load_state_dict(StateDict(tensors, spec["values"]))
 

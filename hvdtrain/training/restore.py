@@ -63,9 +63,9 @@ def _checkpoint(resume: str, store: CheckpointStore, recorder: Recorder) -> tupl
             recorder.say(f"the run has checkpoints of its own; --resume {resume} was where it began")
             return own
     if (path / MANIFEST).exists():
-        snapshot = load(path)
+        snapshot = load(path, store.progress)
         return next((s for s in store.list() if s.path.resolve() == path.resolve()), _foreign(path, snapshot)), snapshot
-    found = CheckpointStore(path / CHECKPOINTS, recorder.warn).load_newest()
+    found = CheckpointStore(path / CHECKPOINTS, recorder.warn, store.progress).load_newest()
     if found is None:
         raise CheckpointError(
             f"--resume {resume}: no whole checkpoint there",

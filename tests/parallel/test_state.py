@@ -26,7 +26,9 @@ def _state(hidden: int, seed: int, steps: int) -> TrainState:
 
 def test_broadcast_makes_states_equal(job: Comm) -> None:
     state = _state(8, seed=job.rank, steps=3 if job.rank == 0 else job.rank % 2)
-    broadcast_state(state, job)
+    moves: list[int] = []
+    broadcast_state(state, job, lambda: moves.append(1))
+    assert len(moves) >= len(state.state_dict().tensors["model"]), "with each tensor"
     expected = _state(8, seed=0, steps=3).state_dict()
     found = state.state_dict()
     assert found.values == expected.values

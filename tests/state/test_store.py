@@ -318,3 +318,16 @@ def test_optimizer_state_that_cannot_be_saved_is_refused() -> None:
     state.optimizer.state[next(state.model.parameters())]["history"] = [torch.zeros(1)]
     with pytest.raises(TaskError, match="history of"):
         state.state_dict()
+
+
+def test_who_watches_sees_it_go_on_while_files_are_written_and_read(tmp_path: Path) -> None:
+    moves: list[int] = []
+    store = CheckpointStore(tmp_path, pytest.fail, lambda: moves.append(1))
+    state = _state().state_dict()
+    mib = {"big": torch.zeros(5 << 20, dtype=torch.uint8)}
+    path = store.save(1, StateDict({**state.tensors, "model": mib}, state.values), {})
+    files = len(list(path.iterdir()))
+    assert len(moves) >= 5 + 2 * files - 2, "each MiB that is verified, each file written and on the disk"
+    moves.clear()
+    assert store.load_newest() is not None
+    assert len(moves) >= 5 + files - 1
