@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 
 from hvdtrain.errors import RunDirectoryError
+from hvdtrain.observe.encodable import plain
 
 NAME = "journal.jsonl"
 
@@ -33,11 +34,17 @@ class Journal:
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a line. Numbers keep full precision; those that are not finite stand as null, as JSON has none.
 
+        What JSON cannot hold, such as bytes that are no text in an error's message, stands as text with escapes.
+
         Errors:
             RunDirectoryError: the disk is full or went away.
         """
         try:
-            self._file.write(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
+            line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+        except TypeError:
+            line = orjson.dumps(plain(record), option=orjson.OPT_APPEND_NEWLINE)
+        try:
+            self._file.write(line)
         except OSError as error:
             raise RunDirectoryError(
                 f"{self._file.name} cannot be written: {error.strerror}",

@@ -26,6 +26,9 @@ EXIT_STALLED = 124
 EXIT_FAILED = 1
 
 _LOOK_EVERY_S = 0.5
+_LOOK_AGAIN_S = 0.05
+_FAULTS = 5
+"""So many looks in a row that do not succeed, and the watchdog gives up."""
 _BEAT_EVERY_S = 10.0
 _SUSPENDED_S = 5.0
 _TOLD_GRACE_S = 10.0
@@ -86,6 +89,7 @@ class Watchdog:
         self._stop = threading.Event()
         self._next_beat = 0.0
         self._spoken = False
+        self._suspects: set[int] = set()
         self._told_at: float | None = None
         self._thread = threading.Thread(target=self._run, name=WATCHDOG_THREAD, daemon=True)
 
@@ -108,26 +112,37 @@ class Watchdog:
         os.close(self._wake)
 
     def _run(self) -> None:
+        faults = 0
         while not self._stop.is_set():
-            if select.select([self._woken], [], [], _LOOK_EVERY_S)[0]:
-                with suppress(OSError):
-                    os.read(self._woken, 1024)
-            if self._stop.is_set():
-                return
-            with self._reporter.lock:
-                if self._reporter.over:
+            try:
+                self._sleep()
+                if self._stop.is_set():
                     return
-                try:
+                with self._reporter.lock:
+                    if self._reporter.over:
+                        return
                     self._look()
-                except Exception:  # what watches over the training must not harm it
+                faults = 0
+            except Exception:  # what watches over the training must not harm it
+                faults += 1
+                if faults == _FAULTS:
                     to_stderr(f"hvdtrain: the watchdog has failed and watches no more:\n{traceback.format_exc()}")
                     return
+                self._stop.wait(_LOOK_EVERY_S)
+
+    def _sleep(self) -> None:
+        """Until the next look, or a signal."""
+        poll = select.poll()  # select() takes no file descriptor beyond 1023
+        poll.register(self._woken, select.POLLIN)
+        if poll.poll(1000 * (_LOOK_AGAIN_S if self._suspects else _LOOK_EVERY_S)):
+            with suppress(OSError):
+                os.read(self._woken, 1024)
 
     def _look(self) -> None:
         post, spans = self._reporter.post, self._reporter.witness.spans
         now = time.monotonic()
         idle_s = self._patience.idle_s(spans.idle_s(), now)
-        if any(state in process.DEAD for state in post.states().values()) and not post.told():
+        if self._anyone_missing() and not post.told():
             self._reporter.missing()
             self._end(EXIT_FAILED)
         elif post.anyone_spoke():
@@ -140,6 +155,12 @@ class Watchdog:
         if timeout_s and idle_s >= timeout_s and self._patience.over(idle_s, self._others(), time.time()):
             self._reporter.stalled()
             self._end(EXIT_STALLED)
+
+    def _anyone_missing(self) -> bool:
+        """Whether a rank was found dead twice in a row."""
+        before = self._suspects
+        self._suspects = {rank for rank, state in self._reporter.post.states().items() if state in process.DEAD}
+        return bool(before & self._suspects)
 
     def _others(self) -> dict[int, dict[str, Any]]:
         own = self._reporter.witness.who.rank

@@ -17,7 +17,6 @@ from hvdtrain.config.parse import RunConfig
 from hvdtrain.data.loader import Stream, dataset_length
 from hvdtrain.data.order import micro_batches
 from hvdtrain.engine import make_engine
-from hvdtrain.errors import RunDirectoryError
 from hvdtrain.observe import journal
 from hvdtrain.observe.failure.reporter import Job
 from hvdtrain.observe.failure.voice import Voice
@@ -74,7 +73,7 @@ def run_training(
                 add_horovod_timeline(recorder, timeline, directory, comm)
                 return _train(run, task, comm, device, directory, claim, recorder, spans, job)
             except BaseException as error:
-                with suppress(RunDirectoryError):  # where the disk is full this fails as the run did
+                with suppress(Exception):  # a full disk, an error whose text cannot be made: it must not be replaced
                     recorder.event({"event": "failed", "error": type(error).__name__, "message": str(error)})
                 raise
             finally:
@@ -95,7 +94,7 @@ def _train(
     spans: Spans,
     job: Job,
 ) -> Result:
-    store = CheckpointStore(directory / CHECKPOINTS, recorder.warn) if claim is not None else None
+    store = CheckpointStore(directory / CHECKPOINTS, recorder.warn, spans.touch) if claim is not None else None
     if comm.rank == 0:
         task = with_flops_counted(task, run.config, device, comm.size, recorder.event)
     trainer = _trainer(run, task, comm, device, store, recorder, spans)
@@ -107,7 +106,7 @@ def _train(
         add_listeners(spans, run.config.observe, device, stack)
         _describe_start(run, task, comm, directory, recorder)
         resumed = on_rank_0(comm, partial(restore, run, state, store, claim, recorder), name="restored")
-        broadcast_state(state, comm)
+        broadcast_state(state, comm, spans.touch)
         add_watchers(recorder, run.config.observe, spans, directory, comm, state.progress.step)
         recorder.begin(trainer.stop)
         with Notices() as notices:

@@ -85,3 +85,22 @@ def test_a_full_disk_is_named() -> None:
     with pytest.raises(RunDirectoryError, match="No space left on device"):
         journal.write({"step": 1})
     journal.close()
+
+
+def test_what_json_cannot_hold_stands_as_text(tmp_path: Path) -> None:
+    """An error's message may hold bytes that are no text; the record of a failure must not be lost for it."""
+    journal = Journal(tmp_path / "journal.jsonl")
+    broken = b"caf\xe9".decode("utf-8", errors="surrogateescape")
+    journal.write(
+        {
+            "event": "failed",
+            "message": broken,
+            "at": [1 << 70, float("inf"), None, True],
+            "what": {
+                3,
+            },
+        }
+    )
+    journal.close()
+    (line,) = read_journal(tmp_path / "journal.jsonl")
+    assert line == {"event": "failed", "message": "caf\\udce9", "at": [str(1 << 70), None, None, True], "what": "{3}"}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from hvdtrain.comm.solo import SoloComm
 from hvdtrain.observe import watchdog as module
 from hvdtrain.observe.failure import reporter as reporter_module
 from hvdtrain.observe.failure.post import open_post
-from hvdtrain.observe.failure.process import started
+from hvdtrain.observe.failure.process import GONE, RUNNING, UNKNOWN, started
 from hvdtrain.observe.failure.reporter import TEXT, Job, Reporter
 from hvdtrain.observe.failure.statement import HERE, STALLED, Who, Witness, myself
 from hvdtrain.observe.failure.voice import Voice
@@ -187,3 +189,50 @@ def test_it_is_silent_once_an_error_was_raised(reporter: Reporter) -> None:
     with Watchdog(reporter, 0.001, ended) as watchdog:
         watchdog._thread.join(_PATIENCE_S)
     assert not ended.codes
+
+
+def test_one_fault_is_not_the_end_of_it(reporter: Reporter, capfd: pytest.CaptureFixture[str]) -> None:
+    ended, looks = _Ended(), list[int]()
+
+    def sometimes() -> float:
+        looks.append(len(looks))
+        if len(looks) % 2:
+            raise OSError("too many open files")
+        return 1000.0 if len(looks) > 20 else 0.0
+
+    reporter.witness.spans.idle_s = sometimes  # type: ignore[method-assign]
+    with Watchdog(reporter, 0.05, ended):
+        ended.wait()
+    assert ended.codes[0] == EXIT_STALLED
+    assert "watches no more" not in capfd.readouterr().err
+
+
+def test_a_rank_is_missed_only_when_it_is_found_dead_twice(
+    reporter: Reporter, child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = iter([{1: GONE}, {1: RUNNING}, {1: GONE}, {}, {1: UNKNOWN}, {1: GONE}, {1: GONE}])
+    monkeypatch.setattr(type(reporter.post), "states", lambda post: next(found, {1: GONE}))
+    watchdog = Watchdog(_with(reporter, child), 0.0, _Ended())
+    assert [watchdog._anyone_missing() for _ in range(7)] == [False] * 6 + [True]
+
+
+def test_it_works_with_file_descriptors_beyond_1023(
+    reporter: Reporter, child: subprocess.Popen[bytes], capfd: pytest.CaptureFixture[str]
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 1100:
+        pytest.skip("this host allows no more than 1100 open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1100), hard))
+    ended = _Ended()
+    watchdog = Watchdog(_with(reporter, child), 0.0, ended)
+    low, watchdog._woken = watchdog._woken, fcntl.fcntl(watchdog._woken, fcntl.F_DUPFD, 1050)
+    try:
+        with watchdog:
+            child.kill()
+            child.wait()
+            ended.wait()
+    finally:
+        os.close(low)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert ended.codes[0] == EXIT_FAILED
+    assert "watches no more" not in capfd.readouterr().err

@@ -28,7 +28,8 @@ from typing import Any
 
 from hvdtrain.observe.failure import blame
 from hvdtrain.observe.failure.blame import Silent, Verdict
-from hvdtrain.observe.failure.statement import TRAINING, Fault, Statement
+from hvdtrain.observe.failure.fault import Fault
+from hvdtrain.observe.failure.statement import TRAINING, Statement
 from hvdtrain.observe.progress import table
 
 FORMAT = 1

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 RUNNING, STOPPED, ZOMBIE, GONE, UNKNOWN = "running", "stopped", "zombie", "gone", "unknown"
-"""States of a process; "unknown" is that of one which this host cannot see."""
+"""States of a process; "unknown" is that of one which this host cannot see, or cannot look at now."""
 
 DEAD = (ZOMBIE, GONE)
 
@@ -17,14 +17,21 @@ _MIB = 1 << 20
 
 def started(pid: int, root: Path = Path("/proc")) -> int | None:
     """When a process began, in clock ticks since the host did: with it a number that was given anew is told apart."""
-    fields = _stat(pid, root)
+    fields = _fields(_text(root / str(pid) / "stat"))
     return int(fields[19]) if fields else None
 
 
 def state(pid: int, began: int, root: Path = Path("/proc")) -> str:
     """How the process `pid` that began at `began` is: one of the states above."""
-    fields = _stat(pid, root)
-    if not fields or int(fields[19]) != began:
+    try:
+        fields = _fields((root / str(pid) / "stat").read_text(errors="replace"))
+    except (FileNotFoundError, ProcessLookupError):
+        return GONE
+    except OSError:  # this process has no file descriptor left, say: that tells nothing of the other one
+        return UNKNOWN
+    if not fields:
+        return UNKNOWN
+    if int(fields[19]) != began:
         return GONE
     return _STATES.get(fields[0], RUNNING)
 
@@ -58,9 +65,9 @@ def oom_kills(root: Path = Path("/proc")) -> int:
     return 0
 
 
-def _stat(pid: int, root: Path) -> list[str]:
+def _fields(text: str) -> list[str]:
     """Fields of /proc/PID/stat from the third on: a program's name, the second, may hold blanks and brackets."""
-    return _text(root / str(pid) / "stat").rpartition(")")[2].split()
+    return text.rpartition(")")[2].split()
 
 
 def _figures(path: Path) -> dict[str, int]:

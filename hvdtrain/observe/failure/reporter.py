@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.durable import write_text
+from hvdtrain.observe.encodable import encodable
 from hvdtrain.observe.failure import blame, card, process
 from hvdtrain.observe.failure.blame import Silent
 from hvdtrain.observe.failure.post import Post
-from hvdtrain.observe.failure.statement import HERE, STALLED, Statement, Witness
+from hvdtrain.observe.failure.statement import FAILED, HERE, STALLED, Statement, Witness
 from hvdtrain.observe.failure.voice import Voice, to_stderr
 
 TEXT, JSON = "failure.txt", "failure.json"
@@ -84,11 +85,14 @@ class Reporter:
                 self.post.leave()
                 return
             held: dict[str, Any] = {}
-            statement = self.witness.failed(error)
+            statement = self.witness.barely(FAILED, error)
+            with suppress(Exception):  # what is told of an error must not replace it
+                statement = self.witness.failed(error)
             if statement.fault is not None and statement.fault.memory:
-                with suppress(Exception):  # what is told of an error must not replace it
+                with suppress(Exception):
                     held = self.job.held()
-                statement = self.witness.failed(error, held)
+                with suppress(Exception):
+                    statement = self.witness.failed(error, held)
             if self.post.folder is None and len(self.post.ranks) > 1:
                 return
             self.post.say(statement)
@@ -97,7 +101,10 @@ class Reporter:
 
     def say(self, kind: str = HERE) -> Statement:
         """In another thread: leave word where this rank is."""
-        statement = self.witness.here(kind)
+        try:
+            statement = self.witness.here(kind)
+        except Exception:  # no memory for the stacks, say: a rank that stands still must be told of still
+            statement = self.witness.barely(kind)
         self.post.say(statement)
         return statement
 
@@ -144,7 +151,7 @@ class Reporter:
             checkpoint=self.job.checkpoint(),
             resume=self.job.resume if config else None,
         )
-        text = card.render(verdict, statements, silent, facts, str(self.job.run_dir / JSON))
+        text = encodable(card.render(verdict, statements, silent, facts, str(self.job.run_dir / JSON)))
         with suppress(OSError):  # a full disk may be what is to be told
             write_text(self.job.place / TEXT, text)
             write_text(self.job.place / JSON, json.dumps(facts, indent=1))

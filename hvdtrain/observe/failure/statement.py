@@ -9,11 +9,12 @@ import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
-from hvdtrain.errors import HvdtrainError
+from hvdtrain.observe.encodable import encodable
 from hvdtrain.observe.failure import process
+from hvdtrain.observe.failure.fault import Fault, bare_fault, fault
 from hvdtrain.spans import MAIN, Spans
 
 FAILED, STALLED, HERE = "failed", "stalled", "here"
@@ -23,9 +24,6 @@ TRAINING = "training"
 WATCHDOG_THREAD = "hvdtrain watchdog"
 _WAITING_IN = ("hvdtrain.comm.horovod", "horovod.")
 _INNERMOST = 3
-_OUTER = ("hvdtrain.training.explain", "hvdtrain.training.session")
-_LONGEST = 20_000
-"""Characters of a message or a traceback; the middle of a longer one is left out."""
 
 
 @dataclass(frozen=True)
@@ -43,29 +41,6 @@ class Who:
     host: str
     pid: int
     began: int
-
-
-@dataclass(frozen=True)
-class Fault:
-    """An error by its parts.
-
-    Attributes:
-        type: name of its class.
-        message: its text.
-        parts: what, expected, found and next of an `HvdtrainError`; empty for others.
-        everywhere: every rank raises the same.
-        consequence: it tells only that another rank went, or Horovod ended.
-        memory: it was raised for want of memory.
-        traceback: as Python prints it.
-    """
-
-    type: str
-    message: str
-    parts: dict[str, str] = field(default_factory=dict)
-    everywhere: bool = False
-    consequence: bool = False
-    memory: bool = False
-    traceback: str = ""
 
 
 @dataclass(frozen=True)
@@ -154,6 +129,10 @@ class Witness:
             held=held or {},
         )
 
+    def barely(self, kind: str, error: BaseException | None = None) -> Statement:
+        """The least that can be said, where the rest cannot: an error of strange parts, no memory for a traceback."""
+        return Statement(kind, time.time(), self.who, self.spans.step, fault=bare_fault(error) if error else None)
+
     def _place(self) -> dict[str, Any]:
         now = time.monotonic()
         return {
@@ -169,7 +148,7 @@ class Witness:
         for ident, frame in sys._current_frames().items():
             name = names.get(ident, f"thread {ident}")
             if name != WATCHDOG_THREAD:
-                lines = [line.rstrip() for line in traceback.format_stack(frame)]
+                lines = [encodable(line.rstrip()) for line in traceback.format_stack(frame)]
                 stacks[TRAINING if ident == self.thread else name] = lines
             waits = waits or (ident == self.thread and _in_collective(frame))
         return stacks, waits
@@ -182,55 +161,6 @@ def _in_collective(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back if frame is not None else None
     return False
-
-
-def fault(error: BaseException) -> Fault:
-    """An error by its parts."""
-    parts = {}
-    if isinstance(error, HvdtrainError):
-        named = {"what": error.what, "expected": error.expected, "found": error.found, "next": error.next_step}
-        parts = {name: text for name, text in named.items() if text}
-    return Fault(
-        type=type(error).__name__,
-        message=_shortened(str(error)),
-        parts=parts,
-        everywhere=getattr(error, "everywhere", False),
-        consequence=any(type(e).__name__ == "HorovodInternalError" for e in _chain(error)),
-        memory=out_of_memory(error),
-        traceback=_shortened("".join(traceback.format_exception(type(error), error, _inner(error.__traceback__)))),
-    )
-
-
-def _inner(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback without the frames that every run goes through, unless the error is of these."""
-    while trace is not None and trace.tb_next and trace.tb_frame.f_globals.get("__name__") in _OUTER:
-        trace = trace.tb_next
-    return trace
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, the host's or the device's."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    text = str(error).lower()
-    return isinstance(error, (RuntimeError, OSError)) and (
-        "can't allocate memory" in text or "cannot allocate memory" in text or "out of memory" in text
-    )
-
-
-def _chain(error: BaseException | None) -> list[BaseException]:
-    found: list[BaseException] = []
-    while error is not None and error not in found:
-        found.append(error)
-        error = error.__cause__
-    return found
-
-
-def _shortened(text: str) -> str:
-    half = _LONGEST // 2
-    return (
-        text if len(text) <= _LONGEST else f"{text[:half]}\n... {len(text) - 2 * half} characters ...\n{text[-half:]}"
-    )
 
 
 def myself(rank: int, host: str) -> Who:

@@ -18,8 +18,9 @@ from hvdtrain.observe.failure.blame import (
     ranges,
     waited_for,
 )
+from hvdtrain.observe.failure.fault import Fault
 from hvdtrain.observe.failure.process import GONE, RUNNING, STOPPED, UNKNOWN, ZOMBIE
-from hvdtrain.observe.failure.statement import FAILED, HERE, STALLED, Fault, Statement, Who
+from hvdtrain.observe.failure.statement import FAILED, HERE, STALLED, Statement, Who
 
 
 def who(rank: int, host: str = "a") -> Who:

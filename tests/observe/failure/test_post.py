@@ -9,9 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from hvdtrain.comm.base import Comm
+from hvdtrain.observe.failure.fault import Fault
 from hvdtrain.observe.failure.post import Post, open_post
 from hvdtrain.observe.failure.process import GONE, RUNNING, started
-from hvdtrain.observe.failure.statement import FAILED, HERE, STALLED, Fault, Statement, Who, myself
+from hvdtrain.observe.failure.statement import FAILED, HERE, STALLED, Statement, Who, myself
 from tests.support.launch import ROOT
 from tests.support.thread_comm import on_ranks
 

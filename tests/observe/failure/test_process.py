@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.observe.failure.process import GONE, RUNNING, STOPPED, ZOMBIE, memory, oom_kills, started, state
+from hvdtrain.observe.failure.process import GONE, RUNNING, STOPPED, UNKNOWN, ZOMBIE, memory, oom_kills, started, state
 
 
 def _stat(root: Path, pid: int, letter: str, began: int) -> None:
@@ -61,3 +62,19 @@ def test_kills_for_want_of_memory(tmp_path: Path) -> None:
     (tmp_path / "vmstat").write_text("nr_free_pages 5\noom_kill 3\n")
     assert oom_kills(tmp_path) == 3
     assert oom_kills(tmp_path / "nothing") == 0
+
+
+def test_a_process_that_cannot_be_looked_at_is_not_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, expected in (
+        (errno.EMFILE, UNKNOWN),
+        (errno.ENFILE, UNKNOWN),
+        (errno.EACCES, UNKNOWN),
+        (errno.ENOENT, GONE),
+        (errno.ESRCH, GONE),
+    ):
+
+        def fails(path: Path, number: int = number, **how: object) -> str:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(Path, "read_text", fails)
+        assert state(5, 99, tmp_path) == expected, os.strerror(number)

@@ -125,3 +125,30 @@ def test_the_card_of_an_earlier_start_is_set_aside(tmp_path: Path) -> None:
     assert not (tmp_path / TEXT).exists() and not (tmp_path / JSON).exists()
     assert sorted(path.suffix for path in (tmp_path / "failures").iterdir()) == [".json", ".txt"]
     set_old_aside(tmp_path)
+
+
+class _Mute(ValueError):
+    def __str__(self) -> str:
+        raise RuntimeError("not even its text")
+
+
+def test_an_error_of_any_text_is_told(tmp_path: Path) -> None:
+    for number, error in enumerate((_Mute(), ValueError(b"caf\xe9".decode("utf-8", errors="surrogateescape")))):
+        shown: list[str] = []
+        reporter = _reporters(tmp_path / str(number), 1, shown)[0]
+        reporter.failed(error)
+        assert f"failed: {type(error).__name__}" in shown[0] and "could not be written" not in shown[0]
+        assert (tmp_path / str(number) / TEXT).read_text() == shown[0]
+
+
+def test_what_cannot_be_told_of_a_failure_leaves_the_least(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise MemoryError
+
+    shown: list[str] = []
+    reporter = _reporters(tmp_path, 1, shown)[0]
+    monkeypatch.setattr(Witness, "failed", fails)
+    monkeypatch.setattr(Witness, "here", fails)
+    reporter.failed(ValueError("no"))
+    assert "rank 0 on a failed: ValueError" in shown[0] and reporter.voice.told
+    assert reporter.say().kind == "here"

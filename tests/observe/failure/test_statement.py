@@ -6,63 +6,9 @@ import threading
 import types
 
 import pytest
-import torch
 
-from hvdtrain.errors import DataError, NonFiniteError
-from hvdtrain.observe.failure.statement import STALLED, TRAINING, Witness, fault, myself, out_of_memory
+from hvdtrain.observe.failure.statement import STALLED, TRAINING, Witness, myself
 from hvdtrain.spans import Spans
-
-
-class HorovodInternalError(RuntimeError):
-    """Known by its name: only one module imports Horovod."""
-
-
-def _raised(error: BaseException, cause: BaseException | None = None) -> BaseException:
-    try:
-        raise error from cause
-    except BaseException as caught:
-        return caught
-
-
-def test_an_error_by_its_parts() -> None:
-    found = fault(_raised(DataError("what", expected="this", found="that")))
-    assert (found.type, found.parts) == ("DataError", {"what": "what", "expected": "this", "found": "that"})
-    assert not found.everywhere
-    assert fault(_raised(NonFiniteError("inf"))).everywhere
-    other = fault(_raised(ValueError("no")))
-    assert (other.message, other.parts) == ("no", {})
-    assert "test_statement.py" in other.traceback and other.traceback.endswith("ValueError: no\n")
-
-
-def test_what_follows_from_another_ranks_end_is_a_consequence() -> None:
-    assert fault(_raised(HorovodInternalError("shut down"))).consequence
-    assert fault(_raised(ValueError("no"), HorovodInternalError("shut down"))).consequence
-    assert not fault(_raised(RuntimeError("no"))).consequence
-
-
-def test_a_traceback_without_end_is_cut() -> None:
-    assert len(fault(_raised(ValueError("x" * 1_000_000))).traceback) < 30_000
-
-
-@pytest.mark.parametrize(
-    ("error", "ran_out"),
-    [
-        (MemoryError(), True),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"), True),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), True),
-        (OSError(12, "Cannot allocate memory"), True),
-        (RuntimeError("no"), False),
-        (ValueError("out of memory is what this is not"), False),
-    ],
-)
-def test_memory_that_ran_out_is_known(error: Exception, ran_out: bool) -> None:
-    assert out_of_memory(error) == ran_out
-
-
-def test_torchs_own_error_is_known() -> None:
-    with pytest.raises(RuntimeError) as caught:
-        torch.empty(1 << 50)
-    assert out_of_memory(caught.value)
 
 
 def _waits(release: threading.Event) -> None:

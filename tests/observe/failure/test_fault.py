@@ -1,0 +1,99 @@
+"""Errors by their parts: what caused them, what they say, also where they say it in a strange way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hvdtrain.errors import DataError, NonFiniteError
+from hvdtrain.observe.failure.fault import bare_fault, fault, out_of_memory
+
+
+class HorovodInternalError(RuntimeError):
+    """Known by its name: only one module imports Horovod."""
+
+
+def _raised(error: BaseException, cause: BaseException | None = None) -> BaseException:
+    try:
+        raise error from cause
+    except BaseException as caught:
+        return caught
+
+
+def test_an_error_by_its_parts() -> None:
+    found = fault(_raised(DataError("what", expected="this", found="that")))
+    assert (found.type, found.parts) == ("DataError", {"what": "what", "expected": "this", "found": "that"})
+    assert not found.everywhere
+    assert fault(_raised(NonFiniteError("inf"))).everywhere
+    other = fault(_raised(ValueError("no")))
+    assert (other.message, other.parts) == ("no", {})
+    assert "test_fault.py" in other.traceback and other.traceback.endswith("ValueError: no\n")
+
+
+def test_what_follows_from_another_ranks_end_is_a_consequence() -> None:
+    assert fault(_raised(HorovodInternalError("shut down"))).consequence
+    assert fault(_raised(ValueError("no"), HorovodInternalError("shut down"))).consequence
+    assert not fault(_raised(RuntimeError("no"))).consequence
+
+
+def test_a_traceback_without_end_is_cut() -> None:
+    assert len(fault(_raised(ValueError("x" * 1_000_000))).traceback) < 30_000
+
+
+@pytest.mark.parametrize(
+    ("error", "ran_out"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), True),
+        (OSError(12, "Cannot allocate memory"), True),
+        (RuntimeError("no"), False),
+        (ValueError("out of memory is what this is not"), False),
+    ],
+)
+def test_memory_that_ran_out_is_known(error: Exception, ran_out: bool) -> None:
+    assert out_of_memory(error) == ran_out
+
+
+def test_torchs_own_error_is_known() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 50)
+    assert out_of_memory(caught.value)
+
+
+def _while_handling(error: BaseException, handled: BaseException, *, hidden: bool = False) -> BaseException:
+    try:
+        try:
+            raise handled
+        except BaseException:
+            if hidden:
+                raise error from None
+            raise error  # noqa: B904
+    except BaseException as caught:
+        return caught
+
+
+def test_an_error_raised_while_handling_another_ranks_end_is_a_consequence_too() -> None:
+    ended = HorovodInternalError("shut down")
+    assert fault(_while_handling(ValueError("no"), ended)).consequence
+    assert fault(_while_handling(KeyError("k"), _while_handling(ValueError("no"), ended))).consequence
+    assert not fault(_while_handling(ValueError("no"), ended, hidden=True)).consequence
+
+
+def test_what_is_no_text_is_escaped() -> None:
+    broken = b"/data/caf\xe9".decode("utf-8", errors="surrogateescape")
+    for found in (fault(_raised(OSError(broken))), fault(_raised(DataError("what", found=broken)))):
+        for text in (found.message, found.traceback, *found.parts.values()):
+            text.encode("utf-8")
+        assert "\\udce9" in found.message
+
+
+class _Mute(ValueError):
+    def __str__(self) -> str:
+        raise RuntimeError("not even its text")
+
+
+def test_an_error_whose_text_cannot_be_made_is_told_of() -> None:
+    found = fault(_raised(_Mute()))
+    assert found.type == "_Mute" and "_raised" in found.traceback and not out_of_memory(_Mute())
+    assert bare_fault(_Mute()).type == "_Mute" and bare_fault(MemoryError()).memory

@@ -1,0 +1,49 @@
+"""Errors come out of a run as they were raised, whatever they are made of, and are told of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import hvdtrain
+from hvdtrain.observe.failure.reporter import TEXT
+from hvdtrain.observe.journal import read_journal
+from hvdtrain.spans import Spans
+from tests.support.toy import toy
+
+
+class _Mute(ValueError):
+    def __str__(self) -> str:
+        raise RuntimeError("not even its text")
+
+
+@pytest.mark.parametrize(
+    "error", [_Mute(), ValueError(b"caf\xe9".decode("utf-8", errors="surrogateescape"))], ids=["mute", "bytes"]
+)
+def test_an_error_of_any_text_comes_out_and_is_told(error: ValueError, tmp_path: Path) -> None:
+    def fails(step: int) -> float:
+        raise error
+
+    base = toy()
+    task = hvdtrain.Task(base.model, base.loss, base.train_data, schedule=fails)
+    run = tmp_path / "run"
+    options = {"train": {"steps": 2, "global_batch": 4, "micro_batch": 2}, "run_dir": str(run)}
+    with pytest.raises(ValueError) as caught:
+        hvdtrain.train(options, task)
+    assert caught.value is error
+    assert f"failed: {type(error).__name__}" in (run / TEXT).read_text()
+    events = [line["event"] for line in read_journal(run / "journal.jsonl") if "event" in line]
+    assert isinstance(error, _Mute) or events[-1] == "failed"
+
+
+def test_saving_and_loading_count_as_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog of every rank looks at this: a large checkpoint on a slow disk is no stall."""
+    within: list[str] = []
+    monkeypatch.setattr(Spans, "touch", lambda spans: within.append(" ".join(name for name, _ in spans.open())))
+    run = {"train": {"steps": 1, "global_batch": 4, "micro_batch": 2}, "run_dir": str(tmp_path / "run")}
+    hvdtrain.train(run, toy)
+    assert within.count("checkpoint") > 5
+    within.clear()
+    hvdtrain.train(run | {"train": {"steps": 1, "global_batch": 4, "micro_batch": 2}}, toy)
+    assert within.count("") > 5, "before the first step: reading, verifying, broadcasting"
