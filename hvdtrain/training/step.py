@@ -15,6 +15,7 @@ from hvdtrain.engine import Engine
 from hvdtrain.errors import TaskError
 from hvdtrain.spans import Spans
 from hvdtrain.task.base import Task
+from hvdtrain.training.buffers import Rollback
 from hvdtrain.training.precision import Precision
 
 
@@ -65,14 +66,20 @@ class Stepper:
     clip: float
     spans: Spans
 
+    def __post_init__(self) -> None:
+        """Make what undoes a forward pass."""
+        self._rollback = Rollback(self.model)
+
     def run(self, batches: Iterable[tuple[Callable[[], None], Any]], count: int, notices: list[int]) -> StepResult:
         """Train on `count` batches of this rank, each with what seeds its forward pass. Collective: yes.
 
         Gradients are those of the sum of losses over a nominal weight of the global batch; what the actual weight
         is, is known to all only after the exchange, and corrected by one factor then.
         """
-        nominal = self.global_batch * self.task.nominal_weight
+        nominal = self.global_batch * float(self.task.nominal_weight)
         self.engine.begin(count)
+        if count:
+            self._rollback.begin()
         losses: list[Tensor] = []
         weights: list[Tensor | float] = []
         for seed, batch in batches:
@@ -97,6 +104,8 @@ class Stepper:
         with self.spans("optimizer"):
             if result.applied:
                 self.engine.step()
+            if count:
+                self._rollback.end(applied=result.applied)
             if self.precision.scaler.is_enabled():
                 self.precision.scaler.update()
         return result

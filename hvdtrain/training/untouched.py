@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hvdtrain.engine import Engine
+from hvdtrain.training.buffers import all_buffers, copied_to_host
 
 
 @contextmanager
@@ -21,12 +22,7 @@ def untouched(model: nn.Module, engine: Engine, device: torch.device) -> Iterato
     What a forward pass writes anywhere else (parameters, attributes of the user's own) is not undone.
     """
     modes = {module: module.training for module in model.modules()}
-    # On the host, where there is room.
-    buffers = [
-        (module, name, buffer, None if buffer is None else buffer.detach().to("cpu", copy=True))
-        for module in modes
-        for name, buffer in module._buffers.items()
-    ]
+    buffers = copied_to_host(all_buffers(model))
     python, numpy = random.getstate(), np.random.get_state()
     engine.begin(0)  # clears gradients, as the next step's begin does, and lets backward start no exchange
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]  # of those the optimizer lacks
@@ -38,11 +34,8 @@ def untouched(model: nn.Module, engine: Engine, device: torch.device) -> Iterato
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        with torch.no_grad():
-            for module, name, buffer, values in buffers:
-                module._buffers[name] = buffer
-                if buffer is not None and values is not None:
-                    buffer.copy_(values)
+        for copy in buffers:
+            copy.put_back()
         random.setstate(python)
         np.random.set_state(numpy)
         for module, training in modes.items():

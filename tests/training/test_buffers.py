@@ -1,0 +1,135 @@
+"""A step that is not applied leaves no trace in buffers; one that is costs only those that it writes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.engine import make_engine
+from hvdtrain.spans import Spans
+from hvdtrain.task.base import Task
+from hvdtrain.training import buffers
+from hvdtrain.training.buffers import Rollback, all_buffers, copied_to_host
+from hvdtrain.training.precision import Precision
+from hvdtrain.training.step import Stepper
+from tests.support.thread_comm import ThreadComm, on_ranks
+
+CPU = torch.device("cpu")
+
+
+class Counts(nn.Module):
+    """Writes what it keeps of its input in every way there is, and holds what it does not write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.frozen = nn.BatchNorm1d(3).eval()
+        self.line = nn.Linear(3, 1)
+        self.register_buffer("largest", torch.zeros(()))
+        self.register_buffer("constant", torch.tensor([math.nan, 1.0]))
+        self.register_buffer("nothing", None)
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.largest = torch.maximum(self.largest, x.detach().max())  # another tensor
+        self.cache += 1
+        return self.line(self.frozen(self.norm(x))).squeeze(-1)
+
+
+def _loss(model: nn.Module, x: Tensor) -> tuple[Tensor, int]:
+    return (model(x) ** 2).sum(), len(x)
+
+
+def _saved(model: nn.Module) -> dict[str, Tensor]:
+    own = dict(model.named_parameters())
+    return {name: value.clone() for name, value in model.state_dict().items() if name not in own}
+
+
+def _same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[n].nan_to_num(7), b[n].nan_to_num(7)) for n in a)
+
+
+def _steps(comm: ThreadComm, bad: list[bool], idle: int = 0) -> list[tuple[bool, bool]]:
+    """Steps of this rank, the last rank's spoilt where `bad`: whether each was applied, and changed a buffer.
+
+    The last `idle` ranks have no micro-batch.
+    """
+    model = Counts()
+    inputs = torch.rand(len(bad), 2, 4, 3) + torch.arange(len(bad)).reshape(-1, 1, 1, 1)
+    engine = make_engine(torch.optim.SGD(model.parameters(), lr=1e-3), model, comm, "none", Spans())
+    stepper = Stepper(
+        Task(model, _loss, []), model, engine, comm, Precision("fp32", CPU), CPU, 8 * comm.size, 0.0, Spans()
+    )
+    found = []
+    for x, spoilt in zip(inputs, bad, strict=True):
+        if spoilt and comm.rank == comm.size - idle - 1:
+            x[1, 0, 0] = math.nan
+        batches: list[Any] = [] if comm.rank >= comm.size - idle else [(lambda: None, part) for part in x]
+        before = _saved(model)
+        result = stepper.run(batches, len(batches), [])
+        found.append((result.applied, not _same(before, _saved(model))))
+    assert all(bool(value.isfinite().all()) for name, value in _saved(model).items() if name != "constant")
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("bad", [[True, False, False], [False, True, False, True]])
+def test_a_skipped_step_changes_no_buffer_on_any_rank(size: int, bad: list[bool]) -> None:
+    for found in on_ranks(size, lambda comm: _steps(comm, bad)):
+        assert found == [(not spoilt, not spoilt) for spoilt in bad]
+
+
+def test_a_rank_that_idles_has_nothing_to_undo() -> None:
+    working, idle = on_ranks(2, lambda comm: _steps(comm, [True, False, True], idle=1))
+    assert working == [(False, False), (True, True), (False, False)]
+    assert [changed for _, changed in idle] == [False] * 3
+
+
+def test_only_what_a_step_writes_is_copied_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[str] = []
+    monkeypatch.setattr(buffers, "_copied", lambda places: copied.extend(name for _, name in places) or [])
+    model = Counts()
+    rollback = Rollback(model)
+    for _ in range(2):
+        rollback.begin()
+        model(torch.ones(2, 3))
+        rollback.end(applied=True)
+    statistics = ["running_mean", "running_var", "num_batches_tracked"]
+    assert sorted(copied) == sorted(["largest", *statistics, *statistics])  # the frozen ones too: they may thaw
+    plain = nn.Sequential(nn.Linear(2, 2), nn.GroupNorm(1, 2))
+    plain.register_buffer("mask", torch.ones(2))
+    rollback = Rollback(plain)
+    copied.clear()
+    for _ in range(2):
+        rollback.begin()
+        plain(torch.ones(2, 2))
+        rollback.end(applied=False)
+    assert copied == []
+
+
+def test_a_cache_that_no_checkpoint_holds_stays_as_it_is() -> None:
+    model = Counts()
+    rollback = Rollback(model)
+    for _ in range(2):
+        rollback.begin()
+        model(torch.ones(2, 3))
+        rollback.end(applied=False)
+    assert model.cache.item() == 2.0
+    assert model.largest.item() == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64])
+def test_any_dtype_is_told_apart_and_put_back(dtype: torch.dtype) -> None:
+    model = nn.Module()
+    model.register_buffer("value", torch.ones(2, 3).to(dtype).t())
+    (copy,) = copied_to_host(all_buffers(model))
+    assert not copy.is_changed()
+    with torch.no_grad():
+        model.value.zero_()
+    assert copy.is_changed()
+    copy.put_back()
+    assert not copy.is_changed()
