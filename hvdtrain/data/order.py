@@ -34,8 +34,13 @@ def micro_batches(position: int, global_batch: int, micro_batch: int) -> list[Mi
 
 
 def share(count: int, rank: int, size: int) -> range:
-    """Which of `count` things, in order, are those of `rank`: shares differ by one at most."""
-    return range(count * rank // size, count * (rank + 1) // size)
+    """Which of `count` things, in order, are those of `rank`: shares differ by one at most, the first are the larger.
+
+    Rank 0, which tells what a step took, is not the one that idles.
+    """
+    each, more = divmod(count, size)
+    start = rank * each + min(rank, more)
+    return range(start, start + each + (rank < more))
 
 
 def samples(positions: NDArray[np.int64], length: int, seed: int) -> NDArray[np.int64]:

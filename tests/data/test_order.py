@@ -43,6 +43,7 @@ def test_ranks_share_out_a_global_batch(position: int, global_batch: int, micro_
     shares = [share(len(batches), rank, size) for rank in range(size)]
     assert [i for part in shares for i in part] == list(range(len(batches)))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    assert len(shares[0]) == max(map(len, shares)), "who records works as much as any"
     covered = [p for batch in batches for p in range(batch.start, batch.stop)]
     assert covered == list(range(position, position + global_batch))
     assert all(batch.stop - batch.start <= micro_batch for batch in batches)
