@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -148,10 +149,12 @@ def checked_loss(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, Tens
     Errors:
         TaskError: the loss function returned something else.
     """
-    result = task.loss(model, batch)
+    result: Any = task.loss(model, batch)
     if isinstance(result, tuple) and len(result) == 2:
         loss, weight = result
-        scalar_weight = isinstance(weight, (int, float)) or (isinstance(weight, Tensor) and weight.numel() == 1)
+        if isinstance(weight, Real):  # numpy's numbers as well, which the journal could not hold
+            weight = float(weight)
+        scalar_weight = isinstance(weight, float) or (isinstance(weight, Tensor) and weight.numel() == 1)
         if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point() and scalar_weight:
             return loss, weight
     raise TaskError(

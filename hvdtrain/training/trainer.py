@@ -147,7 +147,7 @@ class Trainer:
         self.observer.begin_step(progress.step + 1)
         spans.step = progress.step + 1
         start_ns = spans.now()
-        lr_factor = self.schedule(progress.step)
+        lr_factor = float(self.schedule(progress.step))  # numpy's numbers are not JSON's
         self._set_lr(lr_factor)
         mine = self.stream.step(progress.position)
         fed = ((partial(seed_forward, self.config.seed, b.start), self._next(batches)) for b in mine)

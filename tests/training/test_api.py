@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +16,7 @@ import hvdtrain
 from hvdtrain.config.schema import CheckpointConfig, TrainConfig
 from hvdtrain.observe.journal import read_journal, read_steps
 from tests.support.launch import run
+from tests.support.tensorboard_run import series
 from tests.support.toy import toy
 
 ROOT = Path(__file__).parents[2]
@@ -73,6 +77,31 @@ def test_a_task_brings_its_optimizer_and_schedule(capsys: pytest.CaptureFixture[
     rates = [line["lr"] for line in read_steps(result.run_dir / "journal.jsonl").values()]
     assert rates == [0.5, 0.25, 0.125, 0.0625, 0.03125]
     assert "--optimizer.* is not used" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [np.float64, np.float32, np.int64, torch.tensor], ids=lambda kind: kind.__name__)
+def test_numbers_of_a_task_may_be_numpys_or_tensors(number: Callable[[float], Any]) -> None:
+    def task(kind: Callable[[float], Any]) -> hvdtrain.Task:
+        torch.manual_seed(0)
+        base = toy(dropout=0.0)
+        return hvdtrain.Task(
+            base.model,
+            lambda model, batch: (base.loss(model, batch)[0], kind(float(len(batch[0])))),
+            base.train_data,
+            base.heldout_data,
+            optimizer=torch.optim.SGD(base.model.parameters(), lr=1e-3),
+            schedule=lambda step: kind(1.0 * (step + 1)),
+            metrics=lambda model, batch: {"rows": (kind(6.0), kind(2.0))},
+            nominal_weight=kind(2.0),
+        )
+
+    plain, other = (hvdtrain.train(OPTIONS, task(kind)) for kind in (float, number))
+    assert _losses(other) == _losses(plain)
+    assert other.metrics == plain.metrics == {"rows": 3.0}
+    found = [line for line in read_journal(other.run_dir / "journal.jsonl") if line.get("event") == "warning"]
+    assert found == []
+    points = series(other.run_dir / "tensorboard", "loss/train")
+    assert points.keys() >= {1, 5}
 
 
 def test_a_task_object_never_takes_another_ones_run() -> None:
