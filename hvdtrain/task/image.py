@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.errors import TaskError
 from hvdtrain.task.base import Task
 from hvdtrain.task.image_data import ImageConfig, open_images
 from hvdtrain.task.resnet import ResNetConfig, resnet
@@ -24,7 +23,6 @@ def image(model: ResNetConfig = ResNetConfig(), data: ImageConfig = ImageConfig(
         TaskError: a library of the extra `image` is missing.
         ConfigError: an option that makes no sense.
     """
-    _need_torch()
     images = open_images(data)
     return Task(
         model=resnet(model, channels=images.channels, classes=images.classes),
@@ -59,11 +57,3 @@ def accuracy(model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, float]]:
     images, labels = batch
     guesses = model(pixel_values=images).logits.argmax(-1)
     return {"accuracy": ((guesses == labels).sum(), float(len(labels)))}
-
-
-def _need_torch() -> None:
-    try:
-        import numpy  # noqa: F401
-        import torch  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise TaskError(f"the image task needs {error.name}", next_step='pip install "hvdtrain[image]"') from error

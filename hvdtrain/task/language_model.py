@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.errors import TaskError
 from hvdtrain.task.base import Task
 from hvdtrain.task.causal_lm import ModelConfig, causal_lm
 from hvdtrain.task.corpus import TextConfig, open_corpus
@@ -26,7 +25,6 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
         ConfigError: options that do not go together.
         DataError: data that is missing, unreadable, empty, too short, or that does not fit the model.
     """
-    _need_torch()
     corpus = open_corpus(data, own_tokenizer=_tokenizer_beside(model))
     return Task(
         model=causal_lm(model, vocabulary=corpus.vocabulary, seq_len=data.seq_len),
@@ -62,13 +60,3 @@ def _tokenizer_beside(model: ModelConfig) -> str | None:
     """A pretrained model reads text by the tokenizer that lies beside it."""
     beside = Path(model.pretrained or "").expanduser() / "tokenizer.json"
     return str(beside) if model.pretrained and beside.is_file() else None
-
-
-def _need_torch() -> None:
-    try:
-        import numpy  # noqa: F401
-        import torch  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise TaskError(
-            f"the language_model task needs {error.name}", next_step='pip install "hvdtrain[lm]"'
-        ) from error
