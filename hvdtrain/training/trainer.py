@@ -13,7 +13,7 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.config.schema import Config
 from hvdtrain.data.loader import Stream, seed_forward, train_batches
-from hvdtrain.observe.histograms import histograms
+from hvdtrain.observe.histograms import Histograms
 from hvdtrain.state.store import CheckpointStore
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.evaluate import Evaluation, evaluate
@@ -88,6 +88,10 @@ class Trainer:
     store: CheckpointStore | None
     observer: Observer
     sanity: Sanity
+
+    def __post_init__(self) -> None:
+        """Make what the trainer alone uses."""
+        self._histograms = Histograms(self.sanity.warn)
 
     def run(self, notices: Notices) -> str:
         """Train; why it ended: "finished", "stop_at" or a signal's name. Collective: yes.
@@ -196,7 +200,7 @@ class Trainer:
     def _observe_values(self) -> None:
         every, step = self.config.observe.histograms_every, self.state.progress.step
         if every and step % every == 0 and self.comm.rank == 0:
-            self.observer.show({"event": "histograms", "at_step": step, **histograms(self.state.model)})
+            self.observer.show({"event": "histograms", "at_step": step, **self._histograms.of(self.state.model)})
 
     def _evaluate(self) -> Evaluation | None:
         stepper, train = self.stepper, self.config.train

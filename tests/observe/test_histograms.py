@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from hvdtrain.observe.histograms import BINS, histogram, histograms
+from hvdtrain.observe import histograms
+from hvdtrain.observe.histograms import BINS, Histograms, histogram
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -26,10 +30,96 @@ def test_every_value_is_counted_once(dtype: torch.dtype, shape: tuple[int, ...])
     assert found["sum_squares"] == pytest.approx(float(flat.square().sum()), rel=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(41,), (3, 5, 7), (4, 6, 2, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_add_up_to_the_whole(
+    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(4)).to(dtype)
+    values.view(-1)[7:14:3] = torch.tensor([math.nan, math.inf, -math.inf], dtype=dtype)
+    whole = histogram(values)
+    assert whole["not_finite"] == 3
+    monkeypatch.setattr(histograms, "_CHUNK", 5)
+    arranged = [values, values.transpose(0, -1)]
+    arranged += [values.contiguous(memory_format=torch.channels_last)] if values.dim() == 4 else []
+    for same in arranged:
+        found = histogram(same)
+        assert found.keys() == whole.keys()
+        for name, value in whole.items():
+            assert found[name] == pytest.approx(value, rel=1e-12), name
+
+
+class _Largest(TorchDispatchMode):
+    """The most memory that any operation has taken, beside that of `values`."""
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__()
+        self.own = values.untyped_storage().data_ptr()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.untyped_storage().data_ptr() != self.own:
+            self.bytes = max(self.bytes, result.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+def test_a_large_tensor_is_never_copied_as_a_whole(form: torch.memory_format, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(histograms, "_CHUNK", 64)
+    values = torch.randn(16, 8, 8, 8, dtype=torch.bfloat16).contiguous(memory_format=form)
+    with _Largest(values) as largest:
+        histogram(values)
+    assert 0 < largest.bytes <= 5 * 8 * 128  # a row of sums a chunk
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
+def test_memory_that_runs_out_costs_the_histogram_and_is_told_once(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def small(values: Tensor) -> dict[str, Any]:
+        if values.numel() > 5:
+            raise error
+        return histogram(values)
+
+    told: list[str] = []
+    made = Histograms(told.append)
+    monkeypatch.setattr(histograms, "histogram", small)
+    for _ in range(2):
+        assert made.of(nn.Sequential(nn.Linear(3, 2), nn.Linear(4, 2)))["parameters"].keys() == {"0.bias", "1.bias"}
+    (line,) = told
+    assert "0.weight" in line and "--observe.histograms_every 0" in line
+
+
+def test_another_error_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(values: Tensor) -> dict[str, Any]:
+        raise RuntimeError("a kernel is missing")
+
+    monkeypatch.setattr(histograms, "histogram", fails)
+    with pytest.raises(RuntimeError, match="a kernel is missing"):
+        Histograms(pytest.fail).of(nn.Linear(3, 2))
+
+
 def test_counts_lie_where_the_values_do() -> None:
     found = histogram(torch.tensor([0.0] * 5 + [1.0] * 3))
     assert found["counts"][0] == 5
     assert found["counts"][-1] == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_bins_are_those_of_numpy(dtype: torch.dtype) -> None:
+    values = torch.randn(9999, generator=torch.Generator().manual_seed(5), dtype=dtype)
+    counts, edges = np.histogram(values.double().numpy(), BINS)
+    found = histogram(values)
+    assert found["counts"] == counts.tolist()
+    assert found["limits"] == pytest.approx(edges[1:].tolist())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_numbers_at_the_ends_of_a_format(dtype: torch.dtype) -> None:
+    info = torch.finfo(dtype)
+    for ends in ([info.min, info.max], [0.0, info.smallest_normal], [0.0, info.smallest_normal * info.eps]):
+        assert histogram(torch.tensor(ends, dtype=dtype))["num"] == 2.0
 
 
 def test_equal_values_are_one_bin() -> None:
@@ -47,7 +137,7 @@ def test_of_a_model_with_and_without_gradients() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     model[0](torch.ones(3)).sum().backward()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    found = histograms(model)
+    found = Histograms(pytest.fail).of(model)
     assert found["parameters"].keys() == before.keys()
     assert found["gradients"].keys() == {"0.weight", "0.bias"}
     assert found["gradients"]["0.bias"]["min"] == 1.0

@@ -278,11 +278,16 @@ def test_what_happened_is_text(tmp_path: Path) -> None:
 def test_histograms(tmp_path: Path) -> None:
     import torch
 
-    from hvdtrain.observe.histograms import histograms
+    from hvdtrain.observe.histograms import Histograms
 
     model = torch.nn.Linear(3, 2)
     model(torch.ones(3)).sum().backward()
-    found = _write(tmp_path, STARTED, step_record(1, 1e9), {"event": "histograms", "at_step": 1, **histograms(model)})
+    found = _write(
+        tmp_path,
+        STARTED,
+        step_record(1, 1e9),
+        {"event": "histograms", "at_step": 1, **Histograms(pytest.fail).of(model)},
+    )
     (event,) = found.Histograms("parameters/weight")
     assert event.step == 1
     assert event.histogram_value.num == 6
