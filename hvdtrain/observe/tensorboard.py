@@ -14,6 +14,7 @@ from hvdtrain.observe.past import Past
 from hvdtrain.observe.scalars import BANDS, Interval, machine_scalars, numbers, stacked
 
 FOLDER = "tensorboard"
+_HISTOGRAMS = "histograms"
 
 EVERY_S = 0.25
 """Seconds between points: TensorBoard's checksums are computed in Python, some 0.1 ms a point under the lock that the
@@ -136,6 +137,8 @@ class TensorBoard:
             "by_seconds": EventFile(self._directory / "by_seconds", int(seconds) + again),
             **{band: EventFile(self._directory / "step" / band, step + again) for band in BANDS},
         }
+        if (self._directory / _HISTOGRAMS).exists():
+            self._own_file()
         first = [page.text("config", page.config_table(self._started)), *page.hyperparameters(config)]
         self._files["."].add(first, step + again, _time(self._started))
         early, self._early = self._early, []
@@ -191,7 +194,15 @@ class TensorBoard:
 
     def _histograms(self, record: Mapping[str, Any]) -> None:
         found = [page.histogram_values(kind, record[kind]) for kind in ("parameters", "gradients")]
-        self._opened()["."].add(found, record.get("at_step", self._step), _time(record))
+        self._opened()
+        self._own_file().add(found, record.get("at_step", self._step), _time(record))
+
+    def _own_file(self) -> EventFile:
+        """That of histograms, which no journal can tell again: those up to the checkpoint stay."""
+        if _HISTOGRAMS not in self._files:
+            first = 0 if self._resumed is None else self._resumed["step"] + 1
+            self._files[_HISTOGRAMS] = EventFile(self._directory / _HISTOGRAMS, first)
+        return self._files[_HISTOGRAMS]
 
     def _tell(self, record: Mapping[str, Any]) -> None:
         if not self._files:  # only the next records tell whether the run is resumed

@@ -288,11 +288,33 @@ def test_histograms(tmp_path: Path) -> None:
         step_record(1, 1e9),
         {"event": "histograms", "at_step": 1, **Histograms(pytest.fail).of(model)},
     )
+    found = read(tmp_path / "histograms")
     (event,) = found.Histograms("parameters/weight")
     assert event.step == 1
     assert event.histogram_value.num == 6
     assert event.histogram_value.max == pytest.approx(float(model.weight.detach().max()))
     assert len(found.Histograms("gradients/bias")) == 1
+
+
+@pytest.mark.parametrize("end", [True, False])
+@pytest.mark.parametrize("later", [2, 0])
+def test_a_resume_keeps_each_histogram_once(end: bool, later: int, tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.stretch(None, [0.5] * 9, histograms_every=2, end=end)
+    run.stretch(7, [0.5] * 2, histograms_every=later, end=end)
+    run.stretch(8, [0.5] * 5, histograms_every=later, end=end)
+    expected = range(2, 14, 2) if later else range(2, 8, 2)
+    for tag in ("parameters/weight", "gradients/weight"):
+        assert [event.step for event in read(run.folder / "histograms").Histograms(tag)] == list(expected)
+    run.stretch(None, [0.5] * 3, histograms_every=3)
+    found = read(run.folder / "histograms").Histograms("parameters/weight")
+    assert [(event.step, event.histogram_value.sum) for event in found] == [(3, run.now)]
+
+
+def test_a_run_without_histograms_has_no_run_of_them(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.stretch(None, [0.5])
+    assert not (run.folder / "histograms").exists()
 
 
 def test_a_full_disk_is_the_sinks_error(tmp_path: Path) -> None:

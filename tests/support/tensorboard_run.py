@@ -12,6 +12,7 @@ from hvdtrain.observe.tensorboard import TensorBoard
 
 BATCH = 16
 CONFIG = {"seed": 7, "run_dir": "somewhere", "train": {"steps": 9, "global_batch": BATCH}, "data": {"text": "a|b*.md"}}
+HISTOGRAM = {"min": 0.0, "max": 1.0, "num": 1.0, "sum_squares": 1.0, "limits": [0.0, 1.0], "counts": [0.0, 1.0]}
 STARTED = {"event": "started", "size": 2, "parameters": 5, "unit": "words", "config": CONFIG, "time": 1e9}
 
 
@@ -67,7 +68,15 @@ class Run:
         """All series of one of them."""
         return {tag: series(self.folder / folder, tag) for tag in read(self.folder / folder).Tags()["scalars"]}
 
-    def stretch(self, resumed: int | None, durations: list[float], *, save_every: int = 0, end: bool = True) -> None:
+    def stretch(
+        self,
+        resumed: int | None,
+        durations: list[float],
+        *,
+        save_every: int = 0,
+        histograms_every: int = 0,
+        end: bool = True,
+    ) -> None:
         """Train steps of these durations, after `resumed`; `end` closes the sink, a killed run does not."""
         journal, sink = Journal(self.journal), TensorBoard(self.folder, self.journal)
         events: list[dict[str, Any]] = [STARTED, {"event": "warning", "text": "a damaged checkpoint", "time": self.now}]
@@ -81,6 +90,9 @@ class Run:
             record = step_record(step, self.now, step_s)
             journal.write(record)
             sink.write(record)
+            if histograms_every and step % histograms_every == 0:
+                values = {"weight": {**HISTOGRAM, "sum": self.now}}
+                sink.write({"event": "histograms", "at_step": step, "parameters": values, "gradients": values})
             if save_every and step % save_every == 0:
                 for event in ("evaluation", "checkpoint"):
                     facts = {"event": event, "at_step": step, "loss": 9 / step, "time": self.now}
