@@ -29,7 +29,7 @@ from hvdtrain.state.store import CheckpointStore
 from hvdtrain.state.sync import broadcast_state
 from hvdtrain.state.train_state import Progress, TrainState
 from hvdtrain.task.base import Task
-from hvdtrain.training.compute import with_flops_counted
+from hvdtrain.training.compute import FirstPass
 from hvdtrain.training.device import pick_device
 from hvdtrain.training.explain import explained
 from hvdtrain.training.health import batch_statistics
@@ -95,9 +95,9 @@ def _train(
     job: Job,
 ) -> Result:
     store = CheckpointStore(directory / CHECKPOINTS, recorder.warn, spans.touch) if claim is not None else None
-    if comm.rank == 0:
-        task = with_flops_counted(task, run.config, device, comm.size, recorder.event)
     trainer = _trainer(run, task, comm, device, store, recorder, spans)
+    if comm.rank == 0:
+        trainer.stepper.around = FirstPass(run.config, device, comm.size, recorder.event)
     state, engine = trainer.state, trainer.stepper.engine
     job.held = partial(held, run.config, device, trainer.stepper.model, engine)
     job.parts = engine.carried

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -55,6 +56,7 @@ class Stepper:
         global_batch: samples a step over all ranks.
         clip: largest norm of the gradient, 0 for any.
         spans: takes the durations.
+        around: makes what each forward pass is run in.
     """
 
     task: Task
@@ -66,6 +68,7 @@ class Stepper:
     global_batch: int
     clip: float
     spans: Spans
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def __post_init__(self) -> None:
         """Make what undoes a forward pass."""
@@ -87,7 +90,7 @@ class Stepper:
             with self.spans("copy"):
                 batch = to_device(batch, self.device)
             seed()
-            with self.spans("forward"), self.precision.autocast():
+            with self.spans("forward"), self.precision.autocast(), self.around():
                 loss, weight = checked_loss(self.task, self.model, batch)
             with self.spans("backward"):
                 self.engine.backward(self.precision.scaler.scale(loss / nominal))

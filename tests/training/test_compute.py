@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+import hvdtrain
 from hvdtrain.config.schema import Config, ObserveConfig, TrainConfig
+from hvdtrain.observe.journal import read_journal
 from hvdtrain.task.base import Task
-from hvdtrain.training.compute import with_flops_counted
+from hvdtrain.training.compute import FirstPass
 from tests.support.toy import toy
 
 CPU = torch.device("cpu")
@@ -21,10 +24,11 @@ FORWARD = 2 * (6 * 16 + 16 * 1)
 def _told(task: Task, size: int = 1, passes: int = 2, **options: Any) -> list[dict[str, Any]]:
     config = Config(train=TrainConfig(micro_batch=4), **options)
     told: list[dict[str, Any]] = []
-    counted = with_flops_counted(task, config, CPU, size, told.append)
+    around = FirstPass(config, CPU, size, told.append)
     x = torch.ones(4, 6)
     for _ in range(passes):
-        counted.loss(counted.model, (x, x.sum(1)))
+        with around():
+            task.loss(task.model, (x, x.sum(1)))
     return told
 
 
@@ -34,25 +38,41 @@ def test_training_takes_three_times_a_forward_pass_and_is_told_once() -> None:
     assert (found["device"], found["peak_per_s"], found["peak_source"]) == ("cpu", None, None)
 
 
-def test_an_evaluation_is_not_counted() -> None:
-    with torch.no_grad():
-        assert _told(toy()) == []
-
-
 def test_the_peak_that_the_user_gives_is_one_devices() -> None:
     (found,) = _told(toy(), size=4, observe=ObserveConfig(peak_tflops=2.5))
     assert found["peak_per_s"] == 10e12
 
 
-def test_no_pass_more_is_run() -> None:
-    task, calls = toy(), []
+@dataclass(frozen=True)
+class Own(Task):
+    """A task of a user's, which notes when it is made and when its loss is taken."""
 
-    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
-        calls.append(batch)
-        return task.loss(model, batch)
+    def __post_init__(self) -> None:
+        calls.append("made")
+        loss = self.loss
 
-    assert len(_told(replace(task, loss=loss), passes=3)) == 1
-    assert len(calls) == 3
+        def noted(model: nn.Module, batch: Any) -> Any:
+            calls.append("trained" if torch.is_grad_enabled() else "evaluated")
+            return loss(model, batch)
+
+        object.__setattr__(self, "loss", noted)
+
+
+calls: list[str] = []
+
+
+def test_the_first_pass_of_training_is_counted_and_no_pass_more_is_run(tmp_path: Path) -> None:
+    """Not that of an evaluation; and the task is neither copied nor made again."""
+    base = toy(heldout=2)
+    calls.clear()
+    task = Own(base.model, base.loss, base.train_data, base.heldout_data)
+    train_options = {"steps": 2, "global_batch": 4, "micro_batch": 2}
+    hvdtrain.train({"train": train_options, "run_dir": str(tmp_path / "run")}, task)
+    assert calls == ["made", "evaluated", *["trained"] * 4, "evaluated"]
+    events = [line["event"] for line in read_journal(tmp_path / "run/journal.jsonl") if "event" in line]
+    assert events.index("evaluation") < events.index("flops")
+    (found,) = (line for line in read_journal(tmp_path / "run/journal.jsonl") if line.get("event") == "flops")
+    assert found["per_sample"] == 3 * FORWARD
 
 
 def test_a_model_without_products_has_no_figure() -> None:
