@@ -169,6 +169,7 @@ def _check(config: Config) -> None:
             "more than 0",
             observe.peak_tflops,
         ),
+        (observe.stall_timeout_s >= 0, "observe.stall_timeout_s", "0 (never) or more", observe.stall_timeout_s),
         (0 <= config.seed < 2**63, "seed", "0 to 2^63 - 1", config.seed),
     ]
     for holds, name, expected, found in rules:

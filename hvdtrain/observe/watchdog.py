@@ -157,10 +157,19 @@ class Watchdog:
             self._end(EXIT_STALLED)
 
     def _anyone_missing(self) -> bool:
-        """Whether a rank was found dead twice in a row."""
-        before = self._suspects
-        self._suspects = {rank for rank, state in self._reporter.post.states().items() if state in process.DEAD}
-        return bool(before & self._suspects)
+        """Whether a rank was found dead twice in a row, and it is this rank's to say so.
+
+        Without a folder nobody leaves word of its end, nor that a card is written: then no rank is missed in the end,
+        and of those of a host the first that is left speaks.
+        """
+        post, before = self._reporter.post, self._suspects
+        states = post.states()
+        self._suspects = {rank for rank, state in states.items() if state in process.DEAD}
+        missing = bool(before & self._suspects)
+        if post.folder is None:
+            first = all(rank > post.who.rank for rank in states.keys() - self._suspects)
+            return missing and first and not self._reporter.job.ending
+        return missing
 
     def _others(self) -> dict[int, dict[str, Any]]:
         own = self._reporter.witness.who.rank

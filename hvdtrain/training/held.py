@@ -19,8 +19,8 @@ _MIB = 1 << 20
 def held(config: Config, device: torch.device, model: nn.Module, engine: Engine) -> dict[str, Any]:
     """What holds the memory of `device`, and the options that it depends on.
 
-    Returns {"where": "GPU" or "host", "mib": {name: MiB}, "micro_batch": int, "precision": str}. Memory that several
-    share counts for the first. What none of them holds, "the rest", is mostly activations.
+    Returns {"where": "GPU's" or "host's", "mib": {name: MiB}, "micro_batch": int, "precision": str}. Memory that
+    several share counts for the first. What none of them holds, "the rest", is mostly activations.
     """
     seen: set[int] = set()
     kinds: dict[str, Iterable[Tensor]] = {

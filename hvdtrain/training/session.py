@@ -111,6 +111,7 @@ def _train(
         recorder.begin(trainer.stop)
         with Notices() as notices:
             reason = trainer.run(notices)
+    job.ending = True
     figures = on_rank_0(comm, partial(losses_and_speed, directory / journal.NAME), name="figures")
     return Result(
         run_dir=directory,

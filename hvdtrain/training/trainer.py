@@ -56,7 +56,7 @@ class Trainer:
             finish exchange; unscale; finite? clip; step                     (Stepper)
             position += global batch
             tell the observer; look at what was skipped, and at jumps of the loss    (Sanity)
-            every N steps, the last step: evaluate
+            every N steps, the last step, unless a signal asks to stop: evaluate
             a signal on any rank, every M steps, the last step: save; stop if asked to
 
     Every rank runs the same lines; only the store is rank 0's.
@@ -120,7 +120,7 @@ class Trainer:
                 asked_at = progress.step
             # A stop by signal leaves no time for an evaluation: mpirun kills one second after SIGTERM.
             interval = self.config.train.eval_every
-            evaluating = last or (not reason and (progress.step % interval == 0 if interval else due))
+            evaluating = not reason and (last or (progress.step % interval == 0 if interval else due))
             evaluated = self._evaluate() if evaluating else None
             if due or asked or reason or last:
                 self._save(evaluated)

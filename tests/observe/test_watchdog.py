@@ -236,3 +236,22 @@ def test_it_works_with_file_descriptors_beyond_1023(
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert ended.codes[0] == EXIT_FAILED
     assert "watches no more" not in capfd.readouterr().err
+
+
+def test_without_a_folder_a_dead_neighbour_is_seen_by_the_first_that_is_left_but_not_in_the_end(
+    reporter: Reporter, child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _with(reporter, child).post = dataclasses.replace(reporter.post, folder=None)
+    watchdog = Watchdog(reporter, 0.0, _Ended())
+
+    def missing(**states: str) -> bool:
+        watchdog._suspects.clear()
+        monkeypatch.setattr(type(reporter.post), "states", lambda post: {int(r[1:]): s for r, s in states.items()})
+        return [watchdog._anyone_missing() for _ in range(2)][1]
+
+    assert missing(_1=GONE, _2=RUNNING)
+    reporter.post = dataclasses.replace(reporter.post, who=dataclasses.replace(reporter.post.who, rank=2))
+    assert missing(_0=GONE, _1=GONE)
+    assert not missing(_0=RUNNING, _1=GONE), "rank 0 says it"
+    reporter.job.ending = True
+    assert not missing(_0=GONE, _1=GONE)

@@ -76,8 +76,9 @@ def test_an_interval_that_makes_no_sense() -> None:
         _train("run", 0, eval_every=0)
 
 
-def test_a_stop_by_signal_is_not_kept_waiting() -> None:
-    """mpirun kills one second after SIGTERM: the checkpoint comes first."""
+@pytest.mark.parametrize("steps", [10, 5])
+def test_a_stop_by_signal_is_not_kept_waiting(steps: int) -> None:
+    """mpirun kills one second after SIGTERM: the checkpoint comes first, also of the last step."""
     base = toy()
 
     def schedule(step: int) -> float:
@@ -86,7 +87,7 @@ def test_a_stop_by_signal_is_not_kept_waiting() -> None:
         return 1.0
 
     task = hvdtrain.Task(base.model, base.loss, base.train_data, base.heldout_data, schedule=schedule)
-    train = {"steps": 10, "global_batch": 4, "micro_batch": 2, "eval_every": 1}
+    train = {"steps": steps, "global_batch": 4, "micro_batch": 2, "eval_every": 1}
     result = hvdtrain.train({"train": train, "checkpoint": {"every": 1}, "run_dir": "run"}, task)
     assert result.reason == "SIGTERM"
     lines = [line for line in read_journal(Path("run", "journal.jsonl")) if line.get("event") == "evaluation"]

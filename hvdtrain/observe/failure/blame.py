@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdtrain.observe.failure.process import DEAD, RUNNING, STOPPED, UNKNOWN
+from hvdtrain.observe.failure.naming import agree, grouped, label, labels, place
+from hvdtrain.observe.failure.process import DEAD, RUNNING, STOPPED, UNKNOWN, UNREACHABLE
 from hvdtrain.observe.failure.statement import STALLED, Statement, Who
 
 EXCEPTION, KILLED, STALL = "exception", "killed", "stall"
@@ -47,7 +48,9 @@ class Verdict:
     hint: str = ""
 
 
-def judge(statements: Sequence[Statement], silent: Sequence[Silent], *, oom_kills: int = 0) -> Verdict:
+def judge(
+    statements: Sequence[Statement], silent: Sequence[Silent], *, oom_kills: int = 0, shared: bool = True
+) -> Verdict:
     """The verdict.
 
     An error that is no mere consequence of another comes before processes that are gone (the launcher ends what is
@@ -58,6 +61,8 @@ def judge(statements: Sequence[Statement], silent: Sequence[Silent], *, oom_kill
         statements: one a rank at most, one at least.
         silent: all other ranks.
         oom_kills: processes of this host that its kernel killed for want of memory since the run began.
+        shared: whether this rank sees the folder in which ranks leave word; without it those that are gone may have
+            spoken for themselves.
     """
     errors = sorted((s for s in statements if s.fault is not None), key=lambda s: s.time)
     original = [s for s in errors if s.fault is not None and not s.fault.consequence]
@@ -65,7 +70,7 @@ def judge(statements: Sequence[Statement], silent: Sequence[Silent], *, oom_kill
     if original:
         return _error(original, len(statements) + len(silent))
     if dead:
-        return _killed(dead, oom_kills)
+        return _killed(dead, oom_kills, shared)
     stopped = [s for s in silent if s.state == STOPPED]
     if stopped:
         return _stopped(stopped)
@@ -88,7 +93,7 @@ def _text(statement: Statement) -> str:
     return f"{statement.fault.type}: {statement.fault.message}" if statement.fault else ""
 
 
-def _killed(dead: Sequence[Silent], oom_kills: int) -> Verdict:
+def _killed(dead: Sequence[Silent], oom_kills: int, shared: bool) -> Verdict:
     ranks = [s.who.rank for s in dead]
     whom = labels(s.who for s in dead)
     if any(s.crash for s in dead):
@@ -103,45 +108,58 @@ def _killed(dead: Sequence[Silent], oom_kills: int) -> Verdict:
             "killed (SIGKILL) or ended by native code; the launcher says by which signal. If nobody did it on purpose,"
             " see dmesg and the scheduler's log: a memory limit ends processes in this way"
         )
+    if not shared:
+        hint = f"what it said itself may stand above, as the run folder is not shared. If nothing does: {hint}"
+        return Verdict(KILLED, ranks, f"{whom} {agree(dead, 'is', 'are')} gone", hint)
     return Verdict(KILLED, ranks, f"{whom} ended without a word", hint)
 
 
 def _stopped(stopped: Sequence[Silent]) -> Verdict:
-    hint = "something sent it SIGSTOP (a debugger, a shell's Ctrl-Z, a scheduler that suspends jobs)"
-    return Verdict(STALL, [s.who.rank for s in stopped], f"{labels(s.who for s in stopped)} is stopped", hint)
+    hint = "something sent SIGSTOP (a debugger, a shell's Ctrl-Z, a scheduler that suspends jobs)"
+    return Verdict(
+        STALL,
+        [s.who.rank for s in stopped],
+        f"{labels(s.who for s in stopped)} {agree(stopped, 'is', 'are')} stopped",
+        hint,
+    )
 
 
 def _ended(first: Statement, silent: Sequence[Silent]) -> Verdict:
-    lost = [s.who.rank for s in silent]
+    lost = [s for s in silent if s.state != UNREACHABLE]
     sentence = "communication ended, and no rank says why"
     hint = "see what the launcher and Horovod print around this"
     if lost:
-        return Verdict(KILLED, lost, f"{sentence}; nothing was heard of {labels(s.who for s in silent)}", hint)
+        whom = labels(s.who for s in lost)
+        return Verdict(KILLED, [s.who.rank for s in lost], f"{sentence}; nothing was heard of {whom}", hint)
+    if silent:
+        hint = f"see what {labels(s.who for s in silent)} say themselves: the run folder is not shared with them"
+        return Verdict(EXCEPTION, [first.who.rank], "communication ended, and no rank that is heard says why", hint)
     return Verdict(EXCEPTION, [first.who.rank], sentence, hint)
 
 
 def _stall(statements: Sequence[Statement], silent: Sequence[Silent]) -> Verdict:
     seconds = max((s.idle_s for s in statements if s.kind == STALLED), default=0.0)
     none = f"no progress for {seconds:.0f} s"
+    unheard = [s for s in silent if s.state == UNREACHABLE]
+    silent = [s for s in silent if s.state != UNREACHABLE]
     if silent:
         alive = all(s.state == RUNNING for s in silent)
         hint = (
-            "its process runs: native code holds Python's interpreter lock there"
+            "the process runs: native code holds Python's interpreter lock there"
             if alive
-            else "its host or its storage is gone, or native code holds Python's interpreter lock there"
+            else "the host or its storage is gone, or native code holds Python's interpreter lock there"
         )
-        return Verdict(
-            STALL, [s.who.rank for s in silent], f"{none}: {labels(s.who for s in silent)} says nothing any more", hint
-        )
+        whom = f"{labels(s.who for s in silent)} {agree(silent, 'says', 'say')}"
+        return Verdict(STALL, [s.who.rank for s in silent], f"{none}: {whom} nothing any more", hint)
     busy = [s for s in statements if not s.waits]
+    if unheard:
+        return _half_heard(none, busy or statements, unheard)
     if len(statements) == 1:
         return Verdict(STALL, [statements[0].who.rank], f"{none}, {place(statements[0])}")
     if busy and len(busy) < len(statements):
-        return Verdict(
-            STALL,
-            [s.who.rank for s in busy],
-            f"{none}: {'; '.join(f'{who} {place(s)}' for who, s in grouped(busy))}, and the others wait for it",
-        )
+        where = "; ".join(f"{who} {place(s)}" for who, s in grouped(busy))
+        they = agree(busy, "it", "them")
+        return Verdict(STALL, [s.who.rank for s in busy], f"{none}: {where}, and the others wait for {they}")
     everyone = [s.who.rank for s in statements]
     if busy:
         return Verdict(STALL, everyone, f"{none} on any rank, and none waits for another")
@@ -160,6 +178,14 @@ def _stall(statements: Sequence[Statement], silent: Sequence[Silent]) -> Verdict
     )
 
 
+def _half_heard(none: str, there: Sequence[Statement], unheard: Sequence[Silent]) -> Verdict:
+    """Where some ranks don't share the run folder: what is known of those that do."""
+    where = "; ".join(f"{who} {place(s)}" for who, s in grouped(there))
+    hint = f"see what {labels(s.who for s in unheard)} say themselves: the run folder is not shared with them"
+    ranks = sorted([*(s.who.rank for s in there), *(s.who.rank for s in unheard)])
+    return Verdict(STALL, ranks, f"{none} that is heard of: {where}", hint)
+
+
 def waited_for(
     statements: Sequence[Statement], silent: Sequence[Silent], parts: Mapping[str, Sequence[str]]
 ) -> list[dict[str, Any]]:
@@ -167,69 +193,16 @@ def waited_for(
 
     Args:
         statements: of ranks that spoke.
-        silent: ranks that did not, of which it is not known: they stand among those that have not.
+        silent: ranks that did not, of which it is not known: they stand among those that have not, but for those that
+            cannot be heard.
         parts: names of the parameters whose gradients a collective carries.
     """
     names = list(dict.fromkeys(name for s in statements for name in s.in_flight))
+    mute = [s.who.rank for s in silent if s.state != UNREACHABLE]
     table = []
     for name in names:
         on = [s.who.rank for s in statements if name in s.in_flight]
-        absent = sorted([s.who.rank for s in statements if name not in s.in_flight] + [s.who.rank for s in silent])
+        absent = sorted([s.who.rank for s in statements if name not in s.in_flight] + mute)
         if absent:
             table.append({"name": name, "on": on, "not_on": absent, "parameters": list(parts.get(name, []))})
     return table
-
-
-def place(statement: Statement) -> str:
-    """Where a rank is: ``in wait at step 12 for 3.1 s, waiting for gradients/0``."""
-    if statement.open:
-        name, seconds = statement.open[-1]
-        text = f"in {name} {at(statement.step)} for {seconds:.1f} s"
-    else:
-        text = at(statement.step) + (f", last in {statement.last}" if statement.last else "")
-        text += f" for {statement.idle_s:.1f} s" if statement.waits or statement.kind == STALLED else ""
-    names = list(statement.in_flight)
-    if names and statement.fault is None:
-        verb = "waiting for" if statement.waits else "with"
-        text += f", {verb} {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return text
-
-
-def at(step: int) -> str:
-    """``at step 3``, or before the first."""
-    return f"at step {step}" if step else "before the first step"
-
-
-def grouped(statements: Iterable[Statement]) -> list[tuple[str, Statement]]:
-    """Statements of ranks at one place taken together: who they are, and the one that is there longest."""
-    groups: dict[tuple[Any, ...], list[Statement]] = {}
-    for s in statements:
-        error = s.fault.type if s.fault else ""
-        inside = s.open[-1][0] if s.open else ""
-        groups.setdefault((s.step, inside, tuple(s.in_flight), s.waits, error), []).append(s)
-    return [(labels(s.who for s in group), max(group, key=lambda s: s.idle_s)) for group in groups.values()]
-
-
-def label(who: Who) -> str:
-    """``rank 3 on host``."""
-    return f"rank {who.rank} on {who.host}"
-
-
-def labels(whos: Iterable[Who]) -> str:
-    """``rank 3 on host``, ``ranks 1-3, 5``."""
-    members = sorted(whos, key=lambda who: who.rank)
-    if len(members) == 1:
-        return label(members[0])
-    hosts = {who.host for who in members}
-    return f"ranks {ranges([who.rank for who in members])}" + (f" on {hosts.pop()}" if len(hosts) == 1 else "")
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """``1-3, 5`` of 1, 2, 3, 5."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

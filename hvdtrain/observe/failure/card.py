@@ -26,9 +26,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from hvdtrain.observe.failure import blame
+from hvdtrain.observe.failure import blame, naming
 from hvdtrain.observe.failure.blame import Silent, Verdict
 from hvdtrain.observe.failure.fault import Fault
+from hvdtrain.observe.failure.process import UNREACHABLE
 from hvdtrain.observe.failure.statement import TRAINING, Statement
 from hvdtrain.observe.progress import table
 
@@ -63,7 +64,8 @@ def render(
     blamed = [s for s in statements if s.who.rank in verdict.ranks]
     parts = [_head(verdict, blamed, silent)]
     rows = _others(verdict, statements, silent)
-    parts += [_section("where the others were" if blamed or silent else "where the ranks were", rows)] if rows else []
+    some = len(verdict.ranks) < len(statements) + len(silent)
+    parts += [_section("where the others were" if some else "where the ranks were", rows)] if rows else []
     parts += (
         [_section("what is waited for", [_collective(c) for c in card["waited_for"]])] if card["waited_for"] else []
     )
@@ -80,9 +82,9 @@ def _head(verdict: Verdict, blamed: Sequence[Statement], silent: Sequence[Silent
     fault = next((s.fault for s in blamed if s.fault), None)
     if verdict.kind != blame.EXCEPTION or fault is None:
         lines = [verdict.sentence]
-        lines += [f"  {blame.label(s.who)} was {_last(s)}" for s in silent if s.last and s.who.rank in verdict.ranks]
+        lines += [f"  {naming.label(s.who)} was {_last(s)}" for s in silent if s.last and s.who.rank in verdict.ranks]
     else:
-        lines = [f"{verdict.sentence}, {blame.place(blamed[0])}", *_said(fault)]
+        lines = [f"{verdict.sentence}, {naming.place(blamed[0])}", *_said(fault)]
     return "\n".join([*lines, *textwrap.wrap(verdict.hint, 100, initial_indent="  ", subsequent_indent="  ")])
 
 
@@ -97,14 +99,20 @@ def _said(fault: Fault) -> list[str]:
 def _others(verdict: Verdict, statements: Sequence[Statement], silent: Sequence[Silent]) -> list[tuple[str, str]]:
     alone = len(verdict.ranks) < len(statements) + len(silent)
     there = [s for s in statements if s.who.rank not in verdict.ranks or not alone]
-    if verdict.kind == blame.EXCEPTION and not alone:
+    if not alone and (verdict.kind == blame.EXCEPTION or len(verdict.ranks) == 1):
         return []
     rows = []
-    for who, statement in blame.grouped(there):
+    for who, statement in naming.grouped(there):
         error = f"; then {statement.fault.type}" if statement.fault else ""
-        rows.append((who, blame.place(statement) + error))
+        rows.append((who, naming.place(statement) + error))
     rest = [s for s in silent if s.who.rank not in verdict.ranks]
-    return rows + [(blame.label(s.who), f"said nothing; its process is {s.state}; {_last(s)}") for s in rest]
+    return rows + [(naming.label(s.who), _silence(s)) for s in rest]
+
+
+def _silence(silent: Silent) -> str:
+    if silent.state == UNREACHABLE:
+        return "speaks for itself: the run folder is not shared with it"
+    return f"said nothing; its process is {silent.state}; {_last(silent)}"
 
 
 def _last(silent: Silent) -> str:
@@ -117,20 +125,20 @@ def _last(silent: Silent) -> str:
 def _collective(entry: Mapping[str, Any]) -> tuple[str, str]:
     names = entry["parameters"]
     of = f" ({', '.join(names[:_NAMES])}{f' and {len(names) - _NAMES} more' if len(names) > _NAMES else ''})"
-    ranks = f"started by rank(s) {blame.ranges(entry['on'])}, not by {blame.ranges(entry['not_on'])}"
+    ranks = f"started by rank(s) {naming.ranges(entry['on'])}, not by {naming.ranges(entry['not_on'])}"
     return entry["name"], ranks + (of if names else "")
 
 
 def _stacks(verdict: Verdict, statements: Sequence[Statement], silent: Sequence[Silent]) -> list[str]:
     """Of a crash what Python wrote; of a run without progress the training threads' stacks, equal ones together."""
-    texts = [f"\n{blame.label(s.who)}\n{_indented(_crash(s.crash))}" for s in silent if s.crash][:_STACKS]
+    texts = [f"\n{naming.label(s.who)}\n{_indented(_crash(s.crash))}" for s in silent if s.crash][:_STACKS]
     if verdict.kind == blame.STALL:
         groups: dict[tuple[str, ...], list[Statement]] = {}
         for s in sorted(statements, key=lambda s: s.who.rank not in verdict.ranks):
             groups.setdefault(tuple(s.stacks.get(TRAINING, [])[-_FRAMES:]), []).append(s)
         for stack, group in list(groups.items())[:_STACKS]:
             if stack:
-                texts.append(f"\n{blame.labels(s.who for s in group)}, innermost last\n" + "\n".join(stack))
+                texts.append(f"\n{naming.labels(s.who for s in group)}, innermost last\n" + "\n".join(stack))
     return texts
 
 
@@ -149,13 +157,13 @@ def _memory(blamed: Sequence[Statement], silent: Sequence[Silent]) -> list[tuple
                 s.memory, "host_total", " of the host's {}"
             )
             text += _mib(s.memory, "cuda_allocated", "; on the GPU {} MiB") + _mib(s.memory, "cuda_reserved", " of {}")
-            rows.append((blame.label(s.who), text))
+            rows.append((naming.label(s.who), text))
     for gone in silent[:_STACKS]:
         if "rss" in gone.last:
             text = _mib(gone.last, "rss", "{} MiB when last heard of") + _mib(
                 gone.last, "host_available", "; {} MiB left of the host's"
             )
-            rows.append((blame.label(gone.who), text + _mib(gone.last, "host_total", " {}")))
+            rows.append((naming.label(gone.who), text + _mib(gone.last, "host_total", " {}")))
     return rows
 
 

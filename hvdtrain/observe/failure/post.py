@@ -87,13 +87,20 @@ class Post:
         self._touch(f"left/{self.who.rank:05d}")
 
     def has_left(self, rank: int) -> bool:
-        """Whether a rank has come to its end; all have where the folder is gone, which the end of a run removes."""
-        return self.folder is None or (self.folder / f"left/{rank:05d}").exists() or not self.folder.exists()
+        """Whether a rank has come to its end; all have where the folder is gone, which the end of a run removes.
+
+        Without a folder nobody can say so.
+        """
+        return self.folder is not None and ((self.folder / f"left/{rank:05d}").exists() or not self.folder.exists())
 
     def states(self) -> dict[int, str]:
         """How the processes of the other ranks are that this one sees; those that came to their end are left out."""
         found = {r.rank: process.state(r.pid, r.began) for r in self.ranks if r.rank in self.visible}
         return {rank: state for rank, state in found.items() if state not in process.DEAD or not self.has_left(rank)}
+
+    def hears(self, rank: int) -> bool:
+        """Whether this rank sees what that one says."""
+        return self.folder is not None and rank in self.reachable
 
     def fatal(self, rank: int) -> str:
         """What Python wrote when the rank crashed."""
@@ -129,7 +136,7 @@ class Post:
     def remove(self) -> None:
         """At the good end of a run, on rank 0."""
         if self.folder is not None:
-            shutil.rmtree(self.folder.parent, ignore_errors=True)
+            _remove(self.folder.parent)
 
     def _put(self, name: str, value: dict[str, Any]) -> None:
         """Write a file, whole or not at all. What cannot be written is lost: the card says which ranks are missing."""
@@ -176,12 +183,20 @@ def _make(directory: Path) -> str:
     """On rank 0. A folder that cannot be made is done without: telling of a failure is no reason for one."""
     folder = directory.resolve() / FOLDER / secrets.token_hex(8)
     try:
-        shutil.rmtree(folder.parent, ignore_errors=True)
+        _remove(folder.parent)
         for part in _PARTS:
             (folder / part).mkdir(parents=True)
     except OSError:
         return ""
     return str(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a `FOLDER`. Renamed first: in one that is half removed, ranks would seem not to have come to their end."""
+    with suppress(OSError):
+        folder.rename(folder.with_name(f"{FOLDER}.removing-{secrets.token_hex(4)}"))
+    for leftover in folder.parent.glob(f"{FOLDER}.removing-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 @contextmanager

@@ -8,6 +8,9 @@ from pathlib import Path
 RUNNING, STOPPED, ZOMBIE, GONE, UNKNOWN = "running", "stopped", "zombie", "gone", "unknown"
 """States of a process; "unknown" is that of one which this host cannot see, or cannot look at now."""
 
+UNREACHABLE = "unreachable"
+"""In the place of "unknown": no run folder is shared with that rank, and its silence means nothing."""
+
 DEAD = (ZOMBIE, GONE)
 
 _STATES = {"T": STOPPED, "t": STOPPED, "Z": ZOMBIE, "X": GONE, "x": GONE}

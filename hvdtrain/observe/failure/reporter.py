@@ -40,6 +40,7 @@ class Job:
         checkpoint: finds the newest checkpoint.
         held: what holds memory; asked where that ran out.
         parts: parameters by the collective that carries their gradients.
+        ending: no rank is waited for any more: each may end when it wants to.
     """
 
     run_dir: Path
@@ -48,6 +49,7 @@ class Job:
     checkpoint: Callable[[], str | None]
     held: Callable[[], dict[str, Any]] = dict
     parts: Callable[[], Mapping[str, Sequence[str]]] = dict
+    ending: bool = False
 
 
 @dataclass
@@ -137,7 +139,7 @@ class Reporter:
     def _write(self, own: Statement, patience_s: float) -> str:
         statements, silent = self._gather(own, patience_s)
         kills = process.oom_kills() - self._oom_kills_before
-        verdict = blame.judge(statements, silent, oom_kills=kills)
+        verdict = blame.judge(statements, silent, oom_kills=kills, shared=self.post.folder is not None)
         waited = blame.waited_for(statements, silent, self.job.parts()) if verdict.kind == blame.STALL else []
         config = (self.job.place / "config.yaml").exists()
         facts = card.make_card(
@@ -167,7 +169,9 @@ class Reporter:
             awaited = [
                 rank
                 for rank in self.post.reachable
-                if rank not in found and states.get(rank, process.UNKNOWN) not in (*process.DEAD, process.STOPPED)
+                if self.post.hears(rank)
+                and rank not in found
+                and states.get(rank, process.UNKNOWN) not in (*process.DEAD, process.STOPPED)
             ]
             if not awaited or time.monotonic() >= deadline:
                 break
@@ -175,10 +179,12 @@ class Reporter:
         beats, now = self.post.beats(), time.time()
         silent = []
         for who in self.post.ranks:
-            if who.rank not in found and not (self.post.folder and self.post.has_left(who.rank)):
+            if who.rank not in found and not self.post.has_left(who.rank):
                 last = beats.get(who.rank, {})
                 last = {**last, "ago_s": round(now - last["time"], 1)} if "time" in last else {}
                 state = states.get(who.rank, process.UNKNOWN)
+                if state not in (*process.DEAD, process.STOPPED) and not self.post.hears(who.rank):
+                    state = process.UNREACHABLE
                 silent.append(Silent(who, state, self.post.fatal(who.rank), last))
         return [found[rank] for rank in sorted(found)], silent
 

@@ -6,20 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from hvdtrain.observe.failure.blame import (
-    EXCEPTION,
-    KILLED,
-    STALL,
-    Silent,
-    grouped,
-    judge,
-    labels,
-    place,
-    ranges,
-    waited_for,
-)
+from hvdtrain.observe.failure.blame import EXCEPTION, KILLED, STALL, Silent, judge, waited_for
 from hvdtrain.observe.failure.fault import Fault
-from hvdtrain.observe.failure.process import GONE, RUNNING, STOPPED, UNKNOWN, ZOMBIE
+from hvdtrain.observe.failure.process import GONE, RUNNING, STOPPED, UNKNOWN, UNREACHABLE, ZOMBIE
 from hvdtrain.observe.failure.statement import FAILED, HERE, STALLED, Statement, Who
 
 
@@ -85,6 +74,37 @@ TABLE = {
     "nobody waits": ([busy(0), busy(1)], [], STALL, [0, 1], "none waits for another"),
     "one rank alone": ([busy(0)], [], STALL, [0], "no progress for 612 s, in data at step 12"),
     "communication that ended": ([failed(0, **CONSEQUENCE)], [], EXCEPTION, [0], "no rank says why"),
+    "several stopped": ([waiting(0)], [silent(1, STOPPED), silent(2, STOPPED)], STALL, [1, 2], "ranks 1-2 on a are st"),
+    "several silent": ([waiting(0)], [silent(1, UNKNOWN), silent(2, UNKNOWN)], STALL, [1, 2], "ranks 1-2 on a say not"),
+    "several others": ([waiting(0), busy(1), busy(2)], [], STALL, [1, 2], "and the others wait for them"),
+    "no folder is shared": (
+        [waiting(0, "x")],
+        [silent(1, UNREACHABLE), silent(2, UNREACHABLE)],
+        STALL,
+        [0, 1, 2],
+        "no progress for 600 s that is heard of: rank 0 on a in wait at step 12",
+    ),
+    "one that works where no folder is shared": (
+        [waiting(0, "x"), busy(1)],
+        [silent(2, UNREACHABLE)],
+        STALL,
+        [1, 2],
+        "heard of: rank 1 on a in data",
+    ),
+    "a death where no folder is shared": (
+        [waiting(0)],
+        [silent(1, GONE), silent(2, UNREACHABLE)],
+        KILLED,
+        [1],
+        "rank 1",
+    ),
+    "communication that ended, and no folder is shared": (
+        [failed(0, **CONSEQUENCE)],
+        [silent(1, UNREACHABLE)],
+        EXCEPTION,
+        [0],
+        "no rank that is heard says why",
+    ),
     "a host that was lost": (
         [failed(0, **CONSEQUENCE)],
         [silent(1, UNKNOWN)],
@@ -109,6 +129,12 @@ def test_the_out_of_memory_killer_is_named_only_where_it_was_at_work() -> None:
     assert "out-of-memory killer has" not in judge([waiting(0)], quiet).hint
 
 
+def test_who_may_have_spoken_for_himself_did_not_end_without_a_word() -> None:
+    verdict = judge([waiting(0)], [silent(1, GONE)], shared=False)
+    assert verdict.sentence == "rank 1 on a is gone" and "may stand above" in verdict.hint
+    assert "see what ranks 1-2 on a say" in judge([waiting(0)], [silent(n, UNREACHABLE) for n in (1, 2)]).hint
+
+
 def test_unlike_errors_on_all_ranks_are_not_one() -> None:
     other = replace(failed(0), fault=Fault("KeyError", "yes"))
     assert judge([other, failed(1, 1.0)], []).ranks == [0]
@@ -122,19 +148,5 @@ def test_what_is_waited_for() -> None:
         {"name": "gradients/0", "on": [0], "not_on": [1], "parameters": ["a", "b"]}
     ]
     missing = {entry["name"]: entry["not_on"] for entry in waited_for(statements, [silent(2, STOPPED)], {})}
+    assert waited_for(statements[:1], [silent(2, UNREACHABLE)], {}) == [], "of that one nothing is known"
     assert missing == {"gradients/0": [1, 2], "gradients/1": [2]}
-
-
-def test_ranks_at_one_place_are_taken_together() -> None:
-    statements = [busy(0), *(waiting(rank, "gradients/0", idle_s=3.0 + rank / 10) for rank in (1, 2, 3, 5))]
-    (first, _), (others, longest) = grouped(statements)
-    assert (first, others) == ("rank 0 on a", "ranks 1-3, 5 on a")
-    assert place(longest) == "in wait at step 12 for 3.5 s, waiting for gradients/0"
-
-
-def test_names() -> None:
-    assert ranges([0]) == "0"
-    assert ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
-    assert labels([who(2, "b"), who(1, "a")]) == "ranks 1-2"
-    assert place(Statement(HERE, 0.0, who(0))) == "before the first step"
-    assert place(replace(failed(0), last="forward")) == "at step 3, last in forward"

@@ -106,3 +106,11 @@ def test_a_long_hint_is_wrapped() -> None:
     verdict = Verdict("killed", [1], "rank 1 ended", "word " * 60)
     told = render(verdict, [_statement(0)], [], make_card(verdict, [], [], [], **FACTS), "F")
     assert max(len(line) for line in told.splitlines()) <= 100
+
+
+def test_a_rank_that_is_alone_stands_in_the_first_line_only() -> None:
+    alone = _statement(0, STALLED, open=[("data", 600.0)], idle_s=600.0)
+    text = _text([alone])
+    assert "where the" not in text and text.count("in data at step 3 for 600.0 s") == 1
+    both = [_statement(rank, STALLED, open=[("data", 600.0)], idle_s=600.0) for rank in (0, 1)]
+    assert "where the ranks were" in _text(both)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.observe.failure.fault import Fault
@@ -82,7 +86,7 @@ def test_a_rank_that_does_not_see_the_folder_speaks_for_itself(tmp_path: Path) -
     post.say(_of(post, FAILED))
     post.beat({"step": 1})
     assert not post.anyone_spoke() and post.statements() == [] and post.beats() == {}
-    assert post.claim(0) and not post.told() and post.has_left(0)
+    assert post.claim(0) and not post.told() and not post.has_left(0)
 
 
 def test_a_folder_that_cannot_be_made_is_done_without(tmp_path: Path) -> None:
@@ -123,3 +127,31 @@ def test_python_writes_where_native_code_crashed(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program, str(post.folder)], cwd=ROOT)
     assert done.returncode < 0
     assert "Segmentation fault" in post.fatal(0) and "string_at" in post.fatal(0)
+
+
+def test_no_rank_is_missed_while_the_folder_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    posts = _posts(tmp_path)
+    for post in posts:
+        post.leave()
+    looked: list[bool] = []
+    rmtree = shutil.rmtree
+
+    def slowly(folder: Path, **how: Any) -> None:
+        for path in folder.glob("*/left/*"):
+            path.unlink()
+        looked.extend(posts[1].has_left(post.who.rank) for post in posts)
+        rmtree(folder, **how)
+
+    monkeypatch.setattr("hvdtrain.observe.failure.post.shutil.rmtree", slowly)
+    posts[0].remove()
+    assert looked == [True] * 3
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_folder_a_dead_process_is_seen_and_nobody_else_is_heard(tmp_path: Path) -> None:
+    post = dataclasses.replace(_posts(tmp_path, 1)[0], folder=None, reachable=frozenset({0, 1}))
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        began = started(child.pid) or 0
+    post = dataclasses.replace(post, ranks=(post.who, Who(1, "a", child.pid, began)), visible=frozenset({1}))
+    assert post.states() == {1: GONE}
+    assert not post.hears(1)

@@ -14,8 +14,9 @@ import pytest
 from hvdtrain.comm.base import Comm
 from hvdtrain.observe.failure import reporter as module
 from hvdtrain.observe.failure.post import open_post
+from hvdtrain.observe.failure.process import UNKNOWN, UNREACHABLE
 from hvdtrain.observe.failure.reporter import JSON, TEXT, Job, Reporter, set_old_aside
-from hvdtrain.observe.failure.statement import Witness, myself
+from hvdtrain.observe.failure.statement import STALLED, Witness, myself
 from hvdtrain.observe.failure.voice import Voice
 from hvdtrain.spans import Spans
 from tests.support.thread_comm import on_ranks
@@ -152,3 +153,19 @@ def test_what_cannot_be_told_of_a_failure_leaves_the_least(tmp_path: Path, monke
     reporter.failed(ValueError("no"))
     assert "rank 0 on a failed: ValueError" in shown[0] and reporter.voice.told
     assert reporter.say().kind == "here"
+
+
+def test_ranks_that_share_no_folder_are_neither_blamed_nor_awaited(tmp_path: Path) -> None:
+    shown: list[str] = []
+    reporter = _reporters(tmp_path, 3, shown)[0]
+    reporter.post = dataclasses.replace(reporter.post, reachable=frozenset({0, 1}), visible=frozenset())
+    reporter.tell(reporter.say(STALLED), 0.0, shown.append)
+    card = json.loads((tmp_path / JSON).read_text())
+    assert {s["who"]["rank"]: s["state"] for s in card["silent"]} == {1: UNKNOWN, 2: UNREACHABLE}
+    assert card["ranks"] == [1]
+    assert "speaks for itself" in shown[0]
+    (tmp_path / JSON).unlink()
+    reporter.post = dataclasses.replace(reporter.post, folder=None)
+    reporter.tell(reporter.say(STALLED), 1000.0, shown.append)
+    card = json.loads((tmp_path / JSON).read_text())
+    assert {s["state"] for s in card["silent"]} == {UNREACHABLE} and card["ranks"] == [0, 1, 2]
