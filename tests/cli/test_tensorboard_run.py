@@ -72,10 +72,12 @@ def test_killed_and_resumed_nothing_is_twice_and_nothing_lost(folder: Path) -> N
 
 
 def test_histograms_on_request_and_not_in_the_journal(folder: Path) -> None:
-    _train(folder, "--observe.histograms_every=16", "--observe.peak_tflops=0.001")
-    found = read(folder / "run" / "tensorboard")
+    for stop in (24, 40):
+        _train(folder, "--observe.histograms_every=16", "--observe.peak_tflops=0.001", f"--train.stop_at={stop}")
+    found = read(folder / "run" / "tensorboard" / "histograms")
     for tag in ("parameters/layers.0.weight", "gradients/layers.0.weight"):
         assert [(event.step, event.histogram_value.num) for event in found.Histograms(tag)] == [(16, 96), (32, 96)]
+    found = read(folder / "run" / "tensorboard")
     assert "speed/flops_utilisation_percent" in found.Tags()["scalars"]
     events = {line["event"] for line in read_journal(folder / "run" / "journal.jsonl") if "event" in line}
     assert "histograms" not in events
