@@ -81,11 +81,10 @@ def summary(result: Result, info: RankInfo) -> str:
         ("each step", f"tail -n 3 {result.run_dir}/journal.jsonl"),
         ("this machine", f"{beside('hvdtrain')} doctor"),
     ]
-    again = go_on(result.run_dir, info.size)
     if result.reason == "finished":
-        further.append(("train on", f"{again} --train.steps {2 * result.total_steps}"))
+        further.append(("train on", go_on(result.run_dir, info, f"--train.steps {2 * result.total_steps}")))
     else:
-        further.append(("go on", f"{again} --train.stop_at null"))
+        further.append(("go on", go_on(result.run_dir, info, "--train.stop_at null")))
     head = f"{how} at step {result.step} of {result.total_steps} after {duration(result.seconds)}"
     return f"\n{head}\n{table(rows)}\n{_where_it_went(result.budget)}look further:\n{table(further)}"
 

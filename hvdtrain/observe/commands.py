@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+from hvdtrain.runtime.environment import GLOO_LAUNCHER, RankInfo
+
+_STARTED_BY = {GLOO_LAUNCHER: "horovodrun --gloo", "slurm": "srun", "hydra": "mpirun or mpiexec", "openmpi": "mpirun"}
+_LONGEST = 400
+"""Characters of a program's command line; a longer one, or one of several lines, is not repeated."""
 
 
 def beside(name: str) -> str:
@@ -15,8 +22,37 @@ def beside(name: str) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def go_on(run_dir: Path, size: int) -> str:
-    """What goes on with a run on as many ranks: from its last checkpoint, or from the start where it has none."""
+def go_on(run_dir: Path, info: RankInfo, options: str = "") -> str:
+    """What goes on with a run on as many ranks: from its last checkpoint, or from the start where it has none.
+
+    A comment stands for what a command cannot know: how several hosts or another launcher than mpirun were started.
+    """
     folder = shlex.quote(str(run_dir))
     again = f"{beside('python')} -m hvdtrain --config {folder}/config.yaml --run_dir {folder}"
-    return f"{beside('mpirun')} -np {size} {again}" if size > 1 else again
+    return _launched(f"{again} {options}".rstrip(), info)
+
+
+def go_on_program(run_dir: Path, info: RankInfo, argv: Sequence[str]) -> str:
+    """The same of a program that calls `hvdtrain.train`: the program again, as no command line holds its task.
+
+    Args:
+        run_dir: of the run.
+        info: of this process.
+        argv: with which the interpreter was started, its own name first: `sys.orig_argv`.
+    """
+    again = f"{beside('python')} {shlex.join(argv[1:])}"
+    if len(argv) < 2 or "\n" in again or len(again) > _LONGEST:
+        again = "# the same program again"
+    return _launched(again, info, f"with run_dir set to {shlex.quote(str(run_dir))}")
+
+
+def _launched(command: str, info: RankInfo, note: str = "") -> str:
+    notes = [note] if note else []
+    if info.size > 1:
+        if info.launcher == "openmpi" and info.one_host and not command.startswith("#"):
+            command = f"{beside('mpirun')} -np {info.size} {command}"
+        else:
+            notes.append(f"on {info.size} ranks, started by {_STARTED_BY.get(info.launcher, info.launcher)} as before")
+    if not notes:
+        return command
+    return f"{command}{',' if command.startswith('#') else '  #'} {', '.join(notes)}"

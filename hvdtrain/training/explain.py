@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.observe.commands import go_on
+from hvdtrain.observe.commands import go_on, go_on_program
 from hvdtrain.observe.failure.post import crash_notes, open_post
 from hvdtrain.observe.failure.reporter import TEXT, Job, Reporter, set_old_aside
 from hvdtrain.observe.failure.statement import Witness, myself
@@ -21,18 +22,21 @@ from hvdtrain.training.restore import CHECKPOINTS
 
 
 @contextmanager
-def explained(directory: Path, comm: Comm, spans: Spans, voice: Voice, stall_timeout_s: float) -> Iterator[Job]:
+def explained(directory: Path, comm: Comm, spans: Spans, voice: Voice | None, stall_timeout_s: float) -> Iterator[Job]:
     """Watch what is done inside; write the failure card if it fails. Collective: yes, at the start.
 
     Gives the facts that a card tells of the run, to be completed once there is a model. Errors pass through; where
-    nothing makes progress or a rank is gone, this process is ended.
+    nothing makes progress or a rank is gone, this process is ended. Without a `voice` it is a program that trains, and
+    the program is what goes on.
     """
-    post = open_post(directory, comm, myself(comm.rank, rank_info(environ()).host))
+    info = rank_info(environ())
+    post = open_post(directory, comm, myself(comm.rank, info.host))
     place = post.folder.parent.parent if post.folder is not None else directory
     if comm.rank == 0:
         set_old_aside(place)
-    job = Job(directory, place, go_on(directory, comm.size), lambda: _newest(place, directory))
-    reporter = Reporter(post, Witness(post.who, spans, comm.in_flight), job, voice)
+    again = go_on(directory, info) if voice is not None else go_on_program(directory, info, sys.orig_argv)
+    job = Job(directory, place, again, lambda: _newest(place, directory))
+    reporter = Reporter(post, Witness(post.who, spans, comm.in_flight), job, voice or Voice())
     with handlers_as_before():
         try:
             with crash_notes(post), Watchdog(reporter, stall_timeout_s):

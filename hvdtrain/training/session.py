@@ -65,7 +65,7 @@ def run_training(
     directory, claim = _claim(run, comm)
     spans = Spans()
     try:
-        with explained(directory, comm, spans, voice or Voice(), run.config.observe.stall_timeout_s) as job:
+        with explained(directory, comm, spans, voice, run.config.observe.stall_timeout_s) as job:
             recorder = _recorder(run, task, directory, comm)
             try:
                 add_sinks(recorder, run.config.observe, sinks, comm)

@@ -208,7 +208,9 @@ def test_from_python_the_error_comes_out_and_the_card_is_written(how: str, tmp_p
     assert done.returncode != 0
     assert HEAD not in done.stdout + done.stderr
     assert (how == "raise") == ("RuntimeError: rank 1 has had enough" in done.stderr)
-    assert _card(tmp_path)["ranks"] == [1]
+    card = _card(tmp_path)
+    assert card["ranks"] == [1]
+    assert card["resume"].endswith(f"script.py {how}  # with run_dir set to run") and "-np 2 " in card["resume"]
 
 
 def test_sigterm_of_a_user_is_no_failure(tmp_path: Path) -> None:

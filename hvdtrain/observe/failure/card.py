@@ -14,7 +14,8 @@
     silent       one a rank that did not, see `blame.Silent`
     waited_for   collectives that some ranks started and others did not: name, on, not_on, parameters
     checkpoint   what the run goes on from, or null
-    resume       the command that goes on, or null where the run had not come so far
+    resume       the command that goes on, with a shell's comment where it is not all of it (a Python program, several
+                 hosts), or null where the run had not come so far
 
 Nothing of it is taken from the environment's variables.
 """

@@ -1,0 +1,54 @@
+"""Commands to be typed again: a shell's words, and no launcher that was not there."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.observe.commands import go_on, go_on_program
+from hvdtrain.runtime.environment import GLOO_LAUNCHER, RankInfo
+
+RUN = Path("runs/my run")
+ALONE = RankInfo()
+ONE_HOST = RankInfo("openmpi", size=4, local_size=4)
+TWO_HOSTS = RankInfo("openmpi", size=4, local_size=2)
+OTHERS = [TWO_HOSTS, *(RankInfo(name, size=4, local_size=4) for name in (GLOO_LAUNCHER, "slurm", "hydra"))]
+
+
+def _words(command: str) -> list[str]:
+    return shlex.split(command, comments=True)
+
+
+def test_one_host_under_open_mpi_is_a_whole_command() -> None:
+    words = _words(go_on(RUN, ONE_HOST, "--train.steps 9"))
+    assert Path(words[0]).name == "mpirun" and words[1:3] == ["-np", "4"]
+    assert words[4:7] == ["-m", "hvdtrain", "--config"]
+    assert words[7:] == [f"{RUN}/config.yaml", "--run_dir", str(RUN), "--train.steps", "9"]
+    assert _words(go_on(RUN, ALONE, "--train.steps 9")) == words[3:]
+    assert "#" not in go_on(RUN, ONE_HOST) + go_on(RUN, ALONE)
+
+
+@pytest.mark.parametrize("info", OTHERS, ids=lambda info: f"{info.launcher}-{info.hosts}")
+def test_another_start_is_named_and_not_guessed(info: RankInfo) -> None:
+    for command in (go_on(RUN, info, "--a b"), go_on_program(RUN, info, [sys.executable, "train.py"])):
+        assert "mpirun" not in _words(command)[0]
+        assert "on 4 ranks, started by" in command and "as before" in command
+    assert _words(go_on(RUN, info, "--a b")) == _words(go_on(RUN, ALONE, "--a b"))
+
+
+def test_a_program_is_started_again_as_it_was() -> None:
+    argv = [sys.executable, "-W", "ignore", "train it.py", "--name=a b"]
+    alone, four = (go_on_program(RUN, info, argv) for info in (ALONE, ONE_HOST))
+    assert _words(alone)[1:] == argv[1:]
+    assert _words(four)[1:3] == ["-np", "4"] and _words(four)[3:] == _words(alone)
+    assert alone.endswith(f"# with run_dir set to '{RUN}'")
+
+
+@pytest.mark.parametrize("argv", [[sys.executable], [sys.executable, "-c", "a\nb"], [sys.executable, "x" * 1000]])
+def test_a_program_without_a_command_line_of_its_own_is_no_command(argv: list[str]) -> None:
+    for info in (ALONE, ONE_HOST, TWO_HOSTS):
+        text = go_on_program(RUN, info, argv)
+        assert _words(text) == [] and text.startswith("# the same program again, with run_dir")
