@@ -189,7 +189,7 @@ if {missing!r}:
 """
 
 
-@pytest.mark.parametrize("missing", [[], ["torch"], ["transformers"], ["sklearn"]])
+@pytest.mark.parametrize("missing", [[], ["transformers"], ["sklearn"]])
 def test_nothing_heavy_is_imported_before_it_is_needed(missing):
     script = WITHOUT.format(missing=missing)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
