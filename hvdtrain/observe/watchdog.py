@@ -40,16 +40,18 @@ class Patience:
     Args:
         timeout_s: how long is too long; 0 for never.
         now_s: the time at the start, by a clock that goes on while the process is stopped.
+        look_every_s: how often it is asked.
     """
 
-    def __init__(self, timeout_s: float, now_s: float) -> None:
+    def __init__(self, timeout_s: float, now_s: float, look_every_s: float = 0.0) -> None:
         self.timeout_s = timeout_s
+        self._suspended_s = max(_SUSPENDED_S, 5 * look_every_s)
         self._looked = now_s
         self._since = now_s
 
     def idle_s(self, idle_s: float, now_s: float) -> float:
         """Seconds without progress that count, where the training thread has made none for `idle_s`."""
-        if now_s - self._looked > _SUSPENDED_S:  # this thread looks far oftener: the whole process stood still
+        if now_s - self._looked > self._suspended_s:  # this thread looks far oftener: the whole process stood still
             self._since = now_s
         self._looked = now_s
         return min(idle_s, now_s - self._since)
@@ -81,13 +83,16 @@ class Watchdog:
 
     def __init__(self, reporter: Reporter, stall_timeout_s: float, end: Callable[[int], None] = os._exit) -> None:
         self._reporter = reporter
-        self._patience = Patience(stall_timeout_s, time.monotonic())
-        self._beat_every_s = min(_BEAT_EVERY_S, stall_timeout_s / 4 or _BEAT_EVERY_S)
+        self._look_every_s = reporter.post.every_s(_LOOK_EVERY_S)
+        self._patience = Patience(stall_timeout_s, time.monotonic(), self._look_every_s)
+        beat_every_s = max(_BEAT_EVERY_S, 2 * self._look_every_s)
+        self._beat_every_s = min(beat_every_s, stall_timeout_s / 4 or beat_every_s)
         self._end = end
         self._woken, self._wake = os.pipe()
         self._former_wake: int | None = None
         self._stop = threading.Event()
         self._next_beat = 0.0
+        self._next_question = 0.0
         self._spoken = False
         self._suspects: set[int] = set()
         self._told_at: float | None = None
@@ -128,13 +133,13 @@ class Watchdog:
                 if faults == _FAULTS:
                     to_stderr(f"hvdtrain: the watchdog has failed and watches no more:\n{traceback.format_exc()}")
                     return
-                self._stop.wait(_LOOK_EVERY_S)
+                self._stop.wait(self._look_every_s)
 
     def _sleep(self) -> None:
         """Until the next look, or a signal."""
         poll = select.poll()  # select() takes no file descriptor beyond 1023
         poll.register(self._woken, select.POLLIN)
-        if poll.poll(1000 * (_LOOK_AGAIN_S if self._suspects else _LOOK_EVERY_S)):
+        if poll.poll(1000 * (_LOOK_AGAIN_S if self._suspects else self._look_every_s)):
             with suppress(OSError):
                 os.read(self._woken, 1024)
 
@@ -152,7 +157,10 @@ class Watchdog:
             beat = process.memory() | {"time": time.time(), "moved": time.time() - idle_s, "step": spans.step}
             post.beat(beat)
         timeout_s = self._patience.timeout_s
-        if timeout_s and idle_s >= timeout_s and self._patience.over(idle_s, self._others(), time.time()):
+        if not timeout_s or idle_s < timeout_s or now < self._next_question:
+            return
+        self._next_question = now + self._beat_every_s  # what the others leave of themselves is not newer
+        if self._patience.over(idle_s, self._others(), time.time()):
             self._reporter.stalled()
             self._end(EXIT_STALLED)
 

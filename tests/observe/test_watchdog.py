@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -255,3 +256,20 @@ def test_without_a_folder_a_dead_neighbour_is_seen_by_the_first_that_is_left_but
     assert not missing(_0=RUNNING, _1=GONE), "rank 0 says it"
     reporter.job.ending = True
     assert not missing(_0=GONE, _1=GONE)
+
+
+def test_looking_seldom_is_not_being_suspended() -> None:
+    patience = Patience(600.0, 0.0, look_every_s=20.0)
+    assert [patience.idle_s(t, t) for t in (20.0, 40.0, 60.0)] == [20.0, 40.0, 60.0]
+    assert patience.idle_s(5000.0, 5000.0) == 0.0
+
+
+def test_others_are_asked_no_oftener_than_they_say_something(reporter: Reporter) -> None:
+    watchdog, asked = Watchdog(reporter, 40.0, _Ended()), list[int]()
+    reporter.witness.spans.idle_s = lambda: 1000.0  # type: ignore[method-assign]
+    watchdog._patience.idle_s = lambda idle_s, now_s: idle_s  # type: ignore[method-assign]
+    moving = {1: {"moved": time.time() + 1000.0}}
+    watchdog._others = lambda: asked.append(1) or moving  # type: ignore[method-assign,func-returns-value]
+    for _ in range(5):
+        watchdog._look()
+    assert len(asked) == 1

@@ -32,6 +32,8 @@ from hvdtrain.observe.failure import process
 from hvdtrain.observe.failure.statement import FAILED, HERE, STALLED, Statement, Who, from_json
 
 FOLDER = ".ranks"
+_LOOKS_A_SECOND = 200
+"""Of all ranks together."""
 _PARTS = ("said", "alive", "left", "fatal")
 
 
@@ -64,14 +66,19 @@ class Post:
         """
         return any(True for _ in self._names("said"))
 
-    def statements(self) -> list[Statement]:
-        """The statement of each rank that made one: of several, the one that says more."""
+    def statements(self, known: dict[str, Statement] | None = None) -> list[Statement]:
+        """The statement of each rank that made one: of several, the one that says more.
+
+        Args:
+            known: those that were read before, by file; they are not read again, and new ones are added.
+        """
+        known = {} if known is None else known
+        for name in self._names("said"):
+            if name not in known and (value := self._get(f"said/{name}")):
+                known[name] = from_json(value)
         found: dict[int, Statement] = {}
         for kind in (HERE, STALLED, FAILED):
-            for name in self._names("said"):
-                if name.endswith(f".{kind}") and (value := self._get(f"said/{name}")):
-                    statement = from_json(value)
-                    found[statement.who.rank] = statement
+            found |= {s.who.rank: s for name, s in known.items() if name.endswith(f".{kind}")}
         return [found[rank] for rank in sorted(found)]
 
     def beat(self, facts: dict[str, Any]) -> None:
@@ -124,6 +131,21 @@ class Post:
         except OSError:  # a disk that is full or went away: better two cards than none
             return True
         return True
+
+    def go_on_claiming(self, number: int) -> None:
+        """Leave word that this rank, who claimed the card, is still at it."""
+        self._touch(f"card.{number}")
+
+    def claimed_at(self, number: int) -> int:
+        """When who claimed a card last said so: a number that changes."""
+        if self.folder is not None:
+            with suppress(OSError):
+                return (self.folder / f"card.{number}").stat().st_mtime_ns
+        return 0
+
+    def every_s(self, least_s: float) -> float:
+        """How often to look at the folder, where each rank does: so many looks a second that one server stands it."""
+        return max(least_s, len(self.ranks) / _LOOKS_A_SECOND)
 
     def told(self) -> bool:
         """Whether the card is written and shown."""

@@ -98,7 +98,7 @@ class Reporter:
             if self.post.folder is None and len(self.post.ranks) > 1:
                 return
             self.post.say(statement)
-            self.tell(statement, _OTHERS_COME_S, self.voice.show)
+            self.tell(statement, self._others_come_s(), self.voice.show)
             self.voice.told = True
 
     def say(self, kind: str = HERE) -> Statement:
@@ -114,19 +114,33 @@ class Reporter:
         """Write and show the card, or wait until another rank has."""
         number = 0
         while not self.post.claim(number):
-            deadline = time.monotonic() + _CARD_COMES_S
-            while time.monotonic() < deadline:
-                if self.post.told():
-                    return
-                time.sleep(_LOOK_EVERY_S)
+            if self._another_tells(number):
+                return
             number += 1
         try:
-            text = self._write(own, patience_s)
+            text = self._write(own, patience_s, number)
         except Exception:  # a fault of this code must not leave a failure untold, nor a job that hangs
             why = own.fault.traceback if own.fault else f"{own.kind}: {own.stacks}"
             text = f"{why}\nhvdtrain: the failure card could not be written:\n{traceback.format_exc()}"
         show(text)
         self.post.tell()
+
+    def _others_come_s(self) -> float:
+        """How long to wait for the others' statements: their watchdogs look the seldomer, the more they are."""
+        return max(_OTHERS_COME_S, 2 * self.post.every_s(0.0))
+
+    def _another_tells(self, number: int) -> bool:
+        """Wait until the rank that claimed the `number`-th try has told; False if it is not at it any more."""
+        look_s = self.post.every_s(_LOOK_EVERY_S)
+        patience_s = max(_CARD_COMES_S, 3 * look_s)
+        seen, since = self.post.claimed_at(number), time.monotonic()
+        while not self.post.told():
+            if (claimed := self.post.claimed_at(number)) != seen:
+                seen, since = claimed, time.monotonic()
+            elif time.monotonic() - since > patience_s:
+                return False
+            time.sleep(look_s)
+        return True
 
     def missing(self) -> None:
         """In the watchdog: a rank of this host is gone. Say so, within the second that the launcher leaves."""
@@ -134,10 +148,10 @@ class Reporter:
 
     def stalled(self) -> None:
         """In the watchdog: no progress."""
-        self.tell(self.say(STALLED), _OTHERS_COME_S, to_stderr)
+        self.tell(self.say(STALLED), self._others_come_s(), to_stderr)
 
-    def _write(self, own: Statement, patience_s: float) -> str:
-        statements, silent = self._gather(own, patience_s)
+    def _write(self, own: Statement, patience_s: float, number: int) -> str:
+        statements, silent = self._gather(own, patience_s, number)
         kills = process.oom_kills() - self._oom_kills_before
         verdict = blame.judge(statements, silent, oom_kills=kills, shared=self.post.folder is not None)
         waited = blame.waited_for(statements, silent, self.job.parts()) if verdict.kind == blame.STALL else []
@@ -159,11 +173,13 @@ class Reporter:
             write_text(self.job.place / JSON, json.dumps(facts, indent=1))
         return text
 
-    def _gather(self, own: Statement, patience_s: float) -> tuple[list[Statement], list[Silent]]:
+    def _gather(self, own: Statement, patience_s: float, number: int) -> tuple[list[Statement], list[Silent]]:
         """What all ranks said, and of those that said nothing what is known; waits for them a little."""
         deadline = time.monotonic() + patience_s
+        known: dict[str, Statement] = {}
         while True:
-            found = {s.who.rank: s for s in self.post.statements()}
+            self.post.go_on_claiming(number)
+            found = {s.who.rank: s for s in self.post.statements(known)}
             found.setdefault(own.who.rank, own)
             states = self.post.states()
             awaited = [

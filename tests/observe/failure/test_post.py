@@ -155,3 +155,23 @@ def test_without_a_folder_a_dead_process_is_seen_and_nobody_else_is_heard(tmp_pa
     post = dataclasses.replace(post, ranks=(post.who, Who(1, "a", child.pid, began)), visible=frozenset({1}))
     assert post.states() == {1: GONE}
     assert not post.hears(1)
+
+
+def test_a_statement_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    posts, read = _posts(tmp_path), list[str]()
+    get = Post._get
+    monkeypatch.setattr(Post, "_get", lambda post, name: read.append(name) or get(post, name))  # type: ignore[func-returns-value]
+    known: dict[str, Statement] = {}
+    for post, kind in ((posts[0], HERE), (posts[1], HERE), (posts[0], FAILED)):
+        post.say(_of(post, kind))
+        posts[2].statements(known)
+    assert sorted(read) == ["said/00000.failed", "said/00000.here", "said/00001.here"]
+    assert [s.kind for s in posts[2].statements(known)] == [FAILED, HERE]
+
+
+@pytest.mark.parametrize("size", [1, 8, 128, 4096])
+def test_many_ranks_look_less_often(size: int, tmp_path: Path) -> None:
+    post = _posts(tmp_path, 1)[0]
+    post = dataclasses.replace(post, ranks=post.ranks * size)
+    assert post.every_s(0.5) >= 0.5
+    assert size / post.every_s(0.05) <= 200

@@ -13,7 +13,7 @@ import pytest
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.observe.failure import reporter as module
-from hvdtrain.observe.failure.post import open_post
+from hvdtrain.observe.failure.post import Post, open_post
 from hvdtrain.observe.failure.process import UNKNOWN, UNREACHABLE
 from hvdtrain.observe.failure.reporter import JSON, TEXT, Job, Reporter, set_old_aside
 from hvdtrain.observe.failure.statement import STALLED, Witness, myself
@@ -169,3 +169,29 @@ def test_ranks_that_share_no_folder_are_neither_blamed_nor_awaited(tmp_path: Pat
     reporter.tell(reporter.say(STALLED), 1000.0, shown.append)
     card = json.loads((tmp_path / JSON).read_text())
     assert {s["state"] for s in card["silent"]} == {UNREACHABLE} and card["ranks"] == [0, 1, 2]
+
+
+def test_who_is_still_at_the_card_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CARD_COMES_S", 0.05)
+    monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.02)
+    shown: list[str] = []
+    first, second = _reporters(tmp_path, 2, shown)
+    assert first.post.claim(0)
+    looks = 0
+
+    def told(post: Post) -> bool:
+        nonlocal looks
+        looks += 1
+        first.post.go_on_claiming(0)
+        return looks > 10
+
+    monkeypatch.setattr(Post, "told", told)
+    _fail(second)
+    assert not shown and second.voice.told
+
+
+def test_many_ranks_are_waited_for_as_long_as_they_need_to_look(tmp_path: Path) -> None:
+    reporter = _reporters(tmp_path, 1, [])[0]
+    for size in (1, 100, 10_000):
+        reporter.post = dataclasses.replace(reporter.post, ranks=reporter.post.ranks[:1] * size)
+        assert reporter._others_come_s() > reporter.post.every_s(0.0)
