@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 import hvdtrain
-from hvdtrain.observe.failure.reporter import TEXT
+from hvdtrain.observe.failure.reporter import TEXT, Job
 from hvdtrain.observe.journal import read_journal
 from hvdtrain.spans import Spans
+from hvdtrain.training.result import losses_and_speed
 from tests.support.toy import toy
 
 
@@ -47,3 +48,16 @@ def test_saving_and_loading_count_as_progress(tmp_path: Path, monkeypatch: pytes
     within.clear()
     hvdtrain.train(run | {"train": {"steps": 1, "global_batch": 4, "micro_batch": 2}}, toy)
     assert within.count("") > 5, "before the first step: reading, verifying, broadcasting"
+
+
+def test_at_its_end_a_rank_waits_for_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it has the last numbers a rank may be gone before its neighbours are."""
+    jobs: list[Job] = []
+    make = Job.__init__
+    monkeypatch.setattr(Job, "__init__", lambda job, *a, **k: jobs.append(job) or make(job, *a, **k))
+    seen: list[bool] = []
+    monkeypatch.setattr(
+        "hvdtrain.training.session.losses_and_speed", lambda *a: seen.append(jobs[0].ending) or losses_and_speed(*a)
+    )
+    hvdtrain.train({"train": {"steps": 1, "global_batch": 4, "micro_batch": 2}, "run_dir": str(tmp_path / "run")}, toy)
+    assert seen == [True]

@@ -195,3 +195,10 @@ def test_many_ranks_are_waited_for_as_long_as_they_need_to_look(tmp_path: Path) 
     for size in (1, 100, 10_000):
         reporter.post = dataclasses.replace(reporter.post, ranks=reporter.post.ranks[:1] * size)
         assert reporter._others_come_s() > reporter.post.every_s(0.0)
+
+
+def test_who_writes_the_card_says_so_while_it_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[int] = []
+    monkeypatch.setattr(Post, "go_on_claiming", lambda post, number: said.append(number))
+    _fail(_reporters(tmp_path, 2, [])[0])
+    assert len(said) > 1, "the other rank never speaks"
