@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -44,7 +45,10 @@ class Journal:
         except TypeError:
             line = orjson.dumps(plain(record), option=orjson.OPT_APPEND_NEWLINE)
         try:
-            self._file.write(line)
+            written = self._file.write(line)
+            if written < len(line):  # the disk is full; a part of a line would spoil the next one
+                self._file.truncate(self._file.seek(0, os.SEEK_END) - written)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise RunDirectoryError(
                 f"{self._file.name} cannot be written: {error.strerror}",
