@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,13 +18,15 @@ Record = Mapping[str, Any]
 _LIMIT = 10_000
 _LOOK_EVERY_S = 0.5
 _FAILURES = 3
+_REST_S = 60.0
 
 
 class Sink(Protocol):
     """Takes what happens in a run, on rank 0.
 
     It is made and both methods are called in one thread that belongs to the sink alone. What is raised there is said
-    once and ends the sink after a few times in a row, never the training.
+    once, and costs the training nothing. A sink that fails a few times in a row is left alone for a minute, and gets
+    what comes after that.
     """
 
     def write(self, record: Record) -> None:
@@ -73,9 +77,17 @@ class Background:
         name: for messages.
         warn: told when the sink fails or falls behind; called from the thread.
         limit: records that wait at most; those that come while so many wait are dropped, and counted.
+        clock: seconds.
     """
 
-    def __init__(self, make: Callable[[], Sink], name: str, warn: Callable[[str], None], limit: int = _LIMIT) -> None:
+    def __init__(
+        self,
+        make: Callable[[], Sink],
+        name: str,
+        warn: Callable[[str], None],
+        limit: int = _LIMIT,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._make = make
         self._name = name
         self._warn = warn
@@ -84,6 +96,8 @@ class Background:
         self._dropped = 0
         self._failures = 0
         self._has_failed = False
+        self._clock = clock
+        self._rests_until = -math.inf
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"sink {name}", daemon=True)
         self._thread.start()
@@ -107,7 +121,7 @@ class Background:
             sink = self._make()
         except Exception as error:
             self._warn(f"the metric sink {self._name} cannot be made: {type(error).__name__}: {error}")
-            sink, self._failures = FunctionSink(lambda record: None), _FAILURES
+            sink, self._rests_until = FunctionSink(lambda record: None), math.inf
         ended = False
         while not ended:
             ended = self._ended.wait(_LOOK_EVERY_S)
@@ -118,7 +132,7 @@ class Background:
         while self._waiting:
             # A copy: what the sink does to it is nobody else's affair.
             record = copy.deepcopy(self._waiting.popleft())
-            if self._failures < _FAILURES:
+            if self._clock() >= self._rests_until:
                 self._attempt(partial(sink.write, record))
         if self._dropped:
             dropped, self._dropped = self._dropped, 0
@@ -127,12 +141,16 @@ class Background:
     def _attempt(self, action: Callable[[], None]) -> None:
         try:
             action()
-            if self._failures < _FAILURES:
-                self._failures = 0
+            self._failures = 0
         except Exception as error:
             self._failures += 1
             if not self._has_failed:
                 self._has_failed = True
                 self._warn(f"the metric sink {self._name} failed: {type(error).__name__}: {error}")
             if self._failures == _FAILURES:
-                self._warn(f"the metric sink {self._name} failed {_FAILURES} times in a row and is given up")
+                self._warn(
+                    f"the metric sink {self._name} failed {_FAILURES} times in a row: it is left alone for"
+                    f" {_REST_S:.0f} s, then tried again"
+                )
+            if self._failures >= _FAILURES:
+                self._rests_until = self._clock() + _REST_S

@@ -60,7 +60,7 @@ def test_a_sink_that_hangs_holds_nobody_up_and_what_it_cannot_take_is_counted() 
     assert said[1:] == ["the metric sink slow is too slow: 89 records were dropped"]
 
 
-def test_a_failing_sink_is_said_and_given_up() -> None:
+def test_a_failing_sink_is_said_and_left_alone() -> None:
     called: list[int] = []
 
     def fail(record: Mapping[str, Any]) -> None:
@@ -75,8 +75,35 @@ def test_a_failing_sink_is_said_and_given_up() -> None:
     assert called == [0, 1, 2]
     assert said == [
         "the metric sink web failed: OSError: no network",
-        "the metric sink web failed 3 times in a row and is given up",
+        "the metric sink web failed 3 times in a row: it is left alone for 60 s, then tried again",
     ]
+
+
+def test_a_sink_that_was_left_alone_is_tried_again() -> None:
+    now = 0.0
+    called: list[int] = []
+
+    def write(record: Mapping[str, Any]) -> None:
+        nonlocal now
+        called.append(record["step"])
+        now += 1.0
+        if record["step"] < 3 or record["step"] == 70:
+            raise OSError("no network")
+
+    def clock() -> float:
+        nonlocal now
+        now += 1.0
+        return now
+
+    said: list[str] = []
+    background = Background(lambda: FunctionSink(write), "web", said.append, clock=clock)
+    for step in range(100):
+        background.put({"step": step})
+    background.close(_PATIENCE_S)
+    assert called[:3] == [0, 1, 2]
+    later = called[3:]
+    assert 50 <= later[0] <= 65 and later == list(range(later[0], 100)), "after a minute every record"
+    assert len(said) == 2
 
 
 def test_a_sink_that_fails_now_and_then_gets_the_rest() -> None:
