@@ -64,7 +64,9 @@ def task_spec(argv: Sequence[str]) -> str:
 
 def make_parser(task_function: Callable[..., Any] | None) -> ArgumentParser:
     """A parser of the options of `Config` and of the parameters of `task_function`."""
-    parser = ArgumentParser(prog="hvdtrain", exit_on_error=False, description="Train a model on all ranks of this job.")
+    parser = ArgumentParser(
+        allow_abbrev=False, prog="hvdtrain", exit_on_error=False, description="Train a model on all ranks of this job."
+    )
     parser.add_argument("--config", action=ActionConfigFile, help="YAML file of options; later options win.")
     parser.add_class_arguments(Config, as_group=False)
     if task_function is not None:

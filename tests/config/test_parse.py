@@ -55,6 +55,7 @@ def test_defaults_are_those_of_the_schema() -> None:
 @pytest.mark.parametrize(
     ("flag", "what", "near"),
     [
+        ("--observe.timelin=3:4", "no option --observe.timelin", "--observe.timeline"),  # nor the beginning of one
         ("--train.stpes=5", "no option --train.stpes", "--train.steps"),
         ("--hiden=5", "no option --hiden", "--hidden"),
         ("--optimiser.lr=5", "no option --optimiser.lr", "--optimizer.lr"),
