@@ -95,9 +95,9 @@ def add_listeners(spans: Spans, observe: ObserveConfig, device: torch.device, st
 
 
 def add_watchers(
-    recorder: Recorder, observe: ObserveConfig, spans: Spans, directory: Path, comm: Comm, started_at: int
+    recorder: Recorder, observe: ObserveConfig, spans: Spans, directory: Path, comm: Comm, started_at: int, stop: int
 ) -> None:
-    """Trace what the options ask for: this rank's spans, and torch's profile."""
+    """Trace what the options ask for of the steps from `started_at` to `stop`: this rank's spans, torch's profile."""
     folder = directory / TIMELINE
     if observe.timeline == AUTO:
         window = Window(started_at + 1, started_at + _FIRST_STEPS)
@@ -106,5 +106,8 @@ def add_watchers(
     if observe.timeline != "off":
         recorder.add_watcher(SpanTrace(spans, folder, comm.rank, socket.gethostname(), window, recorder.warn))
     profile = parse_window(observe.profile, "observe.profile")
+    for option, asked in (("timeline", window), ("profile", profile)):
+        if asked and started_at < stop < asked.first:
+            recorder.warn(f"--observe.{option} begins at step {asked.first}, but the run ends at step {stop}")
     if profile:
         recorder.add_watcher(TorchProfile(spans, folder, comm.rank, profile, recorder.warn))

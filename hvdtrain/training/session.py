@@ -107,7 +107,7 @@ def _train(
         _describe_start(run, task, comm, directory, recorder)
         resumed = on_rank_0(comm, partial(restore, run, state, store, claim, recorder), name="restored")
         broadcast_state(state, comm, spans.touch)
-        add_watchers(recorder, run.config.observe, spans, directory, comm, state.progress.step)
+        add_watchers(recorder, run.config.observe, spans, directory, comm, state.progress.step, trainer.stop)
         recorder.begin(trainer.stop)
         with Notices() as notices:
             reason = trainer.run(notices)

@@ -67,6 +67,18 @@ def test_a_profile_that_the_end_cuts_short_is_written(tmp_path: Path) -> None:
     assert (tmp_path / "timeline" / "torch-steps-5-6-rank-0.json").exists()
 
 
+@pytest.mark.parametrize("option", ["timeline", "profile"])
+def test_a_window_that_is_never_reached_is_said(tmp_path: Path, option: str) -> None:
+    lines = _train(tmp_path, **{option: "7:9"})
+    warnings = [line["text"] for line in lines if line.get("event") == "warning"]
+    assert warnings == [f"--observe.{option} begins at step 7, but the run ends at step 6"]
+
+
+def test_a_finished_run_that_is_started_again_has_no_warning(tmp_path: Path) -> None:
+    _train(tmp_path)
+    assert [line for line in _train(tmp_path) if line.get("event") == "warning"] == []
+
+
 def test_sinks_get_what_the_journal_gets(tmp_path: Path) -> None:
     taken: list[Mapping[str, Any]] = []
     lines = _train(tmp_path, [taken.append])
