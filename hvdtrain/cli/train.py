@@ -63,6 +63,10 @@ def _train(argv: list[str], info: RankInfo, voice: Voice) -> Result:
 
 def summary(result: Result, info: RankInfo) -> str:
     """What a person wants to know at the end."""
+    from hvdtrain.observe.tensorboard import FOLDER
+    from hvdtrain.training.observers import TIMELINE
+
+    curves, traces = result.run_dir / FOLDER, result.run_dir / TIMELINE
     rows = [("training loss", f"{result.first_loss:.4f} -> {result.last_loss:.4f}")]
     if not math.isnan(result.first_heldout_loss):
         rows.append(("held-out loss", f"{result.first_heldout_loss:.4f} -> {result.last_heldout_loss:.4f}"))
@@ -72,11 +76,11 @@ def summary(result: Result, info: RankInfo) -> str:
     rows.append(("run", str(result.run_dir)))
     how = {"finished": "finished", "stop_at": "stopped as asked"}.get(result.reason, f"stopped by {result.reason}")
     further = []
-    if (result.run_dir / "tensorboard").is_dir():
+    if curves.is_dir():
         # The address of this machine only: whoever reaches the port reads the run.
-        further.append(("curves", f"{beside('tensorboard')} --logdir {result.run_dir}/tensorboard --host 127.0.0.1"))
-    if (result.run_dir / "timeline").is_dir():
-        further.append(("traces", f"{result.run_dir}/timeline/*.json, in https://ui.perfetto.dev or chrome://tracing"))
+        further.append(("curves", f"{beside('tensorboard')} --logdir {curves} --host 127.0.0.1"))
+    if traces.is_dir():
+        further.append(("traces", f"{traces}/*.json, in https://ui.perfetto.dev or chrome://tracing"))
     further += [
         ("each step", f"tail -n 3 {result.run_dir}/journal.jsonl"),
         ("this machine", f"{beside('hvdtrain')} doctor"),

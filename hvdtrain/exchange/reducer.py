@@ -142,10 +142,7 @@ class Reducer:
 
     def carried(self) -> dict[str, list[str]]:
         """Names of the parameters whose gradients each collective carries, by the collective's name."""
-        return {
-            f"gradients/{number}": [slot.name for slot in bucket.layout.slots]
-            for number, bucket in enumerate(self._buckets)
-        }
+        return {_collective(n): [slot.name for slot in b.layout.slots] for n, b in enumerate(self._buckets)}
 
     def buffers(self) -> list[Tensor]:
         """The memory that buckets take."""
@@ -171,4 +168,9 @@ class Reducer:
     def _start(self, number: int) -> None:
         bucket = self._buckets[number]
         bucket.started_ns = self._spans.now()
-        bucket.handle = self._comm.allreduce(bucket.wire, name=f"gradients/{number}")
+        bucket.handle = self._comm.allreduce(bucket.wire, name=_collective(number))
+
+
+def _collective(number: int) -> str:
+    """The name under which a bucket is exchanged."""
+    return f"gradients/{number}"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import resource
-import signal
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.errors import RunDirectoryError
 from hvdtrain.observe.journal import Journal, is_finished, read_journal, read_steps
+from tests.support.full_disk import room_for
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
@@ -85,15 +84,8 @@ def test_finished_is_the_last_word(tmp_path: Path) -> None:
 def test_a_line_that_finds_no_room_leaves_no_part_of_itself(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j")
     journal.write({"step": 1})
-    former = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "j").stat().st_size + 50, former[1]))
-    try:
-        with pytest.raises(RunDirectoryError, match="No space left on device"):
-            journal.write({"step": 2, "filler": "x" * 100})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, former)
-        signal.signal(signal.SIGXFSZ, ignored)
+    with room_for(tmp_path / "j", 50), pytest.raises(RunDirectoryError, match="No space left on device"):
+        journal.write({"step": 2, "filler": "x" * 100})
     journal.write({"event": "failed"})
     journal.close()
     assert read_journal(tmp_path / "j") == [{"step": 1}, {"event": "failed"}]

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import resource
-import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from hvdtrain.config.windows import ALL, OFF, Window
 from hvdtrain.observe.span_trace import LAST_STEPS, SpanTrace
 from hvdtrain.observe.trace_file import TraceFile, free_path
 from hvdtrain.spans import DEVICE, EXCHANGE, Spans
+from tests.support.full_disk import room_for
 from tests.support.trace_format import check_trace
 
 
@@ -120,15 +119,8 @@ def test_a_disk_that_gets_full_leaves_the_trace_valid(tmp_path: Path) -> None:
     span = {"name": "a", "ph": "X", "pid": 0, "tid": 0, "ts": 0, "dur": 1}
     file = TraceFile(path, [head])
     file.append([span])
-    former = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 500, former[1]))
-    try:
-        with pytest.raises(OSError, match="too large"):
-            file.append([span] * 100)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, former)
-        signal.signal(signal.SIGXFSZ, ignored)
+    with room_for(path, 500), pytest.raises(OSError, match="too large"):
+        file.append([span] * 100)
     assert _read(path) == [head, span]
     file.append([span])
     assert _read(path) == [head, span, span]

@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 
 @pytest.fixture(autouse=True)
@@ -7,3 +8,12 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setattr("hvdtrain.task.once_per_host.gettempdir", lambda: str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "hvdtrain" / "corpus"
+
+
+@pytest.fixture
+def one_thread():
+    """The models are tiny: more threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

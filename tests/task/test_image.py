@@ -21,13 +21,7 @@ pytest.importorskip("transformers", reason="the transformers library is not inst
 sklearn_datasets = pytest.importorskip("sklearn.datasets", reason="scikit-learn is not installed")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """The models are tiny: more threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def some(count, size=32, channels=1, classes=10):

@@ -23,13 +23,7 @@ transformers = pytest.importorskip("transformers", reason="the transformers libr
 TINY = ModelConfig(preset="tiny")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """The models are tiny: more threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def tiny(**options):
