@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 
@@ -70,10 +71,12 @@ def options(description: str | None) -> argparse.ArgumentParser:
 
 
 def report(figures: Sequence[Figure], file: Path | None) -> None:
-    """Print a table, and write the JSON where a file is named."""
+    """Print a table, what it was measured on, and write the JSON where a file is named."""
+    content: dict[str, Any] = {"machine": machine(), "versions": versions(), "results": [asdict(f) for f in figures]}
     print_table(figures)
+    for name in ("machine", "versions"):
+        print(f"{name}: {', '.join(f'{key} {value}' for key, value in content[name].items())}")
     if file:
-        content = {"machine": machine(), "versions": versions(), "results": [asdict(f) for f in figures]}
         file.write_text(json.dumps(content, indent=1) + "\n")
 
 
