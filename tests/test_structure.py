@@ -23,15 +23,16 @@ LAYERS = {
     "install": 1,
     "runtime": 2,
     "comm": 3,
-    "exchange": 4,
+    "compression": 4,
     "data": 4,
     "task": 4,
     "state": 4,
     "observe": 4,
-    "engine": 5,
-    "training": 6,
-    "doctor": 6,
-    "cli": 7,
+    "exchange": 5,
+    "engine": 6,
+    "training": 7,
+    "doctor": 7,
+    "cli": 8,
 }
 """A room imports rooms of lower numbers, and itself. `hvdtrain` and `hvdtrain.__main__` stand above all."""
 

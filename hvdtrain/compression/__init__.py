@@ -1,0 +1,1 @@
+"""What travels instead of a gradient: one file a compressor."""
