@@ -62,7 +62,8 @@ class Compressor(ABC):
     """Sums one bucket over ranks; made once for a bucket, its buffers too.
 
     Law, where errors are kept, to rounding, over all ranks: ``sum(work before) - sum(work after) == out``. Of a second
-    encoding (by the rank that owns a share of the sum) the error is left with that owner.
+    encoding (by the rank that owns a share of the sum) the error is left with that owner. Where errors are not kept,
+    ``sum(work before) == out`` to the tolerance of the compressor's line in `table`.
 
     Attributes:
         shape: of the bucket.
@@ -109,7 +110,10 @@ class Compressor(ABC):
         """
 
     def finite(self) -> bool:
-        """Whether what the last exchange brought is finite: equal on all ranks, and cheap to know."""
+        """Whether what the last exchange brought is finite: equal on all ranks.
+
+        May say so without having looked where no state depends on it. Waits for the device.
+        """
         return True
 
     def commit(self, *, applied: bool) -> None:

@@ -1,17 +1,45 @@
 """The compressors by name, each with what it sends: needs no torch.
 
-A compression is written ``name``, ``name:number`` or, with the number left to its default, ``name``.
+A compression is written ``name``, or ``name:number`` where it takes a number that is not to be the default.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-Shapes = Sequence[Sequence[int]]
-"""Of the gradients in one bucket."""
-Payload = dict[str, int]
-"""Bytes that a rank hands to each kind of collective in one exchange of a bucket."""
+from hvdtrain.compression import sizes
+from hvdtrain.compression.sizes import Bucket, Payload
+from hvdtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hvdtrain.comm.base import Comm
+    from hvdtrain.compression.base import BucketShape, Compressor
+
+
+@dataclass(frozen=True)
+class Number:
+    """What follows the colon.
+
+    Attributes:
+        keyword: of the compressor's constructor.
+        default: where none is written.
+        low: the smallest.
+        high: the largest.
+        whole: whether it counts something.
+    """
+
+    keyword: str
+    default: float
+    low: float
+    high: float
+    whole: bool = False
+
+    def holds(self, value: float) -> bool:
+        """Whether `value` may stand there."""
+        return self.low <= value <= self.high and (not self.whole or value == int(value))
 
 
 @dataclass(frozen=True)
@@ -20,16 +48,88 @@ class Kind:
 
     Attributes:
         name: how it is called in options.
-        make: "module:name" of the `Compressor`, made with `number` as its keyword argument where that is not None.
-        number: the keyword of its number, None where it takes none.
-        default: of the number.
+        make: "module:name" of the `Compressor` in this package.
+        payload: by bucket, ranks and number.
+        tolerance: of the law in `base.Compressor`, over the sum over ranks of the largest magnitude packed.
+        number: None where it takes none.
         feedback: whether what an exchange leaves behind is added to the next gradient.
-        payload: by shapes, bytes an element, length of the bucket, ranks and number.
     """
 
     name: str
     make: str
-    payload: Callable[[Shapes, int, int, int, float], Payload]
-    number: str | None = None
-    default: float = 0.0
+    payload: Callable[[Bucket, int, float], Payload]
+    tolerance: float
+    number: Number | None = None
     feedback: bool = False
+
+
+@dataclass(frozen=True)
+class Compression:
+    """A line of the table and its number (0 where it takes none)."""
+
+    kind: Kind
+    number: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.kind.name}:{self.number:g}" if self.kind.number else self.kind.name
+
+    def payload(self, bucket: Bucket, ranks: int) -> Payload:
+        """Bytes that each rank hands to Comm in one exchange, by kind of collective."""
+        return self.kind.payload(bucket, ranks, self.number)
+
+    def load(self) -> Callable[[BucketShape, Comm], Compressor]:
+        """What makes the compressor of a bucket; imports torch."""
+        number = self.kind.number
+        keywords = {number.keyword: int(self.number) if number.whole else self.number} if number else {}
+        make = _named(self.kind.make)
+        if not self.kind.feedback:
+            return lambda shape, comm: make(shape, comm, **keywords)
+        feedback = _named("feedback:Feedback")
+        return lambda shape, comm: feedback(make(shape, comm, keep_error=True, **keywords))
+
+
+TABLE = {
+    kind.name: kind
+    for kind in (
+        Kind("none", "none:Plain", sizes.plain, 1e-6),
+        Kind("fp16", "cast:fp16", sizes.fp16, 2e-3),
+        Kind("bf16", "cast:Bf16", sizes.bf16, 1e-2),
+    )
+}
+
+
+def choices() -> list[str]:
+    """How each is written."""
+    return [
+        f"{kind.name}[:{kind.number.keyword} {kind.number.low:g} to {kind.number.high:g}]" if kind.number else kind.name
+        for kind in TABLE.values()
+    ]
+
+
+def parse(text: str) -> Compression:
+    """What `text` means: "fp16", "topk:0.01".
+
+    Errors:
+        ConfigError: there is no such compression, or its number is none that it takes.
+    """
+    name, colon, written = text.partition(":")
+    kind = TABLE.get(name)
+    if kind is not None:
+        if not colon:
+            return Compression(kind, kind.number.default if kind.number else 0.0)
+        value = _number(written)
+        if kind.number and value is not None and kind.number.holds(value):
+            return Compression(kind, value)
+    raise ConfigError(f"{text!r} is no compression", expected=", ".join(choices()), next_step="choose one of these")
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _named(spec: str) -> Any:
+    module, _, name = spec.partition(":")
+    return getattr(importlib.import_module(f"hvdtrain.compression.{module}"), name)

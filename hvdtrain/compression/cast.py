@@ -1,0 +1,149 @@
+"""Gradients cast to half as many bits for the way (Micikevicius et al., "Mixed Precision Training", 2018)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.compression.base import BucketShape, Compressor, Phases
+from hvdtrain.compression.chunks import pieces
+from hvdtrain.compression.sizes import share
+
+_BACK_OFF = 4
+"""Powers of two that an overflow takes from the scale: gradients of 1e9 fit after four skipped steps."""
+_PATIENCE = 50
+"""Applied steps without overflow after which one of them is given back."""
+_MOST = 40
+"""Beyond that nothing would be left of gradients of 1: what is not finite then is so by itself."""
+
+
+def fp16(shape: BucketShape, comm: Comm, *, keep_error: bool = False) -> Compressor:
+    """The compressor of fp16; bfloat16 gradients, whose range it lacks, travel as they are."""
+    return (Bf16 if shape.dtype == torch.bfloat16 else Fp16)(shape, comm, keep_error=keep_error)
+
+
+class Fp16(Compressor):
+    """One allreduce of ``h = fp16(s g)``; ``out = sum(h) / s``.
+
+    ``s = 2^-(ceil(log2 size) + b)``: with b = 0 a sum stays in range where its parts do. It is a power of two, so that
+    scaling rounds nothing that is not below fp16's normal range. An overflow, which all ranks see in the sum, sets b up
+    by 4; it comes back by 1 after each 50 steps without.
+
+    Passes over the bucket, in bytes of fp32: 1/2 to pack (written; the gradient is hot), 1 1/2 to unpack (its check for
+    overflow reads what is in cache).
+    """
+
+    def __init__(self, shape: BucketShape, comm: Comm, *, keep_error: bool = False) -> None:
+        super().__init__(shape, comm, keep_error=keep_error)
+        self._wire = shape.zeros(dtype=torch.float16) if keep_error else self.work
+        self._state = torch.zeros(2, dtype=torch.int64)  # b, and applied steps since it last changed
+        self._sums = torch.zeros(len(list(pieces(shape.length, self.work))), dtype=shape.dtype, device=shape.device)
+
+    @property
+    def scale(self) -> float:
+        """What gradients are multiplied with on their way."""
+        return math.ldexp(1.0, -((self.comm.size - 1).bit_length() + int(self._state[0])))
+
+    def make_work(self) -> Tensor:
+        """What is sent, or where errors are kept, what it is made of."""
+        return self.shape.zeros(dtype=torch.float32 if self.keeps_error else torch.float16)
+
+    def pack(self, index: int, gradient: Tensor | None, weight: float = 1.0) -> None:
+        """Cast to the place, scaled."""
+        super().pack(index, gradient, weight if self.keeps_error else weight * self.scale)
+
+    def exchange(self, out: Tensor) -> Phases:
+        """One allreduce."""
+        scale = self.scale
+        if self.keeps_error:
+            for piece in pieces(self.shape.length, self.work):
+                torch.mul(self.work[piece], scale, out=self._wire[piece])
+                self.work[piece].sub_(self._wire[piece], alpha=1 / scale)
+        yield self.comm.allreduce(self._wire, name=self.shape.name)
+        for number, piece in enumerate(pieces(self.shape.length, out)):
+            # Not torch.mul(out=): the product would be rounded to fp16 on its way.
+            torch.sum(out[piece].copy_(self._wire[piece]).mul_(1 / scale), 0, out=self._sums[number])
+
+    def finite(self) -> bool:
+        """Whether the sum of all that came is: a read of a number for each piece."""
+        return bool(torch.isfinite(self._sums).all())
+
+    def commit(self, *, applied: bool) -> None:
+        """Follow an overflow with a smaller scale, whether or not the step was skipped for it."""
+        back_off, steps = self._state.tolist()
+        if not self.finite():
+            back_off, steps = min(back_off + _BACK_OFF, _MOST), 0
+        elif applied and back_off:
+            back_off, steps = (back_off - 1, 0) if steps + 1 == _PATIENCE else (back_off, steps + 1)
+        self._state[0], self._state[1] = back_off, steps
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The scale, as b and the steps since it last changed."""
+        return {f"{part.name}/fp16_scale": self._state.clone() for part in self.shape.parts}
+
+    def load_state_dict(self, state: Mapping[str, Tensor], ranks: int) -> None:
+        """Take the smallest scale of those that the bucket's parameters had."""
+        found = [state[key] for part in self.shape.parts if (key := f"{part.name}/fp16_scale") in state]
+        self._state.zero_()
+        if found:
+            self._state.copy_(max(found, key=lambda pair: pair.tolist()))
+
+    def buffers(self) -> list[Tensor]:
+        """The memory it takes."""
+        return [self.work, self._wire] if self.keeps_error else [self.work]
+
+
+class Bf16(Compressor):
+    """Summed in fp32 by owners: an alltoall of shares as bfloat16, then an allgather of the rounded sums.
+
+    ``out = bf16(sum over ranks of fp32(bf16(g)))``, in rank order. Twice the rounding of one cast, at any size.
+
+    Passes over the bucket, in bytes of fp32: 1/2 to pack, 1 to sum, 1 1/2 to unpack.
+    """
+
+    def __init__(self, shape: BucketShape, comm: Comm, *, keep_error: bool = False) -> None:
+        self._share = share(shape.length, comm.size)
+        super().__init__(shape, comm, keep_error=keep_error)
+        padded = self._share * comm.size
+        self._wire = shape.zeros(padded, torch.bfloat16) if keep_error else self.work
+        self._mine = shape.zeros(self._share, torch.bfloat16)
+        self._sum = torch.zeros_like(self._mine, dtype=torch.float32)
+        self._came = self._mine
+
+    def make_work(self) -> Tensor:
+        """What is sent, or where errors are kept, what it is made of; padded to equal shares."""
+        return self.shape.zeros(self._share * self.comm.size, torch.float32 if self.keeps_error else torch.bfloat16)
+
+    def exchange(self, out: Tensor) -> Phases:
+        """An alltoall, the sum of a share, an allgather."""
+        length = self.shape.length
+        if not length:
+            return
+        if self.keeps_error:
+            for piece in pieces(len(self.work), self.work):
+                self._wire[piece].copy_(self.work[piece])
+                self.work[piece].sub_(self._wire[piece])
+        rows = (yield self.comm.alltoall(self._wire, name=f"{self.shape.name}/shares")).view(-1, self._share)
+        for piece in pieces(self._share, rows):
+            total = self._sum[piece].copy_(rows[0, piece])
+            for row in rows[1:]:
+                total.add_(row[piece])
+            self._mine[piece].copy_(total)
+            if self.keeps_error:
+                total.sub_(self._mine[piece])
+        if self.keeps_error:
+            self.work.view(-1, self._share)[self.comm.rank].add_(self._sum)
+        self._came = yield self.comm.allgather(self._mine, name=f"{self.shape.name}/sums")
+        out[:length].copy_(self._came[:length])
+
+    def finite(self) -> bool:
+        """Whether the sums are: read over again, so looked at only where an error is kept."""
+        return not self.keeps_error or bool(torch.isfinite(self._came.sum(dtype=torch.float32)))
+
+    def buffers(self) -> list[Tensor]:
+        """The memory it takes."""
+        return [self.work, self._mine, self._sum, *([self._wire] if self.keeps_error else [])]

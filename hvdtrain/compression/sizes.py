@@ -1,0 +1,49 @@
+"""How many elements and bytes each compressor sends: pure, without torch; the compressors go by it themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Payload = dict[str, int]
+"""Bytes that a rank hands to each kind of collective in one exchange of a bucket."""
+
+_ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+_LINE = 64
+"""Elements: shares of ranks start where cache lines do, whatever the dtype."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What sizes depend on.
+
+    Attributes:
+        shapes: of the gradients.
+        dtype: of the gradients, as torch names it: "float32".
+        length: elements, gaps between gradients included.
+    """
+
+    shapes: Sequence[Sequence[int]]
+    dtype: str
+    length: int
+
+
+def share(length: int, ranks: int, multiple: int = _LINE) -> int:
+    """Elements of `length` that one rank owns, rounded up so that all own the same, a multiple of `multiple`."""
+    return -(-length // (ranks * multiple)) * multiple
+
+
+def plain(bucket: Bucket, ranks: int, number: float) -> Payload:
+    """As they are; bfloat16 as fp32."""
+    return {"allreduce": bucket.length * (4 if bucket.dtype == "bfloat16" else _ITEM_BYTES[bucket.dtype])}
+
+
+def fp16(bucket: Bucket, ranks: int, number: float) -> Payload:
+    """Two bytes an element; bfloat16 by its own route."""
+    return bf16(bucket, ranks, number) if bucket.dtype == "bfloat16" else {"allreduce": 2 * bucket.length}
+
+
+def bf16(bucket: Bucket, ranks: int, number: float) -> Payload:
+    """Everything to the owners, and each owner's share to all."""
+    mine = 2 * share(bucket.length, ranks)
+    return {"alltoall": ranks * mine, "allgather": mine} if mine else {}

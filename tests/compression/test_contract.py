@@ -1,0 +1,135 @@
+"""Every compressor of the table keeps the contract, as it is used and with its errors fed back; ranks are threads."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.comm.solo import SoloComm
+from hvdtrain.compression.base import Compressor
+from hvdtrain.compression.table import TABLE, Compression, parse
+from tests.support.compression import CLAUSES, bucket, check_law, gradients, residual_sum, step
+from tests.support.thread_comm import ThreadComm, on_ranks
+
+AS_USED = [parse(name) for name in TABLE]
+FED_BACK = [
+    Compression(dataclasses.replace(c.kind, name=f"{c.kind.name}+feedback", feedback=True), c.number)
+    for c in AS_USED
+    if not c.kind.feedback
+]
+EVERY = pytest.mark.parametrize("compression", AS_USED + FED_BACK, ids=str)
+
+
+@pytest.mark.parametrize("clause", CLAUSES, ids=lambda c: c.__name__)
+@EVERY
+def test_solo(compression: Compression, clause: Callable[[Comm, Compression], None]) -> None:
+    clause(SoloComm(), compression)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("clause", CLAUSES, ids=lambda c: c.__name__)
+@EVERY
+def test_threads(compression: Compression, clause: Callable[[Comm, Compression], None], size: int) -> None:
+    on_ranks(size, lambda comm: clause(comm, compression))
+
+
+_SHAPES = st.lists(st.lists(st.integers(0, 70), max_size=3).map(tuple), max_size=4)
+
+
+@settings(max_examples=20, deadline=None)
+@given(shapes=_SHAPES, size=st.integers(1, 4), exponents=st.lists(st.integers(-6, 3), min_size=4, max_size=4))
+@EVERY
+def test_the_law_holds_for_any_shapes(
+    compression: Compression, shapes: list[tuple[int, ...]], size: int, exponents: list[int]
+) -> None:
+    def body(comm: ThreadComm) -> None:
+        compressor = compression.load()(bucket(shapes), comm)
+        for number in range(2):
+            values = gradients(compressor.shape, 10 * comm.rank + number)
+            scaled = [v * 10.0**e for v, e in zip(values, exponents, strict=False)]
+            tolerance = compression.kind.tolerance + 1e-7  # below fp16's smallest numbers nothing is relative
+            check_law(compressor, tolerance, scaled)
+
+    on_ranks(size, body)
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 4), (4, 1)])
+@EVERY
+def test_another_number_of_ranks_takes_over_the_sum(compression: Compression, before: int, after: int) -> None:
+    make = compression.load()
+    shape = bucket(((90, 30), (5,), (90, 30)))
+
+    def save(comm: ThreadComm) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        compressor = make(shape, comm)
+        step(compressor, gradients(shape, comm.rank))
+        compressor.settle()
+        return residual_sum(compressor), compressor.state_dict()
+
+    def load(comm: ThreadComm) -> torch.Tensor:
+        compressor: Compressor = make(shape, comm)
+        compressor.load_state_dict(state, before)
+        return residual_sum(compressor)
+
+    saved, state = on_ranks(before, save)[0]
+    for found in on_ranks(after, load):
+        torch.testing.assert_close(found, saved, rtol=1e-5, atol=1e-6)
+
+
+@EVERY
+def test_a_constant_gradient_arrives_on_average(compression: Compression) -> None:
+    """What is fed back is late, never lost: the mean of n steps is off by no more than a residual over n."""
+    if not compression.kind.feedback:
+        pytest.skip("feeds nothing back")
+    shape = bucket(((90, 30), (5,), (64, 64)))
+
+    def body(comm: ThreadComm) -> list[float]:
+        compressor = compression.load()(shape, comm)
+        values = gradients(shape, comm.rank)
+        true = sum(torch.cat([v.flatten() for v in gradients(shape, rank)]) for rank in range(comm.size))
+        found, errors = torch.zeros(shape.length), []
+        for number in range(1, 201):
+            found += step(compressor, values)
+            mean = torch.cat([part.view(found).flatten() for part in shape.parts]) / number
+            errors.append(float((mean - true).norm() / true.norm()))  # type: ignore[union-attr]
+        return errors
+
+    for errors in on_ranks(2, body):
+        assert errors[199] <= max(0.6 * errors[99], compression.kind.tolerance, 1e-5)
+        assert errors[199] < 0.2
+
+
+def _loss(compression: Compression, size: int) -> float:
+    """Of a linear regression after some steps of SGD on `size` ranks."""
+    shape = bucket(((32, 24), (24,)))
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(256, 32, generator=generator)
+    targets = inputs @ torch.randn(32, 24, generator=generator) + torch.randn(24, generator=generator)
+
+    def body(comm: ThreadComm) -> float:
+        weight, bias = torch.zeros(32, 24), torch.zeros(24)
+        compressor = compression.load()(shape, comm)
+        mine = slice(comm.rank, None, comm.size)
+        for _ in range(150):
+            error = (inputs[mine] @ weight + bias - targets[mine]) / len(inputs)
+            out = step(compressor, [inputs[mine].T @ error, error.sum(0)])
+            for place, part in zip((weight, bias), shape.parts, strict=True):
+                place.sub_(part.view(out), alpha=0.3)
+        return float((inputs @ weight + bias - targets).pow(2).mean())
+
+    losses = on_ranks(size, body)
+    assert len(set(losses)) == 1
+    return losses[0]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@EVERY
+def test_training_gets_as_far_as_without(compression: Compression, size: int) -> None:
+    """Of the variance of the targets, 1e-3 may be left where without compression nothing is."""
+    assert _loss(parse("none"), size) < 1e-3
+    assert _loss(compression, size) < 3e-2

@@ -1,0 +1,32 @@
+"""What can be written for a compression."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from hvdtrain.compression.table import TABLE, choices, parse
+from hvdtrain.errors import ConfigError
+
+
+@pytest.mark.parametrize("kind", TABLE.values(), ids=lambda k: k.name)
+def test_each_is_understood_as_it_is_written(kind) -> None:  # type: ignore[no-untyped-def]
+    written = str(parse(kind.name))
+    assert parse(written) == parse(kind.name)
+    assert parse(written).kind is kind
+    assert any(choice.startswith(kind.name) for choice in choices())
+
+
+@pytest.mark.parametrize("text", ["", "fp17", "fp16:", "fp16:2", "none:0", ":4", "FP16"])
+def test_what_is_none_names_those_there_are(text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse(text)
+    assert repr(text) in error.value.what
+    assert all(name in str(error.value.expected) for name in TABLE)
+
+
+def test_the_table_needs_no_torch() -> None:
+    program = "import sys, hvdtrain.compression.table; assert not {'torch', 'numpy'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", program], check=True)

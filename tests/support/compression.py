@@ -1,0 +1,237 @@
+"""What every compressor must do: one body a clause, run by each rank with each line of the table."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvdtrain.comm.base import Comm, Handle
+from hvdtrain.compression.base import BucketShape, Compressor, Part
+from hvdtrain.compression.sizes import Bucket
+from hvdtrain.compression.table import Compression
+
+SHAPES: Sequence[Sequence[int]] = ((7,), (), (96, 40), (0, 3), (96, 40), (1200, 1), (5, 3, 2), (96, 40), (40, 8, 3, 3))
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+_ALIGNMENT = 16
+
+
+class Counting:
+    """A Comm that counts the bytes handed to it by kind of collective."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self.bytes: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._comm, name)
+        if name not in ("allreduce", "allgather", "alltoall", "reducescatter", "broadcast"):
+            return value
+
+        def counted(tensor: Tensor, **how: Any) -> Handle:
+            self.bytes[name] += tensor.nbytes
+            return value(tensor, **how)  # type: ignore[no-any-return]
+
+        return counted
+
+
+def bucket(shapes: Sequence[Sequence[int]], dtype: torch.dtype = torch.float32, first: int = 0) -> BucketShape:
+    """Parts p0, p1, ... with gaps between them."""
+    parts, length = [], 0
+    for number, shape in enumerate(shapes, first):
+        parts.append(Part(f"p{number}", torch.Size(shape), length))
+        length += -(-math.prod(shape) // _ALIGNMENT) * _ALIGNMENT
+    return BucketShape(f"bucket{first}", tuple(parts), length, dtype, torch.device("cpu"))
+
+
+def gradients(shape: BucketShape, seed: int) -> list[Tensor]:
+    """Of unlike magnitudes; every other one is not contiguous where it has more than one dimension."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for number, part in enumerate(shape.parts):
+        made = torch.randn(part.shape[::-1], generator=generator).mul(10.0 ** (number % 3 - 2)).to(shape.dtype)
+        turned = made.permute(tuple(reversed(range(made.dim()))))
+        found.append(turned if number % 2 else turned.contiguous())
+    return found
+
+
+def exchange(compressor: Compressor, values: Sequence[Tensor | None], weight: float = 1.0) -> Tensor:
+    """Pack and exchange, as a reducer drives it; a new `out`, without what lies in gaps."""
+    for index, value in enumerate(values):
+        compressor.pack(index, value, weight)
+    return drive(compressor)
+
+
+def drive(compressor: Compressor) -> Tensor:
+    out = torch.full((compressor.shape.length,), 7.0, dtype=compressor.shape.dtype)
+    phases = compressor.exchange(out)
+    result: Any = None
+    try:
+        while True:
+            result = phases.send(result).wait()
+    except StopIteration:
+        return out
+
+
+def parts(compressor: Compressor, flat: Tensor) -> Tensor:
+    """What of `flat` is no gap, in float64."""
+    return torch.cat([torch.zeros(0), *(part.view(flat).double().flatten() for part in compressor.shape.parts)])
+
+
+def total(comm: Comm, mine: Tensor) -> Tensor:
+    """The sum over ranks in float64."""
+    return comm.allreduce(mine.double().clone(), name="test/total").wait()
+
+
+def step(compressor: Compressor, values: Sequence[Tensor | None], *, applied: bool = True) -> Tensor:
+    out = exchange(compressor, values)
+    compressor.commit(applied=applied)
+    return out
+
+
+def check_law(compressor: Compressor, tolerance: float, values: Sequence[Tensor | None], weight: float = 1.0) -> Tensor:
+    """A step; see that what was given, with what was left before and less what is left now, is what came out."""
+    before = residual_sum(compressor)
+    out = exchange(compressor, values, weight)
+    compressor.commit(applied=True)
+    given = [
+        torch.zeros(part.shape) if v is None else v for part, v in zip(compressor.shape.parts, values, strict=True)
+    ]
+    mine = weight * torch.cat([torch.zeros(0), *(v.double().flatten() for v in given)])
+    expected = total(compressor.comm, mine) + before - residual_sum(compressor)
+    largest = (
+        total(compressor.comm, torch.cat([mine.abs(), torch.zeros(1)]).max()[None])
+        + torch.cat([before.abs(), torch.zeros(1)]).max()
+    )
+    if compressor.shape.dtype == torch.bfloat16:
+        tolerance = max(tolerance, 2.0**-7)
+    error = (expected - parts(compressor, out)).abs()
+    assert bool((error <= tolerance * largest).all()), f"{float(error.max())} of {float(largest)}"
+    return out
+
+
+def law(comm: Comm, compression: Compression) -> None:
+    for dtype in DTYPES:
+        compressor = compression.load()(bucket(SHAPES, dtype), comm)
+        for number in range(3):
+            values: list[Tensor | None] = [*gradients(compressor.shape, 10 * comm.rank + number)]
+            values[1 + comm.rank] = None
+            out = check_law(compressor, compression.kind.tolerance, values, weight=0.37)
+            assert out.dtype == dtype
+            assert out.count_nonzero() > 0
+
+
+def buckets_without_elements_and_of_one(comm: Comm, compression: Compression) -> None:
+    for shapes in ((), ((0,),), ((),), ((1, 1), (0, 4))):
+        compressor = compression.load()(bucket(shapes), comm)
+        for number in range(2):
+            check_law(compressor, compression.kind.tolerance, gradients(compressor.shape, comm.rank + number))
+        compressor.settle()
+
+
+def equal_bits_on_all_ranks(comm: Comm, compression: Compression) -> None:
+    compressor = compression.load()(bucket(SHAPES), comm)
+    for number in range(3):
+        out = step(compressor, gradients(compressor.shape, 10 * comm.rank + number))
+        everyone = comm.allgather(out.view(torch.int32), name="test/bits").wait().view(comm.size, -1)
+        assert all(torch.equal(everyone[0], other) for other in everyone)
+
+
+def bytes_are_those_of_the_table(comm: Comm, compression: Compression) -> None:
+    for dtype in DTYPES:
+        for shapes in (SHAPES, ((),), ((3000, 7),)):
+            counting = Counting(comm)
+            compressor = compression.load()(bucket(shapes, dtype), counting)  # type: ignore[arg-type]
+            length = compressor.shape.length
+            expected = compression.payload(Bucket(shapes, str(dtype).removeprefix("torch."), length), comm.size)
+            for number in range(3):
+                counting.bytes.clear()
+                exchange(compressor, [v * number for v in gradients(compressor.shape, comm.rank + number)])
+                compressor.commit(applied=True)
+                assert dict(counting.bytes) == expected
+
+
+def inf_and_nan_reach_all_ranks_and_no_state(comm: Comm, compression: Compression) -> None:
+    for place, poison in ((0, math.inf), (2, math.nan), (8, -math.inf), (5, math.nan)):
+        compressor = compression.load()(bucket(SHAPES), comm)
+        step(compressor, gradients(compressor.shape, comm.rank))
+        values = gradients(compressor.shape, comm.rank + 1)
+        if comm.rank == comm.size - 1:
+            values[place] = values[place].clone()
+            values[place].view(-1)[-1] = poison
+        out = exchange(compressor, values)
+        assert not bool(torch.isfinite(parts(compressor, out)).all())
+        compressor.commit(applied=True)  # a loop that does not look
+        for tensor in compressor.state_dict().values():
+            assert bool(torch.isfinite(tensor).all())
+        check_law(compressor, compression.kind.tolerance, gradients(compressor.shape, comm.rank + 2))
+
+
+def a_skipped_step_commits_nothing(comm: Comm, compression: Compression) -> None:
+    outs = []
+    for skipped in (False, True):
+        compressor = compression.load()(bucket(SHAPES), comm)
+        step(compressor, gradients(compressor.shape, comm.rank))
+        if skipped:
+            step(compressor, gradients(compressor.shape, comm.rank + 50), applied=False)
+        outs.append([step(compressor, gradients(compressor.shape, comm.rank + n)) for n in (1, 2)])
+    assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
+
+
+def the_same_steps_give_the_same_bits(comm: Comm, compression: Compression) -> None:
+    """Also after state was saved and loaded in between."""
+    make = compression.load()
+    one, other = make(bucket(SHAPES), comm), make(bucket(SHAPES), comm)
+    for number in range(4):
+        values = gradients(one.shape, comm.rank + number)
+        assert torch.equal(step(one, values), step(other, values))
+        state = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+        other = make(bucket(SHAPES), comm)
+        other.load_state_dict(state, comm.size)
+
+
+def state_goes_with_the_parameter_into_other_buckets(comm: Comm, compression: Compression) -> None:
+    make = compression.load()
+    whole = make(bucket(SHAPES), comm)
+    step(whole, gradients(whole.shape, comm.rank))
+    state = whole.state_dict()
+    for first, last in ((4, len(SHAPES)), (0, 4)):
+        part = make(bucket(SHAPES[first:last], first=first), comm)
+        part.load_state_dict(state, comm.size)
+        for name, tensor in part.state_dict().items():
+            assert torch.equal(tensor, state[name]), name
+
+
+def ranks_agree_on_state_once_settled(comm: Comm, compression: Compression) -> None:
+    compressor = compression.load()(bucket(SHAPES), comm)
+    step(compressor, gradients(compressor.shape, comm.rank))
+    before = residual_sum(compressor)
+    compressor.settle()
+    torch.testing.assert_close(residual_sum(compressor), before, rtol=1e-5, atol=1e-6)
+    for name, tensor in sorted(compressor.state_dict().items()):
+        everyone = comm.allgather(tensor.reshape(1, -1).clone(), name=f"test/{name}").wait()
+        assert all(torch.equal(everyone[0], other) for other in everyone)
+
+
+def residual_sum(compressor: Compressor) -> Tensor:
+    """What is still to be delivered, summed over ranks."""
+    for index in range(len(compressor.shape.parts)):
+        compressor.pack(index, None)
+    return total(compressor.comm, parts(compressor, compressor.work))
+
+
+CLAUSES: list[Callable[[Comm, Compression], None]] = [
+    law,
+    buckets_without_elements_and_of_one,
+    equal_bits_on_all_ranks,
+    bytes_are_those_of_the_table,
+    inf_and_nan_reach_all_ranks_and_no_state,
+    a_skipped_step_commits_nothing,
+    the_same_steps_give_the_same_bits,
+    state_goes_with_the_parameter_into_other_buckets,
+    ranks_agree_on_state_once_settled,
+]
