@@ -1,0 +1,158 @@
+"""Two real hosts on this machine, joined by a cable that can be throttled and cut. Needs root.
+
+    with two_hosts(rate="1gbit") as hosts:
+        hosts.mpirun([sys.executable, "-m", "hvdtrain", "--train.steps=5"])           # one rank on each
+        hosts.horovodrun([sys.executable, "train.py"], gloo=True, environment={"NAME": "is passed to the ranks"})
+        hosts.a.run(["ssh", "b", "hostname"])                                         # any program on one of them
+        with hosts.a.popen(hosts.mpirun_command(argv)) as job: ...                    # without waiting
+        hosts.throttle("100mbit"); hosts.throttle(None); hosts.cut(); hosts.mend()
+        hosts.a.sent_bytes(), hosts.b.received_bytes()                                # of the interface, with headers
+
+The hosts are called ``a`` and ``b``, at 10.77.0.1 and 10.77.0.2, their interface is `LINK`. Each has processes, a
+network, a host name, ``/etc/hosts``, ``/run`` and ``/dev/shm`` of its own, and half of the cores; the disk they share.
+All of it goes when the block is left and when this process is killed: see `host`. Several pairs may be up at once.
+
+A throttled end sends at `rate` (as ``tc`` writes it: 100mbit, 1gbit), after a burst of 256 KiB; what waits longer than
+50 ms is dropped. A cut link loses what is sent, silently, as a cable that somebody pulled from a switch does.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from tests.support.host import LINK, OWN, TIMEOUT_S, Host, UnavailableError, beside_python, one_host, variables
+from tests.support.sshd import CLIENT, serve_ssh
+
+__all__ = ["LINK", "OWN", "Host", "TwoHosts", "UnavailableError", "two_hosts", "variables"]
+
+_PASSED = ("PATH", "PYTHONPATH", "PYTHONWARNINGS", "OMP_NUM_THREADS", "HOME")
+
+
+class TwoHosts:
+    """The hosts `a` and `b`, and the link between them."""
+
+    def __init__(self, a: Host, b: Host, rate: str | None) -> None:
+        self.a = a
+        self.b = b
+        self._rate = rate
+        self._cut = False
+
+    def throttle(self, rate: str | None) -> None:
+        """Let each end send at most at `rate`; None: as fast as it can."""
+        self._rate = rate
+        self._shape()
+
+    def cut(self) -> None:
+        """Lose all that is sent, in both directions."""
+        self._cut = True
+        self._shape()
+
+    def mend(self) -> None:
+        """Undo `cut`."""
+        self._cut = False
+        self._shape()
+
+    def mpirun_command(
+        self, argv: Sequence[str], *, per_host: int = 1, environment: Mapping[str, str] | None = None
+    ) -> list[str]:
+        """What starts `argv` on both hosts by Open MPI 4 over ssh, to be run on `a` with the same `environment`."""
+        mpirun = Path(beside_python("mpirun"))
+        parameters = {"plm_rsh_agent": str(CLIENT), "btl_tcp_if_include": LINK, "oob_tcp_if_include": LINK}
+        passed = dict.fromkeys([*(n for n in _PASSED if n in variables(environment)), *(environment or {})])
+        return [
+            *(str(mpirun), "--allow-run-as-root", "--prefix", str(mpirun.parent.parent)),
+            *("-np", str(2 * per_host), *self._hosts(per_host), "--bind-to", "none"),
+            *(part for name, value in parameters.items() for part in ("--mca", name, value)),
+            *(part for name in passed for part in ("-x", name)),
+            *argv,
+        ]
+
+    def horovodrun_command(self, argv: Sequence[str], *, per_host: int = 1, gloo: bool = False) -> list[str]:
+        """What starts `argv` on both hosts by horovodrun, to be run on `a`."""
+        prefix = Path(beside_python("mpirun")).parent.parent
+        over = ["--gloo"] if gloo else [f"--mpi-args=--prefix {prefix} --mca oob_tcp_if_include {LINK}"]
+        ranks = ["-np", str(2 * per_host), *self._hosts(per_host)]
+        return [beside_python("horovodrun"), *over, *ranks, "--network-interface", LINK, "--disable-cache", *argv]
+
+    def mpirun(
+        self,
+        argv: Sequence[str],
+        *,
+        per_host: int = 1,
+        cwd: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        check: bool = True,
+        timeout_s: float = TIMEOUT_S,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run `argv` on both hosts by mpirun and wait."""
+        command = self.mpirun_command(argv, per_host=per_host, environment=environment)
+        return self._launch(command, cwd, environment, check, timeout_s)
+
+    def horovodrun(
+        self,
+        argv: Sequence[str],
+        *,
+        gloo: bool = False,
+        per_host: int = 1,
+        cwd: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        check: bool = True,
+        timeout_s: float = TIMEOUT_S,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run `argv` on both hosts by horovodrun, over MPI or Gloo, and wait."""
+        command = self.horovodrun_command(argv, per_host=per_host, gloo=gloo)
+        return self._launch(command, cwd, environment, check, timeout_s)
+
+    def _launch(
+        self,
+        command: list[str],
+        cwd: Path | None,
+        environment: Mapping[str, str] | None,
+        check: bool,
+        timeout_s: float,
+    ) -> subprocess.CompletedProcess[str]:
+        there = self.b.processes()
+        try:
+            return self.a.run(command, cwd=cwd, environment=environment, check=check, timeout_s=timeout_s)
+        except BaseException:
+            self.b.end(self.b.processes() - there)
+            raise
+
+    def _hosts(self, per_host: int) -> list[str]:
+        return ["-H", ",".join(f"{host.name}:{per_host}" for host in (self.a, self.b))]
+
+    def _shape(self) -> None:
+        for host in (self.a, self.b):
+            if self._cut:
+                host.configure("tc", "qdisc", "replace", "dev", LINK, "root", "blackhole")
+            elif self._rate is not None:
+                bucket = ["tbf", "rate", self._rate, "burst", "256kb", "latency", "50ms"]
+                host.configure("tc", "qdisc", "replace", "dev", LINK, "root", *bucket)
+            else:
+                host.configure("tc", "qdisc", "replace", "dev", LINK, "root", "noqueue")
+
+
+@contextmanager
+def two_hosts(rate: str | None = None) -> Iterator[TwoHosts]:
+    """Two hosts for as long as the block lasts; `rate`: see `TwoHosts.throttle`.
+
+    Errors:
+        UnavailableError: not root, no right to make namespaces, or a tool is missing.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    half = (len(cores) + 1) // 2
+    with ExitStack() as stack:
+        a = stack.enter_context(one_host("a", "10.77.0.1", cores[:half]))
+        b = stack.enter_context(one_host("b", "10.77.0.2", cores[half:] or cores))
+        a.pair(b)
+        for host in (a, b):
+            host.configure("ip", "address", "add", f"{host.address}/24", "dev", LINK)
+            host.configure("ip", "link", "set", LINK, "up")
+        serve_ssh((a, b))
+        hosts = TwoHosts(a, b, rate)
+        hosts.throttle(rate)
+        yield hosts
