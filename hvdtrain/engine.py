@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvdtrain.comm.base import Comm
+from hvdtrain.compression.table import parse
 from hvdtrain.errors import TaskError
-from hvdtrain.exchange.reducer import Reducer, refuse_sparse
+from hvdtrain.exchange.reducer import Reducer
+from hvdtrain.exchange.sparse import zero_rows
 from hvdtrain.spans import Spans
 
 
@@ -47,8 +50,28 @@ class Engine(Protocol):
         """Let the optimizer follow the gradients that `finish` left."""
         ...
 
+    def commit(self, *, applied: bool) -> None:
+        """The step is over: keep what compression carries to the next one, or forget it if it was not applied."""
+        ...
+
+    def rescale(self, factor: float) -> None:
+        """Gradients are multiplied by `factor` from now on, and so is what compression carries to the next step."""
+        ...
+
+    def settle(self) -> None:
+        """Make the exchange's state the same on all ranks, so that one can save it. Collective: yes."""
+        ...
+
+    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The exchange's state, tensors and plain values; equal on all ranks after `settle`."""
+        ...
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Take over the exchange's state."""
+        ...
+
     def carried(self) -> dict[str, list[str]]:
-        """Names of the parameters whose gradients each collective carries, by the collective's name."""
+        """Names of the parameters whose gradients each collective carries, by what its name begins with."""
         ...
 
     def buffers(self) -> list[Tensor]:
@@ -65,9 +88,13 @@ def make_engine(
         TaskError: the optimizer holds a parameter that is not the model's.
     """
     parameters = _named(optimizer, model)
-    if comm.size == 1:
+    if comm.size == 1 and compression == "none":
         return LocalEngine(parameters, optimizer)
-    return ExchangeEngine(optimizer, Reducer(parameters, comm, compression, spans=spans))
+
+    def trained() -> list[tuple[str, nn.Parameter]]:
+        return [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+
+    return ExchangeEngine(optimizer, Reducer(trained, comm, parse(compression).load(), spans=spans))
 
 
 class LocalEngine:
@@ -76,6 +103,8 @@ class LocalEngine:
     def __init__(self, named_parameters: list[tuple[str, nn.Parameter]], optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._parameters = named_parameters
+        self._sparse: set[str] = set()
+        self._kept: tuple[Mapping[str, Tensor], Mapping[str, Any]] = ({}, {"plan": None, "ranks": 1})
 
     def begin(self, micro_batches: int) -> None:
         """Clear gradients."""
@@ -87,11 +116,37 @@ class LocalEngine:
 
     def finish(self) -> list[Tensor]:
         """Give a zero gradient to parameters that have none, as an exchange would."""
+        gradients = []
         for name, parameter in self._parameters:
+            if not parameter.requires_grad:
+                continue
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            refuse_sparse(name, parameter.grad)
-        return [parameter.grad for _, parameter in self._parameters if parameter.grad is not None]
+                parameter.grad = zero_rows(parameter) if name in self._sparse else torch.zeros_like(parameter)
+            if parameter.grad.is_sparse:
+                self._sparse.add(name)
+                parameter.grad = parameter.grad.coalesce()
+                gradients.append(parameter.grad._values())
+            else:
+                gradients.append(parameter.grad)
+        return gradients
+
+    def commit(self, *, applied: bool) -> None:
+        """Do nothing."""
+
+    def rescale(self, factor: float) -> None:
+        """Do nothing."""
+
+    def settle(self) -> None:
+        """Do nothing."""
+
+    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return what several ranks have left, for the time when there are several again."""
+        tensors, values = self._kept
+        return dict(tensors), dict(values)
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Keep it: one rank exchanges nothing."""
+        self._kept = {name: tensor.clone() for name, tensor in tensors.items()}, values
 
     def step(self) -> None:
         """Follow the gradients."""
@@ -138,6 +193,26 @@ class ExchangeEngine:
         """Follow the gradients."""
         self.optimizer.step()
 
+    def commit(self, *, applied: bool) -> None:
+        """Keep or forget what compression carries to the next step."""
+        self._reducer.commit(applied=applied)
+
+    def rescale(self, factor: float) -> None:
+        """Multiply what compression carries to the next step."""
+        self._reducer.rescale(factor)
+
+    def settle(self) -> None:
+        """Make the state the same on all ranks. Collective: yes."""
+        self._reducer.settle()
+
+    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The plan of the buckets, and the compressors' state."""
+        return self._reducer.state_dict()
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Take them over."""
+        self._reducer.load_state_dict(tensors, values)
+
     def carried(self) -> dict[str, list[str]]:
         """Names of the parameters by bucket."""
         return self._reducer.carried()
@@ -161,4 +236,4 @@ def _named(optimizer: Optimizer, model: nn.Module) -> list[tuple[str, nn.Paramet
             found=f"{len(strangers)} other(s), of shapes {', '.join(map(str, strangers[:3]))}",
         )
     # In the model's order, not the optimizer's: the exchange follows backward.
-    return [(name, p) for name, p in model.named_parameters() if p in held and p.requires_grad]
+    return [(name, p) for name, p in model.named_parameters() if p in held]

@@ -33,6 +33,7 @@ LAYERS = {
     "training": 7,
     "doctor": 7,
     "cli": 8,
+    "torch": 8,
 }
 """A room imports rooms of lower numbers, and itself. `hvdtrain` and `hvdtrain.__main__` stand above all."""
 

@@ -20,6 +20,8 @@ except ImportError as _error:
         f"Horovod cannot be loaded: {_error}", next_step="build it for this torch and MPI: hvdtrain build-horovod"
     ) from _error
 
+__all__ = ["HorovodComm", "HorovodHandle", "hvd"]
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -57,45 +59,53 @@ class HorovodComm:
     bfloat16 is not among Horovod's types (horovod/horovod#4047): a collective that sums it raises ValueError, one
     that only moves it carries the same bits as fp16.
 
+    Args:
+        process_set: some of the ranks, of which this is one; rank and size are those among them. All without it.
+
     Attributes:
         started_threads: the kernel's numbers of the threads that Horovod has started.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, process_set: Any = hvd.global_process_set) -> None:
         before = thread_ids()
         hvd.init()  # does nothing where the program has done it
         self.started_threads = thread_ids() - before
-        self.rank: int = hvd.rank()
-        self.size: int = hvd.size()
+        self._set = process_set
+        self.rank: int = process_set.rank()
+        self.size: int = process_set.size()
         self.local_rank: int = hvd.local_rank()
         self.local_size: int = hvd.local_size()
         self.in_flight: dict[str, float] = {}
 
     def allreduce(self, tensor: Tensor, *, name: str) -> HorovodHandle:
         """Sum over ranks, in place. Collective: yes."""
-        return self._under_way(name, hvd.allreduce_async_(tensor, name=name, op=hvd.Sum))
+        return self._under_way(name, hvd.allreduce_async_(tensor, name=name, op=hvd.Sum, process_set=self._set))
 
     def allgather(self, tensor: Tensor, *, name: str) -> HorovodHandle:
         """Concatenate along dimension 0. Collective: yes."""
-        return self._under_way(name, hvd.allgather_async(_movable(tensor), name=name), tensor.dtype)
+        return self._under_way(
+            name, hvd.allgather_async(_movable(tensor), name=name, process_set=self._set), tensor.dtype
+        )
 
     def alltoall(self, tensor: Tensor, *, name: str, splits: list[int] | None = None) -> HorovodHandle:
         """Exchange rows of dimension 0. Collective: yes."""
         counts = None if splits is None else torch.tensor(splits, dtype=torch.int32)
-        return self._under_way(name, hvd.alltoall_async(_movable(tensor), splits=counts, name=name), tensor.dtype)
+        handle = hvd.alltoall_async(_movable(tensor), splits=counts, name=name, process_set=self._set)
+        return self._under_way(name, handle, tensor.dtype)
 
     def reducescatter(self, tensor: Tensor, *, name: str) -> HorovodHandle:
         """Sum over ranks, keep a share. Collective: yes."""
-        return self._under_way(name, hvd.reducescatter_async(tensor, name=name, op=hvd.Sum))
+        return self._under_way(name, hvd.reducescatter_async(tensor, name=name, op=hvd.Sum, process_set=self._set))
 
     def broadcast(self, tensor: Tensor, *, name: str, root: int = 0) -> HorovodHandle:
         """Overwrite with the tensor of `root`, in place. Collective: yes."""
-        return self._under_way(name, hvd.broadcast_async_(_movable(tensor), root, name=name), tensor.dtype)
+        handle = hvd.broadcast_async_(_movable(tensor), self._set.ranks[root], name=name, process_set=self._set)
+        return self._under_way(name, handle, tensor.dtype)
 
     def barrier(self) -> None:
         """Wait for every rank. Collective: yes."""
         self.in_flight["barrier"] = time.monotonic()
-        hvd.barrier()
+        hvd.barrier(process_set=self._set)
         del self.in_flight["barrier"]
 
     def start_timeline(self, path: Path) -> None:

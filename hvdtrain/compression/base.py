@@ -120,6 +120,10 @@ class Compressor(ABC):
         """Keep what the last exchange changed in the state; where the step was not applied, forget it."""
         return
 
+    def rescale(self, factor: float) -> None:
+        """Gradients are multiplied by `factor` from now on (fp16's loss scale has changed): so is what was kept."""
+        return
+
     def settle(self) -> None:
         """Make what of the state differs between ranks the same on all, its sum kept. Collective: yes."""
         return

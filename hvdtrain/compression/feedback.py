@@ -57,6 +57,10 @@ class Feedback(Compressor):
             self._residual, self._residuals = self.work, self.places
             self.work, self.places = self._inner.work, self._inner.places
 
+    def rescale(self, factor: float) -> None:
+        """Multiply the residual."""
+        self._residual.mul_(factor)
+
     def settle(self) -> None:
         """Give every rank the mean of the residuals. Collective: yes."""
         self._inner.settle()

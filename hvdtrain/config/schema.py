@@ -40,11 +40,11 @@ class ParallelConfig:
     """How the ranks exchange gradients.
 
     Attributes:
-        compression: What travels: gradients as they are, or cast to fp16 for the way.
+        compression: What travels: none for gradients as they are, fp16, bf16, int8, topk:SHARE or powersgd:RANK.
         device: cuda takes the device of the rank's local_rank; auto takes it where there is one.
     """
 
-    compression: Literal["none", "fp16"] = "none"
+    compression: str = "none"
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 

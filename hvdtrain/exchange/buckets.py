@@ -1,72 +1,112 @@
-"""Flat buffers that hold many gradients: which parameter lies where. Pure."""
+"""Which parameter's gradient lies where: flat buckets, planned from the order in which backward finishes. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+
+from hvdtrain.compression.base import BucketShape, Part
+
+Named = Sequence[tuple[str, nn.Parameter]]
 
 _ALIGNMENT = 64
 """Bytes: a view starts where vector instructions and cache lines do."""
 
 
 @dataclass(frozen=True)
-class Slot:
-    """The place of one gradient.
+class Plan:
+    """What is exchanged together; the same on all ranks, and kept with a run so that its sums are always grouped alike.
 
     Attributes:
-        name: of the parameter.
-        parameter: whose gradient it is.
-        start: first element in the bucket.
+        buckets: names of parameters of one dtype and device, in the order in which backward finishes them.
+        sparse: names of parameters whose gradients are sparse; each travels alone.
     """
 
-    name: str
-    parameter: nn.Parameter
-    start: int
+    buckets: tuple[tuple[str, ...], ...]
+    sparse: tuple[str, ...] = ()
 
-    def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """The gradient's place in `flat`, in the parameter's shape."""
-        return flat[self.start : self.start + self.parameter.numel()].view(self.parameter.shape)
+    def fits(self, named: Named) -> bool:
+        """Whether it holds exactly these parameters, and each bucket those of one dtype and device."""
+        of = dict(named)
+        names = [*(name for bucket in self.buckets for name in bucket), *self.sparse]
+        return sorted(names) == sorted(of) and all(
+            len({(of[name].dtype, of[name].device) for name in bucket}) == 1 for bucket in self.buckets
+        )
+
+
+def plan(
+    named: Named,
+    limit_bytes: int,
+    finished: Sequence[str] = (),
+    sparse: Iterable[str] = (),
+    groups: Sequence[Sequence[str]] = (),
+) -> Plan:
+    """Divide parameters into buckets of at most `limit_bytes`, a larger one alone.
+
+    Args:
+        named: parameters, in the model's order.
+        limit_bytes: of a bucket.
+        finished: names in the order in which a backward pass finished their gradients. Those that it left out come
+            last, apart from the others: a bucket is exchanged when all of it is there. Without it, the reverse of the
+            model's order, which is about the same.
+        sparse: names of those that have sparse gradients.
+        groups: names that share a bucket for each dtype and device, whatever their size.
+    """
+    of = dict(named)
+    alone = set(sparse)
+    first = dict.fromkeys(name for name in finished if name in of)
+    order = [*first, *(name for name, _ in reversed(named) if name not in first)]
+    rest = set(order) - first.keys()
+    buckets: list[list[str]] = []
+    grouped = {name: number for number, group in enumerate(groups) for name in group}
+    runs = [([n for n in order if grouped.get(n) == number], sys.maxsize) for number in range(len(groups))]
+    runs += [([n for n in order if n not in grouped and (n in rest) == late], limit_bytes) for late in (False, True)]
+    for names, limit in runs:
+        open_: dict[tuple[torch.dtype, torch.device], tuple[list[str], int]] = {}
+        for name in names:
+            if name in alone:
+                continue
+            parameter = of[name]
+            kind = (parameter.dtype, parameter.device)
+            length = parameter.numel() * parameter.dtype.itemsize
+            bucket, held = open_.get(kind, ([], 0))
+            if not bucket or held + length > limit:
+                bucket, held = [], 0
+                buckets.append(bucket)
+            bucket.append(name)
+            open_[kind] = (bucket, held + length)
+    return Plan(tuple(map(tuple, buckets)), tuple(name for name, _ in named if name in alone))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One bucket: gradients of one dtype and device.
+    """One bucket.
 
     Attributes:
-        slots: in the order in which backward is expected to finish them.
-        length: elements, gaps between slots included.
-        dtype: of the gradients.
-        device: of the gradients.
+        parameters: those whose gradients it holds, as `shape.parts` lists them.
+        shape: where each lies.
     """
 
-    slots: tuple[Slot, ...]
-    length: int
-    dtype: torch.dtype
-    device: torch.device
+    parameters: tuple[nn.Parameter, ...]
+    shape: BucketShape
 
 
-def lay_out(named_parameters: Sequence[tuple[str, nn.Parameter]], limit_bytes: int) -> list[Layout]:
-    """Divide parameters into buckets of at most `limit_bytes`, a larger one alone.
+def lay_out(agreed: Plan, of: Mapping[str, nn.Parameter], name: str) -> list[Layout]:
+    """Give each gradient its place; buckets are called ``name/0`` and so on."""
+    return [_lay_out_one(names, of, f"{name}/{number}") for number, names in enumerate(agreed.buckets)]
 
-    Backward finishes about in the reverse of the order in which a model was put together, so that order it is: a
-    function of the model, equal on all ranks and in every run, and so is which sums are grouped together.
-    """
-    layouts: list[Layout] = []
-    kinds = dict.fromkeys((p.dtype, p.device) for _, p in named_parameters)
-    for dtype, device in kinds:
-        slots: list[Slot] = []
-        length = 0
-        step = max(1, _ALIGNMENT // dtype.itemsize)
-        for name, parameter in reversed(named_parameters):
-            if (parameter.dtype, parameter.device) != (dtype, device):
-                continue
-            if slots and (length + parameter.numel()) * dtype.itemsize > limit_bytes:
-                layouts.append(Layout(tuple(slots), length, dtype, device))
-                slots, length = [], 0
-            slots.append(Slot(name, parameter, length))
-            length += -(-parameter.numel() // step) * step
-        layouts.append(Layout(tuple(slots), length, dtype, device))
-    return layouts
+
+def _lay_out_one(names: Sequence[str], of: Mapping[str, nn.Parameter], name: str) -> Layout:
+    parameters = tuple(of[n] for n in names)
+    dtype, device = parameters[0].dtype, parameters[0].device
+    step = max(1, _ALIGNMENT // dtype.itemsize)
+    parts = []
+    length = 0
+    for parameter_name, parameter in zip(names, parameters, strict=True):
+        parts.append(Part(parameter_name, parameter.shape, length))
+        length += -(-parameter.numel() // step) * step
+    return Layout(parameters, BucketShape(name, tuple(parts), length, dtype, device))

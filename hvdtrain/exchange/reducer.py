@@ -1,75 +1,24 @@
-"""Gradients summed over ranks in flat buckets, each exchanged in place as soon as backward has filled it."""
+"""Gradients summed over ranks in flat buckets while backward runs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from hvdtrain.comm.base import Comm, Handle
-from hvdtrain.errors import TaskError
-from hvdtrain.exchange.buckets import Layout, Slot, lay_out
-from hvdtrain.spans import EXCHANGE, Spans
+from hvdtrain.comm.base import Comm
+from hvdtrain.compression.none import Plain
+from hvdtrain.exchange.agreement import agree
+from hvdtrain.exchange.buckets import Named, Plan, plan
+from hvdtrain.exchange.flight import Flight, Make
+from hvdtrain.exchange.passes import Passes
+from hvdtrain.spans import Spans
 
 BUCKET_BYTES = 32 << 20
 """Where ranks fill their cores, an exchange beside backward only makes both wait: 1.05 of a step without exchange with
 buckets of 8 MiB, 1.03 with one of 27 MiB (the default model, 2 ranks on 2 cores)."""
-
-WIRE: Mapping[str, Mapping[torch.dtype, torch.dtype]] = {
-    "none": {torch.bfloat16: torch.float32},
-    "fp16": {torch.bfloat16: torch.float32, torch.float32: torch.float16, torch.float64: torch.float16},
-}
-"""By compression, the dtype that gradients travel as where it is not their own. Horovod cannot sum bfloat16
-(horovod/horovod#4047), and fp16 lacks its range: it travels as fp32."""
-
-
-class _Bucket:
-    """One flat buffer under way.
-
-    Attributes:
-        layout: what lies where.
-        flat: gradients, in their own dtype.
-        wire: what is exchanged: `flat` itself, or a buffer of another dtype.
-        ready: names of the slots that hold this step's gradient.
-        handle: of the exchange, once started.
-        started_ns: when that was, by the recorder's clock.
-    """
-
-    def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
-        self.layout = layout
-        self.flat = torch.zeros(layout.length, dtype=layout.dtype, device=layout.device)
-        self.wire = self.flat if dtype == layout.dtype else torch.zeros_like(self.flat, dtype=dtype)
-        self.places = {slot.name: slot.view(self.wire) for slot in layout.slots}
-        self.views = {slot.name: slot.view(self.flat) for slot in layout.slots}
-        self.ready: set[str] = set()
-        self.handle: Handle | None = None
-        self.started_ns = 0
-
-    def put(self, slot: Slot) -> None:
-        """Copy a gradient to its place, zero where there is none, and let the parameter's own memory go."""
-        gradient = slot.parameter.grad
-        if gradient is None:
-            self.places[slot.name].zero_()
-        else:
-            refuse_sparse(slot.name, gradient)
-            self.places[slot.name].copy_(gradient)
-        slot.parameter.grad = self.views[slot.name]
-        self.ready.add(slot.name)
-
-
-def refuse_sparse(name: str, gradient: Tensor) -> None:
-    """See that a gradient is dense.
-
-    Errors:
-        TaskError: it is sparse.
-    """
-    if gradient.is_sparse:
-        raise TaskError(
-            f"the gradient of {name} is sparse",
-            expected="dense gradients",
-            next_step="make the embedding with sparse=False",
-        )
 
 
 class Reducer:
@@ -78,99 +27,191 @@ class Reducer:
     A gradient is first made where autograd makes it, then copied once, hot, into its bucket. Accumulating into views
     from the start would cost a zeroing and an addition a step instead.
 
+    The first step learns in which order backward finishes gradients and which of them are sparse; its buckets are
+    exchanged after backward. So does the first step after the set of parameters has changed.
+
     Args:
-        named_parameters: equal on all ranks, in the same order.
+        parameters: gives those to exchange, equal on all ranks, in the same order; asked before each step.
         comm: the ranks.
-        compression: a key of `WIRE`.
+        make: of the compressor of a bucket.
         bucket_bytes: largest bucket.
+        weight: what each gradient is multiplied by before the exchange.
+        factor: what each sum is multiplied by after it.
+        passes: backward passes of a step, of which the last one exchanges; 0 where `collect` announces the last.
+        groups: names of parameters that are exchanged together whatever their size.
+        sparse_as_dense: exchange sparse gradients like others; they are dense afterwards.
+        name: what the collectives' names begin with.
         spans: told of each exchange, from its start until it was waited for.
+
+    Attributes:
+        over: whether the sums of this step are there. Where passes are counted, a gradient that comes then begins
+            another step: the last one was not applied.
     """
 
     def __init__(
         self,
-        named_parameters: Sequence[tuple[str, nn.Parameter]],
+        parameters: Callable[[], Named],
         comm: Comm,
-        compression: str = "none",
+        make: Make = Plain,
+        *,
         bucket_bytes: int = BUCKET_BYTES,
+        weight: float = 1.0,
+        factor: float = 1.0,
+        passes: int = 0,
+        groups: Sequence[Sequence[str]] = (),
+        sparse_as_dense: bool = False,
+        name: str = "gradients",
         spans: Spans | None = None,
     ) -> None:
+        self._parameters = parameters
         self._comm = comm
+        self._make = make
+        self._draft = partial(plan, limit_bytes=bucket_bytes, groups=groups)
+        self._weight = weight
+        self._factor = factor
+        self._passes = Passes(passes)
+        self._sparse_as_dense = sparse_as_dense
+        self._name = name
         self._spans = spans or Spans()
-        self._collecting = False
-        wire = WIRE[compression]
-        layouts = lay_out(named_parameters, bucket_bytes)
-        self._buckets = [_Bucket(layout, wire.get(layout.dtype, layout.dtype)) for layout in layouts]
-        self._hooks = [
-            slot.parameter.register_post_accumulate_grad_hook(self._hook(number, slot))  # type: ignore[no-untyped-call]
-            for number, bucket in enumerate(self._buckets)
-            for slot in bucket.layout.slots
-        ]
+        self._known: list[tuple[str, nn.Parameter]] = []
+        self._hooks: list[Any] = []
+        self._flight: Flight | None = None  # none while the order is being learned
+        self._finished: list[str] = []
+        self._carried: Mapping[str, Tensor] = {}
+        self._carried_ranks = comm.size
+        self.over = False
+        self._renew(list(parameters()))
 
     def begin(self) -> None:
-        """Start a step: gradients must have been cleared."""
-        for bucket in self._buckets:
-            bucket.ready.clear()
-            bucket.handle = None
-        self._collecting = False
+        """Start a step. Collective: yes, where parameters were added, frozen or freed since the last one."""
+        current = list(self._parameters())
+        if len(current) != len(self._known) or any(a[1] is not b[1] for a, b in zip(current, self._known, strict=True)):
+            self.settle()
+            self._renew(current)
+        if self._flight is not None:
+            self._flight.begin()
+        self._finished.clear()
+        self._passes.begin()
+        self.over = False
+
+    def set_passes(self, passes: int) -> None:
+        """Expect this many backward passes a step from now on."""
+        self._passes = Passes(passes)
 
     def collect(self) -> None:
         """The next backward pass is the last of the step: exchange what it finishes."""
-        self._collecting = True
+        self._passes.announce()
 
     def finish(self) -> list[Tensor]:
-        """Exchange what is left, wait for all; the summed gradients, views of the buckets. Collective: yes."""
-        self._collecting = False
-        for number, bucket in enumerate(self._buckets):
-            if bucket.handle is None:
-                for slot in bucket.layout.slots:
-                    if slot.name not in bucket.ready:
-                        bucket.put(slot)
-                self._start(number)
-        for number, bucket in enumerate(self._buckets):
-            assert bucket.handle is not None
-            bucket.handle.wait()
-            self._spans.record("exchange", bucket.started_ns, EXCHANGE + number)
-            if bucket.wire is not bucket.flat:
-                bucket.flat.copy_(bucket.wire)
-        # Views, not whole buckets: a norm over 30 MB summed in fp32 is off by 2e-4, that of the parts by 6e-6.
-        return [view for bucket in self._buckets for view in bucket.views.values()]
+        """Exchange what is left, wait for all; the summed gradients, views of the buckets. Collective: yes.
+
+        Of a sparse gradient it is the values.
+
+        Errors:
+            LaunchError: the parameters of one rank are not those of another.
+        """
+        self._passes.end()
+        flight = self._flight or self._learn()
+        sums = flight.finish()
+        self.over = True
+        return sums
+
+    @property
+    def begun(self) -> bool:
+        """Whether a gradient of the last pass of this step has come."""
+        return bool(self._finished) if self._flight is None else self._flight.begun
+
+    def commit(self, *, applied: bool) -> None:
+        """Keep what the exchange changed in the compressors' state; if the step was not applied, forget it."""
+        if self._flight is not None:
+            for compressor in self._flight.compressors:
+                compressor.commit(applied=applied)
+
+    def rescale(self, factor: float) -> None:
+        """Gradients are multiplied by `factor` from now on, and so is what compressors carry to the next step."""
+        if self._flight is not None:
+            for compressor in self._flight.compressors:
+                compressor.rescale(factor)
+
+    def settle(self) -> None:
+        """Make the state the same on all ranks, so that it can be saved by one. Collective: yes."""
+        if self._flight is not None:
+            for compressor in self._flight.compressors:
+                compressor.settle()
+
+    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors and plain values; after `settle` equal on all ranks. Tensors are not copied."""
+        if self._flight is None:
+            return dict(self._carried), {"plan": None, "ranks": self._carried_ranks}
+        tensors = {k: t for compressor in self._flight.compressors for k, t in compressor.state_dict().items()}
+        agreed = self._flight.plan
+        return tensors, {"plan": {"buckets": agreed.buckets, "sparse": agreed.sparse}, "ranks": self._comm.size}
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Take over a state; a plan that is not of these parameters is made anew by the next step."""
+        self._carried, self._carried_ranks = dict(tensors), int(values["ranks"])
+        self._flight = None
+        saved = values["plan"] and Plan(tuple(map(tuple, values["plan"]["buckets"])), tuple(values["plan"]["sparse"]))
+        if saved and saved.fits(self._known):
+            self._adopt(saved)
+
+    def restart(self, comm: Comm, weight: float, factor: float) -> None:
+        """Forget what is under way and go on among other ranks; what compression has kept here is kept here."""
+        self._renew(list(self._parameters()))
+        self._comm, self._weight, self._factor = comm, weight, factor
+        self._carried_ranks = comm.size
+        self.begin()
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
         for hook in self._hooks:
             hook.remove()
+        self._hooks.clear()
 
     def carried(self) -> dict[str, list[str]]:
-        """Names of the parameters whose gradients each collective carries, by the collective's name."""
-        return {_collective(n): [slot.name for slot in b.layout.slots] for n, b in enumerate(self._buckets)}
+        """Names of the parameters whose gradients each bucket carries, by what its collectives' names begin with."""
+        return {} if self._flight is None else self._flight.carried()
 
     def buffers(self) -> list[Tensor]:
         """The memory that buckets take."""
-        return [buffer for bucket in self._buckets for buffer in (bucket.flat, bucket.wire)]
+        return [] if self._flight is None else self._flight.buffers()
 
-    def _hook(self, number: int, slot: Slot):  # type: ignore[no-untyped-def]
-        bucket = self._buckets[number]
+    def _renew(self, named: list[tuple[str, nn.Parameter]]) -> None:
+        """Exchange these parameters from now on, in an order to be learned."""
+        self._carried, values = self.state_dict()
+        self._carried_ranks = values["ranks"]
+        self._flight = None
+        self.close()
+        self._known = named
+        for name, parameter in named:
+            hook = parameter.register_post_accumulate_grad_hook(self._hook(name))  # type: ignore[no-untyped-call]
+            self._hooks.append(hook)
 
-        def on_gradient(parameter: Tensor) -> None:
-            if not self._collecting:
+    def _hook(self, name: str):  # type: ignore[no-untyped-def]
+        def on_gradient(parameter: nn.Parameter) -> None:
+            if self.over and self._passes.count:
+                self.commit(applied=False)
+                self.begin()
+            if not self._passes.reached(name):
                 return
-            if slot.name in bucket.ready:
-                raise TaskError(
-                    f"{slot.name} got its gradient a second time in one backward pass, when it was on its way already",
-                    next_step="checkpoint activations with use_reentrant=False, and run backward once a loss",
-                )
-            bucket.put(slot)
-            if len(bucket.ready) == len(bucket.layout.slots):
-                self._start(number)
+            if self._flight is None:
+                self._finished.append(name)
+            else:
+                self._flight.arrived(name)
 
         return on_gradient
 
-    def _start(self, number: int) -> None:
-        bucket = self._buckets[number]
-        bucket.started_ns = self._spans.now()
-        bucket.handle = self._comm.allreduce(bucket.wire, name=_collective(number))
+    def _learn(self) -> Flight:
+        """Settle with the other ranks what is exchanged together. Collective: yes."""
+        sparse = [n for n, p in self._known if p.grad is not None and p.grad.is_sparse and not self._sparse_as_dense]
+        return self._adopt(agree(self._comm, self._known, self._draft, self._finished, sparse, self._name))
 
-
-def _collective(number: int) -> str:
-    """The name under which a bucket is exchanged."""
-    return f"gradients/{number}"
+    def _adopt(self, agreed: Plan) -> Flight:
+        """Make the buckets of a plan; what their compressors knew before goes with the parameters."""
+        flight = self._flight = Flight(
+            agreed, dict(self._known), self._comm, self._make, self._weight, self._factor, self._name, self._spans
+        )
+        for compressor in flight.compressors:
+            compressor.load_state_dict(self._carried, self._carried_ranks)
+        self._carried = {}
+        return flight

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,12 +36,29 @@ class Progress:
     losses: list[float] = field(default_factory=list)
 
 
+class Exchange(Protocol):
+    """What keeps state between the exchanges of gradients: the plan of buckets, and what compression carries on."""
+
+    def settle(self) -> None:
+        """Make the state the same on all ranks. Collective: yes."""
+        ...
+
+    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors by name, and plain values."""
+        ...
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Take them over."""
+        ...
+
+
 @dataclass(frozen=True)
 class StateDict:
     """A snapshot: tensors by group and name, and what JSON holds.
 
     Attributes:
-        tensors: {"model": {name: tensor}, "optimizer": {"name/slot": tensor}}.
+        tensors: {"model": {name: tensor}, "optimizer": {"name/slot": tensor}, "exchange": {"name/what": tensor}}; the
+            last only where there is any.
         values: plain values.
     """
 
@@ -58,25 +75,30 @@ class TrainState:
         optimizer: its state, kept by parameter name: free of groups, of their order and of the number of ranks.
         scaler: fp16's loss scale.
         progress: how far the run has come.
+        exchange: of the gradients; settled before it is saved. None where there is none.
     """
 
     model: nn.Module
     optimizer: Optimizer
     scaler: torch.amp.GradScaler
     progress: Progress
+    exchange: Exchange | None = None
 
     def state_dict(self) -> StateDict:
         """The state, without copying tensors."""
         model, aliases = _unaliased(self.model.state_dict())
         slots, plain, groups = self._optimizer_state()
+        carried, exchange = self.exchange.state_dict() if self.exchange is not None else ({}, None)
         values = {
             "progress": vars(self.progress).copy(),
             "aliases": aliases,
             "optimizer": plain,
             "groups": groups,
             "scaler": self.scaler.state_dict(),
+            "exchange": exchange,
         }
-        return StateDict({"model": model, "optimizer": slots}, values)
+        tensors = {"model": model, "optimizer": slots, **({"exchange": carried} if carried else {})}
+        return StateDict(tensors, values)
 
     def load_state_dict(self, state: StateDict) -> None:
         """Take over a state; tensors are copied.
@@ -94,6 +116,8 @@ class TrainState:
             self.optimizer.param_groups[int(number)].update(values)
         if state.values["scaler"]:
             self.scaler.load_state_dict(state.values["scaler"])
+        if self.exchange is not None and state.values.get("exchange"):  # checkpoints of 0.1 have none
+            self.exchange.load_state_dict(state.tensors.get("exchange", {}), state.values["exchange"])
         self.progress = Progress(**state.values["progress"])
 
     def _names(self) -> dict[str, nn.Parameter]:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import on_rank_0
+from hvdtrain.compression.table import parse
 from hvdtrain.config.parse import RunConfig
 from hvdtrain.data.loader import Stream, dataset_length
 from hvdtrain.data.order import micro_batches
@@ -60,6 +61,7 @@ def run_training(
 
     Without a `voice` the failure card is written to the run folder only.
     """
+    parse(run.config.parallel.compression)  # before anything costs time
     device = pick_device(run.config.parallel.device, comm)
     task = make_task(build, run.config, comm)
     directory, claim = _claim(run, comm)
@@ -147,7 +149,7 @@ def _trainer(
     return Trainer(
         config=config,
         comm=comm,
-        state=TrainState(model, engine.optimizer, precision.scaler, fresh),
+        state=TrainState(model, engine.optimizer, precision.scaler, fresh, engine),
         stepper=stepper,
         stream=stream,
         schedule=_schedule(task, run, horizon),

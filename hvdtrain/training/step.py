@@ -108,11 +108,19 @@ class Stepper:
         with self.spans("optimizer"):
             if result.applied:
                 self.engine.step()
+            self.engine.commit(applied=result.applied)
             if count:
                 self._rollback.end(applied=result.applied)
             if self.precision.scaler.is_enabled():
-                self.precision.scaler.update()
+                self._update_scale()
         return result
+
+    def _update_scale(self) -> None:
+        scaler = self.precision.scaler
+        before = scaler.get_scale()
+        scaler.update()
+        if (after := scaler.get_scale()) != before:
+            self.engine.rescale(after / before)
 
     def _totals(self, losses: list[Tensor], weights: list[Tensor | float], notices: list[int]) -> Tensor:
         """Sum of losses, sum of weights and the notices of this rank: float64, on the device."""

@@ -222,6 +222,7 @@ class Trainer:
     def _save(self, evaluation: Evaluation | None) -> None:
         with self.stepper.spans("checkpoint"):
             check_equal(self.state.model, self.comm, name="drift")
+            self.stepper.engine.settle()
             loss = evaluation.loss if evaluation and math.isfinite(evaluation.loss) else None
             path = on_rank_0(self.comm, partial(self._write, loss), name="saved")
         self._event("checkpoint", path=path)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from hvdtrain.engine import ExchangeEngine
 from hvdtrain.engine import _named as _held
-from hvdtrain.errors import TaskError
-from hvdtrain.exchange.buckets import lay_out
+from hvdtrain.errors import LaunchError, TaskError
 from hvdtrain.exchange.reducer import Reducer
-from tests.support.thread_comm import ThreadComm, on_ranks
+from tests.support.thread_comm import ThreadComm, ThreadHandle, on_ranks
 
 
 class Mixed(nn.Module):
@@ -58,7 +56,7 @@ def _sums(size: int, passes: Callable[[int], int], **options: object) -> list[li
     def body(comm: ThreadComm) -> list[Tensor]:
         model = models[comm.rank]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine = ExchangeEngine(optimizer, Reducer(_named(model), comm, **options))  # type: ignore[arg-type]
+        engine = ExchangeEngine(optimizer, Reducer(lambda: _named(model), comm, **options))  # type: ignore[arg-type]
         for _ in range(2):
             engine.begin(passes(comm.rank))
             for index in range(passes(comm.rank)):
@@ -94,20 +92,12 @@ def test_ranks_hold_equal_bits() -> None:
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
-def test_fp16_travels_as_fp16() -> None:
-    expected = _reference(2, lambda rank: 1)
-    for gradient, reference in zip(_sums(2, lambda rank: 1, compression="fp16")[0], expected, strict=True):
-        assert gradient.dtype == torch.float32
-        assert torch.equal(gradient, gradient.half().float())
-        torch.testing.assert_close(gradient.double(), reference, rtol=1e-2, atol=1e-2)
-
-
 def test_gradients_are_views_of_what_finish_returns() -> None:
     models = [_model(), _model()]
 
     def body(comm: ThreadComm) -> None:
         model = models[comm.rank]
-        reducer = Reducer(_named(model), comm, bucket_bytes=100)
+        reducer = Reducer(lambda: _named(model), comm, bucket_bytes=100)
         reducer.begin()
         reducer.collect()
         model(_batch(comm.rank, 0)).sum().backward()
@@ -118,10 +108,18 @@ def test_gradients_are_views_of_what_finish_returns() -> None:
     on_ranks(2, body)
 
 
+def _step(reducer: Reducer, loss: Callable[[], Tensor]) -> list[Tensor]:
+    reducer.begin()
+    reducer.collect()
+    loss().backward()
+    return reducer.finish()
+
+
 def test_a_second_gradient_in_one_pass_is_an_error() -> None:
     def body(comm: ThreadComm) -> None:
         model = nn.Linear(2, 1)
-        reducer = Reducer(_named(model), comm)
+        reducer = Reducer(lambda: _named(model), comm)
+        _step(reducer, lambda: model(torch.ones(1, 2)).sum())
         reducer.begin()
         reducer.collect()
         model(torch.ones(1, 2)).sum().backward()
@@ -134,48 +132,13 @@ def test_a_second_gradient_in_one_pass_is_an_error() -> None:
 def test_close_lets_go_of_the_parameters() -> None:
     def body(comm: ThreadComm) -> None:
         model = nn.Linear(2, 1)
-        reducer = Reducer(_named(model), comm)
+        reducer = Reducer(lambda: _named(model), comm)
         reducer.collect()
         reducer.close()
         for _ in range(2):
             model(torch.ones(1, 2)).sum().backward()
 
     on_ranks(1, body)
-
-
-@given(
-    st.lists(st.tuples(st.lists(st.integers(0, 9), max_size=3), st.sampled_from(["float32", "float64", "bfloat16"]))),
-    st.integers(1, 4000),
-)
-def test_a_layout_holds_each_parameter_once_without_overlap(
-    shapes: list[tuple[list[int], str]], limit_bytes: int
-) -> None:
-    named = [
-        (f"p{i}", nn.Parameter(torch.zeros(shape, dtype=getattr(torch, dtype))))
-        for i, (shape, dtype) in enumerate(shapes)
-    ]
-    layouts = lay_out(named, limit_bytes)
-    seen = [slot.name for layout in layouts for slot in layout.slots]
-    assert sorted(seen) == sorted(name for name, _ in named)
-    for layout in layouts:
-        flat = torch.zeros(layout.length, dtype=layout.dtype)
-        for slot in layout.slots:
-            assert slot.parameter.dtype == layout.dtype
-            view = slot.view(flat)
-            assert view.shape == slot.parameter.shape
-            assert view.numel() == 0 or (view.data_ptr() - flat.data_ptr()) % 64 == 0
-            view += 1
-        assert flat.max() <= 1 if flat.numel() else True
-        last = layout.slots[-1]
-        if len(layout.slots) > 1:
-            assert (last.start + last.parameter.numel()) * layout.dtype.itemsize <= limit_bytes
-
-
-def test_a_layout_follows_backward() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    (layout,) = lay_out(_named(model), 1 << 20)
-    assert [slot.name for slot in layout.slots] == ["1.bias", "1.weight", "0.bias", "0.weight"]
-    assert lay_out(_named(copy.deepcopy(model)), 1 << 20)[0].length == layout.length
 
 
 def test_the_exchange_follows_the_model_not_the_optimizers_groups() -> None:
@@ -190,7 +153,7 @@ def test_the_norm_is_that_of_the_parts() -> None:
 
     def body(comm: ThreadComm) -> None:
         model = nn.ParameterList([nn.Parameter(torch.zeros(1000, 1000)) for _ in range(4)])
-        reducer = Reducer(_named(model), comm)
+        reducer = Reducer(lambda: _named(model), comm)
         reducer.begin()
         reducer.collect()
         values = [torch.randn(1000, 1000, generator=torch.Generator().manual_seed(i)) for i in range(4)]
@@ -200,3 +163,156 @@ def test_the_norm_is_that_of_the_parts() -> None:
         assert float(norm) == pytest.approx(reference, rel=2e-5)
 
     on_ranks(1, body)
+
+
+class Recording(ThreadComm):
+    """Notes when each collective was started."""
+
+    def __init__(self, comm: ThreadComm) -> None:
+        super().__init__(comm._hub, comm.rank)
+        self.log: list[str] = []
+
+    def allreduce(self, tensor: Tensor, *, name: str) -> ThreadHandle:
+        self.log.append(name)
+        return super().allreduce(tensor, name=name)
+
+
+def test_from_the_second_step_on_buckets_travel_while_backward_runs() -> None:
+    models = [_model(), _model()]
+
+    def body(comm: ThreadComm) -> None:
+        recording = Recording(comm)
+        model = models[comm.rank]
+        reducer = Reducer(lambda: _named(model), recording, bucket_bytes=100)
+        x = _batch(0, 0).abs()
+        _step(reducer, lambda: model(x).sum())
+        everything = sorted(recording.log)
+        recording.log.clear()
+        model.first.weight.register_hook(lambda g: recording.log.append("first.weight"))
+        _step(reducer, lambda: model(x).sum())
+        assert sorted(n for n in recording.log if n != "first.weight") == everything
+        before = recording.log.index("first.weight")
+        assert before >= 2, f"what backward finishes first was not sent before its end: {recording.log}"
+        by_name = reducer.carried()
+        assert by_name[recording.log[0]][0].startswith("last."), "the layer that backward finishes first"
+        assert [by_name[n] for n in recording.log[before + 1 :]][-1] == ["never.bias", "never.weight"], "idle ones last"
+
+    on_ranks(2, body)
+
+
+def test_the_plan_is_rank_0s_and_lasts() -> None:
+    """Rank 1 would have another order: its layers are used the other way round."""
+
+    def body(comm: ThreadComm) -> object:
+        layers = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(3))
+        reducer = Reducer(lambda: _named(layers), comm, bucket_bytes=1)
+
+        def loss() -> Tensor:
+            x = torch.ones(1, 2)
+            for layer in layers if comm.rank == 0 else reversed(layers):
+                x = layer(x)
+            return x.sum()
+
+        _step(reducer, loss)
+        plans = [reducer.state_dict()[1]["plan"]["buckets"]]
+        _step(reducer, loss)
+        plans.append(reducer.state_dict()[1]["plan"]["buckets"])
+        assert plans[0] == plans[1]
+        return plans[0]
+
+    first, second = on_ranks(2, body)
+    assert first == second == (("2.weight",), ("1.weight",), ("0.weight",))
+
+
+def test_a_saved_plan_is_used_from_the_first_step() -> None:
+    def body(comm: ThreadComm) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        values = {"plan": {"buckets": [["1.bias", "0.weight"], ["1.weight", "0.bias"]], "sparse": []}, "ranks": 2}
+        reducer = Reducer(lambda: _named(model), comm)
+        reducer.load_state_dict({}, json.loads(json.dumps(values)))
+        _step(reducer, lambda: model(torch.ones(1, 2)).sum())
+        assert list(reducer.carried().values()) == values["plan"]["buckets"]  # type: ignore[index]
+
+    on_ranks(2, body)
+
+
+def test_a_saved_plan_of_another_model_is_made_anew() -> None:
+    def body(comm: ThreadComm) -> None:
+        model = nn.Linear(2, 2)
+        reducer = Reducer(lambda: _named(model), comm)
+        reducer.load_state_dict({}, {"plan": {"buckets": [["weight", "stranger"]], "sparse": []}, "ranks": 1})
+        _step(reducer, lambda: model(torch.ones(1, 2)).sum())
+        assert sorted(reducer.carried()["gradients/0"]) == ["bias", "weight"]
+
+    on_ranks(1, body)
+
+
+def test_parameters_come_and_go_between_steps() -> None:
+    models = [_model(), _model()]
+
+    def body(comm: ThreadComm) -> None:
+        model = models[comm.rank]
+        x = _batch(0, 0).abs()
+        reducer = Reducer(lambda: [(n, p) for n, p in _named(model) if p.requires_grad], comm, bucket_bytes=100)
+        for frozen in ([], ["first.weight", "scale"], ["never.bias"], []):
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(name not in frozen)
+            for _ in range(2):
+                model.zero_grad()
+                _step(reducer, lambda: model(x).sum())
+                alone = copy.deepcopy(model)
+                alone.zero_grad()
+                alone(x).sum().backward()
+                for (name, found), expected in zip(model.named_parameters(), alone.parameters(), strict=True):
+                    if name in frozen:
+                        assert found.grad is None, f"{name} is frozen: the optimizer must not see it"
+                    else:
+                        assert found.grad is not None
+                        single = expected.grad if expected.grad is not None else torch.zeros_like(found)
+                        torch.testing.assert_close(found.grad, 2 * single)
+
+    on_ranks(2, body)
+
+
+def test_unlike_parameters_are_named_on_every_rank() -> None:
+    def body(comm: ThreadComm) -> None:
+        model = nn.Linear(2, 2 + comm.rank)
+        reducer = Reducer(lambda: _named(model), comm)
+        with pytest.raises(LaunchError, match="parameters of rank 1 are not those of rank 0: number 0") as caught:
+            _step(reducer, lambda: model(torch.ones(1, 2)).sum())
+        assert caught.value.everywhere
+        assert caught.value.expected is not None and "[2, 2]" in caught.value.expected
+        assert caught.value.found is not None and "[3, 2]" in caught.value.found
+
+    on_ranks(2, body)
+
+
+def test_weight_and_factor_multiply_before_and_after() -> None:
+    def body(comm: ThreadComm) -> list[float]:
+        model = nn.Linear(2, 1, bias=False)
+        reducer = Reducer(lambda: _named(model), comm, weight=0.5, factor=3.0)
+        _step(reducer, lambda: model(torch.ones(1, 2)).sum())
+        model.zero_grad()
+        return _step(reducer, lambda: model(torch.ones(1, 2)).sum())[0].tolist()[0]  # type: ignore[no-any-return]
+
+    assert on_ranks(2, body) == [[3.0, 3.0]] * 2
+
+
+def test_passes_are_counted_where_nobody_announces_them() -> None:
+    models = [_model(), _model()]
+    reference = _reference(2, lambda rank: 3)
+
+    def body(comm: ThreadComm) -> None:
+        model = models[comm.rank]
+        reducer = Reducer(lambda: _named(model), comm, passes=3)
+        for _ in range(2):
+            model.zero_grad()
+            reducer.begin()
+            for index in range(3):
+                model(_batch(comm.rank, index)).pow(2).sum().backward()
+            reducer.finish()
+        for parameter, expected in zip(model.parameters(), reference, strict=True):
+            assert parameter.grad is not None
+            torch.testing.assert_close(parameter.grad.double(), expected, rtol=1e-5, atol=1e-5)
+
+    on_ranks(2, body)

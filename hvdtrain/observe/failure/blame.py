@@ -195,7 +195,7 @@ def waited_for(
         statements: of ranks that spoke.
         silent: ranks that did not, of which it is not known: they stand among those that have not, but for those that
             cannot be heard.
-        parts: names of the parameters whose gradients a collective carries.
+        parts: names of the parameters whose gradients a collective carries, by what its name begins with.
     """
     names = list(dict.fromkeys(name for s in statements for name in s.in_flight))
     mute = [s.who.rank for s in silent if s.state != UNREACHABLE]
@@ -204,5 +204,10 @@ def waited_for(
         on = [s.who.rank for s in statements if name in s.in_flight]
         absent = sorted([s.who.rank for s in statements if name not in s.in_flight] + mute)
         if absent:
-            table.append({"name": name, "on": on, "not_on": absent, "parameters": list(parts.get(name, []))})
+            table.append({"name": name, "on": on, "not_on": absent, "parameters": _carried(parts, name)})
     return table
+
+
+def _carried(parts: Mapping[str, Sequence[str]], name: str) -> list[str]:
+    """What a collective carries; one of several phases has a name of its own behind that of the bucket."""
+    return list(parts.get(name) or parts.get(name.rpartition("/")[0]) or [])

@@ -1,0 +1,159 @@
+"""An optimizer of the user's whose gradients are exchanged: what `hvd.DistributedOptimizer` is, on our reducer."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hvdtrain.errors import TaskError
+from hvdtrain.exchange.reducer import Reducer
+
+_ATTRIBUTE = "_hvdtrain_exchange"
+_numbers = itertools.count()
+
+
+def fresh_name() -> str:
+    """What the collectives of another optimizer are called; equal on all ranks that make theirs in the same order."""
+    number = next(_numbers)
+    return f"gradients.{number}" if number else "gradients"
+
+
+class Exchange:
+    """Which step the gradients belong to: from the first one that comes until the optimizer has followed the sums.
+
+    Args:
+        reducer: counts backward passes.
+        terms: (comm, weight, factor) for `Reducer.restart`.
+    """
+
+    def __init__(self, reducer: Reducer, terms: Callable[[], tuple[Any, float, float]]) -> None:
+        self.reducer = reducer
+        self._terms = terms
+        self._skip = False
+        reducer.begin()
+
+    def synchronize(self) -> None:
+        """See that gradients are summed; the second time in a step it does nothing. Collective: yes."""
+        if not self.reducer.over:
+            self.reducer.finish()
+
+    @contextmanager
+    def skipping(self) -> Iterator[None]:
+        """Within, a step takes the gradients as they are."""
+        self._skip = True
+        try:
+            yield
+        finally:
+            self._skip = False
+
+    def step(self, follow: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
+        """Sum the gradients, let the optimizer `follow` them, begin the next step."""
+        if closure is not None:
+            return self._step_with(follow, closure)
+        if not self._skip or self.reducer.begun:
+            self.synchronize()
+        result = follow()
+        self._end()
+        return result
+
+    def _step_with(self, follow: Callable[..., Any], closure: Callable[[], Any]) -> Any:
+        if self.reducer.begun:
+            self.synchronize()
+
+        def summed() -> Any:
+            if self.reducer.over:
+                self._end()
+            with torch.enable_grad():
+                loss = closure()
+            self.synchronize()
+            return loss
+
+        result = follow(summed)
+        self._end()
+        return result
+
+    def _end(self) -> None:
+        self.reducer.commit(applied=True)
+        self.reducer.begin()
+
+    def restart(self) -> None:
+        """Begin anew among the ranks that there are now."""
+        self.reducer.restart(*self._terms())
+
+
+def exchanging(optimizer: Optimizer, exchange: Exchange) -> Optimizer:
+    """Give an optimizer the exchange: the same object, its class a subclass of what it was.
+
+    So schedulers, gradient scalers and references that were made before stay right, its state stays, and
+    ``isinstance(optimizer, torch.optim.SGD)`` holds.
+
+    Errors:
+        TaskError: it has one already.
+    """
+    if hasattr(optimizer, _ATTRIBUTE):
+        raise TaskError("the optimizer was made distributed before", next_step="call DistributedOptimizer once")
+    kind = type(optimizer)
+    optimizer.__class__ = type(kind.__name__, (kind,), _methods(kind))
+    # A scheduler that was made before has put its own wrapper of the old class's step there.
+    optimizer.__dict__.pop("step", None)
+    setattr(optimizer, _ATTRIBUTE, exchange)
+    return optimizer
+
+
+def _methods(kind: type[Optimizer]) -> dict[str, Any]:
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        """Sum the gradients over ranks unless that was done, and follow them. Collective: yes."""
+        self._opt_called = True  # schedulers warn where they do not find it
+
+        def follow(*arguments: Any) -> Any:
+            return kind.step(self, *arguments)
+
+        return self._hvdtrain_exchange.step(follow, closure)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers need not wrap it again
+
+    def synchronize(self: Any) -> None:
+        """Wait until every gradient is the sum (or mean) over ranks. Collective: yes."""
+        self._hvdtrain_exchange.synchronize()
+
+    def skip_synchronize(self: Any) -> Any:
+        """A context in which `step` takes gradients as they are, after `synchronize` and clipping."""
+        return self._hvdtrain_exchange.skipping()
+
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        """Take over a state; an exchange that was under way is forgotten, and ranks are counted anew."""
+        kind.load_state_dict(self, state_dict)
+        self._hvdtrain_exchange.restart()
+
+    def set_backward_passes_per_step(self: Any, passes: int) -> None:
+        """Exchange after this many backward passes from the next step on."""
+        self._hvdtrain_exchange.reducer.set_passes(passes)
+
+    def exchange_state_dict(self: Any) -> dict[str, Any]:
+        """What compression carries from step to step, the same on all ranks then. Collective: yes."""
+        self._hvdtrain_exchange.reducer.settle()
+        tensors, values = self._hvdtrain_exchange.reducer.state_dict()
+        return {"tensors": tensors, "values": values}
+
+    def load_exchange_state_dict(self: Any, state: Mapping[str, Any]) -> None:
+        """Take over what `exchange_state_dict` gave, on every rank the same."""
+        tensors: Mapping[str, Tensor] = state["tensors"]
+        self._hvdtrain_exchange.reducer.load_state_dict(tensors, state["values"])
+
+    # Horovod's broadcast_optimizer_state knows an optimizer that must not exchange there by its module.
+    methods = (
+        step,
+        synchronize,
+        skip_synchronize,
+        load_state_dict,
+        set_backward_passes_per_step,
+        exchange_state_dict,
+        load_exchange_state_dict,
+    )
+    return {"__module__": "horovod.torch.optimizer", **{method.__name__: method for method in methods}}
