@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from hvdtrain.runtime.tuning import prepare
 
+os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
 INFO, _ = prepare()
 
 

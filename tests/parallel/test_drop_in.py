@@ -1,0 +1,438 @@
+"""Training loops as users of `horovod.torch` write them, with the import changed: they give stock Horovod's parameters.
+
+Each loop is written once, for a module `hvd` that is either of the two, and run by both, one after the other.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.errors import ConfigError, TaskError
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module", params=[None], ids=["mpi"])
+def both(job: Comm) -> list[Any]:
+    """Ours and stock Horovod; the latter only where Horovod runs."""
+    if job.size == 1:
+        pytest.skip("at one rank there is no Horovod job to compare with: mpirun -np 2")
+    import horovod.torch as stock
+
+    import hvdtrain.torch as ours
+
+    ours.init()
+    return [ours, stock]
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def _batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randn(4, 6, generator=generator), torch.randn(4, 1, generator=generator)
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def plain(hvd: Any, name: str) -> nn.Module:
+    model = _model()
+    optimizer = hvd.DistributedOptimizer(_sgd(model), named_parameters=_called(model, name))
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        _loss(model, _batch(hvd.rank(), step)).backward()
+        optimizer.step()
+    return model
+
+
+def of_adamw_without_names(hvd: Any, name: str) -> nn.Module:
+    model = _model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+    for step in range(STEPS):
+        model.zero_grad()
+        _loss(model, _batch(hvd.rank(), step)).backward()
+        optimizer.step()
+    return model
+
+
+def clipping(hvd: Any, name: str) -> nn.Module:
+    model = _model()
+    optimizer = hvd.DistributedOptimizer(_sgd(model), named_parameters=_called(model, name))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        _loss(model, _batch(hvd.rank(), step)).backward()
+        optimizer.synchronize()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    return model
+
+
+def accumulation(hvd: Any, name: str) -> nn.Module:
+    model = _model()
+    optimizer = hvd.DistributedOptimizer(_sgd(model), named_parameters=_called(model, name), backward_passes_per_step=3)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part in range(3):
+            (_loss(model, _batch(hvd.rank(), 3 * step + part)) / 3).backward()
+        optimizer.step()
+    return model
+
+
+def accumulation_that_changes(hvd: Any, name: str) -> nn.Module:
+    model = _model()
+    optimizer = hvd.DistributedOptimizer(_sgd(model), named_parameters=_called(model, name), backward_passes_per_step=1)
+    for step in range(STEPS):
+        passes = 1 + step // 3
+        if step == 3:
+            optimizer.set_backward_passes_per_step(passes)
+        optimizer.zero_grad()
+        for part in range(passes):
+            _loss(model, _batch(hvd.rank(), 3 * step + part)).backward()
+        optimizer.step()
+    return model
+
+
+def mixed_precision(hvd: Any, name: str) -> nn.Module:
+    """With a step whose gradients overflow: the scaler skips it."""
+    model = _model()
+    optimizer = hvd.DistributedOptimizer(_sgd(model), named_parameters=_called(model, name))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = _loss(model, _batch(hvd.rank(), step)) * (float("inf") if step == 2 else 1.0)
+        scaler.scale(loss).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+    return model
+
+
+def fp16_compression(hvd: Any, name: str) -> nn.Module:
+    model = _model()
+    optimizer = hvd.DistributedOptimizer(
+        _sgd(model), named_parameters=_called(model, name), compression=hvd.Compression.fp16
+    )
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        _loss(model, _batch(hvd.rank(), step)).backward()
+        optimizer.step()
+    return model
+
+
+def sum_and_predivision(hvd: Any, name: str) -> nn.Module:
+    model = _model()
+    front, back = model[:2], model[2:]
+    first = hvd.DistributedOptimizer(_sgd(front), named_parameters=_called(front, f"{name}/front"), op=hvd.Sum)
+    second = hvd.DistributedOptimizer(
+        _sgd(back), named_parameters=_called(back, f"{name}/back"), gradient_predivide_factor=2.0
+    )
+    for step in range(STEPS):
+        model.zero_grad()
+        _loss(model, _batch(hvd.rank(), step)).backward()
+        first.step()
+        second.step()
+    return model
+
+
+def groups_of_parameters(hvd: Any, name: str) -> nn.Module:
+    model = _model()
+    parameters = list(model.parameters())
+    groups = [{"params": parameters[:2], "lr": 0.05}, {"params": parameters[2:], "weight_decay": 0.1}]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(groups, lr=0.1),
+        named_parameters=_called(model, name),
+        groups=[[parameters[0], parameters[3]], [parameters[5]]],
+    )
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        _loss(model, _batch(hvd.rank(), step)).backward()
+        optimizer.step()
+    return model
+
+
+def schedules(hvd: Any, name: str) -> nn.Module:
+    model = _model()
+    optimizer = _sgd(model)
+    before = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=_called(model, name))
+    after = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        _loss(model, _batch(hvd.rank(), step)).backward()
+        optimizer.step()
+        before.step()
+        after.step()
+    return model
+
+
+def a_layer_that_idles(hvd: Any, name: str) -> nn.Module:
+    """It is used by rank 0, in every other step."""
+    model = _model()
+    extra = nn.Linear(1, 1)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([*model.parameters(), *extra.parameters()], lr=0.1),
+        named_parameters=[*_called(model, name), *_called(extra, f"{name}/extra")],
+    )
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = _loss(model, _batch(hvd.rank(), step))
+        if hvd.rank() == 0 and step % 2 == 0:
+            loss = loss + extra(torch.ones(1, 1)).sum()
+        loss.backward()
+        optimizer.step()
+    model.extra = extra
+    return model
+
+
+def a_sparse_embedding(hvd: Any, name: str) -> nn.Module:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Embedding(20, 6, sparse=True), nn.Linear(6, 1))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=_called(model, name)
+    )
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.tensor([step, hvd.rank(), 7, 7])).pow(2).mean().backward()
+        optimizer.step()
+    return model
+
+
+def _called(model: nn.Module, name: str) -> list[tuple[str, nn.Parameter]]:
+    return [(f"{name}/{n}", p) for n, p in model.named_parameters()]
+
+
+LOOPS: list[Callable[[Any, str], nn.Module]] = [
+    plain,
+    of_adamw_without_names,
+    clipping,
+    accumulation,
+    accumulation_that_changes,
+    mixed_precision,
+    fp16_compression,
+    sum_and_predivision,
+    groups_of_parameters,
+    schedules,
+    a_layer_that_idles,
+    a_sparse_embedding,
+]
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_law_6_the_same_script_gives_the_same_parameters(
+    loop: Callable[[Any, str], nn.Module], both: list[Any], job: Comm
+) -> None:
+    ours, stock = both
+    mine = loop(ours, f"ours/{loop.__name__}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # stock Horovod's schedulers warn
+        theirs = loop(stock, f"stock/{loop.__name__}")
+    tolerance = 2e-3 if loop is fp16_compression else 1e-5
+    for (name, a), b in zip(mine.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+    everyone = [job.allgather(p.detach().reshape(1, -1), name="same").wait() for p in mine.parameters()]
+    assert all(torch.equal(row, rows[0]) for rows in everyone for row in rows), "ranks drifted apart"
+
+
+def test_everything_else_is_horovods(both: list[Any]) -> None:
+    ours, stock = both
+    missing = [name for name in dir(stock) if not name.startswith("_") and not hasattr(ours, name)]
+    assert missing == []
+    assert ours.allreduce is stock.allreduce
+    assert ours.elastic.TorchState is stock.elastic.TorchState
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        ours.no_such_thing  # noqa: B018
+
+
+def test_the_optimizer_stays_what_it_was(both: list[Any]) -> None:
+    """Type, state and state_dict; wrapped before or after state is loaded."""
+    hvd = both[0]
+    model = _model()
+    plain_optimizer = _sgd(model)
+    _loss(model, _batch(0, 0)).backward()
+    plain_optimizer.step()
+    saved = copy.deepcopy(plain_optimizer.state_dict())
+    optimizer = hvd.DistributedOptimizer(plain_optimizer, _called(model, "state"))
+    assert optimizer is plain_optimizer
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert type(optimizer).__name__ == "SGD"
+    _same(optimizer.state_dict(), saved)
+    other = hvd.DistributedOptimizer(_sgd(_model()))
+    other.load_state_dict(saved)
+    _same(other.state_dict(), saved)
+    with pytest.raises(TaskError, match="made distributed before"):
+        hvd.DistributedOptimizer(optimizer)
+
+
+def _same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["param_groups"] == expected["param_groups"]
+    assert found["state"].keys() == expected["state"].keys()
+    for number, slots in expected["state"].items():
+        assert torch.equal(found["state"][number]["momentum_buffer"], slots["momentum_buffer"])
+
+
+def test_a_closure_is_followed_with_summed_gradients(both: list[Any], job: Comm) -> None:
+    """LBFGS calls it several times a step. The reference is one rank with everybody's samples."""
+    hvd = both[0]
+    model, alone = _model(), _model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3))
+    reference = torch.optim.LBFGS(alone.parameters(), lr=0.5, max_iter=3)
+    batches = [_batch(rank, 0) for rank in range(job.size)]
+
+    def closure(m: nn.Module, o: torch.optim.Optimizer, mine: list[tuple[Tensor, Tensor]]) -> Tensor:
+        o.zero_grad()
+        loss = sum(_loss(m, batch) for batch in mine) / len(mine)
+        loss.backward()
+        # The line search looks at the loss too: it must be the mean's on every rank.
+        return job.allreduce(loss.detach().clone(), name="loss").wait() / job.size if m is model else loss
+
+    for _ in range(3):
+        optimizer.step(lambda: closure(model, optimizer, batches[job.rank : job.rank + 1]))
+        reference.step(lambda: closure(alone, reference, batches))
+    for a, b in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_are_cleared_either_way(both: list[Any], to_none: bool) -> None:
+    hvd = both[0]
+    model, other = _model(), _model()
+    optimizer = hvd.DistributedOptimizer(_sgd(model))
+    reference = hvd.DistributedOptimizer(_sgd(other))
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=to_none)
+        reference.zero_grad()
+        for m, o in ((model, optimizer), (other, reference)):
+            _loss(m, _batch(hvd.rank(), step)).backward()
+            o.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_an_idle_rank_takes_part(both: list[Any]) -> None:
+    """Rank 0 alone has samples; the others call step() all the same, as with stock Horovod."""
+    hvd = both[0]
+    model, alone = _model(), _model()
+    optimizer, reference = hvd.DistributedOptimizer(_sgd(model)), _sgd(alone)
+    for step in range(3):
+        optimizer.zero_grad()
+        reference.zero_grad()
+        if hvd.rank() == 0:
+            _loss(model, _batch(0, step)).backward()
+        (_loss(alone, _batch(0, step)) / hvd.size()).backward()
+        optimizer.step()
+        reference.step()
+    for a, b in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_compression_carries_on_over_a_checkpoint(both: list[Any]) -> None:
+    hvd = both[0]
+
+    def make() -> tuple[nn.Module, Any]:
+        model = _model()
+        return model, hvd.DistributedOptimizer(_sgd(model), model.named_parameters(), compression="powersgd:1")
+
+    def train(model: nn.Module, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            _loss(model, _batch(hvd.rank(), step)).backward()
+            optimizer.step()
+
+    first, optimizer = make()
+    train(first, optimizer, range(3))
+    saved = copy.deepcopy([first.state_dict(), optimizer.state_dict(), optimizer.exchange_state_dict()])
+    train(first, optimizer, range(3, 6))
+    second, resumed = make()
+    second.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    resumed.load_exchange_state_dict(saved[2])
+    train(second, resumed, range(3, 6))
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def test_some_of_the_ranks(both: list[Any]) -> None:
+    """Even and odd ranks, each among themselves; the reference is one rank with the samples of its set."""
+    hvd = both[0]
+    sets = [hvd.add_process_set(range(first, hvd.size(), 2)) for first in range(2)]
+    try:
+        mine = sets[hvd.rank() % 2]
+        model, alone = _model(), _model()
+        optimizer = hvd.DistributedOptimizer(_sgd(model), process_set=mine)
+        reference = _sgd(alone)
+        for step in range(3):
+            optimizer.zero_grad()
+            reference.zero_grad()
+            _loss(model, _batch(hvd.rank(), step)).backward()
+            for rank in mine.ranks:
+                (_loss(alone, _batch(rank, step)) / mine.size()).backward()
+            optimizer.step()
+            reference.step()
+        for a, b in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(a, b)
+    finally:
+        for one in sets:
+            hvd.remove_process_set(one)
+
+
+def test_adasum_and_own_compressors_are_horovods(both: list[Any]) -> None:
+    ours, stock = both
+    wrapped = ours.DistributedOptimizer(_sgd(_model()), op=ours.Adasum)
+    assert _is_horovods(wrapped)
+
+    class Mine(stock.Compression.none):  # type: ignore[misc,name-defined]
+        pass
+
+    wrapped = ours.DistributedOptimizer(_sgd(_model()), compression=Mine)
+    assert _is_horovods(wrapped)
+    assert not _is_horovods(ours.DistributedOptimizer(_sgd(_model())))
+    with pytest.raises(ConfigError, match="powersgd:4"):
+        ours.DistributedOptimizer(_sgd(_model()), op=ours.Adasum, compression="powersgd:4")
+
+
+def _is_horovods(optimizer: Any) -> bool:
+    return hasattr(optimizer, "_register_hooks")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"backward_passes_per_step": 0},
+        {"gradient_predivide_factor": -1.0},
+        {"gradient_predivide_factor": 2.0, "sum": True},
+        {"compression": "gzip"},
+    ],
+    ids=str,
+)
+def test_arguments_that_make_no_sense(both: list[Any], arguments: dict[str, Any]) -> None:
+    hvd = both[0]
+    op = hvd.Sum if arguments.pop("sum", False) else hvd.Average
+    with pytest.raises(ConfigError):
+        hvd.DistributedOptimizer(_sgd(_model()), op=op, **arguments)
+
+
+def test_a_name_that_two_parameters_have(both: list[Any]) -> None:
+    model = _model()
+    with pytest.raises(TaskError, match="two parameters are called x"):
+        both[0].DistributedOptimizer(_sgd(model), [("x", p) for p in model.parameters()])
