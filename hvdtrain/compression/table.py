@@ -51,6 +51,7 @@ class Kind:
         make: "module:name" of the `Compressor` in this package.
         payload: by bucket, ranks and number.
         tolerance: of the law in `base.Compressor`, over the sum over ranks of the largest magnitude packed.
+        floor: what may be lost of an element beside that, however small all are.
         number: None where it takes none.
         feedback: whether what an exchange leaves behind is added to the next gradient.
     """
@@ -59,6 +60,7 @@ class Kind:
     make: str
     payload: Callable[[Bucket, int, float], Payload]
     tolerance: float
+    floor: float = 0.0
     number: Number | None = None
     feedback: bool = False
 
@@ -92,8 +94,10 @@ TABLE = {
     kind.name: kind
     for kind in (
         Kind("none", "none:Plain", sizes.plain, 1e-6),
-        Kind("fp16", "cast:fp16", sizes.fp16, 2e-3),
+        Kind("fp16", "cast:fp16", sizes.fp16, 2e-3, floor=1e-6),
         Kind("bf16", "cast:Bf16", sizes.bf16, 1e-2),
+        Kind("int8", "int8:Int8", sizes.int8, 1e-6, feedback=True),
+        Kind("int8-stochastic", "int8:stochastic", sizes.int8, 2e-2),
     )
 }
 

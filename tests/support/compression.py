@@ -13,7 +13,7 @@ from torch import Tensor
 from hvdtrain.comm.base import Comm, Handle
 from hvdtrain.compression.base import BucketShape, Compressor, Part
 from hvdtrain.compression.sizes import Bucket
-from hvdtrain.compression.table import Compression
+from hvdtrain.compression.table import Compression, Kind
 
 SHAPES: Sequence[Sequence[int]] = ((7,), (), (96, 40), (0, 3), (96, 40), (1200, 1), (5, 3, 2), (96, 40), (40, 8, 3, 3))
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -93,7 +93,7 @@ def step(compressor: Compressor, values: Sequence[Tensor | None], *, applied: bo
     return out
 
 
-def check_law(compressor: Compressor, tolerance: float, values: Sequence[Tensor | None], weight: float = 1.0) -> Tensor:
+def check_law(compressor: Compressor, kind: Kind, values: Sequence[Tensor | None], weight: float = 1.0) -> Tensor:
     """A step; see that what was given, with what was left before and less what is left now, is what came out."""
     before = residual_sum(compressor)
     out = exchange(compressor, values, weight)
@@ -107,10 +107,9 @@ def check_law(compressor: Compressor, tolerance: float, values: Sequence[Tensor 
         total(compressor.comm, torch.cat([mine.abs(), torch.zeros(1)]).max()[None])
         + torch.cat([before.abs(), torch.zeros(1)]).max()
     )
-    if compressor.shape.dtype == torch.bfloat16:
-        tolerance = max(tolerance, 2.0**-7)
+    tolerance = max(kind.tolerance, 2.0**-7) if compressor.shape.dtype == torch.bfloat16 else kind.tolerance
     error = (expected - parts(compressor, out)).abs()
-    assert bool((error <= tolerance * largest).all()), f"{float(error.max())} of {float(largest)}"
+    assert bool((error <= tolerance * largest + kind.floor).all()), f"{float(error.max())} of {float(largest)}"
     return out
 
 
@@ -120,7 +119,7 @@ def law(comm: Comm, compression: Compression) -> None:
         for number in range(3):
             values: list[Tensor | None] = [*gradients(compressor.shape, 10 * comm.rank + number)]
             values[1 + comm.rank] = None
-            out = check_law(compressor, compression.kind.tolerance, values, weight=0.37)
+            out = check_law(compressor, compression.kind, values, weight=0.37)
             assert out.dtype == dtype
             assert out.count_nonzero() > 0
 
@@ -129,7 +128,7 @@ def buckets_without_elements_and_of_one(comm: Comm, compression: Compression) ->
     for shapes in ((), ((0,),), ((),), ((1, 1), (0, 4))):
         compressor = compression.load()(bucket(shapes), comm)
         for number in range(2):
-            check_law(compressor, compression.kind.tolerance, gradients(compressor.shape, comm.rank + number))
+            check_law(compressor, compression.kind, gradients(compressor.shape, comm.rank + number))
         compressor.settle()
 
 
@@ -168,7 +167,7 @@ def inf_and_nan_reach_all_ranks_and_no_state(comm: Comm, compression: Compressio
         compressor.commit(applied=True)  # a loop that does not look
         for tensor in compressor.state_dict().values():
             assert bool(torch.isfinite(tensor).all())
-        check_law(compressor, compression.kind.tolerance, gradients(compressor.shape, comm.rank + 2))
+        check_law(compressor, compression.kind, gradients(compressor.shape, comm.rank + 2))
 
 
 def a_skipped_step_commits_nothing(comm: Comm, compression: Compression) -> None:

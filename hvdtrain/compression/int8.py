@@ -1,0 +1,167 @@
+"""Gradients as 8-bit integers with a scale for each 256 of them.
+
+Alistarh et al., "QSGD", 2017 (stochastic rounding); Dettmers, "8-Bit Approximations for Parallelism in Deep Learning",
+2015; Wang et al., "ZeRO++", 2023 (blocks, and an alltoall so that errors do not add up hop by hop). Of a block x::
+
+    s = max |x| / 127,   q = round(x / s),   decoded: s q
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.compression.base import BucketShape, Compressor, Phases
+from hvdtrain.compression.sizes import BLOCK, int8_row
+
+_ROWS = 256
+"""Blocks worked on at a time on a CPU: 256 KiB of fp32, and as much scratch; both stay in an L2 cache of 1 MiB."""
+_LEVELS = 127.0
+_LEAST = 1e-30
+"""A block of smaller values than that times 127 is sent as zeros: their scale would not have an inverse."""
+
+
+def stochastic(shape: BucketShape, comm: Comm, *, keep_error: bool = False) -> Int8:
+    """The compressor whose rounding is right in the mean."""
+    return Int8(shape, comm, keep_error=keep_error, stochastic=True)
+
+
+class _Codes(NamedTuple):
+    """Views of one share as it travels, in runs of `_ROWS` blocks: (rows, 256) codes, (rows, 1) scales."""
+
+    codes: tuple[Tensor, ...]
+    scales: tuple[Tensor, ...]
+
+
+class Int8(Compressor):
+    """An alltoall of coded shares, each owner's sum in fp32 in rank order, its code to all.
+
+    Decoding is one exact multiplication of what all have received, so that `out` has equal bits on unlike CPUs.
+
+    Passes over the bucket, in bytes of fp32: 1 to pack, 1 1/4 to encode (2 1/4 where errors are kept), 1/2
+    to sum, 1 1/4 to decode.
+
+    Args:
+        stochastic: round up or down at random so that the mean is right; which way follows from the bucket's name, the
+            rank and the number of steps applied. The draws of a step are used over for each 256 blocks.
+    """
+
+    def __init__(self, shape: BucketShape, comm: Comm, *, keep_error: bool = False, stochastic: bool = False) -> None:
+        self._share, self._row = int8_row(shape.length, comm.size)
+        super().__init__(shape, comm, keep_error=keep_error)
+        blocks = self._share // BLOCK
+        self._step = min(_ROWS, blocks) if shape.device.type == "cpu" else blocks
+        self._sent = shape.zeros(comm.size * self._row, torch.uint8)
+        self._own = shape.zeros(self._row, torch.uint8)
+        self._scratch = shape.zeros(2 * self._step * BLOCK, torch.float32).view(2, -1, BLOCK)
+        self._high = shape.zeros(self._step, torch.float32).view(-1, 1)
+        self._noise = shape.zeros(self._step * BLOCK, torch.float32).view(-1, BLOCK) if stochastic else None
+        self._levels = _LEVELS - 0.01 * stochastic  # so that 127 and a draw do not become 128
+        self._applied = torch.zeros(1, dtype=torch.int64)
+        self._came_scales = shape.zeros(0, torch.float32)
+
+    def make_work(self) -> Tensor:
+        """In fp32, padded to equal shares of whole blocks."""
+        return self.shape.zeros(self._share * self.comm.size, torch.float32)
+
+    def exchange(self, out: Tensor) -> Phases:
+        """An alltoall, the sum of a share, an allgather."""
+        if not self._share:
+            return
+        self._draw("shares")
+        work = self.work.view(self.comm.size, -1, BLOCK)
+        for row, sent in zip(work, self._views(self._sent), strict=True):
+            for x, codes, scales in zip(torch.split(row, self._step), *sent, strict=True):
+                self._encode(x, codes, scales, keep_error=self.keeps_error)
+        came = yield self.comm.alltoall(self._sent, name=f"{self.shape.name}/shares")
+        self._draw("sums")  # anew: a sum that is rounded like one of its parts was is wrong in the mean
+        self._sum(self._views(came), work[self.comm.rank])
+        came = yield self.comm.allgather(self._own, name=f"{self.shape.name}/sums")
+        self._came_scales = came.view(self.comm.size, -1)[:, self._share :].view(torch.float32)
+        self._decode(self._views(came), out)
+
+    def finite(self) -> bool:
+        """Whether the scales of the sums are."""
+        return bool(torch.isfinite(self._came_scales).all())
+
+    def commit(self, *, applied: bool) -> None:
+        """Count the step; where it was not finite, clean the blocks, of which gaps and padding are not packed anew."""
+        if not self.finite():
+            self.work.zero_()
+        elif applied:
+            self._applied += 1
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Where rounding is at random, how many steps were applied."""
+        if self._noise is None:
+            return {}
+        return {f"{part.name}/int8_steps": self._applied.clone() for part in self.shape.parts}
+
+    def load_state_dict(self, state: Mapping[str, Tensor], ranks: int) -> None:
+        """Go on with the draws."""
+        found = [int(state[key]) for part in self.shape.parts if (key := f"{part.name}/int8_steps") in state]
+        self._applied.fill_(max(found, default=0))
+
+    def buffers(self) -> list[Tensor]:
+        """The memory it takes."""
+        return [self.work, self._sent, self._own, self._scratch, *([] if self._noise is None else [self._noise])]
+
+    def _views(self, flat: Tensor) -> list[_Codes]:
+        """Of each share in `flat`."""
+        rows = flat.view(-1, self._row)
+        codes = rows[:, : self._share].view(torch.int8).view(len(rows), -1, BLOCK)
+        scales = rows[:, self._share :].view(torch.float32).unsqueeze(2)
+        return [
+            _Codes(torch.split(c, self._step), torch.split(s, self._step)) for c, s in zip(codes, scales, strict=True)
+        ]
+
+    def _draw(self, use: str) -> None:
+        if self._noise is not None:
+            seed = zlib.crc32(f"{self.shape.name} {use} {self.comm.rank} {int(self._applied)}".encode())
+            generator = torch.Generator(self._noise.device).manual_seed(seed)
+            self._noise.uniform_(generator=generator)
+
+    def _encode(self, x: Tensor, codes: Tensor, scales: Tensor, *, keep_error: bool) -> None:
+        """Code (rows, 256) values; leave in `x` the error where it is kept."""
+        high, scaled = self._high[: len(x)], self._scratch[0, : len(x)]
+        torch.amax(x, 1, keepdim=True, out=scales)
+        torch.neg(torch.amin(x, 1, keepdim=True, out=high), out=high)
+        torch.maximum(scales, high, out=scales).clamp_(min=_LEAST * _LEVELS).div_(self._levels)
+        torch.mul(x, torch.reciprocal(scales, out=high), out=scaled)
+        if self._noise is None:
+            scaled.round_()
+        else:
+            scaled.add_(self._noise[: len(x)]).floor_()
+        codes.copy_(scaled)
+        if keep_error:
+            x.addcmul_(scaled, scales, value=-1)
+
+    def _sum(self, came: list[_Codes], mine: Tensor) -> None:
+        """Sum what came for this rank and code it; the error of that is added to what this rank still owes."""
+        (own,) = self._views(self._own)
+        for number, (x, codes, scales) in enumerate(zip(torch.split(mine, self._step), *own, strict=True)):
+            total, part = self._scratch[1, : len(x)], self._scratch[0, : len(x)]
+            torch.mul(came[0].codes[number], came[0].scales[number], out=total)
+            for other in came[1:]:
+                total.addcmul_(part.copy_(other.codes[number]), other.scales[number])
+            self._encode(total, codes, scales, keep_error=self.keeps_error)
+            if self.keeps_error:
+                x.add_(total)
+
+    def _decode(self, came: list[_Codes], out: Tensor) -> None:
+        """Write all shares to `out`, which ends before the padding."""
+        start, length = 0, self.shape.length
+        for row in came:
+            for codes, scales in zip(*row, strict=True):
+                place = out[start : min(start + codes.numel(), length)]
+                if len(place) == codes.numel() and out.dtype == torch.float32:
+                    place.view(-1, BLOCK).copy_(codes).mul_(scales)  # faster than one torch.mul from int8
+                else:
+                    values = torch.mul(codes, scales, out=self._scratch[0, : len(codes)])
+                    place.copy_(values.view(-1)[: len(place)])
+                start += codes.numel()
