@@ -20,12 +20,25 @@ except ImportError as _error:
         f"Horovod cannot be loaded: {_error}", next_step="build it for this torch and MPI: hvdtrain build-horovod"
     ) from _error
 
-__all__ = ["HorovodComm", "HorovodHandle", "hvd"]
+__all__ = ["HorovodComm", "HorovodHandle", "begin_session", "hvd", "session"]
+
+_session = 0
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
+
+
+def session() -> int:
+    """How often Horovod was initialised anew: what was learned of other ranks before is void."""
+    return _session
+
+
+def begin_session() -> None:
+    """Count one more."""
+    global _session
+    _session += 1
 
 
 class HorovodHandle:

@@ -30,13 +30,23 @@ class Exchange:
     Args:
         reducer: counts backward passes.
         terms: (comm, weight, factor) for `Reducer.restart`.
+        session: another number when the ranks are others.
     """
 
-    def __init__(self, reducer: Reducer, terms: Callable[[], tuple[Any, float, float]]) -> None:
+    def __init__(
+        self, reducer: Reducer, terms: Callable[[], tuple[Any, float, float]], session: Callable[[], int]
+    ) -> None:
         self.reducer = reducer
         self._terms = terms
+        self._session = session
+        self._last_session = session()
         self._skip = False
+        reducer.before = self._look
         reducer.begin()
+
+    def _look(self) -> None:
+        if self._session() != self._last_session:
+            self.restart()
 
     def synchronize(self) -> None:
         """See that gradients are summed; the second time in a step it does nothing. Collective: yes."""
@@ -84,6 +94,7 @@ class Exchange:
 
     def restart(self) -> None:
         """Begin anew among the ranks that there are now."""
+        self._last_session = self._session()
         self.reducer.restart(*self._terms())
 
 

@@ -44,6 +44,7 @@ class Reducer:
         spans: told of each exchange, from its start until it was waited for.
 
     Attributes:
+        before: called with the first gradient of a step, or before its exchange where none has come.
         over: whether the sums of this step are there. Where passes are counted, a gradient that comes then begins
             another step: the last one was not applied.
     """
@@ -79,7 +80,9 @@ class Reducer:
         self._finished: list[str] = []
         self._carried: Mapping[str, Tensor] = {}
         self._carried_ranks = comm.size
+        self.before: Callable[[], None] = lambda: None
         self.over = False
+        self._fresh = True
         self._renew(list(parameters()))
 
     def begin(self) -> None:
@@ -88,11 +91,21 @@ class Reducer:
         if len(current) != len(self._known) or any(a[1] is not b[1] for a, b in zip(current, self._known, strict=True)):
             self.settle()
             self._renew(current)
+        self._begin()
+
+    def _begin(self) -> None:
         if self._flight is not None:
             self._flight.begin()
         self._finished.clear()
         self._passes.begin()
         self.over = False
+        self._fresh = True
+
+    def _look(self) -> None:
+        """Before anything is done for a step."""
+        if self._fresh:
+            self._fresh = False
+            self.before()
 
     def set_passes(self, passes: int) -> None:
         """Expect this many backward passes a step from now on."""
@@ -110,6 +123,7 @@ class Reducer:
         Errors:
             LaunchError: the parameters of one rank are not those of another.
         """
+        self._look()
         self._passes.end()
         flight = self._flight or self._learn()
         sums = flight.finish()
@@ -157,10 +171,11 @@ class Reducer:
 
     def restart(self, comm: Comm, weight: float, factor: float) -> None:
         """Forget what is under way and go on among other ranks; what compression has kept here is kept here."""
-        self._renew(list(self._parameters()))
-        self._comm, self._weight, self._factor = comm, weight, factor
+        self._carried = self.state_dict()[0]
         self._carried_ranks = comm.size
-        self.begin()
+        self._flight = None
+        self._comm, self._weight, self._factor = comm, weight, factor
+        self._begin()
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
@@ -191,7 +206,8 @@ class Reducer:
         def on_gradient(parameter: nn.Parameter) -> None:
             if self.over and self._passes.count:
                 self.commit(applied=False)
-                self.begin()
+                self._begin()
+            self._look()
             if not self._passes.reached(name):
                 return
             if self._flight is None:

@@ -10,6 +10,7 @@ make MPI and Horovod fast, as `hvdtrain.train` does; what is set in the environm
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from hvdtrain.runtime.tuning import prepare
 
 _, _choices = prepare()  # before Horovod and MPI are loaded
 
-from hvdtrain.comm.horovod import HorovodComm, hvd  # noqa: E402
+from hvdtrain.comm.horovod import HorovodComm, begin_session, hvd, session  # noqa: E402
 from hvdtrain.comm.solo import SoloComm  # noqa: E402
 from hvdtrain.compression.table import parse  # noqa: E402
 from hvdtrain.errors import ConfigError, TaskError  # noqa: E402
@@ -36,6 +37,8 @@ _COMPRESSIONS = {hvd.Compression.none: "none", hvd.Compression.fp16: "fp16"}
 
 def __getattr__(name: str) -> Any:
     """Whatever is not ours is `horovod.torch`'s."""
+    if name == "elastic":
+        return importlib.import_module("hvdtrain.torch.elastic")
     return getattr(hvd, name)
 
 
@@ -47,6 +50,8 @@ def __dir__() -> list[str]:
 def init(*arguments: Any, **keywords: Any) -> None:
     """Join the job: `horovod.torch.init`, and this rank's share of the cores for torch. Collective: yes."""
     take_threads(_choices)
+    if not hvd.is_initialized():
+        begin_session()
     hvd.init(*arguments, **keywords)
 
 
@@ -128,7 +133,7 @@ def DistributedOptimizer(
         sparse_as_dense=sparse_as_dense,
         name=fresh_name(),
     )
-    return exchanging(optimizer, Exchange(reducer, terms))
+    return exchanging(optimizer, Exchange(reducer, terms, session))
 
 
 def _names(named_parameters: Iterable[tuple[str, nn.Parameter]] | None) -> dict[nn.Parameter, str]:

@@ -1,0 +1,80 @@
+"""An elastic script of Horovod's with the import changed: a rank is killed, one joins, and parameters are stock's."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S, program
+
+SCRIPT = """
+import importlib, os, signal, sys, time
+from pathlib import Path
+import torch
+from torch import nn
+
+hvd = importlib.import_module(sys.argv[1])
+what, hosts = sys.argv[2], Path("hosts")
+hvd.init()
+torch.manual_seed(0)
+model = nn.Linear(4, 1)
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), named_parameters=model.named_parameters()
+)
+
+@hvd.elastic.run
+def train(state):
+    while state.step < 10:
+        if what == "join" and state.step == 5 and hvd.size() == 1:
+            hosts.write_text("localhost:1\\n127.0.0.1:1\\n")
+            time.sleep(0.1)
+            state.commit()  # raises once the launcher has noticed
+            continue
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(100 * state.step + hvd.rank()))
+        optimizer.zero_grad()
+        (model(x).pow(2).mean() + (model.bias - 1).pow(2).sum()).backward()
+        if what == "kill" and state.step == 5 and hvd.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.step()
+        state.step += 1
+        state.commit()
+
+state = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0)
+train(state)
+print("END", hvd.rank(), hvd.size(), repr(sum(p.double().sum().item() for p in model.parameters())), flush=True)
+"""
+
+
+def _end(module: str, what: str, folder: Path) -> set[tuple[str, str]]:
+    """(size, sum of the parameters) that each rank has at the end."""
+    folder.mkdir()
+    (folder / "script.py").write_text(SCRIPT)
+    (folder / "hosts").write_text("localhost:1\n" + "127.0.0.1:1\n" * (what == "kill"))
+    (folder / "discover").write_text("#!/bin/sh\ncat hosts\n")
+    (folder / "discover").chmod(0o755)
+    start = "2" if what == "kill" else "1"
+    python = program("python")
+    options = {"-np": start, "--min-np": "1", "--max-np": "2", "--network-interface": "lo"}
+    script = [python, "script.py", module, what]
+    flags = [word for option in options.items() for word in option]
+    done = subprocess.run(
+        [program("horovodrun"), "--gloo", *flags, "--host-discovery-script", "./discover", *script],
+        cwd=folder,
+        env={**ENVIRONMENT, "PYTHONPATH": str(ROOT), "PATH": f"{Path(python).parent}:{ENVIRONMENT['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    found = set(re.findall(r"END \d (\d) (\S+)", done.stdout))
+    assert found, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return found
+
+
+@pytest.mark.parametrize("what", ["kill", "join"])
+def test_law_6_also_where_ranks_come_and_go(what: str, tmp_path: Path) -> None:
+    ours = _end("hvdtrain.torch", what, tmp_path / "ours")
+    assert ours == _end("horovod.torch", what, tmp_path / "stock")
+    assert {size for size, _ in ours} == {"1" if what == "kill" else "2"}
