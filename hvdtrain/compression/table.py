@@ -75,6 +75,11 @@ class Compression:
     def __str__(self) -> str:
         return f"{self.kind.name}:{self.number:g}" if self.kind.number else self.kind.name
 
+    @classmethod
+    def none(cls) -> Compression:
+        """Gradients as they are."""
+        return cls(TABLE["none"])
+
     def payload(self, bucket: Bucket, ranks: int) -> Payload:
         """Bytes that each rank hands to Comm in one exchange, by kind of collective."""
         return self.kind.payload(bucket, ranks, self.number)

@@ -32,6 +32,7 @@ class Flight:
 
     Attributes:
         plan: as given.
+        layouts: of its buckets.
         compressors: one a bucket.
     """
 
@@ -51,7 +52,8 @@ class Flight:
         self._factor = factor
         self._name = name
         self._spans = spans
-        self._buckets = [Bucket(lay, make(lay.shape, comm), factor) for lay in lay_out(agreed, of, name)]
+        self.layouts = lay_out(agreed, of, name)
+        self._buckets = [Bucket(layout, make(layout.shape, comm), factor) for layout in self.layouts]
         self._sides = [Side(bucket.layout.shape.device) for bucket in self._buckets]
         self._began = [0] * len(self._buckets)
         self._sparse = {n: SparseSum(f"{name}/{n}", of[n], comm) for n in agreed.sparse}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hvdtrain.comm.base import Comm
 from hvdtrain.compression.none import Plain
 from hvdtrain.exchange.agreement import agree
-from hvdtrain.exchange.buckets import Named, Plan, plan
+from hvdtrain.exchange.buckets import Layout, Named, Plan, plan
 from hvdtrain.exchange.flight import Flight, Make
 from hvdtrain.exchange.passes import Passes
 from hvdtrain.spans import Spans
@@ -107,6 +107,13 @@ class Reducer:
             self._fresh = False
             self.before()
 
+    def switch(self, make: Make) -> None:
+        """Let buckets travel another way from the next step on."""
+        self._make = make
+        if self._flight is not None:
+            agreed, self._flight = self._flight.plan, None
+            self._adopt(agreed)
+
     def set_passes(self, passes: int) -> None:
         """Expect this many backward passes a step from now on."""
         self._passes = Passes(passes)
@@ -186,6 +193,10 @@ class Reducer:
     def carried(self) -> dict[str, list[str]]:
         """Names of the parameters whose gradients each bucket carries, by what its collectives' names begin with."""
         return {} if self._flight is None else self._flight.carried()
+
+    def layouts(self) -> list[Layout]:
+        """What lies where; nothing while the order is being learned."""
+        return [] if self._flight is None else self._flight.layouts
 
     def buffers(self) -> list[Tensor]:
         """The memory that buckets take."""

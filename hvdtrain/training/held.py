@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvdtrain.config.schema import Config
-from hvdtrain.engine import Engine
+from hvdtrain.engine.base import Engine
 from hvdtrain.observe.failure.process import memory
 
 _MIB = 1 << 20

@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import on_rank_0
-from hvdtrain.compression.table import parse
 from hvdtrain.config.parse import RunConfig
 from hvdtrain.data.loader import Stream, dataset_length
 from hvdtrain.data.order import micro_batches
-from hvdtrain.engine import make_engine
+from hvdtrain.engine.exchange import ExchangeEngine
+from hvdtrain.engine.make import check_compression, make_engine
 from hvdtrain.observe import journal
 from hvdtrain.observe.failure.reporter import Job
 from hvdtrain.observe.failure.voice import Voice
@@ -30,6 +30,7 @@ from hvdtrain.state.store import CheckpointStore
 from hvdtrain.state.sync import broadcast_state
 from hvdtrain.state.train_state import Progress, TrainState
 from hvdtrain.task.base import Task
+from hvdtrain.training.auto_compression import CompressionTrial
 from hvdtrain.training.compute import FirstPass
 from hvdtrain.training.device import pick_device
 from hvdtrain.training.explain import explained
@@ -61,7 +62,7 @@ def run_training(
 
     Without a `voice` the failure card is written to the run folder only.
     """
-    parse(run.config.parallel.compression)  # before anything costs time
+    check_compression(run.config.parallel.compression)  # before anything costs time
     device = pick_device(run.config.parallel.device, comm)
     task = make_task(build, run.config, comm)
     directory, claim = _claim(run, comm)
@@ -110,6 +111,8 @@ def _train(
         resumed = on_rank_0(comm, partial(restore, run, state, store, claim, recorder), name="restored")
         broadcast_state(state, comm, spans.touch)
         add_watchers(recorder, run.config.observe, spans, directory, comm, state.progress.step, trainer.stop)
+        if isinstance(engine, ExchangeEngine) and engine.undecided:
+            trainer.saw_step = CompressionTrial(engine, comm, device, recorder.event, recorder.say).saw
         recorder.begin(trainer.stop)
         with Notices() as notices:
             reason = trainer.run(notices)

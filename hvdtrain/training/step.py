@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.engine import Engine
+from hvdtrain.engine.base import Engine
 from hvdtrain.errors import TaskError
 from hvdtrain.spans import Spans
 from hvdtrain.task.base import Task

@@ -74,6 +74,8 @@ class Trainer:
         store: on rank 0; None elsewhere.
         observer: told on every rank; it records and shows on rank 0.
         sanity: looks at the numbers of each step.
+        saw_step: told of each step that was done, of its seconds and of those that waited for gradients; it may change
+            how they are exchanged.
     """
 
     config: Config
@@ -88,6 +90,7 @@ class Trainer:
     store: CheckpointStore | None
     observer: Observer
     sanity: Sanity
+    saw_step: Callable[[int, float, float], None] = lambda step, step_s, exposed_s: None
 
     def __post_init__(self) -> None:
         """Make what the trainer alone uses."""
@@ -196,6 +199,7 @@ class Trainer:
                 "skipped": not result.applied,
             }
         )
+        self.saw_step(self.state.progress.step, step_s, seconds.get("wait", 0.0))
 
     def _observe_values(self) -> None:
         every, step = self.config.observe.histograms_every, self.state.progress.step

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hvdtrain.engine import Engine
+from hvdtrain.engine.base import Engine
 from hvdtrain.training.buffers import all_buffers, copied_to_host
 
 

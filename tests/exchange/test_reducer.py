@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.engine import ExchangeEngine
-from hvdtrain.engine import _named as _held
+from hvdtrain.engine.exchange import ExchangeEngine
+from hvdtrain.engine.make import _named as _held
 from hvdtrain.errors import LaunchError, TaskError
 from hvdtrain.exchange.reducer import Reducer
 from tests.support.thread_comm import ThreadComm, ThreadHandle, on_ranks

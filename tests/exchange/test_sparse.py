@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hvdtrain.comm.solo import SoloComm
-from hvdtrain.engine import make_engine
+from hvdtrain.engine.make import make_engine
 from hvdtrain.exchange.reducer import Reducer
 from tests.support.thread_comm import ThreadComm, on_ranks
 

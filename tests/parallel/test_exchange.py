@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.engine import Engine, make_engine
+from hvdtrain.engine.base import Engine
+from hvdtrain.engine.make import make_engine
 from tests.support.toy import Net
 
 

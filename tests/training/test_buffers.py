@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.engine import make_engine
+from hvdtrain.engine.make import make_engine
 from hvdtrain.spans import Spans
 from hvdtrain.task.base import Task
 from hvdtrain.training import buffers

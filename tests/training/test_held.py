@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hvdtrain.config.schema import Config
-from hvdtrain.engine import make_engine
+from hvdtrain.engine.make import make_engine
 from hvdtrain.spans import Spans
 from hvdtrain.training.held import held
 from tests.support.thread_comm import ThreadComm, on_ranks

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.config.schema import LoaderConfig
 from hvdtrain.data.loader import Stream, seed_forward, train_batches
-from hvdtrain.engine import make_engine
+from hvdtrain.engine.make import make_engine
 from hvdtrain.spans import Spans
 from hvdtrain.task.base import Task
 from hvdtrain.training.precision import Precision

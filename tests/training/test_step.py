@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.comm.solo import SoloComm
-from hvdtrain.engine import LocalEngine, make_engine
+from hvdtrain.engine.local import LocalEngine
+from hvdtrain.engine.make import make_engine
 from hvdtrain.errors import TaskError
 from hvdtrain.spans import Spans
 from hvdtrain.task.base import Task

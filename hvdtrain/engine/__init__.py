@@ -1,0 +1,1 @@
+"""How the trainer sees an optimizer whose gradients are summed over ranks."""

@@ -1,0 +1,82 @@
+"""One rank: gradients as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hvdtrain.exchange.sparse import zero_rows
+
+
+class LocalEngine:
+    """One rank: nothing to exchange."""
+
+    compression = "none"
+    undecided = False
+
+    def __init__(self, named_parameters: list[tuple[str, nn.Parameter]], optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._parameters = named_parameters
+        self._sparse: set[str] = set()
+        self._kept: tuple[Mapping[str, Tensor], Mapping[str, Any]] = ({}, {"plan": None, "ranks": 1})
+
+    def begin(self, micro_batches: int) -> None:
+        """Clear gradients."""
+        self.optimizer.zero_grad()
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of `loss`."""
+        torch.autograd.backward(loss)
+
+    def finish(self) -> list[Tensor]:
+        """Give a zero gradient to parameters that have none, as an exchange would."""
+        gradients = []
+        for name, parameter in self._parameters:
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = zero_rows(parameter) if name in self._sparse else torch.zeros_like(parameter)
+            if parameter.grad.is_sparse:
+                self._sparse.add(name)
+                parameter.grad = parameter.grad.coalesce()
+                gradients.append(parameter.grad._values())
+            else:
+                gradients.append(parameter.grad)
+        return gradients
+
+    def commit(self, *, applied: bool) -> None:
+        """Do nothing."""
+
+    def rescale(self, factor: float) -> None:
+        """Do nothing."""
+
+    def settle(self) -> None:
+        """Do nothing."""
+
+    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return what several ranks have left, for the time when there are several again."""
+        tensors, values = self._kept
+        return dict(tensors), dict(values)
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Keep it: one rank exchanges nothing."""
+        self._kept = {name: tensor.clone() for name, tensor in tensors.items()}, values
+
+    def step(self) -> None:
+        """Follow the gradients."""
+        self.optimizer.step()
+
+    def carried(self) -> dict[str, list[str]]:
+        """Return nothing: there is no exchange."""
+        return {}
+
+    def buffers(self) -> list[Tensor]:
+        """Return nothing."""
+        return []
+
+    def close(self) -> None:
+        """Do nothing."""

@@ -1,0 +1,61 @@
+"""Which engine a job gets."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.optim import Optimizer
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.compression.table import parse
+from hvdtrain.engine.base import Engine
+from hvdtrain.engine.exchange import ExchangeEngine
+from hvdtrain.engine.local import LocalEngine
+from hvdtrain.errors import TaskError
+from hvdtrain.exchange.reducer import Reducer
+from hvdtrain.spans import Spans
+
+AUTO = "auto"
+"""Stands for the compression that pays, found out in the first steps."""
+
+
+def check_compression(text: str) -> None:
+    """See that an option names a compression, or `AUTO`.
+
+    Errors:
+        ConfigError: it does not.
+    """
+    if text != AUTO:
+        parse(text)
+
+
+def make_engine(
+    optimizer: Optimizer, model: nn.Module, comm: Comm, compression: str, spans: Spans | None = None
+) -> Engine:
+    """Give an optimizer over the model's parameters the exchange that fits the job; `spans` is told of it.
+
+    Errors:
+        TaskError: the optimizer holds a parameter that is not the model's.
+    """
+    parameters = _named(optimizer, model)
+    if comm.size == 1 and compression in ("none", AUTO):
+        return LocalEngine(parameters, optimizer)
+
+    def trained() -> list[tuple[str, nn.Parameter]]:
+        return [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+
+    first = "none" if compression == AUTO else compression
+    reducer = Reducer(trained, comm, parse(first).load(), spans=spans)
+    return ExchangeEngine(optimizer, reducer, first, undecided=compression == AUTO)
+
+
+def _named(optimizer: Optimizer, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    strangers = [tuple(parameter.shape) for parameter in held - set(model.parameters())]
+    if strangers:
+        raise TaskError(
+            "the task's optimizer holds parameters that are not the model's",
+            expected="an optimizer made from model.parameters() of the same model that the task returns",
+            found=f"{len(strangers)} other(s), of shapes {', '.join(map(str, strangers[:3]))}",
+        )
+    # In the model's order, not the optimizer's: the exchange follows backward.
+    return [(name, p) for name, p in model.named_parameters() if p in held]

@@ -1,0 +1,81 @@
+"""Measuring what a choice of compression depends on: the link, and what coding costs here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.comm.solo import SoloComm
+from hvdtrain.compression import sizes
+from hvdtrain.compression.base import BucketShape
+from hvdtrain.compression.table import Compression
+
+_SMALL, _LARGE = 1 << 8, 1 << 21
+"""Elements of fp32: 1 KiB, and 8 MiB, which takes 70 ms at 1 Gbit/s."""
+_TIMES = 3
+
+
+def link(comm: Comm, device: torch.device) -> tuple[float, float]:
+    """Latency of a small allreduce in seconds, and bytes a second that a rank sends in a large one. Collective: yes."""
+    latency_s = _allreduce_s(comm, device, _SMALL)
+    large_s = _allreduce_s(comm, device, _LARGE)
+    sent = 4 * _LARGE * 2 * (comm.size - 1) / comm.size
+    return latency_s, sent / max(large_s - latency_s, 1e-9)
+
+
+def cost_s(compression: Compression, shape: BucketShape, gradients: list[Tensor]) -> float:
+    """Seconds that packing, coding and decoding one bucket take here.
+
+    Args:
+        compression: as it would be used.
+        shape: of the bucket.
+        gradients: of its parts; not changed.
+    """
+    compressor = compression.load()(shape, SoloComm())
+    out = shape.zeros()
+
+    def once() -> None:
+        for index, gradient in enumerate(gradients):
+            compressor.pack(index, gradient)
+        phases = compressor.exchange(out)
+        handle = next(phases, None)
+        while handle is not None:
+            try:
+                handle = phases.send(handle.wait())
+            except StopIteration:
+                handle = None
+        compressor.commit(applied=True)
+
+    once()  # the first touches fresh memory
+    return min(_timed(once, shape.device) for _ in range(_TIMES))
+
+
+def sizes_of(shape: BucketShape) -> sizes.Bucket:
+    """What the sizes of its payloads depend on."""
+    dtype = str(shape.dtype).removeprefix("torch.")
+    return sizes.Bucket([tuple(part.shape) for part in shape.parts], dtype, shape.length)
+
+
+def _allreduce_s(comm: Comm, device: torch.device, elements: int) -> float:
+    tensor = torch.zeros(elements, device=device)
+    name = f"trial/{elements}"
+    comm.allreduce(tensor, name=name).wait()
+    times = []
+    for _ in range(_TIMES):
+        comm.barrier()
+        times.append(_timed(lambda: comm.allreduce(tensor, name=name).wait(), device))
+    return min(times)
+
+
+def _timed(action: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    action()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
