@@ -64,6 +64,8 @@ class TrainConfig:
         eval_samples: Held-out samples looked at in an evaluation; 0 for all of them.
         max_skipped: End the run after this many steps in a row with a loss or gradient that is not finite.
         deterministic: Ask torch for deterministic kernels (slower on CUDA; the CPU's are deterministic anyway).
+        compile: Compile the model's blocks with torch.compile, each by itself, so that gradients still travel while
+            backward runs. The first steps take long, and a C++ compiler is needed on CPUs.
     """
 
     steps: int = 200
@@ -76,6 +78,7 @@ class TrainConfig:
     eval_samples: int = 64
     max_skipped: int = 10
     deterministic: bool = False
+    compile: bool = False
 
 
 @dataclass(frozen=True)

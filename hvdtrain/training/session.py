@@ -31,6 +31,7 @@ from hvdtrain.state.sync import broadcast_state
 from hvdtrain.state.train_state import Progress, TrainState
 from hvdtrain.task.base import Task
 from hvdtrain.training.auto_compression import CompressionTrial
+from hvdtrain.training.compiled import compile_blocks
 from hvdtrain.training.compute import FirstPass
 from hvdtrain.training.device import pick_device
 from hvdtrain.training.explain import explained
@@ -142,6 +143,8 @@ def _trainer(
     """Put the parts together; the model is on its device then."""
     config, train = run.config, run.config.train
     model = task.model.to(device)
+    if train.compile:
+        recorder.say(f"{compile_blocks(model)} block(s) of the model will be compiled")
     samples = dataset_length(task.train_data)
     horizon = total_steps(train, samples)
     engine = make_engine(_optimizer(task, run, recorder), model, comm, config.parallel.compression, spans)

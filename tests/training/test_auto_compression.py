@@ -1,0 +1,91 @@
+"""`--parallel.compression auto` measures, decides alike on all ranks, says so, and keeps to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hvdtrain.engine.exchange import ExchangeEngine
+from hvdtrain.engine.make import make_engine
+from hvdtrain.observe.journal import read_journal
+from hvdtrain.training import auto_compression
+from hvdtrain.training.auto_compression import CompressionTrial
+from tests.support.launch import train
+from tests.support.thread_comm import ThreadComm, on_ranks
+
+CPU = torch.device("cpu")
+
+
+def _run(comm: ThreadComm, exposed_s: float, steps: int = 10) -> tuple[str, list[dict[str, Any]], list[str]]:
+    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
+    engine = make_engine(torch.optim.SGD(model.parameters(), lr=0.1), model, comm, "auto")
+    assert isinstance(engine, ExchangeEngine) and engine.undecided and engine.compression == "none"
+    events: list[dict[str, Any]] = []
+    lines: list[str] = []
+    trial = CompressionTrial(engine, comm, CPU, events.append, lines.append)
+    for step in range(steps):
+        engine.begin(1)
+        engine.backward(model(torch.ones(2, 8)).sum())
+        gradients = engine.finish()
+        assert all(bool(torch.isfinite(g).all()) for g in gradients)
+        engine.step()
+        engine.commit(applied=True)
+        # Ranks see unlike times: they must choose alike.
+        trial.saw(step + 1, 0.5 + 0.01 * comm.rank, exposed_s * (1 + comm.rank))
+    assert not engine.undecided
+    return engine.compression, events, lines
+
+
+def test_it_stays_with_none_where_nothing_waits() -> None:
+    for chosen, events, lines in on_ranks(2, lambda comm: _run(comm, 0.0)):
+        assert chosen == "none"
+        assert [e["event"] for e in events] == ["compression_chosen"]
+        assert "none pays" in lines[0]
+        assert events[0]["predicted_step_s"].keys() == {"none", *auto_compression.CANDIDATES}
+
+
+def test_it_takes_what_pays_on_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link of 10 kB/s stands in: the rest is as it is."""
+    monkeypatch.setattr(auto_compression, "link", lambda comm, device: (1e-4, 1e4))
+    results = on_ranks(2, lambda comm: _run(comm, 0.3))
+    assert {chosen for chosen, _, _ in results} == {"int8"} or {c for c, _, _ in results} == {"powersgd:4"}
+    assert "from here on" in results[0][2][0] and "0.08 Mbit" not in results[0][2][0]
+
+
+def test_what_was_chosen_is_chosen_after_a_resume() -> None:
+    def body(comm: ThreadComm) -> None:
+        model = nn.Linear(2, 1)
+        engine = make_engine(torch.optim.SGD(model.parameters(), lr=0.1), model, comm, "auto")
+        saved: Mapping[str, Any] = {"plan": None, "ranks": 2, "compression": "fp16"}
+        engine.load_state_dict({}, saved)
+        assert (engine.compression, engine.undecided) == ("fp16", False)
+        fresh = make_engine(torch.optim.SGD(model.parameters(), lr=0.1), model, comm, "auto")
+        fresh.load_state_dict({}, {**saved, "compression": None})
+        assert fresh.undecided
+        told = make_engine(torch.optim.SGD(model.parameters(), lr=0.1), model, comm, "none")
+        told.load_state_dict({}, saved)
+        assert told.compression == "none", "the options win"
+
+    on_ranks(2, body)
+
+
+def test_a_job_says_what_it_found(tmp_path: Path) -> None:
+    """On one host, where the exchange of a toy is nothing."""
+    done = train(
+        "--task=tests/support/toy.py:toy",
+        "--parallel.compression=auto",
+        "--train.steps=12",
+        "--run_dir=run",
+        size=2,
+        cwd=tmp_path,
+        environment={"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert "compression: " in done.stdout
+    (event,) = [r for r in read_journal(tmp_path / "run/journal.jsonl") if r.get("event") == "compression_chosen"]
+    assert event["at_step"] == 7
+    assert event["bytes_per_s"] > 0 and event["latency_s"] > 0

@@ -1,0 +1,63 @@
+"""Blocks compiled one by one: the same numbers, and gradients that come while backward still runs."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.errors import ConfigError
+from hvdtrain.training.compiled import blocks, compile_blocks
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        self.body = nn.Sequential(nn.Dropout(0.0), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.body(x)
+        return out
+
+
+def test_blocks_are_what_the_outermost_lists_hold() -> None:
+    model = Model()
+    assert blocks(model) == [*model.layers, model.body[1]]
+    assert blocks(nn.Sequential(model, model)) == [model]
+
+
+def test_a_model_without_blocks_is_named() -> None:
+    with pytest.raises(ConfigError, match="no blocks") as caught:
+        compile_blocks(nn.Linear(1, 1))
+    assert caught.value.found == "Linear"
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPUs")
+@pytest.mark.filterwarnings("ignore")  # torch's own, about what it imports while compiling
+def test_compiled_blocks_give_the_same_gradients_one_after_the_other() -> None:
+    torch.manual_seed(0)
+    plain = Model()
+    compiled = Model()
+    compiled.load_state_dict(plain.state_dict())
+    assert compile_blocks(compiled) == 4
+    assert compiled.state_dict().keys() == plain.state_dict().keys()
+    order: list[str] = []
+    for name, parameter in compiled.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: order.append(name))  # type: ignore[no-untyped-call,misc]
+    compiled.layers[1].register_full_backward_pre_hook(lambda module, grads: order.append("backward of layers.1"))
+    x = torch.randn(5, 4)
+    for model in (plain, compiled):
+        model(x).pow(2).sum().backward()
+    for a, b in zip(plain.parameters(), compiled.parameters(), strict=True):
+        assert a.grad is not None and b.grad is not None
+        torch.testing.assert_close(a.grad, b.grad)
+    reached = order.index("backward of layers.1")
+    assert {"layers.2.0.weight", "body.1.weight"} <= set(order[:reached]), "gradients of later blocks were there before"
+    assert {"layers.0.0.weight", "embed.weight"} <= set(order[reached:])
