@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -63,3 +64,43 @@ def int8(bucket: Bucket, ranks: int, number: float) -> Payload:
     """Everything to the owners, and each owner's share to all."""
     mine, row = int8_row(bucket.length, ranks)
     return {"alltoall": ranks * row, "allgather": row} if mine else {}
+
+
+INT16_REACH = 1 << 16
+"""Elements that a 16-bit offset tells apart."""
+
+
+@dataclass(frozen=True)
+class TopK:
+    """How the largest of a bucket travel: fp32 values, then their places.
+
+    Attributes:
+        count: of them.
+        coding: of places: "int32"; "int16", offsets in blocks of 65536 after the count of each block in int32;
+            "bitmap", a bit for each element of the bucket.
+        places: bytes that those take.
+        row: bytes of all, a multiple of 4.
+    """
+
+    count: int
+    coding: str
+    places: int
+    row: int
+
+
+def topk_plan(length: int, portion: float) -> TopK:
+    """The coding that takes fewest bytes; a function of the bucket's length, so that payloads stay as they are."""
+    count = min(math.ceil(portion * length), length)
+    takes = {
+        "int32": 4 * count,
+        "int16": 4 * -(-length // INT16_REACH) + 2 * count,
+        "bitmap": -(-length // 8),
+    }
+    coding = min(takes, key=lambda name: takes[name])
+    return TopK(count, coding, takes[coding], -(-(4 * count + takes[coding]) // 4) * 4)
+
+
+def topk(bucket: Bucket, ranks: int, number: float) -> Payload:
+    """A row of each rank to all."""
+    row = topk_plan(bucket.length, number).row
+    return {"allgather": row} if row else {}

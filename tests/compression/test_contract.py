@@ -110,31 +110,34 @@ def test_a_constant_gradient_arrives_on_average(compression: Compression) -> Non
 
 
 def _loss(compression: Compression, size: int) -> float:
-    """Of a linear regression after some steps of SGD on `size` ranks."""
+    """Of a linear regression after some steps of SGD on `size` ranks: over the variance of the targets."""
     shape = bucket(((32, 24), (24,)))
     generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(256, 32, generator=generator)
+    inputs = 16 * torch.linalg.qr(torch.randn(256, 32, generator=generator)).Q  # orthogonal: all directions alike
     targets = inputs @ torch.randn(32, 24, generator=generator) + torch.randn(24, generator=generator)
 
     def body(comm: ThreadComm) -> float:
         weight, bias = torch.zeros(32, 24), torch.zeros(24)
         compressor = compression.load()(shape, comm)
         mine = slice(comm.rank, None, comm.size)
-        for _ in range(150):
+        for _ in range(_STEPS):
             error = (inputs[mine] @ weight + bias - targets[mine]) / len(inputs)
             out = step(compressor, [inputs[mine].T @ error, error.sum(0)])
             for place, part in zip((weight, bias), shape.parts, strict=True):
-                place.sub_(part.view(out), alpha=0.3)
-        return float((inputs @ weight + bias - targets).pow(2).mean())
+                place.sub_(part.view(out), alpha=_LR)
+        return float((inputs @ weight + bias - targets).pow(2).mean() / targets.var())
 
     losses = on_ranks(size, body)
     assert len(set(losses)) == 1
     return losses[0]
 
 
+_STEPS, _LR = 800, 0.01
+"""Where 1% of a gradient travels at a time, elements wait for 100 steps: the learning rate has to be below 1/100."""
+
+
 @pytest.mark.parametrize("size", [1, 3])
 @EVERY
 def test_training_gets_as_far_as_without(compression: Compression, size: int) -> None:
-    """Of the variance of the targets, 1e-3 may be left where without compression nothing is."""
-    assert _loss(parse("none"), size) < 1e-3
-    assert _loss(compression, size) < 3e-2
+    """To a thousandth of the variance of the targets, whatever travels; without compression, to (1 - lr)^(2 steps)."""
+    assert _loss(compression, size) < 1e-3

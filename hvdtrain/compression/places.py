@@ -1,0 +1,48 @@
+"""Ascending places in a bucket as bytes and back, by the coding `sizes.topk_plan` chose; nothing waits for a GPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hvdtrain.compression.sizes import INT16_REACH
+
+
+def write(coding: str, places: Tensor, coded: Tensor, length: int) -> None:
+    """Write int64 `places` below `length` to `coded`, (bytes,) of uint8."""
+    if coding == "int32":
+        coded.view(torch.int32).copy_(places)
+    elif coding == "int16":
+        counts, offsets = _int16(coded, length)
+        edges = torch.arange(len(counts) + 1, device=places.device) * INT16_REACH
+        counts.copy_(torch.searchsorted(places, edges).diff())
+        offsets.copy_(places)  # the low 16 bits
+    else:
+        # Bit p of byte j stands for place p * bytes + j: whole rows are shifted and joined, not single bits.
+        flags = torch.zeros(8 * len(coded), dtype=torch.uint8, device=places.device)
+        flags.index_fill_(0, places, 1)
+        coded.zero_()
+        for bit, row in enumerate(flags.view(8, -1)):
+            coded.bitwise_or_(row << bit)
+
+
+def read(coding: str, coded: Tensor, count: int, length: int) -> Tensor:
+    """What `write` has written: `count` places in int64."""
+    if coding == "int32":
+        return coded.view(torch.int32).long()
+    if coding == "int16":
+        counts, offsets = _int16(coded, length)
+        blocks = torch.arange(len(counts), device=coded.device) * INT16_REACH
+        return blocks.repeat_interleave(counts.long(), output_size=count).add_(offsets.long() & (INT16_REACH - 1))
+    bits = torch.arange(8, dtype=torch.uint8, device=coded.device)
+    flags = ((coded >> bits[:, None]) & 1).view(-1)
+    if coded.device.type == "cpu":
+        return torch.from_numpy(flags.numpy().nonzero()[0])
+    # The n-th flag stands where the running sum gets to n; nonzero would have to tell the host how many there are.
+    wanted = torch.arange(1, count + 1, dtype=torch.int32, device=coded.device)
+    return torch.searchsorted(flags.cumsum(0, dtype=torch.int32), wanted)
+
+
+def _int16(coded: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    split = 4 * -(-length // INT16_REACH)
+    return coded[:split].view(torch.int32), coded[split:].view(torch.int16)

@@ -1,0 +1,116 @@
+"""The largest elements of each bucket, the rest left for later.
+
+Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", 2017; Lin et al., "Deep Gradient
+Compression", 2018; with error feedback, Stich et al., "Sparsified SGD with Memory", 2018::
+
+    K = the k places of largest |work|,  k = ceil(share * length)
+    out = sum over ranks of (work on K, else 0)
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.compression import places
+from hvdtrain.compression.base import BucketShape, Compressor, Phases
+from hvdtrain.compression.sizes import topk_plan
+
+_MOST_ROWS = 16
+
+
+class TopK(Compressor):
+    """One allgather of exactly k values and places a rank, summed in rank order on every rank: equal bits on all.
+
+    The choice is exact. With the bucket as a matrix of b rows, at most k columns hold an element among the k largest,
+    and they are those whose maxima are largest: so columns are chosen first, then elements of them; about 2 length / b
+    instead of all are looked at twice. Among equal magnitudes it is a function of the values and their places, the
+    same in each run.
+
+    Passes over the bucket, in bytes of fp32: 1 to pack, 1 to find maxima (the lowest read what the highest left in
+    cache), 1 to clear `out`; all else is a fraction.
+
+    Args:
+        share: of the elements.
+    """
+
+    def __init__(self, shape: BucketShape, comm: Comm, *, share: float, keep_error: bool = False) -> None:
+        super().__init__(shape, comm, keep_error=keep_error)
+        self._plan = topk_plan(shape.length, share)
+        self._sent = shape.zeros(self._plan.row, torch.uint8)
+        self._total = None if shape.dtype == torch.float32 else shape.zeros(dtype=torch.float32)
+        self._values: list[Tensor] = []
+
+    def make_work(self) -> Tensor:
+        """In fp32."""
+        return self.shape.zeros(dtype=torch.float32)
+
+    def exchange(self, out: Tensor) -> Phases:
+        """One allgather."""
+        plan, length = self._plan, self.shape.length
+        if not plan.count:
+            return
+        chosen = _largest_places(self.work, plan.count)
+        values, coded = self._parts(self._sent)
+        torch.index_select(self.work, 0, chosen, out=values)
+        places.write(plan.coding, chosen, coded, length)
+        if self.keeps_error:
+            self.work.index_fill_(0, chosen, 0)
+        came = yield self.comm.allgather(self._sent, name=self.shape.name)
+        total = (out if self._total is None else self._total).zero_()
+        self._values = []
+        for row in came.view(-1, plan.row):
+            values, coded = self._parts(row)
+            total.index_add_(0, places.read(plan.coding, coded, plan.count, length), values)
+            self._values.append(values)
+        if total is not out:
+            out.copy_(total)
+
+    def finite(self) -> bool:
+        """Whether all values that came are: nan and inf are larger than anything else, so they are among them."""
+        return all(bool(torch.isfinite(values).all()) for values in self._values)
+
+    def buffers(self) -> list[Tensor]:
+        """The memory it takes."""
+        return [self.work, self._sent, *([] if self._total is None else [self._total])]
+
+    def _parts(self, row: Tensor) -> tuple[Tensor, Tensor]:
+        """Values and coded places in a row as it travels."""
+        start = 4 * self._plan.count
+        return row[:start].view(torch.float32), row[start : start + self._plan.places]
+
+
+def _largest_places(flat: Tensor, count: int) -> Tensor:
+    """The `count` places of largest magnitude, ascending."""
+    length = len(flat)
+    rows = min(math.isqrt(length // count), _MOST_ROWS)
+    if rows < 2:
+        return _ascending(_largest(flat.abs(), count))
+    columns = length // rows
+    matrix = flat[: rows * columns].view(rows, columns)
+    maxima = torch.maximum(torch.amax(matrix, 0), torch.amin(matrix, 0).neg_())
+    starts = torch.arange(rows, device=flat.device)[:, None] * columns
+    rest = torch.arange(rows * columns, length, device=flat.device)
+    candidates = torch.cat([(starts + _largest(maxima, count)).view(-1), rest])
+    best = _largest(flat.index_select(0, candidates).abs_(), count)
+    return _ascending(candidates.index_select(0, best))
+
+
+# On a CPU numpy selects in a tenth, and sorts in a fifteenth, of the time that torch takes.
+
+
+def _largest(values: Tensor, count: int) -> Tensor:
+    """Indices of the `count` largest, nan above all."""
+    if values.device.type != "cpu":
+        return torch.topk(values, count, sorted=False).indices
+    return torch.from_numpy(values.numpy().argpartition(len(values) - count)[len(values) - count :])
+
+
+def _ascending(indices: Tensor) -> Tensor:
+    if indices.device.type != "cpu":
+        return indices.sort().values
+    indices.numpy().sort()
+    return indices
