@@ -104,3 +104,23 @@ def topk(bucket: Bucket, ranks: int, number: float) -> Payload:
     """A row of each rank to all."""
     row = topk_plan(bucket.length, number).row
     return {"allgather": row} if row else {}
+
+
+_WORTH = 2
+"""By how much two factors have to be smaller than their matrix: each element of them costs an orthogonalisation."""
+
+
+def matrix(shape: Sequence[int], rank: int) -> tuple[int, int] | None:
+    """Rows and columns of what is sent as two factors of `rank`, None where it is sent as it is."""
+    if len(shape) < 2:
+        return None
+    rows, columns = shape[0], math.prod(shape[1:])
+    return (rows, columns) if 0 < _WORTH * rank * (rows + columns) <= rows * columns else None
+
+
+def powersgd(bucket: Bucket, ranks: int, number: float) -> Payload:
+    """Two factors of each matrix in fp32, and all else."""
+    rank = int(number)
+    found = [(matrix(shape, rank), math.prod(shape)) for shape in bucket.shapes]
+    elements = sum(rank * sum(sides) if sides else count for sides, count in found)
+    return {"allreduce": 4 * elements} if elements else {}

@@ -104,6 +104,9 @@ TABLE = {
         Kind("int8", "int8:Int8", sizes.int8, 1e-6, feedback=True),
         Kind("int8-stochastic", "int8:stochastic", sizes.int8, 2e-2),
         Kind("topk", "topk:TopK", sizes.topk, 1e-6, number=Number("share", 0.01, 1e-5, 1), feedback=True),
+        Kind(
+            "powersgd", "powersgd:PowerSGD", sizes.powersgd, 1e-5, number=Number("rank", 4, 1, 128, True), feedback=True
+        ),
     )
 }
 

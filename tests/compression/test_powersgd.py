@@ -1,0 +1,138 @@
+"""Low rank: what is exact, what warm start brings, batches of matrices."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdtrain.comm.solo import SoloComm
+from hvdtrain.compression.base import BucketShape
+from hvdtrain.compression.feedback import Feedback
+from hvdtrain.compression.matrices import Alike, _runs, orthonormal
+from hvdtrain.compression.powersgd import PowerSGD
+from tests.support.compression import bucket, exchange, gradients, parts, step
+from tests.support.thread_comm import ThreadComm, on_ranks
+
+
+def _low_rank(shape: Sequence[int], rank: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    left, right = torch.randn(shape[0], rank, generator=generator), torch.randn(rank, shape[1], generator=generator)
+    return left @ right
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("shape", [(96, 60), (64, 512), (512, 1024), (48, 513)])
+def test_a_sum_of_full_rank_r_arrives_whole(size: int, shape: tuple[int, int]) -> None:
+    """Each rank's matrix is of rank 1, their sum of rank `size`: as many columns hold all of it."""
+    made = bucket((shape, (7,), shape))
+
+    def values(rank: int) -> list[torch.Tensor]:
+        return [_low_rank(shape, 1, rank), torch.full((7,), 0.1 * rank), _low_rank(shape, 1, rank + 10)]
+
+    def body(comm: ThreadComm) -> torch.Tensor:
+        compressor = PowerSGD(made, comm, rank=size)
+        return parts(compressor, exchange(compressor, values(comm.rank)))
+
+    expected = sum(torch.cat([v.flatten() for v in values(rank)]).double() for rank in range(size))
+    for out in on_ranks(size, body):
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_warm_start_comes_closer_from_step_to_step() -> None:
+    """To what singular values give, the best of rank r; from its first guess each time it would stay where it is."""
+    shape = bucket(((96, 60),))
+    value = gradients(shape, 1)[0].contiguous() + 30 * _low_rank((96, 60), 3, 2)
+
+    def body(comm: ThreadComm) -> list[float]:
+        compressor = PowerSGD(shape, comm, rank=4)
+        outs = [parts(compressor, step(compressor, [value])).view(96, 60) / comm.size for _ in range(30)]
+        return [float((out - value).norm()) for out in outs]
+
+    best = float(torch.linalg.svdvals(value.double())[4:].norm())
+    for errors in on_ranks(2, body):
+        assert all(after <= before * (1 + 1e-6) for before, after in itertools.pairwise(errors))
+        assert errors[-1] < 1.02 * best < 1.05 * best < errors[0]
+
+
+def test_a_skipped_step_does_not_move_the_start() -> None:
+    compressor = PowerSGD(bucket(((96, 60),)), SoloComm(), rank=2)
+    before = compressor.state_dict()["p0/powersgd_q"].clone()
+    step(compressor, gradients(compressor.shape, 1), applied=False)
+    assert torch.equal(compressor.state_dict()["p0/powersgd_q"], before)
+    step(compressor, gradients(compressor.shape, 1))
+    assert not torch.equal(compressor.state_dict()["p0/powersgd_q"], before)
+
+
+def test_a_matrix_of_zeros_comes_back() -> None:
+    """A factor of zeros spans nothing: whatever came after would be lost for good."""
+    compressor = Feedback(PowerSGD(bucket(((96, 60),)), SoloComm(), rank=2, keep_error=True))
+    for _ in range(3):
+        assert not step(compressor, [torch.zeros(96, 60)]).any()
+    value = _low_rank((96, 60), 2, 1)
+    total = sum(step(compressor, [value]) for _ in range(4))
+    torch.testing.assert_close(total, 4 * value.flatten(), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("magnitude", [1e-18, 1e12])
+def test_magnitudes_do_not_matter(magnitude: float) -> None:
+    """Factors are of the square of a gradient's magnitude, unless they are made orthonormal in between."""
+    compressor = PowerSGD(bucket(((96, 60),)), SoloComm(), rank=2)
+    value = _low_rank((96, 60), 2, 1) * magnitude
+    for _ in range(3):
+        out = step(compressor, [value]).view(96, 60)
+        torch.testing.assert_close(out / magnitude, value / magnitude, rtol=1e-3, atol=1e-4)
+
+
+def test_matrices_of_one_shape_do_not_see_each_other() -> None:
+    """Bitwise: one of them a million times larger, another zero."""
+    alone = exchange(PowerSGD(bucket(((96, 40),)), SoloComm(), rank=2), [_low_rank((96, 40), 5, 1)])
+    three = bucket(((96, 40),) * 3)
+    values = [_low_rank((96, 40), 5, 1), _low_rank((96, 40), 5, 2) * 1e6, torch.zeros(96, 40)]
+    together = exchange(PowerSGD(three, SoloComm(), rank=2), values)
+    torch.testing.assert_close(three.parts[0].view(together), alone.view(96, 40), rtol=1e-4, atol=1e-5)
+    assert not three.parts[2].view(together).any()
+
+
+@pytest.mark.parametrize("condition", [1.0, 1e4, 1e12])
+def test_rows_get_orthonormal_however_ill_conditioned(condition: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(3, 4, 500, generator=generator)
+    rows[:, 1:] = rows[:, :1] + rows[:, 1:] / condition
+    found = orthonormal(rows)
+    torch.testing.assert_close(found @ found.mT, torch.eye(4).expand(3, 4, 4), rtol=0, atol=2e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from([(20, 16), (3,), (16, 512), (5, 7)]), min_size=1, max_size=9),
+    st.sampled_from([(20, 16), (16, 512)]),
+)
+def test_views_of_a_bucket_hold_each_matrix_once(shapes: list[tuple[int, ...]], sides: tuple[int, int]) -> None:
+    made: BucketShape = bucket(shapes)
+    alike = [part for part in made.parts if tuple(part.shape) == sides]
+    group = Alike(alike, *sides)
+    flat = torch.arange(made.length, dtype=torch.float32)
+    found = torch.cat([torch.zeros(0, *sides), *(view for _, view in group.views(flat))])
+    assert torch.equal(found, torch.stack([part.view(flat) for part in alike]) if alike else found[:0])
+    p, q = torch.randn(len(alike), 2, sides[0]), torch.randn(len(alike), 2, sides[1])
+    before = flat.clone()
+    group.subtract(flat, p, q)
+    for part, left, right in zip(alike, p, q, strict=True):
+        torch.testing.assert_close(part.view(flat), part.view(before) - left.mT @ right)
+        part.view(before).zero_()
+    group.write(flat, p, q)
+    for part, left, right in zip(alike, p, q, strict=True):
+        torch.testing.assert_close(part.view(flat), left.mT @ right)
+        part.view(flat).zero_()
+    assert torch.equal(flat, before), "touched what is not theirs"
+
+
+def test_equal_distances_are_one_run() -> None:
+    assert _runs([]) == []
+    assert _runs([3]) == [(0, 1, 3, 1)]
+    assert _runs([0, 10, 20, 50, 60, 70, 71]) == [(0, 3, 0, 10), (3, 3, 50, 10), (6, 1, 71, 1)]
