@@ -11,7 +11,6 @@ from torch import Tensor
 
 from hvdtrain.compression.base import Part
 
-
 _ALIASED = 512
 """Elements: rows that are a multiple of 2 KiB apart fall into the same few sets of a cache. A product that is written
 down its columns then runs at a third of the speed, unless it is made a few rows at a time."""
