@@ -67,6 +67,31 @@ def test_law_2_resumed_equals_uninterrupted_bit_for_bit(task: str, size: int, tm
         assert all(torch.equal(tensors[name], parts.tensors[group][name]) for name in tensors)
 
 
+@pytest.mark.parametrize("compression", ["int8", "powersgd:2"])
+def test_law_2_holds_with_compression_where_both_save(compression: str, tmp_path: Path) -> None:
+    """A save evens out over the ranks what they carry on: so it does in the run that was not interrupted."""
+    options = [f"--parallel.compression={compression}", "--checkpoint.every=4"]
+    _train(tmp_path / "whole", "toy", *options, size=2)
+    for stop in (4, 12):
+        _train(tmp_path / "parts", "toy", f"--train.stop_at={stop}", *options, size=2)
+    assert _losses(tmp_path / "parts") == _losses(tmp_path / "whole")
+    whole, parts = _state(tmp_path / "whole"), _state(tmp_path / "parts")
+    assert parts.values == whole.values
+    assert "exchange" in whole.tensors
+    for group, tensors in whole.tensors.items():
+        assert tensors.keys() == parts.tensors[group].keys()
+        assert all(torch.equal(tensors[name], parts.tensors[group][name]) for name in tensors)
+
+
+def test_compression_goes_on_with_any_number_of_ranks(tmp_path: Path) -> None:
+    _train(tmp_path / "plain", "toy")
+    for size, stop in ((2, 3), (1, 6), (3, 12)):
+        _train(tmp_path / "int8", "toy", f"--train.stop_at={stop}", "--parallel.compression=int8", size=size)
+    plain, coded = _losses(tmp_path / "plain"), _losses(tmp_path / "int8")
+    assert coded != plain
+    assert coded == pytest.approx(plain, rel=1e-2)
+
+
 def test_law_1_holds_under_bf16_and_with_workers(tmp_path: Path) -> None:
     for size in (1, 2):
         _train(tmp_path / str(size), "toy", "--precision=bf16", "--loader.workers=1", size=size)
