@@ -23,7 +23,7 @@ def _blocks(language: str) -> list[str]:
 
 COMMANDS = [line.split("  #")[0].strip() for block in _blocks("sh") for line in block.splitlines()]
 TRAINING = [c for c in COMMANDS if "-m hvdtrain" in c]
-SPIRAL, FROM_PYTHON = _blocks("python")
+SPIRAL, FROM_PYTHON, HOROVOD_SCRIPT = _blocks("python")
 
 
 @pytest.fixture
@@ -79,6 +79,13 @@ def test_the_model_of_ones_own_from_python(folder: Path) -> None:
     out = _run([sys.executable, "own.py"], folder)
     assert float(out.splitlines()[-1].split()[0]) < 100
     assert len(list((folder / "runs").iterdir())) == 1
+
+
+def test_the_horovod_script(folder: Path) -> None:
+    (folder / "script.py").write_text(HOROVOD_SCRIPT)
+    (command,) = [c for c in COMMANDS if "script.py" in c]
+    assert command.startswith("horovodrun ")
+    assert float(re.findall(r"loss ([\d.]+)", _run([*shlex.split(command)], folder))[-1]) < 8, "it was 16 at first"
 
 
 def test_make_knows_its_targets() -> None:
