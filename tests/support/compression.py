@@ -205,6 +205,16 @@ def state_goes_with_the_parameter_into_other_buckets(comm: Comm, compression: Co
             assert torch.equal(tensor, state[name]), name
 
 
+def what_a_state_lacks_starts_anew(comm: Comm, compression: Compression) -> None:
+    make = compression.load()
+    used, new = make(bucket(SHAPES), comm), make(bucket(SHAPES), comm)
+    for number in range(2):
+        step(used, gradients(used.shape, comm.rank + number))
+    used.load_state_dict({}, comm.size)
+    values = gradients(used.shape, comm.rank + 5)
+    assert torch.equal(exchange(used, values), exchange(new, values))
+
+
 def ranks_agree_on_state_once_settled(comm: Comm, compression: Compression) -> None:
     compressor = compression.load()(bucket(SHAPES), comm)
     step(compressor, gradients(compressor.shape, comm.rank))
@@ -232,5 +242,6 @@ CLAUSES: list[Callable[[Comm, Compression], None]] = [
     a_skipped_step_commits_nothing,
     the_same_steps_give_the_same_bits,
     state_goes_with_the_parameter_into_other_buckets,
+    what_a_state_lacks_starts_anew,
     ranks_agree_on_state_once_settled,
 ]
