@@ -77,7 +77,7 @@ def test_what_was_chosen_is_chosen_after_a_resume() -> None:
 def test_a_job_says_what_it_found(tmp_path: Path) -> None:
     """On one host, where the exchange of a toy is nothing."""
     done = train(
-        "--task=tests/support/toy.py:toy",
+        f"--task={Path(__file__).parents[1]}/support/toy.py:toy",
         "--parallel.compression=auto",
         "--train.steps=12",
         "--run_dir=run",
