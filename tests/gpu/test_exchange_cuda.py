@@ -1,0 +1,85 @@
+"""Compressors and the reducer on a CUDA device: the CPU's sums, and no waiting by the host while backward runs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from hvdtrain.comm.solo import SoloComm
+from hvdtrain.compression.table import TABLE, parse
+from hvdtrain.exchange.reducer import Reducer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 8))
+
+
+@pytest.fixture
+def no_waiting() -> Iterator[None]:
+    """Any wait of the host for the device is an error."""
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def _step(reducer: Reducer, model: nn.Module, x: torch.Tensor) -> None:
+    model.zero_grad()
+    reducer.begin()
+    reducer.collect()
+    model(x).pow(2).sum().backward()
+    reducer.finish()
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_sums_are_the_cpus(name: str) -> None:
+    found = []
+    for device in ("cpu", "cuda"):
+        model = _model().to(device)
+        reducer = Reducer(lambda m=model: list(m.named_parameters()), SoloComm(), parse(name).load())  # type: ignore[misc]
+        x = torch.linspace(-1, 1, 64 * 16).view(16, 64).to(device)
+        for _ in range(3):
+            _step(reducer, model, x)
+            reducer.commit(applied=True)
+        found.append([p.grad.cpu() for p in model.parameters() if p.grad is not None])
+    for on_cpu, on_device in zip(*found, strict=True):
+        torch.testing.assert_close(on_device, on_cpu, rtol=2e-2, atol=2e-2 * float(on_cpu.abs().max()))
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_host_waits_for_nothing_in_backward_and_exchange(name: str, no_waiting: None) -> None:
+    torch.cuda.set_sync_debug_mode("default")
+    model = _model().cuda()
+    reducer = Reducer(lambda: list(model.named_parameters()), SoloComm(), parse(name).load())
+    x = torch.randn(16, 64, device="cuda")
+    _step(reducer, model, x)  # makes the buckets
+    reducer.commit(applied=True)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    _step(reducer, model, x)
+
+
+def test_backward_on_a_stream_of_its_own_is_followed() -> None:
+    """What is packed while a slow kernel is in front of it on another stream is exchanged after it."""
+    model = _model().cuda()
+    plain = copy.deepcopy(model)
+    x = torch.randn(16, 64, device="cuda")
+    plain(x).pow(2).sum().backward()
+    reducer = Reducer(lambda: list(model.named_parameters()), SoloComm(), parse("int8").load())
+    side = torch.cuda.Stream()
+    for _ in range(3):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(20_000_000)
+            _step(reducer, model, x)
+            norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None])
+        torch.cuda.current_stream().wait_stream(side)
+        reducer.commit(applied=False)
+    expected = torch.stack([p.grad.norm() for p in plain.parameters() if p.grad is not None])
+    torch.testing.assert_close(norm, expected, rtol=2e-2, atol=1e-3)
