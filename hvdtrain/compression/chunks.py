@@ -11,11 +11,11 @@ _CPU = 32 << 10
 an operation on so many."""
 
 
-def pieces(length: int, like: Tensor, multiple: int = 1) -> Iterator[slice]:
-    """Slices that cover `length` elements, of a multiple of `multiple` each but for the last.
+def pieces(length: int, like: Tensor) -> Iterator[slice]:
+    """Slices that cover `length` elements.
 
     On a GPU one slice: there, launches cost more than what a cache saves.
     """
-    step = max(_CPU // multiple, 1) * multiple if like.device.type == "cpu" else max(length, 1)
+    step = _CPU if like.device.type == "cpu" else max(length, 1)
     for start in range(0, length, step):
         yield slice(start, min(start + step, length))

@@ -159,7 +159,7 @@ class Int8(Compressor):
         for row in came:
             for codes, scales in zip(*row, strict=True):
                 place = out[start : min(start + codes.numel(), length)]
-                if len(place) == codes.numel() and out.dtype == torch.float32:
+                if len(place) == codes.numel():
                     place.view(-1, BLOCK).copy_(codes).mul_(scales)  # faster than one torch.mul from int8
                 else:
                     values = torch.mul(codes, scales, out=self._scratch[0, : len(codes)])

@@ -27,11 +27,9 @@ class TopK(Compressor):
 
     The choice is exact. With the bucket as a matrix of b rows, at most k columns hold an element among the k largest,
     and they are those whose maxima are largest: so columns are chosen first, then elements of them; about 2 length / b
-    instead of all are looked at twice. Among equal magnitudes it is a function of the values and their places, the
-    same in each run.
+    instead of all are looked at twice. Among equal magnitudes the choice is the same in each run.
 
-    Passes over the bucket, in bytes of fp32: 1 to pack, 1 to find maxima (the lowest read what the highest left in
-    cache), 1 to clear `out`; all else is a fraction.
+    Passes over the bucket, in bytes of fp32: 1 to pack, 1 to find maxima, 1 to clear `out`; all else is a fraction.
 
     Args:
         share: of the elements.
@@ -88,29 +86,31 @@ def _largest_places(flat: Tensor, count: int) -> Tensor:
     length = len(flat)
     rows = min(math.isqrt(length // count), _MOST_ROWS)
     if rows < 2:
-        return _ascending(_largest(flat.abs(), count))
+        return _largest(flat.abs(), count)
     columns = length // rows
     matrix = flat[: rows * columns].view(rows, columns)
-    maxima = torch.maximum(torch.amax(matrix, 0), torch.amin(matrix, 0).neg_())
-    starts = torch.arange(rows, device=flat.device)[:, None] * columns
-    rest = torch.arange(rows * columns, length, device=flat.device)
-    candidates = torch.cat([(starts + _largest(maxima, count)).view(-1), rest])
-    best = _largest(flat.index_select(0, candidates).abs_(), count)
-    return _ascending(candidates.index_select(0, best))
+    best = _largest(_maxima(matrix), count)
+    candidates = torch.cat([matrix.index_select(1, best).view(-1), flat[rows * columns :]]).abs_()
+    chosen = _largest(candidates, count)
+    # Candidates lie row by row, then come those that no row holds: so what is chosen from them ascends in `flat` too.
+    inside = chosen.div(count, rounding_mode="floor") * columns + best[chosen.remainder(count)]
+    return torch.where(chosen < rows * count, inside, chosen + rows * (columns - count))
 
 
-# On a CPU numpy selects in a tenth, and sorts in a fifteenth, of the time that torch takes.
+def _maxima(matrix: Tensor) -> Tensor:
+    """The largest magnitude in each column."""
+    found = matrix[0].abs()  # row by row: amax of the matrix and then amin take half as long again
+    magnitudes = torch.empty_like(found)
+    for row in matrix[1:]:
+        torch.maximum(found, torch.abs(row, out=magnitudes), out=found)
+    return found
 
 
 def _largest(values: Tensor, count: int) -> Tensor:
-    """Indices of the `count` largest, nan above all."""
+    """Ascending indices of the `count` largest, nan above all. numpy selects in a tenth of torch's time on a CPU."""
     if values.device.type != "cpu":
-        return torch.topk(values, count, sorted=False).indices
-    return torch.from_numpy(values.numpy().argpartition(len(values) - count)[len(values) - count :])
-
-
-def _ascending(indices: Tensor) -> Tensor:
-    if indices.device.type != "cpu":
-        return indices.sort().values
-    indices.numpy().sort()
-    return indices
+        best: Tensor = torch.topk(values, count, sorted=False).indices.sort().values
+        return best
+    chosen = values.numpy().argpartition(len(values) - count)[len(values) - count :]
+    chosen.sort()
+    return torch.from_numpy(chosen)

@@ -68,6 +68,13 @@ def test_a_skipped_step_does_not_move_the_start() -> None:
     assert not torch.equal(compressor.state_dict()["p0/powersgd_q"], before)
 
 
+def test_nan_does_not_move_the_start_either() -> None:
+    compressor = PowerSGD(bucket(((96, 60),)), SoloComm(), rank=2)
+    before = compressor.state_dict()["p0/powersgd_q"].clone()
+    step(compressor, [torch.full((96, 60), torch.nan)])
+    assert torch.equal(compressor.state_dict()["p0/powersgd_q"], before)
+
+
 def test_a_matrix_of_zeros_comes_back() -> None:
     """A factor of zeros spans nothing: whatever came after would be lost for good."""
     compressor = Feedback(PowerSGD(bucket(((96, 60),)), SoloComm(), rank=2, keep_error=True))

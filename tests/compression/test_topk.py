@@ -32,7 +32,7 @@ def test_exactly_the_largest_arrive(length: int, share: float, distinct: int, se
     assert torch.equal(out[out != 0], values[out != 0])
 
 
-def test_equal_magnitudes_are_chosen_alike_each_time() -> None:
+def test_of_equal_magnitudes_the_same_are_chosen_each_time() -> None:
     values = torch.ones(50_000)
     shape = bucket(((50_000,),))
     outs = [exchange(TopK(shape, SoloComm(), share=0.01), [values]) for _ in range(3)]

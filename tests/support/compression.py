@@ -162,11 +162,12 @@ def inf_and_nan_reach_all_ranks_and_no_state(comm: Comm, compression: Compressio
         if comm.rank == comm.size - 1:
             values[place] = values[place].clone()
             values[place].view(-1)[-1] = poison
+        before = {name: tensor.clone() for name, tensor in compressor.state_dict().items()}
         out = exchange(compressor, values)
         assert not bool(torch.isfinite(parts(compressor, out)).all())
         compressor.commit(applied=True)  # a loop that does not look
-        for tensor in compressor.state_dict().values():
-            assert bool(torch.isfinite(tensor).all())
+        for name, tensor in compressor.state_dict().items():
+            assert torch.equal(tensor, before[name]) or name.endswith("fp16_scale")  # which follows it
         check_law(compressor, compression.kind, gradients(compressor.shape, comm.rank + 2))
 
 
