@@ -82,7 +82,7 @@ def report(figures: Sequence[Figure], file: Path | None) -> None:
 
 def print_table(figures: Sequence[Figure]) -> None:
     """One line a figure."""
-    width = max(len(f.name) for f in figures)
+    width = max((len(f.name) for f in figures), default=0)
     for f in figures:
         print(f"{f.name:<{width}}  {f.value:>10.4g}  [{f.low:.4g} .. {f.high:.4g}]  {f.unit}")
     sys.stdout.flush()

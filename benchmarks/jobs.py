@@ -81,15 +81,15 @@ class Job:
         """What is known of the steps so far: `time` at their end, and `step_s`."""
         return list(read_steps(self._journal).values()) if self._journal.exists() else []
 
-    def until(self, reached: Callable[[list[dict[str, float]]], object]) -> None:
-        """Run until the steps are as asked for, then stop."""
+    def until(self, reached: Callable[[list[dict[str, float]]], object], every_s: float = 0.2) -> None:
+        """Run until the steps, looked at so often, are as asked for, then stop."""
         self._signal(signal.SIGCONT)
         deadline = time.monotonic() + PATIENCE_S
         while not reached(self.steps()):
             if time.monotonic() > deadline or any(process.poll() is not None for process in self._processes):
                 self._output.seek(0)
                 raise SystemExit(f"{self.name} does not train:\n{self._output.read()}")
-            time.sleep(0.2)
+            time.sleep(every_s)
         self._signal(signal.SIGSTOP)
 
     def turn(self, seconds: float) -> list[dict[str, float]]:
@@ -164,7 +164,8 @@ def _environment(**more: str) -> dict[str, str]:
     }
 
 
-def _ours(setting: Setting, folder: Path) -> list[tuple[list[str], dict[str, str]]]:
+def ours(setting: Setting, folder: Path) -> list[str]:
+    """What one rank of ours is started with."""
     task = [] if setting.model == "default" else [f"--task={HERE / 'models.py'}:{setting.model}"]
     optimizer = {f"optimizer.{name}": value for name, value in setting.optimizer.items()}
     options = [
@@ -177,12 +178,21 @@ def _ours(setting: Setting, folder: Path) -> list[tuple[list[str], dict[str, str
         f"--train.clip={setting.clip}",
         *(f"--{name}={value}" for name, value in {**setting.arguments, **optimizer, **setting.ours}.items()),
     ]
-    command = ["horovodrun", "-np", str(setting.ranks), sys.executable, "-m", "hvdtrain", *task, *options]
-    return [(command, _environment(**setting.variables))]
+    return [sys.executable, "-m", "hvdtrain", *task, *options]
+
+
+def peer(name: str, setting: Setting, journal: Path) -> list[str]:
+    """What one rank of a peer is started with."""
+    return [sys.executable, str(HERE / "peer_loops.py"), name, json.dumps(asdict(setting)), str(journal)]
+
+
+def _ours(setting: Setting, folder: Path) -> list[tuple[list[str], dict[str, str]]]:
+    launch = ["horovodrun", "-np", str(setting.ranks)]
+    return [([*launch, *ours(setting, folder)], _environment(**setting.variables))]
 
 
 def _peer(name: str, setting: Setting, journal: Path) -> list[tuple[list[str], dict[str, str]]]:
-    loop = [sys.executable, str(HERE / "peer_loops.py"), name, json.dumps(asdict(setting)), str(journal)]
+    loop = peer(name, setting, journal)
     if name == "stock_horovod":
         return [(["horovodrun", "-np", str(setting.ranks), *loop], _environment())]
     with socket.socket() as probe:

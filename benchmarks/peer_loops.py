@@ -1,5 +1,7 @@
 """The loops that a user would write by hand, on one rank: no exchange, DDP over Gloo or NCCL, stock Horovod.
 
+Those whose name goes on, such as ddp_fp16, compress what they exchange by what the library brings for it.
+
 ``python peer_loops.py PEER SETTING FILE``: trains what SETTING (a `jobs.Setting` as JSON) says until it is ended; rank
 0 appends a line of JSON to FILE for each step, with its end and its seconds, as our journal does. Same model, data,
 loss, clipping and optimizer as ours; accumulation as each library documents it.
@@ -14,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +57,37 @@ def ddp(model: Any, optimizer: Any, passes: int) -> tuple[int, Any, Any, Callabl
     return rank, wrapped, optimizer, lambda last: contextlib.nullcontext() if last else wrapped.no_sync()
 
 
-def stock_horovod(model: Any, optimizer: Any, passes: int) -> tuple[int, Any, Any, Callable[[bool], Any]]:
+def ddp_fp16(model: Any, optimizer: Any, passes: int) -> tuple[int, Any, Any, Callable[[bool], Any]]:
+    """DDP with torch's hook that sends halves."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    rank, wrapped, optimizer, exchange_if_last = ddp(model, optimizer, passes)
+    wrapped.register_comm_hook(None, fp16_compress_hook)
+    return rank, wrapped, optimizer, exchange_if_last
+
+
+def ddp_powersgd(model: Any, optimizer: Any, passes: int) -> tuple[int, Any, Any, Callable[[bool], Any]]:
+    """DDP with torch's PowerSGD hook at rank 4, from the third step on."""
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+    rank, wrapped, optimizer, exchange_if_last = ddp(model, optimizer, passes)
+    state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    wrapped.register_comm_hook(state, powerSGD_hook)
+    return rank, wrapped, optimizer, exchange_if_last
+
+
+def stock_horovod(
+    model: Any, optimizer: Any, passes: int, compression: str = "none"
+) -> tuple[int, Any, Any, Callable[[bool], Any]]:
     """Horovod as its own examples use it."""
     import horovod.torch as hvd
 
     hvd.init()
     optimizer = hvd.DistributedOptimizer(
-        optimizer, named_parameters=model.named_parameters(), backward_passes_per_step=passes
+        optimizer,
+        named_parameters=model.named_parameters(),
+        backward_passes_per_step=passes,
+        compression=getattr(hvd.Compression, compression),
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     return hvd.rank(), model, optimizer, _nothing
@@ -70,16 +97,24 @@ def _nothing(last: bool) -> Any:
     return contextlib.nullcontext()
 
 
-PEERS = {"no_exchange": no_exchange, "ddp": ddp, "stock_horovod": stock_horovod}
+PEERS: dict[str, Callable[[Any, Any, int], tuple[int, Any, Any, Callable[[bool], Any]]]] = {
+    "no_exchange": no_exchange,
+    "ddp": ddp,
+    "ddp_fp16": ddp_fp16,
+    "ddp_powersgd": ddp_powersgd,
+    "stock_horovod": stock_horovod,
+    "stock_horovod_fp16": partial(stock_horovod, compression="fp16"),
+}
 
 
 def follow(optimizer: Any, model: Any, clip: float, peer: str) -> None:
     """Clip, where asked for, and step."""
-    if clip and peer == "stock_horovod":
+    stock = peer.startswith("stock_horovod")
+    if clip and stock:
         optimizer.synchronize()
     if clip:
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-    with optimizer.skip_synchronize() if clip and peer == "stock_horovod" else contextlib.nullcontext():
+    with optimizer.skip_synchronize() if clip and stock else contextlib.nullcontext():
         optimizer.step()
 
 

@@ -1,0 +1,148 @@
+"""How long is a step between two hosts, over the same step without exchange: ours, stock Horovod and DDP over Gloo?
+
+Two hosts of one core each (see tests/support/two_hosts.py; needs root), one rank of 1 thread on each, a Llama of 15
+million parameters, 4 x 128 tokens a rank, SGD; the link at 100 Mbit/s, at 1 Gbit/s and as fast as it can. All jobs are
+started once and take turns of seconds (see jobs.py), at one rate after the other. A figure is the median over rounds of
+the ratio of a median step to that of the ranks without exchange in the same round; 1 is an exchange that costs nothing.
+`best` is that one of ours with the lowest median. `wire` is what leaves a host by its interface's counter, in a step,
+over what its rank hands to Comm for gradients.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from common import Figure, figure, main, ratios
+from host_jobs import HostsJob, TwoHosts, UnavailableError, two_hosts
+from jobs import Setting
+from models import MODELS
+
+from hvdtrain.compression.sizes import Bucket
+from hvdtrain.compression.table import parse
+from hvdtrain.config.parse import parse_object
+from hvdtrain.errors import ConfigError
+
+OURS = ("none", "fp16", "int8", "topk:0.01", "powersgd:4")
+PEERS = ("stock_horovod", "stock_horovod_fp16", "ddp", "ddp_fp16", "ddp_powersgd")
+QUICK = ("none", "fp16", "powersgd:4", "ddp", "ddp_fp16")
+COMPUTE = "no_exchange"
+ROUNDS: Mapping[str, tuple[str | None, int]] = {
+    "unthrottled": (None, 3),
+    "1gbit": ("1gbit", 4),
+    "100mbit": ("100mbit", 2),
+}
+"""By name, the rate and how many rounds at it."""
+WARM_UP, TURN_S, COUNTED = 4, 3.0, 4
+SGD = {"name": "sgd", "lr": 0.01, "momentum": 0.0, "weight_decay": 0.0, "schedule": "constant", "warmup_steps": 0}
+SENT_OF = {"allreduce": 1.0, "allgather": 1.0, "alltoall": 0.5, "reducescatter": 0.5}
+"""Of what one of two ranks hands to a collective, the share that leaves its host."""
+
+
+def accepted(compression: str) -> bool:
+    """Whether ours knows it, at both places."""
+    try:
+        parse_object({"parallel": {"compression": compression}}, None)
+        parse(compression)
+    except ConfigError as error:
+        print(f"skipped {compression}: {str(error).splitlines()[0]}", flush=True)
+        return False
+    return True
+
+
+def setting(compression: str = "none") -> Setting:
+    """What is trained."""
+    further = {"parallel.compression": compression, "observe.stall_timeout_s": 0}
+    return Setting("llama15m", 4, optimizer=SGD, clip=0.0, ours=further)
+
+
+def start(contenders: Sequence[str], hosts: TwoHosts, stack: ExitStack) -> dict[str, HostsJob]:
+    """All contenders, warmed up and stopped."""
+    scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    jobs = {}
+    for name in contenders:
+        folder = scratch / name.partition(":")[0]
+        folder.mkdir()
+        kind = "ours" if name in OURS else name
+        jobs[name] = HostsJob(name, kind, setting(name if kind == "ours" else "none"), folder, hosts)
+        stack.callback(jobs[name].end)
+        jobs[name].until(lambda steps: len(steps) >= WARM_UP)
+    return jobs
+
+
+def rounds(jobs: Mapping[str, HostsJob], number: int) -> dict[str, list[float]]:
+    """Seconds of a median step of each contender, round by round."""
+    found: dict[str, list[float]] = {name: [] for name in jobs}
+    names = list(jobs)
+    for first in range(number):
+        for name in (*names[first:], *names[:first]):
+            found[name].append(statistics.median(step["step_s"] for step in jobs[name].turn(TURN_S)))
+    return found
+
+
+def at_rate(rate: str, seconds: Mapping[str, list[float]]) -> list[Figure]:
+    """The figures at one rate."""
+    compute = seconds[COMPUTE]
+    over = {name: ratios(own, compute) for name, own in seconds.items() if name != COMPUTE}
+    best = min((name for name in over if name in OURS), key=lambda name: statistics.median(over[name]))
+    print(f"{rate}: the best of ours is {best}", flush=True)
+    figures = [figure(f"two_hosts/{rate}/{_label(name)}", own, "ratio") for name, own in over.items()]
+    figures.append(figure(f"two_hosts/{rate}/best", over[best], "ratio"))
+    times = {name: [1e3 * s for s in own] for name, own in seconds.items()}
+    return [*figures, *(figure(f"two_hosts/{rate}/{_label(name)}_ms", own, "ms") for name, own in times.items())]
+
+
+def handed_bytes(compression: str, shapes: Sequence[Sequence[int]], length: int) -> float:
+    """Bytes that have to leave a host for one exchange of all gradients, taken as one bucket."""
+    payload = parse(compression).payload(Bucket(shapes, "float32", length), 2)
+    return sum(SENT_OF[kind] * size for kind, size in payload.items())
+
+
+def wire(jobs: Mapping[str, HostsJob]) -> list[Figure]:
+    """Of each of ours, what the interfaces count over what is handed to Comm."""
+    parameters = list(MODELS["llama15m"]().model.parameters())
+    shapes, length = [tuple(p.shape) for p in parameters], sum(p.numel() for p in parameters)
+    return [
+        figure(
+            f"two_hosts/wire/{_label(name)}",
+            [jobs[name].bytes_a_step(COUNTED) / handed_bytes(name, shapes, length)],
+            "ratio",
+        )
+        for name in jobs
+        if name in OURS
+    ]
+
+
+def measure(quick: bool) -> list[Figure]:
+    """All contenders at all rates; nothing where this machine cannot be made into two hosts."""
+    try:
+        return _measure(quick)
+    except UnavailableError as reason:
+        print(f"two_hosts is left out: {reason}", file=sys.stderr)
+        return []
+
+
+def _measure(quick: bool) -> list[Figure]:
+    known = [name for name in OURS if accepted(name)]
+    contenders = [COMPUTE, *(name for name in (*known, *PEERS) if not quick or name in QUICK)]
+    with ExitStack() as stack:
+        hosts = stack.enter_context(two_hosts())
+        jobs = start(contenders, hosts, stack)
+        figures = wire(jobs)
+        for name, (rate, number) in ROUNDS.items():
+            if not quick or name == "1gbit":
+                hosts.throttle(rate)
+                figures += at_rate(name, rounds(jobs, 1 if quick else number))
+    return figures
+
+
+def _label(name: str) -> str:
+    return name.partition(":")[0]
+
+
+if __name__ == "__main__":
+    main(__doc__, measure)
