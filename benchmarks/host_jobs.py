@@ -55,11 +55,12 @@ class HostsJob(Job):
 
         def reached(seen: list[dict[str, float]]) -> bool:
             # when a step's line is there its exchange is over, and that of the next begins in the next backward pass
-            counted.setdefault(len(seen), sum(host.sent_bytes() for host in (self._hosts.a, self._hosts.b)))
-            return len(seen) > min(counted) + 1 + steps
+            if len(seen) not in counted:
+                counted[len(seen)] = sum(host.sent_bytes() for host in (self._hosts.a, self._hosts.b))
+            return len(seen) > min(counted) + steps
 
         self.until(reached, every_s=0.02)
-        first, last = min(counted) + 1, max(counted)  # the first line seen in this turn may be an old one
+        first, *_, last = sorted(counted)[1:]  # the lines that were there already say nothing of their end
         return (counted[last] - counted[first]) / (last - first) / 2
 
     def end(self) -> None:
