@@ -20,6 +20,8 @@ from typing import IO, Any
 
 import psutil
 
+from hvdtrain.runtime.tuning import of_others
+
 LINK = "link0"
 """The interface that leads to the other host."""
 OWN = Path("/run/two_hosts")
@@ -64,11 +66,11 @@ def beside_python(name: str) -> str:
 
 
 def variables(further: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of what is started on a host: this process's, without what a launcher or a user's ssh set."""
+    """The environment of what is started on a host: this process's, without what a launcher, ssh or hvdtrain set."""
     foreign = ("OMPI_", "PMIX_", "PMI_", "HOROVOD_", "SSH_", "SLURM_")
     path = [str(OWN / "bin"), str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath), "/usr/sbin"]
     return {
-        **{k: v for k, v in os.environ.items() if not k.startswith(foreign)},
+        **{k: v for k, v in of_others(os.environ).items() if not k.startswith(foreign)},
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMP_NUM_THREADS": "1",
