@@ -3,8 +3,9 @@
 Run as a script by a two-line sh wrapper (`wrapper_text`), by ``python -I -S``: it must import nothing of ours.
 Four things are changed. Horovod forces C++14 and bundles code that forces C++11, torch needs C++17 or later: the
 last ``-std`` is ours. Newer compilers no longer include some standard headers by the way (horovod#3957). The run
-paths of a shared library would name the environment it was built in, which may be gone when it runs. And the thread
-that writes Horovod's Timeline would take a whole core from `hvd.init()` on: it is made to sleep (`is_timeline`).
+paths of a shared library would name the environment it was built in, which may be gone when it runs. And threads of
+Horovod's that look for something without end are made to sleep until it is there, by headers that are included before
+everything else where the sources are those that were read (`CHANGES`).
 """
 
 from __future__ import annotations
@@ -14,16 +15,75 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 QUIET_MARK = "hvdtrain-quiet-timeline"
 """Text in a library of Horovod's whose Timeline is written by a thread that sleeps while it has nothing to do."""
 
+PROMPT_MARKS = ("hvdtrain-prompt-cycle", "hvdtrain-prompt-done", "hvdtrain-prompt-wait")
+"""Texts in a library of Horovod's whose threads, where `HVDTRAIN_PROMPT` is set, wake as soon as there is something to
+do and sleep until then."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A header that is included before everything else where one source of Horovod's is compiled.
+
+    Attributes:
+        source: the end of its path.
+        read: sha256 of the versions of it that were read; another is compiled as it is.
+        header: beside this file; its first lines say what it changes, and why that is safe.
+        mark: text that comes into the library where the header took effect, and only then.
+    """
+
+    source: str
+    read: tuple[str, ...]
+    header: str
+    mark: str
+
+    def applies(self, argument: str) -> bool:
+        """Tell whether an argument of the compiler is this source, in a version that was read."""
+        return argument.endswith(f"/{self.source}") and (
+            hashlib.sha256(Path(argument).read_bytes()).hexdigest() in self.read
+        )
+
+
+# Horovod 0.28.1's. Of the Timeline: a thread of rank 0 writes what others put into a queue, looks whether it is to open
+# or close a file, calls std::this_thread::yield and starts over; there is no other call of it. It holds no mutex then,
+# and nobody waits for it but who opens or closes a file or shuts Horovod down, each asking every millisecond or once:
+# with 1 ms of sleep they wait up to 2 ms longer. The queue has room for a million events: 1 ms does not fill it. A
+# process that is killed, and a shutdown with a file still open, lose what came in the last millisecond.
+CHANGES = (
+    Change(
+        "horovod/common/timeline.cc",
+        ("00fd3e4125bdc92e80e59a6e3b1a3227fd53b6f82edd87a93c21141d01c88e74",),
+        "quiet_timeline.h",
+        QUIET_MARK,
+    ),
+    Change(
+        "horovod/common/operations.cc",
+        ("0131aebee083cbd79e5a1c8bedd0f644faf5dd45df4e91bcb765ae46c436baf4",),
+        "prompt_cycle.h",
+        PROMPT_MARKS[0],
+    ),
+    Change(
+        "horovod/torch/handle_manager.cc",
+        ("58192ce7b38b3f822f5673784d9d44d491f3365c59434b4d15b76ae59f9c436c",),
+        "prompt_done.h",
+        PROMPT_MARKS[1],
+    ),
+    Change(
+        "horovod/torch/mpi_ops_v2.cc",
+        ("e33c17c9ce12de8d02d38473af8a042da3a591c3dc63da55d5247d3d28f6100d",),
+        "prompt_wait.h",
+        PROMPT_MARKS[2],
+    ),
+)
+
 _NVCC_MARKS = ("__CUDACC__", ".cudafe1.")  # it preprocesses, and later compiles what it made of that
 _HEADERS = ("cstdint", "stdexcept", "string")
-_QUIET_HEADER = Path(__file__).resolve().with_name("quiet_timeline.h")
-_TIMELINE = "horovod/common/timeline.cc"
-_TIMELINES_READ = ("00fd3e4125bdc92e80e59a6e3b1a3227fd53b6f82edd87a93c21141d01c88e74",)
+_HERE = Path(__file__).resolve().parent
 
 
 def rewrite(arguments: Sequence[str], standard: str, relocations: Sequence[tuple[str, str]]) -> list[str]:
@@ -44,23 +104,18 @@ def rewrite(arguments: Sequence[str], standard: str, relocations: Sequence[tuple
         # Debug information makes the library ten times as large and compiling slower; nobody debugs Horovod here.
         kept = [argument for argument in kept if argument != "-g"]
         kept = [word for header in _HEADERS for word in ("-include", header)] + kept
-        if any(is_timeline(argument) for argument in kept):
-            kept = ["-include", str(_QUIET_HEADER), f'-DHVDTRAIN_MARK="{QUIET_MARK}"', *kept]
+        kept = [*_changes(kept), *kept]
     return [f"-std={standard}", *kept]
 
 
-def is_timeline(argument: str) -> bool:
-    """Tell whether this is the source of Horovod's Timeline, and one that was read (0.28.1's): another is left alone.
-
-    There, a thread of rank 0 writes what others put into a queue, looks whether it is to open or close a file, calls
-    `std::this_thread::yield` and starts over; there is no other call of it. It holds no mutex then, and nobody waits
-    for it but who opens or closes a file or shuts Horovod down, each asking every millisecond or once: with 1 ms of
-    sleep they wait up to 2 ms longer. The queue has room for a million events, so that 1 ms does not fill it. A
-    process that is killed, and a shutdown with a file still open, lose what came in the last millisecond.
-    """
-    return argument.endswith(f"/{_TIMELINE}") and (
-        hashlib.sha256(Path(argument).read_bytes()).hexdigest() in _TIMELINES_READ
-    )
+def _changes(arguments: Sequence[str]) -> Iterator[str]:
+    """Give the arguments that include a header of ours, where one of these is a source that was read."""
+    for change in CHANGES:
+        for argument in arguments:
+            if change.applies(argument):
+                # Headers of Horovod's are found beside the source, before those that a system has of the same name.
+                yield from ("-include", str(_HERE / change.header), f'-DHVDTRAIN_MARK="{change.mark}"')
+                yield from ("-iquote", str(Path(argument).parent))
 
 
 def relocate(run_path: str, relocations: Sequence[tuple[str, str]]) -> str:

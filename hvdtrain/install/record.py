@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 from hvdtrain.errors import HorovodError
-from hvdtrain.install.compiler import QUIET_MARK
+from hvdtrain.install.compiler import PROMPT_MARKS, QUIET_MARK
 from hvdtrain.install.probe import torch_at_hand
 from hvdtrain.install.versions import Label, MpiBuild, TorchBuild
 
@@ -35,6 +35,9 @@ class BuildRecord:
     quiet: bool = False
     """Whether the thread that writes its Timeline sleeps while it has nothing to do, as in those built here; it keeps
     a core busy otherwise. Read from the library itself."""
+    prompt: bool = False
+    """Whether its threads can wake as soon as there is something to do and sleep until then, as in those built here;
+    others look once in a cycle, or without end. Read from the library itself."""
     source: str | None = None
     """The wheel file it was installed from, as a URL, where pip wrote that down."""
 
@@ -68,6 +71,7 @@ def installed(path: Iterable[str] | None = None) -> BuildRecord | None:
         nccl=record.nccl,
         has_mpi=record.has_mpi if record.ours else _library_holds(package, b"libmpi"),
         quiet=bool(_library_holds(package, QUIET_MARK.encode())),
+        prompt=all(_library_holds(package, mark.encode()) for mark in PROMPT_MARKS),
         source=direct.get("url"),
     )
 

@@ -18,6 +18,7 @@ class HostFacts:
     gpus: CUDA devices that torch can use; 0 where torch is built without CUDA.
     huge_pages: whether memory may get transparent huge pages.
     quota: whether a container's share of processor time is limited, whatever the cores it may use.
+    fabric: whether there is a network that MPI may use by other means than TCP, such as InfiniBand.
     """
 
     cores: int = 1
@@ -25,6 +26,7 @@ class HostFacts:
     gpus: int = 0
     huge_pages: bool = True
     quota: bool = False
+    fabric: bool = False
 
 
 def read_host(environ: Mapping[str, str], root: Path = Path("/")) -> HostFacts:
@@ -41,7 +43,7 @@ def read_host(environ: Mapping[str, str], root: Path = Path("/")) -> HostFacts:
     quota = _quota(root)
     cores = max(1, min(_physical(root, allowed), quota or online))
     own_cores = _physical(root, own) if bound else cores
-    return HostFacts(cores, own_cores, _gpus(environ, root), _huge_pages(root), quota is not None)
+    return HostFacts(cores, own_cores, _gpus(environ, root), _huge_pages(root), quota is not None, _fabric(root))
 
 
 def cpu_list(text: str) -> frozenset[int]:
@@ -107,3 +109,8 @@ def _gpus(environ: Mapping[str, str], root: Path) -> int:
 
 def _huge_pages(root: Path) -> bool:
     return "[never]" not in _text(root / "sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def _fabric(root: Path) -> bool:
+    """InfiniBand, RoCE, Omni-Path and EFA are listed in one place, Slingshot in another."""
+    return any(any((root / "sys/class" / kind).glob("*")) for kind in ("infiniband", "cxi"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import shutil
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.install import compiler
-from hvdtrain.install.compiler import QUIET_MARK, relocate, rewrite, wrapper_text
+from hvdtrain.install.compiler import CHANGES, PROMPT_MARKS, QUIET_MARK, relocate, rewrite, wrapper_text
 
 TABLE = [
     ("/scratch/nccl/lib", "$ORIGIN/../../nvidia/nccl/lib"),
@@ -59,13 +60,20 @@ extern "C" void look_for_work() { other::yield(3); std::this_thread::yield(); }
 """
 
 
-def timeline_cc(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str = WRITER) -> str:
-    """A source of the Timeline that counts as one that was read."""
-    file = folder / "horovod" / "common" / "timeline.cc"
-    file.parent.mkdir(parents=True)
+def source_of(mark: str, folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> str:
+    """A source of Horovod's that counts as one that was read: what the change with this mark is for."""
+    change = next(change for change in CHANGES if change.mark == mark)
+    file = folder / change.source
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
-    monkeypatch.setattr(compiler, "_TIMELINES_READ", (hashlib.sha256(text.encode()).hexdigest(),))
+    read = dataclasses.replace(change, read=(hashlib.sha256(text.encode()).hexdigest(),))
+    changes = tuple(read if other is change else other for other in compiler.CHANGES)
+    monkeypatch.setattr(compiler, "CHANGES", tuple(c for c in changes if c.mark != mark or c is read))
     return str(file)
+
+
+def timeline_cc(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str = WRITER) -> str:
+    return source_of(QUIET_MARK, folder, monkeypatch, text)
 
 
 def test_the_timeline_and_nothing_else_is_made_to_sleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,6 +108,138 @@ def test_only_where_the_writer_yielded_it_sleeps_and_the_library_says_so(
     content = library.read_bytes()
     assert (QUIET_MARK.encode() in content, b"nanosleep" in content) == (calls, calls)
     assert b"sched_yield" not in content
+
+
+# Horovod's three sources as far as the changes look at them, and a program that uses what they make.
+HANDLES_H = """
+#pragma once
+#include <memory>
+#include <mutex>
+struct Handles {
+  void mark_done(int result);
+  bool poll();
+  std::shared_ptr<int> result;
+  std::mutex mutex;
+};
+extern Handles handles;
+"""
+HANDLES = """
+#include "handle_manager.h"
+Handles handles;
+void Handles::mark_done(int value) {
+  std::lock_guard<std::mutex> guard(mutex);
+  result = std::make_shared<int>(value);
+}
+bool Handles::poll() {
+  std::lock_guard<std::mutex> guard(mutex);
+  return result != nullptr;
+}
+"""
+QUEUE_H = """
+#pragma once
+#include <atomic>
+struct TensorQueue {
+  int AddToTensorQueue(int& entry, int& message) { put = entry; return message; }
+  int AddToTensorQueueMulti(int& entry, int& message) { return AddToTensorQueue(entry, message); }
+  std::atomic_int put{0};
+};
+"""
+CYCLE = """
+#include <thread>
+#include "tensor_queue.h"
+TensorQueue queue;
+int put(bool multi, int entry, int message) {
+  int status = multi ? queue.AddToTensorQueueMulti(entry, message) : queue.AddToTensorQueue(entry, message);
+  return status;
+}
+int cycle(std::chrono::nanoseconds most) {
+  if (most > std::chrono::steady_clock::duration::zero())
+    std::this_thread::sleep_for(most);
+  std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  return queue.put;
+}
+"""
+WAIT = """
+#include <thread>
+#include "handle_manager.h"
+namespace py { struct gil_scoped_release { ~gil_scoped_release() {} }; }
+int wait_for_result() {
+  int looks = 0;
+  while (true) {
+    ++looks;
+    if (handles.poll()) break;
+    {
+      py::gil_scoped_release release_python_gil;
+      std::this_thread::yield();
+    }
+  }
+  return looks;
+}
+"""
+PROGRAM = """
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+#include "torch/handle_manager.h"
+int put(bool, int, int), cycle(std::chrono::nanoseconds), wait_for_result();
+int main(int, char** argv) {
+  using namespace std::chrono;
+  auto period = seconds(atoi(argv[2]));
+  std::thread background([=] {
+    while (cycle(period) != 3) {}
+    std::this_thread::sleep_for(milliseconds(200));
+    handles.mark_done(7);
+  });
+  if (put(strcmp(argv[1], "multi") == 0, 3, 5) != 5) return 1;
+  printf("%d\\n", wait_for_result());
+  background.join();
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    folder = tmp_path_factory.mktemp("prompt")
+    with pytest.MonkeyPatch.context() as patch:
+        sources = [
+            source_of(mark, folder, patch, text)
+            for mark, text in zip(PROMPT_MARKS, (CYCLE, HANDLES, WAIT), strict=True)
+        ]
+        (folder / "horovod/torch/handle_manager.h").write_text(HANDLES_H)
+        (folder / "horovod/common/tensor_queue.h").write_text(QUEUE_H)
+        flags = ["-Wall", "-Werror", "-O2", "-fPIC"]
+        for source in sources:
+            argv = ["g++", *rewrite([*flags, "-c", source, "-o", source + ".o"], "c++17", [])]
+            subprocess.run(argv, check=True, timeout=60)
+    (folder / "main.cc").write_text(PROGRAM)
+    made = folder / "program"
+    objects = [source + ".o" for source in sources]
+    argv = ["g++", "-std=c++17", "-pthread", "-I", folder / "horovod", "-o", made, folder / "main.cc", *objects]
+    subprocess.run(argv, check=True, timeout=60)
+    return made
+
+
+def looks(program: Path, kind: str, period_s: int, environment: dict[str, str]) -> int:
+    """How often was looked for a result that takes 200 ms, by a thread with cycles of `period_s`."""
+    argv = [program, kind, str(period_s)]
+    return int(subprocess.run(argv, env=environment, capture_output=True, timeout=60, check=True).stdout)
+
+
+@pytest.mark.parametrize("kind", ["one", "multi"])
+def test_work_ends_a_long_cycle_and_a_result_ends_the_waiting(program: Path, kind: str) -> None:
+    assert looks(program, kind, 10_000, {"HVDTRAIN_PROMPT": "1"}) < 1000  # one a millisecond, at most
+
+
+def test_unasked_the_sources_do_what_they_did(program: Path) -> None:
+    assert looks(program, "one", 1, {}) > 1000
+
+
+def test_the_library_says_which_changes_took_effect(program: Path) -> None:
+    assert all(mark.encode() in program.read_bytes() for mark in PROMPT_MARKS)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from packaging.version import Version
 
 from hvdtrain.errors import HorovodError
-from hvdtrain.install.compiler import QUIET_MARK
+from hvdtrain.install.compiler import PROMPT_MARKS, QUIET_MARK
 from hvdtrain.install.record import BuildRecord, installed, judge
 from hvdtrain.install.versions import Label, MpiBuild, TorchBuild
 
@@ -141,6 +141,14 @@ def test_whether_the_writer_sleeps_is_read_from_the_library_itself(version: str,
     found = installed([str(tmp_path)])
     assert found is not None
     assert found.quiet == quiet
+
+
+@pytest.mark.parametrize("marks", [PROMPT_MARKS, PROMPT_MARKS[1:], ()])
+def test_threads_are_prompt_where_all_the_changes_took_effect(marks: tuple[str, ...], tmp_path: Path) -> None:
+    install_fake(tmp_path, "0.28.1", "\0".join(marks).encode())
+    found = installed([str(tmp_path)])
+    assert found is not None
+    assert found.prompt == (marks == PROMPT_MARKS)
 
 
 def test_nothing_installed_is_none(tmp_path: Path) -> None:

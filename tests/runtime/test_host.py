@@ -111,3 +111,9 @@ def test_this_machine_has_a_core() -> None:
     found = read_host({})
     assert isinstance(found, HostFacts)
     assert 1 <= found.own_cores <= found.cores <= (os.cpu_count() or 1)
+
+
+@pytest.mark.parametrize("place", ["infiniband/mlx5_0", "cxi/cxi0"])
+def test_a_fabric_is_more_than_ethernet(machine, place: str) -> None:
+    assert not read_host({}, machine(EIGHT, EIGHT, {"sys/class/net/eth0": ""})).fabric
+    assert read_host({}, machine(EIGHT, EIGHT, {f"sys/class/{place}": ""})).fabric

@@ -15,7 +15,7 @@ from hvdtrain.runtime import tuning
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.host import HostFacts
 from hvdtrain.runtime.mpi import MpiLibrary
-from hvdtrain.runtime.rules import RING, RULES_FILE, THREADS, YIELD
+from hvdtrain.runtime.rules import BLOCK, PML, PROMPT, RING, RULES_FILE, TCP_FLAGS, THREADS, YIELD
 from hvdtrain.runtime.tuning import RECORD, apply, choose, prepare, written_by_us
 
 OPEN_MPI = MpiLibrary("libmpi.so.40", "openmpi", Path("/mpi/lib/libmpi.so.40"), 4)
@@ -36,7 +36,15 @@ def chosen(info: RankInfo, host: HostFacts = FULL, mpi: MpiLibrary | None = OPEN
 
 
 def test_two_ranks_that_fill_their_host() -> None:
-    assert chosen(ranks(2)) == {THREADS: "1", HUGE: "1", YIELD: "1", RING[0]: "1", RING[1]: "4", FUSION: "0"}
+    assert chosen(ranks(2)) == {
+        THREADS: "1",
+        HUGE: "1",
+        YIELD: "1",
+        RING[0]: "1",
+        RING[1]: "4",
+        PROMPT: "1",
+        FUSION: "0",
+    }
 
 
 def test_one_process_shares_with_nobody() -> None:
@@ -48,11 +56,35 @@ def test_the_ring_is_for_one_host() -> None:
     assert YIELD in chosen(ranks(2, hosts=2))
 
 
+def test_between_hosts_both_directions_of_a_link_are_used() -> None:
+    assert chosen(ranks(2, hosts=2))[TCP_FLAGS] == "send,inplace"
+    assert TCP_FLAGS not in chosen(ranks(2))
+    assert TCP_FLAGS not in chosen(ranks(2, hosts=2), mpi=MPICH)
+
+
+@pytest.mark.parametrize(
+    ("info", "host", "environ", "blocks"),
+    [
+        (ranks(1, hosts=2), FULL, {}, True),
+        (ranks(1, hosts=2), FULL, {PML: "ob1"}, True),
+        (ranks(1, hosts=2), FULL, {PML: "ucx"}, False),
+        (ranks(1, hosts=2), HostFacts(2, 2, fabric=True), {}, False),
+        (ranks(1, hosts=2), HostFacts(8, 8), {THREADS: "4"}, False),  # others would not have the core
+        (ranks(2, hosts=2), FULL, {}, False),  # what comes by shared memory would be waited for too long
+        (ranks(1, hosts=2, launcher="horovod-gloo"), FULL, {}, False),
+    ],
+)
+def test_only_a_rank_that_talks_by_tcp_alone_blocks(
+    info: RankInfo, host: HostFacts, environ: dict[str, str], blocks: bool
+) -> None:
+    assert (BLOCK in chosen(info, host, environ=environ)) == blocks
+
+
 @pytest.mark.parametrize(
     ("info", "mpi"), [(ranks(2), MPICH), (ranks(2), None), (ranks(2, launcher="horovod-gloo"), OPEN_MPI)]
 )
 def test_open_mpis_settings_are_for_open_mpi(info: RankInfo, mpi: MpiLibrary | None) -> None:
-    assert chosen(info, mpi=mpi) == {THREADS: "1", HUGE: "1", FUSION: "0"}
+    assert chosen(info, mpi=mpi) == {THREADS: "1", HUGE: "1", PROMPT: "1", FUSION: "0"}
 
 
 @pytest.mark.parametrize(
@@ -82,6 +114,7 @@ def test_huge_pages_where_there_are_any() -> None:
         (HostFacts(16, 16), "rubbish", True),
         (HostFacts(16, 16, gpus=2), None, False),
         (HostFacts(4, 4, gpus=2), None, True),
+        (HostFacts(16, 1), None, True),  # bound: its own two threads share one core
     ],
 )
 def test_a_waiting_rank_yields_where_cores_are_full(host: HostFacts, own_threads: str | None, yields: bool) -> None:
@@ -148,7 +181,7 @@ def test_ranks_agree_on_what_they_must(
         for local_rank in range(max(local_size, len(seen))):
             info = RankInfo("openmpi", 0, sum(hosts), local_rank % local_size, local_size, "node")
             found = chosen(info, seen[local_rank % len(seen)], mpi, environ)
-            answers.add(tuple(found.get(variable) for variable in RING))
+            answers.add(tuple(found.get(variable) for variable in (*RING, TCP_FLAGS)))
     assert len(answers) == 1
 
 
@@ -184,7 +217,7 @@ def test_a_child_does_not_take_our_settings_for_the_users(environment: dict[str,
     environment["OPAL_PREFIX"] = "/by/mpirun"  # as mpirun does: not ours any more
     seen = {name: text for name, text in environment.items() if name not in written_by_us(environment)}
     apply(choose(ranks(2, hosts=2), seen, HostFacts(8, 8, gpus=1, huge_pages=False), WHEEL))
-    chosen = {THREADS: "4", FUSION: "0"}
+    chosen = {THREADS: "4", TCP_FLAGS: "send,inplace", PROMPT: "1", FUSION: "0"}
     assert environment == before | chosen | {"OPAL_PREFIX": "/by/mpirun", RECORD: json.dumps(chosen)}
 
 
