@@ -13,7 +13,18 @@ sys.path.insert(0, str(HERE))
 
 from common import Figure, main  # noqa: E402
 
-SCRIPTS = ("step", "two_hosts", "resnet", "overhead", "spans", "timeline", "startup", "compressors")
+SCRIPTS = (
+    "step",
+    "two_hosts",
+    "resnet",
+    "overhead",
+    "spans",
+    "timeline",
+    "startup",
+    "compressors",
+    "exchange",
+    "transport",
+)
 
 
 def measure(quick: bool) -> list[Figure]:

@@ -151,7 +151,7 @@ def race(
     return found
 
 
-def _environment(**more: str) -> dict[str, str]:
+def environment(**more: str) -> dict[str, str]:
     beside = str(Path(sys.executable).parent)
     return {
         **os.environ,
@@ -188,15 +188,15 @@ def peer(name: str, setting: Setting, journal: Path) -> list[str]:
 
 def _ours(setting: Setting, folder: Path) -> list[tuple[list[str], dict[str, str]]]:
     launch = ["horovodrun", "-np", str(setting.ranks)]
-    return [([*launch, *ours(setting, folder)], _environment(**setting.variables))]
+    return [([*launch, *ours(setting, folder)], environment(**setting.variables))]
 
 
 def _peer(name: str, setting: Setting, journal: Path) -> list[tuple[list[str], dict[str, str]]]:
     loop = peer(name, setting, journal)
     if name == "stock_horovod":
-        return [(["horovodrun", "-np", str(setting.ranks), *loop], _environment())]
+        return [(["horovodrun", "-np", str(setting.ranks), *loop], environment())]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(setting.ranks)}
-    return [(loop, _environment(**group, RANK=str(rank))) for rank in range(setting.ranks)]
+    return [(loop, environment(**group, RANK=str(rank))) for rank in range(setting.ranks)]

@@ -68,7 +68,8 @@ def horovod(facts: Gathered) -> Finding:
     names = ", ".join({"mpi": "MPI", "gloo": "Gloo", "nccl": "NCCL", "cuda": "CUDA"}[name] for name in parts)
     target = f", built for {facts.installed.torch}" if facts.installed.torch else ""
     writer = ", the writer of its Timeline sleeps when idle" if facts.installed.quiet else ""
-    return Finding("horovod", "ok", f"{found} with {names}{target}{writer}")
+    prompt = ", its threads wake when there is something to do" if facts.installed.prompt else ""
+    return Finding("horovod", "ok", f"{found} with {names}{target}{writer}{prompt}")
 
 
 def nccl(facts: Gathered) -> Finding | None:

@@ -10,8 +10,9 @@
 #ifndef HVDTRAIN_BLOCKING_MPI_H
 #define HVDTRAIN_BLOCKING_MPI_H
 
-#include <cstdlib>
 #include <sys/time.h>
+
+#include "prompt.h"
 
 extern "C" {
 extern void* opal_sync_event_base __attribute__((weak));
@@ -27,7 +28,7 @@ inline void ignore_tick(int, short, void*) {}
 inline bool block_in_mpi() {
   constexpr short kPersist = 0x10; // libevent's EV_PERSIST
   constexpr int kOnce = 0x01;      // libevent's EVLOOP_ONCE
-  if (std::getenv("HVDTRAIN_BLOCK_IN_MPI") == nullptr || !&opal_sync_event_base || !opal_progress_set_event_flag ||
+  if (!is_on("HVDTRAIN_BLOCK_IN_MPI") || !&opal_sync_event_base || !opal_progress_set_event_flag ||
       !opal_libevent2022_event_new || !opal_libevent2022_event_add || opal_sync_event_base == nullptr)
     return false;
   void* tick = opal_libevent2022_event_new(opal_sync_event_base, -1, kPersist, ignore_tick, nullptr);

@@ -4,7 +4,7 @@
 // without end, letting other threads have a turn in between. Where ranks fill the cores, looking takes the cores from the
 // exchange that is looked for. Included before everything else where `compiler.CHANGES` says.
 //
-// Everything is as it comes unless HVDTRAIN_PROMPT is set when it is first asked for.
+// Everything is as it comes unless HVDTRAIN_PROMPT is set, and not to 0, when it is first asked for.
 
 #ifndef HVDTRAIN_PROMPT_H
 #define HVDTRAIN_PROMPT_H
@@ -13,14 +13,20 @@
 #include <condition_variable>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <mutex>
 #include <thread>
 
 namespace hvdtrain {
 
+inline bool is_on(const char* variable) {
+  const char* value = std::getenv(variable);
+  return value != nullptr && std::strcmp(value, "0") != 0;
+}
+
 inline bool prompt() {
-  static const bool is_set = std::getenv("HVDTRAIN_PROMPT") != nullptr;
-  return is_set;
+  static const bool asked_for = is_on("HVDTRAIN_PROMPT");
+  return asked_for;
 }
 
 // A bell that somebody may wait for. What was rung since `heard` is not waited for, so that no ring is missed by who
