@@ -40,7 +40,7 @@ class Fp16(Compressor):
     def __init__(self, shape: BucketShape, comm: Comm, *, keep_error: bool = False) -> None:
         super().__init__(shape, comm, keep_error=keep_error)
         self._wire = shape.zeros(dtype=torch.float16) if keep_error else self.work
-        self._state = torch.zeros(2, dtype=torch.int64)  # b, and applied steps since it last changed
+        self._state = torch.zeros(2, dtype=torch.int64, device="cpu")  # b, and applied steps since it last changed
         self._sums = torch.zeros(len(list(pieces(shape.length, self.work))), dtype=shape.dtype, device=shape.device)
 
     @property

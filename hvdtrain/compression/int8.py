@@ -62,7 +62,7 @@ class Int8(Compressor):
         self._high = shape.zeros(self._step, torch.float32).view(-1, 1)
         self._noise = shape.zeros(self._step * BLOCK, torch.float32).view(-1, BLOCK) if stochastic else None
         self._levels = _LEVELS - 0.01 * stochastic  # so that 127 and a draw do not become 128
-        self._applied = torch.zeros(1, dtype=torch.int64)
+        self._applied = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._came_scales = shape.zeros(0, torch.float32)
 
     def make_work(self) -> Tensor:

@@ -85,7 +85,7 @@ def orthonormal(rows: Tensor) -> Tensor:
 def first_guess(part: Part, rank: int, n: int) -> Tensor:
     """Q^T (rank, n) to start from: a function of the parameter's name, so equal on all ranks and in any bucket."""
     generator = torch.Generator().manual_seed(zlib.crc32(part.name.encode()))
-    return torch.randn(rank, n, generator=generator)
+    return torch.randn(rank, n, generator=generator, device="cpu")
 
 
 def flat_views(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.compression.base import Compressor
+from hvdtrain.compression.int8 import Int8
 from hvdtrain.compression.table import TABLE, Compression, parse
-from tests.support.compression import CLAUSES, bucket, check_law, gradients, residual_sum, step
+from tests.support.compression import CLAUSES, bucket, check_law, exchange, gradients, residual_sum, step
 from tests.support.thread_comm import ThreadComm, on_ranks
 
 AS_USED = [parse(name) for name in TABLE]
@@ -43,6 +44,18 @@ def test_solo(compression: Compression, clause: Callable[[Comm, Compression], No
 @EVERY
 def test_threads(compression: Compression, clause: Callable[[Comm, Compression], None], size: int) -> None:
     on_ranks(size, lambda comm: clause(comm, compression))
+
+
+@pytest.mark.parametrize("compression", [*AS_USED, *FED_BACK, parse("topk:0.2"), parse("topk:1e-5")], ids=str)
+def test_an_exchange_does_not_depend_on_what_is_in_the_tensors(
+    compression: Compression, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that would make a host wait for a GPU: on the device "meta" there is nothing to read."""
+    monkeypatch.setattr(Int8, "_draw", lambda *_: None)  # that device has no generator
+    with torch.device("meta"):
+        compressor = compression.load()(bucket(((40, 30), (7,), (), (40, 30), (64, 512)), torch.float32), SoloComm())
+        out = exchange(compressor, [torch.empty(part.shape) for part in compressor.shape.parts], weight=0.5)
+    assert out.device.type == "meta"
 
 
 _SHAPES = st.lists(st.lists(st.integers(0, 70), max_size=3).map(tuple), max_size=4)

@@ -127,6 +127,14 @@ def test_views_of_a_bucket_hold_each_matrix_once(shapes: list[tuple[int, ...]], 
     found = torch.cat([torch.zeros(0, *sides), *(view for _, view in group.views(flat))])
     assert torch.equal(found, torch.stack([part.view(flat) for part in alike]) if alike else found[:0])
     p, q = torch.randn(len(alike), 2, sides[0]), torch.randn(len(alike), 2, sides[1])
+    for sum_over, factors, expected in (
+        (group.times_rows, torch.randn(len(alike), 2, sides[1]), lambda q, m: q @ m.mT),
+        (group.times_columns, torch.randn(len(alike), 2, sides[0]), lambda p, m: p @ m),
+    ):
+        result = torch.zeros(len(alike), 2, sum(sides) - factors.shape[2])
+        sum_over(flat, factors, result)
+        for part, factor, one in zip(alike, factors, result, strict=True):
+            torch.testing.assert_close(one, expected(factor, part.view(flat)))
     before = flat.clone()
     group.subtract(flat, p, q)
     for part, left, right in zip(alike, p, q, strict=True):

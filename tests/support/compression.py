@@ -40,12 +40,12 @@ class Counting:
 
 
 def bucket(shapes: Sequence[Sequence[int]], dtype: torch.dtype = torch.float32, first: int = 0) -> BucketShape:
-    """Parts p0, p1, ... with gaps between them."""
+    """Parts p0, p1, ... with gaps between them, on torch's default device."""
     parts, length = [], 0
     for number, shape in enumerate(shapes, first):
         parts.append(Part(f"p{number}", torch.Size(shape), length))
         length += -(-math.prod(shape) // _ALIGNMENT) * _ALIGNMENT
-    return BucketShape(f"bucket{first}", tuple(parts), length, dtype, torch.device("cpu"))
+    return BucketShape(f"bucket{first}", tuple(parts), length, dtype, torch.get_default_device())
 
 
 def gradients(shape: BucketShape, seed: int) -> list[Tensor]:
@@ -53,7 +53,8 @@ def gradients(shape: BucketShape, seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     found = []
     for number, part in enumerate(shape.parts):
-        made = torch.randn(part.shape[::-1], generator=generator).mul(10.0 ** (number % 3 - 2)).to(shape.dtype)
+        made = torch.randn(part.shape[::-1], generator=generator, device="cpu").mul(10.0 ** (number % 3 - 2))
+        made = made.to(shape.device, shape.dtype)
         turned = made.permute(tuple(reversed(range(made.dim()))))
         found.append(turned if number % 2 else turned.contiguous())
     return found
