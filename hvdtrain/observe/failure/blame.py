@@ -163,18 +163,24 @@ def _stall(statements: Sequence[Statement], silent: Sequence[Silent]) -> Verdict
     everyone = [s.who.rank for s in statements]
     if busy:
         return Verdict(STALL, everyone, f"{none} on any rank, and none waits for another")
-    if len({tuple(sorted(s.in_flight)) for s in statements}) > 1:
-        return Verdict(
-            STALL,
-            everyone,
-            f"{none}: the ranks wait for different things",
-            "they took different ways through the program: look for a branch that depends on the rank or on its data",
-        )
+    stuck = "the network between the hosts or MPI is stuck; the launcher's and the network's logs may tell"
+    if len({frozenset(s.in_flight) for s in statements}) == 1:
+        return Verdict(STALL, everyone, f"{none}: all ranks wait in the same collective, and it does not end", stuck)
+    if _started_by_all(statements):
+        return Verdict(STALL, everyone, f"{none}: a collective that all ranks have started does not end", stuck)
     return Verdict(
         STALL,
         everyone,
-        f"{none}: all ranks wait in the same collective, and it does not end",
-        "the network between the hosts or MPI is stuck; the launcher's and the network's logs may tell",
+        f"{none}: the ranks wait for different things",
+        "they took different ways through the program: look for a branch that depends on the rank or on its data",
+    )
+
+
+def _started_by_all(statements: Sequence[Statement]) -> bool:
+    """Whether what the rank that is furthest waits for is under way on every rank: what it lacks has ended there."""
+    furthest = min(statements, key=lambda s: len(s.in_flight))
+    return bool(furthest.in_flight) and all(
+        s.waits and s.step == furthest.step and furthest.in_flight.keys() <= s.in_flight.keys() for s in statements
     )
 
 
@@ -197,6 +203,8 @@ def waited_for(
             cannot be heard.
         parts: names of the parameters whose gradients a collective carries, by what its name begins with.
     """
+    if not silent and _started_by_all(statements):
+        return []
     names = list(dict.fromkeys(name for s in statements for name in s.in_flight))
     mute = [s.who.rank for s in silent if s.state != UNREACHABLE]
     table = []

@@ -70,6 +70,20 @@ TABLE = {
         "no progress for 612 s: rank 1 on a in data at step 12 for 612.0 s, and the others wait for it",
     ),
     "different collectives": ([waiting(0, "x"), waiting(1, "y")], [], STALL, [0, 1], "wait for different things"),
+    "a link that was lost when one rank had its sum already": (
+        [waiting(0, "y"), waiting(1, "x", "y")],
+        [],
+        STALL,
+        [0, 1],
+        "a collective that all ranks have started does not end",
+    ),
+    "names that come again in another step": (
+        [waiting(0, "y"), replace(waiting(1, "x", "y"), step=11)],
+        [],
+        STALL,
+        [0, 1],
+        "wait for different things",
+    ),
     "one collective": ([waiting(0, "x"), waiting(1, "x")], [], STALL, [0, 1], "wait in the same collective"),
     "nobody waits": ([busy(0), busy(1)], [], STALL, [0, 1], "none waits for another"),
     "one rank alone": ([busy(0)], [], STALL, [0], "no progress for 612 s, in data at step 12"),
@@ -142,11 +156,16 @@ def test_unlike_errors_on_all_ranks_are_not_one() -> None:
 
 
 def test_what_is_waited_for() -> None:
-    statements = [waiting(0, "gradients/0", "gradients/1"), waiting(1, "gradients/1")]
+    statements = [waiting(0, "gradients/0", "gradients/1"), waiting(1, "gradients/1", "totals")]
     parts = {"gradients/0": ["a", "b"]}
     assert waited_for(statements, [], parts) == [
-        {"name": "gradients/0", "on": [0], "not_on": [1], "parameters": ["a", "b"]}
+        {"name": "gradients/0", "on": [0], "not_on": [1], "parameters": ["a", "b"]},
+        {"name": "totals", "on": [1], "not_on": [0], "parameters": []},
     ]
-    missing = {entry["name"]: entry["not_on"] for entry in waited_for(statements, [silent(2, STOPPED)], {})}
+    missing = {entry["name"]: entry["not_on"] for entry in waited_for(statements[:1], [silent(2, STOPPED)], {})}
+    assert missing == {"gradients/0": [2], "gradients/1": [2]}
     assert waited_for(statements[:1], [silent(2, UNREACHABLE)], {}) == [], "of that one nothing is known"
-    assert missing == {"gradients/0": [1, 2], "gradients/1": [2]}
+
+
+def test_what_has_ended_on_one_rank_was_started_there() -> None:
+    assert waited_for([waiting(0, "gradients/0", "gradients/1"), waiting(1, "gradients/1")], [], {}) == []
