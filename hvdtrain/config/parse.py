@@ -142,7 +142,7 @@ def _finish(parser: ArgumentParser, namespace: Namespace) -> RunConfig:
 
 
 def _check(config: Config) -> None:
-    train, observe = config.train, config.observe
+    train, observe, bucket_mib = config.train, config.observe, config.parallel.bucket_mib
     rules: list[tuple[bool, str, str, object]] = [
         (train.steps >= 1, "train.steps", "1 or more", train.steps),
         (train.epochs is None or train.epochs > 0, "train.epochs", "more than 0", train.epochs),
@@ -160,6 +160,7 @@ def _check(config: Config) -> None:
         (train.max_skipped >= 1, "train.max_skipped", "1 or more", train.max_skipped),
         (config.optimizer.lr > 0, "optimizer.lr", "more than 0", config.optimizer.lr),
         (config.optimizer.warmup_steps >= 0, "optimizer.warmup_steps", "0 or more", config.optimizer.warmup_steps),
+        (bucket_mib is None or bucket_mib > 0, "parallel.bucket_mib", "more than 0", bucket_mib),
         (config.loader.workers >= 0, "loader.workers", "0 or more", config.loader.workers),
         (config.loader.prefetch >= 1, "loader.prefetch", "1 or more", config.loader.prefetch),
         (config.checkpoint.every >= 0, "checkpoint.every", "0 (at the end only) or more", config.checkpoint.every),

@@ -40,11 +40,14 @@ class ParallelConfig:
     """How the ranks exchange gradients.
 
     Attributes:
-        compression: What travels: none for gradients as they are, fp16, bf16, int8, topk:SHARE or powersgd:RANK.
+        compression: What travels: none for gradients as they are, fp16, bf16, int8, topk:SHARE, powersgd:RANK, or auto
+            for the one that pays, found out in the first steps.
+        bucket_mib: Gradients are exchanged in buckets of at most so many MiB; without it, by where the ranks are.
         device: cuda takes the device of the rank's local_rank; auto takes it where there is one.
     """
 
     compression: str = "none"
+    bucket_mib: float | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 

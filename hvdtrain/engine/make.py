@@ -29,7 +29,12 @@ def check_compression(text: str) -> None:
 
 
 def make_engine(
-    optimizer: Optimizer, model: nn.Module, comm: Comm, compression: str, spans: Spans | None = None
+    optimizer: Optimizer,
+    model: nn.Module,
+    comm: Comm,
+    compression: str,
+    spans: Spans | None = None,
+    bucket_mib: float | None = None,
 ) -> Engine:
     """Give an optimizer over the model's parameters the exchange that fits the job; `spans` is told of it.
 
@@ -44,7 +49,8 @@ def make_engine(
         return [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
 
     first = "none" if compression == AUTO else compression
-    reducer = Reducer(trained, comm, parse(first).load(), spans=spans)
+    bucket_bytes = None if bucket_mib is None else int(bucket_mib * (1 << 20))
+    reducer = Reducer(trained, comm, parse(first).load(), bucket_bytes=bucket_bytes, spans=spans)
     return ExchangeEngine(optimizer, reducer, first, undecided=compression == AUTO)
 
 

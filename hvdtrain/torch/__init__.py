@@ -26,7 +26,7 @@ from hvdtrain.comm.solo import SoloComm  # noqa: E402
 from hvdtrain.compression.table import parse  # noqa: E402
 from hvdtrain.errors import ConfigError, TaskError  # noqa: E402
 from hvdtrain.exchange.optimizer import Exchange, exchanging, fresh_name  # noqa: E402
-from hvdtrain.exchange.reducer import BUCKET_BYTES, Reducer  # noqa: E402
+from hvdtrain.exchange.reducer import Reducer  # noqa: E402
 from hvdtrain.training.device import take_threads  # noqa: E402
 
 if TYPE_CHECKING:
@@ -147,13 +147,13 @@ def _names(named_parameters: Iterable[tuple[str, nn.Parameter]] | None) -> dict[
 
 def _groups(
     groups: int | Sequence[Sequence[Tensor]], named: Sequence[tuple[str, nn.Parameter]]
-) -> tuple[list[list[str]], int]:
-    """Names that share a bucket, and the largest size of the others."""
+) -> tuple[list[list[str]], int | None]:
+    """Names that share a bucket, and the largest size of the others where it is given."""
     if isinstance(groups, int):
         total = sum(p.numel() * p.element_size() for _, p in named)
-        return [], -(-total // groups) if groups > 0 else BUCKET_BYTES
+        return [], -(-total // groups) if groups > 0 else None
     of = {id(parameter): name for name, parameter in named}
-    return [[of[id(p)] for p in group if id(p) in of] for group in groups], BUCKET_BYTES
+    return [[of[id(p)] for p in group if id(p) in of] for group in groups], None
 
 
 def _horovods(

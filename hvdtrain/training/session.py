@@ -147,7 +147,8 @@ def _trainer(
         recorder.say(f"{compile_blocks(model)} block(s) of the model will be compiled")
     samples = dataset_length(task.train_data)
     horizon = total_steps(train, samples)
-    engine = make_engine(_optimizer(task, run, recorder), model, comm, config.parallel.compression, spans)
+    parallel = config.parallel
+    engine = make_engine(_optimizer(task, run, recorder), model, comm, parallel.compression, spans, parallel.bucket_mib)
     precision = Precision(config.precision, device)
     fresh = Progress(samples=samples, data_id=task.data_id)
     stepper = Stepper(task, model, engine, comm, precision, device, train.global_batch, train.clip, spans)
