@@ -19,8 +19,9 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.compression.base import BucketShape, Compressor, Phases
 from hvdtrain.compression.sizes import BLOCK, int8_row
 
-_ROWS = 256
-"""Blocks worked on at a time on a CPU: 256 KiB of fp32, and as much scratch; both stay in an L2 cache of 1 MiB."""
+_ROWS = 512
+"""Blocks worked on at a time on a CPU: 512 KiB of fp32, and as much scratch. Twice as many fit into no L2 cache; with
+half as many a third more time goes into calls."""
 _LEVELS = 127.0
 _LEAST = 1e-30
 """A block of smaller values than that times 127 is sent as zeros: their scale would not have an inverse."""
@@ -58,7 +59,8 @@ class Int8(Compressor):
         self._step = min(_ROWS, blocks) if shape.device.type == "cpu" else blocks
         self._sent = shape.zeros(comm.size * self._row, torch.uint8)
         self._own = shape.zeros(self._row, torch.uint8)
-        self._scratch = shape.zeros(2 * self._step * BLOCK, torch.float32).view(2, -1, BLOCK)
+        self._scaled = shape.zeros(self._step * BLOCK, torch.float32).view(-1, BLOCK)
+        self._total = torch.zeros_like(self._scaled)
         self._high = shape.zeros(self._step, torch.float32).view(-1, 1)
         self._noise = shape.zeros(self._step * BLOCK, torch.float32).view(-1, BLOCK) if stochastic else None
         self._levels = _LEVELS - 0.01 * stochastic  # so that 127 and a draw do not become 128
@@ -109,7 +111,14 @@ class Int8(Compressor):
 
     def buffers(self) -> list[Tensor]:
         """The memory it takes."""
-        return [self.work, self._sent, self._own, self._scratch, *([] if self._noise is None else [self._noise])]
+        return [
+            self.work,
+            self._sent,
+            self._own,
+            self._scaled,
+            self._total,
+            *([] if self._noise is None else [self._noise]),
+        ]
 
     def _views(self, flat: Tensor) -> list[_Codes]:
         """Of each share in `flat`."""
@@ -128,15 +137,17 @@ class Int8(Compressor):
 
     def _encode(self, x: Tensor, codes: Tensor, scales: Tensor, *, keep_error: bool) -> None:
         """Code (rows, 256) values; leave in `x` the error where it is kept."""
-        high, scaled = self._high[: len(x)], self._scratch[0, : len(x)]
+        high, scaled, noise = self._high, self._scaled, self._noise
+        if len(x) != self._step:
+            high, scaled, noise = high[: len(x)], scaled[: len(x)], None if noise is None else noise[: len(x)]
         torch.amax(x, 1, keepdim=True, out=scales)
         torch.neg(torch.amin(x, 1, keepdim=True, out=high), out=high)
         torch.maximum(scales, high, out=scales).clamp_(min=_LEAST * _LEVELS).div_(self._levels)
         torch.mul(x, torch.reciprocal(scales, out=high), out=scaled)
-        if self._noise is None:
+        if noise is None:
             scaled.round_()
         else:
-            scaled.add_(self._noise[: len(x)]).floor_()
+            scaled.add_(noise).floor_()
         codes.copy_(scaled)
         if keep_error:
             x.addcmul_(scaled, scales, value=-1)
@@ -145,7 +156,7 @@ class Int8(Compressor):
         """Sum what came for this rank and code it; the error of that is added to what this rank still owes."""
         (own,) = self._views(self._own)
         for number, (x, codes, scales) in enumerate(zip(torch.split(mine, self._step), *own, strict=True)):
-            total, part = self._scratch[1, : len(x)], self._scratch[0, : len(x)]
+            total, part = self._total[: len(x)], self._scaled[: len(x)]
             torch.mul(came[0].codes[number], came[0].scales[number], out=total)
             for other in came[1:]:
                 total.addcmul_(part.copy_(other.codes[number]), other.scales[number])
@@ -162,6 +173,6 @@ class Int8(Compressor):
                 if len(place) == codes.numel():
                     place.view(-1, BLOCK).copy_(codes).mul_(scales)  # faster than one torch.mul from int8
                 else:
-                    values = torch.mul(codes, scales, out=self._scratch[0, : len(codes)])
+                    values = torch.mul(codes, scales, out=self._scaled[: len(codes)])
                     place.copy_(values.view(-1)[: len(place)])
                 start += codes.numel()

@@ -36,10 +36,12 @@ def read(coding: str, coded: Tensor, count: int, length: int) -> Tensor:
         return blocks.repeat_interleave(counts.long(), output_size=count).add_(offsets.long() & (INT16_REACH - 1))
     bits = torch.arange(8, dtype=torch.uint8, device=coded.device)
     flags = ((coded >> bits[:, None]) & 1).view(-1)
-    if coded.device.type == "cpu":
-        return torch.from_numpy(flags.numpy().nonzero()[0])
-    # The n-th flag stands where the running sum gets to n; nonzero would have to tell the host how many there are.
-    wanted = torch.arange(1, count + 1, dtype=torch.int32, device=coded.device)
+    return torch.from_numpy(flags.numpy().nonzero()[0]) if coded.device.type == "cpu" else _set(flags, count)
+
+
+def _set(flags: Tensor, count: int) -> Tensor:
+    """Where the `count` ones are: the n-th, where the running sum gets to n. `nonzero` would ask how many there are."""
+    wanted = torch.arange(1, count + 1, dtype=torch.int32, device=flags.device)
     return torch.searchsorted(flags.cumsum(0, dtype=torch.int32), wanted)
 
 

@@ -15,6 +15,7 @@ from hvdtrain.compression.base import BucketShape
 from hvdtrain.compression.feedback import Feedback
 from hvdtrain.compression.matrices import Alike, _runs, orthonormal
 from hvdtrain.compression.powersgd import PowerSGD
+from hvdtrain.compression.sizes import matrix
 from tests.support.compression import bucket, exchange, gradients, parts, step
 from tests.support.thread_comm import ThreadComm, on_ranks
 
@@ -73,6 +74,15 @@ def test_nan_does_not_move_the_start_either() -> None:
     before = compressor.state_dict()["p0/powersgd_q"].clone()
     step(compressor, [torch.full((96, 60), torch.nan)])
     assert torch.equal(compressor.state_dict()["p0/powersgd_q"], before)
+
+
+def test_a_start_of_another_rank_is_left_aside() -> None:
+    """The number in the config was changed before a resume."""
+    shape = bucket(((96, 60),))
+    two, four, new = (PowerSGD(shape, SoloComm(), rank=rank) for rank in (2, 4, 4))
+    step(two, gradients(shape, 1))
+    four.load_state_dict(two.state_dict(), 1)
+    assert torch.equal(step(four, gradients(shape, 2)), step(new, gradients(shape, 2)))
 
 
 def test_a_matrix_of_zeros_comes_back() -> None:
@@ -151,3 +161,19 @@ def test_equal_distances_are_one_run() -> None:
     assert _runs([]) == []
     assert _runs([3]) == [(0, 1, 3, 1)]
     assert _runs([0, 10, 20, 50, 60, 70, 71]) == [(0, 3, 0, 10), (3, 3, 50, 10), (6, 1, 71, 1)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "rank", "sides"),
+    [
+        ((96, 40), 14, (96, 40)),
+        ((96, 40), 15, None),  # 2 * 15 * 136 > 96 * 40: the factors take more than half
+        ((40, 8, 3, 3), 2, (40, 72)),
+        ((4000,), 1, None),
+        ((), 1, None),
+        ((4000, 1), 1, None),
+        ((0, 5), 1, None),
+    ],
+)
+def test_what_is_no_saving_is_sent_as_it_is(shape: tuple[int, ...], rank: int, sides: tuple[int, int] | None) -> None:
+    assert matrix(shape, rank) == sides

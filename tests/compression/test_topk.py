@@ -52,6 +52,13 @@ def test_places_are_read_as_they_were_written(coding: str, length: int, count: i
     assert torch.equal(places.read(coding, coded, count, length), chosen)
 
 
+@settings(deadline=None)
+@given(st.lists(st.booleans(), max_size=99))
+def test_a_gpu_finds_the_same_flags(flags: list[bool]) -> None:
+    made = torch.tensor(flags, dtype=torch.uint8)
+    assert places._set(made, sum(flags)).tolist() == [place for place, flag in enumerate(flags) if flag]
+
+
 @pytest.mark.parametrize(
     ("length", "share", "coding"),
     [(1 << 20, 0.01, "int16"), (1 << 20, 1e-6, "int32"), (1 << 20, 0.2, "bitmap"), (40, 0.1, "bitmap")],
