@@ -14,7 +14,12 @@ transformer of 14.6M parameters took, busy, 686 ms at a cycle of 0.1 ms, 664 at 
 674 at 5, 687 at 10, 820 at 20, the steps of each run spreading over 90 to 540 ms; in ten pairs of runs 0.1 was ahead of
 1 in six. What a short cycle gives, waking at once (`prompt`) gives without its cost.
 
-Not set, because nobody here has measured it: anything of NCCL's, and ``HOROVOD_ENABLE_ASYNC_COMPLETION``.
+Not set, because it would do harm: ``HOROVOD_ENABLE_ASYNC_COMPLETION``. The thread that completes an operation then has
+the device's default stream wait for it (horovod/torch/mpi_ops_v2.cc, the callback of DoAllreduce, takes that thread's
+current stream), and on the default stream backward runs. Without it another thread of Horovod's waits for the device,
+and ours only when backward is over. Read, not measured.
+
+Not set, because nobody here has measured it: anything of NCCL's.
 """
 
 from __future__ import annotations

@@ -88,6 +88,7 @@ def test_a_misspelt_key_in_a_file_names_file_and_nearest(tmp_path: Path) -> None
         ("--precision=fp8", "one of ['fp32', 'bf16', 'fp16']", "fp8"),
         ("--train.steps=0", "1 or more", "0"),
         ("--observe.stall_timeout_s=-1", "0 (never) or more", "-1.0"),
+        ("--parallel.bucket_mib=0", "more than 0", "0.0"),
         ("--train.micro_batch=99", "1 to train.global_batch (16)", "99"),
         ("--optimizer.lr=-1", "more than 0", "-1.0"),
         ("--observe.timeline=0:5", "auto, off, all or FIRST:LAST (numbers of steps, 1 <= FIRST <= LAST)", "0:5"),
