@@ -18,9 +18,10 @@ _ROWS = 16
 
 
 class Alike:
-    """Matrices of one shape, (m, n) each, and their factors of rank r as rows: P^T (r, m) and Q^T (r, n).
+    """Matrices of one shape, (m, n) each, and their factors of rank r, which as rows are P^T (r, m) and Q^T (r, n).
 
-    Factors as rows make every product read and write along memory: five times as fast on a CPU as (m, r) and (n, r).
+    With a factor of (n, r) or (m, r) in memory products take up to five times as long on a CPU; P alone is quicker
+    made so than as rows.
 
     Attributes:
         parts: of the bucket.
@@ -40,9 +41,9 @@ class Alike:
         ]
 
     def times_rows(self, flat: Tensor, q: Tensor, out: Tensor) -> None:
-        """P^T = Q^T M^T: `q` (count, r, n) to `out` (count, r, m)."""
+        """P = M Q: rows `q` (count, r, n) to `out` (count, m, r)."""
         for which, matrices in self.views(flat):
-            torch.bmm(q[which], matrices.transpose(1, 2), out=out[which])
+            torch.bmm(matrices, q[which].transpose(1, 2), out=out[which])
 
     def times_columns(self, flat: Tensor, p: Tensor, out: Tensor) -> None:
         """Q^T = P^T M: `p` (count, r, m) to `out` (count, r, n)."""
@@ -71,15 +72,15 @@ class Alike:
                 yield matrix.view(-1, few, self.n), rows, right.expand(len(rows), *right.shape)
 
 
-def orthonormal(rows: Tensor) -> Tensor:
-    """Rows (count, r, k) replaced by orthonormal ones that span the same; each matrix by itself.
+def orthonormal(columns: Tensor) -> Tensor:
+    """Orthonormal rows (count, r, k) that span the same as `columns` (count, k, r); each matrix by itself.
 
     By Householder's QR in fp32: orthogonal to rounding however ill-conditioned they are, where Gram-Schmidt and
-    Cholesky's QR lose it, and a whole basis even of rows of zeros, so that a matrix whose gradient was zero once comes
-    back. It is also the fastest: one call.
+    Cholesky's QR lose it, and a whole basis even of columns of zeros, so that a matrix whose gradient was zero once
+    comes back. It is also the fastest: one call.
     """
-    basis: Tensor = torch.linalg.qr(rows.transpose(1, 2)).Q
-    return basis.transpose(1, 2)
+    basis: Tensor = torch.linalg.qr(columns).Q
+    return basis.transpose(1, 2)  # rows in memory, as LAPACK leaves it
 
 
 def first_guess(part: Part, rank: int, n: int) -> Tensor:

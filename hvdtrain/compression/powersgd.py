@@ -49,10 +49,10 @@ class PowerSGD(Compressor):
             else:
                 self._plain.append(index)
         self._groups = [Alike(parts, *sides) for sides, parts in by_sides.items()]
-        p_shapes = [(len(group.parts), rank, group.m) for group in self._groups]
+        p_shapes = [(len(group.parts), group.m, rank) for group in self._groups]
         q_shapes = [(len(group.parts), rank, group.n) for group in self._groups]
         plain = [shape.parts[index].shape.numel() for index in self._plain]
-        self._first = shape.zeros(rank * sum(c * m for c, _, m in p_shapes) + sum(plain), torch.float32)
+        self._first = shape.zeros(sum(c * m * r for c, m, r in p_shapes) + sum(plain), torch.float32)
         *self._p, rest = flat_views(self._first, p_shapes)
         self._rest = [
             view.view(shape.parts[index].shape)
@@ -76,7 +76,7 @@ class PowerSGD(Compressor):
             return
         _copy(self._rest, [self.places[index] for index in self._plain])
         for group, warm, p in zip(self._groups, self._warm_q, self._p, strict=True):
-            group.times_rows(self.work, orthonormal(warm), p)
+            group.times_rows(self.work, orthonormal(warm.transpose(1, 2)), p)
         yield self.comm.allreduce(self._first, name=f"{self.shape.name}/p")
         bases = [orthonormal(p) for p in self._p]
         if self._groups:

@@ -41,7 +41,7 @@ def test_a_sum_of_full_rank_r_arrives_whole(size: int, shape: tuple[int, int]) -
 
     expected = sum(torch.cat([v.flatten() for v in values(rank)]).double() for rank in range(size))
     for out in on_ranks(size, body):
-        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_warm_start_comes_closer_from_step_to_step() -> None:
@@ -56,7 +56,7 @@ def test_warm_start_comes_closer_from_step_to_step() -> None:
 
     best = float(torch.linalg.svdvals(value.double())[4:].norm())
     for errors in on_ranks(2, body):
-        assert all(after <= before * (1 + 1e-6) for before, after in itertools.pairwise(errors))
+        assert all(after <= before * (1 + 1e-4) for before, after in itertools.pairwise(errors))
         assert errors[-1] < 1.02 * best < 1.05 * best < errors[0]
 
 
@@ -116,12 +116,14 @@ def test_matrices_of_one_shape_do_not_see_each_other() -> None:
 
 
 @pytest.mark.parametrize("condition", [1.0, 1e4, 1e12])
-def test_rows_get_orthonormal_however_ill_conditioned(condition: float) -> None:
+def test_factors_get_orthonormal_however_ill_conditioned(condition: float) -> None:
     generator = torch.Generator().manual_seed(1)
-    rows = torch.randn(3, 4, 500, generator=generator)
-    rows[:, 1:] = rows[:, :1] + rows[:, 1:] / condition
-    found = orthonormal(rows)
+    columns = torch.randn(3, 500, 4, generator=generator)
+    columns[..., 1:] = columns[..., :1] + columns[..., 1:] / condition
+    found = orthonormal(columns)
     torch.testing.assert_close(found @ found.mT, torch.eye(4).expand(3, 4, 4), rtol=0, atol=2e-6)
+    if condition < 1e6:  # beyond that columns themselves are not told apart in fp32
+        torch.testing.assert_close(columns.mT @ found.mT @ found, columns.mT, rtol=1e-4, atol=1e-4)
 
 
 @settings(max_examples=60, deadline=None)
@@ -137,14 +139,14 @@ def test_views_of_a_bucket_hold_each_matrix_once(shapes: list[tuple[int, ...]], 
     found = torch.cat([torch.zeros(0, *sides), *(view for _, view in group.views(flat))])
     assert torch.equal(found, torch.stack([part.view(flat) for part in alike]) if alike else found[:0])
     p, q = torch.randn(len(alike), 2, sides[0]), torch.randn(len(alike), 2, sides[1])
-    for sum_over, factors, expected in (
-        (group.times_rows, torch.randn(len(alike), 2, sides[1]), lambda q, m: q @ m.mT),
-        (group.times_columns, torch.randn(len(alike), 2, sides[0]), lambda p, m: p @ m),
-    ):
-        result = torch.zeros(len(alike), 2, sum(sides) - factors.shape[2])
-        sum_over(flat, factors, result)
-        for part, factor, one in zip(alike, factors, result, strict=True):
-            torch.testing.assert_close(one, expected(factor, part.view(flat)))
+    p, q = torch.randn(len(alike), *sides[:1], 2), torch.randn(len(alike), 2, sides[1])
+    group.times_rows(flat, q, p)
+    for part, left, right in zip(alike, p, q, strict=True):
+        torch.testing.assert_close(left, part.view(flat) @ right.mT)
+    group.times_columns(flat, p.mT.contiguous(), q)
+    for part, left, right in zip(alike, p, q, strict=True):
+        torch.testing.assert_close(right, left.mT @ part.view(flat), rtol=1e-4, atol=1e-2)
+    p, q = torch.randn(len(alike), 2, sides[0]), torch.randn(len(alike), 2, sides[1])
     before = flat.clone()
     group.subtract(flat, p, q)
     for part, left, right in zip(alike, p, q, strict=True):
