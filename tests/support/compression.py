@@ -67,8 +67,9 @@ def exchange(compressor: Compressor, values: Sequence[Tensor | None], weight: fl
     return drive(compressor)
 
 
-def drive(compressor: Compressor) -> Tensor:
-    out = torch.full((compressor.shape.length,), 7.0, dtype=compressor.shape.dtype)
+def drive(compressor: Compressor, out: Tensor | None = None) -> Tensor:
+    if out is None:
+        out = torch.full((compressor.shape.length,), 7.0, dtype=compressor.shape.dtype)
     phases = compressor.exchange(out)
     result: Any = None
     try:
@@ -139,6 +140,24 @@ def equal_bits_on_all_ranks(comm: Comm, compression: Compression) -> None:
         out = step(compressor, gradients(compressor.shape, 10 * comm.rank + number))
         everyone = comm.allgather(out.view(torch.int32), name="test/bits").wait().view(comm.size, -1)
         assert all(torch.equal(everyone[0], other) for other in everyone)
+
+
+def sums_may_take_the_place_of_what_was_packed(comm: Comm, compression: Compression) -> None:
+    """Where nothing is to be kept there; also after a step that was not finite."""
+    for shapes in (((64, 64), (64, 64)), SHAPES):
+        one, other = (compression.load()(bucket(shapes), comm) for _ in range(2))
+        if one.keeps_error or one.work.dtype != one.shape.dtype:
+            return
+        for number in range(4):
+            values = gradients(one.shape, comm.rank + number)
+            if number == 1:
+                values[0][-1] = math.nan
+            apart = step(one, values)
+            for index, value in enumerate(values):
+                other.pack(index, value)
+            inside = drive(other, other.work[: other.shape.length])
+            assert torch.equal(parts(one, apart).nan_to_num(), parts(other, inside).nan_to_num())
+            other.commit(applied=True)
 
 
 def bytes_are_those_of_the_table(comm: Comm, compression: Compression) -> None:
@@ -239,6 +258,7 @@ CLAUSES: list[Callable[[Comm, Compression], None]] = [
     law,
     buckets_without_elements_and_of_one,
     equal_bits_on_all_ranks,
+    sums_may_take_the_place_of_what_was_packed,
     bytes_are_those_of_the_table,
     inf_and_nan_reach_all_ranks_and_no_state,
     a_skipped_step_commits_nothing,
