@@ -15,7 +15,8 @@ from hvdtrain.comm.solo import SoloComm
 from hvdtrain.compression.base import Compressor
 from hvdtrain.compression.int8 import Int8
 from hvdtrain.compression.table import TABLE, Compression, parse
-from tests.support.compression import CLAUSES, bucket, check_law, exchange, gradients, residual_sum, step
+from tests.support.compression import bucket, check_law, exchange, gradients, residual_sum, step
+from tests.support.compression_contract import CLAUSES
 from tests.support.thread_comm import ThreadComm, on_ranks
 
 AS_USED = [parse(name) for name in TABLE]

@@ -10,7 +10,8 @@ import torch
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.compression.table import TABLE, Compression, parse
-from tests.support.compression import CLAUSES, bucket, drive, gradients
+from tests.support.compression import bucket, drive, gradients
+from tests.support.compression_contract import CLAUSES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

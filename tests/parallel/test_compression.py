@@ -8,7 +8,7 @@ import pytest
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.compression.table import TABLE, Compression, parse
-from tests.support.compression import CLAUSES
+from tests.support.compression_contract import CLAUSES
 
 
 @pytest.mark.parametrize("clause", CLAUSES, ids=lambda c: c.__name__)
