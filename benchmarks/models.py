@@ -1,4 +1,4 @@
-"""The models that benchmarks train, as tasks: the package's default, a plain Llama, a ResNet on one batch."""
+"""The models that benchmarks train, as tasks: the package's default, plain Llamas, a ResNet on one batch."""
 
 from __future__ import annotations
 
@@ -28,22 +28,31 @@ def llama15m(seq_len: int = 128) -> Task:
     Args:
         seq_len: tokens a sample
     """
+    return _llama(seq_len, hidden_size=320, intermediate_size=864, num_hidden_layers=8, heads=5)
+
+
+def llama60m(seq_len: int = 16) -> Task:
+    """A Llama of about 60 million parameters, with few tokens: more to exchange than to compute.
+
+    Args:
+        seq_len: tokens a sample
+    """
+    return _llama(seq_len, hidden_size=640, intermediate_size=1728, num_hidden_layers=10, heads=10)
+
+
+def _llama(seq_len: int, heads: int, **sizes: int) -> Task:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     corpus = open_corpus(TextConfig(seq_len=seq_len))
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=8192,
-            hidden_size=320,
-            intermediate_size=864,
-            num_hidden_layers=8,
-            num_attention_heads=5,
-            num_key_value_heads=5,
-            max_position_embeddings=seq_len,
-            use_cache=False,
-        )
+    config = LlamaConfig(
+        vocab_size=8192,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=seq_len,
+        use_cache=False,
+        **sizes,
     )
-    return Task(model, next_token_loss, corpus.train, nominal_weight=float(seq_len), unit="tokens")
+    return Task(LlamaForCausalLM(config), next_token_loss, corpus.train, nominal_weight=float(seq_len), unit="tokens")
 
 
 def resnet(preset: Literal["tiny", "resnet18", "resnet50"] = "resnet50", size: int = 224, batch: int = 32) -> Task:
@@ -68,4 +77,4 @@ def device() -> torch.device:
     return torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
 
 
-MODELS = {"default": default, "llama15m": llama15m, "resnet": resnet}
+MODELS = {"default": default, "llama15m": llama15m, "llama60m": llama60m, "resnet": resnet}

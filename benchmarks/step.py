@@ -18,6 +18,8 @@ TRAIN = Config().train
 SETTINGS = {
     "default": Setting("default", TRAIN.micro_batch, TRAIN.global_batch // TRAIN.micro_batch // RANKS),
     "llama15m": Setting("llama15m", 4),
+    # 60 million parameters and 16 tokens a rank; plain SGD, so that the exchange is what the step is about
+    "comm_heavy": Setting("llama60m", 1, optimizer={"name": "sgd", "momentum": 0.0, "weight_decay": 0.0}, clip=0.0),
 }
 CONTENDERS = ("ours", "no_exchange", "ddp", "stock_horovod")
 
@@ -30,7 +32,7 @@ def median_step_s(job: Job) -> float:
 def measure(quick: bool) -> list[Figure]:
     """All contenders, round by round."""
     figures = []
-    for model in ("default",) if quick else ("default", "llama15m"):
+    for model in ("default",) if quick else SETTINGS:
         seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
         for _ in range(1 if quick else 5):
             found = race(CONTENDERS, SETTINGS[model], median_step_s, rounds=2 if quick else 3, warm_up=WARM_UP)

@@ -115,8 +115,8 @@ class Reducer:
         """Let buckets travel another way from the next step on."""
         self._make = make
         if self._flight is not None:
-            agreed, self._flight = self._flight.plan, None
-            self._adopt(agreed)
+            self._carried, self._carried_ranks = self.state_dict()[0], self._comm.size
+            self._adopt(self._flight.plan)
 
     def set_passes(self, passes: int) -> None:
         """Expect this many backward passes a step from now on."""
