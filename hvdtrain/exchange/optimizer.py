@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,13 +16,16 @@ from hvdtrain.errors import TaskError
 from hvdtrain.exchange.reducer import Reducer
 
 _ATTRIBUTE = "_hvdtrain_exchange"
-_numbers = itertools.count()
+_numbers: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
 
 
-def fresh_name() -> str:
-    """What the collectives of another optimizer are called; equal on all ranks that make theirs in the same order."""
-    number = next(_numbers)
-    return f"gradients.{number}" if number else "gradients"
+def fresh_name(ranks: int) -> str:
+    """What the collectives of another optimizer among `ranks`, the number of a process set, are called.
+
+    Equal on all ranks of the set that make theirs in the same order, whatever other sets they are in.
+    """
+    number = next(_numbers[ranks])
+    return "gradients" + (f".set{ranks}" if ranks else "") + (f".{number}" if number else "")
 
 
 class Exchange:
@@ -47,11 +51,27 @@ class Exchange:
     def _look(self) -> None:
         if self._session() != self._last_session:
             self.restart()
+        self.reducer.refresh()
 
     def synchronize(self) -> None:
         """See that gradients are summed; the second time in a step it does nothing. Collective: yes."""
         if not self.reducer.over:
             self.reducer.finish()
+
+    def clear(self) -> None:
+        """Gradients are about to be cleared: what has come of this step is not followed.
+
+        Errors:
+            TaskError: some of them are on their way.
+        """
+        if self.reducer.over:
+            self.reducer.commit(applied=False)
+        elif self.reducer.begun:
+            raise TaskError(
+                "optimizer.zero_grad() was called after backward, with gradients on their way",
+                next_step="call optimizer.step() or optimizer.synchronize() before it, on every rank",
+            )
+        self.reducer.forget()
 
     @contextmanager
     def skipping(self) -> Iterator[None]:
@@ -63,7 +83,10 @@ class Exchange:
             self._skip = False
 
     def step(self, follow: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
-        """Sum the gradients, let the optimizer `follow` them, begin the next step."""
+        """Sum the gradients, let the optimizer `follow` them, begin the next step.
+
+        With a closure, the loss that it returns is averaged (or summed) as gradients are.
+        """
         if closure is not None:
             return self._step_with(follow, closure)
         if not self._skip or self.reducer.begun:
@@ -82,7 +105,10 @@ class Exchange:
             with torch.enable_grad():
                 loss = closure()
             self.synchronize()
-            return loss
+            # What a line search decides by has to be the same on all ranks, like the gradients that it goes with.
+            if isinstance(loss, Tensor) and loss.numel() == 1:
+                return torch.full_like(loss, self.reducer.total(loss.item()))
+            return self.reducer.total(loss) if isinstance(loss, float) else loss
 
         result = follow(summed)
         self._end()
@@ -128,6 +154,12 @@ def _methods(kind: type[Optimizer]) -> dict[str, Any]:
         return self._hvdtrain_exchange.step(follow, closure)
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers need not wrap it again
+    step.hooked = True  # type: ignore[attr-defined]  # nor torch, when it loads a state: `kind.step` calls the hooks
+
+    def zero_grad(self: Any, *arguments: Any, **keywords: Any) -> None:
+        """Clear the gradients, of which none may be on its way."""
+        self._hvdtrain_exchange.clear()
+        kind.zero_grad(self, *arguments, **keywords)
 
     def synchronize(self: Any) -> None:
         """Wait until every gradient is the sum (or mean) over ranks. Collective: yes."""
@@ -138,9 +170,9 @@ def _methods(kind: type[Optimizer]) -> dict[str, Any]:
         return self._hvdtrain_exchange.skipping()
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        """Take over a state; an exchange that was under way is forgotten, and ranks are counted anew."""
+        """Take over a state, on any of the ranks; an exchange that was under way is forgotten."""
         kind.load_state_dict(self, state_dict)
-        self._hvdtrain_exchange.restart()
+        self._hvdtrain_exchange.reducer.forget()
 
     def set_backward_passes_per_step(self: Any, passes: int) -> None:
         """Exchange after this many backward passes from the next step on."""
@@ -162,6 +194,7 @@ def _methods(kind: type[Optimizer]) -> dict[str, Any]:
         step,
         synchronize,
         skip_synchronize,
+        zero_grad,
         load_state_dict,
         set_backward_passes_per_step,
         exchange_state_dict,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
@@ -91,13 +92,18 @@ class Reducer:
 
     def begin(self) -> None:
         """Start a step. Collective: yes, where parameters were added, frozen or freed since the last one."""
+        self.refresh()
+        self.forget()
+
+    def refresh(self) -> None:
+        """Between two steps: look at which parameters there are. Collective: yes, where they are others than before."""
         current = list(self._parameters())
         if len(current) != len(self._known) or any(a[1] is not b[1] for a, b in zip(current, self._known, strict=True)):
             self.settle()
             self._renew(current)
-        self._begin()
 
-    def _begin(self) -> None:
+    def forget(self) -> None:
+        """Expect the gradients of a step from its beginning, whatever has come of it."""
         if self._flight is not None:
             self._flight.begin()
         self._finished.clear()
@@ -158,6 +164,11 @@ class Reducer:
             for compressor in self._flight.compressors:
                 compressor.rescale(factor)
 
+    def total(self, value: float) -> float:
+        """A number of this rank, weighted and summed as gradients are. Collective: yes."""
+        number = torch.tensor([value * self._weight], dtype=torch.float64)
+        return float(self._comm.allreduce(number, name=f"{self._name}/total").wait()) * self._factor
+
     def settle(self) -> None:
         """Make the state the same on all ranks, so that it can be saved by one. Collective: yes."""
         if self._flight is not None:
@@ -186,7 +197,7 @@ class Reducer:
         self._carried_ranks = comm.size
         self._flight = None
         self._comm, self._weight, self._factor = comm, weight, factor
-        self._begin()
+        self.forget()
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
@@ -221,7 +232,7 @@ class Reducer:
         def on_gradient(parameter: nn.Parameter) -> None:
             if self.over and self._passes.count:
                 self.commit(applied=False)
-                self._begin()
+                self.forget()
             self._look()
             if not self._passes.reached(name):
                 return

@@ -11,6 +11,7 @@ make MPI and Horovod fast, as `hvdtrain.train` does; what is set in the environm
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -82,9 +83,9 @@ def DistributedOptimizer(
         op: Average or Sum; with Adasum, Horovod's own optimizer is returned.
         gradient_predivide_factor: gradients are divided by it before the sum and multiplied after it.
         num_groups: the older name of `groups`.
-        groups: how many buckets, or lists of parameters that share one; by size otherwise.
-        sparse_as_dense: exchange sparse gradients as dense ones.
-        process_set: the ranks to average over.
+        groups: how many buckets of about equal size, or lists of parameters that share one; by size otherwise.
+        sparse_as_dense: exchange sparse gradients as dense ones, which they stay.
+        process_set: the ranks to average over; one that is not in it trains alone.
 
     Errors:
         ConfigError: an argument that makes no sense.
@@ -92,7 +93,17 @@ def DistributedOptimizer(
     """
     ours = compression if isinstance(compression, str) else _COMPRESSIONS.get(compression)
     if op == hvd.Adasum or ours is None:
-        return _horovods(optimizer, named_parameters, compression, backward_passes_per_step, op, process_set)
+        return _horovods(
+            optimizer,
+            _horovods_compression(compression),
+            named_parameters=named_parameters,
+            backward_passes_per_step=backward_passes_per_step,
+            op=op,
+            gradient_predivide_factor=gradient_predivide_factor,
+            groups=groups or num_groups or None,
+            sparse_as_dense=sparse_as_dense,
+            process_set=process_set,
+        )
     if backward_passes_per_step < 1 or gradient_predivide_factor <= 0 or op not in (hvd.Average, hvd.Sum):
         raise ConfigError(
             "DistributedOptimizer cannot be made so",
@@ -105,7 +116,9 @@ def DistributedOptimizer(
     names = _names(named_parameters)
 
     def terms() -> tuple[Comm, float, float]:
-        comm: Comm = HorovodComm(process_set) if process_set.size() > 1 else SoloComm()
+        # A rank that is not in the set trains alone.
+        among = hvd.size() > 1 and process_set.included() and process_set.size() > 1
+        comm: Comm = HorovodComm(process_set) if among else SoloComm()
         if op == hvd.Sum:
             return comm, 1.0, 1.0
         # Divided before the sum, which needs no second pass over the gradients and cannot overflow in fp16.
@@ -113,66 +126,71 @@ def DistributedOptimizer(
 
     def trained() -> list[tuple[str, nn.Parameter]]:
         return [
-            (names.get(parameter, f"group{number}.{index}"), parameter)
+            (names.get(parameter) or f"group{number}.{index}", parameter)
             for number, group in enumerate(optimizer.param_groups)
             for index, parameter in enumerate(group["params"])
             if parameter.requires_grad
         ]
 
     comm, weight, factor = terms()
-    named_groups, limit = _groups(num_groups if groups is None else groups, trained())
     reducer = Reducer(
         trained,
         comm,
         parse(ours).load(),
-        bucket_bytes=limit,
         weight=weight,
         factor=factor,
         passes=backward_passes_per_step,
-        groups=named_groups,
+        groups=_groups(num_groups if groups is None else groups, trained()),
         sparse_as_dense=sparse_as_dense,
-        name=fresh_name(),
+        name=fresh_name(process_set.process_set_id),
     )
     return exchanging(optimizer, Exchange(reducer, terms, session))
 
 
 def _names(named_parameters: Iterable[tuple[str, nn.Parameter]] | None) -> dict[nn.Parameter, str]:
     names: dict[nn.Parameter, str] = {}
-    for name, parameter in named_parameters or ():
-        if name in names.values():
+    seen: set[str] = set()
+    for pair in named_parameters or ():
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise TaskError(
+                "named_parameters are no pairs of name and parameter",
+                expected="model.named_parameters()",
+                found=type(pair).__name__,
+            )
+        name, parameter = pair
+        if name in seen:
             raise TaskError(f"two parameters are called {name}", expected="model.named_parameters()")
+        seen.add(name)
         names.setdefault(parameter, name)
     return names
 
 
-def _groups(
-    groups: int | Sequence[Sequence[Tensor]], named: Sequence[tuple[str, nn.Parameter]]
-) -> tuple[list[list[str]], int | None]:
-    """Names that share a bucket, and the largest size of the others where it is given."""
+def _groups(groups: int | Sequence[Sequence[Tensor]], named: Sequence[tuple[str, nn.Parameter]]) -> list[list[str]]:
+    """Names of those that share a bucket: as listed, or runs of about equal size; the others go by size."""
     if isinstance(groups, int):
-        total = sum(p.numel() * p.element_size() for _, p in named)
-        return [], -(-total // groups) if groups > 0 else None
-    of = {id(parameter): name for name, parameter in named}
-    return [[of[id(p)] for p in group if id(p) in of] for group in groups], None
-
-
-def _horovods(
-    optimizer: Optimizer, named_parameters: Any, compression: Any, passes: int, op: Any, process_set: Any
-) -> Optimizer:
-    """Horovod's own optimizer, for what it alone can: Adasum, and compression by a class of the user's."""
-    own = {name: kind for kind, name in _COMPRESSIONS.items()}
-    if isinstance(compression, str):
-        if compression not in own:
+        if groups < 0:
             raise ConfigError(
-                f"op=Adasum goes with no {compression} compression", expected=" or ".join(own), found=compression
+                "groups cannot be negative", expected="how many, or lists of parameters", found=f"{groups}"
             )
-        compression = own[compression]
-    wrapped: Optimizer = hvd.DistributedOptimizer(
-        optimizer,
-        named_parameters=named_parameters,
-        compression=compression,
-        backward_passes_per_step=passes,
-        op=op,
-        process_set=process_set,
-    )
+        runs: list[list[str]] = [[] for _ in range(groups)]
+        ends = list(itertools.accumulate(p.numel() * p.element_size() for _, p in named))
+        for (name, _), end in zip(named if groups else (), ends, strict=False):
+            runs[max(0, -(-end * groups // max(ends[-1], 1)) - 1)].append(name)
+        return runs
+    of = {id(parameter): name for name, parameter in named}
+    return [[of[id(p)] for p in group if id(p) in of] for group in groups]
+
+
+def _horovods_compression(compression: Any) -> Any:
+    own = {name: kind for kind, name in _COMPRESSIONS.items()}
+    if isinstance(compression, str) and compression not in own:
+        raise ConfigError(
+            f"op=Adasum goes with no {compression} compression", expected=" or ".join(own), found=compression
+        )
+    return own.get(compression, compression)
+
+
+def _horovods(optimizer: Optimizer, compression: Any, **arguments: Any) -> Optimizer:
+    """Horovod's own optimizer, for what it alone can: Adasum, and compression by a class of the user's."""
+    wrapped: Optimizer = hvd.DistributedOptimizer(optimizer, compression=compression, **arguments)
     return wrapped
