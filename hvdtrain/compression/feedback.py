@@ -15,6 +15,9 @@ from torch import Tensor, add
 
 from hvdtrain.compression.base import Compressor, Phases
 
+RESIDUAL = "residual"
+"""What it is called in states: ``parameter/residual``. Each rank has its own; of them only the sum matters."""
+
 
 class Feedback(Compressor):
     """Keeps the residual of a compressor that was made with ``keep_error=True``.
@@ -70,14 +73,14 @@ class Feedback(Compressor):
 
     def state_dict(self) -> dict[str, Tensor]:
         """The residuals, and the inner one's state."""
-        own = {f"{part.name}/residual": r for part, r in zip(self.shape.parts, self._residuals, strict=True)}
+        own = {f"{part.name}/{RESIDUAL}": r for part, r in zip(self.shape.parts, self._residuals, strict=True)}
         return {**self._inner.state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, Tensor], ranks: int) -> None:
         """Take the residuals over; each rank's is scaled so that they come to the same sum."""
         self._inner.load_state_dict(state, ranks)
         for part, residual in zip(self.shape.parts, self._residuals, strict=True):
-            saved = state.get(f"{part.name}/residual")
+            saved = state.get(f"{part.name}/{RESIDUAL}")
             if saved is None:
                 residual.zero_()
             else:

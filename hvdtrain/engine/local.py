@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hvdtrain.compression.feedback import RESIDUAL
 from hvdtrain.exchange.sparse import zero_rows
 
 
@@ -52,7 +53,10 @@ class LocalEngine:
         """Do nothing."""
 
     def rescale(self, factor: float) -> None:
-        """Do nothing."""
+        """Multiply what several ranks have left to be delivered."""
+        for name, tensor in self._kept[0].items():
+            if name.endswith(f"/{RESIDUAL}"):
+                tensor.mul_(factor)
 
     def settle(self) -> None:
         """Do nothing."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
+from hvdtrain.compression.feedback import RESIDUAL
 from hvdtrain.compression.none import Plain
 from hvdtrain.exchange.agreement import agree
 from hvdtrain.exchange.buckets import Layout, Named, Plan, plan
@@ -192,9 +193,13 @@ class Reducer:
             self._adopt(saved)
 
     def restart(self, comm: Comm, weight: float, factor: float) -> None:
-        """Forget what is under way and go on among other ranks; what compression has kept here is kept here."""
-        self._carried = self.state_dict()[0]
-        self._carried_ranks = comm.size
+        """Forget what is under way and go on among other ranks; what this rank still owes it owes here.
+
+        All else that compression has learned starts anew: it is equal on all ranks, and one that joins lacks it.
+        """
+        if self._flight is not None:
+            self._carried = {k: t for k, t in self.state_dict()[0].items() if k.endswith(f"/{RESIDUAL}")}
+            self._carried_ranks = comm.size
         self._flight = None
         self._comm, self._weight, self._factor = comm, weight, factor
         self.forget()

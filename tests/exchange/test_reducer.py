@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.compression.table import parse
 from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.engine.make import _named as _held
 from hvdtrain.errors import LaunchError, TaskError
@@ -316,3 +317,29 @@ def test_passes_are_counted_where_nobody_announces_them() -> None:
             torch.testing.assert_close(parameter.grad.double(), expected, rtol=1e-5, atol=1e-5)
 
     on_ranks(2, body)
+
+
+def _restarted(comm: ThreadComm, compression: str, state: dict[str, Tensor], ranks: int) -> float:
+    """What a rank gets in a step after `state` was loaded and the ranks have changed; its own gradient is 1."""
+    parameter = nn.Parameter(torch.zeros(4, 4))
+    reducer = Reducer(lambda: [("p", parameter)], comm, parse(compression).load(), weight=1 / comm.size, passes=1)
+    plan = {"buckets": [["p"]], "sparse": []}
+    reducer.load_state_dict(state, {"plan": plan if state else None, "ranks": ranks})
+    reducer.restart(comm, 1 / comm.size, 1.0)
+    parameter.sum().backward()
+    reducer.finish()
+    assert parameter.grad is not None
+    return parameter.grad.mean().item()
+
+
+def test_a_rank_that_joins_agrees_with_the_others_on_what_compression_has_learned() -> None:
+    """Rank 0 has seen an overflow, rank 1 is new."""
+    learned = {"p/fp16_scale": torch.tensor([4, 0])}
+    got = on_ranks(2, lambda comm: _restarted(comm, "fp16", {} if comm.rank else learned, 2))
+    assert got == [1.0, 1.0]
+
+
+def test_a_rank_that_joins_owes_nothing_and_the_others_what_they_owed() -> None:
+    owed = {"p/residual": torch.full((4, 4), 3.0)}
+    got = on_ranks(2, lambda comm: _restarted(comm, "int8", {} if comm.rank else owed, 2))
+    assert got == pytest.approx([4.0, 4.0])

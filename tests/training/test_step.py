@@ -162,3 +162,13 @@ def test_spans_add_up_to_the_step() -> None:
     seconds = stepper.spans.take()
     assert seconds.keys() == {"copy", "forward", "backward", "wait", "clip", "optimizer"}
     assert 0 < sum(seconds.values()) <= elapsed
+
+
+def test_what_several_ranks_have_left_follows_the_loss_scale_on_one() -> None:
+    engine = LocalEngine([], torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1))
+    left = {"p/residual": torch.ones(3), "p/powersgd_q": torch.ones(3)}
+    engine.load_state_dict(left, {"plan": None, "ranks": 2})
+    engine.rescale(0.5)
+    kept = engine.state_dict()[0]
+    assert kept["p/residual"].tolist() == [0.5] * 3
+    assert kept["p/powersgd_q"].tolist() == [1.0] * 3
