@@ -47,8 +47,13 @@ public:
     heard = rings_;
   }
 
+  std::uint64_t rings() const {
+    std::lock_guard<std::mutex> guard(mutex_);
+    return rings_;
+  }
+
 private:
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::condition_variable rung_;
   std::uint64_t rings_ = 0;
 };

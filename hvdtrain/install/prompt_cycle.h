@@ -6,11 +6,18 @@
 // goes another way and does not ring. Of the calls of sleep_for only the cycle's has a duration in nanoseconds; the others
 // wait for initialisation and the like, in milliseconds, and stay what they are.
 //
+// What other ranks were not ready for is tried again soon, at first after 50 us, then less and less often: a rank that
+// sleeps while it has something to exchange is not there when the last of the others comes, by its bell. There is such
+// work as long as fewer results than pieces of work have rung. A piece of work that is refused never rings for a result;
+// afterwards it is tried again once too often after each piece of work, no more.
+//
 // All that others rely on stays: there is at least one cycle in HOROVOD_CYCLE_TIME, for shutdown, join, stalls and the
 // work of other ranks. A rank that wakes early waits for the others in MPI, as it does for a rank that is late.
 
 #ifndef HVDTRAIN_PROMPT_CYCLE_H
 #define HVDTRAIN_PROMPT_CYCLE_H
+
+#include <algorithm>
 
 #include "blocking_mpi.h"
 #include "prompt.h"
@@ -25,6 +32,16 @@ struct RingWork {
   }
 };
 
+inline void wait_for_work(std::chrono::nanoseconds rest_of_cycle) {
+  constexpr std::chrono::nanoseconds kSoon = std::chrono::microseconds(50);
+  static thread_local std::uint64_t heard = 0;
+  static thread_local std::chrono::nanoseconds patience = kSoon;
+  const std::uint64_t before = heard;
+  const bool waits_for_others = work.rings() != finished.rings();
+  work.wait(heard, waits_for_others ? std::min(patience, rest_of_cycle) : rest_of_cycle);
+  patience = waits_for_others && heard == before ? std::min(2 * patience, rest_of_cycle) : kSoon;
+}
+
 } // namespace hvdtrain
 
 namespace std {
@@ -35,10 +52,9 @@ inline void hvdtrain_sleep_for(chrono::milliseconds duration) { sleep_for(durati
 inline void hvdtrain_sleep_for(chrono::nanoseconds rest_of_cycle) {
   static const char mark[] = HVDTRAIN_MARK;
   asm volatile("" : : "r"(mark));
-  static thread_local uint64_t heard = 0;
   ::hvdtrain::block_in_mpi_once();
   if (::hvdtrain::prompt())
-    ::hvdtrain::work.wait(heard, rest_of_cycle);
+    ::hvdtrain::wait_for_work(rest_of_cycle);
   else
     sleep_for(rest_of_cycle);
 }
