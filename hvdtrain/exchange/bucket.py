@@ -56,13 +56,16 @@ class Bucket:
         return self.missing < len(self.views)
 
     def put(self, index: int, weight: float) -> None:
-        """Pack the gradient of a parameter, times `weight`, zero where it has none; let the parameter's memory go."""
+        """Pack the gradient of a parameter, times `weight`, zero where it has none; let the parameter's memory go.
+
+        It has none until `give`: whoever scales or clips gradients that are on their way does not find any.
+        """
         parameter = self.layout.parameters[index]
         gradient = parameter.grad
         if gradient is not None and gradient.is_sparse:
             gradient = gradient.to_dense()
         self.compressor.pack(index, gradient, weight)
-        parameter.grad = self.views[index]
+        parameter.grad = None
         self._packed[index] = True
         self.missing -= 1
 
@@ -71,6 +74,11 @@ class Bucket:
         for index, packed in enumerate(self._packed):
             if not packed:
                 self.put(index, weight)
+
+    def give(self) -> None:
+        """Make the sums the parameters' gradients."""
+        for parameter, view in zip(self.layout.parameters, self.views, strict=True):
+            parameter.grad = view
 
     @property
     def started(self) -> bool:

@@ -108,6 +108,21 @@ def test_gradients_on_their_way_are_not_cleared(hvd: Any, job: Comm) -> None:
     assert _equal(model, job)
 
 
+def test_a_scaler_does_not_unscale_what_is_on_its_way(hvd: Any, job: Comm) -> None:
+    """Without `synchronize` before it: it says so, where the optimizer would follow gradients times the scale."""
+    model = _model()
+    optimizer = hvd.DistributedOptimizer(_sgd(model), compression="fp16")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(2):  # the first exchanges after backward
+        optimizer.zero_grad()
+        scaler.scale(_loss(model, job.rank, step)).backward()
+        if step == 0:
+            optimizer.step()
+    with pytest.raises(AssertionError, match="No inf checks"):
+        scaler.step(optimizer)
+    optimizer.synchronize()
+
+
 def test_passes_are_counted_from_a_clearing_on(hvd: Any, job: Comm) -> None:
     model, other = _model(), _model()
     optimizer = hvd.DistributedOptimizer(_sgd(model), backward_passes_per_step=2)
