@@ -5,6 +5,7 @@ Rank 0 writes FILE: the median milliseconds of each case as JSON.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import statistics
@@ -131,6 +132,7 @@ def gloo() -> tuple[Callable[[str], Once], Callable[[], None], Callable[[float],
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getppid() % 20000)}
     rank, size = (int(os.environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE"))
     dist.init_process_group("gloo", rank=rank, world_size=size)
+    atexit.register(dist.destroy_process_group)  # else its threads may abort the process in the end
 
     def case(name: str) -> Once:
         tensors = [torch.zeros(SIZES[name] // 4)] if name in SIZES else [torch.zeros(shape) for shape in shapes(name)]
