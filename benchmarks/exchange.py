@@ -65,7 +65,7 @@ def rounds(number: int, cases: tuple[str, ...]) -> dict[str, Milliseconds]:
 def measure(quick: bool) -> list[Figure]:
     """All contenders, round by round."""
     cases = QUICK if quick else (*SIZES, SMALL, MODEL)
-    found = rounds(2 if quick else 5, cases)
+    found = rounds(2 if quick else 3, cases)
     ours = found["ours"]
     worst = max((ratios(ours[case], found["stock"][case]) for case in cases), key=lambda r: figure("", r, "").value)
     return [
