@@ -3,7 +3,8 @@
 2 ranks of 1 thread, exchanges by Horovod through our communicator: one element, 8 MiB as one tensor and as 256 tensors
 of 32 KiB, one by one or handed over as a group; and the processor time that one rank takes for 8 MiB. `shipped` is what
 our settings choose; in every other line one choice differs. A figure is the ratio to `shipped` of the same round: above
-1 the choice costs. Two hosts need root (tests/support/two_hosts.py); without, they are left out.
+1 the choice costs. Two hosts need root (tests/support/two_hosts.py); without, they are left out. Horovod's own Gloo under
+mpirun (HOROVOD_CPU_OPERATIONS=gloo) is no choice: Horovod 0.28.1 crashes in the first allreduce.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from jobs import environment
 sys.path.insert(0, str(HERE.parent))
 
 from hvdtrain.runtime.rules import BLOCK, PROMPT, RING, TCP_FLAGS, YIELD
-from tests.support.two_hosts import LINK, TwoHosts, UnavailableError, two_hosts
+from tests.support.two_hosts import TwoHosts, UnavailableError, two_hosts
 
 RATE = "1gbit"
 SHIPPED = "shipped"
@@ -56,7 +57,6 @@ TWO_HOSTS = {
     "ring": algorithm(4),
     "one direction at a time": {TCP_FLAGS: "send,put,inplace"},
     "asking, not blocking": {BLOCK: "0"},
-    "by Horovod's Gloo": {"HOROVOD_CPU_OPERATIONS": "gloo", "HOROVOD_GLOO_IFACE": LINK},
 }
 QUICK = ("not woken, cycle 1 ms", "fusion 128 MiB", "Open MPI's own choice", "one direction at a time")
 ARGV = (sys.executable, str(HERE / "transport_job.py"))
