@@ -3,8 +3,8 @@
 2 ranks of 1 thread, exchanges by Horovod through our communicator: one element, 8 MiB as one tensor and as 256 tensors
 of 32 KiB, one by one or handed over as a group; and the processor time that one rank takes for 8 MiB. `shipped` is what
 our settings choose; in every other line one choice differs. A figure is the ratio to `shipped` of the same round: above
-1 the choice costs. Two hosts need root (tests/support/two_hosts.py); without, they are left out. Horovod's own Gloo under
-mpirun (HOROVOD_CPU_OPERATIONS=gloo) is no choice: Horovod 0.28.1 crashes in the first allreduce.
+1 the choice costs. Two hosts need root (tests/support/two_hosts.py); without, they are left out. Horovod's own Gloo
+under mpirun (HOROVOD_CPU_OPERATIONS=gloo) is no choice: Horovod 0.28.1 crashes in the first allreduce.
 """
 
 from __future__ import annotations
