@@ -48,7 +48,7 @@ class HvdtrainError(Exception):
         return [("expected", self.expected), ("found", self.found), ("next", self.next_step)]
 
 
-class ConfigError(HvdtrainError):
+class ConfigError(HvdtrainError, ValueError):
     """An option or a config file is wrong."""
 
     everywhere = True

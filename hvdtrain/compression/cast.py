@@ -14,11 +14,16 @@ from hvdtrain.compression.chunks import pieces
 from hvdtrain.compression.sizes import share
 
 _BACK_OFF = 4
-"""Powers of two that an overflow takes from the scale: gradients of 1e9 fit after four skipped steps."""
-_PATIENCE = 50
-"""Applied steps without overflow after which one of them is given back."""
-_MOST = 40
-"""Beyond that nothing would be left of gradients of 1: what is not finite then is so by itself."""
+"""Powers of two that a sum which is not finite takes from the scale."""
+_LARGEST = 8
+"""The largest magnitude of a sum is brought to just below two to that: parts and later steps may be 2^8 times as large,
+and what is 2^-22 of it is still a normal fp16 number."""
+_LOOKS = 16
+"""Steps between two looks for it."""
+_NOTHING = 10
+"""The exponent with which a sum of zeros is looked at again: gradients up to 64 still fit when they come back."""
+_RANGE = (-40, 24)
+"""Of the scale's exponent."""
 
 
 def fp16(shape: BucketShape, comm: Comm, *, keep_error: bool = False) -> Compressor:
@@ -29,24 +34,31 @@ def fp16(shape: BucketShape, comm: Comm, *, keep_error: bool = False) -> Compres
 class Fp16(Compressor):
     """One allreduce of ``h = fp16(s g)``; ``out = sum(h) / s``.
 
-    ``s = 2^-(ceil(log2 size) + b)``: with b = 0 a sum stays in range where its parts do. It is a power of two, so that
-    scaling rounds nothing that is not below fp16's normal range. An overflow, which all ranks see in the sum, sets b up
-    by 4; it comes back by 1 after each 50 steps without.
+    ``s = 2^e``, so that scaling rounds nothing that is not below fp16's normal range. At first e is -ceil(log2 size): a
+    sum stays in range where its parts do. Then it follows the largest magnitude of the sums, which is looked for every
+    16 steps and after each sum that was not finite; such a sum, which all ranks see, takes 4 from e.
 
     Passes over the bucket, in bytes of fp32: 1/2 to pack (written; the gradient is hot), 1 1/2 to unpack (its check for
     overflow reads what is in cache).
+
+    Attributes:
+        scale: s, what gradients are multiplied with on their way.
     """
 
     def __init__(self, shape: BucketShape, comm: Comm, *, keep_error: bool = False) -> None:
         super().__init__(shape, comm, keep_error=keep_error)
         self._wire = shape.zeros(dtype=torch.float16) if keep_error else self.work
-        self._state = torch.zeros(2, dtype=torch.int64, device="cpu")  # b, and applied steps since it last changed
-        self._sums = torch.zeros(len(list(pieces(shape.length, self.work))), dtype=shape.dtype, device=shape.device)
+        count = len(list(pieces(shape.length, self.work)))
+        self._sums = shape.zeros(count)
+        self._lows, self._highs = shape.zeros(count), shape.zeros(count)
+        self._first = -(comm.size - 1).bit_length()
+        self._set(self._first, 0)
 
-    @property
-    def scale(self) -> float:
-        """What gradients are multiplied with on their way."""
-        return math.ldexp(1.0, -((self.comm.size - 1).bit_length() + int(self._state[0])))
+    def _set(self, exponent: int, steps: int) -> None:
+        """Take an exponent, and how many steps ago the largest magnitude was looked for."""
+        low, high = _RANGE
+        self._exponent, self._steps = max(low, min(high, exponent)), steps
+        self.scale = math.ldexp(1.0, self._exponent)
 
     def make_work(self) -> Tensor:
         """What is sent, or where errors are kept, what it is made of."""
@@ -66,31 +78,41 @@ class Fp16(Compressor):
         yield self.comm.allreduce(self._wire, name=self.shape.name)
         for number, piece in enumerate(pieces(self.shape.length, out)):
             # Not torch.mul(out=): the product would be rounded to fp16 on its way.
-            torch.sum(out[piece].copy_(self._wire[piece]).mul_(1 / scale), 0, out=self._sums[number])
+            summed = out[piece].copy_(self._wire[piece]).mul_(1 / scale)
+            if self._steps == 0:
+                torch.aminmax(summed, out=(self._lows[number], self._highs[number]))
+            torch.sum(summed, 0, out=self._sums[number])
 
     def finite(self) -> bool:
         """Whether the sum of all that came is: a read of a number for each piece."""
         return bool(torch.isfinite(self._sums).all())
 
     def commit(self, *, applied: bool) -> None:
-        """Follow an overflow with a smaller scale, whether or not the step was skipped for it."""
-        back_off, steps = self._state.tolist()
+        """Let the scale follow what came: a sum that is not finite, whether or not the step was skipped for it."""
         if not self.finite():
-            back_off, steps = min(back_off + _BACK_OFF, _MOST), 0
-        elif applied and back_off:
-            back_off, steps = (back_off - 1, 0) if steps + 1 == _PATIENCE else (back_off, steps + 1)
-        self._state[0], self._state[1] = back_off, steps
+            self._set(self._exponent - _BACK_OFF, 0)
+        elif applied:
+            looked = self._steps == 0 and self.shape.length > 0
+            largest = float(torch.maximum(-self._lows, self._highs).max()) if looked else None
+            if largest:
+                self._set(_LARGEST - math.frexp(largest)[1], 1)
+            elif (
+                looked and self._exponent < _NOTHING
+            ):  # too small for the scale that inf or nan have left, or the first
+                self._set(_NOTHING, 0)
+            else:
+                self._set(self._exponent, (self._steps + 1) % _LOOKS)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The scale, as b and the steps since it last changed."""
-        return {f"{part.name}/fp16_scale": self._state.clone() for part in self.shape.parts}
+        """The scale: its exponent, and how many steps ago the largest magnitude was looked for."""
+        state = torch.tensor([self._exponent, self._steps])
+        return {f"{part.name}/fp16_scale": state.clone() for part in self.shape.parts}
 
     def load_state_dict(self, state: Mapping[str, Tensor], ranks: int) -> None:
         """Take the smallest scale of those that the bucket's parameters had."""
         found = [state[key] for part in self.shape.parts if (key := f"{part.name}/fp16_scale") in state]
-        self._state.zero_()
-        if found:
-            self._state.copy_(max(found, key=lambda pair: pair.tolist()))
+        exponent, steps = min(tensor.tolist() for tensor in found) if found else (self._first, 0)
+        self._set(exponent, steps)
 
     def buffers(self) -> list[Tensor]:
         """The memory it takes."""

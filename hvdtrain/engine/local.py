@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hvdtrain.compression.feedback import RESIDUAL
+from hvdtrain.exchange.carried import Carried
 from hvdtrain.exchange.sparse import zero_rows
 
 
@@ -23,7 +23,8 @@ class LocalEngine:
         self.optimizer = optimizer
         self._parameters = named_parameters
         self._sparse: set[str] = set()
-        self._kept: tuple[Mapping[str, Tensor], Mapping[str, Any]] = ({}, {"plan": None, "ranks": 1})
+        self._kept = Carried({}, 1)
+        self._values: Mapping[str, Any] = {"plan": None, "ranks": 1}
 
     def begin(self, micro_batches: int) -> None:
         """Clear gradients."""
@@ -54,21 +55,19 @@ class LocalEngine:
 
     def rescale(self, factor: float) -> None:
         """Multiply what several ranks have left to be delivered."""
-        for name, tensor in self._kept[0].items():
-            if name.endswith(f"/{RESIDUAL}"):
-                tensor.mul_(factor)
+        self._kept.rescale(factor)
 
     def settle(self) -> None:
         """Do nothing."""
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return what several ranks have left, for the time when there are several again."""
-        tensors, values = self._kept
-        return dict(tensors), dict(values)
+        return dict(self._kept.tensors), dict(self._values)
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Keep it: one rank exchanges nothing."""
-        self._kept = {name: tensor.clone() for name, tensor in tensors.items()}, values
+        self._kept = Carried({name: tensor.clone() for name, tensor in tensors.items()}, int(values["ranks"]))
+        self._values = values
 
     def step(self) -> None:
         """Follow the gradients."""

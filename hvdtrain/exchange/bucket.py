@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from torch import Tensor
 from hvdtrain.comm.base import Handle
 from hvdtrain.compression.base import Compressor, Phases
 from hvdtrain.exchange.buckets import Layout
+
+T = TypeVar("T")
 
 
 class Bucket:
@@ -99,13 +102,16 @@ class Bucket:
         """Take the next step if what it waits for is there; whether it was."""
         if self._handle is None or not self._handle.done():
             return False
-        self._next(self._handle.wait())
+        self.wait()
         return True
 
     def wait(self) -> None:
         """Take the next step as soon as what it waits for is there."""
         assert self._handle is not None
-        self._next(self._handle.wait())
+        result = self._handle.wait()
+        if result.is_cuda:  # it may have been made for another stream, to whose memory it goes back
+            result.record_stream(torch.cuda.current_stream(result.device))
+        self._next(result)
 
     def _next(self, result: Tensor | None) -> None:
         assert self._phases is not None
@@ -120,18 +126,26 @@ class Bucket:
 class Side:
     """Where a device carries out what compressors ask for: beside backward, not in its way.
 
-    On CUDA a stream of its own: what is packed on the current stream is waited for by that stream, and `join` makes
-    the current one wait for it; the host waits for neither. On the CPU, nothing.
+    On CUDA a stream of its own. An exchange begins after what has packed its bucket, and `join` makes the current
+    stream wait for all of it; the host waits for neither. On the CPU, nothing.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = _stream(device) if device.type == "cuda" else None
+        self._packed: set[torch.cuda.Stream] = set()
 
-    def run(self, action: Callable[[], object]) -> object:
-        """Do `action` there, after what the current stream has been given so far."""
+    def packed(self) -> None:
+        """Note that a gradient was packed on the current stream."""
+        if self._stream is not None:
+            self._packed.add(torch.cuda.current_stream(self._stream.device))
+
+    def run(self, action: Callable[[], T]) -> T:
+        """Do `action` there, after what was packed."""
         if self._stream is None:
             return action()
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        for stream in self._packed:
+            self._stream.wait_stream(stream)
+        self._packed.clear()
         context: AbstractContextManager[None] = torch.cuda.stream(self._stream)
         with context:
             return action()

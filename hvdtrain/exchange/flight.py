@@ -91,6 +91,7 @@ class Flight:
             bucket = self._buckets[number]
             _refuse_twice(name, bucket.holds(index))
             bucket.put(index, self._weight)
+            self._sides[number].packed()
             if bucket.missing == 0:
                 self._start(number)
         for number, bucket in enumerate(self._buckets):
@@ -102,6 +103,7 @@ class Flight:
         for number, bucket in enumerate(self._buckets):
             if not bucket.started:
                 bucket.put_rest(self._weight)
+                self._sides[number].packed()
                 self._start(number)
         for rows in self._sparse.values():
             if not rows.started:

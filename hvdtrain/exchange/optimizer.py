@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -45,6 +46,7 @@ class Exchange:
         self._session = session
         self._last_session = session()
         self._skip = False
+        self._warned = False
         reducer.before = self._look
         reducer.begin()
 
@@ -91,9 +93,19 @@ class Exchange:
             return self._step_with(follow, closure)
         if not self._skip or self.reducer.begun:
             self.synchronize()
+        if self.reducer.over and not self.reducer.finite():
+            return self._leave_out()
         result = follow()
         self._end()
         return result
+
+    def _leave_out(self) -> None:
+        """Compression cannot carry what is not finite: the optimizer does not follow it, on any rank."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn("a step is left out whose compressed gradients are not finite (said once)", stacklevel=4)
+        self.reducer.commit(applied=False)
+        self.reducer.begin()
 
     def _step_with(self, follow: Callable[..., Any], closure: Callable[[], Any]) -> Any:
         if self.reducer.begun:

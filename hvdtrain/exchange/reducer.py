@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.compression.feedback import RESIDUAL
 from hvdtrain.compression.none import Plain
 from hvdtrain.exchange.agreement import agree
 from hvdtrain.exchange.buckets import Layout, Named, Plan, plan
+from hvdtrain.exchange.carried import Carried
 from hvdtrain.exchange.flight import Flight, Make
 from hvdtrain.exchange.passes import Passes
 from hvdtrain.spans import Spans
@@ -84,8 +84,7 @@ class Reducer:
         self._hooks: list[Any] = []
         self._flight: Flight | None = None  # none while the order is being learned
         self._finished: list[str] = []
-        self._carried: Mapping[str, Tensor] = {}
-        self._carried_ranks = comm.size
+        self._carried = Carried({}, comm.size)
         self.before: Callable[[], None] = lambda: None
         self.over = False
         self._fresh = True
@@ -122,7 +121,7 @@ class Reducer:
         """Let buckets travel another way from the next step on."""
         self._make = make
         if self._flight is not None:
-            self._carried, self._carried_ranks = self.state_dict()[0], self._comm.size
+            self._carried = self._all_carried()
             self._adopt(self._flight.plan)
 
     def set_passes(self, passes: int) -> None:
@@ -153,6 +152,10 @@ class Reducer:
         """Whether a gradient of the last pass of this step has come."""
         return bool(self._finished) if self._flight is None else self._flight.begun
 
+    def finite(self) -> bool:
+        """Whether compressors that keep or lose something found what came finite; equal on all ranks."""
+        return self._flight is None or all(compressor.finite() for compressor in self._flight.compressors)
+
     def commit(self, *, applied: bool) -> None:
         """Keep what the exchange changed in the compressors' state; if the step was not applied, forget it."""
         if self._flight is not None:
@@ -161,6 +164,7 @@ class Reducer:
 
     def rescale(self, factor: float) -> None:
         """Gradients are multiplied by `factor` from now on, and so is what compressors carry to the next step."""
+        self._carried.rescale(factor)
         if self._flight is not None:
             for compressor in self._flight.compressors:
                 compressor.rescale(factor)
@@ -178,15 +182,15 @@ class Reducer:
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors and plain values; after `settle` equal on all ranks. Tensors are not copied."""
-        if self._flight is None:
-            return dict(self._carried), {"plan": None, "ranks": self._carried_ranks}
-        tensors = {k: t for compressor in self._flight.compressors for k, t in compressor.state_dict().items()}
-        agreed = self._flight.plan
-        return tensors, {"plan": {"buckets": agreed.buckets, "sparse": agreed.sparse}, "ranks": self._comm.size}
+        carried = self._all_carried()
+        agreed = (
+            None if self._flight is None else {"buckets": self._flight.plan.buckets, "sparse": self._flight.plan.sparse}
+        )
+        return dict(carried.tensors), {"plan": agreed, "ranks": carried.ranks}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Take over a state; a plan that is not of these parameters is made anew by the next step."""
-        self._carried, self._carried_ranks = dict(tensors), int(values["ranks"])
+        self._carried = Carried(tensors, int(values["ranks"]))
         self._flight = None
         saved = values["plan"] and Plan(tuple(map(tuple, values["plan"]["buckets"])), tuple(values["plan"]["sparse"]))
         if saved and saved.fits(self._known):
@@ -197,9 +201,7 @@ class Reducer:
 
         All else that compression has learned starts anew: it is equal on all ranks, and one that joins lacks it.
         """
-        if self._flight is not None:
-            self._carried = {k: t for k, t in self.state_dict()[0].items() if k.endswith(f"/{RESIDUAL}")}
-            self._carried_ranks = comm.size
+        self._carried = self._all_carried().owed(comm.size)
         self._flight = None
         self._comm, self._weight, self._factor = comm, weight, factor
         self.forget()
@@ -224,8 +226,7 @@ class Reducer:
 
     def _renew(self, named: list[tuple[str, nn.Parameter]]) -> None:
         """Exchange these parameters from now on, in an order to be learned."""
-        self._carried, values = self.state_dict()
-        self._carried_ranks = values["ranks"]
+        self._carried = self._all_carried()
         self._flight = None
         self.close()
         self._known = named
@@ -259,6 +260,13 @@ class Reducer:
             agreed, dict(self._known), self._comm, self._make, self._weight, self._factor, self._name, self._spans
         )
         for compressor in flight.compressors:
-            compressor.load_state_dict(self._carried, self._carried_ranks)
-        self._carried = {}
+            compressor.load_state_dict(self._carried.tensors, self._carried.ranks)
+        # What was frozen may be freed again.
+        self._carried = self._carried.without(dict(self._known), self._comm.size)
         return flight
+
+    def _all_carried(self) -> Carried:
+        if self._flight is None:
+            return self._carried
+        held = {k: t for compressor in self._flight.compressors for k, t in compressor.state_dict().items()}
+        return Carried({**self._carried.tensors, **held}, self._comm.size)

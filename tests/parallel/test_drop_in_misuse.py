@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -225,3 +226,22 @@ def test_what_cannot_be_meant(hvd: Any) -> None:
         hvd.DistributedOptimizer(_sgd(_model()), _model().parameters())
     with pytest.raises(ConfigError, match="negative"):
         hvd.DistributedOptimizer(_sgd(_model()), groups=-1)
+
+
+def test_a_step_that_overflows_on_its_way_is_left_out_by_all(hvd: Any) -> None:
+    """fp16 cannot carry 1e9 at first; the scale follows, and the step after next goes through."""
+    model = nn.Linear(4, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-9), compression="fp16")
+    moved = []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(6):
+            optimizer.zero_grad()
+            (model.weight.sum() * 1e9).backward()
+            before = model.weight.detach().clone()
+            optimizer.step()
+            assert bool(torch.isfinite(model.weight).all())
+            moved.append(not torch.equal(before, model.weight))
+    assert moved[0] is False and moved[-1] is True
+    assert ["left out" in str(w.message) for w in said] == [True]

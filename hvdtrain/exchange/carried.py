@@ -1,0 +1,43 @@
+"""What compression carries from one set of buckets to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hvdtrain.compression.feedback import RESIDUAL
+
+
+@dataclass(frozen=True)
+class Carried:
+    """State of compressors that no bucket holds.
+
+    Attributes:
+        tensors: by ``parameter/what``.
+        ranks: how many a job had whose ranks hold equal ones.
+    """
+
+    tensors: Mapping[str, Tensor]
+    ranks: int
+
+    def owed(self, ranks: int) -> Carried:
+        """What this rank has yet to deliver, now a matter among so many ranks; all else is forgotten."""
+        return Carried({key: t for key, t in self.tensors.items() if _is_owed(key)}, ranks)
+
+    def without(self, parameters: Collection[str], ranks: int) -> Carried:
+        """What is not of these parameters, for a job of so many ranks: what is owed keeps its sum over them."""
+        scale = self.ranks / ranks
+        rest = {key: t for key, t in self.tensors.items() if key.rpartition("/")[0] not in parameters}
+        return Carried({key: t * scale if _is_owed(key) and scale != 1.0 else t for key, t in rest.items()}, ranks)
+
+    def rescale(self, factor: float) -> None:
+        """Multiply what is owed."""
+        for key, tensor in self.tensors.items():
+            if _is_owed(key):
+                tensor.mul_(factor)
+
+
+def _is_owed(key: str) -> bool:
+    return key.endswith(f"/{RESIDUAL}")
