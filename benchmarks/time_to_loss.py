@@ -30,7 +30,7 @@ from hvdtrain.compression.base import BucketShape
 from hvdtrain.compression.table import parse
 from hvdtrain.exchange.buckets import lay_out, plan
 from hvdtrain.exchange.choice import sent_bytes
-from hvdtrain.exchange.reducer import BUCKET_BYTES_BETWEEN_HOSTS
+from hvdtrain.exchange.reducer import BUCKET_BYTES
 from hvdtrain.exchange.trial import cost_s, sizes_of
 from hvdtrain.observe.journal import read_journal
 
@@ -113,7 +113,7 @@ def break_even(runs: Mapping[str, Sequence[Run]], targets: Sequence[float]) -> l
     """The bandwidths below which compression pays, in Gbit/s."""
     model = MODELS["default"]().model
     named = list(model.named_parameters())
-    layouts = lay_out(plan(named, BUCKET_BYTES_BETWEEN_HOSTS), dict(named), "trial")
+    layouts = lay_out(plan(named, BUCKET_BYTES), dict(named), "trial")
     none_bytes, none_s = _bytes_and_cost("none", [layout.shape for layout in layouts])
     figures = []
     for name in [n for n in runs if n not in (STOCK, "none")]:

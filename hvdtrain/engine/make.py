@@ -6,16 +6,27 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.compression.table import parse
+from hvdtrain.compression.table import Compression, parse
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.engine.local import LocalEngine
 from hvdtrain.errors import TaskError
 from hvdtrain.exchange.reducer import Reducer
+from hvdtrain.runtime.environment import environ
+from hvdtrain.runtime.rules import NICE
+from hvdtrain.runtime.threads import give_way
 from hvdtrain.spans import Spans
 
 AUTO = "auto"
 """Stands for the compression that pays, found out in the first steps."""
+
+
+def bucket_size(compression: Compression, comm: Comm) -> int:
+    """Bytes of the largest bucket. Where bulk is sent between hosts, this thread makes room for it from now on."""
+    one_host = comm.local_size >= comm.size
+    if compression.kind.bulk and not one_host:
+        give_way(environ().get(NICE, ""))
+    return compression.bucket_bytes(one_host=one_host)
 
 
 def check_compression(text: str) -> None:
@@ -49,8 +60,9 @@ def make_engine(
         return [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
 
     first = "none" if compression == AUTO else compression
-    bucket_bytes = None if bucket_mib is None else int(bucket_mib * (1 << 20))
-    reducer = Reducer(trained, comm, parse(first).load(), bucket_bytes=bucket_bytes, spans=spans)
+    chosen = parse(first)
+    bucket_bytes = int(bucket_mib * (1 << 20)) if bucket_mib else bucket_size(chosen, comm)
+    reducer = Reducer(trained, comm, chosen.load(), bucket_bytes=bucket_bytes, spans=spans)
     return ExchangeEngine(optimizer, reducer, first, undecided=compression == AUTO)
 
 

@@ -19,10 +19,7 @@ from hvdtrain.exchange.passes import Passes
 from hvdtrain.spans import Spans
 
 BUCKET_BYTES = 32 << 20
-"""Where ranks fill their cores, an exchange beside backward only makes both wait: 1.05 of a step without exchange with
-buckets of 8 MiB, 1.03 with one of 27 MiB (the default model, 2 ranks on 2 cores)."""
-BUCKET_BYTES_BETWEEN_HOSTS = 8 << 20
-"""Over a network the first bucket has to be on its way soon, and the last one to be small."""
+"""Of the largest bucket, where nobody says otherwise."""
 
 
 class Reducer:
@@ -38,7 +35,7 @@ class Reducer:
         parameters: gives those to exchange, equal on all ranks, in the same order; asked before each step.
         comm: the ranks.
         make: of the compressor of a bucket.
-        bucket_bytes: largest bucket; without it, by where the ranks are.
+        bucket_bytes: largest bucket.
         weight: what each gradient is multiplied by before the exchange.
         factor: what each sum is multiplied by after it.
         passes: backward passes of a step, of which the last one exchanges; 0 where `collect` announces the last.
@@ -59,7 +56,7 @@ class Reducer:
         comm: Comm,
         make: Make = Plain,
         *,
-        bucket_bytes: int | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
         weight: float = 1.0,
         factor: float = 1.0,
         passes: int = 0,
@@ -71,9 +68,7 @@ class Reducer:
         self._parameters = parameters
         self._comm = comm
         self._make = make
-        one_host = comm.local_size >= comm.size
-        limit_bytes = bucket_bytes or (BUCKET_BYTES if one_host else BUCKET_BYTES_BETWEEN_HOSTS)
-        self._draft = partial(plan, limit_bytes=limit_bytes, groups=groups)
+        self._draft = partial(plan, limit_bytes=bucket_bytes, groups=groups)
         self._weight = weight
         self._factor = factor
         self._passes = Passes(passes)

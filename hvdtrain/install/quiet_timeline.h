@@ -1,5 +1,5 @@
 // Included before everything else where Horovod's timeline.cc is compiled: the thread that writes its Timeline then
-// sleeps for a millisecond where it would only let other threads have a turn, which on a core that nobody else wants
+// sleeps for 10 milliseconds where it would only let other threads have a turn, which on a core that nobody else wants
 // means to run without end.
 //
 // `yield` is renamed, not `yield()` replaced: a macro with arguments would meet functions of other libraries that have
@@ -21,7 +21,7 @@ namespace this_thread {
 inline void hvdtrain_yield() {
   static const char mark[] = HVDTRAIN_MARK;
   asm volatile("" : : "r"(mark));
-  sleep_for(chrono::milliseconds(1));
+  sleep_for(chrono::milliseconds(10));
 }
 
 } // namespace this_thread

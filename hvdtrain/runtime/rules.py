@@ -38,6 +38,7 @@ PML = "OMPI_MCA_pml"
 TCP_FLAGS = "OMPI_MCA_btl_tcp_flags"
 PROMPT = "HVDTRAIN_PROMPT"
 BLOCK = "HVDTRAIN_BLOCK_IN_MPI"
+NICE = "HVDTRAIN_NICE"
 THREADS = "OMP_NUM_THREADS"
 
 
@@ -192,6 +193,20 @@ def prompt(facts: Facts) -> Iterator[Setting]:
         )
 
 
+def computing_gives_way(facts: Facts) -> Iterator[Setting]:
+    """Let Horovod's thread go before the one that computes, where bulk travels between hosts; each rank for itself."""
+    if facts.info.size > 1 and not facts.info.one_host and facts.cores_are_full and not facts.host.gpus:
+        yield Setting(
+            NICE,
+            "10",
+            "between hosts a link is idle while the thread that feeds it waits for a core; the training thread lowers "
+            "its priority (nice) once Horovod's has started, unless compression leaves little to send",
+            "step of a 14.6M-parameter transformer at 1 Gbit/s, 408 ms of computing, 1 core a rank: as fp16 574 ms "
+            "without, 526 with; in fp32 839 and 767; by powersgd:4, which does without, 444 and 458",
+            before="horovod.torch",
+        )
+
+
 def no_fusion(facts: Facts) -> Iterator[Setting]:
     """Let Horovod exchange our buckets where they are; all ranks decide alike."""
     if facts.info.size > 1:
@@ -225,6 +240,7 @@ RULES: tuple[Callable[[Facts], Iterator[Setting]], ...] = (
     both_ways_over_tcp,
     block_in_mpi,
     prompt,
+    computing_gives_way,
     no_fusion,
     opal_prefix,
 )

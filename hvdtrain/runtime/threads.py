@@ -126,3 +126,13 @@ def can_return_from_rest() -> bool:
 
 def _set_policy(thread: int, policy: int) -> None:
     os.sched_setscheduler(thread, policy, os.sched_param(0))
+
+
+def give_way(nice: str) -> None:
+    """Lower the priority of this thread, and of those that it starts from now on, to at least `nice`.
+
+    Where that cannot be done, or is asked for in another way than by a number above 0, nothing happens.
+    """
+    with suppress(OSError, ValueError):
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, max(int(nice), os.getpriority(os.PRIO_PROCESS, thread)))

@@ -5,7 +5,7 @@
 timeline.cc):
 
 - a thread of rank 0 that looks for work without ever sleeping, a core's worth of time (`threads` tames it). In a
-  Horovod that `hvdtrain build-horovod` built, a quiet one, it sleeps for 1 ms between two looks (`install.compiler`);
+  Horovod that `hvdtrain build-horovod` built, a quiet one, it sleeps for 10 ms between two looks (`install.compiler`);
 - bits for the negotiation, exchanged in each cycle by every rank: either all ranks have the variable or none,
   else the exchange breaks. So what decides has to be the same on all ranks, which have no way to talk yet;
 - on GPUs an event for each part of each collective.

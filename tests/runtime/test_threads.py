@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from hvdtrain.runtime import threads
-from hvdtrain.runtime.threads import Spinner, Use, can_return_from_rest, find_spinner, read_use, thread_ids
+from hvdtrain.runtime.threads import Spinner, Use, can_return_from_rest, find_spinner, give_way, read_use, thread_ids
 
 SPINS, SLEEPS, IDLES, WAITS_BUSILY, IS_YOUNG = 1, 2, 3, 4, 5
 
@@ -121,3 +121,27 @@ def test_a_thread_that_is_gone_is_left_alone(monkeypatch: pytest.MonkeyPatch) ->
 def test_without_proc_there_are_no_threads(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(threads, "_TASKS", tmp_path / "none")
     assert thread_ids() == frozenset()
+
+
+@pytest.mark.parametrize(("asked", "raised_by"), [("10", 10), ("", 0), ("no number", 0), ("-5", 0)])
+def test_computing_gives_way_and_so_do_the_threads_it_starts(asked: str, raised_by: int) -> None:
+    """In a thread that ends: a priority that was lowered cannot always be raised again."""
+    found: list[int] = []
+
+    def look() -> None:
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    def compute() -> None:
+        look()
+        give_way(asked)
+        look()
+        child = threading.Thread(target=look)
+        child.start()
+        child.join()
+
+    computing = threading.Thread(target=compute)
+    computing.start()
+    computing.join()
+    before, after, of_child = found
+    assert after == of_child == max(before, raised_by)
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before

@@ -15,7 +15,7 @@ from hvdtrain.runtime import tuning
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.host import HostFacts
 from hvdtrain.runtime.mpi import MpiLibrary
-from hvdtrain.runtime.rules import BLOCK, PML, PROMPT, RING, RULES_FILE, TCP_FLAGS, THREADS, YIELD
+from hvdtrain.runtime.rules import BLOCK, NICE, PML, PROMPT, RING, RULES_FILE, TCP_FLAGS, THREADS, YIELD
 from hvdtrain.runtime.tuning import RECORD, apply, choose, prepare, written_by_us
 
 OPEN_MPI = MpiLibrary("libmpi.so.40", "openmpi", Path("/mpi/lib/libmpi.so.40"), 4)
@@ -120,6 +120,19 @@ def test_huge_pages_where_there_are_any() -> None:
 def test_a_waiting_rank_yields_where_cores_are_full(host: HostFacts, own_threads: str | None, yields: bool) -> None:
     environ = {} if own_threads is None else {THREADS: own_threads}
     assert (YIELD in chosen(ranks(2), host, environ=environ)) == yields
+
+
+@pytest.mark.parametrize(
+    ("info", "host", "gives_way"),
+    [
+        (ranks(2, hosts=2), FULL, True),
+        (ranks(2, hosts=2, launcher="horovod-gloo"), FULL, True),
+        (ranks(2), FULL, False),  # one host: both compute and sum
+        (ranks(2, hosts=2), HostFacts(16, 16, gpus=8), False),
+    ],
+)
+def test_computing_gives_way_where_a_link_waits_for_a_core(info: RankInfo, host: HostFacts, gives_way: bool) -> None:
+    assert chosen(info, host).get(NICE) == ("10" if gives_way else None)
 
 
 @pytest.mark.parametrize("variable", [THREADS, HUGE, YIELD, "OPAL_PREFIX"])
