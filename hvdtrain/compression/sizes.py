@@ -111,10 +111,15 @@ _WORTH = 2
 
 
 def matrix(shape: Sequence[int], rank: int) -> tuple[int, int] | None:
-    """Rows and columns of what is sent as two factors of `rank`, None where it is sent as it is."""
+    """Rows and columns of what is sent as two factors of `rank`, None where it is sent as it is.
+
+    Of more than two dimensions the leading ones are rows, as many of them as make rows and columns fewest: a
+    convolution's (out, in, 3, 3) is cut behind the first, the weights of experts, (experts, out, in), before the last.
+    """
     if len(shape) < 2:
         return None
-    rows, columns = shape[0], math.prod(shape[1:])
+    cuts = [(math.prod(shape[:cut]), math.prod(shape[cut:])) for cut in range(1, len(shape))]
+    rows, columns = min(cuts, key=sum)
     return (rows, columns) if 0 < _WORTH * rank * (rows + columns) <= rows * columns else None
 
 

@@ -171,6 +171,7 @@ def test_equal_distances_are_one_run() -> None:
         ((96, 40), 14, (96, 40)),
         ((96, 40), 15, None),  # 2 * 15 * 136 > 96 * 40: the factors take more than half
         ((40, 8, 3, 3), 2, (40, 72)),
+        ((8, 512, 256), 4, (4096, 256)),  # the experts of a layer
         ((4000,), 1, None),
         ((), 1, None),
         ((4000, 1), 1, None),
