@@ -25,7 +25,7 @@ from common import Figure, figure, main, ratios
 from torch import Tensor
 
 from hvdtrain.comm.solo import Finished, SoloComm
-from hvdtrain.compression.base import BucketShape, Compressor, Part
+from hvdtrain.compression.base import BucketShape, Compressor, Part, drive
 from hvdtrain.compression.table import TABLE, parse
 
 NAMES = (*TABLE, "powersgd:2", "topk:0.001")
@@ -52,17 +52,11 @@ def buckets(shapes: Sequence[tuple[int, ...]], device: torch.device, limit: int 
             length += -(-math.prod(shape) // 16) * 16
 
 
-def drive(compressor: Compressor, out: Tensor, gradients: Sequence[Tensor], weight: float = 0.5) -> None:
+def exchange(compressor: Compressor, out: Tensor, gradients: Sequence[Tensor], weight: float = 0.5) -> None:
     """One exchange, as a reducer does it."""
     for index, gradient in enumerate(gradients):
         compressor.pack(index, gradient, weight)
-    phases = compressor.exchange(out)
-    result: Any = None
-    try:
-        while True:
-            result = phases.send(result).wait()
-    except StopIteration:
-        return
+    drive(compressor.exchange(out))
 
 
 def seconds(action: Callable[[], object], device: torch.device, times: int) -> float:
@@ -95,7 +89,7 @@ def speed(device: torch.device, quick: bool) -> list[Figure]:
 
     def step(compressors: Sequence[Compressor]) -> None:
         for compressor, out, values in zip(compressors, outs, gradients, strict=True):
-            drive(compressor, out, values)
+            exchange(compressor, out, values)
         for compressor in compressors:
             compressor.commit(applied=True)
 
@@ -160,7 +154,7 @@ def compare(rank: int, port: int, answers: Any) -> None:
     for _ in range(STEPS):
         dist.barrier()
         start = time.perf_counter()
-        drive(ours, out, mine, weight=0.5)
+        exchange(ours, out, mine, weight=0.5)
         ours.commit(applied=True)
         between = time.perf_counter()
         flat = torch.cat([m.flatten() for m in mine])

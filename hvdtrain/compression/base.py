@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,6 +15,14 @@ from hvdtrain.comm.base import Comm, Handle
 
 Phases: TypeAlias = Generator[Handle, Tensor, None]
 """A collective is yielded when it has been started; the generator goes on with its result once that is there."""
+
+
+def drive(phases: Phases) -> None:
+    """Take an exchange to its end, waiting for one collective after the other."""
+    result: Any = None  # a generator begins with that
+    with suppress(StopIteration):
+        while True:
+            result = phases.send(result).wait()
 
 
 @dataclass(frozen=True)

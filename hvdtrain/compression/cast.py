@@ -96,9 +96,8 @@ class Fp16(Compressor):
             largest = float(torch.maximum(-self._lows, self._highs).max()) if looked else None
             if largest:
                 self._set(_LARGEST - math.frexp(largest)[1], 1)
-            elif (
-                looked and self._exponent < _NOTHING
-            ):  # too small for the scale that inf or nan have left, or the first
+            elif looked and self._exponent < _NOTHING:
+                # Too small for the first scale, or for the one that inf or nan have left.
                 self._set(_NOTHING, 0)
             else:
                 self._set(self._exponent, (self._steps + 1) % _LOOKS)

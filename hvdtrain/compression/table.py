@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hvdtrain.compression.base import BucketShape, Compressor
 
 
-_ONE_HOST_MIB = 32
+ONE_HOST_MIB = 32
 """Where ranks fill their cores, an exchange beside backward only makes both wait: 1.05 of a step without exchange with
 buckets of 8 MiB, 1.03 with one of 27 MiB (the default model, 2 ranks on 2 cores)."""
 
@@ -87,7 +87,7 @@ class Compression:
 
     def bucket_bytes(self, *, one_host: bool) -> int:
         """Of the largest bucket."""
-        return (_ONE_HOST_MIB if one_host else self.kind.between_hosts_mib) << 20
+        return (ONE_HOST_MIB if one_host else self.kind.between_hosts_mib) << 20
 
     @classmethod
     def none(cls) -> Compression:

@@ -48,7 +48,7 @@ class Exchange:
         self._skip = False
         self._warned = False
         reducer.before = self._look
-        reducer.begin()
+        reducer.forget()  # what parameters there are is looked at with the first gradient
 
     def _look(self) -> None:
         if self._session() != self._last_session:
@@ -105,7 +105,7 @@ class Exchange:
             self._warned = True
             warnings.warn("a step is left out whose compressed gradients are not finite (said once)", stacklevel=4)
         self.reducer.commit(applied=False)
-        self.reducer.begin()
+        self.reducer.forget()
 
     def _step_with(self, follow: Callable[..., Any], closure: Callable[[], Any]) -> Any:
         if self.reducer.begun:
@@ -128,7 +128,7 @@ class Exchange:
 
     def _end(self) -> None:
         self.reducer.commit(applied=True)
-        self.reducer.begin()
+        self.reducer.forget()
 
     def restart(self) -> None:
         """Begin anew among the ranks that there are now."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.compression.none import Plain
+from hvdtrain.compression.table import ONE_HOST_MIB
 from hvdtrain.exchange.agreement import agree
 from hvdtrain.exchange.buckets import Layout, Named, Plan, plan
 from hvdtrain.exchange.carried import Carried
@@ -18,7 +19,7 @@ from hvdtrain.exchange.flight import Flight, Make
 from hvdtrain.exchange.passes import Passes
 from hvdtrain.spans import Spans
 
-BUCKET_BYTES = 32 << 20
+BUCKET_BYTES = ONE_HOST_MIB << 20
 """Of the largest bucket, where nobody says otherwise."""
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.compression import sizes
-from hvdtrain.compression.base import BucketShape
+from hvdtrain.compression.base import BucketShape, drive
 from hvdtrain.compression.table import Compression
 
 _SMALL, _LARGE = 1 << 8, 1 << 21
@@ -41,13 +41,7 @@ def cost_s(compression: Compression, shape: BucketShape, gradients: list[Tensor]
     def once() -> None:
         for index, gradient in enumerate(gradients):
             compressor.pack(index, gradient)
-        phases = compressor.exchange(out)
-        handle = next(phases, None)
-        while handle is not None:
-            try:
-                handle = phases.send(handle.wait())
-            except StopIteration:
-                handle = None
+        drive(compressor.exchange(out))
         compressor.commit(applied=True)
 
     once()  # the first touches fresh memory

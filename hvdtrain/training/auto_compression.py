@@ -10,7 +10,7 @@ import torch
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json
-from hvdtrain.compression.table import Compression, parse
+from hvdtrain.compression.table import parse
 from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.exchange.choice import WORTH, Measured, Prediction, choose
 from hvdtrain.exchange.trial import cost_s, link, sizes_of
@@ -83,9 +83,8 @@ class CompressionTrial:
         layouts = self._engine.layouts()
         costs: dict[str, float] = {}
         for name in ("none", *CANDIDATES):
-            compression = Compression.none() if name == "none" else parse(name)
             costs[name] = sum(
-                cost_s(compression, layout.shape, [p.grad for p in layout.parameters if p.grad is not None])
+                cost_s(parse(name), layout.shape, [p.grad for p in layout.parameters if p.grad is not None])
                 for layout in layouts
             )
         mine = [median(s for s, _ in self._steps), median(e for _, e in self._steps), latency_s, bytes_per_s, costs]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hvdtrain.comm.base import Comm, Handle
 from hvdtrain.compression.base import BucketShape, Compressor, Part
+from hvdtrain.compression.base import drive as drive_phases
 from hvdtrain.compression.table import Kind
 
 SHAPES: Sequence[Sequence[int]] = ((7,), (), (96, 40), (0, 3), (96, 40), (1200, 1), (5, 3, 2), (96, 40), (40, 8, 3, 3))
@@ -69,13 +70,8 @@ def exchange(compressor: Compressor, values: Sequence[Tensor | None], weight: fl
 def drive(compressor: Compressor, out: Tensor | None = None) -> Tensor:
     if out is None:
         out = torch.full((compressor.shape.length,), 7.0, dtype=compressor.shape.dtype)
-    phases = compressor.exchange(out)
-    result: Any = None
-    try:
-        while True:
-            result = phases.send(result).wait()
-    except StopIteration:
-        return out
+    drive_phases(compressor.exchange(out))
+    return out
 
 
 def parts(compressor: Compressor, flat: Tensor) -> Tensor:
