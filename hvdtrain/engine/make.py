@@ -10,7 +10,7 @@ from hvdtrain.compression.table import Compression, parse
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.engine.local import LocalEngine
-from hvdtrain.errors import TaskError
+from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.runtime.environment import environ
 from hvdtrain.runtime.rules import NICE
@@ -35,8 +35,11 @@ def check_compression(text: str) -> None:
     Errors:
         ConfigError: it does not.
     """
-    if text != AUTO:
-        parse(text)
+    try:
+        if text != AUTO:
+            parse(text)
+    except ConfigError as error:
+        raise ConfigError(error.what, expected=f"{error.expected}, {AUTO}", next_step=error.next_step) from None
 
 
 def make_engine(

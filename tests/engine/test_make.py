@@ -6,7 +6,8 @@ import pytest
 
 from hvdtrain.compression.table import parse
 from hvdtrain.engine import make
-from hvdtrain.engine.make import bucket_size
+from hvdtrain.engine.make import bucket_size, check_compression
+from hvdtrain.errors import ConfigError
 from tests.support.thread_comm import Hub, ThreadComm
 
 MIB = 1 << 20
@@ -34,3 +35,11 @@ def test_buckets_and_priority(
     comm.local_size = per_host
     assert bucket_size(parse(compression), comm) == mib * MIB
     assert asked == ["7"] * gives_way
+
+
+def test_an_option_that_names_no_compression_is_told_all_that_there_are() -> None:
+    check_compression("auto")
+    check_compression("topk:0.1")
+    with pytest.raises(ConfigError, match="'powersgd:x' is no compression") as caught:
+        check_compression("powersgd:x")
+    assert caught.value.expected is not None and caught.value.expected.endswith("powersgd[:rank 1 to 128], auto")
