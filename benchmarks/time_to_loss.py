@@ -27,9 +27,9 @@ from host_jobs import TwoHosts, two_hosts
 from models import MODELS
 
 from hvdtrain.compression.base import BucketShape
+from hvdtrain.compression.sizes import sent_bytes
 from hvdtrain.compression.table import parse
 from hvdtrain.exchange.buckets import lay_out, plan
-from hvdtrain.exchange.choice import sent_bytes
 from hvdtrain.exchange.reducer import BUCKET_BYTES
 from hvdtrain.exchange.trial import cost_s, sizes_of
 from hvdtrain.observe.journal import read_journal

@@ -50,6 +50,17 @@ def bf16(bucket: Bucket, ranks: int, number: float) -> Payload:
     return {"alltoall": ranks * mine, "allgather": mine} if mine else {}
 
 
+def rows(shape: Sequence[int], count: int, item_bytes: int) -> Payload:
+    """Of a gradient of which `count` rows are not zero: which these are on each rank, then what is in them."""
+    return {"allgather": 4 * count, "allreduce": item_bytes * count * math.prod(shape[1:])}
+
+
+def sent_bytes(payload: Payload, ranks: int) -> float:
+    """What a rank sends for a payload, by the algorithms that send least (a ring, or each to each)."""
+    share = {"allreduce": 2 * (ranks - 1) / ranks, "alltoall": (ranks - 1) / ranks, "allgather": ranks - 1}
+    return sum(size * share[kind] for kind, size in payload.items())
+
+
 BLOCK = 256
 """Elements that share a scale: 1.6% more bytes than none, and one large value spoils the resolution of no more."""
 

@@ -6,7 +6,8 @@ A compression is written ``name``, or ``name:number`` where it takes a number th
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +98,22 @@ class Compression:
     def payload(self, bucket: Bucket, ranks: int) -> Payload:
         """Bytes that each rank hands to Comm in one exchange, by kind of collective."""
         return self.kind.payload(bucket, ranks, self.number)
+
+    @property
+    def exact(self) -> bool:
+        """Whether gradients travel as they are."""
+        return self.kind.name == "none"
+
+    def leaves_to_rows(self, shape: Sequence[int], dtype: str, count: int, ranks: int) -> bool:
+        """Whether a gradient is better sent as those `count` of its rows that are not zero on some rank.
+
+        A little more on the way is worth not coding all of it, and losing less.
+        """
+        elements = math.prod(shape)
+        plain = sizes.sent_bytes(sizes.plain(Bucket([shape], dtype, elements), ranks, 0), ranks)
+        coded = sizes.sent_bytes(self.payload(Bucket([shape], dtype, elements), ranks), ranks)
+        sent = sizes.sent_bytes(sizes.rows(shape, count, 4 if self.exact else 2), ranks)
+        return sent < min(plain / 2, coded + plain / 50)
 
     def load(self) -> Callable[[BucketShape, Comm], Compressor]:
         """What makes the compressor of a bucket; imports torch."""

@@ -31,7 +31,7 @@ class ExchangeEngine:
         self.undecided = False
         if compression != self.compression:
             self.compression = compression
-            self._reducer.switch(parse(compression).load())
+            self._reducer.switch(parse(compression))
 
     def layouts(self) -> list[Layout]:
         """What is exchanged together; nothing before the first step."""

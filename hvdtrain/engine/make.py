@@ -65,7 +65,7 @@ def make_engine(
     first = "none" if compression == AUTO else compression
     chosen = parse(first)
     bucket_bytes = int(bucket_mib * (1 << 20)) if bucket_mib else bucket_size(chosen, comm)
-    reducer = Reducer(trained, comm, chosen.load(), bucket_bytes=bucket_bytes, spans=spans)
+    reducer = Reducer(trained, comm, chosen, bucket_bytes=bucket_bytes, spans=spans)
     return ExchangeEngine(optimizer, reducer, first, undecided=compression == AUTO)
 
 

@@ -1,7 +1,8 @@
-"""One bucket of gradients under way: packed by backward's hooks, then driven through the phases of its compressor."""
+"""What travels together: packed by backward's hooks, then driven from one collective to the next."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TypeVar
@@ -10,44 +11,36 @@ import torch
 from torch import Tensor
 
 from hvdtrain.comm.base import Handle
-from hvdtrain.compression.base import Compressor, Phases
+from hvdtrain.compression.base import Phases
 from hvdtrain.exchange.buckets import Layout
 
 T = TypeVar("T")
 
 
-class Bucket:
+class Bucket(ABC):
     """Gradients that are exchanged together.
 
     Args:
-        layout: what lies where.
-        compressor: how it travels.
-        factor: what the sum is multiplied by.
+        layout: what it holds.
 
     Attributes:
-        out: (length,) the sums, of the gradients' dtype; afterwards each parameter's gradient is a view of it.
-        views: the views, as `layout.parameters`.
+        layout: as given.
         missing: how many gradients of this step are not packed yet.
+        eager: whether it starts as soon as it is full: its exchange does not wait for the device.
     """
 
-    def __init__(self, layout: Layout, compressor: Compressor, factor: float = 1.0) -> None:
+    eager = True
+
+    def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self.compressor = compressor
-        shape, work = layout.shape, compressor.work
-        in_place = not compressor.keeps_error and work.dtype == shape.dtype and len(work) == shape.length
-        self.out = work if in_place else shape.zeros()
-        self.views = [part.view(self.out) for part in shape.parts]
-        self._factor = factor
-        self._packed = [False] * len(self.views)
-        self.missing = len(self.views)
-        self._phases: Phases | None = None
-        self._handle: Handle | None = None
+        self.begin()
 
     def begin(self) -> None:
         """Expect the gradients of another step."""
-        self._packed = [False] * len(self.views)
-        self.missing = len(self.views)
-        self._phases = self._handle = None
+        self._packed = [False] * len(self.layout.parameters)
+        self.missing = len(self._packed)
+        self._phases: Phases | None = None
+        self._handle: Handle | None = None
 
     def holds(self, index: int) -> bool:
         """Whether a gradient of this step is packed."""
@@ -56,7 +49,7 @@ class Bucket:
     @property
     def begun(self) -> bool:
         """Whether any gradient of this step is packed."""
-        return self.missing < len(self.views)
+        return self.missing < len(self._packed)
 
     def put(self, index: int, weight: float) -> None:
         """Pack the gradient of a parameter, times `weight`, zero where it has none; let the parameter's memory go.
@@ -64,10 +57,7 @@ class Bucket:
         It has none until `give`: whoever scales or clips gradients that are on their way does not find any.
         """
         parameter = self.layout.parameters[index]
-        gradient = parameter.grad
-        if gradient is not None and gradient.is_sparse:
-            gradient = gradient.to_dense()
-        self.compressor.pack(index, gradient, weight)
+        self._pack(index, parameter.grad, weight)
         parameter.grad = None
         self._packed[index] = True
         self.missing -= 1
@@ -78,10 +68,15 @@ class Bucket:
             if not packed:
                 self.put(index, weight)
 
-    def give(self) -> None:
-        """Make the sums the parameters' gradients."""
-        for parameter, view in zip(self.layout.parameters, self.views, strict=True):
-            parameter.grad = view
+    @abstractmethod
+    def _pack(self, index: int, gradient: Tensor | None, weight: float) -> None: ...
+
+    @abstractmethod
+    def _exchange(self) -> Phases: ...
+
+    @abstractmethod
+    def give(self) -> list[Tensor]:
+        """Make the sums the parameters' gradients; what of them clipping has to multiply."""
 
     @property
     def started(self) -> bool:
@@ -95,7 +90,7 @@ class Bucket:
 
     def start(self) -> None:
         """Begin the exchange. Collective: yes, with the same bucket of the other ranks, in any order."""
-        self._phases = self.compressor.exchange(self.out)
+        self._phases = self._exchange()
         self._next(None)
 
     def advance(self) -> bool:
@@ -119,8 +114,6 @@ class Bucket:
             self._handle = next(self._phases) if result is None else self._phases.send(result)
         except StopIteration:
             self._handle = None
-            if self._factor != 1.0:
-                self.out.mul_(self._factor)
 
 
 class Side:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,10 +25,21 @@ class Plan:
     Attributes:
         buckets: names of parameters of one dtype and device, in the order in which backward finishes them.
         sparse: names of parameters whose gradients are sparse; each travels alone.
+        rows: names of dense ones of which few rows were not zero, each alone in a bucket, and how many rows that were.
     """
 
     buckets: tuple[tuple[str, ...], ...]
     sparse: tuple[str, ...] = ()
+    rows: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of_saved(cls, saved: Mapping[str, Any]) -> Plan:
+        """The plan whose fields, as JSON, are these."""
+        return cls(tuple(map(tuple, saved["buckets"])), tuple(saved["sparse"]), dict(saved.get("rows", {})))
+
+    def without_rows(self, names: Collection[str]) -> Plan:
+        """With all rows of these."""
+        return replace(self, rows={name: count for name, count in self.rows.items() if name not in names})
 
     def fits(self, named: Named) -> bool:
         """Whether it holds exactly these parameters, and each bucket those of one dtype and device."""
@@ -44,6 +56,7 @@ def plan(
     finished: Sequence[str] = (),
     sparse: Iterable[str] = (),
     groups: Sequence[Sequence[str]] = (),
+    rows: Mapping[str, int] | None = None,
 ) -> Plan:
     """Divide parameters into buckets of at most `limit_bytes`, a larger one alone.
 
@@ -55,6 +68,7 @@ def plan(
             model's order, which is about the same.
         sparse: names of those that have sparse gradients.
         groups: names that share a bucket for each dtype and device, whatever their size.
+        rows: how many rows are not zero, by name of those of which these are few; what is of a group stays there.
     """
     of = dict(named)
     alone = set(sparse)
@@ -63,12 +77,16 @@ def plan(
     rest = set(order) - first.keys()
     buckets: list[list[str]] = []
     grouped = {name: number for number, group in enumerate(groups) for name in group}
+    few = {name: count for name, count in (rows or {}).items() if name not in grouped}
     runs = [([n for n in order if grouped.get(n) == number], sys.maxsize) for number in range(len(groups))]
     runs += [([n for n in order if n not in grouped and (n in rest) == late], limit_bytes) for late in (False, True)]
     for names, limit in runs:
         open_: dict[tuple[torch.dtype, torch.device], tuple[list[str], int]] = {}
         for name in names:
             if name in alone:
+                continue
+            if name in few:
+                buckets.append([name])
                 continue
             parameter = of[name]
             kind = (parameter.dtype, parameter.device)
@@ -79,7 +97,7 @@ def plan(
                 buckets.append(bucket)
             bucket.append(name)
             open_[kind] = (bucket, held + length)
-    return Plan(tuple(map(tuple, buckets)), tuple(name for name, _ in named if name in alone))
+    return Plan(tuple(map(tuple, buckets)), tuple(name for name, _ in named if name in alone), few)
 
 
 @dataclass(frozen=True)
@@ -96,8 +114,9 @@ class Layout:
 
 
 def lay_out(agreed: Plan, of: Mapping[str, nn.Parameter], name: str) -> list[Layout]:
-    """Give each gradient its place; buckets are called ``name/0`` and so on."""
-    return [_lay_out_one(names, of, f"{name}/{number}") for number, names in enumerate(agreed.buckets)]
+    """Give each gradient its place; buckets are called ``name/0`` and so on, sparse ones after their parameters."""
+    dense = [_lay_out_one(names, of, f"{name}/{number}") for number, names in enumerate(agreed.buckets)]
+    return [*dense, *(_lay_out_one((sparse,), of, f"{name}/{sparse}") for sparse in agreed.sparse)]
 
 
 def _lay_out_one(names: Sequence[str], of: Mapping[str, nn.Parameter], name: str) -> Layout:

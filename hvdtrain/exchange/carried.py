@@ -32,6 +32,10 @@ class Carried:
         rest = {key: t for key, t in self.tensors.items() if key.rpartition("/")[0] not in parameters}
         return Carried({key: t * scale if _is_owed(key) and scale != 1.0 else t for key, t in rest.items()}, ranks)
 
+    def owes(self, parameter: str) -> bool:
+        """Whether something of its gradients is yet to be delivered."""
+        return f"{parameter}/{RESIDUAL}" in self.tensors
+
     def rescale(self, factor: float) -> None:
         """Multiply what is owed."""
         for key, tensor in self.tensors.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hvdtrain.compression.sizes import Bucket, Payload
+from hvdtrain.compression.sizes import Bucket, sent_bytes
 from hvdtrain.compression.table import Compression
 
 WORTH = 0.95
@@ -50,12 +50,6 @@ class Prediction:
     compression: str
     wire_s: float
     step_s: float
-
-
-def sent_bytes(payload: Payload, ranks: int) -> float:
-    """What a rank sends for a payload, by the algorithms that send least (a ring, or each to each)."""
-    share = {"allreduce": 2 * (ranks - 1) / ranks, "alltoall": (ranks - 1) / ranks, "allgather": ranks - 1}
-    return sum(size * share[kind] for kind, size in payload.items())
 
 
 def predict(measured: Measured, compression: Compression) -> Prediction:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.compression.base import BucketShape, Compressor
+from hvdtrain.compression.table import Compression
 from hvdtrain.errors import TaskError
 from hvdtrain.exchange.bucket import Bucket, Side
-from hvdtrain.exchange.buckets import Plan, lay_out
-from hvdtrain.exchange.sparse import SparseSum
+from hvdtrain.exchange.buckets import Layout, Plan, lay_out
+from hvdtrain.exchange.dense import DenseBucket
+from hvdtrain.exchange.rows import RowBucket
+from hvdtrain.exchange.sparse import SparseBucket
 from hvdtrain.spans import EXCHANGE, Spans
-
-Make = Callable[[BucketShape, Comm], Compressor]
 
 
 class Flight:
@@ -24,7 +24,7 @@ class Flight:
         agreed: the plan, the same on all ranks.
         of: parameters by name.
         comm: the ranks.
-        make: of the compressor of a bucket.
+        compression: how dense ones travel.
         weight: what each gradient is multiplied by before the exchange.
         factor: what each sum is multiplied by after it.
         name: what the collectives' names begin with.
@@ -32,8 +32,8 @@ class Flight:
 
     Attributes:
         plan: as given.
-        layouts: of its buckets.
-        compressors: one a bucket.
+        compressors: one for each bucket that has one.
+        layouts: of those.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Flight:
         agreed: Plan,
         of: Mapping[str, nn.Parameter],
         comm: Comm,
-        make: Make,
+        compression: Compression,
         weight: float,
         factor: float,
         name: str,
@@ -49,32 +49,41 @@ class Flight:
     ) -> None:
         self.plan = agreed
         self._weight = weight
-        self._factor = factor
-        self._name = name
         self._spans = spans
-        self.layouts = lay_out(agreed, of, name)
-        self._buckets = [Bucket(layout, make(layout.shape, comm), factor) for layout in self.layouts]
+        make = compression.load()
+
+        def bucket(layout: Layout) -> Bucket:
+            shape = layout.shape
+            part = shape.parts[0]
+            if part.name in agreed.sparse:
+                return SparseBucket(layout, comm, factor)
+            rows = agreed.rows.get(part.name)
+            dtype = str(shape.dtype).removeprefix("torch.")
+            if rows and compression.leaves_to_rows(part.shape, dtype, rows, comm.size):
+                return RowBucket(layout, comm, factor, exact=compression.exact)
+            return DenseBucket(layout, make(shape, comm), factor)
+
+        self._buckets = [bucket(layout) for layout in lay_out(agreed, of, name)]
         self._sides = [Side(bucket.layout.shape.device) for bucket in self._buckets]
         self._began = [0] * len(self._buckets)
-        self._sparse = {n: SparseSum(f"{name}/{n}", of[n], comm) for n in agreed.sparse}
         self._places = {
             part.name: (number, index)
             for number, bucket in enumerate(self._buckets)
             for index, part in enumerate(bucket.layout.shape.parts)
         }
-        self.compressors = [bucket.compressor for bucket in self._buckets]
+        self._dense = [bucket for bucket in self._buckets if isinstance(bucket, DenseBucket)]
+        self.compressors = [bucket.compressor for bucket in self._dense]
+        self.layouts = [bucket.layout for bucket in self._dense]
 
     def begin(self) -> None:
         """Expect the gradients of another step."""
         for bucket in self._buckets:
             bucket.begin()
-        for rows in self._sparse.values():
-            rows.begin()
 
     @property
     def begun(self) -> bool:
         """Whether any gradient of this step has come."""
-        return any(b.begun for b in self._buckets) or any(rows.started for rows in self._sparse.values())
+        return any(bucket.begun for bucket in self._buckets)
 
     def arrived(self, name: str) -> None:
         """The gradient of this parameter is there.
@@ -82,18 +91,18 @@ class Flight:
         Errors:
             TaskError: it was there before in this step.
         """
-        place = self._places.get(name)
-        if place is None:
-            _refuse_twice(name, self._sparse[name].started)
-            self._sparse[name].start(self._weight)
-        else:
-            number, index = place
-            bucket = self._buckets[number]
-            _refuse_twice(name, bucket.holds(index))
-            bucket.put(index, self._weight)
-            self._sides[number].packed()
-            if bucket.missing == 0:
-                self._start(number)
+        number, index = self._places[name]
+        bucket = self._buckets[number]
+        if bucket.holds(index):
+            raise TaskError(
+                f"{name} got its gradient a second time, when it was on its way already",
+                next_step="run backward once a step, or as often as backward_passes_per_step says; checkpoint"
+                " activations with use_reentrant=False",
+            )
+        bucket.put(index, self._weight)
+        self._sides[number].packed()
+        if bucket.missing == 0 and bucket.eager:
+            self._start(number)
         for number, bucket in enumerate(self._buckets):
             if bucket.running and self._sides[number].run(bucket.advance):
                 self._note(number)
@@ -105,26 +114,24 @@ class Flight:
                 bucket.put_rest(self._weight)
                 self._sides[number].packed()
                 self._start(number)
-        for rows in self._sparse.values():
-            if not rows.started:
-                rows.start(self._weight)
         self._drive()
         for side in self._sides:
             side.join()
-        for bucket in self._buckets:
-            bucket.give()
-        # Views, not whole buckets: a norm over 30 MB summed in fp32 is off by 2e-4, that of the parts by 6e-6.
-        views = [view for bucket in self._buckets for view in bucket.views]
-        return views + [rows.finish(self._factor) for rows in self._sparse.values()]
+        return [gradient for bucket in self._buckets for gradient in bucket.give()]
+
+    def crowded(self) -> Plan | None:
+        """The plan without rows where there were many after all, none where that is this one; equal on all ranks."""
+        rows = [b for b in self._buckets if isinstance(b, RowBucket)]
+        many = {b.layout.shape.parts[0].name for b in rows if b.count > len(b.layout.parameters[0]) / 2}
+        return self.plan.without_rows(many) if many else None
 
     def carried(self) -> dict[str, list[str]]:
         """Names of parameters by what the names of their collectives begin with."""
-        buckets = {b.layout.shape.name: [part.name for part in b.layout.shape.parts] for b in self._buckets}
-        return {**buckets, **{f"{self._name}/{name}": [name] for name in self._sparse}}
+        return {b.layout.shape.name: [part.name for part in b.layout.shape.parts] for b in self._buckets}
 
     def buffers(self) -> list[Tensor]:
         """The memory that buckets take."""
-        return [buffer for b in self._buckets for buffer in (b.out, *b.compressor.buffers())]
+        return [buffer for b in self._dense for buffer in (b.out, *b.compressor.buffers())]
 
     def _start(self, number: int) -> None:
         self._began[number] = self._spans.now()
@@ -146,12 +153,3 @@ class Flight:
             for number in moved:
                 self._note(number)
             running = [number for number in running if self._buckets[number].running]
-
-
-def _refuse_twice(name: str, there: bool) -> None:
-    if there:
-        raise TaskError(
-            f"{name} got its gradient a second time, when it was on its way already",
-            next_step="run backward once a step, or as often as backward_passes_per_step says; checkpoint"
-            " activations with use_reentrant=False",
-        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -10,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.compression.none import Plain
-from hvdtrain.compression.table import ONE_HOST_MIB
+from hvdtrain.compression.table import ONE_HOST_MIB, Compression
 from hvdtrain.exchange.agreement import agree
 from hvdtrain.exchange.buckets import Layout, Named, Plan, plan
 from hvdtrain.exchange.carried import Carried
-from hvdtrain.exchange.flight import Flight, Make
+from hvdtrain.exchange.flight import Flight
 from hvdtrain.exchange.passes import Passes
 from hvdtrain.spans import Spans
 
@@ -35,7 +35,7 @@ class Reducer:
     Args:
         parameters: gives those to exchange, equal on all ranks, in the same order; asked before each step.
         comm: the ranks.
-        make: of the compressor of a bucket.
+        compression: how buckets travel; none where it is left out.
         bucket_bytes: largest bucket.
         weight: what each gradient is multiplied by before the exchange.
         factor: what each sum is multiplied by after it.
@@ -55,7 +55,7 @@ class Reducer:
         self,
         parameters: Callable[[], Named],
         comm: Comm,
-        make: Make = Plain,
+        compression: Compression | None = None,
         *,
         bucket_bytes: int = BUCKET_BYTES,
         weight: float = 1.0,
@@ -68,7 +68,7 @@ class Reducer:
     ) -> None:
         self._parameters = parameters
         self._comm = comm
-        self._make = make
+        self._compression = compression or Compression.none()
         self._draft = partial(plan, limit_bytes=bucket_bytes, groups=groups)
         self._weight = weight
         self._factor = factor
@@ -101,6 +101,8 @@ class Reducer:
     def forget(self) -> None:
         """Expect the gradients of a step from its beginning, whatever has come of it."""
         if self._flight is not None:
+            if changed := self._flight.crowded():
+                self._adopt(changed)
             self._flight.begin()
         self._finished.clear()
         self._passes.begin()
@@ -113,11 +115,10 @@ class Reducer:
             self._fresh = False
             self.before()
 
-    def switch(self, make: Make) -> None:
+    def switch(self, compression: Compression) -> None:
         """Let buckets travel another way from the next step on."""
-        self._make = make
+        self._compression = compression
         if self._flight is not None:
-            self._carried = self._all_carried()
             self._adopt(self._flight.plan)
 
     def set_passes(self, passes: int) -> None:
@@ -179,18 +180,18 @@ class Reducer:
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors and plain values; after `settle` equal on all ranks. Tensors are not copied."""
         carried = self._all_carried()
-        agreed = (
-            None if self._flight is None else {"buckets": self._flight.plan.buckets, "sparse": self._flight.plan.sparse}
-        )
+        agreed = None if self._flight is None else asdict(self._flight.plan)
         return dict(carried.tensors), {"plan": agreed, "ranks": carried.ranks}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Take over a state; a plan that is not of these parameters is made anew by the next step."""
         self._carried = Carried(tensors, int(values["ranks"]))
         self._flight = None
-        saved = values["plan"] and Plan(tuple(map(tuple, values["plan"]["buckets"])), tuple(values["plan"]["sparse"]))
-        if saved and saved.fits(self._known):
-            self._adopt(saved)
+        if (saved := values["plan"]) is not None:
+            agreed = Plan.of_saved(saved)
+            agreed = agreed.without_rows([name for name in agreed.rows if self._carried.owes(name)])
+            if agreed.fits(self._known):
+                self._adopt(agreed)
 
     def restart(self, comm: Comm, weight: float, factor: float) -> None:
         """Forget what is under way and go on among other ranks; what this rank still owes it owes here.
@@ -247,13 +248,29 @@ class Reducer:
 
     def _learn(self) -> Flight:
         """Settle with the other ranks what is exchanged together. Collective: yes."""
-        sparse = [n for n, p in self._known if p.grad is not None and p.grad.is_sparse and not self._sparse_as_dense]
-        return self._adopt(agree(self._comm, self._known, self._draft, self._finished, sparse, self._name))
+        agreed = agree(
+            self._comm,
+            self._known,
+            self._draft,
+            self._finished,
+            self._carried.owes,
+            self._name,
+            sparse_as_dense=self._sparse_as_dense,
+        )
+        return self._adopt(agreed)
 
     def _adopt(self, agreed: Plan) -> Flight:
         """Make the buckets of a plan; what their compressors knew before goes with the parameters."""
+        self._carried = self._all_carried()
         flight = self._flight = Flight(
-            agreed, dict(self._known), self._comm, self._make, self._weight, self._factor, self._name, self._spans
+            agreed,
+            dict(self._known),
+            self._comm,
+            self._compression,
+            self._weight,
+            self._factor,
+            self._name,
+            self._spans,
         )
         for compressor in flight.compressors:
             compressor.load_state_dict(self._carried.tensors, self._carried.ranks)

@@ -5,60 +5,52 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.comm.base import Comm, Handle
+from hvdtrain.comm.base import Comm
+from hvdtrain.compression.base import Phases
+from hvdtrain.exchange.bucket import Bucket
+from hvdtrain.exchange.buckets import Layout
 
 
-class SparseSum:
-    """The gradient of one parameter, such as that of ``nn.Embedding(sparse=True)``, under way.
+class SparseBucket(Bucket):
+    """The gradient of one parameter, such as that of ``nn.Embedding(sparse=True)``.
 
     Every rank sends its rows as they are and adds up those of all in rank order, so that bits are equal.
 
     Args:
-        name: of the collectives.
-        parameter: whose gradient it is.
+        layout: of this parameter alone.
         comm: the ranks.
+        factor: what the sum is multiplied by.
         sparse_dim: leading dimensions that are sparse.
     """
 
-    def __init__(self, name: str, parameter: nn.Parameter, comm: Comm, sparse_dim: int = 1) -> None:
-        self._name = name
-        self._parameter = parameter
+    def __init__(self, layout: Layout, comm: Comm, factor: float = 1.0, sparse_dim: int = 1) -> None:
+        super().__init__(layout)
         self._comm = comm
+        self._factor = factor
         self._dim = sparse_dim
-        self._handles: tuple[Handle, Handle] | None = None
 
-    @property
-    def started(self) -> bool:
-        """Whether the exchange of this step has begun."""
-        return self._handles is not None
-
-    def begin(self) -> None:
-        """Expect another step."""
-        self._handles = None
-
-    def start(self, weight: float) -> None:
-        """Send the rows times `weight`; none where there is no gradient. Collective: yes."""
-        gradient = self._parameter.grad
-        rows = _empty(self._parameter, self._dim) if gradient is None else gradient
+    def _pack(self, index: int, gradient: Tensor | None, weight: float) -> None:
+        rows = _empty(self.layout.parameters[0], self._dim) if gradient is None else gradient
         if not rows.is_sparse:
             rows = rows.to_sparse(self._dim)
-        indices = rows._indices().t().contiguous()
-        values = rows._values() * weight if weight != 1.0 else rows._values().contiguous()
-        self._handles = (
-            self._comm.allgather(indices, name=f"{self._name}/rows"),
-            self._comm.allgather(values, name=f"{self._name}/values"),
-        )
+        self._indices = rows._indices().t().contiguous()
+        self._values = rows._values() * weight if weight != 1.0 else rows._values().contiguous()
 
-    def finish(self, factor: float) -> Tensor:
-        """Wait; the parameter's gradient is the sum times `factor` then. The values of its rows, a view."""
-        assert self._handles is not None
-        indices, values = (handle.wait() for handle in self._handles)
-        size = self._parameter.shape
-        gradient = torch.sparse_coo_tensor(indices.t(), values, size, check_invariants=False).coalesce()
-        if factor != 1.0:
-            gradient._values().mul_(factor)
-        self._parameter.grad = gradient
-        return gradient._values()
+    def _exchange(self) -> Phases:
+        name = self.layout.shape.name
+        where = self._comm.allgather(self._indices, name=f"{name}/rows")
+        what = self._comm.allgather(self._values, name=f"{name}/values")
+        indices = yield where
+        values = yield what
+        size = self.layout.parameters[0].shape
+        self._sum = torch.sparse_coo_tensor(indices.t(), values, size, check_invariants=False).coalesce()
+        if self._factor != 1.0:
+            self._sum._values().mul_(self._factor)
+
+    def give(self) -> list[Tensor]:
+        """The values of its rows, a view."""
+        self.layout.parameters[0].grad = self._sum
+        return [self._sum._values()]
 
 
 def zero_rows(parameter: nn.Parameter) -> Tensor:

@@ -138,7 +138,7 @@ def DistributedOptimizer(
     reducer = Reducer(
         trained,
         comm,
-        chosen.load(),
+        chosen,
         bucket_bytes=bucket_size(chosen, comm),
         weight=weight,
         factor=factor,

@@ -26,14 +26,17 @@ def test_each_parameter_has_one_place(shapes: list[tuple[list[int], str]], limit
     names = [name for name, _ in named]
     finished = random.sample(names, random.randint(0, len(names)))
     sparse = random.sample(names, random.randint(0, len(names)))
-    made = plan(named, limit_bytes, finished, sparse)
+    few = {name: 1 for name in names if name not in sparse and random.random() < 0.2}
+    made = plan(named, limit_bytes, finished, sparse, rows=few)
     assert made.fits(named)
     assert sorted(made.sparse) == sorted(sparse)
     layouts = lay_out(made, dict(named), "g")
     seen = [part.name for layout in layouts for part in layout.shape.parts]
-    assert sorted(seen) == sorted(set(names) - set(sparse))
+    assert sorted(seen) == sorted(names)
+    assert {(name,) for name in few} <= set(made.buckets), "each alone"
     for number, layout in enumerate(layouts):
-        assert layout.shape.name == f"g/{number}"
+        first = layout.shape.parts[0].name
+        assert layout.shape.name == (f"g/{first}" if first in sparse else f"g/{number}")
         flat = layout.shape.zeros()
         for part, parameter in zip(layout.shape.parts, layout.parameters, strict=True):
             assert parameter is dict(named)[part.name]

@@ -36,7 +36,7 @@ def test_a_parameter_that_was_frozen_for_a_while_gets_what_it_is_owed() -> None:
     def body(comm: ThreadComm) -> float:
         model = nn.ParameterList([nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(8))])
         reducer = Reducer(
-            lambda: [(n, p) for n, p in model.named_parameters() if p.requires_grad], comm, parse("topk:0.01").load()
+            lambda: [(n, p) for n, p in model.named_parameters() if p.requires_grad], comm, parse("topk:0.01")
         )
         total = torch.zeros(8)
         for step in range(60):

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.compression.sizes import Bucket
+from hvdtrain.compression.sizes import Bucket, sent_bytes
 from hvdtrain.compression.table import parse
-from hvdtrain.exchange.choice import Measured, choose, predict, sent_bytes
+from hvdtrain.exchange.choice import Measured, choose, predict
 
 MIB = 1 << 20
 BUCKETS = [Bucket([(1024, 1024)], "float32", MIB)] * 4

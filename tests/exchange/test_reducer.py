@@ -322,7 +322,7 @@ def test_passes_are_counted_where_nobody_announces_them() -> None:
 def _restarted(comm: ThreadComm, compression: str, state: dict[str, Tensor], ranks: int) -> float:
     """What a rank gets in a step after `state` was loaded and the ranks have changed; its own gradient is 1."""
     parameter = nn.Parameter(torch.zeros(4, 4))
-    reducer = Reducer(lambda: [("p", parameter)], comm, parse(compression).load(), weight=1 / comm.size, passes=1)
+    reducer = Reducer(lambda: [("p", parameter)], comm, parse(compression), weight=1 / comm.size, passes=1)
     plan = {"buckets": [["p"]], "sparse": []}
     reducer.load_state_dict(state, {"plan": plan if state else None, "ranks": ranks})
     reducer.restart(comm, 1 / comm.size, 1.0)

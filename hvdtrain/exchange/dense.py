@@ -1,0 +1,51 @@
+"""Dense gradients, side by side in a flat buffer, by a compressor."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hvdtrain.compression.base import Compressor, Phases
+from hvdtrain.exchange.bucket import Bucket
+from hvdtrain.exchange.buckets import Layout
+
+
+class DenseBucket(Bucket):
+    """Gradients that a compressor sums.
+
+    Args:
+        layout: what lies where.
+        compressor: how it travels.
+        factor: what the sum is multiplied by.
+
+    Attributes:
+        compressor: as given.
+        out: (length,) the sums, of the gradients' dtype; afterwards each parameter's gradient is a view of it.
+    """
+
+    def __init__(self, layout: Layout, compressor: Compressor, factor: float = 1.0) -> None:
+        super().__init__(layout)
+        self.compressor = compressor
+        shape, work = layout.shape, compressor.work
+        in_place = not compressor.keeps_error and work.dtype == shape.dtype and len(work) == shape.length
+        self.out = work if in_place else shape.zeros()
+        self._views = [part.view(self.out) for part in shape.parts]
+        self._factor = factor
+
+    def _pack(self, index: int, gradient: Tensor | None, weight: float) -> None:
+        if gradient is not None and gradient.is_sparse:
+            gradient = gradient.to_dense()
+        self.compressor.pack(index, gradient, weight)
+
+    def _exchange(self) -> Phases:
+        yield from self.compressor.exchange(self.out)
+        if self._factor != 1.0:
+            self.out.mul_(self._factor)
+
+    def give(self) -> list[Tensor]:
+        """Views of the sums.
+
+        Not the whole of them: a norm over 30 MB summed in fp32 is off by 2e-4, that of the parts by 6e-6.
+        """
+        for parameter, view in zip(self.layout.parameters, self._views, strict=True):
+            parameter.grad = view
+        return self._views
