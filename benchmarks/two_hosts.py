@@ -4,8 +4,8 @@ Two hosts of one core each (see tests/support/two_hosts.py; needs root), one ran
 million parameters, 4 x 128 tokens a rank, SGD; the link at 100 Mbit/s, at 1 Gbit/s and as fast as it can. All jobs are
 started once and take turns of seconds (see jobs.py), at one rate after the other. A figure is the median over rounds of
 the ratio of a median step to that of the ranks without exchange in the same round; 1 is an exchange that costs nothing.
-`best` is that one of ours with the lowest median. `wire` is what leaves a host by its interface's counter, in a step,
-over what its rank hands to Comm for gradients.
+`best` is that one of ours with the lowest median. `sent` is what leaves a host in a step, by its interface's counter,
+over what all gradients are in fp32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from host_jobs import HostsJob, TwoHosts, UnavailableError, two_hosts
 from jobs import Setting
 from models import MODELS
 
-from hvdtrain.compression.sizes import Bucket
 from hvdtrain.compression.table import parse
 from hvdtrain.config.parse import parse_object
 from hvdtrain.errors import ConfigError
@@ -39,8 +38,6 @@ ROUNDS: Mapping[str, tuple[str | None, int]] = {
 """By name, the rate and how many rounds at it."""
 WARM_UP, TURN_S, COUNTED = 4, 3.0, 4
 SGD = {"name": "sgd", "lr": 0.01, "momentum": 0.0, "weight_decay": 0.0, "schedule": "constant", "warmup_steps": 0}
-SENT_OF = {"allreduce": 1.0, "allgather": 1.0, "alltoall": 0.5, "reducescatter": 0.5}
-"""Of what one of two ranks hands to a collective, the share that leaves its host."""
 
 
 def accepted(compression: str) -> bool:
@@ -96,25 +93,11 @@ def at_rate(rate: str, seconds: Mapping[str, list[float]]) -> list[Figure]:
     return [*figures, *(figure(f"two_hosts/{rate}/{_label(name)}_ms", own, "ms") for name, own in times.items())]
 
 
-def handed_bytes(compression: str, shapes: Sequence[Sequence[int]], length: int) -> float:
-    """Bytes that have to leave a host for one exchange of all gradients, taken as one bucket."""
-    payload = parse(compression).payload(Bucket(shapes, "float32", length), 2)
-    return sum(SENT_OF[kind] * size for kind, size in payload.items())
-
-
-def wire(jobs: Mapping[str, HostsJob]) -> list[Figure]:
-    """Of each of ours, what the interfaces count over what is handed to Comm."""
-    parameters = list(MODELS["llama15m"]().model.parameters())
-    shapes, length = [tuple(p.shape) for p in parameters], sum(p.numel() for p in parameters)
-    return [
-        figure(
-            f"two_hosts/wire/{_label(name)}",
-            [jobs[name].bytes_a_step(COUNTED) / handed_bytes(name, shapes, length)],
-            "ratio",
-        )
-        for name in jobs
-        if name in OURS
-    ]
+def sent(jobs: Mapping[str, HostsJob]) -> list[Figure]:
+    """Of each of ours, what the interfaces count over the size of all gradients."""
+    gradients = sum(4 * parameter.numel() for parameter in MODELS["llama15m"]().model.parameters())
+    own = {name: jobs[name].bytes_a_step(COUNTED) / gradients for name in jobs if name in OURS}
+    return [figure(f"two_hosts/sent/{_label(name)}", [share], "ratio") for name, share in own.items()]
 
 
 def measure(quick: bool) -> list[Figure]:
@@ -132,7 +115,7 @@ def _measure(quick: bool) -> list[Figure]:
     with ExitStack() as stack:
         hosts = stack.enter_context(two_hosts())
         jobs = start(contenders, hosts, stack)
-        figures = wire(jobs)
+        figures = sent(jobs)
         for name, (rate, number) in ROUNDS.items():
             if not quick or name == "1gbit":
                 hosts.throttle(rate)

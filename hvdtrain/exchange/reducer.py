@@ -24,13 +24,14 @@ BUCKET_BYTES = ONE_HOST_MIB << 20
 
 
 class Reducer:
-    """Sums gradients over ranks; afterwards each is a view of a flat buffer.
+    """Sums gradients over ranks; afterwards each is a view of a flat buffer, or one of which only rows were exchanged.
 
     A gradient is first made where autograd makes it, then copied once, hot, into its bucket. Accumulating into views
     from the start would cost a zeroing and an addition a step instead.
 
-    The first step learns in which order backward finishes gradients and which of them are sparse; its buckets are
-    exchanged after backward. So does the first step after the set of parameters has changed.
+    The first step learns in which order backward finishes gradients, which of them are sparse, and of which few rows
+    are not zero; its buckets are exchanged after backward. So does the first step after the set of parameters has
+    changed.
 
     Args:
         parameters: gives those to exchange, equal on all ranks, in the same order; asked before each step.
