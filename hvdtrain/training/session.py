@@ -144,7 +144,10 @@ def _trainer(
     config, train = run.config, run.config.train
     model = task.model.to(device)
     if train.compile:
-        recorder.say(f"{compile_blocks(model)} block(s) of the model will be compiled")
+        count = compile_blocks(model)
+        recorder.say(
+            f"{count} block(s) of the model are compiled in the first evaluation and the first step, which take long"
+        )
     samples = dataset_length(task.train_data)
     horizon = total_steps(train, samples)
     parallel = config.parallel

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +30,41 @@ class Model(nn.Module):
         return out
 
 
+class Times(nn.Module):
+    def __init__(self, factor: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x) * self.factor
+        return out
+
+
+@pytest.fixture(autouse=True)
+def limits() -> Iterator[None]:
+    """Those of torch, whatever a test has made of them."""
+    from torch._dynamo import config
+
+    with config.patch(recompile_limit=8, accumulated_recompile_limit=256):
+        yield
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModule]]:
+    """What was compiled; it is run as it is, so no C++ compiler is needed."""
+    found: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        found.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    torch._dynamo.reset()
+    yield found
+    torch._dynamo.reset()
+
+
 def test_blocks_are_what_the_outermost_lists_hold() -> None:
     model = Model()
     assert blocks(model) == [*model.layers, model.body[1]]
@@ -37,6 +75,33 @@ def test_a_model_without_blocks_is_named() -> None:
     with pytest.raises(ConfigError, match="no blocks") as caught:
         compile_blocks(nn.Linear(1, 1))
     assert caught.value.found == "Linear"
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, about what it imports while compiling
+def test_each_of_many_unlike_blocks_is_compiled(graphs: list[torch.fx.GraphModule]) -> None:
+    model = nn.Sequential(*(Times(factor) for factor in range(1, 13)))
+    compile_blocks(model)
+    with torch.no_grad():  # an evaluation first, as in a run
+        model(torch.ones(1, 4))
+    model(torch.ones(1, 4))
+    assert len(graphs) == 2 * 12
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, about what it imports while compiling
+@pytest.mark.parametrize(
+    "block",
+    [nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0), nn.Linear(8, 8)],
+    ids=lambda block: type(block).__name__,
+)
+def test_blocks_of_a_class_of_torch_are_compiled(graphs: list[torch.fx.GraphModule], block: nn.Module) -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleList([block])})
+    x = torch.randn(3, 2, 8)
+    expected = block(x)
+    names = model.state_dict().keys()
+    compile_blocks(model)
+    torch.testing.assert_close(block(x), expected)
+    assert len(graphs) == 1
+    assert model.state_dict().keys() == names
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPUs")
