@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 _WINDOW = 20
-"""Steps that the shown speed is a mean of."""
+"""Steps that the shown speed is a mean of; the first of all, which warms up and may compile, only until the second."""
 
 _LIVE_EVERY_S = 0.1
 
@@ -39,6 +39,7 @@ class Progress:
         self._rewrite = live and self._out.isatty()
         self._quiet = quiet
         self._recent: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
+        self._steps = 0
         self._last_line = -float("inf")
         self._live: Live | None = None
 
@@ -50,6 +51,9 @@ class Progress:
         """Show a step: the same record as the journal's."""
         if self._quiet:
             return
+        self._steps += 1
+        if self._steps == 2:
+            self._recent.clear()
         self._recent.append((record["step_s"], record["tokens"]))
         every_s = _LIVE_EVERY_S if self._rewrite else self._every_s
         if time.monotonic() - self._last_line >= every_s or record["step"] == self._total:

@@ -37,6 +37,19 @@ def test_a_file_gets_plain_lines() -> None:
     ]
 
 
+def test_the_first_step_is_no_measure_of_the_others() -> None:
+    out = io.StringIO()
+    progress = Progress("tokens", 0.0, live=False, out=out)
+    progress.begin(3)
+    for step, seconds in enumerate((100.0, 0.5, 0.5), 1):
+        progress.step({**_record(step), "step_s": seconds})
+    assert [line.split("  ", 2)[2] for line in out.getvalue().splitlines()] == [
+        "2 tokens/s  ETA 3:20",
+        "400 tokens/s  ETA 0:00",
+        "400 tokens/s  ETA 0:00",
+    ]
+
+
 def test_a_terminal_gets_a_live_line() -> None:
     shown = _show(Terminal())
     assert "\x1b[" in shown
