@@ -23,28 +23,15 @@ class Alike:
     With a factor of (n, r) or (m, r) in memory products take up to five times as long on a CPU; P alone is quicker
     made so than as rows.
 
-    Args:
-        parts: of the bucket, each a number of such matrices.
+    Attributes:
+        parts: of the bucket.
         m: rows.
         n: columns.
-
-    Attributes:
-        shares: the parts, and which of the matrices are theirs.
-        count: of matrices.
-        m: as given.
-        n: as given.
     """
 
     def __init__(self, parts: Sequence[Part], m: int, n: int) -> None:
-        self.m, self.n = m, n
-        self.shares: list[tuple[Part, slice]] = []
-        starts: list[int] = []
-        for part in parts:
-            own = range(part.start, part.start + part.shape.numel(), m * n)
-            self.shares.append((part, slice(len(starts), len(starts) + len(own))))
-            starts += own
-        self.count = len(starts)
-        self._runs = _runs(starts)
+        self.parts, self.m, self.n = parts, m, n
+        self._runs = _runs([part.start for part in parts])
 
     def views(self, flat: Tensor) -> list[tuple[slice, Tensor]]:
         """Of a flat buffer of the bucket: which of the matrices, and (that many, m, n)."""
@@ -96,10 +83,10 @@ def orthonormal(columns: Tensor) -> Tensor:
     return basis.transpose(1, 2)  # rows in memory, as LAPACK leaves it
 
 
-def first_guess(part: Part, count: int, rank: int, n: int) -> Tensor:
-    """Q^T (count, rank, n) to start from: a function of the parameter's name, so equal on ranks and in any bucket."""
+def first_guess(part: Part, rank: int, n: int) -> Tensor:
+    """Q^T (rank, n) to start from: a function of the parameter's name, so equal on all ranks and in any bucket."""
     generator = torch.Generator().manual_seed(zlib.crc32(part.name.encode()))
-    return torch.randn(count, rank, n, generator=generator, device="cpu")
+    return torch.randn(rank, n, generator=generator, device="cpu")
 
 
 def flat_views(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:

@@ -43,14 +43,14 @@ class PowerSGD(Compressor):
         by_sides: dict[tuple[int, int], list[Part]] = {}
         self._plain: list[int] = []
         for index, part in enumerate(shape.parts):
-            found = sizes.matrices(part.shape, rank)
-            if found:
-                by_sides.setdefault(found[1:], []).append(part)
+            sides = sizes.matrix(part.shape, rank)
+            if sides:
+                by_sides.setdefault(sides, []).append(part)
             else:
                 self._plain.append(index)
         self._groups = [Alike(parts, *sides) for sides, parts in by_sides.items()]
-        p_shapes = [(group.count, group.m, rank) for group in self._groups]
-        q_shapes = [(group.count, rank, group.n) for group in self._groups]
+        p_shapes = [(len(group.parts), group.m, rank) for group in self._groups]
+        q_shapes = [(len(group.parts), rank, group.n) for group in self._groups]
         plain = [shape.parts[index].shape.numel() for index in self._plain]
         self._first = shape.zeros(sum(c * m * r for c, m, r in p_shapes) + sum(plain), torch.float32)
         *self._p, rest = flat_views(self._first, p_shapes)
@@ -106,20 +106,20 @@ class PowerSGD(Compressor):
             self._warm.copy_(self._second)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Q^T, (matrices, rank, n), of each parameter that is sent as factors."""
+        """Q^T, (rank, n), of each parameter that is sent as factors."""
         return {
-            f"{part.name}/powersgd_q": warm[which]
-            for group, warm in zip(self._groups, self._warm_q, strict=True)
-            for part, which in group.shares
+            f"{part.name}/powersgd_q": q
+            for group, batch in zip(self._groups, self._warm_q, strict=True)
+            for part, q in zip(group.parts, batch, strict=True)
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor], ranks: int) -> None:
         """Start from these; one of another rank, or that is missing, starts anew."""
-        for group, warm in zip(self._groups, self._warm_q, strict=True):
-            for part, which in group.shares:
-                q, saved = warm[which], state.get(f"{part.name}/powersgd_q")
+        for group, batch in zip(self._groups, self._warm_q, strict=True):
+            for part, q in zip(group.parts, batch, strict=True):
+                saved = state.get(f"{part.name}/powersgd_q")
                 fits = saved is not None and saved.shape == q.shape
-                q.copy_(saved if saved is not None and fits else first_guess(part, len(q), self._rank, group.n))
+                q.copy_(saved if saved is not None and fits else first_guess(part, self._rank, group.n))
 
     def buffers(self) -> list[Tensor]:
         """The memory it takes."""

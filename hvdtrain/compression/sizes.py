@@ -121,26 +121,12 @@ _WORTH = 2
 """By how much two factors have to be smaller than their matrix: each element of them costs an orthogonalisation."""
 
 
-_APART = 3
-"""What the factors of matrices each by itself may take, over those of all as one: of experts' weights never more."""
+def matrix(shape: Sequence[int], rank: int) -> tuple[int, int] | None:
+    """Rows and columns of what is sent as two factors of `rank`, None where it is sent as it is.
 
-
-def matrices(shape: Sequence[int], rank: int) -> tuple[int, int, int] | None:
-    """How many matrices of how many rows and columns are sent as two factors of `rank` each, None where it is all sent.
-
-    Of more than two dimensions the weights of experts, (experts, out, in), are a matrix each: as one, all experts would
-    share the few columns. Others are one matrix: the leading dimensions are rows, as many of them as make rows and
-    columns fewest, so that a convolution's (out, in, 3, 3) is cut behind the first.
+    Of more than two dimensions the leading ones are rows, as many of them as make rows and columns fewest: a
+    convolution's (out, in, 3, 3) is cut behind the first, the weights of experts, (experts, out, in), before the last.
     """
-    one = _cut(shape, rank)
-    if one is None or len(shape) != 3:
-        return one and (1, *one)
-    each = _cut(shape[1:], rank)
-    apart = each is not None and shape[0] * sum(each) <= _APART * sum(one)
-    return (shape[0], *each) if each and apart else (1, *one)
-
-
-def _cut(shape: Sequence[int], rank: int) -> tuple[int, int] | None:
     if len(shape) < 2:
         return None
     cuts = [(math.prod(shape[:cut]), math.prod(shape[cut:])) for cut in range(1, len(shape))]
@@ -151,6 +137,6 @@ def _cut(shape: Sequence[int], rank: int) -> tuple[int, int] | None:
 def powersgd(bucket: Bucket, ranks: int, number: float) -> Payload:
     """Two factors of each matrix in fp32, and all else."""
     rank = int(number)
-    found = [(matrices(shape, rank), math.prod(shape)) for shape in bucket.shapes]
-    elements = sum(rank * sides[0] * (sides[1] + sides[2]) if sides else count for sides, count in found)
+    found = [(matrix(shape, rank), math.prod(shape)) for shape in bucket.shapes]
+    elements = sum(rank * sum(sides) if sides else count for sides, count in found)
     return {"allreduce": 4 * elements} if elements else {}

@@ -15,7 +15,7 @@ from hvdtrain.compression.base import BucketShape
 from hvdtrain.compression.feedback import Feedback
 from hvdtrain.compression.matrices import Alike, _runs, orthonormal
 from hvdtrain.compression.powersgd import PowerSGD
-from hvdtrain.compression.sizes import matrices
+from hvdtrain.compression.sizes import matrix
 from tests.support.compression import bucket, exchange, gradients, parts, step
 from tests.support.thread_comm import ThreadComm, on_ranks
 
@@ -128,38 +128,34 @@ def test_factors_get_orthonormal_however_ill_conditioned(condition: float) -> No
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.sampled_from([(20, 16), (3,), (16, 512), (5, 7), (3, 20, 16)]), min_size=1, max_size=9),
+    st.lists(st.sampled_from([(20, 16), (3,), (16, 512), (5, 7)]), min_size=1, max_size=9),
     st.sampled_from([(20, 16), (16, 512)]),
 )
 def test_views_of_a_bucket_hold_each_matrix_once(shapes: list[tuple[int, ...]], sides: tuple[int, int]) -> None:
     made: BucketShape = bucket(shapes)
-    group = Alike([part for part in made.parts if tuple(part.shape[-2:]) == sides], *sides)
-
-    def own(flat: torch.Tensor) -> list[torch.Tensor]:
-        found = [m for part, _ in group.shares for m in part.view(flat).view(-1, *sides).unbind()]
-        assert len(found) == group.count == sum(which.stop - which.start for _, which in group.shares)
-        return found
-
+    alike = [part for part in made.parts if tuple(part.shape) == sides]
+    group = Alike(alike, *sides)
     flat = torch.arange(made.length, dtype=torch.float32)
     found = torch.cat([torch.zeros(0, *sides), *(view for _, view in group.views(flat))])
-    assert torch.equal(found, torch.stack(own(flat)) if group.count else found)
-    p, q = torch.randn(group.count, *sides[:1], 2), torch.randn(group.count, 2, sides[1])
+    assert torch.equal(found, torch.stack([part.view(flat) for part in alike]) if alike else found[:0])
+    p, q = torch.randn(len(alike), 2, sides[0]), torch.randn(len(alike), 2, sides[1])
+    p, q = torch.randn(len(alike), *sides[:1], 2), torch.randn(len(alike), 2, sides[1])
     group.times_rows(flat, q, p)
-    for matrix, left, right in zip(own(flat), p, q, strict=True):
-        torch.testing.assert_close(left, matrix @ right.mT)
+    for part, left, right in zip(alike, p, q, strict=True):
+        torch.testing.assert_close(left, part.view(flat) @ right.mT)
     group.times_columns(flat, p.mT.contiguous(), q)
-    for matrix, left, right in zip(own(flat), p, q, strict=True):
-        torch.testing.assert_close(right, left.mT @ matrix, rtol=1e-4, atol=1e-2)
-    p, q = torch.randn(group.count, 2, sides[0]), torch.randn(group.count, 2, sides[1])
+    for part, left, right in zip(alike, p, q, strict=True):
+        torch.testing.assert_close(right, left.mT @ part.view(flat), rtol=1e-4, atol=1e-2)
+    p, q = torch.randn(len(alike), 2, sides[0]), torch.randn(len(alike), 2, sides[1])
     before = flat.clone()
     group.subtract(flat, p, q)
-    for matrix, was, left, right in zip(own(flat), own(before), p, q, strict=True):
-        torch.testing.assert_close(matrix, was - left.mT @ right)
-        was.zero_()
+    for part, left, right in zip(alike, p, q, strict=True):
+        torch.testing.assert_close(part.view(flat), part.view(before) - left.mT @ right)
+        part.view(before).zero_()
     group.write(flat, p, q)
-    for matrix, left, right in zip(own(flat), p, q, strict=True):
-        torch.testing.assert_close(matrix, left.mT @ right)
-        matrix.zero_()
+    for part, left, right in zip(alike, p, q, strict=True):
+        torch.testing.assert_close(part.view(flat), left.mT @ right)
+        part.view(flat).zero_()
     assert torch.equal(flat, before), "touched what is not theirs"
 
 
@@ -172,17 +168,15 @@ def test_equal_distances_are_one_run() -> None:
 @pytest.mark.parametrize(
     ("shape", "rank", "sides"),
     [
-        ((96, 40), 14, (1, 96, 40)),
+        ((96, 40), 14, (96, 40)),
         ((96, 40), 15, None),  # 2 * 15 * 136 > 96 * 40: the factors take more than half
-        ((40, 8, 3, 3), 2, (1, 40, 72)),
-        ((8, 512, 256), 4, (8, 512, 256)),  # the experts of a layer
-        ((64, 16, 300), 4, (1, 1024, 300)),  # many small ones
-        ((256, 256, 3), 4, (1, 256, 768)),  # a convolution of one dimension
+        ((40, 8, 3, 3), 2, (40, 72)),
+        ((8, 512, 256), 4, (4096, 256)),  # the experts of a layer
         ((4000,), 1, None),
         ((), 1, None),
         ((4000, 1), 1, None),
         ((0, 5), 1, None),
     ],
 )
-def test_what_is_no_saving_is_sent_as_it_is(shape: tuple[int, ...], rank: int, sides: tuple[int, ...] | None) -> None:
-    assert matrices(shape, rank) == sides
+def test_what_is_no_saving_is_sent_as_it_is(shape: tuple[int, ...], rank: int, sides: tuple[int, int] | None) -> None:
+    assert matrix(shape, rank) == sides
