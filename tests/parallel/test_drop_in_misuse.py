@@ -97,6 +97,24 @@ def test_a_state_loaded_on_one_rank_leaves_the_buckets_agreed(hvd: Any, job: Com
     assert _equal(model, job)
 
 
+def test_a_state_that_one_rank_has_reaches_those_without(hvd: Any, job: Comm) -> None:
+    """They make room for it by a step of their own, in which the one that has it takes no part."""
+    model, before = _model(), _model()
+    plain = _sgd(before)
+    _loss(before, 0, 0).backward()
+    plain.step()
+    optimizer = hvd.DistributedOptimizer(_sgd(model))
+    if job.rank == 0:
+        optimizer.load_state_dict(plain.state_dict())
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    for p, q in zip(model.parameters(), before.parameters(), strict=True):
+        assert torch.equal(optimizer.state[p]["momentum_buffer"], plain.state[q]["momentum_buffer"])
+    optimizer.zero_grad()
+    _loss(model, job.rank, 1).backward()
+    optimizer.step()
+    assert _equal(model, job)
+
+
 def test_gradients_on_their_way_are_not_cleared(hvd: Any, job: Comm) -> None:
     model = _model()
     optimizer = hvd.DistributedOptimizer(_sgd(model))
@@ -209,6 +227,19 @@ def test_groups_are_as_many_buckets(hvd: Any, groups: int) -> None:
     buckets = optimizer.exchange_state_dict()["values"]["plan"]["buckets"]
     assert len(buckets) == groups
     assert sorted(len(bucket) for bucket in buckets)[-1] - len(buckets[-1]) <= 1
+
+
+def test_parameters_that_are_listed_together_share_a_bucket(hvd: Any) -> None:
+    names = ["a", "b", "c", "d"]
+    parameters = {name: nn.Parameter(torch.zeros(100)) for name in names}
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(parameters.values(), lr=0.1),
+        parameters.items(),
+        groups=[[parameters["a"], parameters["d"]], [parameters["c"]]],
+    )
+    optimizer.step()
+    buckets = optimizer.exchange_state_dict()["values"]["plan"]["buckets"]
+    assert sorted(map(sorted, buckets)) == [["a", "d"], ["b"], ["c"]]
 
 
 def test_horovods_own_optimizer_gets_every_argument(hvd: Any) -> None:
