@@ -201,6 +201,24 @@ def test_from_the_second_step_on_buckets_travel_while_backward_runs() -> None:
     on_ranks(2, body)
 
 
+def test_a_gradient_on_its_way_is_nobodys() -> None:
+    """Whoever clipped or scaled it now would not change what the optimizer follows."""
+    models = [_model(), _model()]
+
+    def body(comm: ThreadComm) -> None:
+        model = models[comm.rank]
+        reducer = Reducer(lambda: _named(model), comm)
+        for step in range(2):
+            reducer.begin()
+            reducer.collect()
+            model(_batch(comm.rank, step)).pow(2).sum().backward()
+            there = [p.grad is not None for p in (model.first.weight, model.last.weight)]
+            assert there == ([False, False] if step else [True, True])
+            reducer.finish()
+
+    on_ranks(2, body)
+
+
 def test_the_plan_is_rank_0s_and_lasts() -> None:
     """Rank 1 would have another order: its layers are used the other way round."""
 

@@ -32,11 +32,12 @@ class Counting(ThreadComm):
 
 
 def _some(rank: int, step: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Rows of which ranks have some in common, of unlike size."""
+    """Rows of which ranks have some in common; one is below zero throughout."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     gradient = torch.zeros(ROWS, COLUMNS, dtype=dtype)
     rows = [*torch.randperm(ROWS, generator=generator)[:20].tolist(), 7, 4000 + step]
     gradient[rows] = torch.randn(len(rows), COLUMNS, generator=generator).to(dtype) * 1e-3
+    gradient[rows[0]] = -gradient[rows[0]].abs()
     return gradient
 
 
@@ -131,14 +132,14 @@ def test_a_gradient_of_zeros_says_nothing_of_its_rows() -> None:
         assert list(comm.bytes)[-1] == "gradients/0"
 
 
-def _with_state(comm: ThreadComm, owed: bool) -> tuple[str, Tensor]:
+def _with_state(comm: ThreadComm, owed: bool, planned: bool = True) -> tuple[str, Tensor]:
     """What a resumed rank sends first, and the sum that it gets."""
     counting = Counting(comm._hub, comm.rank)
     parameter = nn.Parameter(torch.zeros(ROWS, COLUMNS))
     reducer = Reducer(lambda: [("rows", parameter)], counting, parse("int8"), weight=0.5)
     plan = json.loads(json.dumps({"buckets": [["rows"]], "sparse": [], "rows": {"rows": 30}}))
     state = {"rows/residual": torch.ones(ROWS, COLUMNS)} if owed else {}
-    reducer.load_state_dict(state, {"plan": plan, "ranks": 2})
+    reducer.load_state_dict(state, {"plan": plan if planned else None, "ranks": 2})
     reducer.begin()
     reducer.collect()
     (parameter * _some(comm.rank, 0)).sum().backward()
@@ -147,9 +148,13 @@ def _with_state(comm: ThreadComm, owed: bool) -> tuple[str, Tensor]:
     return next(iter(getattr(counting, "bytes", {"coded": 0}))), parameter.grad
 
 
-def test_a_saved_plan_has_its_rows_unless_all_of_them_are_owed_something() -> None:
+def test_a_saved_plan_has_its_rows() -> None:
     (sent, _), _ = on_ranks(2, lambda comm: _with_state(comm, owed=False))
     assert sent == "gradients/0/values"
-    (sent, got), _ = on_ranks(2, lambda comm: _with_state(comm, owed=True))
+
+
+@pytest.mark.parametrize("planned", [True, False], ids=["plan", "plan to be made"])
+def test_what_is_owed_to_other_rows_is_delivered(planned: bool) -> None:
+    (sent, got), _ = on_ranks(2, lambda comm: _with_state(comm, owed=True, planned=planned))
     assert sent == "coded"
     assert got.mean().item() == pytest.approx(2.0, rel=1e-2)
