@@ -167,5 +167,11 @@ def test_what_is_waited_for() -> None:
     assert waited_for(statements[:1], [silent(2, UNREACHABLE)], {}) == [], "of that one nothing is known"
 
 
+def test_a_later_phase_carries_what_its_bucket_does() -> None:
+    statements = [waiting(0, "gradients/0/shares"), waiting(1, "step/totals")]
+    found = {e["name"]: e["parameters"] for e in waited_for(statements, [], {"gradients/0": ["a", "b"]})}
+    assert found == {"gradients/0/shares": ["a", "b"], "step/totals": []}
+
+
 def test_what_has_ended_on_one_rank_was_started_there() -> None:
     assert waited_for([waiting(0, "gradients/0", "gradients/1"), waiting(1, "gradients/1")], [], {}) == []

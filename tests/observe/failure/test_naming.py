@@ -16,6 +16,11 @@ def test_ranks_at_one_place_are_taken_together() -> None:
     assert place(longest) == "in wait at step 12 for 3.5 s, waiting for gradients/0"
 
 
+def test_ranks_that_wait_for_unlike_collectives_are_told_apart() -> None:
+    found = [who for who, _ in grouped([waiting(0, "gradients/0"), waiting(1, "gradients/1")])]
+    assert found == ["rank 0 on a", "rank 1 on a"]
+
+
 def test_names() -> None:
     assert ranges([0]) == "0"
     assert ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
