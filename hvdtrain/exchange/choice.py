@@ -56,13 +56,14 @@ def predict(measured: Measured, compression: Compression) -> Prediction:
     """How long a step would take.
 
     As much of the way is hidden behind backward as was without compression, but of the last bucket's, which is full
-    when backward is over, no greater share than then.
+    when backward is over, no greater share than then. What was waited for beyond all of the way, such as for another
+    rank, no compression takes away.
     """
     wire_s = [_wire_s(measured, compression, bucket) for bucket in measured.buckets]
     plain_s = [_wire_s(measured, Compression.none(), bucket) for bucket in measured.buckets]
     hidden_s = max(0.0, sum(plain_s) - measured.exposed_s)
     tail_s = wire_s[-1] * min(1.0, measured.exposed_s / plain_s[-1]) if plain_s else 0.0
-    exposed_s = max(sum(wire_s) - hidden_s, tail_s)
+    exposed_s = max(sum(wire_s) - hidden_s, tail_s) + max(0.0, measured.exposed_s - sum(plain_s))
     added_s = measured.cost_s[str(compression)] - measured.cost_s["none"]
     return Prediction(str(compression), sum(wire_s), measured.step_s - measured.exposed_s + exposed_s + added_s)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -14,9 +13,9 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.compression.table import ONE_HOST_MIB, Compression
 from hvdtrain.exchange.agreement import agree
 from hvdtrain.exchange.buckets import Layout, Named, Plan, plan
-from hvdtrain.exchange.carried import Carried
 from hvdtrain.exchange.flight import Flight
 from hvdtrain.exchange.passes import Passes
+from hvdtrain.exchange.standing import Standing
 from hvdtrain.spans import Spans
 
 BUCKET_BYTES = ONE_HOST_MIB << 20
@@ -79,9 +78,8 @@ class Reducer:
         self._spans = spans or Spans()
         self._known: list[tuple[str, nn.Parameter]] = []
         self._hooks: list[Any] = []
-        self._flight: Flight | None = None  # none while the order is being learned
+        self._standing = Standing(self._flight, comm.size)
         self._finished: list[str] = []
-        self._carried = Carried({}, comm.size)
         self.before: Callable[[], None] = lambda: None
         self.over = False
         self._fresh = True
@@ -101,10 +99,10 @@ class Reducer:
 
     def forget(self) -> None:
         """Expect the gradients of a step from its beginning, whatever has come of it."""
-        if self._flight is not None:
-            if changed := self._flight.crowded():
-                self._adopt(changed)
-            self._flight.begin()
+        if (flight := self._standing.flight) is not None:
+            if changed := flight.crowded():
+                flight = self._standing.adopt(changed, dict(self._known))
+            flight.begin()
         self._finished.clear()
         self._passes.begin()
         self.over = False
@@ -119,8 +117,8 @@ class Reducer:
     def switch(self, compression: Compression) -> None:
         """Let buckets travel another way from the next step on."""
         self._compression = compression
-        if self._flight is not None:
-            self._adopt(self._flight.plan)
+        if (flight := self._standing.flight) is not None:
+            self._standing.adopt(flight.plan, dict(self._known))
 
     def set_passes(self, passes: int) -> None:
         """Expect this many backward passes a step from now on."""
@@ -140,7 +138,7 @@ class Reducer:
         """
         self._look()
         self._passes.end()
-        flight = self._flight or self._learn()
+        flight = self._standing.flight or self._learn()
         sums = flight.finish()
         self.over = True
         return sums
@@ -148,24 +146,20 @@ class Reducer:
     @property
     def begun(self) -> bool:
         """Whether a gradient of the last pass of this step has come."""
-        return bool(self._finished) if self._flight is None else self._flight.begun
+        flight = self._standing.flight
+        return bool(self._finished) if flight is None else flight.begun
 
     def finite(self) -> bool:
         """Whether compressors that keep or lose something found what came finite; equal on all ranks."""
-        return self._flight is None or all(compressor.finite() for compressor in self._flight.compressors)
+        return self._standing.finite()
 
     def commit(self, *, applied: bool) -> None:
         """Keep what the exchange changed in the compressors' state; if the step was not applied, forget it."""
-        if self._flight is not None:
-            for compressor in self._flight.compressors:
-                compressor.commit(applied=applied)
+        self._standing.commit(applied=applied)
 
     def rescale(self, factor: float) -> None:
         """Gradients are multiplied by `factor` from now on, and so is what compressors carry to the next step."""
-        self._carried.rescale(factor)
-        if self._flight is not None:
-            for compressor in self._flight.compressors:
-                compressor.rescale(factor)
+        self._standing.rescale(factor)
 
     def total(self, value: float) -> float:
         """A number of this rank, weighted and summed as gradients are. Collective: yes."""
@@ -174,34 +168,20 @@ class Reducer:
 
     def settle(self) -> None:
         """Make the state the same on all ranks, so that it can be saved by one. Collective: yes."""
-        if self._flight is not None:
-            for compressor in self._flight.compressors:
-                compressor.settle()
+        self._standing.settle()
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors and plain values; after `settle` equal on all ranks. Tensors are not copied."""
-        carried = self._all_carried()
-        agreed = None if self._flight is None else asdict(self._flight.plan)
-        return dict(carried.tensors), {"plan": agreed, "ranks": carried.ranks}
+        return self._standing.state_dict()
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Take over a state; a plan that is not of these parameters is made anew by the next step."""
-        self._carried = Carried(tensors, int(values["ranks"]))
-        self._flight = None
-        if (saved := values["plan"]) is not None:
-            agreed = Plan.of_saved(saved)
-            agreed = agreed.without_rows([name for name in agreed.rows if self._carried.owes(name)])
-            if agreed.fits(self._known):
-                self._adopt(agreed)
+        self._standing.load_state_dict(tensors, values, self._known)
 
     def restart(self, comm: Comm, weight: float, factor: float) -> None:
-        """Forget what is under way and go on among other ranks; what this rank still owes it owes here.
-
-        All else that compression has learned starts anew: it is equal on all ranks, and one that joins lacks it.
-        """
-        self._carried = self._all_carried().owed(comm.size)
-        self._flight = None
+        """Forget what is under way and go on among other ranks; what this rank still owes it owes here."""
         self._comm, self._weight, self._factor = comm, weight, factor
+        self._standing.restart(comm.size)
         self.forget()
 
     def close(self) -> None:
@@ -212,20 +192,22 @@ class Reducer:
 
     def carried(self) -> dict[str, list[str]]:
         """Names of the parameters whose gradients each bucket carries, by what its collectives' names begin with."""
-        return {} if self._flight is None else self._flight.carried()
+        flight = self._standing.flight
+        return {} if flight is None else flight.carried()
 
     def layouts(self) -> list[Layout]:
         """What lies where; nothing while the order is being learned."""
-        return [] if self._flight is None else self._flight.layouts
+        flight = self._standing.flight
+        return [] if flight is None else flight.layouts
 
     def buffers(self) -> list[Tensor]:
         """The memory that buckets take."""
-        return [] if self._flight is None else self._flight.buffers()
+        flight = self._standing.flight
+        return [] if flight is None else flight.buffers()
 
     def _renew(self, named: list[tuple[str, nn.Parameter]]) -> None:
         """Exchange these parameters from now on, in an order to be learned."""
-        self._carried = self._all_carried()
-        self._flight = None
+        self._standing.drop()
         self.close()
         self._known = named
         for name, parameter in named:
@@ -240,10 +222,10 @@ class Reducer:
             self._look()
             if not self._passes.reached(name):
                 return
-            if self._flight is None:
+            if (flight := self._standing.flight) is None:
                 self._finished.append(name)
             else:
-                self._flight.arrived(name)
+                flight.arrived(name)
 
         return on_gradient
 
@@ -254,16 +236,14 @@ class Reducer:
             self._known,
             self._draft,
             self._finished,
-            self._carried.owes,
+            self._standing.carried.owes,
             self._name,
             sparse_as_dense=self._sparse_as_dense,
         )
-        return self._adopt(agreed)
+        return self._standing.adopt(agreed, dict(self._known))
 
-    def _adopt(self, agreed: Plan) -> Flight:
-        """Make the buckets of a plan; what their compressors knew before goes with the parameters."""
-        self._carried = self._all_carried()
-        flight = self._flight = Flight(
+    def _flight(self, agreed: Plan) -> Flight:
+        return Flight(
             agreed,
             dict(self._known),
             self._comm,
@@ -273,14 +253,3 @@ class Reducer:
             self._name,
             self._spans,
         )
-        for compressor in flight.compressors:
-            compressor.load_state_dict(self._carried.tensors, self._carried.ranks)
-        # What was frozen may be freed again.
-        self._carried = self._carried.without(dict(self._known), self._comm.size)
-        return flight
-
-    def _all_carried(self) -> Carried:
-        if self._flight is None:
-            return self._carried
-        held = {k: t for compressor in self._flight.compressors for k, t in compressor.state_dict().items()}
-        return Carried({**self._carried.tensors, **held}, self._comm.size)

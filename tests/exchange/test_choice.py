@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.compression.sizes import Bucket, sent_bytes
-from hvdtrain.compression.table import parse
+from hvdtrain.compression.table import Compression, parse
 from hvdtrain.exchange.choice import Measured, choose, predict
 
 MIB = 1 << 20
@@ -70,3 +70,11 @@ def test_a_slower_link_never_makes_compression_worse_than_before(bytes_per_s: fl
         return measured.step_s - predict(measured, parse("fp16")).step_s
 
     assert gain(bytes_per_s / 2) >= gain(bytes_per_s) * (1 - 1e-9) - 1e-6
+
+
+@given(st.floats(1e6, 1e12), st.floats(0, 2), st.sampled_from(CANDIDATES))
+def test_no_more_is_won_than_the_way_gets_shorter(bytes_per_s: float, exposed_s: float, candidate: Compression) -> None:
+    """Waiting for a rank that is late is no waiting for the link."""
+    measured = replace(SLOW, step_s=3.0, exposed_s=exposed_s, bytes_per_s=bytes_per_s)
+    plain, own = choose(measured, [candidate])[1]
+    assert plain.step_s - own.step_s <= plain.wire_s - own.wire_s + 1e-9
