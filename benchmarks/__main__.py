@@ -15,7 +15,9 @@ from common import Figure, main  # noqa: E402
 
 SCRIPTS = (
     "step",
+    "lockstep",
     "two_hosts",
+    "time_to_loss",
     "resnet",
     "overhead",
     "spans",

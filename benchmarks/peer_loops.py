@@ -50,6 +50,13 @@ def no_exchange(model: Any, optimizer: Any, passes: int) -> tuple[int, Any, Any,
     return join_group("gloo"), model, optimizer, _nothing
 
 
+def lockstep(model: Any, optimizer: Any, passes: int) -> tuple[int, Any, Any, Callable[[bool], Any]]:
+    """Each rank for itself, but for that none goes on to its next step before the other."""
+    rank = join_group("gloo")
+    optimizer.register_step_pre_hook(lambda *_: torch.distributed.barrier())
+    return rank, model, optimizer, _nothing
+
+
 def ddp(
     model: Any, optimizer: Any, passes: int, bucket_cap_mb: int | None = None
 ) -> tuple[int, Any, Any, Callable[[bool], Any]]:
@@ -105,6 +112,7 @@ def _nothing(last: bool) -> Any:
 
 PEERS: dict[str, Callable[[Any, Any, int], tuple[int, Any, Any, Callable[[bool], Any]]]] = {
     "no_exchange": no_exchange,
+    "lockstep": lockstep,
     "ddp": ddp,
     "ddp_fp16": ddp_fp16,
     "ddp_powersgd": ddp_powersgd,

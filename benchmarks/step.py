@@ -2,6 +2,7 @@
 
 2 ranks of 1 thread. The four jobs take turns of seconds (see jobs.py). A figure is the median over rounds of the ratio
 of median step times of one round; only steps that lie within a turn count, not its first. Below 1 ours is faster.
+`..._over_no_exchange` is the peer's step over that without exchange.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ def measure(quick: bool) -> list[Figure]:
         suffix = "" if model == "default" else f"/{model}"
         for name in CONTENDERS[1:]:
             figures.append(figure(f"step/{name}{suffix}", ratios(seconds["ours"], seconds[name]), "ratio"))
+        for name in ("ddp", "stock_horovod"):
+            over = ratios(seconds[name], seconds["no_exchange"])
+            figures.append(figure(f"step/{name}_over_no_exchange{suffix}", over, "ratio"))
         for name in CONTENDERS:
             figures.append(figure(f"step/{name}_ms{suffix}", [1e3 * s for s in seconds[name]], "ms"))
     return figures

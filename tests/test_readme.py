@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
@@ -111,3 +112,15 @@ def test_options_in_the_table_exist() -> None:
     named = set(re.findall(r"--(?:[a-z_]+\.)?[a-z_]+(?=[ `=])", README))
     others = {"--dry-run", "--gpu", "--gloo", "--json", "--hidden", "--help", "--dry", "--logdir", "--host"}
     assert {option for option in named if option not in known and option not in others} == set()
+
+
+def test_the_figures_are_those_of_the_results() -> None:
+    spec = importlib.util.spec_from_file_location("render", ROOT / "benchmarks" / "render.py")
+    assert spec and spec.loader
+    render = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(render)
+    results = render.read(max((ROOT / "benchmarks" / "results").glob("*-cpu-2-cores.json")))
+    assert render.BEGIN + render.table(results) + render.END in README
+    drawn = re.findall(r">([\d.]+)</text>", render.PLOT.read_text())
+    for _, between in render.CONTENDERS.values():
+        assert f"{results[f'two_hosts/1gbit/{between}']['value']:.2f}" in drawn

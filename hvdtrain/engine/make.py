@@ -21,12 +21,18 @@ AUTO = "auto"
 """Stands for the compression that pays, found out in the first steps."""
 
 
-def bucket_size(compression: Compression, comm: Comm) -> int:
-    """Bytes of the largest bucket. Where bulk is sent between hosts, this thread makes room for it from now on."""
+def settle_in(compression: Compression, comm: Comm, bucket_mib: float | None = None) -> int:
+    """Bytes of the largest bucket. Where bulk is sent between hosts, this thread makes room for it from now on.
+
+    Args:
+        compression: how gradients travel.
+        comm: the ranks.
+        bucket_mib: another size than that which suits the compression.
+    """
     one_host = comm.local_size >= comm.size
     if compression.kind.bulk and not one_host:
         give_way(environ().get(NICE, ""))
-    return compression.bucket_bytes(one_host=one_host)
+    return int(bucket_mib * (1 << 20)) if bucket_mib else compression.bucket_bytes(one_host=one_host)
 
 
 def check_compression(text: str) -> None:
@@ -64,8 +70,7 @@ def make_engine(
 
     first = "none" if compression == AUTO else compression
     chosen = parse(first)
-    bucket_bytes = int(bucket_mib * (1 << 20)) if bucket_mib else bucket_size(chosen, comm)
-    reducer = Reducer(trained, comm, chosen, bucket_bytes=bucket_bytes, spans=spans)
+    reducer = Reducer(trained, comm, chosen, bucket_bytes=settle_in(chosen, comm, bucket_mib), spans=spans)
     return ExchangeEngine(optimizer, reducer, first, undecided=compression == AUTO)
 
 

@@ -54,7 +54,7 @@ def agree(
     order = broadcast_json(comm, list(finished), name=f"{name}/order")
     alone = {n for _, names, _ in answers for n in names}
     counts = {n: sum(here.get(n, 0) for *_, here in answers) for n in rows}  # no fewer than some rank has touched
-    # Of one that was zero this time, such as that of what an adapter has frozen out, nothing is known.
+    # Of one that was zero throughout, such as that behind weights that begin at zero, nothing is known.
     few = {n: count for n, p in named if n not in alone and 0 < (count := counts.get(n, 0)) <= _FEW * len(p)}
     return draft(named, finished=order, sparse=alone, rows=few)
 

@@ -25,7 +25,7 @@ _, _choices = prepare()  # before Horovod and MPI are loaded
 from hvdtrain.comm.horovod import HorovodComm, begin_session, hvd, session  # noqa: E402
 from hvdtrain.comm.solo import SoloComm  # noqa: E402
 from hvdtrain.compression.table import parse  # noqa: E402
-from hvdtrain.engine.make import bucket_size  # noqa: E402
+from hvdtrain.engine.make import settle_in  # noqa: E402
 from hvdtrain.errors import ConfigError, TaskError  # noqa: E402
 from hvdtrain.exchange.optimizer import Exchange, exchanging, fresh_name  # noqa: E402
 from hvdtrain.exchange.reducer import Reducer  # noqa: E402
@@ -139,7 +139,7 @@ def DistributedOptimizer(
         trained,
         comm,
         chosen,
-        bucket_bytes=bucket_size(chosen, comm),
+        bucket_bytes=settle_in(chosen, comm),
         weight=weight,
         factor=factor,
         passes=backward_passes_per_step,

@@ -6,7 +6,7 @@ import pytest
 
 from hvdtrain.compression.table import parse
 from hvdtrain.engine import make
-from hvdtrain.engine.make import bucket_size, check_compression
+from hvdtrain.engine.make import check_compression, settle_in
 from hvdtrain.errors import ConfigError
 from tests.support.thread_comm import Hub, ThreadComm
 
@@ -33,8 +33,9 @@ def test_buckets_and_priority(
     monkeypatch.setattr(make, "environ", lambda: {make.NICE: "7"})
     comm = ThreadComm(Hub(2), 0)
     comm.local_size = per_host
-    assert bucket_size(parse(compression), comm) == mib * MIB
-    assert asked == ["7"] * gives_way
+    assert settle_in(parse(compression), comm) == mib * MIB
+    assert settle_in(parse(compression), comm, bucket_mib=0.5) == MIB / 2
+    assert asked == ["7", "7"] * gives_way, "whatever their size"
 
 
 def test_an_option_that_names_no_compression_is_told_all_that_there_are() -> None:
