@@ -11,7 +11,10 @@ from torch import nn
 
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.compression.table import TABLE, parse
+from hvdtrain.exchange.bucket import Side
+from hvdtrain.exchange.buckets import Plan, lay_out
 from hvdtrain.exchange.reducer import Reducer
+from hvdtrain.exchange.rows import RowBucket
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -42,7 +45,7 @@ def test_the_sums_are_the_cpus(name: str) -> None:
     found = []
     for device in ("cpu", "cuda"):
         model = _model().to(device)
-        reducer = Reducer(lambda m=model: list(m.named_parameters()), SoloComm(), parse(name).load())  # type: ignore[misc]
+        reducer = Reducer(lambda m=model: list(m.named_parameters()), SoloComm(), parse(name))  # type: ignore[misc]
         x = torch.linspace(-1, 1, 64 * 16).view(16, 64).to(device)
         for _ in range(3):
             _step(reducer, model, x)
@@ -56,7 +59,7 @@ def test_the_sums_are_the_cpus(name: str) -> None:
 def test_the_host_waits_for_nothing_in_backward_and_exchange(name: str, no_waiting: None) -> None:
     torch.cuda.set_sync_debug_mode("default")
     model = _model().cuda()
-    reducer = Reducer(lambda: list(model.named_parameters()), SoloComm(), parse(name).load())
+    reducer = Reducer(lambda: list(model.named_parameters()), SoloComm(), parse(name))
     x = torch.randn(16, 64, device="cuda")
     _step(reducer, model, x)  # makes the buckets
     reducer.commit(applied=True)
@@ -71,7 +74,7 @@ def test_backward_on_a_stream_of_its_own_is_followed() -> None:
     plain = copy.deepcopy(model)
     x = torch.randn(16, 64, device="cuda")
     plain(x).pow(2).sum().backward()
-    reducer = Reducer(lambda: list(model.named_parameters()), SoloComm(), parse("int8").load())
+    reducer = Reducer(lambda: list(model.named_parameters()), SoloComm(), parse("int8"))
     side = torch.cuda.Stream()
     for _ in range(3):
         side.wait_stream(torch.cuda.current_stream())
@@ -83,3 +86,26 @@ def test_backward_on_a_stream_of_its_own_is_followed() -> None:
         reducer.commit(applied=False)
     expected = torch.stack([p.grad.norm() for p in plain.parameters() if p.grad is not None])
     torch.testing.assert_close(norm, expected, rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["as they are", "halves"])
+def test_rows_are_exchanged_after_what_made_them(exact: bool) -> None:
+    """A slow kernel is in front of the gradient; the exchange, on its own stream, sends what comes after it."""
+    parameter = nn.Parameter(torch.zeros(4096, 130, device="cuda"))
+    layout = lay_out(Plan((("rows",),)), {"rows": parameter}, "g")[0]
+    bucket, side = RowBucket(layout, SoloComm(), 3.0, exact=exact), Side(parameter.device)
+    expected = torch.zeros_like(parameter)
+    expected[5:4096:500] = torch.linspace(-1, 1, 130, device="cuda")
+    torch.cuda._sleep(20_000_000)
+    parameter.grad = expected * 2
+    bucket.put(0, 0.5)
+    side.packed()
+    assert not bucket.eager, "it asks the host how many rows there are"
+    side.run(bucket.start)
+    while bucket.running:
+        side.run(bucket.wait)
+    side.join()
+    bucket.give()
+    assert parameter.grad is not None
+    torch.testing.assert_close(parameter.grad, 3 * expected, rtol=1e-3, atol=1e-3)
+    assert bucket.count == 9
