@@ -1,8 +1,8 @@
 """Horovod's own Timeline of some steps.
 
 The file is closed when the run ends by an error or a signal. Horovod closes its JSON array with each event and writes
-it over with the next, so a killed rank leaves a valid file too, less its last event, unless the kill meets the moment
-in which a tensor's name is first written.
+it over with the next, so a killed rank leaves a valid file too, less what the writer, which looks every 10 ms, had not
+seen, unless the kill meets the moment in which a tensor's name is first written.
 """
 
 from __future__ import annotations
