@@ -11,6 +11,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterable, Mapping
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from hvdtrain.install.at_hand import (
@@ -71,7 +72,9 @@ def python_at_hand() -> PythonAtHand:
         prefix=Path(sys.prefix),
         site=Path(sysconfig.get_path("platlib")),
         has_headers=(Path(sysconfig.get_path("include")) / "Python.h").exists(),
-        has_pip=importlib.util.find_spec("pip") is not None,
+        # Not importlib.util: asked for pip, setuptools' finder leaves distutils to the standard library for good, and
+        # whatever imports setuptools in this process from then on fails (before Python 3.12).
+        has_pip=PathFinder.find_spec("pip") is not None,
         missing=tuple(name for module, name in REQUIREMENTS.items() if importlib.util.find_spec(module) is None),
     )
 

@@ -55,6 +55,14 @@ def test_the_installed_torch_is_named_as_it_names_itself() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_looking_around_leaves_setuptools_as_it_was() -> None:
+    """torch.compile imports it, in whatever process has looked."""
+    looked = "import os; from hvdtrain.install.probe import probe; assert probe(os.environ).python.has_pip"
+    program = [sys.executable, "-c", f"{looked}; import setuptools"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_an_mpi_is_one_folder_with_both_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "nothing"))
     script(tmp_path / "runtime" / "mpirun", "echo 'mpirun (Open MPI) 5.0.11'")  # no mpicxx: cannot be built with
