@@ -31,7 +31,7 @@ from hvdtrain.compression.sizes import sent_bytes
 from hvdtrain.compression.table import parse
 from hvdtrain.exchange.buckets import lay_out, plan
 from hvdtrain.exchange.reducer import BUCKET_BYTES
-from hvdtrain.exchange.trial import cost_s, sizes_of
+from hvdtrain.exchange.trial import cost_s
 from hvdtrain.observe.journal import read_journal
 
 STOCK = "stock_horovod"
@@ -132,7 +132,7 @@ def break_even(runs: Mapping[str, Sequence[Run]], targets: Sequence[float]) -> l
 def _bytes_and_cost(name: str, shapes: Sequence[BucketShape]) -> tuple[float, float]:
     """What a rank of two sends in a step, and the seconds that it codes."""
     compression = parse(name)
-    sent = sum(sent_bytes(compression.payload(sizes_of(shape), 2), 2) for shape in shapes)
+    sent = sum(sent_bytes(compression.payload(shape.sizes, 2), 2) for shape in shapes)
     gradients = [[part.view(shape.zeros().normal_()) for part in shape.parts] for shape in shapes]
     return sent, sum(cost_s(compression, shape, own) for shape, own in zip(shapes, gradients, strict=True))
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.comm.base import Comm, Handle
+from hvdtrain.compression import sizes
 
 Phases: TypeAlias = Generator[Handle, Tensor, None]
 """A collective is yielded when it has been started; the generator goes on with its result once that is there."""
@@ -61,6 +62,12 @@ class BucketShape:
     length: int
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def sizes(self) -> sizes.Bucket:
+        """What the sizes of its payloads depend on."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return sizes.Bucket([tuple(part.shape) for part in self.parts], dtype, self.length)
 
     def zeros(self, length: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """A flat buffer on the bucket's device; without arguments, one that holds the bucket."""

@@ -6,8 +6,7 @@ A compression is written ``name``, or ``name:number`` where it takes a number th
 from __future__ import annotations
 
 import importlib
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -104,15 +103,19 @@ class Compression:
         """Whether gradients travel as they are."""
         return self.kind.name == "none"
 
-    def leaves_to_rows(self, shape: Sequence[int], dtype: str, count: int, ranks: int) -> bool:
-        """Whether a gradient is better sent as those `count` of its rows that are not zero on some rank.
+    def leaves_to_rows(self, bucket: Bucket, count: int, ranks: int) -> bool:
+        """Whether the one gradient of a bucket is better sent as those `count` of its rows that are not zero on a rank.
 
         A little more on the way is worth not coding all of it, and losing less.
         """
-        elements = math.prod(shape)
-        plain = sizes.sent_bytes(sizes.plain(Bucket([shape], dtype, elements), ranks, 0), ranks)
-        coded = sizes.sent_bytes(self.payload(Bucket([shape], dtype, elements), ranks), ranks)
-        sent = sizes.sent_bytes(sizes.rows(shape, count, 4 if self.exact else 2), ranks)
+        plain, coded, sent = (
+            sizes.sent_bytes(payload, ranks)
+            for payload in (
+                sizes.plain(bucket, ranks, 0),
+                self.payload(bucket, ranks),
+                sizes.rows(bucket.shapes[0], count, 4 if self.exact else 2),
+            )
+        )
         return sent < min(plain / 2, coded + plain / 50)
 
     def load(self) -> Callable[[BucketShape, Comm], Compressor]:

@@ -53,15 +53,13 @@ class Flight:
         make = compression.load()
 
         def bucket(layout: Layout) -> Bucket:
-            shape = layout.shape
-            part = shape.parts[0]
-            if part.name in agreed.sparse:
+            first = layout.shape.parts[0].name
+            if first in agreed.sparse:
                 return SparseBucket(layout, comm, factor)
-            rows = agreed.rows.get(part.name)
-            dtype = str(shape.dtype).removeprefix("torch.")
-            if rows and compression.leaves_to_rows(part.shape, dtype, rows, comm.size):
+            rows = agreed.rows.get(first)
+            if rows and compression.leaves_to_rows(layout.shape.sizes, rows, comm.size):
                 return RowBucket(layout, comm, factor, exact=compression.exact)
-            return DenseBucket(layout, make(shape, comm), factor)
+            return DenseBucket(layout, make(layout.shape, comm), factor)
 
         self._buckets = [bucket(layout) for layout in lay_out(agreed, of, name)]
         self._sides = [Side(bucket.layout.shape.device) for bucket in self._buckets]

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.solo import SoloComm
-from hvdtrain.compression import sizes
 from hvdtrain.compression.base import BucketShape, drive
 from hvdtrain.compression.table import Compression
 
@@ -46,12 +45,6 @@ def cost_s(compression: Compression, shape: BucketShape, gradients: list[Tensor]
 
     once()  # the first touches fresh memory
     return min(_timed(once, shape.device) for _ in range(_TIMES))
-
-
-def sizes_of(shape: BucketShape) -> sizes.Bucket:
-    """What the sizes of its payloads depend on."""
-    dtype = str(shape.dtype).removeprefix("torch.")
-    return sizes.Bucket([tuple(part.shape) for part in shape.parts], dtype, shape.length)
 
 
 def _allreduce_s(comm: Comm, device: torch.device, elements: int) -> float:

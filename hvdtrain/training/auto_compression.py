@@ -13,7 +13,7 @@ from hvdtrain.comm.objects import allgather_json
 from hvdtrain.compression.table import parse
 from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.exchange.choice import WORTH, Measured, Prediction, choose
-from hvdtrain.exchange.trial import cost_s, link, sizes_of
+from hvdtrain.exchange.trial import cost_s, link
 
 CANDIDATES = ("fp16", "int8", "powersgd:4")
 """What `auto` looks at, that which loses least first."""
@@ -96,7 +96,7 @@ class CompressionTrial:
             latency_s=max(other[2] for other in everyone),
             bytes_per_s=min(other[3] for other in everyone),
             ranks=self._comm.size,
-            buckets=[sizes_of(layout.shape) for layout in layouts],
+            buckets=[layout.shape.sizes for layout in layouts],
             cost_s={name: max(other[4][name] for other in everyone) for name in costs},
         )
 
