@@ -28,6 +28,7 @@ LAYERS = {
     "task": 4,
     "state": 4,
     "observe": 4,
+    "timeline": 5,
     "exchange": 5,
     "engine": 6,
     "training": 7,
@@ -91,7 +92,19 @@ def test_one_module_imports_horovod() -> None:
 
 
 @pytest.mark.parametrize(
-    "room", ["errors.py", "spans.py", "loading.py", "config/", "runtime/", "install/", "doctor/", "__init__.py"]
+    "room",
+    [
+        "errors.py",
+        "spans.py",
+        "loading.py",
+        "config/",
+        "runtime/",
+        "install/",
+        "doctor/",
+        "timeline/",
+        "cli/timeline/",
+        "__init__.py",
+    ],
 )
 def test_rooms_without_torch(room: str) -> None:
     for file in FILES:
@@ -125,7 +138,9 @@ def test_nothing_is_unpickled_and_no_shell_runs() -> None:
         assert "shell=True" not in text and "os.system" not in text and "torch.load(" not in text, file
 
 
-@pytest.mark.parametrize("argument", ["--help", "--version", "doctor --help", "build-horovod --help"])
+@pytest.mark.parametrize(
+    "argument", ["--help", "--version", "doctor --help", "build-horovod --help", "timeline --help"]
+)
 def test_help_imports_no_torch(argument: str) -> None:
     program = (
         "import sys\nfrom hvdtrain.__main__ import main\n"
