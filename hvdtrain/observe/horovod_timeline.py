@@ -19,6 +19,10 @@ from hvdtrain.errors import HvdtrainError
 from hvdtrain.observe.trace_file import free_path
 
 
+_OPEN = "-on"
+"""In the name of a file whose last step nobody knows yet."""
+
+
 class Writer(Protocol):
     """The thread that writes it, where it spins from Horovod's start to its end (`runtime.threads.Spinner`)."""
 
@@ -83,6 +87,13 @@ class HorovodTimeline:
             on_rank_0(self._comm, self._stop, name="timeline/close")
             self._rest(for_good=True)
 
+    def record(self, window: Window) -> None:
+        """Record these steps, the first of which is yet to come, or end with them; a window that waits is let go."""
+        if self._state == "open":
+            self._window = Window(self._window.first, window.last)
+        else:
+            self._state, self._window = "before", window
+
     def close(self) -> None:
         """Close the window if it is open, and make the writer's thread ready to be ended."""
         self._stop()
@@ -92,10 +103,10 @@ class HorovodTimeline:
     def _start(self, step: int) -> None:
         if self._recording is None:
             return
-        last = "on" if self._window.last is None else self._window.last
+        last = _OPEN if self._window.last is None else f"-{self._window.last}"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            path = free_path(self._folder / f"horovod-steps-{step}-{last}.json")
+            path = free_path(self._folder / f"horovod-steps-{step}{last}.json")
             path.open("xb").close()  # Horovod would say of a file that cannot be opened only in its log
             if self._writer is not None:
                 self._writer.work()
@@ -115,6 +126,8 @@ class HorovodTimeline:
         try:
             self._recording.stop_timeline()
             _check(path)
+            if path.stem.endswith(_OPEN) and self._window.last is not None:
+                path.rename(free_path(path.with_name(path.name.replace(_OPEN, f"-{self._window.last}"))))
         except (OSError, HvdtrainError) as error:
             self._warn(f"Horovod's Timeline {path} is not whole: {error}; training goes on")
 

@@ -59,6 +59,12 @@ class SpanTrace:
         a_step = sum(e.step == over for e in events)
         self._due = over + max(1, min(_MOST_TOGETHER, CAPACITY // 4 // max(1, a_step)))
 
+    def record(self, window: Window) -> None:
+        """Write these steps too, the first of which is yet to come; or end with them those that are being written."""
+        under_way = self._spans.step in self._window
+        self._window = Window(self._window.first, window.last) if under_way else window
+        self._due = 0
+
     def close(self) -> None:
         """Write what is left of the window, and the last steps."""
         recent = self._spans.step - LAST_STEPS + 1

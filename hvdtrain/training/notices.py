@@ -11,6 +11,8 @@ from typing import Any
 
 SAVE, TERMINATE, INTERRUPT = range(3)
 _SIGNALS = {signal.SIGUSR1: SAVE, signal.SIGTERM: TERMINATE, signal.SIGINT: INTERRUPT}
+COUNT = len(_SIGNALS)
+"""Of notices."""
 _SIGNAL_OF = {notice: number for number, notice in _SIGNALS.items()}
 
 

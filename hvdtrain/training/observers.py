@@ -19,6 +19,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.loading import load
 from hvdtrain.observe import journal
 from hvdtrain.observe.horovod_timeline import HorovodTimeline
+from hvdtrain.observe.live_window import LiveWindow, Requests
 from hvdtrain.observe.monitor import Monitor, MonitorThread, gpu_identity
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.observe.sinks import sink_maker
@@ -67,7 +68,7 @@ def add_tensorboard(
         recorder.warn('nothing is written for TensorBoard, which is not installed: pip install "hvdtrain[tensorboard]"')
 
 
-def add_horovod_timeline(recorder: Recorder, plan: TimelinePlan, directory: Path, comm: Comm) -> None:
+def add_horovod_timeline(recorder: Recorder, plan: TimelinePlan, directory: Path, comm: Comm) -> HorovodTimeline | None:
     """Record Horovod's Timeline where rank 0's plan says so, or say why not. Collective: yes."""
     first, last = broadcast_json(comm, [plan.window.first, plan.window.last], name="timeline")
     window = Window(first, last)
@@ -75,11 +76,13 @@ def add_horovod_timeline(recorder: Recorder, plan: TimelinePlan, directory: Path
         if plan.reason and comm.size > 1:
             how = f"; to have it all the same: {ASK}" if plan.kind == "spans" else ""
             recorder.say(f"Horovod's Timeline: {plan}{how}")
-        return
+        return None
     horovod = comm if comm.rank == 0 and isinstance(comm, TimelineComm) else None
     thread = find_spinner(horovod.started_threads) if horovod is not None and not plan.quiet else None
     writer = Spinner(thread) if thread is not None else None
-    recorder.add_watcher(HorovodTimeline(comm, horovod, writer, window, directory / TIMELINE, recorder.warn))
+    timeline = HorovodTimeline(comm, horovod, writer, window, directory / TIMELINE, recorder.warn)
+    recorder.add_watcher(timeline)
+    return timeline
 
 
 def add_listeners(spans: Spans, observe: ObserveConfig, device: torch.device, stack: ExitStack) -> None:
@@ -95,19 +98,39 @@ def add_listeners(spans: Spans, observe: ObserveConfig, device: torch.device, st
 
 
 def add_watchers(
-    recorder: Recorder, observe: ObserveConfig, spans: Spans, directory: Path, comm: Comm, started_at: int, stop: int
-) -> None:
-    """Trace what the options ask for of the steps from `started_at` to `stop`: this rank's spans, torch's profile."""
+    recorder: Recorder,
+    observe: ObserveConfig,
+    spans: Spans,
+    directory: Path,
+    comm: Comm,
+    started_at: int,
+    stop: int,
+    horovod: HorovodTimeline | None = None,
+) -> LiveWindow:
+    """Trace what the options ask for of the steps from `started_at` to `stop`: this rank's spans, torch's profile.
+
+    What is returned lets all of them, `horovod` included, record further steps while the run goes on.
+    """
     folder = directory / TIMELINE
     if observe.timeline == AUTO:
         window = Window(started_at + 1, started_at + _FIRST_STEPS)
     else:
         window = parse_window(observe.timeline, "observe.timeline", AUTO)
+    recordings: list[SpanTrace | HorovodTimeline] = [horovod] if horovod is not None else []
+    lacks = "" if horovod is not None else "Horovod's Timeline (the run's first lines, or hvdtrain doctor, say why)"
     if observe.timeline != "off":
-        recorder.add_watcher(SpanTrace(spans, folder, comm.rank, socket.gethostname(), window, recorder.warn))
+        trace = SpanTrace(spans, folder, comm.rank, socket.gethostname(), window, recorder.warn)
+        recorder.add_watcher(trace)
+        recordings.append(trace)
+    else:
+        lacks = "spans and Horovod's Timeline (--observe.timeline off)"
     profile = parse_window(observe.profile, "observe.profile")
     for option, asked in (("timeline", window), ("profile", profile)):
         if asked and started_at < stop < asked.first:
             recorder.warn(f"--observe.{option} begins at step {asked.first}, but the run ends at step {stop}")
-    if profile:
-        recorder.add_watcher(TorchProfile(spans, folder, comm.rank, profile, recorder.warn))
+    profiler = TorchProfile(spans, folder, comm.rank, profile, recorder.warn)
+    recorder.add_watcher(profiler)
+    requests = Requests(folder) if comm.rank == 0 else None
+    live = LiveWindow(folder, requests, recordings, profiler, lacks, recorder.say)
+    recorder.add_watcher(live)  # the last one: the others have written by its turn
+    return live

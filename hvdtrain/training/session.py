@@ -21,6 +21,7 @@ from hvdtrain.engine.make import check_compression, make_engine
 from hvdtrain.observe import journal
 from hvdtrain.observe.failure.reporter import Job
 from hvdtrain.observe.failure.voice import Voice
+from hvdtrain.observe.horovod_timeline import HorovodTimeline
 from hvdtrain.observe.progress import Progress as ProgressDisplay
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.runtime.environment import NO_LAUNCHER, environ, rank_info
@@ -74,8 +75,8 @@ def run_training(
             try:
                 add_sinks(recorder, run.config.observe, sinks, comm)
                 add_tensorboard(recorder, run.config.observe, directory, device, comm)
-                add_horovod_timeline(recorder, timeline, directory, comm)
-                return _train(run, task, comm, device, directory, claim, recorder, spans, job)
+                horovod = add_horovod_timeline(recorder, timeline, directory, comm)
+                return _train(run, task, comm, device, directory, claim, recorder, spans, job, horovod)
             except BaseException as error:
                 with suppress(Exception):  # a full disk, an error whose text cannot be made: it must not be replaced
                     recorder.event({"event": "failed", "error": type(error).__name__, "message": str(error)})
@@ -97,6 +98,7 @@ def _train(
     recorder: Recorder,
     spans: Spans,
     job: Job,
+    horovod: HorovodTimeline | None,
 ) -> Result:
     store = CheckpointStore(directory / CHECKPOINTS, recorder.warn, spans.touch) if claim is not None else None
     trainer = _trainer(run, task, comm, device, store, recorder, spans)
@@ -111,7 +113,9 @@ def _train(
         _describe_start(run, task, comm, directory, recorder)
         resumed = on_rank_0(comm, partial(restore, run, state, store, claim, recorder), name="restored")
         broadcast_state(state, comm, spans.touch)
-        add_watchers(recorder, run.config.observe, spans, directory, comm, state.progress.step, trainer.stop)
+        trainer.live = add_watchers(
+            recorder, run.config.observe, spans, directory, comm, state.progress.step, trainer.stop, horovod
+        )
         if isinstance(engine, ExchangeEngine) and engine.undecided:
             trainer.saw_step = CompressionTrial(engine, comm, device, recorder.event, recorder.say).saw
         recorder.begin(trainer.stop)

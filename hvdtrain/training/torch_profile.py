@@ -44,6 +44,10 @@ class TorchProfile:
         elif self._profile is None and step in self._window:
             self._begin(step)
 
+    def record(self, window: Window) -> None:
+        """Profile these steps, the first of which is yet to come, or end with them a profile under way."""
+        self._window = window
+
     def close(self) -> None:
         """End a profile under way."""
         if self._profile is not None:

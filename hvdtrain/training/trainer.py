@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ from hvdtrain.state.store import CheckpointStore
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.evaluate import Evaluation, evaluate
 from hvdtrain.training.health import check_equal
-from hvdtrain.training.notices import SAVE, Notices, stop_reason
+from hvdtrain.training.notices import COUNT, SAVE, Notices, stop_reason
 from hvdtrain.training.sanity import Sanity
 from hvdtrain.training.step import Stepper, StepResult
 
@@ -40,6 +40,18 @@ class Observer(Protocol):
 
     def show(self, record: dict[str, Any]) -> None:
         """Take an event that is too large for the journal."""
+        ...
+
+
+class Live(Protocol):
+    """What is asked of a run from outside while it trains."""
+
+    def notices(self) -> list[int]:
+        """Numbers that the step that comes sums over ranks."""
+        ...
+
+    def agreed(self, step: int, notices: Sequence[int]) -> None:
+        """Act on the sums of step `step`, which every rank has now. Collective: yes."""
         ...
 
 
@@ -76,6 +88,7 @@ class Trainer:
         sanity: looks at the numbers of each step.
         saw_step: told of each step that was done, of its seconds and of those that waited for gradients; it may change
             how they are exchanged.
+        live: asked before each step, told of what the ranks agreed on after it.
     """
 
     config: Config
@@ -91,6 +104,7 @@ class Trainer:
     observer: Observer
     sanity: Sanity
     saw_step: Callable[[int, float, float], None] = lambda step, step_s, exposed_s: None
+    live: Live | None = None
 
     def __post_init__(self) -> None:
         """Make what the trainer alone uses."""
@@ -110,7 +124,9 @@ class Trainer:
             self._evaluate()
         batches = self._batches()
         while progress.step < self.stop:
-            result = self._step(batches, notices.take())
+            result = self._step(batches, [*notices.take(), *(self.live.notices() if self.live else ())])
+            if self.live:
+                self.live.agreed(progress.step, result.notices[COUNT:])
             if progress.step == begun_at + 1:
                 self.state.state_dict()  # an optimizer whose state cannot be saved is better refused now than later
             reason = stop_reason(result.notices)

@@ -1,0 +1,114 @@
+"""A window asked for while a real job runs: the same steps on all ranks, and the files said."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hvdtrain.observe.journal import read_journal
+from tests.support.launch import ENVIRONMENT, command
+
+TOY = [
+    f"--task={Path(__file__).parents[1]}/support/toy.py:toy",
+    "--train.steps=1000000",
+    "--train.global_batch=8",
+    "--train.micro_batch=2",
+    "--checkpoint.every=0",
+    "--run_dir=run",
+]
+
+
+@contextmanager
+def training(folder: Path, *options: str, size: int = 2) -> Iterator[None]:
+    """A job that trains until the end of the block."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), ENVIRONMENT.get("PATH", "")])
+    with subprocess.Popen(
+        [*command(size), sys.executable, "-m", "hvdtrain", *TOY, *options],
+        cwd=folder,
+        env={**ENVIRONMENT, "PATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        while not next(process.stdout).startswith("step"):
+            pass
+        try:
+            yield
+        finally:
+            rank = next(p for p in psutil.Process(process.pid).children(recursive=True) if "hvdtrain" in p.cmdline())
+            rank.send_signal(signal.SIGTERM)
+            process.stdout.read()
+
+
+def timeline(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    call = [sys.executable, "-m", "hvdtrain", "timeline", *arguments]
+    return subprocess.run(call, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True)
+
+
+def steps_of(file: Path) -> list[int]:
+    """Of the spans in a trace file, in order."""
+    events = json.loads(file.read_text())
+    return sorted({event["args"]["step"] for event in events if event["ph"] == "X" and event["name"] == "step"})
+
+
+def numbers(text: str) -> list[int]:
+    return [int(word.rstrip(";,")) for word in text.split() if word.rstrip(";,").isdigit()]
+
+
+def test_a_window_is_opened_and_closed_on_all_ranks_at_the_same_steps(tmp_path: Path) -> None:
+    folder = tmp_path / "run/timeline"
+    with training(tmp_path, "--observe.timeline=2:4"):
+        begun = timeline(tmp_path, "start", "run")
+        assert begun.returncode == 0, begun.stderr
+        (first,) = numbers(begun.stdout)
+        assert "hvdtrain timeline stop run" in begun.stdout
+        ended = timeline(tmp_path, "stop", "run")
+        assert ended.returncode == 0, ended.stderr
+        assert numbers(ended.stdout.splitlines()[0])[0] == first
+        last = numbers(ended.stdout.splitlines()[0])[1]
+        for rank in range(2):  # all of it is there by now, and the run goes on
+            assert [s for s in steps_of(folder / f"spans-rank-{rank}.json") if s > 4] == list(range(first, last + 1))
+        horovod = folder / f"horovod-steps-{first}-{last}.json"
+        assert f"run/timeline/{horovod.name}" in ended.stdout
+        json.loads(horovod.read_text())
+        assert timeline(tmp_path, "stop", "run").returncode == 1
+    assert [e for e in read_journal(tmp_path / "run/journal.jsonl") if e.get("event") == "warning"] == []
+
+
+def test_a_window_of_so_many_steps_ends_by_itself_with_a_profile_where_one_is_wanted(tmp_path: Path) -> None:
+    with training(tmp_path, size=1):
+        begun = timeline(tmp_path, "start", "run", "--steps", "3", "--profile")
+        first, last = numbers(begun.stdout)[:2]
+        assert last == first + 2
+        assert "not recorded: Horovod's Timeline" in begun.stdout  # one rank has nothing to exchange
+        while timeline(tmp_path, "stop", "run").returncode == 0:
+            pass
+    folder = tmp_path / "run/timeline"
+    assert list(range(first, last + 1)) == [s for s in steps_of(folder / "spans-rank-0.json") if 20 < s <= last]
+    assert (folder / f"torch-steps-{first}-{last}-rank-0.json").exists()
+
+
+def test_without_traces_the_command_says_what_to_do(tmp_path: Path) -> None:
+    with training(tmp_path, "--observe.timeline=off", size=1):
+        found = timeline(tmp_path, "start", "run")
+    assert found.returncode == 1
+    assert "--observe.timeline auto" in found.stderr
+
+
+@pytest.mark.parametrize(("made", "says"), [(None, "is not the folder of a run"), ("finished", "is finished")])
+def test_there_must_be_a_run_that_is_not_over(made: str | None, says: str, tmp_path: Path) -> None:
+    if made:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run/journal.jsonl").write_text('{"event":"finished"}\n')
+    found = timeline(tmp_path, "start", "run")
+    assert found.returncode == 1
+    assert says in found.stderr

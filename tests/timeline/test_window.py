@@ -1,0 +1,123 @@
+"""Asking for a window: what is said where nobody answers, or nothing can be recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.config.windows import Window
+from hvdtrain.errors import RunDirectoryError
+from hvdtrain.observe.live_window import LiveWindow, Requests
+from hvdtrain.observe.window_files import Answer, Request, answer, ask, read_answer, read_request
+from hvdtrain.timeline.window import request_window, stop_window
+
+
+def run_folder(folder: Path) -> Path:
+    (folder / "timeline").mkdir()
+    (folder / "journal.jsonl").write_text('{"event":"started"}\n')
+    return folder
+
+
+def job(folder: Path, states: list[Answer]) -> Callable[[float], None]:
+    """A clock that, at each look, lets a job answer the request with the next state."""
+
+    def sleep(seconds: float) -> None:
+        request = read_request(folder / "timeline")
+        assert request is not None
+        if states:
+            answer(folder / "timeline", Answer(**{**vars(states.pop(0)), "id": request.id}))
+
+    return sleep
+
+
+def test_nobody_answers(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="no job answers"):
+        request_window(run_folder(tmp_path), patience_s=60.0, sleep=job(tmp_path, []))
+
+
+def test_a_job_that_has_seen_it_and_does_no_step(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="has done no further step within 1 s"):
+        request_window(run_folder(tmp_path), patience_s=1.0, sleep=job(tmp_path, [Answer("", "seen")]))
+
+
+def test_an_answer_to_another_request_is_none_to_this_one(tmp_path: Path) -> None:
+    answer(run_folder(tmp_path) / "timeline", Answer("other", "open", 7))
+    found = request_window(tmp_path, patience_s=1.0, sleep=job(tmp_path, [Answer("", "seen"), Answer("", "open", 9)]))
+    assert found.first == 9
+
+
+def test_stopping_where_nothing_is_open(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="no window is open"):
+        stop_window(run_folder(tmp_path), patience_s=1.0, sleep=job(tmp_path, [Answer("", "none")]))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[", b"[]", b"\xff\xfe", b'{"version":2}', b'{"version":1,"id":"a","action":"rm","steps":0}']
+    + [b'{"version":1,"id":"a","action":"start","steps":%s}' % steps for steps in (b"-1", b"true", b'"5"', b"1e99")],
+)
+def test_what_is_no_request_is_none(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / ".window-request.json").write_bytes(content)
+    assert read_request(tmp_path) is None
+
+
+class Told:
+    """Notes what it is to record."""
+
+    def __init__(self) -> None:
+        self.windows: list[Window] = []
+
+    def record(self, window: Window) -> None:
+        self.windows.append(window)
+
+
+def test_what_was_asked_of_an_earlier_start_is_not_done_again(tmp_path: Path) -> None:
+    ask(tmp_path, Request("old", "start"))
+    requests = Requests(tmp_path, every_s=1000.0)
+    requests.look()
+    assert requests.take() is None
+    ask(tmp_path, new := Request("new", "start", 5))
+    requests.look()
+    assert requests.take() == new
+    requests.look()
+    assert requests.take() is None
+    requests.close()
+
+
+def live(folder: Path, recordings: list[Told], profile: Told) -> LiveWindow:
+    return LiveWindow(folder, None, recordings, profile, "", lambda text: None)
+
+
+def test_steps_are_added_to_a_window_that_is_open(tmp_path: Path) -> None:
+    told, profile = Told(), Told()
+    window = live(tmp_path, [told], profile)
+    window.agreed(10, [5, 0, 0])
+    window.agreed(12, [7, 0, 0])
+    window.agreed(30, [0, 0, 1])  # over by then
+    window.agreed(40, [1 << 40, 1, 0])
+    window.agreed(44, [0, 0, 1])
+    assert told.windows == [Window(11, 15), Window(11, 19), Window(41, None), Window(41, 44)]
+    assert profile.windows == told.windows[2:]
+
+
+def test_the_answer_says_what_was_written(tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text("[]")
+    (tmp_path / "spans.json").write_text("[]")
+    ask(tmp_path, Request("before", "stop"))
+    requests = Requests(tmp_path, every_s=0.001)
+    window = LiveWindow(tmp_path, requests, [Told()], Told(), "nothing", lambda text: None)
+    ask(tmp_path, Request("now", "start", 2))
+    while not any(asked := window.notices()):
+        pass
+    window.agreed(3, asked)
+    (tmp_path / "spans.json").write_text("[{}]")
+    (tmp_path / "horovod.json").write_text("[{}]")
+    for step in (5, 6, 7):
+        window.begin_step(step)
+        assert read_answer(tmp_path) == Answer("now", "open", 4, 5, [], "nothing")
+    window.begin_step(8)
+    files = [str(tmp_path / name) for name in ("horovod.json", "spans.json")]
+    assert read_answer(tmp_path) == Answer("now", "over", 4, 5, files, "nothing")
+    window.close()
