@@ -18,7 +18,6 @@ from hvdtrain.config.windows import Window
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.observe.trace_file import free_path
 
-
 _OPEN = "-on"
 """In the name of a file whose last step nobody knows yet."""
 
