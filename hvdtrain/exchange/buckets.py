@@ -7,15 +7,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from hvdtrain.compression.base import BucketShape, Part
+from hvdtrain.compression.filling import fill, padded
 
 Named = Sequence[tuple[str, nn.Parameter]]
-
-_ALIGNMENT = 64
-"""Bytes: a view starts where vector instructions and cache lines do."""
 
 
 @dataclass(frozen=True)
@@ -81,22 +78,13 @@ def plan(
     runs = [([n for n in order if grouped.get(n) == number], sys.maxsize) for number in range(len(groups))]
     runs += [([n for n in order if n not in grouped and (n in rest) == late], limit_bytes) for late in (False, True)]
     for names, limit in runs:
-        open_: dict[tuple[torch.dtype, torch.device], tuple[list[str], int]] = {}
-        for name in names:
-            if name in alone:
-                continue
-            if name in few:
-                buckets.append([name])
-                continue
-            parameter = of[name]
-            kind = (parameter.dtype, parameter.device)
-            length = parameter.numel() * parameter.dtype.itemsize
-            bucket, held = open_.get(kind, ([], 0))
-            if not bucket or held + length > limit:
-                bucket, held = [], 0
-                buckets.append(bucket)
-            bucket.append(name)
-            open_[kind] = (bucket, held + length)
+        buckets += fill(
+            [name for name in names if name not in alone],
+            limit,
+            lambda name: of[name].numel() * of[name].dtype.itemsize,
+            lambda name: (of[name].dtype, of[name].device),
+            few,
+        )
     return Plan(tuple(map(tuple, buckets)), tuple(name for name, _ in named if name in alone), few)
 
 
@@ -122,10 +110,9 @@ def lay_out(agreed: Plan, of: Mapping[str, nn.Parameter], name: str) -> list[Lay
 def _lay_out_one(names: Sequence[str], of: Mapping[str, nn.Parameter], name: str) -> Layout:
     parameters = tuple(of[n] for n in names)
     dtype, device = parameters[0].dtype, parameters[0].device
-    step = max(1, _ALIGNMENT // dtype.itemsize)
     parts = []
     length = 0
     for parameter_name, parameter in zip(names, parameters, strict=True):
         parts.append(Part(parameter_name, parameter.shape, length))
-        length += -(-parameter.numel() // step) * step
+        length += padded(parameter.numel(), dtype.itemsize)
     return Layout(parameters, BucketShape(name, tuple(parts), length, dtype, device))

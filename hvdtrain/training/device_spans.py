@@ -14,7 +14,8 @@ ON_DEVICE = frozenset({"copy", "forward", "backward", "wait", "clip", "optimizer
 """Spans whose work the device does. The host's durations of these tell how long it took to ask for it."""
 
 
-def _timing_event() -> Any:
+def timing_event() -> Any:
+    """An event of a CUDA device that tells the time to another one."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
@@ -39,7 +40,7 @@ class DeviceSpans:
         event: makes a timing event: `record()`, `query()`, `elapsed_time(later)` in ms, `synchronize()`.
     """
 
-    def __init__(self, spans: Spans, event: Callable[[], Any] = _timing_event) -> None:
+    def __init__(self, spans: Spans, event: Callable[[], Any] = timing_event) -> None:
         self._spans = spans
         self._event = event
         self._free: list[Any] = []

@@ -36,6 +36,7 @@ from hvdtrain.training.compiled import compile_blocks
 from hvdtrain.training.compute import FirstPass
 from hvdtrain.training.device import pick_device
 from hvdtrain.training.explain import explained
+from hvdtrain.training.gradient_times import add_gradient_times
 from hvdtrain.training.health import batch_statistics
 from hvdtrain.training.held import held
 from hvdtrain.training.make_task import make_task
@@ -101,7 +102,7 @@ def _train(
     horovod: HorovodTimeline | None,
 ) -> Result:
     store = CheckpointStore(directory / CHECKPOINTS, recorder.warn, spans.touch) if claim is not None else None
-    trainer = _trainer(run, task, comm, device, store, recorder, spans)
+    trainer = _trainer(run, task, comm, device, directory, store, recorder, spans)
     if comm.rank == 0:
         trainer.stepper.around = FirstPass(run.config, device, comm.size, recorder.event)
     state, engine = trainer.state, trainer.stepper.engine
@@ -140,6 +141,7 @@ def _trainer(
     task: Task,
     comm: Comm,
     device: torch.device,
+    directory: Path,
     store: CheckpointStore | None,
     recorder: Recorder,
     spans: Spans,
@@ -155,7 +157,10 @@ def _trainer(
     samples = dataset_length(task.train_data)
     horizon = total_steps(train, samples)
     parallel = config.parallel
+    times = add_gradient_times(recorder, config.observe, model, spans, directory, comm, device)
     engine = make_engine(_optimizer(task, run, recorder), model, comm, parallel.compression, spans, parallel.bucket_mib)
+    if times is not None:
+        times.engine = engine
     precision = Precision(config.precision, device)
     fresh = Progress(samples=samples, data_id=task.data_id)
     stepper = Stepper(task, model, engine, comm, precision, device, train.global_batch, train.clip, spans)
