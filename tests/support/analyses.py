@@ -1,0 +1,202 @@
+"""Analyses as they could come of runs of any number of ranks, and of hostile ones."""
+
+from __future__ import annotations
+
+import random
+
+from hvdtrain.timeline.analysis import (
+    Analysis,
+    Blame,
+    Budget,
+    Carrier,
+    Cause,
+    Communication,
+    Estimate,
+    Finding,
+    Lane,
+    Part,
+    RankRow,
+    Slice,
+)
+
+HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">'\"&amp;"
+
+_PARTS = {
+    "data": 6.0,
+    "forward": 96.4,
+    "backward": 181.2,
+    "waiting for late ranks": 12.3,
+    "negotiation": 3.1,
+    "transfer": 25.9,
+    "optimizer": 19.6,
+    "evaluations and checkpoints": 4.1,
+    "rest": 3.8,
+}
+_EXPOSED = ("waiting for late ranks", "negotiation", "transfer")
+_MODULES = ("model.embed_tokens", "model.layers.{}.mlp.experts.gate_up", "model.layers.{}.self_attn.q_proj", "lm_head")
+
+
+def about(value: float, spread: float = 0.05) -> Estimate:
+    return Estimate(value, value * (1 - spread), value * (1 + spread))
+
+
+def parts(of: dict[str, float]) -> list[Part]:
+    whole = sum(of.values())
+    return [Part(name, about(ms), ms / whole) for name, ms in of.items()]
+
+
+def budget(size: int) -> Budget:
+    what = "rank 0" if size == 1 else f"mean of {size} ranks"
+    return Budget(what, about(sum(_PARTS.values()), 0.01), 380, parts(_PARTS), _EXPOSED)
+
+
+def lanes(size: int, steps: int = 3, buckets: int = 8, names: str = "") -> list[Lane]:
+    """Each rank's training thread; rank 0's exchange too. Rank 3 begins its backward late."""
+    chance, found = random.Random(3), []
+    for rank in range(size):
+        slices: list[Slice] = []
+        for step in range(1, steps + 1):
+            start = now = (step - 1) * 352.4
+            late = 12.0 if rank == 3 else 0.0
+            inner = []
+            for name, ms in (("data", 6.0 + late), ("forward", 96.0), ("backward", 181.0), ("wait", 41.0 - late)):
+                ms *= chance.uniform(0.98, 1.0)
+                inner.append(Slice(names + name, now, now + ms, step))
+                if name == "forward":
+                    inner.append(Slice("gc", now + 20, now + 24, step))
+                now += ms
+            inner.append(Slice("optimizer", now, start + 350.0, step))
+            slices += [Slice("step", start, start + 352.0, step), *inner]
+        found.append(Lane(f"rank {rank} on node-{rank // 8}", slices))
+        if rank == 0:
+            found.append(Lane("rank 0, exchange", _exchange(steps, buckets)))
+    return found
+
+
+def _exchange(steps: int, buckets: int) -> list[Slice]:
+    found = []
+    for step in range(1, steps + 1):
+        start = (step - 1) * 352.4 + 110
+        for bucket in range(buckets):
+            found.append(Slice(f"bucket {bucket}", start + 26 * bucket, start + 26 * bucket + 24, step))
+    return found
+
+
+def rank_rows(size: int, late: dict[int, float]) -> list[RankRow]:
+    chance, rows = random.Random(5), []
+    for rank in range(size):
+        cost = late.get(rank, 0.0)
+        estimate = about(cost, 0.09) if cost else Estimate(0.0, -0.2, chance.uniform(0.1, 0.4))
+        timed = {
+            "data": chance.gauss(6, 0.2) + 0.9 * cost,
+            "forward": chance.gauss(96, 1),
+            "backward": chance.gauss(181, 1.5),
+            "wait": max(0.0, 41.3 - cost + chance.gauss(0, 1)),
+            "optimizer": chance.gauss(19.6, 0.2),
+        }
+        share = 0.93 if cost else 0.07 / size
+        rows.append(RankRow(rank, f"node-{rank // 8}", share, estimate, timed, 0.0 if rank == 0 else 0.02))
+    return sorted(rows, key=lambda row: -row.cost_ms.value)
+
+
+def analysis(size: int, *, late: bool = True, lane_ranks: int | None = None, slices: int = 0) -> Analysis:
+    """A run of `size` ranks, of which, with `late`, one costs 12.3 ms a step.
+
+    Args:
+        size: ranks.
+        late: whether one is.
+        lane_ranks: ranks that have a lane, all where not given.
+        slices: more of them in each lane.
+    """
+    who = min(3, size - 1) if late and size > 1 else -1
+    costs = {who: 12.3} if who >= 0 else {}
+    causes = {
+        who: [
+            Cause("data", 11.2, "waits for data 11.2 ms a step more than the others (17.2 against 6.0)"),
+            Cause("cpu", None, "its training thread had no core for 8% of the time"),
+        ]
+    }
+    blame = Blame(
+        "stamps" if size > 1 else "none",
+        380,
+        rank_rows(size, costs) if size > 1 else [],
+        sorted(costs),
+        {rank: causes[rank] for rank in costs},
+        "" if costs else "no rank costs more than 0.4 ms a step, which is less than the noise of 0.6 ms",
+    )
+    found = [
+        Finding(
+            "exposed",
+            "25.9 ms of each step are spent sending gradients.",
+            25.9,
+            "Send less: --parallel.compression powersgd:4, or `hvdtrain timeline whatif RUN`.",
+        ),
+        Finding("input", "The input pipeline is ahead by 2 batches.", None, "Nothing to do."),
+    ]
+    if costs:
+        text = f"Rank {who} on node-{who // 8} is late by 12.3 ms in 93% of the steps: it waits for data."
+        found.insert(1, Finding("straggler", text, 12.3, "Give it more loaders: --loader.workers 4."))
+    carriers = [
+        Carrier(
+            f"gradients.{n}",
+            [m.format(n) for m in _MODULES[n % 4 :]],
+            26_214_400 >> (n % 3),
+            24.0 - 2 * n,
+            max(0.0, 11.0 - 3 * n),
+        )
+        for n in range(8)
+    ]
+    communication = Communication(
+        parts({"negotiation": 9.4, "queue": 2.2, "fusion copies": 0.9, "transfer": 148.0}),
+        158.2,
+        0.74,
+        3.1e8,
+        2.06,
+        2.9,
+    )
+    shown = lanes(min(size, lane_ranks or size), buckets=8 + slices)
+    return Analysis(
+        title="20261120-154250-language_model",
+        size=size,
+        budget=budget(size),
+        communication=communication if size > 1 else None,
+        carriers=carriers if size > 1 else [],
+        blame=blame,
+        findings=found,
+        lanes=shown,
+        warnings=["[1,0]<stderr>: One or more tensors were submitted to be reduced by subset of ranks"],
+        notes=[
+            "clocks are aligned to within 0.02 ms",
+            "Horovod's Timeline of steps 10 to 20 was read; 1 event was cut off",
+        ],
+    )
+
+
+def hostile() -> Analysis:
+    """One whose every text would take the page over."""
+    plain = analysis(4)
+    row = plain.blame.ranks[0]
+    worst = RankRow(row.rank, HOSTILE, 1.0, row.cost_ms, {HOSTILE: 3.0, **row.parts_ms}, 0.0)
+    assert plain.budget is not None
+    return Analysis(
+        title=HOSTILE,
+        size=4,
+        budget=Budget(
+            HOSTILE, plain.budget.step_ms, 3, [*plain.budget.parts, Part(HOSTILE, about(1.0), 0.01)], [HOSTILE]
+        ),
+        communication=plain.communication,
+        carriers=[Carrier(HOSTILE, [HOSTILE] * 20, 5, 1.0, None)],
+        blame=Blame(
+            "ticks", 3, [worst, *plain.blame.ranks[1:]], [row.rank], {row.rank: [Cause(HOSTILE, 1.0, HOSTILE)]}, HOSTILE
+        ),
+        findings=[Finding(HOSTILE, HOSTILE, 1.0, f"`{HOSTILE}` --flag {HOSTILE}")],
+        lanes=[Lane(HOSTILE, [Slice(HOSTILE, 0.0, 5.0, 1), Slice("__proto__", 5.0, 9.0, 1)]), *lanes(2, names=HOSTILE)],
+        warnings=[HOSTILE],
+        notes=[HOSTILE],
+    )
+
+
+def empty() -> Analysis:
+    """A Timeline in which there was nothing."""
+    blame = Blame("none", 0, [], [], {}, "the file holds no ticks")
+    return Analysis("timeline.json", 0, None, None, [], blame, [])
