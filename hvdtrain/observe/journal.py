@@ -16,8 +16,8 @@ from hvdtrain.observe.encodable import plain
 
 NAME = "journal.jsonl"
 
-_ASIDE = ("warning", "machine")
-"""Events that other threads may write when the run has ended."""
+_ASIDE = ("warning", "machine", "ranks", "explained")
+"""Events that may come when the run has ended."""
 
 
 class Journal:

@@ -117,6 +117,23 @@ def stacked(values: Mapping[str, float]) -> dict[str, tuple[float, float]]:
     return edges
 
 
+def rank_scalars(record: Mapping[str, Any]) -> dict[str, float]:
+    """By how much the last rank is later than the last but one, which it is, and what is exposed; in ms a step.
+
+    Args:
+        record: an event ``ranks``: means over some steps, a number a rank.
+    """
+    late = {rank: ms for rank, ms in enumerate(record["late_ms"]) if isinstance(ms, (int, float))}
+    exposed = [ms for ms in record["exposed_ms"] if isinstance(ms, (int, float))]
+    found = {}
+    if len(late) > 1:
+        last, before = sorted(late, key=lambda rank: -late[rank])[:2]
+        found = {"straggler/cost_ms": late[last] - late[before], "straggler/rank": float(last)}
+    if exposed:
+        found["straggler/exposed_ms"] = sum(exposed) / len(exposed)
+    return numbers(found)
+
+
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:
     """What of it is a number, inf and nan included."""
     return {tag: float(v) for tag, v in values.items() if isinstance(v, (int, float))}

@@ -6,12 +6,15 @@ import time
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.observe import tensorboard_page as page
 from hvdtrain.observe.event_file import EventFile
 from hvdtrain.observe.past import Past
-from hvdtrain.observe.scalars import BANDS, Interval, machine_scalars, numbers, stacked
+from hvdtrain.observe.scalars import BANDS, Interval, machine_scalars, numbers, rank_scalars, stacked
+
+if TYPE_CHECKING:
+    from tensorboard.compat.proto.summary_pb2 import Summary
 
 FOLDER = "tensorboard"
 _HISTOGRAMS = "histograms"
@@ -83,6 +86,10 @@ class TensorBoard:
             self._evaluation(record)
         elif event == "histograms":
             self._histograms(record)
+        elif event == "ranks":
+            self._add(page.scalars(rank_scalars(record)), record)
+        elif event == "explained":
+            self._explained(record)
         elif event == "checkpoint":
             self._point()  # what a resumed run follows on is there
         elif event == "finished":
@@ -171,7 +178,9 @@ class TensorBoard:
         if not self._has_page:
             self._has_page = True
             unit = self._started.get("unit", "tokens")
-            shown = page.layout(unit, gpu=self._gpu, flops=bool(per_sample), peak=bool(per_sample and peak))
+            several = self._started.get("size", 1) > 1
+            flops = bool(per_sample)
+            shown = page.layout(unit, gpu=self._gpu, several=several, flops=flops, peak=bool(flops and peak))
             files["."].add([shown], last["step"], time_s)
 
     def _evaluation(self, record: Mapping[str, Any]) -> None:
@@ -196,6 +205,16 @@ class TensorBoard:
         found = [page.histogram_values(kind, record[kind]) for kind in ("parameters", "gradients")]
         self._opened()
         self._own_file().add(found, record.get("at_step", self._step), _time(record))
+
+    def _explained(self, record: Mapping[str, Any]) -> None:
+        """What the end of the run says of it: figures as points of its last step, findings as text."""
+        self._point()
+        figures = {f"report/{name}": value for name, value in record["figures"].items()}
+        self._add(page.scalars(numbers(figures)), record)
+        self._add(page.text("report/findings", page.findings(record)), record)
+
+    def _add(self, summary: Summary, record: Mapping[str, Any]) -> None:
+        self._opened()["."].add([summary], record.get("at_step", self._step), _time(record))
 
     def _own_file(self) -> EventFile:
         """That of histograms, which no journal can tell again: those up to the checkpoint stay."""

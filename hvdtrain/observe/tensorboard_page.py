@@ -14,19 +14,23 @@ STACK_FROM, STACK_TO = "step_stacked_ms/from", "step_stacked_ms/to"
 
 STACK_TITLE = "where a step's time goes (ms, stacked)"
 
+RANKS_TITLE = "the last rank after the last but one, and exposed communication (ms a step)"
+
 METRICS = ("loss/train", "loss/heldout")
 """Tags whose last value stands beside a run's hyperparameters."""
 
 Charts = dict[str, list[str]]
 
 
-def _categories(unit: str, *, gpu: bool, flops: bool, peak: bool) -> dict[str, Charts]:
+def _categories(unit: str, *, gpu: bool, several: bool, flops: bool, peak: bool) -> dict[str, Charts]:
     """Titles of charts, and the tags that each draws, by category."""
     overview = {
         "loss": ["loss/train", "loss/heldout"],
         f"{unit} per second": [f"speed/{unit}_per_s"],
         "exposed communication (% of a step)": ["communication/exposed_percent"],
     }
+    if several:
+        overview[RANKS_TITLE] = ["straggler/cost_ms", "straggler/exposed_ms"]
     training = {
         "loss by samples": ["loss_by_samples/train", "loss_by_samples/heldout"],
         "loss by seconds of training": ["loss_by_seconds/train", "loss_by_seconds/heldout"],
@@ -54,7 +58,7 @@ def _categories(unit: str, *, gpu: bool, flops: bool, peak: bool) -> dict[str, C
     return {"overview": overview, "training": training, "machine": compute}
 
 
-def layout(unit: str, *, gpu: bool, flops: bool, peak: bool) -> Summary:
+def layout(unit: str, *, gpu: bool, several: bool, flops: bool, peak: bool) -> Summary:
     """The custom scalars page.
 
     TensorBoard has no stacked chart, but its margin chart fills between two series: with one run a band, each between
@@ -63,6 +67,7 @@ def layout(unit: str, *, gpu: bool, flops: bool, peak: bool) -> Summary:
     Args:
         unit: what a step's `tokens` counts.
         gpu: whether the run has one.
+        several: whether it has several ranks.
         flops: whether a sample's FLOPs are known.
         peak: whether the devices' peak is known too.
     """
@@ -74,7 +79,7 @@ def layout(unit: str, *, gpu: bool, flops: bool, peak: bool) -> Summary:
 
     categories = [
         layout_pb2.Category(title=title, chart=[chart(*item) for item in charts.items()])
-        for title, charts in _categories(unit, gpu=gpu, flops=flops, peak=peak).items()
+        for title, charts in _categories(unit, gpu=gpu, several=several, flops=flops, peak=peak).items()
     ]
     band = layout_pb2.MarginChartContent.Series(value=STACK_TO, lower=STACK_FROM, upper=STACK_TO)
     stack = layout_pb2.MarginChartContent(series=[band])
@@ -110,6 +115,17 @@ def config_table(started: Mapping[str, Any]) -> str:
 
 def _cell(value: Any) -> str:
     return "" if value is None else str(value).replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ")
+
+
+def findings(explained: Mapping[str, Any]) -> str:
+    """Markdown of what the end of a run says: the verdict, and a table of findings."""
+    lines = [f"**{_cell('; '.join(explained['verdict']))}.**", ""]
+    if explained["findings"]:
+        lines += ["| ms a step, at most | what | try |", "|---|---|---|"]
+    for found in explained["findings"]:
+        cost = "" if found["cost_ms"] is None else f"{found['cost_ms']:.3g}"
+        lines.append(f"| {cost} | {_cell(found['text'])} | {_cell(found['advice'])} |")
+    return "\n".join(lines)
 
 
 def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -50,7 +50,7 @@ def verdict(analysis: Analysis) -> list[str]:
     for rank in analysis.blame.late[:1]:
         cost = rows[rank].cost_ms
         where = f"rank {rank} on {rows[rank].host}"
-        clauses.append(f"{where} is late and costs {wording.ms(cost.value)} ms {wording.interval(cost)}")
+        clauses.append(f"{where} is late and costs {wording.ms(cost.value)} ms {wording.interval(cost)}".rstrip())
     if not analysis.blame.late and analysis.blame.source != "none":
         clauses.append("no rank is late")
     if len(analysis.blame.late) > 1:

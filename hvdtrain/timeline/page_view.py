@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -21,7 +22,7 @@ _HEAT = (0.005, 0.02, 0.05)
 _CODE = re.compile(
     r"`([^`]+)`"
     r"|((?:[A-Z][A-Z0-9]*_[A-Z0-9_]+=\S*[^\s.,;:)])"
-    r"|--[A-Za-z][\w.]*(?:[ =](?:(?=[^\s,;]*\d)[\w:./%+-]*[\w%]|(?:true|false|on|off|auto|none|all)\b))?)"
+    r"|--[A-Za-z](?:[\w.-]*\w)?(?:[ =](?:(?=[^\s,;]*\d)[\w:./%+-]*[\w%]|(?:true|false|on|off|auto|none|all)\b))?)"
 )
 
 
@@ -82,7 +83,8 @@ def blame_view(blame: Blame, step_ms: float | None) -> dict[str, Any]:
     names = list(dict.fromkeys(name for row in shown for name in row.parts_ms))
     medians = {n: median([row.parts_ms[n] for row in blame.ranks if n in row.parts_ms]) for n in names}
     whole = step_ms or sum(medians.values()) or 1.0
-    most = max([row.cost_ms.high for row in shown] + [row.cost_ms.value for row in shown] + [1e-9])
+    costs = [cost for row in shown for cost in (row.cost_ms.high, row.cost_ms.value)]
+    most = max([cost for cost in costs if math.isfinite(cost)] + [1e-9])
     return {
         "names": names,
         "rows": [_rank(row, row.rank in late, names, medians, whole, most, blame) for row in shown],
@@ -102,7 +104,7 @@ def _rank(
     blame: Blame,
 ) -> dict[str, Any]:
     def at(value: float) -> float:
-        return min(100.0, max(0.0, 100 * value / most))
+        return min(100.0, max(0.0, 100 * value / most)) if math.isfinite(value) else 0.0
 
     cells = []
     for name in names:

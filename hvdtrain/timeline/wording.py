@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from hvdtrain.timeline.analysis import Estimate
 
 
@@ -21,7 +23,9 @@ def ms(value: float, places: int | None = None) -> str:
 
 
 def interval(estimate: Estimate, places: int | None = None) -> str:
-    """``[11.1 .. 13.4]``."""
+    """``[11.1 .. 13.4]``; nothing where there is none, as of a single step."""
+    if not (math.isfinite(estimate.low) and math.isfinite(estimate.high)) or estimate.low == estimate.high:
+        return ""
     if places is None:
         size = abs(estimate.value) or max(abs(estimate.low), abs(estimate.high))
         places = 0 if size >= 100 else 1 if size >= 10 else 2

@@ -19,7 +19,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 from hvdtrain.observe.journal import read_steps
 from hvdtrain.observe.scalars import BANDS, MACHINE
 from hvdtrain.observe.tensorboard import EVERY_S, TensorBoard, is_installed
-from hvdtrain.observe.tensorboard_page import METRICS, STACK_FROM, STACK_TITLE, STACK_TO, config_table
+from hvdtrain.observe.tensorboard_page import METRICS, RANKS_TITLE, STACK_FROM, STACK_TITLE, STACK_TO, config_table
 from tests.support.tensorboard_run import BATCH, STARTED, Run, read, series, single, step_record
 
 
@@ -238,6 +238,59 @@ def test_hyperparameters_and_how_it_ended(tmp_path: Path) -> None:
     assert content("session_end_info").session_end_info.status
 
 
+RANKS = {
+    "event": "ranks",
+    "at_step": 1,
+    "time": 1e9,
+    "late_ms": [1.0, 9.5, 2.5],
+    "exposed_ms": [10.0, 2.0, 9.0],
+    "step_ms": [50.0, 50.0, 50.0],
+}
+
+
+def test_the_straggler_while_the_run_goes_on(tmp_path: Path) -> None:
+    later = {**RANKS, "at_step": 2, "late_ms": [None, 1.0, 3.0], "exposed_ms": [None, 4.0, 2.0]}
+    nothing = {**RANKS, "at_step": 3, "late_ms": [], "exposed_ms": []}
+    _write(
+        tmp_path, STARTED, step_record(1, 1e9), RANKS, step_record(2, 1e9 + 1), later, step_record(3, 1e9 + 2), nothing
+    )
+    assert series(tmp_path, "straggler/cost_ms") == {1: 7.0, 2: 2.0}
+    assert series(tmp_path, "straggler/rank") == {1: 1.0, 2: 2.0}
+    assert series(tmp_path, "straggler/exposed_ms") == {1: 7.0, 2: 3.0}
+
+
+def test_one_rank_has_no_chart_of_ranks(tmp_path: Path) -> None:
+    found = _write(tmp_path, {**STARTED, "size": 1}, step_record(1, 1e9))
+    (event,) = found.Tensors("custom_scalars__config__")
+    assert RANKS_TITLE.encode() not in event.tensor_proto.string_val[0]
+
+
+EXPLAINED = {
+    "event": "explained",
+    "at_step": 2,
+    "time": 1e9 + 3,
+    "verdict": ["A step takes 50 ms", "rank 1 on a|b is late"],
+    "figures": {"step_ms": 50.0, "straggler_ms": 7.5, "hidden_share": None},
+    "findings": [
+        {"kind": "straggler", "text": "Rank 1 | is late.", "cost_ms": 7.5, "advice": "try --loader.workers 4"},
+        {"kind": "note", "text": "x", "cost_ms": None, "advice": ""},
+    ],
+}
+
+
+def test_what_the_end_says_stands_at_the_last_step(tmp_path: Path) -> None:
+    finished = {"event": "finished", "time": 1e9 + 2}
+    found = _write(tmp_path, STARTED, step_record(1, 1e9), step_record(2, 1e9 + 0.01), finished, EXPLAINED)
+    assert series(tmp_path, "report/step_ms") == {2: 50.0}
+    assert series(tmp_path, "report/straggler_ms") == {2: 7.5}
+    assert "report/hidden_share" not in found.Tags()["scalars"]
+    assert list(series(tmp_path, "loss/train")) == [1, 2]
+    (event,) = found.Tensors("report/findings/text_summary")
+    lines = event.tensor_proto.string_val[0].decode().splitlines()
+    assert lines[0] == "**A step takes 50 ms; rank 1 on a\\|b is late.**"
+    assert "| 7.5 | Rank 1 \\| is late. | try --loader.workers 4 |" in lines
+
+
 GPU_FIELDS = [field for field in MACHINE if field.startswith(("gpu_", "cuda_"))]
 
 
@@ -254,7 +307,7 @@ def test_the_page_of_charts_names_tags_that_are_written(tmp_path: Path, gpu: boo
         **(dict.fromkeys(GPU_FIELDS, 1) if gpu else {}),
     }
     evaluation = {"event": "evaluation", "at_step": 1, "loss": 0.5, "time": 1e9}
-    found = _write(tmp_path, STARTED, flops, machine, step_record(1, 1e9), evaluation, gpu=gpu)
+    found = _write(tmp_path, STARTED, flops, machine, step_record(1, 1e9), evaluation, RANKS, gpu=gpu)
     folders = [tmp_path, *(path for path in tmp_path.rglob("*") if path.is_dir() and path.name != "step")]
     written = {tag for folder in folders for tag in read(folder).Tags()["scalars"]}
     (event,) = found.Tensors("custom_scalars__config__")
@@ -265,7 +318,7 @@ def test_the_page_of_charts_names_tags_that_are_written(tmp_path: Path, gpu: boo
             assert any(re.match(pattern, tag) for tag in written), pattern
         for band in chart.margin.series:
             assert {band.value, band.lower, band.upper} <= written
-    assert {chart.title for chart in page.category[0].chart} >= {"loss", "words per second", STACK_TITLE}
+    assert {chart.title for chart in page.category[0].chart} >= {"loss", "words per second", STACK_TITLE, RANKS_TITLE}
     assert ("GPU (%)" in {chart.title for chart in charts}) == gpu
 
 

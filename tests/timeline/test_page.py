@@ -69,7 +69,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebDriver]:
 
 
 def show(
-    opened: WebDriver, of: Analysis, folder: Path, theme: str = "light", media: str = "screen", width: int = 1200
+    opened: WebDriver, of: Analysis, folder: Path, theme: str = "light", media: str = "", width: int = 1200
 ) -> str:
     """Open the page of an analysis; it."""
     features = [{"name": "prefers-color-scheme", "value": theme}]
@@ -307,13 +307,22 @@ def test_the_theme_is_ones_own(chromium: WebDriver, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_paper_is_white(theme: str, chromium: WebDriver, tmp_path: Path) -> None:
-    show(chromium, analysis(8), tmp_path, theme, media="print")
+    show(chromium, analysis(64), tmp_path, theme, media="print")
     assert background(chromium) == 255
     assert run(chromium, CONTRAST) == []
     assert not run(chromium, "return document.querySelector('nav').checkVisibility()")
-    drawn = run(chromium, "const c = document.querySelector('#lanes canvas'); return c.clientHeight >= 8 * 20")
+    drawn = run(chromium, "const c = document.querySelector('#lanes canvas'); return c.clientHeight >= 64 * 20")
     assert drawn, "all lanes, not those in view"
+    show(chromium, analysis(64), tmp_path, theme)
+    tall = "return document.querySelector('#lanes canvas').clientHeight"
+    before = run(chromium, tall)
+    run(
+        chromium,
+        "window.printed = []; new MutationObserver(() => window.printed.push(document.querySelector"
+        "('#lanes canvas').height)).observe(document.querySelector('#lanes canvas'), {attributes: true})",
+    )
     assert len(chromium.print_page()) > 10_000
+    assert max(run(chromium, "return window.printed")) > 64 * 20 > before, "drawn again for the paper"
 
 
 @pytest.mark.parametrize("make", [lambda: analysis(64), hostile])

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.timeline import wording
-from hvdtrain.timeline.analysis import Analysis, Blame, Estimate, Lane, Slice
+from hvdtrain.timeline.analysis import Analysis, Blame, Budget, Estimate, Lane, Part, RankRow, Slice
 from hvdtrain.timeline.page import to_html
 from hvdtrain.timeline.page_lanes import MOST_SLICES, packed, shown_lanes, summary
 from hvdtrain.timeline.page_view import MOST_RANKS, blame_view, budget_view, finding_pieces
@@ -147,6 +147,8 @@ def test_heat_is_against_the_median() -> None:
         ),
         ("set HOROVOD_CYCLE_TIME=0.5.", ["HOROVOD_CYCLE_TIME=0.5"]),
         ("--parallel.bucket_mib=25 does", ["--parallel.bucket_mib=25"]),
+        ("bind ranks (mpirun --bind-to core), nothing else", ["--bind-to"]),
+        ("--train.eval_every 200 --checkpoint.every 9, or", ["--train.eval_every 200", "--checkpoint.every 9"]),
         ("nothing to do -- really", []),
         ("", []),
     ],
@@ -167,5 +169,14 @@ def test_numbers_as_a_person_reads_them() -> None:
         "0",
     ]
     assert wording.interval(Estimate(12.34, 11.21, 13.4)) == "[11.2 .. 13.4]"
+    assert wording.interval(Estimate(12.34, float("nan"), float("nan"))) == ""
     assert [wording.percent(share) for share in (0.0, 0.004, 0.12, 1.0)] == ["0%", "< 1%", "12%", "100%"]
     assert [wording.nbytes(count) for count in (12, 26_214_400, 3.1e9)] == ["12 B", "26.2 MB", "3.1 GB"]
+
+
+def test_one_step_has_no_intervals_and_still_a_page() -> None:
+    unknown = Estimate(5.0, float("nan"), float("nan"))
+    row = RankRow(0, "here", 1.0, Estimate(1.0, float("-inf"), float("inf")), {"data": 1.0}, 0.0)
+    blame = Blame("stamps", 1, [row], [0], {})
+    found = Analysis("run", 1, Budget("rank 0", unknown, 1, [Part("data", unknown, 1.0)], []), None, [], blame, [])
+    assert "nan" not in to_html(found) and "inf " not in to_html(found)

@@ -264,6 +264,7 @@
   }
 
   document.addEventListener("colours", () => { readColours(); soon(); });
+  matchMedia("print").addEventListener("change", () => { readColours(); draw(); });  // paper waits for no frame
   new ResizeObserver(soon).observe(box);
   readColours();
   draw();

@@ -17,7 +17,6 @@
   theme.hidden = false;
   theme.addEventListener("click", () => { root.dataset.theme = isDark() ? "light" : "dark"; keep(root.dataset.theme); show(); });
   system.addEventListener("change", show);
-  matchMedia("print").addEventListener("change", () => document.dispatchEvent(new Event("colours")));
   show();
 
   // Flags to try are copied by their button.
