@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from hvdtrain.comm.base import Comm
+from hvdtrain.comm.link import allreduce_s, timed
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.compression.base import BucketShape, drive
 from hvdtrain.compression.table import Compression
@@ -20,8 +18,7 @@ _TIMES = 3
 
 def link(comm: Comm, device: torch.device) -> tuple[float, float]:
     """Latency of a small allreduce in seconds, and bytes a second that a rank sends in a large one. Collective: yes."""
-    latency_s = _allreduce_s(comm, device, _SMALL)
-    large_s = _allreduce_s(comm, device, _LARGE)
+    latency_s, large_s = (allreduce_s(comm, device, n, _TIMES, f"trial/{n}") for n in (_SMALL, _LARGE))
     sent = 4 * _LARGE * 2 * (comm.size - 1) / comm.size
     return latency_s, sent / max(large_s - latency_s, 1e-9)
 
@@ -44,25 +41,4 @@ def cost_s(compression: Compression, shape: BucketShape, gradients: list[Tensor]
         compressor.commit(applied=True)
 
     once()  # the first touches fresh memory
-    return min(_timed(once, shape.device) for _ in range(_TIMES))
-
-
-def _allreduce_s(comm: Comm, device: torch.device, elements: int) -> float:
-    tensor = torch.zeros(elements, device=device)
-    name = f"trial/{elements}"
-    comm.allreduce(tensor, name=name).wait()
-    times = []
-    for _ in range(_TIMES):
-        comm.barrier()
-        times.append(_timed(lambda: comm.allreduce(tensor, name=name).wait(), device))
-    return min(times)
-
-
-def _timed(action: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    action()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+    return min(timed(once, shape.device) for _ in range(_TIMES))
