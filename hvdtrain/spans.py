@@ -5,15 +5,21 @@ from __future__ import annotations
 import gc
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 CAPACITY = 1 << 15
 """Spans that are kept, some 5 MB; the oldest go first."""
 
 MAIN, DEVICE, EXCHANGE = 0, 1, 2
 """Tracks of a trace: the training thread, the CUDA device, and from `EXCHANGE` on one a bucket of gradients."""
+
+PARTS = ("data", "copy", "forward", "backward", "wait", "clip", "optimizer", "aside")
+"""Parts of a step by name of their spans; aside: evaluations and checkpoints since the step before."""
+
+RawEvent = tuple[str, int, int, int, int]
+"""The fields of an `Event`."""
 
 
 class Event(NamedTuple):
@@ -59,13 +65,15 @@ class Spans:
     Attributes:
         step: the optimizer step being done, counted from 1; set by the training loop.
         listeners: told of each span.
+        labels: what a track stands for, where that was told: a bucket's name and parameters.
     """
 
     def __init__(self, clock: Callable[[], int] = time.perf_counter_ns, capacity: int = CAPACITY) -> None:
         self.step = 0
         self.listeners: list[Listener] = []
+        self.labels: dict[int, Mapping[str, Any]] = {}
         self.now = clock
-        self._events: deque[tuple[str, int, int, int, int]] = deque(maxlen=capacity)
+        self._events: deque[RawEvent] = deque(maxlen=capacity)
         self._spans: dict[str, _Span] = {}
         self._open: list[_Span] = []
         self._touched = clock()
@@ -96,13 +104,14 @@ class Spans:
 
     def events(self, first_step: int = 0) -> list[Event]:
         """The spans that are kept of step `first_step` and later ones, in the order in which they were recorded."""
-        found = []
-        for event in reversed(list(self._events)):  # a copy: a garbage collection amid this loop records itself
-            if event[4] < first_step - 1:  # a device's durations of a step come with the next one
-                break
-            if event[4] >= first_step:
-                found.append(Event(*event))
-        return found[::-1]
+        return [Event(*event) for event in self.raw_events(first_step)]
+
+    def raw_events(self, first_step: int = 0) -> list[RawEvent]:
+        """The same as bare tuples, for those who look often."""
+        try:
+            return _since(first_step, reversed(self._events))
+        except RuntimeError:  # a garbage collection amid the loop has recorded itself: it cannot spoil a copy
+            return _since(first_step, reversed(list(self._events)))
 
     def open(self) -> list[tuple[str, float]]:
         """Names of the spans that the training thread is in, outermost first, with the seconds since they began."""
@@ -133,6 +142,16 @@ class Spans:
             self._collection_began = self.now()
         else:
             self.record("gc", self._collection_began)
+
+
+def _since(first_step: int, newest_first: Iterable[RawEvent]) -> list[RawEvent]:
+    found = []
+    for event in newest_first:
+        if event[4] < first_step - 1:  # a device's durations of a step come with the next one
+            break
+        if event[4] >= first_step:
+            found.append(event)
+    return found[::-1]
 
 
 class _Span:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -62,6 +63,7 @@ class Flight:
             return DenseBucket(layout, make(layout.shape, comm), factor)
 
         self._buckets = [bucket(layout) for layout in lay_out(agreed, of, name)]
+        spans.labels.update({EXCHANGE + number: _facts(b.layout) for number, b in enumerate(self._buckets)})
         self._sides = [Side(bucket.layout.shape.device) for bucket in self._buckets]
         self._began = [0] * len(self._buckets)
         self._places = {
@@ -151,3 +153,15 @@ class Flight:
             for number in moved:
                 self._note(number)
             running = [number for number in running if self._buckets[number].running]
+
+
+def _facts(layout: Layout) -> dict[str, Any]:
+    """What a trace says of a bucket: the fields of `hvdtrain.timeline.columns.BucketFacts`."""
+    shape = layout.shape
+    return {
+        "name": shape.name,
+        "parameters": [part.name for part in shape.parts],
+        "shapes": [list(part.shape) for part in shape.parts],
+        "dtype": str(shape.dtype).removeprefix("torch."),
+        "length": shape.length,
+    }

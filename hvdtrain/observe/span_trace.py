@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.config.windows import Window
 from hvdtrain.observe.trace_file import TraceFile, free_path
+from hvdtrain.runtime.clock import clock_id, moment
 from hvdtrain.spans import CAPACITY, DEVICE, EXCHANGE, MAIN, Event, Spans
 
 LAST_STEPS = 20
@@ -29,10 +29,18 @@ class SpanTrace:
         rank, host: stand in the trace as its process.
         window: the steps to write as they come.
         warn: told when the trace cannot be written.
+        start: number of this start of the run.
     """
 
     def __init__(
-        self, spans: Spans, folder: Path, rank: int, host: str, window: Window, warn: Callable[[str], None]
+        self,
+        spans: Spans,
+        folder: Path,
+        rank: int,
+        host: str,
+        window: Window,
+        warn: Callable[[str], None],
+        start: int = 0,
     ) -> None:
         self._spans = spans
         self._path = folder / f"spans-rank-{rank}.json"
@@ -41,10 +49,12 @@ class SpanTrace:
         self._window = window
         self._warn = warn
         self._began_ns = spans.now()
-        self._began_at_s = time.time()
+        self._began = moment()
+        self._start = start
         self._file: TraceFile | None = None
         self._failed = False
         self._tracks: set[int] = set()
+        self._labels: dict[int, Mapping[str, Any]] = {}
         self._next = 0
         self._due = 0
 
@@ -91,16 +101,21 @@ class SpanTrace:
         name = f"rank {self._rank} on {self._host}"
         yield {"name": "process_name", "ph": "M", "pid": self._rank, "tid": 0, "args": {"name": name}}
         yield {"name": "process_sort_index", "ph": "M", "pid": self._rank, "tid": 0, "args": {"sort_index": self._rank}}
-        yield {
-            "name": "clock",
-            "ph": "M",
-            "pid": self._rank,
-            "tid": 0,
-            "args": {"start_time_since_epoch_in_micros": round(self._began_at_s * 1e6)},
+        began_us = self._began_ns / 1e3
+        clock = {
+            "start_time_since_epoch_in_micros": round(self._began.epoch_us + began_us - self._began.monotonic_us),
+            "monotonic_us": began_us,
+            "clock_id": clock_id(),
+            "start": self._start,
         }
+        yield {"name": "clock", "ph": "M", "pid": self._rank, "tid": 0, "args": clock}
 
     def _lines(self, events: list[Event]) -> Iterator[dict[str, Any]]:
         for event in events:
+            label = self._spans.labels.get(event.track)
+            if label is not None and label is not self._labels.get(event.track):
+                self._labels[event.track] = label
+                yield self._line("bucket", "M", event.track, args=label)
             if event.track not in self._tracks:
                 self._tracks.add(event.track)
                 names = {MAIN: "training thread", DEVICE: "device"}

@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain.spans import PARTS as PARTS
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
-
-PARTS = ("data", "copy", "forward", "backward", "wait", "clip", "optimizer", "aside")
-"""Parts of a step by name of their spans; aside: evaluations and checkpoints since the step before."""
 
 
 @dataclass(frozen=True)
