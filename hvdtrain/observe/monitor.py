@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 EVERY_S = 10.0
 _FIRST_AFTER_S = 2.0
 
-_THROTTLES = {
+THROTTLES = {
     0x04: "power cap",
     0x08: "hardware slowdown",
     0x10: "sync boost",
@@ -76,7 +76,7 @@ class Monitor:
             ``gpu_memory_used_bytes``, ``gpu_memory_total_bytes``, ``gpu_throttle`` (reasons of a lowered clock);
             ``cuda_allocated_peak_bytes``, ``cuda_reserved_peak_bytes`` of torch's allocator.
         """
-        return {**self._host(), **self._device(), **self._allocator()}
+        return {**self._host(), **self.device(), **self._allocator()}
 
     def _host(self) -> dict[str, Any]:
         try:
@@ -95,7 +95,8 @@ class Monitor:
         self._sampled = True
         return found
 
-    def _device(self) -> dict[str, Any]:
+    def device(self) -> dict[str, Any]:
+        """Those of the device alone."""
         if self._gpu is not None and not self._looked:
             self._looked = True
             self._nvml, self._handle = _open_nvml(self._gpu)
@@ -151,7 +152,7 @@ def _open_nvml(gpu: GpuIdentity) -> tuple[Any, Any]:
 
 
 def _throttles(reasons: int) -> list[str]:
-    return [name for bit, name in _THROTTLES.items() if reasons & bit]
+    return [name for bit, name in THROTTLES.items() if reasons & bit]
 
 
 class MonitorThread:

@@ -106,9 +106,11 @@ def add_watchers(
     started_at: int,
     stop: int,
     horovod: HorovodTimeline | None = None,
+    start: int = 0,
 ) -> LiveWindow:
     """Trace what the options ask for of the steps from `started_at` to `stop`: this rank's spans, torch's profile.
 
+    `start` is the number of this start of the run.
     What is returned lets all of them, `horovod` included, record further steps while the run goes on.
     """
     folder = directory / TIMELINE
@@ -119,7 +121,7 @@ def add_watchers(
     recordings: list[SpanTrace | HorovodTimeline] = [horovod] if horovod is not None else []
     lacks = "" if horovod is not None else "Horovod's Timeline (the run's first lines, or hvdtrain doctor, say why)"
     if observe.timeline != "off":
-        trace = SpanTrace(spans, folder, comm.rank, socket.gethostname(), window, recorder.warn)
+        trace = SpanTrace(spans, folder, comm.rank, socket.gethostname(), window, recorder.warn, start)
         recorder.add_watcher(trace)
         recordings.append(trace)
     else:

@@ -41,7 +41,14 @@ from hvdtrain.training.health import batch_statistics
 from hvdtrain.training.held import held
 from hvdtrain.training.make_task import make_task
 from hvdtrain.training.notices import Notices
-from hvdtrain.training.observers import add_horovod_timeline, add_listeners, add_sinks, add_tensorboard, add_watchers
+from hvdtrain.training.observers import (
+    TIMELINE,
+    add_horovod_timeline,
+    add_listeners,
+    add_sinks,
+    add_tensorboard,
+    add_watchers,
+)
 from hvdtrain.training.optimizers import make_optimizer
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.restore import CHECKPOINTS, restore
@@ -49,6 +56,7 @@ from hvdtrain.training.result import Result, losses_and_speed, numbers
 from hvdtrain.training.run_directory import RunDirectory, claim_run_directory
 from hvdtrain.training.sanity import Sanity
 from hvdtrain.training.schedule import factor, total_steps
+from hvdtrain.training.stamps import add_stamps
 from hvdtrain.training.step import Stepper
 from hvdtrain.training.trainer import Trainer
 
@@ -114,14 +122,16 @@ def _train(
         _describe_start(run, task, comm, directory, recorder)
         resumed = on_rank_0(comm, partial(restore, run, state, store, claim, recorder), name="restored")
         broadcast_state(state, comm, spans.touch)
-        trainer.live = add_watchers(
-            recorder, run.config.observe, spans, directory, comm, state.progress.step, trainer.stop, horovod
-        )
+        done, observe = state.progress.step, run.config.observe
+        start, stamps = add_stamps(recorder, observe, spans, directory / TIMELINE, comm, device, done, trainer.stop)
+        trainer.live = add_watchers(recorder, observe, spans, directory, comm, done, trainer.stop, horovod, start)
         if isinstance(engine, ExchangeEngine) and engine.undecided:
             trainer.saw_step = CompressionTrial(engine, comm, device, recorder.event, recorder.say).saw
         recorder.begin(trainer.stop)
         with Notices() as notices:
             reason = trainer.run(notices)
+        if stamps is not None:
+            stamps.finish()
     job.ending = True
     figures = on_rank_0(comm, partial(losses_and_speed, directory / journal.NAME), name="figures")
     return Result(

@@ -1,0 +1,101 @@
+"""What may make a rank late beside its own work: no core that is free, a host that is lent out, a slow GPU."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.observe.monitor import THROTTLES
+
+CAUSES = ("cpu_wait_us", "steal_us", "gpu_clock_mhz", "gpu_temperature_c", "gpu_throttle")
+"""Figures of a block of steps. Throttling travels as the bits of `monitor.THROTTLES`."""
+
+_EVERY_S = 2.0
+
+
+class Causes:
+    """Figures of this rank, to be asked for in the thread that made it: the one that trains.
+
+    Where asking may take long, of the whole host and of the GPU, a thread of its own asks every two seconds.
+
+    Args:
+        gpu: gives figures of the device (`Monitor.device`), none without one.
+        root: the file system whose ``proc`` is asked.
+    """
+
+    def __init__(self, gpu: Callable[[], Mapping[str, Any]], root: Path = Path("/")) -> None:
+        self._gpu = gpu
+        self._stat = root / "proc/stat"
+        self._waited = _open(root / f"proc/self/task/{threading.get_native_id()}/schedstat")
+        self._waited_us = self._wait_us()
+        self._began_s = time.monotonic()
+        self._sampled: tuple[float, float, float, float] = (math.nan,) * 4
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="causes of lateness", daemon=True)
+        self._thread.start()
+
+    def lap(self) -> list[float]:
+        """`CAUSES` since the last lap, NaN where unknown; takes some microseconds."""
+        waited_us, now_s = self._wait_us(), time.monotonic()
+        since_us, since_s = waited_us - self._waited_us, now_s - self._began_s
+        self._waited_us, self._began_s = waited_us, now_s
+        steal_share, *gpu = self._sampled
+        return [since_us, steal_share * since_s * 1e6, *gpu]
+
+    def close(self) -> None:
+        """Sample no more; a thread that hangs in a driver is left behind."""
+        self._ended.set()
+        self._thread.join(1.0)
+        if self._waited is not None:
+            os.close(self._waited)
+            self._waited = None
+
+    def _wait_us(self) -> float:
+        if self._waited is None:
+            return math.nan
+        try:
+            return int(os.pread(self._waited, 100, 0).split()[1]) / 1e3
+        except (OSError, ValueError, IndexError):
+            return math.nan
+
+    def _run(self) -> None:
+        stolen, at_s = steal_s(self._stat), time.monotonic()
+        while True:
+            found = self._gpu()
+            throttle = found.get("gpu_throttle")
+            now, now_s = steal_s(self._stat), time.monotonic()
+            self._sampled = (
+                (now - stolen) / (now_s - at_s) if now_s - at_s > _EVERY_S / 2 else math.nan,
+                float(found.get("gpu_clock_mhz", math.nan)),
+                float(found.get("gpu_temperature_c", math.nan)),
+                math.nan if throttle is None else float(sum(bit for bit, why in THROTTLES.items() if why in throttle)),
+            )
+            stolen, at_s = now, now_s
+            if self._ended.wait(_EVERY_S):
+                return
+
+
+def steal_s(stat: Path) -> float:
+    """Seconds for which another machine has had this host's cores, over all of them; NaN where unknown."""
+    try:
+        with stat.open() as file:
+            return int(file.readline().split()[8]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return math.nan
+
+
+def throttle_text(bits: float) -> str | None:
+    """Why a GPU's clock is lowered, in words; empty where it is not, None where unknown."""
+    return None if math.isnan(bits) else ", ".join(why for bit, why in THROTTLES.items() if int(bits) & bit)
+
+
+def _open(path: Path) -> int | None:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None

@@ -1,0 +1,220 @@
+"""Stamps of the steps of several ranks, as threads with clocks of their own, gathered and read again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdtrain.observe.blocks import BLOCK, is_told
+from hvdtrain.observe.clocks import Clocks
+from hvdtrain.observe.stamps import COLUMNS, DURATIONS, step_rows
+from hvdtrain.observe.step_file import NAME, StepFile, block_line, clock_fields, ranks_event, start_line, starts_so_far
+from hvdtrain.observe.step_stamps import FACTS, StepStamps
+from hvdtrain.spans import DEVICE, EXCHANGE, PARTS, Spans
+from hvdtrain.timeline.steps import read_steps
+from tests.support.full_disk import room_for
+from tests.support.thread_comm import ThreadComm, on_ranks
+
+STEP_US, PART_US, LATE_US = 1000.0, 50.0, 30.0
+
+
+class Clock:
+    """Nanoseconds that pass when told to."""
+
+    def __init__(self, ns: int = 0) -> None:
+        self.ns = ns
+
+    def __call__(self) -> int:
+        return self.ns
+
+    def pass_us(self, us: float) -> None:
+        self.ns += round(us * 1e3)
+
+
+class NoCauses:
+    """Waits for a core 7 us a lap."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def lap(self) -> list[float]:
+        return [7.0, *[math.nan] * (len(FACTS) - 2)]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def one_step(spans: Spans, clock: Clock, step: int, rank: int) -> None:
+    """Parts of `PART_US` each, ready `LATE_US` later on each further rank, a whole of `STEP_US`."""
+    began = clock.ns
+    spans.step = step
+    for name in ("data", "copy", "forward", "backward"):
+        with spans(name):
+            clock.pass_us(PART_US)
+    clock.pass_us(LATE_US * rank)
+    with spans("wait"):
+        clock.ns = began + 400_000
+    for name in ("clip", "optimizer"):
+        with spans(name):
+            clock.pass_us(PART_US)
+    clock.ns = began + round(STEP_US * 1e3)
+    spans.record("step", began)
+
+
+Told = list[tuple[int, np.ndarray[Any, Any], dict[str, list[float]]]]
+
+
+def run(size: int, started_at: int, stop: int, finish: bool = True) -> Told:
+    """What rank 0 is told of these steps."""
+    told: Told = []
+
+    def body(comm: ThreadComm) -> None:
+        clock = Clock(10**12 * (comm.rank + 1))
+        spans = Spans(clock)
+        clocks = Clocks(comm, ["one"] * size)
+        causes = NoCauses()
+        tell = (lambda *block: told.append(block)) if comm.rank == 0 else None
+        stamps = StepStamps(comm, spans, clocks, causes, None, started_at, tell)
+        for step in range(started_at + 1, stop + 1):
+            stamps.begin_step(step)
+            one_step(spans, clock, step, comm.rank)
+            if step % 10 == 0:
+                with spans("evaluation"):
+                    clock.pass_us(PART_US)
+        if finish:
+            stamps.finish()
+        stamps.close()
+        assert causes.closed and comm.in_flight == {}
+
+    on_ranks(size, body)
+    return told
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("started_at", [0, 5])
+@pytest.mark.parametrize("steps", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 7])
+def test_every_step_is_told_once_with_its_times(size: int, started_at: int, steps: int) -> None:
+    told = run(size, started_at, started_at + steps)
+    numbers = [first + n for first, stamps, _ in told for n in range(stamps.shape[1])]
+    assert numbers == list(range(started_at + 1, started_at + steps + 1))
+    for first, stamps, facts in told:
+        assert facts == {"cpu_wait_us": [7.0] * size}
+        for rank in range(size):
+            for number in range(stamps.shape[1]):
+                found = dict(zip(COLUMNS, stamps[rank, number] - stamps[rank, number, 0], strict=True))
+                assert found["ready"] == pytest.approx(4 * PART_US + LATE_US * rank)
+                assert found["sent"] == pytest.approx(4 * PART_US)
+                assert found["released"] == found["received"] == pytest.approx(400)
+                assert found["end"] == pytest.approx(STEP_US)
+                lengths = dict(zip(DURATIONS, stamps[rank, number, -len(DURATIONS) :], strict=True))
+                after_evaluation = (first + number - 1) % 10 == 0 and first + number - 1 > started_at
+                assert lengths["aside"] == pytest.approx(PART_US if after_evaluation else 0)
+                assert lengths["forward"] == lengths["optimizer"] == pytest.approx(PART_US)
+
+
+def test_what_has_not_ended_well_loses_its_last_block_alone() -> None:
+    told = run(2, 0, 2 * BLOCK + 2, finish=False)
+    assert [first for first, _, _ in told] == [1]  # the second is on its way, and no one waits for it
+
+
+def test_blocks_get_sparser_and_never_end() -> None:
+    for size in (1, 2, 8, 64, 4096):
+        blocks = 1_000_000 // BLOCK
+        told = [block for block in range(blocks) if is_told(block, size)]
+        dense = max(4, 512 // size)
+        assert told[:dense] == list(range(dense))
+        expected = dense + dense / 2 * math.log2(blocks / dense)
+        assert len(told) == pytest.approx(expected, rel=0.15)
+        assert max(b - a for a, b in pairwise(told)) <= 4 * blocks / dense
+        assert len(told) * 2000 * size < (9e6 if size <= 64 else 3e8)
+
+
+def test_a_sparse_run_still_tells_its_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvdtrain.observe.step_stamps.is_told", lambda block, size: block == 0)
+    told = run(2, 0, 5 * BLOCK + 4)
+    assert [(first, stamps.shape[1]) for first, stamps, _ in told] == [
+        (1, BLOCK),
+        (4 * BLOCK + 1, BLOCK),
+        (5 * BLOCK + 1, 4),
+    ]
+
+
+def test_a_devices_own_times_stand_in_the_place_of_the_hosts() -> None:
+    clock = Clock(1_000_000)
+    spans = Spans(clock)
+    one_step(spans, clock, 1, 0)
+    spans.record("wait", 5_000_000, DEVICE, 6_000_000, 1)
+    spans.record("forward", 3_000_000, DEVICE, 3_500_000, 1)
+    spans.record("forward", 4_000_000, DEVICE, 4_500_000, 1)
+    spans.record("exchange", 0, EXCHANGE, 9_000_000, 1)
+    (row,) = step_rows(spans.raw_events(), 1, 1)
+    found = dict(zip(COLUMNS, row, strict=True))
+    assert (found["ready"], found["released"], found["wait"], found["forward"]) == (5000, 6000, 1000, 1000)
+    assert found["sent"] == 1000 + 4 * PART_US and found["received"] == 1400
+    assert found["start"] == 1000 and found["data"] == PART_US
+
+
+def test_a_step_that_is_not_kept_is_unknown() -> None:
+    clock = Clock()
+    spans = Spans(clock)
+    one_step(spans, clock, 2, 0)
+    first, second = step_rows(spans.raw_events(), 1, 2)
+    assert math.isnan(first[0]) and not math.isnan(second[0])
+
+
+def _write(path: Path, told: Told, size: int, warn: Callable[[str], None], start: int = 0) -> None:
+    offsets = Clocks(ThreadCommOf(size), ["one"] * size)
+    file = StepFile(path, warn)
+    known = [offsets.offset(rank, 0.0) for rank in range(size)]
+    file.write({**start_line(start, 0, ["a"] * size, ["one"] * size, 5.0), "clock": clock_fields(known)})
+    for first, stamps, facts in told:
+        file.write(block_line(first, stamps, facts, known, 5.0))
+    file.close()
+
+
+class ThreadCommOf:
+    """What `Clocks` asks of ranks that share a clock."""
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size = 0, size
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    told = run(2, 0, 2 * BLOCK + 3)
+    _write(tmp_path / NAME, told, 2, pytest.fail)
+    assert starts_so_far(tmp_path / NAME) == 1
+    (table,) = read_steps(tmp_path)
+    assert table.step.tolist() == list(range(1, 2 * BLOCK + 4))
+    assert table.block.tolist() == [0] * BLOCK + [1] * BLOCK + [2] * 3
+    stamps = np.concatenate([s for _, s, _ in told], axis=1)
+    for name in ("start", "ready", "released", "end"):
+        expected = stamps[:, :, COLUMNS.index(name)]
+        assert np.allclose(getattr(table, f"{name}_us"), expected, atol=0.06, rtol=0)
+    for name in (*PARTS, "gc"):
+        assert np.allclose(table.parts_us[name], stamps[:, :, COLUMNS.index(name)], atol=0.06, rtol=0)
+    assert table.facts == [{"cpu_wait_us": [7.0, 7.0]}] * 3
+    assert table.clock_error_us.tolist() == [0, 0]
+
+
+def test_a_full_disk_is_said_once(tmp_path: Path) -> None:
+    told = run(1, 0, 2 * BLOCK)
+    said: list[str] = []
+    (tmp_path / NAME).touch()
+    with room_for(tmp_path / NAME, 300):
+        _write(tmp_path / NAME, told, 1, said.append)
+    assert len(said) == 1 and "training goes on" in said[0]
+    assert read_steps(tmp_path) == []
+
+
+def test_sinks_get_who_was_late() -> None:
+    (told,) = run(2, 0, 5)
+    event = ranks_event(5, told[1] - told[1][:, :1, :1], [Clocks(ThreadCommOf(2), "aa").offset(0, 0.0)] * 2)
+    assert event["late_ms"] == pytest.approx([0, LATE_US / 1e3])
+    assert event["exposed_ms"] == pytest.approx([0.2, 0.17])
+    assert event["step_ms"] == pytest.approx([1, 1])

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain.errors import DataError
+from hvdtrain.timeline.steps import NAME, read_starts, read_steps
+
+ORIGIN_US = 1e9
+
+
+def start(number: int, size: int = 2) -> dict[str, Any]:
+    return {
+        "version": 1,
+        "event": "start",
+        "start": number,
+        "size": size,
+        "at_step": 10 * number,
+        "hosts": ["a", "b"][:size],
+        "clock_ids": ["x", "y"][:size],
+        "origin_us": ORIGIN_US,
+        "link": [[1024, 1e-4]],
+        "clock": {"offset_us": [0.0, 3.0][:size], "error_us": [0.0, 9.0][:size]},
+    }
+
+
+def block(first: int, count: int = 2, size: int = 2, **changed: Any) -> dict[str, Any]:
+    def table(base: float) -> list[list[float]]:
+        return [[base + 100 * (first + n) + rank for n in range(count)] for rank in range(size)]
+
+    return {
+        "event": "block",
+        "first_step": first,
+        "start_us": table(0),
+        "ready_us": table(10),
+        "released_us": table(20),
+        "end_us": table(30),
+        "parts_us": {"data": table(5)},
+        "facts": {"cpu_wait_us": [1.0, None][:size]},
+        "clock": {"offset_us": [0.0, 4.0][:size], "error_us": [0.0, 7.0][:size]},
+        **changed,
+    }
+
+
+def write(folder: Path, *lines: Any) -> Path:
+    text = "".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines)
+    (folder / NAME).write_text(text)
+    return folder
+
+
+def test_a_table_a_start_in_rank_0s_clock(tmp_path: Path) -> None:
+    write(tmp_path, start(0), block(1), block(9), start(1), start(2, 1), block(11, size=1))
+    first, second = read_steps(tmp_path)
+    assert first.step.tolist() == [1, 2, 9, 10] and first.block.tolist() == [0, 0, 1, 1]
+    assert first.start_us[1].tolist() == [ORIGIN_US + us for us in (101, 201, 901, 1001)]
+    assert first.parts_us["data"][0].tolist() == [105, 205, 905, 1005]
+    assert first.parts_us["gc"].shape == (2, 4) and not first.parts_us["gc"].any()
+    assert first.clock_error_us.tolist() == [0, 7]
+    assert second.hosts == ["a"] and second.step.tolist() == [11, 12]
+    assert [s.number for s in read_starts(tmp_path)] == [0, 1, 2]
+    assert read_starts(tmp_path)[0].link == [(1024, 1e-4)]
+
+
+def test_the_file_its_folder_and_the_run_are_the_same(tmp_path: Path) -> None:
+    (tmp_path / "timeline").mkdir()
+    write(tmp_path / "timeline", start(0), block(1))
+    for path in (tmp_path, tmp_path / "timeline", tmp_path / "timeline" / NAME):
+        assert len(read_steps(path)) == 1
+    assert read_steps(tmp_path / "nothing") == []
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        "\x00\x01\n",
+        '{"event":"block","first_step":3\n',
+        "[1]\n",
+        {**block(3), "start_us": [[1.0, 2.0]]},
+        {**block(3), "ready_us": "no"},
+        {**block(3), "parts_us": {"data": [[1], [2]]}},
+        {**block(3), "facts": {"cpu_wait_us": [1]}},
+        {**block(3), "clock": {}},
+        block(3, count=0),
+    ],
+)
+def test_a_damaged_line_is_left_out_and_said(damaged: Any, tmp_path: Path) -> None:
+    write(tmp_path, start(0), block(1), damaged, block(5))
+    (found,) = read_starts(tmp_path)
+    assert found.steps.step.tolist() == [1, 2, 5, 6]
+    assert len(found.dropped) == 1 and "line 3" in found.dropped[0]
+
+
+def test_cut_off_at_any_byte_it_gives_what_is_whole(tmp_path: Path) -> None:
+    write(tmp_path, start(0), block(1), block(3))
+    content = (tmp_path / NAME).read_bytes()
+    ends = [n + 1 for n, byte in enumerate(content) if byte == 10]
+    for cut in range(len(content)):
+        (tmp_path / NAME).write_bytes(content[:cut])
+        whole = sum(cut >= end - 1 for end in ends)  # a last line may lack its end
+        found = read_steps(tmp_path)
+        assert [len(table.step) for table in found] == ([] if whole < 2 else [2 * (whole - 1)])
+
+
+def test_a_step_that_a_rank_does_not_know_is_left_out(tmp_path: Path) -> None:
+    unknown = block(3)
+    unknown["ready_us"][1][0] = None
+    write(tmp_path, start(0), unknown)
+    (table,) = read_steps(tmp_path)
+    assert table.step.tolist() == [4] and table.parts_us["data"].shape == (2, 1)
+
+
+def test_a_newer_format_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="version 1"):
+        read_steps(write(tmp_path, {**start(0), "version": 2}))
