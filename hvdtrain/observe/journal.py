@@ -16,7 +16,7 @@ from hvdtrain.observe.encodable import plain
 
 NAME = "journal.jsonl"
 
-_ASIDE = ("warning", "machine", "ranks", "explained")
+_ASIDE = ("warning", "machine", "explained")
 """Events that may come when the run has ended."""
 
 

@@ -86,14 +86,20 @@ class Recorder:
             self.event({"event": "warning", "text": text})
         self._display.say(f"warning: {text}")
 
+    def close_watchers(self) -> None:
+        """End the watchers before the rest: no step comes any more, and what they write is to be read."""
+        watchers, self._watchers = self._watchers, []
+        with ExitStack() as last_first:
+            for watcher in reversed(watchers):
+                last_first.callback(watcher.close)
+
     def close(self) -> None:
         """End the watchers, the sinks, the display and the journal, in this order; each, whatever the others do."""
         with ExitStack() as last_first:
             last_first.callback(self._close_journal)
             last_first.callback(self._display.close)
             last_first.callback(self._close_sinks)
-            for watcher in reversed(self._watchers):
-                last_first.callback(watcher.close)
+            last_first.callback(self.close_watchers)
 
     def _close_journal(self) -> None:
         journal, self._journal = self._journal, None  # a sink that is left behind may still warn

@@ -29,6 +29,9 @@ _HUES = {
     "checkpoint": "aside",
     "evaluations and checkpoints": "aside",
     "rest": "rest",
+    "nothing under way": "rest",
+    "exchange": "queue",
+    "other exchange": "other",
 }
 MORE = ("a", "b", "c", "d")
 """Colours of names that are not known."""

@@ -16,6 +16,7 @@ MOST_RANKS = 100
 """Rows of ranks: those that cost most, and every late one."""
 
 MOST_MODULES = 12
+_SEEN_MS = 0.0005
 _HEAT = (0.005, 0.02, 0.05)
 """Shares of a step by which a part has to differ from the median for the first, second and third shade."""
 
@@ -80,7 +81,8 @@ def blame_view(blame: Blame, step_ms: float | None) -> dict[str, Any]:
     late = set(blame.late)
     shown = [row for at, row in enumerate(blame.ranks) if at < MOST_RANKS or row.rank in late]
     left = [row for at, row in enumerate(blame.ranks) if at >= MOST_RANKS and row.rank not in late]
-    names = list(dict.fromkeys(name for row in shown for name in row.parts_ms))
+    found = dict.fromkeys(name for row in shown for name in row.parts_ms)
+    names = [name for name in found if any(row.parts_ms.get(name, 0.0) >= _SEEN_MS for row in shown)]
     medians = {n: median([row.parts_ms[n] for row in blame.ranks if n in row.parts_ms]) for n in names}
     whole = step_ms or sum(medians.values()) or 1.0
     costs = [cost for row in shown for cost in (row.cost_ms.high, row.cost_ms.value)]
@@ -90,7 +92,7 @@ def blame_view(blame: Blame, step_ms: float | None) -> dict[str, Any]:
         "rows": [_rank(row, row.rank in late, names, medians, whole, most, blame) for row in shown],
         "left": len(left),
         "left_ms": wording.ms(max([row.cost_ms.value for row in left], default=0.0)),
-        "error_ms": wording.ms(max([row.clock_error_ms for row in blame.ranks], default=0.0)),
+        "error_ms": _clock_ms(max([row.clock_error_ms for row in blame.ranks], default=0.0)),
     }
 
 
@@ -127,9 +129,14 @@ def _rank(
         "last": row.last_share,
         "last_text": wording.percent(row.last_share),
         "cells": cells,
-        "clock_ms": wording.ms(row.clock_error_ms),
+        "clock_ms": _clock_ms(row.clock_error_ms),
         "causes": [(c.name, None if c.ms is None else wording.ms(c.ms), c.text) for c in causes],
     }
+
+
+def _clock_ms(error_ms: float) -> str:
+    """Empty where clocks are one."""
+    return wording.ms(error_ms) if error_ms >= _SEEN_MS else ""
 
 
 def _heat(share: float) -> str:
@@ -165,7 +172,7 @@ def communication_view(found: Communication) -> dict[str, Any]:
         }
         for part in found.phases
     ]
-    return {"rows": rows, "facts": facts}
+    return {"rows": rows, "facts": facts, "intervals": any(row["interval"] for row in rows)}
 
 
 def carrier_rows(analysis: Analysis) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@
   const tip = document.getElementById("tip");
   const said = document.getElementById("said");
   const context = canvas.getContext("2d");
-  const RULER = 26, MARGIN = 6, STEP_US = 5;
+  const RULER = 40, MARGIN = 6, STEP_US = 5;
 
   // Slices of a lane as columns; `deep`: inside of how many others each lies, `longest`: of all, to find those in view.
   const lanes = packed.lanes.map(([label, row, steps]) => {
@@ -41,6 +41,8 @@
     below += lane.height;
   }
   const total = Math.max(packed.end, STEP_US);
+  const begins = new Map();  // of steps, on the first lane
+  lanes[0]?.step.forEach((step, i) => { if (!begins.has(step)) begins.set(step, lanes[0].start[i]); });
   const view = { from: 0, to: total, lane: -1, slice: -1 };
   let colours = {}, labels = 0, pending = false, hover = null;
 
@@ -79,10 +81,23 @@
     context.fillStyle = colours.panel;
     context.fillRect(0, 0, canvas.clientWidth, RULER);
     context.textAlign = "left";
+    let free = 0;  // the first pixel that no number of a step covers
+    for (const [step, at] of begins) {
+      const px = Math.round(x(at)) + 0.5, text = `step ${step}`;
+      if (at < view.from || at > view.to) continue;
+      context.globalAlpha = 0.35;
+      context.strokeStyle = colours.text;
+      context.beginPath(); context.moveTo(px, RULER); context.lineTo(px, height); context.stroke();
+      context.globalAlpha = 1;
+      if (px < free || px + context.measureText(text).width > canvas.clientWidth) continue;
+      context.fillStyle = colours.text;
+      context.fillText(text, px, 33);
+      free = px + context.measureText(text).width + 8;
+    }
     for (let at = Math.ceil(view.from / every) * every; at <= view.to; at += every) {
       const px = Math.round(x(at)) + 0.5;
       context.strokeStyle = colours.line;
-      context.beginPath(); context.moveTo(px, 17); context.lineTo(px, RULER); context.stroke();
+      context.beginPath(); context.moveTo(px, 4); context.lineTo(px, 17); context.stroke();
       context.fillStyle = colours.soft;
       const text = `${ms(at)} ms`;
       if (px + 4 + context.measureText(text).width < canvas.clientWidth) context.fillText(text, px + 3, 12);
@@ -131,7 +146,7 @@
   const draw = () => {
     pending = false;
     const ratio = devicePixelRatio || 1, wide = box.clientWidth;
-    const high = printing() ? below : Math.min(below, parseFloat(getComputedStyle(box).maxHeight) || below);
+    const high = Math.min(below, parseFloat(getComputedStyle(box).maxHeight) || below);  // paper has no maximum
     if (canvas.width !== Math.round(wide * ratio) || canvas.height !== Math.round(high * ratio)) {
       canvas.width = Math.round(wide * ratio);
       canvas.height = Math.round(high * ratio);
@@ -150,7 +165,6 @@
     drawRuler(high);
     box.dataset.view = `${Math.round(view.from)} ${Math.round(view.to)}`;
   };
-  const printing = () => matchMedia("print").matches;
   const soon = () => { if (!pending) { pending = true; requestAnimationFrame(draw); } };
 
   const set = (from, to) => {
