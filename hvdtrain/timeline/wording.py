@@ -15,7 +15,7 @@ def decimals(largest: float) -> int:
 def ms(value: float, places: int | None = None) -> str:
     """Milliseconds, by themselves with three figures."""
     if places is None:
-        size = abs(value)
+        size = abs(round(value, 3))
         if size < 0.0005:
             return "0"
         places = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3

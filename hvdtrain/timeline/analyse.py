@@ -1,0 +1,107 @@
+"""Everything that is told of a run, from what it left. Pure: reads no file, prints nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from hvdtrain.timeline import budget, carriers, communication, lanes
+from hvdtrain.timeline.analysis import Analysis, Blame, Estimate, RankRow
+from hvdtrain.timeline.blame import Verdict, judge
+from hvdtrain.timeline.causes import causes_of
+from hvdtrain.timeline.columns import RunTrace, StepTable
+from hvdtrain.timeline.findings import Facts, find
+from hvdtrain.timeline.phases import steps_of
+from hvdtrain.timeline.rounds import from_stamps, from_ticks, warm_up
+
+
+def analyse(run: RunTrace) -> Analysis:
+    """Explain a run, or Timelines of Horovod's by themselves."""
+    table = run.steps
+    spent = budget.of_steps(table, run.horovod) if table is not None else None
+    if spent is None:
+        spent = budget.of_timeline(run.horovod)
+    exchange = communication.of_run(run)
+    rounds = (from_stamps(table) if table is not None else None) or from_ticks(run.horovod)
+    verdict = judge(rounds) if rounds is not None else None
+    blame = _blame(run, verdict)
+    size = run.size or len(blame.ranks)
+    found = find(Facts(run, spent, exchange, blame, verdict))
+    return Analysis(
+        title=run.path.name or str(run.path),
+        size=size,
+        budget=spent,
+        communication=exchange,
+        carriers=carriers.of_run(run),
+        blame=blame,
+        findings=found,
+        lanes=lanes.of_run(run),
+        warnings=list(run.warnings),
+        notes=[*run.notes, *_notes(run)],
+    )
+
+
+def _blame(run: RunTrace, verdict: Verdict | None) -> Blame:
+    if verdict is None:
+        return Blame("none", 0, [], [], {}, _no_stamps(run))
+    rounds, table = verdict.rounds, run.steps if verdict.rounds.source == "stamps" else None
+    parts = _parts(table) if table is not None else {}
+    rows = [
+        RankRow(
+            rank,
+            host,
+            float(verdict.last_share[rank]),
+            _not_negative(verdict.cost_ms[rank]),
+            {name: float(values[rank]) for name, values in parts.items()},
+            float(rounds.clock_error_ms[rank]),
+        )
+        for rank, host in enumerate(rounds.hosts)
+    ]
+    causes = {}
+    if table is not None:
+        causes = {rank: causes_of(rank, table, rounds.column, verdict.late) for rank in verdict.late}
+    order = {rank: place for place, rank in enumerate(verdict.late)}
+    last = len(rows)
+    rows.sort(key=lambda row: (order.get(row.rank, last), -row.cost_ms.value, -row.last_share))
+    return Blame(rounds.source, rounds.work_ms.shape[1], rows, list(verdict.late), causes, verdict.reason)
+
+
+def _parts(table: StepTable) -> dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]]:
+    _, parts = budget.step_parts(table)
+    found = {name: values.mean(axis=1) for name, values in parts.items()}
+    if (gc := table.parts_us.get("gc")) is not None:
+        found["gc"] = np.nan_to_num(gc[:, warm_up(table) :]).mean(axis=1) / 1e3
+    return found
+
+
+def _not_negative(cost: Estimate) -> Estimate:
+    """A rank that is quicker than the others costs nothing."""
+    return Estimate(max(0.0, cost.value), max(0.0, cost.low), max(0.0, cost.high))
+
+
+def _no_stamps(run: RunTrace) -> str:
+    if run.size == 1:
+        return "one rank waits for nobody"
+    if run.steps is not None:
+        return "too few steps to compare ranks"
+    if run.horovod:
+        return "Horovod wrote no rank's ticks: it does in the first steps only, or with HOROVOD_CACHE_CAPACITY=0"
+    return "there are no stamps of several ranks"
+
+
+def _notes(run: RunTrace) -> Iterator[str]:
+    table = run.steps
+    if table is not None and len(table.step):
+        left = warm_up(table)
+        if left:
+            yield f"the first {left} step(s) are left out: they warm up"
+        error = float(np.max(table.clock_error_us, initial=0.0))
+        if not np.isfinite(error):
+            yield "the clocks of some ranks were never compared with rank 0's: nobody can be said to be late"
+        elif error > 0:
+            yield f"the ranks' clocks agree to {error:.0f} us"
+    elif run.horovod and not all(map(steps_of, run.horovod)):
+        yield "no steps could be told: tensors come unequally often; figures are of the whole file"
+    for trace in run.horovod:
+        yield from (f"{trace.path.name}: {text}" for text in trace.dropped)

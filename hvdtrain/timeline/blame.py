@@ -1,0 +1,135 @@
+"""Which rank the others wait for, and what it costs. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hvdtrain.timeline.analysis import Estimate
+from hvdtrain.timeline.columns import Floats
+from hvdtrain.timeline.evidence import latest
+from hvdtrain.timeline.lateness import cost_estimates, like_the_others, median_of_others
+from hvdtrain.timeline.rounds import Rounds
+from hvdtrain.timeline.stats import mean_of
+
+_PAUSE_STEPS = 3.0
+_PAUSE_SHARE = 0.01
+_FEW_PAUSES = 3
+_LEAST_ROUNDS = 8
+_LEAST_SHARE = 0.01
+_LEAST_MS = 0.2
+"""A cost below this, or below that share of a step, is not worth a name."""
+
+
+@dataclass(frozen=True)
+class Pause:
+    """A rank that was much later than the others in a step, once.
+
+    Attributes:
+        rank, step: which.
+        ms: later than the others.
+    """
+
+    rank: int
+    step: int
+    ms: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the rounds of all ranks say.
+
+    Attributes:
+        rounds: that were looked at, without pauses.
+        cost_ms: a step, of each rank.
+        last_share: of the steps in which a rank was the last [ranks].
+        late: ranks of which the evidence is not noise, most costly first.
+        jitter_ms: what steps wait for the last rank longer than for the middle one, were no rank late.
+        pauses: longest first.
+        reason: why nobody is named, where nobody is.
+    """
+
+    rounds: Rounds
+    cost_ms: Sequence[Estimate]
+    last_share: Floats
+    late: Sequence[int]
+    jitter_ms: Estimate
+    pauses: Sequence[Pause]
+    reason: str
+
+
+def judge(rounds: Rounds) -> Verdict:
+    """Say which ranks are late.
+
+    A rank is named where shuffled names seldom make any rank so late (`evidence.latest`) and where even the low end of
+    its cost's confidence interval, less what the clocks may be off, is worth a name. Then the others are looked at
+    without it.
+    """
+    rounds, pauses = _without_pauses(rounds)
+    work = rounds.work_ms
+    ranks, count = work.shape
+    found, alike = _later_than_others(work) if count >= _LEAST_ROUNDS else ([], 1.0)
+    least = max(_LEAST_MS, _LEAST_SHARE * rounds.step_ms)
+    while True:
+        estimates = cost_estimates(work, found, alike)
+        doubt = (rounds.clock_error_ms + np.median(rounds.clock_error_ms)).tolist()
+        cost = [Estimate(e.value, e.low - d, e.high + d) for e, d in zip(estimates, doubt, strict=True)]
+        kept = [rank for rank in found if cost[rank].low > max(least, float(rounds.clock_error_ms[rank]))]
+        if kept == found:
+            break
+        found = kept
+    found = sorted(found, key=lambda rank: -cost[rank].value)
+    mended = work.copy()
+    mended[found] = like_the_others(work, found)[found]
+    jitter = mean_of(mended.max(axis=0) - np.median(mended, axis=0))
+    last = np.bincount(np.argmax(work, axis=0), minlength=ranks) / count
+    return Verdict(rounds, cost, last, found, jitter, pauses, "" if found else _why_nobody(count, cost, least))
+
+
+def _why_nobody(count: int, cost: Sequence[Estimate], least: float) -> str:
+    if count < _LEAST_ROUNDS:
+        return f"{count} steps are too few to tell a late rank from chance"
+    worst = max(range(len(cost)), key=lambda rank: cost[rank].value)
+    value = max(0.0, cost[worst].value)
+    if value < least:
+        return f"no rank costs more than {least:.2g} ms a step"
+    return f"rank {worst}'s {value:.2g} ms a step may be chance: {cost[worst].low:.2g} to {cost[worst].high:.2g} ms"
+
+
+def _later_than_others(work: Floats) -> tuple[list[int], float]:
+    """Ranks that are late for no accident, and how alike steps are: one after the other, without those before it."""
+    found: list[int] = []
+    alike = 1.0
+    while len(work) - len(found) >= 2:
+        rest = [rank for rank in range(len(work)) if rank not in found]
+        place, late, correlation = latest(work[rest])
+        alike = max(alike, correlation)
+        if not late:
+            break
+        found.append(rest[place])
+    return found, alike
+
+
+def _without_pauses(rounds: Rounds) -> tuple[Rounds, list[Pause]]:
+    """Set the few steps aside in which a rank was later by several whole steps: told by themselves, not as a mean."""
+    excess = rounds.work_ms - median_of_others(rounds.work_ms)
+    long = excess > _PAUSE_STEPS * rounds.step_ms
+    seldom = long.sum(axis=1, keepdims=True) <= max(_FEW_PAUSES, _PAUSE_SHARE * long.shape[1])
+    places = np.argwhere(long & seldom)
+    if not len(places):
+        return rounds, []
+    pauses: list[Pause] = []
+    last = (-1, -1)
+    for rank, place in places.tolist():  # by rank, then in order: a pause may reach into the next step
+        step, ms = int(rounds.step[place]), float(excess[rank, place])
+        if pauses and last == (rank, step - 1):
+            pauses[-1] = replace(pauses[-1], ms=pauses[-1].ms + ms)
+        else:
+            pauses.append(Pause(rank, step, ms))
+        last = (rank, step)
+    keep = np.setdiff1d(np.arange(long.shape[1]), places[:, 1])
+    column = rounds.column[keep] if len(rounds.column) else rounds.column
+    rest = replace(rounds, work_ms=rounds.work_ms[:, keep], column=column, step=rounds.step[keep])
+    return rest, sorted(pauses, key=lambda pause: -pause.ms)

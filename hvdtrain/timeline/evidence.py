@@ -1,0 +1,109 @@
+"""Whether a rank is later than the others, or only happened to be. Pure, and the same at each call."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from hvdtrain.timeline.columns import Floats
+from hvdtrain.timeline.lateness import median_of_others
+from hvdtrain.timeline.stats import correlation_steps, student
+
+_SHUFFLES = 2000
+_TOGETHER = 50
+_MOST_BLOCKS = 64
+_ENOUGH_RANKS = 8
+_FAR = 10.0
+_ODDS = 0.0025
+"""Of naming a rank where none is late, of each of two tests: half a percent in all."""
+_Z = 2.807034
+"""At which a normal number is exceeded with these odds."""
+
+
+def latest(work: Floats) -> tuple[int, bool, float]:
+    """The rank that is later than the others by most, whether that is no accident, and how alike steps are.
+
+    Two statistics of how late a rank is, each against what is usual in its step (the median of the others): the mean,
+    which sees a rank that is late seldom and by much; and the mean of values of which none counts for more than three
+    times the usual scatter, which sees a small lateness under noise with outliers. Each is compared with those that
+    come out when ranks change their names in each block of steps, of the rank that then is the latest: so having
+    looked for the latest of many ranks is part of the odds (a permutation test of the largest statistic; Westfall and
+    Young, Resampling-based multiple testing, 1993). Where there are too few blocks to shuffle, a rank's mean is tested
+    against its own scatter and against the other ranks' means, the odds divided by the number of ranks.
+
+    Args:
+        work: of each rank in each step [ranks, steps], two ranks at least.
+
+    Returns:
+        Rank, whether it is late, and how many steps say as much as one independent one.
+    """
+    excess = work - median_of_others(work)
+    clipped = _clipped(excess)
+    about_mean = clipped - clipped.mean(axis=1, keepdims=True)
+    alike = correlation_steps(about_mean)
+    first, second = (_test(values, alike) for values in (clipped, excess))
+    if second[1] and not first[1]:
+        return second[0], True, alike
+    return first[0], first[1], alike
+
+
+def _clipped(excess: Floats) -> Floats:
+    """Values within three times the usual scatter about each rank's median."""
+    middle = np.median(excess, axis=1, keepdims=True)
+    scatter = 1.4826 * np.median(np.abs(excess - middle))
+    return np.clip(excess, middle - 3 * scatter, middle + 3 * scatter)
+
+
+def _test(values: Floats, alike: float) -> tuple[int, bool]:
+    means = values.mean(axis=1)
+    rank = int(np.argmax(means))
+    if means[rank] <= 0:
+        return rank, False
+    ranks, steps = values.shape
+    blocks = int(min(_MOST_BLOCKS, steps // math.ceil(2 * alike - 1)))
+    # With 2 ranks half of the shuffles of the other blocks are no other than their mirror images.
+    if blocks * math.log(ranks) < 2 * math.log(ranks / _ODDS):
+        return rank, _beside_itself(values[rank], alike, ranks) or _beside_others(means, rank)
+    parts = np.array([part.mean(axis=1) for part in np.array_split(values, blocks, axis=1)]).T
+    generator = np.random.default_rng(0)
+    threshold = parts.mean(axis=1).max()
+    reached = 0
+    for _ in range(_SHUFFLES // _TOGETHER):
+        shuffled = generator.permuted(np.broadcast_to(parts, (_TOGETHER, *parts.shape)), axis=1)
+        reached += int(np.sum(shuffled.mean(axis=2).max(axis=1) >= threshold))
+        if reached > _ODDS * _SHUFFLES:
+            return rank, False
+    return rank, (reached + 1) / (_SHUFFLES + 1) <= _ODDS
+
+
+def _beside_itself(values: Floats, alike: float, ranks: int) -> bool:
+    """Whether a rank's mean is further from 0 than its own scatter explains: Student's t test.
+
+    Where values resemble each other, their variance within a short stretch is less than it would be in a long one, and
+    squares are independent sooner than the values themselves.
+    """
+    steps, scatter = len(values), float(values.std(ddof=1))
+    if values.mean() > _FAR * scatter:  # no drift, however alike the steps are
+        return True
+    if steps < 2 * alike:
+        return False
+    r = (alike - 1) / (alike + 1)
+    degrees = steps * (1 - r * r) / (1 + r * r) - 1
+    error = scatter / math.sqrt((1 - alike / steps) * steps / alike)
+    return bool(values.mean() > student(degrees, z=_z(ranks)) * error)
+
+
+def _beside_others(means: Floats, rank: int) -> bool:
+    """Whether a rank's mean is further from the others' than these are from each other, however alike its steps are."""
+    if len(means) < _ENOUGH_RANKS:
+        return False
+    others = np.delete(means, rank)
+    middle = float(np.median(others))
+    scatter = 1.4826 * float(np.median(np.abs(others - middle)))
+    return bool(means[rank] - middle > student(len(others) / 2, z=_z(len(means))) * scatter)
+
+
+def _z(ranks: int) -> float:
+    """The normal quantile of the odds divided by the ranks, to first order in their logarithm."""
+    return math.sqrt(_Z**2 + 2 * math.log(ranks))

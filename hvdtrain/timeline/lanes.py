@@ -1,0 +1,120 @@
+"""A few steps of all ranks, as rows of a picture. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hvdtrain.spans import DEVICE, EXCHANGE, MAIN
+from hvdtrain.timeline.analysis import Lane, Slice
+from hvdtrain.timeline.columns import Floats, HorovodTrace, RankSpans, RunTrace
+from hvdtrain.timeline.intervals import union
+from hvdtrain.timeline.phases import TRANSFER, kind_of
+
+STEPS = 4
+_MOST_SLICES = 400
+"""In a lane; of more, the longest."""
+
+
+def of_run(run: RunTrace) -> list[Lane]:
+    """A window of four traced steps, the slowest that is no exception; or four turns of a Timeline by itself."""
+    if not run.spans:
+        return [lane for trace in run.horovod[-1:] if (lane := _alone(trace)) is not None]
+    window = _window(run.spans)
+    if window is None:
+        return []
+    first, last, begin, end = window
+    lanes = []
+    for spans in sorted(run.spans, key=lambda spans: spans.rank):
+        lanes += _of_rank(spans, first, last, begin, end)
+    transfers = [_transfer(trace, begin, end, np.inf) for trace in run.horovod]
+    slices = [each for lane in transfers for each in lane]
+    return [*lanes, Lane("Horovod", slices)] if slices else lanes
+
+
+def _window(ranks: Sequence[RankSpans]) -> tuple[int, int, float, float] | None:
+    """First and last step, begin and end in us; None where no step was traced."""
+    bounds: dict[int, tuple[float, float]] = {}
+    for spans in ranks:
+        mine = (spans.track == MAIN) & (spans.step > 0) & np.isin(spans.name, _numbers(spans, "step"))
+        for step, start, end in zip(spans.step[mine], spans.start_us[mine], spans.end_us[mine], strict=True):
+            low, high = bounds.get(int(step), (np.inf, -np.inf))
+            bounds[int(step)] = min(low, float(start)), max(high, float(end))
+    steps = sorted(bounds)
+    if len(steps) > STEPS + 1:
+        steps = steps[1:]  # the first one of a run is unlike the others
+    runs = [steps[i : i + STEPS] for i in range(max(1, len(steps) - STEPS + 1)) if steps]
+    runs = [run for run in runs if run[-1] - run[0] == len(run) - 1] or [steps[:1]] if steps else []
+    if not runs:
+        return None
+    lasts = np.array([bounds[run[-1]][1] - bounds[run[0]][0] for run in runs])
+    # The upper quartile: long, but there are longer ones, such as that of a pause.
+    chosen = runs[int(np.argsort(lasts, kind="stable")[int(0.75 * (len(runs) - 1))])]
+    return chosen[0], chosen[-1], bounds[chosen[0]][0], bounds[chosen[-1]][1]
+
+
+def _of_rank(spans: RankSpans, first: int, last: int, begin: float, end: float) -> list[Lane]:
+    inside = (spans.step >= first) & (spans.step <= last)
+    label = f"rank {spans.rank} on {spans.host}"
+    hidden = _numbers(spans, "step")
+    lanes = [(label, inside & (spans.track == MAIN) & ~np.isin(spans.name, hidden))]
+    lanes.append((f"rank {spans.rank}, device", inside & (spans.track == DEVICE)))
+    found = [Lane(name, _slices(spans, mine, begin)) for name, mine in lanes if mine.any()]
+    exchange = inside & (spans.track >= EXCHANGE)
+    if exchange.any():
+        starts, ends = union(spans.start_us[exchange], spans.end_us[exchange])
+        steps = np.sort(spans.step[exchange])
+        place = np.searchsorted(np.sort(spans.start_us[exchange]), starts)
+        slices = [
+            Slice("exchange", float(a - begin) / 1e3, float(b - begin) / 1e3, int(steps[min(i, len(steps) - 1)]))
+            for a, b, i in zip(starts, ends, place, strict=True)
+            if a < end
+        ]
+        found.append(Lane(f"rank {spans.rank}, exchange", slices))
+    return found
+
+
+def _slices(spans: RankSpans, mine: np.ndarray[tuple[int], np.dtype[np.bool_]], begin: float) -> list[Slice]:
+    places = np.flatnonzero(mine)
+    length = spans.end_us[places] - spans.start_us[places]
+    places = places[np.sort(np.argsort(-length, kind="stable")[:_MOST_SLICES])]
+    places = places[np.lexsort((-spans.end_us[places], spans.start_us[places]))]
+    return [
+        Slice(
+            spans.names[spans.name[i]],
+            float(spans.start_us[i] - begin) / 1e3,
+            float(spans.end_us[i] - begin) / 1e3,
+            int(spans.step[i]),
+        )
+        for i in places
+    ]
+
+
+def _transfer(trace: HorovodTrace, begin: float, end: float, most_us: float) -> list[Slice]:
+    kinds = [i for i, name in enumerate(trace.phases) if kind_of(name) == TRANSFER]
+    mine = np.isin(trace.phase, kinds)
+    starts, ends = union(trace.start_us[mine], (trace.start_us + trace.duration_us)[mine])
+    inside = (ends > begin) & (starts < min(end, begin + most_us))
+    return [
+        Slice("transfer", float(a - begin) / 1e3, float(b - begin) / 1e3, 0)
+        for a, b in zip(starts[inside][:_MOST_SLICES], ends[inside][:_MOST_SLICES], strict=True)
+    ]
+
+
+def _alone(trace: HorovodTrace) -> Lane | None:
+    """The middle of a Timeline: as long as four turns of the tensor that comes most often, or a tenth of it."""
+    if not len(trace.start_us):
+        return None
+    tensor = int(np.bincount(trace.tensor).argmax())
+    turns: Floats = np.sort(trace.start_us[trace.tensor == tensor])
+    middle = len(turns) // 2
+    begin, end = float(turns[middle]), float(turns[min(len(turns) - 1, middle + STEPS)])
+    if end <= begin:
+        end = begin + float(trace.duration_us.max())
+    slices = _transfer(trace, begin, end, np.inf)
+    return Lane("Horovod", slices) if slices else None
+
+
+def _numbers(spans: RankSpans, name: str) -> list[int]:
+    return [i for i, each in enumerate(spans.names) if each == name]

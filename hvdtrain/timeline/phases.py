@@ -1,0 +1,78 @@
+"""Horovod's phases in the words of a report, and the steps of a Timeline. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.timeline.columns import Floats, HorovodTrace
+from hvdtrain.timeline.intervals import Span, union
+
+TRANSFER, COPIES, QUEUE, NEGOTIATION, OTHER = "transfer", "fusion copies", "queue", "negotiation", "other"
+PHASES = (TRANSFER, COPIES, QUEUE, NEGOTIATION)
+"""In the order in which a moment that belongs to several is counted: what moves data first."""
+
+_COLLECTIVES = ("ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER", "JOIN", "BARRIER", "ADASUM")
+_MOVING = ("MPI_", "NCCL_", "GLOO_", "CCL_", "ADASUM_", "DDL_", "MLSL_", "COMMUNICATE")
+_REGULAR_SHARE = 0.5
+
+
+def kind_of(phase: str) -> str:
+    """What a phase of Horovod's is; "" for a collective as a whole, which contains others."""
+    if phase.startswith("NEGOTIATE_"):
+        return NEGOTIATION
+    if phase in ("QUEUE", "WAIT_FOR_DATA", "WAIT_FOR_OTHER_TENSOR_DATA"):
+        return QUEUE
+    if "MEMCPY" in phase:
+        return COPIES
+    if phase in _COLLECTIVES:
+        return ""
+    if phase.startswith(_MOVING) or phase.startswith(tuple(f"{name}_" for name in _COLLECTIVES)):
+        return TRANSFER
+    return OTHER
+
+
+def by_kind(traces: Sequence[HorovodTrace]) -> dict[str, Span]:
+    """When each kind of phase was under way for any tensor; "" for collectives as a whole."""
+    starts: dict[str, list[Floats]] = {}
+    ends: dict[str, list[Floats]] = {}
+    for trace in traces:
+        kinds = [kind_of(name) for name in trace.phases]
+        for kind in set(kinds):
+            numbers = [i for i, each in enumerate(kinds) if each == kind]
+            mine = np.isin(trace.phase, numbers)
+            starts.setdefault(kind, []).append(trace.start_us[mine])
+            ends.setdefault(kind, []).append(trace.start_us[mine] + trace.duration_us[mine])
+    return {kind: union(np.concatenate(starts[kind]), np.concatenate(ends[kind])) for kind in starts}
+
+
+def whole_collectives(trace: HorovodTrace) -> NDArray[np.bool_]:
+    """Which intervals are a collective as a whole [n]."""
+    numbers = [i for i, name in enumerate(trace.phases) if kind_of(name) == ""]
+    return np.isin(trace.phase, numbers)
+
+
+def steps_of(trace: HorovodTrace) -> int:
+    """How often most tensors come again, which is the number of steps; 0 where they don't agree.
+
+    Broadcasts are of a start or of a checkpoint, and do not count where there is anything else.
+    """
+    broadcast = [i for i, name in enumerate(trace.phases) if name == "BROADCAST"]
+    whole = whole_collectives(trace)
+    mine = whole & ~np.isin(trace.phase, broadcast)
+    counts = np.bincount(trace.tensor[mine], minlength=len(trace.tensors))
+    counts = counts[counts > 0]
+    if not len(counts):
+        return 0
+    usual = int(np.bincount(counts).argmax())
+    # The first or the last step of a file may be there by half.
+    return usual if np.mean(np.abs(counts - usual) <= 1) >= _REGULAR_SHARE and usual > 1 else 0
+
+
+def extent(trace: HorovodTrace) -> tuple[float, float]:
+    """When the first interval begins and the last one ends; zeros where there is none."""
+    if not len(trace.start_us):
+        return 0.0, 0.0
+    return float(trace.start_us.min()), float((trace.start_us + trace.duration_us).max())

@@ -1,0 +1,81 @@
+"""Steps of several ranks as a simulated job makes them: all wait for the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.timeline.columns import RunTrace, StepTable
+
+Floats = NDArray[np.float64]
+
+SHARES = {"data": 0.05, "copy": 0.0, "forward": 0.3, "backward": 0.55, "clip": 0.02, "optimizer": 0.08}
+
+
+def table_of(
+    work_ms: Floats,
+    *,
+    exchange_ms: float = 1.0,
+    skew_ms: Floats | None = None,
+    more_ms: Mapping[str, Floats] | None = None,
+    block: int = 50,
+    error_us: float = 0.0,
+    facts: Mapping[str, list[float | None]] | None = None,
+    origin_us: float = 5e9,
+) -> StepTable:
+    """Run `work_ms` [ranks, steps] step by step.
+
+    Args:
+        exchange_ms: between the last rank's being ready and the sums.
+        skew_ms: by how much later each rank has the sums [ranks].
+        more_ms: work by part beside `work_ms` [ranks, steps].
+    """
+    ranks, steps = work_ms.shape
+    more = dict(more_ms or {})
+    parts = {name: share * work_ms * 1e3 + 1e3 * more.get(name, 0.0) for name, share in SHARES.items()}
+    parts["aside"] = 1e3 * more.get("aside", np.zeros_like(work_ms))
+    parts["gc"] = 1e3 * more.get("gc", np.zeros_like(work_ms))
+    start, ready, released, end = (np.zeros((ranks, steps)) for _ in range(4))
+    now = np.full(ranks, origin_us)
+    for step in range(steps):
+        now = now + parts["aside"][:, step]
+        if parts["aside"][:, step].any():
+            now[:] = now.max()
+        start[:, step] = now
+        ready[:, step] = now + sum(parts[name][:, step] for name in ("data", "copy", "forward", "backward"))
+        released[:, step] = ready[:, step].max() + 1e3 * exchange_ms
+        if skew_ms is not None:
+            released[:, step] += 1e3 * skew_ms
+        end[:, step] = released[:, step] + parts["clip"][:, step] + parts["optimizer"][:, step]
+        now = end[:, step].copy()
+    blocks = np.arange(steps) // block
+    return StepTable(
+        hosts=[f"host{rank // 8}" for rank in range(ranks)],
+        step=np.arange(1, steps + 1, dtype=np.int32),
+        block=blocks.astype(np.int32),
+        start_us=start,
+        ready_us=ready,
+        released_us=released,
+        end_us=end,
+        parts_us={**parts, "wait": released - ready},
+        facts=[dict(facts or {}) for _ in range(int(blocks.max()) + 1)],
+        clock_error_us=np.where(np.arange(ranks) > 0, error_us, 0.0),
+    )
+
+
+def run_of(table: StepTable, **more: object) -> RunTrace:
+    return RunTrace(Path("runs/example"), len(table.hosts), steps=table, **more)  # type: ignore[arg-type]
+
+
+def noise(generator: np.random.Generator, shape: tuple[int, int], kind: str, scale: float) -> Floats:
+    """About 0, of standard deviation `scale`: gaussian, heavy (Student's t, 3 degrees), lasting (r = 0.5 a step)."""
+    if kind == "heavy":
+        return scale * generator.standard_t(3, shape) / np.sqrt(3)
+    found = generator.normal(0, scale, shape)
+    if kind == "lasting":
+        for step in range(1, shape[1]):
+            found[:, step] = 0.5 * found[:, step - 1] + np.sqrt(0.75) * found[:, step]
+    return found

@@ -1,0 +1,123 @@
+"""The budget sums to the wall time, whatever the spans are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.timeline.budget import IDLE, LATE, of_steps, of_timeline, step_parts
+from hvdtrain.timeline.columns import StepTable
+from hvdtrain.timeline.phases import steps_of
+from tests.support.step_tables import noise, table_of
+from tests.support.timelines import Turn, trace_of
+
+
+def _any_table(seed: int, ranks: int, steps: int) -> StepTable:
+    """Moments in their order, parts of any length: also of more than there was time."""
+    generator = np.random.default_rng(seed)
+    moments = np.cumsum(generator.exponential(1000.0, (steps, 4, ranks)).cumsum(axis=1), axis=0)
+    for step in range(1, steps):
+        moments[step] += moments[step - 1, 3]
+    start, ready, released, end = np.moveaxis(moments, 1, 0).transpose(0, 2, 1)
+    parts = {name: generator.exponential(800.0, (ranks, steps)) for name in ("data", "forward", "backward", "aside")}
+    step = np.cumsum(generator.integers(1, 3, steps)).astype(np.int32)
+    return StepTable([""] * ranks, step, step // 5, start, ready, released, end, parts, [], np.zeros(ranks))
+
+
+@given(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 30))
+def test_parts_sum_to_the_wall_time_of_every_rank_and_step(seed: int, ranks: int, steps: int) -> None:
+    table = _any_table(seed, ranks, steps)
+    wall, parts = step_parts(table)
+    np.testing.assert_allclose(sum(parts.values()), wall)
+    assert all((values >= 0).all() for values in parts.values())
+    budget = of_steps(table)
+    assert budget is not None
+    assert sum(part.ms.value for part in budget.parts) == pytest.approx(budget.step_ms.value)
+    assert sum(part.share for part in budget.parts) == pytest.approx(1)
+    assert all(part.ms.low <= part.ms.value <= part.ms.high for part in budget.parts)
+
+
+def test_the_budget_is_that_of_the_job() -> None:
+    generator = np.random.default_rng(0)
+    work = 20 + noise(generator, (4, 100), "gaussian", 0.5)
+    table = table_of(work, exchange_ms=3.0)
+    budget = of_steps(table)
+    assert budget is not None and budget.what == "mean of 4 ranks" and budget.steps == 98
+    wall_ms = (table.end_us[:, -1] - table.end_us[:, 1]).mean() / 1e3
+    assert budget.step_ms.value * 98 == pytest.approx(wall_ms)
+    parts = {part.name: part.ms.value for part in budget.parts}
+    assert parts["exchange"] == pytest.approx(3.0)
+    assert parts["forward"] == pytest.approx(0.3 * work[:, 2:].mean())
+    ready = table.ready_us[:, 2:]
+    assert parts[LATE] == pytest.approx((ready.max(axis=0) - ready).mean() / 1e3)
+    assert set(budget.exposed) == {LATE, "exchange"}
+
+
+def test_what_is_exposed_is_cut_by_horovods_phases() -> None:
+    table = table_of(np.full((2, 20), 20.0), exchange_ms=4.0)
+    ready = table.ready_us.max(axis=0)
+    turns = [
+        Turn("allreduce.gradients/0", float(t), {"NEGOTIATE_ALLREDUCE": 1000, "QUEUE": 500, "MPI_ALLREDUCE": 2000})
+        for t in ready[5:10]
+    ]
+    budget = of_steps(table, [trace_of(turns)])
+    assert budget is not None
+    parts = {part.name: part.ms.value for part in budget.parts}
+    # The window ends with the last transfer, 0.5 ms before the sums are there.
+    assert parts["transfer"] / parts["negotiation"] == pytest.approx(2.0)
+    assert parts["queue"] / parts["negotiation"] == pytest.approx(0.5)
+    exposed = sum(part.ms.value for part in budget.parts if part.name in budget.exposed)
+    assert exposed == pytest.approx(4.0)
+    assert sum(part.ms.value for part in budget.parts) == pytest.approx(budget.step_ms.value)
+
+
+def test_a_timeline_of_another_clock_cuts_nothing() -> None:
+    table = table_of(np.full((2, 20), 20.0), exchange_ms=4.0)
+    turns = [Turn("x", 1e3 * i, {"NEGOTIATE_ALLREDUCE": 10, "MPI_ALLREDUCE": 10}) for i in range(5)]
+    budget = of_steps(table, [trace_of(turns)])
+    assert budget is not None and "exchange" in budget.exposed and "transfer" not in budget.exposed
+
+
+@given(st.integers(0, 1000), st.integers(1, 4), st.integers(2, 10))
+def test_a_timeline_by_itself_sums_to_its_extent(seed: int, tensors: int, turns: int) -> None:
+    generator = np.random.default_rng(seed)
+    names = ("NEGOTIATE_ALLREDUCE", "QUEUE", "MEMCPY_IN_FUSION_BUFFER", "NCCL_ALLREDUCE", "INIT_NCCL")
+    all_turns = [
+        Turn(
+            f"t{tensor}",
+            1e4 * turn + generator.uniform(0, 9e3),
+            dict(zip(names, generator.exponential(500, 5), strict=True)),
+        )
+        for turn in range(turns)
+        for tensor in range(tensors)
+    ]
+    trace = trace_of(all_turns)
+    assert steps_of(trace) == turns
+    budget = of_timeline([trace])
+    assert budget is not None and budget.steps == turns
+    extent = (trace.start_us + trace.duration_us).max() - trace.start_us.min()
+    assert budget.step_ms.value * turns == pytest.approx(extent / 1e3)
+    assert sum(part.ms.value for part in budget.parts) == pytest.approx(budget.step_ms.value)
+
+
+def test_tensors_that_come_unequally_often_are_no_steps() -> None:
+    turns = [Turn(f"t{i}", 100.0 * i + j, {"ALLREDUCE": 5.0}) for i in range(6) for j in range(3 * i + 1)]
+    trace = trace_of(turns)
+    assert steps_of(trace) == 0
+    budget = of_timeline([trace])
+    assert budget is not None and budget.steps == 1
+    assert IDLE in {part.name for part in budget.parts}
+
+
+def test_nothing_is_made_of_nothing() -> None:
+    assert of_timeline([]) is None and of_timeline([trace_of([])]) is None
+    table = table_of(np.full((2, 1), 20.0))
+    empty = replace(
+        table, **{name: getattr(table, name)[:, :0] for name in ("start_us", "ready_us", "released_us", "end_us")}
+    )
+    empty = replace(empty, step=table.step[:0], block=table.block[:0], parts_us={})
+    assert of_steps(empty) is None
