@@ -11,6 +11,7 @@
     ├── BuildError           building Horovod did not succeed
     ├── RunDirectoryError    a run directory that cannot be used
     ├── CheckpointError      a checkpoint that cannot be read or does not fit
+    ├── TraceError           a trace that cannot be read, or is another program's
     ├── NonFiniteError       loss or gradient kept being inf or nan
     └── DriftError           parameters are not equal on all ranks
 """
@@ -80,6 +81,10 @@ class RunDirectoryError(HvdtrainError):
 
 class CheckpointError(HvdtrainError):
     """A checkpoint cannot be read, or does not fit the model."""
+
+
+class TraceError(HvdtrainError):
+    """A trace cannot be read, or is not of the kind that is wanted."""
 
 
 class NonFiniteError(HvdtrainError):

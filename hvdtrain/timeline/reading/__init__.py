@@ -1,0 +1,1 @@
+"""How a Timeline of Horovod is read; `hvdtrain.timeline.read` is the way in."""

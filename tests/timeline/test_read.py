@@ -1,0 +1,250 @@
+"""Horovod's Timeline read: real traces of stock programs, cut at every byte, edited at random, and strange ones."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdtrain.errors import TraceError
+from hvdtrain.timeline.columns import HorovodTrace
+from hvdtrain.timeline.read import read_horovod
+from hvdtrain.timeline.reading import growing
+from tests.timeline.plain_reader import read_plainly, spans_of, ticks_of
+
+TRACES = sorted((Path(__file__).parent / "traces").glob("*.gz"))
+CONTENT = {file.name.removesuffix(".json.gz"): gzip.decompress(file.read_bytes()) for file in TRACES}
+WHOLE = [name for name in CONTENT if name.split("-")[0] not in ("killed", "elastic", "window")]
+EVENT = '{"ph": "B", "name": "QUEUE", "ts": 5, "pid": 99},{"ph": "E", "ts": 9, "pid": 99}'
+
+
+def read(content: bytes, folder: Path, chunk_bytes: int = 1 << 22) -> HorovodTrace:
+    file = folder / "trace.json"
+    file.write_bytes(content)
+    return read_horovod(file, chunk_bytes)
+
+
+def assert_same(trace: HorovodTrace, content: bytes) -> None:
+    plain = read_plainly(content)
+    in_order = sorted(plain.spans, key=lambda span: span[2] + span[3])
+    assert sorted(spans_of(trace)) == sorted(in_order)
+    ends = trace.start_us + trace.duration_us
+    assert np.all(np.diff(ends) >= 0)
+    assert ticks_of(trace) == plain.ticks
+
+
+@pytest.mark.parametrize("chunk_bytes", [1 << 22, 999])
+@pytest.mark.parametrize("name", CONTENT)
+def test_a_real_trace_is_read_as_the_plain_reader_reads_it(name: str, chunk_bytes: int, tmp_path: Path) -> None:
+    trace = read(CONTENT[name], tmp_path, chunk_bytes)
+    assert_same(trace, CONTENT[name])
+    assert len(trace.phase) > 15
+    assert trace.epoch_us is not None and trace.epoch_us > 1.7e15
+
+
+def test_chunks_may_end_anywhere(tmp_path: Path) -> None:
+    for content in (CONTENT["training"][:1500], CONTENT["names"][:3000]):
+        for chunk_bytes in (7, 50, 171, 333):
+            assert_same(read(content, tmp_path, chunk_bytes), content)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_nothing_of_a_whole_trace_is_dropped(name: str, tmp_path: Path) -> None:
+    assert read(CONTENT[name], tmp_path).dropped == []
+
+
+def test_the_packed_file_is_read_like_the_plain_one(tmp_path: Path) -> None:
+    for file in TRACES:
+        plain = read(gzip.decompress(file.read_bytes()), tmp_path)
+        packed = read_horovod(file)
+        assert spans_of(packed) == spans_of(plain) and packed.dropped == plain.dropped
+
+
+def test_what_the_traces_hold(tmp_path: Path) -> None:
+    of_training = read(CONTENT["training"], tmp_path)
+    count = Counter((tensor, phase) for tensor, phase, *_ in spans_of(of_training))
+    assert count["allreduce.0.weight", "ALLREDUCE"] == count["allreduce.0.weight", "NEGOTIATE_ALLREDUCE"] == 5
+    sizes = {tensor: size for tensor, phase, _, _, size in spans_of(of_training) if phase == "ALLREDUCE"}
+    assert sizes["allreduce.0.weight"] == 8 * 8 * 4 and sizes["allreduce.0.bias"] == 8 * 4
+    every = read(CONTENT["ticks-4-ranks"], tmp_path)
+    ticks = Counter((tensor, rank) for tensor, rank, _ in ticks_of(every))
+    assert [ticks["allreduce.0.weight", rank] for rank in range(4)] == [5, 5, 5, 5]
+    assert len(of_training.tick_us) < len(every.tick_us) / 2  # those of steps that the cache answers are not written
+    phases = {phase for name in CONTENT for phase in read(CONTENT[name], tmp_path).phases}
+    assert {"ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER", "NEGOTIATE_BARRIER"} <= phases
+    assert {"MPI_ALLREDUCE", "GLOO_ALLREDUCE", "MEMCPY_IN_FUSION_BUFFER"} <= phases
+
+
+def test_names_are_what_the_program_gave(tmp_path: Path) -> None:
+    tensors = {name.removeprefix("allreduce.") for name in read(CONTENT["names"], tmp_path).tensors}
+    assert {'say "hi"', "back\\slash", "two\nlines", "\x01\x1f control", "Gewicht.für.Größe.重み", 'x"}},'} <= tensors
+    assert {'{"ph": "E", "ts": 1, "pid": 1}', "n" * 3000} <= tensors
+
+
+def test_cut_at_every_byte_all_that_was_whole_is_read(tmp_path: Path) -> None:
+    content = CONTENT["collectives"][:2000]
+    for length in range(len(content) + 1):
+        trace = read(content[:length], tmp_path, 1 << 22 if length % 2 else 500)
+        plain = read_plainly(content[:length])
+        assert spans_of(trace) == plain.spans and ticks_of(trace) == plain.ticks
+        if content[:length].strip(b"[], \n").endswith(b"}}") and not plain.still_open:
+            assert trace.dropped == []
+
+
+PUT = [b'"', b"{", b"}", b'{"ph": "', b"},", b"\\", b"0", EVENT.encode()]
+EDITS = st.lists(
+    st.tuples(
+        st.integers(0, 10**9),
+        st.integers(0, 3),
+        st.one_of(st.binary(max_size=3), st.sampled_from(PUT)),
+    ),
+    max_size=6,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(name=st.sampled_from(["training", "names", "killed"]), edits=EDITS, chunk=st.integers(200, 5000))
+def test_edited_at_random_all_that_is_still_whole_is_read(
+    name: str, edits: list[tuple[int, int, bytes]], chunk: int
+) -> None:
+    content = CONTENT[name][:4000]
+    for place, removed, put in edits:
+        at = place % (len(content) + 1)
+        content = content[:at] + put + content[at + removed :]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            trace = read(content, Path(folder))
+        except TraceError:
+            plain = read_plainly(content)
+            assert not plain.spans + plain.ticks
+            return
+        assert_same(trace, content)
+        assert spans_of(read(content, Path(folder), chunk)) == spans_of(trace)
+
+
+@settings(max_examples=100, deadline=None)
+@given(content=st.one_of(st.binary(max_size=300), st.text('{}[]":,\\ phBEtsid1', max_size=300).map(str.encode)))
+def test_any_bytes_are_read_or_refused(content: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for start in (b"", b"[", b"[\n" + EVENT.encode() + b","):
+            try:
+                read(start + content, Path(folder))
+            except TraceError:
+                assert not start.endswith(b",")
+
+
+@pytest.mark.parametrize("content", [b"", b"[", b"[\n", b"[]", b"  \n", b"[\n]\n", b"\xef\xbb\xbf[]"])
+def test_a_file_without_events_is_an_empty_timeline(content: bytes, tmp_path: Path) -> None:
+    trace = read(content, tmp_path)
+    assert len(trace.phase) == len(trace.tick_us) == 0
+    assert trace.dropped == ["the file holds no events"]
+
+
+TORCH = {"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "mm", "pid": 1, "tid": 1, "ts": 1.5, "dur": 2}] * 99}
+OURS = [{"name": "forward", "ph": "X", "pid": 0, "tid": 0, "ts": 1.0, "dur": 2.0, "args": {"step": 1}}]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        json.dumps(TORCH),
+        json.dumps(OURS),
+        json.dumps(OURS, indent=1),
+        "hello",
+        "[1, 2]",
+        '{"a": 1}',
+        "\x7fELF\0" * 999,
+    ],
+)
+@pytest.mark.parametrize("chunk_bytes", [1 << 22, 64])
+def test_what_is_no_timeline_is_an_error_that_says_so(content: str, chunk_bytes: int, tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="not a Timeline of Horovod") as caught:
+        read(content.encode(), tmp_path, chunk_bytes)
+    assert caught.value.expected and caught.value.found and caught.value.next_step
+
+
+def test_a_missing_file_and_a_folder_are_errors(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "none.json"):
+        with pytest.raises(TraceError, match="cannot be read"):
+            read_horovod(path)
+
+
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_trace_that_another_program_wrote_again_is_read(
+    separators: tuple[str, str], indent: int | None, tmp_path: Path
+) -> None:
+    original = read(CONTENT["training"], tmp_path)
+    events = [dict(reversed(list(event.items()))) for event in json.loads(CONTENT["training"])]
+    again = read(json.dumps(events, separators=separators, indent=indent).encode(), tmp_path)
+    assert spans_of(again) == spans_of(original) and ticks_of(again) == ticks_of(original)
+    assert again.epoch_us == original.epoch_us and again.dropped == []
+    names = [{"ph": "M", "name": "process_name", "pid": 99, "args": {"name": 'a "q" \n é'}}]
+    assert read(json.dumps([*names, *json.loads(f"[{EVENT}]")]).encode(), tmp_path).tensors == ['a "q" \n é']
+
+
+def test_an_older_horovod_wrote_a_line_an_event_no_stamp_and_no_end(tmp_path: Path) -> None:
+    content = CONTENT["training"].replace(b"},{", b"},\n{").removesuffix(b"]") + b",\n"
+    head = content.index(b"\n{", content.index(b"process_sort_index"))
+    older = read(b"[" + content[head:], tmp_path)
+    assert spans_of(older) == spans_of(read(CONTENT["training"], tmp_path))
+    assert older.epoch_us is None and older.dropped == []
+
+
+def test_timelines_one_behind_the_other_come_onto_one_clock(tmp_path: Path) -> None:
+    first, second = CONTENT["training"], CONTENT["collectives"]
+    both = read(first + b"\n" + second, tmp_path)
+    one, other = read(first, tmp_path), read(second, tmp_path)
+    assert one.epoch_us is not None and other.epoch_us is not None and both.epoch_us == one.epoch_us
+    shift = other.epoch_us - one.epoch_us
+    moved = [(tensor, phase, start + shift, *rest) for tensor, phase, start, *rest in spans_of(other)]
+    assert sorted(spans_of(both)) == sorted(spans_of(one) + moved)
+
+
+def test_bad_utf_8_costs_a_letter(tmp_path: Path) -> None:
+    content = CONTENT["training"].replace(b'"allreduce.0.weight"', b'"allreduce.\xff\xfe.weight"')
+    trace = read(content, tmp_path)
+    assert "allreduce.\ufffd\ufffd.weight" in trace.tensors and trace.dropped == []
+
+
+def test_what_was_dropped_is_said(tmp_path: Path) -> None:
+    content = CONTENT["training"]
+    place = content.index(b'"ts"', 3000)
+    damaged = content[:place] + b"#" + content[place + 1 :]
+    (line, *_) = read(damaged, tmp_path).dropped
+    assert line.startswith("1 damaged place") and f"byte {content.rindex(b'{', 0, place)}" in line
+    assert any("breaks off in the middle" in line for line in read(content[:-30], tmp_path).dropped)
+    assert any("without an end" in line for line in read(content[:-300], tmp_path).dropped)
+    start = content.index(b'{"ph": "E"')
+    assert any("without a beginning" in line for line in read(b"[\n" + content[start:], tmp_path).dropped)
+    packed = gzip.compress(content)
+    assert any("breaks off" in line for line in read(packed[:-20], tmp_path).dropped)
+    assert any("damaged" in line for line in read(packed[:1500] + b"\xff" * 50 + packed[1550:], tmp_path).dropped)
+
+
+def test_columns_that_go_to_the_disk_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    column = growing.Column("f8", in_memory_bytes=100)
+    parts = [np.arange(n, dtype=np.float64) for n in (3, 0, 40, 7, 1)]
+    for part in parts:
+        column.add(part)
+    assert column._file is not None
+    assert np.array_equal(column.finish(), np.concatenate(parts))
+
+
+def test_a_full_disk_leaves_columns_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    column = growing.Column("i4", in_memory_bytes=8)
+    column.add(np.arange(9))
+    monkeypatch.setattr(growing.tempfile, "TemporaryFile", full)
+    other = growing.Column("i4", in_memory_bytes=8)
+    other.add(np.arange(9))
+    assert np.array_equal(column.finish(), other.finish())
