@@ -22,7 +22,8 @@ _HEAT = (0.005, 0.02, 0.05)
 
 _CODE = re.compile(
     r"`([^`]+)`"
-    r"|((?:[A-Z][A-Z0-9]*_[A-Z0-9_]+=\S*[^\s.,;:)])"
+    r"|(hvdtrain (?:doctor|timeline [a-z]+(?: RUN)?)"
+    r"|(?:[A-Z][A-Z0-9]*_[A-Z0-9_]+=\S*[^\s.,;:)])"
     r"|--[A-Za-z](?:[\w.-]*\w)?(?:[ =](?:(?=[^\s,;]*\d)[\w:./%+-]*[\w%]|(?:true|false|on|off|auto|none|all)\b))?)"
 )
 

@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("tensorboard", reason="tensorboard is not installed: make setup")
 
 from hvdtrain.observe.journal import read_steps
-from hvdtrain.observe.tensorboard_page import STACK_TITLE
+from hvdtrain.observe.tensorboard_page import RANKS_TITLE, STACK_TITLE
 from tests.support.browser import browser, deep_text, free_port, severe, until
 from tests.support.tensorboard_run import BATCH, Run
 
@@ -26,6 +26,7 @@ TITLES = [
     "loss",
     "words per second",
     "exposed communication (% of a step)",
+    RANKS_TITLE,
     STACK_TITLE,
     "loss by samples",
     "loss by seconds of training",

@@ -145,6 +145,7 @@ def test_heat_is_against_the_median() -> None:
             "--train.compile true and `hvdtrain timeline merge RUN`",
             ["--train.compile true", "hvdtrain timeline merge RUN"],
         ),
+        ("see hvdtrain doctor there; or hvdtrain timeline diff.", ["hvdtrain doctor", "hvdtrain timeline diff"]),
         ("set HOROVOD_CYCLE_TIME=0.5.", ["HOROVOD_CYCLE_TIME=0.5"]),
         ("--parallel.bucket_mib=25 does", ["--parallel.bucket_mib=25"]),
         ("bind ranks (mpirun --bind-to core), nothing else", ["--bind-to"]),
