@@ -54,6 +54,7 @@ def budget_view(budget: Budget) -> dict[str, Any]:
         "step": wording.ms(budget.step_ms.value, places),
         "step_interval": wording.interval(budget.step_ms, places),
         "bracket": _bracket(rows),
+        "intervals": any(row["interval"] for row in rows),
     }
 
 

@@ -41,8 +41,8 @@
     below += lane.height;
   }
   const total = Math.max(packed.end, STEP_US);
-  const begins = new Map();  // of steps, on the first lane
-  lanes[0]?.step.forEach((step, i) => { if (!begins.has(step)) begins.set(step, lanes[0].start[i]); });
+  const begins = new Map();  // of steps, on the first lane; 0 is none
+  lanes[0]?.step.forEach((step, i) => { if (step && !begins.has(step)) begins.set(step, lanes[0].start[i]); });
   const view = { from: 0, to: total, lane: -1, slice: -1 };
   let colours = {}, labels = 0, pending = false, hover = null;
 
@@ -176,7 +176,7 @@
   const zoom = (factor, at = (view.from + view.to) / 2) => set(at - (at - view.from) * factor, at + (view.to - at) * factor);
   const move = (share) => { const by = (view.to - view.from) * share; set(view.from + by, view.to + by); };
 
-  const told = (lane, i) => `${packed.names[lane.name[i]][0]}\n${ms(lane.end[i] - lane.start[i])} ms, step ${lane.step[i]}\n${lane.label}`;
+  const told = (lane, i) => `${packed.names[lane.name[i]][0]}\n${ms(lane.end[i] - lane.start[i])} ms${lane.step[i] ? `, step ${lane.step[i]}` : ""}\n${lane.label}`;
   const showTip = (lane, i, px, py) => {
     tip.textContent = told(lane, i);
     tip.hidden = false;
