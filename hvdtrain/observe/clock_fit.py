@@ -10,15 +10,15 @@ Clocks drift apart at a rate that is about constant over minutes: what fits betw
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-MAX_DRIFT = 200e-6
-"""Of one clock against another; quartz is within 100 ppm, and what NTP adds is included."""
+MAX_DRIFT = 100e-6
+"""Of one clock against another: quartz is within 50 ppm. Where NTP slews one by more, bounds contradict each other."""
 
 KEPT = 64
 """Bounds of each side that are kept as they came; of more, those that a line can touch."""
@@ -26,6 +26,10 @@ KEPT = 64
 
 _ROUNDING_US = 0.01
 """A double's, of times since a boot some months ago."""
+
+
+_Bounds: TypeAlias = deque[tuple[float, float]]
+"""Times by the other clock, and bounds of the offset then."""
 
 
 class Offset(NamedTuple):
@@ -46,16 +50,16 @@ class ClockFit:
     def __init__(self, max_drift: float = MAX_DRIFT, span_us: float = 1200e6) -> None:
         self._max_drift = max_drift
         self._span_us = span_us
-        self._lower: deque[tuple[float, float]] = deque()
-        self._upper: deque[tuple[float, float]] = deque()
+        self._lower: _Bounds = deque()
+        self._upper: _Bounds = deque()
 
     def at_least(self, time_us: float, offset_us: float) -> None:
         """At `time_us` of the other clock the offset is not smaller than this."""
-        self._add(self._lower, time_us, offset_us, 1.0)
+        self._add(self._lower, self._upper, time_us, offset_us, 1.0)
 
     def at_most(self, time_us: float, offset_us: float) -> None:
         """At `time_us` of the other clock the offset is not larger than this."""
-        self._add(self._upper, time_us, offset_us, -1.0)
+        self._add(self._upper, self._lower, time_us, offset_us, -1.0)
 
     def at(self, time_us: float) -> Offset | None:
         """The offset at a time of the other clock; None as long as one of the sides has no bound."""
@@ -68,14 +72,15 @@ class ClockFit:
             oldest.popleft()
         return None
 
-    def _add(self, side: deque[tuple[float, float]], time_us: float, offset_us: float, sign: float) -> None:
+    def _add(self, side: _Bounds, other: _Bounds, time_us: float, offset_us: float, sign: float) -> None:
+        while other and sign * (offset_us - other[-1][1]) > self._most(time_us - other[-1][0]) + _ROUNDING_US:
+            other.pop()  # no drift explains both: the clock was set, and what was before is over
         while side and side[-1][0] <= time_us:
             # One that is implied by the new one, whatever the drift, adds nothing.
-            gap = self._max_drift * (time_us - side[-1][0])
-            if sign * (offset_us - side[-1][1]) < gap:
+            if sign * (offset_us - side[-1][1]) < self._most(time_us - side[-1][0]):
                 break
             side.pop()
-        if side and sign * (side[-1][1] - offset_us) >= self._max_drift * abs(time_us - side[-1][0]):
+        if side and sign * (side[-1][1] - offset_us) >= self._most(time_us - side[-1][0]):
             return
         side.append((time_us, offset_us))
         if len(side) > KEPT:
@@ -84,6 +89,10 @@ class ClockFit:
             side.extend((time, offset) for time, offset in touched[-KEPT // 2 :])
         while len(side) > 1 and side[0][0] < time_us - self._span_us:
             side.popleft()
+
+    def _most(self, after_us: float) -> float:
+        """By how much the offset may change in this time."""
+        return self._max_drift * abs(after_us)
 
 
 def offset_at(time_us: float, lower: Floats, upper: Floats, max_drift: float) -> Offset | None:
@@ -115,7 +124,7 @@ def offset_at(time_us: float, lower: Floats, upper: Floats, max_drift: float) ->
     return Offset(origin[1] + (low + high) / 2, (high - low) / 2 + _ROUNDING_US)
 
 
-def _points(side: deque[tuple[float, float]]) -> Floats:
+def _points(side: _Bounds) -> Floats:
     return np.array(side, dtype=np.float64)
 
 

@@ -1,0 +1,46 @@
+"""Clocks of two hosts compared by collectives. Both are this machine: the true offset is 0."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.timeline.span_files import read_spans
+from hvdtrain.timeline.steps import read_starts
+from tests.support.two_hosts import TwoHosts
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import platform, sys
+from hvdtrain.observe import span_trace
+from hvdtrain.training import stamps
+span_trace.clock_id = stamps.clock_id = platform.node  # as if each had booted by itself
+from hvdtrain.__main__ import main
+raise SystemExit(main(sys.argv[1:]))
+"""
+TOY = [
+    f"--task={ROOT}/tests/support/toy.py:toy",
+    "--train.global_batch=8",
+    "--train.micro_batch=2",
+    "--train.steps=100",
+]
+
+
+@pytest.mark.parametrize("rate", [None, "1gbit"])
+def test_the_true_offset_is_within_the_stated_error(hosts: TwoHosts, rate: str | None, tmp_path: Path) -> None:
+    hosts.throttle(rate)
+    hosts.mpirun(
+        [sys.executable, "-c", PROGRAM, *TOY, "--train.steps=100", "--run_dir=run"],
+        cwd=tmp_path,
+        environment={"PYTHONPATH": str(ROOT)},
+    )
+    (start,) = read_starts(tmp_path / "run")
+    assert start.clock_ids == ["a", "b"] and len(start.clock_us) == 8
+    assert (abs(start.offset_us) <= start.error_us).all()
+    assert not start.offset_us[:, 0].any() and not start.error_us[:, 0].any()
+    assert (start.error_us[:, 1] > 0).all() and (start.error_us[:, 1] < 5000).all()
+    assert start.steps.clock_error_us[1] == start.error_us[1:, 1].max()
+    ours, theirs = read_spans(tmp_path / "run")
+    assert ours.clock_error_us == 0 < theirs.clock_error_us < 5000
