@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -25,7 +26,7 @@ _JITTER_S = 1e-3
 
 
 class Clocks:
-    """Which ranks share rank 0's clock, and the offsets of the others.
+    """Which ranks share rank 0's clock, and the offsets of the others; one thread may probe while another asks.
 
     Args:
         comm: the ranks.
@@ -50,6 +51,7 @@ class Clocks:
         self._fits = [ClockFit() for _ in self._groups]
         self._last: dict[int, tuple[float, Offset]] = {}
         self._probed_us = -EVERY_US
+        self._lock = threading.Lock()
 
     @property
     def shared(self) -> bool:
@@ -89,19 +91,21 @@ class Clocks:
             sent, received = sent_us[group].max(axis=0), received_us[group].min(axis=0)
             most = received_us[ours].min(axis=0) - sent
             least = sent_us[ours].max(axis=0) - received
-            if np.isfinite(most).any():
-                best = int(np.nanargmin(most))
-                fit.at_most(float(sent[best]), float(most[best]))
-            if np.isfinite(least).any():
-                best = int(np.nanargmax(least))
-                fit.at_least(float(received[best]), float(least[best]))
+            with self._lock:
+                if np.isfinite(most).any():
+                    best = int(np.nanargmin(most))
+                    fit.at_most(float(sent[best]), float(most[best]))
+                if np.isfinite(least).any():
+                    best = int(np.nanargmax(least))
+                    fit.at_least(float(received[best]), float(least[best]))
 
     def offset(self, rank: int, time_us: float) -> Offset:
         """What makes `time_us` of a rank's clock rank 0's, on rank 0; of an unknown one the error is infinite."""
         number = self._of[rank]
         if number == 0:
             return Offset(0.0, 0.0)
-        found = self._fits[number].at(time_us)
+        with self._lock:
+            found = self._fits[number].at(time_us)
         if found is None:  # bounds contradicted each other, a clock was slewed: what was known, less and less sure
             then_us, known = self._last.get(number, (time_us, Offset(0.0, float("inf"))))
             return Offset(known.us, known.error_us + MAX_DRIFT * abs(time_us - then_us))

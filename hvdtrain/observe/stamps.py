@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from hvdtrain.spans import DEVICE, MAIN, PARTS, RawEvent
+from hvdtrain.spans import DEVICE, PARTS, RawEvent
 
 MOMENTS = ("start", "ready", "released", "end", "sent", "received")
 """Points in time, of which sent and received bound the clocks of ranks: none has received before all have sent."""
@@ -21,7 +21,7 @@ _ASIDE = {"evaluation", "checkpoint"}
 
 
 def step_rows(events: Iterable[RawEvent], first: int, count: int) -> list[list[float]]:
-    """Microseconds [count, len(COLUMNS)] of the steps from `first` on, by the recorder's clock; NaN where unknown.
+    """Nanoseconds [count, len(COLUMNS)] of the steps from `first` on, by the recorder's clock; NaN where unknown.
 
     Where the device has spans of its own they stand in the place of the host's, but for sent and received. A rank
     without samples of its own sends from the beginning.
@@ -31,35 +31,38 @@ def step_rows(events: Iterable[RawEvent], first: int, count: int) -> list[list[f
         first: number of the first step.
         count: of steps.
     """
-    host = [[math.nan] * len(MOMENTS) + [0.0] * len(DURATIONS) for _ in range(count)]
+    host = {step: [math.nan] * len(MOMENTS) + [0.0] * len(DURATIONS) for step in range(first, first + count)}
     device: dict[int, list[float]] = {}
     for name, track, start_ns, end_ns, step in events:
-        number = step - first
-        if track > DEVICE or not -1 <= number < count:
+        if track > DEVICE:
             continue
         if name in _ASIDE:
-            if number + 1 < count:
-                host[number + 1][_AT["aside"]] += end_ns - start_ns
+            if step + 1 in host:
+                host[step + 1][_AT["aside"]] += end_ns - start_ns
             continue
-        if number < 0:
+        row = host.get(step)
+        if row is None:
             continue
-        row = host[number] if track == MAIN else device.setdefault(number, [math.nan] * len(COLUMNS))
-        column = _AT.get(name)
-        if column is not None:
-            known = row[column]
-            row[column] = end_ns - start_ns + (0.0 if math.isnan(known) else known)
-            if name == "wait":
-                row[_READY], row[_RELEASED] = start_ns, end_ns
-                row[_RECEIVED] = end_ns
-            elif name == "backward":
+        if track == DEVICE:
+            row = device.setdefault(step, [math.nan] * len(MOMENTS) + [0.0] * len(DURATIONS))
+        if name in _AT:
+            row[_AT[name]] += end_ns - start_ns
+            if name == "backward":
                 row[_SENT] = end_ns
+            elif name == "wait":
+                row[_READY], row[_RELEASED], row[_RECEIVED] = start_ns, end_ns, end_ns
         elif name == "step":
             row[_START], row[_END] = start_ns, end_ns
-    for row in host:
-        if math.isnan(row[_SENT]):
+    for step, row in device.items():
+        _replace(host[step], row)
+    for row in host.values():
+        if row[_SENT] != row[_SENT]:
             row[_SENT] = row[_START]
-    for number, row in device.items():
-        kept = host[number][_SENT], host[number][_RECEIVED]
-        host[number] = [mine if math.isnan(its) else its for mine, its in zip(host[number], row, strict=True)]
-        host[number][_SENT], host[number][_RECEIVED] = kept
-    return [[value / 1e3 for value in row] for row in host]
+    return [*host.values()]
+
+
+def _replace(host: list[float], device: list[float]) -> None:
+    """Put the device's times and durations into a row of the host's."""
+    for column, its in enumerate(device):
+        if its and not math.isnan(its) and column not in (_SENT, _RECEIVED):
+            host[column] = its

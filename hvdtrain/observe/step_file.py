@@ -55,9 +55,6 @@ class StepFile:
             self._failed = True
             self._warn(f"{self._path} ends here: {getattr(error, 'strerror', None) or error}; training goes on")
 
-    def begin_step(self, step: int) -> None:
-        """Do nothing: lines come when the ranks have told."""
-
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
@@ -112,21 +109,20 @@ def block_line(
         offsets: of the ranks' clocks.
         origin_us: of the times that are written.
     """
-    shift = np.array([offset.us for offset in offsets])[:, None] - origin_us
-    moments = {f"{name}_us": np.round(stamps[:, :, number] + shift, 1).tolist() for number, name in enumerate(_WRITTEN)}
-    parts = {
-        name: np.round(stamps[:, :, COLUMNS.index(name)], 1).tolist()
-        for name in DURATIONS
-        if np.any(stamps[:, :, COLUMNS.index(name)])
-    }
+    values = stamps.transpose(2, 0, 1).copy()  # [columns, ranks, steps]
+    values[: len(_WRITTEN)] += np.array([[offset.us - origin_us] for offset in offsets])
+    present = values.any(axis=(1, 2)).tolist()
+    tables = dict(zip(COLUMNS, np.round(values, 1).tolist(), strict=True))
     words = {
         name: values if name != "gpu_throttle" else [throttle_text(v) for v in values] for name, values in facts.items()
     }
     return {
         "event": "block",
         "first_step": first,
-        **moments,
-        "parts_us": parts,
+        **{f"{name}_us": tables[name] for name in _WRITTEN},
+        "parts_us": {
+            name: tables[name] for name, some in zip(COLUMNS, present, strict=True) if name in DURATIONS and some
+        },
         "facts": words,
         "clock": clock_fields(offsets),
     }

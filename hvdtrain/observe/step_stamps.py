@@ -3,36 +3,40 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Protocol
-
-import numpy as np
-import torch
-from numpy.typing import NDArray
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from hvdtrain.comm.base import Comm, Handle
 from hvdtrain.observe.blocks import BLOCK, is_told
-from hvdtrain.observe.causes import CAUSES
 from hvdtrain.observe.clocks import LATER, Clocks
-from hvdtrain.observe.stamps import COLUMNS, MOMENTS, step_rows
+from hvdtrain.observe.stamp_message import pack, wishes
+from hvdtrain.observe.stamps import step_rows
 from hvdtrain.spans import Spans
-
-FACTS = (*CAUSES, "expert_share")
 
 NAME = "timeline/stamps"
 """Of the collective."""
 
-_HEAD = 3  # first step, number of steps, whether rank 0 wishes more probes
-_LENGTH = _HEAD + len(FACTS) + BLOCK * len(COLUMNS)
+_PATIENCE_S = 10.0
+_PATIENCE_WHEN_FAILED_S = 1.0
 
-Tell = Callable[[int, NDArray[np.float64], dict[str, list[float]]], None]
+
+class Writer(Protocol):
+    """Takes what the ranks have told, and does the work elsewhere (`sinks.Background`)."""
+
+    def put(self, record: Mapping[str, Any]) -> None:
+        """Take a message of all ranks, as ``told``."""
+        ...
+
+    def close(self, patience_s: float) -> None:
+        """Finish what was taken, for at most so long."""
+        ...
 
 
 class Laps(Protocol):
     """Gives figures since it was last asked (`causes.Causes`)."""
 
     def lap(self) -> list[float]:
-        """`CAUSES`, NaN where unknown."""
+        """`causes.CAUSES`, NaN where unknown."""
         ...
 
     def close(self) -> None:
@@ -60,7 +64,7 @@ class StepStamps:
     """Gathers blocks of steps to rank 0 by one asynchronous allgather each, begun one step after the block.
 
     It is waited for when it is over, at the latest when the next one begins. A step for which nothing is due costs a
-    microsecond.
+    microsecond; what rank 0 makes of a block is done in another thread.
 
     Args:
         comm: the ranks.
@@ -69,8 +73,7 @@ class StepStamps:
         causes: of this rank's lateness.
         experts: None for a model without.
         started_at: the step before the first one.
-        tell: rank 0's: takes the first step of a block, stamps in microseconds of `COLUMNS` by each rank's own clock
-            [ranks, steps, columns], and `FACTS` by name with one number a rank.
+        writer: None on ranks other than 0.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class StepStamps:
         causes: Laps,
         experts: Experts | None,
         started_at: int,
-        tell: Tell | None,
+        writer: Writer | None,
     ) -> None:
         self._comm = comm
         self._spans = spans
@@ -89,10 +92,11 @@ class StepStamps:
         self._causes = causes
         self._experts = experts
         self._started_at = started_at
-        self._tell = tell
+        self._writer = writer
         self._facts: list[float] = []
         self._handle: Handle | None = None
         self._told = self._last = started_at
+        self._next = started_at + 1
         self._probing = False
 
     def begin_step(self, step: int) -> None:
@@ -100,7 +104,10 @@ class StepStamps:
         self._last = step
         if self._handle is not None and self._handle.done():
             self._take()
+        if step < self._next:
+            return
         block, number = divmod(step - 1 - self._started_at, BLOCK)
+        self._next = step + (1 if number == 0 else BLOCK - number)
         if number == 0:
             self._lap()
             if self._experts is not None and is_told(block, self._comm.size):
@@ -124,10 +131,14 @@ class StepStamps:
             if first > self._told and first <= last:
                 self._gather(first, last - first + 1, facts if last != self._last else of_last)
         self._take()
+        if self._writer is not None:
+            self._writer.close(_PATIENCE_S)
 
     def close(self) -> None:
-        """Gather no more."""
+        """Gather no more; what has come is written."""
         self._causes.close()
+        if self._writer is not None:
+            self._writer.close(_PATIENCE_WHEN_FAILED_S)
 
     def _lap(self) -> list[float]:
         share = math.nan if self._experts is None else self._experts.take()
@@ -140,8 +151,7 @@ class StepStamps:
             self._probing = False
             self._clocks.probe(LATER)
         rows = step_rows(self._spans.raw_events(first - 1), first, BLOCK)
-        values = [first, count, float(self._clocks.due), *facts, *(value for row in rows for value in row)]
-        self._handle = self._comm.allgather(torch.tensor([values], dtype=torch.float64), name=NAME)
+        self._handle = self._comm.allgather(pack(first, count, self._clocks.due, facts, rows), name=NAME)
         # No one waits for it: whoever asks what a rank is waiting for is to find what matters.
         self._comm.in_flight.pop(NAME, None)
         self._told = first + count - 1
@@ -150,14 +160,7 @@ class StepStamps:
         handle, self._handle = self._handle, None
         if handle is None:
             return
-        everyone = handle.wait().numpy()
-        self._probing = bool(everyone[0, 2])
-        if self._tell is None:
-            return
-        assert everyone.shape == (self._comm.size, _LENGTH), everyone.shape
-        first, count = round(everyone[0, 0]), round(everyone[0, 1])
-        stamps = everyone[:, _HEAD + len(FACTS) :].reshape(self._comm.size, BLOCK, len(COLUMNS))[:, :count]
-        sent, received = (stamps[:, :, MOMENTS.index(name)] for name in ("sent", "received"))
-        self._clocks.saw(sent, received)
-        facts = {name: everyone[:, _HEAD + number].round(3).tolist() for number, name in enumerate(FACTS)}
-        self._tell(first, stamps, {n: values for n, values in facts.items() if not all(map(math.isnan, values))})
+        everyone = handle.wait()
+        self._probing = wishes(everyone)
+        if self._writer is not None:
+            self._writer.put({"told": everyone.numpy()})
