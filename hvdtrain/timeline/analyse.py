@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -12,12 +13,14 @@ from hvdtrain.timeline.blame import Verdict, judge
 from hvdtrain.timeline.causes import causes_of
 from hvdtrain.timeline.columns import RunTrace, StepTable
 from hvdtrain.timeline.findings import Facts, find
-from hvdtrain.timeline.phases import steps_of
+from hvdtrain.timeline.phases import steady, steps_of
 from hvdtrain.timeline.rounds import from_stamps, from_ticks, warm_up
 
 
 def analyse(run: RunTrace) -> Analysis:
     """Explain a run, or Timelines of Horovod's by themselves."""
+    if run.steps is None and run.horovod:
+        run = replace(run, horovod=[steady(trace) for trace in run.horovod])
     table = run.steps
     spent = budget.of_steps(table, run.horovod) if table is not None else None
     if spent is None:
@@ -85,6 +88,8 @@ def _no_stamps(run: RunTrace) -> str:
         return "one rank waits for nobody"
     if run.steps is not None:
         return "too few steps to compare ranks"
+    if any(len(trace.tick_us) for trace in run.horovod):
+        return "Horovod's ticks, which say when each rank was ready, tell of too few steps: HOROVOD_CACHE_CAPACITY=0"
     if run.horovod:
         return "Horovod wrote no rank's ticks: it does in the first steps only, or with HOROVOD_CACHE_CAPACITY=0"
     return "there are no stamps of several ranks"

@@ -17,7 +17,7 @@ LATE = "waiting for late ranks"
 EXCHANGE = "exchange"
 """What is exposed after the last rank is ready, where no Timeline of Horovod's tells more."""
 REST, ASIDE, IDLE = "rest", "evaluations and checkpoints", "nothing under way"
-_OTHER_EXCHANGE = "other exchange"
+OTHER_EXCHANGE = "other exchange"
 _LEAST = 1e-6
 """Of a step: less is rounding."""
 
@@ -30,7 +30,7 @@ _NAMES = {
     "optimizer": "optimizer",
     "aside": ASIDE,
 }
-ORDER = ("data", "forward", "backward", LATE, *reversed(PHASES), _OTHER_EXCHANGE, EXCHANGE, "optimizer", ASIDE, REST)
+ORDER = ("data", "forward", "backward", LATE, *reversed(PHASES), OTHER_EXCHANGE, EXCHANGE, "optimizer", ASIDE, REST)
 
 
 def of_steps(table: StepTable, horovod: Sequence[HorovodTrace] = ()) -> Budget | None:
@@ -85,8 +85,8 @@ def exposed_shares(table: StepTable, horovod: Sequence[HorovodTrace]) -> dict[st
         return {EXCHANGE: 1.0}
     phases = by_kind(horovod)
     cut = partition(waiting, {name: phases[name] for name in PHASES if name in phases})
-    cut[_OTHER_EXCHANGE] = cut.pop("")
-    if length(cut[_OTHER_EXCHANGE]) > 0.95 * length(waiting):  # of other tensors, or by a clock that is not ours
+    cut[OTHER_EXCHANGE] = cut.pop("")
+    if length(cut[OTHER_EXCHANGE]) > 0.95 * length(waiting):  # of other tensors, or by a clock that is not ours
         return {EXCHANGE: 1.0}
     return {name: length(part) / length(waiting) for name, part in cut.items()}
 

@@ -9,7 +9,7 @@ from hvdtrain.timeline.analysis import Carrier
 from hvdtrain.timeline.columns import BucketFacts, HorovodTrace, RankSpans, RunTrace
 from hvdtrain.timeline.communication import item_bytes
 from hvdtrain.timeline.intervals import common, length, union
-from hvdtrain.timeline.phases import NEGOTIATION, kind_of, steps_of
+from hvdtrain.timeline.phases import NEGOTIATION, kind_of, recurring, steps_of
 from hvdtrain.timeline.tracks import modules_of, spans_named, tensor_module
 
 MOST = 10
@@ -51,6 +51,7 @@ def _of_timeline(trace: HorovodTrace) -> list[Carrier]:
     total = np.bincount(trace.tensor[mine], weights=trace.duration_us[mine], minlength=len(trace.tensors))
     nbytes = np.full(len(trace.tensors), -1, np.int64)
     np.maximum.at(nbytes, trace.tensor, trace.nbytes)
+    total[~recurring(trace)] = 0.0
     most = np.argsort(-total, kind="stable")[:MOST]
     return [
         Carrier(

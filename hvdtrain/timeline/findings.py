@@ -11,7 +11,7 @@ import numpy as np
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis import Blame, Budget, Communication, Estimate, Finding, Part
 from hvdtrain.timeline.blame import Verdict
-from hvdtrain.timeline.budget import ASIDE, EXCHANGE, LATE
+from hvdtrain.timeline.budget import ASIDE, EXCHANGE, LATE, OTHER_EXCHANGE
 from hvdtrain.timeline.columns import RunTrace
 from hvdtrain.timeline.findings_horovod import of_timeline
 from hvdtrain.timeline.phases import COPIES, NEGOTIATION, QUEUE, TRANSFER
@@ -23,6 +23,7 @@ _ASIDE_SHARE = 0.1
 _CPU_SHARE = 0.05
 _SLOW_BUS = 0.5
 _MANY_PAUSES = 3
+_LITTLE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def find(facts: Facts) -> list[Finding]:
         for rule in (_exposed, _input, _collections, _aside, _cores, _bandwidth):
             found += rule(facts)
     elif facts.budget is not None:
-        found += of_timeline(facts.run, facts.budget, facts.communication)
+        found += of_timeline(facts.run, facts.budget, facts.communication, ticks=facts.blame.source == "ticks")
     return sorted(found, key=lambda finding: -(finding.cost_ms or 0.0))
 
 
@@ -112,7 +113,7 @@ def _jitter(facts: Facts) -> Iterator[Finding]:
         text = f"jitter costs {_ms(cost)} a step: now one rank is late, now another, none of them always"
         advice = "fewer threads than cores, ranks bound to cores (mpirun --bind-to core), nothing else on the hosts"
         if _cores_short(facts) is not None:
-            advice = "ranks fight for cores, see below"
+            advice = "ranks wait for cores: see what is said of that"
         yield Finding("jitter", text, cost.value, advice)
 
 
@@ -133,6 +134,11 @@ def _exposed(facts: Facts) -> Iterator[Finding]:
 
 def _faster_exchange(facts: Facts, largest: str) -> str:
     compression, bucket = facts.option("parallel", "compression"), facts.option("parallel", "bucket_mib")
+    if _cores_short(facts) is not None and largest in (OTHER_EXCHANGE, NEGOTIATION, EXCHANGE):
+        return "ranks wait for cores, and so does the exchange: see what is said of that"
+    sent = facts.communication.bytes_per_step if facts.communication else None
+    if sent is not None and sent < _LITTLE_BYTES:
+        return "so little is sent that it costs only its latency: more samples a step, --train.global_batch"
     smaller = f"smaller buckets begin earlier: --parallel.bucket_mib {_other_size(bucket, 0.25)}"
     if largest in (NEGOTIATION, QUEUE):
         return f"fewer, larger buckets: --parallel.bucket_mib {_other_size(bucket, 4)}"
@@ -209,6 +215,8 @@ def _bandwidth(facts: Facts) -> Iterator[Finding]:
     if found is None or found.bus_gb_per_s is None or found.link_gb_per_s is None:
         return
     transfer = facts.part(TRANSFER)
+    if found.bytes_per_step is None or found.bytes_per_step < _LITTLE_BYTES:
+        return
     if found.bus_gb_per_s < _SLOW_BUS * found.link_gb_per_s and transfer and transfer.share >= _SHARE:
         text = f"sums travel at {found.bus_gb_per_s:.2g} GB/s, a large one by itself at {found.link_gb_per_s:.2g} GB/s"
         won = transfer.ms.value * (1 - found.bus_gb_per_s / found.link_gb_per_s)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis import Budget, Communication, Finding
 from hvdtrain.timeline.budget import IDLE
 from hvdtrain.timeline.columns import HorovodTrace, RunTrace
@@ -18,8 +19,13 @@ _SMALL_BYTES = 1 << 20
 _TURNS_WITH_TICKS = 5
 
 
-def of_timeline(run: RunTrace, budget: Budget, communication: Communication | None) -> Iterator[Finding]:
-    """Findings of Timelines without a run. What backward hides is not in them: no cost is known."""
+def of_timeline(
+    run: RunTrace, budget: Budget, communication: Communication | None, *, ticks: bool
+) -> Iterator[Finding]:
+    """Findings of Timelines without a run. What backward hides is not in them: no cost is known.
+
+    `ticks`: whether they say who is late.
+    """
     shares = {part.name: part.share for part in budget.parts}
     yield from _cache(run)
     many = _collectives_a_step(run)
@@ -27,7 +33,7 @@ def of_timeline(run: RunTrace, budget: Budget, communication: Communication | No
     if waits >= _MUCH:
         text = f"during {waits:.0%} of the time only negotiation is under way: ranks are not ready, or wait for a cycle"
         advice = "HOROVOD_CACHE_CAPACITY=0 for a short run writes which rank is ready when; then run this again"
-        if any(len(trace.tick_us) for trace in run.horovod):
+        if ticks:
             advice = "see which rank is last; where none is, a shorter cycle: HOROVOD_CYCLE_TIME=0.5"
         yield Finding("negotiation", text, None, advice)
     if shares.get(QUEUE, 0.0) >= _MUCH:
@@ -43,7 +49,11 @@ def of_timeline(run: RunTrace, budget: Budget, communication: Communication | No
         text = (
             f"sums travel during {shares[TRANSFER]:.0%} of the time{at}; what backward hides of it is not in this file"
         )
-        yield Finding("transfer", text, None, "send less: compression=hvd.Compression.fp16 in DistributedOptimizer")
+        sent = communication.bytes_per_step if communication else None
+        advice = "send less: compression=hvd.Compression.fp16 in DistributedOptimizer"
+        if sent is not None and sent < _SMALL_BYTES:
+            advice = f"only {wording.nbytes(sent)} a step: it is latency, not bytes; look for ranks that wait for cores"
+        yield Finding("transfer", text, None, advice)
     yield from _small(many)
     if shares.get(IDLE, 0.0) >= 1 - _MUCH / 4:
         text = f"nothing is exchanged during {shares[IDLE]:.0%} of the time: communication is not what costs"

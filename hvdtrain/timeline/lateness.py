@@ -30,7 +30,8 @@ def like_the_others(work: Floats, late: Collection[int] = ()) -> Floats:
 
     A rank's longest step becomes the longest of a typical other rank, its second longest the second longest, and so on
     (for each of these the median over the other ranks): steps that are long for all remain so, and a rank that is late
-    always or by much in few steps is treated alike.
+    always or by much in few steps is treated alike. No step becomes longer: that others are noisier is no merit to be
+    taken away.
 
     Args:
         work: of each rank in each step [ranks, steps].
@@ -44,7 +45,7 @@ def like_the_others(work: Floats, late: Collection[int] = ()) -> Floats:
     if len(late):
         typical[list(late)] = np.median(ordered[rest], axis=0)
     result = np.empty_like(work)
-    np.put_along_axis(result, order, typical, axis=1)
+    np.put_along_axis(result, order, np.minimum(typical, ordered), axis=1)
     return result
 
 
@@ -54,6 +55,7 @@ def costs(work: Floats, late: Collection[int] = ()) -> Floats:
     A step takes as long as the last rank. Of ranks that are `late` together, what steps would be shorter were all of
     them like the others is shared out: each delay among those that have it (the Shapley value; Littlechild and Owen,
     Management Science 20, 1973). Another rank is looked at by itself.
+    None is below 0.
     """
     changed = like_the_others(work, late)
     ordered = np.sort(work, axis=0)
@@ -79,8 +81,7 @@ def _shared(work: Floats, changed: Floats, late: list[int]) -> Floats:
     rises = np.diff(ordered, axis=0, prepend=0.0) / np.arange(len(late), 0, -1)[:, None]
     share = np.empty_like(delay)
     np.put_along_axis(share, order, np.cumsum(rises, axis=0), axis=0)
-    longer = np.minimum(0.0, work.max(axis=0) - base) / len(late)  # a step that would be longer all the same
-    return np.asarray((share + longer).mean(axis=1))
+    return np.asarray(share.mean(axis=1))
 
 
 def cost_estimates(work: Floats, late: Collection[int], correlation: float) -> list[Estimate]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ PHASES = (TRANSFER, COPIES, QUEUE, NEGOTIATION)
 _COLLECTIVES = ("ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER", "JOIN", "BARRIER", "ADASUM")
 _MOVING = ("MPI_", "NCCL_", "GLOO_", "CCL_", "ADASUM_", "DDL_", "MLSL_", "COMMUNICATE")
 _REGULAR_SHARE = 0.5
+_FEW_STEPS = 4
 
 
 def kind_of(phase: str) -> str:
@@ -69,6 +71,30 @@ def steps_of(trace: HorovodTrace) -> int:
     usual = int(np.bincount(counts).argmax())
     # The first or the last step of a file may be there by half.
     return usual if np.mean(np.abs(counts - usual) <= 1) >= _REGULAR_SHARE and usual > 1 else 0
+
+
+def steady(trace: HorovodTrace) -> HorovodTrace:
+    """A Timeline without what lies before its second step: broadcasts of the start, and waiting for them.
+
+    Its ticks are all there. Where there are few steps, or none can be told, nothing is left out.
+    """
+    steps = steps_of(trace)
+    if steps < _FEW_STEPS:
+        return trace
+    whole = np.flatnonzero(whole_collectives(trace))
+    ends = trace.start_us[whole] + trace.duration_us[whole]
+    _, first, counts = np.unique(trace.tensor[whole], return_index=True, return_counts=True)
+    begin = float(ends[first[counts >= steps - 1]].max())  # intervals are ordered by their ends
+    later = trace.start_us >= begin
+    columns = ("tensor", "phase", "start_us", "duration_us", "nbytes")
+    return replace(trace, **{name: getattr(trace, name)[later] for name in columns})
+
+
+def recurring(trace: HorovodTrace) -> NDArray[np.bool_]:
+    """Which tensors come about once a step [tensors]; all of them where no steps can be told."""
+    steps = steps_of(trace)
+    counts = np.bincount(trace.tensor[whole_collectives(trace)], minlength=len(trace.tensors))
+    return np.asarray(counts >= max(1, steps / 2))
 
 
 def extent(trace: HorovodTrace) -> tuple[float, float]:

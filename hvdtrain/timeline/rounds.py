@@ -18,6 +18,8 @@ _ASIDE_SHARE = 0.01
 _MOST = 1 << 18
 """Numbers that are looked at; of longer runs, stretches all along them."""
 _STRETCH = 20
+_LEAST_TURNS = 4
+"""Of the ticks of a tensor: of two the beginning is not known."""
 
 
 @dataclass(frozen=True)
@@ -112,11 +114,12 @@ def _rounds_of(trace: HorovodTrace) -> Rounds | None:
     if not by_tensor:
         return None
     counts = np.array([each.shape[1] for each in by_tensor])
-    usual = int(np.bincount(counts).argmax())
-    # What comes once only are broadcasts of the start; what comes more often than others, no part of each step.
-    same = [each for each, count in zip(by_tensor, counts, strict=True) if count == usual]
-    if usual < 3:
+    # What comes once are broadcasts of the start; what comes more often than most, no part of each step.
+    often = counts[counts >= _LEAST_TURNS]
+    if not len(often):
         return None
+    usual = int(np.bincount(often).argmax())
+    same = [each for each, count in zip(by_tensor, counts, strict=True) if count == usual]
     ready = np.max(np.stack(same), axis=0)
     ready = ready[:, 1:]  # the first one waits for what the program did before
     begin = np.roll(ready.max(axis=0), 1)

@@ -9,6 +9,7 @@ from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis import Analysis, Blame, Budget, Communication, Estimate
 
 _BAR = 30
+_LEAST_SHARE = 0.0005
 _MOST_LINES, _WIDTH = 40, 110
 _MOST_PARTS, _MOST_RANKS, _MOST_CARRIERS, _MOST_FINDINGS, _MOST_NOTES = 11, 4, 3, 4, 3
 
@@ -61,7 +62,7 @@ def _head(analysis: Analysis) -> str:
 def _budget(budget: Budget) -> Iterator[str]:
     places = wording.decimals(budget.step_ms.value)
     yield f"a step takes {quantity(budget.step_ms, places)} ms:"
-    shown = budget.parts[:_MOST_PARTS]
+    shown = [part for part in budget.parts if part.share >= _LEAST_SHARE][:_MOST_PARTS]
     width = max((len(_short(part.name, 30)) for part in shown), default=0) + 2
     for part in shown:
         name = _short(part.name, 30) + (" *" if part.name in budget.exposed else "")

@@ -1,0 +1,43 @@
+"""``hvdtrain timeline diff``: what is different between two runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+_EPILOG = """\
+examples:
+  hvdtrain timeline diff runs/before runs/after
+  hvdtrain timeline diff before.json after.json     two Timelines that Horovod wrote
+  hvdtrain timeline diff runs/before runs/after --json
+"""
+
+
+def main(command: str, argv: list[str]) -> int:
+    """Read both, compare, print; the exit code."""
+    parser = argparse.ArgumentParser(
+        prog=f"hvdtrain timeline {command}",
+        description="Parts of a step beside each other: which differences are no noise, and which options differ.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("run_a", type=Path, metavar="RUN_A", help="a run's folder, or Horovod's Timeline")
+    parser.add_argument("run_b", type=Path, metavar="RUN_B", help="another one")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(argv)
+
+    import orjson
+
+    from hvdtrain.timeline.analyse import analyse
+    from hvdtrain.timeline.compare import compare, to_plain, to_text
+    from hvdtrain.timeline.run import load
+
+    a, b = load(options.run_a), load(options.run_b)
+    found = compare(analyse(a), analyse(b), a.config, b.config)
+    if options.json:
+        sys.stdout.write(orjson.dumps(to_plain(found), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE).decode())
+    else:
+        print(to_text(found))
+    return 0

@@ -1,0 +1,87 @@
+"""``hvdtrain timeline report``: where the time went, which rank is late, what to change."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hvdtrain.timeline.analysis import Analysis
+
+_EPILOG = """\
+examples:
+  hvdtrain timeline report runs/default
+  hvdtrain timeline report timeline.json               what any Horovod program wrote under HOROVOD_TIMELINE
+  hvdtrain timeline report part-1.json part-2.json     segments of one job
+  hvdtrain timeline report runs/default --json > report.json
+  hvdtrain timeline report runs/default --html report.html
+  hvdtrain timeline report runs/default --log job.out  with NCCL's and Horovod's lines from the job's output
+  hvdtrain timeline report runs/default --fail_if 'straggler_ms > 5 and exposed_share > 0.2'
+
+exit code: 0; 1 where the condition of --fail_if is met, or PATH cannot be read; 2 on a wrong option or condition
+"""
+
+
+def main(command: str, argv: list[str]) -> int:
+    """Read, analyse, show; the exit code."""
+    options = _parser(command).parse_args(argv)
+    from hvdtrain.errors import ConfigError
+    from hvdtrain.timeline import condition
+    from hvdtrain.timeline.analysis import figures
+
+    clauses: list[condition.Clause] = []
+    try:
+        if options.fail_if is not None:
+            clauses = condition.parse(options.fail_if)
+        analysis = _analysis(options.path, options.log)
+        met = clauses if clauses and condition.holds(clauses, figures(analysis)) else None
+    except ConfigError as error:
+        sys.stderr.write(f"hvdtrain: ConfigError: {error}\n")
+        return 2
+    _show(analysis, options.json, options.html)
+    if met is None:
+        return 0
+    sys.stderr.write(f"hvdtrain: --fail_if is met: {condition.told(met, figures(analysis))}\n")
+    return 1
+
+
+def _analysis(paths: list[Path], logs: list[Path]) -> Analysis:
+    from hvdtrain.timeline.analyse import analyse
+    from hvdtrain.timeline.run import load
+
+    return analyse(load(*paths, logs=logs))
+
+
+def _show(analysis: Analysis, as_json: bool, html: Path | None) -> None:
+    from hvdtrain.timeline.form import to_bytes
+    from hvdtrain.timeline.text import to_text
+
+    if html is not None:
+        from hvdtrain.durable import write_text
+        from hvdtrain.timeline.page import to_html
+
+        write_text(html, to_html(analysis))
+    if as_json:
+        sys.stdout.write(to_bytes(analysis).decode())
+        return
+    print(to_text(analysis))
+    if html is not None:
+        print(f"written: {html}")
+
+
+def _parser(command: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"hvdtrain timeline {command}",
+        description="Where the time of a run, or of any Horovod Timeline, went; which rank is late; what to change.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("path", nargs="+", type=Path, metavar="PATH", help="a run's folder, or Horovod's Timeline")
+    parser.add_argument("--json", action="store_true", help="print JSON, as report.schema.json describes it")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that needs nothing else")
+    parser.add_argument("--log", type=Path, metavar="FILE", action="append", default=[], help="output of the job")
+    parser.add_argument("--fail_if", metavar="CONDITION", help="exit with 1 where this holds: NAME OP NUMBER [and ...]")
+    return parser

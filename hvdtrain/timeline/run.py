@@ -1,0 +1,158 @@
+"""A run's folder, or Timelines of Horovod, as a trace to be analysed. Reads files; prints nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.errors import TraceError
+from hvdtrain.observe.journal import NAME as JOURNAL
+from hvdtrain.observe.journal import journal_lines
+from hvdtrain.timeline.columns import HorovodTrace, RankSpans, RunTrace, StepTable
+from hvdtrain.timeline.phases import extent
+from hvdtrain.timeline.read import read_horovod
+from hvdtrain.timeline.span_files import read_spans, wall_clock_us
+from hvdtrain.timeline.steps import read_starts
+
+TIMELINE = "timeline"
+_SIGNS = ("NCCL WARN", "tensors were submitted", "missing ranks", "Stalled ops")
+_WHAT = "a run's folder (with journal.jsonl), or Timeline files of Horovod"
+
+
+def load(path: Path, *more: Path, logs: Sequence[Path] = ()) -> RunTrace:
+    """Read what a run left, of its last start; or Timelines of Horovod of any program, one or several segments.
+
+    What is missing or damaged of a run is told in the notes.
+
+    Args:
+        path: the run's folder, its timeline/, or a Timeline.
+        more: further segments, where `path` is one.
+        logs: output of the job, of which Horovod's and NCCL's warnings are taken.
+
+    Errors:
+        TraceError: it is neither.
+    """
+    run = _load(path, more)
+    return replace(run, warnings=[*run.warnings, *(line for log in logs for line in _warnings_of(log))])
+
+
+def _load(path: Path, more: Sequence[Path]) -> RunTrace:
+    folder = path.parent if path.name == TIMELINE and (path.parent / JOURNAL).is_file() else path
+    if folder.is_dir():
+        if more:
+            raise TraceError("one run at a time", found=f"{path} and {more[0]}", next_step="hvdtrain timeline diff")
+        return _load_run(folder)
+    if not path.exists():
+        raise TraceError(f"{path} does not exist", expected=_WHAT, next_step="ls runs/ shows the runs of this folder")
+    traces = [read_horovod(each) for each in (path, *more)]
+    return RunTrace(path, max(map(_ranks, traces)), horovod=_side_by_side(traces))
+
+
+def _load_run(folder: Path) -> RunTrace:
+    timeline = folder / TIMELINE
+    if not (folder / JOURNAL).is_file() and not timeline.is_dir():
+        here = ", ".join(sorted(each.name for each in folder.iterdir())[:6]) or "nothing"
+        raise TraceError(f"{folder} is no run", expected=_WHAT, found=here, next_step="name RUN, as in runs/RUN")
+    started, warnings, machine = _journal(folder / JOURNAL)
+    notes: list[str] = []
+    start = next(iter(reversed(read_starts(timeline))), None) if timeline.is_dir() else None
+    steps = start.steps if start is not None and len(start.steps.step) else None
+    notes += start.dropped if start is not None else ()
+    spans = read_spans(timeline) if timeline.is_dir() else []
+    config = started.get("config") or _config(folder)
+    size = int(started.get("size") or (len(start.steps.hosts) if start else len(spans)))
+    horovod = list(_segments(timeline, steps, notes)) if timeline.is_dir() else []
+    notes += _missing(size, steps, spans, config)
+    return RunTrace(
+        folder, size, config, steps, spans, horovod, machine, warnings, start.link if start is not None else (), notes
+    )
+
+
+def _journal(path: Path) -> tuple[Mapping[str, Any], list[str], list[Mapping[str, Any]]]:
+    """The last start's event, its warnings and its machine's figures."""
+    started: Mapping[str, Any] = {}
+    warnings: list[str] = []
+    machine: list[Mapping[str, Any]] = []
+    if not path.is_file():
+        return started, warnings, machine
+    for line in journal_lines(path):
+        event = line.get("event") if isinstance(line, dict) else None
+        if event == "started":
+            started, warnings, machine = line, [], []
+        elif event == "warning":
+            warnings.append(str(line.get("text", "")))
+        elif event == "machine":
+            machine.append(line)
+    return started, warnings, machine
+
+
+def _warnings_of(log: Path) -> list[str]:
+    try:
+        lines = log.read_text("utf-8", "replace").splitlines()
+    except OSError as error:
+        raise TraceError(f"{log} cannot be read", found=error.strerror or str(error)) from error
+    return [line.strip() for line in lines if any(sign in line for sign in _SIGNS)]
+
+
+def _config(folder: Path) -> Mapping[str, Any]:
+    import yaml
+
+    try:
+        found = yaml.safe_load((folder / "config.yaml").read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, Mapping) else {}
+
+
+def _segments(timeline: Path, steps: StepTable | None, notes: list[str]) -> Iterator[HorovodTrace]:
+    """Horovod's Timelines of the last start, on the run's clock; of earlier starts they are left out."""
+    wall_us = wall_clock_us(timeline)
+    for path in sorted(timeline.glob("horovod-steps-*.json")):
+        try:
+            trace = read_horovod(path)
+        except TraceError as error:
+            notes.append(f"{path.name} is left out: {error.what}")
+            continue
+        if wall_us is None or trace.epoch_us is None:
+            notes.append(f"{path.name} is left out: nothing says when it began")
+            continue
+        moved = _shifted(trace, trace.epoch_us - wall_us)
+        begin, end = extent(moved)
+        if steps is None or (end >= steps.start_us.min() and begin <= steps.end_us.max()):
+            yield moved
+
+
+def _shifted(trace: HorovodTrace, shift_us: float) -> HorovodTrace:
+    return replace(trace, start_us=trace.start_us + shift_us, tick_us=trace.tick_us + shift_us)
+
+
+def _side_by_side(traces: Sequence[HorovodTrace]) -> list[HorovodTrace]:
+    """Segments on one clock, that of the first, where each says when it began."""
+    epochs = [trace.epoch_us for trace in traces]
+    known = [epoch for epoch in epochs if epoch is not None]
+    if len(known) < len(epochs) or len(known) < 2:
+        return list(traces)
+    return [_shifted(trace, epoch - known[0]) for trace, epoch in zip(traces, known, strict=True)]
+
+
+def _ranks(trace: HorovodTrace) -> int:
+    return int(np.max(trace.tick_rank, initial=-1)) + 1
+
+
+def _missing(
+    size: int, steps: StepTable | None, spans: Sequence[RankSpans], config: Mapping[str, Any]
+) -> Iterator[str]:
+    observe = config.get("observe")
+    if isinstance(observe, Mapping) and observe.get("timeline") == "off":
+        yield "the run was told to record nothing: --observe.timeline off"
+        return
+    if steps is None:
+        yield "there are no stamps of steps: timeline/steps.jsonl"
+    absent = sorted(set(range(size)) - {each.rank for each in spans})
+    if absent:
+        which = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
+        yield f"no spans of rank(s) {which}: timeline/spans-rank-N.json, on another host perhaps"

@@ -1,0 +1,82 @@
+"""hvdtrain timeline report and diff, as commands."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import orjson
+import pytest
+
+from hvdtrain.__main__ import main
+from hvdtrain.timeline.form import schema
+
+TRACES = Path(__file__).parents[1] / "timeline" / "traces"
+TRACE = str(TRACES / "training.json.gz")
+
+
+def test_a_report_of_any_timeline(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["timeline", "report", TRACE]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("training.json.gz, 2 rank(s)") and "a step takes" in out
+
+
+def test_json_goes_to_stdout_alone_and_html_to_its_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    assert main(["timeline", "report", TRACE, "--json", "--html", str(page)]) == 0
+    jsonschema.validate(orjson.loads(capsys.readouterr().out), schema())
+    assert "training.json.gz" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("condition", "code", "said"),
+    [
+        ("step_ms > 1e6", 0, ""),
+        ("step_ms > 0 and transfer_ms > 0", 1, "--fail_if is met: step_ms is "),
+        ("step_ms >", 2, "is no condition"),
+        ("stepms > 1", 2, "did you mean step_ms"),
+        ("straggler_ms > 1", 2, "nothing of this run says straggler_ms"),
+    ],
+)
+def test_a_condition_gives_the_exit_code(
+    condition: str, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["timeline", "report", TRACE, "--fail_if", condition]) == code
+    assert said in capsys.readouterr().err
+
+
+def test_what_is_no_run_is_an_error_with_what_to_do(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["timeline", "report", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert "is no run" in said and "expected" in said and "next" in said
+
+
+def test_two_timelines_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["timeline", "diff", TRACE, str(TRACES / "training-4-ranks-gloo.json.gz")]) == 0
+    out = capsys.readouterr().out
+    assert "b less a" in out and "a has 2 rank(s), b has 4" in out
+    assert main(["timeline", "diff", TRACE, TRACE, "--json"]) == 0
+    assert orjson.loads(capsys.readouterr().out)["options"] == {}
+
+
+@pytest.mark.parametrize("command", ["report", "diff"])
+def test_help_shows_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["timeline", command, "--help"])
+    assert ended.value.code == 0
+    assert f"hvdtrain timeline {command} runs/" in capsys.readouterr().out
+
+
+def test_a_login_node_needs_neither_torch_nor_horovod(tmp_path: Path) -> None:
+    trace = shutil.copy(TRACE, tmp_path / "t.json.gz")
+    program = (
+        "import sys\nsys.modules['torch'] = sys.modules['horovod'] = None\n"
+        "from hvdtrain.__main__ import main\n"
+        f"sys.exit(main(['timeline', 'report', {str(trace)!r}, '--html', {str(tmp_path / 'r.html')!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "r.html").exists()

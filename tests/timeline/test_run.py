@@ -1,0 +1,172 @@
+"""A run's folder or a Timeline as a trace: what is missing is told, what is neither is an error."""
+
+from __future__ import annotations
+
+import gzip
+import shutil
+from pathlib import Path
+
+import orjson
+import pytest
+
+from hvdtrain.errors import TraceError
+from hvdtrain.timeline.analyse import analyse
+from hvdtrain.timeline.run import load
+from hvdtrain.timeline.text import to_text
+
+TRACES = Path(__file__).parent / "traces"
+ALL = sorted(TRACES.glob("*.json.gz"))
+
+
+def _lines(path: Path, *lines: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+
+
+def _started(size: int = 2, **observe: object) -> dict[str, object]:
+    return {"event": "started", "size": size, "config": {"observe": observe}, "time": 1.0}
+
+
+def _run(folder: Path) -> Path:
+    """Ten steps of two ranks, the second of two starts; rank 1's spans are lost."""
+    _lines(
+        folder / "journal.jsonl",
+        {"event": "warning", "text": "of the first start"},
+        _started(),
+        {"event": "warning", "text": "something"},
+        {"event": "machine", "host_cpu_percent": 50.0},
+    )
+    head = {
+        "version": 1,
+        "event": "start",
+        "start": 1,
+        "size": 2,
+        "hosts": ["a", "b"],
+        "at_step": 0,
+        "clock_ids": ["x", "x"],
+        "origin_us": 5e9,
+        "link": [[1024, 1e-4]],
+        "clock": {"offset_us": [0.0, 0.0], "error_us": [0.0, 0.0]},
+    }
+    moments = {"start_us": 0, "ready_us": 15_000, "released_us": 17_000, "end_us": 19_000}
+    block = {
+        "event": "block",
+        "first_step": 1,
+        **{name: [[20_000 * s + at for s in range(10)]] * 2 for name, at in moments.items()},
+        "parts_us": {"forward": [[5000] * 10] * 2},
+        "facts": {},
+        "clock": {"offset_us": [0.0, 0.0], "error_us": [0.0, 0.0]},
+    }
+    _lines(folder / "timeline" / "steps.jsonl", {**head, "start": 0}, head, block)
+    clock = {"start_time_since_epoch_in_micros": 1e15, "monotonic_us": 5e9, "clock_id": "x", "start": 1}
+    events = [
+        {"name": "process_name", "ph": "M", "pid": 0, "tid": 0, "args": {"name": "rank 0 on a"}},
+        {"name": "clock", "ph": "M", "pid": 0, "tid": 0, "args": clock},
+        {"name": "step", "ph": "X", "pid": 0, "tid": 0, "ts": 0.0, "dur": 19_000.0, "args": {"step": 1}},
+    ]
+    (folder / "timeline" / "spans-rank-0.json").write_bytes(orjson.dumps(events))
+    return folder
+
+
+def _timeline(path: Path, epoch_us: float) -> None:
+    """A collective 3 ms after `epoch_us`, of 1 ms."""
+    meta = '{{"name": "process_{}", "ph": "M", "pid": {}, "args": {{{}}}}}'
+    lines = [
+        meta.format("name", 0, f'"start_time_since_epoch_in_micros":{epoch_us:.0f}'),
+        meta.format("sort_index", 0, '"sort_index": 0'),
+        meta.format("name", 1, '"name": "allreduce.x"'),
+        meta.format("sort_index", 1, '"sort_index": 1'),
+        '{"ph": "B", "name": "ALLREDUCE", "ts": 3000, "pid": 1},{"ph": "E", "ts": 4000, "pid": 1}',
+    ]
+    path.write_text("[\n" + ",\n".join(lines) + "\n]")
+
+
+def test_the_last_start_of_a_run_is_read(tmp_path: Path) -> None:
+    run = load(_run(tmp_path / "r"))
+    assert run.size == 2 and run.warnings == ["something"] and len(run.machine) == 1
+    assert run.steps is not None and list(run.steps.step) == list(range(1, 11))
+    assert run.link == [(1024, 1e-4)] and [spans.rank for spans in run.spans] == [0]
+    assert any("no spans of rank(s) 1" in note for note in run.notes)
+    analysis = analyse(run)
+    assert analysis.title == "r" and analysis.budget is not None
+    assert analysis.budget.step_ms.value == pytest.approx(20.0)
+    assert load(tmp_path / "r" / "timeline").steps is not None
+
+
+def test_horovods_timeline_is_moved_onto_the_runs_clock_and_those_of_other_starts_left_out(tmp_path: Path) -> None:
+    folder = _run(tmp_path / "r")
+    _timeline(folder / "timeline" / "horovod-steps-1-5.json", 1e15 + 50_000)
+    _timeline(folder / "timeline" / "horovod-steps-1-5-1.json", 1e15 - 3_600e6)
+    (folder / "timeline" / "horovod-steps-9-9.json").write_text("no trace at all")
+    run = load(folder)
+    assert [trace.path.name for trace in run.horovod] == ["horovod-steps-1-5.json"]
+    assert run.horovod[0].start_us[0] == pytest.approx(5e9 + 53_000)
+    assert any("horovod-steps-9-9.json is left out" in note for note in run.notes)
+
+
+def test_segments_are_put_on_one_clock(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.json", tmp_path / "b.json"
+    _timeline(first, 1e15)
+    _timeline(second, 1e15 + 10_000_000)
+    run = load(first, second)
+    assert [trace.start_us[0] for trace in run.horovod] == [3000, 10_003_000]
+    budget = analyse(run).budget
+    assert budget is not None and budget.step_ms.value == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("lost", ["journal.jsonl", "timeline/steps.jsonl", "timeline/spans-rank-0.json", "timeline"])
+def test_what_is_missing_is_a_note_and_no_error(tmp_path: Path, lost: str) -> None:
+    folder = _run(tmp_path / "r")
+    path = folder / lost
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+    analysis = analyse(load(folder))
+    assert to_text(analysis)
+    assert lost == "journal.jsonl" or analysis.notes
+
+
+@pytest.mark.parametrize("name", ["journal.jsonl", "timeline/steps.jsonl", "timeline/spans-rank-0.json", "config.yaml"])
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"[1, 2]", b"{}\n[]\n3\nnull\n", b'{"event": "start"'])
+def test_what_is_damaged_is_no_error(tmp_path: Path, name: str, content: bytes) -> None:
+    folder = _run(tmp_path / "r")
+    (folder / name).write_bytes(content)
+    assert to_text(analyse(load(folder)))
+
+
+def test_what_is_no_run_is_said_to_be_none(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="does not exist"):
+        load(tmp_path / "nowhere")
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(TraceError, match=r"is no run(.|\n)*journal.jsonl(.|\n)*notes.txt"):
+        load(tmp_path)
+    with pytest.raises(TraceError, match="not a Timeline"):
+        load(tmp_path / "notes.txt")
+    with pytest.raises(TraceError, match="one run at a time"):
+        load(_run(tmp_path / "r"), tmp_path)
+
+
+def test_a_jobs_output_gives_its_warnings(tmp_path: Path) -> None:
+    log = tmp_path / "job.out"
+    log.write_text("step 1\n[1] NCCL WARN link down\nOne or more tensors were submitted to be reduced\n")
+    assert len(load(_run(tmp_path / "r"), logs=[log]).warnings) == 3
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda path: path.name)
+def test_real_traces_of_stock_programs_are_explained(path: Path) -> None:
+    analysis = analyse(load(path))
+    assert len(to_text(analysis).splitlines()) <= 40
+    assert analysis.budget is not None
+    assert sum(part.ms.value for part in analysis.budget.parts) == pytest.approx(
+        analysis.budget.step_ms.value, rel=0.01
+    )
+
+
+def test_ticks_of_a_real_trace_are_used(tmp_path: Path) -> None:
+    analysis = analyse(load(TRACES / "ticks-4-ranks.json.gz"))
+    assert analysis.blame.source == "ticks" and analysis.size == 4
+    assert not analysis.blame.late and "too few" in analysis.blame.reason
+    plain = tmp_path / "t.json"
+    plain.write_bytes(gzip.decompress((TRACES / "ticks-4-ranks.json.gz").read_bytes()))
+    assert analyse(load(plain)).blame == analysis.blame
