@@ -22,6 +22,7 @@ SCRIPTS = (
     "overhead",
     "spans",
     "timeline",
+    "whatif",
     "startup",
     "compressors",
     "exchange",

@@ -62,6 +62,7 @@ class Kind:
         bulk: whether so much is left to send that between hosts computing has to make room for it.
         between_hosts_mib: gradients in a bucket there: small enough that the first is soon on its way and the last is
             short, large enough for few collectives.
+        turns: collectives of a kind that follow one another in an exchange, and share out its payload.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Kind:
     feedback: bool = False
     bulk: bool = False
     between_hosts_mib: int = 8
+    turns: int = 1
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,13 @@ TABLE = {
         Kind("int8-stochastic", "int8:stochastic", sizes.int8, 2e-2, bulk=True),
         Kind("topk", "topk:TopK", sizes.topk, 1e-6, number=Number("share", 0.01, 1e-5, 1), feedback=True),
         Kind(
-            "powersgd", "powersgd:PowerSGD", sizes.powersgd, 1e-5, number=Number("rank", 4, 1, 128, True), feedback=True
+            "powersgd",
+            "powersgd:PowerSGD",
+            sizes.powersgd,
+            1e-5,
+            number=Number("rank", 4, 1, 128, True),
+            feedback=True,
+            turns=2,
         ),
     )
 }

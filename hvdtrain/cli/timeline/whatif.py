@@ -1,0 +1,100 @@
+"""``hvdtrain timeline whatif``: how long a step would take with other ranks, links, buckets or compression."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from dataclasses import fields
+from pathlib import Path
+
+from hvdtrain.errors import ConfigError
+
+
+def main(command: str, argv: list[str]) -> int:
+    """Predict, print, and try where asked to; 0, 2 on a wrong option.
+
+    Errors:
+        ConfigError, DataError, LaunchError: see `predict`, `read_evidence` and `try_here`.
+    """
+    options = _parser(command).parse_args(argv)
+    from hvdtrain.timeline.whatif.change import Change
+    from hvdtrain.timeline.whatif.predict import predict
+    from hvdtrain.timeline.whatif.probing import Probed
+    from hvdtrain.timeline.whatif.read import read_evidence
+    from hvdtrain.timeline.whatif.text import as_data, lines
+
+    change = Change(**{field.name: getattr(options, field.name) for field in fields(Change)})
+    evidence = read_evidence(options.run)
+    probed = Probed(options.run)
+    prediction = predict(evidence, change, probed)
+    if options.probe or options.check:
+        probed.measure(evidence, (evidence.job, prediction.job))
+        prediction = predict(evidence, change, probed)
+    data = as_data(evidence, change, prediction)
+    if not options.json:
+        print("\n".join(lines(evidence, change, prediction)))
+    if options.check:
+        data["check"] = _check(options.run, change, quiet=options.json)
+    if options.json:
+        print(json.dumps(data, indent=1))
+    return 0
+
+
+def _check(path: Path, change: object, *, quiet: bool) -> dict[str, object]:
+    """Try the change, predicted anew from what the unchanged job does now: other work slows both alike."""
+    from hvdtrain.timeline.whatif.change import Change
+    from hvdtrain.timeline.whatif.predict import predict
+    from hvdtrain.timeline.whatif.probing import Probed
+    from hvdtrain.timeline.whatif.read import read_evidence
+    from hvdtrain.timeline.whatif.text import compared
+    from hvdtrain.timeline.whatif.trying import cannot, try_here
+
+    def told(line: str) -> None:
+        if not quiet:
+            print(line, flush=True)
+
+    assert isinstance(change, Change)
+    evidence = read_evidence(path)
+    reasons = cannot(evidence, change)
+    if reasons:
+        raise ConfigError(
+            "this change cannot be tried here",
+            found="; ".join(reasons),
+            next_step="leave --check out, or try it where it can be",
+        )
+    told("\ntrying it here, in turns:")
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-whatif-") as folder:
+        tried = try_here(evidence, change, Path(folder), told)
+        found = [predict(read_evidence(run), change, Probed(path)) for run in tried.unchanged]
+    for line in compared(found, tried.unchanged_s, tried.changed_s):
+        told(line)
+    return {
+        "unchanged_s": tried.unchanged_s,
+        "changed_s": tried.changed_s,
+        "predicted_s": [prediction.then.step_s for prediction in found],
+    }
+
+
+def _parser(command: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"hvdtrain timeline {command}",
+        description="How long a step of RUN would take, were something different: its measured step is replayed. What"
+        " is left out stays as it was.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run of hvdtrain")
+    add = parser.add_argument
+    add("--size", type=int, metavar="N", help="ranks")
+    add("--ranks_per_host", type=int, metavar="N", help="of them on a host; as many as now, or as its cores hold")
+    add("--bandwidth_gbit", type=float, metavar="X", help="of each host's link")
+    add("--latency_us", type=float, metavar="X", help="of a small message from one rank to another")
+    add("--algorithm", choices=("auto", "ring", "tree"), help="of allreduces; auto: whichever is faster")
+    add("--compression", metavar="NAME", help="as --parallel.compression has it: powersgd:4")
+    add("--bucket_mib", type=float, metavar="X", help="as --parallel.bucket_mib has it")
+    add("--global_batch", type=int, metavar="N", help="samples a step over all ranks")
+    add("--data_ms", type=float, metavar="X", help="of a step, waiting for batches: 0 for data that is always there")
+    add("--slow_rank_percent", type=float, metavar="X", help="by which one rank computes more slowly")
+    add("--json", action="store_true", help="print JSON")
+    add("--probe", action="store_true", help="measure here first what coding costs (seconds; needs torch)")
+    add("--check", action="store_true", help="try it on this machine too, and show how far off the prediction is")
+    return parser

@@ -1,0 +1,114 @@
+"""A prediction in words and as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from statistics import fmean
+from typing import Any
+
+from hvdtrain.timeline.whatif.change import Change
+from hvdtrain.timeline.whatif.evidence import Evidence, Job
+from hvdtrain.timeline.whatif.predict import Outcome, Prediction
+from hvdtrain.timeline.wording import ms, nbytes
+
+VERSION = 1
+UNKNOWN = (
+    "what other jobs take of the link, the hosts and the storage",
+    "switches, and how hosts are placed among them",
+    "how much slower ranks get that share a memory and its caches with more others than now",
+    "what loading data costs when more ranks read at once",
+    "how many steps training then needs: another compression or global batch learns otherwise",
+)
+"""Nothing that a run leaves tells these."""
+
+
+def lines(evidence: Evidence, change: Change, prediction: Prediction) -> list[str]:
+    """What a person reads."""
+    now, then = prediction.now, prediction.then
+    off = (prediction.high_s - prediction.low_s) / 2 / max(then.step_s, 1e-9)
+    rows = [
+        ("", "now", "then"),
+        ("step", _ms(now.step_s), _ms(then.step_s)),
+        ("computing, packing, coding", _ms(now.compute_s), _ms(then.compute_s)),
+        ("waiting for the exchange and for others", _ms(now.exposed_s), _ms(then.exposed_s)),
+        ("the exchange, hidden or not", _ms(now.wire_s), _ms(then.wire_s)),
+        ("handed over by a rank", nbytes(now.handed_bytes), nbytes(then.handed_bytes)),
+        ("buckets", str(now.buckets), str(then.buckets)),
+    ]
+    wide = max(len(row[0]) for row in rows)
+    return [
+        f"{evidence.path}: {_job(evidence.job)}",
+        f"what if: {asked(change) or 'nothing were changed'}: {_job(prediction.job)}",
+        "",
+        f"a step: {_ms(then.step_s)}, {_share(then.step_s / now.step_s)} of now;"
+        f" [{ms(prediction.low_s * 1e3)} .. {ms(prediction.high_s * 1e3)} ms] in 19 of 20 cases if the model holds"
+        f" (+- {off:.0%})",
+        f"samples a second: {_speed(evidence.job, now)} now, {_speed(prediction.job, then)} then",
+        "",
+        *(f"  {name:<{wide}}  {before:>10}  {after:>10}" for name, before, after in rows),
+        "",
+        *(f"- {note}" for note in prediction.notes),
+        f"- not in the model: {'; '.join(UNKNOWN)}",
+    ]
+
+
+def as_data(evidence: Evidence, change: Change, prediction: Prediction) -> dict[str, Any]:
+    """The same for programs. Seconds and bytes."""
+    return {
+        "version": VERSION,
+        "run": str(evidence.path),
+        "change": {name: value for name, value in asdict(change).items() if value is not None},
+        "job": asdict(prediction.job),
+        "now": asdict(prediction.now),
+        "then": asdict(prediction.then),
+        "low_s": prediction.low_s,
+        "high_s": prediction.high_s,
+        "notes": list(prediction.notes),
+        "not_in_the_model": list(UNKNOWN),
+    }
+
+
+def asked(change: Change) -> str:
+    """The options that say it."""
+    given = {name: value for name, value in asdict(change).items() if value is not None}
+    return " ".join(
+        f"--{name} {value:g}" if isinstance(value, float) else f"--{name} {value}" for name, value in given.items()
+    )
+
+
+def compared(found: Sequence[Prediction], unchanged_s: Sequence[float], measured_s: Sequence[float]) -> list[str]:
+    """What was tried beside what was predicted of it, from each try of the unchanged job."""
+    predicted_s = fmean(prediction.then.step_s for prediction in found)
+    middle = fmean(measured_s)
+    low_s, high_s = min(p.low_s for p in found), max(p.high_s for p in found)
+    return [
+        f"tried here: unchanged {_range(unchanged_s)}, changed {_range(measured_s)}",
+        f"predicted from the unchanged {_ms(predicted_s)}, measured {_ms(middle)}: {predicted_s / middle - 1:+.1%},"
+        f" {'inside' if low_s <= middle <= high_s else 'outside'} of [{ms(low_s * 1e3)} .. {ms(high_s * 1e3)} ms]",
+    ]
+
+
+def _job(job: Job) -> str:
+    hosts = f"{job.ranks.hosts} host{'s' if job.ranks.hosts > 1 else ''}"
+    size = f" in buckets of {job.bucket_mib:g} MiB" if job.bucket_mib else ""
+    return (
+        f"{job.ranks.size} rank{'s' if job.ranks.size > 1 else ''} on {hosts}, compression {job.compression}{size},"
+        f" global batch {job.global_batch}"
+    )
+
+
+def _speed(job: Job, outcome: Outcome) -> str:
+    return f"{job.global_batch / outcome.step_s:,.3g}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{ms(seconds * 1e3)} ms"
+
+
+def _share(share: float) -> str:
+    return f"{share:.2f}" if share < 10 else f"{share:.0f} times"
+
+
+def _range(seconds: Sequence[float]) -> str:
+    return f"{_ms(min(seconds))} to {_ms(max(seconds))}" if len(seconds) > 1 else _ms(seconds[0])

@@ -1,0 +1,144 @@
+"""Trying a change on this machine: the run's own configuration for some steps, unchanged and changed, in turns."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import yaml
+
+from hvdtrain.errors import LaunchError
+from hvdtrain.observe import journal
+from hvdtrain.observe.commands import beside
+from hvdtrain.timeline.whatif.change import Change, changed_job
+from hvdtrain.timeline.whatif.evidence import Evidence
+
+STEPS = 24
+"""Of each try; those of the first `_WARM` are not counted."""
+_WARM = 7
+_TIMEOUT_S = 1800
+_TAIL = 2000
+_SLOWED = '''"""One rank of a task is slower than it has to be."""
+
+from hvdtrain.task.slowed import slowed
+
+task = slowed({spec!r}, {rank}, {sleep_s!r})
+'''
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What came of it.
+
+    Attributes:
+        unchanged: folders of the runs as they were.
+        unchanged_s, changed_s: of a median step of each.
+    """
+
+    unchanged: Sequence[Path]
+    unchanged_s: Sequence[float]
+    changed_s: Sequence[float]
+
+
+def cannot(evidence: Evidence, change: Change) -> list[str]:
+    """Why a change cannot be tried here; empty where it can."""
+    job = changed_job(evidence, change)
+    found = [
+        f"--{name}: {why}"
+        for name, why in (
+            ("bandwidth_gbit", "needs other hosts, or one whose link is throttled"),
+            ("latency_us", "needs another link"),
+            ("algorithm", "is for MPI to choose"),
+            ("data_ms", "needs other data"),
+        )
+        if getattr(change, name) is not None
+    ]
+    for what, ranks in (("the run", evidence.job.ranks), ("the change", job.ranks)):
+        if ranks.hosts > 1:
+            found.append(f"{what} is on {ranks.hosts} hosts, and this command starts jobs on one")
+        elif ranks.size * evidence.threads > evidence.cores:
+            found.append(
+                f"{what}: {ranks.size} ranks of {evidence.threads} thread(s) are more than {evidence.cores} core(s)"
+            )
+    return found
+
+
+def try_here(evidence: Evidence, change: Change, folder: Path, told: Callable[[str], None]) -> Tried:
+    """Run unchanged, changed, changed, unchanged.
+
+    Args:
+        evidence: of the run.
+        change: one for which `cannot` says nothing.
+        folder: for what the tries write; empty.
+        told: takes a line for each try.
+
+    Errors:
+        LaunchError: a try failed.
+    """
+    ways = {
+        "unchanged": (evidence.job.ranks.size, []),
+        "changed": (changed_job(evidence, change).ranks.size, _options(evidence, change, folder)),
+    }
+    seconds: dict[str, list[float]] = {"unchanged": [], "changed": []}
+    folders: dict[str, list[Path]] = {"unchanged": [], "changed": []}
+    for number, name in enumerate(("unchanged", "changed", "changed", "unchanged")):
+        size, options = ways[name]
+        run_dir = folder / f"{number}-{name}"
+        _run(command(evidence.path, run_dir, size, options))
+        steps = list(journal.read_steps(run_dir / journal.NAME).values())[_WARM:]
+        seconds[name].append(median(step["step_s"] for step in steps))
+        folders[name].append(run_dir)
+        told(f"{name}: {seconds[name][-1] * 1e3:.1f} ms a step, the median of {len(steps)}")
+    return Tried(folders["unchanged"], seconds["unchanged"], seconds["changed"])
+
+
+def command(path: Path, run_dir: Path, size: int, options: Sequence[str]) -> list[str]:
+    """What runs some steps of a run's configuration on this machine."""
+    launcher = [beside("mpirun"), "-np", str(size)] if size > 1 else []
+    return [
+        *launcher,
+        *(sys.executable, "-m", "hvdtrain", "--config", str(path / "config.yaml"), f"--run_dir={run_dir}"),
+        *("--resume=never", f"--train.stop_at={STEPS}", "--checkpoint.every=0", "--train.eval_samples=1"),
+        *("--observe.tensorboard=false", "--observe.timeline=auto", "--observe.profile=off", *options),
+    ]
+
+
+def _options(evidence: Evidence, change: Change, folder: Path) -> list[str]:
+    found = []
+    for name, option in (
+        ("compression", "parallel.compression"),
+        ("bucket_mib", "parallel.bucket_mib"),
+        ("global_batch", "train.global_batch"),
+    ):
+        if (value := getattr(change, name)) is not None:
+            found.append(f"--{option}={value}")
+    if change.slow_rank_percent:
+        parts, passes = evidence.parts_s, evidence.job.passes
+        pass_s = (parts["copy"] + parts["forward"] + parts["backward"]) / passes
+        file = folder / "slowed.py"
+        rank = changed_job(evidence, change).ranks.size - 1
+        spec = _spec(evidence.path)
+        file.write_text(_SLOWED.format(spec=spec, rank=rank, sleep_s=pass_s * change.slow_rank_percent / 100))
+        found.append(f"--task={file}:task")
+    return found
+
+
+def _spec(path: Path) -> str:
+    config: Mapping[str, str] = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
+    return config["task"]
+
+
+def _run(argv: Sequence[str]) -> None:
+    done = subprocess.run(
+        argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+    )
+    if done.returncode:
+        raise LaunchError(
+            f"a try ended with exit code {done.returncode}: {' '.join(argv)}",
+            found=(done.stdout + done.stderr)[-_TAIL:].strip(),
+            next_step="try the command by itself, in the folder in which the run was started",
+        )

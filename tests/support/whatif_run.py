@@ -1,0 +1,85 @@
+"""A folder of a run as training leaves it, made up: for tests of what is predicted from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+MIB = 1 << 20
+SHAPES = {"a": (1024, 512), "b": (1024, 512), "c": (512,), "d": (1024, 1024)}
+"""2, 2, 0 and 4 MiB; backward has them in the reverse order, 20, 40, 60 and 80 ms after it began."""
+PARTS = {
+    "data": 5.0,
+    "copy": 1.0,
+    "forward": 50.0,
+    "backward": 100.0,
+    "exposed_comm": 0.0,
+    "clip": 2.0,
+    "optimizer": 8.0,
+}
+"""Milliseconds of a step."""
+
+
+def run_folder(
+    path: Path,
+    *,
+    size: int = 1,
+    local_size: int = 1,
+    cores: int = 8,
+    wait_ms: float = 0.0,
+    steps: int = 30,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    link: Sequence[tuple[int, float]] = (),
+    passes: int = 1,
+    device: str = "cpu",
+) -> Path:
+    """Write config, journal, gradients, and where there is a link what was measured of it."""
+    (path / "timeline").mkdir(parents=True)
+    config: dict[str, Any] = {
+        "task": "language_model",
+        "parallel": {"compression": "none"},
+        "train": {"global_batch": 4 * size * passes, "micro_batch": 4},
+    }
+    for section, given in (options or {}).items():
+        config[section] = {**config[section], **given}
+    (path / "config.yaml").write_text(yaml.safe_dump(config))
+    parts = {**PARTS, "exposed_comm": wait_ms}
+    whole = sum(parts.values())
+    lines: list[dict[str, Any]] = [{"event": "started", "size": size}]
+    lines += [
+        {"step": number, **{f"{name}_s": ms / 1e3 for name, ms in parts.items()}, "step_s": whole / 1e3}
+        for number in range(1, steps + 1)
+    ]
+    (path / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    names = list(SHAPES)
+    ready = {name: 20e3 * (len(names) - place) for place, name in enumerate(names)}
+    copied = dict.fromkeys(names, 0.0)
+    step = {"step": 4, "passes": passes, "backward_us": 100e3 / passes}
+    step |= {
+        "ready_us": [ready[n] / passes for n in names],
+        "packed_us": [ready[n] / passes + copied[n] for n in names],
+    }
+    gradients = {
+        "version": 1,
+        "size": size,
+        "local_size": local_size,
+        "cores": cores,
+        "threads": 1,
+        "device": device,
+        "compression": "none",
+        "plan": None,
+        "exchange_cpu_us": None,
+        "parameters": [{"name": n, "shape": list(s), "dtype": "float32", "rows": None} for n, s in SHAPES.items()],
+        "steps": [step],
+    }
+    (path / "timeline" / "gradients.json").write_text(json.dumps(gradients))
+    if link:
+        clock = {"offset_us": [0.0] * size, "error_us": [0.0] * size}
+        start = {"version": 1, "event": "start", "start": 0, "size": size, "hosts": ["h"] * size, "at_step": 0}
+        start |= {"clock_ids": ["x"] * size, "origin_us": 0.0, "link": link, "clock": clock}
+        (path / "timeline" / "steps.jsonl").write_text(json.dumps(start) + "\n")
+    return path

@@ -1,0 +1,79 @@
+"""What collectives take, and the link that explains what they took."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.compression.sizes import sent_bytes as least
+from hvdtrain.timeline.whatif.links import Link, Ranks, collective_s, fit, of_bandwidth, sent_bytes
+
+LINK = Link(1e-5, 1e-9)
+KINDS = st.sampled_from(["allreduce", "allgather", "alltoall"])
+
+
+@given(KINDS, st.integers(0, 1 << 30))
+def test_one_rank_exchanges_nothing(kind: str, size: int) -> None:
+    assert collective_s(LINK, Ranks(1, 1), kind, size) == (0, 0)
+
+
+def test_by_hand() -> None:
+    """4 hosts: 2 x 2 messages to negotiate; a ring of 6 messages and 1.5 of the bytes, a tree of 2 and twice them."""
+    four = Ranks(4, 1)
+    assert collective_s(LINK, four, "allreduce", 1000, "ring")[0] == pytest.approx(4e-5 + 6e-5 + 1.5e-6)
+    assert collective_s(LINK, four, "allreduce", 1000, "tree")[0] == pytest.approx(4e-5 + 2e-5 + 2e-6)
+    assert collective_s(LINK, four, "allreduce", 1000)[0] == collective_s(LINK, four, "allreduce", 1000, "tree")[0]
+    large = collective_s(LINK, four, "allreduce", 1 << 30)[0]
+    assert large == collective_s(LINK, four, "allreduce", 1 << 30, "ring")[0], "auto takes the faster one"
+    assert collective_s(LINK, four, "allgather", 1000)[0] == pytest.approx(4e-5 + 3e-5 + 3e-6)
+    assert collective_s(LINK, four, "alltoall", 1000)[0] == pytest.approx(4e-5 + 3e-5 + 0.75e-6)
+
+
+def test_ranks_of_a_host_share_its_link() -> None:
+    """A ring crosses it once; in an alltoall each of 2 ranks sends half of its bytes to the other host."""
+    pairs = Ranks(4, 2)
+    free = Link(0.0, 1e-9)
+    assert collective_s(free, pairs, "allreduce", 1000, "ring")[0] == pytest.approx(1.5e-6)
+    assert collective_s(free, pairs, "allreduce", 1000, "tree")[0] == pytest.approx(2e-6)
+    assert collective_s(free, pairs, "alltoall", 1000)[0] == pytest.approx(1e-6)
+
+
+@given(KINDS, st.integers(2, 4096), st.integers(1, 1 << 30), st.floats(0.01, 400), st.floats(1, 10))
+def test_a_faster_link_takes_no_longer(kind: str, size: int, nbytes: int, gbit: float, factor: float) -> None:
+    ranks = Ranks(size, 1)
+    slow, fast = (collective_s(of_bandwidth(LINK, g), ranks, kind, nbytes)[0] for g in (gbit, gbit * factor))
+    assert fast <= slow * (1 + 1e-9)
+    without = Link(LINK.hop_s, 0.0)
+    assert collective_s(without, ranks, kind, nbytes)[0] == pytest.approx(collective_s(without, ranks, kind, 0)[0])
+
+
+@given(st.integers(2, 4095), st.integers(1, 1 << 30), st.sampled_from(["ring", "tree", "auto"]))
+def test_more_ranks_take_no_less_for_an_allreduce(size: int, nbytes: int, algorithm: str) -> None:
+    few, more = (collective_s(LINK, Ranks(n, 1), "allreduce", nbytes, algorithm)[0] for n in (size, size + 1))  # type: ignore[arg-type]
+    assert more >= few * (1 - 1e-9)
+
+
+@given(KINDS, st.integers(2, 512), st.integers(1, 1 << 30))
+def test_bytes_are_those_of_the_exchange_itself(kind: str, size: int, nbytes: int) -> None:
+    assert sent_bytes(Ranks(size, 1), kind, nbytes) == pytest.approx(least({kind: nbytes}, size))
+
+
+@given(st.floats(1e-6, 1e-3), st.floats(1e-11, 1e-6), st.integers(2, 64))
+def test_a_link_is_found_again_in_what_it_took(hop_s: float, s_per_byte: float, size: int) -> None:
+    ranks, link = Ranks(size, 1), Link(hop_s, s_per_byte)
+    sizes = [4 << exponent for exponent in (0, 10, 15, 18, 21)]
+    pairs = [(n, 3 * math.ceil(math.log2(size)) * hop_s + 2 * (size - 1) / size * n * s_per_byte) for n in sizes]
+    found = fit(pairs, ranks)
+    assert found is not None
+    assert found.s_per_byte == pytest.approx(link.s_per_byte, rel=1e-3)
+    assert found.hop_s >= hop_s
+
+
+def test_nothing_is_fitted_to_nothing() -> None:
+    assert fit([], Ranks(2, 1)) is None
+    assert fit([(1, 1.0)], Ranks(2, 1)) is None
+    assert fit([(1, 1.0), (1, 1.0)], Ranks(2, 1)) is None
+    assert fit([(1, 1.0), (2, 2.0)], Ranks(1, 1)) is None

@@ -1,0 +1,137 @@
+"""Predictions from a made-up run: what must hold of them, whatever the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.errors import ConfigError
+from hvdtrain.timeline.whatif.change import Change
+from hvdtrain.timeline.whatif.links import ETHERNET, Ranks
+from hvdtrain.timeline.whatif.predict import predict
+from hvdtrain.timeline.whatif.read import read_evidence
+from tests.support.whatif_run import MIB, PARTS, run_folder
+
+GBIT = [(1024, 1e-4), (MIB, 0.0091), (8 * MIB, 0.0711)]
+"""Of a link of about 1 Gbit/s."""
+COMPUTE_S = sum(PARTS.values()) / 1e3
+
+
+def _ms(path: Path, **change: object) -> float:
+    return predict(read_evidence(path), Change(**change)).then.step_s * 1e3  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Path:
+    """2 hosts of many cores, 1 rank each; 9 ms of an exchange of 8 MiB at 1 Gbit/s were waited for."""
+    return run_folder(tmp_path / "pair", size=2, wait_ms=9.0, link=GBIT)
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Path:
+    """1 rank of 4 micro-batches."""
+    return run_folder(tmp_path / "alone", passes=4)
+
+
+@pytest.mark.parametrize("wait_ms", [0.0, 9.0, 200.0])
+@pytest.mark.parametrize("cores", [1, 8])
+@pytest.mark.parametrize("link", [(), GBIT])
+def test_unchanged_it_is_what_was_measured(
+    tmp_path: Path, wait_ms: float, cores: int, link: list[tuple[int, float]]
+) -> None:
+    path = run_folder(tmp_path / "run", size=2, wait_ms=wait_ms, cores=cores, link=link)
+    found = predict(read_evidence(path), Change())
+    assert found.then.step_s == pytest.approx(COMPUTE_S + wait_ms / 1e3)
+    assert found.now.step_s == pytest.approx(found.then.step_s)
+    assert found.low_s <= found.then.step_s <= found.high_s
+
+
+def test_an_infinitely_fast_link_leaves_computing(pair: Path) -> None:
+    evidence = read_evidence(pair)
+    found = predict(evidence, Change(bandwidth_gbit=1e9, latency_us=0))
+    assert found.then.exposed_s <= found.now.exposed_s
+    assert found.then.wire_s == pytest.approx(0, abs=1e-4)
+    assert found.then.compute_s == pytest.approx(found.now.compute_s, rel=1e-3)
+
+
+def test_a_slower_link_costs_what_no_longer_hides(pair: Path) -> None:
+    found = [_ms(pair, bandwidth_gbit=gbit) for gbit in (100, 10, 1, 0.3, 0.1, 0.01)]
+    assert found == sorted(found)
+    way_ms = 8 * MIB * 8 / (ETHERNET * 0.01e9) * 1e3
+    hidden_ms = PARTS["backward"] - 60
+    assert found[-1] == pytest.approx(way_ms - hidden_ms + COMPUTE_S * 1e3, rel=0.005)
+
+
+def test_one_rank_exchanges_nothing(pair: Path) -> None:
+    found = predict(read_evidence(pair), Change(size=1, global_batch=4))
+    assert (found.then.wire_s, found.then.handed_bytes, found.then.buckets) == (0, 0, 0)
+    assert found.then.step_s == pytest.approx(COMPUTE_S, rel=0.01)
+
+
+def test_more_ranks_of_as_much_work_each_take_no_less(pair: Path) -> None:
+    found = [_ms(pair, size=n, global_batch=4 * n, algorithm="ring") for n in (2, 3, 4, 16, 256, 4096)]
+    assert found == sorted(found)
+
+
+def test_ranks_share_out_the_global_batch(alone: Path) -> None:
+    """Forward and backward of 4 micro-batches; 2 ranks have 2 each."""
+    one, two = (predict(read_evidence(alone), Change(size=n)).then for n in (1, 2))
+    assert one.step_s == pytest.approx(COMPUTE_S)
+    spread_ms = PARTS["forward"] + PARTS["backward"] + PARTS["data"] + PARTS["copy"]
+    assert two.compute_s * 1e3 == pytest.approx(COMPUTE_S * 1e3 - spread_ms / 2, abs=2)
+    idle = predict(read_evidence(alone), Change(size=8))
+    assert any("4 of 8 ranks would have nothing to do" in note for note in idle.notes)
+
+
+def test_data_and_a_slow_rank_count_as_they_are_asked(pair: Path) -> None:
+    now = _ms(pair)
+    assert _ms(pair, data_ms=0) == pytest.approx(now - PARTS["data"])
+    assert _ms(pair, data_ms=105) == pytest.approx(now + 100)
+    slower_ms = 0.1 * (PARTS["copy"] + PARTS["forward"] + PARTS["backward"])
+    # of the exchange, a longer backward hides a little more
+    assert now + slower_ms - 5 < _ms(pair, slow_rank_percent=10) <= now + slower_ms
+
+
+def test_compression_sends_what_its_formula_says_and_pays_on_a_slow_link(pair: Path) -> None:
+    evidence = read_evidence(pair)
+    plain, half = (predict(evidence, Change(compression=name, bandwidth_gbit=0.1)).then for name in ("none", "fp16"))
+    assert half.handed_bytes == pytest.approx(plain.handed_bytes / 2)
+    assert half.step_s < plain.step_s
+    small = predict(evidence, Change(bucket_mib=1)).then
+    assert small.buckets > predict(evidence, Change()).now.buckets
+    assert small.handed_bytes == pytest.approx(plain.handed_bytes)
+
+
+def test_what_is_not_known_is_said_and_widens_the_interval(pair: Path, tmp_path: Path) -> None:
+    evidence = read_evidence(pair)
+    near, far = (predict(evidence, Change(size=n, global_batch=4 * n)) for n in (2, 4096))
+    assert not any("extrapolated" in note for note in near.notes)
+    assert any("extrapolated" in note for note in far.notes)
+    assert far.high_s - far.low_s > near.high_s - near.low_s
+    guessed = predict(evidence, Change(compression="powersgd:4"))
+    assert any("--probe" in note for note in guessed.notes)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (Change(compression="zip"), "no compression"),
+        (Change(size=0), "--size"),
+        (Change(bandwidth_gbit=0.0), "--bandwidth_gbit"),
+        (Change(bandwidth_gbit=float("nan")), "--bandwidth_gbit"),
+        (Change(data_ms=-1.0), "--data_ms"),
+        (Change(size=16), "--bandwidth_gbit"),
+        (Change(size=2, bandwidth_gbit=1.0), "--ranks_per_host"),
+    ],
+)
+def test_what_cannot_be_predicted_says_why(alone: Path, change: Change, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        predict(read_evidence(alone), change)
+
+
+def test_how_many_ranks_a_host_takes_follows_from_its_cores(alone: Path, pair: Path) -> None:
+    here = predict(read_evidence(alone), Change(size=8)).job
+    assert here.ranks == Ranks(8, 8)
+    assert predict(read_evidence(pair), Change(size=8)).job.ranks == Ranks(8, 1)
+    assert predict(read_evidence(alone), Change(size=8, ranks_per_host=2, bandwidth_gbit=1)).job.ranks == Ranks(8, 2)
