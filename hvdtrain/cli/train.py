@@ -64,7 +64,9 @@ def _train(argv: list[str], info: RankInfo, voice: Voice) -> Result:
 def summary(result: Result, info: RankInfo) -> str:
     """What a person wants to know at the end."""
     from hvdtrain.observe.tensorboard import FOLDER
+    from hvdtrain.timeline.brief import to_lines
     from hvdtrain.training.observers import TIMELINE
+    from hvdtrain.training.report import PAGE
 
     curves, traces = result.run_dir / FOLDER, result.run_dir / TIMELINE
     rows = [("training loss", f"{result.first_loss:.4f} -> {result.last_loss:.4f}")]
@@ -75,7 +77,9 @@ def summary(result: Result, info: RankInfo) -> str:
         rows.append(("speed", f"{result.tokens_per_s:,.0f} {result.unit}/s on {info.size} rank(s)"))
     rows.append(("run", str(result.run_dir)))
     how = {"finished": "finished", "stop_at": "stopped as asked"}.get(result.reason, f"stopped by {result.reason}")
-    further = []
+    further, page = [], traces / PAGE
+    if result.analysis is not None:
+        further.append(("more of it", f"{page}, in a browser"))
     if curves.is_dir():
         # The address of this machine only: whoever reaches the port reads the run.
         further.append(("curves", f"{beside('tensorboard')} --logdir {curves} --host 127.0.0.1"))
@@ -90,15 +94,17 @@ def summary(result: Result, info: RankInfo) -> str:
     else:
         further.append(("go on", go_on(result.run_dir, info, "--train.stop_at null")))
     head = f"{how} at step {result.step} of {result.total_steps} after {duration(result.seconds)}"
-    return f"\n{head}\n{table(rows)}\n{_where_it_went(result.budget)}look further:\n{table(further)}"
+    told = to_lines(result.analysis) if result.analysis is not None else _where_it_went(result.budget)
+    return "\n".join(["", head, table(rows), *told, "look further:", table(further)])
 
 
-def _where_it_went(budget: Mapping[str, float]) -> str:
+def _where_it_went(budget: Mapping[str, float]) -> list[str]:
+    """The same by the journal, where no traces were recorded."""
     whole = sum(budget.values())
     if not whole:
-        return ""
+        return []
     rows = [
         (part, f"{seconds:9.2f} s {seconds / whole:6.1%}  {'#' * round(_BAR * seconds / whole)}".rstrip())
         for part, seconds in budget.items()
     ]
-    return f"where the time went (rank 0):\n{table(rows)}\n"
+    return ["where the time went (rank 0):", table(rows)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ _SIGNS = ("NCCL WARN", "tensors were submitted", "missing ranks", "Stalled ops")
 _WHAT = "a run's folder (with journal.jsonl), or Timeline files of Horovod"
 
 
-def load(path: Path, *more: Path, logs: Sequence[Path] = ()) -> RunTrace:
+def load(path: Path, *more: Path, logs: Sequence[Path] = (), most_bytes: float = math.inf) -> RunTrace:
     """Read what a run left, of its last start; or Timelines of Horovod of any program, one or several segments.
 
     What is missing or damaged of a run is told in the notes.
@@ -32,27 +33,28 @@ def load(path: Path, *more: Path, logs: Sequence[Path] = ()) -> RunTrace:
         path: the run's folder, its timeline/, or a Timeline.
         more: further segments, where `path` is one.
         logs: output of the job, of which Horovod's and NCCL's warnings are taken.
+        most_bytes: spans, and Timelines, that are read of a run; what would be more is left out and told.
 
     Errors:
         TraceError: it is neither.
     """
-    run = _load(path, more)
+    run = _load(path, more, most_bytes)
     return replace(run, warnings=[*run.warnings, *(line for log in logs for line in _warnings_of(log))])
 
 
-def _load(path: Path, more: Sequence[Path]) -> RunTrace:
+def _load(path: Path, more: Sequence[Path], most_bytes: float) -> RunTrace:
     folder = path.parent if path.name == TIMELINE and (path.parent / JOURNAL).is_file() else path
     if folder.is_dir():
         if more:
             raise TraceError("one run at a time", found=f"{path} and {more[0]}", next_step="hvdtrain timeline diff")
-        return _load_run(folder)
+        return _load_run(folder, most_bytes)
     if not path.exists():
         raise TraceError(f"{path} does not exist", expected=_WHAT, next_step="ls runs/ shows the runs of this folder")
     traces = [read_horovod(each) for each in (path, *more)]
     return RunTrace(path, max(map(_ranks, traces)), horovod=_side_by_side(traces))
 
 
-def _load_run(folder: Path) -> RunTrace:
+def _load_run(folder: Path, most_bytes: float) -> RunTrace:
     timeline = folder / TIMELINE
     if not (folder / JOURNAL).is_file() and not timeline.is_dir():
         here = ", ".join(sorted(each.name for each in folder.iterdir())[:6]) or "nothing"
@@ -62,11 +64,11 @@ def _load_run(folder: Path) -> RunTrace:
     start = next(iter(reversed(read_starts(timeline))), None) if timeline.is_dir() else None
     steps = start.steps if start is not None and len(start.steps.step) else None
     notes += start.dropped if start is not None else ()
-    spans = read_spans(timeline) if timeline.is_dir() else []
+    spans = read_spans(timeline, most_bytes) if timeline.is_dir() else []
     config = started.get("config") or _config(folder)
     size = int(started.get("size") or (len(start.steps.hosts) if start else len(spans)))
-    horovod = list(_segments(timeline, steps, notes)) if timeline.is_dir() else []
-    notes += _missing(size, steps, spans, config)
+    horovod = list(_segments(timeline, steps, notes, most_bytes)) if timeline.is_dir() else []
+    notes += _missing(timeline, size, steps, spans, config)
     return RunTrace(
         folder, size, config, steps, spans, horovod, machine, warnings, start.link if start is not None else (), notes
     )
@@ -108,10 +110,10 @@ def _config(folder: Path) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def _segments(timeline: Path, steps: StepTable | None, notes: list[str]) -> Iterator[HorovodTrace]:
+def _segments(timeline: Path, steps: StepTable | None, notes: list[str], most_bytes: float) -> Iterator[HorovodTrace]:
     """Horovod's Timelines of the last start, on the run's clock; of earlier starts they are left out."""
-    wall_us = wall_clock_us(timeline)
-    for path in sorted(timeline.glob("horovod-steps-*.json")):
+    wall_us = wall_clock_us(timeline, most_bytes)
+    for path in _small_enough(timeline, notes, most_bytes):
         try:
             trace = read_horovod(path)
         except TraceError as error:
@@ -124,6 +126,19 @@ def _segments(timeline: Path, steps: StepTable | None, notes: list[str]) -> Iter
         begin, end = extent(moved)
         if steps is None or (end >= steps.start_us.min() and begin <= steps.end_us.max()):
             yield moved
+
+
+def _small_enough(timeline: Path, notes: list[str], most_bytes: float) -> list[Path]:
+    """Timelines that are together no larger, the newest first of all."""
+    kept, left = [], most_bytes
+    for path in sorted(timeline.glob("horovod-steps-*.json"), key=lambda each: -each.stat().st_mtime):
+        size = path.stat().st_size
+        if size > left:
+            notes.append(f"{path.name}, {size / 1e6:.0f} MB, is left out here: hvdtrain timeline report reads it")
+            continue
+        left -= size
+        kept.append(path)
+    return sorted(kept)
 
 
 def _shifted(trace: HorovodTrace, shift_us: float) -> HorovodTrace:
@@ -144,7 +159,7 @@ def _ranks(trace: HorovodTrace) -> int:
 
 
 def _missing(
-    size: int, steps: StepTable | None, spans: Sequence[RankSpans], config: Mapping[str, Any]
+    timeline: Path, size: int, steps: StepTable | None, spans: Sequence[RankSpans], config: Mapping[str, Any]
 ) -> Iterator[str]:
     observe = config.get("observe")
     if isinstance(observe, Mapping) and observe.get("timeline") == "off":
@@ -155,4 +170,7 @@ def _missing(
     absent = sorted(set(range(size)) - {each.rank for each in spans})
     if absent:
         which = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
-        yield f"no spans of rank(s) {which}: timeline/spans-rank-N.json, on another host perhaps"
+        if (timeline / f"spans-rank-{absent[0]}.json").exists():
+            yield f"spans of rank(s) {which} are large or damaged, and left out: hvdtrain timeline report reads all"
+        else:
+            yield f"no spans of rank(s) {which}: timeline/spans-rank-N.json, on another host perhaps"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ class SpanFile:
     epoch_us: float
 
 
-def read_spans(folder: Path) -> list[RankSpans]:
+def read_spans(folder: Path, most_bytes: float = math.inf) -> list[RankSpans]:
     """The spans of the last start of a run, a rank each, on rank 0's clock; ranks that left none are absent.
 
     What is damaged beyond reading is left out. A rank whose clock was never compared with rank 0's is taken by the
@@ -43,8 +44,9 @@ def read_spans(folder: Path) -> list[RankSpans]:
 
     Args:
         folder: ``RUN/timeline``, or the run.
+        most_bytes: files of all ranks that are read; of later ranks those that would be more are absent.
     """
-    files = [file for path in _paths(folder) if (file := read_span_file(path)) is not None]
+    files = [file for path in _fitting(_paths(folder), most_bytes) if (file := read_span_file(path)) is not None]
     last = max((file.start for file in files), default=-1)
     newest: dict[int, SpanFile] = {}
     for file in files:
@@ -54,9 +56,9 @@ def read_spans(folder: Path) -> list[RankSpans]:
     return [_moved(newest[rank], newest.get(0), starts.get(last)) for rank in sorted(newest)]
 
 
-def wall_clock_us(folder: Path) -> float | None:
+def wall_clock_us(folder: Path, most_bytes: float = math.inf) -> float | None:
     """What to add to times by rank 0's clock, in its last start, to have microseconds since 1970; None without it."""
-    files = [read_span_file(path) for path in _paths(folder) if path.name.startswith("spans-rank-0")]
+    files = [read_span_file(path) for path in _fitting(_paths(folder), most_bytes) if _rank(path) == 0]
     found = [(file.start, file.epoch_us) for file in files if file is not None]
     return max(found)[1] if found else None
 
@@ -130,6 +132,22 @@ def _moved(file: SpanFile, rank_0: SpanFile | None, start: Start | None) -> Rank
     return replace(
         spans, start_us=spans.start_us + shift_us, end_us=spans.end_us + shift_us, clock_error_us=float("inf")
     )
+
+
+def _fitting(paths: Sequence[Path], most_bytes: float) -> Iterator[Path]:
+    """The files of the first ranks that are together no larger."""
+    left = most_bytes
+    for path in sorted(paths, key=_rank):
+        left -= path.stat().st_size
+        if left < 0:
+            return
+        yield path
+
+
+def _rank(path: Path) -> int:
+    found = _FILE.fullmatch(path.name)
+    assert found is not None
+    return int(found.group(1))
 
 
 def _paths(folder: Path) -> list[Path]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.observe.journal import journal_lines
+from hvdtrain.timeline.analysis import Analysis
 from hvdtrain.training.budget import Budget
 
 _LAST = 10
@@ -18,7 +19,7 @@ _LAST = 10
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended, equal on all ranks but for `model`.
+    """How a run ended, equal on all ranks but for `model` and `analysis`.
 
     Attributes:
         run_dir: where everything was written.
@@ -36,6 +37,7 @@ class Result:
         seconds: of this stretch's steps.
         budget: where this stretch's wall time went on rank 0: seconds by part (`training.budget`).
         model: the trained model, on this rank's device.
+        analysis: where a step's time went and which rank is late; on rank 0, and only where traces were recorded.
     """
 
     run_dir: Path
@@ -53,6 +55,7 @@ class Result:
     seconds: float
     budget: Mapping[str, float]
     model: Any
+    analysis: Analysis | None = None
 
 
 def losses_and_speed(journal: Path) -> dict[str, Any]:

@@ -51,6 +51,7 @@ from hvdtrain.training.observers import (
 )
 from hvdtrain.training.optimizers import make_optimizer
 from hvdtrain.training.precision import Precision
+from hvdtrain.training.report import report
 from hvdtrain.training.restore import CHECKPOINTS, restore
 from hvdtrain.training.result import Result, losses_and_speed, numbers
 from hvdtrain.training.run_directory import RunDirectory, claim_run_directory
@@ -133,6 +134,7 @@ def _train(
         if stamps is not None:
             stamps.finish()
     job.ending = True
+    analysis = report(run.config.observe, directory, recorder, comm, state.progress.step)
     figures = on_rank_0(comm, partial(losses_and_speed, directory / journal.NAME), name="figures")
     return Result(
         run_dir=directory,
@@ -142,6 +144,7 @@ def _train(
         resumed_at=resumed,
         unit=task.unit,
         model=trainer.stepper.model,
+        analysis=analysis,
         **numbers(figures),
     )
 

@@ -90,3 +90,13 @@ def test_what_is_no_trace_of_ours_is_left_out(tmp_path: Path, monkeypatch: pytes
         (tmp_path / f"spans-rank-{rank}.json").write_text(content)
     assert [spans.rank for spans in read_spans(tmp_path)] == [0]
     assert read_spans(tmp_path / "nothing") == []
+
+
+def test_of_more_than_is_asked_for_the_first_ranks_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in (0, 2, 10):
+        trace(tmp_path, monkeypatch, rank, 0.0, "a")
+    sizes = {rank: (tmp_path / f"spans-rank-{rank}.json").stat().st_size for rank in (0, 2, 10)}
+    found = [spans.rank for spans in read_spans(tmp_path, sizes[0] + sizes[2])]
+    assert found == [0, 2]
+    assert wall_clock_us(tmp_path, sizes[0]) == wall_clock_us(tmp_path) is not None
+    assert wall_clock_us(tmp_path, sizes[0] - 1) is None

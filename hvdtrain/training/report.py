@@ -1,0 +1,73 @@
+"""What a run says of itself at its end: where the time went, as a page and as data beside its traces."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.config.schema import ObserveConfig
+from hvdtrain.durable import write_text
+from hvdtrain.observe.recorder import Recorder
+from hvdtrain.timeline.analysis import Analysis, figures
+from hvdtrain.training.observers import TIMELINE
+
+PAGE, DATA = "report.html", "report.json"
+
+MOST_BYTES = 1 << 25
+"""Spans, and Timelines, that are read at the end of a run, where all of its steps may have been traced: what takes less
+than a second. `hvdtrain timeline report` reads everything."""
+
+
+def report(observe: ObserveConfig, directory: Path, recorder: Recorder, comm: Comm, step: int) -> Analysis | None:
+    """End the watchers, and explain the run from what they wrote. Collective: yes; where no rank has failed.
+
+    What goes wrong is a warning: the run has ended well.
+
+    Args:
+        observe: nothing is done where no traces are recorded.
+        directory: of the run; page and data go into its ``timeline/``.
+        recorder: of this rank; told of an event "explained".
+        comm: the ranks.
+        step: the last one.
+
+    Returns:
+        What was found, on rank 0; None elsewhere, and where nothing was.
+    """
+    if observe.timeline == "off":
+        return None
+    recorder.close_watchers()
+    comm.barrier()  # every rank's files are closed
+    if comm.rank != 0:
+        return None
+    try:
+        analysis = _explain(directory)
+        told = _told(analysis)
+    except Exception as error:
+        recorder.warn(f"where the time went is not told: {type(error).__name__}: {error}")
+        return None
+    recorder.event({"event": "explained", "at_step": step, **told})
+    return analysis
+
+
+def _explain(directory: Path) -> Analysis:
+    from hvdtrain.timeline.analyse import analyse
+    from hvdtrain.timeline.form import to_bytes
+    from hvdtrain.timeline.page import to_html
+    from hvdtrain.timeline.run import load
+
+    analysis = analyse(load(directory, most_bytes=MOST_BYTES))
+    folder = directory / TIMELINE
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / PAGE, to_html(analysis))
+    write_text(folder / DATA, to_bytes(analysis).decode())
+    return analysis
+
+
+def _told(analysis: Analysis) -> dict[str, Any]:
+    """What journal and sinks get of it."""
+    from hvdtrain.timeline.page import verdict
+
+    findings = [asdict(finding) for finding in analysis.findings]
+    return {"verdict": verdict(analysis), "figures": figures(analysis), "findings": findings}
