@@ -22,6 +22,7 @@ SCRIPTS = (
     "overhead",
     "spans",
     "timeline",
+    "timeline_cost",
     "whatif",
     "startup",
     "compressors",

@@ -1,0 +1,46 @@
+"""What does Horovod's own Timeline cost a step of the default model, on cores that the ranks fill?
+
+2 ranks of 1 thread; all four jobs are ours and take turns of seconds (see jobs.py). A figure is the median over rounds
+of the ratio of a job's median step time to that of the job without Timeline, in one round; equal jobs differ by some
+percent of themselves.
+
+- idle: Horovod is able to record, no window is open, and its writer's thread is left as Horovod starts it: it sleeps
+  when `hvdtrain build-horovod` built it, and spins in others;
+- resting: so too, but a thread that spins runs only where nothing else does;
+- recording: a window is open.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from common import Figure, figure, main, ratios
+from jobs import race
+from step import SETTINGS, WARM_UP, median_step_s
+
+DEFAULT = SETTINGS["default"]
+OFF = replace(DEFAULT, ours={"observe.timeline": "off"})
+CONTENDERS = {
+    "off": OFF,
+    "idle": replace(OFF, variables={"HOROVOD_TIMELINE": "DYNAMIC"}),
+    "resting": replace(DEFAULT, ours={"observe.timeline": "900000:900001"}),
+    "recording": replace(DEFAULT, ours={"observe.timeline": "all"}),
+}
+
+
+def measure(quick: bool) -> list[Figure]:
+    """All contenders, round by round."""
+    seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    for _ in range(1 if quick else 3):
+        found = race(list(CONTENDERS), CONTENDERS, median_step_s, rounds=2 if quick else 3, warm_up=WARM_UP)
+        for name in CONTENDERS:
+            seconds[name] += found[name]
+    return [
+        figure(f"timeline_cost/{name}", ratios(seconds[name], seconds["off"]), "ratio")
+        for name in CONTENDERS
+        if name != "off"
+    ]
+
+
+if __name__ == "__main__":
+    main(__doc__, measure)
