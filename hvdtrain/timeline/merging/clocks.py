@@ -1,0 +1,45 @@
+"""From wall clocks of hosts to the one clock of a merged trace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hvdtrain.timeline.columns import RankSpans
+from hvdtrain.timeline.span_files import SpanFile, read_span_file, read_spans
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """Of the last start of a run. The one clock is rank 0's, in microseconds.
+
+    Attributes:
+        spans: of the ranks, by that clock.
+        epoch_us: of each rank, what to take from its wall clock to have that clock.
+        error_us: of each rank, by how much it may be wrong; infinite where nothing compared them.
+    """
+
+    spans: Sequence[RankSpans] = ()
+    epoch_us: Mapping[int, float] = field(default_factory=dict)
+    error_us: Mapping[int, float] = field(default_factory=dict)
+
+    def of(self, rank: int) -> float:
+        """What to take from a rank's wall clock; rank 0's, or nothing, where the rank said nothing."""
+        return self.epoch_us.get(rank, self.epoch_us.get(0, 0.0))
+
+
+def read_clocks(folder: Path) -> Clocks:
+    """From the spans' files in ``RUN/timeline``."""
+    moved = read_spans(folder)
+    own: dict[int, SpanFile] = {}
+    for path in sorted(folder.glob("spans-rank-*.json")):
+        file = read_span_file(path)
+        if file is not None and (file.spans.rank not in own or own[file.spans.rank].epoch_us <= file.epoch_us):
+            own[file.spans.rank] = file
+    epoch_us = {}
+    for spans in moved:
+        file = own[spans.rank]
+        shift_us = spans.start_us[0] - file.spans.start_us[0] if len(spans.start_us) else 0.0
+        epoch_us[spans.rank] = file.epoch_us - float(shift_us)
+    return Clocks(moved, epoch_us, {spans.rank: spans.clock_error_us for spans in moved})

@@ -1,0 +1,142 @@
+"""A trace of torch.profiler, read a piece at a time, as further tracks of its rank.
+
+Its times are microseconds since ``baseTimeNanoseconds``, itself since 1970 (0 in older ones).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.timeline.merging.ranks import metadata
+from hvdtrain.timeline.merging.sink import Event
+from hvdtrain.timeline.reading.salvage import salvage
+from hvdtrain.timeline.reading.source import pieces
+
+_PIECE_BYTES = 1 << 20
+_BASE = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(\d+)')
+_EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
+_AFTER = re.compile(rb'"\w+"\s*:')
+"""What stands behind the events: other entries of the file."""
+
+_FLOWS = ("s", "t", "f")
+_ID_BITS = 32
+_FIRST_TRACK = 1 << 16
+"""Tracks of ours have lower numbers."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What has to be known of one before its events.
+
+    Attributes:
+        base_us: the wall clock at its time 0.
+        first_us: the earliest time of an event, from then; None where it has none.
+        last_us: the latest beginning.
+    """
+
+    base_us: float
+    first_us: float | None
+    last_us: float | None
+
+
+def look_through(path: Path, notes: list[str]) -> Profile:
+    """Read it once for its times.
+
+    Args:
+        path: of the file, gzip'd or not.
+        notes: takes in what was not readable.
+
+    Errors:
+        OSError: it cannot be read.
+    """
+    base_us, first_us, last_us, events = 0.0, None, None, 0
+    for item in _items(path, notes):
+        if isinstance(item, float):
+            base_us = item
+        elif _is_shown(item):
+            events += 1
+            first_us = item["ts"] if first_us is None else min(first_us, item["ts"])
+            last_us = item["ts"] if last_us is None else max(last_us, item["ts"])
+    return Profile(base_us, first_us, last_us)
+
+
+def profile_events(path: Path, rank: int, shift_us: float) -> Iterator[Event]:
+    """Its events as those of a rank.
+
+    Args:
+        path: of the file.
+        rank: whose.
+        shift_us: what to add to its times.
+    """
+    tracks: dict[tuple[int, int], int] = {}
+    processes: dict[int, str] = {}
+    for item in _items(path, []):
+        if isinstance(item, float):
+            continue
+        pid, tid = item.get("pid"), item.get("tid")
+        if item["ph"] == "M" and type(pid) is int:
+            yield from _named(item, rank, tracks, processes)
+        if not _is_shown(item):
+            continue
+        if type(pid) is not int or type(tid) is not int:
+            continue
+        if (pid, tid) not in tracks:
+            yield from _track(tracks, rank, pid, tid, f"torch: {tid}")
+        event = {**item, "pid": rank, "tid": tracks[pid, tid], "ts": round(item["ts"] + shift_us, 3)}
+        if item["ph"] in _FLOWS:
+            event["id"] = (rank << _ID_BITS) + item["id"]
+        yield event
+
+
+def _named(item: Event, rank: int, tracks: dict[tuple[int, int], int], processes: dict[int, str]) -> Iterator[Event]:
+    """Metadata of Kineto's as that of our tracks: a GPU is a process there, a stream a thread."""
+    pid, tid, arguments = item["pid"], item.get("tid"), item.get("args", {})
+    if item["name"] == "process_labels":
+        processes[pid] = str(arguments.get("labels", ""))
+    elif item["name"] == "thread_name" and type(tid) is int and (pid, tid) not in tracks:
+        label = processes.get(pid, "")
+        where = f"{label} " if label.startswith("GPU") else ""
+        yield from _track(tracks, rank, pid, tid, f"torch: {where}{str(arguments.get('name', tid)).strip()}")
+
+
+def _track(tracks: dict[tuple[int, int], int], rank: int, pid: Any, tid: Any, name: str) -> Iterator[Event]:
+    tracks[pid, tid] = number = _FIRST_TRACK + len(tracks)
+    yield metadata("thread_name", rank, number, name=name)
+    yield metadata("thread_sort_index", rank, number, sort_index=number)
+
+
+def _is_shown(item: Event) -> bool:
+    if item["ph"] not in ("X", "i", *_FLOWS) or type(item.get("pid")) is not int or type(item.get("tid")) is not int:
+        return False
+    more = {"X": "dur", **dict.fromkeys(_FLOWS, "id")}.get(item["ph"], "ts")
+    numbers = all(isinstance(item.get(key), int | float) for key in ("ts", more))
+    return numbers and isinstance(item.get("name"), str)
+
+
+def _items(path: Path, notes: list[str]) -> Iterator[dict[str, Any] | float]:
+    """The base in microseconds, where it is said, and the events."""
+    rest, begun, lost = b"", False, 0
+    for piece in pieces(path, _PIECE_BYTES, notes):
+        rest += piece
+        if not begun:
+            found = _EVENTS.search(rest)
+            if found is None and len(rest) < 64 * _PIECE_BYTES and not rest.lstrip().startswith(b"["):
+                continue
+            if base := _BASE.search(rest, 0, found.end() if found else 0):
+                yield int(base[1]) / 1e3
+            rest, begun = rest[found.end() if found else 0 :], True
+        found_pieces, taken = salvage(rest, final=False)
+        for item in found_pieces:
+            lost += item.event is None and not _AFTER.match(rest, item.offset)
+            if item.event is not None:
+                yield item.event
+        rest = rest[taken:]
+    for item in salvage(rest, final=True)[0]:
+        if item.event is not None:
+            yield item.event
+    if lost:
+        notes.append(f"{path.name}: {lost} places could not be read")
