@@ -98,7 +98,8 @@ def assemble(evidence: Evidence, setting: Setting, stretch: float, costs: Costs)
         cost or _estimate(compression, bucket, of, job.ranks.size, copy_s)
         for bucket, cost in zip(buckets, found, strict=True)
     ]
-    measured = all(cost is not None or bucket.rows for bucket, cost in zip(buckets, found, strict=True))
+    copied = compression.exact and evidence.copy_s_per_byte is not None
+    measured = copied or all(cost is not None or bucket.rows for bucket, cost in zip(buckets, found, strict=True))
     known = [cost.times(setting.coding) for cost in known]
     sent = [bucket.collectives(compression, job.ranks.size) for bucket in buckets]
     exchanges = [_exchange(setting, way, cost) for way, cost in zip(sent, known, strict=True)]

@@ -15,7 +15,7 @@ from hvdtrain.timeline.whatif.links import ONE_HOST, Link, Ranks, fit, sent_byte
 NETWORK = Link(3e-5, math.nan, 2.5e-10)
 """Between hosts, where nothing was measured: messages over TCP in 30 us."""
 _HOP_S = 3e-5
-_OFF_PROBE, _OFF_WAITS, _OFF_HIDDEN = 0.1, 0.15, 0.5
+_OFF_PROBE, _OFF_WAITS, _OFF_TIMELINE, _OFF_HIDDEN = 0.1, 0.15, 0.3, 0.5
 _HIDDEN = 0.3
 """Where less than this share of the exchange was waited for, the wait tells little of its speed."""
 _FASTEST, _SLOWEST = 1e-12, 1e-4
@@ -24,7 +24,8 @@ _HALVINGS = 50
 
 def fit_link(
     evidence: Evidence,
-    pairs: Sequence[tuple[int, float]],
+    probed: Sequence[tuple[int, float]],
+    taken: Sequence[tuple[int, float]],
     exchange_cpu_s: float | None,
     wait_and_wire: Callable[[Evidence], tuple[float, float]],
 ) -> Fitted:
@@ -32,17 +33,19 @@ def fit_link(
 
     Args:
         evidence: of the run, without one.
-        pairs: bytes and seconds of allreduces that were measured by themselves.
+        probed: bytes and seconds of allreduces that were measured by themselves.
+        taken: of those of steps, by Horovod's Timeline.
         exchange_cpu_s: processor time of the threads that exchange, a step; None where nothing told.
         wait_and_wire: seconds that a step, replayed by an evidence, waits for gradients, and that they are on the way.
     """
     ranks = evidence.job.ranks
     if ranks.size == 1:
         return Fitted(None, "nothing was exchanged", 0.0)
-    probed = fit(pairs, ranks)
-    if probed is not None:
-        link = _with_cpu(evidence, probed, exchange_cpu_s)
-        return Fitted(link, f"probed at the run's start: {_told(link)}", _OFF_PROBE)
+    sources = (probed, "probed at the run's start", _OFF_PROBE), (taken, "from Horovod's Timeline", _OFF_TIMELINE)
+    for pairs, source, off in sources:
+        if (found := fit(pairs, ranks)) is not None:
+            link = _with_cpu(evidence, found, exchange_cpu_s)
+            return Fitted(link, f"{source}: {_told(link)}", off)
 
     if ranks.hosts == 1:  # in memory, by the core that computes: what it takes of that is all that there is
         link = _with_cpu(evidence, ONE_HOST, exchange_cpu_s)

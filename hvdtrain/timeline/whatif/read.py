@@ -23,6 +23,7 @@ from hvdtrain.timeline.whatif.jitter import Jitter
 from hvdtrain.timeline.whatif.links import Ranks
 from hvdtrain.timeline.whatif.plan import Gradient
 from hvdtrain.timeline.whatif.predict import wait_and_wire
+from hvdtrain.timeline.whatif.taken import taken
 
 GRADIENTS = Path("timeline") / "gradients.json"
 VERSION = 1
@@ -86,7 +87,9 @@ def read_evidence(path: Path, accept: Callable[[Mapping[str, Any]], bool] = lamb
         notes=_notes(seen),
     )
     cpu_us = seen.get("exchange_cpu_us")
-    fitted = fit_link(made, start.link if start else (), None if cpu_us is None else cpu_us * 1e-6, wait_and_wire)
+    fitted = fit_link(
+        made, start.link if start else (), taken(path), None if cpu_us is None else cpu_us * 1e-6, wait_and_wire
+    )
     return replace(made, fitted=fitted)
 
 

@@ -69,6 +69,13 @@ def test_one_rank_exchanges_nothing(pair: Path) -> None:
     assert found.then.step_s == pytest.approx(COMPUTE_S, rel=0.01)
 
 
+def test_one_rank_waits_for_no_other(tmp_path: Path) -> None:
+    """Of two, one waited for what no exchange explains."""
+    path = run_folder(tmp_path / "run", size=2, wait_ms=300.0, link=GBIT)
+    assert _ms(path, size=1, global_batch=4) == pytest.approx(COMPUTE_S * 1e3, rel=0.01)
+    assert _ms(path, compression="topk") > 1e3 * COMPUTE_S + 200, "two still do"
+
+
 def test_more_ranks_of_as_much_work_each_take_no_less(pair: Path) -> None:
     found = [_ms(pair, size=n, global_batch=4 * n, algorithm="ring") for n in (2, 3, 4, 16, 256, 4096)]
     assert found == sorted(found)

@@ -28,7 +28,9 @@ def test_only_the_last_start_counts_and_none_of_its_first_steps(tmp_path: Path) 
     lines = (path / "journal.jsonl").read_text().splitlines()
     slow = [json.dumps({**json.loads(line), "step_s": 9.0}) for line in lines[1:]]
     (path / "journal.jsonl").write_text("\n".join([lines[0], *slow, lines[0], *slow[:3], *lines[4:20]]) + "\n")
-    assert read_evidence(path).step_s * 1e3 == pytest.approx(sum(PARTS.values()))
+    evidence = read_evidence(path)
+    assert evidence.step_s * 1e3 == pytest.approx(sum(PARTS.values()))
+    assert evidence.compute_s.shape == (1, 16)
 
 
 def test_a_compression_that_was_chosen_is_that_of_the_run(tmp_path: Path) -> None:
