@@ -14,13 +14,13 @@ from hvdtrain.errors import TraceError
 from hvdtrain.observe.journal import NAME as JOURNAL
 from hvdtrain.observe.journal import journal_lines
 from hvdtrain.timeline.columns import HorovodTrace, RankSpans, RunTrace, StepTable
+from hvdtrain.timeline.logs import collect_lines, find_logs
 from hvdtrain.timeline.phases import extent
 from hvdtrain.timeline.read import read_horovod
 from hvdtrain.timeline.span_files import read_spans, wall_clock_us
 from hvdtrain.timeline.steps import read_starts
 
 TIMELINE = "timeline"
-_SIGNS = ("NCCL WARN", "tensors were submitted", "missing ranks", "Stalled ops")
 _WHAT = "a run's folder (with journal.jsonl), or Timeline files of Horovod"
 
 
@@ -32,14 +32,15 @@ def load(path: Path, *more: Path, logs: Sequence[Path] = (), most_bytes: float =
     Args:
         path: the run's folder, its timeline/, or a Timeline.
         more: further segments, where `path` is one.
-        logs: output of the job, of which Horovod's and NCCL's warnings are taken.
+        logs: output of the job, of which Horovod's and NCCL's lines are taken; what lies in the run's folder is found.
         most_bytes: spans, and Timelines, that are read of a run; what would be more is left out and told.
 
     Errors:
         TraceError: it is neither.
     """
     run = _load(path, more, most_bytes)
-    return replace(run, warnings=[*run.warnings, *(line for log in logs for line in _warnings_of(log))])
+    output = dict.fromkeys(log.resolve() for log in [*logs, *(find_logs(run.path) if run.path.is_dir() else [])])
+    return replace(run, warnings=[*run.warnings, *collect_lines(list(output))])
 
 
 def _load(path: Path, more: Sequence[Path], most_bytes: float) -> RunTrace:
@@ -90,14 +91,6 @@ def _journal(path: Path) -> tuple[Mapping[str, Any], list[str], list[Mapping[str
         elif event == "machine":
             machine.append(line)
     return started, warnings, machine
-
-
-def _warnings_of(log: Path) -> list[str]:
-    try:
-        lines = log.read_text("utf-8", "replace").splitlines()
-    except OSError as error:
-        raise TraceError(f"{log} cannot be read", found=error.strerror or str(error)) from error
-    return [line.strip() for line in lines if any(sign in line for sign in _SIGNS)]
 
 
 def _config(folder: Path) -> Mapping[str, Any]:

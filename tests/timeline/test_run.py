@@ -149,7 +149,8 @@ def test_what_is_no_run_is_said_to_be_none(tmp_path: Path) -> None:
 
 def test_a_jobs_output_gives_its_warnings(tmp_path: Path) -> None:
     log = tmp_path / "job.out"
-    log.write_text("step 1\n[1] NCCL WARN link down\nOne or more tensors were submitted to be reduced\n")
+    stalled = "One or more tensors were submitted to be reduced, and are waiting for more than 60 seconds.\n"
+    log.write_text(f"step 1\n[1] NCCL WARN link down\n{stalled}")
     assert len(load(_run(tmp_path / "r"), logs=[log]).warnings) == 3
 
 

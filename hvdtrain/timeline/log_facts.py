@@ -1,0 +1,164 @@
+"""Lines of Horovod's stall inspector (stall_inspector.cc) and of NCCL (NCCL_DEBUG), understood one by one."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+_MOST = 64
+"""Distinct matters of a kind that are kept."""
+
+_SHOWN = 6
+
+_WAITING = re.compile(r"tensors were submitted to be .* for more than (\d+) seconds")
+_MISSING = re.compile(r"(?:^|\s)(\d+)(!?): \[(.*?)\]?\s*$")
+_OLDER = re.compile(r"^\s*(?:\d+: )?(\S.*?) \[missing ranks:\s*([\d, ]+)\]")
+_ENDS = re.compile(r"is stalled for longer than \d+ seconds\. Will shutdown")
+_PATIENCE = 100
+"""Lines of others that may stand between those of one warning."""
+
+_NCCL = re.compile(r"(?:(\S+?):(\d+):\d+ )?\[(-?\d+)\] (?:\S+ )?NCCL (WARN|INFO) (.*\S)")
+_VERSION = re.compile(r"NCCL version (\d+\.\d+\S*)")
+_NETWORK = re.compile(r"Using (?:internal )?network (\w+)", re.IGNORECASE)
+_DEVICES = re.compile(r"NET/(\w+) : (Using .*|No device found.*)")
+_LINK = re.compile(r"Channel \d+(?:/\d+)? : (\w+)\[\w+\] -> (\w+)\[\w+\].* via (\S+)")
+_CHANNELS = re.compile(r"(\d+) coll channels")
+_SET = re.compile(r"(NCCL_\w+) set (?:by environment )?to (.*?)\.?$")
+
+
+@dataclass
+class _Stall:
+    """How often a rank was missing, for how long at least, and for what."""
+
+    times: int = 0
+    seconds: int = 0
+    tensors: dict[str, None] = field(default_factory=dict)
+
+
+class Stalls:
+    """Takes lines; a warning of the stall inspector is several of them."""
+
+    def __init__(self) -> None:
+        self._of_rank: dict[int, _Stall] = {}
+        self._warnings = 0
+        self._seconds = 0
+        self._left = 0
+        self._ends = False
+
+    def take(self, line: str) -> None:
+        """A line of output."""
+        if found := _WAITING.search(line):
+            self._seconds, self._left = int(found[1]), _PATIENCE
+            self._warnings += 1
+        elif self._left:
+            self._left -= 1
+            if found := _OLDER.search(line):
+                for rank in re.findall(r"\d+", found[2]):
+                    self._add(int(rank), [found[1]])
+            elif found := _MISSING.search(line):
+                self._add(int(found[1]), [name for name in re.split(r", | \.\.\.", found[3]) if name])
+            self._ends |= bool(_ENDS.search(line))
+
+    def end(self) -> None:
+        """The file ends."""
+        self._left = 0
+
+    def lines(self) -> Iterator[str]:
+        """In plain words, the rank that was missing most often first."""
+        for rank, stall in sorted(self._of_rank.items(), key=lambda item: (-item[1].times, item[0])):
+            names = list(stall.tensors)
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            often = "once" if stall.times == 1 else f"{stall.times} times"
+            yield (
+                f"Horovod stalled on rank {rank} for more than {stall.seconds} s, {often}: "
+                f"{', '.join(names[:_SHOWN])}{more}"
+            )
+        if self._warnings and not self._of_rank:
+            yield f"Horovod stalled for more than {self._seconds} s; the output does not say on which rank"
+        if self._ends:
+            yield "Horovod shut the job down for a stall (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS)"
+
+    def _add(self, rank: int, tensors: list[str]) -> None:
+        stall = self._of_rank.setdefault(rank, _Stall())
+        stall.times += 1
+        stall.seconds = max(stall.seconds, self._seconds)
+        for name in tensors:
+            if len(stall.tensors) < _MOST:
+                stall.tensors[name] = None
+
+
+class Nccl:
+    """Takes lines of NCCL."""
+
+    def __init__(self) -> None:
+        self._warnings: dict[str, tuple[Counter[str], set[str]]] = {}
+        self._said: dict[str, dict[str, set[str]]] = {}
+        self._links: dict[str, set[tuple[str, str]]] = {}
+
+    def take(self, line: str) -> bool:
+        """A line of output; whether it is one of NCCL's."""
+        if found := _NCCL.search(line):
+            host, process, device, level, text = found.groups()
+            by = f"{host}:{process}:{device}"
+            if level == "WARN":
+                self._warn(text, by)
+            else:
+                self._inform(text, by)
+            return True
+        if found := _VERSION.search(line):
+            self._say("version", found[1], "")
+            return True
+        return False
+
+    def lines(self) -> Iterator[str]:
+        """Warnings, then what it uses."""
+        for text, (count, ranks) in self._warnings.items():
+            times = sum(count.values())
+            often = f" ({times} times" if times > 1 else " (once"
+            yield f"NCCL warned: {text}{often}, {_ranks(ranks)})"
+        for what, told in (
+            ("version", "NCCL {}"),
+            ("network", "NCCL uses the network {}"),
+            ("devices", "NCCL's network devices: {}"),
+            ("channels", "NCCL has {} channels for collectives"),
+            ("setting", "NCCL was told {}"),
+        ):
+            for value, ranks in self._said.get(what, {}).items():
+                yield told.format(value) + (f" ({_ranks(ranks)})" if any(ranks) else "")
+        if self._links:
+            parts = [f"{kind} between {len(pairs)} pairs" for kind, pairs in sorted(self._links.items())]
+            yield f"NCCL's links: {', '.join(parts)}"
+
+    def _warn(self, text: str, by: str) -> None:
+        if text in self._warnings or len(self._warnings) < _MOST:
+            count, ranks = self._warnings.setdefault(text, (Counter(), set()))
+            count[by] += 1
+            ranks.add(by)
+
+    def _inform(self, text: str, by: str) -> None:
+        if found := _LINK.search(text):
+            self._links.setdefault(_kind(found[3]), set()).add((found[1], found[2]))
+        elif found := _NETWORK.search(text):
+            self._say("network", found[1], by)
+        elif found := _DEVICES.search(text):
+            self._say("devices", f"{found[1]}: {found[2]}", by)
+        elif found := _CHANNELS.search(text):
+            self._say("channels", found[1], by)
+        elif found := _SET.search(text):
+            self._say("setting", f"{found[1]}={found[2]}", by)
+
+    def _say(self, what: str, value: str, by: str) -> None:
+        said = self._said.setdefault(what, {})
+        if value in said or len(said) < _MOST:
+            said.setdefault(value, set()).add(by)
+
+
+def _kind(via: str) -> str:
+    """``NET/IB/0/GDRDMA`` is NET/IB/GDRDMA: which of several devices says nothing."""
+    return "/".join(part for part in via.split("/") if not part.isdigit() and part != "read")
+
+
+def _ranks(ranks: set[str]) -> str:
+    return f"{len(ranks)} GPU{'' if len(ranks) == 1 else 's'}"

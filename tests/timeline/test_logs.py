@@ -1,0 +1,123 @@
+"""Lines of Horovod and NCCL in a job's output: those of a real stalled job, and NCCL's as it writes them."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.errors import TraceError
+from hvdtrain.timeline.logs import collect_lines, find_logs
+from hvdtrain.timeline.run import load
+from tests.support.launch import run
+
+STALLING = """
+import time, torch, horovod.torch as hvd
+hvd.init()
+if hvd.rank() == 1:
+    time.sleep(2.6)  # what is being tested is a warning after a second
+handles = [hvd.allreduce_async(torch.ones(2), name=f"gradient.{n}") for n in range(8)]
+for handle in handles:
+    hvd.synchronize(handle)
+"""
+
+
+@pytest.mark.parametrize("tagged", [True, False])
+def test_the_rank_that_a_real_job_stalled_on_is_named_once(tagged: bool, tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(STALLING)
+    more = {"OMPI_MCA_orte_tag_output": "1"} if tagged else {}
+    environment = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", **more}
+    done = run(["job.py"], size=2, cwd=tmp_path, environment=environment)
+    (tmp_path / "job.log").write_text(done.stdout + done.stderr)
+    assert ("<stderr>" in done.stderr + done.stdout) == tagged
+    (line,) = collect_lines([tmp_path / "job.log"])
+    assert line.startswith("Horovod stalled on rank 1 for more than 1 s, ")
+    assert "allreduce.gradient.0, allreduce.gradient.1, " in line
+
+
+WAITING = (
+    "[2026-11-20 16:35:35. 64381: W stall_inspector.cc:107] One or more tensors were submitted to be reduced, gathered "
+    "or broadcasted by subset of ranks and are waiting for remainder of ranks for more than 60 seconds. This may\n"
+)
+
+
+@pytest.mark.parametrize("prefix", ["", "[1,0]<stderr>:", "[0]<stderr>:", "0: ", "[0] "])
+def test_what_launchers_put_before_a_line_is_no_part_of_it(prefix: str, tmp_path: Path) -> None:
+    block = f"{WAITING}Missing ranks:\n3: [allreduce.a, allreduce.b]\n5!: [allreduce.a, b, c, d, e, f ...]\n"
+    block += 'One or more rank (marked by "!") is stalled for longer than 120 seconds. Will shutdown.\n'
+    lines = [f"{prefix}{line}\n" for line in block.splitlines()]
+    lines.insert(2, f"{prefix}step 7/10  loss 3.2\n")
+    (tmp_path / "out").write_text("".join(lines * 2))
+    assert collect_lines([tmp_path / "out"]) == [
+        "Horovod stalled on rank 3 for more than 60 s, 2 times: allreduce.a, allreduce.b",
+        "Horovod stalled on rank 5 for more than 60 s, 2 times: allreduce.a, b, c, d, e, f",
+        "Horovod shut the job down for a stall (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS)",
+    ]
+
+
+def test_older_horovods_say_it_tensor_by_tensor(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text(
+        f"{WAITING}Stalled ops:\nDistributedSGD_Allreduce/g_0 [missing ranks: 1, 2]\ng_1 [missing ranks: 2]\n"
+    )
+    assert collect_lines([tmp_path / "out"]) == [
+        "Horovod stalled on rank 2 for more than 60 s, 2 times: DistributedSGD_Allreduce/g_0, g_1",
+        "Horovod stalled on rank 1 for more than 60 s, once: DistributedSGD_Allreduce/g_0",
+    ]
+
+
+def nccl(rank: int) -> list[str]:
+    head = f"node{rank // 2}:{100 + rank}:{200 + rank} [{rank % 2}]"
+    return [
+        f"{head} NCCL INFO NET/IB : No device found.",
+        f"{head} NCCL INFO NET/Socket : Using [0]eth0:10.0.0.{rank // 2}<0>",
+        f"{head} NCCL INFO Using network Socket",
+        "NCCL version 2.29.7+cuda13.0",
+        f"{head} NCCL INFO NCCL_IB_DISABLE set by environment to 0.",
+        f"{head} NCCL INFO Channel 00/0 : {rank}[{rank % 2}] -> {rank ^ 1}[{rank % 2 ^ 1}] via P2P/IPC/read",
+        f"{head} NCCL INFO Channel 01/0 : {rank}[{rank % 2}] -> {rank ^ 1}[{rank % 2 ^ 1}] via P2P/IPC/read",
+        f"{head} NCCL INFO Channel 00/0 : {rank}[0] -> {(rank + 2) % 4}[0] [send] via NET/Socket/{rank % 3}",
+        f"{head} NCCL INFO 2 coll channels, 2 collnet channels, 0 nvls channels, 2 p2p channels",
+        f"{head} transport/net_socket.cc:402 NCCL WARN NET/Socket : peer 10.0.0.9 closed",
+        "an ordinary line",
+    ]
+
+
+def test_nccl_is_told_once_with_how_many_said_it(tmp_path: Path) -> None:
+    lines = [line for rank in range(4) for line in nccl(rank)]
+    random.Random(0).shuffle(lines)
+    (tmp_path / "a").write_text("\n".join(f"[1,2]<stdout>:{line}" for line in lines[::2]))
+    (tmp_path / "b").write_text("\n".join(lines[1::2]))
+    found = collect_lines([tmp_path / "a", tmp_path / "b"])
+    assert sorted(found) == sorted(
+        [
+            "NCCL warned: NET/Socket : peer 10.0.0.9 closed (4 times, 4 GPUs)",
+            "NCCL 2.29.7+cuda13.0",
+            "NCCL uses the network Socket (4 GPUs)",
+            "NCCL's network devices: IB: No device found. (4 GPUs)",
+            "NCCL's network devices: Socket: Using [0]eth0:10.0.0.0<0> (2 GPUs)",
+            "NCCL's network devices: Socket: Using [0]eth0:10.0.0.1<0> (2 GPUs)",
+            "NCCL has 2 channels for collectives (4 GPUs)",
+            "NCCL was told NCCL_IB_DISABLE=0 (4 GPUs)",
+            "NCCL's links: NET/Socket between 4 pairs, P2P/IPC between 4 pairs",
+        ]
+    )
+
+
+def test_output_that_says_nothing_and_bytes_that_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "out").write_bytes(b"\xff\xfe\0" * 100_000 + b"\nstep 1: [loss 3]\n1: [2]\n")
+    assert collect_lines([tmp_path / "out"]) == []
+    with pytest.raises(TraceError, match="cannot be read"):
+        collect_lines([tmp_path / "none"])
+
+
+def test_output_in_the_runs_folder_is_found_by_itself(tmp_path: Path) -> None:
+    (tmp_path / "timeline").mkdir()
+    (tmp_path / "output/rank.0").mkdir(parents=True)
+    (tmp_path / "output/rank.0/stderr").write_text(f"{WAITING}Missing ranks:\n1: [a]\n")
+    (tmp_path / "job.log").write_text("node:1:2 [0] NCCL INFO Using network IB\n")
+    (tmp_path / "journal.jsonl").write_text("")
+    assert [path.name for path in find_logs(tmp_path)] == ["job.log", "stderr"]
+    expected = ["Horovod stalled on rank 1 for more than 60 s, once: a", "NCCL uses the network IB (1 GPU)"]
+    assert list(load(tmp_path).warnings) == expected
+    assert list(load(tmp_path, logs=[tmp_path / "job.log"]).warnings) == expected
