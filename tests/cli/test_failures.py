@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.observe.journal import read_journal
-from tests.support.launch import ROOT, run, train
+from tests.support.launch import ROOT, ending, run, train
 
 TASK = f"--task={ROOT}/tests/support/failing.py:failing"
 SHORT = [
@@ -91,7 +91,7 @@ def test_the_command_on_the_card_goes_on(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "going on from step 2" in done.stdout
-    assert read_journal(journal)[-1]["event"] == "finished"
+    assert ending(journal)["event"] == "finished"
     assert not list((tmp_path / "run").glob("failure.*")), "a run that went on has not failed"
     assert len(list((tmp_path / "run/failures").iterdir())) == 2
     assert not (tmp_path / "run/.ranks").exists()
@@ -230,5 +230,5 @@ def test_sigterm_of_a_user_is_no_failure(tmp_path: Path) -> None:
         check=False,
     )
     assert HEAD not in done.stdout + done.stderr
-    assert read_journal(tmp_path / "run/journal.jsonl")[-1].get("reason") == signal.SIGTERM.name
+    assert ending(tmp_path / "run/journal.jsonl").get("reason") == signal.SIGTERM.name
     assert not list((tmp_path / "run").glob("failure.*"))

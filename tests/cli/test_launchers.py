@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.observe.journal import read_journal, read_steps
-from tests.support.launch import ENVIRONMENT, command, train
+from tests.support.launch import ENVIRONMENT, command, ending, train
 
 TOY = [
     f"--task={Path(__file__).parents[1]}/support/toy.py:toy",
@@ -115,7 +115,7 @@ def test_sigusr1_saves_and_goes_on_sigterm_saves_and_stops(size: int, workers: i
     process.send_signal(signal.SIGTERM)
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 143 or (size > 1 and process.returncode != 0), output
-    last = read_journal(tmp_path / "run/journal.jsonl")[-1]
+    last = ending(tmp_path / "run/journal.jsonl")
     assert last.get("reason") == "SIGTERM", f"{last}\n{output}"
     step = max(read_steps(tmp_path / "run/journal.jsonl"))
     assert _checkpoints(tmp_path)[-1] == f"step-{step:06d}"

@@ -16,7 +16,7 @@ import pytest
 
 from hvdtrain.install import record
 from hvdtrain.observe.journal import read_journal, read_steps
-from tests.support.launch import ENVIRONMENT, command, program, run, train
+from tests.support.launch import ENVIRONMENT, command, ending, program, run, train
 
 TOY = [
     f"--task={Path(__file__).parents[1]}/support/toy.py:toy",
@@ -140,7 +140,7 @@ def test_sigterm_in_a_window_closes_it(tmp_path: Path) -> None:
         rank = next(p for p in psutil.Process(process.pid).children(recursive=True) if "hvdtrain" in p.cmdline())
         rank.send_signal(signal.SIGTERM)
         process.stdout.read()
-    assert read_journal(tmp_path / "run/journal.jsonl")[-1].get("reason") == "SIGTERM"
+    assert ending(tmp_path / "run/journal.jsonl").get("reason") == "SIGTERM"
     done = max(read_steps(tmp_path / "run/journal.jsonl"))
     (file,) = of_horovod(tmp_path)
     assert Counter(read(file))[GRADIENTS, "ALLREDUCE"] == done - 3

@@ -8,8 +8,11 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from hvdtrain.observe.journal import read_journal
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 110
@@ -71,6 +74,11 @@ def run(
     )
     assert not check or done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
+
+
+def ending(journal: Path) -> dict[str, Any]:
+    """The last line of a run's journal but for what explains the run."""
+    return next(line for line in reversed(read_journal(journal)) if line.get("event") != "explained")
 
 
 def train(*options: str, size: int = 1, **how: object) -> subprocess.CompletedProcess[str]:
