@@ -6,6 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hvdtrain.comm.base import Comm
 from hvdtrain.config.schema import ObserveConfig
 from hvdtrain.durable import write_text
@@ -38,7 +40,8 @@ def report(observe: ObserveConfig, directory: Path, recorder: Recorder, comm: Co
     if observe.timeline == "off":
         return None
     recorder.close_watchers()
-    comm.barrier()  # every rank's files are closed
+    # Every rank's files are closed then. Not a barrier: of one, Horovod's Timeline holds an end without a begin.
+    comm.allreduce(torch.zeros(1), name="timeline/closed").wait()
     if comm.rank != 0:
         return None
     try:

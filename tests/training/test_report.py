@@ -102,12 +102,13 @@ def test_files_of_all_ranks_are_closed_before_they_are_read(
     order: list[str] = []
     stand_in = type("Anything", (), {})()
     stand_in.rank = rank
-    stand_in.barrier = lambda: order.append("barrier")
+    stand_in.allreduce = lambda tensor, name: stand_in
+    stand_in.wait = lambda: order.append("waited")
     stand_in.close_watchers = lambda: order.append("closed")
     stand_in.event = lambda record: order.append(record["event"])
     monkeypatch.setattr("hvdtrain.training.report._explain", lambda directory: order.append("read") or analysis(2))
     found = report(ObserveConfig(), tmp_path, stand_in, stand_in, 3)
-    assert order == ["closed", "barrier", *(["read", "explained"] if rank == 0 else [])]
+    assert order == ["closed", "waited", *(["read", "explained"] if rank == 0 else [])]
     assert found == (analysis(2) if rank == 0 else None)
 
 
