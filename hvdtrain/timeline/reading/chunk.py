@@ -61,12 +61,7 @@ class Intake:
 
     def add(self, text: bytes, offset: int, *, final: bool) -> int:
         """Take in a part of the file that stands at `offset`; how many bytes of it, all where `final`."""
-        plain = bytearray(text)
-        for begin, end, pid, name in find_named(text):
-            self.is_horovod = True
-            self._tensors.name(pid, name)
-            plain[begin:end] = b" " * (end - begin)
-        words = Words(plain)
+        words = Words(self._without_names(text))
         events = find_events(words, self._phases, self._sizes)
         events = events.take(np.flatnonzero(events.pid < MOST))
         more, taken = self._between(words, events, offset, final=final)
@@ -75,6 +70,18 @@ class Intake:
         self._take(events)
         self.beginning += text[: min(taken, _BEGINNING_BYTES - len(self.beginning))]
         return taken
+
+    def _without_names(self, text: bytes) -> bytes | bytearray:
+        """Take in tensors' names, which may look like events, and put blanks in their place."""
+        named = list(find_named(text))
+        if not named:
+            return text
+        self.is_horovod = True
+        plain = bytearray(text)
+        for begin, end, pid, name in named:
+            self._tensors.name(pid, name)
+            plain[begin:end] = b" " * (end - begin)
+        return plain
 
     def finish(self, path: Path, file_bytes: int) -> HorovodTrace:
         """What the file holds."""
