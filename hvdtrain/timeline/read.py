@@ -22,6 +22,7 @@ CHUNK_BYTES = 1 << 22
 _FOREIGN_BYTES = 1 << 20
 """After so much without an event of Horovod the rest is not looked at."""
 
+_OPENING = b"[\n" + naming.HEAD
 _NEXT = re.compile(rb'\[\n\{"name": "process_name", "ph": "M", "pid": [01],')
 """A Timeline begins: more than one where files were put one behind the other."""
 
@@ -64,11 +65,20 @@ def _feed(intake: Intake, text: bytes, offset: int, *, final: bool) -> int:
     """Take in the events of `text` that are whole, or all of it; how many bytes that was."""
     end = len(text) if final else _cut(text)
     begin = 0
-    while following := _NEXT.search(text, begin + 1, end):
-        intake.add(text[begin : following.start()], offset + begin, final=True)
+    view = memoryview(text)
+    while (following := _next(text, begin + 1, end)) >= 0:
+        intake.add(view[begin:following], offset + begin, final=True)
         intake.begin_another()
-        begin = following.start()
-    return begin + intake.add(text[begin:end], offset + begin, final=final or end < len(text))
+        begin = following
+    return begin + intake.add(view[begin:end], offset + begin, final=final or end < len(text))
+
+
+def _next(text: bytes, begin: int, end: int) -> int:
+    """Where the next Timeline begins; -1 where none does."""
+    at = text.find(_OPENING, begin, end)
+    while at >= 0 and not _NEXT.match(text, at):
+        at = text.find(_OPENING, at + 1, end)
+    return at
 
 
 def _cut(text: bytes) -> int:

@@ -17,7 +17,7 @@ from hvdtrain.timeline.reading.growing import Column
 from hvdtrain.timeline.reading.naming import MOST, Tensors, find_named
 from hvdtrain.timeline.reading.pairs import Ends, Pairs
 from hvdtrain.timeline.reading.sizes import Sizes
-from hvdtrain.timeline.reading.words import Words
+from hvdtrain.timeline.reading.words import PAD, Words
 from hvdtrain.timeline.reading.written import Events, Names, find_events
 
 _BEGINNING_BYTES = 256
@@ -59,29 +59,29 @@ class Intake:
         self._pairs.clear()
         self._tensors.clear()
 
-    def add(self, text: bytes, offset: int, *, final: bool) -> int:
+    def add(self, text: memoryview, offset: int, *, final: bool) -> int:
         """Take in a part of the file that stands at `offset`; how many bytes of it, all where `final`."""
-        words = Words(self._without_names(text))
+        words = self._without_names(Words(text))
         events = find_events(words, self._phases, self._sizes)
         events = events.take(np.flatnonzero(events.pid < MOST))
         more, taken = self._between(words, events, offset, final=final)
         if more:
             events = _merge(events, more)
         self._take(events)
-        self.beginning += text[: min(taken, _BEGINNING_BYTES - len(self.beginning))]
+        self.beginning += bytes(text[: min(taken, _BEGINNING_BYTES - len(self.beginning))])
         return taken
 
-    def _without_names(self, text: bytes) -> bytes | bytearray:
+    def _without_names(self, words: Words) -> Words:
         """Take in tensors' names, which may look like events, and put blanks in their place."""
-        named = list(find_named(text))
+        named = list(find_named(words.text))
         if not named:
-            return text
+            return words
         self.is_horovod = True
-        plain = bytearray(text)
+        plain = bytearray(words.text)
         for begin, end, pid, name in named:
             self._tensors.name(pid, name)
             plain[begin:end] = b" " * (end - begin)
-        return plain
+        return Words(memoryview(plain)[PAD:-PAD])
 
     def finish(self, path: Path, file_bytes: int) -> HorovodTrace:
         """What the file holds."""

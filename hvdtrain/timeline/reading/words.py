@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 
 Places = NDArray[np.int64]
 
-_PAD = 64
+PAD = 64
+"""Blanks, so that what is looked for around the ends is looked for in vain."""
+
 _U64 = np.uint64
 _ZEROS, _NINES, _HIGH = _U64(0x3030303030303030), _U64(0x7676767676767676), _U64(0x8080808080808080)
 _LOWER = np.array([(1 << (8 * n)) - 1 for n in range(9)], np.uint64)
@@ -25,21 +27,26 @@ class Words:
     """Some text, which is copied.
 
     Attributes:
-        text: with blanks before and behind it.
+        text: with `PAD` blanks before and behind it.
         bytes: of the text alone [size].
         size: of the text.
     """
 
-    def __init__(self, text: bytes | bytearray) -> None:
-        self.text = b" " * _PAD + text + b" " * _PAD
+    def __init__(self, text: bytes | memoryview) -> None:
+        self.text = b"".join((b" " * PAD, text, b" " * PAD))
         self.size = len(text)
         whole = np.frombuffer(self.text, np.uint8)
-        self.bytes = whole[_PAD:]
+        self.bytes = whole[PAD:]
         self._words: NDArray[np.uint64] = np.ndarray((len(whole) - 7,), "<u8", self.text, strides=(1,))
 
     def cut(self, start: int, end: int) -> bytes:
         """A part of the text."""
-        return self.text[_PAD + start : _PAD + end]
+        return self.text[PAD + start : PAD + end]
+
+    def cuts(self, start: Places, end: Places) -> list[bytes]:
+        """Parts of the text."""
+        text, places = self.text, zip((start + PAD).tolist(), (end + PAD).tolist(), strict=True)
+        return [text[begin:over] for begin, over in places]
 
     def all_of(self, character: str) -> Places:
         """Where a character stands."""
@@ -80,7 +87,7 @@ class Words:
         return total
 
     def _at(self, places: Places) -> NDArray[np.uint64]:
-        return self._words[places + _PAD]
+        return self._words[places + PAD]
 
     def _eight(self, end: Places, length: Places) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """The `length` digits, 8 at most, before `end`."""

@@ -192,8 +192,8 @@ class _Found:
         """Arguments end where the comma before the next event stands."""
         comma = np.append(self.start, self._words.size + 1)[at + 1] - 1
         self.end[at] = comma - (self._words.bytes[comma] == ord("\n"))
-        texts = zip(start.tolist(), self.end[at].tolist(), strict=True)
-        self.nbytes[at] = [self._sizes[self._words.cut(begin, end)] for begin, end in texts]
+        sizes = self._sizes
+        self.nbytes[at] = [sizes[text] for text in self._words.cuts(start, self.end[at])]
 
     def _all(self, at: Places, good: NDArray[np.bool_]) -> NDArray[np.bool_]:
         every = np.zeros(len(self.start), np.bool_)
