@@ -34,15 +34,15 @@ PLAIN = Setting("llama15m", 4, optimizer=SGD, clip=0.0, ours={"observe.stall_tim
 BASE = "base"
 WARM_UP = 9
 """Steps: after them the base has written what is read."""
-LEAST = 3
+LEAST = 2
 """Steps of a turn."""
-RATES: Mapping[str, tuple[str | None, float | None, float]] = {
-    "unthrottled": (None, None, 3.0),
-    "1gbit": ("1gbit", 1.0, 4.0),
-    "300mbit": ("300mbit", 0.3, 6.0),
-    "100mbit": ("100mbit", 0.1, 10.0),
+RATES: Mapping[str, tuple[str | None, float | None, float, int]] = {
+    "unthrottled": (None, None, 3.0, 3),
+    "1gbit": ("1gbit", 1.0, 4.0, 2),
+    "300mbit": ("300mbit", 0.3, 6.0, 2),
+    "100mbit": ("100mbit", 0.1, 8.0, 1),
 }
-"""What `tc` calls it, in Gbit/s, seconds of a turn."""
+"""What `tc` calls it, Gbit/s, seconds of a turn, and rounds."""
 
 
 @dataclass(frozen=True)
@@ -173,13 +173,13 @@ def more_ranks(rounds: int) -> list[Figure]:
         return [compared("ranks/1_to_2", evidence, Change(size=2), turns.medians["two"])]
 
 
-def between(names: Sequence[str], rates: Sequence[str], rounds: int) -> list[Figure]:
+def between(names: Sequence[str], rates: Sequence[str]) -> list[Figure]:
     """Between two hosts: what is known is the base at the first rate."""
     figures = []
     with hosts_turns(names) as (turns, hosts):
         evidence: Evidence | None = None
         for label in rates:
-            rate, gbit, seconds = RATES[label]
+            rate, gbit, seconds, rounds = RATES[label]
             hosts.throttle(rate)  # type: ignore[attr-defined]
             turns.forget()
             turns.go(names, rounds, seconds)
@@ -204,7 +204,7 @@ def measure(quick: bool) -> list[Figure]:
     rounds = 2 if quick else 3
     figures = [*here(names, rounds), *more_ranks(rounds)]
     try:
-        figures += between(names, ("unthrottled", "1gbit") if quick else tuple(RATES), 2)
+        figures += between(names, ("unthrottled", "1gbit") if quick else tuple(RATES))
     except UnavailableError as reason:
         print(f"two hosts are left out: {reason}", file=sys.stderr)
     errors = [abs(f.value) for f in figures]

@@ -85,4 +85,5 @@ def choose(measured: Measured, candidates: Sequence[Compression]) -> tuple[str, 
 
 def _wire_s(measured: Measured, compression: Compression, bucket: Bucket) -> float:
     payload = compression.payload(bucket, measured.ranks)
-    return len(payload) * measured.latency_s + sent_bytes(payload, measured.ranks) / measured.bytes_per_s
+    collectives = len(payload) * compression.kind.turns
+    return collectives * measured.latency_s + sent_bytes(payload, measured.ranks) / measured.bytes_per_s

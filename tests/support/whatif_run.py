@@ -35,9 +35,10 @@ def run_folder(
     options: Mapping[str, Mapping[str, Any]] | None = None,
     link: Sequence[tuple[int, float]] = (),
     passes: int = 1,
+    late_ms: float = 0.0,
     device: str = "cpu",
 ) -> Path:
-    """Write config, journal, gradients, and where there is a link what was measured of it."""
+    """Write config, journal, gradients, and where there is a link or a late last rank, every rank's stamps."""
     (path / "timeline").mkdir(parents=True)
     config: dict[str, Any] = {
         "task": "language_model",
@@ -77,9 +78,26 @@ def run_folder(
         "steps": [step],
     }
     (path / "timeline" / "gradients.json").write_text(json.dumps(gradients))
-    if link:
+    if link or late_ms:
         clock = {"offset_us": [0.0] * size, "error_us": [0.0] * size}
         start = {"version": 1, "event": "start", "start": 0, "size": size, "hosts": ["h"] * size, "at_step": 0}
         start |= {"clock_ids": ["x"] * size, "origin_us": 0.0, "link": link, "clock": clock}
-        (path / "timeline" / "steps.jsonl").write_text(json.dumps(start) + "\n")
+        stamps = [start, {**_block(size, steps, whole, wait_ms, late_ms), "clock": clock}]
+        (path / "timeline" / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in stamps))
     return path
+
+
+def _block(size: int, steps: int, step_ms: float, wait_ms: float, late_ms: float) -> dict[str, Any]:
+    """Stamps of all steps; the last rank is ready later than the others."""
+    begins = [1e3 * step_ms * number for number in range(steps)]
+    ready_ms = [step_ms - wait_ms - 10.0 + late_ms * (rank == size - 1) for rank in range(size)]
+    return {
+        "event": "block",
+        "first_step": 1,
+        "start_us": [begins] * size,
+        "ready_us": [[us + 1e3 * ready for us in begins] for ready in ready_ms],
+        "released_us": [[us + 1e3 * (step_ms - 10.0) for us in begins]] * size,
+        "end_us": [[us + 1e3 * step_ms for us in begins]] * size,
+        "parts_us": {},
+        "facts": {},
+    }

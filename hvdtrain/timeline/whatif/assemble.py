@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hvdtrain.compression.table import Compression, parse
 from hvdtrain.timeline.whatif.coding import COPY_S_PER_BYTE, Cost, estimated
@@ -71,13 +71,12 @@ def buckets_of(evidence: Evidence, job: Job) -> list[Planned]:
     return planned(evidence.gradients, limit, compression, job.ranks.size, work)
 
 
-def assemble(evidence: Evidence, setting: Setting, stretch: float, costs: Costs) -> Assembled:
-    """Make the step.
+def assemble(evidence: Evidence, setting: Setting, costs: Costs) -> Assembled:
+    """Make the step, backward as it was seen in early steps.
 
     Args:
         evidence: of the run.
         setting: what is changed.
-        stretch: of the times between gradients, over those that were seen in early steps.
         costs: of coding, where measured.
     """
     job, parts = setting.job, evidence.parts_s
@@ -89,7 +88,7 @@ def assemble(evidence: Evidence, setting: Setting, stretch: float, costs: Costs)
     before_s = data_s + slower * (now * forward_s + (now - 1) * backward_s)
     after_s = parts["clip"] + parts["optimizer"] + parts["rest"]
     if job.ranks.size == 1 and job.compression == "none":
-        return Assembled(_alone(evidence, before_s, stretch * slower, after_s), [], 0.0, True)
+        return Assembled(_alone(evidence, before_s, slower, after_s), [], 0.0, True)
     compression, buckets = parse(job.compression), buckets_of(evidence, job)
     of = {gradient.name: gradient for gradient in evidence.gradients}
     copy_s = evidence.copy_s_per_byte or COPY_S_PER_BYTE
@@ -106,18 +105,24 @@ def assemble(evidence: Evidence, setting: Setting, stretch: float, costs: Costs)
     exchanges.append(_exchange(setting, [("allreduce", 0.0)], Cost([], [0.0], [0.0], 0.0, 0.0)))  # loss and weight
     step = Step(
         before_s,
-        _arrivals(evidence, buckets, known, stretch * slower),
-        evidence.tail_s * stretch * slower,
+        _arrivals(evidence, buckets, known, slower),
+        evidence.tail_s * slower,
         exchanges,
-        [*_late(buckets, known, of), 1e-9],
+        [*_late(buckets, known, of), 0.0],
         after_s + sum(cost.commit_s for cost in known),
     )
     return Assembled(step, buckets, sum(size for way in sent for _, size in way), measured)
 
 
-def _alone(evidence: Evidence, before_s: float, stretch: float, after_s: float) -> Step:
+def stretched(step: Step, factor: float) -> Step:
+    """The same, with so many times as long between gradients."""
+    arrivals = [Arrival(arrival.gap_s * factor, arrival.pack_s, arrival.bucket) for arrival in step.arrivals]
+    return replace(step, arrivals=arrivals, tail_s=step.tail_s * factor)
+
+
+def _alone(evidence: Evidence, before_s: float, slower: float, after_s: float) -> Step:
     last = max((g.ready_s for g in evidence.gradients if g.ready_s is not None), default=0.0)
-    return Step(before_s, [], (last + evidence.tail_s) * stretch, [], (), after_s)
+    return Step(before_s, [], (last + evidence.tail_s) * slower, [], (), after_s)
 
 
 def _estimate(compression: Compression, bucket: Planned, of: dict[str, Gradient], ranks: int, copy_s: float) -> Cost:
@@ -138,7 +143,7 @@ def _exchange(setting: Setting, way: Sequence[tuple[str, float]], cost: Cost) ->
     return Exchange(found, cost.after_s)
 
 
-def _arrivals(evidence: Evidence, buckets: Sequence[Planned], costs: Sequence[Cost], stretch: float) -> list[Arrival]:
+def _arrivals(evidence: Evidence, buckets: Sequence[Planned], costs: Sequence[Cost], slower: float) -> list[Arrival]:
     place = {name: (number, index) for number, b in enumerate(buckets) for index, name in enumerate(b.names)}
     found, before = [], 0.0
     for gradient in evidence.gradients:
@@ -146,7 +151,7 @@ def _arrivals(evidence: Evidence, buckets: Sequence[Planned], costs: Sequence[Co
             continue
         number, index = place[gradient.name]
         gap_s = max(0.0, gradient.ready_s - before)
-        found.append(Arrival(gap_s * stretch, costs[number].pack_s[index], number))
+        found.append(Arrival(gap_s * slower, costs[number].pack_s[index], number))
         before = max(before, gradient.ready_s + gradient.pack_s)
     return found
 

@@ -74,6 +74,7 @@ class Evidence:
         compute_s: of all ranks that are known, from a step's start to the end of backward [ranks, steps].
         jitter: of that.
         fitted: the link.
+        late_s: by which the last rank is ready after rank 0, where stamps of all ranks tell.
         copy_s_per_byte: packing as they are; None where nothing was packed.
         notes: what is missing.
     """
@@ -91,6 +92,7 @@ class Evidence:
     compute_s: NDArray[np.float64]
     jitter: Jitter
     fitted: Fitted
+    late_s: float = 0.0
     copy_s_per_byte: float | None = None
     notes: Sequence[str] = field(default=())
 

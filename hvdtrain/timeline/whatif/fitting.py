@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from hvdtrain.compression.sizes import sent_bytes
 from hvdtrain.compression.table import parse
 from hvdtrain.errors import ConfigError
 from hvdtrain.timeline.whatif.assemble import buckets_of
 from hvdtrain.timeline.whatif.evidence import Evidence, Fitted
-from hvdtrain.timeline.whatif.links import ONE_HOST, Link, Ranks, fit, sent_bytes
+from hvdtrain.timeline.whatif.links import ONE_HOST, Link, Ranks, fit
 
 NETWORK = Link(3e-5, math.nan, 2.5e-10)
 """Between hosts, where nothing was measured: messages over TCP in 30 us."""
@@ -18,8 +19,10 @@ _HOP_S = 3e-5
 _OFF_PROBE, _OFF_WAITS, _OFF_TIMELINE, _OFF_HIDDEN = 0.1, 0.15, 0.3, 0.5
 _HIDDEN = 0.3
 """Where less than this share of the exchange was waited for, the wait tells little of its speed."""
+_UNEXPLAINED = 0.15
+"""Of a step: what may be waited beyond what the probed link explains, before it is taken to have changed since."""
 _FASTEST, _SLOWEST = 1e-12, 1e-4
-_HALVINGS = 50
+_HALVINGS = 40
 
 
 def fit_link(
@@ -41,12 +44,16 @@ def fit_link(
     ranks = evidence.job.ranks
     if ranks.size == 1:
         return Fitted(None, "nothing was exchanged", 0.0)
+    waited_s = max(0.0, evidence.parts_s["wait"] - evidence.late_s)
+    slower = False
     sources = (probed, "probed at the run's start", _OFF_PROBE), (taken, "from Horovod's Timeline", _OFF_TIMELINE)
     for pairs, source, off in sources:
         if (found := fit(pairs, ranks)) is not None:
             link = _with_cpu(evidence, found, exchange_cpu_s)
-            return Fitted(link, f"{source}: {_told(link)}", off)
-
+            explained_s, _ = wait_and_wire(replace(evidence, fitted=Fitted(link, "", 0.0)))
+            slower = ranks.hosts > 1 and waited_s > explained_s + _UNEXPLAINED * evidence.step_s
+            if not slower:
+                return Fitted(link, f"{source}: {_told(link)}", off)
     if ranks.hosts == 1:  # in memory, by the core that computes: what it takes of that is all that there is
         link = _with_cpu(evidence, ONE_HOST, exchange_cpu_s)
         link = replace(link, s_per_byte=link.cpu_s_per_byte)
@@ -59,10 +66,11 @@ def fit_link(
     low, high = _FASTEST, _SLOWEST
     for _ in range(_HALVINGS):
         middle = (low * high) ** 0.5
-        low, high = (middle, high) if at(middle)[1] < evidence.parts_s["wait"] else (low, middle)
+        low, high = (middle, high) if at(middle)[1] < waited_s else (low, middle)
     link, wait_s, wire_s = at((low * high) ** 0.5)
     told = wait_s > _HIDDEN * wire_s
     source = "from what the run's steps waited for gradients" + ("" if told else ", little of the exchange")
+    source += ", as it was slower than when it was probed" if slower else ""
     return Fitted(link, f"{source}: {_told(link)}", _OFF_WAITS if told else _OFF_HIDDEN)
 
 
@@ -104,7 +112,7 @@ def _with_cpu(evidence: Evidence, link: Link, exchange_cpu_s: float | None) -> L
     """With what the exchange takes of a core: no more than all of the time that bytes are on their way."""
     compression, ranks = parse(evidence.job.compression), evidence.job.ranks
     sent = sum(
-        sent_bytes(ranks, kind, size)
+        sent_bytes({kind: math.ceil(size)}, ranks.size)
         for bucket in buckets_of(evidence, evidence.job)
         for kind, size in bucket.collectives(compression, ranks.size)
     )

@@ -18,7 +18,7 @@ _LARGE = 0.1
 """Of the largest that was measured."""
 ETHERNET = 0.92
 """Of a link's bits a second, those that are payload. Headers of 1500-byte packets and acknowledgements on the way back
-leave 0.94; allreduces of 8 MB between two hosts got 0.96 at 1 Gbit/s and 0.90 at 100 Mbit/s, where packets are lost."""
+leave 0.94; allreduces of 8 MB between two hosts got 0.96 at 1 Gbit/s, 0.9 and less at 100 Mbit/s: packets are lost."""
 
 
 @dataclass(frozen=True)
@@ -85,14 +85,6 @@ def collective_s(
         cpu_s = sent * link.cpu_s_per_byte
         found.append((negotiation_s + hops * link.hop_s + max(crossing * link.s_per_byte, cpu_s), cpu_s))
     return min(found)
-
-
-def sent_bytes(ranks: Ranks, kind: str, nbytes: float) -> float:
-    """What a rank sends of a collective, by the way that sends least."""
-    if ranks.size < 2:
-        return 0.0
-    ways = _allreduce(ranks, nbytes) if kind == "allreduce" else {"ring": _others(ranks, kind, nbytes)}
-    return min(sent for _, _, sent in ways.values())
 
 
 def fit(pairs: Sequence[tuple[int, float]], ranks: Ranks) -> Link | None:

@@ -85,6 +85,7 @@ def read_evidence(path: Path, accept: Callable[[Mapping[str, Any]], bool] = lamb
         fitted=Fitted(None, "nothing was exchanged", 0.0),
         copy_s_per_byte=copy_s,
         notes=_notes(seen),
+        late_s=_late_s(start, steps),
     )
     cpu_us = seen.get("exchange_cpu_us")
     fitted = fit_link(
@@ -109,6 +110,14 @@ def _computing(start: Start | None, steps: Sequence[Mapping[str, float]]) -> NDA
     known = np.isin(start.steps.step, [step["number"] for step in steps])
     everyone = (start.steps.ready_us - start.steps.start_us)[:, known] * 1e-6
     return everyone if everyone.shape[1] >= _LEAST else alone
+
+
+def _late_s(start: Start | None, steps: Sequence[Mapping[str, float]]) -> float:
+    """By which the last rank is ready after rank 0."""
+    if start is None:
+        return 0.0
+    ready_us = start.steps.ready_us[:, np.isin(start.steps.step, [step["number"] for step in steps])]
+    return float(np.median(ready_us.max(axis=0) - ready_us[0])) * 1e-6 if ready_us.size else 0.0
 
 
 def _config(path: Path) -> Mapping[str, Any]:

@@ -71,7 +71,7 @@ def test_one_rank_exchanges_nothing(pair: Path) -> None:
 
 def test_one_rank_waits_for_no_other(tmp_path: Path) -> None:
     """Of two, one waited for what no exchange explains."""
-    path = run_folder(tmp_path / "run", size=2, wait_ms=300.0, link=GBIT)
+    path = run_folder(tmp_path / "run", size=2, wait_ms=300.0, late_ms=295.0, link=GBIT)
     assert _ms(path, size=1, global_batch=4) == pytest.approx(COMPUTE_S * 1e3, rel=0.01)
     assert _ms(path, compression="topk") > 1e3 * COMPUTE_S + 200, "two still do"
 

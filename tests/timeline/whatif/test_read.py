@@ -49,6 +49,19 @@ def test_what_a_probe_took_is_the_link(tmp_path: Path) -> None:
     assert "probed" in fitted.source
 
 
+def test_a_link_that_has_become_slower_is_told_from_a_rank_that_is_late(tmp_path: Path) -> None:
+    """A probe says 1 Gbit/s, by which 8 MiB take some 70 ms."""
+    pairs = [(1024, 1e-4), (1 << 20, 0.0091), (1 << 23, 0.0711)]
+    slower = read_evidence(run_folder(tmp_path / "slower", size=2, wait_ms=200.0, link=pairs)).fitted
+    assert "slower than when it was probed" in slower.source
+    assert slower.link is not None
+    assert slower.link.s_per_byte * (8 << 20) == pytest.approx(0.24, rel=0.02)
+    late = read_evidence(run_folder(tmp_path / "late", size=2, wait_ms=200.0, late_ms=190.0, link=pairs))
+    assert late.late_s == pytest.approx(0.19)
+    assert "probed" in late.fitted.source
+    assert "slower" not in late.fitted.source
+
+
 def test_without_a_probe_waits_tell_the_link(tmp_path: Path) -> None:
     """80 ms into backward all 8 MiB but 4 are on their way; what is left over at its end was waited for."""
     fitted = read_evidence(run_folder(tmp_path / "run", size=2, wait_ms=200.0)).fitted
