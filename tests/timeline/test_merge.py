@@ -131,7 +131,7 @@ def test_timelines_of_any_program_are_merged(names: list[str], tmp_path: Path) -
 def test_tensors_that_never_meet_share_a_track(tmp_path: Path) -> None:
     lines = [
         f'{{"ph": "B", "name": "QUEUE", "ts": {100 * n}, "pid": {n}}},{{"ph": "E", "ts": {100 * n + 50}, "pid": {n}}}'
-        for n in range(1, 500)
+        for n in range(1, 5000)
     ]
     (tmp_path / "many.json").write_text("[\n" + ",".join(lines) + "]")
     merge([tmp_path / "many.json"], tmp_path / "all.json")

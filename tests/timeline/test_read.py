@@ -225,8 +225,11 @@ def test_what_was_dropped_is_said(tmp_path: Path) -> None:
     start = content.index(b'{"ph": "E"')
     assert any("without a beginning" in line for line in read(b"[\n" + content[start:], tmp_path).dropped)
     packed = gzip.compress(content)
-    assert any("breaks off" in line for line in read(packed[:-20], tmp_path).dropped)
-    assert any("damaged" in line for line in read(packed[:1500] + b"\xff" * 50 + packed[1550:], tmp_path).dropped)
+    assert any("compressed content breaks off" in line for line in read(packed[:-20], tmp_path).dropped)
+    assert any(
+        "compressed content is damaged" in line
+        for line in read(packed[:1500] + b"\xff" * 50 + packed[1550:], tmp_path).dropped
+    )
 
 
 def test_columns_that_go_to_the_disk_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
