@@ -111,7 +111,9 @@ def test_it_opens_in_perfetto(recorded: Path, tmp_path: Path) -> None:
         assert import_errors(opened) == []
 
 
-@pytest.mark.parametrize("names", [["training"], ["window-2", "window-6"], ["names"], ["killed"], ["ticks-4-ranks"]])
+@pytest.mark.parametrize(
+    "names", [["training"], ["window-2", "window-6"], ["sparse", "names"], ["killed"], ["ticks-4-ranks"]]
+)
 def test_timelines_of_any_program_are_merged(names: list[str], tmp_path: Path) -> None:
     files = [TRACES / f"{name}.json.gz" for name in names]
     merged = merge(files, tmp_path / "all.json")
