@@ -124,7 +124,8 @@ def _train(
         resumed = on_rank_0(comm, partial(restore, run, state, store, claim, recorder), name="restored")
         broadcast_state(state, comm, spans.touch)
         done, observe = state.progress.step, run.config.observe
-        start, stamps = add_stamps(recorder, observe, spans, directory / TIMELINE, comm, device, done, trainer.stop)
+        model, folder = trainer.stepper.model, directory / TIMELINE
+        start, stamps = add_stamps(recorder, observe, spans, folder, comm, model, device, done, trainer.stop)
         trainer.live = add_watchers(recorder, observe, spans, directory, comm, done, trainer.stop, horovod, start)
         if isinstance(engine, ExchangeEngine) and engine.undecided:
             trainer.saw_step = CompressionTrial(engine, comm, device, recorder.event, recorder.say).saw

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.link import probe
@@ -22,6 +23,7 @@ from hvdtrain.observe.step_sink import StepSink
 from hvdtrain.observe.step_stamps import StepStamps
 from hvdtrain.runtime.clock import clock_id
 from hvdtrain.spans import Spans
+from hvdtrain.training.experts import find_routers
 
 LINK_S = 0.08
 """Seconds that measuring the link may take at each start."""
@@ -33,6 +35,7 @@ def add_stamps(
     spans: Spans,
     folder: Path,
     comm: Comm,
+    model: nn.Module,
     device: torch.device,
     started_at: int,
     stop: int,
@@ -62,6 +65,6 @@ def add_stamps(
         sink.start({**start_line(start, started_at, hosts, ids, origin_us), "link": link}, now_us)
         writer = Background(lambda: sink, NAME, recorder.warn)
     causes = Causes(Monitor(gpu_identity(device)).device)
-    stamps = StepStamps(comm, spans, clocks, causes, None, started_at, writer)
+    stamps = StepStamps(comm, spans, clocks, causes, find_routers(model), started_at, writer)
     recorder.add_watcher(stamps)
     return start, stamps

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.training.experts import find_routers
+
+
+class Gate(nn.Module):
+    """Chooses the experts that it is told to."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros(len(chosen), self.experts), chosen
+
+
+class Moe(nn.Module):
+    def __init__(self, experts: int = 4, layers: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"gate": Gate(experts)}) for _ in range(layers))
+        self.gate_proj = nn.Linear(2, 2)
+
+    def forward(self, *chosen: Tensor) -> None:
+        for layer, mine in zip(self.layers, chosen, strict=True):
+            layer["gate"](mine)
+
+
+EVEN = torch.tensor([[0, 1], [2, 3]])
+UNEVEN = torch.tensor([[0, 1], [0, 2]])
+
+
+def test_the_most_uneven_router_counts_over_all_micro_batches() -> None:
+    model = Moe()
+    routers = find_routers(model)
+    assert routers is not None and math.isnan(routers.take())
+    routers.begin()
+    model(EVEN, UNEVEN)
+    model(EVEN, EVEN)
+    routers.end()
+    assert routers.take() == pytest.approx(3 / 8)
+    assert math.isnan(routers.take())
+
+
+def test_nothing_is_seen_and_nothing_stays_beside_the_step() -> None:
+    model = Moe()
+    routers = find_routers(model)
+    assert routers is not None
+    model(UNEVEN, UNEVEN)
+    routers.begin()
+    model.eval()
+    model(UNEVEN, UNEVEN)  # an evaluation
+    routers.end()
+    assert math.isnan(routers.take())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, about what it imports for compiling
+def test_models_without_routers_and_compiled_ones_are_left_alone() -> None:
+    assert find_routers(nn.Sequential(nn.Linear(2, 2))) is None
+    model = Moe()
+    model.layers[0].compile()
+    assert find_routers(model) is None
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "mixtral", "qwen3_moe", "gpt_oss"])
+def test_routers_of_transformers_are_found(family: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: make setup")
+    options = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 0,
+        "kv_lora_rank": 8,
+        "q_lora_rank": 8,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "pad_token_id": 0,
+    }
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **options))
+    routers = find_routers(model.train())
+    assert routers is not None
+    routers.begin()
+    model(torch.arange(32).reshape(2, 16))
+    routers.end()
+    assert 1 / 4 <= routers.take() <= 1 / 2
