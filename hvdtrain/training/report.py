@@ -6,13 +6,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hvdtrain.comm.base import Comm
 from hvdtrain.config.schema import ObserveConfig
 from hvdtrain.durable import write_text
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.timeline.analysis import Analysis, figures
+from hvdtrain.training.far_files import bring_spans
 from hvdtrain.training.observers import TIMELINE
 
 PAGE, DATA = "report.html", "report.json"
@@ -40,8 +39,7 @@ def report(observe: ObserveConfig, directory: Path, recorder: Recorder, comm: Co
     if observe.timeline == "off":
         return None
     recorder.close_watchers()
-    # Every rank's files are closed then. Not a barrier: of one, Horovod's Timeline holds an end without a begin.
-    comm.allreduce(torch.zeros(1), name="timeline/closed").wait()
+    bring_spans(comm, directory / TIMELINE, recorder.warn)  # waits for all ranks: their files are closed then
     if comm.rank != 0:
         return None
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from hvdtrain.timeline.span_files import read_spans
 from hvdtrain.timeline.steps import read_starts
-from tests.support.two_hosts import TwoHosts
+from tests.support.two_hosts import OWN, TwoHosts
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -44,3 +45,17 @@ def test_the_true_offset_is_within_the_stated_error(hosts: TwoHosts, rate: str |
     assert start.steps.clock_error_us[1] == start.error_us[1:, 1].max()
     ours, theirs = read_spans(tmp_path / "run")
     assert ours.clock_error_us == 0 < theirs.clock_error_us < 5000
+
+
+def test_rank_0_gets_the_spans_of_a_host_that_does_not_share_the_run_folder(hosts: TwoHosts) -> None:
+    run = OWN / "run"
+    hosts.mpirun(
+        [sys.executable, "-m", "hvdtrain", *TOY, "--train.steps=30", f"--run_dir={run}"],
+        cwd=ROOT,
+        environment={"PYTHONPATH": str(ROOT)},
+    )
+    there, here = (
+        host.run([sys.executable, "-c", f"print(open('{run}/timeline/spans-rank-1.json').read())"]).stdout
+        for host in (hosts.b, hosts.a)
+    )
+    assert here == there and json.loads(here)[0]["args"]["name"] == "rank 1 on b"
