@@ -13,6 +13,7 @@ from hvdtrain.timeline.blame import Verdict, judge
 from hvdtrain.timeline.causes import causes_of
 from hvdtrain.timeline.columns import RunTrace, StepTable
 from hvdtrain.timeline.findings import Facts, find
+from hvdtrain.timeline.lateness import median_of_others
 from hvdtrain.timeline.phases import steady, steps_of
 from hvdtrain.timeline.rounds import from_stamps, from_ticks, warm_up
 
@@ -50,6 +51,7 @@ def _blame(run: RunTrace, verdict: Verdict | None) -> Blame:
         return Blame("none", 0, [], [], {}, _no_stamps(run))
     rounds, table = verdict.rounds, run.steps if verdict.rounds.source == "stamps" else None
     parts = _parts(table) if table is not None else {}
+    behind = np.median(rounds.work_ms - median_of_others(rounds.work_ms), axis=1)
     rows = [
         RankRow(
             rank,
@@ -58,12 +60,14 @@ def _blame(run: RunTrace, verdict: Verdict | None) -> Blame:
             _not_negative(verdict.cost_ms[rank]),
             {name: float(values[rank]) for name, values in parts.items()},
             float(rounds.clock_error_ms[rank]),
+            float(behind[rank]),
         )
         for rank, host in enumerate(rounds.hosts)
     ]
     causes = {}
     if table is not None:
-        causes = {rank: causes_of(rank, table, rounds.column, verdict.late) for rank in verdict.late}
+        late = verdict.late
+        causes = {rank: causes_of(rank, table, rounds.column, late, steady=rank in verdict.steady) for rank in late}
     order = {rank: place for place, rank in enumerate(verdict.late)}
     last = len(rows)
     rows.sort(key=lambda row: (order.get(row.rank, last), -row.cost_ms.value, -row.last_share))

@@ -117,6 +117,7 @@ class RankRow:
         cost_ms: what a step would be shorter by, were it like the others.
         parts_ms: mean milliseconds a step by part.
         clock_error_ms: by how much its times may be off rank 0's.
+        behind_ms: by how much it is usually ready after the others: the median over steps, of the median of the others.
     """
 
     rank: int
@@ -125,6 +126,7 @@ class RankRow:
     cost_ms: Estimate
     parts_ms: Mapping[str, float]
     clock_error_ms: float
+    behind_ms: float = 0.0
 
 
 @dataclass(frozen=True)

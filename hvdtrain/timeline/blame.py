@@ -10,7 +10,7 @@ import numpy as np
 from hvdtrain.timeline.analysis import Estimate
 from hvdtrain.timeline.columns import Floats
 from hvdtrain.timeline.evidence import latest
-from hvdtrain.timeline.lateness import cost_estimates, like_the_others, median_of_others
+from hvdtrain.timeline.lateness import cost_estimates, like_the_others, median_of_others, tamed
 from hvdtrain.timeline.rounds import Rounds
 from hvdtrain.timeline.stats import mean_of
 
@@ -18,6 +18,9 @@ _PAUSE_STEPS = 3.0
 _PAUSE_SHARE = 0.01
 _FEW_PAUSES = 3
 _LEAST_ROUNDS = 8
+_KNOWN = 0.2
+_MOSTLY = 0.7
+_BEYOND = 1.5
 _LEAST_SHARE = 0.01
 _LEAST_MS = 0.2
 """A cost below this, or below that share of a step, is not worth a name."""
@@ -45,6 +48,7 @@ class Verdict:
         rounds: that were looked at, without pauses.
         cost_ms: a step, of each rank.
         last_share: of the steps in which a rank was the last [ranks].
+        steady: ranks that are late in most steps, not seldom and by much.
         late: ranks of which the evidence is not noise, most costly first.
         jitter_ms: what steps wait for the last rank longer than for the middle one, were no rank late.
         pauses: longest first.
@@ -54,6 +58,7 @@ class Verdict:
     rounds: Rounds
     cost_ms: Sequence[Estimate]
     last_share: Floats
+    steady: Sequence[int]
     late: Sequence[int]
     jitter_ms: Estimate
     pauses: Sequence[Pause]
@@ -73,7 +78,7 @@ def judge(rounds: Rounds) -> Verdict:
     found, alike = _later_than_others(work) if count >= _LEAST_ROUNDS else ([], 1.0)
     least = max(_LEAST_MS, _LEAST_SHARE * rounds.step_ms)
     while True:
-        estimates = cost_estimates(work, found, alike)
+        estimates, steady = _costs(work, found, alike)
         doubt = (rounds.clock_error_ms + np.median(rounds.clock_error_ms)).tolist()
         cost = [Estimate(e.value, e.low - d, e.high + d) for e, d in zip(estimates, doubt, strict=True)]
         kept = [rank for rank in found if cost[rank].low > max(least, float(rounds.clock_error_ms[rank]))]
@@ -85,7 +90,27 @@ def judge(rounds: Rounds) -> Verdict:
     mended[found] = like_the_others(work, found)[found]
     jitter = mean_of(mended.max(axis=0) - np.median(mended, axis=0))
     last = np.bincount(np.argmax(work, axis=0), minlength=ranks) / count
-    return Verdict(rounds, cost, last, found, jitter, pauses, "" if found else _why_nobody(count, cost, least))
+    return Verdict(rounds, cost, last, steady, found, jitter, pauses, "" if found else _why_nobody(count, cost, least))
+
+
+def _costs(work: Floats, late: Sequence[int], alike: float) -> tuple[list[Estimate], list[int]]:
+    """What each rank costs, and the ranks whose cost is a steady one.
+
+    The mean over all steps says it, where there are enough of them to know it well. Elsewhere outliers, which are
+    nobody's habit, make it uncertain: then it is that of times without them (`lateness.tamed`). But a rank that is late
+    seldom and by much has no other cost than its outliers: they count where they are far beyond what is steady. And
+    where nearly every step has an outlier of some rank, as among many ranks, what one costs is as much less.
+    """
+    tame_work = tamed(work)
+    tame, whole = cost_estimates(tame_work, late, alike), cost_estimates(work, late, alike)
+    steady: list[int] = []
+    if np.mean((tame_work != work).any(axis=0)) > _MOSTLY:
+        return whole, steady
+    for rank, (low, all_of_it) in enumerate(zip(tame, whole, strict=True)):
+        known = all_of_it.high - all_of_it.value <= _KNOWN * all_of_it.value
+        if not known and all_of_it.low <= _BEYOND * low.high:
+            steady.append(rank)
+    return [tame[rank] if rank in steady else whole[rank] for rank in range(len(work))], steady
 
 
 def _why_nobody(count: int, cost: Sequence[Estimate], least: float) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis import Cause
 from hvdtrain.timeline.columns import Floats, Ints, StepTable
+from hvdtrain.timeline.lateness import tamed
 from hvdtrain.timeline.rounds import follows
 
 _LEAST_MS = 0.05
@@ -30,35 +31,41 @@ _WORDS = {
 }
 
 
-def lateness_parts(table: StepTable, column: Ints) -> dict[str, Floats]:
+def lateness_parts(table: StepTable, column: Ints, *, steady: bool) -> dict[str, Floats]:
     """What lies between the sums of one step and a rank's being ready in the next, in ms [ranks], means over steps.
 
     Args:
         table: of all ranks.
         column: steps that are looked at; of those whose step before is not there, it is what follows their begin.
+        steady: leave outliers of single steps out.
     """
-    ranks = table.ready_us.shape[0]
-    parts = {name: _mean(table, part, column) for part, name in _PARTS.items()}
-    known = sum(parts.values(), np.zeros(ranks))
-    parts["rest"] = (table.ready_us - table.start_us)[:, column].mean(axis=1) / 1e3 - known
+    parts = {name: _mean(table, part, column, steady) for part, name in _PARTS.items()}
+    inside = (table.ready_us - table.start_us)[:, column]
+    known = [values[:, column] for part in _PARTS if (values := table.parts_us.get(part)) is not None]
+    parts["rest"] = _average(inside - sum(known, np.zeros_like(inside)), steady)
     chained = column[follows(table)[column]]
     if len(chained):
         before = chained - 1
         share = len(chained) / len(column)
         released = table.released_us[:, before]
-        parts["sums"] = share * (released - released.min(axis=0)).mean(axis=1) / 1e3
-        parts["optimizer"] = share * (table.end_us - table.released_us)[:, before].mean(axis=1) / 1e3
-        gap = (table.start_us[:, chained] - table.end_us[:, before]).mean(axis=1) / 1e3
-        parts["between steps"] = share * np.maximum(0.0, gap - _mean(table, "aside", chained))
+        parts["sums"] = share * _average(released - released.min(axis=0), steady)
+        parts["optimizer"] = share * _average((table.end_us - table.released_us)[:, before], steady)
+        gap = table.start_us[:, chained] - table.end_us[:, before]
+        if (aside := table.parts_us.get("aside")) is not None:
+            gap = np.maximum(0.0, gap - aside[:, chained])
+        parts["between steps"] = share * _average(gap, steady)
     return parts
 
 
-def causes_of(rank: int, table: StepTable, column: Ints, late: Collection[int]) -> list[Cause]:
-    """What is different about a late rank, beside the median of those that are not late; largest first."""
+def causes_of(rank: int, table: StepTable, column: Ints, late: Collection[int], *, steady: bool = False) -> list[Cause]:
+    """What is different about a late rank, beside the median of those that are not late; largest first.
+
+    Where it is late in most steps, `steady`, what happened in single ones is no cause.
+    """
     others = [other for other in range(len(table.hosts)) if other not in late and other != rank]
     if not others:
         return []
-    parts = lateness_parts(table, column)
+    parts = lateness_parts(table, column, steady=steady)
     more = {name: float(values[rank] - np.median(values[others])) for name, values in parts.items()}
     least = max(_LEAST_MS, _LEAST_SHARE * max(more.values()))
     found = [
@@ -66,20 +73,26 @@ def causes_of(rank: int, table: StepTable, column: Ints, late: Collection[int]) 
         for name, ms in more.items()
         if ms >= least
     ]
-    found += _collections(rank, others, table, column, least) + _processor(rank, others, table, column, least)
+    found += _collections(rank, others, table, column, least, steady) + _processor(rank, others, table, column, least)
     found.sort(key=lambda cause: -(cause.ms or 0.0))
     return found + _device(rank, others, table, column) + _experts(rank, others, table, column)
 
 
-def _mean(table: StepTable, part: str, column: Ints) -> Floats:
+def _mean(table: StepTable, part: str, column: Ints, steady: bool) -> Floats:
     values = table.parts_us.get(part)
     if values is None or not len(column):
         return np.zeros(len(table.hosts))
-    return np.asarray(np.nan_to_num(values[:, column]).mean(axis=1) / 1e3)
+    return _average(np.nan_to_num(values[:, column]), steady)
 
 
-def _collections(rank: int, others: Sequence[int], table: StepTable, column: Ints, least: float) -> list[Cause]:
-    spent = _mean(table, "gc", column)
+def _average(us: Floats, steady: bool) -> Floats:
+    return np.asarray((tamed(us) if steady else us).mean(axis=1) / 1e3)
+
+
+def _collections(
+    rank: int, others: Sequence[int], table: StepTable, column: Ints, least: float, steady: bool
+) -> list[Cause]:
+    spent = _mean(table, "gc", column, steady)
     ms = float(spent[rank] - np.median(spent[others]))
     if ms < least:
         return []

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from hvdtrain.timeline.columns import Floats
-from hvdtrain.timeline.lateness import median_of_others
+from hvdtrain.timeline.lateness import median_of_others, tamed
 from hvdtrain.timeline.stats import correlation_steps, student
 
 _SHUFFLES = 2000
@@ -25,8 +25,8 @@ def latest(work: Floats) -> tuple[int, bool, float]:
     """The rank that is later than the others by most, whether that is no accident, and how alike steps are.
 
     Two statistics of how late a rank is, each against what is usual in its step (the median of the others): the mean,
-    which sees a rank that is late seldom and by much; and the mean of values of which none counts for more than three
-    times the usual scatter, which sees a small lateness under noise with outliers. Each is compared with those that
+    which sees a rank that is late seldom and by much; and the mean of times without their outliers
+    (`lateness.tamed`), which sees a small steady lateness among them. Each is compared with those that
     come out when ranks change their names in each block of steps, of the rank that then is the latest: so having
     looked for the latest of many ranks is part of the odds (a permutation test of the largest statistic; Westfall and
     Young, Resampling-based multiple testing, 1993). Where there are too few blocks to shuffle, a rank's mean is tested
@@ -38,21 +38,13 @@ def latest(work: Floats) -> tuple[int, bool, float]:
     Returns:
         Rank, whether it is late, and how many steps say as much as one independent one.
     """
-    excess = work - median_of_others(work)
-    clipped = _clipped(excess)
-    about_mean = clipped - clipped.mean(axis=1, keepdims=True)
-    alike = correlation_steps(about_mean)
-    first, second = (_test(values, alike) for values in (clipped, excess))
+    steady = tamed(work)
+    excess = [values - median_of_others(values) for values in (steady, work)]
+    alike = correlation_steps(excess[0] - excess[0].mean(axis=1, keepdims=True))
+    first, second = (_test(values, alike) for values in excess)
     if second[1] and not first[1]:
         return second[0], True, alike
     return first[0], first[1], alike
-
-
-def _clipped(excess: Floats) -> Floats:
-    """Values within three times the usual scatter about each rank's median."""
-    middle = np.median(excess, axis=1, keepdims=True)
-    scatter = 1.4826 * np.median(np.abs(excess - middle))
-    return np.clip(excess, middle - 3 * scatter, middle + 3 * scatter)
 
 
 def _test(values: Floats, alike: float) -> tuple[int, bool]:

@@ -84,9 +84,12 @@ def _late(facts: Facts) -> Iterator[Finding]:
         why = f"; {causes[0].text}" if causes else ""
         whole = sum(rows[each].cost_ms.value for each in facts.blame.late)
         together = f" (of {wording.ms(whole)} ms that late ranks cost together)" if len(facts.blame.late) > 1 else ""
+        behind = (
+            f"it is usually ready {wording.ms(row.behind_ms)} ms after them, the last in {row.last_share:.0%} of steps"
+        )
         text = (
             f"rank {rank}{' on ' + row.host if row.host else ''} is late: steps would be {_ms(row.cost_ms)} shorter"
-            f"{together} were it like the others; it is the last in {row.last_share:.0%} of them{why}"
+            f"{together} were it like the others; {behind}{why}"
         )
         cures = [_CURES[cause.name] for cause in causes if cause.name in _CURES][:2]
         advice = "; ".join(cures) or f"compare its host with another: hvdtrain doctor there; see rank {rank}'s lane"

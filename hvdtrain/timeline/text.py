@@ -101,7 +101,8 @@ def _blame(blame: Blame) -> Iterator[str]:
     yield _short(f"who is late, by {source} of {blame.steps} steps: {who}{more}", 120)
     for row in blame.ranks[:_MOST_RANKS] if blame.late else ():
         name = _short(f"rank {row.rank}{' on ' + row.host if row.host else ''}", 24)
-        yield f"  {name:<24} last in {row.last_share:5.1%}, costs {quantity(row.cost_ms)} ms a step"
+        behind = f"{wording.ms(abs(row.behind_ms))} ms {'after' if row.behind_ms >= 0 else 'before'} the others"
+        yield f"  {name:<24} ready {behind}, the last in {row.last_share:4.0%}, costs {quantity(row.cost_ms)} ms a step"
         if row.rank in blame.late:
             causes = list(blame.causes.get(row.rank, ()))[: 2 if len(blame.late) == 1 else 1]
             yield from (f"    {_short(cause.text, _WIDTH - 4)}" for cause in causes)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.timeline.blame import Verdict, judge
 from hvdtrain.timeline.columns import StepTable
-from hvdtrain.timeline.lateness import costs, median_of_others
+from hvdtrain.timeline.lateness import costs, like_the_others, median_of_others
 from hvdtrain.timeline.rounds import Rounds, from_stamps
 from tests.support.step_tables import Floats, noise, table_of
 
@@ -136,6 +136,11 @@ def test_who_is_called_what_does_not_matter(ranks: int, steps: int, seed: int) -
     for late in ([0], [0, 1] if ranks > 2 else [1]):
         renamed = [int(np.flatnonzero(order == rank)[0]) for rank in late]
         np.testing.assert_allclose(costs(work, late)[order], costs(work[order], renamed))
+    changed = like_the_others(work)
+    for rank, cost in enumerate(costs(work)):
+        mended = work.copy()
+        mended[rank] = changed[rank]
+        assert cost == pytest.approx(float((work.max(axis=0) - mended.max(axis=0)).mean()))
     expected = [[np.median(np.delete(work[:, s], r)) for s in range(steps)] for r in range(ranks)]
     np.testing.assert_allclose(median_of_others(work), expected)
 
@@ -174,3 +179,25 @@ def test_the_first_steps_blame_nobody() -> None:
     compiling[1, :2] = 5000.0
     found = _judged(table_of(work, more_ms={"forward": compiling}))
     assert not found.late and not found.pauses
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_loaded_host_hides_no_steady_lateness(ranks: int) -> None:
+    """Every seventh time of any rank is longer by up to 60% of a step, and 40 steps are all there is."""
+    for seed in range(20):
+        generator = np.random.default_rng(seed)
+        quiet = 100 + np.abs(noise(generator, (ranks, 40), "gaussian", 1.0))
+        quiet += np.where(generator.random(quiet.shape) < 1 / 7, generator.exponential(25.0, quiet.shape), 0.0)
+        work, _ = _planted(quiet, seed % ranks, 10.0)
+        found = judge(_rounds(work))
+        assert found.late == [seed % ranks], (seed, found.reason, found.cost_ms)
+        assert found.cost_ms[seed % ranks].value == pytest.approx(10.0, rel=0.2)
+        assert not judge(_rounds(quiet)).late
+
+
+def test_a_late_rank_is_not_excused_by_others_that_are_noisier() -> None:
+    """Had it their noise too, steps would be longer for that; but it does not."""
+    work = _quiet(0, 2, 400, "gaussian", 0.1)
+    work[0, ::10] += 20.0
+    late, shorter = _planted(work, 1, 3.0)
+    assert costs(late)[1] == pytest.approx(shorter, rel=0.2)
