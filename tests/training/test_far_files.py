@@ -13,9 +13,9 @@ from hvdtrain.training.far_files import bring_spans, whole_lines
 from tests.support.thread_comm import ThreadComm, on_ranks
 
 
-def _trace(folder: Path, rank: int, began: int, spans: int = 3, name: str = "") -> None:
+def _trace(folder: Path, rank: int, began: int, spans: int = 3) -> None:
     head = {"name": "clock", "ph": "M", "pid": rank, "args": {"monotonic_us": began}}
-    file = TraceFile(folder / (name or f"spans-rank-{rank}.json"), [head])
+    file = TraceFile(folder / f"spans-rank-{rank}.json", [head])
     file.append([{"name": "x", "ph": "X", "pid": rank, "tid": 0, "ts": n, "dur": 1} for n in range(spans)])
     file.close()
 
@@ -42,8 +42,7 @@ def test_files_that_rank_0_does_not_see_come_to_it_whole(tmp_path: Path) -> None
 def test_a_file_of_an_earlier_start_is_no_substitute(tmp_path: Path) -> None:
     _trace(tmp_path / "a", 0, began=0)
     _trace(tmp_path / "a", 1, began=1)
-    _trace(tmp_path / "b", 1, began=1)
-    _trace(tmp_path / "b", 1, began=2, name="spans-rank-1-1.json")
+    _trace(tmp_path / "b", 1, began=2)
     _bring(tmp_path, ["a", "b"])
     brought = json.loads((tmp_path / "a" / "spans-rank-1-1.json").read_text())
     assert brought[0]["args"]["monotonic_us"] == 2
