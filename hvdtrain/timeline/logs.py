@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -37,9 +38,17 @@ def collect_lines(paths: Sequence[Path]) -> list[str]:
     return [*stalls.lines(), *nccl.lines()]
 
 
-def find_logs(run: Path) -> list[Path]:
-    """Files of output that lie in a run's folder: ``*.log, *.out, *.err`` and what is in ``output/``."""
+def find_logs(run: Path, nccl_debug_file: str | None = None) -> list[Path]:
+    """Files of output of a run.
+
+    Args:
+        run: its folder: ``*.log, *.out, *.err`` there, and what is in ``output/``.
+        nccl_debug_file: what NCCL_DEBUG_FILE was, as an absolute path; NCCL puts host and process for %h and %p.
+    """
     found = {path for pattern in _LOGS for path in run.glob(pattern) if path.is_file()}
+    if nccl_debug_file:
+        pattern = re.sub("%[hp]", "*", glob.escape(nccl_debug_file))
+        found |= {path for path in map(Path, glob.glob(pattern)) if path.is_file()}
     return sorted(found)
 
 

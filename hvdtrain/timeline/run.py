@@ -38,12 +38,13 @@ def load(path: Path, *more: Path, logs: Sequence[Path] = (), most_bytes: float =
     Errors:
         TraceError: it is neither.
     """
-    run = _load(path, more, most_bytes)
-    output = dict.fromkeys(log.resolve() for log in [*logs, *(find_logs(run.path) if run.path.is_dir() else [])])
+    run, found = _load(path, more, most_bytes)
+    output = dict.fromkeys(log.resolve() for log in [*logs, *found])
     return replace(run, warnings=[*run.warnings, *collect_lines(list(output))])
 
 
-def _load(path: Path, more: Sequence[Path], most_bytes: float) -> RunTrace:
+def _load(path: Path, more: Sequence[Path], most_bytes: float) -> tuple[RunTrace, list[Path]]:
+    """The trace, and files of output that belong to it."""
     folder = path.parent if path.name == TIMELINE and (path.parent / JOURNAL).is_file() else path
     if folder.is_dir():
         if more:
@@ -52,10 +53,10 @@ def _load(path: Path, more: Sequence[Path], most_bytes: float) -> RunTrace:
     if not path.exists():
         raise TraceError(f"{path} does not exist", expected=_WHAT, next_step="ls runs/ shows the runs of this folder")
     traces = [read_horovod(each) for each in (path, *more)]
-    return RunTrace(path, max(map(_ranks, traces)), horovod=_side_by_side(traces))
+    return RunTrace(path, max(map(_ranks, traces)), horovod=_side_by_side(traces)), []
 
 
-def _load_run(folder: Path, most_bytes: float) -> RunTrace:
+def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
     timeline = folder / TIMELINE
     if not (folder / JOURNAL).is_file() and not timeline.is_dir():
         here = ", ".join(sorted(each.name for each in folder.iterdir())[:6]) or "nothing"
@@ -70,9 +71,9 @@ def _load_run(folder: Path, most_bytes: float) -> RunTrace:
     size = int(started.get("size") or (len(start.steps.hosts) if start else len(spans)))
     horovod = list(_segments(timeline, steps, notes, most_bytes)) if timeline.is_dir() else []
     notes += _missing(timeline, size, steps, spans, config)
-    return RunTrace(
-        folder, size, config, steps, spans, horovod, machine, warnings, start.link if start is not None else (), notes
-    )
+    link = start.link if start is not None else ()
+    run = RunTrace(folder, size, config, steps, spans, horovod, machine, warnings, link, notes)
+    return run, find_logs(folder, started.get("nccl_debug_file"))
 
 
 def _journal(path: Path) -> tuple[Mapping[str, Any], list[str], list[Mapping[str, Any]]]:

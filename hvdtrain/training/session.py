@@ -232,6 +232,8 @@ def _describe_start(run: RunConfig, task: Task, comm: Comm, directory: Path, rec
     train = run.config.train
     parameters = sum(p.numel() for p in task.model.parameters())
     facts = {"size": comm.size, "parameters": parameters, "unit": task.unit, "run_dir": str(directory)}
+    if where := environ().get("NCCL_DEBUG_FILE"):
+        facts["nccl_debug_file"] = str(Path(where).absolute())
     recorder.event({"event": "started", **facts, "config": dict(run.resolved)})
     recorder.say(
         f"{parameters / 1e6:.2f}M parameters, {dataset_length(task.train_data):,} samples, {comm.size} rank(s),"

@@ -10,7 +10,7 @@ import pytest
 from hvdtrain.errors import TraceError
 from hvdtrain.timeline.logs import collect_lines, find_logs
 from hvdtrain.timeline.run import load
-from tests.support.launch import run
+from tests.support.launch import run, train
 
 STALLING = """
 import time, torch, horovod.torch as hvd
@@ -121,3 +121,14 @@ def test_output_in_the_runs_folder_is_found_by_itself(tmp_path: Path) -> None:
     expected = ["Horovod stalled on rank 1 for more than 60 s, once: a", "NCCL uses the network IB (1 GPU)"]
     assert list(load(tmp_path).warnings) == expected
     assert list(load(tmp_path, logs=[tmp_path / "job.log"]).warnings) == expected
+
+
+def test_what_nccl_writes_where_its_variable_says_belongs_to_the_run(tmp_path: Path) -> None:
+    (tmp_path / "nccl [1]").mkdir()
+    variables = {"NCCL_DEBUG_FILE": "nccl [1]/%h.%p.txt"}
+    toy = f"{Path(__file__).parents[1]}/support/toy.py:toy"
+    train("--task", toy, "--train.steps=2", "--run_dir=run", cwd=tmp_path, environment=variables)
+    (tmp_path / "nccl [1]/node7.4321.txt").write_text("node7:4321:4399 [0] NCCL WARN Call to connect failed\n")
+    (tmp_path / "nccl [1]/other.log").write_text("node7:4321:4399 [0] NCCL WARN Of another job\n")
+    (line,) = [line for line in load(tmp_path / "run").warnings if "NCCL" in line]
+    assert "Call to connect failed" in line
