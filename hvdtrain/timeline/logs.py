@@ -48,7 +48,7 @@ def find_logs(run: Path, nccl_debug_file: str | None = None) -> list[Path]:
     found = {path for pattern in _LOGS for path in run.glob(pattern) if path.is_file()}
     if nccl_debug_file:
         pattern = re.sub("%[hp]", "*", glob.escape(nccl_debug_file))
-        found |= {path for path in map(Path, glob.glob(pattern)) if path.is_file()}
+        found |= {path for path in Path("/").glob(pattern.lstrip("/")) if path.is_file()}
     return sorted(found)
 
 
