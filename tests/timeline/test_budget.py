@@ -44,13 +44,16 @@ def test_parts_sum_to_the_wall_time_of_every_rank_and_step(seed: int, ranks: int
 def test_the_budget_is_that_of_the_job() -> None:
     generator = np.random.default_rng(0)
     work = 20 + noise(generator, (4, 100), "gaussian", 0.5)
-    table = table_of(work, exchange_ms=3.0)
+    aside = np.zeros_like(work)
+    aside[:, 9::10] = 100.0  # before these steps begin
+    table = table_of(work, exchange_ms=3.0, more_ms={"aside": aside})
     budget = of_steps(table)
     assert budget is not None and budget.what == "mean of 4 ranks" and budget.steps == 98
     wall_ms = (table.end_us[:, -1] - table.end_us[:, 1]).mean() / 1e3
     assert budget.step_ms.value * 98 == pytest.approx(wall_ms)
     parts = {part.name: part.ms.value for part in budget.parts}
     assert parts["exchange"] == pytest.approx(3.0)
+    assert parts["evaluations and checkpoints"] == pytest.approx(aside[:, 2:].mean())
     assert parts["forward"] == pytest.approx(0.3 * work[:, 2:].mean())
     ready = table.ready_us[:, 2:]
     assert parts[LATE] == pytest.approx((ready.max(axis=0) - ready).mean() / 1e3)
@@ -77,9 +80,12 @@ def test_what_is_exposed_is_cut_by_horovods_phases() -> None:
 
 def test_a_timeline_of_another_clock_cuts_nothing() -> None:
     table = table_of(np.full((2, 20), 20.0), exchange_ms=4.0)
-    turns = [Turn("x", 1e3 * i, {"NEGOTIATE_ALLREDUCE": 10, "MPI_ALLREDUCE": 10}) for i in range(5)]
-    budget = of_steps(table, [trace_of(turns)])
-    assert budget is not None and "exchange" in budget.exposed and "transfer" not in budget.exposed
+    phases = {"NEGOTIATE_ALLREDUCE": 10.0, "MPI_ALLREDUCE": 10.0}
+    elsewhere = [Turn("x", 1e3 * i, phases) for i in range(5)]
+    beside = [Turn("x", float(t) + 500.0, phases) for t in table.start_us[0]]
+    for turns in (elsewhere, beside):
+        budget = of_steps(table, [trace_of(turns)])
+        assert budget is not None and "exchange" in budget.exposed and "transfer" not in budget.exposed
 
 
 @given(st.integers(0, 1000), st.integers(1, 4), st.integers(2, 10))
