@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +17,8 @@ from hvdtrain.durable import write_text
 from hvdtrain.engine.base import Engine
 from hvdtrain.exchange.rows import touched
 from hvdtrain.observe.recorder import Recorder
+from hvdtrain.runtime.environment import environ
+from hvdtrain.runtime.host import read_host
 from hvdtrain.runtime.threads import read_use
 from hvdtrain.spans import Spans
 from hvdtrain.training.device_spans import timing_event
@@ -204,11 +205,13 @@ class GradientTimes:
         return busy_ns
 
     def _content(self) -> dict[str, Any]:
+        host = read_host(environ())
         return {
             "version": VERSION,
             "size": self._comm.size,
             "local_size": self._comm.local_size,
-            "cores": len(os.sched_getaffinity(0)),
+            "cores": host.cores,
+            "own_cores": host.own_cores,
             "threads": torch.get_num_threads(),
             "device": "cpu" if self._event is None else "cuda",
             "compression": self.engine.compression,

@@ -64,7 +64,9 @@ class Evidence:
     Attributes:
         path: of the run.
         job: as it ran.
-        cores, threads: of rank 0's host; that a rank computes with.
+        cores: of rank 0's host.
+        own_cores: of them, those that rank 0 may use: fewer where its launcher bound it.
+        threads: that a rank computes with.
         on_cpu: whether gradients are made where Python runs.
         gradients: those that backward has first come first; what it leaves out comes last.
         tail_s: of backward, after the last gradient.
@@ -82,6 +84,7 @@ class Evidence:
     path: Path
     job: Job
     cores: int
+    own_cores: int
     threads: int
     on_cpu: bool
     gradients: Sequence[Gradient]
@@ -96,7 +99,7 @@ class Evidence:
     copy_s_per_byte: float | None = None
     notes: Sequence[str] = field(default=())
 
-    @property
-    def cores_are_full(self) -> bool:
+    def cores_are_full(self, ranks: Ranks) -> bool:
         """Whether a rank that computes leaves no core to the thread that exchanges."""
-        return self.on_cpu and self.job.ranks.per_host * self.threads >= self.cores
+        bound = self.own_cores < self.cores and self.threads >= self.own_cores
+        return self.on_cpu and (bound or ranks.per_host * self.threads >= self.cores)

@@ -13,7 +13,7 @@ from hvdtrain.timeline.whatif.fitting import known_link
 from hvdtrain.timeline.whatif.links import Link, of_bandwidth
 from hvdtrain.timeline.whatif.replay import Replayed, replay
 
-_CODING_OFF = (0.5, 0.2)
+_CODING_OFF = (0.5, 0.3)
 """By how much costs of coding may be off: estimated, measured."""
 _ASKED_OFF = 0.1
 """By how much a link may carry less than the bandwidth that was asked for: at 100 Mbit/s, where its queue overflows,
@@ -188,7 +188,7 @@ class _Model:
         return Setting(
             self.evidence.job,
             replace(link, s_per_byte=link.s_per_byte * (1 + self.link_off)),
-            full=self.evidence.cores_are_full,
+            full=self.evidence.cores_are_full(self.evidence.job.ranks),
             coding=1 + self.coding_off,
         )
 
@@ -203,7 +203,7 @@ class _Model:
             job,
             replace(link, s_per_byte=link.s_per_byte * (1 + self.link_off)),
             change.algorithm or "auto",
-            evidence.on_cpu and job.ranks.per_host * evidence.threads >= evidence.cores,
+            evidence.cores_are_full(job.ranks),
             None if change.data_ms is None else change.data_ms / 1e3,
             1 + (change.slow_rank_percent or 0.0) / 100,
             1 + self.coding_off,

@@ -73,6 +73,7 @@ def read_evidence(path: Path, accept: Callable[[Mapping[str, Any]], bool] = lamb
         path=path,
         job=job,
         cores=seen["cores"],
+        own_cores=seen["own_cores"],
         threads=seen["threads"],
         on_cpu=seen["device"] == "cpu",
         gradients=gradients,

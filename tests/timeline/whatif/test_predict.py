@@ -137,6 +137,15 @@ def test_what_cannot_be_predicted_says_why(alone: Path, change: Change, said: st
         predict(read_evidence(alone), change)
 
 
+def test_a_rank_that_is_bound_to_its_core_shares_it_with_the_exchange(tmp_path: Path) -> None:
+    free, bound = (
+        read_evidence(run_folder(tmp_path / str(own), size=2, wait_ms=9.0, link=GBIT, own_cores=own)) for own in (8, 1)
+    )
+    assert not free.cores_are_full(Ranks(2, 1))
+    assert bound.cores_are_full(Ranks(2, 1))
+    assert free.cores_are_full(Ranks(8, 8))
+
+
 def test_how_many_ranks_a_host_takes_follows_from_its_cores(alone: Path, pair: Path) -> None:
     here = predict(read_evidence(alone), Change(size=8)).job
     assert here.ranks == Ranks(8, 8)
