@@ -64,7 +64,7 @@ def _train(argv: list[str], info: RankInfo, voice: Voice) -> Result:
 def summary(result: Result, info: RankInfo) -> str:
     """What a person wants to know at the end."""
     from hvdtrain.observe.tensorboard import FOLDER
-    from hvdtrain.timeline.brief import to_lines
+    from hvdtrain.timeline.telling.brief import to_lines
     from hvdtrain.training.observers import TIMELINE
     from hvdtrain.training.report import PAGE
 

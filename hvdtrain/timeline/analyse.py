@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from hvdtrain.timeline import budget, carriers, communication, lanes
+from hvdtrain.timeline.analysing import budget, carriers, communication, lanes
+from hvdtrain.timeline.analysing.blame import Verdict, judge
+from hvdtrain.timeline.analysing.causes import causes_of
+from hvdtrain.timeline.analysing.findings import Facts, find
+from hvdtrain.timeline.analysing.lateness import median_of_others
+from hvdtrain.timeline.analysing.phases import steady, steps_of
+from hvdtrain.timeline.analysing.rounds import from_stamps, from_ticks, warm_up
 from hvdtrain.timeline.analysis import Analysis, Blame, Estimate, RankRow
-from hvdtrain.timeline.blame import Verdict, judge
-from hvdtrain.timeline.causes import causes_of
 from hvdtrain.timeline.columns import RunTrace, StepTable
-from hvdtrain.timeline.findings import Facts, find
-from hvdtrain.timeline.lateness import median_of_others
-from hvdtrain.timeline.phases import steady, steps_of
-from hvdtrain.timeline.rounds import from_stamps, from_ticks, warm_up
 
 
 def analyse(run: RunTrace) -> Analysis:

@@ -13,9 +13,9 @@ import numpy as np
 from hvdtrain.errors import TraceError
 from hvdtrain.observe.journal import NAME as JOURNAL
 from hvdtrain.observe.journal import journal_lines
+from hvdtrain.timeline.analysing.phases import extent
 from hvdtrain.timeline.columns import HorovodTrace, RankSpans, RunTrace, StepTable
 from hvdtrain.timeline.logs import collect_lines, find_logs
-from hvdtrain.timeline.phases import extent
 from hvdtrain.timeline.read import read_horovod
 from hvdtrain.timeline.span_files import read_spans, wall_clock_us
 from hvdtrain.timeline.steps import read_starts

@@ -54,9 +54,9 @@ def report(observe: ObserveConfig, directory: Path, recorder: Recorder, comm: Co
 
 def _explain(directory: Path) -> Analysis:
     from hvdtrain.timeline.analyse import analyse
-    from hvdtrain.timeline.form import to_bytes
-    from hvdtrain.timeline.page import to_html
     from hvdtrain.timeline.run import load
+    from hvdtrain.timeline.telling.form import to_bytes
+    from hvdtrain.timeline.telling.page import to_html
 
     analysis = analyse(load(directory, most_bytes=MOST_BYTES))
     folder = directory / TIMELINE
@@ -68,7 +68,7 @@ def _explain(directory: Path) -> Analysis:
 
 def _told(analysis: Analysis) -> dict[str, Any]:
     """What journal and sinks get of it."""
-    from hvdtrain.timeline.page import verdict
+    from hvdtrain.timeline.telling.page import verdict
 
     findings = [asdict(finding) for finding in analysis.findings]
     return {"verdict": verdict(analysis), "figures": figures(analysis), "findings": findings}

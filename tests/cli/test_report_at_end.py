@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from hvdtrain.observe.journal import read_journal
-from hvdtrain.timeline.brief import MOST_LINES
+from hvdtrain.timeline.telling.brief import MOST_LINES
 from tests.support.launch import ENVIRONMENT, command, train
 
 TOY = [

@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from hvdtrain.__main__ import main
-from hvdtrain.timeline.form import schema
+from hvdtrain.timeline.telling.form import schema
 
 TRACES = Path(__file__).parents[1] / "timeline" / "traces"
 TRACE = str(TRACES / "training.json.gz")

@@ -14,9 +14,9 @@ import pytest
 
 from hvdtrain.observe.journal import read_steps
 from hvdtrain.timeline.analyse import analyse
+from hvdtrain.timeline.analysing.blame import judge
+from hvdtrain.timeline.analysing.rounds import from_stamps
 from hvdtrain.timeline.analysis import Analysis
-from hvdtrain.timeline.blame import judge
-from hvdtrain.timeline.rounds import from_stamps
 from hvdtrain.timeline.run import load
 from tests.support.launch import train
 

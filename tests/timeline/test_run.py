@@ -12,7 +12,7 @@ import pytest
 from hvdtrain.errors import TraceError
 from hvdtrain.timeline.analyse import analyse
 from hvdtrain.timeline.run import load
-from hvdtrain.timeline.text import to_text
+from hvdtrain.timeline.telling.text import to_text
 
 TRACES = Path(__file__).parent / "traces"
 ALL = sorted(TRACES.glob("*.json.gz"))

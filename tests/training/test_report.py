@@ -68,7 +68,7 @@ def test_without_traces_there_is_none(tmp_path: Path) -> None:
     assert _events(tmp_path, "explained") == _events(tmp_path, "warning") == []
 
 
-@pytest.mark.parametrize("broken", ["hvdtrain.timeline.analyse.analyse", "hvdtrain.timeline.page.to_html"])
+@pytest.mark.parametrize("broken", ["hvdtrain.timeline.analyse.analyse", "hvdtrain.timeline.telling.page.to_html"])
 def test_what_fails_is_a_warning(broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object) -> None:
         raise ZeroDivisionError("there was nothing")

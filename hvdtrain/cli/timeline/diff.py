@@ -31,8 +31,8 @@ def main(command: str, argv: list[str]) -> int:
     import orjson
 
     from hvdtrain.timeline.analyse import analyse
-    from hvdtrain.timeline.compare import compare, to_plain, to_text
     from hvdtrain.timeline.run import load
+    from hvdtrain.timeline.telling.compare import compare, to_plain, to_text
 
     a, b = load(options.run_a), load(options.run_b)
     found = compare(analyse(a), analyse(b), a.config, b.config)

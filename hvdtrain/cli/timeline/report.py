@@ -28,8 +28,8 @@ def main(command: str, argv: list[str]) -> int:
     """Read, analyse, show; the exit code."""
     options = _parser(command).parse_args(argv)
     from hvdtrain.errors import ConfigError
-    from hvdtrain.timeline import condition
     from hvdtrain.timeline.analysis import figures
+    from hvdtrain.timeline.telling import condition
 
     clauses: list[condition.Clause] = []
     try:
@@ -55,12 +55,12 @@ def _analysis(paths: list[Path], logs: list[Path]) -> Analysis:
 
 
 def _show(analysis: Analysis, as_json: bool, html: Path | None) -> None:
-    from hvdtrain.timeline.form import to_bytes
-    from hvdtrain.timeline.text import to_text
+    from hvdtrain.timeline.telling.form import to_bytes
+    from hvdtrain.timeline.telling.text import to_text
 
     if html is not None:
         from hvdtrain.durable import write_text
-        from hvdtrain.timeline.page import to_html
+        from hvdtrain.timeline.telling.page import to_html
 
         write_text(html, to_html(analysis))
     if as_json:

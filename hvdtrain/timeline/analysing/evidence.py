@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 
+from hvdtrain.timeline.analysing.lateness import median_of_others, tamed
+from hvdtrain.timeline.analysing.stats import correlation_steps, student
 from hvdtrain.timeline.columns import Floats
-from hvdtrain.timeline.lateness import median_of_others, tamed
-from hvdtrain.timeline.stats import correlation_steps, student
 
 _SHUFFLES = 2000
 _TOGETHER = 50

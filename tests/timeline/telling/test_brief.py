@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from hvdtrain.timeline.analysis import Analysis, Budget, Finding
-from hvdtrain.timeline.brief import MOST_LINES, to_lines
+from hvdtrain.timeline.telling.brief import MOST_LINES, to_lines
 from tests.support.analyses import about, analysis, budget, empty, hostile, parts
 
 

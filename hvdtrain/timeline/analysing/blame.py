@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hvdtrain.timeline.analysing.evidence import latest
+from hvdtrain.timeline.analysing.lateness import cost_estimates, like_the_others, median_of_others, tamed
+from hvdtrain.timeline.analysing.rounds import Rounds
+from hvdtrain.timeline.analysing.stats import mean_of
 from hvdtrain.timeline.analysis import Estimate
 from hvdtrain.timeline.columns import Floats
-from hvdtrain.timeline.evidence import latest
-from hvdtrain.timeline.lateness import cost_estimates, like_the_others, median_of_others, tamed
-from hvdtrain.timeline.rounds import Rounds
-from hvdtrain.timeline.stats import mean_of
 
 _PAUSE_STEPS = 3.0
 _PAUSE_SHARE = 0.01

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from hvdtrain.spans import EXCHANGE, MAIN
-from hvdtrain.timeline import carriers, communication, lanes
+from hvdtrain.timeline.analysing import carriers, communication, lanes
+from hvdtrain.timeline.analysing.communication import bus_bytes
+from hvdtrain.timeline.analysing.phases import PHASES, kind_of
+from hvdtrain.timeline.analysing.rounds import from_ticks
+from hvdtrain.timeline.analysing.tracks import modules_of, tensor_module
 from hvdtrain.timeline.columns import BucketFacts, HorovodTrace, RankSpans, RunTrace
-from hvdtrain.timeline.communication import bus_bytes
-from hvdtrain.timeline.phases import PHASES, kind_of
-from hvdtrain.timeline.rounds import from_ticks
-from hvdtrain.timeline.tracks import modules_of, tensor_module
 from tests.support.step_tables import table_of
 from tests.support.timelines import Turn, trace_of
 

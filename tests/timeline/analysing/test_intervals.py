@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.timeline.intervals import Span, common, length, partition, union, without
+from hvdtrain.timeline.analysing.intervals import Span, common, length, partition, union, without
 
 SETS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=8)
 

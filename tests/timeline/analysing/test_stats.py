@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvdtrain.timeline.stats import correlation_steps, mean_of, student
+from hvdtrain.timeline.analysing.stats import correlation_steps, mean_of, student
 
 
 def _series(generator: np.random.Generator, count: int, r: float) -> np.ndarray:  # type: ignore[type-arg]

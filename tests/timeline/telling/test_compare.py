@@ -7,7 +7,7 @@ import orjson
 import pytest
 
 from hvdtrain.timeline.analyse import analyse
-from hvdtrain.timeline.compare import Comparison, compare, to_plain, to_text
+from hvdtrain.timeline.telling.compare import Comparison, compare, to_plain, to_text
 from tests.support.step_tables import Floats, noise, run_of, table_of
 
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hvdtrain.timeline.analysing.intervals import Span, common, length, union
+from hvdtrain.timeline.analysing.phases import PHASES, TRANSFER, by_kind, extent, steps_of, whole_collectives
+from hvdtrain.timeline.analysing.tracks import exchange_of, spans_named
 from hvdtrain.timeline.analysis import Communication, Estimate, Part
 from hvdtrain.timeline.columns import HorovodTrace, RunTrace, StepTable
-from hvdtrain.timeline.intervals import Span, common, length, union
-from hvdtrain.timeline.phases import PHASES, TRANSFER, by_kind, extent, steps_of, whole_collectives
-from hvdtrain.timeline.tracks import exchange_of, spans_named
 
 
 def of_run(run: RunTrace) -> Communication | None:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis import Analysis, Blame, Budget, Estimate, Lane, Part, RankRow, Slice
-from hvdtrain.timeline.page import to_html
-from hvdtrain.timeline.page_lanes import MOST_SLICES, packed, shown_lanes, summary
-from hvdtrain.timeline.page_view import MOST_RANKS, blame_view, budget_view, finding_pieces
+from hvdtrain.timeline.telling.page import to_html
+from hvdtrain.timeline.telling.page_lanes import MOST_SLICES, packed, shown_lanes, summary
+from hvdtrain.timeline.telling.page_view import MOST_RANKS, blame_view, budget_view, finding_pieces
 from tests.support.analyses import analysis, budget, empty, hostile, lanes, rank_rows
 
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.timeline.blame import Verdict, judge
+from hvdtrain.timeline.analysing.blame import Verdict, judge
+from hvdtrain.timeline.analysing.lateness import costs, like_the_others, median_of_others
+from hvdtrain.timeline.analysing.rounds import Rounds, from_stamps
 from hvdtrain.timeline.columns import StepTable
-from hvdtrain.timeline.lateness import costs, like_the_others, median_of_others
-from hvdtrain.timeline.rounds import Rounds, from_stamps
 from tests.support.step_tables import Floats, noise, table_of
 
 STEP_MS = 20.0

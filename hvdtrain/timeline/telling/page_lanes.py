@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvdtrain.timeline.analysis import Analysis, Lane
-from hvdtrain.timeline.hues import hue
+from hvdtrain.timeline.telling.hues import hue
 
 MOST_SLICES = 50_000
 """In the picture, some 0.6 MB of the page."""

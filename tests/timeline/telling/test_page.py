@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hvdtrain.timeline.analysis import Analysis
-from hvdtrain.timeline.page import to_html, verdict
-from hvdtrain.timeline.page_view import MOST_RANKS
+from hvdtrain.timeline.telling.page import to_html, verdict
+from hvdtrain.timeline.telling.page_view import MOST_RANKS
 from tests.support.analyses import HOSTILE, analysis, empty, hostile
 from tests.support.browser import browser, severe, until
 

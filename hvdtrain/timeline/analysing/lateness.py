@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from hvdtrain.timeline.analysing.stats import BATCHES, student
 from hvdtrain.timeline.analysis import Estimate
 from hvdtrain.timeline.columns import Floats
-from hvdtrain.timeline.stats import BATCHES, student
 
 
 def median_of_others(values: Floats) -> Floats:

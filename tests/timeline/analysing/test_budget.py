@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.timeline.budget import IDLE, LATE, of_steps, of_timeline, step_parts
+from hvdtrain.timeline.analysing.budget import IDLE, LATE, of_steps, of_timeline, step_parts
+from hvdtrain.timeline.analysing.phases import steps_of
 from hvdtrain.timeline.columns import StepTable
-from hvdtrain.timeline.phases import steps_of
 from tests.support.step_tables import noise, table_of
 from tests.support.timelines import Turn, trace_of
 

@@ -12,9 +12,15 @@ from typing import TYPE_CHECKING, Any
 import hvdtrain
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis import Analysis, Lane, figures
-from hvdtrain.timeline.hues import MORE, hue
-from hvdtrain.timeline.page_lanes import packed, shown_lanes, summary
-from hvdtrain.timeline.page_view import blame_view, budget_view, carrier_rows, communication_view, finding_pieces
+from hvdtrain.timeline.telling.hues import MORE, hue
+from hvdtrain.timeline.telling.page_lanes import packed, shown_lanes, summary
+from hvdtrain.timeline.telling.page_view import (
+    blame_view,
+    budget_view,
+    carrier_rows,
+    communication_view,
+    finding_pieces,
+)
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -106,11 +112,11 @@ def _policy(style: str, scripts: list[str]) -> str:
 def _environment() -> Environment:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    loader = PackageLoader("hvdtrain.timeline", "templates")
+    loader = PackageLoader("hvdtrain.timeline.telling", "templates")
     found = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     found.filters["sentence"] = lambda text: text[:1].upper() + text[1:]
     return found
 
 
 def _read(name: str) -> str:
-    return resources.files("hvdtrain.timeline").joinpath("templates").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("hvdtrain.timeline.telling").joinpath("templates").joinpath(name).read_text(encoding="utf-8")

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from hvdtrain.config.schema import Config
-from hvdtrain.timeline import findings, findings_horovod
 from hvdtrain.timeline.analyse import analyse
+from hvdtrain.timeline.analysing import findings, findings_horovod
 from hvdtrain.timeline.analysis import Analysis, Cause, Finding
 from hvdtrain.timeline.columns import RunTrace
-from hvdtrain.timeline.text import to_text
+from hvdtrain.timeline.telling.text import to_text
 from tests.support.step_tables import Floats, noise, run_of, table_of
 from tests.support.timelines import Turn, trace_of
 

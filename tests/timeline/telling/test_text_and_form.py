@@ -12,8 +12,8 @@ import pytest
 
 from hvdtrain.timeline.analyse import analyse
 from hvdtrain.timeline.analysis import Analysis, figures
-from hvdtrain.timeline.form import schema, to_bytes, to_json
-from hvdtrain.timeline.text import to_text
+from hvdtrain.timeline.telling.form import schema, to_bytes, to_json
+from hvdtrain.timeline.telling.text import to_text
 from tests.support import analyses
 from tests.support.step_tables import noise, run_of, table_of
 from tests.support.timelines import Turn, trace_of

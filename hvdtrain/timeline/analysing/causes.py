@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.timeline import wording
+from hvdtrain.timeline.analysing.lateness import tamed
+from hvdtrain.timeline.analysing.rounds import follows
 from hvdtrain.timeline.analysis import Cause
 from hvdtrain.timeline.columns import Floats, Ints, StepTable
-from hvdtrain.timeline.lateness import tamed
-from hvdtrain.timeline.rounds import follows
 
 _LEAST_MS = 0.05
 _LEAST_SHARE = 0.1

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.spans import EXCHANGE, MAIN
+from hvdtrain.timeline.analysing.intervals import Span, union
 from hvdtrain.timeline.columns import RankSpans
-from hvdtrain.timeline.intervals import Span, union
 
 _MOST_MODULES = 3
 

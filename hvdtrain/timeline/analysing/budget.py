@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from hvdtrain.timeline.analysing.intervals import NOTHING, Span, common, length, partition, union
+from hvdtrain.timeline.analysing.phases import OTHER, PHASES, by_kind, extent, steps_of
+from hvdtrain.timeline.analysing.rounds import follows, warm_up
+from hvdtrain.timeline.analysing.stats import mean_of
 from hvdtrain.timeline.analysis import Budget, Estimate, Part
 from hvdtrain.timeline.columns import Floats, HorovodTrace, StepTable
-from hvdtrain.timeline.intervals import NOTHING, Span, common, length, partition, union
-from hvdtrain.timeline.phases import OTHER, PHASES, by_kind, extent, steps_of
-from hvdtrain.timeline.rounds import follows, warm_up
-from hvdtrain.timeline.stats import mean_of
 
 LATE = "waiting for late ranks"
 EXCHANGE = "exchange"

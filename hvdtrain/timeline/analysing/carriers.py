@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from hvdtrain.spans import EXCHANGE
+from hvdtrain.timeline.analysing.communication import item_bytes
+from hvdtrain.timeline.analysing.intervals import common, length, union
+from hvdtrain.timeline.analysing.phases import NEGOTIATION, kind_of, recurring, steps_of
+from hvdtrain.timeline.analysing.tracks import modules_of, spans_named, tensor_module
 from hvdtrain.timeline.analysis import Carrier
 from hvdtrain.timeline.columns import BucketFacts, HorovodTrace, RankSpans, RunTrace
-from hvdtrain.timeline.communication import item_bytes
-from hvdtrain.timeline.intervals import common, length, union
-from hvdtrain.timeline.phases import NEGOTIATION, kind_of, recurring, steps_of
-from hvdtrain.timeline.tracks import modules_of, spans_named, tensor_module
 
 MOST = 10
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain.timeline.analysing.intervals import Span, union
 from hvdtrain.timeline.columns import Floats, HorovodTrace
-from hvdtrain.timeline.intervals import Span, union
 
 TRANSFER, COPIES, QUEUE, NEGOTIATION, OTHER = "transfer", "fusion copies", "queue", "negotiation", "other"
 PHASES = (TRANSFER, COPIES, QUEUE, NEGOTIATION)

@@ -10,7 +10,7 @@ from typing import Any
 
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis import Analysis, Blame, Budget, Communication, RankRow
-from hvdtrain.timeline.hues import hue
+from hvdtrain.timeline.telling.hues import hue
 
 MOST_RANKS = 100
 """Rows of ranks: those that cost most, and every late one."""

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.timeline import wording
+from hvdtrain.timeline.analysing.blame import Verdict
+from hvdtrain.timeline.analysing.budget import ASIDE, EXCHANGE, LATE, OTHER_EXCHANGE
+from hvdtrain.timeline.analysing.findings_horovod import of_timeline
+from hvdtrain.timeline.analysing.phases import COPIES, NEGOTIATION, QUEUE, TRANSFER
+from hvdtrain.timeline.analysing.rounds import warm_up
 from hvdtrain.timeline.analysis import Blame, Budget, Communication, Estimate, Finding, Part
-from hvdtrain.timeline.blame import Verdict
-from hvdtrain.timeline.budget import ASIDE, EXCHANGE, LATE, OTHER_EXCHANGE
 from hvdtrain.timeline.columns import RunTrace
-from hvdtrain.timeline.findings_horovod import of_timeline
-from hvdtrain.timeline.phases import COPIES, NEGOTIATION, QUEUE, TRANSFER
-from hvdtrain.timeline.rounds import warm_up
 
 _SHARE = 0.02
 """Of a step: what costs less is not told."""

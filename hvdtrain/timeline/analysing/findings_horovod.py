@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from hvdtrain.timeline import wording
+from hvdtrain.timeline.analysing.budget import IDLE
+from hvdtrain.timeline.analysing.phases import COPIES, NEGOTIATION, QUEUE, TRANSFER, steps_of, whole_collectives
 from hvdtrain.timeline.analysis import Budget, Communication, Finding
-from hvdtrain.timeline.budget import IDLE
 from hvdtrain.timeline.columns import HorovodTrace, RunTrace
-from hvdtrain.timeline.phases import COPIES, NEGOTIATION, QUEUE, TRANSFER, steps_of, whole_collectives
 
 _MUCH = 0.2
 """Of the wall time."""

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvdtrain.spans import DEVICE, EXCHANGE, MAIN
+from hvdtrain.timeline.analysing.intervals import union
+from hvdtrain.timeline.analysing.phases import TRANSFER, kind_of
 from hvdtrain.timeline.analysis import Lane, Slice
 from hvdtrain.timeline.columns import Floats, HorovodTrace, RankSpans, RunTrace
-from hvdtrain.timeline.intervals import union
-from hvdtrain.timeline.phases import TRANSFER, kind_of
 
 STEPS = 4
 _MOST_SLICES = 400

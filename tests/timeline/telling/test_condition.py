@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.timeline import budget, condition
 from hvdtrain.timeline.analyse import analyse
+from hvdtrain.timeline.analysing import budget
 from hvdtrain.timeline.analysis import figures
+from hvdtrain.timeline.telling import condition
 from tests.support.step_tables import run_of, table_of
 
 FIGURES = {"step_ms": 20.0, "straggler_ms": 5.0, "exposed_share": 0.25}

@@ -31,7 +31,7 @@ def to_bytes(analysis: Analysis) -> bytes:
 
 def schema() -> dict[str, Any]:
     """What `to_json` makes, as a JSON Schema (2020-12)."""
-    found: dict[str, Any] = orjson.loads(files("hvdtrain.timeline").joinpath("report.schema.json").read_bytes())
+    found: dict[str, Any] = orjson.loads(files("hvdtrain.timeline.telling").joinpath("report.schema.json").read_bytes())
     return found
 
 

@@ -1,0 +1,1 @@
+"""What is made of columns: budget, communication, blame, causes, findings, lanes. Pure."""
