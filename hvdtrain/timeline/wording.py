@@ -40,10 +40,15 @@ def percent(share: float) -> str:
     return f"{value:.0f}%"
 
 
+def speed(gb_per_s: float) -> str:
+    """``0.597 GB/s``: powers of 1000, as links are measured."""
+    return f"{ms(gb_per_s)} GB/s"
+
+
 def nbytes(count: float) -> str:
     """``26.2 MB``: powers of 1000, as links are measured."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
+            return f"{count:.0f} B" if unit == "B" else f"{ms(count)} {unit}"
         count /= 1000
-    return f"{count:.3g} TB"
+    return f"{ms(count)} TB"

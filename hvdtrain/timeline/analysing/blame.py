@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysing.evidence import latest
 from hvdtrain.timeline.analysing.lateness import cost_estimates, like_the_others, median_of_others, tamed
 from hvdtrain.timeline.analysing.rounds import Rounds
@@ -119,8 +120,11 @@ def _why_nobody(count: int, cost: Sequence[Estimate], least: float) -> str:
     worst = max(range(len(cost)), key=lambda rank: cost[rank].value)
     value = max(0.0, cost[worst].value)
     if value < least:
-        return f"no rank costs more than {least:.2g} ms a step"
-    return f"rank {worst}'s {value:.2g} ms a step may be chance: {cost[worst].low:.2g} to {cost[worst].high:.2g} ms"
+        return f"no rank costs more than {wording.ms(least)} ms a step"
+    why = f"it is somewhere in {wording.interval(cost[worst])}"
+    if cost[worst].low > least:
+        why = "with their names shuffled, ranks are as late too often"
+    return f"rank {worst}'s {wording.ms(value)} ms a step may be chance: {why}"
 
 
 def _later_than_others(work: Floats) -> tuple[list[int], float]:

@@ -209,7 +209,9 @@ def _cores(facts: Facts) -> Iterator[Finding]:
     if (waited := _cores_short(facts)) is not None:
         took = f"{wording.ms(waited)} ms a step ({waited / facts.step_ms:.0%})"
         text = f"ranks were ready to run and had no core for {took}"
-        advice = "fewer threads or ranks a host: OMP_NUM_THREADS=1, or cores for loader processes (--loader.workers 0)"
+        advice = "end what else runs on these hosts, or start fewer threads and ranks there: OMP_NUM_THREADS=1"
+        if facts.option("loader", "workers"):
+            advice += ", --loader.workers 0"
         yield Finding("cpu", text, waited, advice)
 
 
@@ -221,7 +223,8 @@ def _bandwidth(facts: Facts) -> Iterator[Finding]:
     if found.bytes_per_step is None or found.bytes_per_step < _LITTLE_BYTES:
         return
     if found.bus_gb_per_s < _SLOW_BUS * found.link_gb_per_s and transfer and transfer.share >= _SHARE:
-        text = f"sums travel at {found.bus_gb_per_s:.2g} GB/s, a large one by itself at {found.link_gb_per_s:.2g} GB/s"
+        alone = wording.speed(found.link_gb_per_s)
+        text = f"sums travel at {wording.speed(found.bus_gb_per_s)}, a large one by itself at {alone}"
         won = transfer.ms.value * (1 - found.bus_gb_per_s / found.link_gb_per_s)
         advice = "small buckets or cores that backward needs: --parallel.bucket_mib "
         yield Finding("bandwidth", text, won, advice + _other_size(facts.option("parallel", "bucket_mib"), 4))
@@ -239,4 +242,4 @@ def _ms(estimate: Estimate) -> str:
 
 
 def _seconds(ms: float) -> str:
-    return f"{ms / 1e3:.3g} s" if ms >= 1000 else f"{wording.ms(ms)} ms"
+    return f"{wording.ms(ms / 1e3)} s" if ms >= 1000 else f"{wording.ms(ms)} ms"

@@ -45,7 +45,7 @@ def of_timeline(
         yield Finding("fusion_copies", text, None, advice)
     if shares.get(TRANSFER, 0.0) >= _MUCH:
         rate = communication.bus_gb_per_s if communication else None
-        at = f" at {rate:.2g} GB/s of bus bandwidth" if rate else ""
+        at = f" at {wording.speed(rate)} of bus bandwidth" if rate else ""
         text = (
             f"sums travel during {shares[TRANSFER]:.0%} of the time{at}; what backward hides of it is not in this file"
         )

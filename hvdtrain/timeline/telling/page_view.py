@@ -162,8 +162,8 @@ def communication_view(found: Communication) -> dict[str, Any]:
         of_link = ""
         if found.link_gb_per_s:
             share = wording.percent(found.bus_gb_per_s / found.link_gb_per_s)
-            of_link = f"{share} of the {found.link_gb_per_s:.3g} GB/s of a large allreduce alone"
-        facts.append((f"{found.bus_gb_per_s:.3g} GB/s", "bus bandwidth while transferring", of_link))
+            of_link = f"{share} of the {wording.speed(found.link_gb_per_s)} of a large allreduce alone"
+        facts.append((wording.speed(found.bus_gb_per_s), "bus bandwidth while transferring", of_link))
     rows = [
         {
             "name": part.name,

@@ -76,19 +76,19 @@ def _budget(budget: Budget) -> Iterator[str]:
 def _communication(found: Communication) -> Iterator[str]:
     words = []
     if found.busy_ms is not None:
-        words.append(f"{found.busy_ms:.3g} ms a step")
+        words.append(f"{wording.ms(found.busy_ms)} ms a step")
     if found.hidden_share is not None:
         words.append(f"{found.hidden_share:.0%} of it hidden")
     if found.bytes_per_step is not None:
         words.append(wording.nbytes(found.bytes_per_step))
     if found.bus_gb_per_s is not None:
-        words.append(f"{found.bus_gb_per_s:.3g} GB/s of bus bandwidth")
+        words.append(f"{wording.speed(found.bus_gb_per_s)} of bus bandwidth")
     if found.link_gb_per_s is not None:
-        words.append(f"the link does {found.link_gb_per_s:.3g} GB/s")
+        words.append(f"the link does {wording.speed(found.link_gb_per_s)}")
     if words:
         yield f"communication: {', '.join(words)}"
     if found.phases:
-        yield f"  {', '.join(f'{part.name} {part.ms.value:.3g} ms' for part in found.phases)}"
+        yield f"  {', '.join(f'{part.name} {wording.ms(part.ms.value)} ms' for part in found.phases)}"
 
 
 def _blame(blame: Blame) -> Iterator[str]:

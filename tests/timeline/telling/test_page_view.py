@@ -172,7 +172,7 @@ def test_numbers_as_a_person_reads_them() -> None:
     assert wording.interval(Estimate(12.34, 11.21, 13.4)) == "[11.2 .. 13.4]"
     assert wording.interval(Estimate(12.34, float("nan"), float("nan"))) == ""
     assert [wording.percent(share) for share in (0.0, 0.004, 0.12, 1.0)] == ["0%", "< 1%", "12%", "100%"]
-    assert [wording.nbytes(count) for count in (12, 26_214_400, 3.1e9)] == ["12 B", "26.2 MB", "3.1 GB"]
+    assert [wording.nbytes(count) for count in (12, 26_214_400, 3.1e9)] == ["12 B", "26.2 MB", "3.10 GB"]
 
 
 def test_one_step_has_no_intervals_and_still_a_page() -> None:
