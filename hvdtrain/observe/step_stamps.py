@@ -59,6 +59,10 @@ class Experts(Protocol):
         """The share of tokens that went to one expert at most, of what was last looked at; NaN where unknown."""
         ...
 
+    def close(self) -> None:
+        """Leave the model as it was, also amid a step that is looked at."""
+        ...
+
 
 class StepStamps:
     """Gathers blocks of steps to rank 0 by one asynchronous allgather each, begun one step after the block.
@@ -136,6 +140,8 @@ class StepStamps:
 
     def close(self) -> None:
         """Gather no more; what has come is written."""
+        if self._experts is not None:
+            self._experts.close()
         self._causes.close()
         if self._writer is not None:
             self._writer.close(_PATIENCE_WHEN_FAILED_S)

@@ -36,16 +36,20 @@ class Routers:
 
     def end(self) -> None:
         """Look no more; what was seen is brought from the device, for which nobody waits."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self.close()
         if not self._counts:
             return
         with torch.no_grad():
-            shares = torch.stack([counts.max() / counts.sum() for counts in self._counts.values()])
+            shares = torch.stack([_most(counts) for counts in self._counts.values()])
             self._shares = torch.empty(shares.shape, dtype=shares.dtype, pin_memory=shares.is_cuda)
             self._shares.copy_(shares, non_blocking=True)
         self._counts.clear()
+
+    def close(self) -> None:
+        """Take the hooks off, whatever became of the step."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def take(self) -> float:
         """Of all choices of the router that is most uneven, the share of its expert with most; NaN where unknown.
@@ -53,7 +57,8 @@ class Routers:
         To be asked some steps after the one that was looked at.
         """
         shares, self._shares = self._shares, None
-        return math.nan if shares is None else float(shares.max())
+        known = [] if shares is None else [share for share in shares.tolist() if not math.isnan(share)]
+        return max(known, default=math.nan)
 
     def _saw(self, module: nn.Module, inputs: Any, output: Any) -> None:
         parts = [part for part in output if isinstance(part, Tensor)] if isinstance(output, (tuple, list)) else []
@@ -62,11 +67,21 @@ class Routers:
         if chosen is None or not module.training or experts < 2:
             return
         with torch.no_grad():
+            # What is no number of these experts is counted beside them: out of bounds, training would end by it.
             where = chosen.flatten().long()
+            where = where.where((where >= 0) & (where < experts), experts)
             counts = self._counts.get(id(module))
             if counts is None:
-                counts = self._counts[id(module)] = torch.zeros(experts, device=where.device)
+                counts = self._counts[id(module)] = torch.zeros(experts + 1, device=where.device)
+            if len(counts) != experts + 1:  # not the same thing in each call: no router
+                counts[-1] = math.nan
+                return
             counts.scatter_add_(0, where, torch.ones_like(where, dtype=counts.dtype))
+
+
+def _most(counts: Tensor) -> Tensor:
+    """The share of the expert with most; NaN where not all of them are experts, as of one that tells weights alone."""
+    return torch.where(counts[-1] == 0, counts[:-1].max() / counts.sum(), math.nan)
 
 
 def find_routers(model: nn.Module) -> Routers | None:

@@ -110,6 +110,43 @@ def run(size: int, started_at: int, stop: int, finish: bool = True) -> Told:
     return told
 
 
+class Looks:
+    """Whether anything looks at the experts."""
+
+    looking = False
+
+    def begin(self) -> None:
+        self.looking = True
+
+    def end(self) -> None:
+        self.looking = False
+
+    def take(self) -> float:
+        return math.nan
+
+    def close(self) -> None:
+        self.looking = False
+
+
+@pytest.mark.parametrize("steps", [1, BLOCK, BLOCK + 1])
+@pytest.mark.parametrize("failed", [False, True])
+def test_nobody_looks_at_experts_when_it_is_over(steps: int, failed: bool) -> None:
+    def body(comm: ThreadComm) -> None:
+        clock, looks = Clock(), Looks()
+        spans = Spans(clock)
+        stamps = StepStamps(comm, spans, Clocks(comm, ["one"]), NoCauses(), looks, 0, Keeps([]))
+        for step in range(1, steps + 1):
+            stamps.begin_step(step)
+            assert looks.looking == (step % BLOCK == 1)
+            one_step(spans, clock, step, comm.rank)
+        if not failed:
+            stamps.finish()
+        stamps.close()
+        assert not looks.looking
+
+    on_ranks(1, body)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("started_at", [0, 5])
 @pytest.mark.parametrize("steps", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 7])

@@ -60,6 +60,25 @@ def test_nothing_is_seen_and_nothing_stays_beside_the_step() -> None:
     assert not any(module._forward_hooks for module in model.modules())
 
 
+class Weights(nn.Module):
+    """A router that tells weights of the chosen ones alone, not how many experts there are."""
+
+    def forward(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        return chosen, torch.ones_like(chosen, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("chosen", [[[61, 3], [7, 2]], [[0, -1], [1, 0]]])
+def test_numbers_that_are_no_experts_cost_the_figure_not_the_training(chosen: list[list[int]]) -> None:
+    model = nn.ModuleDict({"gate": Weights()})
+    routers = find_routers(model)
+    assert routers is not None
+    routers.begin()
+    model["gate"](torch.tensor(chosen))
+    model["gate"](torch.tensor([[5, 1, 2], [0, 3, 4]]))
+    routers.end()
+    assert math.isnan(routers.take())
+
+
 @pytest.mark.filterwarnings("ignore")  # torch's own, about what it imports for compiling
 def test_models_without_routers_and_compiled_ones_are_left_alone() -> None:
     assert find_routers(nn.Sequential(nn.Linear(2, 2))) is None
