@@ -2,7 +2,8 @@
 
 A Llama of 15 million parameters, 4 x 128 tokens a micro-batch, SGD, ranks of 1 thread. Of one job, the base, is known
 what any run leaves; others differ from it by what is asked. All are started once and take turns of seconds (see
-jobs.py). A figure is 100 (predicted / measured - 1) of a median step; low and high are those of the rounds' medians.
+jobs.py). A figure is 100 (predicted / measured - 1) of a median step, from which is taken what a job's forward passes
+took longer than the base's, times backward's share: other work on the machine. Low and high are of the rounds.
 
 - one_host: 2 ranks on 2 cores without compression, and from it other sizes of buckets, other compressions;
 - ranks: 1 rank, from it 2 on one host;
@@ -34,7 +35,7 @@ PLAIN = Setting("llama15m", 4, optimizer=SGD, clip=0.0, ours={"observe.stall_tim
 BASE = "base"
 WARM_UP = 9
 """Steps: after them the base has written what is read."""
-LEAST = 2
+LEAST = 3
 """Steps of a turn."""
 RATES: Mapping[str, tuple[str | None, float | None, float, int]] = {
     "unthrottled": (None, None, 3.0, 3),
@@ -82,7 +83,7 @@ class Turns:
 
     def forget(self) -> None:
         """Begin anew."""
-        self.medians: dict[str, list[float]] = {name: [] for name in self.jobs}
+        self.medians: dict[str, list[tuple[float, float]]] = {name: [] for name in self.jobs}
         self._seen: set[float] = set()
 
     def go(self, names: Sequence[str], rounds: int, seconds: float) -> None:
@@ -93,7 +94,8 @@ class Turns:
                 steps: list[dict[str, float]] = []
                 while len(steps) < LEAST:
                     steps += self.jobs[name].turn(seconds)
-                self.medians[name].append(statistics.median(step["step_s"] for step in steps))
+                step_s, forward_s = (statistics.median(s[key] for s in steps) for key in ("step_s", "forward_s"))
+                self.medians[name].append((step_s, forward_s))
                 if name == BASE:
                     self._seen |= {step["time"] for step in steps}
 
@@ -135,6 +137,12 @@ def _setting(tried: Tried) -> Setting:
     return replace(PLAIN, ours={**PLAIN.ours, **tried.ours})
 
 
+def level(evidence: Evidence, medians: Sequence[tuple[float, float]]) -> list[float]:
+    """Steps without what computing was slower or faster by than in the base's turns, as forward tells by itself."""
+    forward_s, backward_s = evidence.parts_s["forward"], evidence.parts_s["backward"]
+    return [step_s - (seen_s / forward_s - 1) * (forward_s + backward_s) for step_s, seen_s in medians]
+
+
 def compared(label: str, evidence: Evidence, change: Change, measured_s: Sequence[float]) -> Figure:
     """One pair."""
     found = predict(evidence, change)
@@ -157,7 +165,7 @@ def here(names: Sequence[str], rounds: int) -> list[Figure]:
         evidence = turns.evidence()
         _told(evidence)
         return [
-            compared(f"one_host/{name}", evidence, TRIED[name].change, turns.medians[name])
+            compared(f"one_host/{name}", evidence, TRIED[name].change, level(evidence, turns.medians[name]))
             for name in names
             if name != BASE
         ]
@@ -170,7 +178,7 @@ def more_ranks(rounds: int) -> list[Figure]:
         turns.go((BASE, "two"), rounds, 5.0)
         evidence = turns.evidence()
         _told(evidence)
-        return [compared("ranks/1_to_2", evidence, Change(size=2), turns.medians["two"])]
+        return [compared("ranks/1_to_2", evidence, Change(size=2), [step_s for step_s, _ in turns.medians["two"]])]
 
 
 def between(names: Sequence[str], rates: Sequence[str]) -> list[Figure]:
@@ -190,7 +198,8 @@ def between(names: Sequence[str], rates: Sequence[str]) -> list[Figure]:
                 if name == BASE and label == rates[0]:
                     continue
                 change = replace(TRIED[name].change, bandwidth_gbit=gbit)
-                figures.append(compared(f"{label}/{name}", evidence, change, turns.medians[name]))
+                measured_s = level(evidence, turns.medians[name])
+                figures.append(compared(f"{label}/{name}", evidence, change, measured_s))
     return figures
 
 

@@ -120,8 +120,8 @@ class GradientTimes:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_text(self._path, orjson.dumps(self._content()).decode() + "\n")
-        except OSError as error:
-            self._warn(f"{self._path} cannot be written: {error.strerror or error}; training goes on")
+        except Exception as error:  # of a run that fails, anything: it must not stand in the place of what failed
+            self._warn(f"{self._path} is not written: {error}; training goes on")
 
     def enter(self, name: str) -> None:
         """Backward begins."""

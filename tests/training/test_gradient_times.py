@@ -71,6 +71,21 @@ def test_a_run_that_ends_before_leaves_what_there_is(tmp_path: Path) -> None:
     assert [step["step"] for step in json.loads((tmp_path / "some.json").read_text())["steps"]] == [4, 5]
 
 
+def test_what_fails_while_a_run_fails_is_said_and_raises_nothing(tmp_path: Path) -> None:
+    said: list[str] = []
+    comm, spans = SoloComm(), Spans()
+    model = nn.Linear(2, 2)
+    times = GradientTimes(model, comm, spans, tmp_path / "gradients.json", said.append)  # no engine was made
+    for step in range(1, 6):
+        times.begin_step(step)
+        spans.step = step
+        with spans("backward"):
+            model(torch.ones(1, 2)).sum().backward()
+    times.close()
+    assert len(said) == 1
+    assert spans.listeners == []
+
+
 def test_a_folder_that_cannot_be_written_costs_the_file_not_the_run(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     said: list[str] = []

@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.cli.timeline import main
+from hvdtrain.compression.table import parse
 from hvdtrain.exchange.probe import main as probe
 from hvdtrain.timeline.whatif import probing
-from hvdtrain.timeline.whatif.change import Change
+from hvdtrain.timeline.whatif.assemble import buckets_of
+from hvdtrain.timeline.whatif.change import Change, changed_job
+from hvdtrain.timeline.whatif.coding import IN_TRAINING
 from hvdtrain.timeline.whatif.read import read_evidence
 from hvdtrain.timeline.whatif.trying import cannot, command
 from tests.support.launch import ROOT, run, train
@@ -98,10 +101,18 @@ def test_costs_are_measured_once_and_kept(pair: Path, monkeypatch: pytest.Monkey
     probing.Probed(pair).measure(evidence, [evidence.job])
     probing.Probed(pair).measure(evidence, [evidence.job])
     assert len(asked) == 1
+    coded, plain = (changed_job(evidence, Change(compression=name)) for name in ("int8", "none"))
+    probing.Probed(pair).measure(evidence, [coded, plain])
+    after_s = [
+        cost.after_s
+        for job in (coded, plain)
+        if (cost := probing.Probed(pair)(parse(job.compression), buckets_of(evidence, job)[0], 2)) is not None
+    ]
+    assert after_s == pytest.approx([0.01 * IN_TRAINING, 0.01]), "a copy in training is measured there"
     assert main(["whatif", str(pair), "--json"]) == 0
     (pair / "timeline" / "probe.json").write_text('{"version": 0}')
     probing.Probed(pair).measure(evidence, [evidence.job])
-    assert len(asked) == 2, "another format is measured anew"
+    assert probing.Probed(pair)(parse("none"), buckets_of(evidence, evidence.job)[0], 2) is not None, "made anew"
 
 
 def test_without_torch_measuring_says_what_to_do(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
