@@ -12,6 +12,7 @@ from hvdtrain.config.windows import OFF, Window
 from hvdtrain.observe.window_files import Answer, Request, answer, read_request
 
 _LOOK_EVERY_S = 0.5
+_ENDED = "it has ended"
 FOREVER = 1 << 40
 """Steps of a window that nobody has given an end."""
 
@@ -100,7 +101,8 @@ class LiveWindow:
         self._say = say
         self._window = OFF
         self._profiled = False
-        self._id = ""
+        self._taken = self._id = ""
+        self._step = 0
         self._before: dict[Path, int] = {}
 
     def notices(self) -> list[int]:
@@ -108,7 +110,7 @@ class LiveWindow:
         request = self._requests.take() if self._requests is not None else None
         if request is None:
             return [0] * self.NOTICES
-        self._id = request.id
+        self._taken = request.id
         if request.action == "stop":
             return [0, 0, 1]
         return [request.steps or FOREVER, int(request.profile), 0]
@@ -116,12 +118,15 @@ class LiveWindow:
     def agreed(self, step: int, notices: Sequence[int]) -> None:
         """Step `step` has summed what the ranks put into it: act on it."""
         steps, profile, end = notices
+        if steps or end:
+            self._id = self._taken
         if steps and not (self._recordings or profile):
             self._reply(Answer(self._id, "none", lacks=self._lacks))
         elif steps:
-            first = self._window.first if self._is_open(step) else step + 1
-            self._profiled = bool(profile)
-            if not self._is_open(step):
+            is_open = self._is_open(step)
+            first = self._window.first if is_open else step + 1
+            self._profiled = bool(profile) or (is_open and self._profiled)
+            if not is_open:
                 self._before = self._files()
             self._set(Window(first, None if steps >= FOREVER else step + steps))
             self._reply(Answer(self._id, "open", first, self._window.last, lacks=self._lacks))
@@ -134,15 +139,22 @@ class LiveWindow:
 
     def begin_step(self, step: int) -> None:
         """Say it where a window is over and written: two steps after its last one."""
+        self._step = step
         if self._window and self._window.is_over(step - 2):
             self._end(self._window.last or step)
 
     def close(self) -> None:
         """No step comes any more; recordings are closed."""
-        if self._window:
-            self._end(self._window.last)
+        late = None
         if self._requests is not None:
             self._requests.close()
+            late = self._requests.take()
+        if late is not None:
+            self._id = late.id
+        if self._window and self._window.first <= self._step:
+            self._end(self._window.last)
+        elif self._window or late is not None:
+            self._reply(Answer(self._id, "none", lacks=_ENDED))
 
     def _is_open(self, step: int) -> bool:
         return bool(self._window) and not self._window.is_over(step)
@@ -159,8 +171,14 @@ class LiveWindow:
         self._say(f"the window that began at step {window.first} is in {self._folder}")
 
     def _files(self) -> dict[Path, int]:
-        """Traces in the folder, with their sizes."""
-        return {path: path.stat().st_size for path in self._folder.glob("[!.]*.json")}
+        """Traces in the folder, with their sizes, for rank 0's answer."""
+        found: dict[Path, int] = {}
+        if self._requests is not None:
+            with suppress(OSError):  # what was there a moment ago may be gone, or be called otherwise
+                for path in self._folder.glob("[!.]*.json"):
+                    with suppress(OSError):
+                        found[path] = path.stat().st_size
+        return found
 
     def _reply(self, content: Answer) -> None:
         if self._requests is not None:

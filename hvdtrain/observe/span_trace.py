@@ -71,7 +71,8 @@ class SpanTrace:
 
     def record(self, window: Window) -> None:
         """Write these steps too, the first of which is yet to come; or end with them those that are being written."""
-        under_way = self._spans.step in self._window
+        step = self._spans.step
+        under_way = step in self._window or step - 1 in self._window  # the last one is written in two steps only
         self._window = Window(self._window.first, window.last) if under_way else window
         self._due = 0
 
