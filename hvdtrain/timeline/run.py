@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ def load(path: Path, *more: Path, logs: Sequence[Path] = (), most_bytes: float =
         path: the run's folder, its timeline/, or a Timeline.
         more: further segments, where `path` is one.
         logs: output of the job, of which Horovod's and NCCL's lines are taken; what lies in the run's folder is found.
-        most_bytes: spans, and Timelines, that are read of a run; what would be more is left out and told.
+        most_bytes: spans, Timelines and output, each, that are read of a run; what would be more is left out and told.
 
     Errors:
         TraceError: it is neither.
@@ -72,8 +72,9 @@ def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
     horovod = list(_segments(timeline, steps, notes, most_bytes)) if timeline.is_dir() else []
     notes += _missing(timeline, size, steps, spans, config)
     link = start.link if start is not None else ()
+    logs = _small_enough(find_logs(folder, started.get("nccl_debug_file")), notes, most_bytes)
     run = RunTrace(folder, size, config, steps, spans, horovod, machine, warnings, link, notes)
-    return run, find_logs(folder, started.get("nccl_debug_file"))
+    return run, logs
 
 
 def _journal(path: Path) -> tuple[Mapping[str, Any], list[str], list[Mapping[str, Any]]]:
@@ -107,7 +108,7 @@ def _config(folder: Path) -> Mapping[str, Any]:
 def _segments(timeline: Path, steps: StepTable | None, notes: list[str], most_bytes: float) -> Iterator[HorovodTrace]:
     """Horovod's Timelines of the last start, on the run's clock; of earlier starts they are left out."""
     wall_us = wall_clock_us(timeline, most_bytes)
-    for path in _small_enough(timeline, notes, most_bytes):
+    for path in _small_enough(timeline.glob("horovod-steps-*.json"), notes, most_bytes):
         try:
             trace = read_horovod(path)
         except TraceError as error:
@@ -122,10 +123,10 @@ def _segments(timeline: Path, steps: StepTable | None, notes: list[str], most_by
             yield moved
 
 
-def _small_enough(timeline: Path, notes: list[str], most_bytes: float) -> list[Path]:
-    """Timelines that are together no larger, the newest first of all."""
+def _small_enough(found: Iterable[Path], notes: list[str], most_bytes: float) -> list[Path]:
+    """Files that are together no larger, the newest first of all."""
     kept, left = [], most_bytes
-    for path in sorted(timeline.glob("horovod-steps-*.json"), key=lambda each: -each.stat().st_mtime):
+    for path in sorted(found, key=lambda each: -each.stat().st_mtime):
         size = path.stat().st_size
         if size > left:
             notes.append(f"{path.name}, {size / 1e6:.0f} MB, is left out here: hvdtrain timeline report reads it")

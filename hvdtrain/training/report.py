@@ -9,6 +9,7 @@ from typing import Any
 from hvdtrain.comm.base import Comm
 from hvdtrain.config.schema import ObserveConfig
 from hvdtrain.durable import write_text
+from hvdtrain.errors import HvdtrainError
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.timeline.analysis import Analysis, figures
 from hvdtrain.training.far_files import bring_spans
@@ -17,8 +18,8 @@ from hvdtrain.training.observers import TIMELINE
 PAGE, DATA = "report.html", "report.json"
 
 MOST_BYTES = 1 << 25
-"""Spans, and Timelines, that are read at the end of a run, where all of its steps may have been traced: what takes less
-than a second. `hvdtrain timeline report` reads everything."""
+"""Of spans, of Timelines and of output, that is read at the end of a run, where all of its steps may have been traced:
+what takes less than a second. `hvdtrain timeline report` reads everything."""
 
 
 def report(observe: ObserveConfig, directory: Path, recorder: Recorder, comm: Comm, step: int) -> Analysis | None:
@@ -38,7 +39,10 @@ def report(observe: ObserveConfig, directory: Path, recorder: Recorder, comm: Co
     """
     if observe.timeline == "off":
         return None
-    recorder.close_watchers()
+    try:
+        recorder.close_watchers()
+    except Exception as error:  # as of a disk that is full when a file is closed; the other ranks go on to what follows
+        recorder.warn(f"a trace of rank {comm.rank} is not whole: {type(error).__name__}: {error}")
     bring_spans(comm, directory / TIMELINE, recorder.warn)  # waits for all ranks: their files are closed then
     if comm.rank != 0:
         return None
@@ -48,7 +52,10 @@ def report(observe: ObserveConfig, directory: Path, recorder: Recorder, comm: Co
     except Exception as error:
         recorder.warn(f"where the time went is not told: {type(error).__name__}: {error}")
         return None
-    recorder.event({"event": "explained", "at_step": step, **told})
+    try:
+        recorder.event({"event": "explained", "at_step": step, **told})
+    except HvdtrainError as error:  # the disk is full
+        recorder.warn(error.what)
     return analysis
 
 

@@ -123,6 +123,17 @@ def test_output_in_the_runs_folder_is_found_by_itself(tmp_path: Path) -> None:
     assert list(load(tmp_path, logs=[tmp_path / "job.log"]).warnings) == expected
 
 
+def test_output_that_would_take_long_is_left_out_and_it_is_said(tmp_path: Path) -> None:
+    (tmp_path / "timeline").mkdir()
+    (tmp_path / "journal.jsonl").write_text("")
+    (tmp_path / "job.log").write_text("node:1:2 [0] NCCL INFO Using network IB\n")
+    (tmp_path / "long.out").write_text("node:1:2 [0] NCCL WARN Call to connect failed\n" * 1000)
+    run = load(tmp_path, most_bytes=10_000)
+    assert list(run.warnings) == ["NCCL uses the network IB (1 GPU)"]
+    assert "long.out, 0 MB, is left out here: hvdtrain timeline report reads it" in run.notes
+    assert len(load(tmp_path).warnings) == 2
+
+
 def test_what_nccl_writes_where_its_variable_says_belongs_to_the_run(tmp_path: Path) -> None:
     (tmp_path / "nccl [1]").mkdir()
     variables = {"NCCL_DEBUG_FILE": "nccl [1]/%h.%p.txt"}

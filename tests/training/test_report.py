@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,10 @@ import pytest
 
 import hvdtrain
 from hvdtrain.config.schema import ObserveConfig
-from hvdtrain.observe.journal import is_finished, read_journal
+from hvdtrain.errors import RunDirectoryError
+from hvdtrain.observe.journal import Journal, is_finished, read_journal
 from hvdtrain.observe.recorder import Recorder
+from hvdtrain.observe.span_trace import SpanTrace
 from hvdtrain.timeline.analysis import figures
 from hvdtrain.training.report import DATA, PAGE, report
 from tests.support.analyses import analysis
@@ -102,14 +106,45 @@ def test_files_of_all_ranks_are_closed_before_they_are_read(
     order: list[str] = []
     stand_in = type("Anything", (), {})()
     stand_in.rank = rank
-    stand_in.allreduce = lambda tensor, name: stand_in
-    stand_in.wait = lambda: order.append("waited")
+    stand_in.warn = pytest.fail
     stand_in.close_watchers = lambda: order.append("closed")
     stand_in.event = lambda record: order.append(record["event"])
+    monkeypatch.setattr("hvdtrain.training.report.bring_spans", lambda *arguments: order.append("waited"))
     monkeypatch.setattr("hvdtrain.training.report._explain", lambda directory: order.append("read") or analysis(2))
     found = report(ObserveConfig(), tmp_path, stand_in, stand_in, 3)
     assert order == ["closed", "waited", *(["read", "explained"] if rank == 0 else [])]
     assert found == (analysis(2) if rank == 0 else None)
+
+
+def test_a_full_disk_costs_the_event_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = Journal.write
+
+    def full(self: Journal, record: Mapping[str, Any]) -> None:
+        if record.get("event") == "explained":
+            raise RunDirectoryError("journal.jsonl cannot be written: no space left")
+        write(self, record)
+
+    monkeypatch.setattr(Journal, "write", full)
+    result = _train(tmp_path)
+    assert (result.reason, result.step) == ("finished", 8) and result.analysis is not None
+    (warning,) = _events(tmp_path, "warning")
+    assert warning["text"] == "journal.jsonl cannot be written: no space left"
+
+
+def test_a_trace_that_cannot_be_closed_costs_the_trace_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close = SpanTrace.close
+
+    def full(self: SpanTrace) -> None:
+        close(self)
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(SpanTrace, "close", full)
+    result = _train(tmp_path)
+    assert (result.reason, result.step) == ("finished", 8) and result.analysis is not None
+    (warning,) = _events(tmp_path, "warning")
+    assert "a trace of rank 0 is not whole" in warning["text"] and "no space left" in warning["text"]
 
 
 def test_watchers_are_ended_once() -> None:
