@@ -41,8 +41,8 @@ def percent(share: float) -> str:
 
 
 def speed(gb_per_s: float) -> str:
-    """``0.597 GB/s``: powers of 1000, as links are measured."""
-    return f"{ms(gb_per_s)} GB/s"
+    """``597 MB/s``: powers of 1000, as links are measured."""
+    return f"{nbytes(1e9 * gb_per_s)}/s"
 
 
 def nbytes(count: float) -> str:
