@@ -74,6 +74,8 @@ class HorovodTimeline:
         self._warn = warn
         self._state: Literal["before", "open", "over"] = "before"
         self._path: Path | None = None
+        self._first = 0
+        self._named_last: int | None = None
         self._rest(for_good=False)
 
     def begin_step(self, step: int) -> None:
@@ -102,10 +104,10 @@ class HorovodTimeline:
     def _start(self, step: int) -> None:
         if self._recording is None:
             return
-        last = _OPEN if self._window.last is None else f"-{self._window.last}"
+        self._first, self._named_last = step, self._window.last
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            path = free_path(self._folder / f"horovod-steps-{step}{last}.json")
+            path = free_path(self._named(step, self._window.last))
             path.open("xb").close()  # Horovod would say of a file that cannot be opened only in its log
             if self._writer is not None:
                 self._writer.work()
@@ -125,10 +127,13 @@ class HorovodTimeline:
         try:
             self._recording.stop_timeline()
             _check(path)
-            if path.stem.endswith(_OPEN) and self._window.last is not None:
-                path.rename(free_path(path.with_name(path.name.replace(_OPEN, f"-{self._window.last}"))))
+            if self._window.last not in (None, self._named_last):
+                path.rename(free_path(self._named(self._first, self._window.last)))
         except (OSError, HvdtrainError) as error:
             self._warn(f"Horovod's Timeline {path} is not whole: {error}; training goes on")
+
+    def _named(self, first: int, last: int | None) -> Path:
+        return self._folder / f"horovod-steps-{first}{_OPEN if last is None else f'-{last}'}.json"
 
     def _rest(self, *, for_good: bool) -> None:
         if self._writer is not None:

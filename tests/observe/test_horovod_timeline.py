@@ -75,6 +75,19 @@ def test_a_run_that_ends_in_its_window_closes_it(window: Window, name: str, tmp_
     assert (tmp_path / f"horovod-steps-{name}.json").read_text() == "[{}]"
 
 
+@pytest.mark.parametrize("planned", [None, 3, 5, 9])
+def test_a_window_that_ends_elsewhere_than_it_was_to_is_called_by_its_end(planned: int | None, tmp_path: Path) -> None:
+    horovod = FakeHorovod()
+    timeline = HorovodTimeline(SoloComm(), horovod, horovod, Window(2, planned), tmp_path, pytest.fail)
+    timeline.begin_step(2)
+    timeline.begin_step(3)
+    timeline.record(Window(2, 5))
+    for step in range(4, 8):
+        timeline.begin_step(step)
+    timeline.close()
+    assert [file.name for file in tmp_path.iterdir()] == ["horovod-steps-2-5.json"]
+
+
 def test_closing_twice_is_closing_once(tmp_path: Path) -> None:
     horovod = FakeHorovod()
     timeline = HorovodTimeline(SoloComm(), horovod, horovod, ALL, tmp_path, pytest.fail)
