@@ -16,6 +16,8 @@ _NEGOTIATION = 2
 """Reductions of a few bytes by which Horovod's ranks agree that a tensor is ready on all (its cache knows it)."""
 _LARGE = 0.1
 """Of the largest that was measured."""
+_APART = 2
+"""By how much two sizes differ that are far apart."""
 ETHERNET = 0.92
 """Of a link's bits a second, those that are payload. Headers of 1500-byte packets and acknowledgements on the way back
 leave 0.94; allreduces of 8 MB between two hosts got 0.96 at 1 Gbit/s, 0.9 and less at 100 Mbit/s: packets are lost."""
@@ -90,13 +92,18 @@ def collective_s(
 def fit(pairs: Sequence[tuple[int, float]], ranks: Ranks) -> Link | None:
     """The link by which allreduces of so many bytes took so many seconds; None where they do not say.
 
-    The least takes the latency, the rest the slope, in least squares of relative errors.
+    The least takes the latency, the rest the slope, in least squares of relative errors. Between hosts the slope is
+    that between the two largest, where these are far apart: what a link lets pass at once is in both.
     """
     points = sorted((size, seconds) for size, seconds in pairs if seconds > 0)
     if len(points) < 2 or points[0][0] == points[-1][0] or ranks.size < 2:
         return None
     hop_s = points[0][1] / ((_NEGOTIATION + 1) * rounds(ranks.size))
     numerator = denominator = 0.0
+    (size, seconds), (largest, longest) = points[-2:]
+    if ranks.hosts > 1 and size * _APART <= largest and seconds < longest:
+        bytes_more = _allreduce(ranks, largest)["ring"][1] - _allreduce(ranks, size)["ring"][1]
+        return Link(hop_s, (longest - seconds) / bytes_more)
     for size, seconds in points[1:]:
         if size < _LARGE * points[-1][0]:  # of those, latency and what a link lets pass at once are the most
             continue

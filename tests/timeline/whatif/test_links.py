@@ -79,3 +79,12 @@ def test_nothing_is_fitted_to_nothing() -> None:
     assert fit([(1, 1.0)], Ranks(2, 1)) is None
     assert fit([(1, 1.0), (1, 1.0)], Ranks(2, 1)) is None
     assert fit([(1, 1.0), (2, 2.0)], Ranks(1, 1)) is None
+
+
+def test_what_a_link_lets_pass_at_once_makes_it_no_faster() -> None:
+    """1 Gbit/s after 200 KB at once, as a shaper or a switch's buffer has it."""
+    burst, s_per_byte = 200_000, 8e-9
+    seconds = [(n, 1e-4 + max(0, n - burst) * s_per_byte) for n in (1 << 10, 1 << 18, 1 << 20)]
+    between = fit(seconds, Ranks(2, 1))
+    assert between is not None
+    assert between.s_per_byte == pytest.approx(s_per_byte)
