@@ -10,7 +10,8 @@ import numpy as np
 from hvdtrain.timeline.analysing import budget, carriers, communication, lanes
 from hvdtrain.timeline.analysing.blame import Verdict, judge
 from hvdtrain.timeline.analysing.causes import causes_of
-from hvdtrain.timeline.analysing.findings import Facts, find
+from hvdtrain.timeline.analysing.facts import Facts
+from hvdtrain.timeline.analysing.findings import find
 from hvdtrain.timeline.analysing.lateness import median_of_others
 from hvdtrain.timeline.analysing.phases import steady, steps_of
 from hvdtrain.timeline.analysing.rounds import from_stamps, from_ticks, warm_up

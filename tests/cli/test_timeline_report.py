@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -80,3 +81,13 @@ def test_a_login_node_needs_neither_torch_nor_horovod(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "r.html").exists()
+
+
+def test_a_reader_that_has_seen_enough_gets_no_traceback() -> None:
+    """As with ``| head``: the pipe is closed before anything is written."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    call = [sys.executable, "-m", "hvdtrain", "timeline", "report", TRACE]
+    with os.fdopen(writing, "w") as closed:
+        done = subprocess.run(call, stdout=closed, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (141, "")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from importlib import import_module
 
@@ -32,7 +34,11 @@ def main(argv: list[str]) -> int:
         return 2
     try:
         code: int = import_module(f"hvdtrain.cli.timeline.{_MODULES.get(name, name)}").main(name, rest)
+        sys.stdout.flush()
     except HvdtrainError as error:
         sys.stderr.write(f"hvdtrain: {type(error).__name__}: {error}\n")
         return 1
+    except BrokenPipeError:  # whoever reads, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's last flush
+        return 128 + signal.SIGPIPE
     return code

@@ -2,53 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from hvdtrain.timeline import wording
-from hvdtrain.timeline.analysing.blame import Verdict
 from hvdtrain.timeline.analysing.budget import ASIDE, EXCHANGE, LATE, OTHER_EXCHANGE
+from hvdtrain.timeline.analysing.facts import Facts
 from hvdtrain.timeline.analysing.findings_horovod import of_timeline
 from hvdtrain.timeline.analysing.phases import COPIES, NEGOTIATION, QUEUE, TRANSFER
 from hvdtrain.timeline.analysing.rounds import warm_up
-from hvdtrain.timeline.analysis import Blame, Budget, Communication, Estimate, Finding, Part
-from hvdtrain.timeline.columns import RunTrace
+from hvdtrain.timeline.analysis import Estimate, Finding
 
 _SHARE = 0.02
 """Of a step: what costs less is not told."""
 _ASIDE_SHARE = 0.1
-_CPU_SHARE = 0.05
-_SLOW_BUS = 0.5
+_CPU_SHARE, _SLOW_BUS = 0.05, 0.5
 _MANY_PAUSES = 3
 _LITTLE_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What findings are made of."""
-
-    run: RunTrace
-    budget: Budget | None
-    communication: Communication | None
-    blame: Blame
-    verdict: Verdict | None
-
-    @property
-    def step_ms(self) -> float:
-        """Wall time of a step."""
-        return self.budget.step_ms.value if self.budget else 0.0
-
-    def part(self, name: str) -> Part | None:
-        """A part of the budget."""
-        return next((part for part in self.budget.parts if part.name == name), None) if self.budget else None
-
-    def option(self, section: str, name: str) -> Any:
-        """An option of the run; None where it is not known."""
-        values = self.run.config.get(section)
-        return values.get(name) if isinstance(values, Mapping) else None
 
 
 def find(facts: Facts) -> list[Finding]:
@@ -63,7 +34,7 @@ def find(facts: Facts) -> list[Finding]:
 
 
 _CURES = {
-    "data": "load ahead of the step: --loader.workers 2; look at that host's disk",
+    "data": "load ahead of the step: --loader.workers 1; look at that host's disk",
     "gc": "make fewer objects a step there, or call gc.freeze() once everything is made",
     "cpu": "leave that host a core a thread: fewer ranks or a smaller OMP_NUM_THREADS there, or end what runs beside",
     "steal": "another virtual machine takes that host's cores: move the rank",
@@ -136,31 +107,27 @@ def _exposed(facts: Facts) -> Iterator[Finding]:
 
 
 def _faster_exchange(facts: Facts, largest: str) -> str:
-    compression, bucket = facts.option("parallel", "compression"), facts.option("parallel", "bucket_mib")
+    compression = facts.option("parallel", "compression")
     if _cores_short(facts) is not None and largest in (OTHER_EXCHANGE, NEGOTIATION, EXCHANGE):
         return "ranks wait for cores, and so does the exchange: see what is said of that"
     sent = facts.communication.bytes_per_step if facts.communication else None
     if sent is not None and sent < _LITTLE_BYTES:
         return "so little is sent that it costs only its latency: more samples a step, --train.global_batch"
-    smaller = f"smaller buckets begin earlier: --parallel.bucket_mib {_other_size(bucket, 0.25)}"
+    smaller = f"smaller buckets begin earlier: --parallel.bucket_mib {facts.bucket_mib(0.25)}"
     if largest in (NEGOTIATION, QUEUE):
-        return f"fewer, larger buckets: --parallel.bucket_mib {_other_size(bucket, 4)}"
+        return f"fewer, larger buckets: --parallel.bucket_mib {facts.bucket_mib(4)}"
     if largest == COPIES:
-        return f"buckets are not to be fused: --parallel.bucket_mib {_other_size(bucket, 4)}"
+        return f"buckets are not to be fused: --parallel.bucket_mib {facts.bucket_mib(4)}"
     if largest in (TRANSFER, EXCHANGE) and compression in (None, "none"):
         return f"send less: --parallel.compression auto tries what pays; {smaller}"
     return f"{smaller}; or a faster link"
 
 
-def _other_size(bucket: Any, factor: float) -> str:
-    size = float(bucket) if isinstance(bucket, (int, float)) and bucket > 0 else 32.0
-    return f"{max(0.25, min(256.0, size * factor)):g}"
-
-
 def _input(facts: Facts) -> Iterator[Finding]:
     part = facts.part("data")
-    waited = [row.parts_ms.get("data", 0.0) for row in facts.blame.ranks] or [part.ms.value if part else 0.0]
-    cost = float(np.median(waited))  # that of a late rank by itself is told with it
+    # That of a late rank by itself is told with it.
+    waited = [row.parts_ms.get("data", 0.0) for row in facts.blame.ranks if row.rank not in facts.blame.late]
+    cost = float(np.median(waited or [part.ms.value if part else 0.0]))
     if part is None or cost < _SHARE * facts.step_ms:
         return
     workers = facts.option("loader", "workers") or 0
@@ -227,7 +194,7 @@ def _bandwidth(facts: Facts) -> Iterator[Finding]:
         text = f"sums travel at {wording.speed(found.bus_gb_per_s)}, a large one by itself at {alone}"
         won = transfer.ms.value * (1 - found.bus_gb_per_s / found.link_gb_per_s)
         advice = "small buckets or cores that backward needs: --parallel.bucket_mib "
-        yield Finding("bandwidth", text, won, advice + _other_size(facts.option("parallel", "bucket_mib"), 4))
+        yield Finding("bandwidth", text, won, advice + facts.bucket_mib(4))
 
 
 def _stalls(facts: Facts) -> Iterator[Finding]:

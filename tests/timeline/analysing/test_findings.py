@@ -14,7 +14,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.timeline.analyse import analyse
 from hvdtrain.timeline.analysing import findings, findings_horovod
 from hvdtrain.timeline.analysis import Analysis, Cause, Finding
-from hvdtrain.timeline.columns import RunTrace
+from hvdtrain.timeline.columns import BucketFacts, RankSpans, RunTrace
 from hvdtrain.timeline.telling.text import to_text
 from tests.support.step_tables import Floats, noise, run_of, table_of
 from tests.support.timelines import Turn, trace_of
@@ -113,6 +113,23 @@ def test_what_is_compressed_is_not_told_to_be() -> None:
     run = run_of(table_of(_work(), exchange_ms=6.0), config={"parallel": {"compression": "fp16", "bucket_mib": 8.0}})
     finding = next(f for f in analyse(run).findings if f.kind == "exposed")
     assert "compression" not in finding.advice and "--parallel.bucket_mib 2" in finding.advice
+
+
+def test_where_nobody_asked_for_a_size_of_buckets_advice_goes_by_those_there_are() -> None:
+    bucket = BucketFacts("gradients/0", ["w"], [[2 << 20]], "float32", 2 << 20)  # 8 MiB
+    nothing = np.zeros(0, np.int32)
+    spans = RankSpans(0, "a", [], nothing.astype(np.int16), nothing, nothing, np.zeros(0), np.zeros(0), {2: bucket})
+    run = run_of(table_of(_work(), exchange_ms=6.0), spans=[spans], config={"parallel": {"bucket_mib": None}})
+    finding = next(f for f in analyse(run).findings if f.kind == "exposed")
+    assert "--parallel.bucket_mib 2" in finding.advice
+
+
+def test_of_two_ranks_the_late_ones_data_is_told_once() -> None:
+    work = _work()[:2]
+    late = np.zeros_like(work)
+    late[1] = 4.0
+    found = analyse(run_of(table_of(work, more_ms={"data": late - 0.05 * work})))
+    assert found.blame.late == [1] and "input" not in _kinds(found)
 
 
 def test_evaluations_collections_and_cores_are_told() -> None:
