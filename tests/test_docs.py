@@ -18,6 +18,7 @@ from tests.support.launch import train
 from tests.support.toy import toy
 
 ROOT = Path(__file__).parents[1]
+PROFILING = (ROOT / "docs" / "profiling.md").read_text()
 TEXT = (ROOT / "docs" / "outputs.md").read_text()
 TOY = ROOT / "tests" / "support" / "toy.py"
 
@@ -70,3 +71,23 @@ def test_the_options_it_shows_exist() -> None:
 
     known = {option for action in make_parser(None)._actions for option in action.option_strings}
     assert set(re.findall(r"--(?:observe|train)\.[a-z_]+", TEXT)) <= known
+
+
+def test_the_program_of_the_profiling_session_trains(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(# pages\.py.*?)```", PROFILING, re.DOTALL)
+    (tmp_path / "pages.py").write_text(code)
+    done = train("--task=pages.py:build", "--width=24", "--layers=1", "--train.steps=2", "--run_dir=run", cwd=tmp_path)
+    assert "finished at step 2 of 2" in done.stdout
+    assert (tmp_path / "run/timeline/report.html").exists()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/profiling.md", "docs/outputs.md", "docs/whatif.md"])
+def test_the_timeline_commands_it_shows_take_these_options(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from hvdtrain.__main__ import main
+
+    shown = re.findall(r"hvdtrain timeline (\w+)([^\n#;`]*)", (ROOT / page).read_text())
+    assert shown
+    for command, rest in shown:
+        with pytest.raises(SystemExit):
+            main(["timeline", command, "--help"])
+        assert set(re.findall(r"--[a-z_]+", rest)) <= set(re.findall(r"--[a-z_]+", capsys.readouterr().out)), command
