@@ -60,7 +60,7 @@ def test_a_planted_straggler_is_named_with_its_cost_and_without_one_nobody_is(
         assert blame.ranks[0].behind_ms == pytest.approx(LATE_MS, rel=0.2)
         assert blame.ranks[0].cost_ms.value == pytest.approx(_shorter(tmp_path / "run", planted), rel=0.2)
         assert blame.causes[planted][0].name == late
-        assert analysis.findings[0].kind == "straggler"
+        assert "straggler" in {finding.kind for finding in analysis.findings}  # on full cores these cost more
     _check_budget(analysis, tmp_path / "run")
 
 
