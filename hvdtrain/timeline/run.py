@@ -17,7 +17,7 @@ from hvdtrain.timeline.analysing.phases import extent
 from hvdtrain.timeline.columns import HorovodTrace, RankSpans, RunTrace, StepTable
 from hvdtrain.timeline.logs import collect_lines, find_logs
 from hvdtrain.timeline.read import read_horovod
-from hvdtrain.timeline.span_files import read_spans, wall_clock_us
+from hvdtrain.timeline.span_files import on_one_clock, read_span_files, wall_clock_us
 from hvdtrain.timeline.steps import read_starts
 
 TIMELINE = "timeline"
@@ -63,13 +63,15 @@ def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
         raise TraceError(f"{folder} is no run", expected=_WHAT, found=here, next_step="name RUN, as in runs/RUN")
     started, warnings, machine = _journal(folder / JOURNAL)
     notes: list[str] = []
-    start = next(iter(reversed(read_starts(timeline))), None) if timeline.is_dir() else None
+    starts = read_starts(timeline) if timeline.is_dir() else []
+    start = starts[-1] if starts else None
     steps = start.steps if start is not None and len(start.steps.step) else None
     notes += start.dropped if start is not None else ()
-    spans = read_spans(timeline, most_bytes) if timeline.is_dir() else []
+    files = read_span_files(timeline, most_bytes) if timeline.is_dir() else []
+    spans = on_one_clock(files, starts)
     config = started.get("config") or _config(folder)
     size = int(started.get("size") or (len(start.steps.hosts) if start else len(spans)))
-    horovod = list(_segments(timeline, steps, notes, most_bytes)) if timeline.is_dir() else []
+    horovod = list(_segments(timeline, wall_clock_us(files), steps, notes, most_bytes)) if timeline.is_dir() else []
     notes += _missing(timeline, size, steps, spans, config)
     link = start.link if start is not None else ()
     logs = _small_enough(find_logs(folder, started.get("nccl_debug_file")), notes, most_bytes)
@@ -105,9 +107,10 @@ def _config(folder: Path) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def _segments(timeline: Path, steps: StepTable | None, notes: list[str], most_bytes: float) -> Iterator[HorovodTrace]:
+def _segments(
+    timeline: Path, wall_us: float | None, steps: StepTable | None, notes: list[str], most_bytes: float
+) -> Iterator[HorovodTrace]:
     """Horovod's Timelines of the last start, on the run's clock; of earlier starts they are left out."""
-    wall_us = wall_clock_us(timeline, most_bytes)
     for path in _small_enough(timeline.glob("horovod-steps-*.json"), notes, most_bytes):
         try:
             trace = read_horovod(path)

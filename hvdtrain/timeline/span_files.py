@@ -36,30 +36,48 @@ class SpanFile:
     epoch_us: float
 
 
-def read_spans(folder: Path, most_bytes: float = math.inf) -> list[RankSpans]:
-    """The spans of the last start of a run, a rank each, on rank 0's clock; ranks that left none are absent.
+def read_spans(folder: Path) -> list[RankSpans]:
+    """The spans of the last start of a run (``RUN/timeline``, or the run), as `on_one_clock` gives them."""
+    return on_one_clock(read_span_files(folder), read_starts(folder))
 
-    What is damaged beyond reading is left out. A rank whose clock was never compared with rank 0's is taken by the
-    system's clocks, with an error of infinity.
+
+def read_span_files(folder: Path, most_bytes: float = math.inf) -> list[SpanFile]:
+    """All starts' files of a run; what is damaged beyond reading is left out.
 
     Args:
         folder: ``RUN/timeline``, or the run.
         most_bytes: files of all ranks that are read; of later ranks those that would be more are absent.
     """
-    files = [file for path in _fitting(_paths(folder), most_bytes) if (file := read_span_file(path)) is not None]
+    return [file for path in _fitting(_paths(folder), most_bytes) if (file := read_span_file(path)) is not None]
+
+
+def on_one_clock(files: Sequence[SpanFile], told: Sequence[Start]) -> list[RankSpans]:
+    """The spans of the last start, a rank each, on rank 0's clock; ranks that left none are absent.
+
+    A rank whose clock was never compared with rank 0's is taken by the system's clocks, with an error of infinity.
+
+    Args:
+        files: of a run.
+        told: its starts, with what is known of the ranks' clocks.
+    """
+    newest = of_last_start(files)
+    starts = {start.number: start for start in told}
+    return [_moved(file, newest.get(0), starts.get(file.start)) for _, file in sorted(newest.items())]
+
+
+def of_last_start(files: Sequence[SpanFile]) -> dict[int, SpanFile]:
+    """By rank the file of the last start, the newest where there are several."""
     last = max((file.start for file in files), default=-1)
     newest: dict[int, SpanFile] = {}
     for file in files:
         if file.start == last and (file.spans.rank not in newest or newest[file.spans.rank].epoch_us <= file.epoch_us):
             newest[file.spans.rank] = file
-    starts = {start.number: start for start in read_starts(folder)}
-    return [_moved(newest[rank], newest.get(0), starts.get(last)) for rank in sorted(newest)]
+    return newest
 
 
-def wall_clock_us(folder: Path, most_bytes: float = math.inf) -> float | None:
+def wall_clock_us(files: Sequence[SpanFile]) -> float | None:
     """What to add to times by rank 0's clock, in its last start, to have microseconds since 1970; None without it."""
-    files = [read_span_file(path) for path in _fitting(_paths(folder), most_bytes) if _rank(path) == 0]
-    found = [(file.start, file.epoch_us) for file in files if file is not None]
+    found = [(file.start, file.epoch_us) for file in files if file.spans.rank == 0]
     return max(found)[1] if found else None
 
 

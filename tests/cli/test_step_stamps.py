@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.observe.journal import read_steps as read_journal_steps
-from hvdtrain.timeline.span_files import read_spans, wall_clock_us
+from hvdtrain.timeline.span_files import read_span_files, read_spans, wall_clock_us
 from hvdtrain.timeline.steps import read_starts, read_steps
 from tests.support.launch import train
 
@@ -64,7 +64,7 @@ def test_horovods_own_times_lie_inside_of_ours(tmp_path: Path) -> None:
     train(*TOY, "--observe.timeline=10:30", size=2, cwd=tmp_path)
     (file,) = (tmp_path / "run/timeline").glob("horovod-*")
     epoch_us, reductions = _horovods(file)
-    wall_us = wall_clock_us(tmp_path / "run")
+    wall_us = wall_clock_us(read_span_files(tmp_path / "run"))
     assert wall_us is not None
     spans = read_spans(tmp_path / "run")[0]
     assert len(spans.buckets) == 2

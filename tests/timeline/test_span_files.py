@@ -11,7 +11,7 @@ from hvdtrain.observe.span_trace import SpanTrace
 from hvdtrain.runtime.clock import Pair
 from hvdtrain.spans import EXCHANGE, MAIN, Spans
 from hvdtrain.timeline.columns import BucketFacts
-from hvdtrain.timeline.span_files import read_spans, wall_clock_us
+from hvdtrain.timeline.span_files import on_one_clock, read_span_files, read_spans, wall_clock_us
 from tests.timeline.test_steps import block, start, write
 
 FACTS = BucketFacts("gradients/0", ["w"], [[2, 3]], "float32", 16)
@@ -42,7 +42,7 @@ def test_spans_have_names_tracks_buckets_and_times(tmp_path: Path, monkeypatch: 
     assert found.start_us.tolist() == pytest.approx([1e6 + 100, 1e6 + 150])
     assert found.end_us.tolist() == pytest.approx([1e6 + 150, 1e6 + 170])
     assert found.buckets == {EXCHANGE: FACTS}
-    assert wall_clock_us(tmp_path) == 5e15
+    assert wall_clock_us(read_span_files(tmp_path)) == 5e15
 
 
 def test_the_last_start_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_of_more_than_is_asked_for_the_first_ranks_are_read(tmp_path: Path, monk
     for rank in (0, 2, 10):
         trace(tmp_path, monkeypatch, rank, 0.0, "a")
     sizes = {rank: (tmp_path / f"spans-rank-{rank}.json").stat().st_size for rank in (0, 2, 10)}
-    found = [spans.rank for spans in read_spans(tmp_path, sizes[0] + sizes[2])]
+    found = [spans.rank for spans in on_one_clock(read_span_files(tmp_path, sizes[0] + sizes[2]), [])]
     assert found == [0, 2]
-    assert wall_clock_us(tmp_path, sizes[0]) == wall_clock_us(tmp_path) is not None
-    assert wall_clock_us(tmp_path, sizes[0] - 1) is None
+    assert wall_clock_us(read_span_files(tmp_path, sizes[0])) == wall_clock_us(read_span_files(tmp_path)) is not None
+    assert wall_clock_us(read_span_files(tmp_path, sizes[0] - 1)) is None

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvdtrain.timeline.columns import RankSpans
-from hvdtrain.timeline.span_files import SpanFile, read_span_file, read_spans
+from hvdtrain.timeline.span_files import of_last_start, on_one_clock, read_span_files
+from hvdtrain.timeline.steps import read_starts
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,8 @@ class Clocks:
 
 def read_clocks(folder: Path) -> Clocks:
     """From the spans' files in ``RUN/timeline``."""
-    moved = read_spans(folder)
-    own: dict[int, SpanFile] = {}
-    for path in sorted(folder.glob("spans-rank-*.json")):
-        file = read_span_file(path)
-        if file is not None and (file.spans.rank not in own or own[file.spans.rank].epoch_us <= file.epoch_us):
-            own[file.spans.rank] = file
+    files = read_span_files(folder)
+    moved, own = on_one_clock(files, read_starts(folder)), of_last_start(files)
     epoch_us = {}
     for spans in moved:
         file = own[spans.rank]
