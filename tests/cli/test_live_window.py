@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 
 from hvdtrain.observe.journal import read_journal
-from tests.support.launch import ENVIRONMENT, command
+from tests.support.launch import ENVIRONMENT, stop_by_sigterm, training
 
 TOY = [
     f"--task={Path(__file__).parents[1]}/support/toy.py:toy",
@@ -28,25 +25,13 @@ TOY = [
 
 
 @contextmanager
-def training(folder: Path, *options: str, size: int = 2) -> Iterator[None]:
+def running(folder: Path, *options: str, size: int = 2) -> Iterator[None]:
     """A job that trains until the end of the block."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), ENVIRONMENT.get("PATH", "")])
-    with subprocess.Popen(
-        [*command(size), sys.executable, "-m", "hvdtrain", *TOY, *options],
-        cwd=folder,
-        env={**ENVIRONMENT, "PATH": path},
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        while not next(process.stdout).startswith("step"):
-            pass
+    with training(*TOY, *options, size=size, cwd=folder) as process:
         try:
             yield
         finally:
-            rank = next(p for p in psutil.Process(process.pid).children(recursive=True) if "hvdtrain" in p.cmdline())
-            rank.send_signal(signal.SIGTERM)
-            process.stdout.read()
+            stop_by_sigterm(process)
 
 
 def timeline(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -66,7 +51,7 @@ def numbers(text: str) -> list[int]:
 
 def test_a_window_is_opened_and_closed_on_all_ranks_at_the_same_steps(tmp_path: Path) -> None:
     folder = tmp_path / "run/timeline"
-    with training(tmp_path, "--observe.timeline=2:4"):
+    with running(tmp_path, "--observe.timeline=2:4"):
         begun = timeline(tmp_path, "start", "run")
         assert begun.returncode == 0, begun.stderr
         (first,) = numbers(begun.stdout)
@@ -85,7 +70,7 @@ def test_a_window_is_opened_and_closed_on_all_ranks_at_the_same_steps(tmp_path: 
 
 
 def test_a_window_of_so_many_steps_ends_by_itself_with_a_profile_where_one_is_wanted(tmp_path: Path) -> None:
-    with training(tmp_path, size=1):
+    with running(tmp_path, size=1):
         begun = timeline(tmp_path, "start", "run", "--steps", "3", "--profile")
         first, last = numbers(begun.stdout)[:2]
         assert last == first + 2
@@ -98,7 +83,7 @@ def test_a_window_of_so_many_steps_ends_by_itself_with_a_profile_where_one_is_wa
 
 
 def test_without_traces_the_command_says_what_to_do(tmp_path: Path) -> None:
-    with training(tmp_path, "--observe.timeline=off", size=1):
+    with running(tmp_path, "--observe.timeline=off", size=1):
         found = timeline(tmp_path, "start", "run")
     assert found.returncode == 1
     assert "--observe.timeline auto" in found.stderr

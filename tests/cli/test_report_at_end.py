@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from hvdtrain.observe.journal import read_journal
 from hvdtrain.timeline.telling.brief import MOST_LINES
-from tests.support.launch import ENVIRONMENT, command, train
+from tests.support.launch import stop_by_sigterm, train, training
 
 TOY = [
     f"--task={Path(__file__).parents[1] / 'support' / 'toy.py'}:toy",
@@ -51,24 +47,9 @@ def test_without_traces_the_journal_tells(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_signal_that_saves_is_such_an_end(size: int, tmp_path: Path) -> None:
-    path = os.pathsep.join([str(Path(sys.executable).parent), ENVIRONMENT.get("PATH", "")])
-    launcher = command(size, launcher="none" if size == 1 else "mpirun")
-    with subprocess.Popen(
-        [*launcher, sys.executable, "-m", "hvdtrain", *TOY, "--train.steps=1000000", "--observe.line_every_s=0.1"],
-        cwd=tmp_path,
-        env={**ENVIRONMENT, "PATH": path},
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        steps = (line for line in process.stdout if line.startswith("step"))
-        while int(next(steps).split("/")[0].split()[1]) < 20:
-            pass
-        job = psutil.Process(process.pid)
-        # To a rank, not to mpirun, which would kill all of them a second later, done or not.
-        rank = next(p for p in [job, *job.children(recursive=True)] if p.cmdline()[1:3] == ["-m", "hvdtrain"])
-        rank.send_signal(signal.SIGTERM)
-        out = process.stdout.read()
+    options = [*TOY, "--train.steps=1000000", "--observe.line_every_s=0.1"]
+    with training(*options, size=size, cwd=tmp_path, after=20) as process:
+        out = stop_by_sigterm(process)
     assert process.returncode == 128 + signal.SIGTERM
     assert "stopped by SIGTERM" in out and len(_told(out)) >= 5
     assert (tmp_path / "run/timeline/report.html").exists()

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from hvdtrain.install import record
 from hvdtrain.observe.journal import read_journal, read_steps
-from tests.support.launch import ENVIRONMENT, command, ending, program, run, train
+from tests.support.launch import ending, program, run, stop_by_sigterm, train, training
 
 TOY = [
     f"--task={Path(__file__).parents[1]}/support/toy.py:toy",
@@ -124,22 +121,9 @@ def test_a_rank_that_fails_or_is_killed_in_a_window_leaves_a_readable_file(rank:
 
 
 def test_sigterm_in_a_window_closes_it(tmp_path: Path) -> None:
-    path = os.pathsep.join([str(Path(sys.executable).parent), ENVIRONMENT.get("PATH", "")])
-    with subprocess.Popen(
-        [*command(2), sys.executable, "-m", "hvdtrain", *TOY, "--train.steps=1000000", "--observe.timeline=4:999999"],
-        cwd=tmp_path,
-        env={**ENVIRONMENT, "PATH": path},
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        steps = (line for line in process.stdout if line.startswith("step"))
-        while int(next(steps).split("/")[0].split()[1]) < 5:
-            pass
-        # To a rank, not to mpirun, which would kill all of them a second later, done or not.
-        rank = next(p for p in psutil.Process(process.pid).children(recursive=True) if "hvdtrain" in p.cmdline())
-        rank.send_signal(signal.SIGTERM)
-        process.stdout.read()
+    options = [*TOY, "--train.steps=1000000", "--observe.timeline=4:999999"]
+    with training(*options, size=2, cwd=tmp_path, after=5) as process:
+        stop_by_sigterm(process)
     assert ending(tmp_path / "run/journal.jsonl").get("reason") == "SIGTERM"
     done = max(read_steps(tmp_path / "run/journal.jsonl"))
     (file,) = of_horovod(tmp_path)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from hvdtrain.observe.journal import read_journal
@@ -84,3 +87,33 @@ def ending(journal: Path) -> dict[str, Any]:
 def train(*options: str, size: int = 1, **how: object) -> subprocess.CompletedProcess[str]:
     """Run ``python -m hvdtrain OPTIONS`` on `size` ranks and wait."""
     return run(["-m", "hvdtrain", *options], size=size, **how)  # type: ignore[arg-type]
+
+
+@contextmanager
+def training(*options: str, size: int, cwd: Path, after: int = 1) -> Iterator[subprocess.Popen[str]]:
+    """Train on `size` ranks from when a line has told of step `after`; what comes then is read by who wants it."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), ENVIRONMENT.get("PATH", "")])
+    with subprocess.Popen(
+        [*command(size, launcher="none" if size == 1 else "mpirun"), sys.executable, "-m", "hvdtrain", *options],
+        cwd=cwd,
+        env={**ENVIRONMENT, "PATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        steps = (line for line in process.stdout if line.startswith("step"))
+        while int(next(steps).split("/")[0].split()[1]) < after:
+            pass
+        yield process
+
+
+def stop_by_sigterm(process: subprocess.Popen[str]) -> str:
+    """End a job by a signal to one of its ranks; what it still says.
+
+    Not to mpirun, which would kill all of them a second later, done or not.
+    """
+    assert process.stdout is not None
+    job = psutil.Process(process.pid)
+    rank = next(p for p in [job, *job.children(recursive=True)] if p.cmdline()[1:3] == ["-m", "hvdtrain"])
+    rank.send_signal(signal.SIGTERM)
+    return process.stdout.read()
