@@ -1,9 +1,10 @@
 """How far off are the predictions of `hvdtrain timeline whatif`, on configurations that nothing was fitted to?
 
 A Llama of 15 million parameters, 4 x 128 tokens a micro-batch, SGD, ranks of 1 thread. Of one job, the base, is known
-what any run leaves; others differ from it by what is asked. All are started once and take turns of seconds (see
-jobs.py). A figure is 100 (predicted / measured - 1) of a median step, from which is taken what a job's forward passes
-took longer than the base's, times backward's share: other work on the machine. Low and high are of the rounds.
+what any run leaves; others differ from it by what is asked. All are started and take turns of seconds (see jobs.py);
+two equal jobs differ by some percent for as long as they live, so that is done twice. A figure is 100 (predicted /
+measured - 1) of the two starts' mean of a median step; low and high are of each start. How fast the machine was in a
+turn is seen in forward's passes, and told to the prediction: other work there is nothing that it could know of.
 
 - one_host: 2 ranks on 2 cores without compression, and from it other sizes of buckets, other compressions;
 - ranks: 1 rank, from it 2 on one host;
@@ -20,14 +21,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 
-from common import Figure, figure, main
+from common import Figure, main
 from host_jobs import HostsJob, UnavailableError, two_hosts
 from jobs import Job, Setting
 
 from hvdtrain.timeline.whatif.change import Change
 from hvdtrain.timeline.whatif.evidence import Evidence
-from hvdtrain.timeline.whatif.predict import predict
+from hvdtrain.timeline.whatif.predict import Prediction, predict
 from hvdtrain.timeline.whatif.read import read_evidence
 
 SGD = {"name": "sgd", "lr": 0.01, "momentum": 0.0, "weight_decay": 0.0, "schedule": "constant", "warmup_steps": 0}
@@ -35,12 +37,13 @@ PLAIN = Setting("llama15m", 4, optimizer=SGD, clip=0.0, ours={"observe.stall_tim
 BASE = "base"
 WARM_UP = 9
 """Steps: after them the base has written what is read."""
+STARTS = 2
 LEAST = 3
 """Steps of a turn."""
 RATES: Mapping[str, tuple[str | None, float | None, float, int]] = {
     "unthrottled": (None, None, 3.0, 3),
     "1gbit": ("1gbit", 1.0, 4.0, 2),
-    "300mbit": ("300mbit", 0.3, 6.0, 2),
+    "300mbit": ("300mbit", 0.3, 5.0, 2),
     "100mbit": ("100mbit", 0.1, 8.0, 1),
 }
 """What `tc` calls it, Gbit/s, seconds of a turn, and rounds."""
@@ -137,53 +140,67 @@ def _setting(tried: Tried) -> Setting:
     return replace(PLAIN, ours={**PLAIN.ours, **tried.ours})
 
 
-def level(evidence: Evidence, medians: Sequence[tuple[float, float]]) -> list[float]:
-    """Steps without what computing was slower or faster by than in the base's turns, as forward tells by itself."""
-    forward_s, backward_s = evidence.parts_s["forward"], evidence.parts_s["backward"]
-    return [step_s - (seen_s / forward_s - 1) * (forward_s + backward_s) for step_s, seen_s in medians]
+def at_pace(evidence: Evidence, forward_s: float) -> Evidence:
+    """The base had its forward pass taken so long: other work on the machine is nothing that a prediction is of."""
+    parts = evidence.parts_s
+    pace = forward_s / parts["forward"]
+    computing = {name: parts[name] * pace for name in ("forward", "backward")}
+    more_s = sum(computing.values()) - parts["forward"] - parts["backward"]
+    return replace(evidence, parts_s={**parts, **computing}, step_s=evidence.step_s + more_s)
 
 
-def compared(label: str, evidence: Evidence, change: Change, measured_s: Sequence[float]) -> Figure:
-    """One pair."""
-    found = predict(evidence, change)
-    middle = statistics.median(measured_s)
-    inside = found.low_s <= middle <= found.high_s
+Pair = tuple[Prediction, float]
+"""What was predicted, and seconds that were measured."""
+
+
+def paired(evidence: Evidence, change: Change, medians: Sequence[tuple[float, float]]) -> Pair:
+    """Of one start of all jobs."""
+    step_s, forward_s = (statistics.median(column) for column in zip(*medians, strict=True))
+    return predict(at_pace(evidence, forward_s), change), step_s
+
+
+def compared(label: str, pairs: Sequence[Pair]) -> Figure:
+    """All starts of one configuration."""
+    predicted_s, measured_s = fmean(found.then.step_s for found, _ in pairs), fmean(seconds for _, seconds in pairs)
+    low_s, high_s = fmean(found.low_s for found, _ in pairs), fmean(found.high_s for found, _ in pairs)
+    error = 100 * (predicted_s / measured_s - 1)
     print(
-        f"{label:<26} predicted {found.then.step_s * 1e3:7.1f} ms [{found.low_s * 1e3:.0f} .. {found.high_s * 1e3:.0f}]"
-        f"  measured {middle * 1e3:7.1f} ms [{min(measured_s) * 1e3:.0f} .. {max(measured_s) * 1e3:.0f}]"
-        f"  {100 * (found.then.step_s / middle - 1):+5.1f} %{'' if inside else '  outside'}",
+        f"{label:<26} predicted {predicted_s * 1e3:7.1f} ms [{low_s * 1e3:.0f} .. {high_s * 1e3:.0f}]"
+        f"  measured {measured_s * 1e3:7.1f} ms {error:+5.1f} %{'' if low_s <= measured_s <= high_s else '  outside'}",
         flush=True,
     )
-    errors = [100 * (found.then.step_s / seconds - 1) for seconds in measured_s]
-    return replace(figure(f"whatif/{label}", errors, "%"), value=100 * (found.then.step_s / middle - 1))
+    errors = [100 * (found.then.step_s / seconds - 1) for found, seconds in pairs]
+    return Figure(f"whatif/{label}", error, min(errors), max(errors), "%")
 
 
-def here(names: Sequence[str], rounds: int) -> list[Figure]:
+def here(names: Sequence[str], rounds: int) -> dict[str, Pair]:
     """On one host."""
     with one_host_turns({name: _setting(TRIED[name]) for name in names}) as turns:
         turns.go(names, rounds, 3.0)
         evidence = turns.evidence()
         _told(evidence)
-        return [
-            compared(f"one_host/{name}", evidence, TRIED[name].change, level(evidence, turns.medians[name]))
+        return {
+            f"one_host/{name}": paired(evidence, TRIED[name].change, turns.medians[name])
             for name in names
             if name != BASE
-        ]
+        }
 
 
-def more_ranks(rounds: int) -> list[Figure]:
-    """From 1 rank to 2, of the same global batch."""
+def more_ranks(rounds: int) -> dict[str, Pair]:
+    """From 1 rank to 2, of the same global batch. That forward takes longer beside another rank is part of it."""
     alone = replace(PLAIN, ranks=1, passes=2)
     with one_host_turns({BASE: alone, "two": PLAIN}) as turns:
         turns.go((BASE, "two"), rounds, 5.0)
         evidence = turns.evidence()
         _told(evidence)
-        return [compared("ranks/1_to_2", evidence, Change(size=2), [step_s for step_s, _ in turns.medians["two"]])]
+        return {
+            "ranks/1_to_2": (predict(evidence, Change(size=2)), statistics.median(s for s, _ in turns.medians["two"]))
+        }
 
 
-def between(names: Sequence[str], rates: Sequence[str]) -> list[Figure]:
+def between(names: Sequence[str], rates: Sequence[str]) -> dict[str, Pair]:
     """Between two hosts: what is known is the base at the first rate."""
-    figures = []
+    found: dict[str, Pair] = {}
     with hosts_turns(names) as (turns, hosts):
         evidence: Evidence | None = None
         for label in rates:
@@ -198,9 +215,8 @@ def between(names: Sequence[str], rates: Sequence[str]) -> list[Figure]:
                 if name == BASE and label == rates[0]:
                     continue
                 change = replace(TRIED[name].change, bandwidth_gbit=gbit)
-                measured_s = level(evidence, turns.medians[name])
-                figures.append(compared(f"{label}/{name}", evidence, change, measured_s))
-    return figures
+                found[f"{label}/{name}"] = paired(evidence, change, turns.medians[name])
+    return found
 
 
 def _told(evidence: Evidence) -> None:
@@ -210,12 +226,18 @@ def _told(evidence: Evidence) -> None:
 def measure(quick: bool) -> list[Figure]:
     """All pairs, the worst and the middle one."""
     names = QUICK if quick else tuple(TRIED)
-    rounds = 2 if quick else 3
-    figures = [*here(names, rounds), *more_ranks(rounds)]
-    try:
-        figures += between(names, ("unthrottled", "1gbit") if quick else tuple(RATES))
-    except UnavailableError as reason:
-        print(f"two hosts are left out: {reason}", file=sys.stderr)
+    rates = ("unthrottled", "1gbit") if quick else tuple(RATES)
+    found: dict[str, list[Pair]] = {}
+    for _ in range(1 if quick else STARTS):
+        for ask in (lambda: here(names, 3), lambda: more_ranks(3), lambda: between(names, rates)):
+            try:
+                pairs = ask()
+            except UnavailableError as reason:
+                print(f"two hosts are left out: {reason}", file=sys.stderr)
+                continue
+            for label, pair in pairs.items():
+                found.setdefault(label, []).append(pair)
+    figures = [compared(label, pairs) for label, pairs in found.items()]
     errors = [abs(f.value) for f in figures]
     worst = Figure("whatif/worst_error_percent", max(errors), min(errors), max(errors), "%")
     middle = Figure("whatif/median_error_percent", statistics.median(errors), min(errors), max(errors), "%")

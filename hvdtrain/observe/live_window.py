@@ -138,7 +138,7 @@ class LiveWindow:
             self._reply(Answer(self._id, "none"))
 
     def begin_step(self, step: int) -> None:
-        """Say it where a window is over and written: two steps after its last one."""
+        """Say it where a window is over and written: three steps after its last one."""
         self._step = step
         if self._window and self._window.is_over(step - 2):
             self._end(self._window.last or step)

@@ -45,7 +45,7 @@ def request_window(
 
 
 def stop_window(run: Path, *, patience_s: float, sleep: Callable[[float], None] = time.sleep) -> Answer:
-    """End the window that is open; returns once its files are written, two steps later.
+    """End the window that is open; returns once its files are written, three steps later.
 
     Errors:
         RunDirectoryError: there is no such run, no job answers, or no window is open.

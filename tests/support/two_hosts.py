@@ -10,6 +10,7 @@
 
 The hosts are called ``a`` and ``b``, at 10.77.0.1 and 10.77.0.2, their interface is `LINK`. Each has processes, a
 network, a host name, ``/etc/hosts``, ``/run`` and ``/dev/shm`` of its own, and half of the cores; the disk they share.
+They send by TCP's CUBIC, as Linux does where nobody has chosen: BBR takes a token bucket's burst for the link's speed.
 All of it goes when the block is left and when this process is killed: see `host`. Several pairs may be up at once.
 
 A throttled end sends at `rate` (as ``tc`` writes it: 100mbit, 1gbit), after a burst of 256 KiB; what waits longer than
@@ -29,6 +30,7 @@ from tests.support.sshd import CLIENT, serve_ssh
 
 __all__ = ["LINK", "OWN", "Host", "TwoHosts", "UnavailableError", "two_hosts", "variables"]
 
+_CONGESTION = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 _PASSED = ("PATH", "PYTHONPATH", "PYTHONWARNINGS", "OMP_NUM_THREADS", "HOME")
 
 
@@ -152,6 +154,8 @@ def two_hosts(rate: str | None = None) -> Iterator[TwoHosts]:
         for host in (a, b):
             host.configure("ip", "address", "add", f"{host.address}/24", "dev", LINK)
             host.configure("ip", "link", "set", LINK, "up")
+            if "cubic" in _CONGESTION.read_text().split():
+                host.configure("ip", "route", "replace", "10.77.0.0/24", "dev", LINK, "congctl", "cubic")
         serve_ssh((a, b))
         hosts = TwoHosts(a, b, rate)
         hosts.throttle(rate)

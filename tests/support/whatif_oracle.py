@@ -14,17 +14,15 @@ class Wire:
 
     def __init__(self) -> None:
         self.queue: list[list[float]] = []
-        """Of each: its number, what is left of it, its share of the core, how often it stands still for each tick."""
+        """Of each: its number, what is left of it, its share of the core."""
         self.over: set[int] = set()
         self.used = 0.0
 
-    def tick(self, *, hindered: bool = False) -> float:
+    def tick(self) -> float:
         """Carry on; the share of the core that it takes."""
         if not self.queue:
             return 0.0
-        number, left, share, times = self.queue[0]
-        done = 1 / times if hindered else 1
-        left = left - done + 1
+        number, left, share = self.queue[0]
         self.queue[0][1] = left - 1
         self.used += 1
         if left <= 1:
@@ -49,7 +47,7 @@ def oracle(step: Step) -> tuple[float, float]:
             continue
         done = 0
         while done < what:
-            done += wire.tick(hindered=True) == 0.0
+            done += wire.tick() == 0.0
             now += 1
     return now, marks["over"] - marks["backward"]
 
@@ -72,7 +70,7 @@ def _thread(step: Step, wire: Wire, marks: dict[str, int], now) -> Iterator[floa
         number_of[bucket] = next(handed)
         if collective.wire_s:
             share = 1.0 if collective.cpu_s >= collective.wire_s else 0.0
-            wire.queue.append([number_of[bucket], collective.wire_s, share, collective.hindered])
+            wire.queue.append([number_of[bucket], collective.wire_s, share])
         else:
             wire.over.add(number_of[bucket])
         yield collective.during_s

@@ -7,8 +7,14 @@ import json
 import tempfile
 from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hvdtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hvdtrain.timeline.whatif.change import Change
+    from hvdtrain.timeline.whatif.evidence import Evidence
+    from hvdtrain.timeline.whatif.probing import Probed
 
 
 def main(command: str, argv: list[str]) -> int:
@@ -35,17 +41,15 @@ def main(command: str, argv: list[str]) -> int:
     if not options.json:
         print("\n".join(lines(evidence, change, prediction)))
     if options.check:
-        data["check"] = _check(options.run, change, quiet=options.json)
+        data["check"] = _check(evidence, change, probed, quiet=options.json)
     if options.json:
         print(json.dumps(data, indent=1))
     return 0
 
 
-def _check(path: Path, change: object, *, quiet: bool) -> dict[str, object]:
+def _check(evidence: Evidence, change: Change, probed: Probed, *, quiet: bool) -> dict[str, object]:
     """Try the change, predicted anew from what the unchanged job does now: other work slows both alike."""
-    from hvdtrain.timeline.whatif.change import Change
     from hvdtrain.timeline.whatif.predict import predict
-    from hvdtrain.timeline.whatif.probing import Probed
     from hvdtrain.timeline.whatif.read import read_evidence
     from hvdtrain.timeline.whatif.text import compared
     from hvdtrain.timeline.whatif.trying import cannot, try_here
@@ -54,8 +58,6 @@ def _check(path: Path, change: object, *, quiet: bool) -> dict[str, object]:
         if not quiet:
             print(line, flush=True)
 
-    assert isinstance(change, Change)
-    evidence = read_evidence(path)
     reasons = cannot(evidence, change)
     if reasons:
         raise ConfigError(
@@ -66,7 +68,7 @@ def _check(path: Path, change: object, *, quiet: bool) -> dict[str, object]:
     told("\ntrying it here, in turns:")
     with tempfile.TemporaryDirectory(prefix="hvdtrain-whatif-") as folder:
         tried = try_here(evidence, change, Path(folder), told)
-        found = [predict(read_evidence(run), change, Probed(path)) for run in tried.unchanged]
+        found = [predict(read_evidence(run), change, probed) for run in tried.unchanged]
     for line in compared(found, tried.unchanged_s, tried.changed_s):
         told(line)
     return {

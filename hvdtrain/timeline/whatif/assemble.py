@@ -16,13 +16,6 @@ from hvdtrain.timeline.whatif.replay import Arrival, Collective, Exchange, Step
 Costs = Callable[[Compression, Planned, int], Cost | None]
 """What was measured of coding a bucket of so many ranks; None where nobody has."""
 
-HINDERED = 1.2
-"""How many times as long bytes are on their way between hosts while the core computes that has to feed the link: seen
-in steps of a Llama of 15 million parameters between two hosts of one core each, at 1 Gbit/s."""
-TURN_S = 3e-4
-"""What each collective between hosts takes more there, until threads on both have got their cores from those that
-compute: between a third of a millisecond and, beside other work, more than one was seen."""
-
 
 @dataclass(frozen=True)
 class Setting:
@@ -141,10 +134,7 @@ def _exchange(setting: Setting, way: Sequence[tuple[str, float]], cost: Cost) ->
     parts = zip(way, [*cost.before_s, *[0.0] * len(way)], [*cost.during_s, *[0.0] * len(way)], strict=False)
     for (kind, size), before_s, during_s in parts:
         wire_s, cpu_s = collective_s(setting.link, setting.job.ranks, kind, size, setting.algorithm)
-        shared = setting.full and setting.job.ranks.hosts > 1
-        turn_s = TURN_S if shared else 0.0
-        cpu_s = cpu_s + turn_s if setting.full else 0.0
-        found.append(Collective(before_s, wire_s + turn_s, cpu_s, during_s, HINDERED if shared else 1.0))
+        found.append(Collective(before_s, wire_s, cpu_s if setting.full else 0.0, during_s))
     return Exchange(found, cost.after_s)
 
 

@@ -69,9 +69,6 @@ _TABLE: Mapping[str, _Copies] = {
     "topk": _Copies(1.5, (6.4,), (0.0,), 1.5, after_a_rank=0.05, commit=0.3),
     "powersgd": _Copies(1.5, (1.2, 1.2), (0.0, 0.8), 2.0, commit=0.3),
 }
-IN_TRAINING = 1.25
-"""What coding costs in training over what it costs by itself: it takes backward's place in the caches, and other ranks
-theirs. Seen in steps of that model between two hosts of one core each."""
 COPY_S_PER_BYTE = 4.5e-11
 """Of a gradient that backward has just made, where nothing was measured."""
 _CALL_S = 1.5e-5
@@ -98,7 +95,7 @@ def estimated(compression: Compression, bucket: Bucket, sizes_bytes: Sequence[in
         [part * whole_s for part in copies.during],
         (copies.after + copies.after_a_rank * ranks) * whole_s,
         copies.commit * whole_s,
-    ).times(1.0 if compression.exact else IN_TRAINING)
+    )
 
 
 def of_probe(found: Mapping[str, object]) -> Cost:

@@ -17,7 +17,7 @@ from hvdtrain.compression.table import Compression, parse
 from hvdtrain.durable import write_text
 from hvdtrain.errors import LaunchError
 from hvdtrain.timeline.whatif.assemble import buckets_of
-from hvdtrain.timeline.whatif.coding import IN_TRAINING, Cost, of_probe
+from hvdtrain.timeline.whatif.coding import Cost, of_probe
 from hvdtrain.timeline.whatif.evidence import Evidence, Job
 from hvdtrain.timeline.whatif.plan import Planned
 
@@ -40,7 +40,7 @@ class Probed:
     def __call__(self, compression: Compression, bucket: Planned, ranks: int) -> Cost | None:
         """Of a bucket; None where it was not measured."""
         found = self._found.get(_key(compression, bucket, ranks))
-        return None if found is None else of_probe(found).times(1.0 if compression.exact else IN_TRAINING)
+        return None if found is None else of_probe(found)
 
     def measure(self, evidence: Evidence, jobs: Sequence[Job]) -> None:
         """Measure what is missing for these, with as many processes at once as there are ranks on a host.

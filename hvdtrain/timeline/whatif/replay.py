@@ -23,14 +23,12 @@ class Collective:
         wire_s: from being handed over to its end, with nothing before it.
         cpu_s: of the core that computes, where both share it; at most `wire_s`.
         during_s: of the training thread, what it does as soon as it has handed it over.
-        hindered: how many times as long it takes while the training thread works.
     """
 
     before_s: float
     wire_s: float
     cpu_s: float = 0.0
     during_s: float = 0.0
-    hindered: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,6 @@ class _Way:
     bucket: int
     left_s: float
     share: float
-    hindered: float
 
 
 class _Replay:
@@ -175,7 +172,7 @@ class _Replay:
         self._running[bucket] = not collective.wire_s
         if collective.wire_s:
             share = min(1.0, collective.cpu_s / collective.wire_s)
-            self._queue.append(_Way(bucket, collective.wire_s, share, collective.hindered))
+            self._queue.append(_Way(bucket, collective.wire_s, share))
         self._work(collective.during_s)
 
     def _work(self, seconds: float) -> None:
@@ -186,25 +183,24 @@ class _Replay:
                 self._now += seconds
                 return
             way = self._queue[0]
-            rate = 1.0 - way.share / way.hindered
+            rate = 1.0 - way.share
             here_s = seconds / rate if rate > 0 else math.inf
-            there_s = way.left_s * way.hindered
-            took_s = min(here_s, there_s)
-            seconds = 0.0 if here_s <= there_s else seconds - took_s * rate
-            self._carry(took_s, took_s / way.hindered if here_s < there_s else way.left_s)
+            took_s = min(here_s, way.left_s)
+            seconds = 0.0 if here_s <= way.left_s else seconds - took_s * rate
+            self._carry(took_s)
 
     def _wait_for(self, bucket: int) -> None:
         """Stand still until the collective of a bucket is over."""
         while not self._running[bucket]:
-            self._carry(self._queue[0].left_s, self._queue[0].left_s)
+            self._carry(self._queue[0].left_s)
 
-    def _carry(self, took_s: float, done_s: float) -> None:
-        """Let time pass, and so much of the first collective be done."""
+    def _carry(self, took_s: float) -> None:
+        """Let time pass, and as much of the first collective be done."""
         self._now += took_s
         self._wire_s += took_s
         way = self._queue[0]
-        if done_s >= way.left_s:
+        if took_s >= way.left_s:
             self._queue.popleft()
             self._running[way.bucket] = True
         else:
-            way.left_s -= done_s
+            way.left_s -= took_s

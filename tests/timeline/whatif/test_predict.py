@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.timeline.whatif.assemble import TURN_S
 from hvdtrain.timeline.whatif.change import Change
 from hvdtrain.timeline.whatif.links import ETHERNET, Ranks
 from hvdtrain.timeline.whatif.predict import predict
@@ -145,13 +144,6 @@ def test_a_rank_that_is_bound_to_its_core_shares_it_with_the_exchange(tmp_path: 
     assert not free.cores_are_full(Ranks(2, 1))
     assert bound.cores_are_full(Ranks(2, 1))
     assert free.cores_are_full(Ranks(8, 8))
-
-
-def test_small_buckets_cost_turns_where_cores_are_full(tmp_path: Path) -> None:
-    """Of an exchange that backward hides otherwise."""
-    runs = [run_folder(tmp_path / str(own), size=2, link=[(4, 1e-5), (8 * MIB, 1e-3)], own_cores=own) for own in (8, 1)]
-    (free, small_free), (bound, small_bound) = ([_ms(run), _ms(run, bucket_mib=1)] for run in runs)
-    assert small_bound - bound > small_free - free + 0.5 * TURN_S * 1e3
 
 
 def test_how_many_ranks_a_host_takes_follows_from_its_cores(alone: Path, pair: Path) -> None:

@@ -52,42 +52,31 @@ def test_a_second_collective_begins_at_the_next_gradient_or_after_backward() -> 
     assert replay(alone).step_s == 15
 
 
-def test_an_exchange_that_backward_hinders_takes_longer_until_backward_is_over() -> None:
-    hindered = Exchange([Collective(0, 4, hindered=2.0)])
-    step = Step(0, [Arrival(1, 0, 0)], 4, [hindered])
-    # from 1 to 5 half of it, the rest from 5 to 7
-    assert replay(step).step_s == 7
-
-
 def test_what_backward_leaves_out_is_packed_and_sent_after_it() -> None:
     step = Step(0, [Arrival(5, 0, 0)], 0, [_plain(1), _plain(3)], late_s=[0, 2])
     assert replay(step).step_s == 10
     assert replay(step).wait_s == 5
 
 
-FINE = 32
-"""Ticks of a unit, where half a tick can be left over."""
 WHOLE = st.integers(0, 6).map(float)
 
 
 @st.composite
-def steps(draw: st.DrawFn, most_hindered: int = 1, unit: int = 1) -> Step:
+def steps(draw: st.DrawFn) -> Step:
     """Small ones, in whole ticks; a collective takes all of the core or none of it."""
-    whole = WHOLE.map(lambda ticks: ticks * unit)
     buckets = draw(st.integers(1, 4))
     exchanges = []
     for _ in range(buckets):
         collectives = []
         for _ in range(draw(st.integers(0, 3))):
-            wire_s = draw(whole)
+            wire_s = draw(WHOLE)
             cpu_s = wire_s * draw(st.integers(0, 1))
-            hindered = 1.0 if cpu_s else float(draw(st.integers(1, most_hindered)))
-            collectives.append(Collective(draw(whole), wire_s, cpu_s, draw(whole), hindered))
-        exchanges.append(Exchange(collectives, draw(whole)))
+            collectives.append(Collective(draw(WHOLE), wire_s, cpu_s, draw(WHOLE)))
+        exchanges.append(Exchange(collectives, draw(WHOLE)))
     arrivals = [
-        Arrival(draw(whole), draw(whole), draw(st.integers(0, buckets - 1))) for _ in range(draw(st.integers(0, 6)))
+        Arrival(draw(WHOLE), draw(WHOLE), draw(st.integers(0, buckets - 1))) for _ in range(draw(st.integers(0, 6)))
     ]
-    return Step(draw(whole), arrivals, draw(whole), exchanges, (), draw(whole))
+    return Step(draw(WHOLE), arrivals, draw(WHOLE), exchanges, (), draw(WHOLE))
 
 
 @given(steps())
@@ -95,13 +84,6 @@ def steps(draw: st.DrawFn, most_hindered: int = 1, unit: int = 1) -> Step:
 def test_the_schedule_is_that_of_an_oracle_of_ticks(step: Step) -> None:
     found = replay(step)
     assert (found.step_s, found.wait_s) == pytest.approx(oracle(step))
-
-
-@given(steps(most_hindered=2, unit=FINE))
-@settings(max_examples=200, deadline=None)
-def test_so_it_is_where_backward_hinders_the_exchange(step: Step) -> None:
-    found = replay(step)
-    assert (found.step_s, found.wait_s) == pytest.approx(oracle(step), abs=FINE / 3)
 
 
 @given(steps(), st.floats(1, 5))
