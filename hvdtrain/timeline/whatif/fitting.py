@@ -19,7 +19,7 @@ _HOP_S = 3e-5
 _OFF_PROBE, _OFF_WAITS, _OFF_TIMELINE, _OFF_HIDDEN = 0.1, 0.15, 0.3, 0.5
 _HIDDEN = 0.3
 """Where less than this share of the exchange was waited for, the wait tells little of its speed."""
-_UNEXPLAINED = 0.15
+_UNEXPLAINED = 0.05
 """Of a step: what may be waited beyond what the probed link explains, before it is taken to have changed since."""
 _FASTEST, _SLOWEST = 1e-12, 1e-4
 _HALVINGS = 40

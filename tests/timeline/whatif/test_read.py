@@ -62,6 +62,14 @@ def test_a_link_that_has_become_slower_is_told_from_a_rank_that_is_late(tmp_path
     assert "slower" not in late.fitted.source
 
 
+@pytest.mark.parametrize(("wait_ms", "was_slower"), [(35.0, False), (50.0, True)])
+def test_it_is_so_from_a_twentieth_of_a_step_on(wait_ms: float, was_slower: bool, tmp_path: Path) -> None:
+    """The probe explains waits of 30 ms, in steps of some 210."""
+    pairs = [(1024, 1e-4), (1 << 20, 0.0091), (1 << 23, 0.0711)]
+    fitted = read_evidence(run_folder(tmp_path / "run", size=2, wait_ms=wait_ms, link=pairs)).fitted
+    assert ("slower than when it was probed" in fitted.source) is was_slower
+
+
 def test_without_a_probe_waits_tell_the_link(tmp_path: Path) -> None:
     """80 ms into backward all 8 MiB but 4 are on their way; what is left over at its end was waited for."""
     fitted = read_evidence(run_folder(tmp_path / "run", size=2, wait_ms=200.0)).fitted
