@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -23,9 +24,19 @@ def fsync_folder(folder: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file, whole or not at all."""
+    """Write a file, whole or not at all; where it cannot be, nothing is left.
+
+    Errors:
+        OSError: it cannot be written there.
+        UnicodeEncodeError: `text` is none.
+    """
     temporary = path.with_name(f".{path.name}.writing")
-    temporary.write_text(text, encoding="utf-8")
-    fsync(temporary)
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        fsync(temporary)
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
     fsync(path.parent)

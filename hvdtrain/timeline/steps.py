@@ -23,7 +23,7 @@ class Start:
     """One start of a run.
 
     Attributes:
-        number: counted from 0.
+        number: counted from 0; -1 where its line is damaged.
         at_step: the step that it went on from.
         origin_us: of the file's times, by rank 0's clock.
         clock_ids: of the ranks; equal ones are one clock.
@@ -77,8 +77,12 @@ def read_starts(path: Path) -> list[Start]:
                     found=str(line.get("version")),
                     next_step="read it with the version of hvdtrain that trained",
                 )
-            heads.append((line, [], []))
-        elif not heads:
+            if _is_start(line):
+                heads.append((line, [], []))
+            else:
+                damaged = f"line {number} of {NAME}, which begins a start, is damaged: that start is left out"
+                heads.append((_unknown(line), [], [damaged]))
+        elif not heads or not heads[-1][0]["size"]:
             continue
         elif line.get("event") == "block" and _is_whole(line, heads[-1][0]):
             heads[-1][1].append(line)
@@ -102,6 +106,32 @@ def _parsed(raw: bytes) -> dict[str, Any]:
     except ValueError:
         return {}
     return line if isinstance(line, dict) else {}
+
+
+def _is_start(line: Mapping[str, Any]) -> bool:
+    """Whether a start has what is read of it, of as many ranks as it says."""
+    try:
+        names, link = [line["hosts"], line["clock_ids"]], line.get("link", [])
+        clocks = [line["clock"][name] for name in ("offset_us", "error_us")] if "clock" in line else []
+        return (
+            all(isinstance(line[name], int) for name in ("size", "start", "at_step"))
+            and isinstance(line["origin_us"], (int, float))
+            and line["size"] > 0
+            and all(isinstance(each, list) and len(each) == line["size"] for each in (*names, *clocks))
+            and all(isinstance(name, str) for each in names for name in each)
+            and _floats(clocks).ndim <= 2
+            and all(len(pair) == 2 for pair in link)
+            and bool(np.isfinite(_floats(link)).all())
+        )
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return False
+
+
+def _unknown(line: Mapping[str, Any]) -> dict[str, Any]:
+    """In the place of a start that is damaged: one of no ranks."""
+    number = line.get("start")
+    known = {"start": number if isinstance(number, int) else -1, "at_step": 0, "origin_us": 0.0}
+    return {**known, "size": 0, "hosts": [], "clock_ids": []}
 
 
 def _is_whole(line: Mapping[str, Any], head: Mapping[str, Any]) -> bool:

@@ -93,6 +93,46 @@ def test_a_damaged_line_is_left_out_and_said(damaged: Any, tmp_path: Path) -> No
     assert len(found.dropped) == 1 and "line 3" in found.dropped[0]
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"size": None},
+        {"size": "2"},
+        {"size": 0},
+        {"size": 3},
+        {"hosts": ["a"]},
+        {"hosts": "ab"},
+        {"clock_ids": ["x", None]},
+        {"origin_us": None},
+        {"start": "1"},
+        {"at_step": []},
+        {"link": [[1024]]},
+        {"link": [[1024, None]]},
+        {"clock": {"offset_us": [0.0, 1.0]}},
+        {"clock": {"offset_us": [0.0], "error_us": [0.0, 1.0]}},
+        {"clock": {}},
+        {"clock": [0.0]},
+    ],
+)
+def test_a_start_that_is_damaged_is_left_out_and_said(changed: dict[str, Any], tmp_path: Path) -> None:
+    """With its blocks, which are no other start's."""
+    damaged = {name: value for name, value in {**start(1), **changed}.items() if value is not None}
+    write(tmp_path, start(0), block(1), damaged, block(11), start(2), block(21))
+    assert [table.step.tolist() for table in read_steps(tmp_path)] == [[1, 2], [21, 22]]
+    assert [len(found.dropped) for found in read_starts(tmp_path)] == [0, 1, 0]
+    assert "line 3" in read_starts(tmp_path)[1].dropped[0]
+    write(tmp_path, damaged, block(1))
+    (found,) = read_starts(tmp_path)
+    assert not len(found.steps.step) and "line 1" in found.dropped[0]
+
+
+@pytest.mark.parametrize("absent", ["clock", "link"])
+def test_what_older_starts_do_not_say_is_no_damage(absent: str, tmp_path: Path) -> None:
+    write(tmp_path, {name: value for name, value in start(0).items() if name != absent}, block(1))
+    (found,) = read_starts(tmp_path)
+    assert found.steps.step.tolist() == [1, 2] and not found.dropped
+
+
 def test_cut_off_at_any_byte_it_gives_what_is_whole(tmp_path: Path) -> None:
     write(tmp_path, start(0), block(1), block(3))
     content = (tmp_path / NAME).read_bytes()
