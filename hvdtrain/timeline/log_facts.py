@@ -7,6 +7,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+STALLED = "Horovod stalled "
+"""How each line begins that tells of a stall, and no other."""
+
 _MOST = 64
 """Distinct matters of a kind that are kept."""
 
@@ -72,11 +75,10 @@ class Stalls:
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             often = "once" if stall.times == 1 else f"{stall.times} times"
             yield (
-                f"Horovod stalled on rank {rank} for more than {stall.seconds} s, {often}: "
-                f"{', '.join(names[:_SHOWN])}{more}"
+                f"{STALLED}on rank {rank} for more than {stall.seconds} s, {often}: {', '.join(names[:_SHOWN])}{more}"
             )
         if self._warnings and not self._of_rank:
-            yield f"Horovod stalled for more than {self._seconds} s; the output does not say on which rank"
+            yield f"{STALLED}for more than {self._seconds} s; the output does not say on which rank"
         if self._ends:
             yield "Horovod shut the job down for a stall (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS)"
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import TraceError
+from hvdtrain.timeline.log_facts import STALLED
 from hvdtrain.timeline.logs import collect_lines, find_logs
 from hvdtrain.timeline.run import load
 from tests.support.launch import run, train
@@ -54,6 +55,15 @@ def test_what_launchers_put_before_a_line_is_no_part_of_it(prefix: str, tmp_path
         "Horovod stalled on rank 5 for more than 60 s, 2 times: allreduce.a, b, c, d, e, f",
         "Horovod shut the job down for a stall (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS)",
     ]
+
+
+def test_what_tells_of_a_stall_begins_alike_and_nothing_else_does(tmp_path: Path) -> None:
+    (tmp_path / "known").write_text(f"{WAITING}Missing ranks:\n1: [a]\n2: [b]\n")
+    (tmp_path / "unknown").write_text(WAITING)
+    (tmp_path / "nccl").write_text("\n".join(nccl(0)))
+    for name, stalls in (("known", 2), ("unknown", 1), ("nccl", 0)):
+        found = collect_lines([tmp_path / name])
+        assert found and sum(line.startswith(STALLED) for line in found) == stalls
 
 
 def test_older_horovods_say_it_tensor_by_tensor(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from hvdtrain.timeline.analysing.findings_horovod import of_timeline
 from hvdtrain.timeline.analysing.phases import COPIES, NEGOTIATION, QUEUE, TRANSFER
 from hvdtrain.timeline.analysing.rounds import warm_up
 from hvdtrain.timeline.analysis import Estimate, Finding
+from hvdtrain.timeline.log_facts import STALLED
 
 _SHARE = 0.02
 """Of a step: what costs less is not told."""
@@ -198,9 +199,10 @@ def _bandwidth(facts: Facts) -> Iterator[Finding]:
 
 
 def _stalls(facts: Facts) -> Iterator[Finding]:
-    lines: Sequence[str] = [line for line in facts.run.warnings if "tall" in line or "submitted to be reduced" in line]
+    lines = [line for line in facts.run.warnings if line.startswith(STALLED)]
     if lines:
-        text = f"Horovod warned of {len(lines)} stall(s): {lines[0][:160]}"
+        more = f"; and on {len(lines) - 1} more rank(s)" if len(lines) > 1 else ""
+        text = f"{lines[0][:160]}{more}"
         yield Finding("stall", text, None, "ranks must call the same collectives; see which ranks it names as missing")
 
 

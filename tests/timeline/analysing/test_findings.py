@@ -143,10 +143,18 @@ def test_evaluations_collections_and_cores_are_told() -> None:
 def test_stalls_and_pauses_are_told() -> None:
     work = _work()
     work[1, 90] += 9000.0
-    stalled = "One or more tensors were submitted to be reduced by subset of ranks [missing ranks: 1]"
-    found = analyse(run_of(table_of(work), warnings=[stalled]))
+    stalled = [f"Horovod stalled on rank {rank} for more than 60 s, 2 times: a, b" for rank in (1, 3)]
+    ended = "Horovod shut the job down for a stall (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS)"
+    found = analyse(run_of(table_of(work), warnings=[*stalled, ended]))
     assert {"stall", "pause"} <= _kinds(found)
     assert "straggler" not in _kinds(found)
+    text = next(finding.text for finding in found.findings if finding.kind == "stall")
+    assert text == f"{stalled[0]}; and on 1 more rank(s)"
+
+
+def test_other_warnings_are_no_stalls() -> None:
+    lacking = 'nothing is written for TensorBoard, which is not installed: pip install "hvdtrain[tensorboard]"'
+    assert "stall" not in _kinds(analyse(run_of(table_of(_work()), warnings=[lacking, "NCCL warned: stalled"])))
 
 
 def test_a_slow_bus_is_told_beside_what_the_link_can_do() -> None:
