@@ -56,6 +56,22 @@ def test_what_a_run_does_not_say_is_no_zero() -> None:
         condition.holds(condition.parse("straggler_ms > 1"), {"step_ms": 1.0})
 
 
+@pytest.mark.parametrize("compare", [">", ">=", "<", "<=", "==", "!="])
+def test_where_nobody_is_late_nothing_holds_of_the_late_rank(compare: str) -> None:
+    for text in (f"straggler_rank {compare} 1", f"step_ms > 1 and straggler_rank {compare} 1"):
+        assert not condition.holds(condition.parse(text), {"step_ms": 20.0, "straggler_ms": 0.0})
+    late = {"straggler_ms": 5.0, "straggler_rank": 1.0}
+    assert condition.holds(condition.parse("straggler_rank == 1 and straggler_ms > 4"), late)
+    with pytest.raises(ConfigError, match="nothing of this run says straggler_rank"):
+        condition.holds(condition.parse("straggler_rank == 1"), {"step_ms": 20.0})
+
+
+@pytest.mark.parametrize("text", ["bus_gb_per_s < 1 and step_ms > 1e9", "step_ms > 1e9 and bus_gb_per_s < 1"])
+def test_the_order_of_clauses_is_all_one(text: str) -> None:
+    with pytest.raises(ConfigError, match="nothing of this run says bus_gb_per_s"):
+        condition.holds(condition.parse(text), FIGURES)
+
+
 @given(st.text(max_size=60))
 def test_any_text_is_a_condition_or_an_error_of_ours(text: str) -> None:
     with contextlib.suppress(ConfigError):
