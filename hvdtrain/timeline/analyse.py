@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -34,7 +35,7 @@ def analyse(run: RunTrace) -> Analysis:
     size = run.size or len(blame.ranks)
     found = find(Facts(run, spent, exchange, blame, verdict))
     return Analysis(
-        title=run.path.name or str(run.path),
+        title=_title(run.path),
         size=size,
         budget=spent,
         communication=exchange,
@@ -45,6 +46,12 @@ def analyse(run: RunTrace) -> Analysis:
         warnings=list(run.warnings),
         notes=[*run.notes, *_notes(run)],
     )
+
+
+def _title(path: Path) -> str:
+    """The name that it was asked for by; of ``.`` and ``..`` the folder's own."""
+    name = path.name if path.name != ".." else ""
+    return name or path.resolve().name or str(path)
 
 
 def _blame(run: RunTrace, verdict: Verdict | None) -> Blame:

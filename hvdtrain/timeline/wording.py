@@ -1,10 +1,15 @@
-"""Numbers as a person reads them."""
+"""Numbers and names as a person reads them."""
 
 from __future__ import annotations
 
 import math
 
 from hvdtrain.timeline.analysis import Estimate
+
+
+def readable(text: str) -> str:
+    """What any output takes: a question mark for what is no text, as a file's name may hold."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def decimals(largest: float) -> int:

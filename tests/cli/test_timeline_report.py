@@ -32,6 +32,27 @@ def test_json_goes_to_stdout_alone_and_html_to_its_file(capsys: pytest.CaptureFi
     assert "training.json.gz" in page.read_text()
 
 
+def test_a_page_that_cannot_be_written_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for page in (tmp_path / "missing" / "report.html", tmp_path, Path("/")):
+        assert main(["timeline", "report", TRACE, "--html", str(page)]) == 1
+        said = capsys.readouterr().err
+        assert f"the page {page} cannot be written" in said and "next: name another file: --html FILE" in said
+    assert not list(tmp_path.iterdir()) and not list(tmp_path.parent.glob(f".{tmp_path.name}.*"))
+
+
+def test_names_that_are_no_text_are_shown_all_the_same(tmp_path: Path) -> None:
+    strange = os.fsdecode(os.fsencode(tmp_path) + b"/run-\xff.json.gz")
+    shutil.copy(TRACE, strange)
+    for command in (["report", strange, "--json"], ["report", strange, "--html", f"{strange}.html"]):
+        done = subprocess.run([sys.executable, "-m", "hvdtrain", "timeline", *command], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "run-?.json.gz" in done.stdout
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdtrain", "timeline", "diff", strange, TRACE, "--json"], capture_output=True, text=True
+    )
+    assert orjson.loads(done.stdout)["titles"] == ["run-?.json.gz", "training.json.gz"]
+
+
 @pytest.mark.parametrize(
     ("condition", "code", "said"),
     [

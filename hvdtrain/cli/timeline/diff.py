@@ -28,16 +28,15 @@ def main(command: str, argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(argv)
 
-    import orjson
-
     from hvdtrain.timeline.analyse import analyse
     from hvdtrain.timeline.run import load
     from hvdtrain.timeline.telling.compare import compare, to_plain, to_text
+    from hvdtrain.timeline.telling.form import dumped
 
     a, b = load(options.run_a), load(options.run_b)
     found = compare(analyse(a), analyse(b), a.config, b.config)
     if options.json:
-        sys.stdout.write(orjson.dumps(to_plain(found), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE).decode())
+        sys.stdout.write(dumped(to_plain(found)).decode())
     else:
         print(to_text(found))
     return 0

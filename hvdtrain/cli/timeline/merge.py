@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from hvdtrain.timeline import wording
 from hvdtrain.timeline.merge import Merged, merge
 
 _WHAT = "One trace of all ranks, with Horovod's Timeline and torch.profiler where recorded, for ui.perfetto.dev."
@@ -19,7 +20,7 @@ def main(command: str, argv: list[str]) -> int:
     )
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="to write, gzip'd if *.gz")
     options = parser.parse_args(argv)
-    print(_told(merge(options.sources, options.output)))
+    print(wording.readable(_told(merge(options.sources, options.output))))
     return 0
 
 

@@ -20,7 +20,9 @@ examples:
   hvdtrain timeline report runs/default --log job.out  with NCCL's and Horovod's lines from the job's output
   hvdtrain timeline report runs/default --fail_if 'straggler_ms > 5 and exposed_share > 0.2'
 
-exit code: 0; 1 where the condition of --fail_if is met, or PATH cannot be read; 2 on a wrong option or condition
+exit code: 0; 1 where the condition of --fail_if is met, or a file cannot be read or written; 2 on a wrong option or
+condition, as one on what nothing of this run says. straggler_rank, where nobody is late, is no number: no clause on
+it holds
 """
 
 
@@ -55,20 +57,34 @@ def _analysis(paths: list[Path], logs: list[Path]) -> Analysis:
 
 
 def _show(analysis: Analysis, as_json: bool, html: Path | None) -> None:
+    from hvdtrain.timeline import wording
     from hvdtrain.timeline.telling.form import to_bytes
     from hvdtrain.timeline.telling.text import to_text
 
     if html is not None:
-        from hvdtrain.durable import write_text
-        from hvdtrain.timeline.telling.page import to_html
-
-        write_text(html, to_html(analysis))
+        _write_page(analysis, html)
     if as_json:
         sys.stdout.write(to_bytes(analysis).decode())
         return
     print(to_text(analysis))
     if html is not None:
-        print(f"written: {html}")
+        print(wording.readable(f"written: {html}"))
+
+
+def _write_page(analysis: Analysis, file: Path) -> None:
+    from hvdtrain.durable import write_text
+    from hvdtrain.errors import TraceError
+    from hvdtrain.timeline.telling.page import to_html
+
+    try:
+        write_text(file, to_html(analysis))
+    except (OSError, ValueError) as error:  # the latter of what has no name, as / and .
+        raise TraceError(
+            f"the page {file} cannot be written",
+            expected="a file in a folder that is there and may be written to",
+            found=getattr(error, "strerror", None) or str(error),
+            next_step="name another file: --html FILE",
+        ) from None
 
 
 def _parser(command: str) -> argparse.ArgumentParser:

@@ -40,14 +40,15 @@ def to_html(analysis: Analysis) -> str:
     style, scripts = "".join(map(_read, _STYLE)), [_read(name) for name in _SCRIPTS]
     context = {**_view(analysis), "style": style, "scripts": scripts, "policy": _policy(style, scripts)}
     page = _environment().get_template("report.html").render(context)
-    return page.encode("utf-8", "replace").decode()  # a name that was no text when it was read
+    return wording.readable(page)
 
 
 def verdict(analysis: Analysis) -> list[str]:
     """The page's first sentence, in clauses."""
     clauses = []
     if (budget := analysis.budget) is not None:
-        clauses.append(f"A step takes {wording.ms(budget.step_ms.value)} ms")
+        subject = "A step takes" if budget.steps else "The Timeline, in which no steps could be told, spans"
+        clauses.append(f"{subject} {wording.ms(budget.step_ms.value)} ms")
         exposed = [part for part in budget.parts if part.name in budget.exposed]
         if exposed:
             ms, share = sum(part.ms.value for part in exposed), sum(part.share for part in exposed)
@@ -55,7 +56,7 @@ def verdict(analysis: Analysis) -> list[str]:
     rows = {row.rank: row for row in analysis.blame.ranks}
     for rank in analysis.blame.late[:1]:
         cost = rows[rank].cost_ms
-        where = f"rank {rank} on {rows[rank].host}"
+        where = f"rank {rank}{' on ' + rows[rank].host if rows[rank].host else ''}"
         clauses.append(f"{where} is late and costs {wording.ms(cost.value)} ms {wording.interval(cost)}".rstrip())
     if not analysis.blame.late and analysis.blame.source != "none":
         clauses.append("no rank is late")

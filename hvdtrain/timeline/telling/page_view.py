@@ -23,6 +23,7 @@ _HEAT = (0.005, 0.02, 0.05)
 _CODE = re.compile(
     r"`([^`]+)`"
     r"|(hvdtrain (?:doctor|timeline [a-z]+(?: RUN)?)"
+    r"|(?:mpirun|nvidia-smi)(?: -[\w-]+(?: [A-Za-z](?:[\w,]*\w)?)?)+"
     r"|(?:[A-Z][A-Z0-9]*_[A-Z0-9_]+=\S*[^\s.,;:)])"
     r"|--[A-Za-z](?:[\w.-]*\w)?(?:[ =](?:(?=[^\s,;]*\d)[\w:./%+-]*[\w%]|(?:true|false|on|off|auto|none|all)\b))?)"
 )
@@ -94,7 +95,7 @@ def blame_view(blame: Blame, step_ms: float | None) -> dict[str, Any]:
         "rows": [_rank(row, row.rank in late, names, medians, whole, most, blame) for row in shown],
         "left": len(left),
         "left_ms": wording.ms(max([row.cost_ms.value for row in left], default=0.0)),
-        "error_ms": _clock_ms(max([row.clock_error_ms for row in blame.ranks], default=0.0)),
+        "clocks": _clocks([row.clock_error_ms for row in blame.ranks]),
     }
 
 
@@ -116,6 +117,7 @@ def _rank(
         more = 0.0 if value is None else value - medians[name]
         cells.append({"value": value, "text": "" if value is None else wording.ms(value), "heat": _heat(more / whole)})
         cells[-1]["more"] = f"{more:+.2f} ms against the median" if cells[-1]["heat"] else ""
+        cells[-1]["sign"] = "\u25b4" if more > 0 else "\u25be"
     cost = row.cost_ms
     causes = blame.causes.get(row.rank, ())
     return {
@@ -124,6 +126,7 @@ def _rank(
         "late": is_late,
         "cost": cost.value,
         "cost_text": wording.ms(cost.value),
+        "costs": cost.value >= _SEEN_MS,
         "interval": wording.interval(cost),
         "bar": at(cost.value),
         "low": at(cost.low),
@@ -131,14 +134,26 @@ def _rank(
         "last": row.last_share,
         "last_text": wording.percent(row.last_share),
         "cells": cells,
-        "clock_ms": _clock_ms(row.clock_error_ms),
+        "clock": _clock(row.clock_error_ms),
         "causes": [(c.name, None if c.ms is None else wording.ms(c.ms), c.text) for c in causes],
     }
 
 
-def _clock_ms(error_ms: float) -> str:
-    """Empty where clocks are one."""
-    return wording.ms(error_ms) if error_ms >= _SEEN_MS else ""
+def _clocks(errors_ms: Sequence[float]) -> str:
+    """How well the ranks' clocks agree."""
+    worst = max(errors_ms, default=0.0)
+    if not math.isfinite(worst):
+        return "clocks of some ranks were never compared with rank 0's"
+    return (
+        f"the ranks' clocks agree to within {wording.ms(worst)} ms" if worst >= _SEEN_MS else "the ranks share a clock"
+    )
+
+
+def _clock(error_ms: float) -> str:
+    """How well a rank's is known; empty where it is rank 0's."""
+    if not math.isfinite(error_ms):
+        return "its clock was never compared with rank 0's"
+    return f"its clock is known to within {wording.ms(error_ms)} ms" if error_ms >= _SEEN_MS else ""
 
 
 def _heat(share: float) -> str:

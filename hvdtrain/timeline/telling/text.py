@@ -47,8 +47,7 @@ def _lines(analysis: Analysis, findings: int) -> Iterator[str]:
 
 def quantity(estimate: Estimate, places: int | None = None) -> str:
     """A number with its interval, where there is one."""
-    value = wording.ms(estimate.value, places)
-    return value if estimate.low == estimate.high else f"{value} {wording.interval(estimate, places)}"
+    return f"{wording.ms(estimate.value, places)} {wording.interval(estimate, places)}".rstrip()
 
 
 def _head(analysis: Analysis) -> str:
@@ -56,12 +55,13 @@ def _head(analysis: Analysis) -> str:
     title = _short(analysis.title, 50)
     if (budget := analysis.budget) is None:
         return f"{title}{ranks}: no step was recorded"
-    return f"{title}{ranks}: {budget.steps} step(s), {_short(budget.what, 30)}"
+    steps = f"{budget.steps} step(s)" if budget.steps else "no steps could be told"
+    return f"{title}{ranks}: {steps}, {_short(budget.what, 30)}"
 
 
 def _budget(budget: Budget) -> Iterator[str]:
     places = wording.decimals(budget.step_ms.value)
-    yield f"a step takes {quantity(budget.step_ms, places)} ms:"
+    yield f"{'a step takes' if budget.steps else 'it spans'} {quantity(budget.step_ms, places)} ms:"
     shown = [part for part in budget.parts if part.share >= _LEAST_SHARE][:_MOST_PARTS]
     width = max((len(_short(part.name, 30)) for part in shown), default=0) + 2
     for part in shown:
@@ -70,7 +70,7 @@ def _budget(budget: Budget) -> Iterator[str]:
         yield f"  {name:<{width}} {quantity(part.ms, places):<28} {part.share:6.1%}  {bar}".rstrip()
     if budget.exposed:
         share = sum(part.share for part in budget.parts if part.name in budget.exposed)
-        yield f"  * communication that nothing hides: {share:.1%} of the step"
+        yield f"  * communication that nothing hides: {share:.1%} of {'the step' if budget.steps else 'it'}"
 
 
 def _communication(found: Communication) -> Iterator[str]:
@@ -93,7 +93,7 @@ def _communication(found: Communication) -> Iterator[str]:
 
 def _blame(blame: Blame) -> Iterator[str]:
     if blame.source == "none":
-        yield f"who is late: not known; {blame.reason}"
+        yield f"who is late: not known{'; ' + blame.reason if blame.reason else ''}"
         return
     source = "our own stamps" if blame.source == "stamps" else "Horovod's ticks"
     who = ", ".join(f"rank {rank}" for rank in blame.late[:8]) or f"nobody ({blame.reason})"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from html.parser import HTMLParser
+from typing import Literal
 
 import pytest
 from hypothesis import given
@@ -12,7 +15,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis import Analysis, Blame, Budget, Estimate, Lane, Part, RankRow, Slice
-from hvdtrain.timeline.telling.page import to_html
+from hvdtrain.timeline.telling.page import to_html, verdict
 from hvdtrain.timeline.telling.page_lanes import MOST_SLICES, packed, shown_lanes, summary
 from hvdtrain.timeline.telling.page_view import MOST_RANKS, blame_view, budget_view, finding_pieces
 from tests.support.analyses import analysis, budget, empty, hostile, lanes, rank_rows
@@ -31,6 +34,15 @@ class _Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self.elements and self.elements[-1] == ("script", {"type": "application/json", "id": "lanes-data"}):
             self.scripts.append(data)
+
+
+def _text(page: str) -> str:
+    """What is seen and heard of it, each run of spaces as one."""
+    seen: list[str] = []
+    parser = HTMLParser()
+    parser.handle_data = seen.append  # type: ignore[method-assign]
+    parser.feed(page.partition("<body>")[2].partition("<script")[0])
+    return " ".join("".join(seen).split())
 
 
 @pytest.mark.parametrize("of", [analysis(2), analysis(64), hostile(), empty()])
@@ -148,7 +160,10 @@ def test_heat_is_against_the_median() -> None:
         ("see hvdtrain doctor there; or hvdtrain timeline diff.", ["hvdtrain doctor", "hvdtrain timeline diff"]),
         ("set HOROVOD_CYCLE_TIME=0.5.", ["HOROVOD_CYCLE_TIME=0.5"]),
         ("--parallel.bucket_mib=25 does", ["--parallel.bucket_mib=25"]),
-        ("bind ranks (mpirun --bind-to core), nothing else", ["--bind-to"]),
+        ("bind ranks (mpirun --bind-to core), nothing else", ["mpirun --bind-to core"]),
+        ("see nvidia-smi -q -d CLOCK,PERFORMANCE", ["nvidia-smi -q -d CLOCK,PERFORMANCE"]),
+        ("nvidia-smi -q -d PERFORMANCE: heat, or its power limit", ["nvidia-smi -q -d PERFORMANCE"]),
+        ("under mpirun, or nvidia-smi", []),
         ("--train.eval_every 200 --checkpoint.every 9, or", ["--train.eval_every 200", "--checkpoint.every 9"]),
         ("nothing to do -- really", []),
         ("", []),
@@ -181,3 +196,65 @@ def test_one_step_has_no_intervals_and_still_a_page() -> None:
     blame = Blame("stamps", 1, [row], [0], {})
     found = Analysis("run", 1, Budget("rank 0", unknown, 1, [Part("data", unknown, 1.0)], []), None, [], blame, [])
     assert "nan" not in to_html(found) and "inf " not in to_html(found)
+
+
+def _of_ranks(*rows: RankRow, late: Sequence[int] = (), source: Literal["stamps", "ticks"] = "stamps") -> Analysis:
+    return Analysis("run", len(rows), None, None, [], Blame(source, 9, rows, late, {}, ""), [])
+
+
+def _row(rank: int, cost: Estimate, host: str = "here", error_ms: float = 0.0) -> RankRow:
+    return RankRow(rank, host, 0.5, cost, {"data": 1.0 + 9 * rank}, error_ms)
+
+
+ABOUT_2 = Estimate(2.0, 1.0, 3.0)
+UNSURE = Estimate(2.0, float("-inf"), float("inf"))
+
+
+def test_a_rank_of_an_unknown_host_is_a_rank() -> None:
+    found = _of_ranks(_row(0, ABOUT_2, ""), _row(1, Estimate(0.0, 0.0, 0.0), ""), late=[0], source="ticks")
+    assert verdict(found) == ["rank 0 is late and costs 2.00 ms [1.00 .. 3.00]"]
+    assert "Rank 0 costs" in to_html(found) and "Rank 0 on here costs" in to_html(_of_ranks(_row(0, ABOUT_2), late=[0]))
+
+
+def test_clocks_are_told_as_well_as_they_are_known() -> None:
+    one, near, never = (_of_ranks(_row(0, ABOUT_2), _row(1, ABOUT_2, "b", us)) for us in (0.0, 0.25, float("inf")))
+    assert "the ranks share a clock" in to_html(one) and "its clock" not in to_html(one)
+    assert "agree to within 0.250 ms" in to_html(near) and "known to within 0.250 ms" in to_html(near)
+    text = _text(to_html(never))
+    assert "clocks of some ranks were never compared with rank 0's" in text and "inf" not in text.lower().split()
+    assert "its clock was never compared with rank 0's" in text and "share a clock" not in text
+
+
+def test_who_is_not_late_is_not_called_noise() -> None:
+    text = _text(to_html(_of_ranks(_row(0, ABOUT_2), _row(1, Estimate(0.0, 0.0, 0.0)))))
+    assert "a step takes 2.00 ms [1.00 .. 3.00] longer by it, which is too little or too uncertain to name it" in text
+    assert "Not late: no step is longer by it." in text
+
+
+def test_pictures_and_buttons_have_names_and_heat_has_a_sign() -> None:
+    page = to_html(_of_ranks(_row(0, ABOUT_2), _row(1, UNSURE), _row(2, Estimate(0.0, 0.0, 0.0))))
+    elements = _Page(page).elements
+    for tag, attributes in elements:
+        assert attributes.get("role") != "img" or attributes["aria-label"], (tag, attributes)
+    whiskers = [attributes for tag, attributes in elements if attributes.get("class") == "whisker"]
+    assert [each.get("aria-label") for each in whiskers] == ["[1.00 .. 3.00] ms", None, None]
+    assert ["aria-hidden" in each for each in whiskers] == [False, True, True]
+    buttons = [attributes["aria-label"] for _, attributes in elements if attributes.get("class") == "why"]
+    assert buttons == ["why rank 0", "why rank 1", "why rank 2"]
+    text = _text(page)
+    assert "\u25be1.00, -9.00 ms against the median" in text and "\u25b419.0, +9.00 ms against the median" in text
+
+
+def test_no_page_names_a_file_that_may_not_be_beside_it() -> None:
+    many = replace(analysis(4096, lane_ranks=2), warnings=["a warning"] * 90)
+    assert "report.json" not in to_html(many)
+    assert to_html(many).count("<code>hvdtrain timeline report RUN --json</code>") == 3
+
+
+def test_what_has_no_steps_is_not_told_as_one() -> None:
+    found = analysis(1)
+    assert found.budget is not None
+    whole = replace(found, budget=replace(found.budget, steps=0), findings=[])
+    assert verdict(whole)[0].startswith("The Timeline, in which no steps could be told, spans 352 ms")
+    text = _text(to_html(whole))
+    assert "Where the time goes" in text and "ms a step" not in text.partition("together")[0]

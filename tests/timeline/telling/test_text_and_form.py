@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import jsonschema
 import numpy as np
@@ -12,7 +14,7 @@ import pytest
 
 from hvdtrain.timeline.analyse import analyse
 from hvdtrain.timeline.analysis import Analysis, figures
-from hvdtrain.timeline.telling.form import schema, to_bytes, to_json
+from hvdtrain.timeline.telling.form import dumped, schema, to_bytes, to_json
 from hvdtrain.timeline.telling.text import to_text
 from tests.support import analyses
 from tests.support.step_tables import noise, run_of, table_of
@@ -42,6 +44,22 @@ def test_json_is_as_the_schema_says(number: int) -> None:
     jsonschema.Draft202012Validator.check_schema(schema())
     jsonschema.Draft202012Validator(schema()).validate(form)
     assert form["figures"] == pytest.approx(figures(analysis))
+
+
+def test_a_name_that_is_no_text_costs_no_report() -> None:
+    name = os.fsdecode(b"run-\xff")
+    form = orjson.loads(to_bytes(replace(next(_all()), title=name)))
+    assert form["title"] == "run-?"
+    assert orjson.loads(dumped({name: [{name: name}]})) == {"run-?": [{"run-?": "run-?"}]}
+
+
+def test_a_folder_has_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "some run" / "timeline").mkdir(parents=True)
+    (tmp_path / "latest").symlink_to("some run")
+    monkeypatch.chdir(tmp_path / "some run" / "timeline")
+    for path, title in ((Path(".."), "some run"), (Path(), "timeline"), (tmp_path / "latest", "latest")):
+        run = replace(run_of(table_of(np.full((2, 40), 20.0))), path=path)
+        assert analyse(run).title == title
 
 
 def test_the_schema_refuses_what_is_something_else() -> None:
@@ -78,6 +96,13 @@ def test_the_terminal_shows_forty_lines_of_the_worst_run_too() -> None:
     worst = replace(analysis, blame=blame, findings=findings, warnings=[long] * 30, notes=[long] * 30, title=long)
     lines = to_text(worst).splitlines()
     assert len(lines) <= 40 and max(map(len, lines)) <= 120
+
+
+def test_what_has_no_steps_is_not_told_as_one() -> None:
+    analysis = list(_all())[6]
+    assert analysis.budget is not None
+    text = to_text(replace(analysis, budget=replace(analysis.budget, steps=0)))
+    assert "no steps could be told" in text and "it spans " in text and "a step takes" not in text
 
 
 def test_the_text_says_who_is_late_what_it_costs_and_why() -> None:
