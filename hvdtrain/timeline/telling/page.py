@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -59,7 +60,8 @@ def verdict(analysis: Analysis) -> list[str]:
         where = f"rank {rank}{' on ' + rows[rank].host if rows[rank].host else ''}"
         clauses.append(f"{where} is late and costs {wording.ms(cost.value)} ms {wording.interval(cost)}".rstrip())
     if not analysis.blame.late and analysis.blame.source != "none":
-        clauses.append("no rank is late")
+        known = all(math.isfinite(row.clock_error_ms) for row in analysis.blame.ranks)
+        clauses.append("no rank is late" if known else "clocks were not compared, so it is not known who is late")
     if len(analysis.blame.late) > 1:
         clauses.append(f"{len(analysis.blame.late) - 1} more are late")
     return clauses or ["No step was seen"]
