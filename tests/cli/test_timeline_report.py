@@ -33,10 +33,12 @@ def test_json_goes_to_stdout_alone_and_html_to_its_file(capsys: pytest.CaptureFi
 
 
 def test_a_page_that_cannot_be_written_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    for page in (tmp_path / "missing" / "report.html", tmp_path, Path("/")):
+    absent = tmp_path / "missing" / "report.html"
+    for page, found in ((absent, "No such file or directory"), (tmp_path, "a folder"), (Path(), "a folder")):
         assert main(["timeline", "report", TRACE, "--html", str(page)]) == 1
         said = capsys.readouterr().err
         assert f"the page {page} cannot be written" in said and "next: name another file: --html FILE" in said
+        assert f"found: {found}" in said
     assert not list(tmp_path.iterdir()) and not list(tmp_path.parent.glob(f".{tmp_path.name}.*"))
 
 

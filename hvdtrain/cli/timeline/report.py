@@ -82,7 +82,7 @@ def _write_page(analysis: Analysis, file: Path) -> None:
         raise TraceError(
             f"the page {file} cannot be written",
             expected="a file in a folder that is there and may be written to",
-            found=getattr(error, "strerror", None) or str(error),
+            found="a folder" if file.is_dir() else getattr(error, "strerror", None) or str(error),
             next_step="name another file: --html FILE",
         ) from None
 
