@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from hvdtrain.timeline.columns import HorovodTrace, RankSpans, RunTrace, StepTab
 from hvdtrain.timeline.logs import collect_lines, find_logs
 from hvdtrain.timeline.read import read_horovod
 from hvdtrain.timeline.span_files import on_one_clock, read_span_files, wall_clock_us
-from hvdtrain.timeline.steps import read_starts
+from hvdtrain.timeline.steps import Start, read_starts
 
 TIMELINE = "timeline"
 _WHAT = "a run's folder (with journal.jsonl), or Timeline files of Horovod"
@@ -61,40 +61,80 @@ def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
     if not (folder / JOURNAL).is_file() and not timeline.is_dir():
         here = ", ".join(sorted(each.name for each in folder.iterdir())[:6]) or "nothing"
         raise TraceError(f"{folder} is no run", expected=_WHAT, found=here, next_step="name RUN, as in runs/RUN")
-    started, warnings, machine = _journal(folder / JOURNAL)
+    told = _journal(folder / JOURNAL)
     notes: list[str] = []
     starts = read_starts(timeline) if timeline.is_dir() else []
-    start = starts[-1] if starts else None
+    start = _newest(starts, told, notes)
     steps = start.steps if start is not None and len(start.steps.step) else None
     notes += start.dropped if start is not None else ()
-    files = read_span_files(timeline, most_bytes) if timeline.is_dir() else []
+    files = []
+    if timeline.is_dir():
+        files = read_span_files(timeline, most_bytes, start.number if start is not None and steps is not None else None)
     spans = on_one_clock(files, starts)
-    config = started.get("config") or _config(folder)
-    size = int(started.get("size") or (len(start.steps.hosts) if start else len(spans)))
+    this = _told_of(start, told) if steps is not None else (told or [_Told({})])[-1]
+    config = this.started.get("config") or _config(folder)
+    size = len(start.steps.hosts) if start is not None else len(spans)
+    if steps is None:
+        size = int(this.started.get("size") or size)
     horovod = list(_segments(timeline, wall_clock_us(files), steps, notes, most_bytes)) if timeline.is_dir() else []
     notes += _missing(timeline, size, steps, spans, config)
     link = start.link if start is not None else ()
-    logs = _small_enough(find_logs(folder, started.get("nccl_debug_file")), notes, most_bytes)
-    run = RunTrace(folder, size, config, steps, spans, horovod, machine, warnings, link, notes)
+    logs = _small_enough(find_logs(folder, this.started.get("nccl_debug_file")), notes, most_bytes)
+    run = RunTrace(folder, size, config, steps, spans, horovod, this.machine, this.warnings, link, notes)
     return run, logs
 
 
-def _journal(path: Path) -> tuple[Mapping[str, Any], list[str], list[Mapping[str, Any]]]:
-    """The last start's event, its warnings and its machine's figures."""
-    started: Mapping[str, Any] = {}
-    warnings: list[str] = []
-    machine: list[Mapping[str, Any]] = []
-    if not path.is_file():
-        return started, warnings, machine
-    for line in journal_lines(path):
-        event = line.get("event") if isinstance(line, dict) else None
+@dataclass
+class _Told:
+    """What the journal tells of one start: its event, its steps' numbers, warnings, and the machine's figures."""
+
+    started: Mapping[str, Any]
+    first_step: int | None = None
+    last_step: int = -1
+    warnings: list[str] = field(default_factory=list)
+    machine: list[Mapping[str, Any]] = field(default_factory=list)
+
+
+def _newest(starts: Sequence[Start], told: Sequence[_Told], notes: list[str]) -> Start | None:
+    """The newest start that has stamps; where none has, the last."""
+    found = next((start for start in reversed(starts) if len(start.steps.step)), None)
+    if found is None:
+        return starts[-1] if starts else None
+    if found is not starts[-1] or (told and _told_of(found, told) is not told[-1]):
+        notes.append(
+            f"the last start left no stamps of steps: told is one before it, of steps"
+            f" {found.steps.step[0]} to {found.steps.step[-1]}"
+        )
+    return found
+
+
+def _told_of(start: Start | None, told: Sequence[_Told]) -> _Told:
+    """What the journal tells of a start with stamps: the newest of as many ranks that did all of these steps."""
+    if start is None or not told:
+        return _Told({})
+    same = [each for each in told if each.started.get("size") in (None, len(start.steps.hosts))] or list(told)
+    first, last = int(start.steps.step[0]), int(start.steps.step[-1])
+    began = [each for each in same if each.first_step == first]
+    did = [each for each in began if each.last_step >= last]
+    return (did or began or same)[-1]
+
+
+def _journal(path: Path) -> list[_Told]:
+    """What it tells of each start."""
+    found: list[_Told] = []
+    for line in journal_lines(path) if path.is_file() else ():
+        event = line.get("event") if isinstance(line, dict) else ""
         if event == "started":
-            started, warnings, machine = line, [], []
-        elif event == "warning":
-            warnings.append(str(line.get("text", "")))
+            found.append(_Told(line))
+        found = found or [_Told({})]
+        if event == "warning":
+            found[-1].warnings.append(str(line.get("text", "")))
         elif event == "machine":
-            machine.append(line)
-    return started, warnings, machine
+            found[-1].machine.append(line)
+        elif event is None and isinstance(step := line.get("step"), int):
+            found[-1].first_step = step if found[-1].first_step is None else found[-1].first_step
+            found[-1].last_step = step
+    return found
 
 
 def _config(folder: Path) -> Mapping[str, Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from hvdtrain.timeline.columns import BucketFacts, Floats, RankSpans
 from hvdtrain.timeline.steps import Start, read_starts
 
 _FILE = re.compile(r"spans-rank-(\d+)(?:-\d+)?\.json")
+_START = re.compile(rb'"name":\s*"clock".{0,1000}?"start":\s*(-?\d+)', re.DOTALL)
+_HEAD = 1 << 16
+"""Bytes at a file's begin in which its clock is told."""
 _TITLE = re.compile(r"rank \d+ on (.*)", re.DOTALL)
 
 
@@ -41,14 +45,29 @@ def read_spans(folder: Path) -> list[RankSpans]:
     return on_one_clock(read_span_files(folder), read_starts(folder))
 
 
-def read_span_files(folder: Path, most_bytes: float = math.inf) -> list[SpanFile]:
-    """All starts' files of a run; what is damaged beyond reading is left out.
+def read_span_files(folder: Path, most_bytes: float = math.inf, start: int | None = None) -> list[SpanFile]:
+    """The files of one start of a run; what is damaged beyond reading is left out.
 
     Args:
         folder: ``RUN/timeline``, or the run.
         most_bytes: files of all ranks that are read; of later ranks those that would be more are absent.
+        start: its number; the last one's where none is given.
     """
-    return [file for path in _fitting(_paths(folder), most_bytes) if (file := read_span_file(path)) is not None]
+    paths = _paths(folder)
+    starts = {path: _start_of(path) for path in paths}
+    wanted = max(starts.values(), default=-1) if start is None else start
+    chosen = [path for path in paths if starts[path] == wanted]
+    return [file for path in _fitting(chosen, most_bytes) if (file := read_span_file(path)) is not None]
+
+
+def _start_of(path: Path) -> int:
+    """The number of the start that a file is of, by its first lines; -1 where they don't say."""
+    try:
+        with path.open("rb") as file:
+            found = _START.search(file.read(_HEAD))
+    except OSError:
+        return -1
+    return int(found[1]) if found else -1
 
 
 def on_one_clock(files: Sequence[SpanFile], told: Sequence[Start]) -> list[RankSpans]:
@@ -84,49 +103,61 @@ def wall_clock_us(files: Sequence[SpanFile]) -> float | None:
 def read_span_file(path: Path) -> SpanFile | None:
     """One file; None where it is no trace of ours."""
     try:
-        events = [event for event in orjson.loads(path.read_bytes()) if isinstance(event, dict)]
-    except (OSError, ValueError, TypeError):
-        return None
-    try:
-        return _file(events)
-    except (KeyError, TypeError, ValueError, AttributeError):
+        return _file(_events(path))
+    except (OSError, KeyError, TypeError, ValueError, AttributeError):
         return None
 
 
-def _file(events: Sequence[Mapping[str, Any]]) -> SpanFile:
-    told = {event["name"]: event for event in events if event.get("ph") == "M"}
+def _events(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Line by line, as they were written, without the whole in memory; or all at once where lines are others."""
+    with path.open("rb") as file:
+        if file.readline(8).strip() != b"[":
+            file.seek(0)
+            yield from (event for event in orjson.loads(file.read()) if isinstance(event, dict))
+            return
+        for raw in file:
+            if (line := raw.strip().rstrip(b",")) not in (b"", b"]"):
+                yield orjson.loads(line)
+
+
+def _file(events: Iterator[Mapping[str, Any]]) -> SpanFile:
+    told: dict[str, Mapping[str, Any]] = {}
+    buckets: dict[int, BucketFacts] = {}
+    number: dict[str, int] = {}
+    name, track, step = array("i"), array("i"), array("i")
+    start_us, length_us = array("d"), array("d")
+    for event in events:
+        kind = event.get("ph")
+        if kind == "M" and event["name"] == "bucket":
+            buckets[int(event["tid"])] = BucketFacts(**event["args"])
+        elif kind == "M":
+            told[event["name"]] = event
+        elif kind == "X":
+            name.append(number.setdefault(event["name"], len(number)))
+            track.append(event["tid"])
+            step.append(event["args"]["step"])
+            start_us.append(event["ts"])
+            length_us.append(event["dur"])
     clock = told["clock"]["args"]
     title = _TITLE.fullmatch(told["process_name"]["args"]["name"])
-    buckets = {
-        int(event["tid"]): BucketFacts(**event["args"])
-        for event in events
-        if event.get("ph") == "M" and event["name"] == "bucket"
-    }
-    spans = [event for event in events if event.get("ph") == "X"]
-    names = list(dict.fromkeys(event["name"] for event in spans))
-    number = {name: index for index, name in enumerate(names)}
-    start_us = _column(event["ts"] for event in spans)
     origin_us = float(clock.get("monotonic_us", 0.0))
+    begin_us = np.array(start_us, np.float64) + origin_us
     return SpanFile(
         spans=RankSpans(
             rank=int(told["clock"]["pid"]),
             host=title[1] if title else "",
-            names=names,
-            name=np.array([number[event["name"]] for event in spans], dtype=np.int16),
-            track=np.array([event["tid"] for event in spans], dtype=np.int32),
-            step=np.array([event["args"]["step"] for event in spans], dtype=np.int32),
-            start_us=start_us + origin_us,
-            end_us=start_us + _column(event["dur"] for event in spans) + origin_us,
+            names=list(number),
+            name=np.array(name, np.int16),
+            track=np.array(track, np.int32),
+            step=np.array(step, np.int32),
+            start_us=begin_us,
+            end_us=begin_us + np.array(length_us, np.float64),
             buckets=buckets,
         ),
         start=int(clock.get("start", -1)),
         clock_id=str(clock.get("clock_id", "")),
         epoch_us=float(clock["start_time_since_epoch_in_micros"]) - origin_us,
     )
-
-
-def _column(values: Iterable[float]) -> Floats:
-    return np.array(list(values), dtype=np.float64)
 
 
 def _moved(file: SpanFile, rank_0: SpanFile | None, start: Start | None) -> RankSpans:

@@ -93,6 +93,40 @@ def test_the_last_start_of_a_run_is_read(tmp_path: Path) -> None:
     assert load(tmp_path / "r" / "timeline").steps is not None
 
 
+def _again(folder: Path, number: int, size: int, *, stamped: bool) -> None:
+    """A later start, which died before its stamps."""
+    with (folder / "journal.jsonl").open("ab") as journal:
+        config = {"observe": {}, "parallel": {"compression": "fp16"}}
+        journal.write(orjson.dumps({"event": "started", "size": size, "config": config}) + b"\n")
+        journal.write(orjson.dumps({"event": "warning", "text": "of the later start"}) + b"\n")
+    if stamped:
+        file = folder / "timeline" / "steps.jsonl"
+        head = orjson.loads(file.read_bytes().splitlines()[0])
+        head |= {"start": number, "size": size, "hosts": ["c"] * size, "at_step": 10, "clock_ids": ["x"] * size}
+        clock = {"offset_us": [0.0] * size, "error_us": [0.0] * size}
+        file.write_bytes(file.read_bytes() + orjson.dumps({**head, "clock": clock}) + b"\n")
+    events = orjson.loads((folder / "timeline" / "spans-rank-0.json").read_bytes())
+    events[1]["args"] |= {"start": number, "start_time_since_epoch_in_micros": 1e15 + 100e6}
+    (folder / "timeline" / "spans-rank-0-1.json").write_bytes(orjson.dumps(events))
+
+
+@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize("stamped", [False, True])
+def test_a_start_that_left_no_stamps_does_not_mix_with_the_one_before(tmp_path: Path, size: int, stamped: bool) -> None:
+    folder = _run(tmp_path / "r")
+    with (folder / "journal.jsonl").open("ab") as journal:
+        journal.write(b"".join(orjson.dumps({"step": step}) + b"\n" for step in range(1, 11)))
+    _timeline(folder / "timeline" / "horovod-steps-1-5.json", 1e15 + 50_000)
+    before = load(folder)
+    _again(folder, 2, size, stamped=stamped)
+    run = load(folder)
+    assert run.steps is not None and run.size == 2 and run.config == before.config and run.warnings == ["something"]
+    assert [spans.start_us[0] for spans in run.spans] == [spans.start_us[0] for spans in before.spans]
+    assert [trace.start_us[0] for trace in run.horovod] == [trace.start_us[0] for trace in before.horovod]
+    assert "the last start left no stamps of steps: told is one before it, of steps 1 to 10" in run.notes
+    assert not any("last start" in note for note in before.notes)
+
+
 def test_horovods_timeline_is_moved_onto_the_runs_clock_and_those_of_other_starts_left_out(tmp_path: Path) -> None:
     folder = _run(tmp_path / "r")
     _timeline(folder / "timeline" / "horovod-steps-1-5.json", 1e15 + 50_000)
