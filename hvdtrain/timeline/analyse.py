@@ -16,20 +16,22 @@ from hvdtrain.timeline.analysing.findings import find
 from hvdtrain.timeline.analysing.lateness import median_of_others
 from hvdtrain.timeline.analysing.phases import steady, steps_of
 from hvdtrain.timeline.analysing.rounds import from_stamps, from_ticks, warm_up
+from hvdtrain.timeline.analysing.sampling import sample_of
 from hvdtrain.timeline.analysis import Analysis, Blame, Estimate, RankRow
 from hvdtrain.timeline.columns import RunTrace, StepTable
 
 
 def analyse(run: RunTrace) -> Analysis:
     """Explain a run, or Timelines of Horovod's by themselves."""
+    ticks = run.horovod
     if run.steps is None and run.horovod:
-        run = replace(run, horovod=[steady(trace) for trace in run.horovod])
+        run = _regular(run)
     table = run.steps
     spent = budget.of_steps(table, run.horovod) if table is not None else None
     if spent is None:
         spent = budget.of_timeline(run.horovod)
     exchange = communication.of_run(run)
-    rounds = (from_stamps(table) if table is not None else None) or from_ticks(run.horovod)
+    rounds = (from_stamps(table) if table is not None else None) or from_ticks(ticks)
     verdict = judge(rounds) if rounds is not None else None
     blame = _blame(run, verdict)
     size = run.size or len(blame.ranks)
@@ -52,6 +54,14 @@ def _title(path: Path) -> str:
     """The name that it was asked for by; of ``.`` and ``..`` the folder's own."""
     name = path.name if path.name != ".." else ""
     return name or path.resolve().name or str(path)
+
+
+def _regular(run: RunTrace) -> RunTrace:
+    """Timelines from their second step on; without those in which no steps can be told, if there are others."""
+    found = [trace for trace in run.horovod if steps_of(trace)] or run.horovod
+    left = [trace.path.name for trace in run.horovod if all(trace is not each for each in found)]
+    notes = [f"{name} is left out: no steps could be told in it" for name in left]
+    return replace(run, horovod=[steady(trace) for trace in found], notes=[*run.notes, *notes])
 
 
 def _blame(run: RunTrace, verdict: Verdict | None) -> Blame:
@@ -83,10 +93,11 @@ def _blame(run: RunTrace, verdict: Verdict | None) -> Blame:
 
 
 def _parts(table: StepTable) -> dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]]:
-    _, parts = budget.step_parts(table)
-    found = {name: values.mean(axis=1) for name, values in parts.items()}
+    sample = sample_of(table)
+    _, parts = budget.step_parts(table, sample)
     if (gc := table.parts_us.get("gc")) is not None:
-        found["gc"] = np.nan_to_num(gc[:, warm_up(table) :]).mean(axis=1) / 1e3
+        parts["gc"] = np.nan_to_num(gc[:, sample.columns]) / 1e3
+    found = {name: np.average(values, axis=1, weights=sample.weights) for name, values in parts.items()}
     return found
 
 
@@ -113,6 +124,10 @@ def _notes(run: RunTrace) -> Iterator[str]:
         left = warm_up(table)
         if left:
             yield f"the first {left} step(s) are left out: they warm up"
+        sample = sample_of(table)
+        stamped, steps = len(sample.columns), round(sample.steps.sum())
+        if stamped < steps:
+            yield f"{stamped:,} of {steps:,} steps were stamped and stand for the rest"
         error = float(np.max(table.clock_error_us, initial=0.0))
         if not np.isfinite(error):
             yield "the clocks of some ranks were never compared with rank 0's: nobody can be said to be late"

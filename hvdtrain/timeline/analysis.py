@@ -38,7 +38,7 @@ class Budget:
     Attributes:
         what: whose steps: "rank 0", "mean of 4 ranks", or for a Timeline by itself "rank 0's communication".
         step_ms: wall time of a step.
-        steps: how many were looked at.
+        steps: how many were looked at; 0 where a Timeline's could not be told: then times are those of all of it.
         parts: data, forward, backward, exposed communication in its pieces (waiting for late ranks, negotiation, queue,
             fusion copies, transfer, other), optimizer, evaluations and checkpoints, rest; only those that are not 0.
         exposed: names of those parts that are exposed communication.
@@ -233,11 +233,13 @@ def figures(analysis: Analysis) -> dict[str, float]:
         if late:
             found["straggler_rank"] = float(late[0])
     if (budget := analysis.budget) is not None:
-        found["step_ms"] = budget.step_ms.value
+        if budget.steps:
+            found["step_ms"] = budget.step_ms.value
         exposed = [part for part in budget.parts if part.name in budget.exposed]
         found["exposed_ms"] = sum(part.ms.value for part in exposed)
         found["exposed_share"] = sum(part.share for part in exposed)
-        found |= {f"{part.name.replace(' ', '_')}_ms": part.ms.value for part in budget.parts}
+        if budget.steps:
+            found |= {f"{part.name.replace(' ', '_')}_ms": part.ms.value for part in budget.parts}
     if (communication := analysis.communication) is not None:
         for name in ("hidden_share", "bus_gb_per_s"):
             value = getattr(communication, name)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from hvdtrain.timeline.analysing.intervals import NOTHING, Span, common, length, partition, union
+from hvdtrain.timeline.analysing.intervals import NOTHING, Span, length, partition, union, within
 from hvdtrain.timeline.analysing.phases import OTHER, PHASES, by_kind, extent, steps_of
-from hvdtrain.timeline.analysing.rounds import follows, warm_up
-from hvdtrain.timeline.analysing.stats import mean_of
+from hvdtrain.timeline.analysing.rounds import warm_up
+from hvdtrain.timeline.analysing.sampling import Sample, sample_of
+from hvdtrain.timeline.analysing.stats import mean_of, ratio_of
 from hvdtrain.timeline.analysis import Budget, Estimate, Part
 from hvdtrain.timeline.columns import Floats, HorovodTrace, StepTable
 
@@ -40,34 +42,44 @@ def of_steps(table: StepTable, horovod: Sequence[HorovodTrace] = ()) -> Budget |
     wait for sums (from ready to released) is cut where the last rank became ready; what is left is cut by what
     Horovod's Timeline says of rank 0, in the same shares for steps that it does not cover. Other parts are as measured;
     where they overlap that wait, as work of a device does, they are shortened to what is left.
+
+    Of steps between stamped ones it is known what they took in all: beyond what their neighbours take, that is
+    evaluations and checkpoints, where there are any, and else the rest.
     """
-    wall, parts = step_parts(table)
+    sample = sample_of(table)
+    wall, parts = step_parts(table, sample)
     if not wall.size:
         return None
-    exchange = parts.pop(EXCHANGE)
     columns = {name: values.mean(axis=0) for name, values in parts.items()}
+    ms = {name: mean_of(values, sample.weights) for name, values in columns.items()}
+    if (sample.steps == 1).all():
+        whole = mean_of(wall.mean(axis=0))
+    else:
+        end = table.end_us[:, sample.columns].mean(axis=0)
+        since = np.diff(end, prepend=sample.begin_us[:, 0].mean()) / 1e3
+        whole = mean_of(since / sample.steps, sample.steps)
+        ms = _with_steps_between(ms, columns, sample.weights, whole)
+    exchange = ms.pop(EXCHANGE)
     shares = exposed_shares(table, horovod)
-    columns |= {name: exchange.mean(axis=0) * share for name, share in shares.items()}
-    whole = mean_of(wall.mean(axis=0))
+    ms |= {name: _product(exchange, share) for name, share in shares.items()}
     ranks = len(table.hosts)
     what = "rank 0" if ranks == 1 else f"mean of {ranks} ranks"
     exposed = [name for name in ORDER if name == LATE or name in shares]
-    return _budget(what, whole, wall.shape[1], {name: mean_of(columns[name]) for name in columns}, exposed)
+    return _budget(what, whole, wall.shape[1], ms, exposed)
 
 
-def step_parts(table: StepTable) -> tuple[Floats, dict[str, Floats]]:
-    """Wall time of each step, and its parts, in ms [ranks, steps]; the parts sum to the wall time, number by number."""
-    before = np.where(follows(table), np.roll(table.end_us, 1, axis=1), table.start_us)
-    wall = (table.end_us - before) / 1e3
-    keep = np.isfinite(wall).all(axis=0) & np.isfinite(table.released_us - table.ready_us).all(axis=0)
-    keep &= np.arange(wall.shape[1]) >= warm_up(table)
-    wall = np.maximum(0.0, wall[:, keep])
+def step_parts(table: StepTable, sample: Sample | None = None) -> tuple[Floats, dict[str, Floats]]:
+    """Wall time of each step looked at, and its parts, in ms [ranks, steps]; the parts sum to it, number by number."""
+    sample = sample or sample_of(table)
+    keep = sample.columns
+    wall = np.maximum(0.0, (table.end_us[:, keep] - sample.begin_us) / 1e3)
     wait = np.clip((table.released_us - table.ready_us)[:, keep] / 1e3, 0.0, wall)
     late = np.clip((table.ready_us.max(axis=0) - table.ready_us)[:, keep] / 1e3, 0.0, wait)
     parts: dict[str, Floats] = {}
     for name, durations in table.parts_us.items():
         if (shown := _NAMES.get(name)) is not None:
-            parts[shown] = parts.get(shown, 0.0) + np.nan_to_num(durations[:, keep]) / 1e3
+            known_us = sample.aside_us if shown == ASIDE else np.nan_to_num(durations[:, keep])
+            parts[shown] = parts.get(shown, 0.0) + known_us / 1e3
     known = sum(parts.values(), np.zeros_like(wall))
     left = wall - wait
     fits = np.where(known > left, left / np.maximum(known, 1e-12), 1.0)
@@ -76,25 +88,57 @@ def step_parts(table: StepTable) -> tuple[Floats, dict[str, Floats]]:
     return wall, parts
 
 
-def exposed_shares(table: StepTable, horovod: Sequence[HorovodTrace]) -> dict[str, float]:
-    """What rank 0 did in the wait for sums after the last rank was ready, as shares that sum to 1."""
-    waiting = union(table.ready_us.max(axis=0), table.released_us[0])
-    seen = [extent(trace) for trace in horovod]
-    waiting = common(waiting, union(*(np.array(ends) for ends in zip(*seen, strict=True)))) if seen else waiting
-    if not seen or not length(waiting):
-        return {EXCHANGE: 1.0}
+def _with_steps_between(
+    ms: Mapping[str, Estimate], columns: Mapping[str, Floats], weights: Floats, whole: Estimate
+) -> dict[str, Estimate]:
+    """The parts of stamped steps, and of those between them what these took beyond their neighbours."""
+    name = ASIDE if ASIDE in ms and ms[ASIDE].value > 0 else REST
+    others = mean_of(sum((column for part, column in columns.items() if part != name), np.zeros(len(weights))), weights)
+    value = max(0.0, whole.value - others.value)
+    half = math.hypot(whole.high - whole.value, others.high - others.value)
+    scale = (whole.value - value) / others.value if others.value > 0 else 1.0
+    found = {part: Estimate(e.value * scale, e.low * scale, e.high * scale) for part, e in ms.items()}
+    return {**found, name: Estimate(value, max(0.0, value - half), value + half)}
+
+
+def _product(a: Estimate, b: Estimate) -> Estimate:
+    """Of two that are independent and not negative; without an interval where the second has none."""
+    value = a.value * b.value
+    if b.low == b.high and 0 < b.value < 1:
+        return Estimate(value, value, value)
+    low = math.hypot((a.value - a.low) * b.value, a.value * (b.value - b.low))
+    high = math.hypot((a.high - a.value) * b.value, a.value * (b.high - b.value))
+    return Estimate(value, max(0.0, value - low), value + high)
+
+
+def exposed_shares(table: StepTable, horovod: Sequence[HorovodTrace]) -> dict[str, Estimate]:
+    """What rank 0 did in the wait for sums after the last rank was ready, as shares that sum to 1.
+
+    They are of the steps in which a Timeline tells it, warmed up where there are any of these.
+    """
+    everything = {EXCHANGE: Estimate(1.0, 1.0, 1.0)}
+    start, end = table.ready_us.max(axis=0), table.released_us[0]
+    traced = np.zeros(len(start), bool)
+    for first, last in map(extent, horovod):
+        traced |= (start >= first) & (start <= last) & (end > start)
+    warm = traced & (np.arange(len(start)) >= warm_up(table))
+    start, end = (times[warm if warm.any() else traced] for times in (start, end))
+    waiting = end - start
+    if not len(waiting):
+        return everything
     phases = by_kind(horovod)
-    cut = partition(waiting, {name: phases[name] for name in PHASES if name in phases})
+    cut = partition(union(start, end), {name: phases[name] for name in PHASES if name in phases})
     cut[OTHER_EXCHANGE] = cut.pop("")
-    if length(cut[OTHER_EXCHANGE]) > 0.95 * length(waiting):  # of other tensors, or by a clock that is not ours
-        return {EXCHANGE: 1.0}
-    return {name: length(part) / length(waiting) for name, part in cut.items()}
+    if length(cut[OTHER_EXCHANGE]) > 0.95 * waiting.sum():  # of other tensors, or by a clock that is not ours
+        return everything
+    return {name: ratio_of(within(part, start, end), waiting) for name, part in cut.items()}
 
 
 def of_timeline(horovod: Sequence[HorovodTrace]) -> Budget | None:
     """The budget of Timelines by themselves: their whole extent, by what is under way for any tensor; None if empty.
 
-    Where tensors come again as often as each other, a step is one turn of them; else the whole is one.
+    Where tensors come again as often as each other, a step is one turn of them; else there are 0, and the times are of
+    the whole.
     """
     ends = [extent(trace) for trace in horovod]
     wall_us = sum(end - start for start, end in ends)
@@ -107,7 +151,7 @@ def of_timeline(horovod: Sequence[HorovodTrace]) -> Budget | None:
             parts[name] = parts.get(name, 0.0) + length(part) / max(1, steps) / 1e3
     exact = {name: Estimate(ms, ms, ms) for name, ms in parts.items()}
     wall = wall_us / max(1, steps) / 1e3
-    return _budget("rank 0's communication", Estimate(wall, wall, wall), steps or 1, exact, [])
+    return _budget("rank 0's communication", Estimate(wall, wall, wall), steps, exact, [])
 
 
 def cut_timeline(trace: HorovodTrace, whole: Span) -> dict[str, Span]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hvdtrain.spans import EXCHANGE
-from hvdtrain.timeline.analysing.communication import item_bytes
+from hvdtrain.timeline.analysing.communication import payload_bytes
 from hvdtrain.timeline.analysing.intervals import common, length, union
 from hvdtrain.timeline.analysing.phases import NEGOTIATION, kind_of, recurring, steps_of
 from hvdtrain.timeline.analysing.tracks import modules_of, spans_named, tensor_module
@@ -18,13 +18,13 @@ MOST = 10
 def of_run(run: RunTrace) -> list[Carrier]:
     """The most costly ten, by what is exposed and then by what they take; of our spans where there are any."""
     ours = next((spans for spans in run.spans if spans.rank == 0), None)
-    found = _of_spans(ours) if ours is not None else []
+    found = _of_spans(ours, run) if ours is not None else []
     if not found:
         found = [carrier for trace in run.horovod[-1:] for carrier in _of_timeline(trace)]
     return sorted(found, key=lambda c: (-(c.exposed_ms or 0.0), -c.ms))[:MOST]
 
 
-def _of_spans(spans: RankSpans) -> list[Carrier]:
+def _of_spans(spans: RankSpans, run: RunTrace) -> list[Carrier]:
     waiting = spans_named(spans, "wait")
     found = []
     for track in np.unique(spans.track[spans.track >= EXCHANGE]):
@@ -36,7 +36,7 @@ def _of_spans(spans: RankSpans) -> list[Carrier]:
             Carrier(
                 facts.name if facts else f"bucket {track - EXCHANGE}",
                 modules_of(facts.parameters) if facts else [],
-                facts.length * item_bytes(facts.dtype) if facts else None,
+                payload_bytes(facts, run) if facts else None,
                 length(under_way) / 1e3 / steps,
                 length(common(under_way, waiting)) / 1e3 / steps,
             )

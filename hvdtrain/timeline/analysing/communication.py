@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from hvdtrain.compression.sizes import Bucket
+from hvdtrain.compression.table import Compression, parse
+from hvdtrain.errors import ConfigError
 from hvdtrain.timeline.analysing.intervals import Span, common, length, union
 from hvdtrain.timeline.analysing.phases import PHASES, TRANSFER, by_kind, extent, steps_of, whole_collectives
 from hvdtrain.timeline.analysing.tracks import exchange_of, spans_named
 from hvdtrain.timeline.analysis import Communication, Estimate, Part
-from hvdtrain.timeline.columns import HorovodTrace, RunTrace, StepTable
+from hvdtrain.timeline.columns import BucketFacts, Floats, HorovodTrace, RunTrace, StepTable
+
+_UNKNOWN_SHARE = 0.02
+"""Of the time of collectives, that of those whose bytes are not told: of more, their bandwidth is not known."""
+_TURNS_A_STEP = 1.5
 
 
 def of_run(run: RunTrace) -> Communication | None:
@@ -48,39 +55,71 @@ def _of_timelines(run: RunTrace) -> Communication:
     parts = [(name, length(phases[name]) / 1e3 / each) for name in PHASES if name in phases]
     parts = [(name, ms) for name, ms in parts if ms > 0]
     busy_ms = length(busy) / 1e3 / each if busy is not None else None
-    moved, on_bus = _bytes_of(run.horovod, run.size)
+    moved, on_bus = _bytes_of(run.horovod, run.size) or (None, None)
     transfer = length(phases[TRANSFER]) / 1e6 if TRANSFER in phases else 0.0
     return Communication(
         [Part(name, Estimate(ms, ms, ms), ms / busy_ms if busy_ms else 0.0) for name, ms in parts],
         busy_ms,
         _hidden(busy, run.steps) if busy is not None and run.steps is not None else None,
-        moved / each if moved and steps else None,
+        (moved / each or None if moved is not None else _coded(run)) if steps else None,
         on_bus / transfer / 1e9 if transfer and on_bus else None,
         link_gb_per_s(run.link, run.size),
     )
 
 
 def _steps_covered(run: RunTrace) -> int:
-    """Steps that lie in the Timelines: by the stamps, or by how often tensors come again; 0 where nothing tells."""
-    if run.steps is not None:
-        ends = [extent(trace) for trace in run.horovod]
-        inside = sum(int(np.sum((run.steps.released_us[0] >= a) & (run.steps.released_us[0] <= b))) for a, b in ends)
-        if inside:
-            return inside
-    counts = [steps_of(trace) for trace in run.horovod]
-    return sum(counts) if all(counts) else 0
+    """Steps that lie in the Timelines: by how often tensors come again, else by the stamps; 0 where nothing tells.
+
+    Stamps are not there of every step, and their moments are not those of the Timeline's events; but they tell tensors
+    that come several times a step.
+    """
+    return sum(found) if all(found := [_steps_in(trace, run.steps) for trace in run.horovod]) else 0
 
 
-def _bytes_of(traces: Sequence[HorovodTrace], size: int) -> tuple[float, float]:
-    """Bytes that a rank handed over in all, and what it had to send of them."""
-    moved = on_bus = 0.0
+def _steps_in(trace: HorovodTrace, table: StepTable | None) -> int:
+    turns = steps_of(trace)
+    if table is None or not len(table.step):
+        return turns
+    first, last = (_step_at(table, us) for us in extent(trace))
+    by_stamps = last - max(first, 1) + 1
+    return turns if 0 < turns <= _TURNS_A_STEP * by_stamps + 1 or by_stamps < 1 else by_stamps
+
+
+def _step_at(table: StepTable, us: float) -> int:
+    """The step that rank 0 was in; between and beyond stamped ones as if all took as long."""
+    starts: Floats = table.start_us[0]
+    steps = table.step[-1] - table.step[0] + 1
+    mean = max(1.0, float(table.end_us[0, -1] - starts[0]) / float(steps))
+    beyond = min(0.0, us - starts[0]) / mean + max(0.0, us - starts[-1]) / mean
+    return int(np.floor(np.interp(us, starts, table.step) + beyond))
+
+
+def _bytes_of(traces: Sequence[HorovodTrace], size: int) -> tuple[float, float] | None:
+    """Bytes that a rank handed over in all, and what it had to send of them; None where not all are told."""
+    moved = on_bus = took = unknown = 0.0
     for trace in traces:
-        known = whole_collectives(trace) & (trace.nbytes > 0)
-        for number in np.unique(trace.phase[known]):
-            nbytes = float(trace.nbytes[known & (trace.phase == number)].sum())
-            moved += nbytes
-            on_bus += bus_bytes(trace.phases[number], nbytes, size) if size > 1 else 0.0
-    return moved, on_bus
+        whole = whole_collectives(trace)
+        for number in np.unique(trace.phase[whole]):
+            name, mine = trace.phases[number], whole & (trace.phase == number)
+            told = mine & (trace.nbytes >= 0)
+            if name in ("JOIN", "BARRIER"):
+                continue
+            nbytes = handed_over(name, float(trace.nbytes[told].sum()), size)
+            took += float(trace.duration_us[mine].sum())
+            unknown += float(trace.duration_us[mine & ~told if nbytes is not None else mine].sum())
+            moved += nbytes or 0.0
+            on_bus += bus_bytes(name, nbytes or 0.0, size) if size > 1 else 0.0
+    return (moved, on_bus) if unknown <= _UNKNOWN_SHARE * took else None
+
+
+def handed_over(operation: str, nbytes: float, size: int) -> float | None:
+    """What a rank gives to a collective of which Horovod's Timeline tells `nbytes`, those of the result.
+
+    An allgather's result is what all ranks gave, a reducescatter's one rank's share of the sum. None where that takes
+    the number of ranks, which is not known.
+    """
+    factors = {"ALLGATHER": 1 / size, "REDUCESCATTER": float(size)} if size else {}
+    return None if operation in ("ALLGATHER", "REDUCESCATTER") and not size else nbytes * factors.get(operation, 1.0)
 
 
 def _hidden(busy: Span, table: StepTable) -> float | None:
@@ -102,9 +141,38 @@ def _of_spans(run: RunTrace) -> Communication | None:
     if not busy:
         return None
     waiting = length(common(exchange, spans_named(ours, "wait"))) / 1e3 / max(1, steps)
-    sent = sum(facts.length * item_bytes(facts.dtype) for facts in ours.buckets.values())
-    link = link_gb_per_s(run.link, run.size)
-    return Communication([], busy, 1 - waiting / busy, float(sent) or None, None, link)
+    return Communication([], busy, 1 - waiting / busy, _handed_over(run), None, link_gb_per_s(run.link, run.size))
+
+
+def _coded(run: RunTrace) -> float | None:
+    """Bytes a step of a run of whose collectives Horovod does not tell all; None where those are not of its buckets."""
+    ours = next((spans for spans in run.spans if spans.rank == 0), None)
+    names = [facts.name for facts in ours.buckets.values()] if ours is not None else []
+    for trace in run.horovod:
+        untold = np.unique(trace.tensor[whole_collectives(trace) & (trace.nbytes < 0)])
+        if not all(any(f"{name}/" in f"{trace.tensors[i]}/" for name in names) for i in untold):
+            return None
+    return _handed_over(run)
+
+
+def _handed_over(run: RunTrace) -> float | None:
+    """Bytes a step of all of rank 0's buckets, as they are compressed."""
+    ours = next((spans for spans in run.spans if spans.rank == 0), None)
+    found = [payload_bytes(facts, run) for facts in ours.buckets.values()] if ours is not None else []
+    known = [nbytes for nbytes in found if nbytes is not None]
+    return float(sum(known)) or None if len(known) == len(found) else None
+
+
+def payload_bytes(facts: BucketFacts, run: RunTrace) -> int | None:
+    """What a rank hands to collectives in one exchange of a bucket; None where the compression is not known."""
+    parallel = run.config.get("parallel")
+    asked = parallel.get("compression") if isinstance(parallel, Mapping) else None
+    try:
+        compression = parse(str(asked)) if asked is not None else Compression.none()
+        payload = compression.payload(Bucket(facts.shapes, facts.dtype, facts.length), max(1, run.size))
+    except (ConfigError, KeyError):  # "auto", say, or a dtype of another version
+        return None
+    return sum(payload.values())
 
 
 def item_bytes(dtype: str) -> int:

@@ -33,6 +33,21 @@ def length(span: Span) -> float:
     return float(np.sum(span[1] - span[0]))
 
 
+def within(span: Span, start: Floats, end: Floats) -> Floats:
+    """How much of a set lies between each start and its end [n]."""
+    if not len(span[0]):
+        return np.zeros(len(start))
+    before = np.concatenate([[0.0], np.cumsum(span[1] - span[0])])
+
+    def until(moments: Floats) -> Floats:
+        begun = np.searchsorted(span[0], moments)  # intervals that begin before
+        inside = np.clip(span[1][begun - 1] - moments, 0.0, None)
+        return np.where(begun > 0, before[begun] - inside, 0.0)
+
+    found: Floats = until(end) - until(start)
+    return found
+
+
 def common(a: Span, b: Span) -> Span:
     """What lies in both sets."""
     if not len(a[0]) or not len(b[0]):

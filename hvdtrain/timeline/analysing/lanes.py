@@ -35,47 +35,54 @@ def of_run(run: RunTrace) -> list[Lane]:
 
 def _window(ranks: Sequence[RankSpans]) -> tuple[int, int, float, float] | None:
     """First and last step, begin and end in us; None where no step was traced."""
-    bounds: dict[int, tuple[float, float]] = {}
-    for spans in ranks:
-        mine = (spans.track == MAIN) & (spans.step > 0) & np.isin(spans.name, _numbers(spans, "step"))
-        for step, start, end in zip(spans.step[mine], spans.start_us[mine], spans.end_us[mine], strict=True):
-            low, high = bounds.get(int(step), (np.inf, -np.inf))
-            bounds[int(step)] = min(low, float(start)), max(high, float(end))
-    steps = sorted(bounds)
-    if len(steps) > STEPS + 1:
-        steps = steps[1:]  # the first one of a run is unlike the others
-    runs = [steps[i : i + STEPS] for i in range(max(1, len(steps) - STEPS + 1)) if steps]
-    runs = [run for run in runs if run[-1] - run[0] == len(run) - 1] or [steps[:1]] if steps else []
-    if not runs:
+    mine = [(r.track == MAIN) & (r.step > 0) & np.isin(r.name, _numbers(r, "step")) for r in ranks]
+    step = np.concatenate([r.step[m] for r, m in zip(ranks, mine, strict=True)])
+    numbers, place = np.unique(step, return_inverse=True)
+    first, last = np.full(len(numbers), np.inf), np.full(len(numbers), -np.inf)
+    np.minimum.at(first, place, np.concatenate([r.start_us[m] for r, m in zip(ranks, mine, strict=True)]))
+    np.maximum.at(last, place, np.concatenate([r.end_us[m] for r, m in zip(ranks, mine, strict=True)]))
+    skipped = 1 if len(numbers) > STEPS + 1 else 0  # the first one of a run is unlike the others
+    numbers, first, last = numbers[skipped:], first[skipped:], last[skipped:]
+    if not len(numbers):
         return None
-    lasts = np.array([bounds[run[-1]][1] - bounds[run[0]][0] for run in runs])
+    ahead = min(STEPS, len(numbers)) - 1
+    whole = np.flatnonzero(numbers[ahead:] - numbers[: len(numbers) - ahead] == ahead)
+    if not len(whole):
+        ahead, whole = 0, np.array([0])
+    long = last[whole + ahead] - first[whole]
     # The upper quartile: long, but there are longer ones, such as that of a pause.
-    chosen = runs[int(np.argsort(lasts, kind="stable")[int(0.75 * (len(runs) - 1))])]
-    return chosen[0], chosen[-1], bounds[chosen[0]][0], bounds[chosen[-1]][1]
+    begin = int(whole[np.argsort(long, kind="stable")[int(0.75 * (len(whole) - 1))]])
+    return int(numbers[begin]), int(numbers[begin + ahead]), float(first[begin]), float(last[begin + ahead])
 
 
 def _of_rank(spans: RankSpans, first: int, last: int, begin: float, end: float) -> list[Lane]:
-    inside = (spans.step >= first) & (spans.step <= last)
+    inside = (spans.step >= first) & (spans.step <= last) & (spans.start_us < end) & (spans.end_us > begin)
     label = f"rank {spans.rank} on {spans.host}"
     hidden = _numbers(spans, "step")
     lanes = [(label, inside & (spans.track == MAIN) & ~np.isin(spans.name, hidden))]
     lanes.append((f"rank {spans.rank}, device", inside & (spans.track == DEVICE)))
-    found = [Lane(name, _slices(spans, mine, begin)) for name, mine in lanes if mine.any()]
+    found = [Lane(name, _slices(spans, mine, begin, end)) for name, mine in lanes if mine.any()]
     exchange = inside & (spans.track >= EXCHANGE)
     if exchange.any():
         starts, ends = union(spans.start_us[exchange], spans.end_us[exchange])
         steps = np.sort(spans.step[exchange])
         place = np.searchsorted(np.sort(spans.start_us[exchange]), starts)
         slices = [
-            Slice("exchange", float(a - begin) / 1e3, float(b - begin) / 1e3, int(steps[min(i, len(steps) - 1)]))
+            Slice("exchange", *_inside(a, b, begin, end), int(steps[min(i, len(steps) - 1)]))
             for a, b, i in zip(starts, ends, place, strict=True)
-            if a < end
         ]
         found.append(Lane(f"rank {spans.rank}, exchange", slices))
     return found
 
 
-def _slices(spans: RankSpans, mine: np.ndarray[tuple[int], np.dtype[np.bool_]], begin: float) -> list[Slice]:
+def _inside(start: float, stop: float, begin: float, end: float) -> tuple[float, float]:
+    """What of a span lies in the picture, in milliseconds from its begin."""
+    return float(max(start, begin) - begin) / 1e3, float(min(stop, end) - begin) / 1e3
+
+
+def _slices(
+    spans: RankSpans, mine: np.ndarray[tuple[int], np.dtype[np.bool_]], begin: float, end: float
+) -> list[Slice]:
     places = np.flatnonzero(mine)
     length = spans.end_us[places] - spans.start_us[places]
     places = places[np.sort(np.argsort(-length, kind="stable")[:_MOST_SLICES])]
@@ -83,8 +90,7 @@ def _slices(spans: RankSpans, mine: np.ndarray[tuple[int], np.dtype[np.bool_]], 
     return [
         Slice(
             spans.names[spans.name[i]],
-            float(spans.start_us[i] - begin) / 1e3,
-            float(spans.end_us[i] - begin) / 1e3,
+            *_inside(spans.start_us[i], spans.end_us[i], begin, end),
             int(spans.step[i]),
         )
         for i in places

@@ -33,7 +33,7 @@ def student(degrees: float, *, z: float = _Z_975) -> float:
     return z + g1 / degrees + g2 / degrees**2 + g3 / degrees**3
 
 
-def mean_of(values: Floats) -> Estimate:
+def mean_of(values: Floats, weights: Floats | None = None) -> Estimate:
     """The mean of a series and its 95% confidence interval, by batch means.
 
     Steps that follow each other are alike (a clock that changes, a neighbour on the host), so that their number says
@@ -43,15 +43,47 @@ def mean_of(values: Floats) -> Estimate:
 
     Args:
         values: in their order [n], one at least.
+        weights: of each, positive; batches are then of about equal weight [n].
     """
-    batches = min(BATCHES, max(2, len(values) // 3)) if len(values) > 1 else 1
-    mean = float(np.mean(values))
-    if batches == 1:
+    weights = np.ones(len(values)) if weights is None else weights
+    mean = float(np.average(values, weights=weights))
+    half = half_width(values - mean, weights)
+    if not half:
         return Estimate(mean, mean, mean)
-    means = np.array([part.mean() for part in np.array_split(values, batches)])
-    half = student(batches - 1) * float(means.std(ddof=1)) / math.sqrt(batches)
     low = max(0.0, mean - half) if np.min(values) >= 0 else mean - half
     return Estimate(mean, low, mean + half)
+
+
+def ratio_of(parts: Floats, wholes: Floats) -> Estimate:
+    """The sum of `parts` over the sum of `wholes`, one of each a step, and its 95% confidence interval, 0 to 1.
+
+    By the residuals of the parts from their share of the wholes (Cochran, Sampling techniques, 1977, 6.3), in batches.
+    Of a single step the interval is empty.
+    """
+    share = float(np.sum(parts) / np.sum(wholes))
+    half = half_width(parts - share * wholes, np.ones(len(parts))) / float(np.mean(wholes))
+    return Estimate(share, max(0.0, share - half), share + half)
+
+
+def half_width(deviations: Floats, weights: Floats) -> float:
+    """Half of the 95% confidence interval of the mean of a series, by batch means; 0 of a single value.
+
+    Args:
+        deviations: of the values from their mean [n].
+        weights: of each [n].
+    """
+    count = len(deviations)
+    batches = min(BATCHES, max(2, count // 3)) if count > 1 else 1
+    reach = np.cumsum(weights) - weights / 2
+    of_batch = np.unique((reach * batches / weights.sum()).astype(int), return_inverse=True)[1]
+    mass = np.bincount(of_batch, weights=weights)
+    batches = len(mass)
+    if batches == 1:
+        return 0.0
+    means = np.bincount(of_batch, weights=deviations * weights) / mass
+    # of batches of unequal weight, which whole values cannot always avoid, their number is a little less
+    spread = math.sqrt(float(np.sum(mass**2 * means**2)) / (1 - 1 / batches)) / float(mass.sum())
+    return student(batches - 1) * spread
 
 
 def correlation_steps(deviations: Floats) -> float:

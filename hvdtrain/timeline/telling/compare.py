@@ -32,7 +32,7 @@ class Row:
     @property
     def is_noise(self) -> bool:
         """Whether the interval holds 0, or is none: of a single step nobody knows."""
-        known = self.a.low < self.a.high or self.b.low < self.b.high
+        known = all(each.low < each.high or not each.value for each in (self.a, self.b))
         return not known or self.difference.low <= 0 <= self.difference.high
 
 

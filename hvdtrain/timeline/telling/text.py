@@ -25,13 +25,14 @@ def to_text(analysis: Analysis) -> str:
 
 def _lines(analysis: Analysis, findings: int) -> Iterator[str]:
     yield _head(analysis)
+    each = "in all" if analysis.budget is not None and not analysis.budget.steps else "a step"
     if analysis.budget is not None:
         yield from _budget(analysis.budget)
     if analysis.communication is not None:
-        yield from _communication(analysis.communication)
+        yield from _communication(analysis.communication, each)
     yield from _blame(analysis.blame)
     if analysis.carriers:
-        yield "most costly to exchange, ms a step:"
+        yield f"most costly to exchange, ms {each}:"
     for carrier in analysis.carriers[:_MOST_CARRIERS]:
         exposed = f"  exposed {wording.ms(carrier.exposed_ms)}" if carrier.exposed_ms is not None else ""
         modules = _short(", ".join(carrier.modules), 40)
@@ -73,10 +74,10 @@ def _budget(budget: Budget) -> Iterator[str]:
         yield f"  * communication that nothing hides: {share:.1%} of {'the step' if budget.steps else 'it'}"
 
 
-def _communication(found: Communication) -> Iterator[str]:
+def _communication(found: Communication, each: str) -> Iterator[str]:
     words = []
     if found.busy_ms is not None:
-        words.append(f"{wording.ms(found.busy_ms)} ms a step")
+        words.append(f"{wording.ms(found.busy_ms)} ms {each}")
     if found.hidden_share is not None:
         words.append(f"{found.hidden_share:.0%} of it hidden")
     if found.bytes_per_step is not None:

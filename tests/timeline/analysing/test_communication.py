@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from hvdtrain.compression.sizes import Bucket
+from hvdtrain.compression.table import parse
 from hvdtrain.spans import EXCHANGE, MAIN
 from hvdtrain.timeline.analysing import carriers, communication, lanes
 from hvdtrain.timeline.analysing.communication import bus_bytes
@@ -54,6 +57,62 @@ def test_the_bus_carries_what_a_ring_sends(operation: str) -> None:
     whole = {"ALLREDUCE": size * piece, "REDUCESCATTER": size * piece, "ALLTOALL": size * piece, "ALLGATHER": piece}
     rounds = {"ALLREDUCE": 2 * (size - 1)}.get(operation, size - 1)
     assert bus_bytes(operation, whole[operation], size) == pytest.approx(rounds * piece)
+
+
+@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize("operation", ["ALLGATHER", "REDUCESCATTER"])
+def test_bytes_are_those_handed_over_where_horovod_tells_those_of_the_result(operation: str, size: int) -> None:
+    """Of an allgather that is what all give; of a reducescatter a share of what each gives."""
+    given = 1e6
+    result = given * size if operation == "ALLGATHER" else given / size
+    turns = [Turn("g", 1e4 * i, {f"MPI_{operation}": 1000.0}, int(result), operation=operation) for i in range(10)]
+    found = communication.of_run(_alone(trace_of(turns), size))
+    assert found is not None and found.bytes_per_step == pytest.approx(given)
+    sent = (size - 1) * given if operation == "ALLGATHER" else (size - 1) / size * given
+    assert found.bus_gb_per_s == pytest.approx(sent / 1e-3 / 1e9)
+
+
+def test_no_bandwidth_of_bytes_that_are_not_told() -> None:
+    """Horovod says nothing of an alltoall's bytes."""
+    kinds = {"ALLTOALL": -1, "ALLREDUCE": 1000}
+    turns = [
+        Turn(name, 1e4 * i + 2e3 * k, {f"MPI_{name}": 1000.0}, nbytes, operation=name)
+        for i in range(10)
+        for k, (name, nbytes) in enumerate(kinds.items())
+    ]
+    found = communication.of_run(_alone(trace_of(turns)))
+    assert found is not None and found.busy_ms == pytest.approx(2.0)
+    assert found.bytes_per_step is None and found.bus_gb_per_s is None
+    for tensor, known in (("alltoall.gradients/0/shares", True), ("alltoall.tokens", False)):
+        trace = trace_of([replace(turn, tensor=tensor) for turn in turns if turn.operation == "ALLTOALL"])
+        run = RunTrace(Path("run"), 2, {"parallel": {"compression": "int8"}}, spans=[_spans()], horovod=[trace])
+        found = communication.of_run(run)
+        sent = sum(parse("int8").payload(Bucket([[4]], "float32", 50), 2).values())
+        assert found is not None and found.bytes_per_step == (2 * sent if known else None)
+
+
+def test_the_last_steps_sums_may_be_there_after_the_timelines_last_event() -> None:
+    table = table_of(np.full((2, 30), 20.0), exchange_ms=4.0)
+    turns = [Turn("g", float(t), {"MPI_ALLREDUCE": 3700.0}, 1000) for t in table.ready_us.max(axis=0)[10:20]]
+    found = communication.of_run(RunTrace(Path("run"), 2, steps=table, horovod=[trace_of(turns)]))
+    assert found is not None and found.bytes_per_step == 1000 and found.busy_ms == pytest.approx(3.7)
+
+
+def test_a_window_of_steps_that_have_no_stamps_has_as_many_steps() -> None:
+    table = table_of(np.full((2, 60), 20.0), exchange_ms=4.0)
+    ready = table.ready_us.max(axis=0)
+    stamped = (table.step <= 16) | (table.step > 32)
+    moments = {n: getattr(table, n)[:, stamped] for n in ("start_us", "ready_us", "released_us", "end_us")}
+    parts = {name: values[:, stamped] for name, values in table.parts_us.items()}
+    sparse = replace(table, step=table.step[stamped], block=table.block[stamped], parts_us=parts, **moments)
+    for times_a_step in (1, 3):  # of experts' tokens, say: then it is the stamps that tell steps
+        turns = [
+            Turn("g", float(t) + 1000 * i, {"MPI_ALLREDUCE": 900.0}, 1000)
+            for t in ready[19:40]
+            for i in range(times_a_step)
+        ]
+        found = communication.of_run(RunTrace(Path("run"), 2, steps=sparse, horovod=[trace_of(turns)]))
+        assert found is not None and found.bytes_per_step == pytest.approx(1000 * times_a_step)
 
 
 def test_what_lies_in_the_wait_is_not_hidden() -> None:
@@ -116,6 +175,21 @@ def test_spans_tell_of_the_exchange_where_horovod_does_not() -> None:
     assert first.modules == ["layers.1.up", "layers.1.down"] and first.nbytes == 200
 
 
+@pytest.mark.parametrize("name", ["none", "int8", "powersgd:4", "auto"])
+def test_bytes_of_spans_are_those_of_the_compression(name: str) -> None:
+    run = RunTrace(Path("run"), 2, {"parallel": {"compression": name}}, spans=[_spans()])
+    found = communication.of_run(run)
+    sent = {"none": 200, "powersgd:4": 16, "int8": None}.get(name)
+    assert found is not None
+    if name == "auto":
+        assert found.bytes_per_step is None and carriers.of_run(run)[0].nbytes is None
+    elif sent is not None:
+        assert found.bytes_per_step == 2 * sent and carriers.of_run(run)[0].nbytes == sent
+    else:
+        payload = parse(name).payload(Bucket([[4]], "float32", 50), 2)
+        assert found.bytes_per_step == 2 * sum(payload.values()) != 400
+
+
 def test_tensors_of_any_program_are_told_by_what_they_take() -> None:
     found = carriers.of_run(_alone(_trace()))
     assert found[0].modules in (["layers.0"], ["layers.1"])
@@ -152,3 +226,14 @@ def test_lanes_show_a_few_steps_of_every_rank_on_one_time() -> None:
     assert [piece.name for piece in found[0].slices] == ["forward", "backward", "wait"]
     assert [(piece.start_ms, piece.end_ms) for piece in found[1].slices] == [(10.0, 24.0)]
     assert found[0].slices[0].start_ms == 0.0 and found[0].slices[0].step == 3
+
+
+def test_lanes_end_with_their_last_step() -> None:
+    """A checkpoint that follows it is not drawn."""
+    spans = _spans()
+    names = [*spans.names, "checkpoint"]
+    more = {"name": len(names) - 1, "track": MAIN, "step": 3, "start_us": 31e3, "end_us": 20_031e3}
+    columns = {name: np.append(getattr(spans, name), [value]) for name, value in more.items()}
+    found = lanes.of_run(RunTrace(Path("run"), 1, spans=[replace(spans, names=names, **columns)]))
+    assert max(piece.end_ms for lane in found for piece in lane.slices) <= 30.0
+    assert all(piece.name != "checkpoint" for lane in found for piece in lane.slices)

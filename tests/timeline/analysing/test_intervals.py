@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.timeline.analysing.intervals import Span, common, length, partition, union, without
+from hvdtrain.timeline.analysing.intervals import Span, common, length, partition, union, within, without
 
 SETS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=8)
 
@@ -27,6 +27,12 @@ def test_sets_hold_the_moments_that_they_should(a: list[tuple[int, int]], b: lis
     assert (one[0][1:] > one[1][:-1]).all()
     assert _moments(common(one, other)) == _moments(one) & _moments(other)
     assert _moments(without(one, other)) == _moments(one) - _moments(other)
+
+
+@given(SETS, st.integers(0, 40), st.integers(0, 40))
+def test_what_lies_within_is_counted(a: list[tuple[int, int]], start: int, more: int) -> None:
+    found = within(_span(a), np.array([float(start)]), np.array([float(start + more)]))
+    assert found.tolist() == [len(_moments(_span(a)) & set(range(start, start + more)))]
 
 
 @given(SETS, st.lists(SETS, max_size=4))
