@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdtrain.timeline import wording
+from hvdtrain.timeline.analysing.budget import EXCHANGE, OTHER_EXCHANGE
+from hvdtrain.timeline.analysing.phases import PHASES
 from hvdtrain.timeline.analysis import Analysis, Estimate
 
 _NOTHING = Estimate(0.0, 0.0, 0.0)
 _SHOWN = 20
+_PIECES = (*PHASES, OTHER_EXCHANGE, EXCHANGE)
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ def compare(a: Analysis, b: Analysis, config_a: Mapping[str, Any], config_b: Map
     rows = []
     if a.budget is not None and b.budget is not None:
         rows.append(_row("step", a.budget.step_ms, b.budget.step_ms))
-        of_a, of_b = ({part.name: part.ms for part in budget.parts} for budget in (a.budget, b.budget))
+        of_a, of_b = _alike(*({part.name: part.ms for part in budget.parts} for budget in (a.budget, b.budget)))
         rows += [_row(name, of_a.get(name, _NOTHING), of_b.get(name, _NOTHING)) for name in {**of_a, **of_b}]
     late = [_late(analysis) for analysis in (a, b)]
     if any(each.value for each in late):
@@ -119,6 +122,23 @@ def to_plain(comparison: Comparison) -> dict[str, Any]:
         "options": options,
         "notes": list(comparison.notes),
     }
+
+
+def _alike(
+    a: Mapping[str, Estimate], b: Mapping[str, Estimate]
+) -> tuple[Mapping[str, Estimate], Mapping[str, Estimate]]:
+    """Both with the exchange as a whole, where only one has a Timeline of Horovod's that says what it consists of."""
+    return (_pooled(a) if EXCHANGE in b else a), (_pooled(b) if EXCHANGE in a else b)
+
+
+def _pooled(parts: Mapping[str, Estimate]) -> dict[str, Estimate]:
+    """The pieces of the exchange as one; its interval is no narrower than it may be."""
+    pieces = [ms for name, ms in parts.items() if name in _PIECES]
+    rest = {name: ms for name, ms in parts.items() if name not in _PIECES}
+    if not pieces:
+        return rest
+    sums = (sum(getattr(piece, end) for piece in pieces) for end in ("value", "low", "high"))
+    return {**rest, EXCHANGE: Estimate(*sums)}
 
 
 def _row(name: str, a: Estimate, b: Estimate) -> Row:

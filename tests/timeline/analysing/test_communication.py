@@ -84,7 +84,8 @@ def test_no_bandwidth_of_bytes_that_are_not_told() -> None:
     assert found is not None and found.busy_ms == pytest.approx(2.0)
     assert found.bytes_per_step is None and found.bus_gb_per_s is None
     for tensor, known in (("alltoall.gradients/0/shares", True), ("alltoall.tokens", False)):
-        trace = trace_of([replace(turn, tensor=tensor) for turn in turns if turn.operation == "ALLTOALL"])
+        opening = Turn("broadcast.timeline/open", 0.0, {"MPI_BCAST": 10.0}, operation="BROADCAST")
+        trace = trace_of([opening, *(replace(turn, tensor=tensor) for turn in turns if turn.operation == "ALLTOALL")])
         run = RunTrace(Path("run"), 2, {"parallel": {"compression": "int8"}}, spans=[_spans()], horovod=[trace])
         found = communication.of_run(run)
         sent = sum(parse("int8").payload(Bucket([[4]], "float32", 50), 2).values())

@@ -9,6 +9,7 @@ import pytest
 from hvdtrain.timeline.analyse import analyse
 from hvdtrain.timeline.telling.compare import Comparison, compare, to_plain, to_text
 from tests.support.step_tables import Floats, noise, run_of, table_of
+from tests.support.timelines import Turn, trace_of
 
 
 def _compared(forward_a: float, forward_b: float, late_b: float = 0.0, seed: int = 0, size_b: int = 4) -> Comparison:
@@ -53,3 +54,15 @@ def test_unlike_sizes_are_said_and_json_holds_all() -> None:
     plain = orjson.loads(orjson.dumps(to_plain(found)))
     assert [row["name"] for row in plain["rows"]] == [row.name for row in found.rows]
     assert plain["options"] == {"parallel.compression": ["none", "fp16"]}
+
+
+def test_a_run_without_a_timeline_is_compared_by_the_exchange_as_a_whole() -> None:
+    table = table_of(20 + noise(np.random.default_rng(0), (2, 60), "gaussian", 0.3), exchange_ms=4.0)
+    turns = [Turn("g", float(t), {"MPI_ALLREDUCE": 3000.0}) for t in table.ready_us.max(axis=0)[20:40]]
+    runs = [run_of(table), run_of(table, horovod=[trace_of(turns)])]
+    for a, b in (runs, runs[::-1]):
+        rows = {row.name: row for row in compare(analyse(a), analyse(b), {}, {}).rows}
+        assert "transfer" not in rows and all(row.is_noise for row in rows.values())
+        assert rows["exchange"].a.value == pytest.approx(rows["exchange"].b.value) == 4.0
+    same = {row.name for row in compare(analyse(runs[1]), analyse(runs[1]), {}, {}).rows}
+    assert "transfer" in same and "exchange" not in same
