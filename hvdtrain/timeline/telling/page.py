@@ -72,6 +72,7 @@ def _view(analysis: Analysis) -> dict[str, Any]:
     lanes = shown_lanes(analysis)
     names, rows = summary(lanes)
     step_ms = analysis.budget.step_ms.value if analysis.budget else None
+    steps = analysis.budget is None or analysis.budget.steps > 0
     pieces = [finding_pieces(finding.advice) for finding in analysis.findings]
     costs = [None if f.cost_ms is None else wording.ms(f.cost_ms) for f in analysis.findings]
     return {
@@ -82,7 +83,8 @@ def _view(analysis: Analysis) -> dict[str, Any]:
         "budget": budget_view(analysis.budget) if analysis.budget else None,
         "findings": list(zip(analysis.findings, costs, pieces, strict=True)),
         "blame": blame_view(analysis.blame, step_ms),
-        "communication": communication_view(analysis.communication) if analysis.communication else None,
+        "communication": communication_view(analysis.communication, steps=steps) if analysis.communication else None,
+        "each_ms": "ms a step" if steps else "ms",
         "carriers": carrier_rows(analysis),
         "figures": {name: f"{value:.6g}" for name, value in figures(analysis).items()},
         "lanes": _for_script(packed(lanes)),

@@ -162,17 +162,32 @@ def _heat(share: float) -> str:
     return f"{'more' if share > 0 else 'less'}-{level}" if level else ""
 
 
-def communication_view(found: Communication) -> dict[str, Any]:
-    """Rows of phases with the width of their bars in percent, and the measured numbers that are known."""
+def communication_view(found: Communication, *, steps: bool = True) -> dict[str, Any]:
+    """Rows of phases with the width of their bars in percent, and the measured numbers that are known.
+
+    `steps`: whether they are a step's; else they are of everything there is.
+    """
     most = max([part.ms.value for part in found.phases] + [1e-9])
     places = wording.decimals(most)
     facts: list[tuple[str, str, str]] = []
     if found.busy_ms is not None:
-        facts.append((f"{wording.ms(found.busy_ms)} ms", "of a step something is under way", ""))
+        facts.append(
+            (
+                f"{wording.ms(found.busy_ms)} ms",
+                "of a step something is under way" if steps else "something is under way in all",
+                "",
+            )
+        )
     if found.hidden_share is not None:
         facts.append((wording.percent(found.hidden_share), "of it is hidden behind computing", ""))
     if found.bytes_per_step is not None:
-        facts.append((wording.nbytes(found.bytes_per_step), "handed over by a rank in each step", ""))
+        facts.append(
+            (
+                wording.nbytes(found.bytes_per_step),
+                "handed over by a rank in each step" if steps else "handed over by a rank in all",
+                "",
+            )
+        )
     if found.bus_gb_per_s is not None:
         of_link = ""
         if found.link_gb_per_s:
