@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -16,8 +17,10 @@ from hvdtrain.timeline.analysis import Estimate
 from hvdtrain.timeline.columns import Floats
 
 _PAUSE_STEPS = 3.0
-_PAUSE_SHARE = 0.01
-_FEW_PAUSES = 3
+_PAUSE_SHARE = 0.05
+_FEW = 6
+_OF_ALL = 0.2
+"""Of the steps: where pauses of any rank are in more, they are how this job runs."""
 _LEAST_ROUNDS = 8
 _KNOWN = 0.2
 _MOSTLY = 0.7
@@ -29,10 +32,10 @@ _LEAST_MS = 0.2
 
 @dataclass(frozen=True)
 class Pause:
-    """A rank that was much later than the others in a step, once.
+    """A rank that was much later than the others, in a step or in several that follow each other.
 
     Attributes:
-        rank, step: which.
+        rank, step: which; the first one.
         ms: later than the others.
     """
 
@@ -79,9 +82,9 @@ def judge(rounds: Rounds) -> Verdict:
     found, alike = _later_than_others(work) if count >= _LEAST_ROUNDS else ([], 1.0)
     least = max(_LEAST_MS, _LEAST_SHARE * rounds.step_ms)
     while True:
-        estimates, steady = _costs(work, found, alike)
+        estimates, whole, steady = _costs(work, found, alike)
         doubt = (rounds.clock_error_ms + np.median(rounds.clock_error_ms)).tolist()
-        cost = [Estimate(e.value, e.low - d, e.high + d) for e, d in zip(estimates, doubt, strict=True)]
+        cost = _doubted(estimates, doubt)
         kept = [rank for rank in found if cost[rank].low > max(least, float(rounds.clock_error_ms[rank]))]
         if kept == found:
             break
@@ -91,11 +94,16 @@ def judge(rounds: Rounds) -> Verdict:
     mended[found] = like_the_others(work, found)[found]
     jitter = mean_of(mended.max(axis=0) - np.median(mended, axis=0))
     last = np.bincount(np.argmax(work, axis=0), minlength=ranks) / count
-    return Verdict(rounds, cost, last, steady, found, jitter, pauses, "" if found else _why_nobody(count, cost, least))
+    reason = "" if found else _why_nobody(count, [*cost, *_doubted(whole, doubt)], least, pauses)
+    return Verdict(rounds, cost, last, steady, found, jitter, pauses, reason)
 
 
-def _costs(work: Floats, late: Sequence[int], alike: float) -> tuple[list[Estimate], list[int]]:
-    """What each rank costs, and the ranks whose cost is a steady one.
+def _doubted(estimates: Sequence[Estimate], doubt: Sequence[float]) -> list[Estimate]:
+    return [Estimate(each.value, each.low - ms, each.high + ms) for each, ms in zip(estimates, doubt, strict=True)]
+
+
+def _costs(work: Floats, late: Sequence[int], alike: float) -> tuple[list[Estimate], list[Estimate], list[int]]:
+    """What each rank costs; what it does by the mean over all steps; and the ranks whose cost is a steady one.
 
     The mean over all steps says it, where there are enough of them to know it well. Elsewhere outliers, which are
     nobody's habit, make it uncertain: then it is that of times without them (`lateness.tamed`). But a rank that is late
@@ -106,59 +114,68 @@ def _costs(work: Floats, late: Sequence[int], alike: float) -> tuple[list[Estima
     tame, whole = cost_estimates(tame_work, late, alike), cost_estimates(work, late, alike)
     steady: list[int] = []
     if np.mean((tame_work != work).any(axis=0)) > _MOSTLY:
-        return whole, steady
+        return whole, whole, steady
     for rank, (low, all_of_it) in enumerate(zip(tame, whole, strict=True)):
         known = all_of_it.high - all_of_it.value <= _KNOWN * all_of_it.value
         if not known and all_of_it.low <= _BEYOND * low.high:
             steady.append(rank)
-    return [tame[rank] if rank in steady else whole[rank] for rank in range(len(work))], steady
+    return [tame[rank] if rank in steady else whole[rank] for rank in range(len(work))], whole, steady
 
 
-def _why_nobody(count: int, cost: Sequence[Estimate], least: float) -> str:
+def _why_nobody(count: int, costs: Sequence[Estimate], least: float, pauses: Sequence[Pause]) -> str:
+    """`costs`: of each rank, then of each rank by the mean over all steps: what few steps cost is not denied."""
+    apart = " but for pauses" if pauses else ""
     if count < _LEAST_ROUNDS:
-        return f"{count} steps are too few to tell a late rank from chance"
-    worst = max(range(len(cost)), key=lambda rank: cost[rank].value)
-    value = max(0.0, cost[worst].value)
-    if value < least:
-        return f"no rank costs more than {wording.ms(least)} ms a step"
-    why = f"it is somewhere in {wording.interval(cost[worst])}"
-    if cost[worst].low > least:
+        return f"{count} steps{apart} are too few to tell a late rank from chance"
+    place = max(range(len(costs)), key=lambda each: costs[each].value)
+    worst, rank = costs[place], place % (len(costs) // 2)
+    if worst.value < least:
+        return f"no rank costs more than {wording.ms(least)} ms a step{apart}"
+    if not math.isfinite(worst.low):
+        return f"what rank {rank} costs is not known: its clock was never compared with the others'"
+    why = f"it is somewhere in {wording.interval(worst)}"
+    if worst.low > least:
         why = "with their names shuffled, ranks are as late too often"
-    return f"rank {worst}'s {wording.ms(value)} ms a step may be chance: {why}"
+    return f"rank {rank}'s {wording.ms(worst.value)} ms a step{apart} may be chance: {why}"
 
 
 def _later_than_others(work: Floats) -> tuple[list[int], float]:
-    """Ranks that are late for no accident, and how alike steps are: one after the other, without those before it."""
+    """Ranks that are late for no accident, and how alike steps are: again without those that are, until none is."""
     found: list[int] = []
     alike = 1.0
     while len(work) - len(found) >= 2:
         rest = [rank for rank in range(len(work)) if rank not in found]
-        place, late, correlation = latest(work[rest])
+        places, correlation = latest(work[rest])
         alike = max(alike, correlation)
-        if not late:
+        if not places:
             break
-        found.append(rest[place])
+        found += [rest[place] for place in places]
     return found, alike
 
 
 def _without_pauses(rounds: Rounds) -> tuple[Rounds, list[Pause]]:
-    """Set the few steps aside in which a rank was later by several whole steps: told by themselves, not as a mean."""
+    """Set the few steps aside in which a rank was later by several whole steps: told by themselves, not as a mean.
+
+    They are too few to prove by the shuffling of names whose they are, and need no such proof.
+    """
     excess = rounds.work_ms - median_of_others(rounds.work_ms)
     long = excess > _PAUSE_STEPS * rounds.step_ms
-    seldom = long.sum(axis=1, keepdims=True) <= max(_FEW_PAUSES, _PAUSE_SHARE * long.shape[1])
-    places = np.argwhere(long & seldom)
-    if not len(places):
+    count = long.shape[1]
+    few = max(min(_FEW, count // 4), _PAUSE_SHARE * count)
+    long &= long.sum(axis=1, keepdims=True) <= few
+    aside = long.any(axis=0)
+    if not aside.any() or aside.sum() > max(few, _OF_ALL * count):
         return rounds, []
     pauses: list[Pause] = []
     last = (-1, -1)
-    for rank, place in places.tolist():  # by rank, then in order: a pause may reach into the next step
+    for rank, place in np.argwhere(long).tolist():  # by rank, then in order: a pause may reach into the next step
         step, ms = int(rounds.step[place]), float(excess[rank, place])
         if pauses and last == (rank, step - 1):
             pauses[-1] = replace(pauses[-1], ms=pauses[-1].ms + ms)
         else:
             pauses.append(Pause(rank, step, ms))
         last = (rank, step)
-    keep = np.setdiff1d(np.arange(long.shape[1]), places[:, 1])
+    keep = np.flatnonzero(~aside)
     column = rounds.column[keep] if len(rounds.column) else rounds.column
     rest = replace(rounds, work_ms=rounds.work_ms[:, keep], column=column, step=rounds.step[keep])
     return rest, sorted(pauses, key=lambda pause: -pause.ms)

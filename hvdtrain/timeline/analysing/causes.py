@@ -101,7 +101,6 @@ def _collections(
 
 
 def _processor(rank: int, others: Sequence[int], table: StepTable, column: Ints, least: float) -> list[Cause]:
-    steps = max(1, len(np.unique(table.step[np.isin(table.block, np.unique(table.block[column]))])))
     words = {
         "cpu_wait_us": ("cpu", "it was ready to run and had no core for {mine} ms a step, others {others} ms"),
         "steal_us": ("steal", "another machine had its host's cores for {mine} ms a step, others' for {others} ms"),
@@ -111,7 +110,8 @@ def _processor(rank: int, others: Sequence[int], table: StepTable, column: Ints,
         total = _facts(table, column, fact, np.nansum)
         if total is None or not np.isfinite(total[[rank, *others]]).all():
             continue
-        spent = total / 1e3 / steps
+        told = [number for number in np.unique(table.block[column]) if table.facts[number].get(fact)]
+        spent = total / 1e3 / int(np.isin(table.block, told).sum())
         ms = float(spent[rank] - np.median(spent[others]))
         if ms >= least:
             found.append(Cause(name, ms, text.format(mine=_ms(spent[rank]), others=_ms(spent[others]))))
@@ -128,14 +128,19 @@ def _device(rank: int, others: Sequence[int], table: StepTable, column: Ints) ->
     if heat is not None and heat[rank] > np.nanmedian(heat[others]) + _HOTTER_C:
         text = f"its GPU is at {heat[rank]:.0f} °C, others' at {np.nanmedian(heat[others]):.0f} °C"
         found.append(Cause("gpu temperature", None, text))
-    reasons = {
-        values[rank] if isinstance(values[rank], str) else f"NVML's reasons {int(values[rank]):#x}"
-        for facts in _blocks(table, column)
-        if (values := facts.get("gpu_throttle")) and values[rank] and values[rank] == values[rank]  # no NaN
-    }
-    if reasons:
-        found.append(Cause("gpu throttle", None, f"its GPU slowed itself down: {', '.join(sorted(reasons))}"))
+    known = [values for facts in _blocks(table, column) if (values := facts.get("gpu_throttle"))]
+    words = {each: {word for why in _slowed(known, each) for word in why.split(", ")} for each in (rank, *others)}
+    alone = {word for word in words[rank] if 2 * sum(word in words[other] for other in others) < len(others)}
+    if alone:
+        why = sorted(why for why in _slowed(known, rank) if alone & set(why.split(", ")))
+        found.append(Cause("gpu throttle", None, f"its GPU slowed itself down: {', '.join(why)}"))
     return found
+
+
+def _slowed(blocks: Sequence[Sequence[Any]], rank: int) -> set[str]:
+    """For what reasons a rank's GPU had a lower clock, in words."""
+    values = [row[rank] for row in blocks if row[rank] and row[rank] == row[rank]]  # no NaN
+    return {value if isinstance(value, str) else f"NVML's reasons {int(value):#x}" for value in values}
 
 
 def _experts(rank: int, others: Sequence[int], table: StepTable, column: Ints) -> list[Cause]:
@@ -148,9 +153,7 @@ def _experts(rank: int, others: Sequence[int], table: StepTable, column: Ints) -
 
 def _blocks(table: StepTable, column: Ints) -> list[Mapping[str, Sequence[Any]]]:
     """Facts of the blocks that these steps are of."""
-    numbers = {int(number): place for place, number in enumerate(np.unique(table.block))}
-    places = sorted({numbers[int(number)] for number in np.unique(table.block[column])})
-    return [table.facts[place] for place in places if place < len(table.facts)]
+    return [table.facts[number] for number in np.unique(table.block[column])]
 
 
 def _facts(table: StepTable, column: Ints, name: str, how: Any) -> Floats | None:

@@ -95,5 +95,5 @@ def _known(trace: HorovodTrace) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 def _small(many: tuple[float, float] | None) -> Iterator[Finding]:
     if many is not None and many[0] >= _MANY and many[1] < _SMALL_BYTES:
         text = f"{many[0]:.0f} tensors a step of {many[1] / 1e3:.0f} kB in the mean are exchanged one by one or fused"
-        advice = "let more travel together: HOROVOD_FUSION_THRESHOLD=134217728 HOROVOD_CYCLE_TIME=5, or hvdtrain.torch"
+        advice = "let more travel together: HOROVOD_CYCLE_TIME=5 gathers for longer; or import hvdtrain.torch as hvd"
         yield Finding("small_tensors", text, None, advice)

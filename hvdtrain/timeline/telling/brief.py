@@ -53,7 +53,8 @@ def _late(blame: Blame) -> list[str]:
     cost = f"{wording.ms(row.cost_ms.value)} ms a step {wording.interval(row.cost_ms)}".rstrip()
     others = f", and {len(blame.late) - 1} more" if len(blame.late) > 1 else ""
     cause = next((cause.text for cause in blame.causes.get(rank, ())), "")
-    return _wrapped(f"who is late: rank {rank} on {row.host} costs {cost}{others}", cause)
+    where = f" on {row.host}" if row.host else ""
+    return _wrapped(f"who is late: rank {rank}{where} costs {cost}{others}", cause)
 
 
 def _finding(finding: Finding) -> list[str]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.timeline.analysing.blame import Verdict, judge
+from hvdtrain.timeline.analysing.evidence import latest
 from hvdtrain.timeline.analysing.lateness import costs, like_the_others, median_of_others
 from hvdtrain.timeline.analysing.rounds import Rounds, from_stamps
 from hvdtrain.timeline.columns import StepTable
@@ -94,6 +97,93 @@ def test_one_pause_is_told_by_itself_and_not_as_a_mean() -> None:
     assert found.late == [2]
     assert found.cost_ms[2].value == pytest.approx(cost, rel=0.2)
     assert found.cost_ms[1].value < 0.2
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("count", [1, 4, 6, 10, 20])
+def test_some_pauses_of_a_rank_are_its_own_and_none_is_denied(count: int, ranks: int) -> None:
+    """Up to one step in twenty; a pause may reach into the step after it."""
+    for seed in range(5):
+        generator = np.random.default_rng(seed)
+        work = _quiet(seed, ranks, 400, "gaussian", 0.1)
+        steps = np.sort(generator.choice(np.arange(5, 390, 3), count, replace=False))
+        work[1, steps] += 5000.0
+        if count <= 10:
+            work[1, steps + 1] += 500.0
+        found = judge(_rounds(work))
+        assert [(1, step) for step in steps] == sorted((pause.rank, pause.step) for pause in found.pauses)
+        assert not found.late and "but for pauses" in found.reason
+        assert found.jitter_ms.value < 1.0
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(2, 25), (8, 25), (8, 60)])
+def test_a_rank_with_more_pauses_is_late(ranks: int, count: int) -> None:
+    work = _quiet(0, ranks, 400, "gaussian", 0.1)
+    work[1, np.random.default_rng(1).choice(400, count, replace=False)] += 5000.0
+    found = judge(_rounds(work))
+    assert found.late == [1] and not found.pauses
+    assert found.cost_ms[1].value == pytest.approx(5000 * count / 400, rel=0.05)
+
+
+def test_a_cost_that_may_be_chance_is_told_as_it_is() -> None:
+    """Of 40 steps 8 are long: too many for pauses, too few to be no chance between two ranks."""
+    work = _quiet(0, 2, 40, "gaussian", 0.1)
+    work[1, 2:40:5] += 5000.0
+    found = judge(_rounds(work))
+    assert not found.late and not found.pauses
+    assert "rank 1's 1,000 ms a step may be chance" in found.reason
+
+
+def test_what_few_steps_cost_is_not_denied() -> None:
+    """None is a pause, and all in one stretch they may be an accident; but they did cost that."""
+    work = _quiet(0, 2, 300, "gaussian", 0.1)
+    work[1, 100:121:3] += 2.5 * STEP_MS
+    found = judge(_rounds(work))
+    assert not found.late and not found.pauses
+    assert re.match(r"rank 1's 1\.[12]\d ms a step may be chance", found.reason)
+
+
+def test_pauses_of_all_ranks_by_turns_are_how_the_job_runs() -> None:
+    work = _quiet(0, 32, 400, "gaussian", 0.1)
+    for rank in range(32):
+        work[rank, rank::40] += 5000.0
+    found = judge(_rounds(work))
+    assert not found.late and not found.pauses
+    assert found.jitter_ms.value == pytest.approx(4000, rel=0.01)
+
+
+def test_a_clock_that_was_never_compared_is_the_reason_that_is_given() -> None:
+    work, _ = _planted(_quiet(0, 4, 200, "gaussian", 0.1), 2, 2.0)
+    reason = judge(_rounds(work, error_ms=np.inf)).reason
+    assert "never compared" in reason and "somewhere in" not in reason
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_late_ranks_are_found_at_once(kind: str) -> None:
+    """How long it takes does not grow with their number."""
+    work = _quiet(0, 64, 400, kind, 1.0)
+    work[::8] += 10.0
+    assert sorted(latest(work)[0]) == list(range(0, 64, 8))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_a_rank_that_is_quicker_and_now_and_then_late_is_named_alone(ranks: int) -> None:
+    """Beside it all others are late by a little, in most steps."""
+    work = _quiet(0, ranks, 200, "gaussian", 0.1)
+    work[1] -= 1.0
+    work[1, ::5] += 20.0
+    assert judge(_rounds(work)).late == [1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("ranks", "steps", "late"), [(4, 30, 1), (8, 40, 2), (16, 40, 5)])
+def test_beside_late_ranks_noise_names_nobody(ranks: int, steps: int, late: int, kind: str) -> None:
+    named = 0
+    for seed in range(150):
+        work = _quiet(seed, ranks, steps, kind, 0.1 * STEP_MS)
+        work[:late] += STEP_MS
+        named += bool(set(judge(_rounds(work)).late) - set(range(late)))
+    assert named < 0.01 * 150
 
 
 @pytest.mark.parametrize("ranks", [4, 16])

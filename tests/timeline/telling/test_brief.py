@@ -44,6 +44,13 @@ def test_nobody_is_named_without_evidence() -> None:
     assert to_lines(empty())[-1] == "to change: nothing stands out"
 
 
+def test_ranks_of_ticks_have_no_host() -> None:
+    late = analysis(8)
+    blame = replace(late.blame, ranks=[replace(row, host="") for row in late.blame.ranks])
+    text = "\n".join(to_lines(replace(late, blame=blame)))
+    assert "who is late: rank 3 costs" in text
+
+
 def test_long_words_are_cut() -> None:
     found = Finding("x", "word " * 200, 1.0, "advice " * 200)
     assert len(to_lines(replace(analysis(8), findings=[found]))) <= MOST_LINES
