@@ -95,6 +95,7 @@ def blame_view(blame: Blame, step_ms: float | None) -> dict[str, Any]:
         "rows": [_rank(row, row.rank in late, names, medians, whole, most, blame) for row in shown],
         "left": len(left),
         "left_ms": wording.ms(max([row.cost_ms.value for row in left], default=0.0)),
+        "compared": all(math.isfinite(row.clock_error_ms) for row in blame.ranks),
         "clocks": _clocks([row.clock_error_ms for row in blame.ranks]),
     }
 

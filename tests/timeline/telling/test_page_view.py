@@ -223,6 +223,7 @@ def test_clocks_are_told_as_well_as_they_are_known() -> None:
     text = _text(to_html(never))
     assert "clocks of some ranks were never compared with rank 0's" in text and "inf" not in text.lower().split()
     assert "its clock was never compared with rank 0's" in text and "share a clock" not in text
+    assert "Nobody can be said to be late." in text and "Nobody is late." in _text(to_html(near))
     assert verdict(near) == ["no rank is late"]
     assert verdict(never) == ["clocks were not compared, so it is not known who is late"]
 
