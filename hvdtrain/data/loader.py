@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import random
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -125,6 +128,7 @@ def train_batches(
         prefetch_factor=config.prefetch if config.workers else None,
         # MPI's and Horovod's threads are running: a plain fork could inherit a lock that nobody will release.
         multiprocessing_context="forkserver" if config.workers else None,
+        worker_init_fn=_end_with_rank,
         pin_memory=pin_memory,
     )
     with _signals_blocked() if config.workers else nullcontext():
@@ -146,6 +150,21 @@ def _signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end_with_rank(_worker: int) -> None:
+    """In a loader process: see to it that it ends when its rank is gone, by SIGKILL too.
+
+    torch's own watch is for the process that forked it: the fork server, which lives as long as what it has forked.
+    """
+    rank = multiprocessing.parent_process()
+    assert rank is not None
+
+    def watch() -> None:
+        rank.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 class _Once:

@@ -11,10 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from hvdtrain.observe.journal import read_journal
-from tests.support.launch import ROOT, ending, run, train
+from tests.support.launch import ROOT, ending, run, train, training
 
 TASK = f"--task={ROOT}/tests/support/failing.py:failing"
 SHORT = [
@@ -232,3 +233,22 @@ def test_sigterm_of_a_user_is_no_failure(tmp_path: Path) -> None:
     assert HEAD not in done.stdout + done.stderr
     assert ending(tmp_path / "run/journal.jsonl").get("reason") == signal.SIGTERM.name
     assert not list((tmp_path / "run").glob("failure.*"))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_of_a_rank_that_is_killed_no_loader_process_stays(size: int, tmp_path: Path) -> None:
+    options = ["--run_dir=run", "--train.steps=1000000", "--train.global_batch=4", "--train.micro_batch=2"]
+    toy = f"--task={ROOT}/tests/support/toy.py:toy"
+    with training(toy, *options, "--loader.workers=1", size=size, cwd=tmp_path) as process:
+        job = psutil.Process(process.pid)
+        processes = [job, *job.children(recursive=True)]
+        ranks = [p for p in processes if p.cmdline()[1:3] == ["-m", "hvdtrain"]]
+        assert len(ranks) == size and len(processes) >= 4 * size  # each with a tracker, a fork server and a loader
+        for rank in ranks:
+            rank.kill()
+        assert process.stdout is not None
+        process.stdout.read()
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    for left in alive:
+        left.kill()
+    assert not alive
