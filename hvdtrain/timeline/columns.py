@@ -137,7 +137,7 @@ class StepTable:
 
 @dataclass(frozen=True)
 class RunTrace:
-    """All that one run (its last start), or one Horovod Timeline by itself, left to be explained.
+    """All that one run (its last start with stamps), or one Horovod Timeline by itself, left to be explained.
 
     Attributes:
         path: the run's folder, or the Timeline file.

@@ -25,7 +25,7 @@ _WHAT = "a run's folder (with journal.jsonl), or Timeline files of Horovod"
 
 
 def load(path: Path, *more: Path, logs: Sequence[Path] = (), most_bytes: float = math.inf) -> RunTrace:
-    """Read what a run left, of its last start; or Timelines of Horovod of any program, one or several segments.
+    """Read what a run left, of its last start with stamps; or Timelines of Horovod, one or several segments.
 
     What is missing or damaged of a run is told in the notes.
 
@@ -150,7 +150,7 @@ def _config(folder: Path) -> Mapping[str, Any]:
 def _segments(
     timeline: Path, wall_us: float | None, steps: StepTable | None, notes: list[str], most_bytes: float
 ) -> Iterator[HorovodTrace]:
-    """Horovod's Timelines of the last start, on the run's clock; of earlier starts they are left out."""
+    """Horovod's Timelines of that start, on the run's clock; of other starts they are left out."""
     for path in _small_enough(timeline.glob("horovod-steps-*.json"), notes, most_bytes):
         try:
             trace = read_horovod(path)
