@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hvdtrain.spans import DEVICE, EXCHANGE, MAIN
 from hvdtrain.timeline.analysing.intervals import union
@@ -28,7 +29,7 @@ def of_run(run: RunTrace) -> list[Lane]:
     lanes = []
     for spans in sorted(run.spans, key=lambda spans: spans.rank):
         lanes += _of_rank(spans, first, last, begin, end)
-    transfers = [_transfer(trace, begin, end, np.inf) for trace in run.horovod]
+    transfers = [_transfer(trace, begin, end) for trace in run.horovod]
     slices = [each for lane in transfers for each in lane]
     return [*lanes, Lane("Horovod", slices)] if slices else lanes
 
@@ -80,12 +81,14 @@ def _inside(start: float, stop: float, begin: float, end: float) -> tuple[float,
     return float(max(start, begin) - begin) / 1e3, float(min(stop, end) - begin) / 1e3
 
 
-def _slices(
-    spans: RankSpans, mine: np.ndarray[tuple[int], np.dtype[np.bool_]], begin: float, end: float
-) -> list[Slice]:
+def _longest(length: Floats) -> NDArray[np.intp]:
+    """Places of the longest, as many as a lane takes, in their order."""
+    return np.sort(np.argsort(-length, kind="stable")[:_MOST_SLICES])
+
+
+def _slices(spans: RankSpans, mine: NDArray[np.bool_], begin: float, end: float) -> list[Slice]:
     places = np.flatnonzero(mine)
-    length = spans.end_us[places] - spans.start_us[places]
-    places = places[np.sort(np.argsort(-length, kind="stable")[:_MOST_SLICES])]
+    places = places[_longest(spans.end_us[places] - spans.start_us[places])]
     places = places[np.lexsort((-spans.end_us[places], spans.start_us[places]))]
     return [
         Slice(
@@ -97,15 +100,13 @@ def _slices(
     ]
 
 
-def _transfer(trace: HorovodTrace, begin: float, end: float, most_us: float) -> list[Slice]:
+def _transfer(trace: HorovodTrace, begin: float, end: float) -> list[Slice]:
     kinds = [i for i, name in enumerate(trace.phases) if kind_of(name) == TRANSFER]
     mine = np.isin(trace.phase, kinds)
     starts, ends = union(trace.start_us[mine], (trace.start_us + trace.duration_us)[mine])
-    inside = (ends > begin) & (starts < min(end, begin + most_us))
-    return [
-        Slice("transfer", float(a - begin) / 1e3, float(b - begin) / 1e3, 0)
-        for a, b in zip(starts[inside][:_MOST_SLICES], ends[inside][:_MOST_SLICES], strict=True)
-    ]
+    inside = np.flatnonzero((ends > begin) & (starts < end))
+    inside = inside[_longest((ends - starts)[inside])]
+    return [Slice("transfer", *_inside(starts[i], ends[i], begin, end), 0) for i in inside]
 
 
 def _alone(trace: HorovodTrace) -> Lane | None:
@@ -118,7 +119,7 @@ def _alone(trace: HorovodTrace) -> Lane | None:
     begin, end = float(turns[middle]), float(turns[min(len(turns) - 1, middle + STEPS)])
     if end <= begin:
         end = begin + float(trace.duration_us.max())
-    slices = _transfer(trace, begin, end, np.inf)
+    slices = _transfer(trace, begin, end)
     return Lane("Horovod", slices) if slices else None
 
 

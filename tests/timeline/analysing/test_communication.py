@@ -11,7 +11,7 @@ import pytest
 from hvdtrain.compression.sizes import Bucket
 from hvdtrain.compression.table import parse
 from hvdtrain.spans import EXCHANGE, MAIN
-from hvdtrain.timeline.analysing import carriers, communication, lanes
+from hvdtrain.timeline.analysing import carriers, communication
 from hvdtrain.timeline.analysing.communication import bus_bytes
 from hvdtrain.timeline.analysing.phases import PHASES, kind_of
 from hvdtrain.timeline.analysing.rounds import from_ticks
@@ -219,22 +219,3 @@ def test_ticks_tell_who_is_ready_when() -> None:
 def test_ticks_that_ended_early_are_too_few() -> None:
     assert from_ticks([_trace(steps=2)]) is None
     assert from_ticks([trace_of([Turn("x", 10.0 * i, {"ALLREDUCE": 1.0}) for i in range(9)])]) is None
-
-
-def test_lanes_show_a_few_steps_of_every_rank_on_one_time() -> None:
-    found = lanes.of_run(RunTrace(Path("run"), 1, spans=[_spans()]))
-    assert [lane.label for lane in found] == ["rank 0 on host0", "rank 0, exchange"]
-    assert [piece.name for piece in found[0].slices] == ["forward", "backward", "wait"]
-    assert [(piece.start_ms, piece.end_ms) for piece in found[1].slices] == [(10.0, 24.0)]
-    assert found[0].slices[0].start_ms == 0.0 and found[0].slices[0].step == 3
-
-
-def test_lanes_end_with_their_last_step() -> None:
-    """A checkpoint that follows it is not drawn."""
-    spans = _spans()
-    names = [*spans.names, "checkpoint"]
-    more = {"name": len(names) - 1, "track": MAIN, "step": 3, "start_us": 31e3, "end_us": 20_031e3}
-    columns = {name: np.append(getattr(spans, name), [value]) for name, value in more.items()}
-    found = lanes.of_run(RunTrace(Path("run"), 1, spans=[replace(spans, names=names, **columns)]))
-    assert max(piece.end_ms for lane in found for piece in lane.slices) <= 30.0
-    assert all(piece.name != "checkpoint" for lane in found for piece in lane.slices)
