@@ -162,3 +162,8 @@ class RunTrace:
     warnings: Sequence[str] = ()
     link: Sequence[tuple[int, float]] = ()
     notes: Sequence[str] = ()
+
+    @property
+    def spans_of_rank_0(self) -> RankSpans | None:
+        """None where it left none."""
+        return next((spans for spans in self.spans if spans.rank == 0), None)

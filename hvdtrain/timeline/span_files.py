@@ -14,7 +14,7 @@ import numpy as np
 import orjson
 
 from hvdtrain.timeline.columns import BucketFacts, Floats, RankSpans
-from hvdtrain.timeline.steps import Start, read_starts
+from hvdtrain.timeline.steps import Start
 
 _FILE = re.compile(r"spans-rank-(\d+)(?:-\d+)?\.json")
 _START = re.compile(rb'"name":\s*"clock".{0,1000}?"start":\s*(-?\d+)', re.DOTALL)
@@ -38,11 +38,6 @@ class SpanFile:
     start: int
     clock_id: str
     epoch_us: float
-
-
-def read_spans(folder: Path) -> list[RankSpans]:
-    """The spans of the last start of a run (``RUN/timeline``, or the run), as `on_one_clock` gives them."""
-    return on_one_clock(read_span_files(folder), read_starts(folder))
 
 
 def read_span_files(folder: Path, most_bytes: float = math.inf, start: int | None = None) -> list[SpanFile]:

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from hvdtrain.observe.journal import read_steps as read_journal_steps
-from hvdtrain.timeline.span_files import read_span_files, read_spans, wall_clock_us
+from hvdtrain.timeline.span_files import read_span_files, wall_clock_us
 from hvdtrain.timeline.steps import read_starts, read_steps
 from tests.support.launch import train
+from tests.support.span_files import read_spans
 
 TOY = [
     f"--task={Path(__file__).parents[1]}/support/toy.py:toy",

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.timeline.span_files import read_spans
 from hvdtrain.timeline.steps import read_starts
+from tests.support.span_files import read_spans
 from tests.support.two_hosts import OWN, TwoHosts
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,8 @@ from hvdtrain.observe.span_trace import SpanTrace
 from hvdtrain.runtime.clock import Pair
 from hvdtrain.spans import EXCHANGE, MAIN, Spans
 from hvdtrain.timeline.columns import BucketFacts
-from hvdtrain.timeline.span_files import on_one_clock, read_span_files, read_spans, wall_clock_us
+from hvdtrain.timeline.span_files import on_one_clock, read_span_files, wall_clock_us
+from tests.support.span_files import read_spans
 from tests.timeline.test_steps import block, start, write
 
 FACTS = BucketFacts("gradients/0", ["w"], [[2, 3]], "float32", 16)

@@ -17,7 +17,7 @@ MOST = 10
 
 def of_run(run: RunTrace) -> list[Carrier]:
     """The most costly ten, by what is exposed and then by what they take; of our spans where there are any."""
-    ours = next((spans for spans in run.spans if spans.rank == 0), None)
+    ours = run.spans_of_rank_0
     found = _of_spans(ours, run) if ours is not None else []
     if not found:
         found = [carrier for trace in run.horovod[-1:] for carrier in _of_timeline(trace)]

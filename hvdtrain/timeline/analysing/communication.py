@@ -118,8 +118,11 @@ def handed_over(operation: str, nbytes: float, size: int) -> float | None:
     An allgather's result is what all ranks gave, a reducescatter's one rank's share of the sum. None where that takes
     the number of ranks, which is not known.
     """
-    factors = {"ALLGATHER": 1 / size, "REDUCESCATTER": float(size)} if size else {}
-    return None if operation in ("ALLGATHER", "REDUCESCATTER") and not size else nbytes * factors.get(operation, 1.0)
+    if operation not in ("ALLGATHER", "REDUCESCATTER"):
+        return nbytes
+    if not size:
+        return None
+    return nbytes / size if operation == "ALLGATHER" else nbytes * size
 
 
 def _hidden(busy: Span, table: StepTable) -> float | None:
@@ -133,7 +136,7 @@ def _hidden(busy: Span, table: StepTable) -> float | None:
 
 
 def _of_spans(run: RunTrace) -> Communication | None:
-    ours = next((spans for spans in run.spans if spans.rank == 0), None)
+    ours = run.spans_of_rank_0
     if ours is None:
         return None
     exchange, steps = exchange_of(ours)
@@ -146,7 +149,7 @@ def _of_spans(run: RunTrace) -> Communication | None:
 
 def _coded(run: RunTrace) -> float | None:
     """Bytes a step of a run of whose collectives Horovod does not tell all; None where those are not of its buckets."""
-    ours = next((spans for spans in run.spans if spans.rank == 0), None)
+    ours = run.spans_of_rank_0
     names = [f"{facts.name}/" for facts in ours.buckets.values()] if ours is not None else []
     took = unknown = 0.0
     for trace in run.horovod:
@@ -159,7 +162,7 @@ def _coded(run: RunTrace) -> float | None:
 
 def _handed_over(run: RunTrace) -> float | None:
     """Bytes a step of all of rank 0's buckets, as they are compressed."""
-    ours = next((spans for spans in run.spans if spans.rank == 0), None)
+    ours = run.spans_of_rank_0
     found = [payload_bytes(facts, run) for facts in ours.buckets.values()] if ours is not None else []
     known = [nbytes for nbytes in found if nbytes is not None]
     return float(sum(known)) or None if len(known) == len(found) else None
