@@ -114,6 +114,24 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class ElasticConfig:
+    """What becomes of a run whose ranks come and go.
+
+    Attributes:
+        loss_s: At most so many seconds of training are lost where the state has to be taken back to the last commit:
+            a copy of it in memory.
+        hang_timeout_s: A rank that holds the others up without making progress for so many seconds is ended, and they
+            go on without it; 0 for never. A slow rank makes progress, and is not.
+        roll_back: Take the state back to the last commit, and go on past the samples that did it, when the loss
+            jumps (spikes), when the run would end for steps that are not finite (non_finite), or both.
+    """
+
+    loss_s: float = 60.0
+    hang_timeout_s: float = 60.0
+    roll_back: Literal["never", "spikes", "non_finite", "both"] = "never"
+
+
+@dataclass(frozen=True)
 class ObserveConfig:
     """What is shown and recorded of a run.
 
@@ -162,6 +180,7 @@ class Config:
         train: How long to train, on how much at a time.
         loader: How samples reach the device.
         checkpoint: When to save, what to keep.
+        elastic: What becomes of a run whose ranks come and go.
         observe: What is shown and recorded of a run.
     """
 
@@ -176,4 +195,5 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
