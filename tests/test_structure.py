@@ -132,12 +132,59 @@ def test_prints_stand_where_they_may() -> None:
                 assert node.func.id != "print", f"{file}:{node.lineno}"
 
 
-def test_nothing_is_unpickled_and_no_shell_runs() -> None:
-    for file in FILES:
-        text = file.read_text()
-        for module, _ in _imports(file):
-            assert module.split(".")[0] not in ("pickle", "cloudpickle", "dill", "marshal", "shelve"), file
-        assert "shell=True" not in text and "os.system" not in text and "torch.load(" not in text, file
+UNPICKLING = ("pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "jsonpickle", "xmlrpc")
+"""Modules that make objects, or code, of bytes."""
+
+CALLS = {
+    **dict.fromkeys(("eval", "exec", "compile", "os.system", "os.popen", "subprocess.getoutput"), "runs text"),
+    "subprocess.getstatusoutput": "runs text",
+    **dict.fromkeys(("torch.load", "torch.save", "torch.package.PackageImporter", "torch.hub.load"), "pickle"),
+    **dict.fromkeys(
+        ("torch.distributed.broadcast_object_list", "hvd.broadcast_object", "hvd.allgather_object"), "pickle"
+    ),
+    **dict.fromkeys(("yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load"), "makes any object"),
+    **dict.fromkeys(("multiprocessing.Queue", "multiprocessing.Manager", "multiprocessing.Pipe"), "pickle"),
+}
+"""Calls that are made nowhere, and why."""
+
+KEYWORDS: dict[str | None, set[bool]] = {
+    "allow_pickle": {False},
+    "trust_remote_code": {False},
+    "use_safetensors": {True},
+    "local_files_only": {True},
+    "shell": set(),
+    "weights_only": set(),
+}
+"""Keywords of calls, and the constants that they may have."""
+
+
+def _calls(file: Path) -> Iterator[tuple[str, ast.Call]]:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), node
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))
+def test_nothing_is_unpickled_and_no_text_is_run(file: Path) -> None:
+    for module, _ in _imports(file):
+        assert module.split(".")[0] not in UNPICKLING, module
+        assert module not in ("multiprocessing.connection", "multiprocessing.managers"), module
+    for name, call in _calls(file):
+        assert name not in CALLS, f"{file}:{call.lineno}: {name} {CALLS[name]}"
+        for keyword in call.keywords:
+            if keyword.arg in KEYWORDS:
+                assert isinstance(keyword.value, ast.Constant), f"{file}:{call.lineno}"
+                assert keyword.value.value in KEYWORDS[keyword.arg], f"{file}:{call.lineno}"
+
+
+@pytest.mark.parametrize(
+    ("call", "keyword"),
+    [("np.load", "allow_pickle"), ("from_pretrained", "trust_remote_code"), ("from_pretrained", "use_safetensors")],
+)
+def test_what_reads_files_of_others_says_that_it_runs_none_of_them(call: str, keyword: str) -> None:
+    found = [node for file in FILES for name, node in _calls(file) if name.endswith(call)]
+    assert found
+    assert all(any(part.arg == keyword for part in node.keywords) for node in found)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,9 @@ def of_horovod(folder: Path) -> list[Path]:
 
 
 def warnings(folder: Path) -> list[str]:
-    return [line["text"] for line in read_journal(folder / "run/journal.jsonl") if line.get("event") == "warning"]
+    """All but the one of horovodrun --gloo's open port."""
+    texts = [line["text"] for line in read_journal(folder / "run/journal.jsonl") if line.get("event") == "warning"]
+    return [text for text in texts if not text.startswith("horovodrun's rendezvous")]
 
 
 def read(path: Path, *, whole: bool = True) -> list[tuple[str, str]]:
