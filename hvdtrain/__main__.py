@@ -9,6 +9,7 @@ from hvdtrain import __version__
 
 COMMANDS = {
     "train": ("hvdtrain.cli.train", "train on all ranks of this job (the default)"),
+    "launch": ("hvdtrain.cli.launch", "train on ranks that may come and go: elastic, with restarts"),
     "doctor": ("hvdtrain.cli.doctor", "versions, what is built, the launcher and the tuning chosen"),
     "timeline": ("hvdtrain.cli.timeline", "explain a run: report, merge, diff, whatif; start and stop a window"),
     "build-horovod": ("hvdtrain.cli.build_horovod", "build Horovod for the torch and MPI at hand"),

@@ -1,0 +1,179 @@
+"""``hvdtrain launch``: an elastic job, whose ranks may come and go."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import re
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hvdtrain.errors import HvdtrainError, LaunchError
+from hvdtrain.launch import discovery
+from hvdtrain.launch.commands import Limits
+from hvdtrain.launch.driver import Driver
+from hvdtrain.launch.hosts import LOCAL_NAMES, parse_hosts
+from hvdtrain.launch.plan import Plan, describe, program_of, python_path
+from hvdtrain.runtime.environment import environ
+
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
+
+_DESCRIPTION = """\
+Start training on several ranks, and keep it going while ranks and hosts come and go:
+a rank that dies is started again, and the others go on without waiting for it."""
+
+
+def main(argv: list[str], program: Sequence[str] | None = None) -> int:
+    """Run the subcommand. `program`: what ranks run in the place of ``python -m hvdtrain ARGS``.
+
+    0 when training finished, 128 + number where a signal ended it, 2 on a wrong option, else 1.
+    """
+    options = _parser().parse_args(argv)
+    try:
+        plan = _plan(options, program)
+        if options.dry_run:
+            hosts = discovery.ask(plan.script) if plan.script else plan.hosts
+            print(describe(plan, hosts))
+            return 0
+        return _run(Driver(plan, _say, _show))
+    except (HvdtrainError, OSError) as error:
+        _say(f"error: {error}")
+        return 2 if isinstance(error, HvdtrainError) else 1
+
+
+def _run(driver: Driver) -> int:
+    before = {name: signal.getsignal(signal.Signals[name]) for name in _SIGNALS}
+
+    def handler(name: str) -> Callable[..., None]:
+        return lambda *_: driver.signal(name)
+
+    for name in _SIGNALS:
+        signal.signal(signal.Signals[name], handler("SIGTERM" if name == "SIGHUP" else name))
+    try:
+        return driver.run()
+    finally:
+        for name, old in before.items():
+            signal.signal(signal.Signals[name], old)
+
+
+def _say(text: str) -> None:
+    print(f"hvdtrain launch: {text}", file=sys.stderr, flush=True)
+
+
+def _show(text: str, err: bool) -> None:
+    print(text, file=sys.stderr if err else sys.stdout, flush=True)
+
+
+def _plan(options: argparse.Namespace, program: Sequence[str] | None) -> Plan:
+    least, most = _range(options.elastic, options.np)
+    hosts = parse_hosts(options.hosts) if options.hosts else {"localhost": most}
+    limits = Limits(
+        start=options.np,
+        least=least,
+        most=most,
+        elastic=options.elastic is not None,
+        restarts=options.restarts,
+        reset_limit=options.reset_limit,
+        hang_timeout_s=options.hang_timeout,
+        elastic_timeout_s=options.elastic_timeout,
+        start_timeout_s=options.start_timeout,
+        gloo_timeout_s=options.gloo_timeout,
+    )
+    if options.discover is None and sum(hosts.values()) < options.np:
+        found = f"{sum(hosts.values())} slot(s) of {options.hosts}"
+        raise LaunchError("-np asks for more ranks than -H has slots.", expected=f"-np {options.np}", found=found)
+    variables = dict(environ())
+    arguments = options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments
+    return Plan(
+        program=tuple(program) if program is not None else program_of(sys.executable, arguments),
+        limits=limits,
+        hosts=hosts,
+        script=options.discover,
+        local=frozenset({*LOCAL_NAMES, platform.node(), *filter(None, options.local.split(","))}),
+        folder=str(Path.cwd()),
+        environment=variables,
+        python=sys.executable,
+        path=python_path(variables),
+        pass_on=tuple(options.env),
+        ssh_port=options.ssh_port,
+        ssh_options=tuple(options.ssh_option),
+        interface=options.interface,
+        events=options.events,
+        tag=options.tag,
+    )
+
+
+def _range(text: str | None, start: int) -> tuple[int, int]:
+    """Read ``MIN:MAX``; both are `start` where nothing was said."""
+    if text is None:
+        return start, start
+    found = re.fullmatch(r"([0-9]{1,5}):([0-9]{1,5})", text)
+    if not found or not 1 <= int(found[1]) <= start <= int(found[2]):
+        expected = f"MIN:MAX with 1 <= MIN <= -np ({start}) <= MAX"
+        raise LaunchError("--elastic is not a range of numbers of ranks.", expected=expected, found=repr(text))
+    return int(found[1]), int(found[2])
+
+
+def _seconds(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < 1e9:
+        raise argparse.ArgumentTypeError(f"a number of seconds from 0, not {text}")
+    return number
+
+
+def _whole(text: str) -> int:
+    if not re.fullmatch("[0-9]{1,6}", text):
+        raise argparse.ArgumentTypeError(f"a whole number from 0, not {text}")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not _whole(text):
+        raise argparse.ArgumentTypeError("at least 1")
+    return int(text)
+
+
+def _interface(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_.@:-]{0,15}", text):
+        raise argparse.ArgumentTypeError(f"a network interface, such as eth0, not {text!r}")
+    return text
+
+
+def _parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="hvdtrain launch", description=_DESCRIPTION, formatter_class=raw)
+    add = parser.add_argument
+    add("-np", type=_positive, required=True, metavar="N", help="ranks to start with")
+    add("--elastic", metavar="MIN:MAX", help="go on with MIN to MAX ranks; without it a rank that dies ends the job")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("-H", dest="hosts", metavar="a:2,b:2", help="hosts and their slots (this host)")
+    script = "program that writes host:slots lines; asked each second"
+    which.add_argument("--discover", type=Path, metavar="SCRIPT", help=script)
+    add("--restarts", type=_whole, default=0, metavar="N", help="start all again N times when no rank was left (0)")
+    add("--reset-limit", type=_whole, metavar="N", help="end with an error after N changes of the ranks (no limit)")
+    _add_times(add)
+    add("--interface", type=_interface, default="", help="network interface between hosts (found out)")
+    add("--local", default="", metavar="NAMES", help="further names of this host, with commas")
+    add("--ssh-port", type=_positive, metavar="PORT", help="of ssh to other hosts (as ssh is set up)")
+    add("--ssh-option", action="append", default=[], metavar="ARG", help="an argument for ssh; may be repeated")
+    add("--env", action="append", default=[], metavar="NAME", help="a variable that ranks on other hosts get too")
+    add("--events", type=Path, metavar="FILE", help="append what happens to FILE, as lines of JSON")
+    add("--tag", action="store_true", help="mark lines of rank 0 by its number too")
+    add("--dry-run", action="store_true", help="print what would be run, and stop")
+    add("arguments", nargs=argparse.REMAINDER, metavar="-- ARGS", help="arguments of hvdtrain train")
+    return parser
+
+
+def _add_times(add: Callable[..., object]) -> None:
+    seconds = {"type": _seconds, "metavar": "S"}
+    add(
+        "--hang-timeout",
+        default=60.0,
+        help="end a rank that holds the others up for S seconds; 0: never (60)",
+        **seconds,
+    )
+    add("--elastic-timeout", default=600.0, help="with fewer than MIN ranks wait S seconds (600)", **seconds)
+    add("--start-timeout", default=600.0, help="wait S seconds for N ranks, then go on with MIN (600)", **seconds)
+    add("--gloo-timeout", type=_positive, default=10, metavar="S", help="give up a rank that is not heard of (10)")

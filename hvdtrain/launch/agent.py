@@ -1,0 +1,194 @@
+"""``python -m hvdtrain.launch.agent``: starts, watches and ends the workers of one host, as the driver says.
+
+It opens no port but that of `Rendezvous`, on the loopback. Messages, besides those of `hvdtrain.runtime.channel` that
+it hands on in both directions:
+
+From the driver:
+    hello    {"host", "folder", "environment", "remote"}   the first
+    start    {"worker", "argv", "environment"}             added to the environment of hello, and that to the host's own
+    tell     {"worker", "what", "facts"}
+    kill     {"worker"}     signal  {"worker", "name"}
+    answer   {"request", "status", "value"}
+    beat     {}             each second
+To the driver:
+    ready    {"pid", "store", "address", "interface"}   the last two: by which the driver came, "" if not known
+    said     {"worker", "message"}   line  {"worker", "text", "err"}   exited  {"worker", "code"}
+    put      {"round", "key", "value"}   get  {"request", "round", "key"}
+    log      {"text"}
+    beat     {"halted": {worker: bool}}   each second
+When the driver's end is closed, the agent ends all workers and itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import sys
+import threading
+import time
+from base64 import b64decode, b64encode
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from typing import IO, Any
+
+from hvdtrain.launch.interfaces import interface_of
+from hvdtrain.launch.lines import LineWriter, messages
+from hvdtrain.launch.process import WorkerProcess
+from hvdtrain.launch.rendezvous import Rendezvous
+from hvdtrain.runtime.channel import BEAT_S
+from hvdtrain.runtime.environment import environ
+
+TERM_S = 5.0
+"""Between SIGTERM and SIGKILL where the driver is gone."""
+
+_CUT_S = 60.0
+"""Without a word of a driver on another host: the link between them is cut."""
+
+_POLL_S = 4.0
+"""A request for a key that is not there yet is answered after this time; Horovod asks again."""
+
+_CANNOT_START = 127
+
+
+class Agent:
+    """One host's side of a job."""
+
+    def __init__(self, hello: Mapping[str, Any], writer: LineWriter) -> None:
+        self._folder = str(hello["folder"])
+        self._environment = {**environ(), **hello["environment"]}
+        self._remote = bool(hello["remote"])
+        self._writer = writer
+        self._workers: dict[int, WorkerProcess] = {}
+        self._lock = threading.Lock()
+        self._requests = itertools.count(1)
+        self._asked: dict[int, tuple[threading.Event, list[tuple[int, bytes]]]] = {}
+        self._heard_s = time.monotonic()
+        self._ending = threading.Lock()
+        self.rendezvous = Rendezvous(self._put, self._get, lambda text: writer.send("log", text=text))
+
+    def run(self, source: IO[bytes]) -> None:
+        """Do what the driver says, until it is gone."""
+        self.rendezvous.start()
+        came_by = environ().get("SSH_CONNECTION", "").split()
+        address = came_by[2] if self._remote and len(came_by) == 4 else ""
+        place = {"address": address, "interface": interface_of(address)}
+        self._writer.send("ready", pid=os.getpid(), store=self.rendezvous.address, **place)
+        threading.Thread(target=self._beat, name="beat", daemon=True).start()
+        with suppress(EOFError):
+            for message in messages(source):
+                self._heard_s = time.monotonic()
+                self._hear(message)
+        self.end()
+
+    def end(self) -> None:
+        """End all workers: their channels are closed, then SIGTERM, then SIGKILL."""
+        with self._ending:
+            with self._lock:
+                workers = list(self._workers.values())
+            for worker in workers:
+                worker.hang_up()
+                worker.kill(signal.SIGTERM)
+            until = time.monotonic() + TERM_S
+            while self._workers and time.monotonic() < until:
+                time.sleep(0.05)
+            for worker in workers:
+                worker.kill()
+            for worker in workers:
+                worker.drain(1.0)
+
+    def _hear(self, message: Mapping[str, Any]) -> None:
+        kind = message["type"]
+        if kind == "start":
+            self._start(int(message["worker"]), message)
+        elif kind == "answer":
+            self._answer(message)
+        elif kind in ("tell", "kill", "signal"):
+            with self._lock:
+                worker = self._workers.get(message["worker"])
+            if worker is None:
+                return
+            if kind == "tell":
+                worker.tell(message["what"], message["facts"])
+            elif kind == "kill":
+                worker.kill()
+            else:
+                worker.send_signal(message["name"])
+
+    def _start(self, number: int, message: Mapping[str, Any]) -> None:
+        variables = {**self._environment, **message["environment"]}
+        try:
+            worker = WorkerProcess(message["argv"], variables, self._folder, partial(self._report, number))
+        except OSError as error:
+            self._writer.send("line", worker=number, text=f"hvdtrain: cannot be started: {error}", err=True)
+            self._writer.send("exited", worker=number, code=_CANNOT_START)
+            return
+        with self._lock:
+            self._workers[number] = worker
+        worker.start()
+
+    def _report(self, number: int, kind: str, **facts: Any) -> None:
+        self._writer.send(kind, worker=number, **facts)
+        if kind == "exited":
+            with self._lock:
+                self._workers.pop(number, None)
+
+    def _beat(self) -> None:
+        before = time.monotonic()
+        while True:
+            time.sleep(BEAT_S)
+            with self._lock:
+                halted = {number: worker.halted() for number, worker in self._workers.items()}
+            self._writer.send("beat", halted=halted)
+            now = time.monotonic()
+            if now - before > _CUT_S / 2:
+                self._heard_s = now  # this host was suspended: the driver is not to blame
+            before = now
+            if self._remote and now - self._heard_s > _CUT_S:
+                self.end()
+                os._exit(1)
+
+    def _put(self, number: int, key: str, value: bytes) -> None:
+        self._writer.send("put", round=number, key=key, value=b64encode(value).decode())
+
+    def _get(self, number: int, key: str) -> tuple[int, bytes]:
+        request, came, answer = next(self._requests), threading.Event(), list[tuple[int, bytes]]()
+        self._asked[request] = (came, answer)
+        self._writer.send("get", request=request, round=number, key=key)
+        came.wait(_POLL_S)
+        self._asked.pop(request, None)
+        return answer[0] if answer else (404, b"")
+
+    def _answer(self, message: Mapping[str, Any]) -> None:
+        asked = self._asked.get(message["request"])
+        if asked is not None:
+            asked[1].append((int(message["status"]), b64decode(message["value"])))
+            asked[0].set()
+
+
+def main(hello: Mapping[str, Any] | None = None) -> int:
+    """Serve the driver at the other end of stdin and stdout. `hello`: its first message, if that was read already."""
+    source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # nothing else may write between the lines
+    if hello is None:
+        hello = next(messages(source), None)
+    if hello is None or hello["type"] != "hello":
+        sys.stderr.write("hvdtrain.launch.agent is started by hvdtrain launch, not by hand\n")
+        return 2
+    agent = Agent(hello, LineWriter(sink))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _told_to_end)
+    agent.run(source)
+    sink.close()
+    sys.stderr.flush()
+    os._exit(0)  # threads of the store and of readers hold nobody up
+
+
+def _told_to_end(*_: object) -> None:
+    raise EOFError
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,269 @@
+"""The driver of an elastic job: carries out what its `Membership` decides, and tells it what is seen.
+
+One thread decides; others read the agents, write to them, and ask for hosts. The job's state is in this process alone,
+so that there is nobody to agree with.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from base64 import b64encode
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from hvdtrain.errors import LaunchError
+from hvdtrain.launch import discovery
+from hvdtrain.launch.commands import (
+    CloseRound,
+    Command,
+    End,
+    Event,
+    KillWorker,
+    OpenRound,
+    StartAgent,
+    StartWorker,
+    StopAgent,
+    Tell,
+)
+from hvdtrain.launch.event_log import EventLog
+from hvdtrain.launch.interfaces import interface_to
+from hvdtrain.launch.link import AgentLink
+from hvdtrain.launch.membership import Membership
+from hvdtrain.launch.plan import Plan, agent_command, agent_environment, hello, rank_environment
+from hvdtrain.launch.store import Answer, RoundStore
+
+_TICK_S = 0.1
+_BEAT_S = 1.0
+_DISCOVER_S = 1.0
+
+Seen = tuple[AgentLink | None, dict[str, Any]]
+
+
+class Driver:
+    """One job.
+
+    Args:
+        plan: what to run.
+        say: called with a line of the driver's own.
+        show: called with a line that a rank wrote, and whether that was to stderr.
+    """
+
+    def __init__(self, plan: Plan, say: Callable[[str], None], show: Callable[[str, bool], None]) -> None:
+        self._plan = plan
+        self._say, self._show = say, show
+        self._inbox: queue.SimpleQueue[Seen] = queue.SimpleQueue()
+        self._members = Membership(plan.limits, plan.local, time.monotonic())
+        self._links: dict[str, AgentLink] = {}
+        self._old: list[AgentLink] = []
+        self._store = RoundStore()
+        self._log = EventLog(plan.events)
+        self._ranks: dict[int, int] = {}
+        self._code: int | None = None
+        self._beat_s = 0.0
+        self._over = threading.Event()
+
+    def signal(self, name: str) -> None:
+        """A signal came; may be called by a signal handler."""
+        self._inbox.put((None, {"type": "signal", "name": name}))
+
+    def run(self) -> int:
+        """Run the job until it is over; its exit code.
+
+        Errors:
+            LaunchError: the discovery script fails when it is asked first.
+        """
+        self._find_hosts()
+        try:
+            while self._code is None:
+                self._hear_all()
+                self._do(self._members.tick(time.monotonic()))
+                self._beat()
+            return self._code
+        finally:
+            self._over.set()
+            self._close()
+
+    def _find_hosts(self) -> None:
+        script = self._plan.script
+        if script is None:
+            self._do(self._members.discovered(dict(self._plan.hosts), time.monotonic()))
+            return
+        self._do(self._members.discovered(discovery.ask(script), time.monotonic()))
+        threading.Thread(target=self._discover, name="discovery", daemon=True).start()
+
+    def _discover(self) -> None:
+        """Ask again and again; the last answer stands while there is none."""
+        assert self._plan.script is not None
+        last: dict[str, int] = {}
+        error = ""
+        while not self._over.wait(_DISCOVER_S):
+            try:
+                hosts = discovery.ask(self._plan.script)
+            except LaunchError as wrong:
+                if str(wrong) != error:
+                    error = str(wrong)
+                    self._inbox.put((None, {"type": "warning", "text": f"{error}\n  the hosts stay as they were"}))
+                continue
+            if hosts != last or error:
+                last, error = hosts, ""
+                self._inbox.put((None, {"type": "hosts", "hosts": hosts}))
+
+    def _hear_all(self) -> None:
+        """Wait a moment for what comes, then take all that is there."""
+        wait: float | None = _TICK_S
+        while True:
+            try:
+                link, message = self._inbox.get(timeout=wait) if wait else self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            wait = None
+            if link is None:
+                self._hear_own(message)
+            elif self._links.get(link.host) is link or message["type"] == "line":
+                self._hear(link, message)
+            if self._code is not None:
+                return
+
+    def _hear_own(self, message: dict[str, Any]) -> None:
+        now = time.monotonic()
+        if message["type"] == "hosts":
+            self._do(self._members.discovered(message["hosts"], now))
+        elif message["type"] == "warning":
+            self._say(message["text"])
+        elif message["name"] in ("SIGUSR1", "SIGUSR2"):
+            for worker in self._members.job.workers.values():
+                self._send(worker.host, "signal", worker=worker.number, name=message["name"])
+        else:
+            self._do(self._members.signal(message["name"], now))
+
+    def _hear(self, link: AgentLink, message: dict[str, Any]) -> None:
+        now, kind, host = time.monotonic(), message["type"], link.host
+        if kind == "said":
+            self._do(self._members.said(message["worker"], message["message"], now))
+        elif kind == "exited":
+            self._do(self._members.exited(message["worker"], message["code"], now))
+        elif kind == "put":
+            self._answer(self._store.put(message["round"], message["key"], message["value"]))
+        elif kind == "get":
+            self._answer(self._store.get(host, message["request"], message["round"], message["key"]))
+        elif kind == "beat":
+            self._do(self._members.heard(host, {int(k): v for k, v in message["halted"].items()}, now))
+        elif kind == "line":
+            self._line(message)
+        elif kind == "log":
+            self._say(f"{host}: {message['text']}")
+        elif kind == "ready":
+            link.store, link.address, link.interface = message["store"], message["address"], message["interface"]
+            self._do(self._members.agent_up(host, now))
+        elif kind == "gone":
+            self._do(self._members.agent_lost(host, message["why"], now))
+
+    def _line(self, message: dict[str, Any]) -> None:
+        rank = self._ranks.get(message["worker"], 0)
+        tag = f"[{rank}] " if rank or self._plan.tag else ""
+        self._show(tag + message["text"], message["err"])
+
+    def _do(self, commands: Iterable[Command]) -> None:
+        commands = list(commands)
+        chosen = [c.host for c in commands if isinstance(c, Tell) and c.kind == "round"]
+        for command in commands:
+            if isinstance(command, Tell):
+                self._tell(command, chosen)
+            elif isinstance(command, Event):
+                self._log.write(command.name, {**command.facts, **({"text": command.text} if command.text else {})})
+                if command.text:
+                    self._say(command.text)
+            elif isinstance(command, StartWorker):
+                self._start_worker(command)
+            elif isinstance(command, KillWorker):
+                self._send(command.host, "kill", worker=command.worker)
+            elif isinstance(command, OpenRound):
+                self._answer(self._store.open(command.round, _encoded(command.keys)))
+            elif isinstance(command, CloseRound):
+                self._answer(self._store.close(command.round))
+            elif isinstance(command, StartAgent):
+                self._start_agent(command.host)
+            elif isinstance(command, StopAgent):
+                self._stop_agent(command.host)
+            else:
+                assert isinstance(command, End)
+                self._code = command.code
+
+    def _tell(self, command: Tell, chosen: list[str]) -> None:
+        facts = command.facts
+        if command.kind == "round":
+            self._ranks[command.worker] = facts["rank"]
+            link = self._links[command.host]
+            store = f"{link.store}/{facts['round']}"
+            facts = {**facts, "store": store, "interface": self._interface(link, chosen)}
+        self._send(command.host, "tell", worker=command.worker, what=command.kind, facts=facts)
+
+    def _interface(self, link: AgentLink, chosen: list[str]) -> str:
+        """By which ranks of this host reach those of the hosts that were chosen."""
+        away = [host for host in chosen if host not in self._plan.local]
+        if not away:
+            return "lo"
+        if self._plan.interface or link.host not in self._plan.local:
+            return self._plan.interface or link.interface
+        return interface_to(self._links[away[0]].address)
+
+    def _start_worker(self, command: StartWorker) -> None:
+        self._ranks[command.worker] = command.place["rank"]
+        variables = rank_environment(self._plan, command.host, command.place)
+        argv = list(self._plan.program)
+        self._send(command.host, "start", worker=command.worker, argv=argv, environment=variables)
+
+    def _start_agent(self, host: str) -> None:
+        try:
+            link = AgentLink(
+                host, agent_command(self._plan, host), agent_environment(self._plan.environment), self._inbox.put
+            )
+        except OSError as error:
+            self._do(self._members.agent_lost(host, str(error), time.monotonic()))
+            return
+        self._links[host] = link
+        link.start()
+        facts = hello(self._plan, host)
+        link.send("hello", **facts)
+
+    def _stop_agent(self, host: str) -> None:
+        link = self._links.pop(host, None)
+        if link is not None:
+            link.close()
+            self._old.append(link)
+
+    def _send(self, host: str, kind: str, **facts: Any) -> None:
+        link = self._links.get(host)
+        if link is not None:
+            link.send(kind, **facts)
+
+    def _answer(self, answers: Iterable[Answer]) -> None:
+        for a in answers:
+            self._send(a.host, "answer", request=a.request, status=a.status, value=a.value)
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if now - self._beat_s >= _BEAT_S:
+            self._beat_s = now
+            for link in self._links.values():
+                link.send("beat")
+
+    def _close(self) -> None:
+        """Let go of all agents, and show what ranks wrote last."""
+        links = [*self._old, *self._links.values()]
+        for link in links:
+            link.close()
+        for link in links:
+            link.wait()
+        while not self._inbox.empty():
+            _, message = self._inbox.get()
+            if message["type"] == "line":
+                self._line(message)
+        self._log.close()
+
+
+def _encoded(keys: dict[str, str]) -> dict[str, str]:
+    """Values as agents put them."""
+    return {key: b64encode(value.encode()).decode() for key, value in keys.items()}

@@ -1,0 +1,147 @@
+"""How a job ends: finished, stopped by a signal, or failed."""
+
+from __future__ import annotations
+
+import signal
+
+from hvdtrain.launch.commands import End, KillWorker
+from hvdtrain.launch.job import Job, Phase, Worker
+
+FINISHED = ("finished", "stop_at")
+
+
+def dismiss(job: Job, worker: Worker, why: str) -> None:
+    """There is no place for a worker any more: it is told so, and killed if it stays."""
+    if worker.ended:
+        return
+    worker.ended, worker.until_s = why, job.now_s + job.limits.end_s
+    if worker.joined:
+        job.tell(worker, "end", why=why)
+        worker.until_s = job.now_s + job.limits.grace_s
+    else:
+        job.out.append(KillWorker(worker.number, worker.host))
+    job.note("dismissed", worker=worker.number, why=why)
+
+
+def last_failures(job: Job) -> str:
+    """The last failures, for the message that ends a job."""
+    return "".join(f"\n  {text}" for text in job.failures[-5:])
+
+
+def fail(job: Job, why: str, code: int = 1, *, save: bool = False) -> None:
+    """End the job with an error. `save`: ranks in a round get the time to save, as by SIGTERM."""
+    if job.phase in (Phase.ENDING, Phase.OVER):
+        return
+    job.phase, job.code = Phase.ENDING, code
+    job.note("failed", f"the job ends: {why}", why=why, code=code)
+    for worker in list(job.workers.values()):
+        if save and not worker.joined and worker.round == job.round and job.round:
+            job.tell(worker, "stop", signal="SIGTERM")
+            worker.ended, worker.until_s = why, job.now_s + job.limits.stop_s
+        else:
+            dismiss(job, worker, why)
+
+
+def stop(job: Job, name: str) -> None:
+    """A signal came: all save and end; a second one kills."""
+    number = signal.Signals[name].value
+    if job.phase in (Phase.STOPPING, Phase.ENDING, Phase.FINISHING):
+        job.note("signal", f"{name} again: every rank is killed")
+        for worker in job.workers.values():
+            worker.ended = worker.ended or name
+            job.out.append(KillWorker(worker.number, worker.host))
+        job.code = job.code or 128 + number
+        return
+    if job.phase is Phase.OVER:
+        return
+    job.phase, job.code, job.until_s = Phase.STOPPING, 128 + number, job.now_s + job.limits.stop_s
+    job.note(
+        "signal", f"{name}: all ranks save and end; {job.limits.stop_s:.0f} s, or the signal again, and they are killed"
+    )
+    for worker in job.workers.values():
+        if worker.round != job.round or not job.round:
+            dismiss(job, worker, name)
+        elif not worker.joined:
+            job.tell(worker, "stop", signal=name)
+
+
+def leave(job: Job, worker: Worker, why: str) -> None:
+    """A rank has come to the end of training; the job is about to be over."""
+    worker.leaving, worker.until_s = why, job.now_s + job.limits.elastic_timeout_s
+    if job.phase is Phase.RUNNING:
+        job.phase = Phase.FINISHING
+        if why not in FINISHED and why in signal.Signals.__members__:
+            job.code = 128 + signal.Signals[why].value
+        job.note("finishing", why=why)
+    job.until_s = job.now_s + job.limits.grace_s
+
+
+def left(job: Job, worker: Worker, code: int) -> None:
+    """A rank that had said so is gone: only by itself and with the right code is the work done."""
+    right = code == 0 or (worker.leaving not in FINISHED and code == job.code)
+    if not right:
+        job.spoilt = f"{worker.label} had come to the end of training, and then {said_of_code(code)}"
+        job.note("spoilt", job.spoilt)
+    if job.phase is Phase.FINISHING:
+        job.until_s = job.now_s + job.limits.grace_s
+
+
+def lost(job: Job, why: str) -> None:
+    """No rank is left that holds the state: start all again, if that may be, or end."""
+    if job.restarts >= job.limits.restarts:
+        offered = "" if not job.limits.restarts else f" after {job.restarts} restart(s)"
+        hint = (
+            ""
+            if job.limits.restarts
+            else "\n  the same command goes on at the last checkpoint; --restarts N does so itself"
+        )
+        return fail(job, f"{why}{offered}{last_failures(job)}{hint}")
+    job.restarts += 1
+    job.phase, job.code, job.spoilt = Phase.RUNNING, 0, ""
+    job.fresh, job.broken, job.changed, job.began_s = True, False, False, job.now_s
+    for worker in job.workers.values():
+        if worker.round or worker.leaving:
+            dismiss(job, worker, "all is started again")
+    text = f"{why}: all is started again ({job.restarts} of {job.limits.restarts}), from the last checkpoint"
+    job.note("restart", text, restart=job.restarts)
+
+
+def advance(job: Job) -> None:
+    """Let go of who stays too long, and tell when the job is over."""
+    for worker in list(job.workers.values()):
+        if job.now_s >= worker.until_s:
+            worker.until_s = job.now_s + job.limits.end_s
+            job.out.append(KillWorker(worker.number, worker.host))
+            job.note("overdue", f"{worker.label} did not end in time, and is killed", worker=worker.number)
+    if job.phase is Phase.FINISHING:
+        _finishing(job)
+    if job.phase in (Phase.FINISHING, Phase.STOPPING) and job.now_s >= job.until_s:
+        job.until_s = job.now_s + job.limits.end_s
+        for worker in job.workers.values():
+            if job.phase is Phase.STOPPING or not worker.leaving:
+                worker.ended = worker.ended or "the job is over"
+                job.out.append(KillWorker(worker.number, worker.host))
+    if job.phase in (Phase.FINISHING, Phase.STOPPING, Phase.ENDING) and not job.workers:
+        if job.phase is Phase.FINISHING and job.spoilt:
+            return lost(job, job.spoilt)
+        job.phase = Phase.OVER
+        job.note("over", code=job.code)
+        job.out.append(End(job.code))
+
+
+def _finishing(job: Job) -> None:
+    """Who has not trained to the end with the others has no place any more."""
+    for worker in list(job.workers.values()):
+        outside = worker.joined or not job.round or worker.round != job.round
+        if outside and not worker.leaving:
+            dismiss(job, worker, "training is finished")
+
+
+def said_of_code(code: int) -> str:
+    """What became of a process, in words."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"

@@ -1,0 +1,86 @@
+"""Ranks that live and do nothing: found by what they say each second, and ended. Slow ones are let alone."""
+
+from __future__ import annotations
+
+from hvdtrain.launch.commands import KillWorker
+from hvdtrain.launch.faults import agent_lost
+from hvdtrain.launch.job import Job, Phase, Worker
+from hvdtrain.launch.rounds import break_round
+
+
+def forgive(job: Job) -> None:
+    """Take everybody as just heard: the driver itself was away, and nobody can be blamed for what it didn't hear."""
+    for worker in job.workers.values():
+        worker.heard_s = None if worker.heard_s is None else job.now_s
+        worker.halted_s = None if worker.halted_s is None else job.now_s
+    for host in job.hosts.values():
+        host.heard_s = job.now_s
+
+
+def watch(job: Job) -> None:
+    """Find who hangs, and end it."""
+    for host in list(job.hosts.values()):
+        if host.agent == "ready" and job.now_s - host.heard_s >= job.limits.lost_s:
+            agent_lost(job, host, f"nothing was heard of it for {job.limits.lost_s:.0f} s")
+    if job.phase is Phase.RUNNING:
+        for worker in _silent(job):
+            kill(job, worker, f"it has been stopped or silent for {_quiet(job, worker):.0f} s")
+        for worker in _holding(job):
+            kill(job, worker, f"it has made no progress for {worker.idle_s:.0f} s, and the others wait for it")
+        _stuck(job)
+        for worker in list(job.staying()):
+            if not worker.joined and not worker.round and job.now_s - worker.started_s >= job.limits.start_timeout_s:
+                kill(job, worker, f"it has not asked for a place within {job.limits.start_timeout_s:.0f} s")
+
+
+def kill(job: Job, worker: Worker, why: str) -> None:
+    """End a worker that hangs; its exit is what the others are told of."""
+    if worker.until_s < float("inf"):
+        return
+    worker.until_s = job.now_s + job.limits.end_s  # the kill is repeated, should it be lost
+    job.out.append(KillWorker(worker.number, worker.host))
+    job.note("hung", f"{worker.label} hangs ({why}): it is killed", worker=worker.number, why=why)
+
+
+def _quiet(job: Job, worker: Worker) -> float:
+    """Seconds since a worker gave a sign of life; 0 before the first."""
+    return 0.0 if worker.heard_s is None else job.now_s - worker.heard_s
+
+
+def _silent(job: Job) -> list[Worker]:
+    """Workers whose process is stopped, or that cannot even speak; nobody where all are so: the job is suspended."""
+    limits = job.limits
+    known = [w for w in job.staying() if w.heard_s is not None and job.hosts[w.host].agent == "ready"]
+    heard = [w for w in known if _quiet(job, w) < limits.silent_s]
+    if not heard and len(known) > 1:
+        return []
+    fresh = [w for w in known if job.now_s - job.hosts[w.host].heard_s < limits.silent_s / 2]
+    mute = limits.hang_timeout_s and max(limits.silent_s, limits.hang_timeout_s)
+    return [
+        w
+        for w in fresh
+        if (w.halted_s is not None and len(known) > 1 and _quiet(job, w) >= limits.silent_s)
+        or (mute and heard and _quiet(job, w) >= mute)
+    ]
+
+
+def _holding(job: Job) -> list[Worker]:
+    """Members that do nothing while all others wait, in a collective or for the next round, or do nothing either."""
+    timeout = job.limits.hang_timeout_s
+    members = [w for w in job.members() if not w.ended and not w.leaving]
+    idle = [w for w in members if not w.joined and w.idle_s > timeout]
+    held = [w for w in idle if not w.waiting]
+    waiting = [w for w in members if w.joined or w.waiting]
+    if not timeout or not waiting or any(w not in waiting and w not in held for w in members):
+        return []
+    if not held and job.fault_s is not None and job.now_s - job.fault_s >= timeout:
+        return idle  # they were told that the round is broken, and stay in it
+    return held
+
+
+def _stuck(job: Job) -> None:
+    """All wait in collectives that never come: the round is given up, and everyone goes on from where it is."""
+    timeout = job.limits.hang_timeout_s
+    inside = job.inside()
+    if timeout and inside and all(w.waiting and w.idle_s > timeout for w in inside):
+        break_round(job, f"all wait in a collective for more than {timeout:.0f} s")

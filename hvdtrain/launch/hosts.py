@@ -1,0 +1,55 @@
+"""Which hosts a job may use: what ``-H`` and a discovery script say. Pure."""
+
+from __future__ import annotations
+
+import re
+
+from hvdtrain.errors import LaunchError
+
+_NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9._-]{0,63}@)?[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
+_MOST_SLOTS = 4096
+LOCAL_NAMES = ("localhost", "127.0.0.1")
+
+
+def parse_hosts(text: str) -> dict[str, int]:
+    """Read ``a:4,b:4``: the number of ranks each host may have, in that order.
+
+    Errors:
+        LaunchError: a name that is none, a number that is none or 0, a host named twice.
+    """
+    hosts: dict[str, int] = {}
+    for part in text.split(","):
+        _add(hosts, part, part, f"-H {text!r}", least=1)
+    return hosts
+
+
+def parse_answer(text: str) -> dict[str, int]:
+    """Read what a discovery script wrote: a line ``host`` or ``host:slots`` each; empty lines say nothing.
+
+    Errors:
+        LaunchError: as of `parse_hosts`; 0 slots are allowed, of a host that is to be left.
+    """
+    hosts: dict[str, int] = {}
+    for number, line in enumerate(text.split("\n"), 1):
+        part = line.removesuffix("\r")
+        if part.strip(" \t"):
+            _add(hosts, part.strip(" \t"), part, f"line {number} of the discovery script", least=0)
+    return hosts
+
+
+def _add(hosts: dict[str, int], part: str, found: str, where: str, *, least: int) -> None:
+    name, colon, count = part.rpartition(":")
+    name, count = (name, count) if colon else (part, "1")
+    if not _NAME.fullmatch(name):
+        raise LaunchError(
+            f"{where} names a host that cannot be one.",
+            expected="letters, digits, '.', '-' and '_', not beginning with '-'; host or host:slots",
+            found=repr(found),
+            next_step="write a name that ssh takes; of IPv6 addresses a name in ~/.ssh/config or /etc/hosts",
+        )
+    if not re.fullmatch("[0-9]{1,4}", count) or not least <= int(count) <= _MOST_SLOTS:
+        expected = f"a whole number from {least} to {_MOST_SLOTS} behind the colon"
+        raise LaunchError(f"{where} gives no number of slots.", expected=expected, found=repr(found))
+    if name in hosts:
+        raise LaunchError(f"{where} names a host twice.", expected="each host once, as host:slots", found=repr(name))
+    hosts[name] = int(count)

@@ -1,0 +1,55 @@
+"""By which network interface this host reaches another. Linux."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import socket
+import struct
+from pathlib import Path
+
+_SIOCGIFADDR = 0x8915
+_ANY_PORT = 9
+
+
+def interface_of(address: str) -> str:
+    """The interface that has an IP address, "" where none has."""
+    try:
+        wanted = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return ""
+    if wanted.is_loopback:
+        return "lo"
+    if wanted.version == 6:
+        return _interface_of_6(wanted)
+    for _, name in socket.if_nameindex():
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+            try:
+                found = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue
+        if ipaddress.ip_address(found[20:24]) == wanted:
+            return name
+    return ""
+
+
+def interface_to(address: str) -> str:
+    """The interface by which packets to an IP address leave, "" where there is no route. Nothing is sent."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as asking:
+        try:
+            asking.connect((address, _ANY_PORT))
+        except OSError:
+            return ""
+        return interface_of(str(asking.getsockname()[0]))
+
+
+def _interface_of_6(wanted: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:
+        return ""
+    for fields in map(str.split, lines):
+        if len(fields) == 6 and ipaddress.ip_address(bytes.fromhex(fields[0])) == wanted:
+            return fields[5]
+    return ""

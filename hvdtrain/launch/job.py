@@ -1,0 +1,159 @@
+"""The records of a job: its hosts, their slots, its workers. Changed by the rules beside it, which do no I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+from hvdtrain.launch.commands import Command, Event, Limits, Tell
+
+NEVER = float("-inf")
+
+
+class Phase(Enum):
+    """How far a job is.
+
+    RUNNING: ranks come, go and train. FINISHING: the first rank has finished. STOPPING: all were told to save and end.
+    ENDING: it failed, and what lives is ended. OVER: no worker lives.
+    """
+
+    RUNNING = auto()
+    FINISHING = auto()
+    STOPPING = auto()
+    ENDING = auto()
+    OVER = auto()
+
+
+@dataclass
+class Slot:
+    """A place for a worker on a host. Not used before `free_s`."""
+
+    failures: int = 0
+    free_s: float = NEVER
+
+
+@dataclass
+class Host:
+    """A host that was ever named. `slots`: how many it may use, 0 since it was taken away.
+
+    `agent`: "" none, "starting", or "ready"; not started before `free_s`; `heard_s`: its last sign.
+    """
+
+    name: str
+    local: bool
+    slots: int = 0
+    agent: str = ""
+    failures: int = 0
+    free_s: float = NEVER
+    heard_s: float = NEVER
+    places: dict[int, Slot] = field(default_factory=dict)
+
+    def place(self, index: int) -> Slot:
+        """The slot of a number."""
+        return self.places.setdefault(index, Slot())
+
+
+@dataclass
+class Worker:
+    """A process that lives.
+
+    Attributes:
+        number: of its own in the job.
+        round: that it is or was in last; 0 for none yet.
+        rank: in that round, -1 for none yet.
+        joined: it waits for a place in the next round.
+        step: optimizer steps that it holds, as it said last.
+        going: why it has to make room, "" if it stays.
+        leaving: why it said that it ends, "" if it didn't.
+        ended: why it was told to end, "" if it wasn't; gone by `until_s`, else it is killed.
+        heard_s: when it gave a sign of life last, None before the first.
+        idle_s, waiting: as it said then.
+        halted_s: since when its process is stopped, as by SIGSTOP; None while it is not.
+        entered_s: when its round began.
+        first_round: seniority.
+    """
+
+    number: int
+    host: str
+    slot: int
+    started_s: float
+    round: int = 0
+    rank: int = -1
+    joined: bool = False
+    step: int = -1
+    going: str = ""
+    leaving: str = ""
+    ended: str = ""
+    until_s: float = float("inf")
+    heard_s: float | None = None
+    idle_s: float = 0.0
+    waiting: bool = False
+    halted_s: float | None = None
+    entered_s: float = NEVER
+    first_round: int = 0
+
+    @property
+    def label(self) -> str:
+        """What it is called in messages."""
+        return f"rank {self.rank} on {self.host}" if self.rank >= 0 else f"the process of {self.host}:{self.slot}"
+
+
+@dataclass
+class Job:
+    """All that is known. `out` collects what is asked for; `now_s` is the time of the input at hand."""
+
+    limits: Limits
+    now_s: float = 0.0
+    phase: Phase = Phase.RUNNING
+    hosts: dict[str, Host] = field(default_factory=dict)
+    workers: dict[int, Worker] = field(default_factory=dict)
+    out: list[Command] = field(default_factory=list)
+    numbers: int = 0
+    round: int = 0
+    fresh: bool = True
+    """No round since it was started, or started again: nobody holds a state."""
+    broken: bool = False
+    changed: bool = False
+    rounds: int = 0
+    restarts: int = 0
+    fruitless: int = 0
+    began_step: int = -1
+    began_s: float = 0.0
+    """When it was started, or started again."""
+    fault_s: float | None = None
+    joined_s: float = NEVER
+    wish: frozenset[int] = frozenset()
+    wish_s: float = 0.0
+    wished_s: float = 0.0
+    short_s: float | None = None
+    code: int = 0
+    until_s: float = float("inf")
+    size: int = 0
+    spoilt: str = ""
+    failures: list[str] = field(default_factory=list)
+    """The last ones, for the message that ends the job."""
+
+    def members(self) -> list[Worker]:
+        """Workers that live and were in the last round, whether they have joined anew or not."""
+        return [w for w in self.workers.values() if self.round and w.round == self.round]
+
+    def inside(self) -> list[Worker]:
+        """Members that have not left the round, as far as is known."""
+        return [w for w in self.members() if not w.joined and not w.leaving and not w.ended]
+
+    def staying(self) -> list[Worker]:
+        """Workers that may be in the next round."""
+        return [w for w in self.workers.values() if not (w.going or w.leaving or w.ended)]
+
+    def tell(self, worker: Worker, kind: str, **facts: Any) -> None:
+        """Send a message."""
+        self.out.append(Tell(worker.number, worker.host, kind, facts))
+
+    def note(self, name: str, text: str = "", **facts: Any) -> None:
+        """Write down what happened, and say it if there is a text."""
+        self.out.append(Event(name, facts, text))
+
+    def step(self) -> int:
+        """The newest step that a living worker holds."""
+        return max((w.step for w in self.workers.values()), default=-1)

@@ -1,0 +1,103 @@
+"""The driver's side of an agent: its process, what it says, what it is told."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
+from typing import IO, Any
+
+from hvdtrain.launch.lines import LineWriter, messages
+
+_END_S = 12.0
+"""For an agent whose pipe was closed: it ends its workers before itself."""
+
+
+class AgentLink:
+    """An agent that was started.
+
+    Args:
+        host: whose it is.
+        argv: what starts it.
+        environment: of that process.
+        inbox: gets `(link, message)` for all that it says, and `(link, {"type": "gone", "why"})` when it has ended.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        inbox: Callable[[tuple[AgentLink, dict[str, Any]]], None],
+    ) -> None:
+        self.host = host
+        self.store = ""
+        self.address = ""
+        self.interface = ""
+        self._inbox = inbox
+        self._process = subprocess.Popen(
+            list(argv),
+            env=dict(environment),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the driver alone
+        )
+        self._outbox: SimpleQueue[tuple[str, dict[str, Any]] | None] = SimpleQueue()
+        self._errors: deque[str] = deque(maxlen=8)
+        self._threads = [threading.Thread(target=w, daemon=True) for w in (self._write, self._read, self._complain)]
+
+    def start(self) -> None:
+        """Read and write from now on."""
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, kind: str, **facts: Any) -> None:
+        """Say something to it, without waiting."""
+        self._outbox.put((kind, facts))
+
+    def close(self) -> None:
+        """Let it end its workers and itself."""
+        self._outbox.put(None)
+
+    def kill(self) -> None:
+        """End it at once; its workers see that their channels are closed."""
+        self._process.kill()
+
+    def wait(self, timeout_s: float = _END_S) -> None:
+        """Wait until it has ended and all that it said was read; after the time it is killed."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._threads[1].join(timeout_s)
+
+    def _write(self) -> None:
+        assert self._process.stdin is not None
+        writer = LineWriter(self._process.stdin)
+        while (message := self._outbox.get()) is not None:
+            writer.send(message[0], **message[1])
+        try:
+            self._process.stdin.close()
+        except OSError:
+            return
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for message in messages(self._process.stdout):
+            self._inbox((self, message))
+        self._outbox.put(None)
+        self._threads[2].join(1.0)
+        said = "; ".join(self._errors)
+        self._inbox((self, {"type": "gone", "why": said or "its agent has ended"}))
+
+    def _complain(self) -> None:
+        stream: IO[bytes] | None = self._process.stderr
+        assert stream is not None
+        for line in stream:
+            text = line.decode("utf-8", "replace").strip()
+            if text:
+                self._errors.append(text)

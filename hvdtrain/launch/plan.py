@@ -1,0 +1,129 @@
+"""What is to be run, as pure data, and the command lines and environments that follow from it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hvdtrain.launch.commands import Limits
+
+AGENT = "hvdtrain.launch.agent"
+
+BOOT = (
+    'import sys;sys.path[:1]=[];import json;hello=json.loads(sys.stdin.buffer.readline());sys.path[:0]=hello["path"];'
+    f"from {AGENT} import main;sys.exit(main(hello))"
+)
+"""What Python runs on another host. Where to look for hvdtrain comes with the first message, by stdin."""
+
+_HANDED_ON = ("HVDTRAIN_", "HOROVOD_", "OMP_", "MKL_", "TORCH_", "GLOO_", "NCCL_", "PYTHON", "HF_", "TOKENIZERS_")
+_FOREIGN = (
+    "OMPI_",
+    "PMIX_",
+    "PMI_",
+    "MPI_LOCAL",
+    "SLURM_PROCID",
+    "SLURM_STEP_NUM_TASKS",
+    "HOROVOD_RANK",
+    "HOROVOD_SIZE",
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job.
+
+    Attributes:
+        program: what each rank runs.
+        limits: what it holds to.
+        hosts: slots by host, where no script tells them.
+        script: the discovery script.
+        local: names of hosts that are this one.
+        folder: where ranks work, on all hosts.
+        environment: that of this process.
+        python: this Python.
+        path: folders of PYTHONPATH, for the agents of other hosts.
+        pass_on: names of further variables that ranks on other hosts get as they are here.
+        ssh_port, ssh_options: of ssh to other hosts; options are whole arguments.
+        interface: by which ranks of different hosts reach each other; "" is found out.
+        events: a file to which each event is appended as a line of JSON.
+        tag: whether lines of rank 0 are marked too.
+    """
+
+    program: tuple[str, ...]
+    limits: Limits
+    hosts: Mapping[str, int]
+    script: Path | None = None
+    local: frozenset[str] = frozenset({"localhost", "127.0.0.1"})
+    folder: str = "."
+    environment: Mapping[str, str] = field(default_factory=dict)
+    python: str = "python3"
+    path: tuple[str, ...] = ()
+    pass_on: tuple[str, ...] = ()
+    ssh_port: int | None = None
+    ssh_options: tuple[str, ...] = ()
+    interface: str = ""
+    events: Path | None = None
+    tag: bool = False
+
+
+def agent_command(plan: Plan, host: str) -> list[str]:
+    """What starts the agent of a host."""
+    if host in plan.local:
+        return [plan.python, "-m", AGENT]
+    port = ["-p", str(plan.ssh_port)] if plan.ssh_port else []
+    options = ["-T", "-o", "BatchMode=yes", *port, *plan.ssh_options, "-o", "ServerAliveInterval=5"]  # the first wins
+    return ["ssh", *options, "--", host, f"exec {shlex.join([plan.python, '-c', BOOT])}"]
+
+
+def hello(plan: Plan, host: str) -> dict[str, object]:
+    """The first message to the agent of a host."""
+    remote = host not in plan.local
+    kept = {k: v for k, v in plan.environment.items() if k.startswith(_HANDED_ON) or k in plan.pass_on}
+    variables = {k: v for k, v in kept.items() if not k.startswith(_FOREIGN)} if remote else {}
+    return {"host": host, "folder": plan.folder, "environment": variables, "remote": remote, "path": list(plan.path)}
+
+
+def agent_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """That of an agent on this host, and so of its ranks: without what other launchers left."""
+    return {k: v for k, v in environment.items() if not k.startswith(_FOREIGN)}
+
+
+def rank_environment(plan: Plan, host: str, place: Mapping[str, int]) -> dict[str, str]:
+    """What a rank's environment gets besides its host's; each round overwrites the numbers."""
+    given = {"PYTHONUNBUFFERED": "1"} if "PYTHONUNBUFFERED" not in plan.environment else {}
+    return {
+        **given,
+        **{f"HOROVOD_{name.upper()}": str(number) for name, number in place.items()},
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_ELASTIC": "1",
+        "HOROVOD_HOSTNAME": host,
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": str(plan.limits.gloo_timeout_s),
+    }
+
+
+def describe(plan: Plan, hosts: Mapping[str, int]) -> str:
+    """What would be run, for ``--dry-run``."""
+    lines = []
+    for host, slots in hosts.items():
+        lines.append(f"{host}: up to {slots} rank(s), by its agent")
+        lines.append(f"  {shlex.join(agent_command(plan, host))}")
+    host, slots = next(iter(hosts.items()), ("localhost", 1))
+    place = {"rank": 0, "size": plan.limits.start, "local_rank": 0, "local_size": min(plan.limits.start, slots)}
+    variables = rank_environment(plan, host, {**place, "cross_rank": 0, "cross_size": len(hosts)})
+    lines.append(f"each rank, in {plan.folder}, the first with:")
+    lines.append(f"  {shlex.join(plan.program)}")
+    lines += [f"  {name}={shlex.quote(text)}" for name, text in variables.items()]
+    return "\n".join(lines)
+
+
+def python_path(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """The folders of PYTHONPATH, each in full."""
+    return tuple(str(Path(part).absolute()) for part in environment.get("PYTHONPATH", "").split(":") if part)
+
+
+def program_of(python: str, arguments: Sequence[str]) -> tuple[str, ...]:
+    """The command of a rank that trains."""
+    return (python, "-m", "hvdtrain", *arguments)

@@ -1,0 +1,124 @@
+"""A worker's process, as its agent holds it: in a session of its own, so that it can be ended with all it started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from hvdtrain.runtime.channel import VARIABLE, Channel
+
+_MOST_CHARACTERS = 1 << 16
+"""Of a line that is forwarded; longer ones come in pieces."""
+
+
+class WorkerProcess:
+    """A process that was started.
+
+    Args:
+        argv: its command.
+        environment: all of its environment, less the channel's variable.
+        folder: where it works.
+        report: called from threads with what comes of it: ``line`` (text, err), ``said`` (message), ``exited`` (code).
+
+    Errors:
+        OSError: it cannot be started.
+    """
+
+    def __init__(
+        self, argv: Sequence[str], environment: Mapping[str, str], folder: str, report: Callable[..., None]
+    ) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            number = theirs.fileno()
+            try:
+                self._process = subprocess.Popen(
+                    list(argv),
+                    env={**environment, VARIABLE: str(number)},
+                    cwd=folder,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    pass_fds=(number,),
+                    start_new_session=True,
+                )
+            except BaseException:
+                ours.close()
+                raise
+        self.pid = self._process.pid
+        self._channel = Channel(ours)
+        self._report = report
+        self._alive = threading.Lock()
+        self._gone = False
+        self._readers: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Report from now on."""
+        assert self._process.stdout is not None and self._process.stderr is not None
+        self._readers = [
+            threading.Thread(target=self._read, args=(self._process.stdout, False), daemon=True),
+            threading.Thread(target=self._read, args=(self._process.stderr, True), daemon=True),
+        ]
+        others = [threading.Thread(target=work, daemon=True) for work in (self._listen, self._wait)]
+        for thread in (*self._readers, *others):
+            thread.start()
+
+    def tell(self, kind: str, facts: Mapping[str, Any]) -> None:
+        """Send it a message."""
+        self._channel.send(kind, **facts)
+
+    def send_signal(self, name: str) -> None:
+        """Send a signal to the process alone."""
+        self._send(lambda: os.kill(self.pid, signal.Signals[name]))
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal to it and all that it started."""
+        self._send(lambda: os.killpg(self.pid, number))
+
+    def hang_up(self) -> None:
+        """Close its channel, by which it knows that there is no job any more."""
+        self._channel.close()
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait until all that it wrote was forwarded."""
+        for reader in self._readers:
+            reader.join(timeout_s)
+
+    def halted(self) -> bool:
+        """Whether it is stopped by a signal."""
+        try:
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return False
+        return fields[0] == "T"
+
+    def _send(self, act: Callable[[], None]) -> None:
+        with self._alive, suppress(ProcessLookupError, PermissionError):
+            if not self._gone:  # once it is waited for, its number may be another's
+                act()
+
+    def _wait(self) -> None:
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        assert ended is not None
+        code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        self._report("exited", code=code)
+        self.kill()  # what it started and left behind
+        with self._alive:
+            self._gone = True
+            self._process.wait()
+        self._channel.close()
+
+    def _listen(self) -> None:
+        for message in self._channel.messages():
+            self._report("said", message=message)
+
+    def _read(self, stream: IO[bytes], err: bool) -> None:
+        with stream:
+            while line := stream.readline(_MOST_CHARACTERS):
+                self._report("line", text=line.decode("utf-8", "replace").rstrip("\n"), err=err)

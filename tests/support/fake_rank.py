@@ -1,0 +1,147 @@
+"""A rank without torch and Horovod: speaks the channel, "trains" by counting, does as it is told on its command line.
+
+    python fake_rank.py STEPS [KIND:WORKER-OR-RANK:STEP ...]
+
+What it shall do is said by KINDs, for the rank of that number at that step, in the first process of its slot only:
+`raise` exit with 1; `kill` SIGKILL itself; `stop` SIGSTOP itself; `hang` do nothing more in the training thread; `drain`.
+`always-raise:*:STEP`: each rank, each time. A step is done when FOLDER/go says that it may: see `tests.support.fake_job`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+FOLDER = Path(os.environ["FAKE_FOLDER"])
+STEPS = int(sys.argv[1])
+DEEDS = [deed.split(":") for deed in sys.argv[2:]]
+
+end = socket.socket(fileno=int(os.environ["HVDTRAIN_CHANNEL"]))
+inbox: queue.Queue[dict] = queue.Queue()
+state = {"round": 0, "step": -1, "idle": time.monotonic(), "waiting": False}
+lock = threading.Lock()
+
+
+def send(kind: str, **facts: object) -> None:
+    with lock:
+        end.sendall(json.dumps({"type": kind, **facts}).encode() + b"\n")
+
+
+def listen() -> None:
+    for line in end.makefile("rb"):
+        inbox.put(json.loads(line))
+    os._exit(77)  # nobody is there any more
+
+
+def beat() -> None:
+    while True:
+        idle = time.monotonic() - state["idle"]
+        send("alive", round=state["round"], step=state["step"], idle_s=idle, waiting=state["waiting"])
+        time.sleep(0.2)
+
+
+def log(text: str) -> None:
+    with (FOLDER / "log").open("a") as file:
+        file.write(text + "\n")
+
+
+def act(rank: int, step: int) -> None:
+    for kind, who, when in DEEDS:
+        if who not in ("*", str(rank)) or int(when) != step:
+            continue
+        mark = FOLDER / f"done-{kind}-{who}-{when}-{rank}"
+        if not kind.startswith("always"):
+            if mark.exists():
+                continue
+            mark.touch()
+        log(f"{kind} rank={rank} step={step}")
+        if kind.endswith("raise"):
+            sys.exit(1)
+        if kind == "usage":
+            sys.exit(2)
+        if kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if kind == "hang":
+            time.sleep(1000)
+        if kind == "drain":
+            send("drain")
+
+
+def checkpoint() -> int:
+    try:
+        return int((FOLDER / "checkpoint").read_text())
+    except (OSError, ValueError):
+        return -1
+
+
+def main() -> None:
+    threading.Thread(target=listen, daemon=True).start()
+    threading.Thread(target=beat, daemon=True).start()
+    why, text = "started", ""
+    while True:
+        state["waiting"] = True
+        send("join", after=state["round"], why=why, text=text, step=state["step"])
+        message = inbox.get()
+        while message["type"] not in ("round", "end", "stop"):
+            message = inbox.get()
+        state["waiting"] = False
+        if message["type"] != "round":
+            log(f"{message['type']} pid={os.getpid()}")
+            sys.exit(0)
+        state["round"] = message["round"]
+        rank, size = message["rank"], message["size"]
+        log(
+            f"round {message['round']} rank={rank} size={size} step={state['step']} pid={os.getpid()} host={message['host']} if={message['interface']}"
+        )
+        print(f"round {message['round']} rank {rank} of {size}", flush=True)
+        if state["step"] < 0:
+            state["step"] = max(0, checkpoint())
+        why, text = train(rank, size)
+
+
+def train(rank: int, size: int) -> tuple[str, str]:
+    """Steps go by a shared file for all: the step that a round is at."""
+    where = FOLDER / f"at-{state['round']}"
+    if rank == 0:
+        where.write_text(str(state["step"]))
+    while True:
+        try:
+            message = inbox.get(timeout=0.02)
+        except queue.Empty:
+            message = {"type": ""}
+        if message["type"] == "broken":
+            return "failed", "HorovodInternalError"
+        if message["type"] == "changed":
+            return "changed", ""
+        if message["type"] == "stop":
+            send("leaving", why=message["signal"])
+            sys.exit(128 + signal.Signals[message["signal"]].value)
+        if message["type"] == "end":
+            sys.exit(0)
+        state["idle"], state["waiting"] = time.monotonic(), False
+        if rank == 0:
+            act(rank, state["step"])
+            state["step"] += 1
+            (FOLDER / "checkpoint").write_text(str(state["step"]))
+            where.write_text(str(state["step"]))
+        else:
+            reached = int(where.read_text() or 0) if where.exists() else state["step"]
+            while state["step"] < reached:
+                act(rank, state["step"])
+                state["step"] += 1
+        if state["step"] >= STEPS:
+            send("leaving", why="finished")
+            log(f"finished rank={rank}")
+            sys.exit(0)
+
+
+main()
