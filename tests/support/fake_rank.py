@@ -1,10 +1,11 @@
 """A rank without torch and Horovod: speaks the channel, "trains" by counting, does as it is told on its command line.
 
-    python fake_rank.py STEPS [KIND:WORKER-OR-RANK:STEP ...]
+    python fake_rank.py STEPS [KIND:RANK:STEP ...]
 
-What it shall do is said by KINDs, for the rank of that number at that step, in the first process of its slot only:
-`raise` exit with 1; `kill` SIGKILL itself; `stop` SIGSTOP itself; `hang` do nothing more in the training thread; `drain`.
-`always-raise:*:STEP`: each rank, each time. A step is done when FOLDER/go says that it may: see `tests.support.fake_job`.
+What it shall do at a step is said by KINDs; RANK `*` is any. Each is done once by each rank, however often it is started
+again, unless KIND begins with `always-`. `raise`: exit with 1; `usage`: with 2; `kill`: SIGKILL itself; `stop`: SIGSTOP
+itself; `hang`: do nothing more in the training thread; `drain`: tell that it is to go.
+All that is shared is in the folder FAKE_FOLDER: `log`, a line for each thing done; `checkpoint`; the step of a round.
 """
 
 from __future__ import annotations
@@ -99,9 +100,8 @@ def main() -> None:
             sys.exit(0)
         state["round"] = message["round"]
         rank, size = message["rank"], message["size"]
-        log(
-            f"round {message['round']} rank={rank} size={size} step={state['step']} pid={os.getpid()} host={message['host']} if={message['interface']}"
-        )
+        place = f"rank={rank} size={size} step={state['step']}"
+        log(f"round {message['round']} {place} pid={os.getpid()} host={message['host']} if={message['interface']}")
         print(f"round {message['round']} rank {rank} of {size}", flush=True)
         if state["step"] < 0:
             state["step"] = max(0, checkpoint())
