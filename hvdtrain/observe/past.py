@@ -24,7 +24,6 @@ class Past:
         self._path = path
         self.seconds = array("d", [0.0])
         self.positions = array("q", [0])
-        self._times = array("d", [0.0])
         self._offsets = array("q", [0])
 
     def read(self) -> Past:
@@ -46,7 +45,6 @@ class Past:
         step = record["step"]
         columns: tuple[tuple[array[Any], Any], ...] = (
             (self.positions, record["position"]),
-            (self._times, record["time"]),
             (self._offsets, offset),
         )
         del self.seconds[step:]
@@ -61,9 +59,12 @@ class Past:
         return 0 <= step < len(self.seconds)
 
     def before(self, step: int, since_s: float) -> int:
-        """The last step that ended more than `since_s` seconds before `step` did."""
+        """The last step that ended more than `since_s` seconds of training before `step` did.
+
+        Not by the times of the lines: a clock may have been set between two starts of the run.
+        """
         earlier = step
-        while earlier > 0 and self._times[earlier] >= self._times[step] - since_s:
+        while earlier > 0 and self.seconds[earlier] >= self.seconds[step] - since_s:
             earlier -= 1
         return earlier
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +11,7 @@ from hvdtrain.observe import tensorboard_page as page
 from hvdtrain.observe.event_file import EventFile
 from hvdtrain.observe.past import Past
 from hvdtrain.observe.scalars import BANDS, Interval, machine_scalars, numbers, rank_scalars, stacked
+from hvdtrain.runtime.clock import steady_s
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary
@@ -157,7 +157,7 @@ class TensorBoard:
         self._interval.add(record)
         self._step = record["step"]
         self._seconds += record["step_s"]
-        if record["time"] - self._written_s >= EVERY_S:
+        if not 0 <= record["time"] - self._written_s < EVERY_S:  # negative: the clock was set between two starts
             self._point()
 
     def _point(self) -> None:
@@ -233,4 +233,4 @@ class TensorBoard:
 
 
 def _time(record: Mapping[str, Any]) -> float:
-    return float(record.get("time") or time.time())
+    return float(record.get("time") or steady_s())

@@ -20,6 +20,7 @@ from hvdtrain.observe.failure import process
 from hvdtrain.observe.failure.reporter import TEXT, Reporter
 from hvdtrain.observe.failure.statement import WATCHDOG_THREAD
 from hvdtrain.observe.failure.voice import to_stderr
+from hvdtrain.runtime.clock import steady_s
 
 EXIT_STALLED = 124
 """Exit code of a rank that ended because there was no progress: that of timeout(1)."""
@@ -35,7 +36,9 @@ _TOLD_GRACE_S = 10.0
 
 
 class Patience:
-    """How long a rank has made no progress, less what it could not: a job that was suspended as a whole and goes on.
+    """How long ranks have made no progress, less what they could not: a job that was suspended as a whole and goes on.
+
+    All of it by this rank's own clock, which never jumps: of other ranks it counts when a new beat of theirs was found.
 
     Args:
         timeout_s: how long is too long; 0 for never.
@@ -48,25 +51,35 @@ class Patience:
         self._suspended_s = max(_SUSPENDED_S, 5 * look_every_s)
         self._looked = now_s
         self._since = now_s
+        self._moved: dict[int, tuple[Any, float]] = {}
 
     def idle_s(self, idle_s: float, now_s: float) -> float:
         """Seconds without progress that count, where the training thread has made none for `idle_s`."""
         if now_s - self._looked > self._suspended_s:  # this thread looks far oftener: the whole process stood still
             self._since = now_s
+            self._moved.clear()
         self._looked = now_s
         return min(idle_s, now_s - self._since)
 
     def over(self, idle_s: float, beats: dict[int, dict[str, Any]], now_s: float) -> bool:
         """Whether to end the run: idle for too long, and no other rank has moved since.
 
+        To be asked from before that on, as often as others leave word of themselves: of a beat found for the first
+        time nobody knows how old it is, and it counts as new.
+
         Args:
             idle_s: of this rank, as counted above.
-            beats: what the other ranks last left of themselves: "moved", when they last made progress.
-            now_s: seconds since 1970.
+            beats: what the other ranks last left of themselves: "beat", another number each time; "idle_s", for how
+                long they had made no progress then.
+            now_s: by the clock of `idle_s`.
         """
+        for rank, beat in beats.items():
+            number, idle = beat.get("beat"), beat.get("idle_s")
+            if idle is not None and (rank not in self._moved or self._moved[rank][0] != number):
+                self._moved[rank] = number, now_s - idle
         if not self.timeout_s or idle_s < self.timeout_s:
             return False
-        return not any(now_s - beat.get("moved", 0.0) < self.timeout_s for beat in beats.values())
+        return not any(now_s - moved_s < self.timeout_s for _, moved_s in self._moved.values())
 
 
 class Watchdog:
@@ -79,19 +92,30 @@ class Watchdog:
         reporter: tells.
         stall_timeout_s: seconds without progress on every rank after which the run is ended; 0 for never.
         end: ends this process.
+        driven: whether a driver looks after ranks that are gone or have failed. Then nobody is missed here and no card
+            is written for it, and another rank's failure does not end this one.
     """
 
-    def __init__(self, reporter: Reporter, stall_timeout_s: float, end: Callable[[int], None] = os._exit) -> None:
+    def __init__(
+        self,
+        reporter: Reporter,
+        stall_timeout_s: float,
+        end: Callable[[int], None] = os._exit,
+        *,
+        driven: bool = False,
+    ) -> None:
         self._reporter = reporter
         self._look_every_s = reporter.post.every_s(_LOOK_EVERY_S)
         self._patience = Patience(stall_timeout_s, time.monotonic(), self._look_every_s)
         beat_every_s = max(_BEAT_EVERY_S, 2 * self._look_every_s)
         self._beat_every_s = min(beat_every_s, stall_timeout_s / 4 or beat_every_s)
         self._end = end
+        self._driven = driven
         self._woken, self._wake = os.pipe()
         self._former_wake: int | None = None
         self._stop = threading.Event()
         self._next_beat = 0.0
+        self._beats = 0
         self._next_question = 0.0
         self._spoken = False
         self._suspects: set[int] = set()
@@ -147,20 +171,22 @@ class Watchdog:
         post, spans = self._reporter.post, self._reporter.witness.spans
         now = time.monotonic()
         idle_s = self._patience.idle_s(spans.idle_s(), now)
-        if self._anyone_missing() and not post.told():
+        if not self._driven and self._anyone_missing() and not post.told():
             self._reporter.missing()
             self._end(EXIT_FAILED)
         elif post.anyone_spoke():
             self._answer(now)
         elif now >= self._next_beat:
             self._next_beat = now + self._beat_every_s
-            beat = process.memory() | {"time": time.time(), "moved": time.time() - idle_s, "step": spans.step}
-            post.beat(beat)
-        timeout_s = self._patience.timeout_s
-        if not timeout_s or idle_s < timeout_s or now < self._next_question:
+            self._beats += 1
+            about = {"time": steady_s(), "beat": self._beats, "idle_s": idle_s, "step": spans.step}
+            post.beat(process.memory() | about)
+        # Soon enough to know by the timeout which of the others' beats are old.
+        early_s = min(self._patience.timeout_s, 2 * self._beat_every_s)
+        if not early_s or idle_s < early_s or now < self._next_question:
             return
         self._next_question = now + self._beat_every_s  # what the others leave of themselves is not newer
-        if self._patience.over(idle_s, self._others(), time.time()):
+        if self._patience.over(idle_s, self._others(), now):
             self._reporter.stalled()
             self._end(EXIT_STALLED)
 
@@ -188,7 +214,7 @@ class Watchdog:
         if not self._spoken:
             self._spoken = True
             self._reporter.say()
-        if self._reporter.post.told():
+        if self._reporter.post.told() and not self._driven:
             self._told_at = self._told_at or now
             if now - self._told_at > _TOLD_GRACE_S:
                 to_stderr(f"hvdtrain: the run has failed, see {self._reporter.job.run_dir / TEXT}\n")

@@ -1,4 +1,4 @@
-"""Which processes share a clock, and what the wall clock says at a moment of it."""
+"""Which processes share a clock, what the wall clock says at a moment of it, and a wall clock that never jumps."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _LOOKS = 5
+_BEGAN_S = time.time() - time.monotonic()
 
 
 class Pair(NamedTuple):
@@ -20,6 +21,15 @@ class Pair(NamedTuple):
 
     epoch_us: float
     monotonic_us: float
+
+
+def steady_s() -> float:
+    """Seconds since 1970, by what the clock said when this process began, and by what has passed since.
+
+    Somebody who sets the clock of a host, or a virtual machine that is moved, changes `time.time` by any amount; times
+    in the records of a run go on.
+    """
+    return _BEGAN_S + time.monotonic()
 
 
 def clock_id(root: Path = Path("/")) -> str:

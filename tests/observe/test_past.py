@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from hvdtrain.observe.past import Past
@@ -50,3 +51,15 @@ def test_steps_and_events_after_a_step_in_order(tmp_path: Path) -> None:
         ("evaluation", 10),
     ]
     assert [r["step_s"] for r in past.after(0, 11) if "event" not in r] == [1.0] * 5 + [2.0] * 6
+
+
+def test_a_clock_that_was_set_between_two_starts_changes_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.stretch(None, [1.0] * 10)
+    expected = Past(run.journal).read().before(10, 5.0)
+    for jump_s in (-7200.0, 7200.0):
+        lines = [json.loads(line) for line in run.journal.read_text().splitlines()]
+        for line in lines:
+            line["time"] += jump_s * (line.get("step", 0) > 8)
+        run.journal.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+        assert Past(run.journal).read().before(10, 5.0) == expected == 4

@@ -133,6 +133,15 @@ def test_a_host_whose_clock_is_behind_goes_on_rightly(tmp_path: Path, monkeypatc
     assert all(len(found) == 2 for found in names)
 
 
+@pytest.mark.parametrize("jump_s", [-7200.0, 7200.0])
+def test_a_clock_that_was_set_between_two_starts_costs_no_point(jump_s: float, tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.stretch(None, [1.0] * 10, end=False)
+    run.now += jump_s
+    run.stretch(10, [1.0] * 10, end=False)
+    assert list(series(run.folder, "loss/train"))[:19] == list(range(1, 20))
+
+
 def test_of_a_long_run_the_older_points_stay(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.stretch(None, [1.0] * 99, save_every=10, end=False)

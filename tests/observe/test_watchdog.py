@@ -30,13 +30,76 @@ from hvdtrain.spans import Spans
 _PATIENCE_S = 20.0
 
 
+def _beat(number: int, idle_s: float) -> dict[str, float]:
+    return {"beat": number, "idle_s": idle_s}
+
+
 def test_patience_ends_where_nobody_moves() -> None:
-    patience = Patience(600.0, 0.0)
-    assert not patience.over(599.0, {}, 1000.0)
-    assert patience.over(601.0, {}, 1000.0)
-    assert patience.over(601.0, {1: {"moved": 300.0}, 2: {}}, 1000.0)
-    assert not patience.over(601.0, {1: {"moved": 300.0}, 2: {"moved": 900.0}}, 1000.0), "rank 2 goes on"
+    assert not Patience(600.0, 0.0).over(599.0, {}, 1000.0)
+    assert Patience(600.0, 0.0).over(601.0, {}, 1000.0)
+    assert Patience(600.0, 0.0).over(601.0, {1: _beat(1, 700.0), 2: {}}, 1000.0)
+    assert not Patience(600.0, 0.0).over(601.0, {1: _beat(1, 700.0), 2: _beat(1, 100.0)}, 1000.0), "rank 2 goes on"
     assert not Patience(0.0, 0.0).over(1e9, {}, 1000.0)
+
+
+def test_a_beat_that_stays_the_same_grows_old() -> None:
+    """A rank that was stopped says no more; its last word was that it made progress."""
+    patience = Patience(600.0, 0.0)
+    stopped = {1: _beat(7, 0.0)}
+    assert [patience.over(t, stopped, t) for t in (20.0, 30.0, 601.0, 619.0, 620.0)] == [False] * 4 + [True]
+    assert not patience.over(630.0, {1: _beat(8, 1.0)}, 630.0), "it goes on"
+
+
+@pytest.mark.parametrize("jump_s", [-1e7, -7200.0, 7200.0, 1e7])
+def test_a_clock_that_is_set_ends_nothing_and_keeps_nothing_alive(
+    jump_s: float, reporter: Reporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = _Ended()
+    _alone_with_a_beat_of_rank_1(reporter, monkeypatch)
+    now = [1000.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    watchdog = Watchdog(reporter, 600.0, ended)
+    since = now[0]
+    reporter.witness.spans.idle_s = lambda: now[0] - since  # type: ignore[method-assign]
+    wall = time.time()
+    while now[0] < since + 590.0:
+        now[0] += 2.0
+        jumped = jump_s if now[0] > since + 300.0 else 0.0
+        monkeypatch.setattr(module.time, "time", lambda jumped=jumped: wall + jumped + now[0])  # type: ignore[misc]
+        watchdog._look()
+    assert not ended.codes
+    monkeypatch.setattr(reporter, "stalled", lambda: None)
+    while now[0] < since + 640.0:
+        now[0] += 2.0
+        watchdog._look()
+    assert ended.codes[0] == EXIT_STALLED
+
+
+def _alone_with_a_beat_of_rank_1(reporter: Reporter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 has left a beat and is stopped; it runs on another host, so that its process is not seen."""
+    other = Who(1, "b", 1, 1)
+    reporter.post = dataclasses.replace(reporter.post, ranks=(reporter.post.who, other), reachable=frozenset({0, 1}))
+    dataclasses.replace(reporter.post, who=other).beat({"beat": 3, "idle_s": 0.0, "time": time.time()})
+
+
+def test_under_a_driver_nobody_is_missed_and_no_card_is_written(
+    reporter: Reporter, child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_TOLD_GRACE_S", 0.0)
+    ended, looks = _Ended(), threading.Semaphore(0)
+    _with(reporter, child)
+    child.kill()
+    child.wait()
+    other = dataclasses.replace(reporter.post, who=reporter.post.ranks[1])
+    reporter.witness.spans.idle_s = lambda: looks.release() or 0.0  # type: ignore[method-assign,func-returns-value]
+    with Watchdog(reporter, 0.0, ended, driven=True):
+        for told in (False, True):
+            if told:
+                other.say(dataclasses.replace(reporter.witness.here(), who=other.who))
+                other.tell()
+            for _ in range(5):
+                assert looks.acquire(timeout=_PATIENCE_S)
+    assert not ended.codes and not (reporter.job.place / TEXT).exists()
 
 
 def test_time_in_which_the_process_was_suspended_does_not_count() -> None:
@@ -268,7 +331,7 @@ def test_others_are_asked_no_oftener_than_they_say_something(reporter: Reporter)
     watchdog, asked = Watchdog(reporter, 40.0, _Ended()), list[int]()
     reporter.witness.spans.idle_s = lambda: 1000.0  # type: ignore[method-assign]
     watchdog._patience.idle_s = lambda idle_s, now_s: idle_s  # type: ignore[method-assign]
-    moving = {1: {"moved": time.time() + 1000.0}}
+    moving = {1: _beat(1, 0.0)}
     watchdog._others = lambda: asked.append(1) or moving  # type: ignore[method-assign,func-returns-value]
     for _ in range(5):
         watchdog._look()

@@ -19,6 +19,7 @@ from hvdtrain.observe.failure.blame import Silent
 from hvdtrain.observe.failure.post import Post
 from hvdtrain.observe.failure.statement import FAILED, HERE, STALLED, Statement, Witness
 from hvdtrain.observe.failure.voice import Voice, to_stderr
+from hvdtrain.runtime.clock import steady_s
 
 TEXT, JSON = "failure.txt", "failure.json"
 OLD = "failures"
@@ -161,7 +162,7 @@ class Reporter:
             statements,
             silent,
             waited,
-            time=time.time(),
+            time=steady_s(),
             size=len(self.post.ranks),
             run_dir=str(self.job.run_dir),
             checkpoint=self.job.checkpoint(),
@@ -192,12 +193,12 @@ class Reporter:
             if not awaited or time.monotonic() >= deadline:
                 break
             time.sleep(_LOOK_EVERY_S)
-        beats, now = self.post.beats(), time.time()
+        beats, now = self.post.beats(), steady_s()
         silent = []
         for who in self.post.ranks:
             if who.rank not in found and not self.post.has_left(who.rank):
                 last = beats.get(who.rank, {})
-                last = {**last, "ago_s": round(now - last["time"], 1)} if "time" in last else {}
+                last = {**last, "ago_s": max(0.0, round(now - last["time"], 1))} if "time" in last else {}
                 state = states.get(who.rank, process.UNKNOWN)
                 if state not in (*process.DEAD, process.STOPPED) and not self.post.hears(who.rank):
                     state = process.UNREACHABLE
