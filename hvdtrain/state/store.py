@@ -6,27 +6,31 @@ It is written under a temporary name beside its place, fsynced and renamed. Read
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
 import re
+import secrets
 import shutil
-from collections.abc import Callable, Mapping
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors
-import safetensors.torch
-
 from hvdtrain.durable import fsync
 from hvdtrain.errors import CheckpointError
+from hvdtrain.state.manifest import MANIFEST, VALUES, manifest_text, read_manifest, read_state, verify
+from hvdtrain.state.tensor_file import Facts, write_text
 from hvdtrain.state.train_state import StateDict
+from hvdtrain.state.writing import want_shards, write_shard
 
-FORMAT = 1
-MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{6,})(?:\.(\d+))?")
+_TEMPORARY = re.compile(r"\.writing-step-\d+-[0-9a-f]+-(\d+)-(.+)")
+_SILENT_S = 900.0
+"""A temporary folder of another host in which nothing has changed for so long is nobody's."""
 
 
 @dataclass(frozen=True, order=True)
@@ -81,28 +85,56 @@ class CheckpointStore:
         Errors:
             CheckpointError: the disk is full or cannot be written; the temporary directory is removed.
         """
-        temporary = self.directory / f".writing-step-{step:06d}-{os.getpid()}"
-        shutil.rmtree(temporary, ignore_errors=True)  # of a killed process that had the same number
+        folder = self.begin(step, 1)
+        with self.writing(step, folder):
+            files = write_shard(folder, 0, 1, state, self.progress)
+            return self.finish(folder, step, state.values, notes, files)
+
+    def begin(self, step: int, writers: int) -> Path:
+        """Make the temporary folder that a checkpoint is written into by so many ranks. Errors: see `save`."""
+        folder = (
+            self.directory / f".writing-step-{step:06d}-{secrets.token_hex(4)}-{os.getpid()}-{socket.gethostname()}"
+        )
+        with self.writing(step, folder):
+            folder.mkdir(parents=True)
+            want_shards(folder, writers)
+        return folder
+
+    def finish(
+        self, folder: Path, step: int, values: Mapping[str, Any], notes: Mapping[str, Any], files: Mapping[str, Facts]
+    ) -> Path:
+        """Make the checkpoint of what was written into the temporary `folder`; its path. Inside of `writing`."""
+        every = {**files, VALUES: write_text(folder / VALUES, json.dumps(dict(values)))}
+        write_text(folder / MANIFEST, manifest_text(step, notes, every))
+        fsync(folder)
+        target = self._free_name(step)
+        folder.rename(target)
+        fsync(self.directory)
+        return target
+
+    @contextmanager
+    def writing(self, step: int, folder: Path) -> Iterator[None]:
+        """Of what fails inside nothing is left in the temporary `folder`; an OSError becomes a CheckpointError."""
         try:
-            temporary.mkdir(parents=True)
-            _write(temporary, step, state, notes, self.progress)
-            target = self._free_name(step)
-            temporary.rename(target)
-            fsync(self.directory)
-        except (OSError, safetensors.SafetensorError) as error:
-            shutil.rmtree(temporary, ignore_errors=True)
+            yield
+        except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
             raise CheckpointError(
-                f"the checkpoint of step {step} could not be written: {getattr(error, 'strerror', None) or error}",
+                f"the checkpoint of step {step} could not be written: {error.strerror or error}",
                 found=f"in {self.directory}",
                 next_step="make room or give another --run_dir; earlier checkpoints are untouched",
             ) from error
-        return target
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
 
     def load_newest(self) -> tuple[Saved, StateDict] | None:
         """The newest checkpoint that is whole; damaged ones are named and passed over. None where there is none."""
         for saved in reversed(self.list()):
             try:
-                return saved, load(saved.path, self.progress)
+                state = load(saved.path, self.progress)
+                _check_step(saved)
+                return saved, state
             except CheckpointError as error:
                 self._warn(f"passing over a damaged checkpoint: {error.what}")
         return None
@@ -114,31 +146,52 @@ class CheckpointStore:
         """
         for saved in self.list():
             if last is None or (saved.step, saved.again) > (last.step, last.again):
-                place = next(
-                    path
-                    for number in itertools.count()
-                    if not (path := saved.path.with_name(f"set-aside-{number}-{saved.path.name}")).exists()
-                )
-                saved.path.rename(place)
+                place = self._set_aside(saved.path)
                 self._warn(f"{saved.path.name} is set aside as {place}; remove it when you don't need it")
+
+    def _set_aside(self, path: Path) -> Path:
+        names = (path.with_name(f"set-aside-{number}-{path.name}") for number in itertools.count())
+        place = next(name for name in names if not name.exists())
+        path.rename(place)
+        return place
 
     def retain(self, keep: int, just_saved: Path) -> None:
         """Remove all but the newest `keep` checkpoints, `just_saved`, and the one with the lowest held-out loss.
 
-        What an earlier process left half written is removed too.
+        Before any is removed `just_saved` is read and verified: what the disk gives back has to be what was written.
+
+        Errors:
+            CheckpointError: it is not; it is set aside, and nothing is removed.
         """
         every = self.list()
         kept = {just_saved, *(saved.path for saved in every[-keep:])}
         losses = [(loss, saved.path) for saved in every if (loss := _heldout_loss(saved.path)) is not None]
         if losses:
             kept.add(min(losses)[1])
-        for saved in every:
-            if saved.path not in kept:
-                # Renamed first: a directory that is removed half way must not look like a checkpoint.
-                doomed = saved.path.with_name(f".removing-{saved.path.name}")
-                saved.path.rename(doomed)
+        doomed = [saved.path for saved in every if saved.path not in kept]
+        if doomed:
+            self._check(just_saved)
+        for path in doomed:
+            # Renamed first: a directory that is removed half way must not look like a checkpoint.
+            path.rename(path.with_name(f".removing-{path.name}"))
+        self.clean()
+
+    def clean(self) -> None:
+        """Remove what killed processes left half written or half removed; not what a living one is writing."""
         for leftover in [*self.directory.glob(".removing-*"), *self.directory.glob(".writing-*")]:
-            shutil.rmtree(leftover, ignore_errors=True)
+            if not _is_being_written(leftover):
+                shutil.rmtree(leftover, ignore_errors=True)
+
+    def _check(self, path: Path) -> None:
+        try:
+            verify(path, self.progress)
+        except (CheckpointError, OSError, ValueError, KeyError, TypeError) as error:
+            self._set_aside(path)
+            raise CheckpointError(
+                f"{path.name} was written, and the disk gives back something else",
+                found=error.what if isinstance(error, CheckpointError) else repr(error),
+                next_step="look after the disk; earlier checkpoints are untouched",
+            ) from error
 
     def _free_name(self, step: int) -> Path:
         again = max((saved.again + 1 for saved in self.list() if saved.step == step), default=0)
@@ -152,83 +205,34 @@ def load(path: Path, progress: Callable[[], None] = lambda: None) -> StateDict:
         CheckpointError: a file is missing, was cut, cannot be read, or holds other bytes than were written.
     """
     try:
-        return _load(path, _manifest(path), progress)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, safetensors.SafetensorError) as error:
+        return read_state(path, progress)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise CheckpointError(
             f"{path} is damaged", found=repr(error), next_step="resume from another checkpoint"
         ) from error
 
 
-def _load(path: Path, manifest: Mapping[str, Any], progress: Callable[[], None]) -> StateDict:
-    for name, facts in manifest["files"].items():
-        file = path / name
-        whole = file.is_file() and file.stat().st_size == facts["bytes"]
-        if not whole or _checksum(file, progress) != facts["sha256"]:
-            raise CheckpointError(
-                f"{file} is damaged",
-                expected=f"{facts['bytes']} bytes with SHA-256 {facts['sha256'][:12]}...",
-                found=f"{file.stat().st_size} bytes" if file.is_file() else "no file",
-                next_step="resume from another checkpoint",
-            )
-    values = json.loads((path / "state.json").read_text())
-    groups = [name for name in manifest["files"] if name.endswith(".safetensors")]
-    tensors = {}
-    for group in groups:
-        tensors[Path(group).stem] = safetensors.torch.load_file(path / group)
-        progress()
-    return StateDict(tensors, values)
-
-
-def _write(
-    directory: Path, step: int, state: StateDict, notes: Mapping[str, Any], progress: Callable[[], None]
-) -> None:
-    for group, tensors in state.tensors.items():
-        contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-        safetensors.torch.save_file(contiguous, directory / f"{group}.safetensors")
-        progress()
-    (directory / "state.json").write_text(json.dumps(dict(state.values)))
-    names = sorted(path.name for path in directory.iterdir())
-    files = {}
-    for name in names:
-        file = directory / name
-        files[name] = {"bytes": file.stat().st_size, "sha256": _checksum(file, progress)}
-    manifest = {"format": FORMAT, "step": step, **notes, "files": files}
-    (directory / MANIFEST).write_text(json.dumps(manifest, indent=1))
-    for name in (*names, MANIFEST):
-        fsync(directory / name)
-        progress()
-    fsync(directory)
-
-
-def _manifest(path: Path) -> dict[str, Any]:
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} is damaged: its {MANIFEST} cannot be read",
-            found=str(error),
-            next_step="give the directory of a checkpoint, such as RUN/checkpoints/step-000100",
-        ) from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path} has a format that this version does not read",
-            expected=f"format {FORMAT}",
-            found=str(manifest.get("format") if isinstance(manifest, dict) else manifest)[:80],
-        )
-    return manifest
+def _check_step(saved: Saved) -> None:
+    step = read_manifest(saved.path).get("step")
+    if step != saved.step:
+        raise CheckpointError(f"{saved.path} is of another step", expected=str(saved.step), found=str(step))
 
 
 def _heldout_loss(path: Path) -> float | None:
     try:
-        return _manifest(path).get("heldout_loss")
+        loss = read_manifest(path).get("heldout_loss")
     except CheckpointError:
         return None
+    return loss if isinstance(loss, float) else None
 
 
-def _checksum(path: Path, progress: Callable[[], None]) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-            progress()
-    return digest.hexdigest()
+def _is_being_written(folder: Path) -> bool:
+    """Whether a process that lives, this one included, is writing into a temporary folder."""
+    match = _TEMPORARY.fullmatch(folder.name)
+    if match is None:
+        return False
+    if match[2] == socket.gethostname():
+        return Path(f"/proc/{match[1]}").exists()
+    with suppress(OSError):
+        return time.time() - max(path.stat().st_mtime for path in (folder, *folder.iterdir())) < _SILENT_S
+    return False

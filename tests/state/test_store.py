@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hvdtrain.errors import CheckpointError, TaskError
-from hvdtrain.state.store import MANIFEST, CheckpointStore, load
+from hvdtrain.state.manifest import MANIFEST
+from hvdtrain.state.store import CheckpointStore, load
 from hvdtrain.state.train_state import Progress, StateDict, TrainState
 from tests.support.toy import Net
 
@@ -246,7 +247,7 @@ def test_the_manifest_says_what_it_is(tmp_path: Path) -> None:
     store, _ = _store(tmp_path)
     path = store.save(7, _state().state_dict(), {"heldout_loss": 1.5})
     manifest = json.loads((path / MANIFEST).read_text())
-    assert (manifest["format"], manifest["step"], manifest["heldout_loss"]) == (1, 7, 1.5)
+    assert (manifest["format"], manifest["step"], manifest["heldout_loss"]) == (2, 7, 1.5)
     assert sorted(manifest["files"]) == sorted(p.name for p in path.iterdir() if p.name != MANIFEST)
 
 

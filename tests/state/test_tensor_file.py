@@ -1,0 +1,86 @@
+"""Tensor files are safetensors files, bit for bit, and give back what was written or nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from hvdtrain.errors import CheckpointError
+from hvdtrain.state.tensor_file import _DTYPES, Facts, checksum, read_tensors, write_tensors
+
+SHAPES: list[tuple[int, ...]] = [(), (0,), (3, 0, 2), (1,), (7,), (5, 3, 2)]
+
+
+def _random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Any bits at all, NaNs with payloads included."""
+    count = int(torch.Size(shape).numel()) * dtype.itemsize
+    high = 2 if dtype == torch.bool else 256
+    return torch.randint(0, high, (count,), dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+def _all() -> dict[str, Tensor]:
+    tensors = {f"{dtype}.{shape}": _random_bits(shape, dtype) for dtype in _DTYPES.values() for shape in SHAPES}
+    tensors["not contiguous"] = torch.arange(12.0).reshape(3, 4).t()
+    tensors["channels last"] = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    tensors["expanded"] = torch.ones(1).expand(4)
+    tensors['nämé/with "quotes"\n'] = torch.ones(3, requires_grad=True)
+    return tensors
+
+
+def _bits(tensor: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
+    flat = tensor.detach().contiguous().reshape(-1)
+    return tensor.dtype, tensor.shape, flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def _same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(_bits(a[name]) == _bits(b[name]) for name in a)
+
+
+def _write(path: Path, tensors: dict[str, Tensor]) -> Facts:
+    return write_tensors(path, tensors, lambda: None)
+
+
+def test_bit_for_bit_by_the_library_and_by_us(tmp_path: Path) -> None:
+    tensors = _all()
+    facts = _write(tmp_path / "t", tensors)
+    assert _same(safetensors.torch.load_file(tmp_path / "t"), tensors)
+    assert _same(read_tensors(tmp_path / "t", facts, lambda: None), tensors)
+
+
+def test_no_tensors_at_all(tmp_path: Path) -> None:
+    facts = _write(tmp_path / "t", {})
+    assert safetensors.torch.load_file(tmp_path / "t") == {} == read_tensors(tmp_path / "t", facts, lambda: None)
+
+
+def test_what_the_library_wrote_is_read(tmp_path: Path) -> None:
+    tensors = {name: tensor.detach().contiguous() for name, tensor in _all().items()}
+    safetensors.torch.save_file(tensors, tmp_path / "library", metadata={"format": "pt"})
+    content = (tmp_path / "library").read_bytes()
+    assert _same(read_tensors(tmp_path / "library", Facts(len(content), checksum(content)), lambda: None), tensors)
+
+
+def test_a_dtype_that_the_format_lacks_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"big cannot be saved: its dtype is torch.complex128"):
+        _write(tmp_path / "t", {"big": torch.zeros(1, dtype=torch.complex128)})
+
+
+def test_no_file_is_written_over(tmp_path: Path) -> None:
+    _write(tmp_path / "t", {"a": torch.zeros(1)})
+    with pytest.raises(FileExistsError):
+        _write(tmp_path / "t", {})
+
+
+def test_larger_than_any_block(tmp_path: Path) -> None:
+    """40 MiB: several blocks, and what makes the kernel begin to write early."""
+    tensors = {"a": _random_bits((40 << 20,), torch.uint8), "b": _random_bits((1001,), torch.float16)}
+    moves: list[int] = []
+    facts = write_tensors(tmp_path / "t", tensors, lambda: moves.append(1))
+    assert len(moves) >= 40
+    assert facts.size_bytes == (tmp_path / "t").stat().st_size
+    assert _same(read_tensors(tmp_path / "t", facts, lambda: None), tensors)
+    assert _same(safetensors.torch.load_file(tmp_path / "t"), tensors)
