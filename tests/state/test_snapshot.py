@@ -1,0 +1,94 @@
+"""A snapshot is the state of its step, whatever becomes of the state after."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from hvdtrain.state.snapshot import Snapshot
+from hvdtrain.state.tensor_file import _DTYPES
+from hvdtrain.state.train_state import StateDict
+
+
+def _bits(state: StateDict) -> dict[str, dict[str, tuple[torch.dtype, torch.Size, bytes]]]:
+    def of(tensor: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
+        flat = tensor.detach().contiguous().reshape(-1)
+        return tensor.dtype, tensor.shape, flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+    return {group: {name: of(t) for name, t in tensors.items()} for group, tensors in state.tensors.items()}
+
+
+def _state(seed: int, width: int = 5) -> StateDict:
+    torch.manual_seed(seed)
+    model = {str(d): torch.randint(0, 2, (width, d.itemsize), dtype=torch.uint8).view(d) for d in _DTYPES.values()}
+    model |= {"scalar": torch.tensor(float(seed)), "empty": torch.zeros(0, 3), "turned": torch.randn(3, 4).t()}
+    model["parameter"] = torch.nn.Parameter(torch.randn(4, 4))
+    return StateDict({"model": model, "optimizer": {}}, {"progress": {"step": seed, "losses": [0.1, float(seed)]}})
+
+
+def test_what_was_taken_stays_when_the_state_changes() -> None:
+    state, snapshot = _state(1), Snapshot()
+    before = _bits(state)
+    snapshot.take(state, 7)
+    for tensor in state.tensors["model"].values():
+        tensor.detach().zero_()
+    state.values["progress"]["losses"].append(3.0)
+    assert _bits(snapshot.state) == before
+    assert snapshot.state.values == {"progress": {"step": 1, "losses": [0.1, 1.0]}}
+    assert snapshot.step == 7
+
+
+def test_values_that_are_handed_out_are_the_callers_own() -> None:
+    snapshot = Snapshot()
+    snapshot.take(_state(1), 1)
+    snapshot.state.values["progress"]["losses"].clear()
+    assert snapshot.state.values["progress"]["losses"] == [0.1, 1.0]
+
+
+def test_the_memory_is_allocated_once() -> None:
+    snapshot = Snapshot()
+    places = set()
+    for seed in range(3):
+        snapshot.take(_state(seed), seed)
+        assert _bits(snapshot.state) == _bits(_state(seed))
+        places.add(snapshot.state.tensors["model"]["parameter"].data_ptr())
+    assert len(places) == 1
+
+
+@pytest.mark.parametrize("width", [0, 3, 9])
+def test_another_shape_is_taken_too(width: int) -> None:
+    snapshot = Snapshot()
+    snapshot.take(_state(1), 1)
+    snapshot.take(_state(2, width), 2)
+    assert _bits(snapshot.state) == _bits(_state(2, width))
+
+
+def test_state_that_comes_with_the_first_step() -> None:
+    snapshot, state = Snapshot(), _state(1)
+    snapshot.take(state, 0)
+    grown = StateDict({**state.tensors, "optimizer": {"w/exp_avg": torch.ones(3)}}, state.values)
+    snapshot.take(grown, 1)
+    assert _bits(snapshot.state) == _bits(grown)
+    snapshot.take(StateDict({"model": {}}, {}), 2)
+    assert snapshot.state == StateDict({"model": {}}, {})
+
+
+def test_tensors_do_not_overlap() -> None:
+    snapshot = Snapshot()
+    snapshot.take(_state(1), 1)
+    tensors = [tensor for tensor in snapshot.state.tensors["model"].values() if tensor.numel()]
+    spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.dtype.itemsize) for t in tensors)
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+    assert spans[-1][1] - spans[0][0] <= snapshot.size_bytes
+
+
+def test_nothing_is_handed_out_that_could_not_be_taken() -> None:
+    snapshot = Snapshot()
+    snapshot.take(_state(1), 1)
+    with pytest.raises(TypeError):
+        snapshot.take(StateDict({"model": {}}, {"no JSON": {1, 2}}), 2)
+    with pytest.raises(AssertionError):
+        _ = snapshot.state
