@@ -22,7 +22,8 @@ from typing import Any
 
 from hvdtrain.durable import fsync
 from hvdtrain.errors import CheckpointError
-from hvdtrain.state.manifest import MANIFEST, VALUES, manifest_text, read_manifest, read_state, verify
+from hvdtrain.state.manifest import MANIFEST as MANIFEST
+from hvdtrain.state.manifest import VALUES, manifest_text, read_manifest, read_state, verify
 from hvdtrain.state.tensor_file import Facts, write_text
 from hvdtrain.state.train_state import StateDict
 from hvdtrain.state.writing import want_shards, write_shard

@@ -9,8 +9,7 @@ from typing import Any
 from hvdtrain.config.parse import RunConfig, changes
 from hvdtrain.errors import CheckpointError
 from hvdtrain.observe.recorder import Recorder
-from hvdtrain.state.manifest import MANIFEST
-from hvdtrain.state.store import CheckpointStore, Saved, load
+from hvdtrain.state.store import MANIFEST, CheckpointStore, Saved, load
 from hvdtrain.state.train_state import StateDict, TrainState
 from hvdtrain.training.run_directory import RunDirectory
 
