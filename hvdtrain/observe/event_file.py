@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import socket
 import time
@@ -35,7 +37,8 @@ class EventFile:
         path = directory / f"{_PREFIX}{_stamp(directory):010d}.{socket.gethostname()}.{os.getpid()}"
         self._event = Event
         self._file = path.open("xb", buffering=0)
-        self._records = RecordWriter(self._file)
+        self._encoded = io.BytesIO()
+        self._records = RecordWriter(self._encoded)
         now = time.time()
         self._write(Event(wall_time=now, file_version="brain.Event:2"))
         # A START event drops later steps of every tag in this folder, not only of those that follow.
@@ -51,7 +54,15 @@ class EventFile:
         self._file.close()
 
     def _write(self, event: object) -> None:
+        """Append a record, or nothing of it: readers give a file up at the first that is not whole."""
+        self._encoded.seek(0)
+        self._encoded.truncate()
         self._records.write(event.SerializeToString())  # type: ignore[attr-defined]
+        content = self._encoded.getvalue()
+        written = self._file.write(content)
+        if written < len(content):
+            self._file.truncate(self._file.seek(-written, os.SEEK_END))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _stamp(directory: Path) -> int:

@@ -2,62 +2,114 @@
 
 from __future__ import annotations
 
-import errno
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from hvdtrain.errors import RunDirectoryError
-from hvdtrain.observe.encodable import plain
+from hvdtrain.observe.failure.voice import to_stderr
+from hvdtrain.observe.line_file import LineFile
 
 NAME = "journal.jsonl"
 
 _ASIDE = ("warning", "machine", "explained")
 """Events that may come when the run has ended."""
+_LIMIT = 50_000
+"""Lines: about 20 MB, and an hour of steps of 70 ms."""
+_TRY_EVERY_S = 1.0
+
+
+def _to_stderr(text: str) -> None:
+    to_stderr(f"hvdtrain: {text}\n")
 
 
 class Journal:
     """Appends lines; each is handed to the kernel at once, so that a killed process loses none.
 
+    A disk that is full or read-only, or a quota, does not end the run: lines wait in memory until they can be written,
+    in order. It is said once, said again when they are written, and at the end what is missing.
+
     Args:
         path: made if missing. A last line that a kill cut off is closed, so that it spoils no other.
+        say: shows a line, and writes nothing to this journal.
+        limit: lines that wait at most; then the oldest are lost, and an event `lines_lost` stands in their place.
+        clock: seconds.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("ab", buffering=0)
-        if self._file.tell() and _last_byte(path) != b"\n":
-            self._file.write(b"\n")
+    def __init__(
+        self,
+        path: Path,
+        say: Callable[[str], None] = _to_stderr,
+        limit: int = _LIMIT,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._file = LineFile(path)
+        self._say = say
+        self._limit = limit
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._waiting: deque[Mapping[str, Any]] = deque()
+        self._lost = 0
+        self._trouble = ""
+        self._rests_until = -math.inf
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append a line. Numbers keep full precision; those that are not finite stand as null, as JSON has none.
+        """Append a line, now or when there is room. Nobody changes `record` any more. May be called from any thread.
 
-        What JSON cannot hold, such as bytes that are no text in an error's message, stands as text with escapes.
-
-        Errors:
-            RunDirectoryError: the disk is full or went away.
+        Numbers keep full precision; those that are not finite stand as null, as JSON has none. What JSON cannot hold,
+        such as bytes that are no text in an error's message, stands as text with escapes.
         """
-        try:
-            line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
-        except TypeError:
-            line = orjson.dumps(plain(record), option=orjson.OPT_APPEND_NEWLINE)
-        try:
-            written = self._file.write(line)
-            if written < len(line):  # the disk is full; a part of a line would spoil the next one
-                self._file.truncate(self._file.seek(0, os.SEEK_END) - written)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            raise RunDirectoryError(
-                f"{self._file.name} cannot be written: {error.strerror}",
-                next_step="make room; the same command goes on from the last checkpoint",
-            ) from error
+        with self._lock:
+            self._waiting.append(record)
+            if len(self._waiting) > self._limit:
+                self._waiting.popleft()
+                self._lost += 1
+            if self._clock() >= self._rests_until:
+                self._drain()
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Try once more to write what waits, say what is missing, close the file."""
+        with self._lock:
+            self._drain()
+            if self._waiting:
+                steps = [record["step"] for record in self._waiting if "event" not in record]
+                which = f", of steps {steps[0]} to {steps[-1]}" if steps else ""
+                count = len(self._waiting) + self._lost
+                self._say(f"warning: {count} lines of the journal are missing{which}: {self._trouble}")
+                self._waiting.clear()
+            with suppress(OSError):
+                self._file.close()
+
+    def _drain(self) -> None:
+        try:
+            if self._lost and self._waiting:
+                self._file.write({"event": "lines_lost", "lines": self._lost})
+                self._say(f"warning: {self._lost} lines of the journal are lost: {self._trouble}")
+                self._lost = 0
+            while self._waiting:
+                self._file.write(self._waiting[0])
+                self._waiting.popleft()
+        except RunDirectoryError as error:
+            self._rests_until = self._clock() + _TRY_EVERY_S
+            if not self._trouble:
+                self._trouble = error.what
+                self._say(
+                    f"warning: {error.what}: make room. Training goes on; up to {self._limit:,} lines wait in memory"
+                    " until they can be written"
+                )
+        else:
+            if self._trouble:
+                self._trouble, self._rests_until = "", -math.inf
+                self._say("the journal is written again, with the lines that waited")
 
 
 def journal_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -94,9 +146,3 @@ def is_finished(path: Path) -> bool:
         if event not in _ASIDE:
             return bool(event == "finished")
     return False
-
-
-def _last_byte(path: Path) -> bytes:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1)

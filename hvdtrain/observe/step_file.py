@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from hvdtrain.errors import RunDirectoryError
 from hvdtrain.observe.causes import throttle_text
 from hvdtrain.observe.clock_fit import Offset
-from hvdtrain.observe.journal import Journal, journal_lines
+from hvdtrain.observe.journal import journal_lines
+from hvdtrain.observe.line_file import LineFile
 from hvdtrain.observe.stamps import COLUMNS, DURATIONS, MOMENTS
 
 NAME = "steps.jsonl"
@@ -39,7 +40,7 @@ class StepFile:
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
         self._path = path
         self._warn = warn
-        self._file: Journal | None = None
+        self._file: LineFile | None = None
         self._failed = False
 
     def write(self, line: Mapping[str, Any]) -> None:
@@ -49,7 +50,7 @@ class StepFile:
         try:
             if self._file is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = Journal(self._path)
+                self._file = LineFile(self._path)
             self._file.write(line)
         except (OSError, RunDirectoryError) as error:
             self._failed = True

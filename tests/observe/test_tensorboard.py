@@ -16,10 +16,20 @@ pytest.importorskip("tensorboard", reason="tensorboard is not installed: make se
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
 
+from hvdtrain.observe.event_file import EventFile
 from hvdtrain.observe.journal import read_steps
 from hvdtrain.observe.scalars import BANDS, MACHINE
 from hvdtrain.observe.tensorboard import EVERY_S, TensorBoard, is_installed
-from hvdtrain.observe.tensorboard_page import METRICS, RANKS_TITLE, STACK_FROM, STACK_TITLE, STACK_TO, config_table
+from hvdtrain.observe.tensorboard_page import (
+    METRICS,
+    RANKS_TITLE,
+    STACK_FROM,
+    STACK_TITLE,
+    STACK_TO,
+    config_table,
+    scalars,
+)
+from tests.support.full_disk import room_for
 from tests.support.tensorboard_run import BATCH, STARTED, Run, read, series, single, step_record
 
 
@@ -383,6 +393,18 @@ def test_a_full_disk_is_the_sinks_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         _write(tmp_path / "file" / "tensorboard", STARTED, step_record(1, 1e9))
+
+
+def test_a_record_that_finds_no_room_spoils_no_other(tmp_path: Path) -> None:
+    file = EventFile(tmp_path, 0)
+    (path,) = tmp_path.iterdir()
+    file.add([scalars({"loss": 1.0})], 1, 1e9)
+    for more_bytes in (0, 1, 11, 12, 20):
+        with room_for(path, more_bytes), pytest.raises(OSError, match=r"No space left|too large"):
+            file.add([scalars({"loss": 2.0})], 2, 1e9)
+    file.add([scalars({"loss": 3.0})], 3, 1e9)
+    file.close()
+    assert series(tmp_path, "loss") == {1: 1.0, 3: 3.0}
 
 
 def test_a_missing_library_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

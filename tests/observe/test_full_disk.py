@@ -1,0 +1,93 @@
+"""The journal on a disk that gets full, and has room again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hvdtrain.observe.journal import Journal, read_journal
+from tests.support.full_disk import room_for
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def _record(step: int) -> dict[str, object]:
+    return {"step": step, "filler": "x" * 100}
+
+
+def test_what_finds_no_room_waits_and_is_written_in_order(tmp_path: Path) -> None:
+    said, clock = list[str](), Clock()
+    journal = Journal(tmp_path / "j", said.append, clock=clock)
+    journal.write(_record(1))
+    with room_for(tmp_path / "j", 250):
+        for step in range(2, 7):
+            journal.write(_record(step))
+            clock.now += 10.0
+    assert [line["step"] for line in read_journal(tmp_path / "j")] == [1, 2, 3]
+    assert len(said) == 1 and "No space left" in said[0]
+    journal.write(_record(7))
+    assert [line["step"] for line in read_journal(tmp_path / "j")] == list(range(1, 8))
+    assert len(said) == 2 and "again" in said[1]
+    journal.close()
+    assert len(said) == 2
+
+
+def test_it_is_not_tried_at_each_line(tmp_path: Path) -> None:
+    said, clock = list[str](), Clock()
+    journal = Journal(tmp_path / "j", said.append, clock=clock)
+    with room_for(tmp_path / "j", 0):
+        journal.write(_record(1))
+    journal.write(_record(2))
+    assert read_journal(tmp_path / "j") == []
+    clock.now = 2.0
+    journal.write(_record(3))
+    assert len(read_journal(tmp_path / "j")) == 3
+    journal.close()
+
+
+def test_what_waits_is_written_at_the_end_at_the_latest(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j", list[str]().append, clock=Clock())
+    with room_for(tmp_path / "j", 0):
+        journal.write(_record(1))
+    journal.write(_record(2))
+    journal.close()
+    assert [line["step"] for line in read_journal(tmp_path / "j")] == [1, 2]
+
+
+def test_of_too_many_the_oldest_are_lost_and_counted_where_they_were(tmp_path: Path) -> None:
+    said, clock = list[str](), Clock()
+    journal = Journal(tmp_path / "j", said.append, limit=3, clock=clock)
+    journal.write(_record(1))
+    with room_for(tmp_path / "j", 0):
+        for step in range(2, 8):
+            journal.write(_record(step))
+    clock.now = 5.0
+    journal.write(_record(8))
+    found = [line.get("step") or (line["event"], line["lines"]) for line in read_journal(tmp_path / "j")]
+    assert found == [1, ("lines_lost", 4), 6, 7, 8]
+    assert any("4 lines of the journal are lost" in text for text in said)
+    journal.close()
+
+
+def test_what_is_missing_in_the_end_is_said(tmp_path: Path) -> None:
+    said = list[str]()
+    journal = Journal(tmp_path / "j", said.append)
+    journal.write(_record(1))
+    with room_for(tmp_path / "j", 0):
+        for step in range(2, 5):
+            journal.write(_record(step))
+        journal.close()
+    assert len(said) == 2 and "3 lines of the journal are missing, of steps 2 to 4" in said[1]
+    assert "cannot be written" in said[1]
+
+
+def test_a_disk_that_is_full_for_ever_ends_nothing() -> None:
+    said = list[str]()
+    journal = Journal(Path("/dev/full"), said.append)
+    journal.write({"event": "started"})
+    journal.close()
+    assert len(said) == 2

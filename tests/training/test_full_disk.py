@@ -1,0 +1,42 @@
+"""What is recorded of a run finds no room for a while, or never again: training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hvdtrain
+from hvdtrain.errors import RunDirectoryError
+from hvdtrain.observe.journal import read_journal, read_steps
+from hvdtrain.observe.line_file import LineFile
+from tests.support.toy import toy
+
+
+@pytest.mark.parametrize(("first", "last"), [(5, 9), (5, 99), (1, 99)], ids=["for a while", "for ever", "always"])
+def test_a_journal_that_cannot_be_written_ends_no_run(
+    first: int, last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write, at = LineFile.write, [0]
+
+    def full(self: LineFile, record: Mapping[str, Any]) -> None:
+        at[0] += self.path.name == "journal.jsonl"
+        if self.path.name == "journal.jsonl" and first <= at[0] <= last:
+            raise RunDirectoryError("journal.jsonl cannot be written: No space left on device")
+        write(self, record)
+
+    monkeypatch.setattr(LineFile, "write", full)
+    monkeypatch.setattr("hvdtrain.observe.journal._TRY_EVERY_S", 0.0)
+    options = {"run_dir": str(tmp_path / "run"), "train": {"steps": 8, "global_batch": 8, "micro_batch": 2}}
+    result = hvdtrain.train(options, toy)
+    assert (result.reason, result.step) == ("finished", 8)
+    said = capfd.readouterr()
+    assert (said.out + said.err).count("make room") == 1
+    assert ("are missing" in said.out + said.err) == (last == 99)
+    if last == 99:
+        assert len(read_journal(tmp_path / "run/journal.jsonl")) == first - 1
+    else:
+        assert list(read_steps(tmp_path / "run/journal.jsonl")) == list(range(1, 9))
+        assert "finished" in [line.get("event") for line in read_journal(tmp_path / "run/journal.jsonl")]
