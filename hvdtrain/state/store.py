@@ -156,7 +156,7 @@ class CheckpointStore:
         path.rename(place)
         return place
 
-    def retain(self, keep: int, just_saved: Path) -> None:
+    def retain(self, keep: int, just_saved: Path, progress: Callable[[], None] | None = None) -> None:
         """Remove all but the newest `keep` checkpoints, `just_saved`, and the one with the lowest held-out loss.
 
         Before any is removed `just_saved` is read and verified: what the disk gives back has to be what was written.
@@ -171,7 +171,7 @@ class CheckpointStore:
             kept.add(min(losses)[1])
         doomed = [saved.path for saved in every if saved.path not in kept]
         if doomed:
-            self._check(just_saved)
+            self._check(just_saved, progress or self.progress)
         for path in doomed:
             # Renamed first: a directory that is removed half way must not look like a checkpoint.
             path.rename(path.with_name(f".removing-{path.name}"))
@@ -183,9 +183,9 @@ class CheckpointStore:
             if not _is_being_written(leftover):
                 shutil.rmtree(leftover, ignore_errors=True)
 
-    def _check(self, path: Path) -> None:
+    def _check(self, path: Path, progress: Callable[[], None]) -> None:
         try:
-            verify(path, self.progress)
+            verify(path, progress)
         except (CheckpointError, OSError, ValueError, KeyError, TypeError) as error:
             self._set_aside(path)
             raise CheckpointError(

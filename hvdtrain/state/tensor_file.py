@@ -24,6 +24,7 @@ import xxhash
 from torch import Tensor
 
 from hvdtrain.errors import CheckpointError
+from hvdtrain.state.train_state import StateDict
 
 CHECKSUM = "xxh3_128"
 
@@ -128,6 +129,20 @@ def checksum(data: bytes) -> str:
     return xxhash.xxh3_128(data).hexdigest()
 
 
+def check_dtypes(state: StateDict) -> None:
+    """See that every tensor has a dtype that files can hold. Errors: CheckpointError."""
+    for tensors in state.tensors.values():
+        for name, tensor in tensors.items():
+            _check_dtype(name, tensor)
+
+
+def _check_dtype(name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in _NAMES:
+        raise CheckpointError(
+            f"{name} cannot be saved: its dtype is {tensor.dtype}", expected=f"one of {', '.join(_DTYPES)}"
+        )
+
+
 def _damaged(path: Path, facts: Facts, found: str) -> CheckpointError:
     return CheckpointError(
         f"{path} is damaged",
@@ -142,10 +157,7 @@ def _header(names: Iterable[str], tensors: Mapping[str, Tensor]) -> bytes:
     end = 0
     for name in names:
         tensor = tensors[name]
-        if tensor.dtype not in _NAMES:
-            raise CheckpointError(
-                f"{name} cannot be saved: its dtype is {tensor.dtype}", expected=f"one of {', '.join(_DTYPES)}"
-            )
+        _check_dtype(name, tensor)
         begin, end = end, end + tensor.numel() * tensor.dtype.itemsize
         entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()

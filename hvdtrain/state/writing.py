@@ -63,9 +63,9 @@ def report_shard(folder: Path, number: int, step: int, state: StateDict, files: 
     write_text(folder / f"shard-{number:05d}.json", json.dumps(content))
 
 
-def report_failure(folder: Path, number: int, error: OSError) -> None:
+def report_failure(folder: Path, number: int, error: Exception) -> None:
     """Leave word that a writer other than 0 could not write."""
-    name = errno.errorcode.get(error.errno or 0, "EIO")
+    name = errno.errorcode.get((error.errno if isinstance(error, OSError) else None) or errno.EIO, "EIO")
     with suppress(OSError):
         (folder / f"wanted-{number:05d}").rename(folder / f"failed-{number:05d}-{name}")
 

@@ -1,0 +1,305 @@
+"""Saving beside training: what is written is the state of its step; what fails is told and tried again."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hvdtrain.comm.solo import SoloComm
+from hvdtrain.errors import CheckpointError
+from hvdtrain.state import attempt
+from hvdtrain.state.store import CheckpointStore, load
+from hvdtrain.state.train_state import StateDict
+from hvdtrain.state.writer import CheckpointWriter
+from tests.support.thread_comm import ThreadComm, on_ranks
+
+
+class Told:
+    """What a writer has told, and a clock that stands still."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.warnings: list[str] = []
+        self.now_s = 0.0
+
+    def names(self) -> list[str]:
+        return [event["event"] for event in self.events]
+
+
+def _state(step: int, width: int = 1000) -> StateDict:
+    model = {f"w{n}": torch.full((width + n,), float(step)) for n in range(5)} | {"alone": torch.tensor(step)}
+    return StateDict({"model": model, "optimizer": {}}, {"step": step})
+
+
+def _change(state: StateDict) -> None:
+    for tensor in state.tensors["model"].values():
+        tensor.fill_(-1)
+
+
+def _holds(state: StateDict, step: int) -> bool:
+    expected = _state(step)
+    return state.values == expected.values and all(
+        torch.equal(state.tensors[group][name], tensor)
+        for group, tensors in expected.tensors.items()
+        for name, tensor in tensors.items()
+    )
+
+
+def _writer(comm: Any, folder: Path, told: Told, least_bytes: int = 1000) -> CheckpointWriter:
+    store = CheckpointStore(folder / "checkpoints", told.warnings.append) if comm.rank == 0 else None
+    return CheckpointWriter(
+        comm, store, 3, told.events.append, told.warnings.append, least_bytes=least_bytes, clock=lambda: told.now_s
+    )
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Writing tensors waits for this event."""
+    gate = threading.Event()
+    real = attempt.write_shard
+
+    def write(*arguments: Any) -> Any:
+        assert gate.wait(20)
+        return real(*arguments)
+
+    monkeypatch.setattr(attempt, "write_shard", write)
+    return gate
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_state_of_the_step_is_written_whatever_changes_meanwhile(
+    size: int, tmp_path: Path, slow_disk: threading.Event
+) -> None:
+    def body(comm: ThreadComm) -> Told:
+        told, state = Told(), _state(1)
+        writer = _writer(comm, tmp_path, told)
+        with writer.opened():
+            writer.save(1, state, {"heldout_loss": 1.0}, wait=False)
+            _change(state)
+            assert writer.look() == 0
+            assert told.events == [], "nothing is told before it is on the disk"
+            comm.barrier()
+            slow_disk.set()
+        return told
+
+    told = on_ranks(size, body)
+    (event,) = told[0].events
+    assert event == {"event": "checkpoint", "at_step": 1, "path": "step-000001"}
+    folder = tmp_path / "checkpoints"
+    assert [path.name for path in folder.iterdir()] == ["step-000001"]
+    assert len(list((folder / "step-000001").glob("model*"))) == size
+    assert {path.suffix for path in (folder / "step-000001").iterdir()} == {".json", ".safetensors"}
+    assert _holds(load(folder / "step-000001"), 1)
+
+
+def test_a_save_waits_for_the_one_before(tmp_path: Path, slow_disk: threading.Event) -> None:
+    """The copy that is being written is not written over."""
+    told = Told()
+    writer = _writer(SoloComm(), tmp_path, told)
+    with writer.opened():
+        writer.save(1, _state(1), {}, wait=False)
+        second = threading.Thread(target=lambda: writer.save(2, _state(2), {}, wait=False))
+        second.start()
+        second.join(0.05)
+        assert second.is_alive()
+        slow_disk.set()
+        second.join()
+    assert [event["at_step"] for event in told.events] == [1, 2]
+    for step in (1, 2):
+        assert _holds(load(tmp_path / f"checkpoints/step-{step:06d}"), step)
+
+
+def test_waiting_saves_say_so_when_they_return(tmp_path: Path) -> None:
+    def body(comm: ThreadComm) -> list[str]:
+        told = Told()
+        writer = _writer(comm, tmp_path, told)
+        with writer.opened():
+            writer.save(1, _state(1), {}, wait=True)
+            assert (tmp_path / "checkpoints/step-000001").is_dir(), "on every rank"
+            writer.save(2, _state(2), {}, wait=True, urgent=True)
+        return told.names()
+
+    assert on_ranks(2, body)[0] == ["checkpoint", "checkpoint"]
+
+
+def _full(monkeypatch: pytest.MonkeyPatch, number: int, rank: int) -> Callable[[], None]:
+    """From now on writing tensors fails on `rank`; what mends it."""
+    real = attempt.write_shard
+    broken = [True]
+
+    def write(folder: Path, writer: int, *rest: Any) -> Any:
+        if broken[0] and writer == rank:
+            (folder / "model-half.safetensors").write_bytes(b"half")
+            raise OSError(number, os.strerror(number))
+        return real(folder, writer, *rest)
+
+    monkeypatch.setattr(attempt, "write_shard", write)
+    return lambda: broken.__setitem__(0, False)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
+def test_what_fails_is_told_and_tried_again_at_growing_intervals(
+    number: int, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mend = _full(monkeypatch, number, rank)
+
+    def body(comm: ThreadComm) -> Told:
+        told = Told()
+        writer = _writer(comm, tmp_path, told)
+        with writer.opened():
+            waits = []
+            for step in range(1, 4):
+                writer.save(step, _state(step), {}, wait=False)
+                writer._join()
+                before_s = told.now_s
+                assert writer.look() == 0, "not at once"
+                while comm.rank == 0 and not writer.look():
+                    told.now_s += 1
+                    assert told.now_s - before_s < 100
+                waits.append(told.now_s - before_s)
+            assert comm.rank != 0 or waits == [10, 20, 40]
+            comm.barrier()
+            mend()
+            writer.save(4, _state(4), {}, wait=False)
+            writer._join()
+            assert writer.look() == 0
+            told.now_s += 1e6
+            assert writer.look() == 0, "it has succeeded"
+        return told
+
+    told = on_ranks(2, body)[0]
+    assert told.names() == ["checkpoint_failed"] * 3 + ["checkpoint"]
+    assert all(os.strerror(number) in event["error"] for event in told.events[:3])
+    assert len(told.warnings) == 3
+    assert all("Training goes on" in text and "no step at all" in text for text in told.warnings)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000004"]
+
+
+def test_a_folder_that_cannot_be_made_is_told_too(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("in the way")
+
+    def body(comm: ThreadComm) -> Told:
+        told = Told()
+        writer = _writer(comm, tmp_path, told)
+        with writer.opened():
+            writer.save(1, _state(1), {}, wait=False)
+            with pytest.raises(CheckpointError, match="step 2 could not be written"):
+                writer.save(2, _state(2), {}, wait=True)
+        return told
+
+    assert on_ranks(2, body)[0].names() == ["checkpoint_failed"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_last_save_that_fails_is_an_error_on_every_rank(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _full(monkeypatch, errno.ENOSPC, rank)
+
+    def body(comm: ThreadComm) -> None:
+        writer = _writer(comm, tmp_path, Told())
+        with writer.opened(), pytest.raises(CheckpointError, match="No space left on device"):
+            writer.save(1, _state(1), {}, wait=True)
+
+    on_ranks(2, body)
+
+
+@pytest.fixture
+def silent_rank_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 writes its files and is gone before it has said so; patience is short."""
+    follow, gather = attempt.Attempt.follow, attempt.gather_shards
+
+    def write_and_go(self: attempt.Attempt, number: int, progress: Callable[[], None]) -> None:
+        if self.step == 1:
+            follow(self, number, progress)
+        else:
+            attempt.write_shard(self.folder, number, self.count, self.mine(), progress)
+
+    monkeypatch.setattr(attempt.Attempt, "follow", write_and_go)
+    monkeypatch.setattr(attempt, "gather_shards", partial(gather, patience_s=0.05))
+
+
+@pytest.mark.usefixtures("silent_rank_1")
+def test_a_rank_that_is_not_heard_of_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    def body(comm: ThreadComm) -> Told:
+        told = Told()
+        writer = _writer(comm, tmp_path, told)
+        with writer.opened():
+            for step in (1, 2):
+                writer.save(step, _state(step), {}, wait=False)
+        return told
+
+    told = on_ranks(2, body)[0]
+    assert told.names() == ["checkpoint", "checkpoint_failed"]
+    assert "rank 1 has not written its part" in told.events[1]["error"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
+
+
+def test_an_error_of_the_run_waits_for_no_other_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 dies while it writes; rank 0 hears of that as an error of a collective."""
+    monkeypatch.setattr(attempt.Attempt, "follow", lambda *arguments: None)
+
+    def body(comm: ThreadComm) -> None:
+        writer = _writer(comm, tmp_path, Told())
+        with pytest.raises(RuntimeError, match="the other is gone"), writer.opened():
+            writer.save(1, _state(1), {}, wait=False)
+            raise RuntimeError("the other is gone")
+
+    on_ranks(2, body)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_an_error_of_the_run_leaves_time_for_what_rank_0_writes_alone(tmp_path: Path) -> None:
+    writer = _writer(SoloComm(), tmp_path, Told())
+    with pytest.raises(RuntimeError), writer.opened():
+        writer.save(1, _state(1), {}, wait=False)
+        raise RuntimeError
+    assert _holds(load(tmp_path / "checkpoints/step-000001"), 1)
+
+
+def test_orphans_are_removed_at_the_start_but_not_what_is_being_written(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    store = CheckpointStore(folder, pytest.fail)
+    living = store.begin(7, 1)
+    dead = folder / living.name.replace(f"-{os.getpid()}-", "-4194305-")  # above the highest number of a process
+    dead.mkdir()
+    (dead / "model.safetensors").write_bytes(b"half")
+    far = folder / ".writing-step-000007-0123abcd-1-another-host"
+    far.mkdir()
+    writer = _writer(SoloComm(), tmp_path, Told())
+    with writer.opened():
+        assert {path.name for path in folder.iterdir()} == {living.name, far.name}
+        os.utime(far, (1, 1))
+    with writer.opened():
+        assert {path.name for path in folder.iterdir()} == {living.name}
+
+
+def test_what_cannot_be_saved_is_refused_on_every_rank(tmp_path: Path) -> None:
+    def body(comm: ThreadComm) -> None:
+        state = StateDict({"model": {"odd": torch.zeros(1, dtype=torch.complex128)}, "optimizer": {}}, {})
+        with pytest.raises(CheckpointError, match="odd cannot be saved"):
+            _writer(comm, tmp_path, Told()).save(1, state, {}, wait=False)
+
+    on_ranks(2, body)
+
+
+def test_ranks_that_see_other_files_leave_all_to_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Path.exists
+
+    def body(comm: ThreadComm) -> None:
+        writer = _writer(comm, tmp_path, Told())
+        with writer.opened():
+            writer.save(1, _state(1), {}, wait=False)
+
+    monkeypatch.setattr(Path, "exists", lambda path: real(path) and not path.name.startswith(".shared-"))
+    on_ranks(2, body)
+    assert [path.name for path in (tmp_path / "checkpoints/step-000001").glob("model*")] == ["model.safetensors"]
