@@ -119,14 +119,14 @@ class CheckpointStore:
         try:
             yield
         except OSError as error:
-            shutil.rmtree(folder, ignore_errors=True)
+            _discard(folder)
             raise CheckpointError(
                 f"the checkpoint of step {step} could not be written: {error.strerror or error}",
                 found=f"in {self.directory}",
                 next_step="make room or give another --run_dir; earlier checkpoints are untouched",
             ) from error
         except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
+            _discard(folder)
             raise
 
     def load_newest(self) -> tuple[Saved, StateDict] | None:
@@ -225,6 +225,15 @@ def _heldout_loss(path: Path) -> float | None:
     except CheckpointError:
         return None
     return loss if isinstance(loss, float) else None
+
+
+def _discard(folder: Path) -> None:
+    """Remove a temporary folder. Renamed first, so that other ranks make no more files in it."""
+    doomed = folder.with_name(f".removing-{folder.name}")
+    with suppress(OSError):
+        folder.rename(doomed)
+    for path in (doomed, folder):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _is_being_written(folder: Path) -> bool:
