@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 
 import torch
 from torch import Tensor
 
-from hvdtrain.comm.base import Comm
+from hvdtrain.comm.base import Comm, Handle
 from hvdtrain.compression.base import BucketShape, Compressor, Phases
 from hvdtrain.compression.chunks import pieces
-from hvdtrain.compression.sizes import share
+from hvdtrain.compression.owners import Owners
 
 _BACK_OFF = 4
 """Powers of two that a sum which is not finite takes from the scale."""
@@ -31,6 +31,11 @@ def fp16(shape: BucketShape, comm: Comm, *, keep_error: bool = False) -> Compres
     return (Bf16 if shape.dtype == torch.bfloat16 else Fp16)(shape, comm, keep_error=keep_error)
 
 
+def fp16_by_owners(shape: BucketShape, comm: Comm, *, keep_error: bool = False) -> Compressor:
+    """The same where a sum of halves is slow."""
+    return (Bf16 if shape.dtype == torch.bfloat16 else Fp16ByOwners)(shape, comm, keep_error=keep_error)
+
+
 class Fp16(Compressor):
     """One allreduce of ``h = fp16(s g)``; ``out = sum(h) / s``.
 
@@ -47,7 +52,7 @@ class Fp16(Compressor):
 
     def __init__(self, shape: BucketShape, comm: Comm, *, keep_error: bool = False) -> None:
         super().__init__(shape, comm, keep_error=keep_error)
-        self._wire = shape.zeros(dtype=torch.float16) if keep_error else self.work
+        self._wire = shape.zeros(len(self.work), torch.float16) if keep_error else self.work
         count = len(list(pieces(shape.length, self.work)))
         self._sums = shape.zeros(count)
         self._lows, self._highs = shape.zeros(count), shape.zeros(count)
@@ -69,19 +74,23 @@ class Fp16(Compressor):
         super().pack(index, gradient, weight if self.keeps_error else weight * self.scale)
 
     def exchange(self, out: Tensor) -> Phases:
-        """One allreduce."""
+        """Scale where that was not done in packing, sum, scale back."""
         scale = self.scale
         if self.keeps_error:
             for piece in pieces(self.shape.length, self.work):
                 torch.mul(self.work[piece], scale, out=self._wire[piece])
                 self.work[piece].sub_(self._wire[piece], alpha=1 / scale)
-        yield self.comm.allreduce(self._wire, name=self.shape.name)
+        came = yield from self._summed()
         for number, piece in enumerate(pieces(self.shape.length, out)):
             # Not torch.mul(out=): the product would be rounded to fp16 on its way.
-            summed = out[piece].copy_(self._wire[piece]).mul_(1 / scale)
+            summed = out[piece].copy_(came[piece]).mul_(1 / scale)
             if self._steps == 0:
                 torch.aminmax(summed, out=(self._lows[number], self._highs[number]))
             torch.sum(summed, 0, out=self._sums[number])
+
+    def _summed(self) -> Generator[Handle, Tensor, Tensor]:
+        yield self.comm.allreduce(self._wire, name=self.shape.name)
+        return self._wire
 
     def finite(self) -> bool:
         """Whether the sum of all that came is: a read of a number for each piece."""
@@ -118,6 +127,31 @@ class Fp16(Compressor):
         return [self.work, self._wire] if self.keeps_error else [self.work]
 
 
+class Fp16ByOwners(Fp16):
+    """The same halves, summed in fp32 by owners: for Gloo on CPUs, which sums halves in software, one by one.
+
+    Passes over the bucket beside those of `Fp16`, in bytes of fp32: 1 to sum.
+    """
+
+    def __init__(self, shape: BucketShape, comm: Comm, *, keep_error: bool = False) -> None:
+        self._owners = Owners(shape, comm, torch.float16)
+        super().__init__(shape, comm, keep_error=keep_error)
+
+    def make_work(self) -> Tensor:
+        """What is sent, or where errors are kept, what it is made of; padded to equal shares."""
+        return self.shape.zeros(self._owners.padded, torch.float32 if self.keeps_error else torch.float16)
+
+    def _summed(self) -> Generator[Handle, Tensor, Tensor]:
+        if not self.shape.length:
+            return self._wire
+        left = self.work if self.keeps_error else None
+        return (yield from self._owners.summed(self._wire, left, 1 / self.scale))
+
+    def buffers(self) -> list[Tensor]:
+        """The memory it takes."""
+        return [*super().buffers(), *self._owners.buffers()]
+
+
 class Bf16(Compressor):
     """Summed in fp32 by owners: an alltoall of shares as bfloat16, then an allgather of the rounded sums.
 
@@ -127,17 +161,14 @@ class Bf16(Compressor):
     """
 
     def __init__(self, shape: BucketShape, comm: Comm, *, keep_error: bool = False) -> None:
-        self._share = share(shape.length, comm.size)
+        self._owners = Owners(shape, comm, torch.bfloat16)
         super().__init__(shape, comm, keep_error=keep_error)
-        padded = self._share * comm.size
-        self._wire = shape.zeros(padded, torch.bfloat16) if keep_error else self.work
-        self._mine = shape.zeros(self._share, torch.bfloat16)
-        self._sum = torch.zeros_like(self._mine, dtype=torch.float32)
-        self._came = self._mine
+        self._wire = shape.zeros(len(self.work), torch.bfloat16) if keep_error else self.work
+        self._came = self._wire
 
     def make_work(self) -> Tensor:
         """What is sent, or where errors are kept, what it is made of; padded to equal shares."""
-        return self.shape.zeros(self._share * self.comm.size, torch.float32 if self.keeps_error else torch.bfloat16)
+        return self.shape.zeros(self._owners.padded, torch.float32 if self.keeps_error else torch.bfloat16)
 
     def exchange(self, out: Tensor) -> Phases:
         """An alltoall, the sum of a share, an allgather."""
@@ -148,17 +179,7 @@ class Bf16(Compressor):
             for piece in pieces(len(self.work), self.work):
                 self._wire[piece].copy_(self.work[piece])
                 self.work[piece].sub_(self._wire[piece])
-        rows = (yield self.comm.alltoall(self._wire, name=f"{self.shape.name}/shares")).view(-1, self._share)
-        for piece in pieces(self._share, rows):
-            total = self._sum[piece].copy_(rows[0, piece])
-            for row in rows[1:]:
-                total.add_(row[piece])
-            self._mine[piece].copy_(total)
-            if self.keeps_error:
-                total.sub_(self._mine[piece])
-        if self.keeps_error:
-            self.work.view(-1, self._share)[self.comm.rank].add_(self._sum)
-        self._came = yield self.comm.allgather(self._mine, name=f"{self.shape.name}/sums")
+        self._came = yield from self._owners.summed(self._wire, self.work if self.keeps_error else None)
         out[:length].copy_(self._came[:length])
 
     def finite(self) -> bool:
@@ -167,4 +188,4 @@ class Bf16(Compressor):
 
     def buffers(self) -> list[Tensor]:
         """The memory it takes."""
-        return [self.work, self._mine, self._sum, *([self._wire] if self.keeps_error else [])]
+        return [self.work, *self._owners.buffers(), *([self._wire] if self.keeps_error else [])]

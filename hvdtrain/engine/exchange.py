@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hvdtrain.compression.table import parse
+from hvdtrain.compression.table import Compression, parse
 from hvdtrain.exchange.buckets import Layout
 from hvdtrain.exchange.reducer import Reducer
 
 
 class ExchangeEngine:
-    """Several ranks: gradients summed in buckets while backward runs."""
+    """Several ranks: gradients summed in buckets while backward runs.
+
+    Args:
+        optimizer: follows them.
+        reducer: sums them.
+        compression: by which it does.
+        undecided: whether another may be chosen later.
+        meant: what the name of a compression means in this job.
+    """
 
     def __init__(
-        self, optimizer: Optimizer, reducer: Reducer, compression: str = "none", *, undecided: bool = False
+        self,
+        optimizer: Optimizer,
+        reducer: Reducer,
+        compression: str = "none",
+        *,
+        undecided: bool = False,
+        meant: Callable[[str], Compression] = parse,
     ) -> None:
         self.optimizer = optimizer
         self.compression = compression
         self.undecided = undecided
         self._reducer = reducer
+        self._meant = meant
         self._left = 0
 
     def decide(self, compression: str) -> None:
@@ -31,7 +46,7 @@ class ExchangeEngine:
         self.undecided = False
         if compression != self.compression:
             self.compression = compression
-            self._reducer.switch(parse(compression))
+            self._reducer.switch(self._meant(compression))
 
     def layouts(self) -> list[Layout]:
         """What is exchanged together; nothing before the first step."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -12,7 +15,7 @@ from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.engine.local import LocalEngine
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.exchange.reducer import Reducer
-from hvdtrain.runtime.environment import environ
+from hvdtrain.runtime.environment import by_gloo, environ
 from hvdtrain.runtime.rules import NICE
 from hvdtrain.runtime.threads import give_way
 from hvdtrain.spans import Spans
@@ -33,6 +36,12 @@ def settle_in(compression: Compression, comm: Comm, bucket_mib: float | None = N
     if compression.kind.bulk and not one_host:
         give_way(environ().get(NICE, ""))
     return int(bucket_mib * (1 << 20)) if bucket_mib else compression.bucket_bytes(one_host=one_host)
+
+
+def suited(text: str, device: torch.device) -> Compression:
+    """The compression that an option names, as it is best done for gradients on `device` in this job."""
+    found = parse(text)
+    return found.where_halves_are_slow() if device.type == "cpu" and by_gloo(environ()) else found
 
 
 def check_compression(text: str) -> None:
@@ -69,9 +78,10 @@ def make_engine(
         return [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
 
     first = "none" if compression == AUTO else compression
-    chosen = parse(first)
+    meant = partial(suited, device=next((parameter.device for _, parameter in parameters), torch.device("cpu")))
+    chosen = meant(first)
     reducer = Reducer(trained, comm, chosen, bucket_bytes=settle_in(chosen, comm, bucket_mib), spans=spans)
-    return ExchangeEngine(optimizer, reducer, first, undecided=compression == AUTO)
+    return ExchangeEngine(optimizer, reducer, first, undecided=compression == AUTO, meant=meant)
 
 
 def _named(optimizer: Optimizer, model: nn.Module) -> list[tuple[str, nn.Parameter]]:

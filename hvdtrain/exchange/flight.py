@@ -59,7 +59,7 @@ class Flight:
                 return SparseBucket(layout, comm, factor)
             rows = agreed.rows.get(first)
             if rows and compression.leaves_to_rows(layout.shape.sizes, rows, comm.size):
-                return RowBucket(layout, comm, factor, exact=compression.exact)
+                return RowBucket(layout, comm, factor, exact=compression.exact_rows)
             return DenseBucket(layout, make(layout.shape, comm), factor)
 
         self._buckets = [bucket(layout) for layout in lay_out(agreed, of, name)]

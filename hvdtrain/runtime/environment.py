@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hvdtrain.errors import LaunchError
+from hvdtrain.runtime.channel import VARIABLE
 
 NO_LAUNCHER = "none"
 GLOO_LAUNCHER = "horovod-gloo"
@@ -106,6 +107,17 @@ def change_variables(values: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = text
+
+
+def elastic(environ: Mapping[str, str]) -> bool:
+    """Whether a driver of ours started this rank, and goes on without it when it is gone."""
+    return VARIABLE in environ
+
+
+def by_gloo(environ: Mapping[str, str]) -> bool:
+    """Whether Gloo carries what the ranks exchange from their CPUs."""
+    asked = environ.get("HOROVOD_CPU_OPERATIONS", "").lower()
+    return elastic(environ) or (asked == "gloo" if asked else "HOROVOD_RANK" in environ)
 
 
 def rank_info(environ: Mapping[str, str], host: str | None = None) -> RankInfo:

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hvdtrain.runtime.channel import VARIABLE
+from hvdtrain.runtime.environment import elastic
 
 _ADDRESS, _PORT, _ELASTIC = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT", "HOROVOD_ELASTIC"
-
-
-def elastic(environ: Mapping[str, str]) -> bool:
-    """Whether a driver of ours started this rank, and goes on without it when it is gone."""
-    return VARIABLE in environ
 
 
 def exposed(environ: Mapping[str, str]) -> str:

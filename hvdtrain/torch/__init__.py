@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -24,8 +25,7 @@ _, _choices = prepare()  # before Horovod and MPI are loaded
 
 from hvdtrain.comm.horovod import HorovodComm, begin_session, hvd, session  # noqa: E402
 from hvdtrain.comm.solo import SoloComm  # noqa: E402
-from hvdtrain.compression.table import parse  # noqa: E402
-from hvdtrain.engine.make import settle_in  # noqa: E402
+from hvdtrain.engine.make import settle_in, suited  # noqa: E402
 from hvdtrain.errors import ConfigError, TaskError  # noqa: E402
 from hvdtrain.exchange.optimizer import Exchange, exchanging, fresh_name  # noqa: E402
 from hvdtrain.exchange.reducer import Reducer  # noqa: E402
@@ -134,7 +134,7 @@ def DistributedOptimizer(
         ]
 
     comm, weight, factor = terms()
-    chosen = parse(ours)
+    chosen = suited(ours, next((parameter.device for _, parameter in trained()), torch.device("cpu")))
     reducer = Reducer(
         trained,
         comm,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hvdtrain.comm.solo import SoloComm
-from hvdtrain.compression.cast import Bf16, Fp16, fp16
+from hvdtrain.compression.cast import Bf16, Fp16, Fp16ByOwners, fp16
 from tests.support.compression import Counting, bucket, exchange, step
 from tests.support.thread_comm import ThreadComm, on_ranks
 
@@ -105,3 +105,23 @@ def test_bfloat16_is_summed_in_fp32() -> None:
         return float(exchange(Bf16(SHAPE, comm), [value])[0])
 
     assert on_ranks(3, body) == [258.0] * 3
+
+
+def test_by_owners_halves_are_summed_in_fp32() -> None:
+    """2048 + 1 is 2048 in fp16; 2048 + 1 + 1 is 2050 where partial sums are not rounded."""
+
+    def body(comm: ThreadComm) -> float:
+        value = torch.full((3,), 2048.0 if comm.rank == 0 else 1.0)
+        return float(exchange(Fp16ByOwners(SHAPE, comm), [value])[0])
+
+    assert on_ranks(3, body) == [2050.0] * 3
+
+
+def test_by_owners_an_overflow_shrinks_the_scale_until_it_fits() -> None:
+    def body(comm: ThreadComm) -> None:
+        compressor = Fp16ByOwners(SHAPE, comm)
+        large = torch.full((3,), 1e6 if comm.rank else 1.0)
+        assert not torch.isfinite(step(compressor, [large], applied=False)[:3]).any()
+        torch.testing.assert_close(step(compressor, [large])[:3], torch.full((3,), 1e6 + 1.0), rtol=1e-3, atol=0)
+
+    on_ranks(2, body)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from hvdtrain.compression.sizes import Bucket
 from hvdtrain.compression.table import parse
 from hvdtrain.engine import make
-from hvdtrain.engine.make import check_compression, settle_in
+from hvdtrain.engine.make import check_compression, settle_in, suited
 from hvdtrain.errors import ConfigError
 from tests.support.thread_comm import Hub, ThreadComm
 
@@ -44,3 +46,24 @@ def test_an_option_that_names_no_compression_is_told_all_that_there_are() -> Non
     with pytest.raises(ConfigError, match="'powersgd:x' is no compression") as caught:
         check_compression("powersgd:x")
     assert caught.value.expected is not None and caught.value.expected.endswith("powersgd[:rank 1 to 128], auto")
+
+
+@pytest.mark.parametrize(
+    ("environ", "device", "halves"),
+    [
+        ({"HOROVOD_RANK": "0", "HOROVOD_CPU_OPERATIONS": "gloo"}, "cpu", False),
+        ({"HOROVOD_RANK": "0", "HOROVOD_CPU_OPERATIONS": "gloo"}, "cuda", True),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "cpu", True),
+        ({"HVDTRAIN_CHANNEL": "3"}, "cpu", False),
+    ],
+)
+def test_gloo_on_cpus_sums_no_halves(
+    environ: dict[str, str], device: str, halves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(make, "environ", lambda: environ)
+    for name in ("fp16", "topk:0.1"):
+        found = suited(name, torch.device(device))
+        assert found.halves == halves and str(found) == name
+        assert found.exact_rows == (not halves)
+    payload = suited("fp16", torch.device(device)).payload(Bucket([(640,)], "float32", 640), 2)
+    assert ("allreduce" in payload) == halves

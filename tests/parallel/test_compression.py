@@ -11,7 +11,11 @@ from hvdtrain.compression.table import TABLE, Compression, parse
 from tests.support.compression_contract import CLAUSES
 
 
+def _named(one: Compression) -> str:
+    return f"{one}{'' if one.halves else ' by owners'}"
+
+
 @pytest.mark.parametrize("clause", CLAUSES, ids=lambda c: c.__name__)
-@pytest.mark.parametrize("compression", [parse(name) for name in TABLE], ids=str)
+@pytest.mark.parametrize("compression", [*map(parse, TABLE), parse("fp16").where_halves_are_slow()], ids=_named)
 def test_job(compression: Compression, clause: Callable[[Comm, Compression], None], job: Comm) -> None:
     clause(job, compression)

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from hvdtrain.runtime.exposure import elastic, exposed
+from hvdtrain.runtime.environment import by_gloo, elastic
+from hvdtrain.runtime.exposure import exposed
 
 STOCK = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.5", "HOROVOD_GLOO_RENDEZVOUS_PORT": "40123"}
 ELASTIC = {**STOCK, "HOROVOD_ELASTIC": "1"}
@@ -41,3 +42,18 @@ def test_a_job_of_our_driver_is_known_by_its_channel() -> None:
 
 def test_the_secret_of_a_store_is_never_told() -> None:
     assert "SECRET" not in exposed({**OURS, "HOROVOD_ELASTIC": "1"})
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, False),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, False),
+        ({**STOCK, "HOROVOD_RANK": "0", "HOROVOD_CPU_OPERATIONS": "gloo"}, True),
+        ({"HOROVOD_RANK": "0"}, True),
+        ({"HOROVOD_RANK": "0", "HOROVOD_CPU_OPERATIONS": "MPI"}, False),
+        ({"HVDTRAIN_CHANNEL": "5"}, True),
+    ],
+)
+def test_who_exchanges_by_gloo(environ: dict[str, str], expected: bool) -> None:
+    assert by_gloo(environ) == expected
