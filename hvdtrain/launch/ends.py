@@ -99,6 +99,9 @@ def lost(job: Job, why: str) -> None:
     job.restarts += 1
     job.phase, job.code, job.spoilt = Phase.RUNNING, 0, ""
     job.fresh, job.broken, job.changed, job.began_s = True, False, False, job.now_s
+    for host in job.hosts.values():
+        for what in (host, *host.places.values()):
+            what.failed = False
     for worker in job.workers.values():
         if worker.round or worker.leaving:
             dismiss(job, worker, "all is started again")
@@ -121,9 +124,9 @@ def advance(job: Job) -> None:
             if job.phase is Phase.STOPPING or not worker.leaving:
                 worker.ended = worker.ended or "the job is over"
                 job.out.append(KillWorker(worker.number, worker.host))
+    if job.phase is Phase.FINISHING and not job.workers and job.spoilt:
+        lost(job, job.spoilt)
     if job.phase in (Phase.FINISHING, Phase.STOPPING, Phase.ENDING) and not job.workers:
-        if job.phase is Phase.FINISHING and job.spoilt:
-            return lost(job, job.spoilt)
         job.phase = Phase.OVER
         job.note("over", code=job.code)
         job.out.append(End(job.code))

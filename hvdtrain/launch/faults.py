@@ -77,17 +77,17 @@ def nobody(job: Job) -> None:
     if job.phase is not Phase.RUNNING:
         return
     if job.fresh:
-        tried = [p for h in job.hosts.values() for p in h.places.values()]
-        if not job.workers and any(p.failures for p in tried) and not _untried(job):
+        if not job.workers and not _untried(job):
             lost(job, "no process came so far as to join")
     elif not job.members():
         lost(job, "no rank is left")
 
 
 def _untried(job: Job) -> bool:
-    """Whether a slot has not failed yet, or its host's agent is still on its way."""
+    """Whether there is a slot that has not failed since all was started, or none at all."""
     hosts = [h for h in job.hosts.values() if h.slots]
-    return any(h.agent == "starting" or not h.place(i).failures for h in hosts for i in range(h.slots))
+    failed = [h.failed or h.place(i).failed for h in hosts for i in range(h.slots)]
+    return not all(failed) or not failed
 
 
 def short(job: Job) -> None:

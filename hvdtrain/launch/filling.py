@@ -68,7 +68,7 @@ def cool(job: Job, what: Host | Slot) -> float:
     """Seconds for which a host or slot that failed again is left alone; sets them."""
     what.failures += 1
     seconds = min(job.limits.cooldown_most_s, job.limits.cooldown_s * 2.0 ** min(what.failures - 1, 30))
-    what.free_s = job.now_s + seconds
+    what.failed, what.free_s = True, job.now_s + seconds
     return seconds
 
 

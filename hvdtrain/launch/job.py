@@ -27,10 +27,11 @@ class Phase(Enum):
 
 @dataclass
 class Slot:
-    """A place for a worker on a host. Not used before `free_s`."""
+    """A place for a worker on a host. Not used before `free_s`; `failed`: since all was started last."""
 
     failures: int = 0
     free_s: float = NEVER
+    failed: bool = False
 
 
 @dataclass
@@ -46,6 +47,7 @@ class Host:
     agent: str = ""
     failures: int = 0
     free_s: float = NEVER
+    failed: bool = False
     heard_s: float = NEVER
     places: dict[int, Slot] = field(default_factory=dict)
 

@@ -3,8 +3,8 @@
     python fake_rank.py STEPS [KIND:RANK:STEP ...]
 
 What it shall do at a step is said by KINDs; RANK `*` is any. Each is done once by each rank, however often it is
-started again, unless KIND begins with `always-`. `raise`: exit with 1; `usage`: with 2; `kill`: SIGKILL itself; `stop`: SIGSTOP
-itself; `hang`: do nothing more in the training thread; `drain`: tell that it is to go.
+started again, unless KIND begins with `always-`. `raise`: exit with 1; `usage`: with 2; `kill`: SIGKILL itself;
+`stop`: SIGSTOP itself; `hang`: do nothing more in the training thread; `drain`: tell that it is to go.
 All that is shared is in the folder FAKE_FOLDER: `log`, a line for each thing done; `checkpoint`; the step of a round.
 """
 

@@ -1,0 +1,513 @@
+"""Who is in a job, rule by rule; the laws over any history are in test_membership_laws.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hvdtrain.launch.commands import Limits
+from tests.support.job_world import World
+
+ELASTIC = Limits(start=4, least=2, most=4)
+TWO_HOSTS = {"a": 2, "b": 2}
+
+
+def world(limits: Limits = ELASTIC, hosts: dict[str, int] | None = None, **how: bool) -> World:
+    return World(limits, hosts or TWO_HOSTS, **how)
+
+
+def places(job: World) -> list[tuple[str, int]]:
+    return [(w.host, w.number) for w in job.round()]
+
+
+class TestStart:
+    def test_the_first_round_waits_for_all_that_were_asked_for(self) -> None:
+        job = world(joining=False)
+        for worker in job.living()[:3]:
+            job.join(worker)
+        job.wait(30)
+        assert not job.rounds
+        job.join(job.living()[3])
+        assert [w.size for w in job.round()] == [4] * 4
+
+    def test_those_beyond_n_are_taken_along_when_they_are_just_behind(self) -> None:
+        job = world(replace(ELASTIC, most=6), {"a": 6}, joining=False)
+        for worker in job.living():
+            job.join(worker)
+            job.tick()
+        assert [len(r) for r in job.rounds] == [6]
+
+    def test_n_begin_without_those_that_are_far_behind(self) -> None:
+        job = world(replace(ELASTIC, most=6), {"a": 6}, joining=False)
+        for worker in job.living()[:4]:
+            job.join(worker)
+        job.wait(2)
+        assert [len(r) for r in job.rounds] == [4]
+
+    def test_after_a_time_the_least_will_do(self) -> None:
+        job = world(joining=False)
+        for worker in job.living()[:2]:
+            job.join(worker)
+        job.wait(ELASTIC.start_timeout_s + 1)
+        assert [len(r) for r in job.rounds] == [2]
+
+    def test_fewer_than_the_least_end_the_job_saying_what_was_missing(self) -> None:
+        job = world(hosts={"a": 1, "b": 3}, joining=True)
+        assert job.rounds
+        job = World(ELASTIC, {"a": 1})
+        job.wait(2 * ELASTIC.start_timeout_s)
+        assert job.code == 1 and "1 of at least 2" in job.said[-1] and "a: 1 slot" in job.said[-1]
+
+    def test_no_more_than_the_most_are_started(self) -> None:
+        job = world(hosts={"a": 10})
+        assert len(job.workers) == 4
+
+    def test_wrong_options_end_the_job_with_their_exit_code(self) -> None:
+        job = world(replace(ELASTIC, restarts=5), joining=False)
+        job.exit(job.living()[0], 2)
+        assert job.code == 2 and not job.living()
+
+    def test_a_program_that_has_nothing_to_train_ends_well(self) -> None:
+        job = world(joining=False)
+        for worker in job.living():
+            job.exit(worker, 0)
+        assert job.code == 0
+
+    def test_none_that_comes_so_far_ends_the_job(self) -> None:
+        job = world(joining=False)
+        for worker in job.living():
+            job.exit(worker, 1)
+        assert job.code == 1 and "exit code 1" in job.said[-1]
+
+
+class TestPlaces:
+    def test_ranks_go_by_host_and_slot(self) -> None:
+        job = world()
+        keys = ("rank", "local_rank", "local_size", "cross_rank", "cross_size")
+        assert [tuple(w.place[k] for k in keys) for w in job.round()] == [
+            (0, 0, 2, 0, 2),
+            (1, 1, 2, 0, 2),
+            (2, 0, 2, 1, 2),
+            (3, 1, 2, 1, 2),
+        ]
+
+    def test_survivors_keep_their_order_before_newcomers(self) -> None:
+        job = world()
+        second, third, fourth = (job.by_rank(r).number for r in (1, 2, 3))
+        job.exit(job.by_rank(0))
+        assert [w.number for w in job.round()] == [second, third, fourth]
+        job.wait(4)
+        assert [w.number for w in job.round()][:3] == [second, third, fourth] and len(job.round()) == 4
+
+    def test_survivors_of_the_launching_host_come_before_others(self) -> None:
+        job = World(replace(ELASTIC, least=1), {"b": 1, "a": 1, "c": 2})
+        assert job.by_rank(0).host == "a"
+        job.exit(job.by_rank(0))
+        job.wait(4)
+        assert job.by_rank(0).host == "b"  # a newcomer of the launching host knows nothing yet
+        job.exit(job.by_rank(2))
+        assert job.by_rank(0).host == "a"
+
+
+class TestFailure:
+    @pytest.mark.parametrize("code", [-9, 1, 0])
+    def test_all_others_are_told_at_once_and_go_on_without_it(self, code: int) -> None:
+        job = world()
+        others = job.round()[:1] + job.round()[2:]
+        now_s = job.now_s
+        job.exit(job.by_rank(1), code)
+        assert all(w.told == ["round", "broken", "round"] for w in others)
+        assert len(job.round()) == 3 and job.now_s == now_s
+
+    def test_it_is_started_again_after_a_while_and_taken_in(self) -> None:
+        job = world()
+        job.exit(job.by_rank(3))
+        assert len(job.living()) == 3
+        job.wait(0.9)
+        assert len(job.living()) == 3
+        job.wait(3)
+        assert [len(r) for r in job.rounds] == [4, 3, 4]
+
+    def test_a_slot_that_keeps_failing_is_tried_ever_more_rarely_and_never_given_up(self) -> None:
+        job = world()
+        tries = 0
+        for _ in range(400):
+            job.joining = False
+            job.wait(1)
+            for worker in job.living():
+                if not worker.round:
+                    tries += 1
+                    job.exit(worker, 1)
+            if not tries:
+                job.exit(job.by_rank(3))
+                tries = 1
+        assert 8 <= tries <= 13 and len(job.round()) == 3  # after 1, 2, 4 ... 60, 60, 60 s
+
+    def test_time_in_rounds_makes_its_failures_forgotten(self) -> None:
+        job = world()
+        for _ in range(4):
+            job.exit(job.by_rank(3))
+            job.wait(40)
+            assert len(job.round()) == 4
+        assert sum("started again in 1 s" in text for text in job.said) == 4
+
+    def test_the_next_round_waits_for_all_that_are_left(self) -> None:
+        job = world()
+        late = job.by_rank(2)
+        late.deaf = True
+        job.exit(job.by_rank(0))
+        job.wait(3)
+        assert len(job.rounds) == 1
+        job.join(late, "failed")
+        assert len(job.rounds) == 2
+
+    def test_one_that_failed_without_dying_takes_the_others_with_it(self) -> None:
+        job = world()
+        job.join(job.by_rank(1), "failed", "Connection reset")
+        assert [len(r) for r in job.rounds] == [4, 4] and not job.code
+
+    def test_not_elastic_a_death_ends_the_job(self) -> None:
+        job = world(Limits(4, 4, 4, elastic=False))
+        job.exit(job.by_rank(1))
+        assert job.code == 1 and "rank 1 on a was killed by SIGKILL" in job.said[-1] and "--restarts" in job.said[-1]
+
+    def test_not_elastic_it_starts_again_as_often_as_it_may(self) -> None:
+        job = world(Limits(4, 4, 4, elastic=False, restarts=2))
+        for _ in range(3):
+            job.exit(job.by_rank(1))
+            job.wait(5)
+        assert [len(r) for r in job.rounds] == [4, 4, 4] and job.code == 1
+
+    def test_rounds_that_never_make_a_step_end_the_job(self) -> None:
+        job = world()
+        for _ in range(ELASTIC.fruitless + 1):
+            if job.code is None:
+                job.join(job.by_rank(1), "failed", "no route to host")
+        assert job.code == 1 and "no route to host" in job.said[-1]
+
+    def test_rounds_that_make_steps_may_break_for_ever(self) -> None:
+        job = world()
+        for step in range(5 * ELASTIC.fruitless):
+            for worker in job.round():
+                worker.step = step
+            job.join(job.by_rank(1), "failed")
+        assert job.code is None
+
+
+class TestBelowTheLeast:
+    def test_survivors_wait_for_newcomers(self) -> None:
+        job = world(hosts={"a": 2})
+        job = World(replace(ELASTIC, start=2), {"a": 2})
+        survivor = job.by_rank(0)
+        job.exit(job.by_rank(1))
+        assert len(job.rounds) == 1 and survivor.alive
+        job.wait(3)
+        assert [len(r) for r in job.rounds] == [2, 2] and job.by_rank(0) is survivor
+
+    def test_after_a_time_the_job_ends_saying_what_was_missing(self) -> None:
+        job = World(replace(ELASTIC, start=2), {"a": 1, "b": 1})
+        job.unreachable.add("b")
+        job.cut("b")
+        job.wait(ELASTIC.elastic_timeout_s - 5)
+        assert job.code is None and job.living()
+        job.wait(6)
+        assert job.code == 1 and not job.living()
+        assert "1 of at least 2" in job.said[-1] and "b: 1 slot(s), not reached" in job.said[-1]
+
+
+class TestAllFail:
+    def test_without_restarts_it_ends(self) -> None:
+        job = world()
+        for worker in list(job.round()):
+            worker.deaf = True
+        for worker in list(job.round()):
+            job.exit(worker, 1)
+        assert job.code == 1 and "checkpoint" in job.said[-1]
+
+    def test_each_restart_begins_with_newcomers_only_and_ends_some_day(self) -> None:
+        job = world(replace(ELASTIC, restarts=2))
+        for _ in range(3):
+            assert job.code is None and all(w.told == ["round"] for w in job.round())
+            for worker in list(job.round()):
+                worker.deaf = True
+            for worker in list(job.round()):
+                job.exit(worker, 1)
+            job.wait(10)
+        assert job.code == 1 and len(job.rounds) == 3
+
+    def test_a_restart_does_not_wait_for_a_host_that_is_gone(self) -> None:
+        job = world(replace(ELASTIC, restarts=1))
+        job.unreachable.add("b")
+        for worker in list(job.round()):
+            worker.deaf = True
+        job.cut("b")
+        for worker in list(job.round()):
+            job.exit(worker, 1)
+        job.wait(10)
+        assert [len(r) for r in job.rounds] == [4, 2]
+
+
+class TestGrowth:
+    def test_a_burst_of_newcomers_makes_one_round(self) -> None:
+        job = World(replace(ELASTIC, start=2, most=8), {"a": 2})
+        for slots in range(3, 9):
+            job.hosts({"a": slots})
+            job.tick(0.3)
+        assert len(job.rounds) == 1
+        job.wait(2)
+        assert [len(r) for r in job.rounds] == [2, 8]
+
+    def test_an_unending_burst_is_not_waited_for(self) -> None:
+        job = World(replace(ELASTIC, start=2, most=100), {"a": 2})
+        for slots in range(3, 40):
+            job.hosts({"a": slots})
+            job.wait(0.5)
+        assert len(job.rounds) > 2
+
+    def test_who_still_starts_holds_nobody_up(self) -> None:
+        job = World(replace(ELASTIC, start=2), {"a": 2})
+        job.joining = False
+        job.hosts({"a": 4})
+        job.wait(60)
+        assert len(job.rounds) == 1 and len(job.living()) == 4
+
+
+class TestRemoval:
+    def test_a_host_that_is_taken_away_leaves_at_the_next_step(self) -> None:
+        job = world()
+        gone = job.living("b")
+        job.hosts({"a": 2})
+        assert all(w.alive for w in gone)
+        job.wait(2)
+        assert [len(r) for r in job.rounds] == [4, 2] and not job.living("b") and job.code is None
+        assert all(w.told == ["round", "changed", "end"] for w in gone) and "b" not in job.agents
+
+    def test_the_last_slots_go_first(self) -> None:
+        job = world(hosts={"a": 4})
+        first = [w.number for w in job.round()][:3]
+        job.hosts({"a": 3})
+        job.wait(2)
+        assert [w.number for w in job.round()] == first
+
+    def test_a_host_that_comes_back_is_used_again(self) -> None:
+        job = world()
+        job.hosts({"a": 2})
+        job.wait(2)
+        job.hosts(TWO_HOSTS)
+        job.wait(70)
+        assert [len(r) for r in job.rounds] == [4, 2, 4]
+
+    def test_one_change_for_removal_and_growth_together(self) -> None:
+        job = world()
+        job.hosts({"a": 2, "c": 2})
+        job.wait(5)
+        assert {w.host for w in job.round()} == {"a", "c"} and len(job.rounds) <= 3
+
+    def test_who_holds_the_state_stays_until_others_hold_it(self) -> None:
+        job = World(replace(ELASTIC, start=2), {"a": 2})
+        job.hosts({"b": 2})
+        job.wait(5)
+        assert all(set(before) & set(after) for before, after in zip(job.rounds, job.rounds[1:], strict=False))
+        assert {w.host for w in job.round()} == {"b"} and not job.living("a")
+
+    def test_nobody_has_to_go_where_too_few_would_be_left_for_a_while(self) -> None:
+        job = World(replace(ELASTIC, start=2), {"a": 2})
+        job.hosts({"a": 1})
+        job.wait(60)
+        assert len(job.round()) == 2 and any("at least 2 are needed" in text for text in job.said)
+        job.wait(ELASTIC.elastic_timeout_s)
+        assert job.code == 1 and not job.living()
+
+    def test_a_rank_that_is_told_to_go_does_and_its_slot_rests(self) -> None:
+        job = world()
+        leaver = job.by_rank(1)
+        job.say(leaver, "drain")
+        job.wait(2)
+        assert leaver.told == ["round", "changed", "end"] and [len(r) for r in job.rounds] == [4, 3]
+        job.wait(50)
+        assert len(job.round()) == 3
+        job.wait(15)
+        assert len(job.round()) == 4
+
+
+class TestEnd:
+    def test_all_finish(self) -> None:
+        job = world()
+        for worker in job.round():
+            job.finish(worker)
+        assert job.code == 0
+
+    def test_the_first_to_finish_ends_nobodys_work(self) -> None:
+        job = world()
+        first, *others = job.round()
+        job.finish(first)
+        job.wait(ELASTIC.grace_s - 1)
+        assert all(w.alive and w.told == ["round"] for w in others)
+        for worker in others:
+            job.finish(worker)
+            job.wait(20)
+        assert job.code == 0
+
+    def test_who_stays_too_long_is_ended(self) -> None:
+        job = world()
+        first, second, *_ = job.round()
+        job.finish(first)
+        job.say(second, "leaving", why="finished")  # it writes: it has more time
+        job.wait(ELASTIC.grace_s + 5)
+        assert second.alive and job.living() == [second]
+        job.exit(second, 0)
+        assert job.code == 0
+
+    def test_no_round_begins_when_one_has_finished(self) -> None:
+        job = world()
+        first, second, *_ = job.round()
+        job.say(first, "leaving", why="finished")
+        job.exit(second)
+        assert len(job.rounds) == 1
+        job.exit(first, 0)
+        assert job.code == 0
+
+    def test_work_that_is_spoilt_at_the_end_is_not_done(self) -> None:
+        job = world()
+        for worker in job.round():
+            job.finish(worker, code=-9 if worker.rank == 0 else 0)
+        assert job.code == 1 and "rank 0" in job.said[-1]
+
+    @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
+    def test_a_signal_lets_all_save(self, name: str, code: int) -> None:
+        job = world()
+        everybody = job.round()
+        job.do(job.members.signal(name, job.now_s))
+        assert job.code == code and all(w.told == ["round", "stop"] for w in everybody)
+
+    def test_a_second_signal_kills(self) -> None:
+        job = world()
+        for worker in job.round():
+            worker.deaf = True
+        job.do(job.members.signal("SIGINT", job.now_s))
+        assert job.living()
+        job.do(job.members.signal("SIGINT", job.now_s))
+        assert not job.living() and job.code == 130
+
+    def test_who_does_not_stop_is_killed(self) -> None:
+        job = world()
+        for worker in job.round():
+            worker.deaf = True
+        job.do(job.members.signal("SIGTERM", job.now_s))
+        job.wait(ELASTIC.stop_s - 1)
+        assert len(job.living()) == 4
+        job.wait(2)
+        assert not job.living() and job.code == 143
+
+    def test_between_two_rounds_they_get_one_to_save_in(self) -> None:
+        job = world()
+        late = job.by_rank(3)
+        late.deaf = True
+        job.exit(job.by_rank(0))
+        job.do(job.members.signal("SIGTERM", job.now_s))
+        late.deaf = False
+        job.join(late, "failed")
+        assert job.code == 143 and len(job.rounds[1]) == 3 and late.told[-2:] == ["round", "stop"]
+
+    def test_the_limit_of_rounds(self) -> None:
+        job = world(replace(ELASTIC, reset_limit=2))
+        for _ in range(3):
+            if job.code is None:
+                job.exit(job.by_rank(0))
+                job.wait(10)
+        assert job.code == 1 and len(job.rounds) == 3 and "--reset-limit" in job.said[-1]
+
+
+class TestHangs:
+    def test_a_stopped_rank_is_killed(self) -> None:
+        job = world()
+        stopped = job.by_rank(2)
+        stopped.deaf = True
+        job.alive(stopped)
+        job.wait(3)
+        job.do(job.members.heard("b", {stopped.number: True}, job.now_s))
+        assert stopped.alive
+        job.wait(3)
+        assert not stopped.alive and len(job.round()) == 3
+
+    def test_a_job_that_is_stopped_as_a_whole_is_left_alone(self) -> None:
+        job = world()
+        for worker in job.round():
+            job.alive(worker)
+            worker.deaf = True
+        job.wait(2)
+        for worker in job.round():
+            job.do(job.members.heard(worker.host, {worker.number: True}, job.now_s))
+        job.wait(100)
+        assert len(job.round()) == 4
+
+    def test_one_that_cannot_speak_has_as_long_as_one_that_hangs(self) -> None:
+        job = world()
+        mute = job.by_rank(2)
+        job.alive(mute)
+        mute.deaf = True
+        job.wait(55)
+        assert mute.alive
+        job.wait(10)
+        assert not mute.alive
+
+    def test_who_holds_the_others_up_is_killed(self) -> None:
+        job = world()
+        *others, hung = job.round()
+        for worker in others:
+            job.alive(worker, idle_s=61, waiting=True)
+        job.alive(hung, idle_s=59)
+        assert hung.alive
+        job.alive(hung, idle_s=61)
+        assert not hung.alive and len(job.round()) == 3
+        assert any("hangs" in text and "rank 3 on b" in text for text in job.said)
+
+    def test_a_slow_one_is_not(self) -> None:
+        job = world()
+        *others, slow = job.round()
+        for worker in others:
+            job.alive(worker, idle_s=500, waiting=True)
+        job.alive(slow, idle_s=30)
+        assert slow.alive
+
+    def test_nobody_is_where_all_work_or_the_time_is_0(self) -> None:
+        for limits in (ELASTIC, replace(ELASTIC, hang_timeout_s=0)):
+            job = world(limits)
+            for worker in job.round():
+                job.alive(worker, idle_s=1e6, waiting=not limits.hang_timeout_s and worker.rank != 0)
+            assert len(job.round()) == 4 and len(job.rounds) == 1
+
+    def test_collectives_that_never_come_are_given_up(self) -> None:
+        job = world()
+        for worker in job.round():
+            job.alive(worker, idle_s=61, waiting=True)
+        assert [len(r) for r in job.rounds] == [4, 4]
+
+    def test_who_does_not_leave_a_broken_round_is_killed(self) -> None:
+        job = world()
+        stays = job.by_rank(2)
+        stays.deaf = True
+        job.exit(job.by_rank(0))
+        for idle_s in range(60):
+            job.wait(1)
+            job.alive(stays, idle_s=idle_s + 1, waiting=True)
+        job.alive(stays, idle_s=61, waiting=True)
+        assert not stays.alive and len(job.round()) >= 2
+
+    def test_a_driver_that_was_away_blames_nobody(self) -> None:
+        job = world()
+        for worker in job.round():
+            job.alive(worker)
+        job.do(job.members.heard("b", {job.by_rank(3).number: True}, job.now_s))
+        job.tick(1000)
+        assert len(job.round()) == 4 and len(job.agents) == 2
+
+    def test_a_host_that_is_not_heard_of_is_lost_and_tried_again(self) -> None:
+        job = world()
+        job.unreachable.add("b")
+        job.wait(ELASTIC.lost_s + 1)
+        assert [len(r) for r in job.rounds] == [4, 2]
+        job.unreachable.clear()
+        job.wait(70)
+        assert len(job.round()) == 4

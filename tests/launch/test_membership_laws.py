@@ -1,0 +1,178 @@
+"""The laws of `hvdtrain.launch.membership` over any history of faults, growth, removal and time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.launch.commands import Limits
+from tests.support.job_world import World
+
+LIMITS = Limits(start=3, least=2, most=5)
+QUIET_S = 200.0
+
+
+def _pick(job: World, number: int) -> int:
+    return sorted(w.number for w in job.living())[number % len(job.living())] if job.living() else 0
+
+
+def _kill(job: World, number: int) -> None:
+    if worker := job.workers.get(_pick(job, number)):
+        job.exit(worker, -9)
+
+
+def _drain(job: World, number: int) -> None:
+    if worker := job.workers.get(_pick(job, number)):
+        job.say(worker, "drain")
+
+
+def _fail(job: World, number: int) -> None:
+    if (worker := job.workers.get(_pick(job, number))) and worker.inside:
+        job.join(worker, "failed", "an error")
+
+
+def _step(job: World, number: int) -> None:
+    for worker in job.round():
+        worker.step += 1
+
+
+def _hosts(job: World, number: int) -> None:
+    hosts = dict(zip("abc", (number % 3, number // 3 % 3, number // 9 % 3), strict=True))
+    job.hosts({name: slots for name, slots in hosts.items() if slots})
+
+
+def _cut(job: World, number: int) -> None:
+    if job.agents:
+        job.cut(sorted(job.agents)[number % len(job.agents)])
+
+
+def _reach(job: World, number: int) -> None:
+    job.unreachable = {"b"} if number % 2 else set()
+
+
+def _wait(job: World, number: int) -> None:
+    job.wait(number % 7 + 0.3)
+
+
+def _deaf(job: World, number: int) -> None:
+    """A message crosses another: it is heard late."""
+    if worker := job.workers.get(_pick(job, number)):
+        worker.deaf = not worker.deaf
+        if not worker.deaf and worker.inside and worker.told[-1] in ("broken", "changed"):
+            job.join(worker, "failed")
+
+
+def _late(job: World, number: int) -> None:
+    """Newcomers take their time from now on, or no longer."""
+    job.joining = not job.joining
+    for worker in job.living():
+        if job.joining and not worker.round:
+            job.join(worker)
+
+
+ACTIONS: list[Callable[[World, int], None]] = [
+    _kill,
+    _kill,
+    _drain,
+    _fail,
+    _step,
+    _hosts,
+    _cut,
+    _reach,
+    _wait,
+    _wait,
+    _deaf,
+    _late,
+]
+HISTORIES = st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 26)), max_size=25)
+
+
+def _live(job: World, history: list[tuple[Callable[[World, int], None], int]]) -> None:
+    for action, number in history:
+        if job.code is None:
+            action(job, number)
+            _check(job)
+
+
+def _check(job: World) -> None:
+    """What holds at every moment."""
+    limits = job.members.job.limits
+    restarts = sum(event.name == "restart" for event in job.events)
+    fresh = 0
+    for before, after in zip([[], *job.rounds], job.rounds, strict=False):
+        assert limits.least <= len(after) <= limits.most, job.rounds
+        assert len(set(after)) == len(after)
+        fresh += after[0] not in before
+    assert fresh <= 1 + restarts, "a round was led by one that holds no state"
+    inside = job.round()
+    assert [w.rank for w in inside] == sorted({w.rank for w in inside})
+    assert len({(w.host, w.place["local_rank"]) for w in inside if w.round == len(job.rounds)}) == len(
+        [w for w in inside if w.round == len(job.rounds)]
+    )
+
+
+def _heal(job: World) -> None:
+    """Everything works again, and time goes by."""
+    job.unreachable = set()
+    if not job.joining:
+        _late(job, 0)
+    for worker in job.living():
+        worker.deaf = False
+        if worker.inside and worker.told[-1] in ("broken", "changed"):
+            job.join(worker, "failed")
+        elif worker.told and worker.told[-1] == "end":
+            job.exit(worker, 0)
+    if job.code is None:
+        job.hosts({"a": 3, "b": 2})
+    job.wait(QUIET_S)
+
+
+@given(HISTORIES, st.integers(0, 3))
+def test_no_wait_has_no_end(history: list[tuple[Callable[[World, int], None], int]], restarts: int) -> None:
+    job = World(replace(LIMITS, restarts=restarts), {"a": 2, "b": 2})
+    _live(job, history)
+    _heal(job)
+    _check(job)
+    if job.code is None:
+        assert len(job.round()) == LIMITS.most, "all places are filled again"
+        assert {w.size for w in job.round()} == {LIMITS.most} and len(job.living()) == LIMITS.most
+        for worker in job.round():
+            job.finish(worker)
+        assert job.code == 0
+    else:
+        assert any(event.name == "failed" and event.facts["why"] for event in job.events)
+    assert not job.living() and not job.round()
+
+
+@given(HISTORIES, st.sampled_from(["SIGTERM", "SIGINT"]), st.booleans())
+def test_a_signal_always_ends_the_job(
+    history: list[tuple[Callable[[World, int], None], int]], name: str, deaf: bool
+) -> None:
+    job = World(replace(LIMITS, restarts=2), {"a": 2, "b": 2})
+    _live(job, history)
+    if job.code is not None:
+        return
+    for worker in job.living():
+        worker.deaf = worker.deaf or deaf
+    job.do(job.members.signal(name, job.now_s))
+    job.wait(LIMITS.stop_s + LIMITS.end_s + 1)
+    assert job.code is not None and job.code > 0 and not job.living()
+
+
+@given(HISTORIES)
+def test_it_ends_some_day_where_too_few_ever_come_back(
+    history: list[tuple[Callable[[World, int], None], int]],
+) -> None:
+    job = World(replace(LIMITS, elastic_timeout_s=30, start_timeout_s=40), {"a": 2, "b": 2})
+    _live(job, history)
+    if job.code is None:
+        job.hosts({"a": 1})
+        job.unreachable.add("b")
+        for worker in job.living("b"):
+            job.exit(worker, -9)
+    for _ in range(4):
+        job.wait(60)
+    assert job.code == 1 and not job.living()

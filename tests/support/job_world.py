@@ -1,0 +1,172 @@
+"""A world for `Membership` that needs no process and no clock: agents and workers that do as they are told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hvdtrain.launch.commands import (
+    Command,
+    End,
+    Event,
+    KillWorker,
+    Limits,
+    OpenRound,
+    StartAgent,
+    StartWorker,
+    StopAgent,
+    Tell,
+)
+from hvdtrain.launch.membership import Membership
+
+
+@dataclass
+class FakeWorker:
+    """`told`: kinds of messages, in their order. `deaf`: it does not do as it is told."""
+
+    number: int
+    host: str
+    alive: bool = True
+    round: int = 0
+    rank: int = -1
+    size: int = 0
+    place: dict[str, Any] = field(default_factory=dict)
+    inside: bool = False
+    told: list[str] = field(default_factory=list)
+    deaf: bool = False
+    step: int = -1
+
+
+class World:
+    """Carries out what a membership asks for; `broken` and `changed` make a worker join, `end` makes it exit."""
+
+    def __init__(self, limits: Limits, hosts: dict[str, int], local: str = "a", *, joining: bool = True) -> None:
+        self.now_s = 1000.0
+        self._todo: list[Command] = []
+        self._doing = False
+        self.joining = joining
+        self.unreachable: set[str] = set()
+        self.workers: dict[int, FakeWorker] = {}
+        self.agents: set[str] = set()
+        self.rounds: list[list[int]] = []
+        self.said: list[str] = []
+        self.events: list[Event] = []
+        self.code: int | None = None
+        self.members = Membership(limits, frozenset({local}), self.now_s)
+        self.hosts(hosts)
+
+    def hosts(self, hosts: dict[str, int]) -> None:
+        self.do(self.members.discovered(hosts, self.now_s))
+
+    def tick(self, seconds: float = 0.1) -> None:
+        self.now_s += seconds
+        self.do(self.members.tick(self.now_s))
+
+    def wait(self, seconds: float) -> None:
+        """Time goes by, with a sign of life of everyone who can give one each second."""
+        until = self.now_s + seconds
+        while self.now_s < until and self.code is None:
+            self.tick(min(0.5, until - self.now_s))
+            for host in list(self.agents - self.unreachable):
+                self.do(self.members.heard(host, {}, self.now_s))
+            for worker in self.living():
+                if not worker.deaf:
+                    self.alive(worker)
+
+    def alive(self, worker: FakeWorker, idle_s: float = 0.0, waiting: bool = False) -> None:
+        self.say(worker, "alive", round=worker.round, step=worker.step, idle_s=idle_s, waiting=waiting)
+
+    def join(self, worker: FakeWorker, why: str = "started", text: str = "") -> None:
+        worker.inside = False
+        self.say(worker, "join", after=worker.round, why=why, text=text, step=worker.step)
+
+    def say(self, worker: FakeWorker, kind: str, **facts: Any) -> None:
+        self.do(self.members.said(worker.number, {"type": kind, **facts}, self.now_s))
+
+    def exit(self, worker: FakeWorker, code: int = -9) -> None:
+        worker.alive = worker.inside = False
+        self.do(self.members.exited(worker.number, code, self.now_s))
+
+    def cut(self, host: str) -> None:
+        """The agent of a host is gone, with its workers."""
+        self.agents.discard(host)
+        for worker in self.living(host):
+            worker.alive = worker.inside = False
+        self.do(self.members.agent_lost(host, "the link is cut", self.now_s))
+
+    def finish(self, worker: FakeWorker, why: str = "finished", code: int = 0) -> None:
+        self.say(worker, "leaving", why=why)
+        if worker.alive:
+            self.exit(worker, code)
+
+    def living(self, host: str | None = None) -> list[FakeWorker]:
+        return [w for w in self.workers.values() if w.alive and host in (None, w.host)]
+
+    def round(self) -> list[FakeWorker]:
+        """Who is in the round now, by rank."""
+        return sorted((w for w in self.living() if w.inside), key=lambda w: w.rank)
+
+    def by_rank(self, rank: int) -> FakeWorker:
+        return next(w for w in self.round() if w.rank == rank)
+
+    def do(self, commands: list[Command]) -> None:
+        """Carry out commands in their order; what follows from them is seen after all of them."""
+        self._todo += commands
+        while self._todo and not self._doing:
+            self._doing = True
+            todo, self._todo = self._todo, []
+            self._carry_out(todo)
+            self._doing = False
+
+    def _carry_out(self, commands: list[Command]) -> None:
+        for command in commands:
+            if isinstance(command, StartAgent):
+                self._start_agent(command.host)
+            elif isinstance(command, StopAgent):
+                self.agents.discard(command.host)
+                for worker in self.living(command.host):
+                    worker.alive = worker.inside = False
+            elif isinstance(command, StartWorker):
+                assert command.host in self.agents, "no agent there"
+                worker = self.workers[command.worker] = FakeWorker(command.worker, command.host)
+                if self.joining:
+                    self.join(worker)
+            elif isinstance(command, KillWorker):
+                worker = self.workers[command.worker]
+                if worker.alive:
+                    self.exit(worker, -9)
+            elif isinstance(command, OpenRound):
+                self.rounds.append([])
+            elif isinstance(command, Tell):
+                self._tell(self.workers[command.worker], command)
+            elif isinstance(command, Event):
+                self.events.append(command)
+                self.said += filter(None, [command.text])
+            elif isinstance(command, End):
+                assert self.code is None, "the end came twice"
+                self.code = command.code
+
+    def _start_agent(self, host: str) -> None:
+        if host in self.unreachable:
+            self.do(self.members.agent_lost(host, "Connection refused", self.now_s))
+        else:
+            self.agents.add(host)
+            self.do(self.members.agent_up(host, self.now_s))
+
+    def _tell(self, worker: FakeWorker, command: Tell) -> None:
+        if not worker.alive:
+            return
+        worker.told.append(command.kind)
+        if command.kind == "round":
+            assert not worker.inside, "it is in a round already"
+            worker.round, worker.rank, worker.size = (command.facts[k] for k in ("round", "rank", "size"))
+            worker.place, worker.inside, worker.step = command.facts, True, max(worker.step, 0)
+            self.rounds[-1].append(worker.number)
+        elif worker.deaf:
+            return
+        elif command.kind == "end":
+            self.exit(worker, 0)
+        elif command.kind in ("broken", "changed") and worker.inside:
+            self.join(worker, "failed" if command.kind == "broken" else "changed")
+        elif command.kind == "stop" and worker.inside:
+            self.finish(worker, command.facts["signal"], {"SIGTERM": 143, "SIGINT": 130}[command.facts["signal"]])
