@@ -100,8 +100,9 @@ def lost(job: Job, why: str) -> None:
     job.phase, job.code, job.spoilt = Phase.RUNNING, 0, ""
     job.fresh, job.broken, job.changed, job.began_s = True, False, False, job.now_s
     for host in job.hosts.values():
-        for what in (host, *host.places.values()):
-            what.failed = False
+        host.failed = False
+        for place in host.places.values():
+            place.failed = False
     for worker in job.workers.values():
         if worker.round or worker.leaving:
             dismiss(job, worker, "all is started again")

@@ -24,7 +24,7 @@ def exited(job: Job, worker: Worker, code: int, text: str = "") -> None:
     if worker.leaving:
         left(job, worker, code)
     elif worker.ended:
-        if worker.going:
+        if worker.drained:
             job.hosts[worker.host].place(worker.slot).free_s = job.now_s + job.limits.cooldown_most_s
     elif job.phase is Phase.RUNNING and code == 0 and job.fresh and not worker.joined:
         _without_a_word(job, worker)

@@ -22,7 +22,7 @@ def discovered(job: Job, hosts: dict[str, int], local: frozenset[str]) -> None:
         fits = worker.slot < job.hosts[worker.host].slots
         if not fits and not worker.going:
             worker.going = f"{worker.host} has no slot for it any more"
-        elif fits and worker.going.endswith("any more"):
+        elif fits and not worker.drained:
             worker.going = ""
 
 

@@ -67,6 +67,7 @@ class Worker:
         joined: it waits for a place in the next round.
         step: optimizer steps that it holds, as it said last.
         going: why it has to make room, "" if it stays.
+        drained: it was told to by SIGTERM, so that its slot is left alone for a while.
         leaving: why it said that it ends, "" if it didn't.
         ended: why it was told to end, "" if it wasn't; gone by `until_s`, else it is killed.
         heard_s: when it gave a sign of life last, None before the first.
@@ -85,6 +86,7 @@ class Worker:
     joined: bool = False
     step: int = -1
     going: str = ""
+    drained: bool = False
     leaving: str = ""
     ended: str = ""
     until_s: float = float("inf")

@@ -148,7 +148,8 @@ def _alive(job: Job, worker: Worker, message: Mapping[str, Any]) -> None:
     worker.heard_s = job.now_s
     worker.halted_s = None
     if message.get("round") == worker.round:
-        worker.idle_s = float(_number(message.get("idle_s"), 0))
+        idle_s = float(_number(message.get("idle_s"), 0))
+        worker.idle_s = min(idle_s, job.now_s - worker.entered_s)  # what was before its round says nothing
         worker.waiting = message.get("waiting") is True
         worker.step = max(worker.step, int(_number(message.get("step"), -1)))
 
@@ -159,7 +160,7 @@ def _drain(job: Job, worker: Worker, message: Mapping[str, Any]) -> None:
     if not job.limits.elastic:
         job.note("drain", f"{worker.label} was told to go, and the job is not elastic", worker=worker.number)
         return ends.stop(job, "SIGTERM")
-    worker.going = "it was told to go"
+    worker.going, worker.drained = "it was told to go", True
     job.note("drain", f"{worker.label} was told to go: the others go on", worker=worker.number)
 
 

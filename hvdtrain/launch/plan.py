@@ -113,7 +113,7 @@ def describe(plan: Plan, hosts: Mapping[str, int]) -> str:
     host, slots = next(iter(hosts.items()), ("localhost", 1))
     place = {"rank": 0, "size": plan.limits.start, "local_rank": 0, "local_size": min(plan.limits.start, slots)}
     variables = rank_environment(plan, host, {**place, "cross_rank": 0, "cross_size": len(hosts)})
-    lines.append(f"each rank, in {plan.folder}, the first with:")
+    lines.append(f"each rank, in {shlex.quote(plan.folder)}, the first with:")
     lines.append(f"  {shlex.join(plan.program)}")
     lines += [f"  {name}={shlex.quote(text)}" for name, text in variables.items()]
     return "\n".join(lines)

@@ -295,8 +295,15 @@ class TestRemoval:
         job.hosts({"a": 2})
         job.wait(2)
         job.hosts(TWO_HOSTS)
-        job.wait(70)
+        job.wait(3)
         assert [len(r) for r in job.rounds] == [4, 2, 4]
+
+    def test_a_removal_that_is_taken_back_in_time_changes_nothing(self) -> None:
+        job = world()
+        job.hosts({"a": 2})
+        job.hosts(TWO_HOSTS)
+        job.wait(5)
+        assert [len(r) for r in job.rounds] == [4] and all(w.told == ["round"] for w in job.round())
 
     def test_one_change_for_removal_and_growth_together(self) -> None:
         job = world()
@@ -454,6 +461,7 @@ class TestHangs:
 
     def test_who_holds_the_others_up_is_killed(self) -> None:
         job = world()
+        job.wait(70)
         *others, hung = job.round()
         for worker in others:
             job.alive(worker, idle_s=61, waiting=True)
@@ -478,14 +486,26 @@ class TestHangs:
                 job.alive(worker, idle_s=1e6, waiting=not limits.hang_timeout_s and worker.rank != 0)
             assert len(job.round()) == 4 and len(job.rounds) == 1
 
+    def test_what_was_before_the_round_is_not_held_against_anyone(self) -> None:
+        job = world()
+        job.wait(70)
+        job.exit(job.by_rank(0))
+        first, *others = job.round()
+        for worker in others:
+            job.alive(worker, waiting=True)
+        job.alive(first, idle_s=1000)
+        assert first.alive
+
     def test_collectives_that_never_come_are_given_up(self) -> None:
         job = world()
+        job.wait(70)
         for worker in job.round():
             job.alive(worker, idle_s=61, waiting=True)
         assert [len(r) for r in job.rounds] == [4, 4]
 
     def test_who_does_not_leave_a_broken_round_is_killed(self) -> None:
         job = world()
+        job.wait(70)
         stays = job.by_rank(2)
         stays.deaf = True
         job.exit(job.by_rank(0))

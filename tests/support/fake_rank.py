@@ -111,6 +111,7 @@ def main() -> None:
 def train(rank: int, size: int) -> tuple[str, str]:
     """Steps go by a shared file for all: the step that a round is at."""
     where = FOLDER / f"at-{state['round']}"
+    state["idle"] = time.monotonic()
     if rank == 0:
         where.write_text(str(state["step"]))
     while True:
@@ -127,15 +128,17 @@ def train(rank: int, size: int) -> tuple[str, str]:
             sys.exit(128 + signal.Signals[message["signal"]].value)
         if message["type"] == "end":
             sys.exit(0)
-        state["idle"], state["waiting"] = time.monotonic(), False
         if rank == 0:
+            state["idle"] = time.monotonic()
             act(rank, state["step"])
             state["step"] += 1
             (FOLDER / "checkpoint").write_text(str(state["step"]))
             where.write_text(str(state["step"]))
         else:
             reached = int(where.read_text() or 0) if where.exists() else state["step"]
+            state["waiting"] = state["step"] >= reached
             while state["step"] < reached:
+                state["idle"] = time.monotonic()
                 act(rank, state["step"])
                 state["step"] += 1
         if state["step"] >= STEPS:

@@ -1,6 +1,8 @@
-"""A rank with real Horovod and no trainer: sums ones until the sum of all rounds' steps is reached.
+"""A rank with real Horovod and no trainer: sums ones, and ends some steps after round ROUNDS has begun.
 
-python hvd_rank.py STEPS [kill:RANK:STEP]
+    python hvd_rank.py ROUNDS [kill:RANK:STEP]
+
+The file HVD_RANK_MARK says that a rank was killed already.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import torch
 
 from hvdtrain.runtime.channel import VARIABLE, Channel
 
-STEPS = int(sys.argv[1])
+ROUNDS = int(sys.argv[1])
 KILL = sys.argv[2].split(":")[1:] if len(sys.argv) > 2 else None
 
 channel = Channel(socket.socket(fileno=int(os.environ[VARIABLE])))
@@ -59,7 +61,8 @@ def work() -> str:
     start = hvd.allreduce(torch.tensor(float(told["step"])), op=hvd.Max, name=f"start{told['round']}")
     told["step"] = int(start)
     first = Path(os.environ["HVD_RANK_MARK"])
-    while told["step"] < STEPS:
+    until = told["step"] + 20 if told["round"] >= ROUNDS else sys.maxsize
+    while told["step"] < until:
         if KILL and [str(hvd.rank()), str(told["step"])] == KILL and not first.exists():
             first.touch()
             os.kill(os.getpid(), signal.SIGKILL)

@@ -74,6 +74,7 @@ class World:
                     self.alive(worker)
 
     def alive(self, worker: FakeWorker, idle_s: float = 0.0, waiting: bool = False) -> None:
+        """Its sign of life."""
         self.say(worker, "alive", round=worker.round, step=worker.step, idle_s=idle_s, waiting=waiting)
 
     def join(self, worker: FakeWorker, why: str = "started", text: str = "") -> None:

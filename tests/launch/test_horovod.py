@@ -1,0 +1,24 @@
+"""Real Horovod under the driver: one process lives through rounds of other sizes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.fake_launch import FakeJob
+
+PROGRAM = Path(__file__).parents[1] / "support" / "hvd_rank.py"
+
+
+def test_horovod_goes_on_with_those_who_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("horovod")
+    monkeypatch.setenv("HVD_RANK_MARK", str(tmp_path / "mark"))
+    options = ("-np", "2", "--elastic", "1:2", "-H", "localhost:1,127.0.0.1:1", "--events", "events")
+    with FakeJob(tmp_path, *options, "--", "3", "kill:1:200", program=PROGRAM) as job:
+        code, out = job.end()
+    assert code == 0, job.said
+    events = map(json.loads, (tmp_path / "events").read_text().splitlines())
+    assert [event["size"] for event in events if event["event"] == "round"] == [2, 1, 2]
+    assert "round 2: rank 0 of 1 at 200" in out and "[1] round 3: rank 1 of 2 at 0" in out

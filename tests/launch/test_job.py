@@ -1,0 +1,145 @@
+"""Whole jobs: a real driver, real agents, and processes that speak the channel but do not train."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.fake_launch import FakeJob
+
+FOR_EVER = "1000000"
+TWO = ("-np", "2", "--elastic", "1:2")
+
+
+def sizes(job: FakeJob) -> list[int]:
+    """Of the rounds that the driver announced."""
+    events = map(json.loads, (job.folder / "events").read_text().splitlines())
+    return [event["size"] for event in events if event["event"] == "round"]
+
+
+def test_start_and_end(tmp_path: Path) -> None:
+    with FakeJob(tmp_path, "-np", "2", "--events", "events", "--", "10") as job:
+        code, out = job.end()
+    assert code == 0 and sizes(job) == [2] and len(job.log("finished")) == 2
+    assert sorted(out.splitlines()) == ["[1] round 1 rank 1 of 2", "round 1 rank 0 of 2"]
+    assert all("if=lo" in line for line in job.log("round"))
+
+
+def stop(job: FakeJob, after: str) -> None:
+    """Let it run until the driver says something, then stop it."""
+    job.until(after)
+    job.signal(signal.SIGTERM)
+    assert job.end()[0] == 143, job.said
+
+
+@pytest.mark.parametrize("deed", ["kill:0", "kill:1", "raise:1", "hang:0"])
+def test_a_rank_is_gone_and_another_takes_its_place(tmp_path: Path, deed: str) -> None:
+    options = (*TWO, "--hang-timeout", "2", "--events", "events")
+    with FakeJob(tmp_path, *options, "--", FOR_EVER, f"{deed}:20") as job:
+        stop(job, "round 3")
+    assert sizes(job) == [2, 1, 2]
+    survivor, newcomer = job.log("round 3 rank=0")[0], job.log("round 3 rank=1")[0]
+    assert int(survivor.split("step=")[1].split()[0]) >= 20 and "step=-1" in newcomer
+
+
+def test_a_stopped_rank_is_killed(tmp_path: Path) -> None:
+    with FakeJob(tmp_path, *TWO, "--events", "events", "--", FOR_EVER, "stop:1:5") as job:
+        job.until("rank 1 on localhost hangs")
+        stop(job, "round 2: 1 rank(s)")
+
+
+def test_growth_and_removal_by_a_script(tmp_path: Path) -> None:
+    hosts, script = tmp_path / "hosts", tmp_path / "discover me"
+    hosts.write_text("localhost:1\n")
+    script.write_text(f"#!/bin/sh\nexec cat '{hosts}'\n")
+    script.chmod(0o755)
+    options = ("-np", "1", "--elastic", "1:4", "--discover", "./discover me", "--events", "events")
+    with FakeJob(tmp_path, *options, "--", FOR_EVER) as job:
+        job.until("round 1: 1 rank(s) on 1 host(s)")
+        hosts.write_text("localhost:1\n127.0.0.1:2\n")
+        job.until("round 2: 3 rank(s) on 2 host(s)")
+        hosts.write_text("localhost:1\n")
+        job.until("round 3: 1 rank(s) on 1 host(s)")
+        script.chmod(0o644)
+        job.until("the hosts stay as they were")
+        script.chmod(0o755)
+        hosts.write_text("localhost:1\n127.0.0.1:1\n")
+        stop(job, "round 4: 2 rank(s) on 2 host(s)")
+    assert len(job.log("end")) == 2
+
+
+def test_a_rank_that_is_told_to_go(tmp_path: Path) -> None:
+    with FakeJob(tmp_path, *TWO, "--events", "events", "--", FOR_EVER, "drain:1:5") as job:
+        stop(job, "round 2")
+    assert sizes(job) == [2, 1] and len(job.log("end")) == 1
+
+
+def test_all_fail_once_and_go_on_from_the_checkpoint(tmp_path: Path) -> None:
+    options = (*TWO, "--restarts", "1", "--events", "events")
+    with FakeJob(tmp_path, *options, "--", "40", "raise:0:20", "raise:1:19") as job:
+        code, _ = job.end()
+    assert code == 0, job.said
+    assert len(job.log("finished")) >= 1
+
+
+def test_all_fail_each_time(tmp_path: Path) -> None:
+    with FakeJob(tmp_path, *TWO, "--restarts", "1", "--", "40", "always-raise:*:20") as job:
+        code, _ = job.end()
+    assert code == 1 and any("no rank is left after 1 restart(s)" in line for line in job.said)
+
+
+def test_not_elastic_and_without_restarts_the_first_death_ends_it(tmp_path: Path) -> None:
+    with FakeJob(tmp_path, "-np", "2", "--", FOR_EVER, "kill:1:5") as job:
+        code, _ = job.end()
+    assert code == 1 and any("rank 1 on localhost was killed by SIGKILL" in line for line in job.said)
+
+
+def test_the_limit_of_resets(tmp_path: Path) -> None:
+    with FakeJob(tmp_path, *TWO, "--reset-limit", "1", "--", FOR_EVER, "kill:1:5") as job:
+        code, _ = job.end()
+    assert code == 1 and any("--reset-limit allows 1" in line for line in job.said)
+
+
+def test_the_least_is_not_reached_in_time(tmp_path: Path) -> None:
+    options = ("-np", "2", "--elastic", "2:2", "--elastic-timeout", "0.2", "--", FOR_EVER, "kill:1:5")
+    with FakeJob(tmp_path, *options) as job:
+        code, _ = job.end()
+    assert code == 1 and any("there are 1 of at least 2 ranks" in line for line in job.said)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signals_to_the_driver(tmp_path: Path, number: int, code: int) -> None:
+    with FakeJob(tmp_path, *TWO, "--", FOR_EVER) as job:
+        job.until("round 1")
+        job.signal(number)
+        assert job.end()[0] == code
+
+
+def test_a_killed_driver_leaves_nothing(tmp_path: Path) -> None:
+    with FakeJob(tmp_path, *TWO, "--", FOR_EVER) as job:
+        job.until("round 1")
+        there = job.processes()
+        job.signal(signal.SIGKILL)
+        _, alive = psutil.wait_procs(there, timeout=30)
+    assert len(there) == 3 and not alive
+
+
+def test_a_killed_agent_takes_its_ranks_with_it_and_is_started_again(tmp_path: Path) -> None:
+    options = ("-np", "2", "--elastic", "1:2", "-H", "localhost:1,127.0.0.1:1", "--events", "events")
+    with FakeJob(tmp_path, *options, "--", FOR_EVER) as job:
+        job.until("round 1: 2 rank(s) on 2 host(s)")
+        _, agent = sorted(job.processes("hvdtrain.launch.agent"), key=lambda process: process.pid)
+        ranks = agent.children()
+        agent.kill()
+        job.until("round 2: 1 rank(s) on 1 host(s)")
+        stop(job, "round 3: 2 rank(s) on 2 host(s)")
+    assert len(ranks) == 1 and not ranks[0].is_running()
+
+
+def test_options_that_are_wrong_for_every_rank_end_the_job_at_once(tmp_path: Path) -> None:
+    with FakeJob(tmp_path, *TWO, "--restarts", "3", "--", "--help", program=Path("/nothing/here.py")) as job:
+        assert job.end()[0] == 2  # Python's own exit code for a program that is not there

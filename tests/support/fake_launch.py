@@ -1,0 +1,108 @@
+"""``hvdtrain launch`` with `tests.support.fake_rank` in the place of training, for tests.
+
+As a program: the options of launch, ``--``, the arguments of the fake rank.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from hvdtrain.cli.launch import main
+
+RANK = Path(__file__).with_name("fake_rank.py")
+TIMEOUT_S = 60
+
+
+class FakeJob:
+    """A job in a folder; in its block it runs, at the end nothing of it is left.
+
+    Attributes:
+        said: lines of the driver so far.
+    """
+
+    def __init__(self, folder: Path, *arguments: str, program: Path = RANK) -> None:
+        self.folder = folder
+        self.said: list[str] = []
+        self._command = [sys.executable, str(Path(__file__)), str(program), *arguments]
+        self._process: subprocess.Popen[str]
+
+    def __enter__(self) -> FakeJob:
+        """Start it."""
+        environment = {**os.environ, "FAKE_FOLDER": str(self.folder), "PYTHONPATH": str(Path(__file__).parents[2])}
+        self._process = subprocess.Popen(
+            self._command,
+            cwd=self.folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """See that nothing is left; end it where there is."""
+        self._process.kill()
+        self._process.communicate()
+        left = self.processes()
+        _, alive = psutil.wait_procs(left, timeout=20)
+        for process in alive:
+            process.kill()
+        if error is None:
+            assert not alive, f"{alive} are left"
+
+    @property
+    def pid(self) -> int:
+        """Of the driver."""
+        return self._process.pid
+
+    def until(self, text: str) -> str:
+        """Read what the driver says up to a line that has a text; the line."""
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self.said.append(line.rstrip())
+            if text in line:
+                return line
+        raise AssertionError(f"{text!r} was never said:\n" + "\n".join(self.said))
+
+    def end(self) -> tuple[int, str]:
+        """Wait for its end; the exit code, and what ranks wrote to stdout."""
+        out, err = self._process.communicate(timeout=TIMEOUT_S)
+        self.said += err.splitlines()
+        return self._process.returncode, out
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the driver."""
+        self._process.send_signal(number)
+
+    def log(self, word: str = "") -> list[str]:
+        """What ranks logged, of those lines that begin with a word."""
+        path = self.folder / "log"
+        return [line for line in path.read_text().splitlines() if line.startswith(word)] if path.exists() else []
+
+    def processes(self, name: str = "") -> list[psutil.Process]:
+        """All processes of the job but the driver; `name`: those with this in their command."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                ours = process.environ().get("FAKE_FOLDER") == str(self.folder) and process.pid != self.pid
+                if ours and any(name in part for part in process.cmdline()):
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+
+if __name__ == "__main__":
+    split = sys.argv.index("--")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
+    sys.exit(main(sys.argv[2:split], [sys.executable, sys.argv[1], *sys.argv[split + 1 :]]))
