@@ -17,6 +17,9 @@ from hvdtrain.runtime.channel import VARIABLE, Channel
 _MOST_CHARACTERS = 1 << 16
 """Of a line that is forwarded; longer ones come in pieces."""
 
+_LAST_WORDS_S = 1.0
+"""For a channel to end after its process."""
+
 
 class WorkerProcess:
     """A process that was started.
@@ -57,6 +60,7 @@ class WorkerProcess:
         self._alive = threading.Lock()
         self._gone = False
         self._readers: list[threading.Thread] = []
+        self._listener = threading.Thread(target=self._listen, daemon=True)
 
     def start(self) -> None:
         """Report from now on."""
@@ -65,8 +69,7 @@ class WorkerProcess:
             threading.Thread(target=self._read, args=(self._process.stdout, False), daemon=True),
             threading.Thread(target=self._read, args=(self._process.stderr, True), daemon=True),
         ]
-        others = [threading.Thread(target=work, daemon=True) for work in (self._listen, self._wait)]
-        for thread in (*self._readers, *others):
+        for thread in (*self._readers, self._listener, threading.Thread(target=self._wait, daemon=True)):
             thread.start()
 
     def tell(self, kind: str, facts: Mapping[str, Any]) -> None:
@@ -107,8 +110,9 @@ class WorkerProcess:
         ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         assert ended is not None
         code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        self.kill()  # what it started and left behind, which may hold the channel
+        self._listener.join(_LAST_WORDS_S)  # what it said last is told before its end
         self._report("exited", code=code)
-        self.kill()  # what it started and left behind
         with self._alive:
             self._gone = True
             self._process.wait()

@@ -41,6 +41,12 @@ def listen() -> None:
     os._exit(77)  # nobody is there any more
 
 
+def leave(code: int) -> None:
+    """End at once: the usual way may wait for threads."""
+    sys.stdout.flush()
+    os._exit(code)
+
+
 def beat() -> None:
     while True:
         idle = time.monotonic() - state["idle"]
@@ -64,9 +70,9 @@ def act(rank: int, step: int) -> None:
             mark.touch()
         log(f"{kind} rank={rank} step={step}")
         if kind.endswith("raise"):
-            sys.exit(1)
+            leave(1)
         if kind == "usage":
-            sys.exit(2)
+            leave(2)
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if kind == "stop":
@@ -97,7 +103,7 @@ def main() -> None:
         state["waiting"] = False
         if message["type"] != "round":
             log(f"{message['type']} pid={os.getpid()}")
-            sys.exit(0)
+            leave(0)
         state["round"] = message["round"]
         rank, size = message["rank"], message["size"]
         place = f"rank={rank} size={size} step={state['step']}"
@@ -125,9 +131,9 @@ def train(rank: int, size: int) -> tuple[str, str]:
             return "changed", ""
         if message["type"] == "stop":
             send("leaving", why=message["signal"])
-            sys.exit(128 + signal.Signals[message["signal"]].value)
+            leave(128 + signal.Signals[message["signal"]].value)
         if message["type"] == "end":
-            sys.exit(0)
+            leave(0)
         if rank == 0:
             state["idle"] = time.monotonic()
             act(rank, state["step"])
@@ -144,7 +150,7 @@ def train(rank: int, size: int) -> tuple[str, str]:
         if state["step"] >= STEPS:
             send("leaving", why="finished")
             log(f"finished rank={rank}")
-            sys.exit(0)
+            leave(0)
 
 
 main()
