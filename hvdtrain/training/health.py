@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from hvdtrain.comm.base import Comm
 from hvdtrain.errors import DriftError
 
+_ROW_BYTES = 8192
+
 
 def batch_statistics(model: nn.Module) -> list[str]:
     """Names of the modules whose training output depends on who shares their batch.
@@ -26,11 +28,14 @@ def digests(model: nn.Module) -> Tensor:
 
 def _digest(tensor: Tensor) -> Tensor:
     bits = tensor.contiguous().flatten().view(torch.uint8)
-    padded = nn.functional.pad(bits, (0, -len(bits) % 4)).view(torch.int32)
-    # Two sums, the second weighted by position within a row: a swap of two elements is seen too.
-    rows = nn.functional.pad(padded, (0, -len(padded) % 1024)).view(-1, 1024).sum(dim=0, dtype=torch.int64)
-    weights = torch.arange(1, 1025, dtype=torch.int64, device=rows.device)
-    return (rows * (weights * 2654435761 + 97)).sum()
+    whole = len(bits) // _ROW_BYTES * _ROW_BYTES
+    # Two sums, the second weighted by position within a row: a swap of two elements is seen too. Modulo 2^64.
+    columns = bits[:whole].view(torch.int64).view(-1, _ROW_BYTES // 8).sum(dim=0)
+    if whole < len(bits):
+        rest = nn.functional.pad(bits[whole:], (0, -(len(bits) - whole) % 8)).view(torch.int64)
+        columns[: len(rest)] += rest
+    weights = torch.arange(1, len(columns) + 1, dtype=torch.int64, device=columns.device)
+    return (columns * (weights * 2654435761 + 97)).sum()
 
 
 def check_equal(model: nn.Module, comm: Comm, *, name: str) -> None:

@@ -1,0 +1,67 @@
+"""Parameters that are no longer equal on all ranks, found between checkpoints without a collective of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.state.train_state import Progress
+from hvdtrain.training.health import check_equal, digests
+
+_BITS = 16
+"""Of a rank's number: so few that sums of its square over a million ranks are exact in float64. Parameters that differ
+have the same number once in 65,536 times, and are found the next time."""
+
+
+class Drift:
+    """A number of all parameters of this rank, every some steps, which travels with the sums of the step.
+
+    Ranks have equal numbers where ``size * sum(n^2) == sum(n)^2``: of two sums that all have, so that all agree on it
+    (Cauchy and Schwarz).
+
+    Args:
+        model: whose parameters.
+        comm: the ranks.
+        progress: of training.
+        every: steps between two looks; 0 for none.
+        warn: takes a line for a person.
+    """
+
+    def __init__(
+        self, model: nn.Module, comm: Comm, progress: Progress, every: int, warn: Callable[[str], None]
+    ) -> None:
+        self._model = model
+        self._comm = comm
+        self._progress = progress
+        self._every = every
+        self._warn = warn
+
+    def notices(self) -> list[int]:
+        """What the step that comes sums over ranks: this rank's number and its square, zeros where none is due."""
+        if not self._every or self._progress.step % self._every:
+            return [0, 0]
+        mine = number(self._model)
+        return [mine, mine * mine]
+
+    def agreed(self, step: int, notices: Sequence[int]) -> None:
+        """See what the sums say of the parameters before step `step`. Collective: yes.
+
+        Errors:
+            DriftError: on every rank, naming a parameter and ranks.
+        """
+        total, squares = notices
+        if self._comm.size * squares != total * total:
+            check_equal(self._model, self._comm, name="drift/found")
+            self._warn(f"before step {step} parameters were not equal on all ranks; after it they are again")
+
+
+def number(model: nn.Module) -> int:
+    """A number of `_BITS` bits, a function of the bits of all parameters. Waits for the device."""
+    found = digests(model)
+    places = torch.arange(1, len(found) + 1, dtype=torch.int64) * 2654435761 + 97
+    # Times an odd number, so that the uppermost bits depend on all others (Knuth's multiplicative hashing).
+    mixed = int((found * places).sum()) * 0x9E3779B97F4A7C15
+    return (mixed >> (64 - _BITS)) & ((1 << _BITS) - 1)

@@ -1,0 +1,96 @@
+"""Parameters that drift apart are found on the way, by all ranks at once, and named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hvdtrain.errors import DriftError
+from hvdtrain.state.train_state import Progress
+from hvdtrain.training.drift import _BITS, Drift, number
+from hvdtrain.training.several import Several
+from tests.support.thread_comm import ThreadComm, on_ranks
+
+
+def _model() -> nn.Module:
+    generator = torch.Generator().manual_seed(3)
+    model = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 2))
+    for parameter in model.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def _sums(comm: ThreadComm, numbers: list[int]) -> list[int]:
+    """As the trainer sums them: in float64."""
+    totals = torch.tensor(numbers, dtype=torch.float64)
+    return [int(total) for total in comm.allreduce(totals, name="step/totals").wait().tolist()]
+
+
+def _steps(comm: ThreadComm, drifting: int, every: int, at: int) -> tuple[int, str]:
+    """Steps until drift is found, and what is said of it; rank `drifting` goes its own way at step `at`."""
+    model, progress, warnings = _model(), Progress(samples=1, data_id=""), list[str]()
+    drift = Several(Drift(model, comm, progress, every, warnings.append))
+    for step in range(1, 13):
+        if step == at and comm.rank == drifting:
+            model[1].weight.data[0, 7] = torch.nextafter(model[1].weight.data[0, 7], torch.tensor(9.0))
+        sums = _sums(comm, drift.notices())
+        progress.step = step
+        try:
+            drift.agreed(step, sums)
+        except DriftError as error:
+            return step, str(error)
+    assert not warnings
+    return 0, ""
+
+
+@pytest.mark.parametrize(("size", "drifting"), [(2, 0), (2, 1), (3, 1), (4, 3)])
+def test_every_rank_finds_it_at_the_same_step_and_names_parameter_and_ranks(size: int, drifting: int) -> None:
+    found = on_ranks(size, lambda comm: _steps(comm, drifting, every=4, at=6))
+    assert {step for step, _ in found} == {9}, "looked at before step 9: after 8 are done"
+    names = "1, 2, 3" if drifting == 0 and size == 4 else "1" if drifting == 0 else str(drifting)
+    assert all(f"1.weight differs on rank(s) {names}" in text for _, text in found)
+
+
+@pytest.mark.parametrize(("every", "at"), [(4, 99), (0, 6)], ids=["equal", "not asked for"])
+def test_nothing_is_found(every: int, at: int) -> None:
+    assert on_ranks(3, lambda comm: _steps(comm, 1, every, at)) == [(0, "")] * 3
+
+
+def test_what_is_equal_again_is_told_and_ends_nothing() -> None:
+    def body(comm: ThreadComm) -> list[str]:
+        warnings = list[str]()
+        drift = Drift(_model(), comm, Progress(samples=1, data_id=""), 1, warnings.append)
+        drift.agreed(5, [3, 5])
+        return warnings
+
+    for warnings in on_ranks(2, body):
+        assert len(warnings) == 1 and "before step 5" in warnings[0]
+
+
+def test_a_number_has_few_bits_and_depends_on_each_of_the_parameters() -> None:
+    model = _model()
+    found = {number(model)}
+    for parameter in model.parameters():
+        for place in (0, -1):
+            parameter.data.view(-1).view(torch.int32)[place] ^= 1
+            found.add(number(model))
+    assert len(found) == 1 + 2 * 4
+    assert all(0 <= one < 1 << _BITS for one in found)
+
+
+def test_each_of_several_gets_its_own_sums() -> None:
+    class Member:
+        def __init__(self, numbers: list[int]) -> None:
+            self.numbers, self.got = numbers, list[int]()
+
+        def notices(self) -> list[int]:
+            return self.numbers
+
+        def agreed(self, step: int, notices: object) -> None:
+            self.got = [step, *notices]  # type: ignore[misc]
+
+    members = [Member([1, 2]), Member([]), Member([3])]
+    several = Several(*members)
+    several.agreed(7, [10 * n for n in several.notices()])
+    assert [member.got for member in members] == [[7, 10, 20], [7], [7, 30]]
