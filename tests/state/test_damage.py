@@ -1,0 +1,113 @@
+"""Whatever is done to the files of a checkpoint, it is never loaded as something that was not saved."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from hvdtrain.errors import CheckpointError
+from hvdtrain.state.manifest import MANIFEST
+from hvdtrain.state.shards import shard
+from hvdtrain.state.store import CheckpointStore, load
+from hvdtrain.state.train_state import StateDict
+from hvdtrain.state.writing import write_shard
+from tests.support.damage import DAMAGES
+
+
+def _state(seed: int) -> StateDict:
+    torch.manual_seed(seed)
+    model = {f"layer{n}.{part}": torch.randn(4, 5) for n in range(3) for part in ("weight", "bias")}
+    model |= {"embedding": torch.randn(30, 7).bfloat16(), "mask": torch.randn(9) > 0}
+    slots = {f"{name}/{slot}": torch.randn(4, 5) for name in list(model)[:6] for slot in ("exp_avg", "exp_avg_sq")}
+    slots |= {f"{name}/step": torch.tensor(float(seed)) for name in model}
+    values = {"progress": {"step": 7, "position": 70 + seed, "losses": [1.5, 2.5]}, "aliases": {"head": "embedding"}}
+    return StateDict({"model": model, "optimizer": slots}, values)
+
+
+def _save(folder: Path, seed: int, writers: int) -> Path:
+    store = CheckpointStore(folder, pytest.fail)
+    state = _state(seed)
+    temporary = store.begin(7, 1)
+    files = {}
+    for number in range(writers):
+        part = shard(state, number, writers)
+        files |= write_shard(temporary, number, writers, part, lambda: None)
+    return store.finish(temporary, 7, state.values, {"heldout_loss": 0.5 + seed}, files)
+
+
+def _bits(state: StateDict) -> dict[str, dict[str, tuple[torch.dtype, torch.Size, bytes]]]:
+    def of(tensor: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
+        return tensor.dtype, tensor.shape, tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+    return {group: {name: of(t) for name, t in tensors.items()} for group, tensors in state.tensors.items()}
+
+
+@pytest.fixture(params=[1, 3], ids=lambda writers: f"{writers} writers")
+def checkpoints(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """Two of the same step, names and sizes."""
+    yield _save(tmp_path / "one", 1, request.param), _save(tmp_path / "two", 2, request.param)
+
+
+def _outcome(folder: Path, saved: StateDict) -> str:
+    """What loading gives: the same, or an error that names a file of it. Anything else fails."""
+    try:
+        found = load(folder)
+    except CheckpointError as error:
+        named = str(folder) in str(error)
+        return "named" if named else f"an error that names nothing: {error}"
+    same = _bits(found) == _bits(saved) and json.dumps(found.values) == json.dumps(saved.values)
+    return "the same" if same else "something else"
+
+
+def _damage(checkpoints: tuple[Path, Path], tmp_path: Path, count: int, seed: int) -> None:
+    chance = random.Random(seed)
+    whole, other = checkpoints
+    saved = load(whole)
+    assert _bits(saved) == _bits(_state(1))
+    outcomes: Counter[tuple[str, str]] = Counter()
+    for number in range(count):
+        folder = tmp_path / f"damaged-{number}"
+        shutil.copytree(whole, folder)
+        damage = chance.choice(DAMAGES)
+        told = damage(chance, folder, other)
+        outcome = _outcome(folder, saved)
+        assert outcome in ("named", "the same"), f"{told}: {outcome}"
+        outcomes[damage.__name__, outcome] += 1
+        shutil.rmtree(folder)
+    harmless = {name for name, outcome in outcomes if outcome == "the same"}
+    assert harmless <= {"add", "lengthen", "edit_json", "change_bytes", "edit_header"}, harmless
+    assert {name for name, outcome in outcomes if outcome == "named"} >= {"flip_a_bit", "cut", "swap", "edit_json"}
+
+
+def test_no_damage_is_loaded_silently(checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
+    _damage(checkpoints, tmp_path, 500, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(5))
+def test_nor_is_any_of_ten_thousand(checkpoints: tuple[Path, Path], tmp_path: Path, seed: int) -> None:
+    _damage(checkpoints, tmp_path, 1000, seed=seed + 1)
+
+
+def test_a_blank_more_in_the_manifest_is_no_damage(tmp_path: Path) -> None:
+    whole = _save(tmp_path, 1, 1)
+    file = whole / MANIFEST
+    file.write_text(json.dumps(json.loads(file.read_text()), indent=7))
+    assert _outcome(whole, _state(1)) == "the same"
+
+
+def test_another_step_under_the_name_is_passed_over(tmp_path: Path) -> None:
+    """A whole checkpoint in the place of another one."""
+    warnings: list[str] = []
+    _save(tmp_path, 1, 1).rename(tmp_path / "step-000009")
+    assert CheckpointStore(tmp_path, warnings.append).load_newest() is None
+    assert "of another step" in warnings[0]
