@@ -332,3 +332,56 @@ def test_who_watches_sees_it_go_on_while_files_are_written_and_read(tmp_path: Pa
     moves.clear()
     assert store.load_newest() is not None
     assert len(moves) >= 5 + files - 1
+
+
+def test_nothing_is_removed_before_what_was_saved_is_seen_to_be_whole(tmp_path: Path) -> None:
+    """A disk that does not give back what it was given must not cost the last checkpoint that is whole."""
+    store, warnings = _store(tmp_path)
+    snapshot = _state().state_dict()
+    store.save(1, snapshot, {})
+    newest = store.save(2, snapshot, {})
+    file = newest / "optimizer.safetensors"
+    file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(CheckpointError, match="step-000002 was written, and the disk gives back something else"):
+        store.retain(1, newest)
+    assert [saved.step for saved in store.list()] == [1]
+    assert (store.directory / "set-aside-0-step-000002").is_dir()
+    found = store.load_newest()
+    assert found is not None and found[0].step == 1
+    assert warnings == []
+
+
+_FORMAT_1 = """
+import hashlib, json, sys
+from pathlib import Path
+import safetensors.torch, torch
+folder = Path(sys.argv[1])
+folder.mkdir(parents=True)
+safetensors.torch.save_file({"w": torch.arange(4.0), "t": torch.ones(2, 3).bfloat16()}, folder / "model.safetensors")
+safetensors.torch.save_file({}, folder / "optimizer.safetensors")
+(folder / "state.json").write_text(json.dumps({"progress": {"step": 5}}))
+files = {}
+for path in sorted(folder.iterdir()):
+    files[path.name] = {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+manifest = {"format": 1, "step": 5, "heldout_loss": 1.5, "files": files}
+(folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
+"""
+
+
+def test_format_1_is_still_read(tmp_path: Path) -> None:
+    path = tmp_path / "step-000005"
+    subprocess.run([sys.executable, "-c", _FORMAT_1, str(path)], check=True)
+    warnings: list[str] = []
+    found = CheckpointStore(tmp_path, warnings.append).load_newest()
+    assert found is not None and found[0].step == 5
+    assert found[1].values == {"progress": {"step": 5}}
+    assert found[1].tensors["optimizer"] == {}
+    assert torch.equal(found[1].tensors["model"]["w"], torch.arange(4.0))
+    content = bytearray((path / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (path / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+        load(path)
+    (path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+        load(path)
