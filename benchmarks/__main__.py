@@ -24,6 +24,7 @@ SCRIPTS = (
     "timeline",
     "timeline_cost",
     "whatif",
+    "checkpoint",
     "startup",
     "compressors",
     "exchange",

@@ -206,16 +206,19 @@ _SAVER = """
 import sys
 from pathlib import Path
 import torch
+from hvdtrain.comm.solo import SoloComm
 from hvdtrain.state.store import CheckpointStore
 from hvdtrain.state.train_state import StateDict
+from hvdtrain.state.writer import CheckpointWriter
 store = CheckpointStore(Path(sys.argv[1]), print)
 tensors = {"model": {"w": torch.zeros(1_000_000)}, "optimizer": {}}
 step = 0
+told = lambda event: print(event["at_step"], flush=True)
+writer = CheckpointWriter(SoloComm(), store, 2, told, print)
 while True:
     step += 1
     tensors["model"]["w"] += 1
-    store.retain(2, store.save(step, StateDict(tensors, {"step": step}), {}))
-    print(step, flush=True)
+    writer.save(step, StateDict(tensors, {"step": step}), {}, wait=step % 3 == 0)
 """
 
 
