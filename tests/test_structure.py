@@ -17,6 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = {
     "durable": 0,
     "errors": 0,
+    "lease": 0,
     "spans": 0,
     "config": 1,
     "loading": 1,

@@ -14,6 +14,7 @@ import yaml
 from hvdtrain.config.parse import RunConfig
 from hvdtrain.durable import write_text
 from hvdtrain.errors import RunDirectoryError
+from hvdtrain.lease import Lease, take_lease
 from hvdtrain.observe import journal
 
 RUNS = Path("runs")
@@ -27,15 +28,19 @@ class RunDirectory:
     Args:
         path: exists already.
         lock: the open file whose lock is the claim.
+        lease: that is the claim where the file system has no locks.
     """
 
-    def __init__(self, path: Path, lock: IO[bytes]) -> None:
+    def __init__(self, path: Path, lock: IO[bytes], lease: Lease | None = None) -> None:
         self.path = path
         self._lock = lock
+        self._lease = lease
 
     def release(self) -> None:
         """Let others claim it."""
         self._lock.close()
+        if self._lease is not None:
+            self._lease.release()
 
     def old_config(self) -> Mapping[str, Any] | None:
         """The resolved config that the run had so far, None for a new one."""
@@ -120,4 +125,9 @@ def _claim(path: Path) -> RunDirectory | None:
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # those: a file system without locks
             raise
+        lease = take_lease(path / ".lease")
+        if lease is None:
+            lock.close()
+            return None
+        return RunDirectory(path, lock, lease)
     return RunDirectory(path, lock)
