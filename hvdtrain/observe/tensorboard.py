@@ -26,7 +26,16 @@ training thread needs too."""
 _REPLAYED_S = 30.0
 """Seconds before a checkpoint of which a killed process may not have written all."""
 
-_TOLD = ("warning", "loss_spike", "skipped_step", "not_finite", "failed", "stopped", "config_changed")
+_TOLD = (
+    "warning",
+    "checkpoint_failed",
+    "loss_spike",
+    "skipped_step",
+    "not_finite",
+    "failed",
+    "stopped",
+    "config_changed",
+)
 """Events that stand on the text page."""
 
 
