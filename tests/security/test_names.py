@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def _untouched(folder: Path) -> bool:
-    return not [path for path in folder.rglob("owned")]
+    return not list(folder.rglob("owned"))
 
 
 @pytest.mark.parametrize("size", [1, 2])

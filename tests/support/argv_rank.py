@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import sys
+from pathlib import Path
 
 from hvdtrain.runtime.channel import VARIABLE, Channel
 
@@ -13,6 +14,6 @@ channel = Channel(socket.socket(fileno=int(os.environ[VARIABLE])))
 channel.send("join", after=0, why="started", text="", step=0)
 for message in channel.messages():
     if message["type"] == "round":
-        print("ARGV", json.dumps({"argv": sys.argv[1:], "cwd": os.getcwd()}), flush=True)
+        print("ARGV", json.dumps({"argv": sys.argv[1:], "cwd": str(Path.cwd())}), flush=True)
         channel.send("leaving", why="finished")
         break
