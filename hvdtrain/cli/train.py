@@ -54,11 +54,11 @@ def _train(argv: list[str], info: RankInfo, voice: Voice) -> Result:
     logging.basicConfig(format="hvdtrain: %(message)s", stream=sys.stderr)
     logging.getLogger("hvdtrain").setLevel(run.config.log_level.upper())
 
-    from hvdtrain.comm.start import start_comm
+    from hvdtrain.comm.start import start_rounds
     from hvdtrain.training.session import run_training
 
     timeline = prepare_timeline(run.config.observe.timeline, info)
-    return run_training(run, partial(function, **run.task_args), start_comm(info), timeline, voice=voice)
+    return run_training(run, partial(function, **run.task_args), start_rounds(info), timeline, voice=voice)
 
 
 def summary(result: Result, info: RankInfo) -> str:

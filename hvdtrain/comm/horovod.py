@@ -13,6 +13,7 @@ from hvdtrain.runtime.threads import thread_ids
 
 try:
     import horovod.torch as hvd
+    from horovod.common.exceptions import HorovodInternalError
     from horovod.torch import mpi_ops
 except ImportError as _error:
     record.check()
@@ -20,7 +21,7 @@ except ImportError as _error:
         f"Horovod cannot be loaded: {_error}", next_step="build it for this torch and MPI: hvdtrain build-horovod"
     ) from _error
 
-__all__ = ["HorovodComm", "HorovodHandle", "begin_session", "hvd", "session"]
+__all__ = ["HorovodComm", "HorovodHandle", "HorovodInternalError", "begin_session", "hvd", "session"]
 
 _session = 0
 
@@ -39,6 +40,17 @@ def begin_session() -> None:
     """Count one more."""
     global _session
     _session += 1
+
+
+def on_host_updates(listener: Any) -> None:
+    """Have the driver of Horovod's own elastic jobs tell of hosts that come and go: by `listener.on_hosts_updated`.
+
+    Opens a port to everybody, and what comes to it is unpickled; signed by a key that went to the driver in the clear.
+    """
+    from horovod.common.elastic import notification_manager
+
+    notification_manager.init()
+    notification_manager.register_listener(listener)
 
 
 class HorovodHandle:

@@ -5,11 +5,34 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hvdtrain.comm.base import Comm
+from hvdtrain.comm.rounds import OneRound, Rounds, SeatedRounds
 from hvdtrain.comm.solo import SoloComm
-from hvdtrain.runtime.environment import GLOO_LAUNCHER, RankInfo
+from hvdtrain.runtime.environment import GLOO_LAUNCHER, RankInfo, environ
+from hvdtrain.runtime.seat import take_seat
+
+STOCK_ELASTIC = "HOROVOD_ELASTIC"
+"""Set to 1 by Horovod's own elastic driver."""
 
 if TYPE_CHECKING:
     from hvdtrain.comm.horovod import HorovodComm
+
+
+def start_rounds(info: RankInfo) -> Rounds:
+    """The rounds of this job: of an elastic one as many as it takes, else one, which is joined here.
+
+    Collective: yes, unless of our own elastic driver. Errors: those of `start_comm`.
+    """
+    seat = take_seat(environ())
+    if seat is not None:
+        return SeatedRounds(seat, info)
+    comm = start_comm(info)
+    if info.launcher == GLOO_LAUNCHER and environ().get(STOCK_ELASTIC) == "1":
+        from hvdtrain.comm.horovod import HorovodComm
+        from hvdtrain.comm.stock import StockRounds
+
+        assert isinstance(comm, HorovodComm)
+        return StockRounds(comm)
+    return OneRound(comm)
 
 
 def start_comm(info: RankInfo) -> Comm:

@@ -9,7 +9,12 @@ from pathlib import Path
 
 from hvdtrain.runtime.environment import GLOO_LAUNCHER, RankInfo
 
-_STARTED_BY = {GLOO_LAUNCHER: "horovodrun --gloo", "slurm": "srun", "hydra": "mpirun or mpiexec", "openmpi": "mpirun"}
+_STARTED_BY = {
+    GLOO_LAUNCHER: "horovodrun --gloo or hvdtrain launch",
+    "slurm": "srun",
+    "hydra": "mpirun or mpiexec",
+    "openmpi": "mpirun",
+}
 _LONGEST = 400
 """Characters of a program's command line; a longer one, or one of several lines, is not repeated."""
 

@@ -38,10 +38,16 @@ class Recorder:
 
     def __init__(self, journal: Journal | None, display: Progress) -> None:
         self._journal = journal
+        self._leads = journal is not None
         self._display = display
         self._sinks: list[Background] = []
         self._watchers: list[Watcher] = []
         self._patience_s = _PATIENCE_S
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the recorder of rank 0."""
+        return self._leads
 
     def add_sink(self, make: Callable[[], Sink], name: str) -> None:
         """Give the sink that `make` makes every record from now on, in a thread of its own."""

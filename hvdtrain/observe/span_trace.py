@@ -113,6 +113,8 @@ class SpanTrace:
 
     def _lines(self, events: list[Event]) -> Iterator[dict[str, Any]]:
         for event in events:
+            if event.start_ns < self._began_ns:  # a garbage collection while the ranks' states were made equal
+                continue
             label = self._spans.labels.get(event.track)
             if label is not None and label is not self._labels.get(event.track):
                 self._labels[event.track] = label

@@ -21,6 +21,7 @@ from typing import Literal
 from hvdtrain.config.windows import AUTO, OFF, Window, parse_window
 from hvdtrain.install.record import installed
 from hvdtrain.runtime import environment
+from hvdtrain.runtime.channel import VARIABLE as CHANNEL
 from hvdtrain.runtime.environment import NO_LAUNCHER, RankInfo
 from hvdtrain.runtime.host import read_host
 from hvdtrain.runtime.rules import Facts
@@ -85,6 +86,8 @@ def decide(wanted: str, facts: Facts, *, quiet: bool) -> TimelinePlan:
 
 def _costs(facts: Facts, quiet: bool) -> Iterator[str]:
     """Why a Timeline that nobody asked for might slow the training."""
+    if CHANNEL in facts.already:
+        yield "ranks of an elastic job come and go, and all that meet must have decided alike"
     if facts.info.size == 1:
         yield "one rank has nothing to exchange"
     if not facts.info.one_host:

@@ -16,30 +16,32 @@ from hvdtrain.state.train_state import StateDict, TrainState
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
-def broadcast_state(state: TrainState, comm: Comm, progress: Callable[[], None] | None = None) -> None:
-    """Parameters, buffers, optimizer state and progress of rank 0, on every rank. Collective: yes.
+def broadcast_state(state: TrainState, comm: Comm, progress: Callable[[], None] | None = None, root: int = 0) -> None:
+    """Parameters, buffers, optimizer state and progress of rank `root`, on every rank. Collective: yes.
 
     Args:
-        state: on rank 0 read, elsewhere changed.
+        state: on `root` read, elsewhere changed.
         comm: the ranks.
         progress: called with each tensor that has come.
+        root: the rank whose state it is.
 
     Errors:
-        LaunchError: on every rank, where the model of one has other tensors than that of rank 0.
+        LaunchError: on every rank, where the model of one has other tensors than that of `root`.
     """
+    is_root = comm.rank == root
     mine = state.state_dict()
-    spec = broadcast_json(comm, _spec(mine), name="state/spec")
-    _check_same_model(_spec(mine), spec, comm)
+    spec = broadcast_json(comm, _spec(mine), name="state/spec", root=root)
+    _check_same_model(_spec(mine), spec, comm, root)
     tensors: dict[str, dict[str, Tensor]] = {}
     for group, entries in spec["tensors"].items():
-        own = mine.tensors[group] if comm.rank == 0 else {}
+        own = mine.tensors[group] if is_root else {}
         tensors[group] = {
-            name: own[name].detach().contiguous() if comm.rank == 0 else torch.empty(shape, dtype=_DTYPES[dtype])
+            name: own[name].detach().contiguous() if is_root else torch.empty(shape, dtype=_DTYPES[dtype])
             for name, (shape, dtype) in entries.items()
         }
     # As bytes: Horovod lacks some dtypes. The CPU is as good as any device for what happens once.
     handles = [
-        comm.broadcast(_flat_bytes(tensor), name=f"state/{group}/{name}")
+        comm.broadcast(_flat_bytes(tensor), name=f"state/{group}/{name}", root=root)
         for group, entries in tensors.items()
         for name, tensor in entries.items()
         if tensor.numel()
@@ -48,7 +50,7 @@ def broadcast_state(state: TrainState, comm: Comm, progress: Callable[[], None] 
         handle.wait()
         if progress is not None:
             progress()
-    if comm.rank != 0:
+    if not is_root:
         state.load_state_dict(StateDict(tensors, spec["values"]))
 
 
@@ -64,16 +66,16 @@ def _flat_bytes(tensor: Tensor) -> Tensor:
     return tensor.cpu().reshape(-1).view(torch.uint8)
 
 
-def _check_same_model(mine: dict[str, Any], root: dict[str, Any], comm: Comm) -> None:
-    ours, theirs = (spec["tensors"]["model"] for spec in (mine, root))
+def _check_same_model(mine: dict[str, Any], wanted: dict[str, Any], comm: Comm, root: int) -> None:
+    ours, theirs = (spec["tensors"]["model"] for spec in (mine, wanted))
     names = sorted(n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n))
     difference = (names[0], ours.get(names[0]), theirs.get(names[0])) if names else None
     for rank, found in enumerate(allgather_json(comm, difference, name="state/same")):
         if found is not None:
             name, there, here = found
             error = LaunchError(
-                f"the model of rank {rank} is not that of rank 0: {name} differs",
-                expected=f"{here or 'no such tensor'} as on rank 0",
+                f"the model of rank {rank} is not that of rank {root}: {name} differs",
+                expected=f"{here or 'no such tensor'} as on rank {root}",
                 found=str(there or "no such tensor"),
                 next_step="build the model from the config alone, the same on every rank and host",
             )

@@ -61,13 +61,13 @@ def train(
         run = parse.parse_object(options, function if inspect.isfunction(function) else None)
         build = partial(function, **run.task_args)
 
-    from hvdtrain.comm.start import start_comm
+    from hvdtrain.comm.start import start_rounds
     from hvdtrain.training.device import take_threads
     from hvdtrain.training.session import run_training
 
     take_threads(choices)
     timeline = prepare_timeline(run.config.observe.timeline, info)
-    return run_training(run, build, start_comm(info), timeline, sinks)
+    return run_training(run, build, start_rounds(info), timeline, sinks)
 
 
 def _given(task: Task) -> Task:

@@ -21,8 +21,10 @@ def take_threads(choices: Sequence[Choice]) -> None:
             torch.set_num_threads(int(choice.setting.value))
 
 
-def pick_device(wanted: str, comm: Comm) -> torch.device:
+def pick_device(wanted: str, local_rank: int, local_size: int) -> torch.device:
     """The CPU, or the CUDA device of `local_rank`; where each rank is shown one device only, that one.
+
+    It is this process's for good: where ranks come and go, its local rank may change later.
 
     Errors:
         ConfigError: cuda was asked for and is not there.
@@ -37,22 +39,27 @@ def pick_device(wanted: str, comm: Comm) -> torch.device:
             next_step="hvdtrain doctor shows torch's and the driver's versions",
         )
     count = torch.cuda.device_count()
-    index = comm.local_rank if count > 1 else 0
+    index = local_rank if count > 1 else 0
     if index >= count:
         raise LaunchError(
             "there are more ranks on this host than CUDA devices",
             expected=f"{count} rank(s) or fewer",
-            found=f"{comm.local_size}",
+            found=f"{local_size}",
             next_step="start fewer ranks a host, or use --parallel.device cpu",
         )
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
-    _check_own(device, comm)
     return device
 
 
-def _check_own(device: torch.device, comm: Comm) -> None:
-    """See that no two ranks share a device, which NCCL refuses. Collective: yes."""
+def check_own(device: torch.device, comm: Comm) -> None:
+    """See that no two ranks share a device, which NCCL refuses. Collective: yes.
+
+    Errors:
+        LaunchError: two do.
+    """
+    if device.type != "cuda":
+        return
     mine = [socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)]
     everyone = allgather_json(comm, mine, name="devices")
     for rank, theirs in enumerate(everyone):

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hvdtrain.comm.base import Comm
+from hvdtrain.comm.rounds import Rounds
 from hvdtrain.observe.commands import go_on, go_on_program
 from hvdtrain.observe.failure.post import crash_notes, open_post
 from hvdtrain.observe.failure.reporter import TEXT, Job, Reporter, set_old_aside
@@ -22,12 +23,19 @@ from hvdtrain.training.restore import CHECKPOINTS
 
 
 @contextmanager
-def explained(directory: Path, comm: Comm, spans: Spans, voice: Voice | None, stall_timeout_s: float) -> Iterator[Job]:
+def explained(
+    directory: Path,
+    comm: Comm,
+    spans: Spans,
+    voice: Voice | None,
+    stall_timeout_s: float,
+    rounds: Rounds,
+) -> Iterator[Job]:
     """Watch what is done inside; write the failure card if it fails. Collective: yes, at the start.
 
     Gives the facts that a card tells of the run, to be completed once there is a model. Errors pass through; where
     nothing makes progress or a rank is gone, this process is ended. Without a `voice` it is a program that trains, and
-    the program is what goes on.
+    the program is what goes on. Of an error that ends the round and not the run, nothing is told.
     """
     info = rank_info(environ())
     post = open_post(directory, comm, myself(comm.rank, info.host))
@@ -39,9 +47,11 @@ def explained(directory: Path, comm: Comm, spans: Spans, voice: Voice | None, st
     reporter = Reporter(post, Witness(post.who, spans, comm.in_flight), job, voice or Voice())
     with handlers_as_before():
         try:
-            with crash_notes(post), Watchdog(reporter, stall_timeout_s):
+            with crash_notes(post), Watchdog(reporter, stall_timeout_s, driven=rounds.elastic):
                 yield job
         except BaseException as error:
+            if rounds.is_over(error):
+                raise
             reporter.failed(error)
             if hasattr(error, "add_note") and (place / TEXT).exists():  # from Python 3.11 on
                 error.add_note(f"more: {directory / TEXT}")

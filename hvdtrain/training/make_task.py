@@ -21,8 +21,8 @@ from hvdtrain.task.base import Task
 from hvdtrain.training.step import describe
 
 
-def make_task(build: Callable[[], Any], config: Config, comm: Comm) -> Task:
-    """Build the task under the run's seed and check it. Collective: yes."""
+def make_task(build: Callable[[], Any], config: Config) -> Task:
+    """Build the task under the run's seed, and see that it is one."""
     value = mix(config.seed, 0)
     torch.manual_seed(value)
     random.seed(value)
@@ -50,11 +50,15 @@ def make_task(build: Callable[[], Any], config: Config, comm: Comm) -> Task:
             expected="loss(model, batch) -> (sum of losses, weight)",
             found=describe(task.loss),
         )
-    _check_same_data(task, comm)
     return task
 
 
-def _check_same_data(task: Task, comm: Comm) -> None:
+def check_same_data(task: Task, comm: Comm) -> None:
+    """See that all ranks have the same data. Collective: yes.
+
+    Errors:
+        LaunchError: on every rank, where the data of one is not that of rank 0.
+    """
     heldout = dataset_length(task.heldout_data, least=0) if task.heldout_data is not None else 0
     everyone = allgather_json(comm, [dataset_length(task.train_data), heldout, task.data_id], name="data/same")
     for rank, theirs in enumerate(everyone):

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-SAVE, TERMINATE, INTERRUPT = range(3)
+SAVE, TERMINATE, INTERRUPT, CHANGED = range(4)
 _SIGNALS = {signal.SIGUSR1: SAVE, signal.SIGTERM: TERMINATE, signal.SIGINT: INTERRUPT}
-COUNT = len(_SIGNALS)
-"""Of notices."""
+COUNT = 4
+"""Of notices: those of signals, and that ranks come or go."""
 _SIGNAL_OF = {notice: number for number, notice in _SIGNALS.items()}
 
 
@@ -23,26 +23,31 @@ class Notices:
 
     Left by an error it goes on holding them, so that the launcher's SIGTERM, which comes soon after another rank has
     died, does not end this one while it says why; `handlers_as_before` gives them back then.
+
+    May be entered again inside of itself, which changes nothing.
     """
 
     def __init__(self) -> None:
-        self._pending = [0] * len(_SIGNALS)
+        self._pending = [0] * COUNT
         self._previous: dict[signal.Signals, Any] = {}
+        self._depth = 0
 
     def __enter__(self) -> Notices:
-        if threading.current_thread() is threading.main_thread():
+        self._depth += 1
+        if self._depth == 1 and threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._note) for number in _SIGNALS}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is not None:
+        self._depth -= 1
+        if kind is not None or self._depth:
             return
         for number, handler in self._previous.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
     def take(self) -> list[int]:
-        """How often each notice came to this rank since last time: [save, terminate, interrupt]."""
-        taken, self._pending = self._pending, [0] * len(_SIGNALS)
+        """How often each notice came to this rank since last time: [save, terminate, interrupt, changed]."""
+        taken, self._pending = self._pending, [0] * COUNT
         return taken
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -55,17 +55,20 @@ def add_sinks(recorder: Recorder, observe: ObserveConfig, given: Sequence[Any], 
 def add_tensorboard(
     recorder: Recorder, observe: ObserveConfig, directory: Path, device: torch.device, comm: Comm
 ) -> None:
-    """On rank 0, feed TensorBoard, and watch the machine."""
-    if comm.rank != 0:
-        return
-    recorder.add_watcher(MonitorThread(Monitor(gpu_identity(device)).sample, recorder.event))
-    if not observe.tensorboard:
+    """On rank 0, feed TensorBoard."""
+    if comm.rank != 0 or not observe.tensorboard:
         return
     if is_installed():
         make = partial(TensorBoard, directory / FOLDER, directory / journal.NAME, gpu=device.type == "cuda")
         recorder.add_sink(make, "TensorBoard")
     else:
         recorder.warn('nothing is written for TensorBoard, which is not installed: pip install "hvdtrain[tensorboard]"')
+
+
+def add_monitor(recorder: Recorder, device: torch.device, comm: Comm) -> None:
+    """On rank 0, watch the machine."""
+    if comm.rank == 0:
+        recorder.add_watcher(MonitorThread(Monitor(gpu_identity(device)).sample, recorder.event))
 
 
 def add_horovod_timeline(recorder: Recorder, plan: TimelinePlan, directory: Path, comm: Comm) -> HorovodTimeline | None:

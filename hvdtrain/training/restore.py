@@ -1,19 +1,72 @@
-"""Going on where a run was: which checkpoint, and what is different since. Used on rank 0 alone."""
+"""Going on where a run was: from what a rank still holds in memory, or from which checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.comm.base import Comm
+from hvdtrain.comm.objects import allgather_json, broadcast_json, on_rank_0
 from hvdtrain.config.parse import RunConfig, changes
 from hvdtrain.errors import CheckpointError
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.state.store import MANIFEST, CheckpointStore, Saved, load
+from hvdtrain.state.sync import broadcast_state
 from hvdtrain.state.train_state import StateDict, TrainState
+from hvdtrain.training.health import check_equal
+from hvdtrain.training.kept import NOTHING, Kept
 from hvdtrain.training.run_directory import RunDirectory
 
 CHECKPOINTS = "checkpoints"
+
+
+def take_over(
+    run: RunConfig,
+    kept: Kept,
+    comm: Comm,
+    store: CheckpointStore | None,
+    claim: RunDirectory | None,
+    recorder: Recorder,
+    touch: Callable[[], None],
+) -> int:
+    """Make the state of all ranks that of the run; the step to go on from. Collective: yes.
+
+    Of what ranks hold in memory the newest counts. Where none holds anything, rank 0 loads what `resume` asks for.
+
+    Args:
+        run: the options.
+        kept: of this process; its state is changed.
+        comm: the ranks.
+        store: on rank 0; None elsewhere.
+        claim: on rank 0; None elsewhere.
+        recorder: of this rank.
+        touch: called with each sign of progress.
+
+    Errors:
+        CheckpointError, LaunchError, DriftError: on every rank.
+    """
+    state = kept.state
+    offers = allgather_json(comm, kept.offer(), name="state/offers")
+    steps = [step for step, _ in offers]
+    newest = max(steps)
+    if newest == NOTHING:
+        resumed = on_rank_0(comm, partial(restore, run, state, store, claim, recorder), name="restored")
+        broadcast_state(state, comm, touch)
+    else:
+        source = steps.index(newest)
+        if offers.count(offers[source]) < comm.size:
+            broadcast_state(state, comm, touch, root=source)
+        if steps[0] < newest:
+            last = broadcast_json(comm, kept.last, name="state/last", root=source)
+            if last and steps[0] != NOTHING:
+                recorder.step(last)  # it was done, but rank 0 had not come so far
+        check_equal(state.model, comm, name="drift")
+        recorder.event({"event": "resumed", "from": "memory", "step": newest, "position": state.progress.position})
+        resumed = newest
+    kept.step = resumed
+    return int(resumed)
 
 
 def restore(

@@ -79,7 +79,18 @@ class Stepper:
 
         Gradients are those of the sum of losses over a nominal weight of the global batch; what the actual weight
         is, is known to all only after the exchange, and corrected by one factor then.
+
+        Where a rank is lost in it, an error comes before anything but gradients was changed: the state is that of the
+        step before.
         """
+        try:
+            return self._run(batches, count, notices)
+        except BaseException:
+            if count:
+                self._rollback.end(applied=False)
+            raise
+
+    def _run(self, batches: Iterable[tuple[Callable[[], None], Any]], count: int, notices: list[int]) -> StepResult:
         nominal = self.global_batch * float(self.task.nominal_weight)
         self.engine.begin(count)
         if count:

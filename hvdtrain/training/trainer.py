@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import on_rank_0
+from hvdtrain.comm.rounds import CHANGED as RANKS_CHANGE
+from hvdtrain.comm.rounds import Rounds
 from hvdtrain.config.schema import Config
 from hvdtrain.data.loader import Stream, seed_forward, train_batches
 from hvdtrain.observe.histograms import Histograms
@@ -18,7 +20,7 @@ from hvdtrain.state.store import CheckpointStore
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.evaluate import Evaluation, evaluate
 from hvdtrain.training.health import check_equal
-from hvdtrain.training.notices import COUNT, SAVE, Notices, stop_reason
+from hvdtrain.training.notices import CHANGED, COUNT, SAVE, TERMINATE, Notices, stop_reason
 from hvdtrain.training.sanity import Sanity
 from hvdtrain.training.step import Stepper, StepResult
 
@@ -70,12 +72,14 @@ class Trainer:
             tell the observer; look at what was skipped, and at jumps of the loss    (Sanity)
             every N steps, the last step, unless a signal asks to stop: evaluate
             a signal on any rank, every M steps, the last step: save; stop if asked to
+            ranks that come or go: make what the exchange carries equal, and leave
 
     Every rank runs the same lines; only the store is rank 0's.
 
     Attributes:
         config: the options.
         comm: the ranks.
+        rounds: say whether ranks are about to change.
         state: where training is; changed.
         stepper: one step.
         stream: this rank's share of the samples.
@@ -89,10 +93,12 @@ class Trainer:
         saw_step: told of each step that was done, of its seconds and of those that waited for gradients; it may change
             how they are exchanged.
         live: asked before each step, told of what the ranks agreed on after it.
+        last: what the journal holds of the newest step; empty before the first.
     """
 
     config: Config
     comm: Comm
+    rounds: Rounds
     state: TrainState
     stepper: Stepper
     stream: Stream
@@ -105,13 +111,14 @@ class Trainer:
     sanity: Sanity
     saw_step: Callable[[int, float, float], None] = lambda step, step_s, exposed_s: None
     live: Live | None = None
+    last: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Make what the trainer alone uses."""
         self._histograms = Histograms(self.sanity.warn)
 
     def run(self, notices: Notices) -> str:
-        """Train; why it ended: "finished", "stop_at" or a signal's name. Collective: yes.
+        """Train; why it ended: "finished", "stop_at", a signal's name, or that ranks change. Collective: yes.
 
         Errors:
             NonFiniteError: too many steps in a row had a loss or gradient that was not finite.
@@ -122,9 +129,12 @@ class Trainer:
         asked_at = -1
         if progress.step == 0:
             self._evaluate()
+        elif self._is_owed():
+            self._save(self._evaluate())
         batches = self._batches()
         while progress.step < self.stop:
-            result = self._step(batches, [*notices.take(), *(self.live.notices() if self.live else ())])
+            own = self.rounds.notices(notices.take(), CHANGED, TERMINATE)
+            result = self._step(batches, [*own, *(self.live.notices() if self.live else ())])
             if self.live:
                 self.live.agreed(progress.step, result.notices[COUNT:])
             if progress.step == begun_at + 1:
@@ -145,7 +155,22 @@ class Trainer:
                 self._save(evaluated)
             if reason:
                 return self._end(reason)
+            if result.notices[CHANGED] and not last:
+                self.stepper.engine.settle()
+                return RANKS_CHANGE
         return self._end("finished" if progress.step >= self.horizon else "stop_at")
+
+    def _is_owed(self) -> bool:
+        """Whether ranks were lost before the checkpoint that is due at this step was saved. Collective: yes."""
+        every, step = self.config.checkpoint.every, self.state.progress.step
+        if not (self.rounds.elastic and (step == self.stop or (every and step % every == 0))):
+            return False
+
+        def is_missing() -> bool:
+            assert self.store is not None
+            return all(saved.step != step for saved in self.store.list())
+
+        return on_rank_0(self.comm, is_missing, name="owed")
 
     def _end(self, reason: str) -> str:
         # At once, before loader processes are waited for: a launcher that has sent SIGTERM does not wait long.
@@ -195,26 +220,25 @@ class Trainer:
 
     def _observe_step(self, result: StepResult, lr: float, step_s: float) -> None:
         seconds = self.stepper.spans.take()
-        self.observer.step(
-            {
-                "step": self.state.progress.step,
-                "time": time.time(),
-                "loss": result.loss,
-                "lr": lr,
-                "grad_norm": result.grad_norm,
-                "position": self.state.progress.position,
-                "tokens": result.weight,
-                "step_s": step_s,
-                "data_s": seconds.get("data", 0.0),
-                "copy_s": seconds.get("copy", 0.0),
-                "forward_s": seconds.get("forward", 0.0),
-                "backward_s": seconds.get("backward", 0.0),
-                "exposed_comm_s": seconds.get("wait", 0.0),
-                "clip_s": seconds.get("clip", 0.0),
-                "optimizer_s": seconds.get("optimizer", 0.0),
-                "skipped": not result.applied,
-            }
-        )
+        self.last = {
+            "step": self.state.progress.step,
+            "time": time.time(),
+            "loss": result.loss,
+            "lr": lr,
+            "grad_norm": result.grad_norm,
+            "position": self.state.progress.position,
+            "tokens": result.weight,
+            "step_s": step_s,
+            "data_s": seconds.get("data", 0.0),
+            "copy_s": seconds.get("copy", 0.0),
+            "forward_s": seconds.get("forward", 0.0),
+            "backward_s": seconds.get("backward", 0.0),
+            "exposed_comm_s": seconds.get("wait", 0.0),
+            "clip_s": seconds.get("clip", 0.0),
+            "optimizer_s": seconds.get("optimizer", 0.0),
+            "skipped": not result.applied,
+        }
+        self.observer.step(self.last)
         self.saw_step(self.state.progress.step, step_s, seconds.get("wait", 0.0))
 
     def _observe_values(self) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import hvdtrain
-from hvdtrain.comm.solo import SoloComm
 from hvdtrain.observe.journal import read_steps
 from hvdtrain.spans import DEVICE
 from hvdtrain.training.device import pick_device
@@ -34,7 +33,7 @@ def _train(folder: Path, **more: object) -> hvdtrain.Result:
 
 
 def test_the_device_is_the_local_ranks() -> None:
-    assert pick_device("auto", SoloComm()) == torch.device("cuda", 0)
+    assert pick_device("auto", 0, 1) == torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

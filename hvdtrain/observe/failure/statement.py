@@ -9,9 +9,9 @@ import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from types import FrameType
 from typing import Any
 
+from hvdtrain.comm.waiting import in_collective
 from hvdtrain.observe.encodable import encodable
 from hvdtrain.observe.failure import process
 from hvdtrain.observe.failure.fault import Fault, bare_fault, fault
@@ -22,8 +22,6 @@ FAILED, STALLED, HERE = "failed", "stalled", "here"
 
 TRAINING = "training"
 WATCHDOG_THREAD = "hvdtrain watchdog"
-_WAITING_IN = ("hvdtrain.comm.horovod", "horovod.")
-_INNERMOST = 3
 
 
 @dataclass(frozen=True)
@@ -150,17 +148,8 @@ class Witness:
             if name != WATCHDOG_THREAD:
                 lines = [encodable(line.rstrip()) for line in traceback.format_stack(frame)]
                 stacks[TRAINING if ident == self.thread else name] = lines
-            waits = waits or (ident == self.thread and _in_collective(frame))
+            waits = waits or (ident == self.thread and in_collective(frame))
         return stacks, waits
-
-
-def _in_collective(frame: FrameType | None) -> bool:
-    """Whether one of the innermost frames is the communicator's."""
-    for _ in range(_INNERMOST):
-        if frame is not None and str(frame.f_globals.get("__name__", "")).startswith(_WAITING_IN):
-            return True
-        frame = frame.f_back if frame is not None else None
-    return False
 
 
 def myself(rank: int, host: str) -> Who:

@@ -1,0 +1,167 @@
+"""Rounds: between two of them ranks may come and go. A job that is not elastic has one."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Protocol
+
+from hvdtrain.comm.waiting import waits
+from hvdtrain.runtime.environment import RankInfo, change_variables
+from hvdtrain.runtime.seat import Place, Pulse, Seat
+from hvdtrain.runtime.sockets import cut, open_sockets
+
+if TYPE_CHECKING:
+    from hvdtrain.comm.base import Comm
+    from hvdtrain.comm.horovod import HorovodComm
+    from hvdtrain.spans import Spans
+
+STARTED, FAILED, CHANGED = "started", "failed", "changed"
+"""Why a rank wants a place."""
+
+
+class Rounds(Protocol):
+    """How a process gets among other ranks, and finds out that these have changed.
+
+    Attributes:
+        elastic: whether there may be more than one round.
+        local_rank: this process among those of its host, for good: it has the device of this number.
+        local_size: how many there may be.
+    """
+
+    elastic: bool
+    local_rank: int
+    local_size: int
+
+    def enter(self, why: str, text: str = "", step: int = -1) -> Comm:
+        """Join the ranks of the next round. Collective: yes.
+
+        Args:
+            why: started, failed or changed.
+            text: of the error that ended the round before.
+            step: optimizer steps that this process's memory holds; -1 for nothing.
+
+        Errors:
+            NoPlace: this process is not wanted any more.
+        """
+        ...
+
+    def is_over(self, error: BaseException) -> bool:
+        """Whether an error means that ranks of this round are gone, and not that this one has failed."""
+        ...
+
+    def notices(self, notices: list[int], changed: int, terminate: int) -> list[int]:
+        """The notices of this rank's next step: what asks for the end of the round, or of the run (`Seat.notices`)."""
+        ...
+
+    def watch(self, spans: Spans) -> None:
+        """Let others know of the progress of this thread."""
+        ...
+
+    def leaving(self, why: str) -> None:
+        """Training is over; this process comes to its end."""
+        ...
+
+
+class OneRound:
+    """A job whose ranks stay.
+
+    Args:
+        comm: these ranks.
+    """
+
+    elastic = False
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self.local_rank = comm.local_rank
+        self.local_size = comm.local_size
+
+    def enter(self, why: str, text: str = "", step: int = -1) -> Comm:
+        """The ranks there are."""
+        return self._comm
+
+    def is_over(self, error: BaseException) -> bool:
+        """Never: an error ends the job."""
+        return False
+
+    def notices(self, notices: list[int], changed: int, terminate: int) -> list[int]:
+        """As they came."""
+        return notices
+
+    def watch(self, spans: Spans) -> None:
+        """Do nothing."""
+
+    def leaving(self, why: str) -> None:
+        """Do nothing."""
+
+
+class SeatedRounds:
+    """A job of our own elastic driver.
+
+    Args:
+        seat: this process's.
+        info: who it is by the environment, before the first round.
+    """
+
+    elastic = True
+
+    def __init__(self, seat: Seat, info: RankInfo) -> None:
+        self._seat = seat
+        self.local_rank = info.local_rank
+        self.local_size = info.local_size
+
+    def enter(self, why: str, text: str = "", step: int = -1) -> HorovodComm:
+        """Join the next round, and the one after it where that does not come about. Collective: yes."""
+        while True:
+            self._leave()
+            place = self._seat.join(why, text, step)
+            try:
+                return self._meet(place)
+            except Exception as error:
+                why, text = FAILED, str(error)
+
+    def _leave(self) -> None:
+        from hvdtrain.comm.horovod import hvd
+
+        self._seat.cut = lambda: None
+        self._seat.pulse = Pulse()
+        if hvd.is_initialized():
+            hvd.shutdown()
+
+    def _meet(self, place: Place) -> HorovodComm:
+        """Connect to the other ranks of the round.
+
+        Errors:
+            Exception: one of them is gone; of several types, since Horovod gives its own no room here.
+        """
+        from hvdtrain.comm.horovod import HorovodComm, begin_session
+
+        change_variables(place.variables())
+        before = open_sockets().keys()
+        self._seat.cut = lambda: cut(open_sockets().keys() - before)
+        begin_session()
+        comm = HorovodComm()
+        opened = open_sockets().keys() - before
+        self._seat.cut = lambda: cut(opened)
+        if self._seat.is_broken():  # told before there was all of it to cut
+            raise ConnectionError("a rank of the round was gone before it began")
+        return comm
+
+    def is_over(self, error: BaseException) -> bool:
+        """Whether Horovod lost a rank: its own error, or any that followed from our cutting its connections."""
+        from hvdtrain.comm.horovod import HorovodInternalError
+
+        return isinstance(error, HorovodInternalError)
+
+    def notices(self, notices: list[int], changed: int, terminate: int) -> list[int]:
+        """A SIGTERM that came to this rank alone lets it go and the others train on."""
+        return self._seat.notices(notices, changed, terminate)
+
+    def watch(self, spans: Spans) -> None:
+        """Tell the driver once a second."""
+        thread = threading.get_ident()
+        self._seat.pulse = Pulse(lambda: spans.step, spans.idle_s, lambda: waits(thread))
+
+    def leaving(self, why: str) -> None:
+        """Tell the driver."""
+        self._seat.leaving(why)

@@ -1,0 +1,127 @@
+"""The beginning of a round: where the run lives, who records it, what is said of it first."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.comm.objects import on_rank_0
+from hvdtrain.config.parse import RunConfig
+from hvdtrain.data.loader import dataset_length
+from hvdtrain.data.order import micro_batches
+from hvdtrain.errors import RunDirectoryError
+from hvdtrain.observe import journal
+from hvdtrain.observe.progress import Progress as ProgressDisplay
+from hvdtrain.observe.recorder import Recorder
+from hvdtrain.runtime.environment import NO_LAUNCHER, environ, rank_info
+from hvdtrain.training.health import batch_statistics
+from hvdtrain.training.kept import NOTHING, Kept
+from hvdtrain.training.run_directory import RunDirectory, claim_run_directory
+
+_LET_GO_S = 10.0
+"""How long a claim of a rank that is gone may last."""
+
+
+def claim_together(run: RunConfig, kept: Kept, comm: Comm) -> tuple[Path, RunDirectory | None]:
+    """Where the run lives, and on rank 0 the claim to it. Collective: yes.
+
+    A process that was in it before knows the directory: another rank 0 may have claimed it then.
+    """
+    claims: list[RunDirectory] = []
+
+    def claim() -> str:
+        known = kept.directory
+        wanted = run if known is None else _inside(run, known)
+        end = time.monotonic() + (_LET_GO_S if known is not None else 0.0)
+        while True:
+            try:
+                claims.append(claim_run_directory(wanted))
+                return str(claims[0].path)
+            except RunDirectoryError:
+                if time.monotonic() >= end:
+                    raise
+                time.sleep(0.05)
+
+    kept.directory = Path(on_rank_0(comm, claim, name="run_dir"))
+    return kept.directory, claims[0] if claims else None
+
+
+def _inside(run: RunConfig, directory: Path) -> RunConfig:
+    return replace(run, config=replace(run.config, run_dir=str(directory), resume="auto"))
+
+
+def open_recorder(run: RunConfig, kept: Kept, comm: Comm, directory: Path) -> bool:
+    """See that there is a recorder that fits the rank; whether it is a new one.
+
+    The one of the round before goes on where this process is rank 0 as it was, or is not as it was not, and where what
+    it has recorded still holds.
+    """
+    leads = comm.rank == 0
+    recorder = kept.recorder
+    if is_new := recorder is None or recorder.leads != leads or kept.step == NOTHING:
+        kept.close_recorder()
+        launched = rank_info(environ()).launcher != NO_LAUNCHER
+        display = ProgressDisplay(kept.task.unit, run.config.observe.line_every_s, live=not launched, quiet=not leads)
+        recorder = Recorder(journal.Journal(directory / journal.NAME) if leads else None, display)
+        kept.recorder = recorder
+    return is_new
+
+
+@contextmanager
+def recording(kept: Kept, is_over: Callable[[BaseException], bool]) -> Iterator[Recorder]:
+    """The recorder of a round; closed where the run has failed, and its watchers in any case."""
+    recorder = kept.recorder
+    assert recorder is not None
+    try:
+        yield recorder
+    except BaseException as error:
+        if is_over(error):
+            with suppress(Exception):  # what watched Horovod finds it shut down
+                recorder.close_watchers()
+            raise
+        with suppress(Exception):  # a full disk, an error whose text cannot be made: it must not be replaced
+            recorder.event({"event": "failed", "error": type(error).__name__, "message": str(error)})
+        kept.close_recorder()
+        raise
+    recorder.close_watchers()
+
+
+def describe_start(run: RunConfig, kept: Kept, comm: Comm, directory: Path, recorder: Recorder) -> None:
+    """Tell the journal and the person who watches what begins."""
+    task, train = kept.task, run.config.train
+    parameters = sum(p.numel() for p in task.model.parameters())
+    facts = {"size": comm.size, "parameters": parameters, "unit": task.unit, "run_dir": str(directory)}
+    if where := environ().get("NCCL_DEBUG_FILE"):
+        facts["nccl_debug_file"] = str(Path(where).absolute())
+    recorder.event({"event": "started", **facts, "config": dict(run.resolved)})
+    if kept.step != NOTHING:
+        recorder.say(f"going on with {comm.size} rank(s)")
+        return
+    if task.optimizer is not None:
+        recorder.say(f"the task brings its own optimizer ({type(task.optimizer).__name__}): --optimizer.* is not used")
+    if train.compile:
+        recorder.say(
+            f"{kept.compiled} block(s) of the model are compiled in the first evaluation and the first step, which take"
+            " long"
+        )
+    recorder.say(
+        f"{parameters / 1e6:.2f}M parameters, {dataset_length(task.train_data):,} samples, {comm.size} rank(s),"
+        f" global batch {train.global_batch} in micro-batches of {train.micro_batch}"
+    )
+    count = len(micro_batches(0, train.global_batch, train.micro_batch))
+    if count < comm.size:
+        recorder.warn(
+            f"{comm.size - count} of {comm.size} ranks idle: a global batch of {train.global_batch} has only {count}"
+            f" micro-batch(es) of {train.micro_batch}; lower --train.micro_batch or raise --train.global_batch"
+        )
+    names = batch_statistics(task.model)
+    if names:
+        recorder.warn(
+            f"the model has batch statistics ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): its loss"
+            " curve depends on --train.micro_batch, its running statistics on the number of ranks too;"
+            " group norm depends on neither"
+        )
