@@ -13,6 +13,7 @@ from hvdtrain.compression.table import Compression, parse
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.engine.local import LocalEngine
+from hvdtrain.engine.sameness import check_same
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.runtime.environment import by_gloo, environ
@@ -65,11 +66,15 @@ def make_engine(
     spans: Spans | None = None,
     bucket_mib: float | None = None,
 ) -> Engine:
-    """Give an optimizer over the model's parameters the exchange that fits the job; `spans` is told of it.
+    """Give an optimizer over the model's parameters the exchange that fits the job. Collective: yes.
+
+    `spans` is told of it.
 
     Errors:
+        LaunchError: model or optimizer is not the same on all ranks; on every rank.
         TaskError: the optimizer holds a parameter that is not the model's.
     """
+    check_same(model, optimizer, comm)
     parameters = _named(optimizer, model)
     if comm.size == 1 and compression in ("none", AUTO):
         return LocalEngine(parameters, optimizer)
