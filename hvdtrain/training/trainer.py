@@ -18,6 +18,7 @@ from hvdtrain.data.loader import Stream, seed_forward, train_batches
 from hvdtrain.observe.histograms import Histograms
 from hvdtrain.state.store import CheckpointStore
 from hvdtrain.state.train_state import TrainState
+from hvdtrain.state.writer import CheckpointWriter
 from hvdtrain.training.evaluate import Evaluation, evaluate
 from hvdtrain.training.health import check_equal
 from hvdtrain.training.notices import CHANGED, COUNT, SAVE, TERMINATE, Notices, stop_reason
@@ -74,7 +75,8 @@ class Trainer:
             a signal on any rank, every M steps, the last step: save; stop if asked to
             ranks that come or go: make what the exchange carries equal, and leave
 
-    Every rank runs the same lines; only the store is rank 0's.
+    Every rank runs the same lines; only the store is rank 0's. A save is a copy in memory, written while training goes
+    on; that of the last step, or of a stop, is waited for.
 
     Attributes:
         config: the options.
@@ -116,6 +118,8 @@ class Trainer:
     def __post_init__(self) -> None:
         """Make what the trainer alone uses."""
         self._histograms = Histograms(self.sanity.warn)
+        observer, keep, touch = self.observer, self.config.checkpoint.keep, self.stepper.spans.touch
+        self._writer = CheckpointWriter(self.comm, self.store, keep, observer.event, self.sanity.warn, touch)
 
     def run(self, notices: Notices) -> str:
         """Train; why it ended: "finished", "stop_at", a signal's name, or that ranks change. Collective: yes.
@@ -124,16 +128,21 @@ class Trainer:
             NonFiniteError: too many steps in a row had a loss or gradient that was not finite.
             DriftError: parameters are not equal on all ranks.
         """
+        with self._writer.opened():
+            return self._run(notices)
+
+    def _run(self, notices: Notices) -> str:
         progress = self.state.progress
         begun_at = progress.step
         asked_at = -1
         if progress.step == 0:
             self._evaluate()
         elif self._is_owed():
-            self._save(self._evaluate())
+            self._save(self._evaluate(), wait=progress.step == self.stop)
         batches = self._batches()
         while progress.step < self.stop:
             own = self.rounds.notices(notices.take(), CHANGED, TERMINATE)
+            own[SAVE] += self._writer.look()  # a save that failed is tried again by all ranks together
             result = self._step(batches, [*own, *(self.live.notices() if self.live else ())])
             if self.live:
                 self.live.agreed(progress.step, result.notices[COUNT:])
@@ -152,7 +161,7 @@ class Trainer:
             evaluating = not reason and (last or (progress.step % interval == 0 if interval else due))
             evaluated = self._evaluate() if evaluating else None
             if due or asked or reason or last:
-                self._save(evaluated)
+                self._save(evaluated, wait=bool(reason) or last, urgent=bool(reason))
             if reason:
                 return self._end(reason)
             if result.notices[CHANGED] and not last:
@@ -263,19 +272,12 @@ class Trainer:
             self._event("evaluation", loss=found.loss, samples=found.samples, metrics=found.metrics)
         return found
 
-    def _save(self, evaluation: Evaluation | None) -> None:
+    def _save(self, evaluation: Evaluation | None, *, wait: bool, urgent: bool = False) -> None:
         with self.stepper.spans("checkpoint"):
             check_equal(self.state.model, self.comm, name="drift")
             self.stepper.engine.settle()
-            loss = evaluation.loss if evaluation and math.isfinite(evaluation.loss) else None
-            path = on_rank_0(self.comm, partial(self._write, loss), name="saved")
-        self._event("checkpoint", path=path)
-
-    def _write(self, heldout_loss: float | None) -> str:
-        assert self.store is not None
-        path = self.store.save(self.state.progress.step, self.state.state_dict(), {"heldout_loss": heldout_loss})
-        self.store.retain(self.config.checkpoint.keep, path)
-        return path.name
+            notes = {"heldout_loss": evaluation.loss if evaluation and math.isfinite(evaluation.loss) else None}
+            self._writer.save(self.state.progress.step, self.state.state_dict(), notes, wait=wait, urgent=urgent)
 
     def _event(self, event: str, **facts: Any) -> None:
         self.observer.event({"event": event, "at_step": self.state.progress.step, **facts})
