@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hvdtrain.errors import HvdtrainError, LaunchError
@@ -30,7 +31,7 @@ def main(argv: list[str], program: Sequence[str] | None = None) -> int:
 
     0 when training finished, 128 + number where a signal ended it, 2 on a wrong option, else 1.
     """
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     try:
         plan = _plan(options, program)
         if options.dry_run:
@@ -59,11 +60,12 @@ def _run(driver: Driver) -> int:
 
 
 def _say(text: str) -> None:
-    print(f"hvdtrain launch: {text}", file=sys.stderr, flush=True)
+    _show(f"hvdtrain launch: {text}", True)
 
 
 def _show(text: str, err: bool) -> None:
-    print(text, file=sys.stderr if err else sys.stdout, flush=True)
+    with suppress(OSError):  # a terminal or a `head` that is gone ends no training
+        print(text, file=sys.stderr if err else sys.stdout, flush=True)
 
 
 def _plan(options: argparse.Namespace, program: Sequence[str] | None) -> Plan:
@@ -141,13 +143,14 @@ def _interface(text: str) -> str:
     return text
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """Declare the options."""
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="hvdtrain launch", description=_DESCRIPTION, formatter_class=raw)
-    add = parser.add_argument
+    made = argparse.ArgumentParser(prog="hvdtrain launch", description=_DESCRIPTION, formatter_class=raw)
+    add = made.add_argument
     add("-np", type=_positive, required=True, metavar="N", help="ranks to start with")
     add("--elastic", metavar="MIN:MAX", help="go on with MIN to MAX ranks; without it a rank that dies ends the job")
-    which = parser.add_mutually_exclusive_group()
+    which = made.add_mutually_exclusive_group()
     which.add_argument("-H", dest="hosts", metavar="a:2,b:2", help="hosts and their slots (this host)")
     script = "program that writes host:slots lines; asked each second"
     which.add_argument("--discover", type=Path, metavar="SCRIPT", help=script)
@@ -163,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--tag", action="store_true", help="mark lines of rank 0 by its number too")
     add("--dry-run", action="store_true", help="print what would be run, and stop")
     add("arguments", nargs=argparse.REMAINDER, metavar="-- ARGS", help="arguments of hvdtrain train")
-    return parser
+    return made
 
 
 def _add_times(add: Callable[..., object]) -> None:

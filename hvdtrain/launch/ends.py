@@ -9,6 +9,9 @@ from hvdtrain.launch.job import Job, Phase, Worker
 
 FINISHED = ("finished", "stop_at")
 
+USAGE = 2
+"""What a program exits with whose options are wrong: they are on every rank, and would be each time."""
+
 
 def dismiss(job: Job, worker: Worker, why: str) -> None:
     """There is no place for a worker any more: it is told so, and killed if it stays."""
@@ -88,6 +91,8 @@ def left(job: Job, worker: Worker, code: int) -> None:
 
 def lost(job: Job, why: str) -> None:
     """No rank is left that holds the state: start all again, if that may be, or end."""
+    if job.last_code == USAGE:
+        return fail(job, f"{why}{last_failures(job)}", USAGE)
     if job.restarts >= job.limits.restarts:
         offered = "" if not job.limits.restarts else f" after {job.restarts} restart(s)"
         hint = (
@@ -97,7 +102,7 @@ def lost(job: Job, why: str) -> None:
         )
         return fail(job, f"{why}{offered}{last_failures(job)}{hint}")
     job.restarts += 1
-    job.phase, job.code, job.spoilt = Phase.RUNNING, 0, ""
+    job.phase, job.code, job.spoilt, job.last_code = Phase.RUNNING, 0, "", 0
     job.fresh, job.broken, job.changed, job.began_s = True, False, False, job.now_s
     for host in job.hosts.values():
         host.failed = False

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from hvdtrain.launch.commands import StopAgent
-from hvdtrain.launch.ends import fail, left, lost, said_of_code
+from hvdtrain.launch.ends import USAGE, fail, left, lost, said_of_code
 from hvdtrain.launch.filling import cool
 from hvdtrain.launch.job import Host, Job, Phase, Worker
 from hvdtrain.launch.rounds import break_round
-
-_USAGE = 2
-"""What a program exits with whose options are wrong: they are on every rank, and would be each time."""
 
 
 def exited(job: Job, worker: Worker, code: int, text: str = "") -> None:
@@ -43,8 +40,9 @@ def _failed(job: Job, worker: Worker, code: int, said: str) -> None:
         if job.phase is Phase.FINISHING and worker.rank == 0:
             job.spoilt = text
         return
-    if job.fresh and code == _USAGE:
-        fail(job, text, _USAGE)
+    job.last_code = code
+    if job.fresh and code == USAGE:
+        fail(job, text, USAGE)
     elif not job.limits.elastic:
         lost(job, text)
 

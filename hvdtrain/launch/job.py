@@ -135,6 +135,8 @@ class Job:
     until_s: float = float("inf")
     size: int = 0
     spoilt: str = ""
+    last_code: int = 0
+    """What the rank that failed last exited with."""
     failures: list[str] = field(default_factory=list)
     """The last ones, for the message that ends the job."""
 

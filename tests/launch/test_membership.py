@@ -164,8 +164,10 @@ class TestFailure:
 
     def test_one_that_failed_without_dying_takes_the_others_with_it(self) -> None:
         job = world()
-        job.join(job.by_rank(1), "failed", "Connection reset")
+        failed = job.by_rank(1)
+        job.join(failed, "failed", "Connection reset")
         assert [len(r) for r in job.rounds] == [4, 4] and not job.code
+        assert failed.told == ["round", "round"], "who has left already is not told to leave"
 
     def test_not_elastic_a_death_ends_the_job(self) -> None:
         job = world(Limits(4, 4, 4, elastic=False))
@@ -224,6 +226,14 @@ class TestAllFail:
         for worker in list(job.round()):
             job.exit(worker, 1)
         assert job.code == 1 and "checkpoint" in job.said[-1]
+
+    def test_wrong_options_that_are_found_late_are_not_tried_again(self) -> None:
+        job = world(replace(ELASTIC, restarts=5))
+        for worker in list(job.round()):
+            worker.deaf = True
+        for worker in list(job.round()):
+            job.exit(worker, 2)
+        assert job.code == 2 and len(job.rounds) == 1
 
     def test_each_restart_begins_with_newcomers_only_and_ends_some_day(self) -> None:
         job = world(replace(ELASTIC, restarts=2))
