@@ -220,9 +220,8 @@ class CheckpointWriter:
         with suppress(HvdtrainError):  # a full disk takes no line of a journal either
             self._event({"event": "checkpoint_failed", "at_step": step, "error": error.what, "retry_s": retry_s})
         self._warn(
-            f"{error.what} ({error.found}). Training goes on, and is kept as of"
-            f" {f'step {newest[0].step}' if newest else 'no step at all'}; the next try comes in {retry_s:.0f} s."
-            f" {error.next_step or ''}".rstrip()
+            f"{error.what} ({error.found}): {error.next_step or 'see there'}. Training goes on, and is kept as of"
+            f" {f'step {newest[0].step}' if newest else 'no step at all'}; the next try comes in {retry_s:.0f} s"
         )
 
 

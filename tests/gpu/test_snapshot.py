@@ -1,0 +1,27 @@
+"""A snapshot of what is on a GPU: the state of its step, though kernels that change it are queued right after."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hvdtrain.state.snapshot import Snapshot
+from hvdtrain.state.train_state import StateDict
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def test_what_is_queued_after_it_changes_nothing_in_it() -> None:
+    tensors = {"w": torch.zeros(64 << 20, device="cuda"), "step": torch.tensor(0.0), "turned": torch.zeros(3, 2).t()}
+    snapshot = Snapshot()
+    for step in range(5):
+        snapshot.take(StateDict({"model": tensors}, {"step": step}), step)
+        for tensor in tensors.values():
+            tensor.add_(1)
+        found = snapshot.state
+        assert found.tensors["model"]["w"].is_pinned()
+        assert all(bool((tensor == step).all()) for tensor in found.tensors["model"].values())
+        assert found.values == {"step": step}
