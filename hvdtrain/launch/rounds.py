@@ -80,8 +80,6 @@ def form(job: Job) -> None:
             if worker.going:
                 dismiss(job, worker, worker.going)
         joined = staying
-    elif not any(w.round for w in joined) and not job.fresh:
-        return
     if len(joined) >= job.limits.least:
         announce(job, order(joined, job.hosts)[: job.limits.most])
 

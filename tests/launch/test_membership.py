@@ -100,6 +100,15 @@ class TestPlaces:
         job.wait(4)
         assert [w.number for w in job.round()][:3] == [second, third, fourth] and len(job.round()) == 4
 
+    def test_survivors_go_by_the_rank_that_they_had(self) -> None:
+        job = world(hosts={"a": 4})
+        job.exit(job.by_rank(0))
+        job.wait(4)
+        before = [w.number for w in job.round()]
+        assert before[3] == max(before), "the newcomer, in the first slot"
+        job.exit(job.by_rank(0))
+        assert [w.number for w in job.round()] == before[1:]
+
     def test_survivors_of_the_launching_host_come_before_others(self) -> None:
         job = World(replace(ELASTIC, least=1), {"b": 1, "a": 1, "c": 2})
         assert job.by_rank(0).host == "a"
@@ -142,7 +151,7 @@ class TestFailure:
             if not tries:
                 job.exit(job.by_rank(3))
                 tries = 1
-        assert 8 <= tries <= 13 and len(job.round()) == 3  # after 1, 2, 4 ... 60, 60, 60 s
+        assert 11 <= tries <= 13 and len(job.round()) == 3  # after 1, 2, 4 ... 60, 60, 60 s
 
     def test_time_in_rounds_makes_its_failures_forgotten(self) -> None:
         job = world()
@@ -217,6 +226,16 @@ class TestBelowTheLeast:
         assert job.code == 1 and not job.living()
         assert "1 of at least 2" in job.said[-1] and "b: 1 slot(s), not reached" in job.said[-1]
 
+    def test_each_wait_has_a_time_of_its_own(self) -> None:
+        job = World(replace(ELASTIC, start=2), {"a": 1, "b": 1})
+        for _ in range(3):
+            job.unreachable.add("b")
+            job.cut("b")
+            job.wait(ELASTIC.elastic_timeout_s - 100)
+            job.unreachable.clear()
+            job.wait(70)
+            assert len(job.round()) == 2 and job.code is None
+
 
 class TestAllFail:
     def test_without_restarts_it_ends(self) -> None:
@@ -245,6 +264,13 @@ class TestAllFail:
                 job.exit(worker, 1)
             job.wait(10)
         assert job.code == 1 and len(job.rounds) == 3
+
+    def test_a_restart_after_all_hosts_were_lost_tries_them_again(self) -> None:
+        job = world(replace(ELASTIC, restarts=1))
+        for host in ("a", "b"):
+            job.cut(host)
+        job.wait(5)
+        assert [len(r) for r in job.rounds] == [4, 2, 4] or [len(r) for r in job.rounds] == [4, 4]
 
     def test_a_restart_does_not_wait_for_a_host_that_is_gone(self) -> None:
         job = world(replace(ELASTIC, restarts=1))
@@ -332,6 +358,7 @@ class TestRemoval:
         job = World(replace(ELASTIC, start=2), {"a": 2})
         job.hosts({"a": 1})
         job.wait(60)
+        assert len(job.rounds) == 1, "they are not asked again and again"
         assert len(job.round()) == 2 and any("at least 2 are needed" in text for text in job.said)
         job.wait(ELASTIC.elastic_timeout_s)
         assert job.code == 1 and not job.living()
@@ -376,6 +403,13 @@ class TestEnd:
         job.exit(second, 0)
         assert job.code == 0
 
+    def test_who_stays_is_ended_though_the_first_still_writes(self) -> None:
+        job = world()
+        first, *_ = job.round()
+        job.say(first, "leaving", why="finished")
+        job.wait(ELASTIC.grace_s + 1)
+        assert job.living() == [first]
+
     def test_no_round_begins_when_one_has_finished(self) -> None:
         job = world()
         first, second, *_ = job.round()
@@ -397,6 +431,12 @@ class TestEnd:
         everybody = job.round()
         job.do(job.members.signal(name, job.now_s))
         assert job.code == code and all(w.told == ["round", "stop"] for w in everybody)
+
+    def test_ranks_that_end_by_a_signal_of_their_own_end_the_job_by_it(self) -> None:
+        job = world()
+        for worker in job.round():
+            job.finish(worker, "SIGTERM", 143)
+        assert job.code == 143
 
     def test_a_second_signal_kills(self) -> None:
         job = world()
