@@ -14,6 +14,7 @@ from hvdtrain.observe.commands import beside, go_on
 from hvdtrain.observe.failure.voice import Voice
 from hvdtrain.observe.progress import duration, table
 from hvdtrain.runtime.environment import RankInfo
+from hvdtrain.runtime.seat import NoPlace
 from hvdtrain.runtime.timeline import prepare_timeline
 from hvdtrain.runtime.tuning import prepare
 
@@ -34,6 +35,8 @@ def main(argv: list[str]) -> int:
     try:
         info, _ = prepare()
         result = _train(argv, info, voice)
+    except NoPlace:  # the driver says why
+        return 0
     except (Exception, KeyboardInterrupt) as error:
         return end(error, info, voice)
     except SystemExit as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import multiprocessing
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -14,6 +15,7 @@ from hvdtrain.config import parse
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import ConfigError
 from hvdtrain.observe.sinks import Record, Sink
+from hvdtrain.runtime.seat import NoPlace
 from hvdtrain.runtime.timeline import prepare_timeline
 from hvdtrain.runtime.tuning import prepare
 from hvdtrain.task.base import Task, TaskFunction, load_task_function
@@ -38,6 +40,7 @@ def train(
     Errors:
         HvdtrainError: see `hvdtrain.errors`. On one rank or on all; the process should end then, so that the
             launcher ends the others.
+        SystemExit: with 0, in an elastic job that goes on or ends without this process.
     """
     if multiprocessing.parent_process() is not None:
         raise ConfigError(
@@ -67,7 +70,10 @@ def train(
 
     take_threads(choices)
     timeline = prepare_timeline(run.config.observe.timeline, info)
-    return run_training(run, build, start_rounds(info), timeline, sinks)
+    try:
+        return run_training(run, build, start_rounds(info), timeline, sinks)
+    except NoPlace:
+        sys.exit(0)
 
 
 def _given(task: Task) -> Task:

@@ -1,0 +1,53 @@
+"""Connections that others opened, found and cut."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from hvdtrain.runtime.sockets import cut, open_sockets
+
+
+def _pair() -> tuple[socket.socket, socket.socket, socket.socket]:
+    server = socket.create_server(("127.0.0.1", 0))
+    near = socket.create_connection(server.getsockname())
+    far, _ = server.accept()
+    return server, near, far
+
+
+def test_new_connections_are_cut_and_older_ones_are_not() -> None:
+    old = _pair()
+    before = open_sockets().keys()
+    new = _pair()
+    opened = open_sockets().keys() - before
+    assert len(opened) == 3
+    assert cut(opened) == 3  # with the one that listens: who waits for a connection is woken too
+    assert new[1].recv(1) == new[2].recv(1) == b""
+    old[1].sendall(b"x")
+    assert old[2].recv(1) == b"x"
+    for end in (*old, *new):
+        end.close()
+
+
+def test_other_kinds_of_sockets_are_left_alone() -> None:
+    before = open_sockets().keys()
+    near, far = socket.socketpair()
+    assert cut(open_sockets().keys() - before) == 0
+    near.sendall(b"x")
+    assert far.recv(1) == b"x"
+    near.close()
+    far.close()
+
+
+def test_what_was_closed_meanwhile_is_no_error_and_nobody_elses(tmp_path: Path) -> None:
+    before = open_sockets().keys()
+    ends = _pair()
+    opened = open_sockets().keys() - before
+    for end in ends:
+        end.close()
+    others = _pair()  # may get the same file descriptors
+    assert cut(opened) == 0
+    others[1].sendall(b"x")
+    assert others[2].recv(1) == b"x"
+    for end in others:
+        end.close()

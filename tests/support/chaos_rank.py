@@ -1,0 +1,105 @@
+"""A rank that a fault befalls at a given place of its training: ``python chaos_rank.py ORDER ARGUMENTS...``.
+
+ORDER is a JSON file {"fault", "phase", "step", "rank", "folder"}; the process that comes to the place first renames it
+to ORDER.done, and no other does it again. `FAULTS` that a rank cannot do to itself are left to who reads that file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+SIGNALS = ("SIGKILL", "SIGTERM", "SIGSTOP")
+FAULTS = (*SIGNALS, "link cut", "disk full")
+SPANS = {
+    "data": "data",
+    "forward": "forward",
+    "backward": "backward",
+    "exchange": "wait",
+    "step": "optimizer",
+    "checkpoint": "checkpoint",
+    "evaluation": "evaluation",
+}
+"""Phases of training by the span that they are."""
+
+PHASES = ("start-up", "data", "forward", "backward", "exchange", "step", "commit", "checkpoint", "evaluation")
+BALLAST = "ballast"
+
+
+class Order:
+    """What is to happen where.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.facts: dict[str, Any] = {}
+        with suppress(FileNotFoundError):
+            self.facts = json.loads(path.read_text())
+
+    def come_to(self, phase: str, step: int) -> None:
+        """This rank is at a place."""
+        facts = self.facts
+        if not facts or (phase, int(os.environ["HOROVOD_RANK"])) != (facts["phase"], facts["rank"]):
+            return
+        if phase != "start-up" and step < facts["step"]:
+            return
+        self.facts = {}
+        try:
+            self.path.rename(f"{self.path}.done")
+        except FileNotFoundError:  # another process was faster
+            return
+        self._strike(facts)
+
+    @staticmethod
+    def _strike(facts: dict[str, Any]) -> None:
+        if facts["fault"] in SIGNALS:
+            os.kill(os.getpid(), signal.Signals[facts["fault"]])
+        elif facts["fault"] == "disk full":
+            with suppress(OSError), Path(facts["folder"], BALLAST).open("wb", buffering=0) as ballast:
+                while ballast.write(bytes(1 << 16)):
+                    pass
+
+
+def _before(owner: type, name: str, act: Callable[..., None]) -> None:
+    """Let `act` come before a method, with its arguments."""
+    method = getattr(owner, name)
+
+    def both(*arguments: Any, **keywords: Any) -> Any:
+        act(*arguments)
+        return method(*arguments, **keywords)
+
+    setattr(owner, name, both)
+
+
+def main(argv: list[str]) -> int:
+    """Train."""
+    order = Order(Path(argv[0]))
+    order.come_to("start-up", 0)
+    from hvdtrain import spans
+    from hvdtrain.state.snapshot import Snapshot
+
+    phases = {span: phase for phase, span in SPANS.items()}
+    recorder = spans._Span
+
+    def entered(span: Any) -> None:
+        if span.name in phases:
+            order.come_to(phases[span.name], span._recorder.step)
+
+    _before(recorder, "__enter__", entered)
+    _before(Snapshot, "take", lambda snapshot, state, step: order.come_to("commit", step))
+    from hvdtrain.__main__ import main as train
+
+    return train(argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
