@@ -529,6 +529,18 @@ class TestHangs:
         job.alive(slow, idle_s=30)
         assert slow.alive
 
+    def test_nobody_is_while_another_is_still_at_work(self) -> None:
+        job = world()
+        job.wait(70)
+        first, second, *others = job.round()
+        for worker in others:
+            job.alive(worker, idle_s=65, waiting=True)
+        job.alive(first, idle_s=5)
+        job.alive(second, idle_s=65)
+        assert second.alive
+        job.alive(first, idle_s=0.1, waiting=True)
+        assert not second.alive
+
     def test_nobody_is_where_all_work_or_the_time_is_0(self) -> None:
         for limits in (ELASTIC, replace(ELASTIC, hang_timeout_s=0)):
             job = world(limits)
