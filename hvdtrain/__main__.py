@@ -12,6 +12,7 @@ COMMANDS = {
     "launch": ("hvdtrain.cli.launch", "train on ranks that may come and go: elastic, with restarts"),
     "doctor": ("hvdtrain.cli.doctor", "versions, what is built, the launcher and the tuning chosen"),
     "timeline": ("hvdtrain.cli.timeline", "explain a run: report, merge, diff, whatif; start and stop a window"),
+    "verify": ("hvdtrain.cli.verify", "prove a run: every sample once; a resumed run equals one that went through"),
     "build-horovod": ("hvdtrain.cli.build_horovod", "build Horovod for the torch and MPI at hand"),
 }
 

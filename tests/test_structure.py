@@ -35,8 +35,9 @@ LAYERS = {
     "engine": 6,
     "training": 7,
     "doctor": 7,
-    "cli": 8,
-    "torch": 8,
+    "verify": 8,
+    "cli": 9,
+    "torch": 9,
 }
 """A room imports rooms of lower numbers, and itself. `hvdtrain` and `hvdtrain.__main__` stand above all."""
 
@@ -189,7 +190,8 @@ def test_what_reads_files_of_others_says_that_it_runs_none_of_them(call: str, ke
 
 
 @pytest.mark.parametrize(
-    "argument", ["--help", "--version", "doctor --help", "build-horovod --help", "timeline --help"]
+    "argument",
+    ["--help", "--version", "doctor --help", "build-horovod --help", "timeline --help", "verify data --help"],
 )
 def test_help_imports_no_torch(argument: str) -> None:
     program = (

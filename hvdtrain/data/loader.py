@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from hvdtrain.config.schema import LoaderConfig
-from hvdtrain.data.order import MicroBatch, micro_batches, mix, samples, share
+from hvdtrain.data.order import MicroBatch, micro_batches, mix, passing_over, samples, share
 from hvdtrain.errors import DataError
 
 _SAMPLE, _FORWARD = 1, 2
@@ -39,6 +39,7 @@ class Stream:
         micro_batch: samples a forward pass.
         rank: this rank.
         size: number of ranks.
+        left_out: ranges [begin, end) of positions that are passed over, in order.
     """
 
     dataset: Dataset[Any]
@@ -47,18 +48,26 @@ class Stream:
     micro_batch: int
     rank: int
     size: int
+    left_out: Sequence[Sequence[int]] = ()
 
     def step(self, position: int) -> list[MicroBatch]:
         """Micro-batches of this rank in the step that starts at `position`."""
-        batches = micro_batches(position, self.global_batch, self.micro_batch)
+        parts = passing_over(position, self.global_batch, self.left_out)
+        batches = [batch for begin, end in parts for batch in micro_batches(begin, end - begin, self.micro_batch)]
         return [batches[i] for i in share(len(batches), self.rank, self.size)]
+
+    def after(self, position: int) -> int:
+        """The position behind the step that starts at `position`."""
+        return passing_over(position, self.global_batch, self.left_out)[-1][1]
 
     def keys(self, position: int, steps: int) -> Iterator[list[int]]:
         """For each micro-batch of the next `steps` steps: the seed it is made under, then its samples' indices."""
         length = dataset_length(self.dataset)
         for first in range(0, steps, _STEPS_AT_ONCE):
-            starts = [position + s * self.global_batch for s in range(first, min(first + _STEPS_AT_ONCE, steps))]
-            batches = [batch for start in starts for batch in self.step(start)]
+            batches: list[MicroBatch] = []
+            for _ in range(first, min(first + _STEPS_AT_ONCE, steps)):
+                batches += self.step(position)
+                position = self.after(position)
             if not batches:
                 continue
             positions = np.concatenate([np.arange(b.start, b.stop, dtype=np.int64) for b in batches])

@@ -5,6 +5,7 @@ Nothing here knows the number of ranks but `share`, which divides micro-batches 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +32,28 @@ def micro_batches(position: int, global_batch: int, micro_batch: int) -> list[Mi
     """The micro-batches of the step that starts at `position`; the last may be shorter."""
     stop = position + global_batch
     return [MicroBatch(start, min(start + micro_batch, stop)) for start in range(position, stop, micro_batch)]
+
+
+def passing_over(position: int, count: int, left_out: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """The next `count` positions from `position` on as ranges [begin, end), without those of `left_out`.
+
+    Args:
+        position: where to begin.
+        count: 1 or more.
+        left_out: ranges [begin, end), in order, that do not overlap.
+    """
+    found: list[tuple[int, int]] = []
+    for begin, end in left_out:
+        if end <= position:
+            continue
+        here = min(count, begin - position)
+        if here > 0:
+            found.append((position, position + here))
+            count -= here
+        if not count:
+            return found
+        position = end
+    return [*found, (position, position + count)]
 
 
 def share(count: int, rank: int, size: int) -> range:

@@ -99,6 +99,8 @@ class TensorBoard:
             self._add(page.scalars(rank_scalars(record)), record)
         elif event == "explained":
             self._explained(record)
+        elif event == "rolled_back":
+            self._go_back(record)
         elif event == "checkpoint":
             self._point()  # what a resumed run follows on is there
         elif event == "finished":
@@ -114,6 +116,12 @@ class TensorBoard:
             for file in self._files.values():
                 file.close()
             self._files = {}
+
+    def _go_back(self, record: Mapping[str, Any]) -> None:
+        """Follow on from the step that training was taken back to: what comes after it there is replaced."""
+        self.close()
+        self._resumed = {"step": record["to_step"]}
+        self._tell(record)
 
     def _opened(self) -> dict[str, EventFile]:
         """The files, made once it is known whether the run is resumed and what a sample takes."""

@@ -25,6 +25,8 @@ class Progress:
         samples: in an epoch.
         data_id: of the task, see there.
         losses: of the newest steps that were applied, as many as a jump is measured against.
+        left_out: ranges [begin, end) of positions that are passed over, in order: what roll backs went past.
+        rolled_back: steps that were taken back for it.
     """
 
     step: int = 0
@@ -34,6 +36,8 @@ class Progress:
     samples: int = 0
     data_id: str = ""
     losses: list[float] = field(default_factory=list)
+    left_out: list[list[int]] = field(default_factory=list)
+    rolled_back: list[int] = field(default_factory=list)
 
 
 class Exchange(Protocol):
@@ -112,6 +116,8 @@ class TrainState:
         self._check_optimizer(state)
         self.model.load_state_dict(model)
         self._load_optimizer(state.tensors["optimizer"], state.values["optimizer"])
+        for group, start in zip(self.optimizer.param_groups, self._groups_at_start, strict=True):
+            group.update(start)
         for number, values in state.values["groups"].items():
             self.optimizer.param_groups[int(number)].update(values)
         if state.values["scaler"]:

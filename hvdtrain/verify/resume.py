@@ -1,0 +1,51 @@
+"""Whether a run that is interrupted equals one that is not, on its number of ranks and on others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import yaml
+
+from hvdtrain.verify.equality import Compared, compare
+from hvdtrain.verify.runs import Runner, read_config, scratch_config
+
+
+def verify_resume(
+    run: Path, folder: Path, steps: int, sizes: Sequence[int], say: Callable[[str], None]
+) -> Iterator[Compared]:
+    """Train by the config of `run` in `folder`, and compare; the run itself is only read.
+
+    Args:
+        run: whose config it is.
+        folder: an empty one.
+        steps: of each half.
+        sizes: numbers of ranks, each beside the next one.
+        say: told of what is done.
+
+    Errors:
+        RunDirectoryError: the config cannot be read, or its task cannot be trained by a command.
+        HvdtrainError: a job failed.
+    """
+    config = scratch_config(read_config(run), steps)
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+    runner = Runner(folder, file, steps, say)
+    precision = str(config.get("precision", "fp32"))
+    wholes = {}
+    for size in sizes:
+        wholes[size] = runner.whole(f"whole-{size}", size)
+        runner.half(f"half-{size}", size)
+        rest = runner.rest(f"resumed-{size}", f"half-{size}", size)
+        what = f"{steps} + {steps} on {size} rank(s) against {2 * steps}"
+        yield compare(what, rest, wholes[size], exact=True, precision=precision)
+    compression = config.get("parallel", {}).get("compression", "none")
+    if compression != "none":
+        if len(sizes) > 1:
+            say(f"what {compression} loses depends on the number of ranks: curves across sizes are not compared")
+        return
+    for before, after in [pair for a, b in pairwise(sizes) for pair in ((a, b), (b, a))]:
+        rest = runner.rest(f"resized-{before}-{after}", f"half-{before}", after)
+        what = f"{steps} on {before} + {steps} on {after} against {2 * steps} on {before}"
+        yield compare(what, rest, wholes[before], exact=False, precision=precision)

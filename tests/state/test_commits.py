@@ -1,0 +1,85 @@
+"""Commits cost next to nothing, lose little, and give back what was."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from hvdtrain.state.commits import SHARE, Commits, Interval
+from hvdtrain.state.train_state import Progress, TrainState
+
+SECONDS = st.floats(1e-4, 10.0)
+
+
+@given(SECONDS, st.floats(0.0, 2.0), st.floats(0.1, 1000.0))
+def test_commits_take_their_share_or_lose_no_more_than_is_allowed(step_s: float, cost_s: float, loss_s: float) -> None:
+    interval = Interval(loss_s)
+    interval.took(0.0, cost_s)
+    now_s, steps = 0.0, 0
+    while not interval.due(now_s, step_s) and steps < 100_000:
+        now_s, steps = now_s + step_s, steps + 1
+    now_s += step_s  # the step that ends with it
+    assert cost_s <= SHARE * now_s * 1.001 or now_s + step_s >= loss_s * 0.999 or steps == 100_000
+    assert now_s <= max(loss_s, 2 * step_s) * 1.001, "so much is lost at most"
+
+
+@given(SECONDS, st.floats(0.0, 0.5))
+def test_no_commit_waits_for_longer_than_it_has_to(step_s: float, cost_s: float) -> None:
+    interval = Interval(1e9)
+    interval.took(5.0, cost_s)
+    assert interval.due(5.0 + cost_s / SHARE, step_s)
+    assert not interval.due(5.0 + cost_s / SHARE - 2 * step_s, step_s) or cost_s / SHARE <= step_s
+
+
+def _state() -> TrainState:
+    model = nn.Linear(3, 2)
+    return TrainState(model, torch.optim.Adam(model.parameters()), torch.amp.GradScaler(enabled=False), Progress())
+
+
+def _step(state: TrainState) -> None:
+    state.optimizer.zero_grad()
+    state.model(torch.randn(4, 3)).square().sum().backward()
+    state.optimizer.step()
+    state.progress.step += 1
+
+
+def test_a_commit_gives_back_all_of_the_state_more_than_once() -> None:
+    now = [0.0]
+    commits, state = Commits(60.0, lambda: now[0]), _state()
+    assert commits.step == -1
+    assert commits.due()
+    for _ in range(3):
+        _step(state)
+    commits.take(state)
+    assert commits.step == 3
+    kept = copy.deepcopy(state.state_dict())
+    for _ in range(2):
+        for _ in range(2):
+            _step(state)
+        commits.restore(state)
+        assert state.state_dict().values == kept.values
+        for group, tensors in kept.tensors.items():
+            for name, tensor in tensors.items():
+                assert torch.equal(state.state_dict().tensors[group][name], tensor)
+
+
+def test_a_step_that_is_long_brings_the_next_commit_forward() -> None:
+    now = [0.0]
+    commits, state = Commits(60.0, lambda: now[0]), _state()
+
+    def slow() -> float:
+        now[0] += 1.0  # a commit takes a second: the share alone would have it wait for 100
+        return now[0]
+
+    commits._clock = slow
+    commits.take(state)
+    commits._clock = lambda: now[0]
+    commits.due()
+    now[0] += 10.0
+    assert not commits.due()
+    now[0] += 30.0
+    assert commits.due(), "40 s have passed, and another step of 30 would lose too much"

@@ -1,0 +1,199 @@
+"""`verify data` says right of any run that lost nothing, and finds any single thing that is wrong."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from hvdtrain.errors import RunDirectoryError
+from hvdtrain.state.ledger import FOLDER, file_name
+from hvdtrain.verify.data import DataReport, verify_data
+from hvdtrain.verify.data_text import to_text
+from tests.support.ledgers import Stretch, Written, write_ledger
+
+STRETCHES = st.lists(
+    st.builds(
+        Stretch,
+        back=st.integers(0, 6),
+        size=st.integers(1, 4),
+        steps=st.integers(0, 7),
+        ahead=st.integers(0, 4),
+        torn=st.integers(0, 8),
+        global_batch=st.integers(1, 9),
+        goes_past=st.booleans(),
+    ),
+    min_size=1,
+    max_size=6,
+)
+TWO = [Stretch(size=2, steps=9, global_batch=6), Stretch(back=3, size=3, steps=8, global_batch=6)]
+
+
+@contextmanager
+def _written(stretches: list[Stretch], length: int = 20) -> Iterator[Written]:
+    folder = tempfile.mkdtemp()
+    try:
+        yield write_ledger(Path(folder) / "run", stretches, length=length)
+    finally:
+        shutil.rmtree(folder)
+
+
+def _edit(path: Path, change: Callable[[list[Any]], None]) -> None:
+    lines = [orjson.loads(line) for line in path.read_bytes().splitlines()]
+    change(lines)
+    path.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+
+
+@settings(max_examples=60, deadline=None)
+@given(STRETCHES, st.integers(1, 30))
+def test_whatever_was_killed_resized_and_rolled_back_is_right(stretches: list[Stretch], length: int) -> None:
+    with _written(stretches, length) as done:
+        report = verify_data(done.run)
+        assert report.wrong == []
+        assert (report.last, report.end) == (len(done.positions) - 1, done.positions[-1])
+        left_out = [p for begin, end in report.left_out for p in range(begin, end)]
+        assert sorted(done.taken + left_out) == list(range(report.end))
+        taken = Counter(p // length for p in done.taken)
+        assert report.epochs.whole == sum(count == length for count in taken.values())
+        assert {e.number: e.distinct for e in report.epochs.others} == {e: n for e, n in taken.items() if n != length}
+        assert "WRONG" not in to_text(report, done.run)
+
+
+CORRUPTIONS: dict[str, Callable[[list[Any], int, int], None]] = {
+    "a line is missing": lambda lines, at, by: lines.__delitem__(at),
+    "a line stands twice": lambda lines, at, by: lines.insert(at, lines[at]),
+    "another step": lambda lines, at, by: lines[at].__setitem__(0, lines[at][0] + by),
+    "another checksum": lambda lines, at, by: lines[at].__setitem__(2, lines[at][2] ^ by),
+    "a range begins elsewhere": lambda lines, at, by: _moved(lines[at], 0, by),
+    "a range ends elsewhere": lambda lines, at, by: _moved(lines[at], 1, by),
+    "a range more": lambda lines, at, by: lines[at][1].append([by, by + 1]),
+    "another seed": lambda lines, at, by: lines[0].__setitem__("seed", lines[0]["seed"] + by),
+    "another position": lambda lines, at, by: lines[0].__setitem__("position", lines[0]["position"] + by),
+    "another size of an epoch": lambda lines, at, by: lines[0].__setitem__("samples", lines[0]["samples"] << by),
+    "another global batch": lambda lines, at, by: lines[0].__setitem__("global_batch", lines[0]["global_batch"] + by),
+    "what nobody left out": lambda lines, at, by: _left_out(lines, at),
+}
+
+
+def _left_out(lines: list[Any], at: int) -> None:
+    assume(lines[at][1])
+    begin = lines[at][1][0][0]
+    lines[0]["left_out"] = [[begin, begin + 1]]
+
+
+def _moved(line: list[Any], side: int, by: int) -> None:
+    if line[1]:
+        line[1][0][side] += by
+    else:
+        line[1].append([by, by + 1])
+
+
+@pytest.mark.parametrize("how", CORRUPTIONS)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), stretches=STRETCHES, by=st.integers(1, 5))
+def test_any_single_thing_that_is_wrong_is_found(
+    how: str, data: st.DataObject, stretches: list[Stretch], by: int
+) -> None:
+    stretches = [Stretch(steps=4, size=2), *stretches, Stretch(steps=3, size=2)]
+    with _written(stretches, length=1_000_003) as done:  # two orders hardly ever begin alike
+        step = data.draw(st.sampled_from(sorted(done.counted)))
+        start = done.counted[step]
+        rank = data.draw(st.integers(0, stretches[start].size - 1))
+
+        def change(lines: list[Any]) -> None:
+            at = next(number for number, line in enumerate(lines) if number and line[0] == step)
+            CORRUPTIONS[how](lines, at, by)
+
+        path = done.run / FOLDER / file_name(start, rank)
+        if stretches[start].torn:  # its last line is none
+            whole = path.read_bytes().rpartition(b"\n")
+            path.write_bytes(whole[0] + whole[1])
+        _edit(path, change)
+        report = verify_data(done.run)
+        assert report.wrong, how
+        assert "WRONG" in to_text(report, done.run)
+
+
+def _report(change: Callable[[Path], None], stretches: list[Stretch] = TWO) -> DataReport:
+    with _written(stretches) as done:
+        change(done.run)
+        return verify_data(done.run)
+
+
+def test_the_first_step_and_positions_are_named() -> None:
+    def change(run: Path) -> None:
+        _edit(run / FOLDER / file_name(0, 1), lambda lines: lines[4][1][0].__setitem__(0, 23))
+
+    (wrong,) = _report(change).wrong
+    assert wrong.step == 4
+    assert "position(s) 22 taken by nobody" in wrong.what
+    assert "rank 1 [23, 24)" in wrong.what
+
+
+def test_a_missing_file_is_named() -> None:
+    report = _report(lambda run: (run / FOLDER / file_name(1, 2)).unlink())
+    assert [wrong.step for wrong in report.wrong] == [7]
+    assert any("no file of rank(s) 2 of 3" in note for note in report.notes)
+
+
+def test_a_missing_start_is_named() -> None:
+    stretches = [*TWO, Stretch(size=1, steps=2, global_batch=6)]
+
+    def change(run: Path) -> None:
+        for rank in range(3):
+            (run / FOLDER / file_name(1, rank)).unlink()
+
+    report = _report(change, stretches)
+    assert [wrong.step for wrong in report.wrong] == [10]
+    assert "no file of start(s) 1" in report.notes
+
+
+def test_what_no_checkpoint_holds_is_not_durable_yet() -> None:
+    def change(run: Path) -> None:
+        (saved,) = (run / "checkpoints").iterdir()
+        saved.rename(saved.with_name("step-000011"))
+        _edit(run / FOLDER / file_name(1, 0), lambda lines: lines.pop())  # killed before it told of the last one
+
+    with _written(TWO) as done:
+        change(done.run)
+        report = verify_data(done.run)
+        text = to_text(report, done.run)
+    assert report.wrong == []
+    assert "steps 12 to 13 are not durable yet" in text
+    assert "of steps 14 to 14 not all ranks have told yet" in text
+
+
+def test_a_rank_that_tells_less_than_a_checkpoint_holds_is_wrong() -> None:
+    report = _report(lambda run: _edit(run / FOLDER / file_name(1, 0), lambda lines: lines.pop()))
+    assert [wrong.step for wrong in report.wrong] == [14]
+
+
+def test_other_data_from_some_step_on_begins_another_order() -> None:
+    with _written([Stretch(steps=6)]) as done:  # 24 positions of epochs of 20
+        more = write_ledger(done.run.with_name("other"), [Stretch(steps=6), Stretch(steps=6)], length=30)
+        (more.run / FOLDER / file_name(1, 0)).rename(done.run / FOLDER / file_name(1, 0))
+        (done.run / "checkpoints" / "step-000012").mkdir()
+        report = verify_data(done.run)
+    assert report.wrong == []
+    assert [(e.number, e.samples, e.distinct) for e in report.epochs.others] == [(1, 20, 4), (0, 30, 6), (1, 30, 18)]
+
+
+def test_positions_that_are_left_out_without_a_roll_back_in_the_journal_are_wrong() -> None:
+    stretches = [Stretch(steps=5), Stretch(back=2, steps=4, goes_past=True)]
+    report = _report(lambda run: (run / "journal.jsonl").write_text(""), stretches)
+    assert ["12 to 15" in wrong.what for wrong in report.wrong] == [True]
+    assert _report(lambda run: None, stretches).left_out == [(12, 16)]
+
+
+def test_a_folder_without_a_ledger_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="no ledger"):
+        verify_data(tmp_path)

@@ -1,0 +1,72 @@
+"""Two runs are equal only where everything is; the first thing that differs is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hvdtrain.state.train_state import StateDict
+from hvdtrain.verify.equality import compare
+from hvdtrain.verify.runs import Outcome
+
+
+def _outcome(**changes: Any) -> Outcome:
+    tensors = {
+        "model": {"a": torch.arange(4.0), "b": torch.ones(2)},
+        "optimizer": {"a/step": torch.tensor(3), "a/exp_avg": torch.zeros(4)},
+    }
+    values = {"progress": {"step": 3, "position": 12}, "scaler": {}}
+    known = {"losses": [3.0, 2.0, None], "positions": [4, 8, 12], "tensors": tensors, "values": values, **changes}
+    return Outcome(known["losses"], known["positions"], StateDict(known["tensors"], known["values"]))
+
+
+def _with(group: str, name: str, tensor: torch.Tensor | None) -> dict[str, dict[str, torch.Tensor]]:
+    tensors = {name: dict(group) for name, group in _outcome().state.tensors.items()}
+    if tensor is None:
+        del tensors[group][name]
+    else:
+        tensors[group][name] = tensor
+    return tensors
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_equal_is_equal(exact: bool) -> None:
+    found = compare("", _outcome(), _outcome(), exact=exact, precision="fp32")
+    assert (found.first, found.loss, found.tensor, found.steps, found.tensors) == (None, 0.0, 0.0, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"losses": [3.0, 2.0 + 1e-15, None]}, "step 2: loss 2.000000000000001, not 2.0"),
+        ({"losses": [3.0, 2.0, 1.0]}, "step 3: loss 1.0, not None"),
+        ({"positions": [4, 9, 12]}, "step 2 ended at position 9, not 8"),
+        ({"positions": [4, 8], "losses": [3.0, 2.0]}, "2 steps were done, not 3"),
+        ({"tensors": _with("model", "b", torch.tensor([1.0, 1.0000001]))}, "tensor model: b"),
+        ({"tensors": _with("model", "b", torch.tensor([1.0, 1.0], dtype=torch.float64))}, "tensor model: b"),
+        ({"tensors": _with("optimizer", "a/exp_avg", torch.tensor([0.0, 0.0, -0.0, 0.0]))}, "optimizer: a/exp_avg"),
+        ({"tensors": _with("optimizer", "a/step", None)}, "optimizer: a/step"),
+        ({"values": {"progress": {"step": 3, "position": 13}, "scaler": {}}}, "progress.position is 13, not 12"),
+    ],
+)
+def test_the_first_bit_that_differs_is_named(changes: dict[str, Any], words: str) -> None:
+    found = compare("", _outcome(**changes), _outcome(), exact=True, precision="fp32")
+    assert found.first is not None
+    assert words in found.first
+
+
+@pytest.mark.parametrize(("off", "holds"), [(1e-6, True), (1e-3, False)])
+def test_across_sizes_a_loss_may_differ_a_little(off: float, holds: bool) -> None:
+    found = compare("", _outcome(losses=[3.0, 2.0 * (1 + off), None]), _outcome(), exact=False, precision="fp32")
+    assert (found.first is None) == holds
+    assert found.loss == pytest.approx(off, rel=1e-2)
+
+
+@pytest.mark.parametrize(("off", "holds"), [(1e-5, True), (0.1, False)])
+def test_across_sizes_a_tensor_may_differ_a_little(off: float, holds: bool) -> None:
+    tensors = _with("model", "b", torch.ones(2) * (1 + off))
+    found = compare("", _outcome(tensors=tensors), _outcome(), exact=False, precision="fp32")
+    assert (found.first is None) == holds
+    assert found.tensor == pytest.approx(off, rel=1e-2)
