@@ -61,7 +61,7 @@ def main() -> None:
         optimizer.zero_grad()
         for place in stream.step(step * train.global_batch):
             seed_forward(seed, place.start)
-            loss, weight = task.loss(task.model, next(batches))
+            loss, weight = task.loss(task.model, next(batches).batch)
             (loss / weight / passes).backward()
         optimizer.synchronize()
         torch.nn.utils.clip_grad_norm_(task.model.parameters(), train.clip)

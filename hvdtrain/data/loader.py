@@ -7,11 +7,12 @@ import os
 import random
 import signal
 import threading
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -84,6 +85,24 @@ def sample_seed(seed: int, batch: MicroBatch) -> int:
     return mix(seed + _SAMPLE, batch.start)
 
 
+class Drawn(NamedTuple):
+    """A micro-batch on the host.
+
+    Attributes:
+        indices: into the data set, of the samples that were taken from it: int64.
+        batch: the samples, collated.
+    """
+
+    indices: bytes
+    batch: Any
+
+
+class _Samples(list[Any]):
+    """Samples, and the indices they were taken by."""
+
+    indices: bytes
+
+
 class Seeded(Dataset[Any]):
     """A data set whose samples depend on position alone, also where making them draws random numbers.
 
@@ -93,12 +112,25 @@ class Seeded(Dataset[Any]):
     def __init__(self, dataset: Dataset[Any]) -> None:
         self.dataset = dataset
 
-    def __getitems__(self, key: list[int]) -> list[Any]:
+    def __getitems__(self, key: list[int]) -> _Samples:
         seed, *indices = key
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed & 0xFFFFFFFF)
-        return [self.dataset[index] for index in indices]
+        samples = _Samples([self.dataset[index] for index in indices])
+        samples.indices = array("q", indices).tobytes()
+        return samples
+
+
+@dataclass(frozen=True)
+class _Collated:
+    """Collates where the samples are made, and says what they are."""
+
+    collate: Callable[[list[Any]], Any]
+
+    def __call__(self, samples: list[Any]) -> Drawn:
+        assert isinstance(samples, _Samples)
+        return Drawn(samples.indices, self.collate(samples))
 
 
 def seed_forward(seed: int, position: int) -> None:
@@ -127,12 +159,12 @@ def train_batches(
     collate: Callable[[list[Any]], Any] | None,
     *,
     pin_memory: bool,
-) -> Iterator[Any]:
+) -> Iterator[Drawn]:
     """Batches of this rank on the host, from `position` on for `steps` steps, in the order of `Stream.step`."""
     loader: DataLoader[Any] = DataLoader(
         Seeded(stream.dataset),
         batch_sampler=_Once(stream.keys(position, steps)),
-        collate_fn=collate or default_collate,
+        collate_fn=_Collated(collate or default_collate),
         num_workers=config.workers,
         prefetch_factor=config.prefetch if config.workers else None,
         # MPI's and Horovod's threads are running: a plain fork could inherit a lock that nobody will release.

@@ -42,6 +42,7 @@ class Recorder:
         self._display = display
         self._sinks: list[Background] = []
         self._watchers: list[Watcher] = []
+        self._watched = -1
         self._patience_s = _PATIENCE_S
 
     @property
@@ -59,10 +60,14 @@ class Recorder:
 
     def begin(self, total: int) -> None:
         """Steps are about to come, up to step `total`."""
+        self._watched = -1
         self._display.begin(total)
 
     def begin_step(self, step: int) -> None:
-        """Step `step` is about to be done."""
+        """Step `step` is about to be done; those that are done again after a roll back are not watched again."""
+        if step <= self._watched:
+            return
+        self._watched = step
         for watcher in self._watchers:
             watcher.begin_step(step)
 

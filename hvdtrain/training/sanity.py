@@ -11,6 +11,7 @@ from hvdtrain.data.loader import Stream
 from hvdtrain.errors import NonFiniteError
 from hvdtrain.state.train_state import Progress
 from hvdtrain.training.replay import Finding, Replayed, replay
+from hvdtrain.training.roll_back import Offence, began_at
 from hvdtrain.training.spikes import KEEP, spike
 from hvdtrain.training.step import Stepper, StepResult
 
@@ -48,15 +49,10 @@ class Sanity:
     _replays: int = field(default=0, init=False)
     _found: Finding | None = field(default=None, init=False)
 
-    def check(self, result: StepResult, progress: Progress) -> None:
-        """Look at the step that `progress` has just counted. Collective: yes.
-
-        Errors:
-            NonFiniteError: too many steps in a row had a loss or gradient that was not finite.
-        """
+    def check(self, result: StepResult, progress: Progress) -> Offence | None:
+        """Look at the step that `progress` has just counted; what spoiled training, if anything. Collective: yes."""
         if result.applied:
-            self._watch(result.loss, progress)
-            return
+            return self._watch(result.loss, progress)
         overflow = math.isfinite(result.loss) and self.stepper.precision.scaler.is_enabled()
         reason = _reason(result, overflow)
         self._event("skipped_step", progress, positions=self._positions(progress), reason=reason)
@@ -68,10 +64,13 @@ class Sanity:
             with self.stepper.spans("replay"):
                 found = replay(self.stepper, self.stream, self._positions(progress)[0], result.scale)
             self._tell(found, progress, reason)
-        if ends:
-            raise self._error(result, progress)
+        if not ends:
+            return None
+        row = progress.skipped_in_row
+        positions = [began_at(progress, row * self.stream.global_batch), progress.position]
+        return Offence("non_finite", progress.step - row + 1, positions, self._error(result, progress))
 
-    def _watch(self, loss: float, progress: Progress) -> None:
+    def _watch(self, loss: float, progress: Progress) -> Offence | None:
         expected = spike(progress.losses, loss)
         if expected is not None:
             first, end = self._positions(progress)
@@ -81,6 +80,7 @@ class Sanity:
                 f" positions {first} to {end - 1}"
             )
         progress.losses = [*progress.losses[1 - KEEP :], loss]  # a new list: a snapshot may hold the old one
+        return Offence("spikes", progress.step, self._positions(progress)) if expected is not None else None
 
     def _tell(self, found: Replayed, progress: Progress, reason: str) -> None:
         """One event and one line for what all ranks found."""
@@ -106,7 +106,7 @@ class Sanity:
         )
 
     def _positions(self, progress: Progress) -> list[int]:
-        return [progress.position - self.stream.global_batch, progress.position]
+        return [began_at(progress, self.stream.global_batch), progress.position]
 
     def _event(self, event: str, progress: Progress, **facts: Any) -> None:
         self.event({"event": event, "at_step": progress.step, "step": progress.step, **facts})

@@ -23,6 +23,8 @@ from hvdtrain.observe.horovod_timeline import HorovodTimeline
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.runtime.timeline import TimelinePlan
 from hvdtrain.spans import Spans
+from hvdtrain.state.commits import Commits
+from hvdtrain.state.ledger import FOLDER, Ledger
 from hvdtrain.state.store import CheckpointStore
 from hvdtrain.training.auto_compression import CompressionTrial
 from hvdtrain.training.compute import FirstPass
@@ -45,6 +47,7 @@ from hvdtrain.training.opening import claim_together, describe_start, open_recor
 from hvdtrain.training.report import report
 from hvdtrain.training.restore import CHECKPOINTS, take_over
 from hvdtrain.training.result import Result, losses_and_speed, numbers
+from hvdtrain.training.roll_back import RollBack
 from hvdtrain.training.run_directory import RunDirectory
 from hvdtrain.training.sanity import Sanity
 from hvdtrain.training.stamps import add_stamps
@@ -154,6 +157,7 @@ class _Round:
         with ExitStack() as stack:
             stack.callback(engine.close)
             stack.callback(self._remember, trainer)
+            stack.callback(trainer.ledger.close)
             add_listeners(spans, observe, kept.device, stack)
             describe_start(run, kept, comm, directory, recorder)
             resumed = take_over(run, kept, comm, store, claim, recorder, spans.touch)
@@ -218,5 +222,9 @@ class _Round:
             stop=min(kept.horizon, train.stop_at or kept.horizon),
             store=store,
             observer=recorder,
+            roll_back=RollBack(
+                config.elastic.roll_back, Commits(config.elastic.loss_s), comm, store, recorder.event, recorder.warn
+            ),
+            ledger=Ledger(directory / FOLDER, recorder.warn),
             sanity=Sanity(stepper, stream, train.max_skipped, recorder.event, recorder.warn),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,14 +14,18 @@ from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.comm.rounds import CHANGED as RANKS_CHANGE
 from hvdtrain.comm.rounds import Rounds
 from hvdtrain.config.schema import Config
-from hvdtrain.data.loader import Stream, seed_forward, train_batches
+from hvdtrain.data.loader import Drawn, Stream, seed_forward, train_batches
+from hvdtrain.data.order import MicroBatch
 from hvdtrain.observe.histograms import Histograms
+from hvdtrain.state.ledger import Ledger
 from hvdtrain.state.store import CheckpointStore
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.state.writer import CheckpointWriter
 from hvdtrain.training.evaluate import Evaluation, evaluate
 from hvdtrain.training.health import check_equal
+from hvdtrain.training.ledger import begin_start
 from hvdtrain.training.notices import CHANGED, COUNT, SAVE, TERMINATE, Notices, stop_reason
+from hvdtrain.training.roll_back import RollBack
 from hvdtrain.training.sanity import Sanity
 from hvdtrain.training.step import Stepper, StepResult
 
@@ -71,6 +75,7 @@ class Trainer:
             finish exchange; unscale; finite? clip; step                     (Stepper)
             position += global batch
             tell the observer; look at what was skipped, and at jumps of the loss    (Sanity)
+            where these have spoiled training: back to the last commit, and on past them    (RollBack)
             every N steps, the last step, unless a signal asks to stop: evaluate
             a signal on any rank, every M steps, the last step: save; stop if asked to
             ranks that come or go: make what the exchange carries equal, and leave
@@ -92,6 +97,8 @@ class Trainer:
         store: on rank 0; None elsewhere.
         observer: told on every rank; it records and shows on rank 0.
         sanity: looks at the numbers of each step.
+        ledger: told which samples this rank takes.
+        roll_back: what becomes of training that was spoiled.
         saw_step: told of each step that was done, of its seconds and of those that waited for gradients; it may change
             how they are exchanged.
         live: asked before each step, told of what the ranks agreed on after it.
@@ -111,6 +118,8 @@ class Trainer:
     store: CheckpointStore | None
     observer: Observer
     sanity: Sanity
+    ledger: Ledger
+    roll_back: RollBack
     saw_step: Callable[[int, float, float], None] = lambda step, step_s, exposed_s: None
     live: Live | None = None
     last: dict[str, Any] = field(default_factory=dict)
@@ -139,26 +148,32 @@ class Trainer:
             self._evaluate()
         elif self._is_owed():
             self._save(self._evaluate(), wait=progress.step == self.stop)
-        batches = self._batches()
+        self.roll_back.commit(self.state)
+        batches = self._begin("round" if self.rounds.elastic else "started")
         while progress.step < self.stop:
-            own = self.rounds.notices(notices.take(), CHANGED, TERMINATE)
+            own = [*self.rounds.notices(notices.take(), CHANGED, TERMINATE), *(commit := self.roll_back.notices())]
             own[SAVE] += self._writer.look()  # a save that failed is tried again by all ranks together
             result = self._step(batches, [*own, *(self.live.notices() if self.live else ())])
             if self.live:
-                self.live.agreed(progress.step, result.notices[COUNT:])
+                self.live.agreed(progress.step, result.notices[len(own) :])
+            offence = self.sanity.check(result, progress)
+            if is_back := offence is not None and self.roll_back.go_past(offence, self.state):
+                progress, batches = self.state.progress, self._begin("rolled_back")
+            elif any(result.notices[COUNT : COUNT + len(commit)]):
+                self.roll_back.commit(self.state)
             if progress.step == begun_at + 1:
                 self.state.state_dict()  # an optimizer whose state cannot be saved is better refused now than later
             reason = stop_reason(result.notices)
             last = progress.step == self.stop
             every = self.config.checkpoint.every
-            due = bool(every) and progress.step % every == 0
+            due = bool(every) and progress.step % every == 0 and not is_back
             # One signal may reach the ranks in two neighbouring steps: it asks for one save.
             asked = bool(result.notices[SAVE]) and progress.step > asked_at + 1
             if asked:
                 asked_at = progress.step
             # A stop by signal leaves no time for an evaluation: mpirun kills one second after SIGTERM.
             interval = self.config.train.eval_every
-            evaluating = not reason and (last or (progress.step % interval == 0 if interval else due))
+            evaluating = not reason and (last or (progress.step % interval == 0 and not is_back if interval else due))
             evaluated = self._evaluate() if evaluating else None
             if due or asked or reason or last:
                 self._save(evaluated, wait=bool(reason) or last, urgent=bool(reason))
@@ -187,7 +202,13 @@ class Trainer:
         self._set_lr(1.0)  # as the task gave them, should it train again
         return reason
 
-    def _batches(self) -> Iterator[Any]:
+    def _begin(self, why: str) -> Iterator[Drawn]:
+        """A start of the ledger, and its batches. Collective: yes."""
+        self.stream = self.sanity.stream = replace(self.stream, left_out=self.state.progress.left_out)
+        begin_start(self.ledger, self.comm, self.stream, self.state.progress, why)
+        return self._batches()
+
+    def _batches(self) -> Iterator[Drawn]:
         progress, loader = self.state.progress, self.config.loader
         on_cuda = self.stepper.device.type == "cuda"
         return train_batches(
@@ -199,7 +220,7 @@ class Trainer:
             pin_memory=loader.pin_memory == "on" or (loader.pin_memory == "auto" and on_cuda),
         )
 
-    def _step(self, batches: Iterator[Any], notices: list[int]) -> StepResult:
+    def _step(self, batches: Iterator[Drawn], notices: list[int]) -> StepResult:
         progress, spans = self.state.progress, self.stepper.spans
         self.observer.begin_step(progress.step + 1)
         spans.step = progress.step + 1
@@ -207,25 +228,27 @@ class Trainer:
         lr_factor = float(self.schedule(progress.step))  # numpy's numbers are not JSON's
         self._set_lr(lr_factor)
         mine = self.stream.step(progress.position)
-        fed = ((partial(seed_forward, self.config.seed, b.start), self._next(batches)) for b in mine)
-        result = self.stepper.run(fed, len(mine), notices)
+        result = self.stepper.run(self._feed(mine, batches), len(mine), notices)
         progress.step += 1
-        progress.position += self.stream.global_batch
+        progress.position = self.stream.after(progress.position)
         progress.skipped_in_row = 0 if result.applied else progress.skipped_in_row + 1
         progress.skipped += not result.applied
         spans.record("step", start_ns)
         self._observe_step(result, self.base_lrs[0] * lr_factor, (spans.now() - start_ns) * 1e-9)
         self._observe_values()
-        self.sanity.check(result, progress)
         return result
 
     def _set_lr(self, lr_factor: float) -> None:
         for group, base in zip(self.state.optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = base * lr_factor
 
-    def _next(self, batches: Iterator[Any]) -> Any:
-        with self.stepper.spans("data"):
-            return next(batches)
+    def _feed(self, mine: list[MicroBatch], batches: Iterator[Drawn]) -> Iterator[tuple[Callable[[], None], Any]]:
+        for where in mine:
+            with self.stepper.spans("data"):
+                drawn = next(batches)
+            self.ledger.drew(where.start, where.stop, drawn.indices)
+            yield partial(seed_forward, self.config.seed, where.start), drawn.batch
+        self.ledger.write(self.state.progress.step + 1)  # before the ranks agree on the step
 
     def _observe_step(self, result: StepResult, lr: float, step_s: float) -> None:
         seconds = self.stepper.spans.take()
@@ -274,10 +297,12 @@ class Trainer:
 
     def _save(self, evaluation: Evaluation | None, *, wait: bool, urgent: bool = False) -> None:
         with self.stepper.spans("checkpoint"):
+            self.ledger.sync()
             check_equal(self.state.model, self.comm, name="drift")
             self.stepper.engine.settle()
             notes = {"heldout_loss": evaluation.loss if evaluation and math.isfinite(evaluation.loss) else None}
             self._writer.save(self.state.progress.step, self.state.state_dict(), notes, wait=wait, urgent=urgent)
+            self.roll_back.commit(self.state)
 
     def _event(self, event: str, **facts: Any) -> None:
         self.observer.event({"event": event, "at_step": self.state.progress.step, **facts})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from typing import Any
@@ -9,10 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
 from hvdtrain.config.schema import LoaderConfig
 from hvdtrain.data.loader import Stream, dataset_length, seed_forward, train_batches
+from hvdtrain.data.order import samples
 from hvdtrain.errors import DataError
 
 
@@ -39,7 +43,7 @@ def _batches(
         config = LoaderConfig(workers=workers)
         batches = train_batches(stream, position, steps, config, None, pin_memory=False)
         for step in range(steps):
-            by_step[step] += [next(batches) for _ in stream.step(position + 10 * step)]
+            by_step[step] += [next(batches).batch for _ in stream.step(position + 10 * step)]
         assert next(batches, None) is None
     return by_step
 
@@ -68,6 +72,42 @@ def test_law_4_every_sample_once_an_epoch() -> None:
     assert Counter(seen) == Counter(dict.fromkeys(range(23), 10))
     for epoch in range(10):
         assert sorted(seen[23 * epoch : 23 * (epoch + 1)]) == list(range(23))
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.filterwarnings("ignore:.*:UserWarning"))])
+def test_what_is_drawn_is_told_with_its_batch(workers: int) -> None:
+    stream = Stream(Numbers(23), 3, 10, 3, 0, 2)
+    for drawn in train_batches(stream, 0, 5, LoaderConfig(workers=workers), None, pin_memory=False):
+        assert np.frombuffer(drawn.indices, np.int64).tolist() == [int(row[0]) for row in drawn.batch]
+
+
+@given(
+    st.integers(0, 60),
+    st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), max_size=4),
+    st.integers(1, 9),
+    st.integers(1, 4),
+    st.integers(1, 3),
+)
+def test_what_is_left_out_is_passed_over_at_any_size(
+    position: int, holes: list[tuple[int, int]], global_batch: int, micro_batch: int, size: int
+) -> None:
+    left_out: list[list[int]] = []
+    for begin, length in sorted(holes):
+        if not left_out or begin >= left_out[-1][1]:
+            left_out.append([begin, begin + length])
+    free = (p for p in itertools.count(position) if not any(b <= p < e for b, e in left_out))
+    ranks = [Stream(Numbers(23), 3, global_batch, micro_batch, rank, size, left_out) for rank in range(size)]
+    keys = [stream.keys(position, 4) for stream in ranks]
+    for _ in range(4):
+        wanted = list(itertools.islice(free, global_batch))
+        batches = [batch for stream in ranks for batch in stream.step(position)]
+        assert [p for batch in batches for p in range(batch.start, batch.stop)] == wanted
+        drawn = [
+            i for key, stream in zip(keys, ranks, strict=True) for _ in stream.step(position) for i in next(key)[1:]
+        ]
+        assert drawn == samples(np.array(wanted), 23, 3).tolist()
+        position = ranks[0].after(position)
+        assert position == wanted[-1] + 1
 
 
 def test_more_ranks_than_micro_batches_leaves_some_without() -> None:

@@ -1,0 +1,139 @@
+"""Going back to the last commit when a batch has spoiled training, and on past that batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.comm.objects import on_rank_0
+from hvdtrain.errors import NonFiniteError
+from hvdtrain.state.commits import Commits
+from hvdtrain.state.store import CheckpointStore
+from hvdtrain.state.train_state import Progress, TrainState
+
+MOST = 3
+"""Roll backs within `STRETCH` steps."""
+
+STRETCH = 1000
+
+Policy = Literal["never", "spikes", "non_finite", "both"]
+
+
+@dataclass(frozen=True)
+class Offence:
+    """Steps that have spoiled training, equal on all ranks.
+
+    Attributes:
+        kind: the loss jumped in a step, or so many steps in a row were not finite that the run would end.
+        first_step: the first of them; the last is the newest.
+        positions: of their samples: begin, and one behind the last.
+        error: that ends the run; None where it would go on.
+    """
+
+    kind: Literal["spikes", "non_finite"]
+    first_step: int
+    positions: list[int]
+    error: NonFiniteError | None = None
+
+
+@dataclass
+class RollBack:
+    """The policy of a run, and its commits.
+
+    What was done after the commit is done again, from the same samples; of those of the offence others take the place.
+
+    Attributes:
+        policy: what it is for.
+        commits: of this rank.
+        comm: the ranks; rank 0's clock says when commits are due.
+        store: on rank 0; None elsewhere.
+        event: takes what the journal holds of an event.
+        warn: takes a line for a person.
+    """
+
+    policy: Policy
+    commits: Commits
+    comm: Comm
+    store: CheckpointStore | None
+    event: Callable[[dict[str, Any]], None]
+    warn: Callable[[str], None]
+
+    def notices(self) -> list[int]:
+        """A number that the step that comes sums over ranks: whether it is to end with a commit. None where never."""
+        return [int(self.comm.rank == 0 and self.commits.due())] if self.policy != "never" else []
+
+    def commit(self, state: TrainState) -> None:
+        """Take a commit, but not amid steps that are not finite, from which there is no way on. Collective: yes.
+
+        To be called for every checkpoint too: what is on disk is then never newer than the commit.
+        """
+        if self.policy != "never" and not state.progress.skipped_in_row:
+            self.commits.take(state)
+
+    def go_past(self, offence: Offence, state: TrainState) -> bool:
+        """Take `state` back, to pass over the samples of `offence`; False where that is not to be. Collective: yes.
+
+        Errors:
+            NonFiniteError: that of the offence, where it is not to be.
+        """
+        if not self._may(offence, state.progress):
+            if offence.error is not None:
+                raise offence.error
+            return False
+        before, step = state.progress, state.progress.step
+        self.commits.restore(state)
+        on_rank_0(self.comm, partial(self._set_aside_after, state.progress.step), name="set_aside")
+        state.progress.left_out = merged([*before.left_out, offence.positions])
+        state.progress.rolled_back = [*before.rolled_back, step]
+        self._tell(offence, step, state.progress.step)
+        return True
+
+    def _may(self, offence: Offence, progress: Progress) -> bool:
+        if self.policy not in ("both", offence.kind) or not 0 <= self.commits.step < offence.first_step:
+            return False
+        recent = [step for step in progress.rolled_back if step > progress.step - STRETCH]
+        if len(recent) < MOST:
+            return True
+        self.warn(f"no roll back at step {progress.step}: there were {MOST} within {STRETCH} steps")
+        return False
+
+    def _set_aside_after(self, step: int) -> None:
+        """Checkpoints of steps that are taken back: only amid steps that are not finite is there no commit as new."""
+        assert self.store is not None
+        self.store.set_aside_after(max((saved for saved in self.store.list() if saved.step <= step), default=None))
+
+    def _tell(self, offence: Offence, step: int, to: int) -> None:
+        facts = {"from_step": step, "to_step": to, "positions": offence.positions, "reason": offence.kind}
+        self.event({"event": "rolled_back", "at_step": step, **facts})
+        begin, end = offence.positions
+        why = "the loss jumped" if offence.kind == "spikes" else "not finite"
+        self.warn(
+            f"training goes back from step {step} to step {to}, and leaves out the samples at positions {begin} to"
+            f" {end - 1} ({why})"
+        )
+
+
+def merged(ranges: Sequence[list[int]]) -> list[list[int]]:
+    """Ranges [begin, end) in order, those that touch or overlap as one."""
+    found: list[list[int]] = []
+    for begin, end in sorted(ranges):
+        if found and begin <= found[-1][1]:
+            found[-1][1] = max(found[-1][1], end)
+        else:
+            found.append([begin, end])
+    return found
+
+
+def began_at(progress: Progress, global_batch: int) -> int:
+    """The first position of the step that `progress` has just counted, which began behind what is left out."""
+    position, taken = progress.position, global_batch
+    for begin, end in reversed(progress.left_out):
+        if end <= position:
+            if position - end >= taken:
+                break
+            taken -= position - end
+            position = begin
+    return position - taken

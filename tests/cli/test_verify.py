@@ -1,0 +1,58 @@
+"""`hvdtrain verify` on real jobs: kills, resizes, and a task that no checkpoint can hold."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hvdtrain.__main__ import main
+from hvdtrain.verify.data import verify_data
+from tests.support.launch import train, training
+
+SUPPORT = Path(__file__).parents[1] / "support"
+TOY = [f"--task={SUPPORT}/toy.py:toy", "--train.global_batch=9", "--train.micro_batch=2", "--checkpoint.every=4"]
+
+
+def test_data_of_a_run_that_was_killed_and_resized(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    options = [*TOY, f"--run_dir={run}", "--train.steps=100000", "--observe.line_every_s=0"]
+    with training(*options, size=2, cwd=tmp_path, after=7) as process:
+        children = psutil.Process(process.pid).children(recursive=True)
+        ranks = [child for child in children if child.cmdline()[1:3] == ["-m", "hvdtrain"]]
+        assert main(["verify", "data", str(run)]) == 0, "of a run that goes on"
+        for rank in ranks:
+            rank.send_signal(signal.SIGKILL)
+        process.wait()
+    resumed = int(max((run / "checkpoints").glob("step-*")).name.removeprefix("step-"))
+    train(*options, f"--train.stop_at={resumed + 9}", cwd=tmp_path)
+    assert main(["verify", "data", str(run)]) == 0
+    report = verify_data(run)
+    assert (report.last, report.end) == (resumed + 9, 9 * (resumed + 9))
+    assert report.past.interrupted == 1
+    assert "every sample once" in capfd.readouterr().out
+    file = run / "ledger" / "start-0000.rank-00001.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join([*lines[:2], *lines[3:]]))
+    assert main(["verify", "data", str(run)]) == 1
+    assert "rank 1 does not tell of step 2" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("task", "code"), [("toy.py:toy", 0), ("forgetful.py:forgetful", 1)])
+def test_resume_on_two_ranks(
+    task: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    train(f"--task={SUPPORT}/{task}", *TOY[1:], "--train.steps=1", "--run_dir=run", cwd=tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")}
+    assert main(["verify", "resume", "run", "--steps", "2", "--sizes", "2"]) == code
+    told = capfd.readouterr().out
+    if code:
+        assert "WRONG: 2 + 2 on 2 rank(s) against 4: step 3: loss" in told
+    else:
+        assert "the law holds" in told
+    assert {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")} == before

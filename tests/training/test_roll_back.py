@@ -1,0 +1,136 @@
+"""Training that was spoiled goes back and past what did it: the same way whenever commits were taken, and resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hvdtrain
+from hvdtrain.data.order import passing_over
+from hvdtrain.errors import NonFiniteError
+from hvdtrain.observe.journal import read_journal, read_steps
+from hvdtrain.state.store import CheckpointStore
+from hvdtrain.state.train_state import Progress
+from hvdtrain.training.roll_back import began_at, merged
+from hvdtrain.verify.data import verify_data
+from hvdtrain.verify.equality import compare
+from hvdtrain.verify.runs import Outcome
+from tests.support.launch import train
+from tests.support.spoiled import spoiled
+
+TASK = f"--task={Path(__file__).parents[1]}/support/spoiled.py:spoiled"
+NAN = float("nan")
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def _task(at: Sequence[int] = (300,), value: float = 1000.0) -> hvdtrain.Task:
+    torch.manual_seed(1)
+    return spoiled(at, value)
+
+
+def _train(
+    run: str, task: hvdtrain.Task, policy: str = "both", loss_s: float = 60.0, every: int = 0, **more: Any
+) -> None:
+    steps = {"steps": 50, "global_batch": 8, "micro_batch": 2, "max_skipped": 3, **more}
+    elastic = {"roll_back": policy, "loss_s": loss_s}
+    hvdtrain.train({"train": steps, "elastic": elastic, "checkpoint": {"every": every}, "run_dir": run}, task)
+
+
+def _outcome(run: str) -> Outcome:
+    steps = read_steps(Path(run, "journal.jsonl"))
+    newest = CheckpointStore(Path(run, "checkpoints"), pytest.fail).load_newest()
+    assert newest is not None
+    lines = [steps[step] for step in sorted(steps)]
+    return Outcome([line["loss"] for line in lines], [line["position"] for line in lines], newest[1])
+
+
+def _back(run: str) -> list[dict[str, Any]]:
+    return [line for line in read_journal(Path(run, "journal.jsonl")) if line.get("event") == "rolled_back"]
+
+
+def _proven(run: str) -> list[tuple[int, int]]:
+    report = verify_data(Path(run))
+    assert report.wrong == []
+    return report.left_out
+
+
+def test_a_spike_is_gone_past_whenever_commits_are_taken() -> None:
+    _train("often", _task(), loss_s=0.0)
+    _train("seldom", _task(), loss_s=1e9)
+    often, seldom = _back("often"), _back("seldom")
+    assert [(e["from_step"], e["to_step"], e["positions"]) for e in often] == [(38, 37, [296, 304])]
+    assert [(e["from_step"], e["positions"]) for e in seldom] == [(38, [296, 304])]
+    assert compare("", _outcome("often"), _outcome("seldom"), exact=True, precision="fp32").first is None
+    assert max(loss for loss in _outcome("often").losses if loss is not None) < 1000
+    assert _proven("often") == _proven("seldom") == [(296, 304)]
+
+
+def test_a_resumed_run_goes_the_same_way() -> None:
+    _train("whole", _task(), every=5, loss_s=0.0)
+    for stop in (37, 38, 45, None):
+        _train("parts", _task(), every=5, loss_s=0.0, stop_at=stop)
+    assert compare("", _outcome("parts"), _outcome("whole"), exact=True, precision="fp32").first is None
+    assert _proven("parts") == [(296, 304)]
+
+
+def test_steps_that_are_not_finite_are_gone_past_where_the_run_would_end() -> None:
+    _train("run", _task(range(300, 320), NAN), policy="non_finite", every=3)
+    (event,) = _back("run")
+    assert (event["from_step"], event["positions"]) == (40, [296, 320])
+    assert event["to_step"] <= 37
+    assert _proven("run") == [(296, 320)]
+    assert read_steps(Path("run/journal.jsonl"))[38]["position"] == 328
+    aside = [path.name.partition("step-")[2] for path in Path("run/checkpoints").glob("set-aside-*")]
+    assert aside == ["000039"], "what was saved amid them"
+
+
+@pytest.mark.parametrize("policy", ["never", "spikes"])
+def test_what_the_policy_does_not_name_ends_the_run(policy: str) -> None:
+    with pytest.raises(NonFiniteError, match="3 steps in a row"):
+        _train("run", _task(range(300, 320), NAN), policy=policy)
+    assert _back("run") == []
+
+
+def test_the_fourth_time_is_the_end() -> None:
+    with pytest.raises(NonFiniteError, match="3 steps in a row"):
+        _train("run", _task(range(80, 240), NAN), policy="non_finite")
+    assert len(_back("run")) == 3
+    assert _proven("run") == [(80, 152)]
+
+
+def test_two_ranks_go_past_it_together() -> None:
+    options = [TASK, "--train.steps=45", "--train.global_batch=8", "--train.micro_batch=2", "--elastic.roll_back=both"]
+    train(*options, "--run_dir=two", "--parallel.compression=int8", size=2, cwd=Path.cwd())
+    assert [event["positions"] for event in _back("two")] == [[296, 304]]
+    assert _proven("two") == [(296, 304)]
+
+
+RANGES = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)).map(lambda r: [r[0], r[0] + r[1]]), max_size=6)
+
+
+@given(RANGES)
+def test_merged_ranges_hold_the_same_positions(ranges: list[list[int]]) -> None:
+    found = merged(ranges)
+    assert [p for b, e in found for p in range(b, e)] == sorted({p for b, e in ranges for p in range(b, e)})
+    assert all(a[1] < b[0] for a, b in pairwise(found))
+
+
+@given(RANGES, st.integers(0, 60), st.integers(1, 20))
+def test_where_a_step_began_is_found_behind_what_is_left_out(
+    ranges: list[list[int]], position: int, count: int
+) -> None:
+    left_out = merged(ranges)
+    parts = passing_over(position, count, left_out)
+    progress = Progress(position=parts[-1][1], left_out=left_out)
+    assert began_at(progress, count) == parts[0][0]
