@@ -74,7 +74,7 @@ def verify_data(run: Path) -> DataReport:
     report.notes += _gaps(starts)
     first = report.windows[0]
     report.first = report.last = first.first
-    report.position = report.end = first.start.head.position
+    report.position = report.end = first.start.head.position if first.first else 0
     for window in report.windows:
         found = next(_check(window, report), None)
         if found is not None:
