@@ -145,6 +145,10 @@ class CheckpointWriter:
         self._retry_at = float("inf")
         return 1
 
+    def wait(self) -> None:
+        """Wait for the checkpoint under way, if any, and tell what became of it."""
+        self._finish()
+
     def _begin(self, step: int, count: int) -> str:
         assert self._store is not None
         return str(self._store.begin(step, count).resolve())

@@ -73,8 +73,13 @@ class RollBack:
         if self.policy != "never" and not state.progress.skipped_in_row:
             self.commits.take(state)
 
-    def go_past(self, offence: Offence, state: TrainState) -> bool:
+    def go_past(self, offence: Offence, state: TrainState, saved: Callable[[], None]) -> bool:
         """Take `state` back, to pass over the samples of `offence`; False where that is not to be. Collective: yes.
+
+        Args:
+            offence: equal on all ranks.
+            state: changed.
+            saved: waits for the checkpoint that is being written, which may be of a step that is taken back.
 
         Errors:
             NonFiniteError: that of the offence, where it is not to be.
@@ -85,6 +90,7 @@ class RollBack:
             return False
         before, step = state.progress, state.progress.step
         self.commits.restore(state)
+        saved()
         on_rank_0(self.comm, partial(self._set_aside_after, state.progress.step), name="set_aside")
         state.progress.left_out = merged([*before.left_out, offence.positions])
         state.progress.rolled_back = [*before.rolled_back, step]

@@ -157,7 +157,7 @@ class Trainer:
             if self.live:
                 self.live.agreed(progress.step, result.notices[len(own) :])
             offence = self.sanity.check(result, progress)
-            if is_back := offence is not None and self.roll_back.go_past(offence, self.state):
+            if is_back := offence is not None and self.roll_back.go_past(offence, self.state, self._writer.wait):
                 progress, batches = self.state.progress, self._begin("rolled_back")
             elif any(result.notices[COUNT : COUNT + len(commit)]):
                 self.roll_back.commit(self.state)
