@@ -157,6 +157,7 @@ def _check(config: Config) -> None:
         (train.clip >= 0, "train.clip", "0 (off) or more", train.clip),
         (train.eval_every is None or train.eval_every >= 1, "train.eval_every", "1 or more", train.eval_every),
         (train.eval_samples >= 0, "train.eval_samples", "0 (all) or more", train.eval_samples),
+        (train.check_every >= 0, "train.check_every", "0 (at checkpoints only) or more", train.check_every),
         (train.max_skipped >= 1, "train.max_skipped", "1 or more", train.max_skipped),
         (config.optimizer.lr > 0, "optimizer.lr", "more than 0", config.optimizer.lr),
         (config.optimizer.warmup_steps >= 0, "optimizer.warmup_steps", "0 or more", config.optimizer.warmup_steps),

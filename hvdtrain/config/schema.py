@@ -65,6 +65,8 @@ class TrainConfig:
         eval_every: Evaluate every this many steps, at the start and at the end; without it, at each checkpoint that
             is due. Of the checkpoints, one saved at a step with an evaluation can be kept as the best.
         eval_samples: Held-out samples looked at in an evaluation; 0 for all of them.
+        check_every: See by a hash that parameters are equal on all ranks, every this many steps and at each checkpoint;
+            0 for checkpoints only.
         max_skipped: End the run after this many steps in a row with a loss or gradient that is not finite.
         deterministic: Ask torch for deterministic kernels (slower on CUDA; the CPU's are deterministic anyway).
         compile: Compile the model's blocks with torch.compile, each by itself, so that gradients still travel while
@@ -80,6 +82,7 @@ class TrainConfig:
     clip: float = 1.0
     eval_every: int | None = None
     eval_samples: int = 64
+    check_every: int = 25
     max_skipped: int = 10
     deterministic: bool = False
     compile: bool = False

@@ -11,6 +11,7 @@ from hvdtrain.errors import HvdtrainError
 from hvdtrain.observe.journal import Journal
 from hvdtrain.observe.progress import Progress
 from hvdtrain.observe.sinks import Background, Sink
+from hvdtrain.runtime.clock import steady_s
 
 _PATIENCE_S = 10.0
 _PATIENCE_WHEN_FAILED_S = 2.0
@@ -80,12 +81,12 @@ class Recorder:
         """Record an event, with its time. May be called from any thread."""
         if record["event"] == "failed":
             self._patience_s = _PATIENCE_WHEN_FAILED_S
-        self._record({**record, "time": time.time()})
+        self._record({**record, "time": steady_s()})
 
     def show(self, record: dict[str, Any]) -> None:
         """Give an event to the sinks alone: what is too large for the journal."""
         for sink in self._sinks:
-            sink.put({**record, "time": time.time()})
+            sink.put({**record, "time": steady_s()})
 
     def say(self, text: str) -> None:
         """Show a line."""

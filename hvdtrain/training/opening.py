@@ -18,6 +18,7 @@ from hvdtrain.observe import journal
 from hvdtrain.observe.progress import Progress as ProgressDisplay
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.runtime.environment import NO_LAUNCHER, environ, rank_info
+from hvdtrain.runtime.exposure import exposed
 from hvdtrain.training.health import batch_statistics
 from hvdtrain.training.kept import NOTHING, Kept
 from hvdtrain.training.run_directory import RunDirectory, claim_run_directory
@@ -66,7 +67,7 @@ def open_recorder(run: RunConfig, kept: Kept, comm: Comm, directory: Path) -> bo
         kept.close_recorder()
         launched = rank_info(environ()).launcher != NO_LAUNCHER
         display = ProgressDisplay(kept.task.unit, run.config.observe.line_every_s, live=not launched, quiet=not leads)
-        recorder = Recorder(journal.Journal(directory / journal.NAME) if leads else None, display)
+        recorder = Recorder(journal.Journal(directory / journal.NAME, display.say) if leads else None, display)
         kept.recorder = recorder
     return is_new
 
@@ -112,6 +113,8 @@ def describe_start(run: RunConfig, kept: Kept, comm: Comm, directory: Path, reco
         f"{parameters / 1e6:.2f}M parameters, {dataset_length(task.train_data):,} samples, {comm.size} rank(s),"
         f" global batch {train.global_batch} in micro-batches of {train.micro_batch}"
     )
+    if risk := exposed(environ()):
+        recorder.warn(risk)
     count = len(micro_batches(0, train.global_batch, train.micro_batch))
     if count < comm.size:
         recorder.warn(

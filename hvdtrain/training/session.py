@@ -29,6 +29,7 @@ from hvdtrain.state.store import CheckpointStore
 from hvdtrain.training.auto_compression import CompressionTrial
 from hvdtrain.training.compute import FirstPass
 from hvdtrain.training.device import check_own, pick_device
+from hvdtrain.training.drift import Drift
 from hvdtrain.training.explain import explained
 from hvdtrain.training.gradient_times import add_gradient_times
 from hvdtrain.training.held import held
@@ -50,6 +51,7 @@ from hvdtrain.training.result import Result, losses_and_speed, numbers
 from hvdtrain.training.roll_back import RollBack
 from hvdtrain.training.run_directory import RunDirectory
 from hvdtrain.training.sanity import Sanity
+from hvdtrain.training.several import Several
 from hvdtrain.training.stamps import add_stamps
 from hvdtrain.training.step import Stepper
 from hvdtrain.training.trainer import Trainer
@@ -163,7 +165,9 @@ class _Round:
             resumed = take_over(run, kept, comm, store, claim, recorder, spans.touch)
             done, model, folder = state.progress.step, trainer.stepper.model, directory / TIMELINE
             start, stamps = add_stamps(recorder, observe, spans, folder, comm, model, kept.device, done, trainer.stop)
-            trainer.live = add_watchers(recorder, observe, spans, directory, comm, done, trainer.stop, horovod, start)
+            live = add_watchers(recorder, observe, spans, directory, comm, done, trainer.stop, horovod, start)
+            drift = Drift(model, comm, state.progress, run.config.train.check_every, recorder.warn)
+            trainer.live = Several(live, drift)
             if isinstance(engine, ExchangeEngine) and engine.undecided:
                 trainer.saw_step = CompressionTrial(engine, comm, kept.device, recorder.event, recorder.say).saw
             recorder.begin(trainer.stop)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,6 +16,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.data.loader import Drawn, Stream, seed_forward, train_batches
 from hvdtrain.data.order import MicroBatch
 from hvdtrain.observe.histograms import Histograms
+from hvdtrain.runtime.clock import steady_s
 from hvdtrain.state.ledger import Ledger
 from hvdtrain.state.store import CheckpointStore
 from hvdtrain.state.train_state import TrainState
@@ -254,7 +254,7 @@ class Trainer:
         seconds = self.stepper.spans.take()
         self.last = {
             "step": self.state.progress.step,
-            "time": time.time(),
+            "time": steady_s(),
             "loss": result.loss,
             "lr": lr,
             "grad_norm": result.grad_norm,

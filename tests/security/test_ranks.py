@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from hvdtrain.observe.journal import read_journal
 from tests.support.audited import audited, of_launcher, seen
-from tests.support.launch import ROOT, train
+from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S, program, train
 
 TOY = (
     f"--task={ROOT}/tests/support/toy.py:toy",
@@ -41,6 +44,27 @@ def test_a_language_model_unpickles_nothing(tmp_path: Path) -> None:
     assert seen(tmp_path / "audit", "pickle.find_class") == []
 
 
+@pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "plain"])
+def test_a_job_of_horovodrun_by_gloo_says_once_what_its_launcher_exposes(elastic: bool, tmp_path: Path) -> None:
+    where = ["--network-interface", "lo", "--host-discovery-script", "./hosts", "--min-np", "1", "--max-np", "1"]
+    (tmp_path / "hosts").write_text("#!/bin/sh\necho localhost:1\n")
+    (tmp_path / "hosts").chmod(0o755)
+    command = [program("horovodrun"), "--gloo", "-np", "1", *(where if elastic else ["-H", "localhost:1"])]
+    done = subprocess.run(
+        [*command, sys.executable, "-m", "hvdtrain", *TOY],
+        cwd=tmp_path,
+        env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("listens on all interfaces") == 1
+    assert ("CVE-2024-10190" in done.stdout) == elastic
+    journal = read_journal(tmp_path / "run/journal.jsonl")
+    assert len([line for line in journal if "all interfaces" in line.get("text", "")]) == 1
+
+
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
 def test_horovods_notification_service_never_runs(launcher: str, tmp_path: Path) -> None:
     task = f"--task={ROOT}/tests/support/listening.py:build"
@@ -49,3 +73,23 @@ def test_horovods_notification_service_never_runs(launcher: str, tmp_path: Path)
     assert len(found) == 2 and not any(facts["notifications"] for facts in found)
     if launcher == "horovodrun --gloo":
         assert [facts["ports"] for facts in found] == [[], []]
+
+
+def test_under_our_driver_a_rank_opens_no_port_and_nobody_unpickles(tmp_path: Path) -> None:
+    task, file = f"--task={ROOT}/tests/support/listening.py:build", tmp_path / "audit"
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdtrain", "launch", "-np", "2", "--", task, *TOY[1:]],
+        cwd=tmp_path,
+        env={**ENVIRONMENT, **audited(file)},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [json.loads(facts.read_text()) for facts in tmp_path.glob("listening-*.json")]
+    assert [(facts["ports"], facts["notifications"]) for facts in found] == [([], False)] * 2
+    assert all(peer.startswith("127.") for facts in found for peer in facts["peers"])
+    for event in ("pickle.find_class", "os.system", "subprocess.Popen"):
+        assert seen(file, event) == []
+    assert {line["what"][0] for line in seen(file, "socket.bind")} == {"127.0.0.1"}
+    assert "all interfaces" not in done.stdout + done.stderr

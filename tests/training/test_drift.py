@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 from hvdtrain.errors import DriftError
+from hvdtrain.observe.journal import read_steps
 from hvdtrain.state.train_state import Progress
 from hvdtrain.training.drift import _BITS, Drift, number
 from hvdtrain.training.several import Several
+from tests.support.launch import train
 from tests.support.thread_comm import ThreadComm, on_ranks
 
 
@@ -94,3 +98,30 @@ def test_each_of_several_gets_its_own_sums() -> None:
     several = Several(*members)
     several.agreed(7, [10 * n for n in several.notices()])
     assert [member.got for member in members] == [[7, 10, 20], [7], [7, 30]]
+
+
+TASK = """
+import os
+import torch
+from hvdtrain import Task
+
+def build():
+    model = torch.nn.Sequential(torch.nn.Linear(1, 2), torch.nn.Linear(2, 1))
+    count = [0]
+    def loss(model, batch):
+        count[0] += 1
+        if count[0] == 8 and os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+            model[1].bias.data += 1e-3
+        return (model(batch[0]) ** 2).sum(), len(batch[0])
+    return Task(model, loss, torch.utils.data.TensorDataset(torch.ones(64, 1)))
+"""
+
+
+def test_a_real_run_ends_long_before_its_next_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "drifting.py").write_text(TASK)
+    options = ["--train.steps=40", "--checkpoint.every=40", "--train.check_every=4", "--run_dir=run"]
+    batch = ["--train.global_batch=4", "--train.micro_batch=2"]
+    done = train("--task=drifting.py:build", *options, *batch, size=2, cwd=tmp_path, check=False)
+    assert done.returncode != 0
+    assert "1.bias differs on rank(s) 1" in done.stdout + done.stderr
+    assert 8 <= max(read_steps(tmp_path / "run/journal.jsonl")) <= 13

@@ -15,6 +15,7 @@ from hvdtrain.comm.waiting import in_collective
 from hvdtrain.observe.encodable import encodable
 from hvdtrain.observe.failure import process
 from hvdtrain.observe.failure.fault import Fault, bare_fault, fault
+from hvdtrain.runtime.clock import steady_s
 from hvdtrain.spans import MAIN, Spans
 
 FAILED, STALLED, HERE = "failed", "stalled", "here"
@@ -109,7 +110,7 @@ class Witness:
         """Where this rank is now. To be called from another thread than the one that trains."""
         stacks, waits = self._stacks()
         return Statement(
-            kind, time.time(), self.who, **self._place(), waits=waits, memory=process.memory(), stacks=stacks
+            kind, steady_s(), self.who, **self._place(), waits=waits, memory=process.memory(), stacks=stacks
         )
 
     def failed(self, error: BaseException, held: dict[str, Any] | None = None) -> Statement:
@@ -118,7 +119,7 @@ class Witness:
         last = next((e.name for e in events if e.track == MAIN and e.name not in ("gc", "step")), "")
         return Statement(
             FAILED,
-            time.time(),
+            steady_s(),
             self.who,
             **self._place(),
             last=last,
@@ -129,7 +130,7 @@ class Witness:
 
     def barely(self, kind: str, error: BaseException | None = None) -> Statement:
         """The least that can be said, where the rest cannot: an error of strange parts, no memory for a traceback."""
-        return Statement(kind, time.time(), self.who, self.spans.step, fault=bare_fault(error) if error else None)
+        return Statement(kind, steady_s(), self.who, self.spans.step, fault=bare_fault(error) if error else None)
 
     def _place(self) -> dict[str, Any]:
         now = time.monotonic()
