@@ -34,8 +34,8 @@ def _failed(job: Job, worker: Worker, code: int, said: str) -> None:
     seconds = cool(job, place)
     text = f"{worker.label} {said}"
     job.failures = [*job.failures[-9:], text]
-    again = job.phase is Phase.RUNNING and (job.limits.elastic or job.fresh)
-    job.note("fault", f"{text}; started again in {seconds:.0f} s" if again and job.limits.elastic else text)
+    again = job.limits.elastic and job.phase is Phase.RUNNING and not (job.fresh and code == USAGE)
+    job.note("fault", f"{text}; started again in {seconds:.0f} s" if again else text)
     if job.phase is not Phase.RUNNING:
         if job.phase is Phase.FINISHING and worker.rank == 0:
             job.spoilt = text

@@ -67,6 +67,7 @@ class TestStart:
         job = world(replace(ELASTIC, restarts=5), joining=False)
         job.exit(job.living()[0], 2)
         assert job.code == 2 and not job.living()
+        assert not any("started again" in text for text in job.said)
 
     def test_a_program_that_has_nothing_to_train_ends_well(self) -> None:
         job = world(joining=False)
