@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -28,15 +29,16 @@ from hvdtrain.state.store import CheckpointStore, load
 from hvdtrain.state.train_state import StateDict
 
 GB = 1e9
+READ = "--read"
 PEERS = ("torch", "dcp", "safetensors")
 
 
-def state(layers: int) -> StateDict:
+def state(layers: int, make: Callable[..., Tensor] = torch.randn) -> StateDict:
     """A transformer of `layers` layers of width 768 under AdamW: some 85 MB a layer, most tensors small."""
     shapes = {"qkv": (2304, 768), "out": (768, 768), "up": (3072, 768), "down": (768, 3072)}
     small = {"norm1": (768,), "norm2": (768,), "bias_up": (3072,), "bias_down": (768,)}
-    model = {f"layers.{n}.{k}": torch.randn(s) for n in range(layers) for k, s in {**shapes, **small}.items()}
-    slots = {f"{name}/{slot}": torch.randn_like(w) for name, w in model.items() for slot in ("exp_avg", "exp_avg_sq")}
+    model = {f"layers.{n}.{k}": make(s) for n in range(layers) for k, s in {**shapes, **small}.items()}
+    slots = {f"{name}/{slot}": make(w.shape) for name, w in model.items() for slot in ("exp_avg", "exp_avg_sq")}
     steps = {f"{name}/step": torch.tensor(100.0) for name in model}
     return StateDict({"model": model, "optimizer": {**slots, **steps}}, {"progress": {"step": 100}})
 
@@ -53,10 +55,9 @@ def blocked(full: StateDict, size: int, rounds: int) -> dict[str, list[float]]:
     source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
     snapshot.take(full, 1)
     found: dict[str, list[float]] = {"take": [], "memcpy": []}
-    for number in range(rounds):
+    for _ in range(rounds):
         found["take"].append(seconds(lambda: snapshot.take(full, 1)))
         found["memcpy"].append(seconds(lambda: target.copy_(source)))
-        assert snapshot.step == 1 and number >= 0
     return found
 
 
@@ -85,28 +86,32 @@ def touched(tensors: Mapping[str, Tensor]) -> int:
     return sum(int(t.reshape(-1).view(torch.uint8)[::4096].sum()) for t in tensors.values() if t.numel())
 
 
-def restorers(full: StateDict, folder: Path) -> dict[str, tuple[Path, Callable[[], object]]]:
-    """By name: what was written, and what reads it."""
+def save_all(full: StateDict, folder: Path) -> dict[str, Path]:
+    """Write the state as each contender does; where."""
     tensors = flat(full)
     ours = CheckpointStore(folder / "ours", print).save(1, full, {})
     torch.save(tensors, folder / "state.pt")
     safetensors.torch.save_file(tensors, folder / "state.safetensors")
     dcp.save(tensors, checkpoint_id=folder / "dcp", no_dist=True)
-
-    def by_dcp() -> int:
-        empty = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
-        dcp.load(empty, checkpoint_id=folder / "dcp", no_dist=True)
-        return touched(empty)
-
     return {
-        "ours": (ours, lambda: touched(flat(load(ours)))),
-        "torch": (folder / "state.pt", lambda: touched(torch.load(folder / "state.pt", weights_only=True))),
-        "dcp": (folder / "dcp", by_dcp),
-        "safetensors": (
-            folder / "state.safetensors",
-            lambda: touched(safetensors.torch.load_file(folder / "state.safetensors")),
-        ),
+        "ours": ours,
+        "torch": folder / "state.pt",
+        "dcp": folder / "dcp",
+        "safetensors": folder / "state.safetensors",
     }
+
+
+def read(name: str, path: Path, layers: int) -> int:
+    """Read all of a state as a contender does."""
+    if name == "ours":
+        return touched(flat(load(path)))
+    if name == "torch":
+        return touched(torch.load(path, weights_only=True))
+    if name == "safetensors":
+        return touched(safetensors.torch.load_file(path))
+    empty = {name: torch.empty_like(tensor) for name, tensor in flat(state(layers, torch.zeros)).items()}
+    dcp.load(empty, checkpoint_id=path, no_dist=True)
+    return touched(empty)
 
 
 def forget(path: Path) -> None:
@@ -117,27 +122,30 @@ def forget(path: Path) -> None:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def restored(full: StateDict, folder: Path, rounds: int) -> dict[str, list[float]]:
-    """Seconds until all of a state is in memory, in turns."""
+def restored(full: StateDict, layers: int, folder: Path, rounds: int) -> dict[str, list[float]]:
+    """Seconds until all of a state is in memory, in turns; each in a process of its own, whose memory is new."""
     found: dict[str, list[float]] = {name: [] for name in ("ours", *PEERS)}
-    contenders = restorers(full, folder)
+    paths = save_all(full, folder)
     for _ in range(rounds):
-        for name, (path, read) in contenders.items():
+        for name, path in paths.items():
             forget(path)
-            found[name].append(seconds(read))
+            command = [sys.executable, __file__, READ, name, str(path), str(layers)]
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            found[name].append(float(done.stdout))
     return found
 
 
 def measure(quick: bool) -> list[Figure]:
     """All of it, on a state of half a GB, or of one."""
     torch.set_num_threads(1)
-    full = state(6 if quick else 12)
+    layers = 6 if quick else 12
+    full = state(layers)
     size = sum(t.numel() * t.dtype.itemsize for t in flat(full).values())
     rounds = 5 if quick else 15
     copies = blocked(full, size, rounds)
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as scratch:
         writes = written(full, size, Path(scratch), rounds)
-        reads = restored(full, Path(scratch), rounds)
+        reads = restored(full, layers, Path(scratch), 2 if quick else 7)  # starting a process is what takes long
     return [
         figure("checkpoint/bytes", [size / GB], "GB"),
         figure("checkpoint/blocked_ms", [1e3 * s for s in copies["take"]], "ms"),
@@ -155,4 +163,8 @@ def measure(quick: bool) -> list[Figure]:
 
 
 if __name__ == "__main__":
-    main(__doc__, measure)
+    if sys.argv[1:2] == [READ]:
+        torch.set_num_threads(1)
+        print(seconds(lambda: read(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))))
+    else:
+        main(__doc__, measure)

@@ -23,6 +23,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from hvdtrain.durable import fsync
 from hvdtrain.errors import CheckpointError
 from hvdtrain.state.train_state import StateDict
 
@@ -73,7 +74,7 @@ class Facts:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], progress: Callable[[], None]) -> Facts:
-    """Write a safetensors file and wait until it is on the disk.
+    """Write a safetensors file; the kernel has begun to bring it to the disk, and an fsync is still to come.
 
     Args:
         path: of a file that does not exist yet.
@@ -91,7 +92,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], progress: Callable[
 
 def write_text(path: Path, text: str) -> Facts:
     """Write a text file and wait until it is on the disk. Errors: OSError."""
-    return _write(path, [memoryview(text.encode())], lambda: None)
+    facts = _write(path, [memoryview(text.encode())], lambda: None)
+    fsync(path)
+    return facts
 
 
 def read_tensors(path: Path, facts: Facts, progress: Callable[[], None]) -> dict[str, Tensor]:
@@ -203,7 +206,7 @@ def _write(path: Path, parts: Iterable[memoryview], progress: Callable[[], None]
                     _begin_flush(file.fileno(), flushed, size - flushed)
                     flushed = size
         file.flush()
-        os.fsync(file.fileno())
+        _begin_flush(file.fileno(), flushed, size - flushed)
     return Facts(size, digest.hexdigest())
 
 

@@ -54,6 +54,9 @@ def write_shard(
         name = file_name(group, number, count)
         files[name] = write_tensors(folder / name, tensors, progress)
         progress()
+    for name in files:  # not one by one: the disk is busy with the first while the last is written
+        fsync(folder / name)
+        progress()
     return files
 
 
