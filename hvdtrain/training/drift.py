@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.state.train_state import Progress
+from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.health import check_equal, digests
 
 _BITS = 16
@@ -23,27 +23,23 @@ class Drift:
     (Cauchy and Schwarz).
 
     Args:
-        model: whose parameters.
+        state: whose model; how far it is, also after it was taken back.
         comm: the ranks.
-        progress: of training.
         every: steps between two looks; 0 for none.
         warn: takes a line for a person.
     """
 
-    def __init__(
-        self, model: nn.Module, comm: Comm, progress: Progress, every: int, warn: Callable[[str], None]
-    ) -> None:
-        self._model = model
+    def __init__(self, state: TrainState, comm: Comm, every: int, warn: Callable[[str], None]) -> None:
+        self._state = state
         self._comm = comm
-        self._progress = progress
         self._every = every
         self._warn = warn
 
     def notices(self) -> list[int]:
         """What the step that comes sums over ranks: this rank's number and its square, zeros where none is due."""
-        if not self._every or self._progress.step % self._every:
+        if not self._every or self._state.progress.step % self._every:
             return [0, 0]
-        mine = number(self._model)
+        mine = number(self._state.model)
         return [mine, mine * mine]
 
     def agreed(self, step: int, notices: Sequence[int]) -> None:
@@ -54,7 +50,7 @@ class Drift:
         """
         total, squares = notices
         if self._comm.size * squares != total * total:
-            check_equal(self._model, self._comm, name="drift/found")
+            check_equal(self._state.model, self._comm, name="drift/found")
             self._warn(f"before step {step} parameters were not equal on all ranks; after it they are again")
 
 

@@ -166,7 +166,7 @@ class _Round:
             done, model, folder = state.progress.step, trainer.stepper.model, directory / TIMELINE
             start, stamps = add_stamps(recorder, observe, spans, folder, comm, model, kept.device, done, trainer.stop)
             live = add_watchers(recorder, observe, spans, directory, comm, done, trainer.stop, horovod, start)
-            drift = Drift(model, comm, state.progress, run.config.train.check_every, recorder.warn)
+            drift = Drift(state, comm, run.config.train.check_every, recorder.warn)
             trainer.live = Several(live, drift)
             if isinstance(engine, ExchangeEngine) and engine.undecided:
                 trainer.saw_step = CompressionTrial(engine, comm, kept.device, recorder.event, recorder.say).saw

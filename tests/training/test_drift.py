@@ -10,7 +10,7 @@ from torch import nn
 
 from hvdtrain.errors import DriftError
 from hvdtrain.observe.journal import read_steps
-from hvdtrain.state.train_state import Progress
+from hvdtrain.state.train_state import Progress, TrainState
 from hvdtrain.training.drift import _BITS, Drift, number
 from hvdtrain.training.several import Several
 from tests.support.launch import train
@@ -25,6 +25,11 @@ def _model() -> nn.Module:
     return model
 
 
+def _state() -> TrainState:
+    model = _model()
+    return TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), None, Progress(), None)
+
+
 def _sums(comm: ThreadComm, numbers: list[int]) -> list[int]:
     """As the trainer sums them: in float64."""
     totals = torch.tensor(numbers, dtype=torch.float64)
@@ -33,13 +38,14 @@ def _sums(comm: ThreadComm, numbers: list[int]) -> list[int]:
 
 def _steps(comm: ThreadComm, drifting: int, every: int, at: int) -> tuple[int, str]:
     """Steps until drift is found, and what is said of it; rank `drifting` goes its own way at step `at`."""
-    model, progress, warnings = _model(), Progress(samples=1, data_id=""), list[str]()
-    drift = Several(Drift(model, comm, progress, every, warnings.append))
+    state, warnings = _state(), list[str]()
+    model = state.model
+    drift = Several(Drift(state, comm, every, warnings.append))
     for step in range(1, 13):
         if step == at and comm.rank == drifting:
             model[1].weight.data[0, 7] = torch.nextafter(model[1].weight.data[0, 7], torch.tensor(9.0))
         sums = _sums(comm, drift.notices())
-        progress.step = step
+        state.progress = Progress(step=step)  # another object, as where a run goes back to a commit
         try:
             drift.agreed(step, sums)
         except DriftError as error:
@@ -64,7 +70,7 @@ def test_nothing_is_found(every: int, at: int) -> None:
 def test_what_is_equal_again_is_told_and_ends_nothing() -> None:
     def body(comm: ThreadComm) -> list[str]:
         warnings = list[str]()
-        drift = Drift(_model(), comm, Progress(samples=1, data_id=""), 1, warnings.append)
+        drift = Drift(_state(), comm, 1, warnings.append)
         drift.agreed(5, [3, 5])
         return warnings
 
