@@ -320,6 +320,19 @@ class TestRemoval:
         assert [len(r) for r in job.rounds] == [4, 2] and not job.living("b") and job.code is None
         assert all(w.told == ["round", "changed", "end"] for w in gone) and "b" not in job.agents
 
+    def test_who_still_starts_where_it_may_not_be_is_ended(self) -> None:
+        job = World(replace(ELASTIC, start=2), {"a": 2})
+        job.joining = False
+        job.hosts({"a": 3})
+        assert len(job.living()) == 3
+        job.hosts({"a": 2})
+        assert len(job.living()) == 2 and len(job.rounds) == 1
+
+    def test_one_that_leaves_the_round_by_itself_is_followed(self) -> None:
+        job = world()
+        job.join(job.by_rank(1), "changed")
+        assert [len(r) for r in job.rounds] == [4, 4]
+
     def test_the_last_slots_go_first(self) -> None:
         job = world(hosts={"a": 4})
         first = [w.number for w in job.round()][:3]
@@ -426,6 +439,14 @@ class TestEnd:
             job.finish(worker, code=-9 if worker.rank == 0 else 0)
         assert job.code == 1 and "rank 0" in job.said[-1]
 
+    def test_nothing_is_done_where_rank_0_died_before_it_had_finished(self) -> None:
+        job = world()
+        first, *others = job.round()
+        for worker in others:
+            job.finish(worker)
+        job.exit(first)
+        assert job.code == 1 and "rank 0 on a was killed by SIGKILL" in job.said[-1]
+
     @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
     def test_a_signal_lets_all_save(self, name: str, code: int) -> None:
         job = world()
@@ -500,6 +521,16 @@ class TestHangs:
         job.wait(100)
         assert len(job.round()) == 4
 
+    def test_one_that_never_asks_for_a_place_is_started_anew(self) -> None:
+        job = World(replace(ELASTIC, start=2), {"a": 2})
+        job.joining = False
+        job.hosts({"a": 3})
+        stuck = job.living()[2]
+        job.wait(ELASTIC.start_timeout_s - 10)
+        assert stuck.alive
+        job.wait(30)
+        assert not stuck.alive and len(job.living()) == 3 and len(job.rounds) == 1
+
     def test_one_that_cannot_speak_has_as_long_as_one_that_hangs(self) -> None:
         job = world()
         mute = job.by_rank(2)
@@ -545,6 +576,7 @@ class TestHangs:
     def test_nobody_is_where_all_work_or_the_time_is_0(self) -> None:
         for limits in (ELASTIC, replace(ELASTIC, hang_timeout_s=0)):
             job = world(limits)
+            job.wait(70)
             for worker in job.round():
                 job.alive(worker, idle_s=1e6, waiting=not limits.hang_timeout_s and worker.rank != 0)
             assert len(job.round()) == 4 and len(job.rounds) == 1
