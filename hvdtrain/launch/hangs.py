@@ -43,14 +43,16 @@ def kill(job: Job, worker: Worker, why: str) -> None:
 
 
 def _quiet(job: Job, worker: Worker) -> float:
-    """Seconds since a worker gave a sign of life; 0 before the first."""
-    return 0.0 if worker.heard_s is None else job.now_s - worker.heard_s
+    """Seconds since a worker gave a sign of life; before the first, since its process was seen to be stopped."""
+    since_s = worker.halted_s if worker.heard_s is None else worker.heard_s
+    return 0.0 if since_s is None else job.now_s - since_s
 
 
 def _silent(job: Job) -> list[Worker]:
     """Workers whose process is stopped, or that cannot even speak; nobody where all are so: the job is suspended."""
     limits = job.limits
-    known = [w for w in job.staying() if w.heard_s is not None and job.hosts[w.host].agent == "ready"]
+    seen = [w for w in job.staying() if w.heard_s is not None or w.halted_s is not None]
+    known = [w for w in seen if job.hosts[w.host].agent == "ready"]
     heard = [w for w in known if _quiet(job, w) < limits.silent_s]
     if not heard and len(known) > 1:
         return []

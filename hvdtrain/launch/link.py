@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
-from typing import IO, Any
+from typing import Any
 
 from hvdtrain.launch.lines import LineWriter, messages
 
@@ -73,7 +73,8 @@ class AgentLink:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._threads[1].join(timeout_s)
+        for thread in self._threads:
+            thread.join(timeout_s)
 
     def _write(self) -> None:
         assert self._process.stdin is not None
@@ -87,17 +88,18 @@ class AgentLink:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        for message in messages(self._process.stdout):
-            self._inbox((self, message))
+        with self._process.stdout as stream:
+            for message in messages(stream):
+                self._inbox((self, message))
         self._outbox.put(None)
         self._threads[2].join(1.0)
         said = "; ".join(self._errors)
         self._inbox((self, {"type": "gone", "why": said or "its agent has ended"}))
 
     def _complain(self) -> None:
-        stream: IO[bytes] | None = self._process.stderr
-        assert stream is not None
-        for line in stream:
-            text = line.decode("utf-8", "replace").strip()
-            if text:
-                self._errors.append(text)
+        assert self._process.stderr is not None
+        with self._process.stderr as stream:
+            for line in stream:
+                text = line.decode("utf-8", "replace").strip()
+                if text:
+                    self._errors.append(text)

@@ -27,6 +27,7 @@ def test_start_and_end(tmp_path: Path) -> None:
     assert code == 0 and sizes(job) == [2] and len(job.log("finished")) == 2
     assert sorted(out.splitlines()) == ["[1] round 1 rank 1 of 2", "round 1 rank 0 of 2"]
     assert all("if=lo" in line for line in job.log("round"))
+    assert not [line for line in job.said if "Warning" in line]  # such as of a pipe that is left open
 
 
 def stop(job: FakeJob, after: str) -> None:

@@ -510,6 +510,20 @@ class TestHangs:
         job.wait(3)
         assert not stopped.alive and len(job.round()) == 3
 
+    def test_one_that_is_stopped_before_it_ever_spoke_is_killed(self) -> None:
+        job = World(replace(ELASTIC, start=2), {"a": 2})
+        job.joining = False
+        job.hosts({"a": 3})
+        stopped, other = job.living()[2], job.living()[0]
+        stopped.deaf = True
+        for _ in range(4):
+            job.alive(other)
+            job.do(job.members.heard("a", {stopped.number: True}, job.now_s))
+            job.wait(1)
+        assert stopped.alive
+        job.wait(3)
+        assert not stopped.alive and other.alive
+
     def test_a_job_that_is_stopped_as_a_whole_is_left_alone(self) -> None:
         job = world()
         for worker in job.round():

@@ -35,7 +35,8 @@ class FakeJob:
 
     def __enter__(self) -> FakeJob:
         """Start it."""
-        environment = {**os.environ, "FAKE_FOLDER": str(self.folder), "PYTHONPATH": str(Path(__file__).parents[2])}
+        own = {"FAKE_FOLDER": str(self.folder), "PYTHONPATH": str(Path(__file__).parents[2])}
+        environment = {**os.environ, **own, "PYTHONWARNINGS": "default"}
         self._process = subprocess.Popen(
             self._command,
             cwd=self.folder,
