@@ -123,14 +123,11 @@ class ElasticConfig:
     Attributes:
         loss_s: At most so many seconds of training are lost where the state has to be taken back to the last commit:
             a copy of it in memory.
-        hang_timeout_s: A rank that holds the others up without making progress for so many seconds is ended, and they
-            go on without it; 0 for never. A slow rank makes progress, and is not.
         roll_back: Take the state back to the last commit, and go on past the samples that did it, when the loss
             jumps (spikes), when the run would end for steps that are not finite (non_finite), or both.
     """
 
     loss_s: float = 60.0
-    hang_timeout_s: float = 60.0
     roll_back: Literal["never", "spikes", "non_finite", "both"] = "never"
 
 

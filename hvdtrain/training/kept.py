@@ -16,6 +16,7 @@ from hvdtrain.compression.feedback import RESIDUAL
 from hvdtrain.config.parse import RunConfig
 from hvdtrain.data.loader import dataset_length
 from hvdtrain.observe.recorder import Recorder
+from hvdtrain.state.commits import Commits
 from hvdtrain.state.train_state import Progress, TrainState
 from hvdtrain.task.base import Task
 from hvdtrain.training.compiled import compile_blocks
@@ -41,6 +42,7 @@ class Kept:
         schedule: factor on the learning rates by step.
         base_lrs: learning rate of each of the optimizer's groups at factor 1.
         notices: signals that came.
+        commits: copies of the state.
         compiled: blocks of the model that are compiled.
         directory: of the run; None until this process was told.
         recorder: of this rank; it goes on while the rank stays what it is.
@@ -55,12 +57,17 @@ class Kept:
     horizon: int
     schedule: Callable[[int], float]
     base_lrs: list[float]
+    commits: Commits
     compiled: int = 0
     notices: Notices = field(default_factory=Notices)
     directory: Path | None = None
     recorder: Recorder | None = None
     step: int = NOTHING
     last: Mapping[str, Any] | None = None
+
+    def went_back(self) -> bool:
+        """Whether steps that were recorded are not in the state any more."""
+        return self.last is not None and self.step < self.last["step"]
 
     def close_recorder(self) -> None:
         """Close it, if there is one; another is opened where it is wanted."""
@@ -84,14 +91,19 @@ class Kept:
         """Ranks have gone or are about to: find out what of the state can be offered to those of the next round.
 
         Parameters change only after the whole exchange of a step succeeded, so they are those of a step's end. What
-        compression still owes for a rank that is gone is lost with it, unless it was `settled` before.
+        compression still owed on a rank that is gone is lost with it, unless it was `settled` before: then the newest
+        commit counts.
         """
-        self.step = self.state.progress.step
-        exchange = self.state.exchange
-        if not settled and exchange is not None:
-            tensors, _ = exchange.state_dict()
-            if any(key.endswith(f"/{RESIDUAL}") for key in tensors):
+        if not settled and self._owes():
+            if self.commits.step < 0:
                 self.step = NOTHING
+                return
+            self.commits.restore(self.state)
+        self.step = self.state.progress.step
+
+    def _owes(self) -> bool:
+        exchange = self.state.exchange
+        return exchange is not None and any(key.endswith(f"/{RESIDUAL}") for key in exchange.state_dict()[0])
 
 
 def keep(run: RunConfig, task: Task, device: torch.device) -> Kept:
@@ -112,6 +124,7 @@ def keep(run: RunConfig, task: Task, device: torch.device) -> Kept:
         horizon=horizon,
         schedule=_schedule(task, run, horizon),
         base_lrs=[float(group["lr"]) for group in optimizer.param_groups],
+        commits=Commits(run.config.elastic.loss_s),
         compiled=compiled,
     )
 

@@ -63,7 +63,7 @@ def open_recorder(run: RunConfig, kept: Kept, comm: Comm, directory: Path) -> bo
     """
     leads = comm.rank == 0
     recorder = kept.recorder
-    if is_new := recorder is None or recorder.leads != leads or kept.step == NOTHING:
+    if is_new := recorder is None or recorder.leads != leads or kept.went_back():
         kept.close_recorder()
         launched = rank_info(environ()).launcher != NO_LAUNCHER
         display = ProgressDisplay(kept.task.unit, run.config.observe.line_every_s, live=not launched, quiet=not leads)

@@ -52,6 +52,8 @@ class RollBack:
         store: on rank 0; None elsewhere.
         event: takes what the journal holds of an event.
         warn: takes a line for a person.
+        loses: whether something of the state is lost with a rank, so that commits are needed in any case; equal on all
+            ranks.
     """
 
     policy: Policy
@@ -60,17 +62,21 @@ class RollBack:
     store: CheckpointStore | None
     event: Callable[[dict[str, Any]], None]
     warn: Callable[[str], None]
+    loses: Callable[[], bool] = lambda: False
 
     def notices(self) -> list[int]:
-        """A number that the step that comes sums over ranks: whether it is to end with a commit. None where never."""
-        return [int(self.comm.rank == 0 and self.commits.due())] if self.policy != "never" else []
+        """A number that the step that comes sums over ranks: whether it is to end with a commit."""
+        return [int(self.comm.rank == 0 and self._wanted() and self.commits.due())]
+
+    def _wanted(self) -> bool:
+        return self.policy != "never" or self.loses()
 
     def commit(self, state: TrainState) -> None:
         """Take a commit, but not amid steps that are not finite, from which there is no way on. Collective: yes.
 
         To be called for every checkpoint too: what is on disk is then never newer than the commit.
         """
-        if self.policy != "never" and not state.progress.skipped_in_row:
+        if self._wanted() and not state.progress.skipped_in_row:
             self.commits.take(state)
 
     def go_past(self, offence: Offence, state: TrainState, saved: Callable[[], None]) -> bool:
@@ -90,10 +96,11 @@ class RollBack:
             return False
         before, step = state.progress, state.progress.step
         self.commits.restore(state)
-        saved()
-        on_rank_0(self.comm, partial(self._set_aside_after, state.progress.step), name="set_aside")
+        # Before anything that another rank takes part in: should one be lost, all others have gone back.
         state.progress.left_out = merged([*before.left_out, offence.positions])
         state.progress.rolled_back = [*before.rolled_back, step]
+        saved()
+        on_rank_0(self.comm, partial(self._set_aside_after, state.progress.step), name="set_aside")
         self._tell(offence, step, state.progress.step)
         return True
 

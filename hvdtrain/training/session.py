@@ -12,8 +12,10 @@ from typing import Any
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.comm.rounds import CHANGED, FAILED, STARTED, Rounds
+from hvdtrain.compression.table import parse
 from hvdtrain.config.parse import RunConfig
 from hvdtrain.data.loader import Stream
+from hvdtrain.engine.base import Engine
 from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.engine.make import check_compression, make_engine
 from hvdtrain.observe import journal
@@ -23,7 +25,6 @@ from hvdtrain.observe.horovod_timeline import HorovodTimeline
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.runtime.timeline import TimelinePlan
 from hvdtrain.spans import Spans
-from hvdtrain.state.commits import Commits
 from hvdtrain.state.ledger import FOLDER, Ledger
 from hvdtrain.state.store import CheckpointStore
 from hvdtrain.training.auto_compression import CompressionTrial
@@ -31,6 +32,7 @@ from hvdtrain.training.compute import FirstPass
 from hvdtrain.training.device import check_own, pick_device
 from hvdtrain.training.drift import Drift
 from hvdtrain.training.explain import explained
+from hvdtrain.training.feed import Feed
 from hvdtrain.training.gradient_times import add_gradient_times
 from hvdtrain.training.held import held
 from hvdtrain.training.kept import Kept, keep
@@ -51,6 +53,7 @@ from hvdtrain.training.result import Result, losses_and_speed, numbers
 from hvdtrain.training.roll_back import RollBack
 from hvdtrain.training.run_directory import RunDirectory
 from hvdtrain.training.sanity import Sanity
+from hvdtrain.training.saving import Saving
 from hvdtrain.training.several import Several
 from hvdtrain.training.stamps import add_stamps
 from hvdtrain.training.step import Stepper
@@ -159,7 +162,7 @@ class _Round:
         with ExitStack() as stack:
             stack.callback(engine.close)
             stack.callback(self._remember, trainer)
-            stack.callback(trainer.ledger.close)
+            stack.callback(trainer.feed.ledger.close)
             add_listeners(spans, observe, kept.device, stack)
             describe_start(run, kept, comm, directory, recorder)
             resumed = take_over(run, kept, comm, store, claim, recorder, spans.touch)
@@ -192,6 +195,10 @@ class _Round:
             **numbers(figures),
         )
 
+    def _loses(self, engine: Engine) -> Callable[[], bool]:
+        """Whether a rank that is gone takes something of the state with it: what its compression still owes."""
+        return lambda: self.rounds.elastic and parse(engine.compression).kind.feedback
+
     def _remember(self, trainer: Trainer) -> None:
         self.kept.last = trainer.last or self.kept.last
 
@@ -213,22 +220,25 @@ class _Round:
             kept.task, model, engine, comm, kept.precision, kept.device, train.global_batch, train.clip, spans
         )
         stream = Stream(kept.task.train_data, config.seed, train.global_batch, train.micro_batch, comm.rank, comm.size)
+        ledger, on_cuda = Ledger(directory / FOLDER, recorder.warn), kept.device.type == "cuda"
+        feed = Feed(config, comm, stream, ledger, spans, kept.task.collate, on_cuda)
+        roll_back = RollBack(
+            config.elastic.roll_back, kept.commits, comm, store, recorder.event, recorder.warn, self._loses(engine)
+        )
+        saving = Saving(config, comm, kept.state, stepper, store, ledger, roll_back, recorder.event, recorder.warn)
         return Trainer(
             config=config,
             comm=comm,
             rounds=self.rounds,
             state=kept.state,
             stepper=stepper,
-            stream=stream,
+            feed=feed,
             schedule=kept.schedule,
             base_lrs=kept.base_lrs,
             horizon=kept.horizon,
             stop=min(kept.horizon, train.stop_at or kept.horizon),
-            store=store,
+            saving=saving,
             observer=recorder,
-            roll_back=RollBack(
-                config.elastic.roll_back, Commits(config.elastic.loss_s), comm, store, recorder.event, recorder.warn
-            ),
-            ledger=Ledger(directory / FOLDER, recorder.warn),
+            roll_back=roll_back,
             sanity=Sanity(stepper, stream, train.max_skipped, recorder.event, recorder.warn),
         )

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.comm.rounds import CHANGED as RANKS_CHANGE
 from hvdtrain.comm.rounds import Rounds
 from hvdtrain.config.schema import Config
-from hvdtrain.data.loader import Drawn, Stream, seed_forward, train_batches
-from hvdtrain.data.order import MicroBatch
 from hvdtrain.observe.histograms import Histograms
 from hvdtrain.runtime.clock import steady_s
-from hvdtrain.state.ledger import Ledger
-from hvdtrain.state.store import CheckpointStore
 from hvdtrain.state.train_state import TrainState
-from hvdtrain.state.writer import CheckpointWriter
-from hvdtrain.training.evaluate import Evaluation, evaluate
-from hvdtrain.training.health import check_equal
-from hvdtrain.training.ledger import begin_start
+from hvdtrain.training.feed import Feed
 from hvdtrain.training.notices import CHANGED, COUNT, SAVE, TERMINATE, Notices, stop_reason
 from hvdtrain.training.roll_back import RollBack
 from hvdtrain.training.sanity import Sanity
+from hvdtrain.training.saving import Saving
 from hvdtrain.training.step import Stepper, StepResult
 
 
@@ -89,15 +80,14 @@ class Trainer:
         rounds: say whether ranks are about to change.
         state: where training is; changed.
         stepper: one step.
-        stream: this rank's share of the samples.
+        feed: this rank's share of the samples.
         schedule: factor on the learning rates by step.
         base_lrs: learning rate of each of the optimizer's groups at factor 1.
         horizon: the step at which the schedule ends.
         stop: the step to stop at, `horizon` or before.
-        store: on rank 0; None elsewhere.
+        saving: evaluates and saves.
         observer: told on every rank; it records and shows on rank 0.
         sanity: looks at the numbers of each step.
-        ledger: told which samples this rank takes.
         roll_back: what becomes of training that was spoiled.
         saw_step: told of each step that was done, of its seconds and of those that waited for gradients; it may change
             how they are exchanged.
@@ -110,15 +100,14 @@ class Trainer:
     rounds: Rounds
     state: TrainState
     stepper: Stepper
-    stream: Stream
+    feed: Feed
     schedule: Callable[[int], float]
     base_lrs: list[float]
     horizon: int
     stop: int
-    store: CheckpointStore | None
+    saving: Saving
     observer: Observer
     sanity: Sanity
-    ledger: Ledger
     roll_back: RollBack
     saw_step: Callable[[int, float, float], None] = lambda step, step_s, exposed_s: None
     live: Live | None = None
@@ -127,8 +116,6 @@ class Trainer:
     def __post_init__(self) -> None:
         """Make what the trainer alone uses."""
         self._histograms = Histograms(self.sanity.warn)
-        observer, keep, touch = self.observer, self.config.checkpoint.keep, self.stepper.spans.touch
-        self._writer = CheckpointWriter(self.comm, self.store, keep, observer.event, self.sanity.warn, touch)
 
     def run(self, notices: Notices) -> str:
         """Train; why it ended: "finished", "stop_at", a signal's name, or that ranks change. Collective: yes.
@@ -137,28 +124,29 @@ class Trainer:
             NonFiniteError: too many steps in a row had a loss or gradient that was not finite.
             DriftError: parameters are not equal on all ranks.
         """
-        with self._writer.opened():
+        with self.saving.writer.opened():
             return self._run(notices)
 
     def _run(self, notices: Notices) -> str:
-        progress = self.state.progress
+        progress, saving = self.state.progress, self.saving
         begun_at = progress.step
         asked_at = -1
         if progress.step == 0:
-            self._evaluate()
-        elif self._is_owed():
-            self._save(self._evaluate(), wait=progress.step == self.stop)
+            saving.evaluate()
+        elif self.rounds.elastic and saving.is_owed(self.stop):
+            saving.save(saving.evaluate(), wait=progress.step == self.stop)
         self.roll_back.commit(self.state)
-        batches = self._begin("round" if self.rounds.elastic else "started")
+        self._begin("round" if self.rounds.elastic else "started")
         while progress.step < self.stop:
             own = [*self.rounds.notices(notices.take(), CHANGED, TERMINATE), *(commit := self.roll_back.notices())]
-            own[SAVE] += self._writer.look()  # a save that failed is tried again by all ranks together
-            result = self._step(batches, [*own, *(self.live.notices() if self.live else ())])
+            own[SAVE] += saving.writer.look()  # a save that failed is tried again by all ranks together
+            result = self._step([*own, *(self.live.notices() if self.live else ())])
             if self.live:
                 self.live.agreed(progress.step, result.notices[len(own) :])
             offence = self.sanity.check(result, progress)
-            if is_back := offence is not None and self.roll_back.go_past(offence, self.state, self._writer.wait):
-                progress, batches = self.state.progress, self._begin("rolled_back")
+            if is_back := offence is not None and self.roll_back.go_past(offence, self.state, saving.writer.wait):
+                self._begin("rolled_back")
+                progress = self.state.progress
             elif any(result.notices[COUNT : COUNT + len(commit)]):
                 self.roll_back.commit(self.state)
             if progress.step == begun_at + 1:
@@ -174,9 +162,9 @@ class Trainer:
             # A stop by signal leaves no time for an evaluation: mpirun kills one second after SIGTERM.
             interval = self.config.train.eval_every
             evaluating = not reason and (last or (progress.step % interval == 0 and not is_back if interval else due))
-            evaluated = self._evaluate() if evaluating else None
+            evaluated = saving.evaluate() if evaluating else None
             if due or asked or reason or last:
-                self._save(evaluated, wait=bool(reason) or last, urgent=bool(reason))
+                saving.save(evaluated, wait=bool(reason) or last, urgent=bool(reason))
             if reason:
                 return self._end(reason)
             if result.notices[CHANGED] and not last:
@@ -184,53 +172,27 @@ class Trainer:
                 return RANKS_CHANGE
         return self._end("finished" if progress.step >= self.horizon else "stop_at")
 
-    def _is_owed(self) -> bool:
-        """Whether ranks were lost before the checkpoint that is due at this step was saved. Collective: yes."""
-        every, step = self.config.checkpoint.every, self.state.progress.step
-        if not (self.rounds.elastic and (step == self.stop or (every and step % every == 0))):
-            return False
-
-        def is_missing() -> bool:
-            assert self.store is not None
-            return all(saved.step != step for saved in self.store.list())
-
-        return on_rank_0(self.comm, is_missing, name="owed")
-
     def _end(self, reason: str) -> str:
         # At once, before loader processes are waited for: a launcher that has sent SIGTERM does not wait long.
         self._event("finished" if reason == "finished" else "stopped", reason=reason)
         self._set_lr(1.0)  # as the task gave them, should it train again
         return reason
 
-    def _begin(self, why: str) -> Iterator[Drawn]:
-        """A start of the ledger, and its batches. Collective: yes."""
-        self.stream = self.sanity.stream = replace(self.stream, left_out=self.state.progress.left_out)
-        begin_start(self.ledger, self.comm, self.stream, self.state.progress, why)
-        return self._batches()
+    def _begin(self, why: str) -> None:
+        self.feed.begin(self.state.progress, self.stop, why)
+        self.sanity.stream = self.feed.stream
 
-    def _batches(self) -> Iterator[Drawn]:
-        progress, loader = self.state.progress, self.config.loader
-        on_cuda = self.stepper.device.type == "cuda"
-        return train_batches(
-            self.stream,
-            progress.position,
-            self.stop - progress.step,
-            loader,
-            self.stepper.task.collate,
-            pin_memory=loader.pin_memory == "on" or (loader.pin_memory == "auto" and on_cuda),
-        )
-
-    def _step(self, batches: Iterator[Drawn], notices: list[int]) -> StepResult:
+    def _step(self, notices: list[int]) -> StepResult:
         progress, spans = self.state.progress, self.stepper.spans
         self.observer.begin_step(progress.step + 1)
         spans.step = progress.step + 1
         start_ns = spans.now()
         lr_factor = float(self.schedule(progress.step))  # numpy's numbers are not JSON's
         self._set_lr(lr_factor)
-        mine = self.stream.step(progress.position)
-        result = self.stepper.run(self._feed(mine, batches), len(mine), notices)
+        mine = self.feed.micro_batches(progress.position)
+        result = self.stepper.run(self.feed.draw(mine, progress.step + 1), len(mine), notices)
         progress.step += 1
-        progress.position = self.stream.after(progress.position)
+        progress.position = self.feed.stream.after(progress.position)
         progress.skipped_in_row = 0 if result.applied else progress.skipped_in_row + 1
         progress.skipped += not result.applied
         spans.record("step", start_ns)
@@ -241,14 +203,6 @@ class Trainer:
     def _set_lr(self, lr_factor: float) -> None:
         for group, base in zip(self.state.optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = base * lr_factor
-
-    def _feed(self, mine: list[MicroBatch], batches: Iterator[Drawn]) -> Iterator[tuple[Callable[[], None], Any]]:
-        for where in mine:
-            with self.stepper.spans("data"):
-                drawn = next(batches)
-            self.ledger.drew(where.start, where.stop, drawn.indices)
-            yield partial(seed_forward, self.config.seed, where.start), drawn.batch
-        self.ledger.write(self.state.progress.step + 1)  # before the ranks agree on the step
 
     def _observe_step(self, result: StepResult, lr: float, step_s: float) -> None:
         seconds = self.stepper.spans.take()
@@ -277,32 +231,6 @@ class Trainer:
         every, step = self.config.observe.histograms_every, self.state.progress.step
         if every and step % every == 0 and self.comm.rank == 0:
             self.observer.show({"event": "histograms", "at_step": step, **self._histograms.of(self.state.model)})
-
-    def _evaluate(self) -> Evaluation | None:
-        stepper, train = self.stepper, self.config.train
-        with stepper.spans("evaluation"):
-            found = evaluate(
-                stepper.task,
-                stepper.model,
-                self.comm,
-                stepper.precision,
-                stepper.device,
-                micro_batch=train.micro_batch,
-                most=train.eval_samples,
-                touch=stepper.spans.touch,
-            )
-        if found is not None:
-            self._event("evaluation", loss=found.loss, samples=found.samples, metrics=found.metrics)
-        return found
-
-    def _save(self, evaluation: Evaluation | None, *, wait: bool, urgent: bool = False) -> None:
-        with self.stepper.spans("checkpoint"):
-            self.ledger.sync()
-            check_equal(self.state.model, self.comm, name="drift")
-            self.stepper.engine.settle()
-            notes = {"heldout_loss": evaluation.loss if evaluation and math.isfinite(evaluation.loss) else None}
-            self._writer.save(self.state.progress.step, self.state.state_dict(), notes, wait=wait, urgent=urgent)
-            self.roll_back.commit(self.state)
 
     def _event(self, event: str, **facts: Any) -> None:
         self.observer.event({"event": event, "at_step": self.state.progress.step, **facts})

@@ -14,6 +14,7 @@ from hvdtrain.errors import CheckpointError
 from hvdtrain.observe.journal import read_journal, read_steps
 from hvdtrain.state import attempt, writer
 from hvdtrain.state.store import CheckpointStore, load
+from hvdtrain.training import saving
 from tests.support.toy import toy
 
 TRAIN = {"steps": 12, "global_batch": 4, "micro_batch": 2, "eval_every": 100}
@@ -60,9 +61,25 @@ def test_a_failed_save_is_tried_again_before_the_next_is_due(tmp_path: Path, mon
 
 def test_a_last_save_that_fails_is_told_by_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _fail(monkeypatch, 9)
+    monkeypatch.setattr(saving, "WAITS_S", ())
     with pytest.raises(CheckpointError, match="step 12 could not be written: No space left on device"):
         hvdtrain.train({"train": TRAIN, "checkpoint": {"every": 0}, "run_dir": str(tmp_path)}, toy)
     assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_last_save_waits_for_somebody_to_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _fail(monkeypatch, 3)
+    slept: list[float] = []
+    monkeypatch.setattr(saving, "WAITS_S", (1.0, 2.0, 4.0, 8.0))
+    monkeypatch.setattr(saving.time, "sleep", slept.append)
+    result = hvdtrain.train({"train": TRAIN, "checkpoint": {"every": 0}, "run_dir": str(tmp_path)}, toy)
+    assert result.reason == "finished"
+    assert sum(slept) == 1.0 + 2.0 + 4.0
+    assert _events(tmp_path) == [("checkpoint", 12)]
+    warnings = [line["text"] for line in read_journal(tmp_path / "journal.jsonl") if line.get("event") == "warning"]
+    assert [text.endswith(f"the next try comes in {s} s") for text, s in zip(warnings, (1, 2, 4), strict=True)] == [
+        True
+    ] * 3
 
 
 def test_every_save_of_a_run_is_whole_and_of_its_step(tmp_path: Path) -> None:

@@ -1,0 +1,128 @@
+"""Keeping what training has come to: evaluations, checkpoints beside it, and the last one, which has to be written."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.comm.objects import on_rank_0
+from hvdtrain.config.schema import Config
+from hvdtrain.errors import CheckpointError
+from hvdtrain.state.ledger import Ledger
+from hvdtrain.state.store import CheckpointStore
+from hvdtrain.state.tensor_file import check_dtypes
+from hvdtrain.state.train_state import TrainState
+from hvdtrain.state.writer import CheckpointWriter
+from hvdtrain.training.evaluate import Evaluation, evaluate
+from hvdtrain.training.health import check_equal
+from hvdtrain.training.roll_back import RollBack
+from hvdtrain.training.step import Stepper
+
+WAITS_S = (1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 60.0, 60.0)
+"""Between tries to write the last checkpoint: somebody has so long to make room."""
+
+
+@dataclass
+class Saving:
+    """Evaluates and saves.
+
+    Attributes:
+        config: the options.
+        comm: the ranks.
+        state: what is saved.
+        stepper: of the training.
+        store: on rank 0; None elsewhere.
+        ledger: on the disk before the checkpoint is.
+        roll_back: takes a commit with each checkpoint.
+        event: records an event.
+        warn: tells something that a person should know.
+    """
+
+    config: Config
+    comm: Comm
+    state: TrainState
+    stepper: Stepper
+    store: CheckpointStore | None
+    ledger: Ledger
+    roll_back: RollBack
+    event: Callable[[dict[str, Any]], None]
+    warn: Callable[[str], None]
+    writer: CheckpointWriter = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Make the writer."""
+        keep, touch = self.config.checkpoint.keep, self.stepper.spans.touch
+        self.writer = CheckpointWriter(self.comm, self.store, keep, self.event, self.warn, touch)
+
+    def evaluate(self) -> Evaluation | None:
+        """Look at held-out samples, if there are any. Collective: yes."""
+        stepper, train = self.stepper, self.config.train
+        with stepper.spans("evaluation"):
+            found = evaluate(
+                stepper.task,
+                stepper.model,
+                self.comm,
+                stepper.precision,
+                stepper.device,
+                micro_batch=train.micro_batch,
+                most=train.eval_samples,
+                touch=stepper.spans.touch,
+            )
+        if found is not None:
+            facts = {"loss": found.loss, "samples": found.samples, "metrics": found.metrics}
+            self.event({"event": "evaluation", "at_step": self.state.progress.step, **facts})
+        return found
+
+    def save(self, evaluation: Evaluation | None, *, wait: bool, urgent: bool = False) -> None:
+        """Save the state beside training; with `wait`, return when it is on the disk. Collective: yes.
+
+        Args:
+            evaluation: of this step.
+            wait: it is the last one: it has to be written, and is tried again for as long as `WAITS_S` say.
+            urgent: little time is left: it is tried once.
+
+        Errors:
+            CheckpointError: it cannot be written, and was waited for.
+            DriftError: parameters are not equal on all ranks.
+        """
+        with self.stepper.spans("checkpoint"):
+            self.ledger.sync()
+            check_equal(self.state.model, self.comm, name="drift")
+            self.stepper.engine.settle()
+            check_dtypes(self.state.state_dict())  # no waiting helps there
+            for wait_s in (*(WAITS_S if wait and not urgent else ()), None):
+                try:
+                    self._write(evaluation, wait=wait, urgent=urgent)
+                    break
+                except CheckpointError as error:  # the same on every rank
+                    if wait_s is None:
+                        raise
+                    self._wait(error, wait_s)
+            self.roll_back.commit(self.state)
+
+    def is_owed(self, stop: int) -> bool:
+        """Whether ranks were lost before the checkpoint that is due at this step was saved. Collective: yes."""
+        every, step = self.config.checkpoint.every, self.state.progress.step
+        if not (step == stop or (every and step % every == 0)):
+            return False
+
+        def is_missing() -> bool:
+            assert self.store is not None
+            return all(saved.step != step for saved in self.store.list())
+
+        return on_rank_0(self.comm, is_missing, name="owed")
+
+    def _write(self, evaluation: Evaluation | None, *, wait: bool, urgent: bool) -> None:
+        notes = {"heldout_loss": evaluation.loss if evaluation and math.isfinite(evaluation.loss) else None}
+        self.writer.save(self.state.progress.step, self.state.state_dict(), notes, wait=wait, urgent=urgent)
+
+    def _wait(self, error: CheckpointError, wait_s: float) -> None:
+        if self.store is not None:
+            self.warn(f"{error.what} ({error.found}). It is the last one: the next try comes in {wait_s:.0f} s")
+        for _ in range(round(wait_s)):
+            self.stepper.spans.touch()
+            time.sleep(1.0)
