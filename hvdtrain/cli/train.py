@@ -78,6 +78,8 @@ def summary(result: Result, info: RankInfo) -> str:
     rows += [(name, f"{value:.4f} on held-out samples") for name, value in result.metrics.items()]
     if not math.isnan(result.tokens_per_s):
         rows.append(("speed", f"{result.tokens_per_s:,.0f} {result.unit}/s on {info.size} rank(s)"))
+    if len(result.sizes) > 1:
+        rows.append(("ranks", f"{' -> '.join(map(str, result.sizes))}; {result.still_s:.1f} s without a step"))
     rows.append(("run", str(result.run_dir)))
     how = {"finished": "finished", "stop_at": "stopped as asked"}.get(result.reason, f"stopped by {result.reason}")
     further, page = [], traces / PAGE

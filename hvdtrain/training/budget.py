@@ -15,7 +15,8 @@ REST = "evaluation, checkpoints, rest"
 
 
 class Budget:
-    """Seconds of rank 0 by part, over the steps of a run's last start; takes a journal's lines in order.
+    """Seconds of rank 0 by part, over the steps of a run's last start, with all rounds of an elastic one; takes a
+    journal's lines in order.
 
     The wall time is that from the first step's begin to the last line: an evaluation before the first step is not in
     it, the checkpoint after the last one is.
@@ -31,7 +32,7 @@ class Budget:
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Take a line."""
-        if line.get("event") == "started":
+        if line.get("event") == "started" and not line.get("goes_on"):
             self._clear()
         self._end = max(self._end, line["time"])
         if "event" not in line:

@@ -95,12 +95,12 @@ def describe_start(run: RunConfig, kept: Kept, comm: Comm, directory: Path, reco
     """Tell the journal and the person who watches what begins."""
     task, train = kept.task, run.config.train
     parameters = sum(p.numel() for p in task.model.parameters())
+    goes_on = kept.step != NOTHING  # among other ranks than before, in the same job
     facts = {"size": comm.size, "parameters": parameters, "unit": task.unit, "run_dir": str(directory)}
     if where := environ().get("NCCL_DEBUG_FILE"):
         facts["nccl_debug_file"] = str(Path(where).absolute())
-    recorder.event({"event": "started", **facts, "config": dict(run.resolved)})
-    if kept.step != NOTHING:
-        recorder.say(f"going on with {comm.size} rank(s)")
+    recorder.event({"event": "started", "goes_on": goes_on, **facts, "config": dict(run.resolved)})
+    if goes_on:
         return
     if task.optimizer is not None:
         recorder.say(f"the task brings its own optimizer ({type(task.optimizer).__name__}): --optimizer.* is not used")

@@ -12,6 +12,7 @@ from hvdtrain.comm.objects import allgather_json, broadcast_json, on_rank_0
 from hvdtrain.config.parse import RunConfig, changes
 from hvdtrain.errors import CheckpointError
 from hvdtrain.observe.recorder import Recorder
+from hvdtrain.runtime.clock import steady_s
 from hvdtrain.state.store import MANIFEST, CheckpointStore, Saved, load
 from hvdtrain.state.sync import broadcast_state
 from hvdtrain.state.train_state import StateDict, TrainState
@@ -63,10 +64,22 @@ def take_over(
             if last and steps[0] != NOTHING:
                 recorder.step(last)  # it was done, but rank 0 had not come so far
         check_equal(state.model, comm, name="drift")
-        recorder.event({"event": "resumed", "from": "memory", "step": newest, "position": state.progress.position})
+        _tell(kept, comm, recorder)
         resumed = newest
     kept.step = resumed
     return int(resumed)
+
+
+def _tell(kept: Kept, comm: Comm, recorder: Recorder) -> None:
+    """How the run goes on from memory, and for how long it stood still, as far as this process was there."""
+    progress = kept.state.progress
+    facts: dict[str, Any] = {"from": "memory", "step": progress.step, "position": progress.position, "size": comm.size}
+    since = ""
+    if kept.last is not None:
+        facts["without_step_s"] = steady_s() - kept.last["time"]
+        since = f", {facts['without_step_s']:.2f} s after the last step's end"
+    recorder.event({"event": "resumed", **facts})
+    recorder.say(f"going on from step {progress.step} with {comm.size} rank(s){since}")
 
 
 def restore(

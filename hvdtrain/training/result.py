@@ -35,6 +35,8 @@ class Result:
         tokens_per_s: weight per second over this stretch's steps but the first, which warms up.
         unit: what was counted: tokens, samples.
         seconds: of this stretch's steps.
+        sizes: numbers of ranks in the rounds of this stretch: one, unless ranks came or went.
+        still_s: for how long their coming and going kept the others from training, in all.
         budget: where this stretch's wall time went on rank 0: seconds by part (`training.budget`).
         model: the trained model, on this rank's device.
         analysis: where a step's time went and which rank is late; on rank 0, and only where traces were recorded.
@@ -53,6 +55,8 @@ class Result:
     tokens_per_s: float
     unit: str
     seconds: float
+    sizes: Sequence[int]
+    still_s: float
     budget: Mapping[str, float]
     model: Any
     analysis: Analysis | None = None
@@ -83,13 +87,19 @@ class _Tally:
         """A stretch of the run begins."""
         self._seconds: list[float] = []  # of the first step, and of the others together
         self._weights: list[float] = []
+        self._sizes: list[int] = []
+        self._still_s = 0.0
 
     def add(self, line: Mapping[str, Any]) -> None:
         self._budget.add(line)
         if "event" not in line:
             self._add_step(line)
         elif line["event"] == "started":
-            self._clear()
+            if not line.get("goes_on"):
+                self._clear()
+            self._sizes.append(line.get("size", 1))
+        elif line["event"] == "resumed":
+            self._still_s += line.get("without_step_s", 0.0)
         elif line["event"] == "evaluation":
             self._evaluations = [*self._evaluations[:1], line]
 
@@ -117,6 +127,8 @@ class _Tally:
             "metrics": numbers(evaluated[-1]["metrics"]) if evaluated else {},
             "tokens_per_s": self._weights[-1] / seconds if seconds else None,
             "seconds": sum(self._seconds),
+            "sizes": self._sizes,
+            "still_s": self._still_s,
             "budget": self._budget.parts(),
         }
 

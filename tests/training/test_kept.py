@@ -1,0 +1,114 @@
+"""What a process offers to the ranks of the next round, where one of this round is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from hvdtrain.comm.solo import SoloComm
+from hvdtrain.compression.feedback import RESIDUAL
+from hvdtrain.config.parse import parse_object
+from hvdtrain.engine.make import make_engine
+from hvdtrain.observe.progress import Progress as Display
+from hvdtrain.observe.recorder import Recorder
+from hvdtrain.training.kept import NOTHING, Kept, keep
+from tests.support.toy import toy
+
+
+@pytest.fixture
+def kept(request: pytest.FixtureRequest) -> Iterator[Kept]:
+    """After a step under the compression of the test's parameter."""
+    run = parse_object({"task": "toy", "optimizer": {"name": "sgd", "lr": 0.1}}, None)
+    torch.manual_seed(0)
+    found = keep(run, toy(dropout=0.0), torch.device("cpu"))
+    engine = make_engine(found.state.optimizer, found.state.model, SoloComm(), request.param)
+    found.state.exchange = engine
+    _step(found)
+    yield found
+    engine.close()
+
+
+def _step(kept: Kept) -> None:
+    engine, model = kept.state.exchange, kept.state.model
+    engine.begin(1)  # type: ignore[union-attr]
+    engine.backward(model(torch.ones(2, 6)).square().sum())  # type: ignore[union-attr]
+    engine.finish()  # type: ignore[union-attr]
+    engine.step()  # type: ignore[union-attr]
+    engine.commit(applied=True)  # type: ignore[union-attr]
+    kept.state.progress.step += 1
+
+
+def _weights(kept: Kept) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in kept.state.model.parameters()])
+
+
+def _residuals(kept: Kept) -> torch.Tensor:
+    tensors, _ = kept.state.exchange.state_dict()  # type: ignore[union-attr]
+    return torch.cat([t.flatten() for name, t in sorted(tensors.items()) if name.endswith(RESIDUAL)]).clone()
+
+
+@pytest.mark.parametrize("kept", ["none", "bf16"], indirect=True)
+def test_without_residuals_nothing_is_lost_with_a_rank(kept: Kept) -> None:
+    kept.commits.take(kept.state)
+    _step(kept)
+    now = _weights(kept)
+    kept.round_is_over(settled=False)
+    assert kept.step == 2
+    assert torch.equal(_weights(kept), now)
+
+
+@pytest.mark.parametrize("kept", ["topk:0.2", "powersgd:2"], indirect=True)
+def test_what_a_rank_owed_is_that_of_the_newest_commit(kept: Kept) -> None:
+    kept.commits.take(kept.state)
+    weights, residuals = _weights(kept).clone(), _residuals(kept)
+    assert residuals.abs().sum() > 0
+    _step(kept)
+    assert not torch.equal(_weights(kept), weights)
+    kept.round_is_over(settled=False)
+    assert kept.step == 1
+    assert torch.equal(_weights(kept), weights)
+    assert torch.equal(_residuals(kept), residuals)
+
+
+@pytest.mark.parametrize("kept", ["topk:0.2"], indirect=True)
+def test_what_was_settled_is_kept(kept: Kept) -> None:
+    kept.commits.take(kept.state)
+    _step(kept)
+    weights, residuals = _weights(kept), _residuals(kept)
+    kept.round_is_over(settled=True)
+    assert kept.step == 2
+    assert torch.equal(_weights(kept), weights)
+    assert torch.equal(_residuals(kept), residuals)
+
+
+@pytest.mark.parametrize("kept", ["topk:0.2"], indirect=True)
+def test_where_there_is_no_commit_there_is_nothing_to_offer(kept: Kept) -> None:
+    kept.round_is_over(settled=False)
+    assert kept.offer() == (NOTHING, "")
+
+
+@pytest.mark.parametrize("kept", ["none"], indirect=True)
+def test_offers_are_equal_where_all_but_tensors_is(kept: Kept) -> None:
+    kept.round_is_over(settled=False)
+    before = kept.offer()
+    assert before == kept.offer()
+    kept.state.progress.losses = [1.0]  # such as a rank lacks that was lost in the midst of looking at the step
+    assert kept.offer()[0] == before[0] and kept.offer() != before
+
+
+@pytest.mark.parametrize("kept", ["topk:0.2"], indirect=True)
+def test_records_of_steps_that_are_done_again_are_begun_anew(kept: Kept, tmp_path: Path) -> None:
+    kept.recorder = Recorder(None, Display("samples", 5.0, live=False, quiet=True))
+    kept.commits.take(kept.state)
+    kept.last = {"step": 1}
+    kept.round_is_over(settled=True)
+    assert not kept.went_back()
+    _step(kept)
+    kept.last = {"step": 2}
+    kept.round_is_over(settled=False)
+    assert kept.went_back()
+    kept.close_recorder()
+    assert kept.recorder is None
