@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import re
 import signal
@@ -17,7 +18,7 @@ from hvdtrain.launch.commands import Limits
 from hvdtrain.launch.driver import Driver
 from hvdtrain.launch.hosts import LOCAL_NAMES, parse_hosts
 from hvdtrain.launch.plan import Plan, describe, program_of, python_path
-from hvdtrain.runtime.environment import environ
+from hvdtrain.runtime.environment import LAUNCH_OPTIONS, environ
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
 
@@ -33,7 +34,7 @@ def main(argv: list[str], program: Sequence[str] | None = None) -> int:
     """
     options = parser().parse_args(argv)
     try:
-        plan = _plan(options, program)
+        plan = _plan(argv, options, program)
         if options.dry_run:
             hosts = discovery.ask(plan.script) if plan.script else plan.hosts
             print(describe(plan, hosts))
@@ -68,7 +69,7 @@ def _show(text: str, err: bool) -> None:
         print(text, file=sys.stderr if err else sys.stdout, flush=True)
 
 
-def _plan(options: argparse.Namespace, program: Sequence[str] | None) -> Plan:
+def _plan(argv: Sequence[str], options: argparse.Namespace, program: Sequence[str] | None) -> Plan:
     least, most = _range(options.elastic, options.np)
     hosts = parse_hosts(options.hosts) if options.hosts else {"localhost": most}
     limits = Limits(
@@ -86,7 +87,8 @@ def _plan(options: argparse.Namespace, program: Sequence[str] | None) -> Plan:
     if options.discover is None and sum(hosts.values()) < options.np:
         found = f"{sum(hosts.values())} slot(s) of {options.hosts}"
         raise LaunchError("-np asks for more ranks than -H has slots.", expected=f"-np {options.np}", found=found)
-    variables = dict(environ())
+    own = argv[: len(argv) - len(options.arguments)]
+    variables = {**environ(), LAUNCH_OPTIONS: json.dumps(own)}
     arguments = options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments
     return Plan(
         program=tuple(program) if program is not None else program_of(sys.executable, arguments),

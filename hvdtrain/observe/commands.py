@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdtrain.runtime.environment import GLOO_LAUNCHER, RankInfo
+from hvdtrain.runtime.environment import GLOO_LAUNCHER, RankInfo, environ, launch_options
 
 _STARTED_BY = {
-    GLOO_LAUNCHER: "horovodrun --gloo or hvdtrain launch",
+    GLOO_LAUNCHER: "horovodrun --gloo",
     "slurm": "srun",
     "hydra": "mpirun or mpiexec",
     "openmpi": "mpirun",
@@ -33,8 +33,11 @@ def go_on(run_dir: Path, info: RankInfo, options: str = "") -> str:
     A comment stands for what a command cannot know: how several hosts or another launcher than mpirun were started.
     """
     folder = shlex.quote(str(run_dir))
-    again = f"{beside('python')} -m hvdtrain --config {folder}/config.yaml --run_dir {folder}"
-    return _launched(f"{again} {options}".rstrip(), info)
+    arguments = f"--config {folder}/config.yaml --run_dir {folder} {options}".rstrip()
+    launched = launch_options(environ())
+    if launched is not None:
+        return f"{beside('hvdtrain')} launch {shlex.join(launched)} -- {arguments}"
+    return _launched(f"{beside('python')} -m hvdtrain {arguments}", info)
 
 
 def go_on_program(run_dir: Path, info: RankInfo, argv: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ first line whose signs are there wins, and the lines run from the innermost laun
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
@@ -22,6 +23,9 @@ from dataclasses import dataclass
 
 from hvdtrain.errors import LaunchError
 from hvdtrain.runtime.channel import VARIABLE
+
+LAUNCH_OPTIONS = "HVDTRAIN_LAUNCH_OPTIONS"
+"""The options that `hvdtrain launch` got, as a list in JSON: in the environment of its ranks."""
 
 NO_LAUNCHER = "none"
 GLOO_LAUNCHER = "horovod-gloo"
@@ -147,6 +151,15 @@ def rank_info(environ: Mapping[str, str], host: str | None = None) -> RankInfo:
     if info.local_size > info.size:
         raise _wrong(launcher, launcher.local_size, f"at most {launcher.size}={size}", str(local_size))
     return info
+
+
+def launch_options(environ: Mapping[str, str]) -> list[str] | None:
+    """The options of the `hvdtrain launch` that started this process; None where it was something else."""
+    try:
+        found = json.loads(environ.get(LAUNCH_OPTIONS, "null"))
+    except ValueError:
+        return None
+    return found if isinstance(found, list) and all(isinstance(option, str) for option in found) else None
 
 
 def rank_label(info: RankInfo) -> str:

@@ -52,3 +52,13 @@ def test_a_program_without_a_command_line_of_its_own_is_no_command(argv: list[st
     for info in (ALONE, ONE_HOST, TWO_HOSTS):
         text = go_on_program(RUN, info, argv)
         assert _words(text) == [] and text.startswith("# the same program again, with run_dir")
+
+
+def test_a_job_of_our_own_launcher_is_launched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVDTRAIN_LAUNCH_OPTIONS", '["-np", "2", "--discover", "my hosts.sh"]')
+    words = _words(go_on(RUN, ONE_HOST, "--train.steps 9"))
+    assert words[1:7] == ["launch", "-np", "2", "--discover", "my hosts.sh", "--"]
+    assert words[7] == "--config" and words[-2:] == ["--train.steps", "9"]
+    for other in ("no json", '{"a": 1}', "[1]"):
+        monkeypatch.setenv("HVDTRAIN_LAUNCH_OPTIONS", other)
+        assert "launch" not in _words(go_on(RUN, ALONE))
