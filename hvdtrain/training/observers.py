@@ -71,12 +71,14 @@ def add_monitor(recorder: Recorder, device: torch.device, comm: Comm) -> None:
         recorder.add_watcher(MonitorThread(Monitor(gpu_identity(device)).sample, recorder.event))
 
 
-def add_horovod_timeline(recorder: Recorder, plan: TimelinePlan, directory: Path, comm: Comm) -> HorovodTimeline | None:
-    """Record Horovod's Timeline where rank 0's plan says so, or say why not. Collective: yes."""
+def add_horovod_timeline(
+    recorder: Recorder, plan: TimelinePlan, directory: Path, comm: Comm, *, told: bool = False
+) -> HorovodTimeline | None:
+    """Record Horovod's Timeline where rank 0's plan says so, or say why not, unless that was told. Collective: yes."""
     first, last = broadcast_json(comm, [plan.window.first, plan.window.last], name="timeline")
     window = Window(first, last)
     if not window:
-        if plan.reason and comm.size > 1:
+        if plan.reason and comm.size > 1 and not told:
             how = f"; to have it all the same: {ASK}" if plan.kind == "spans" else ""
             recorder.say(f"Horovod's Timeline: {plan}{how}")
         return None

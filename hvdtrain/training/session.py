@@ -134,7 +134,7 @@ class _Round:
                         add_sinks(recorder, run.config.observe, self.sinks, comm)
                         add_tensorboard(recorder, run.config.observe, directory, kept.device, comm)
                     add_monitor(recorder, kept.device, comm)
-                    horovod = add_horovod_timeline(recorder, self.timeline, directory, comm)
+                    horovod = add_horovod_timeline(recorder, self.timeline, directory, comm, told=not is_new)
                     return self._train(directory, claim, recorder, spans, job, horovod, is_new=is_new)
         finally:
             if claim is not None:
