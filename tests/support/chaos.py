@@ -2,40 +2,51 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.observe.journal import read_journal, read_steps
 from tests.support.chaos_rank import BALLAST, PHASES, SIGNALS
 from tests.support.launch import ENVIRONMENT
-from tests.support.two_hosts import TwoHosts
+from tests.support.two_hosts import TwoHosts, two_hosts
 
 ROOT = Path(__file__).parents[2]
 RANK = Path(__file__).with_name("chaos_rank.py")
 LAUNCH = "import json, sys; from hvdtrain.cli.launch import main; sys.exit(main(sys.argv[2:], json.loads(sys.argv[1])))"
-STEPS, STEP = 24, 12
-"""Of the run, and the one that the fault befalls; an evaluation and a checkpoint come after every sixth."""
+STEPS, STEP, LATE = 160, 12, 155
+"""Of the run, the one that the fault befalls, and one that is so late that the run is over before the fault is."""
+
+PACE_S = 0.04
+"""That each step takes longer than it would, so that newcomers come back before the end."""
 
 TASK = [
     f"--task={ROOT}/tests/support/toy.py:toy",
     "--train.global_batch=12",
     "--train.micro_batch=2",
     f"--train.steps={STEPS}",
-    "--checkpoint.every=6",
+    "--train.check_every=5",
+    "--checkpoint.every=20",
+    "--elastic.roll_back=non_finite",
+    "--elastic.loss_s=0.2",
     "--observe.tensorboard=false",
 ]
 AFTER_STEP = ("commit", "checkpoint", "evaluation")
-TIMEOUT_S = 120
+"""Phases that come after their step."""
+
+TIMEOUT_S = 150
+FULL_S = 3.0
+"""After which somebody makes room on a disk."""
+
 _ROOM = "16m"
 
 
@@ -49,6 +60,7 @@ class Cell:
         size: ranks at the start.
         hosts: 1 or 2.
         rank: which it befalls.
+        step: in or after which.
     """
 
     fault: str
@@ -56,6 +68,7 @@ class Cell:
     size: int = 2
     hosts: int = 1
     rank: int = 1
+    step: int = STEP
 
 
 @dataclass(frozen=True)
@@ -63,8 +76,7 @@ class Outcome:
     """What has become of a run.
 
     Attributes:
-        cell: the fault.
-        struck: whether it came.
+        struck: whether the fault came.
         code: exit code of the driver.
         sizes: of the rounds.
         lost_steps: steps without a line in the journal.
@@ -72,10 +84,10 @@ class Outcome:
         verified: what ``hvdtrain verify data`` says: "" where all is well.
         equal: parameters were equal on all ranks wherever that was looked at.
         to_next_step_s: from the fault to the end of the next step.
+        pause_s: the longest between two steps from then on.
         said: lines of the driver.
     """
 
-    cell: Cell
     struck: bool
     code: int
     sizes: list[int]
@@ -84,6 +96,7 @@ class Outcome:
     verified: str
     equal: bool
     to_next_step_s: float | None
+    pause_s: float | None
     said: str
 
     @property
@@ -104,10 +117,6 @@ class Outcome:
             wrong.append("parameters are not equal on all ranks")
         return wrong
 
-    def to_json(self) -> dict[str, Any]:
-        """As JSON holds it."""
-        return asdict(self)
-
 
 def undisturbed(folder: Path) -> dict[int, float]:
     """Losses by step of the same training by one rank, to which nothing happens."""
@@ -117,66 +126,88 @@ def undisturbed(folder: Path) -> dict[int, float]:
     return {step: line["loss"] for step, line in read_steps(run / "journal.jsonl").items()}
 
 
-def run_cell(cell: Cell, folder: Path, expected: Mapping[int, float], hosts: TwoHosts | None = None) -> Outcome:
+def run_cell(cell: Cell, folder: Path, expected: Mapping[int, float]) -> Outcome:
     """Train while it happens.
 
     Args:
-        cell: the fault; with 2 hosts these are needed.
+        cell: the fault. Two hosts and a disk of its own need root.
         folder: an empty one.
         expected: losses of the undisturbed run.
-        hosts: two of them, whose link is whole; where it is cut it is whole again at the end.
+
+    Errors:
+        UnavailableError: the hosts cannot be made.
     """
-    run, order = folder / "run", folder / "order"
-    facts = {"fault": cell.fault, "phase": cell.phase, "step": STEP, "rank": cell.rank, "folder": str(folder)}
+    with ExitStack() as stack:
+        disk = stack.enter_context(_small_disk(folder)) if cell.fault == "disk full" else folder
+        hosts = stack.enter_context(two_hosts()) if cell.hosts == 2 else None
+        code = _run(cell, folder, disk, hosts)
+        return _outcome(cell, folder, disk / "run", expected, code)
+
+
+def _run(cell: Cell, folder: Path, disk: Path, hosts: TwoHosts | None) -> int:
+    order = folder / "order"
+    facts = {"fault": cell.fault, "phase": cell.phase, "step": cell.step, "rank": cell.rank, "folder": str(disk)}
     order.write_text(json.dumps(facts))
     slots = f"a:{cell.size - cell.size // 2},b:{cell.size // 2}" if cell.hosts == 2 else f"localhost:{cell.size}"
     options = ["-np", str(cell.size), "--elastic", f"1:{cell.size}", "-H", slots, "--events", str(folder / "events")]
-    rank = json.dumps([sys.executable, str(RANK), str(order), *TASK, f"--run_dir={run}"])
+    rank = json.dumps([sys.executable, str(RANK), str(order), str(PACE_S), *TASK, f"--run_dir={disk / 'run'}"])
     command = [sys.executable, "-c", LAUNCH, rank, *options]
-    with _act(cell, order, folder, hosts), (folder / "said").open("w") as said:
-        process = (
-            subprocess.Popen(command, cwd=folder, env=_environment(), stdout=said, stderr=said)
-            if hosts is None
-            else hosts.a.popen(command, cwd=folder, environment=_environment(), stdout=said, stderr=said)
-        )
+    with _act(cell, order, disk, hosts), (folder / "said").open("w") as said:
+        if hosts is None:
+            process: subprocess.Popen[Any] = subprocess.Popen(
+                command, cwd=folder, env=_environment(), stdout=said, stderr=said
+            )
+        else:
+            process = hosts.a.popen(command, cwd=folder, environment=_found(), stdout=said, stderr=said)
         try:
-            code = process.wait(TIMEOUT_S)
+            return process.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            process.terminate()
-            code = process.wait(30)
-    return _outcome(cell, folder, expected, code)
+            process.terminate()  # the driver, or what waits for it in the host's namespace
+            return process.wait(90) or -1
 
 
-def _outcome(cell: Cell, folder: Path, expected: Mapping[int, float], code: int) -> Outcome:
-    run = folder / "run"
+def _outcome(cell: Cell, folder: Path, run: Path, expected: Mapping[int, float], code: int) -> Outcome:
     events = [json.loads(line) for line in (folder / "events").read_text().splitlines()]
     lines = read_journal(run / "journal.jsonl") if (run / "journal.jsonl").exists() else []
     steps = {line["step"]: line for line in lines if "event" not in line}
     worst = max((abs(steps[s]["loss"] - loss) / abs(loss) for s, loss in expected.items() if s in steps), default=1.0)
     verify = [sys.executable, "-m", "hvdtrain", "verify", "data", str(run)]
     verified = subprocess.run(verify, env=_environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
-    struck_at = (folder / "struck").read_text() if (folder / "struck").exists() else ""
-    next_step = STEP + (cell.phase in AFTER_STEP)
-    later = [
-        line["time"] for s, line in steps.items() if struck_at and s >= next_step and line["time"] > float(struck_at)
-    ]
+    done = Path(f"{folder / 'order'}.done")
+    struck_s = done.stat().st_ctime if done.exists() else None  # of its renaming
+    first = cell.step + (cell.phase in AFTER_STEP)
+    times = [line["time"] for step, line in steps.items() if cell.phase == "start-up" or step >= first]
+    to_next_step_s, pause_s = _times([line["time"] for line in steps.values()], times, struck_s)
     return Outcome(
-        cell=cell,
-        struck=bool(struck_at),
+        struck=struck_s is not None,
         code=code,
         sizes=[event["size"] for event in events if event["event"] == "round"],
         lost_steps=sorted(expected.keys() - steps.keys()),
         worst=worst,
         verified="" if verified.returncode == 0 else (verified.stdout + verified.stderr)[-1500:],
         equal=not any(line.get("event") == "failed" and line["error"] == "DriftError" for line in lines),
-        to_next_step_s=round(min(later) - float(struck_at), 3) if later else None,
-        said="\n".join(s for s in (folder / "said").read_text().splitlines() if s.startswith(("hvdtrain", "Trace"))),
+        to_next_step_s=to_next_step_s,
+        pause_s=pause_s,
+        said="\n".join(
+            s for s in (folder / "said").read_text(errors="replace").splitlines() if s.startswith("hvdtrain")
+        ),
     )
 
 
+def _times(steps: list[float], next_ones: list[float], struck_s: float | None) -> tuple[float | None, float | None]:
+    """From the fault to the end of the first of the next steps, and the longest between two steps from then on."""
+    later = [time for time in next_ones if struck_s is not None and time > struck_s]
+    if struck_s is None or not later:
+        return None, None
+    ends = sorted(time for time in steps if time > struck_s)
+    ends = [max((time for time in steps if time <= struck_s), default=ends[0]), *ends]
+    pauses = [b - a for a, b in itertools.pairwise(ends)]
+    return round(min(later) - struck_s, 3), round(max(pauses), 3)
+
+
 @contextmanager
-def _act(cell: Cell, order: Path, folder: Path, hosts: TwoHosts | None) -> Iterator[None]:
-    """Note when the fault comes, do what a rank cannot do to itself, and undo it in the end."""
+def _act(cell: Cell, order: Path, disk: Path, hosts: TwoHosts | None) -> Iterator[None]:
+    """Do what a rank cannot do to itself when it comes to the place, and undo it in the end."""
     over = threading.Event()
 
     def watch() -> None:
@@ -184,14 +215,13 @@ def _act(cell: Cell, order: Path, folder: Path, hosts: TwoHosts | None) -> Itera
         while not done.exists():
             if over.wait(0.002):
                 return
-        (folder / "struck").write_text(str(time.time()))
         if cell.fault == "link cut":
             assert hosts is not None
             hosts.cut()
         elif cell.fault == "disk full":
-            over.wait(3.0)  # somebody makes room
+            over.wait(FULL_S)
             with suppress(OSError):
-                (folder / BALLAST).unlink()
+                (disk / BALLAST).unlink()
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -200,34 +230,34 @@ def _act(cell: Cell, order: Path, folder: Path, hosts: TwoHosts | None) -> Itera
     finally:
         over.set()
         thread.join()
-        if hosts is not None:
-            hosts.mend()
 
 
 @contextmanager
-def small_disk(parent: Path) -> Iterator[Path]:
-    """A folder on a file system that is full soon. Needs root."""
-    folder = Path(tempfile.mkdtemp(dir=parent))
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_ROOM}", "tmpfs", str(folder)], check=True)
+def _small_disk(folder: Path) -> Iterator[Path]:
+    """A file system in a folder that is full soon. Needs root."""
+    disk = Path(tempfile.mkdtemp(dir=folder))
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_ROOM}", "tmpfs", str(disk)], check=True)
     try:
-        yield folder
+        yield disk
     finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-        shutil.rmtree(folder, ignore_errors=True)
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+        shutil.rmtree(disk, ignore_errors=True)
 
 
-def cells(sizes: tuple[int, ...] = (2, 3, 4), hosts: tuple[int, ...] = (1, 2)) -> Iterator[Cell]:
-    """The whole matrix: a link can be cut between two hosts only."""
+def cells(sizes: tuple[int, ...] = (2, 3, 4), hosts: tuple[int, ...] = (1, 2)) -> list[Cell]:
+    """The whole matrix: a link can be cut between two hosts only. It befalls each rank in turn."""
+    found = []
     for host in hosts:
         for size in sizes:
-            for phase in PHASES:
-                yield from (Cell(fault, phase, size, host) for fault in (*SIGNALS, "disk full"))
-                if host == 2:
-                    yield Cell("link cut", phase, size, host)
+            for fault in (*SIGNALS, "disk full", *(["link cut"] if host == 2 else [])):
+                found += [Cell(fault, phase, size, host, (n + 1) % size) for n, phase in enumerate(PHASES)]
+            found.append(Cell("disk full", "checkpoint", size, host, 1, LATE))
+    return found
 
 
 def _environment() -> dict[str, str]:
-    return {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+    return {**ENVIRONMENT, **_found()}
 
 
-Run = Callable[[Cell], Outcome]
+def _found() -> dict[str, str]:
+    return {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -1,7 +1,8 @@
-"""A rank that a fault befalls at a given place of its training: ``python chaos_rank.py ORDER ARGUMENTS...``.
+"""A rank that a fault befalls at a given place of its training: ``python chaos_rank.py ORDER PACE_S ARGUMENTS...``.
 
 ORDER is a JSON file {"fault", "phase", "step", "rank", "folder"}; the process that comes to the place first renames it
 to ORDER.done, and no other does it again. `FAULTS` that a rank cannot do to itself are left to who reads that file.
+PACE_S: seconds that each step takes longer.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -82,7 +84,7 @@ def _before(owner: type, name: str, act: Callable[..., None]) -> None:
 
 def main(argv: list[str]) -> int:
     """Train."""
-    order = Order(Path(argv[0]))
+    order, pace_s = Order(Path(argv[0])), float(argv[1])
     order.come_to("start-up", 0)
     from hvdtrain import spans
     from hvdtrain.state.snapshot import Snapshot
@@ -93,12 +95,14 @@ def main(argv: list[str]) -> int:
     def entered(span: Any) -> None:
         if span.name in phases:
             order.come_to(phases[span.name], span._recorder.step)
+        if span.name == SPANS["step"]:
+            time.sleep(pace_s)
 
     _before(recorder, "__enter__", entered)
     _before(Snapshot, "take", lambda snapshot, state, step: order.come_to("commit", step))
     from hvdtrain.__main__ import main as train
 
-    return train(argv[1:])
+    return train(argv[2:])
 
 
 if __name__ == "__main__":
