@@ -110,7 +110,12 @@ def run(wanted: list[Cell], jobs: int, results: dict[str, Row], file: Path | Non
             return cell, run_cell(cell, own, expected), time.perf_counter() - began
 
         with ThreadPoolExecutor(jobs) as pool:
-            for future in as_completed([pool.submit(one, cell) for cell in wanted]):
+            in_turn = sorted(wanted, key=lambda cell: cell.size)
+            futures = {pool.submit(one, cell): cell for cell in in_turn}
+            for future in as_completed(futures):
+                if (error := future.exception()) is not None:
+                    print(f"     {name(futures[future])}: could not be run: {error!r}", flush=True)
+                    continue
                 cell, outcome, seconds = future.result()
                 results[name(cell)] = {**row(cell, outcome), "at_once": jobs}
                 write(results, file)

@@ -132,13 +132,19 @@ def read_steps(path: Path) -> dict[int, dict[str, Any]]:
     return {line["step"]: line for line in journal_lines(path) if "event" not in line}
 
 
+def last_step(path: Path) -> int:
+    """The number of the step that was written last, 0 for none. Reads the end of the file only."""
+    for line in reversed(_tail(path)):
+        with suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict) and "event" not in record:
+                return int(record["step"])
+    return 0
+
+
 def is_finished(path: Path) -> bool:
     """Whether the run came to its end, and nothing was done since. Reads the end of the file only."""
-    with path.open("rb") as file:
-        file.seek(0, os.SEEK_END)
-        file.seek(max(0, file.tell() - 65536))
-        lines = file.read().splitlines()
-    for line in reversed(lines):
+    for line in reversed(_tail(path)):
         try:
             event = json.loads(line).get("event")
         except ValueError:
@@ -146,3 +152,11 @@ def is_finished(path: Path) -> bool:
         if event not in _ASIDE:
             return bool(event == "finished")
     return False
+
+
+def _tail(path: Path) -> list[bytes]:
+    """The last lines; the first of them may lack its beginning."""
+    with path.open("rb") as file:
+        file.seek(0, os.SEEK_END)
+        file.seek(max(0, file.tell() - 65536))
+        return file.read().splitlines()

@@ -11,6 +11,7 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json, broadcast_json, on_rank_0
 from hvdtrain.config.parse import RunConfig, changes
 from hvdtrain.errors import CheckpointError
+from hvdtrain.observe.journal import NAME, last_step
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.runtime.clock import steady_s
 from hvdtrain.state.store import MANIFEST, CheckpointStore, Saved, load
@@ -59,10 +60,9 @@ def take_over(
         source = steps.index(newest)
         if offers.count(offers[source]) < comm.size:
             broadcast_state(state, comm, touch, root=source)
-        if steps[0] < newest:
-            last = broadcast_json(comm, kept.last, name="state/last", root=source)
-            if last and steps[0] != NOTHING:
-                recorder.step(last)  # it was done, but rank 0 had not come so far
+        last = broadcast_json(comm, kept.last, name="state/last", root=source) if steps[0] < newest else kept.last
+        if claim is not None and last and last_step(claim.path / NAME) < newest == last["step"]:
+            recorder.step(dict(last))  # it was done, but rank 0 had not come so far, or another was rank 0 and is gone
         check_equal(state.model, comm, name="drift")
         _tell(kept, comm, recorder)
         resumed = newest

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.observe.journal import Journal, is_finished, read_journal, read_steps
+from hvdtrain.observe.journal import Journal, is_finished, last_step, read_journal, read_steps
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
@@ -60,6 +60,20 @@ def test_steps_done_again_count_once(tmp_path: Path) -> None:
     journal.close()
     assert {n: line["loss"] for n, line in read_steps(tmp_path / "j").items()} == {1: 3.0, 2: 2.0}
     assert len(read_journal(tmp_path / "j")) == 4
+
+
+def test_the_last_step_is_found_behind_events_and_a_cut_line(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    journal = Journal(path)
+    assert last_step(path) == 0
+    journal.write({"step": 1, "filler": "x" * 100_000})
+    journal.write({"step": 2})
+    journal.write({"event": "resumed", "step": 7})
+    assert last_step(path) == 2
+    journal.close()
+    with path.open("a") as file:
+        file.write('{"step": 3')
+    assert last_step(path) == 2
 
 
 def test_finished_is_the_last_word(tmp_path: Path) -> None:
