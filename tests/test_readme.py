@@ -24,6 +24,7 @@ def _blocks(language: str) -> list[str]:
 
 COMMANDS = [line.split("  #")[0].strip() for block in _blocks("sh") for line in block.splitlines()]
 TRAINING = [c for c in COMMANDS if "-m hvdtrain" in c]
+LAUNCHING = [c for c in COMMANDS if c.startswith("hvdtrain launch")]
 SPIRAL, FROM_PYTHON, HOROVOD_SCRIPT = _blocks("python")
 
 
@@ -52,7 +53,7 @@ def _run(command: list[str], folder: Path) -> str:
 
 
 def test_the_commands_are_found() -> None:
-    assert len(TRAINING) >= 9
+    assert len(TRAINING) >= 9 and len(LAUNCHING) == 2
     assert {"make train", "make test", "hvdtrain doctor", "hvdtrain doctor --json"} <= set(COMMANDS)
 
 
@@ -67,6 +68,17 @@ def test_training_commands(command: str, folder: Path) -> None:
         fewer += ["--train.epochs", "0.001"] if "--train.epochs" in command else ["--train.steps", "3"]
     out = _run([*words, *fewer], folder)
     assert ("finished at step" in out or "stopped as asked" in out) != ("--print_config" in command)
+
+
+@pytest.mark.parametrize("command", LAUNCHING)
+def test_launching_commands(command: str, folder: Path) -> None:
+    script = folder / "hosts.sh"
+    script.write_text("#!/bin/sh\necho localhost:4\n")
+    script.chmod(0o755)
+    words = shlex.split(command)
+    program(words[0])
+    fewer = ["--model.preset", "tiny", "--train.eval_samples", "4", "--train.steps", "3"]
+    assert "finished at step" in _run([*words, *(() if "--" in words else ("--",)), *fewer], folder)
 
 
 @pytest.mark.parametrize("command", ["hvdtrain doctor", "hvdtrain doctor --json", "hvdtrain train --help"])
@@ -112,6 +124,7 @@ def test_options_in_the_table_exist() -> None:
     of_training = re.sub(r"^hvdtrain timeline .*", "", README, flags=re.M)  # those are test_docs.py's
     named = set(re.findall(r"--(?:[a-z_]+\.)?[a-z_]+(?=[ `=])", of_training))
     others = {"--dry-run", "--gpu", "--gloo", "--json", "--hidden", "--help", "--dry", "--logdir", "--host"}
+    others |= {"--elastic", "--discover", "--restarts"}
     assert {option for option in named if option not in known and option not in others} == set()
 
 
