@@ -92,8 +92,10 @@ class Kept:
 
         Parameters change only after the whole exchange of a step succeeded, so they are those of a step's end. What
         compression still owed on a rank that is gone is lost with it, unless it was `settled` before: then the newest
-        commit counts.
+        commit counts. A process that never came to have the state of the run still has none.
         """
+        if self.step == NOTHING:
+            return
         if not settled and self._owes():
             if self.commits.step < 0:
                 self.step = NOTHING

@@ -26,6 +26,7 @@ def kept(request: pytest.FixtureRequest) -> Iterator[Kept]:
     found = keep(run, toy(dropout=0.0), torch.device("cpu"))
     engine = make_engine(found.state.optimizer, found.state.model, SoloComm(), request.param)
     found.state.exchange = engine
+    found.step = 0  # as of the beginning of a round
     _step(found)
     yield found
     engine.close()
@@ -86,6 +87,13 @@ def test_what_was_settled_is_kept(kept: Kept) -> None:
 
 @pytest.mark.parametrize("kept", ["topk:0.2"], indirect=True)
 def test_where_there_is_no_commit_there_is_nothing_to_offer(kept: Kept) -> None:
+    kept.round_is_over(settled=False)
+    assert kept.offer() == (NOTHING, "")
+
+
+@pytest.mark.parametrize("kept", ["none"], indirect=True)
+def test_who_never_had_the_state_of_the_run_has_nothing_to_offer(kept: Kept) -> None:
+    kept.step = NOTHING  # it has a model as the task made it, and rank 0 was lost before it gave its own
     kept.round_is_over(settled=False)
     assert kept.offer() == (NOTHING, "")
 
