@@ -69,9 +69,13 @@ class Commits:
         began_s = self._clock()
         if state.exchange is not None:
             state.exchange.settle()
-        self._snapshot.take(state.state_dict(), state.progress.step)
+        self.take_settled(state)
         now_s = self._clock()
         self._interval.took(now_s, now_s - began_s)
+
+    def take_settled(self, state: TrainState) -> None:
+        """Copy the state, of which the exchange has made equal what it carries."""
+        self._snapshot.take(state.state_dict(), state.progress.step)
 
     def restore(self, state: TrainState) -> None:
         """Make the state what it was."""

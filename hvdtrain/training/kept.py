@@ -92,15 +92,19 @@ class Kept:
 
         Parameters change only after the whole exchange of a step succeeded, so they are those of a step's end. What
         compression still owed on a rank that is gone is lost with it, unless it was `settled` before: then the newest
-        commit counts. A process that never came to have the state of the run still has none.
+        commit counts. What was settled is one, should the next round break before its own. A process that never came
+        to have the state of the run still has none.
         """
         if self.step == NOTHING:
             return
-        if not settled and self._owes():
-            if self.commits.step < 0:
+        if self._owes():
+            if settled:
+                self.commits.take_settled(self.state)
+            elif self.commits.step < 0:
                 self.step = NOTHING
                 return
-            self.commits.restore(self.state)
+            else:
+                self.commits.restore(self.state)
         self.step = self.state.progress.step
 
     def _owes(self) -> bool:

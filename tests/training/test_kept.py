@@ -86,6 +86,18 @@ def test_what_was_settled_is_kept(kept: Kept) -> None:
 
 
 @pytest.mark.parametrize("kept", ["topk:0.2"], indirect=True)
+def test_a_round_that_breaks_before_its_first_step_costs_nothing_of_the_one_before(kept: Kept) -> None:
+    kept.commits.take(kept.state)
+    _step(kept)  # a commit is long ago, as where one rank is left that exchanges nothing
+    weights, residuals = _weights(kept).clone(), _residuals(kept)
+    kept.round_is_over(settled=True)
+    kept.round_is_over(settled=False)
+    assert kept.step == 2
+    assert torch.equal(_weights(kept), weights)
+    assert torch.equal(_residuals(kept), residuals)
+
+
+@pytest.mark.parametrize("kept", ["topk:0.2"], indirect=True)
 def test_where_there_is_no_commit_there_is_nothing_to_offer(kept: Kept) -> None:
     kept.round_is_over(settled=False)
     assert kept.offer() == (NOTHING, "")
