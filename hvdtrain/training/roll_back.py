@@ -71,13 +71,18 @@ class RollBack:
     def _wanted(self) -> bool:
         return self.policy != "never" or self.loses()
 
+    def begin(self, state: TrainState) -> None:
+        """Take the first commit of a round, amid whatever: all ranks have the same one then. Collective: yes."""
+        if self._wanted():
+            self.commits.take(state)
+
     def commit(self, state: TrainState) -> None:
         """Take a commit, but not amid steps that are not finite, from which there is no way on. Collective: yes.
 
         To be called for every checkpoint too: what is on disk is then never newer than the commit.
         """
-        if self._wanted() and not state.progress.skipped_in_row:
-            self.commits.take(state)
+        if not state.progress.skipped_in_row:
+            self.begin(state)
 
     def go_past(self, offence: Offence, state: TrainState, saved: Callable[[], None]) -> bool:
         """Take `state` back, to pass over the samples of `offence`; False where that is not to be. Collective: yes.

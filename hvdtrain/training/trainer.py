@@ -135,7 +135,7 @@ class Trainer:
             saving.evaluate()
         elif self.rounds.elastic and saving.is_owed(self.stop):
             saving.save(saving.evaluate(), wait=progress.step == self.stop)
-        self.roll_back.commit(self.state)
+        self.roll_back.begin(self.state)
         self._begin("round" if self.rounds.elastic else "started")
         while progress.step < self.stop:
             own = [*self.rounds.notices(notices.take(), CHANGED, TERMINATE), *(commit := self.roll_back.notices())]

@@ -16,14 +16,16 @@ import hvdtrain
 from hvdtrain.data.order import passing_over
 from hvdtrain.errors import NonFiniteError
 from hvdtrain.observe.journal import read_journal, read_steps
+from hvdtrain.state.commits import Commits
 from hvdtrain.state.store import CheckpointStore
-from hvdtrain.state.train_state import Progress
-from hvdtrain.training.roll_back import began_at, merged
+from hvdtrain.state.train_state import Progress, TrainState
+from hvdtrain.training.roll_back import Offence, RollBack, began_at, merged
 from hvdtrain.verify.data import verify_data
 from hvdtrain.verify.equality import compare
 from hvdtrain.verify.runs import Outcome
 from tests.support.launch import train
 from tests.support.spoiled import spoiled
+from tests.support.thread_comm import ThreadComm, on_ranks
 
 TASK = f"--task={Path(__file__).parents[1]}/support/spoiled.py:spoiled"
 NAN = float("nan")
@@ -114,6 +116,30 @@ def test_two_ranks_go_past_it_together() -> None:
     train(*options, "--run_dir=two", "--parallel.compression=int8", size=2, cwd=Path.cwd())
     assert [event["positions"] for event in _back("two")] == [[296, 304]]
     assert _proven("two") == [(296, 304)]
+
+
+def _after_two_skipped(comm: ThreadComm) -> str:
+    """A round begins amid skipped steps; rank 0 was there before, rank 1 is new. What the third brings."""
+    model = torch.nn.Linear(2, 2)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler, Progress(step=3))
+    store = CheckpointStore(Path("checkpoints"), pytest.fail) if comm.rank == 0 else None
+    commits = Commits(60.0)
+    roll_back = RollBack("both", commits, comm, store, lambda event: None, lambda text: None)
+    if comm.rank == 0:
+        commits.take(state)
+    state.progress = Progress(step=5, position=40, skipped_in_row=2)
+    roll_back.begin(state)
+    state.progress = Progress(step=6, position=48, skipped_in_row=3)
+    try:
+        gone = roll_back.go_past(Offence("non_finite", 4, [24, 48], NonFiniteError("three")), state, lambda: None)
+    except NonFiniteError:
+        return "the end"
+    return f"went on: {gone}"
+
+
+def test_who_came_amid_skipped_steps_does_as_the_others_do() -> None:
+    assert len(set(on_ranks(2, _after_two_skipped))) == 1
 
 
 RANGES = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)).map(lambda r: [r[0], r[0] + r[1]]), max_size=6)
