@@ -24,6 +24,7 @@ from hvdtrain.training.notices import Notices
 from hvdtrain.training.optimizers import make_optimizer
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.schedule import factor, total_steps
+from hvdtrain.training.stamps import Links
 
 NOTHING = -1
 """Stands for the step of a process that has nothing to offer."""
@@ -48,6 +49,7 @@ class Kept:
         recorder: of this rank; it goes on while the rank stays what it is.
         step: optimizer steps that this process's state holds for others to go on from; `NOTHING` where it holds none.
         last: what the journal holds of the newest step.
+        links: what was found of the link between ranks.
     """
 
     task: Task
@@ -64,6 +66,7 @@ class Kept:
     recorder: Recorder | None = None
     step: int = NOTHING
     last: Mapping[str, Any] | None = None
+    links: Links = field(default_factory=dict)
 
     def went_back(self) -> bool:
         """Whether steps that were recorded are not in the state any more."""

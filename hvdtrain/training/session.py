@@ -167,7 +167,9 @@ class _Round:
             describe_start(run, kept, comm, directory, recorder)
             resumed = take_over(run, kept, comm, store, claim, recorder, spans.touch)
             done, model, folder = state.progress.step, trainer.stepper.model, directory / TIMELINE
-            start, stamps = add_stamps(recorder, observe, spans, folder, comm, model, kept.device, done, trainer.stop)
+            start, stamps = add_stamps(
+                recorder, observe, spans, folder, comm, model, kept.device, done, trainer.stop, kept.links
+            )
             live = add_watchers(recorder, observe, spans, directory, comm, done, trainer.stop, horovod, start)
             drift = Drift(state, comm, run.config.train.check_every, recorder.warn)
             trainer.live = Several(live, drift)

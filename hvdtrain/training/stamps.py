@@ -28,6 +28,9 @@ from hvdtrain.training.experts import find_routers
 LINK_S = 0.08
 """Seconds that measuring the link may take at each start."""
 
+Links = dict[tuple[str, ...], list[tuple[int, float]]]
+"""What allreduces took, by the host of each rank."""
+
 
 def add_stamps(
     recorder: Recorder,
@@ -39,9 +42,12 @@ def add_stamps(
     device: torch.device,
     started_at: int,
     stop: int,
+    links: Links,
 ) -> tuple[int, StepStamps | None]:
     """Gather every rank's stamps of the steps from `started_at` to `stop`; looks at clocks and link first.
 
+    Where ranks come back to an elastic job they would all wait for the link: what rank 0 knows of it from a round
+    before, of as many ranks on the same hosts, still counts. `links`: what this process knows; added to.
     Collective: yes.
 
     Returns:
@@ -50,14 +56,16 @@ def add_stamps(
     """
     if observe.timeline == "off":
         return 0, None
-    start = broadcast_json(comm, starts_so_far(folder / NAME) if comm.rank == 0 else 0, name="timeline/start")
-    if started_at >= stop:
-        return start, None
     mine = [socket.gethostname(), clock_id(), time.perf_counter_ns() / 1e3]
     hosts, ids, now_us = zip(*allgather_json(comm, mine, name="timeline/clocks"), strict=True)
+    facts = (starts_so_far(folder / NAME), links.get(hosts)) if comm.rank == 0 else None
+    start, known = broadcast_json(comm, facts, name="timeline/start")
+    if started_at >= stop:
+        return start, None
     clocks = Clocks(comm, ids)
     clocks.probe(AT_START)
-    link = probe(comm, device, LINK_S) if comm.size > 1 else []
+    link = known if known is not None else probe(comm, device, LINK_S) if comm.size > 1 else []
+    links[hosts] = link
     writer = None
     if comm.rank == 0:
         origin_us = time.perf_counter_ns() / 1e3
