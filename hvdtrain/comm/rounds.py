@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from hvdtrain.comm.waiting import waits
 from hvdtrain.runtime.environment import RankInfo, change_variables
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from hvdtrain.comm.base import Comm
     from hvdtrain.comm.horovod import HorovodComm
     from hvdtrain.spans import Spans
+
+T = TypeVar("T")
 
 STARTED, FAILED, CHANGED = "started", "failed", "changed"
 """Why a rank wants a place."""
@@ -53,6 +56,10 @@ class Rounds(Protocol):
         """The notices of this rank's next step: what asks for the end of the round, or of the run (`Seat.notices`)."""
         ...
 
+    def unless_over(self, parts: Iterable[T]) -> Iterable[T]:
+        """The micro-batches of a step, and an error as soon as the step cannot be done: `is_over` is true of it."""
+        ...
+
     def watch(self, spans: Spans) -> None:
         """Let others know of the progress of this thread."""
         ...
@@ -87,6 +94,10 @@ class OneRound:
     def notices(self, notices: list[int], changed: int, terminate: int) -> list[int]:
         """As they came."""
         return notices
+
+    def unless_over(self, parts: Iterable[T]) -> Iterable[T]:
+        """All of them."""
+        return parts
 
     def watch(self, spans: Spans) -> None:
         """Do nothing."""
@@ -156,6 +167,15 @@ class SeatedRounds:
     def notices(self, notices: list[int], changed: int, terminate: int) -> list[int]:
         """A SIGTERM that came to this rank alone lets it go and the others train on."""
         return self._seat.notices(notices, changed, terminate)
+
+    def unless_over(self, parts: Iterable[T]) -> Iterator[T]:
+        """Those that come before the driver says that a rank is gone; Horovod would tell only in the last backward."""
+        from hvdtrain.comm.horovod import HorovodInternalError
+
+        for part in parts:
+            if self._seat.is_broken():
+                raise HorovodInternalError("a rank of the round is gone")
+            yield part
 
     def watch(self, spans: Spans) -> None:
         """Tell the driver once a second."""

@@ -190,7 +190,8 @@ class Trainer:
         lr_factor = float(self.schedule(progress.step))  # numpy's numbers are not JSON's
         self._set_lr(lr_factor)
         mine = self.feed.micro_batches(progress.position)
-        result = self.stepper.run(self.feed.draw(mine, progress.step + 1), len(mine), notices)
+        parts = self.rounds.unless_over(self.feed.draw(mine, progress.step + 1))
+        result = self.stepper.run(parts, len(mine), notices)
         progress.step += 1
         progress.position = self.feed.stream.after(progress.position)
         progress.skipped_in_row = 0 if result.applied else progress.skipped_in_row + 1
