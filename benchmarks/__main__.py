@@ -25,6 +25,7 @@ SCRIPTS = (
     "timeline_cost",
     "whatif",
     "checkpoint",
+    "recovery",
     "startup",
     "compressors",
     "exchange",
