@@ -118,10 +118,10 @@ class Outcome:
         return wrong
 
 
-def undisturbed(folder: Path) -> dict[int, float]:
+def undisturbed(folder: Path, *options: str) -> dict[int, float]:
     """Losses by step of the same training by one rank, to which nothing happens."""
     run = folder / "undisturbed"
-    command = [sys.executable, "-m", "hvdtrain", *TASK, f"--run_dir={run}"]
+    command = [sys.executable, "-m", "hvdtrain", *TASK, *options, f"--run_dir={run}"]
     subprocess.run(command, env=_environment(), cwd=folder, check=True, capture_output=True, timeout=TIMEOUT_S)
     return {step: line["loss"] for step, line in read_steps(run / "journal.jsonl").items()}
 

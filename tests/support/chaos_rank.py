@@ -2,7 +2,7 @@
 
 ORDER is a JSON file {"fault", "phase", "step", "rank", "folder"}; the process that comes to the place first renames it
 to ORDER.done, and no other does it again. `FAULTS` that a rank cannot do to itself are left to who reads that file.
-PACE_S: seconds that each step takes longer.
+PACE_S: seconds that each step takes longer, for as long as there is no file ORDER.fast.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from typing import Any
 
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGSTOP")
 FAULTS = (*SIGNALS, "link cut", "disk full")
+EXCEPTION = "exception"
+"""A fault that is not of the matrix: an error in the program."""
+
 SPANS = {
     "data": "data",
     "forward": "forward",
@@ -65,6 +68,8 @@ class Order:
     def _strike(facts: dict[str, Any]) -> None:
         if facts["fault"] in SIGNALS:
             os.kill(os.getpid(), signal.Signals[facts["fault"]])
+        elif facts["fault"] == EXCEPTION:
+            raise ValueError("as it was ordered")
         elif facts["fault"] == "disk full":
             with suppress(OSError), Path(facts["folder"], BALLAST).open("wb", buffering=0) as ballast:
                 while ballast.write(bytes(1 << 16)):
@@ -84,7 +89,7 @@ def _before(owner: type, name: str, act: Callable[..., None]) -> None:
 
 def main(argv: list[str]) -> int:
     """Train."""
-    order, pace_s = Order(Path(argv[0])), float(argv[1])
+    order, pace_s, fast = Order(Path(argv[0])), float(argv[1]), Path(f"{argv[0]}.fast")
     order.come_to("start-up", 0)
     from hvdtrain import spans
     from hvdtrain.state.snapshot import Snapshot
@@ -95,7 +100,7 @@ def main(argv: list[str]) -> int:
     def entered(span: Any) -> None:
         if span.name in phases:
             order.come_to(phases[span.name], span._recorder.step)
-        if span.name == SPANS["step"]:
+        if span.name == SPANS["step"] and not fast.exists():
             time.sleep(pace_s)
 
     _before(recorder, "__enter__", entered)

@@ -66,6 +66,10 @@ class FakeJob:
         """Of the driver."""
         return self._process.pid
 
+    def poll(self) -> int | None:
+        """Its exit code, None while it runs."""
+        return self._process.poll()
+
     def until(self, text: str) -> str:
         """Read what the driver says up to a line that has a text; the line."""
         assert self._process.stderr is not None

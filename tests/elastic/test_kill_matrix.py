@@ -1,0 +1,37 @@
+"""Each fault at least once, at a few of the places where `benchmarks/chaos.py` lets all of them come."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.support.chaos import LATE, Cell, run_cell
+from tests.support.two_hosts import UnavailableError
+
+CELLS = [
+    Cell("SIGKILL", "start-up"),
+    Cell("SIGKILL", "exchange", rank=0),
+    Cell("SIGKILL", "step", size=3, rank=0),
+    Cell("SIGKILL", "commit"),
+    Cell("SIGTERM", "forward", rank=0),
+    Cell("SIGSTOP", "data"),
+    Cell("disk full", "checkpoint"),
+    Cell("disk full", "evaluation", step=LATE),
+    Cell("link cut", "backward", hosts=2),
+]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell.fault} {cell.phase} {cell.size}")
+def test_nothing_is_lost(cell: Cell, tmp_path: Path, matrix_losses: dict[int, float]) -> None:
+    if (cell.hosts == 2 or cell.fault == "disk full") and os.geteuid() != 0 and "CI" not in os.environ:
+        pytest.skip("needs root")
+    try:
+        outcome = run_cell(cell, tmp_path, matrix_losses)
+    except UnavailableError as problem:
+        if "CI" in os.environ:
+            pytest.fail(f"{problem} (CI needs root, and what .ci/run installs)")
+        pytest.skip(str(problem))
+    assert not outcome.faults, outcome.said

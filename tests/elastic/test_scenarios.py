@@ -1,0 +1,101 @@
+"""The scenarios of Horovod's own elastic tests, as jobs that train. Wherever one ends well, nothing is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.chaos_rank import EXCEPTION
+from tests.support.scenario import Hosts, Scenario, nothing_lost
+
+pytestmark = pytest.mark.timeout(240)
+Losses = dict[int, float]
+FAILING = ("SIGKILL", EXCEPTION)
+
+
+def test_hosts_are_added_and_removed_and_come_back(tmp_path: Path, losses: Losses) -> None:
+    hosts = Hosts(tmp_path, "localhost:1")
+    job = Scenario(tmp_path, "-np", "1", "--elastic", "1:4", "--discover", str(hosts.script))
+    with nothing_lost(job.run, losses), job:
+        job.until("round 1: 1 rank(s) on 1 host(s)")
+        hosts.are("localhost:1 127.0.0.1:1")
+        job.until("round 2: 2 rank(s) on 2 host(s)")
+        hosts.are("127.0.0.1:1")  # the one with rank 0 goes
+        job.until("round 3: 1 rank(s) on 1 host(s)")
+        hosts.are("localhost:1 127.0.0.1:1")
+        job.until("round 4: 2 rank(s) on 2 host(s)")
+        job.finish()
+
+
+@pytest.mark.parametrize("fault", FAILING)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_fails_and_the_others_go_on(fault: str, rank: int, tmp_path: Path, losses: Losses) -> None:
+    job = Scenario(tmp_path, "-np", "2", "--elastic", "1:2", fault=fault, rank=rank)
+    with nothing_lost(job.run, losses), job:
+        job.until("round 2: 1 rank(s) on 1 host(s)")
+        job.until("round 3: 2 rank(s) on 1 host(s)")
+        job.finish()
+    assert job.sizes() == [2, 1, 2]
+
+
+@pytest.mark.parametrize("fault", FAILING)
+def test_a_rank_fails_and_the_other_waits_for_another(fault: str, tmp_path: Path, losses: Losses) -> None:
+    job = Scenario(tmp_path, "-np", "2", "--elastic", "2:2", fault=fault)
+    with nothing_lost(job.run, losses), job:
+        job.until("at least 2 are needed: waiting")
+        job.until("round 2: 2 rank(s) on 1 host(s)")
+        job.finish()
+    assert job.sizes() == [2, 2]
+
+
+def test_all_ranks_fail(tmp_path: Path, losses: Losses) -> None:
+    job = Scenario(tmp_path, "-np", "2", "--elastic", "1:2")
+    with job:
+        job.until_step(25)
+        job.kill_ranks()
+        assert job.end()[0] == 1
+    assert any("no rank is left" in line for line in job.said)
+    with nothing_lost(job.run, losses), Scenario(tmp_path, "-np", "2", "--elastic", "1:2") as again:
+        again.until("round 1")
+        again.finish()
+
+
+def test_all_ranks_fail_and_are_started_again(tmp_path: Path, losses: Losses) -> None:
+    job = Scenario(tmp_path, "-np", "2", "--elastic", "1:2", "--restarts", "1")
+    with nothing_lost(job.run, losses), job:
+        job.until_step(25)
+        job.kill_ranks()
+        job.until("all is started again (1 of 1)")
+        job.finish()
+
+
+def test_all_hosts_fail_at_once_and_come_back(tmp_path: Path, losses: Losses) -> None:
+    options = ("-np", "2", "--elastic", "1:2", "--restarts", "1", "-H", "localhost:1,127.0.0.1:1")
+    job = Scenario(tmp_path, *options)
+    with nothing_lost(job.run, losses), job:
+        job.until_step(25)
+        for agent in job.processes("hvdtrain.launch.agent"):
+            agent.kill()
+        job.until("all is started again (1 of 1)")
+        job.until("2 rank(s) on 2 host(s)")
+        job.finish()
+
+
+def test_the_minimum_is_not_reached_in_time(tmp_path: Path, losses: Losses) -> None:
+    options = ("-np", "2", "--elastic", "2:2", "--elastic-timeout", "0.1")
+    job = Scenario(tmp_path, *options, fault="SIGKILL", step=25)
+    with job:
+        assert job.end()[0] == 1
+    assert any("there are 1 of at least 2 ranks" in line for line in job.said)
+    with nothing_lost(job.run, losses), Scenario(tmp_path, "-np", "2", "--elastic", "2:2") as again:
+        again.finish()
+
+
+def test_the_limit_of_resets(tmp_path: Path, losses: Losses) -> None:
+    job = Scenario(tmp_path, "-np", "2", "--elastic", "1:2", "--reset-limit", "1", fault="SIGKILL", step=25)
+    with job:
+        code, _ = job.end()
+    assert code == 1 and any("--reset-limit allows 1" in line for line in job.said)
+    with nothing_lost(job.run, losses), Scenario(tmp_path, "-np", "2", "--elastic", "1:2") as again:
+        again.finish()

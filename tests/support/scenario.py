@@ -1,0 +1,97 @@
+"""Elastic jobs that really train, slowly until a test has seen what it waits for, then as fast as they can."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.observe.journal import last_step, read_steps
+from hvdtrain.verify.data import verify_data
+from tests.support.chaos import RANK, TASK
+from tests.support.fake_launch import FakeJob
+
+STEPS = 400
+LENGTH = f"--train.steps={STEPS}"
+PACE_S = 0.15
+
+
+class Scenario(FakeJob):
+    """A job in a folder.
+
+    Args:
+        folder: of the job; the same command in the same folder goes on with the run that is there.
+        options: of ``hvdtrain launch``.
+        fault: SIGKILL and so on, exception, or "" for none.
+        phase, step, rank: where it is to come.
+    """
+
+    def __init__(
+        self, folder: Path, *options: str, fault: str = "", phase: str = "backward", step: int = 12, rank: int = 1
+    ) -> None:
+        self.run, self.events, order = folder / "run", folder / "events", folder / "order"
+        if fault:
+            order.write_text(json.dumps({"fault": fault, "phase": phase, "step": step, "rank": rank}))
+        self._fast = Path(f"{order}.fast")
+        self._fast.unlink(missing_ok=True)
+        train = [str(order), str(PACE_S), *TASK, LENGTH, f"--run_dir={self.run}"]
+        super().__init__(folder, *options, "--events", str(self.events), "--", *train, program=RANK)
+
+    def hurry(self) -> None:
+        """Wait no longer between steps."""
+        self._fast.touch()
+
+    def finish(self) -> None:
+        """Let it come to its end."""
+        self.hurry()
+        code, _ = self.end()
+        assert code == 0, "\n".join(self.said)
+
+    def until_step(self, step: int) -> None:
+        """Wait until its journal tells of a step."""
+        journal = self.run / "journal.jsonl"
+        while not (journal.exists() and last_step(journal) >= step):
+            assert self.poll() is None, self.end()
+            time.sleep(0.02)
+
+    def kill_ranks(self) -> None:
+        """All of them at once."""
+        for process in self.processes(RANK.name):
+            if "hvdtrain.launch.agent" not in process.cmdline():
+                process.send_signal(signal.SIGKILL)
+
+    def sizes(self) -> list[int]:
+        """Of the rounds so far."""
+        events = map(json.loads, self.events.read_text().splitlines())
+        return [event["size"] for event in events if event["event"] == "round"]
+
+
+class Hosts:
+    """Hosts that a discovery script names."""
+
+    def __init__(self, folder: Path, hosts: str) -> None:
+        self._file, self.script = folder / "hosts", folder / "discover.sh"
+        self.are(hosts)
+        self.script.write_text(f"#!/bin/sh\nexec cat '{self._file}'\n")
+        self.script.chmod(0o755)
+
+    def are(self, hosts: str) -> None:
+        """Name others from now on."""
+        new = self._file.with_suffix(".new")
+        new.write_text("".join(f"{host}\n" for host in hosts.split()))
+        new.replace(self._file)
+
+
+@contextmanager
+def nothing_lost(run: Path, expected: Mapping[int, float]) -> Iterator[None]:
+    """What the block does to a run is not to be seen in it afterwards."""
+    yield
+    steps = read_steps(run / "journal.jsonl")
+    assert sorted(steps) == sorted(expected)
+    assert {step: line["loss"] for step, line in steps.items()} == pytest.approx(dict(expected), rel=1e-5)
+    assert not verify_data(run).wrong
