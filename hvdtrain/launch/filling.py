@@ -56,10 +56,18 @@ def _worker(job: Job, host: Host, index: int) -> Worker:
 
 
 def _start(job: Job, started: list[Worker]) -> None:
-    """Start them, each with a guess of its place: as if all who live were in the next round."""
+    """Start them, each with a guess of its place: as if all who live were in the next round.
+
+    How many there are is said as if each slot were taken, and at least 2 where there may be: settings that have to be
+    alike on all ranks go by it, and one that is started first, or alone, may not be told otherwise than the rest.
+    """
     guess = order(job.staying(), job.hosts)
+    room = sum(host.slots for host in job.hosts.values())
+    size = max(len(guess), min(job.limits.most, max(room, 2)))
     for worker, place in zip(guess, places(guess), strict=True):
         if worker in started:
+            local_size = max(place["local_size"], min(job.hosts[worker.host].slots, size))
+            place |= {"size": size, "local_size": local_size}
             job.out.append(StartWorker(worker.number, worker.host, place))
             job.note("started", worker=worker.number, host=worker.host, slot=worker.slot)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 
+from hvdtrain.verify.data import verify_data
 from tests.support.two_hosts import LINK, TwoHosts
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +48,15 @@ def test_horovod_over_the_link(hosts: TwoHosts, tmp_path: Path) -> None:
     assert "[1] round 3: rank 1 of 2 at 0" in done.stdout
     assert hosts.b.received_bytes() > before
     assert not running(hosts, "HVD_RANK_MARK", variables["HVD_RANK_MARK"])
+
+
+def test_training_over_the_link(hosts: TwoHosts, tmp_path: Path) -> None:
+    """What ranks have to agree on before they meet is the same on both, though one is started before the other."""
+    toy = [f"--task={SUPPORT / 'toy.py'}:toy", "--train.steps=30", "--observe.tensorboard=false", "--run_dir=run"]
+    argv = [sys.executable, "-m", "hvdtrain", "launch", *JOB, "--", *toy]
+    hosts.a.run(argv, cwd=tmp_path, environment={"PYTHONPATH": str(ROOT)})
+    assert [event["size"] for event in events(tmp_path, "round")] == [2]
+    assert not verify_data(tmp_path / "run").wrong
 
 
 def test_a_cut_link_loses_the_host_and_mending_it_brings_it_back(hosts: TwoHosts, tmp_path: Path) -> None:

@@ -83,6 +83,13 @@ class TestStart:
 
 
 class TestPlaces:
+    def test_all_are_started_with_one_idea_of_how_many_there_are(self) -> None:
+        """Settings that have to be alike on all ranks go by it; the agents come one after the other."""
+        job = world(joining=False)
+        assert [(w.place["size"], w.place["local_size"]) for w in job.living()] == [(4, 2)] * 4
+        alone = World(replace(ELASTIC, start=1), {"a": 1}, joining=False)
+        assert alone.living()[0].place["size"] > 1, "others may come"
+
     def test_ranks_go_by_host_and_slot(self) -> None:
         job = world()
         keys = ("rank", "local_rank", "local_size", "cross_rank", "cross_size")

@@ -129,7 +129,7 @@ class World:
                     worker.alive = worker.inside = False
             elif isinstance(command, StartWorker):
                 assert command.host in self.agents, "no agent there"
-                worker = self.workers[command.worker] = FakeWorker(command.worker, command.host)
+                worker = self.workers[command.worker] = FakeWorker(command.worker, command.host, place=command.place)
                 if self.joining:
                     self.join(worker)
             elif isinstance(command, KillWorker):
