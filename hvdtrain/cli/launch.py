@@ -6,6 +6,7 @@ import argparse
 import json
 import platform
 import re
+import secrets
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from hvdtrain.launch.commands import Limits
 from hvdtrain.launch.driver import Driver
 from hvdtrain.launch.hosts import LOCAL_NAMES, parse_hosts
 from hvdtrain.launch.plan import Plan, describe, program_of, python_path
-from hvdtrain.runtime.environment import LAUNCH_OPTIONS, environ
+from hvdtrain.runtime.environment import JOB, LAUNCH_OPTIONS, environ
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
 
@@ -88,7 +89,7 @@ def _plan(argv: Sequence[str], options: argparse.Namespace, program: Sequence[st
         found = f"{sum(hosts.values())} slot(s) of {options.hosts}"
         raise LaunchError("-np asks for more ranks than -H has slots.", expected=f"-np {options.np}", found=found)
     own = argv[: len(argv) - len(options.arguments)]
-    variables = {**environ(), LAUNCH_OPTIONS: json.dumps(own)}
+    variables = {**environ(), LAUNCH_OPTIONS: json.dumps(own), JOB: secrets.token_hex(8)}
     arguments = options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments
     return Plan(
         program=tuple(program) if program is not None else program_of(sys.executable, arguments),

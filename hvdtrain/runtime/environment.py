@@ -27,6 +27,10 @@ from hvdtrain.runtime.channel import VARIABLE
 LAUNCH_OPTIONS = "HVDTRAIN_LAUNCH_OPTIONS"
 """The options that `hvdtrain launch` got, as a list in JSON: in the environment of its ranks."""
 
+JOB = "HVDTRAIN_JOB"
+"""What tells a job of `hvdtrain launch` from all others: in the environment of its ranks, also when they are started
+again."""
+
 NO_LAUNCHER = "none"
 GLOO_LAUNCHER = "horovod-gloo"
 

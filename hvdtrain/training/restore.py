@@ -88,7 +88,7 @@ def restore(
     """On rank 0: load what `resume` asks for, say what changed, write the config; the step to go on from."""
     assert store is not None and claim is not None
     old = claim.old_config()
-    found = _checkpoint(run.config.resume, store, recorder)
+    found = _checkpoint(claim.resumes(run.config.resume), store, recorder)
     own = found is not None and found[0].path.resolve().is_relative_to(claim.path.resolve())
     store.set_aside_after(found[0] if found is not None and own else None)
     if found is not None:

@@ -16,10 +16,12 @@ from hvdtrain.durable import write_text
 from hvdtrain.errors import RunDirectoryError
 from hvdtrain.lease import Lease, take_lease
 from hvdtrain.observe import journal
+from hvdtrain.runtime.environment import JOB, environ
 
 RUNS = Path("runs")
 CONFIG = "config.yaml"
 _IDENTITY = ".identity"
+_JOB = ".job"
 
 
 class RunDirectory:
@@ -53,8 +55,18 @@ class RunDirectory:
             raise RunDirectoryError(f"{file} cannot be read: {error}", next_step=f"remove {file}") from error
         return content if isinstance(content, dict) else None
 
+    def resumes(self, resume: str) -> str:
+        """What the option `resume` means: a job that was started again goes on with what it has done itself."""
+        return "auto" if _is_of_this_job(self.path) else resume
+
+    def mark(self) -> None:
+        """What is here from now on is the work of this job."""
+        if job := environ().get(JOB):
+            write_text(self.path / _JOB, job)
+
     def write_config(self, run: RunConfig) -> None:
         """Write the resolved config, whole or not at all; as one to go on with, so it resumes by itself."""
+        self.mark()
         write_text(self.path / CONFIG, yaml.safe_dump({**run.resolved, "resume": "auto"}, sort_keys=False))
         write_text(self.path / _IDENTITY, run.identity())
 
@@ -69,7 +81,8 @@ def claim_run_directory(run: RunConfig) -> RunDirectory:
     if wanted is None:
         return _unfinished(run) or _new(run)
     path = Path(wanted)
-    if run.config.resume == "never" and (path / journal.NAME).exists():
+    never = run.config.resume == "never"
+    if never and (path / journal.NAME).exists() and not _is_of_this_job(path):
         raise RunDirectoryError(
             f"{path} holds a run already, and --resume never would mix another into it",
             next_step="give another --run_dir, or --resume auto to go on with it",
@@ -79,7 +92,17 @@ def claim_run_directory(run: RunConfig) -> RunDirectory:
         raise RunDirectoryError(
             f"{path} is in use by another job", next_step="wait for it to end, or give another --run_dir"
         )
+    if never:
+        claimed.mark()
     return claimed
+
+
+def _is_of_this_job(path: Path) -> bool:
+    job = environ().get(JOB)
+    try:
+        return bool(job) and (path / _JOB).read_text() == job
+    except OSError:
+        return False
 
 
 def _unfinished(run: RunConfig) -> RunDirectory | None:

@@ -10,6 +10,7 @@ import yaml
 
 from hvdtrain.__main__ import main
 from hvdtrain.observe.journal import read_journal, read_steps
+from hvdtrain.runtime.environment import JOB
 
 TOY = str(Path(__file__).parents[1] / "support" / "toy.py") + ":toy"
 SHORT = ["--task", TOY, "--train.steps=6", "--checkpoint.every=2", "--train.global_batch=4", "--train.micro_batch=2"]
@@ -123,6 +124,25 @@ def test_never_does_not_mix_runs(capsys: pytest.CaptureFixture[str]) -> None:
     before = Path("run/journal.jsonl").read_bytes()
     assert "give another --run_dir" in _fails(capsys, *SHORT, "--run_dir=run", "--resume=never")
     assert Path("run/journal.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("resume", ["never", "run/checkpoints/step-000002"])
+def test_a_launched_job_that_is_started_again_goes_on_whatever_it_began_from(
+    resume: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if resume != "never":
+        assert main([*SHORT, "--run_dir=run"]) == 0
+    command = [*SHORT, "--run_dir=run", f"--resume={resume}"]
+    monkeypatch.setenv(JOB, "one")
+    assert main([*command, "--train.stop_at=4"]) == 0
+    assert main(command) == 0
+    assert "going on from step 4" in capsys.readouterr().out
+    monkeypatch.setenv(JOB, "another")
+    if resume == "never":
+        assert "give another --run_dir" in _fails(capsys, *command)
+    else:
+        assert main(command) == 0
+        assert "going on from step 2" in capsys.readouterr().out
 
 
 def test_a_run_directory_in_use(capsys: pytest.CaptureFixture[str]) -> None:
