@@ -13,7 +13,7 @@ def exited(job: Job, worker: Worker, code: int, text: str = "") -> None:
     """A worker is gone. `text`: why, where its exit code does not say."""
     said = text or said_of_code(code)
     member = worker.round == job.round and job.round > 0 and not job.fresh
-    inside = worker in job.inside()
+    inside = job.is_inside(worker)
     del job.workers[worker.number]
     job.note("exited", worker=worker.number, host=worker.host, code=code, member=member, why=worker.ended)
     if inside:
@@ -99,7 +99,7 @@ def short(job: Job) -> None:
         elif job.now_s - job.began_s >= 2 * limits.start_timeout_s:
             _give_up(job, 2 * limits.start_timeout_s, "--start-timeout", limits.least)
         return
-    here = [w for w in job.staying() if w.joined or w in job.members()]
+    here = [w for w in job.staying() if w.joined or job.is_member(w)]
     if len(here) >= limits.least:
         job.short_s = None
         return
@@ -112,7 +112,7 @@ def short(job: Job) -> None:
 
 
 def _give_up(job: Job, seconds: float, option: str, wanted: int) -> None:
-    here = [w for w in job.staying() if w.joined or (w in job.members() and not job.fresh)]
+    here = [w for w in job.staying() if w.joined or (job.is_member(w) and not job.fresh)]
     state = ", ".join(
         f"{h.name}: {h.slots} slot(s){'' if h.agent == 'ready' else ', not reached'}" for h in job.hosts.values()
     )

@@ -56,7 +56,7 @@ class Host:
         return self.places.setdefault(index, Slot())
 
 
-@dataclass
+@dataclass(eq=False)
 class Worker:
     """A process that lives.
 
@@ -96,6 +96,11 @@ class Worker:
     halted_s: float | None = None
     entered_s: float = NEVER
     first_round: int = 0
+
+    @property
+    def stays(self) -> bool:
+        """Whether it may be in the next round."""
+        return not (self.going or self.leaving or self.ended)
 
     @property
     def label(self) -> str:
@@ -142,15 +147,23 @@ class Job:
 
     def members(self) -> list[Worker]:
         """Workers that live and were in the last round, whether they have joined anew or not."""
-        return [w for w in self.workers.values() if self.round and w.round == self.round]
+        return [w for w in self.workers.values() if self.is_member(w)]
 
     def inside(self) -> list[Worker]:
         """Members that have not left the round, as far as is known."""
-        return [w for w in self.members() if not w.joined and not w.leaving and not w.ended]
+        return [w for w in self.workers.values() if self.is_inside(w)]
 
     def staying(self) -> list[Worker]:
         """Workers that may be in the next round."""
-        return [w for w in self.workers.values() if not (w.going or w.leaving or w.ended)]
+        return [w for w in self.workers.values() if w.stays]
+
+    def is_member(self, worker: Worker) -> bool:
+        """Whether one that lives is among `members`."""
+        return worker.round == self.round > 0
+
+    def is_inside(self, worker: Worker) -> bool:
+        """Whether one that lives is `inside`."""
+        return worker.round == self.round > 0 and not (worker.joined or worker.leaving or worker.ended)
 
     def tell(self, worker: Worker, kind: str, **facts: Any) -> None:
         """Send a message."""

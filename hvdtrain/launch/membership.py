@@ -78,13 +78,13 @@ class Membership:
         return self._advance()
 
     def said(self, number: int, message: Mapping[str, Any], now_s: float) -> list[Command]:
-        """A worker said something by its channel."""
+        """A worker said something by its channel. What follows from a sign of life is found at the next tick."""
         self._begin(now_s)
         worker = self.job.workers.get(number)
         hear = _SAID.get(str(message.get("type")))
         if worker is not None and hear is not None:
             hear(self.job, worker, message)
-        return self._advance()
+        return [] if hear is _alive else self._advance()
 
     def signal(self, name: str, now_s: float) -> list[Command]:
         """The driver was told to end by SIGTERM or SIGINT."""
@@ -128,7 +128,7 @@ class Membership:
 
 
 def _join(job: Job, worker: Worker, message: Mapping[str, Any]) -> None:
-    inside = worker in job.inside()
+    inside = job.is_inside(worker)
     worker.step = _number(message.get("step"), -1)
     worker.idle_s, worker.waiting = 0.0, False
     worker.joined, job.joined_s = True, job.now_s

@@ -50,8 +50,8 @@ def change(job: Job, why: str) -> None:
 
 def _wish(job: Job) -> tuple[str, frozenset[int]]:
     """Why the round should end, and the workers it is about."""
-    staying = [w for w in job.members() if w in job.staying()]
-    waiting = [w for w in job.staying() if w.joined and w not in staying]
+    staying = [w for w in job.members() if w.stays]
+    waiting = [w for w in job.staying() if w.joined and not job.is_member(w)]
     waiting = waiting[: max(0, job.limits.most - len(staying))]
     going = [w for w in job.members() if w.going and not w.ended]
     if not staying or len(staying) + len(waiting) < job.limits.least:

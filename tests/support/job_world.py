@@ -76,6 +76,7 @@ class World:
     def alive(self, worker: FakeWorker, idle_s: float = 0.0, waiting: bool = False) -> None:
         """Its sign of life."""
         self.say(worker, "alive", round=worker.round, step=worker.step, idle_s=idle_s, waiting=waiting)
+        self.tick(0)
 
     def join(self, worker: FakeWorker, why: str = "started", text: str = "") -> None:
         worker.inside = False
