@@ -150,13 +150,17 @@ class SeatedRounds:
         change_variables(place.variables())
         before = open_sockets().keys()
         self._seat.cut = lambda: cut(open_sockets().keys() - before)
+        self._see_whole()
         begin_session()
         comm = HorovodComm()
         opened = open_sockets().keys() - before
         self._seat.cut = lambda: cut(opened)
-        if self._seat.is_broken():  # told before there was all of it to cut
-            raise ConnectionError("a rank of the round was gone before it began")
+        self._see_whole()  # told before there was all of it to cut
         return comm
+
+    def _see_whole(self) -> None:
+        if self._seat.is_broken():
+            raise ConnectionError("a rank of the round was gone before it began")
 
     def is_over(self, error: BaseException) -> bool:
         """Whether Horovod lost a rank: its own error, or any that followed from our cutting its connections."""

@@ -17,6 +17,10 @@ EXIT_ALONE = 1
 """Exit code of a rank whose driver is gone."""
 
 
+_MOST_CHARACTERS = 4000
+"""Of an error that the driver is told."""
+
+
 class NoPlace(Exception):
     """The job goes on, or ends, without this rank."""
 
@@ -124,8 +128,7 @@ class Seat:
         Errors:
             NoPlace: there is none.
         """
-        self._changed = False
-        self._channel.send("join", after=self.round, why=why, text=text, step=step)
+        self._channel.send("join", after=self.round, why=why, text=text[:_MOST_CHARACTERS], step=step)
         while True:
             try:
                 answer = self._answers.get(timeout=0.2)  # with a timeout, so that signals are heard
@@ -136,7 +139,7 @@ class Seat:
             place = Place(**{name: answer[name] for name in Place.__dataclass_fields__})
             with self._lock:
                 self.round = place.round
-                self._changed = False
+            self._draining = False  # the driver knows, and ends the round when enough others are there
             return place
 
     def is_broken(self) -> bool:
@@ -180,6 +183,7 @@ class Seat:
     def _hear(self, message: Mapping[str, Any]) -> None:
         kind = message["type"]
         if kind in ("round", "end"):
+            self._changed = False  # here, in the order of messages: what comes behind it is of the new round
             self._answers.put(dict(message))
         elif kind == "changed":
             self._changed = True

@@ -101,17 +101,37 @@ def test_what_the_driver_wants_to_change_ends_the_round_at_a_step_boundary(drive
     driver.seat.join("started")
     assert driver.seat.notices(NOTHING, CHANGED, TERMINATE) == NOTHING
     driver.channel.send("changed", why="one more")
-    driver.channel.send("round", **{**PLACE, "round": 4})
     while not driver.seat.notices(NOTHING, CHANGED, TERMINATE)[CHANGED]:
         pass  # it is heard in another thread
+    driver.channel.send("changed", why="another one more")  # crosses the rank's message that it has left
+    driver.channel.send("round", **{**PLACE, "round": 4})
     driver.seat.join("changed")
     assert driver.seat.notices(NOTHING, CHANGED, TERMINATE) == NOTHING  # that was of the round before
+
+
+def test_a_change_just_behind_the_place_is_of_the_new_round(driver: Driver) -> None:
+    """It is never said twice: who has not looked at its place yet must not take it for an old one."""
+    driver.channel.send("round", **PLACE)
+    driver.channel.send("changed", why="one more")
+    while not driver.seat.notices(NOTHING, CHANGED, TERMINATE)[CHANGED]:
+        pass
+    driver.seat.join("started")
+    assert driver.seat.notices(NOTHING, CHANGED, TERMINATE)[CHANGED] == 1
+
+
+def test_an_error_without_end_is_told_in_part(driver: Driver) -> None:
+    driver.channel.send("round", **PLACE)
+    driver.seat.join("failed", "x" * (1 << 21))
+    assert 1000 < len(driver.hear("join")["text"]) < 10_000
 
 
 def test_sigterm_to_one_rank_lets_it_go_and_the_run_live(driver: Driver) -> None:
     assert driver.seat.notices([0, 1, 0, 0], CHANGED, TERMINATE) == [0, 0, 0, 1]
     driver.hear("drain")
     assert driver.seat.notices(NOTHING, CHANGED, TERMINATE) == [0, 0, 0, 1]  # until it has left
+    driver.channel.send("round", **PLACE)
+    driver.seat.join("changed")  # there are too few without it: it stays until the driver says so
+    assert driver.seat.notices(NOTHING, CHANGED, TERMINATE) == NOTHING
 
 
 def test_a_stop_of_the_job_reaches_the_rank_as_the_signal(driver: Driver) -> None:
