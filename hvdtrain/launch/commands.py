@@ -103,8 +103,10 @@ class Limits:
         settled_s: in rounds after which a slot's failures are forgotten.
         silent_s: without a sign of life, which comes each second.
         lost_s: without a sign of an agent, after which its host is lost.
+        agent_s: for an agent that was started until it can be told something.
         grace_s: for the others when the first rank has finished.
-        stop_s: for ranks that were told to stop, or have said that they leave.
+        stop_s: for ranks that were told to stop.
+        leave_s: for ranks that have said that they leave, and may still write.
         end_s: for ranks that were told that there is no place.
         fruitless: rounds in a row without one optimizer step, after which the job ends.
     """
@@ -126,7 +128,9 @@ class Limits:
     settled_s: float = 30.0
     silent_s: float = 5.0
     lost_s: float = 10.0
+    agent_s: float = 120.0
     grace_s: float = 30.0
     stop_s: float = 60.0
+    leave_s: float = 600.0
     end_s: float = 10.0
     fruitless: int = 10

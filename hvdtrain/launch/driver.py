@@ -149,7 +149,7 @@ class Driver:
         elif kind == "get":
             self._answer(self._store.get(host, message["request"], message["round"], message["key"]))
         elif kind == "beat":
-            self._do(self._members.heard(host, {int(k): v for k, v in message["halted"].items()}, now))
+            self._members.heard(host, {int(k): v for k, v in message["halted"].items()}, now)
         elif kind == "line":
             self._line(message)
         elif kind == "log":

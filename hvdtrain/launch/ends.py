@@ -7,8 +7,6 @@ import signal
 from hvdtrain.launch.commands import End, KillWorker
 from hvdtrain.launch.job import Job, Phase, Worker
 
-FINISHED = ("finished", "stop_at")
-
 USAGE = 2
 """What a program exits with whose options are wrong: they are on every rank, and would be each time."""
 
@@ -48,7 +46,7 @@ def fail(job: Job, why: str, code: int = 1, *, save: bool = False) -> None:
 def stop(job: Job, name: str) -> None:
     """A signal came: all save and end; a second one kills."""
     number = signal.Signals[name].value
-    if job.phase in (Phase.STOPPING, Phase.ENDING, Phase.FINISHING):
+    if job.phase in (Phase.STOPPING, Phase.ENDING):
         job.note("signal", f"{name} again: every rank is killed")
         for worker in job.workers.values():
             worker.ended = worker.ended or name
@@ -64,25 +62,28 @@ def stop(job: Job, name: str) -> None:
     for worker in job.workers.values():
         if worker.round != job.round or not job.round:
             dismiss(job, worker, name)
-        elif not worker.joined:
+        elif not worker.joined and not worker.leaving:
             job.tell(worker, "stop", signal=name)
 
 
 def leave(job: Job, worker: Worker, why: str) -> None:
     """A rank has come to the end of training; the job is about to be over."""
-    worker.leaving, worker.until_s = why, job.now_s + job.limits.elastic_timeout_s
+    worker.leaving, worker.until_s = why, job.now_s + job.limits.leave_s
     if job.phase is Phase.RUNNING:
         job.phase = Phase.FINISHING
-        if why not in FINISHED and why in signal.Signals.__members__:
-            job.code = 128 + signal.Signals[why].value
+        job.code = _code_of(why)
         job.note("finishing", why=why)
     job.until_s = job.now_s + job.limits.grace_s
 
 
+def _code_of(why: str) -> int:
+    """The exit code of a rank that ends for this reason."""
+    return 128 + signal.Signals[why].value if why in signal.Signals.__members__ else 0
+
+
 def left(job: Job, worker: Worker, code: int) -> None:
     """A rank that had said so is gone: only by itself and with the right code is the work done."""
-    right = code == 0 or (worker.leaving not in FINISHED and code == job.code)
-    if not right:
+    if code not in (0, _code_of(worker.leaving)):
         job.spoilt = f"{worker.label} had come to the end of training, and then {said_of_code(code)}"
         job.note("spoilt", job.spoilt)
     if job.phase is Phase.FINISHING:

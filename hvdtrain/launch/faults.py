@@ -23,7 +23,7 @@ def exited(job: Job, worker: Worker, code: int, text: str = "") -> None:
     elif worker.ended:
         if worker.drained:
             job.hosts[worker.host].place(worker.slot).free_s = job.now_s + job.limits.cooldown_most_s
-    elif job.phase is Phase.RUNNING and code == 0 and job.fresh and not worker.joined:
+    elif job.phase is Phase.RUNNING and code == 0 and not worker.joined and _nobody_ever_joined(job):
         _without_a_word(job, worker)
     else:
         _failed(job, worker, code, said)
@@ -45,6 +45,10 @@ def _failed(job: Job, worker: Worker, code: int, said: str) -> None:
         fail(job, text, USAGE)
     elif not job.limits.elastic:
         lost(job, text)
+
+
+def _nobody_ever_joined(job: Job) -> bool:
+    return not job.rounds and not any(w.joined for w in job.workers.values())
 
 
 def _without_a_word(job: Job, worker: Worker) -> None:

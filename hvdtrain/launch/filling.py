@@ -45,7 +45,8 @@ def fill(job: Job) -> None:
             if count < job.limits.most and (host.name, index) not in taken and job.now_s >= host.place(index).free_s:
                 started.append(_worker(job, host, index))
                 count += 1
-    _start(job, started)
+    if started:
+        _start(job, started)
 
 
 def _worker(job: Job, host: Host, index: int) -> Worker:

@@ -22,6 +22,8 @@ def watch(job: Job) -> None:
     for host in list(job.hosts.values()):
         if host.agent == "ready" and job.now_s - host.heard_s >= job.limits.lost_s:
             agent_lost(job, host, f"nothing was heard of it for {job.limits.lost_s:.0f} s")
+        elif host.agent == "starting" and job.now_s - host.heard_s >= job.limits.agent_s:
+            agent_lost(job, host, f"its agent was not ready within {job.limits.agent_s:.0f} s: does ssh hang there?")
     if job.phase is Phase.RUNNING:
         for worker in _silent(job):
             kill(job, worker, f"it has been stopped or silent for {_quiet(job, worker):.0f} s")

@@ -49,10 +49,14 @@ class Membership:
         if known is not None and known.agent == "starting":
             known.agent = "ready"
             self.job.note("host", host=host)
-        return self.heard(host, {}, now_s)
+        self.heard(host, {}, now_s)
+        return self._advance()
 
-    def heard(self, host: str, halted: Mapping[int, bool], now_s: float) -> list[Command]:
-        """An agent gave a sign of life. `halted`: which of its processes are stopped, as by SIGSTOP."""
+    def heard(self, host: str, halted: Mapping[int, bool], now_s: float) -> None:
+        """An agent gave a sign of life. `halted`: which of its processes are stopped, as by SIGSTOP.
+
+        What follows from it is found at the next tick.
+        """
         self._begin(now_s)
         if host in self.job.hosts:
             self.job.hosts[host].heard_s = now_s
@@ -60,7 +64,6 @@ class Membership:
             worker = self.job.workers.get(number)
             if worker is not None:
                 worker.halted_s = (worker.halted_s or now_s) if is_halted else None
-        return self._advance()
 
     def agent_lost(self, host: str, why: str, now_s: float) -> list[Command]:
         """The agent of a host is gone."""

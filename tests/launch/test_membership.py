@@ -75,6 +75,27 @@ class TestStart:
             job.exit(worker, 0)
         assert job.code == 0
 
+    def test_one_that_ends_while_others_wait_for_it_has_not_done_their_work(self) -> None:
+        job = world(joining=False)
+        *others, last = job.living()
+        for worker in others:
+            job.join(worker)
+        job.exit(last, 0)
+        assert job.code is None and all(w.alive for w in others)
+        assert any("ended with exit code 0; started again" in text for text in job.said)
+
+    def test_one_that_ends_before_it_asks_after_all_was_started_again_has_failed(self) -> None:
+        job = world(replace(ELASTIC, restarts=1))
+        job.joining = False
+        for worker in list(job.round()):
+            worker.deaf = True
+        for worker in list(job.round()):
+            job.exit(worker, 1)
+        job.wait(2)
+        for worker in job.living():
+            job.exit(worker, 0)
+        assert job.code != 0
+
     def test_none_that_comes_so_far_ends_the_job(self) -> None:
         job = world(joining=False)
         for worker in job.living():
@@ -467,6 +488,22 @@ class TestEnd:
             job.finish(worker, "SIGTERM", 143)
         assert job.code == 143
 
+    @pytest.mark.parametrize("restarts", [0, 3])
+    def test_a_signal_while_they_finish_lets_them_and_starts_nothing_again(self, restarts: int) -> None:
+        job = world(replace(ELASTIC, restarts=restarts))
+        first, *others = job.round()
+        job.say(first, "leaving", why="finished")
+        job.do(job.members.signal("SIGTERM", job.now_s))
+        assert first.alive and first.told == ["round"] and all(w.told == ["round", "stop"] for w in others)
+        job.do(job.members.signal("SIGTERM", job.now_s))
+        assert job.code == 143 and not job.living() and not any("started again" in text for text in job.said)
+
+    def test_who_saves_as_the_job_fails_has_not_spoilt_anything(self) -> None:
+        job = World(replace(ELASTIC, start=2), {"a": 2})
+        job.hosts({"a": 1})
+        job.wait(ELASTIC.elastic_timeout_s + 10)
+        assert job.code == 1 and not any("had come to the end" in text for text in job.said)
+
     def test_a_second_signal_kills(self) -> None:
         job = world()
         for worker in job.round():
@@ -512,7 +549,7 @@ class TestHangs:
         stopped.deaf = True
         job.alive(stopped)
         job.wait(3)
-        job.do(job.members.heard("b", {stopped.number: True}, job.now_s))
+        job.members.heard("b", {stopped.number: True}, job.now_s)
         assert stopped.alive
         job.wait(3)
         assert not stopped.alive and len(job.round()) == 3
@@ -525,7 +562,7 @@ class TestHangs:
         stopped.deaf = True
         for _ in range(4):
             job.alive(other)
-            job.do(job.members.heard("a", {stopped.number: True}, job.now_s))
+            job.members.heard("a", {stopped.number: True}, job.now_s)
             job.wait(1)
         assert stopped.alive
         job.wait(3)
@@ -538,7 +575,7 @@ class TestHangs:
             worker.deaf = True
         job.wait(2)
         for worker in job.round():
-            job.do(job.members.heard(worker.host, {worker.number: True}, job.now_s))
+            job.members.heard(worker.host, {worker.number: True}, job.now_s)
         job.wait(100)
         assert len(job.round()) == 4
 
@@ -635,9 +672,18 @@ class TestHangs:
         job = world()
         for worker in job.round():
             job.alive(worker)
-        job.do(job.members.heard("b", {job.by_rank(3).number: True}, job.now_s))
+        job.members.heard("b", {job.by_rank(3).number: True}, job.now_s)
         job.tick(1000)
         assert len(job.round()) == 4 and len(job.agents) == 2
+
+    def test_a_host_whose_agent_never_is_ready_is_tried_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        job = World(replace(ELASTIC, start=2), {"a": 2})
+        started: list[str] = []
+        monkeypatch.setattr(job, "_start_agent", started.append)
+        job.hosts(TWO_HOSTS)
+        job.wait(2 * ELASTIC.agent_s + 10)
+        assert started == ["b"] * 3 and len(job.round()) == 2
+        assert any("b is lost: its agent was not ready within 120 s" in text for text in job.said)
 
     def test_a_host_that_is_not_heard_of_is_lost_and_tried_again(self) -> None:
         job = world()

@@ -68,7 +68,7 @@ class World:
         while self.now_s < until and self.code is None:
             self.tick(min(0.5, until - self.now_s))
             for host in list(self.agents - self.unreachable):
-                self.do(self.members.heard(host, {}, self.now_s))
+                self.members.heard(host, {}, self.now_s)
             for worker in self.living():
                 if not worker.deaf:
                     self.alive(worker)
