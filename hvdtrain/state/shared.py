@@ -30,9 +30,10 @@ def share_files(comm: Comm, folder: Path | None) -> bool:
             return str(path)
         return ""
 
-    place = on_rank_0(comm, make, name="shared/file")
-    seen = allgather_json(comm, bool(place) and Path(place).exists(), name="shared/seen")
-    for path in made:
-        with suppress(OSError):
-            path.unlink()
-    return all(seen)
+    try:
+        place = on_rank_0(comm, make, name="shared/file")
+        return all(allgather_json(comm, bool(place) and Path(place).exists(), name="shared/seen"))
+    finally:
+        for path in made:  # also where a rank is lost meanwhile
+            with suppress(OSError):
+                path.unlink()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.comm.objects import broadcast_json
+from hvdtrain.comm.objects import allgather_json
 from hvdtrain.data.loader import Stream
 from hvdtrain.state.ledger import Head, Ledger, next_start
 from hvdtrain.state.train_state import Progress
@@ -21,7 +21,8 @@ def begin_start(ledger: Ledger, comm: Comm, stream: Stream, progress: Progress, 
         progress: equal on all ranks.
         why: started, round (of an elastic job), or rolled_back.
     """
-    start = broadcast_json(comm, next_start(ledger.folder) if comm.rank == 0 else 0, name="ledger/start")
+    # Hosts that share no files may have been in other starts: rank 0's was not in all, where it was lost for a time.
+    start = max(allgather_json(comm, next_start(ledger.folder) if comm.local_rank == 0 else 0, name="ledger/start"))
     head = Head(
         start=start,
         why=why,
