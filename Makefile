@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 INTERPRETER := $(or $(PYTHON),python3)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all lint bench clean
+.PHONY: help setup train test test-all lint bench chaos clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 12
@@ -47,6 +47,15 @@ lint: setup ## ruff and mypy
 
 bench: setup ## all benchmarks, one table
 	@$(BIN)/python -m benchmarks
+
+# What has been run stands in CHAOS and is not run again. CHAOS_ARGS="--only SIGKILL --only 1-host" is a part of it.
+CHAOS ?= build/chaos.json
+CHAOS_ARGS ?=
+MINUTES ?= 30
+chaos: setup ## faults in every phase, on 2 to 4 ranks and two hosts (hours, root); then MINUTES of kills at random
+	@mkdir -p build
+	@$(BIN)/python benchmarks/chaos.py --json $(CHAOS) $(CHAOS_ARGS)
+	@$(BIN)/python benchmarks/soak.py --minutes $(MINUTES)
 
 clean: ## remove .venv and what tools leave; the cache of Horovod wheels stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
