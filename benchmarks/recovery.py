@@ -8,8 +8,8 @@ stays what it is when one rank is left, which then does twice the work a step.
 - Stock: `horovodrun --host-discovery-script`, on two hosts that are this machine, since the host of a dead rank is put
   on a blacklist (for 1 to 2 s here; for good by default). A commit of `TorchState` each 10 steps (its own examples:
   each 100); the survivor goes back to it, the steps since are done again. A replacement is waited for as it starts.
-- torchrun: DDP over Gloo, `--max-restarts`. All processes are ended and start anew, at full size, from a checkpoint
-  each 10 steps; the steps since are done again.
+- torchrun: DDP over Gloo, `--max-restarts`, a store of its own for each start (`recovery_jobs.VARIABLES`). All
+  processes are ended and start anew, at full size, from a checkpoint each 10 steps; the steps since are done again.
 
 In turns, each job anew, with the kill after four of the ten steps, at another point of the fifth each time. Three times
 count: until training goes on (`before_step`), to the end of the first step (`seconds`), and until a step is done that

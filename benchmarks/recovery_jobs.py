@@ -37,7 +37,11 @@ class ElasticJob:
         self._output = (folder / "output.txt").open("w+")
         command = COMMANDS[name](folder)
         self._process = subprocess.Popen(
-            command, env=environment(), cwd=HERE.parent, stdout=self._output, stderr=subprocess.STDOUT
+            command,
+            env=environment(**VARIABLES.get(name, {})),
+            cwd=HERE.parent,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
         )
 
     def marks(self) -> list[Mark]:
@@ -132,6 +136,10 @@ def _torchrun(folder: Path) -> list[str]:
 def _peer(name: str, folder: Path) -> list[str]:
     return [sys.executable, str(HERE / "recovery_peer.py"), name, str(folder)]
 
+
+VARIABLES = {"torchrun": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}}
+"""Without it the processes that start anew may read the addresses of those before from the store that they share with
+torchrun, and wait for them for half an hour (seen with torch 2.13 in two of three restarts)."""
 
 COMMANDS: dict[str, Callable[[Path], Sequence[str | os.PathLike[str]]]] = {
     "ours": _ours,
