@@ -104,9 +104,9 @@ class RollBack:
         # Before anything that another rank takes part in: should one be lost, all others have gone back.
         state.progress.left_out = merged([*before.left_out, offence.positions])
         state.progress.rolled_back = [*before.rolled_back, step]
+        self._tell(offence, step, state.progress.step)
         saved()
         on_rank_0(self.comm, partial(self._set_aside_after, state.progress.step), name="set_aside")
-        self._tell(offence, step, state.progress.step)
         return True
 
     def _may(self, offence: Offence, progress: Progress) -> bool:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hvdtrain
+from hvdtrain.comm.solo import SoloComm
 from hvdtrain.data.order import passing_over
 from hvdtrain.errors import NonFiniteError
 from hvdtrain.observe.journal import read_journal, read_steps
@@ -140,6 +141,24 @@ def _after_two_skipped(comm: ThreadComm) -> str:
 
 def test_who_came_amid_skipped_steps_does_as_the_others_do() -> None:
     assert len(set(on_ranks(2, _after_two_skipped))) == 1
+
+
+def test_where_a_rank_is_lost_while_others_go_back_the_journal_knows_what_they_left_out() -> None:
+    model = torch.nn.Linear(2, 2)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler, Progress(step=3))
+    events: list[dict[str, Any]] = []
+    commits = Commits(60.0)
+    roll_back = RollBack("both", commits, SoloComm(), None, events.append, lambda text: None)
+    commits.take(state)
+    state.progress = Progress(step=5, position=40)
+
+    def lost() -> None:
+        raise ConnectionError
+
+    with pytest.raises(ConnectionError):
+        roll_back.go_past(Offence("spikes", 5, [32, 40]), state, lost)
+    assert state.progress.left_out == [event["positions"] for event in events] == [[32, 40]]
 
 
 RANGES = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)).map(lambda r: [r[0], r[0] + r[1]]), max_size=6)
