@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from hvdtrain.state.sync import broadcast_state
 from hvdtrain.state.train_state import StateDict, TrainState
 from hvdtrain.training.health import check_equal
 from hvdtrain.training.kept import NOTHING, Kept
-from hvdtrain.training.run_directory import RunDirectory
+from hvdtrain.training.run_directory import CONFIG, RunDirectory
 
 CHECKPOINTS = "checkpoints"
 
@@ -63,11 +65,25 @@ def take_over(
         last = broadcast_json(comm, kept.last, name="state/last", root=source) if steps[0] < newest else kept.last
         if claim is not None and last and last_step(claim.path / NAME) < newest == last["step"]:
             recorder.step(dict(last))  # it was done, but rank 0 had not come so far, or another was rank 0 and is gone
+        if claim is not None:
+            _move_in(run, claim, recorder)
         check_equal(state.model, comm, name="drift")
         _tell(kept, comm, recorder)
         resumed = newest
     kept.step = resumed
     return int(resumed)
+
+
+def _move_in(run: RunConfig, claim: RunDirectory, recorder: Recorder) -> None:
+    """On rank 0: see that the folder is that of the run, also where it is new, on a disk that no other host sees."""
+    if (claim.path / CONFIG).exists():
+        return
+    recorder.warn(
+        f"{claim.path} is new on {socket.gethostname()}, where rank 0 is now: what the run wrote so far is on the host"
+        " where rank 0 was, and checkpoints come here from now on; give a --run_dir that all hosts share"
+    )
+    with suppress(OSError):  # a full disk ends no training
+        claim.write_config(run)
 
 
 def _tell(kept: Kept, comm: Comm, recorder: Recorder) -> None:

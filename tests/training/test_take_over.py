@@ -1,0 +1,40 @@
+"""Going on from memory, on rank 0."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hvdtrain.comm.solo import SoloComm
+from hvdtrain.config.parse import parse_object
+from hvdtrain.observe.journal import Journal, read_journal
+from hvdtrain.observe.progress import Progress as Display
+from hvdtrain.observe.recorder import Recorder
+from hvdtrain.state.store import CheckpointStore
+from hvdtrain.training.kept import keep
+from hvdtrain.training.restore import take_over
+from hvdtrain.training.run_directory import claim_run_directory
+from tests.support.toy import toy
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_a_run_whose_folder_stayed_on_another_host_is_told_and_can_be_gone_on_with(moved: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = parse_object({"task": "toy", "run_dir": str(folder)}, None)
+    claim = claim_run_directory(run)
+    if not moved:
+        claim.write_config(run)
+    kept = keep(run, toy(), torch.device("cpu"))
+    kept.step = kept.state.progress.step = 7
+    display = Display("samples", 5.0, live=False, quiet=True)
+    recorder = Recorder(Journal(folder / "journal.jsonl", display.say), display)
+    store = CheckpointStore(folder / "checkpoints", pytest.fail)
+    assert take_over(run, kept, SoloComm(), store, claim, recorder, lambda: None) == 7
+    recorder.close()
+    claim.release()
+    lines: list[dict[str, Any]] = read_journal(folder / "journal.jsonl")
+    assert [line["event"] for line in lines] == (["warning"] if moved else []) + ["resumed"]
+    assert claim.old_config() is not None
