@@ -90,6 +90,9 @@ class CheckpointWriter:
                 self._abandoned.set()
             self._join(patience_s=_PATIENCE_S)
             self._abandoned.set()
+            if self._attempt is not None and isinstance(self._outcome, str):
+                with suppress(HvdtrainError):
+                    self._saved(self._attempt.step, self._outcome)
             raise
         self._finish()
 

@@ -259,11 +259,13 @@ def test_an_error_of_the_run_waits_for_no_other_rank(tmp_path: Path, monkeypatch
 
 
 def test_an_error_of_the_run_leaves_time_for_what_rank_0_writes_alone(tmp_path: Path) -> None:
-    writer = _writer(SoloComm(), tmp_path, Told())
+    told = Told()
+    writer = _writer(SoloComm(), tmp_path, told)
     with pytest.raises(RuntimeError), writer.opened():
         writer.save(1, _state(1), {}, wait=False)
         raise RuntimeError
     assert _holds(load(tmp_path / "checkpoints/step-000001"), 1)
+    assert told.names() == ["checkpoint"]
 
 
 def test_orphans_are_removed_at_the_start_but_not_what_is_being_written(tmp_path: Path) -> None:
