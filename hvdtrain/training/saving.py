@@ -94,6 +94,7 @@ class Saving:
             check_equal(self.state.model, self.comm, name="drift")
             self.stepper.engine.settle()
             check_dtypes(self.state.state_dict())  # no waiting helps there
+            self.roll_back.commit(self.state)  # first: should a rank be lost now, nothing on the disk is newer
             for wait_s in (*(WAITS_S if wait and not urgent else ()), None):
                 try:
                     self._write(evaluation, wait=wait, urgent=urgent)
@@ -102,7 +103,6 @@ class Saving:
                     if wait_s is None:
                         raise
                     self._wait(error, wait_s)
-            self.roll_back.commit(self.state)
 
     def is_owed(self, stop: int) -> bool:
         """Whether ranks were lost before the checkpoint that is due at this step was saved. Collective: yes."""
