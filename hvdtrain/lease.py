@@ -72,8 +72,13 @@ def take_lease(path: Path, wait: Callable[[float], None] = time.sleep) -> Lease 
         if _lives(found, path, wait):
             return None
         stale = path.with_name(f"{path.name}.stale-{secrets.token_hex(4)}")
-        with suppress(FileNotFoundError):  # of two who find it stale one gets it
+        with suppress(FileNotFoundError):
             path.rename(stale)
+            if _read(stale) != found:  # of two who find it stale the other was faster, and this is the new one
+                with suppress(FileExistsError):
+                    path.hardlink_to(stale)
+                stale.unlink()
+                return None
             stale.unlink()
     who = {"nonce": secrets.token_hex(8), **_where(), "pid": os.getpid(), "began": _began(os.getpid())}
     try:

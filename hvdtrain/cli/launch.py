@@ -66,8 +66,11 @@ def _say(text: str) -> None:
 
 
 def _show(text: str, err: bool) -> None:
+    stream = sys.stderr if err else sys.stdout
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    text = text.encode(encoding, "backslashreplace").decode(encoding)  # ranks may write what a terminal cannot show
     with suppress(OSError):  # a terminal or a `head` that is gone ends no training
-        print(text, file=sys.stderr if err else sys.stdout, flush=True)
+        print(text, file=stream, flush=True)
 
 
 def _plan(argv: Sequence[str], options: argparse.Namespace, program: Sequence[str] | None) -> Plan:

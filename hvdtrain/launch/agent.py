@@ -16,7 +16,8 @@ To the driver:
     put      {"round", "key", "value"}   get  {"request", "round", "key"}
     log      {"text"}
     beat     {"halted": {worker: bool}}   each second
-When the driver's end is closed, the agent ends all workers and itself.
+When the driver's end is closed, the agent ends all workers and itself. SIGTERM it hands on to its workers: batch
+systems send it to all processes at once, and one that ended by it would take from ranks the time to save.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ import threading
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import partial
 from typing import IO, Any
 
@@ -61,6 +61,7 @@ class Agent:
         self._remote = bool(hello["remote"])
         self._writer = writer
         self._workers: dict[int, WorkerProcess] = {}
+        self._ended: list[WorkerProcess] = []
         self._lock = threading.Lock()
         self._requests = itertools.count(1)
         self._asked: dict[int, tuple[threading.Event, list[tuple[int, bytes]]]] = {}
@@ -75,11 +76,11 @@ class Agent:
         address = came_by[2] if self._remote and len(came_by) == 4 else ""
         place = {"address": address, "interface": interface_of(address)}
         self._writer.send("ready", pid=os.getpid(), store=self.rendezvous.address, **place)
-        threading.Thread(target=self._beat, name="beat", daemon=True).start()
-        with suppress(EOFError):
-            for message in messages(source):
-                self._heard_s = time.monotonic()
-                self._hear(message)
+        for run in (self._beat, self._look):
+            threading.Thread(target=run, daemon=True).start()
+        for message in messages(source):
+            self._heard_s = time.monotonic()
+            self._hear(message)
         self.end()
 
     def end(self) -> None:
@@ -95,8 +96,13 @@ class Agent:
                 time.sleep(0.05)
             for worker in workers:
                 worker.kill()
-            for worker in workers:
-                worker.drain(1.0)
+            for worker in [*workers, *self._ended]:  # the last words of a rank that failed say why
+                worker.drain(max(0.0, until - time.monotonic()) + 1.0)
+
+    def pass_on(self) -> None:
+        """Hand SIGTERM on: ranks ask the driver whether to go or to save, and this stays as long as one of them."""
+        for worker in list(self._workers.values()):
+            worker.send_signal("SIGTERM")
 
     def _hear(self, message: Mapping[str, Any]) -> None:
         kind = message["type"]
@@ -129,18 +135,24 @@ class Agent:
         worker.start()
 
     def _report(self, number: int, kind: str, **facts: Any) -> None:
-        self._writer.send(kind, worker=number, **facts)
         if kind == "exited":
             with self._lock:
-                self._workers.pop(number, None)
+                ended = [*self._ended, self._workers.pop(number)] if number in self._workers else self._ended
+                self._ended = [worker for worker in ended if not worker.drained()]
+        self._writer.send(kind, worker=number, **facts)
 
     def _beat(self) -> None:
-        before = time.monotonic()
         while True:
             time.sleep(BEAT_S)
             with self._lock:
                 halted = {number: worker.halted() for number, worker in self._workers.items()}
             self._writer.send("beat", halted=halted)
+
+    def _look(self) -> None:
+        """End all where the link is cut. Says nothing: what is said to a cut link may wait for ever."""
+        before = time.monotonic()
+        while True:
+            time.sleep(BEAT_S)
             now = time.monotonic()
             if now - before > _CUT_S / 2:
                 self._heard_s = now  # this host was suspended: the driver is not to blame
@@ -179,15 +191,12 @@ def main(hello: Mapping[str, Any] | None = None) -> int:
     agent = Agent(hello, LineWriter(sink))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _told_to_end)
+    # The handler may stand amid what holds a lock: another thread is what waits for it.
+    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=agent.pass_on, daemon=True).start())
     agent.run(source)
     sink.close()
     sys.stderr.flush()
     os._exit(0)  # threads of the store and of readers hold nobody up
-
-
-def _told_to_end(*_: object) -> None:
-    raise EOFError
 
 
 if __name__ == "__main__":

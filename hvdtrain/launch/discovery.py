@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.hosts import parse_answer
 
 TIMEOUT_S = 30.0
+_AGAIN_S = 1.0
 
 
 def ask(script: Path, timeout_s: float = TIMEOUT_S) -> dict[str, int]:
@@ -19,20 +25,57 @@ def ask(script: Path, timeout_s: float = TIMEOUT_S) -> dict[str, int]:
     """
     expected = "a program that writes a line host or host:slots for each host, and exits with 0"
     try:
-        done = subprocess.run(
-            [script.absolute()],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=timeout_s,
-            start_new_session=True,
-        )
+        code, out, err = _run(script.absolute(), timeout_s)
     except subprocess.TimeoutExpired:
         raise LaunchError(f"{script} did not end within {timeout_s:.0f} s.", expected=expected) from None
     except OSError as error:
         hint = f"chmod +x {script}, and see that its first line names its interpreter, as in #!/bin/sh"
         raise LaunchError(f"{script} cannot be run.", expected=expected, found=str(error), next_step=hint) from None
-    text = done.stdout.decode("utf-8", "replace")
-    if done.returncode != 0:
-        found = f"exit code {done.returncode}: {done.stderr.decode('utf-8', 'replace').strip()[-500:]}"
+    if code != 0:
+        found = f"exit code {code}: {err.decode('utf-8', 'replace').strip()[-500:]}"
         raise LaunchError(f"{script} failed.", expected=expected, found=found)
-    return parse_answer(text)
+    return parse_answer(out.decode("utf-8", "replace"))
+
+
+def _run(script: Path, timeout_s: float) -> tuple[int, bytes, bytes]:
+    """Exit code, stdout and stderr of a script. What it started is ended with it when it takes too long."""
+    with subprocess.Popen(
+        [script],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+        return process.returncode, out, err
+
+
+def watch(
+    script: Path, over: threading.Event, found: Callable[[dict[str, int]], None], say: Callable[[str], None]
+) -> None:
+    """Ask again and again until it is over; the last answer stands while there is none.
+
+    Args:
+        script: as of `ask`.
+        over: set when nobody wants to know any more.
+        found: called with each answer that is another than the one before.
+        say: called with each error that is another than the one before.
+    """
+    last: dict[str, int] = {}
+    error = ""
+    while not over.wait(_AGAIN_S):
+        try:
+            hosts = ask(script)
+        except LaunchError as wrong:
+            if str(wrong) != error:
+                error = str(wrong)
+                say(f"{error}\n  the hosts stay as they were")
+            continue
+        if hosts != last or error:
+            last, error = hosts, ""
+            found(hosts)

@@ -1,7 +1,7 @@
 """The driver of an elastic job: carries out what its `Membership` decides, and tells it what is seen.
 
-One thread decides; others read the agents, write to them, and ask for hosts. The job's state is in this process alone,
-so that there is nobody to agree with.
+One thread decides; others read the agents, write to them, show lines, and ask for hosts. The job's state is in this
+process alone, so that there is nobody to agree with.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from base64 import b64encode
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
-from hvdtrain.errors import LaunchError
 from hvdtrain.launch import discovery
 from hvdtrain.launch.commands import (
     CloseRound,
@@ -29,14 +28,14 @@ from hvdtrain.launch.commands import (
 )
 from hvdtrain.launch.event_log import EventLog
 from hvdtrain.launch.interfaces import interface_to
-from hvdtrain.launch.link import AgentLink
+from hvdtrain.launch.link import END_S, AgentLink
 from hvdtrain.launch.membership import Membership
 from hvdtrain.launch.plan import Plan, agent_command, agent_environment, hello, rank_environment
-from hvdtrain.launch.store import Answer, RoundStore
+from hvdtrain.launch.screen import Screen
+from hvdtrain.launch.store import Answer, RoundStore, encoded
 
 _TICK_S = 0.1
 _BEAT_S = 1.0
-_DISCOVER_S = 1.0
 
 Seen = tuple[AgentLink | None, dict[str, Any]]
 
@@ -52,7 +51,8 @@ class Driver:
 
     def __init__(self, plan: Plan, say: Callable[[str], None], show: Callable[[str, bool], None]) -> None:
         self._plan = plan
-        self._say, self._show = say, show
+        self._screen = Screen(say, show)
+        self._say = self._screen.say
         self._inbox: queue.SimpleQueue[Seen] = queue.SimpleQueue()
         self._members = Membership(plan.limits, plan.local, time.monotonic())
         self._links: dict[str, AgentLink] = {}
@@ -74,8 +74,8 @@ class Driver:
         Errors:
             LaunchError: the discovery script fails when it is asked first.
         """
-        self._find_hosts()
         try:
+            self._find_hosts()
             while self._code is None:
                 self._hear_all()
                 self._do(self._members.tick(time.monotonic()))
@@ -91,24 +91,12 @@ class Driver:
             self._do(self._members.discovered(dict(self._plan.hosts), time.monotonic()))
             return
         self._do(self._members.discovered(discovery.ask(script), time.monotonic()))
-        threading.Thread(target=self._discover, name="discovery", daemon=True).start()
 
-    def _discover(self) -> None:
-        """Ask again and again; the last answer stands while there is none."""
-        assert self._plan.script is not None
-        last: dict[str, int] = {}
-        error = ""
-        while not self._over.wait(_DISCOVER_S):
-            try:
-                hosts = discovery.ask(self._plan.script)
-            except LaunchError as wrong:
-                if str(wrong) != error:
-                    error = str(wrong)
-                    self._inbox.put((None, {"type": "warning", "text": f"{error}\n  the hosts stay as they were"}))
-                continue
-            if hosts != last or error:
-                last, error = hosts, ""
-                self._inbox.put((None, {"type": "hosts", "hosts": hosts}))
+        def found(hosts: dict[str, int]) -> None:
+            self._inbox.put((None, {"type": "hosts", "hosts": hosts}))
+
+        watch = partial(discovery.watch, script, self._over, found, self._say)
+        threading.Thread(target=watch, name="discovery", daemon=True).start()
 
     def _hear_all(self) -> None:
         """Wait a moment for what comes, then take all that is there."""
@@ -121,7 +109,7 @@ class Driver:
             wait = None
             if link is None:
                 self._hear_own(message)
-            elif self._links.get(link.host) is link or message["type"] == "line":
+            elif self._links.get(link.host) is link:
                 self._hear(link, message)
             if self._code is not None:
                 return
@@ -130,8 +118,6 @@ class Driver:
         now = time.monotonic()
         if message["type"] == "hosts":
             self._do(self._members.discovered(message["hosts"], now))
-        elif message["type"] == "warning":
-            self._say(message["text"])
         elif message["name"] in ("SIGUSR1", "SIGUSR2"):
             for worker in self._members.job.workers.values():
                 self._send(worker.host, "signal", worker=worker.number, name=message["name"])
@@ -150,8 +136,6 @@ class Driver:
             self._answer(self._store.get(host, message["request"], message["round"], message["key"]))
         elif kind == "beat":
             self._members.heard(host, {int(k): v for k, v in message["halted"].items()}, now)
-        elif kind == "line":
-            self._line(message)
         elif kind == "log":
             self._say(f"{host}: {message['text']}")
         elif kind == "ready":
@@ -160,10 +144,14 @@ class Driver:
         elif kind == "gone":
             self._do(self._members.agent_lost(host, message["why"], now))
 
-    def _line(self, message: dict[str, Any]) -> None:
+    def _take(self, seen: Seen) -> None:
+        """Take what an agent says, in a thread of its link: what ranks write is none of the deciding thread's."""
+        message = seen[1]
+        if message["type"] != "line":
+            return self._inbox.put(seen)
         rank = self._ranks.get(message["worker"], 0)
         tag = f"[{rank}] " if rank or self._plan.tag else ""
-        self._show(tag + message["text"], message["err"])
+        self._screen.show(tag + message["text"], message["err"])
 
     def _do(self, commands: Iterable[Command]) -> None:
         commands = list(commands)
@@ -180,7 +168,7 @@ class Driver:
             elif isinstance(command, KillWorker):
                 self._send(command.host, "kill", worker=command.worker)
             elif isinstance(command, OpenRound):
-                self._answer(self._store.open(command.round, _encoded(command.keys)))
+                self._answer(self._store.open(command.round, encoded(command.keys)))
             elif isinstance(command, CloseRound):
                 self._answer(self._store.close(command.round))
             elif isinstance(command, StartAgent):
@@ -218,7 +206,7 @@ class Driver:
     def _start_agent(self, host: str) -> None:
         try:
             link = AgentLink(
-                host, agent_command(self._plan, host), agent_environment(self._plan.environment), self._inbox.put
+                host, agent_command(self._plan, host), agent_environment(self._plan.environment), self._take
             )
         except OSError as error:
             self._do(self._members.agent_lost(host, str(error), time.monotonic()))
@@ -232,7 +220,7 @@ class Driver:
         link = self._links.pop(host, None)
         if link is not None:
             link.close()
-            self._old.append(link)
+            self._old = [*(old for old in self._old if not old.ended()), link]
 
     def _send(self, host: str, kind: str, **facts: Any) -> None:
         link = self._links.get(host)
@@ -255,15 +243,8 @@ class Driver:
         links = [*self._old, *self._links.values()]
         for link in links:
             link.close()
+        until_s = time.monotonic() + END_S
         for link in links:
-            link.wait()
-        while not self._inbox.empty():
-            _, message = self._inbox.get()
-            if message["type"] == "line":
-                self._line(message)
+            link.wait(max(0.0, until_s - time.monotonic()))
         self._log.close()
-
-
-def _encoded(keys: dict[str, str]) -> dict[str, str]:
-    """Values as agents put them."""
-    return {key: b64encode(value.encode()).decode() for key, value in keys.items()}
+        self._screen.close()

@@ -6,13 +6,18 @@ import subprocess
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
 from hvdtrain.launch.lines import LineWriter, messages
 
-_END_S = 12.0
+END_S = 12.0
 """For an agent whose pipe was closed: it ends its workers before itself."""
+
+
+_READ_S = 1.0
+"""For what an agent that has ended still said."""
 
 
 class AgentLink:
@@ -66,7 +71,7 @@ class AgentLink:
         """End it at once; its workers see that their channels are closed."""
         self._process.kill()
 
-    def wait(self, timeout_s: float = _END_S) -> None:
+    def wait(self, timeout_s: float = END_S) -> None:
         """Wait until it has ended and all that it said was read; after the time it is killed."""
         try:
             self._process.wait(timeout_s)
@@ -74,17 +79,23 @@ class AgentLink:
             self._process.kill()
             self._process.wait()
         for thread in self._threads:
-            thread.join(timeout_s)
+            thread.join(max(timeout_s, _READ_S))
+
+    def ended(self) -> bool:
+        """Whether it has ended, and all that it said was read."""
+        return self._process.poll() is not None and not any(thread.is_alive() for thread in self._threads)
 
     def _write(self) -> None:
         assert self._process.stdin is not None
         writer = LineWriter(self._process.stdin)
         while (message := self._outbox.get()) is not None:
             writer.send(message[0], **message[1])
-        try:
+        with suppress(OSError):
             self._process.stdin.close()
-        except OSError:
-            return
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:  # an ssh whose other end hangs would stay for ever
+            self._process.kill()
 
     def _read(self) -> None:
         assert self._process.stdout is not None

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -90,8 +91,13 @@ class WorkerProcess:
 
     def drain(self, timeout_s: float) -> None:
         """Wait until all that it wrote was forwarded."""
+        until_s = time.monotonic() + timeout_s
         for reader in self._readers:
-            reader.join(timeout_s)
+            reader.join(max(0.0, until_s - time.monotonic()))
+
+    def drained(self) -> bool:
+        """Whether it was."""
+        return not any(reader.is_alive() for reader in self._readers)
 
     def halted(self) -> bool:
         """Whether it is stopped by a signal."""

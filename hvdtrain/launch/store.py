@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from dataclasses import dataclass
 
 FOUND, ABSENT, GONE = 200, 404, 410
@@ -17,6 +18,11 @@ class Answer:
     request: int
     status: int
     value: str = ""
+
+
+def encoded(keys: dict[str, str]) -> dict[str, str]:
+    """Values as agents put them."""
+    return {key: b64encode(value.encode()).decode() for key, value in keys.items()}
 
 
 class RoundStore:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -92,3 +94,15 @@ def test_what_is_wrong_with_a_script_is_said(tmp_path: Path, text: str, mode: in
     with pytest.raises(LaunchError) as wrong:
         discovery.ask(script(tmp_path, text, mode), timeout_s=5.0 if "sleep" not in text else 0.2)
     assert said in str(wrong.value)
+
+
+def test_a_script_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    script, number = tmp_path / "hosts.sh", tmp_path / "number"
+    script.write_text(f"#!/bin/sh\nsleep 1000 &\necho $! > '{number}.new'\nmv '{number}.new' '{number}'\nwait\n")
+    script.chmod(0o755)
+    with pytest.raises(LaunchError, match="did not end within"):
+        discovery.ask(script, 3.0)
+    child = int(number.read_text())
+    until_s = time.monotonic() + 20
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < until_s

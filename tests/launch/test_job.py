@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.bursting_rank import LAST, LINES
 from tests.support.fake_launch import FakeJob
 
 FOR_EVER = "1000000"
@@ -28,6 +29,13 @@ def test_start_and_end(tmp_path: Path) -> None:
     assert sorted(out.splitlines()) == ["[1] round 1 rank 1 of 2", "round 1 rank 0 of 2"]
     assert all("if=lo" in line for line in job.log("round"))
     assert not [line for line in job.said if "Warning" in line]  # such as of a pipe that is left open
+
+
+def test_what_a_rank_writes_just_before_its_end_is_shown(tmp_path: Path) -> None:
+    program = Path(__file__).parents[1] / "support" / "bursting_rank.py"
+    with FakeJob(tmp_path, "-np", "1", "--", program=program) as job:
+        code, out = job.end()
+    assert code == 0 and out.splitlines() == [*map(str, range(LINES)), LAST]
 
 
 def stop(job: FakeJob, after: str) -> None:
@@ -118,6 +126,18 @@ def test_signals_to_the_driver(tmp_path: Path, number: int, code: int) -> None:
         job.until("round 1")
         job.signal(number)
         assert job.end()[0] == code
+
+
+def test_a_signal_to_all_of_it_at_once_lets_ranks_save(tmp_path: Path) -> None:
+    """As batch systems do it. An agent that ends by itself would take its ranks with it."""
+    with FakeJob(tmp_path, *TWO, "--", FOR_EVER) as job:
+        job.until("round 1")
+        (agent,) = job.processes("hvdtrain.launch.agent")
+        agent.terminate()
+        job.until("was killed by SIGTERM")  # a rank that heeds the signal would have asked to go
+        assert agent.is_running()
+        job.signal(signal.SIGTERM)
+        assert job.end()[0] == 143
 
 
 def test_a_killed_driver_leaves_nothing(tmp_path: Path) -> None:
