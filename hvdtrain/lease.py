@@ -75,7 +75,7 @@ def take_lease(path: Path, wait: Callable[[float], None] = time.sleep) -> Lease 
         with suppress(FileNotFoundError):
             path.rename(stale)
             if _read(stale) != found:  # of two who find it stale the other was faster, and this is the new one
-                with suppress(FileExistsError):
+                with suppress(OSError):  # its holder writes it anew at its next beat
                     path.hardlink_to(stale)
                 stale.unlink()
                 return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,26 @@ def test_a_process_number_that_was_given_anew_is_no_holder(tmp_path: Path) -> No
     again = _take(tmp_path / "l")
     assert again is not None
     again.release()
+
+
+def test_who_is_slower_to_find_it_stale_does_not_take_it_from_who_was_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "l"
+    path.write_text(json.dumps({**FAR, **lease._where()}))
+    faster: list[Lease | None] = []
+
+    def look(*_: object) -> bool:
+        if not faster:
+            faster.append(None)  # the other one looks too, and sees the same
+            faster[0] = _take(path)
+        return False
+
+    monkeypatch.setattr(lease, "_lives", look)
+    assert _take(path) is None
+    assert faster[0] is not None and lease._read(path)["pid"] == os.getpid()
+    faster[0].release()
+    assert list(tmp_path.iterdir()) == []
 
 
 FAR = {"nonce": "a", "boot": "of another host", "container": "", "pid": 1, "began": "1"}
