@@ -7,11 +7,13 @@ Horovod builds the address ``http://ADDR:PORT/SCOPE/KEY``. With ``ADDR`` = ``127
 from __future__ import annotations
 
 import hmac
+import itertools
 import re
 import secrets
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BufferedIOBase
 from socket import socket
 from typing import Any
 
@@ -22,6 +24,9 @@ MOST_BYTES = 1 << 16
 """Of a value; Gloo's are some hundred."""
 
 _MOST_REQUESTS = 1024
+_MOST_HEAD_BYTES = 1 << 14
+_TOLD = 20
+"""Requests that are refused of which each is told; then each power of two."""
 _SOCKET_TIMEOUT_S = 30.0
 _PATH = re.compile(r"/([A-Za-z0-9_-]{1,128})/([0-9]{1,9}):0/([A-Za-z0-9._@:-]{1,400}/[A-Za-z0-9._@:-]{1,400})")
 
@@ -39,6 +44,7 @@ class Rendezvous:
         self.token = secrets.token_urlsafe(32)
         self._put, self._get, self._log = put, get, log
         self._room = threading.BoundedSemaphore(_MOST_REQUESTS)
+        self._refused = itertools.count(1)
         outer = self
 
         class Handler(_Handler):
@@ -78,8 +84,11 @@ class Rendezvous:
         return 200, b""
 
     def refused(self, method: str, status: int, sender: str) -> None:
-        """Log it in a line, without the path: that may hold the token."""
-        self._log(f"rendezvous: refused a {method} of {sender} with {status}")
+        """Log it in a line, without the path: that may hold the token. Of many ever fewer are."""
+        count = next(self._refused)
+        if count <= _TOLD or count & (count - 1) == 0:
+            number = "" if count <= _TOLD else f", the {count}th"
+            self._log(f"rendezvous: refused a {method} of {sender} with {status}{number}")
 
 
 class _Server(ThreadingHTTPServer):
@@ -102,10 +111,28 @@ class _Server(ThreadingHTTPServer):
         """A connection that broke is nobody's error here."""
 
 
+class _Short:
+    """A request whose head ends after some bytes, though it goes on: one without end takes memory from all others."""
+
+    def __init__(self, stream: BufferedIOBase) -> None:
+        self._stream = stream
+        self._room = _MOST_HEAD_BYTES
+        self.read, self.close = stream.read, stream.close
+
+    def readline(self, most: int) -> bytes:
+        line = self._stream.readline(min(most, self._room)) if self._room else b""
+        self._room -= len(line)
+        return line
+
+
 class _Handler(BaseHTTPRequestHandler):
     rendezvous: Rendezvous
     protocol_version = "HTTP/1.1"
     timeout = _SOCKET_TIMEOUT_S
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = _Short(self.rfile)  # type: ignore[assignment]
 
     def do_GET(self) -> None:
         self._do()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import socket
 import threading
@@ -51,6 +52,7 @@ def serving() -> Iterator[Served]:
 def served(serving: Served) -> Served:
     serving.keys.clear()
     serving.log.clear()
+    serving.server._refused = itertools.count(1)
     return serving
 
 
@@ -108,6 +110,20 @@ def test_what_is_no_http_gets_no_answer(served: Served) -> None:
         connection.sendall(b"\x80\x04\x95 pickle or what\r\n\r\n")
         assert connection.recv(1 << 16) == b""
     assert len(served.log) == 1 and "pickle" not in served.log[0]
+
+
+def test_a_head_without_end_is_cut_off(served: Served) -> None:
+    host, port = served.address.split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(f"PUT /{served.token}/3:0/scope/key HTTP/1.1\r\nX: ".encode() + b"y" * 30_000)
+        assert b" 4" in connection.recv(1 << 16)[:12]
+    assert not served.keys
+
+
+def test_who_is_refused_ever_again_fills_no_log(served: Served) -> None:
+    for _ in range(200):
+        served.server.refused("GET", 403, "127.0.0.1")
+    assert len(served.log) == 20 + len([32, 64, 128]) and served.log[-1].endswith("the 128th")
 
 
 def test_it_listens_on_this_host_alone(served: Served) -> None:
