@@ -44,6 +44,9 @@ AFTER_STEP = ("commit", "checkpoint", "evaluation")
 """Phases that come after their step."""
 
 TIMEOUT_S = 150
+START_S = 40
+"""For which a first round waits for a host behind a cut link."""
+
 FULL_S = 3.0
 """After which somebody makes room on a disk."""
 
@@ -150,6 +153,8 @@ def _run(cell: Cell, folder: Path, disk: Path, hosts: TwoHosts | None) -> int:
     order.write_text(json.dumps(facts))
     slots = f"a:{cell.size - cell.size // 2},b:{cell.size // 2}" if cell.hosts == 2 else f"localhost:{cell.size}"
     options = ["-np", str(cell.size), "--elastic", f"1:{cell.size}", "-H", slots, "--events", str(folder / "events")]
+    if cell.fault == "link cut" and cell.phase == "start-up":
+        options += ["--start-timeout", str(START_S)]
     rank = json.dumps([sys.executable, str(RANK), str(order), str(PACE_S), *TASK, f"--run_dir={disk / 'run'}"])
     command = [sys.executable, "-c", LAUNCH, rank, *options]
     with _act(cell, order, disk, hosts), (folder / "said").open("w") as said:
