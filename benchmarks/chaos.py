@@ -79,7 +79,7 @@ def table(rows: Iterable[Row]) -> str:
                     lines.append(f"| {fault} | {hosts} | {size} | {' | '.join(map(_entry, own))} |")
     late = [r for r in rows.values() if r["step"] != STEP]
     if late:
-        entries = [f"{r['hosts']} host(s), {r['size']} ranks: {_entry(r)}" for r in late]
+        entries = [f"{r['hosts']} host(s), {r['size']} ranks: {'no' if r['wrong'] else 'yes'}" for r in late]
         lines += ["", f"Disk full to the end of the run: {'; '.join(entries)}."]
     wrong = [
         f"- {r['name']} (rank {r['rank']}): {'; '.join(w.splitlines()[0] for w in r['wrong'])}"
