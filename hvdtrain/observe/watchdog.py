@@ -144,14 +144,12 @@ class Watchdog:
         faults = 0
         while not self._stop.is_set():
             try:
-                self._sleep()
-                if self._stop.is_set():
-                    return
                 with self._reporter.lock:
                     if self._reporter.over:
                         return
-                    self._look()
+                    self._look()  # at once: a rank that is killed soon has left word of itself before
                 faults = 0
+                self._sleep()
             except Exception:  # what watches over the training must not harm it
                 faults += 1
                 if faults == _FAULTS:
