@@ -40,7 +40,10 @@ def test_data_of_a_run_that_was_killed_and_resized(tmp_path: Path, capfd: pytest
     assert "rank 1 does not tell of step 2" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize(("task", "code"), [("toy.py:toy", 0), ("forgetful.py:forgetful", 1)])
+@pytest.mark.parametrize(
+    ("task", "code"), [pytest.param("toy.py:toy", 0, marks=pytest.mark.slow), ("forgetful.py:forgetful", 1)]
+)
+@pytest.mark.timeout(240)
 def test_resume_on_two_ranks(
     task: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,17 +10,16 @@ import pytest
 from tests.support.chaos import LATE, Cell, run_cell
 from tests.support.two_hosts import UnavailableError
 
-CELLS = [
-    Cell("SIGKILL", "start-up"),
+SOON = [
     Cell("SIGKILL", "exchange", rank=0),
     Cell("SIGKILL", "step", size=3, rank=0),
-    Cell("SIGKILL", "commit"),
     Cell("SIGTERM", "forward", rank=0),
     Cell("SIGSTOP", "data"),
     Cell("disk full", "checkpoint"),
-    Cell("disk full", "evaluation", step=LATE),
     Cell("link cut", "backward", hosts=2),
 ]
+LATER = [Cell("SIGKILL", "start-up"), Cell("SIGKILL", "commit"), Cell("disk full", "evaluation", step=LATE)]
+CELLS = [*SOON, *(pytest.param(cell, marks=pytest.mark.slow) for cell in LATER)]
 
 
 @pytest.mark.timeout(240)

@@ -11,7 +11,7 @@ from tests.support.scenario import Hosts, Scenario, nothing_lost
 
 pytestmark = pytest.mark.timeout(240)
 Losses = dict[int, float]
-FAILING = ("SIGKILL", EXCEPTION)
+SLOW = pytest.mark.slow  # one of each kind is in `make test`
 
 
 def test_hosts_are_added_and_removed_and_come_back(tmp_path: Path, losses: Losses) -> None:
@@ -28,8 +28,15 @@ def test_hosts_are_added_and_removed_and_come_back(tmp_path: Path, losses: Losse
         job.finish()
 
 
-@pytest.mark.parametrize("fault", FAILING)
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("fault", "rank"),
+    [
+        ("SIGKILL", 0),
+        (EXCEPTION, 1),
+        pytest.param("SIGKILL", 1, marks=SLOW),
+        pytest.param(EXCEPTION, 0, marks=SLOW),
+    ],
+)
 def test_a_rank_fails_and_the_others_go_on(fault: str, rank: int, tmp_path: Path, losses: Losses) -> None:
     job = Scenario(tmp_path, "-np", "2", "--elastic", "1:2", fault=fault, rank=rank)
     with nothing_lost(job.run, losses), job:
@@ -39,7 +46,7 @@ def test_a_rank_fails_and_the_others_go_on(fault: str, rank: int, tmp_path: Path
     assert job.sizes() == [2, 1, 2]
 
 
-@pytest.mark.parametrize("fault", FAILING)
+@pytest.mark.parametrize("fault", ["SIGKILL", pytest.param(EXCEPTION, marks=SLOW)])
 def test_a_rank_fails_and_the_other_waits_for_another(fault: str, tmp_path: Path, losses: Losses) -> None:
     job = Scenario(tmp_path, "-np", "2", "--elastic", "2:2", fault=fault)
     with nothing_lost(job.run, losses), job:
@@ -49,6 +56,7 @@ def test_a_rank_fails_and_the_other_waits_for_another(fault: str, tmp_path: Path
     assert job.sizes() == [2, 2]
 
 
+@SLOW
 def test_all_ranks_fail(tmp_path: Path, losses: Losses) -> None:
     job = Scenario(tmp_path, "-np", "2", "--elastic", "1:2")
     with job:
