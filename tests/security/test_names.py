@@ -54,7 +54,8 @@ def test_a_run_and_a_task_of_any_name(folder: Path, size: int) -> None:
     assert seen(audit, "os.system") == seen(audit, "subprocess.Popen") == []
 
 
-def test_the_command_that_is_shown_can_be_pasted(folder: Path) -> None:
+def test_the_command_that_is_shown_can_be_pasted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)  # it is for who is there
     train(f"--task={NASTY}.py:toy", f"--run_dir={NASTY}/run", "--train.stop_at=2", *OPTIONS, cwd=folder)
     command = go_on(Path(NASTY) / "run", RankInfo(), "--train.stop_at null")
     done = subprocess.run(
