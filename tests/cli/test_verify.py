@@ -50,7 +50,9 @@ def test_resume_on_two_ranks(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    train(f"--task={SUPPORT}/{task}", *TOY[1:], "--train.steps=1", "--run_dir=run", cwd=tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT.parents[1]))
+    found = {"PYTHONPATH": str(SUPPORT.parents[1])}
+    train(f"--task={SUPPORT}/{task}", *TOY[1:], "--train.steps=1", "--run_dir=run", cwd=tmp_path, environment=found)
     before = {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")}
     assert main(["verify", "resume", "run", "--steps", "2", "--sizes", "2"]) == code
     told = capfd.readouterr().out

@@ -304,15 +304,14 @@ def test_what_an_optimizer_counts_in_its_groups_is_kept(tmp_path: Path) -> None:
                 group["k"] = group.get("k", 0) + 1
             return super().step(closure)
 
-    def state() -> TrainState:
+    def state(momentum: float) -> TrainState:
         model = nn.Linear(1, 1)
-        optimizer = Counting(model.parameters(), lr=0.1, momentum=0.5)
+        optimizer = Counting(model.parameters(), lr=0.1, momentum=momentum)
         return TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False), Progress())
 
-    first, second = state(), state()
+    first, second = state(0.5), state(0.9)  # the options have changed since
     first.model(torch.ones(1, 1)).sum().backward()
     first.optimizer.step()
-    second.optimizer.param_groups[0]["momentum"] = 0.9  # as options changed since would set it
     second.load_state_dict(first.state_dict())
     assert (second.optimizer.param_groups[0]["k"], second.optimizer.param_groups[0]["momentum"]) == (1, 0.9)
 

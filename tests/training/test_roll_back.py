@@ -114,7 +114,8 @@ def test_the_fourth_time_is_the_end() -> None:
 
 def test_two_ranks_go_past_it_together() -> None:
     options = [TASK, "--train.steps=45", "--train.global_batch=8", "--train.micro_batch=2", "--elastic.roll_back=both"]
-    train(*options, "--run_dir=two", "--parallel.compression=int8", size=2, cwd=Path.cwd())
+    found = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    train(*options, "--run_dir=two", "--parallel.compression=int8", size=2, cwd=Path.cwd(), environment=found)
     assert [event["positions"] for event in _back("two")] == [[296, 304]]
     assert _proven("two") == [(296, 304)]
 
