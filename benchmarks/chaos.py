@@ -68,7 +68,7 @@ def figures(rows: Iterable[Row]) -> list[Figure]:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Seconds from the fault to the next step, by fault and place; what does not hold is named below."""
+    """Seconds from the fault to the next step / the longest pause from then on; what does not hold is named below."""
     rows = {r["name"]: r for r in rows}
     lines = [f"| fault | hosts | ranks | {' | '.join(PHASES)} |", "|---" * (3 + len(PHASES)) + "|"]
     for fault in FAULTS:
@@ -94,7 +94,8 @@ def _entry(found: Row | None) -> str:
         return ""
     if found["wrong"]:
         return "**no**"
-    return "yes" if found["to_next_step_s"] is None else f"{found['to_next_step_s']:.2f}"
+    times = (found["to_next_step_s"], found["pause_s"] if found["phase"] != "start-up" else None)
+    return " / ".join(f"{time_s:.2f}" for time_s in times if time_s is not None) or "yes"
 
 
 def run(wanted: list[Cell], jobs: int, results: dict[str, Row], file: Path | None) -> None:

@@ -162,8 +162,9 @@ def measure(folder: Path, minutes: float, seed: int) -> dict[str, Any]:
     wrong = [w for w in (f"exit code {code}" if code else "", *map(str, verify_data(soak.run).wrong)) if w]
     wrong += [f"{len(expected) - len(common)} steps are missing"] if len(common) < len(expected) else []
     wrong += [f"left: {process}" for process in left]
-    old = [seen for seen in soak.seen.values() if seen.name != "rank"]
-    old += sorted((s for s in soak.seen.values() if s.name == "rank"), key=lambda s: -len(s.looks))[:1]
+    # A rank may be seen first when it is still a copy of the agent, and has its name.
+    names = ("driver", "agent", "rank")
+    old = [max((s for s in soak.seen.values() if s.name == name), key=lambda s: len(s.looks)) for name in names]
     return {
         "steps": steps,
         "wrong": wrong,

@@ -10,6 +10,7 @@
     ├── HorovodError         Horovod is missing, or built for something else
     ├── BuildError           building Horovod did not succeed
     ├── RunDirectoryError    a run directory that cannot be used
+    │   └── UnusableRunDirectoryError  nor could it be the next time
     ├── CheckpointError      a checkpoint that cannot be read or does not fit
     ├── TraceError           a trace that cannot be read, or is another program's
     ├── NonFiniteError       loss or gradient kept being inf or nan
@@ -17,6 +18,12 @@
 """
 
 from __future__ import annotations
+
+USAGE = 2
+"""What the command exits with on a `ConfigError`, a `TaskError` or an `UnusableRunDirectoryError`.
+
+They would come again each time: nothing that started them tries it again.
+"""
 
 
 class HvdtrainError(Exception):
@@ -77,6 +84,10 @@ class BuildError(HvdtrainError):
 
 class RunDirectoryError(HvdtrainError):
     """A run directory cannot be used."""
+
+
+class UnusableRunDirectoryError(RunDirectoryError):
+    """A run directory that would be refused again: none that can be written, or one with a run to be left alone."""
 
 
 class CheckpointError(HvdtrainError):

@@ -7,7 +7,7 @@ import sys
 import time
 import traceback
 
-from hvdtrain.errors import ConfigError, HvdtrainError
+from hvdtrain.errors import USAGE, ConfigError, HvdtrainError, TaskError, UnusableRunDirectoryError
 from hvdtrain.observe.failure.voice import Voice
 from hvdtrain.runtime.environment import RankInfo, rank_label
 
@@ -49,7 +49,7 @@ def _left_to_others(error: BaseException, info: RankInfo) -> bool:
 def _code(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         return EXIT_OF_SIGNAL["SIGINT"]
-    return 2 if isinstance(error, ConfigError) else 1
+    return USAGE if isinstance(error, ConfigError | TaskError | UnusableRunDirectoryError) else 1
 
 
 def _report(error: BaseException, info: RankInfo | None) -> str:

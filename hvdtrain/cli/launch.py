@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from hvdtrain.cli.launch_options import parse
 from hvdtrain.errors import HvdtrainError, LaunchError
 from hvdtrain.launch import discovery
 from hvdtrain.launch.commands import Limits
@@ -23,18 +24,14 @@ from hvdtrain.runtime.environment import JOB, LAUNCH_OPTIONS, environ
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
 
-_DESCRIPTION = """\
-Start training on several ranks, and keep it going while ranks and hosts come and go:
-a rank that dies is started again, and the others go on without waiting for it."""
-
 
 def main(argv: list[str], program: Sequence[str] | None = None) -> int:
     """Run the subcommand. `program`: what ranks run in the place of ``python -m hvdtrain ARGS``.
 
     0 when training finished, 128 + number where a signal ended it, 2 on a wrong option, else 1.
     """
-    options = parser().parse_args(argv)
     try:
+        options = parse(argv)
         plan = _plan(argv, options, program)
         if options.dry_run:
             hosts = discovery.ask(plan.script) if plan.script else plan.hosts
@@ -122,67 +119,3 @@ def _range(text: str | None, start: int) -> tuple[int, int]:
         expected = f"MIN:MAX with 1 <= MIN <= -np ({start}) <= MAX"
         raise LaunchError("--elastic is not a range of numbers of ranks.", expected=expected, found=repr(text))
     return int(found[1]), int(found[2])
-
-
-def _seconds(text: str) -> float:
-    number = float(text)
-    if not 0 <= number < 1e9:
-        raise argparse.ArgumentTypeError(f"a number of seconds from 0, not {text}")
-    return number
-
-
-def _whole(text: str) -> int:
-    if not re.fullmatch("[0-9]{1,6}", text):
-        raise argparse.ArgumentTypeError(f"a whole number from 0, not {text}")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if not _whole(text):
-        raise argparse.ArgumentTypeError("at least 1")
-    return int(text)
-
-
-def _interface(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9_.@:-]{0,15}", text):
-        raise argparse.ArgumentTypeError(f"a network interface, such as eth0, not {text!r}")
-    return text
-
-
-def parser() -> argparse.ArgumentParser:
-    """Declare the options."""
-    raw = argparse.RawDescriptionHelpFormatter
-    made = argparse.ArgumentParser(prog="hvdtrain launch", description=_DESCRIPTION, formatter_class=raw)
-    add = made.add_argument
-    add("-np", type=_positive, required=True, metavar="N", help="ranks to start with")
-    add("--elastic", metavar="MIN:MAX", help="go on with MIN to MAX ranks; without it a rank that dies ends the job")
-    which = made.add_mutually_exclusive_group()
-    which.add_argument("-H", dest="hosts", metavar="a:2,b:2", help="hosts and their slots (this host)")
-    script = "program that writes host:slots lines; asked each second"
-    which.add_argument("--discover", type=Path, metavar="SCRIPT", help=script)
-    add("--restarts", type=_whole, default=0, metavar="N", help="start all again N times when no rank was left (0)")
-    add("--reset-limit", type=_whole, metavar="N", help="end with an error after N changes of the ranks (no limit)")
-    _add_times(add)
-    add("--interface", type=_interface, default="", help="network interface between hosts (found out)")
-    add("--local", default="", metavar="NAMES", help="further names of this host, with commas")
-    add("--ssh-port", type=_positive, metavar="PORT", help="of ssh to other hosts (as ssh is set up)")
-    add("--ssh-option", action="append", default=[], metavar="ARG", help="an argument for ssh; may be repeated")
-    add("--env", action="append", default=[], metavar="NAME", help="a variable that ranks on other hosts get too")
-    add("--events", type=Path, metavar="FILE", help="append what happens to FILE, as lines of JSON")
-    add("--tag", action="store_true", help="mark lines of rank 0 by its number too")
-    add("--dry-run", action="store_true", help="print what would be run, and stop")
-    add("arguments", nargs=argparse.REMAINDER, metavar="-- ARGS", help="arguments of hvdtrain train")
-    return made
-
-
-def _add_times(add: Callable[..., object]) -> None:
-    seconds = {"type": _seconds, "metavar": "S"}
-    add(
-        "--hang-timeout",
-        default=60.0,
-        help="end a rank that holds the others up for S seconds; 0: never (60)",
-        **seconds,
-    )
-    add("--elastic-timeout", default=600.0, help="with fewer than MIN ranks wait S seconds (600)", **seconds)
-    add("--start-timeout", default=600.0, help="wait S seconds for N ranks, then go on with MIN (600)", **seconds)
-    add("--gloo-timeout", type=_positive, default=10, metavar="S", help="give up a rank that is not heard of (10)")

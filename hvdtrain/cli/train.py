@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,9 +26,10 @@ _BAR = 40
 
 
 def main(argv: list[str]) -> int:
-    """Parse, train, print a summary; 0, 1 on an error, 2 on a wrong option, 128 + number where a signal ended it.
+    """Parse, train, print a summary; 0, 1 on an error, 128 + number where a signal ended it.
 
-    124 where the watchdog ended a run that made no progress.
+    2 on what would come again each time: a wrong option, task or run folder (`hvdtrain.errors.USAGE`). 124 where the
+    watchdog ended a run that made no progress.
     """
     info: RankInfo | None = None
     voice = Voice(show)
@@ -77,7 +78,7 @@ def summary(result: Result, info: RankInfo) -> str:
         rows.append(("held-out loss", f"{result.first_heldout_loss:.4f} -> {result.last_heldout_loss:.4f}"))
     rows += [(name, f"{value:.4f} on held-out samples") for name, value in result.metrics.items()]
     if not math.isnan(result.tokens_per_s):
-        rows.append(("speed", f"{result.tokens_per_s:,.0f} {result.unit}/s on {info.size} rank(s)"))
+        rows.append(("speed", f"{result.tokens_per_s:,.0f} {result.unit}/s {_on(result.sizes or [info.size])}"))
     if len(result.sizes) > 1:
         rows.append(("ranks", f"{' -> '.join(map(str, result.sizes))}; {result.still_s:.1f} s without a step"))
     rows.append(("run", str(result.run_dir)))
@@ -96,11 +97,19 @@ def summary(result: Result, info: RankInfo) -> str:
     ]
     if result.reason == "finished":
         further.append(("train on", go_on(result.run_dir, info, f"--train.steps {2 * result.total_steps}")))
+    elif result.reason == "stop_at":  # the config of the run says where to stop: the command takes that back
+        further.append(("go on beyond it", go_on(result.run_dir, info, "--train.stop_at null")))
     else:
-        further.append(("go on", go_on(result.run_dir, info, "--train.stop_at null")))
+        further.append(("go on", go_on(result.run_dir, info)))
     head = f"{how} at step {result.step} of {result.total_steps} after {duration(result.seconds)}"
     told = to_lines(result.analysis) if result.analysis is not None else _where_it_went(result.budget)
     return "\n".join(["", head, table(rows), *told, "look further:", table(further)])
+
+
+def _on(sizes: Sequence[int]) -> str:
+    """Of which ranks a speed is."""
+    least, most = min(sizes), max(sizes)
+    return f"on {most} rank(s)" if least == most else f"on {least} to {most} ranks, all rounds together"
 
 
 def _where_it_went(budget: Mapping[str, float]) -> list[str]:

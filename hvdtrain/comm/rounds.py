@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from hvdtrain.comm.waiting import waits
@@ -20,6 +20,16 @@ T = TypeVar("T")
 
 STARTED, FAILED, CHANGED = "started", "failed", "changed"
 """Why a rank wants a place."""
+
+_AGAIN_S = 0.05
+"""Between two looks at what ranks that meet have opened, once one of them is gone."""
+
+
+def lost_a_rank(error: BaseException) -> bool:
+    """Whether an error is Horovod's own for a rank that is gone, or one that follows from cutting its connections."""
+    from hvdtrain.comm.horovod import HorovodInternalError
+
+    return isinstance(error, HorovodInternalError)
 
 
 class Rounds(Protocol):
@@ -136,8 +146,7 @@ class SeatedRounds:
 
         self._seat.cut = lambda: None
         self._seat.pulse = Pulse()
-        if hvd.is_initialized():
-            hvd.shutdown()
+        hvd.shutdown()  # also what init has left that failed; nothing where there was none
 
     def _meet(self, place: Place) -> HorovodComm:
         """Connect to the other ranks of the round.
@@ -148,11 +157,17 @@ class SeatedRounds:
         from hvdtrain.comm.horovod import HorovodComm, begin_session
 
         change_variables(place.variables())
-        before = open_sockets().keys()
-        self._seat.cut = lambda: cut(open_sockets().keys() - before)
-        self._see_whole()
-        begin_session()
-        comm = HorovodComm()
+        before, met = open_sockets().keys(), threading.Event()
+        cutter = threading.Thread(target=_cut_all, args=(before, met), daemon=True)
+        self._seat.cut = cutter.start
+        try:
+            self._see_whole()
+            begin_session()
+            comm = HorovodComm()
+        finally:
+            met.set()
+            if cutter.is_alive():
+                cutter.join()  # what the next round opens is not to be cut
         opened = open_sockets().keys() - before
         self._seat.cut = lambda: cut(opened)
         self._see_whole()  # told before there was all of it to cut
@@ -163,10 +178,8 @@ class SeatedRounds:
             raise ConnectionError("a rank of the round was gone before it began")
 
     def is_over(self, error: BaseException) -> bool:
-        """Whether Horovod lost a rank: its own error, or any that followed from our cutting its connections."""
-        from hvdtrain.comm.horovod import HorovodInternalError
-
-        return isinstance(error, HorovodInternalError)
+        """Whether Horovod lost a rank."""
+        return lost_a_rank(error)
 
     def notices(self, notices: list[int], changed: int, terminate: int) -> list[int]:
         """A SIGTERM that came to this rank alone lets it go and the others train on."""
@@ -189,3 +202,10 @@ class SeatedRounds:
     def leaving(self, why: str) -> None:
         """Tell the driver."""
         self._seat.leaving(why)
+
+
+def _cut_all(before: Collection[int], met: threading.Event) -> None:
+    """Cut what was opened since, and what comes after it, until the ranks have met or given up."""
+    while not met.is_set():
+        cut(open_sockets().keys() - before)
+        met.wait(_AGAIN_S)

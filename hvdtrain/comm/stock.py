@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from hvdtrain.comm.rounds import lost_a_rank
 from hvdtrain.errors import HorovodError
-from hvdtrain.runtime.environment import change_variables
+from hvdtrain.runtime.environment import change_variables, horovod_numbers
 
 if TYPE_CHECKING:
     from hvdtrain.comm.base import Comm
@@ -62,15 +63,13 @@ class StockRounds:
                     next_step="nothing, where this host was taken from the job; else the driver starts it anew",
                 ) from None
         # Horovod has told C alone.
-        facts = {"RANK": comm.rank, "SIZE": comm.size, "LOCAL_RANK": comm.local_rank, "LOCAL_SIZE": comm.local_size}
-        change_variables({f"HOROVOD_{name}": str(value) for name, value in facts.items()})
+        facts = {name: getattr(comm, name) for name in ("rank", "size", "local_rank", "local_size")}
+        change_variables(horovod_numbers(facts))
         return comm
 
     def is_over(self, error: BaseException) -> bool:
         """Whether Horovod lost a rank."""
-        from hvdtrain.comm.horovod import HorovodInternalError
-
-        return isinstance(error, HorovodInternalError)
+        return lost_a_rank(error)
 
     def notices(self, notices: list[int], changed: int, terminate: int) -> list[int]:
         """What came, and whether hosts have changed."""

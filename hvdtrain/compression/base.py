@@ -148,6 +148,13 @@ class Compressor(ABC):
         """The state by ``parameter/what``, without copying; equal on all ranks after `settle`."""
         return {}
 
+    def settled(self) -> dict[str, Tensor]:
+        """What `state_dict` would give after `settle`, with nothing changed. Collective: yes.
+
+        To be read before the next `pack`.
+        """
+        return self.state_dict()
+
     def load_state_dict(self, state: Mapping[str, Tensor], ranks: int) -> None:
         """Take over what `state`, saved by a job of so many ranks, holds of the bucket's parameters.
 

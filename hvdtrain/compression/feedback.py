@@ -9,7 +9,7 @@ Seide et al., "1-Bit Stochastic Gradient Descent", 2014; Karimireddy et al., "Er
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor, add
 
@@ -67,14 +67,25 @@ class Feedback(Compressor):
     def settle(self) -> None:
         """Give every rank the mean of the residuals. Collective: yes."""
         self._inner.settle()
+        self._mean(self._residual)
+
+    def settled(self) -> dict[str, Tensor]:
+        """The mean of the residuals, in the buffer that is packed next, and the inner one's. Collective: yes."""
+        self.work.copy_(self._residual)
+        self._mean(self.work)
+        return {**self._inner.settled(), **self._named(self.places)}
+
+    def _mean(self, residual: Tensor) -> None:
         if self.shape.length:
-            self.comm.allreduce(self._residual, name=f"{self.shape.name}/residual").wait()
-            self._residual.div_(self.comm.size)
+            self.comm.allreduce(residual, name=f"{self.shape.name}/residual").wait()
+            residual.div_(self.comm.size)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The residuals, and the inner one's state."""
-        own = {f"{part.name}/{RESIDUAL}": r for part, r in zip(self.shape.parts, self._residuals, strict=True)}
-        return {**self._inner.state_dict(), **own}
+        return {**self._inner.state_dict(), **self._named(self._residuals)}
+
+    def _named(self, residuals: Sequence[Tensor]) -> dict[str, Tensor]:
+        return {f"{part.name}/{RESIDUAL}": r for part, r in zip(self.shape.parts, residuals, strict=True)}
 
     def load_state_dict(self, state: Mapping[str, Tensor], ranks: int) -> None:
         """Take the residuals over; each rank's is scaled so that they come to the same sum."""

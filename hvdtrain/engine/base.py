@@ -58,6 +58,13 @@ class Engine(Protocol):
         """Make the exchange's state the same on all ranks, so that one can save it. Collective: yes."""
         ...
 
+    def settled(self) -> dict[str, Tensor]:
+        """The tensors as `settle` would make them, which stay as they are. Collective: yes.
+
+        To be read before the next step.
+        """
+        ...
+
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The exchange's state, tensors and plain values; equal on all ranks after `settle`."""
         ...

@@ -85,6 +85,10 @@ class ExchangeEngine:
         """Make the state the same on all ranks. Collective: yes."""
         self._reducer.settle()
 
+    def settled(self) -> dict[str, Tensor]:
+        """The tensors of the state, as if it were made the same. Collective: yes."""
+        return self._reducer.settled()
+
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The plan of the buckets, and the compressors' state."""
         tensors, values = self._reducer.state_dict()

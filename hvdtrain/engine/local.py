@@ -60,6 +60,10 @@ class LocalEngine:
     def settle(self) -> None:
         """Do nothing."""
 
+    def settled(self) -> dict[str, Tensor]:
+        """What there is, is settled."""
+        return self.state_dict()[0]
+
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return what several ranks have left, for the time when there are several again."""
         return dict(self._kept.tensors), dict(self._values)

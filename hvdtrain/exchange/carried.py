@@ -24,13 +24,13 @@ class Carried:
 
     def owed(self, ranks: int) -> Carried:
         """What this rank has yet to deliver, now a matter among so many ranks; all else is forgotten."""
-        return Carried({key: t for key, t in self.tensors.items() if _is_owed(key)}, ranks)
+        return Carried({key: t for key, t in self.tensors.items() if is_owed(key)}, ranks)
 
     def without(self, parameters: Collection[str], ranks: int) -> Carried:
         """What is not of these parameters, for a job of so many ranks: what is owed keeps its sum over them."""
         scale = self.ranks / ranks
         rest = {key: t for key, t in self.tensors.items() if key.rpartition("/")[0] not in parameters}
-        return Carried({key: t * scale if _is_owed(key) and scale != 1.0 else t for key, t in rest.items()}, ranks)
+        return Carried({key: t * scale if is_owed(key) and scale != 1.0 else t for key, t in rest.items()}, ranks)
 
     def owes(self, parameter: str) -> bool:
         """Whether something of its gradients is yet to be delivered."""
@@ -39,9 +39,10 @@ class Carried:
     def rescale(self, factor: float) -> None:
         """Multiply what is owed."""
         for key, tensor in self.tensors.items():
-            if _is_owed(key):
+            if is_owed(key):
                 tensor.mul_(factor)
 
 
-def _is_owed(key: str) -> bool:
+def is_owed(key: str) -> bool:
+    """Whether a tensor of compressors, by its key, is what is yet to be delivered."""
     return key.endswith(f"/{RESIDUAL}")

@@ -170,6 +170,13 @@ class Reducer:
         """Make the state the same on all ranks, so that it can be saved by one. Collective: yes."""
         self._standing.settle()
 
+    def settled(self) -> dict[str, Tensor]:
+        """The tensors as `settle` would make them, which stay as they are. Collective: yes.
+
+        To be read before the next step.
+        """
+        return self._standing.settled()
+
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors and plain values; after `settle` equal on all ranks. Tensors are not copied."""
         return self._standing.state_dict()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor
 
+from hvdtrain.compression.base import Compressor
 from hvdtrain.exchange.buckets import Named, Plan
 from hvdtrain.exchange.carried import Carried
 from hvdtrain.exchange.flight import Flight
@@ -57,23 +58,31 @@ class Standing:
 
     def finite(self) -> bool:
         """Whether compressors that keep or lose something found what came finite; equal on all ranks."""
-        return self.flight is None or all(compressor.finite() for compressor in self.flight.compressors)
+        return all(compressor.finite() for compressor in self._compressors())
 
     def commit(self, *, applied: bool) -> None:
         """Keep what the exchange changed in the compressors' state; if the step was not applied, forget it."""
-        for compressor in self.flight.compressors if self.flight else ():
+        for compressor in self._compressors():
             compressor.commit(applied=applied)
 
     def rescale(self, factor: float) -> None:
         """Gradients are multiplied by `factor` from now on, and so is what compressors carry to the next step."""
         self.carried.rescale(factor)
-        for compressor in self.flight.compressors if self.flight else ():
+        for compressor in self._compressors():
             compressor.rescale(factor)
 
     def settle(self) -> None:
         """Make the state the same on all ranks, so that it can be saved by one. Collective: yes."""
-        for compressor in self.flight.compressors if self.flight else ():
+        for compressor in self._compressors():
             compressor.settle()
+
+    def settled(self) -> dict[str, Tensor]:
+        """The tensors as `settle` would make them, which stay as they are. Collective: yes.
+
+        To be read before the next step.
+        """
+        held = {k: t for compressor in self._compressors() for k, t in compressor.settled().items()}
+        return {**self.carried.tensors, **held}
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors and plain values; after `settle` equal on all ranks. Tensors are not copied."""
@@ -93,5 +102,8 @@ class Standing:
     def _all(self) -> Carried:
         if self.flight is None:
             return self.carried
-        held = {k: t for compressor in self.flight.compressors for k, t in compressor.state_dict().items()}
+        held = {k: t for compressor in self._compressors() for k, t in compressor.state_dict().items()}
         return Carried({**self.carried.tensors, **held}, self._ranks)
+
+    def _compressors(self) -> Sequence[Compressor]:
+        return self.flight.compressors if self.flight else ()

@@ -22,6 +22,7 @@
 #include <algorithm>
 
 #include "blocking_mpi.h"
+#include "caught_start.h" // a change of its own to the same source
 #include "prompt.h"
 #include "tensor_queue.h"
 

@@ -7,12 +7,12 @@ From the driver:
     hello    {"host", "folder", "environment", "remote"}   the first
     start    {"worker", "argv", "environment"}             added to the environment of hello, and that to the host's own
     tell     {"worker", "what", "facts"}
-    kill     {"worker"}     signal  {"worker", "name"}
+    kill     {"worker", "after_s"}   signal  {"worker", "name"}
     answer   {"request", "status", "value"}
     beat     {}             each second
 To the driver:
     ready    {"pid", "store", "address", "interface"}   the last two: by which the driver came, "" if not known
-    said     {"worker", "message"}   line  {"worker", "text", "err"}   exited  {"worker", "code"}
+    said     {"worker", "message"}   line  {"worker", "text", "err"}   dying  {"worker"}   exited  {"worker", "code"}
     put      {"round", "key", "value"}   get  {"request", "round", "key"}
     log      {"text"}
     beat     {"halted": {worker: bool}}   each second
@@ -28,6 +28,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from functools import partial
@@ -104,6 +105,12 @@ class Agent:
         for worker in list(self._workers.values()):
             worker.send_signal("SIGTERM")
 
+    def complain(self, failed: threading.ExceptHookArgs) -> None:
+        """Say that a thread of this has failed: what it did is done no more."""
+        lines = traceback.format_exception(failed.exc_type, failed.exc_value, failed.exc_traceback)
+        name = failed.thread.name if failed.thread is not None else "?"
+        self._writer.send("log", text=f"thread {name} of the agent has failed:\n{''.join(lines)}")
+
     def _hear(self, message: Mapping[str, Any]) -> None:
         kind = message["type"]
         if kind == "start":
@@ -118,7 +125,7 @@ class Agent:
             if kind == "tell":
                 worker.tell(message["what"], message["facts"])
             elif kind == "kill":
-                worker.kill()
+                worker.kill_after(float(message["after_s"]))
             else:
                 worker.send_signal(message["name"])
 
@@ -189,6 +196,7 @@ def main(hello: Mapping[str, Any] | None = None) -> int:
         sys.stderr.write("hvdtrain.launch.agent is started by hvdtrain launch, not by hand\n")
         return 2
     agent = Agent(hello, LineWriter(sink))
+    threading.excepthook = agent.complain
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # The handler may stand amid what holds a lock: another thread is what waits for it.

@@ -31,10 +31,11 @@ class StartWorker:
 
 @dataclass(frozen=True)
 class KillWorker:
-    """End a process and all that it started, at once."""
+    """End a process and all that it started: at once, or after so many seconds."""
 
     worker: int
     host: str
+    after_s: float = 0.0
 
 
 @dataclass(frozen=True)

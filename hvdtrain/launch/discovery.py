@@ -29,12 +29,26 @@ def ask(script: Path, timeout_s: float = TIMEOUT_S) -> dict[str, int]:
     except subprocess.TimeoutExpired:
         raise LaunchError(f"{script} did not end within {timeout_s:.0f} s.", expected=expected) from None
     except OSError as error:
-        hint = f"chmod +x {script}, and see that its first line names its interpreter, as in #!/bin/sh"
+        hint = _hint(script)
         raise LaunchError(f"{script} cannot be run.", expected=expected, found=str(error), next_step=hint) from None
     if code != 0:
         found = f"exit code {code}: {err.decode('utf-8', 'replace').strip()[-500:]}"
         raise LaunchError(f"{script} failed.", expected=expected, found=found)
     return parse_answer(out.decode("utf-8", "replace"))
+
+
+def _hint(script: Path) -> str:
+    """What to do about a script that cannot be run."""
+    words = str(script).split()
+    if script.is_dir():
+        return f"name the program itself; {script} is a folder"
+    if not script.exists() and len(words) > 1:
+        return "it is run by its path, without arguments: write the command into a script of its own, and name that"
+    if not script.exists():
+        return f"give the path of a program that is there, from {Path.cwd()} on"
+    if not os.access(script, os.X_OK):
+        return f"chmod +x {script}"
+    return "see that its first line names its interpreter, and that this is there, as in #!/bin/sh"
 
 
 def _run(script: Path, timeout_s: float) -> tuple[int, bytes, bytes]:

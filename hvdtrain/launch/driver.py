@@ -33,9 +33,9 @@ from hvdtrain.launch.membership import Membership
 from hvdtrain.launch.plan import Plan, agent_command, agent_environment, hello, rank_environment
 from hvdtrain.launch.screen import Screen
 from hvdtrain.launch.store import Answer, RoundStore, encoded
+from hvdtrain.runtime.channel import BEAT_S
 
 _TICK_S = 0.1
-_BEAT_S = 1.0
 
 Seen = tuple[AgentLink | None, dict[str, Any]]
 
@@ -128,6 +128,8 @@ class Driver:
         now, kind, host = time.monotonic(), message["type"], link.host
         if kind == "said":
             self._do(self._members.said(message["worker"], message["message"], now))
+        elif kind == "dying":
+            self._do(self._members.dying(message["worker"], now))
         elif kind == "exited":
             self._do(self._members.exited(message["worker"], message["code"], now))
         elif kind == "put":
@@ -166,7 +168,7 @@ class Driver:
             elif isinstance(command, StartWorker):
                 self._start_worker(command)
             elif isinstance(command, KillWorker):
-                self._send(command.host, "kill", worker=command.worker)
+                self._send(command.host, "kill", worker=command.worker, after_s=command.after_s)
             elif isinstance(command, OpenRound):
                 self._answer(self._store.open(command.round, encoded(command.keys)))
             elif isinstance(command, CloseRound):
@@ -200,8 +202,7 @@ class Driver:
     def _start_worker(self, command: StartWorker) -> None:
         self._ranks[command.worker] = command.place["rank"]
         variables = rank_environment(self._plan, command.host, command.place)
-        argv = list(self._plan.program)
-        self._send(command.host, "start", worker=command.worker, argv=argv, environment=variables)
+        self._send(command.host, "start", worker=command.worker, argv=[*self._plan.program], environment=variables)
 
     def _start_agent(self, host: str) -> None:
         try:
@@ -213,8 +214,7 @@ class Driver:
             return
         self._links[host] = link
         link.start()
-        facts = hello(self._plan, host)
-        link.send("hello", **facts)
+        link.send("hello", **hello(self._plan, host))
 
     def _stop_agent(self, host: str) -> None:
         link = self._links.pop(host, None)
@@ -233,7 +233,7 @@ class Driver:
 
     def _beat(self) -> None:
         now = time.monotonic()
-        if now - self._beat_s >= _BEAT_S:
+        if now - self._beat_s >= BEAT_S:
             self._beat_s = now
             for link in self._links.values():
                 link.send("beat")

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import signal
 
+from hvdtrain.errors import USAGE
 from hvdtrain.launch.commands import End, KillWorker
 from hvdtrain.launch.job import Job, Phase, Worker
-
-USAGE = 2
-"""What a program exits with whose options are wrong: they are on every rank, and would be each time."""
 
 
 def dismiss(job: Job, worker: Worker, why: str) -> None:
     """There is no place for a worker any more: it is told so, and killed if it stays."""
-    if worker.ended:
+    if worker.ended or worker.dying:  # of one that is dying it is still to be told how it ended
         return
+    inside = job.is_inside(worker)
     worker.ended, worker.until_s = why, job.now_s + job.limits.end_s
     if worker.joined:
-        job.tell(worker, "end", why=why)
+        end(job, worker)
         worker.until_s = job.now_s + job.limits.grace_s
-    else:
+    elif not (inside and job.broken):  # who was told that the round is over comes to ask for the next, and is told then
         job.out.append(KillWorker(worker.number, worker.host))
     job.note("dismissed", worker=worker.number, why=why)
+
+
+def end(job: Job, worker: Worker) -> None:
+    """Tell one that has asked for a place that there is none."""
+    job.tell(worker, "end", why=worker.ended, failed=job.phase is Phase.ENDING)
 
 
 def last_failures(job: Job) -> str:
@@ -96,13 +100,11 @@ def lost(job: Job, why: str) -> None:
         return fail(job, f"{why}{last_failures(job)}", USAGE)
     if job.restarts >= job.limits.restarts:
         offered = "" if not job.limits.restarts else f" after {job.restarts} restart(s)"
-        hint = (
-            ""
-            if job.limits.restarts
-            else "\n  the same command goes on at the last checkpoint; --restarts N does so itself"
-        )
+        goes_on = job.trained and not job.limits.restarts
+        hint = "\n  the same command goes on at the last checkpoint; --restarts N does so itself" if goes_on else ""
         return fail(job, f"{why}{offered}{last_failures(job)}{hint}")
     job.restarts += 1
+    job.short_s = None
     job.phase, job.code, job.spoilt, job.last_code = Phase.RUNNING, 0, "", 0
     job.fresh, job.broken, job.changed, job.began_s = True, False, False, job.now_s
     for host in job.hosts.values():
@@ -112,7 +114,8 @@ def lost(job: Job, why: str) -> None:
     for worker in job.workers.values():
         if worker.round or worker.leaving:
             dismiss(job, worker, "all is started again")
-    text = f"{why}: all is started again ({job.restarts} of {job.limits.restarts}), from the last checkpoint"
+    where = ", from the last checkpoint" if job.trained else ""
+    text = f"{why}: all is started again ({job.restarts} of {job.limits.restarts}){where}"
     job.note("restart", text, restart=job.restarts)
 
 

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from hvdtrain.errors import USAGE
 from hvdtrain.launch.commands import StopAgent
-from hvdtrain.launch.ends import USAGE, fail, left, lost, said_of_code
+from hvdtrain.launch.ends import fail, left, lost, said_of_code
 from hvdtrain.launch.filling import cool
 from hvdtrain.launch.job import Host, Job, Phase, Worker
 from hvdtrain.launch.rounds import break_round
+
+
+def dying(job: Job, worker: Worker) -> None:
+    """A worker is as good as gone, for its round and the next one; its slot is still taken."""
+    inside = job.is_inside(worker)
+    worker.dying = True
+    worker.until_s = min(worker.until_s, job.now_s + job.limits.end_s)  # one that cannot end is told of
+    if inside:
+        job.note("dying", f"{worker.label} is gone", worker=worker.number)
+        break_round(job, f"{worker.label} is gone")
 
 
 def exited(job: Job, worker: Worker, code: int, text: str = "") -> None:
@@ -33,15 +44,16 @@ def _failed(job: Job, worker: Worker, code: int, said: str) -> None:
     place = job.hosts[worker.host].place(worker.slot)
     seconds = cool(job, place)
     text = f"{worker.label} {said}"
-    job.failures = [*job.failures[-9:], text]
-    again = job.limits.elastic and job.phase is Phase.RUNNING and not (job.fresh and code == USAGE)
+    job.remember(text)
+    final = code == USAGE and (job.fresh or not any(w.step > 0 for w in (worker, *job.members())))
+    again = job.limits.elastic and not final and _goes_on(job) and (job.fresh or any(w.present for w in job.members()))
     job.note("fault", f"{text}; started again in {seconds:.0f} s" if again else text)
     if job.phase is not Phase.RUNNING:
         if job.phase is Phase.FINISHING and worker.rank == 0:
             job.spoilt = text
         return
     job.last_code = code
-    if job.fresh and code == USAGE:
+    if final:  # it would come again each time, and nobody has done a step yet
         fail(job, text, USAGE)
     elif not job.limits.elastic:
         lost(job, text)
@@ -66,8 +78,9 @@ def agent_lost(job: Job, host: Host, why: str) -> None:
     job.out.append(StopAgent(host.name))
     seconds = cool(job, host)
     text = f"{host.name} is lost: {why}"
-    job.failures = [*job.failures[-9:], text]
-    job.note("host_lost", f"{text}; tried again in {seconds:.0f} s" if job.limits.elastic else text, host=host.name)
+    job.remember(text)
+    again = job.limits.elastic and _goes_on(job, without=host)
+    job.note("host_lost", f"{text}; tried again in {seconds:.0f} s" if again else text, host=host.name)
     for worker in [w for w in job.workers.values() if w.host == host.name]:
         exited(job, worker, 1, "is lost with its host")
     if not job.limits.elastic and job.phase is Phase.RUNNING:
@@ -78,11 +91,16 @@ def nobody(job: Job) -> None:
     """End, or start again, when no rank is left that holds the state, or none ever came so far."""
     if job.phase is not Phase.RUNNING:
         return
-    if job.fresh:
-        if not job.workers and not _untried(job):
-            lost(job, "no process came so far as to join")
-    elif not job.members():
-        lost(job, "no rank is left")
+    if not _goes_on(job):
+        lost(job, "no process came so far as to join" if job.fresh else "no rank is left")
+
+
+def _goes_on(job: Job, without: Host | None = None) -> bool:
+    """Whether there is a rank that holds the state, or one may still come so far. `without`: a host that is lost."""
+    if job.phase is not Phase.RUNNING:
+        return False
+    left = [w for w in job.workers.values() if without is None or w.host != without.name]
+    return bool(left) or _untried(job) if job.fresh else any(map(job.is_member, left))
 
 
 def _untried(job: Job) -> bool:
@@ -90,36 +108,3 @@ def _untried(job: Job) -> bool:
     hosts = [h for h in job.hosts.values() if h.slots]
     failed = [h.failed or h.place(i).failed for h in hosts for i in range(h.slots)]
     return not all(failed) or not failed
-
-
-def short(job: Job) -> None:
-    """End the job when fewer workers than it needs have been there for too long; they hold the state so long."""
-    if job.phase is not Phase.RUNNING:
-        return
-    limits = job.limits
-    if job.fresh:
-        if job.now_s - job.began_s >= limits.start_timeout_s and len(job.staying()) < limits.least:
-            _give_up(job, limits.start_timeout_s, "--start-timeout", limits.least)
-        elif job.now_s - job.began_s >= 2 * limits.start_timeout_s:
-            _give_up(job, 2 * limits.start_timeout_s, "--start-timeout", limits.least)
-        return
-    here = [w for w in job.staying() if w.joined or job.is_member(w)]
-    if len(here) >= limits.least:
-        job.short_s = None
-        return
-    if job.short_s is None:
-        job.short_s = job.now_s
-        wait = f"waiting up to {limits.elastic_timeout_s:.0f} s"
-        job.note("short", f"{len(here)} rank(s), and at least {limits.least} are needed: {wait}", here=len(here))
-    elif job.now_s - job.short_s >= limits.elastic_timeout_s:
-        _give_up(job, limits.elastic_timeout_s, "--elastic-timeout", limits.least)
-
-
-def _give_up(job: Job, seconds: float, option: str, wanted: int) -> None:
-    here = [w for w in job.staying() if w.joined or (job.is_member(w) and not job.fresh)]
-    state = ", ".join(
-        f"{h.name}: {h.slots} slot(s){'' if h.agent == 'ready' else ', not reached'}" for h in job.hosts.values()
-    )
-    why = f"after {seconds:.0f} s ({option}) there are {len(here)} of at least {wanted} ranks"
-    found = "".join(f"\n  {text}" for text in job.failures[-5:])
-    fail(job, f"{why}\n  hosts: {state or 'none was named'}{found}", save=True)

@@ -7,6 +7,9 @@ from hvdtrain.launch.faults import agent_lost
 from hvdtrain.launch.job import Job, Phase, Worker
 from hvdtrain.launch.rounds import break_round
 
+_STACKS_S = 0.5
+"""For a rank that can speak to say where it hangs, before it is killed."""
+
 
 def forgive(job: Job) -> None:
     """Take everybody as just heard: the driver itself was away, and nobody can be blamed for what it didn't hear."""
@@ -28,19 +31,22 @@ def watch(job: Job) -> None:
         for worker in _silent(job):
             kill(job, worker, f"it has been stopped or silent for {_quiet(job, worker):.0f} s")
         for worker in _holding(job):
-            kill(job, worker, f"it has made no progress for {worker.idle_s:.0f} s, and the others wait for it")
+            why = f"it has made no progress for {worker.idle_s:.0f} s, and the others wait for it"
+            kill(job, worker, why, _STACKS_S)
         _stuck(job)
         for worker in list(job.staying()):
             if not worker.joined and not worker.round and job.now_s - worker.started_s >= job.limits.start_timeout_s:
-                kill(job, worker, f"it has not asked for a place within {job.limits.start_timeout_s:.0f} s")
+                kill(job, worker, f"it has not asked for a place within {job.limits.start_timeout_s:.0f} s", _STACKS_S)
 
 
-def kill(job: Job, worker: Worker, why: str) -> None:
-    """End a worker that hangs; its exit is what the others are told of."""
+def kill(job: Job, worker: Worker, why: str, after_s: float = 0.0) -> None:
+    """End a worker that hangs; its exit is what the others are told of. `after_s`: left to it to say where it is."""
     if worker.until_s < float("inf"):
         return
     worker.until_s = job.now_s + job.limits.end_s  # the kill is repeated, should it be lost
-    job.out.append(KillWorker(worker.number, worker.host))
+    if after_s:
+        job.tell(worker, "stacks")
+    job.out.append(KillWorker(worker.number, worker.host, after_s))
     job.note("hung", f"{worker.label} hangs ({why}): it is killed", worker=worker.number, why=why)
 
 
@@ -71,7 +77,7 @@ def _silent(job: Job) -> list[Worker]:
 def _holding(job: Job) -> list[Worker]:
     """Members that do nothing while all others wait, in a collective or for the next round, or do nothing either."""
     timeout = job.limits.hang_timeout_s
-    members = [w for w in job.members() if not w.ended and not w.leaving]
+    members = [w for w in job.members() if w.present]
     idle = [w for w in members if not w.joined and w.idle_s > timeout]
     held = [w for w in idle if not w.waiting]
     waiting = [w for w in members if w.joined or w.waiting]

@@ -69,6 +69,7 @@ class Worker:
         going: why it has to make room, "" if it stays.
         drained: it was told to by SIGTERM, so that its slot is left alone for a while.
         leaving: why it said that it ends, "" if it didn't.
+        dying: its process is on its end, whatever of it is still to be seen.
         ended: why it was told to end, "" if it wasn't; gone by `until_s`, else it is killed.
         heard_s: when it gave a sign of life last, None before the first.
         idle_s, waiting: as it said then.
@@ -88,6 +89,7 @@ class Worker:
     going: str = ""
     drained: bool = False
     leaving: str = ""
+    dying: bool = False
     ended: str = ""
     until_s: float = float("inf")
     heard_s: float | None = None
@@ -100,7 +102,12 @@ class Worker:
     @property
     def stays(self) -> bool:
         """Whether it may be in the next round."""
-        return not (self.going or self.leaving or self.ended)
+        return not self.going and self.present
+
+    @property
+    def present(self) -> bool:
+        """Whether it has not begun to end, nor was told to."""
+        return not (self.leaving or self.dying or self.ended)
 
     @property
     def label(self) -> str:
@@ -139,11 +146,17 @@ class Job:
     code: int = 0
     until_s: float = float("inf")
     size: int = 0
+    trained: bool = False
+    """A rank has told of a step: there may be a checkpoint."""
     spoilt: str = ""
     last_code: int = 0
     """What the rank that failed last exited with."""
     failures: list[str] = field(default_factory=list)
     """The last ones, for the message that ends the job."""
+
+    def remember(self, failure: str) -> None:
+        """Keep a failure for the message that ends the job."""
+        self.failures = [*self.failures[-9:], failure]
 
     def members(self) -> list[Worker]:
         """Workers that live and were in the last round, whether they have joined anew or not."""
@@ -163,7 +176,7 @@ class Job:
 
     def is_inside(self, worker: Worker) -> bool:
         """Whether one that lives is `inside`."""
-        return worker.round == self.round > 0 and not (worker.joined or worker.leaving or worker.ended)
+        return worker.round == self.round > 0 and not worker.joined and worker.present
 
     def tell(self, worker: Worker, kind: str, **facts: Any) -> None:
         """Send a message."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hvdtrain.launch import ends, faults, filling, hangs, rounds
+from hvdtrain.launch import ends, faults, filling, hangs, rounds, shortage
 from hvdtrain.launch.commands import Command, Limits
 from hvdtrain.launch.job import Job, Phase, Worker
 
@@ -72,6 +72,14 @@ class Membership:
             faults.agent_lost(self.job, self.job.hosts[host], why)
         return self._advance()
 
+    def dying(self, number: int, now_s: float) -> list[Command]:
+        """The kernel has begun to end a worker's process; how it ended is told when that is done."""
+        self._begin(now_s)
+        worker = self.job.workers.get(number)
+        if worker is not None:
+            faults.dying(self.job, worker)
+        return self._advance()
+
     def exited(self, number: int, code: int, now_s: float) -> list[Command]:
         """A worker's process is gone. `code`: negative for the signal that ended it."""
         self._begin(now_s)
@@ -84,6 +92,8 @@ class Membership:
         """A worker said something by its channel. What follows from a sign of life is found at the next tick."""
         self._begin(now_s)
         worker = self.job.workers.get(number)
+        if worker is not None:
+            self.job.hosts[worker.host].heard_s = now_s  # its agent has handed it on
         hear = _SAID.get(str(message.get("type")))
         if worker is not None and hear is not None:
             hear(self.job, worker, message)
@@ -93,12 +103,6 @@ class Membership:
         """The driver was told to end by SIGTERM or SIGINT."""
         self._begin(now_s)
         ends.stop(self.job, name)
-        return self._advance()
-
-    def fail(self, why: str, now_s: float) -> list[Command]:
-        """End the job for a reason of the driver's own."""
-        self._begin(now_s)
-        ends.fail(self.job, why)
         return self._advance()
 
     def tick(self, now_s: float) -> list[Command]:
@@ -118,7 +122,7 @@ class Membership:
         hangs.watch(job)
         filling.settle(job)
         faults.nobody(job)
-        faults.short(job)
+        shortage.short(job)
         rounds.form(job)
         rounds.wish_change(job)
         for worker in list(job.workers.values()):
@@ -133,15 +137,16 @@ class Membership:
 def _join(job: Job, worker: Worker, message: Mapping[str, Any]) -> None:
     inside = job.is_inside(worker)
     worker.step = _number(message.get("step"), -1)
+    job.trained = job.trained or worker.step > 0
     worker.idle_s, worker.waiting = 0.0, False
     worker.joined, job.joined_s = True, job.now_s
     why, text = str(message.get("why")), str(message.get("text", ""))
     job.note("join", worker=worker.number, why=why, step=worker.step, after=message.get("after"), error=text)
     if worker.ended or worker.leaving:
-        job.tell(worker, "end", why=worker.ended)
+        ends.end(job, worker)
     elif inside and why == "failed":
         if text and not job.broken:
-            job.failures = [*job.failures[-9:], f"{worker.label}: {text}"]
+            job.remember(f"{worker.label}: {text}")
         rounds.break_round(job, f"{worker.label} has failed: {text}" if text else f"{worker.label} has failed")
     elif inside and not job.changed:
         rounds.change(job, f"{worker.label} has left the round")
@@ -155,6 +160,7 @@ def _alive(job: Job, worker: Worker, message: Mapping[str, Any]) -> None:
         worker.idle_s = min(idle_s, job.now_s - worker.entered_s)  # what was before its round says nothing
         worker.waiting = message.get("waiting") is True
         worker.step = max(worker.step, int(_number(message.get("step"), -1)))
+        job.trained = job.trained or worker.step > 0
 
 
 def _drain(job: Job, worker: Worker, message: Mapping[str, Any]) -> None:
@@ -164,7 +170,8 @@ def _drain(job: Job, worker: Worker, message: Mapping[str, Any]) -> None:
         job.note("drain", f"{worker.label} was told to go, and the job is not elastic", worker=worker.number)
         return ends.stop(job, "SIGTERM")
     worker.going, worker.drained = "it was told to go", True
-    job.note("drain", f"{worker.label} was told to go: the others go on", worker=worker.number)
+    text = f"{worker.label} was told to go: the others go on, and its slot rests for {job.limits.cooldown_most_s:.0f} s"
+    job.note("drain", text, worker=worker.number)
 
 
 def _leaving(job: Job, worker: Worker, message: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvdtrain.launch.commands import Limits
+from hvdtrain.runtime.environment import horovod_numbers
 
 AGENT = "hvdtrain.launch.agent"
 
@@ -95,7 +96,7 @@ def rank_environment(plan: Plan, host: str, place: Mapping[str, int]) -> dict[st
     given = {"PYTHONUNBUFFERED": "1"} if "PYTHONUNBUFFERED" not in plan.environment else {}
     return {
         **given,
-        **{f"HOROVOD_{name.upper()}": str(number) for name, number in place.items()},
+        **horovod_numbers(place),
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
         "HOROVOD_ELASTIC": "1",

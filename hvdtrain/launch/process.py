@@ -13,7 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from hvdtrain.runtime.channel import VARIABLE, Channel
+from hvdtrain.runtime.channel import HELD, VARIABLE, Channel
+from hvdtrain.runtime.lifeline import VARIABLE as LIFELINE
+from hvdtrain.runtime.lifeline import Lifeline, make_lifeline
 
 _MOST_CHARACTERS = 1 << 16
 """Of a line that is forwarded; longer ones come in pieces."""
@@ -27,9 +29,10 @@ class WorkerProcess:
 
     Args:
         argv: its command.
-        environment: all of its environment, less the channel's variable.
+        environment: all of its environment, less the variables of its channel and its lifeline.
         folder: where it works.
-        report: called from threads with what comes of it: ``line`` (text, err), ``said`` (message), ``exited`` (code).
+        report: called from threads with what comes of it: ``line`` (text, err), ``said`` (message), ``dying`` as soon
+            as the kernel has begun to end it, if it holds its lifeline, ``exited`` (code).
 
     Errors:
         OSError: it cannot be started.
@@ -39,22 +42,28 @@ class WorkerProcess:
         self, argv: Sequence[str], environment: Mapping[str, str], folder: str, report: Callable[..., None]
     ) -> None:
         ours, theirs = socket.socketpair()
-        with theirs:
-            number = theirs.fileno()
-            try:
-                self._process = subprocess.Popen(
-                    list(argv),
-                    env={**environment, VARIABLE: str(number)},
-                    cwd=folder,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    pass_fds=(number,),
-                    start_new_session=True,
-                )
-            except BaseException:
-                ours.close()
-                raise
+        given = {VARIABLE: theirs.fileno()}
+        self._lifeline = None
+        if (made := make_lifeline()) is not None:
+            self._lifeline, given[LIFELINE] = made
+        try:
+            self._process = subprocess.Popen(
+                list(argv),
+                env={**environment, **{name: str(number) for name, number in given.items()}},
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=tuple(given.values()),
+                start_new_session=True,
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            if made is not None:
+                os.close(made[1])
         self.pid = self._process.pid
         self._channel = Channel(ours)
         self._report = report
@@ -85,6 +94,14 @@ class WorkerProcess:
         """Send a signal to it and all that it started."""
         self._send(lambda: os.killpg(self.pid, number))
 
+    def kill_after(self, seconds: float) -> None:
+        """Kill it when so much time has gone by, if it is still there."""
+        if seconds <= 0:
+            return self.kill()
+        timer = threading.Timer(seconds, self.kill)
+        timer.daemon = True
+        timer.start()
+
     def hang_up(self) -> None:
         """Close its channel, by which it knows that there is no job any more."""
         self._channel.close()
@@ -105,7 +122,7 @@ class WorkerProcess:
             fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
             return False
-        return fields[0] == "T"
+        return fields[:1] == ["T"]
 
     def _send(self, act: Callable[[], None]) -> None:
         with self._alive, suppress(ProcessLookupError, PermissionError):
@@ -125,8 +142,20 @@ class WorkerProcess:
         self._channel.close()
 
     def _listen(self) -> None:
+        watcher = None
         for message in self._channel.messages():
-            self._report("said", message=message)
+            if message["type"] != HELD:
+                self._report("said", message=message)
+            elif self._lifeline is not None and watcher is None:
+                watcher = threading.Thread(target=self._watch, args=(self._lifeline,), daemon=True)
+                watcher.start()
+        if watcher is not None:
+            watcher.join()
+            self._report("dying")  # behind all that it has said
+
+    def _watch(self, lifeline: Lifeline) -> None:
+        if lifeline.wait():
+            self._channel.hear_no_more()
 
     def _read(self, stream: IO[bytes], err: bool) -> None:
         with stream:

@@ -53,7 +53,7 @@ def _wish(job: Job) -> tuple[str, frozenset[int]]:
     staying = [w for w in job.members() if w.stays]
     waiting = [w for w in job.staying() if w.joined and not job.is_member(w)]
     waiting = waiting[: max(0, job.limits.most - len(staying))]
-    going = [w for w in job.members() if w.going and not w.ended]
+    going = [w for w in job.members() if w.going and not (w.ended or w.dying)]
     if not staying or len(staying) + len(waiting) < job.limits.least:
         going = []
     reasons = []
@@ -70,9 +70,9 @@ def form(job: Job) -> None:
         _form_to_save(job)
     if job.phase is not Phase.RUNNING or job.inside():
         return
-    joined = [w for w in job.workers.values() if w.joined and not w.ended and not w.leaving]
-    if not joined or (job.fresh and not _gathered(job, joined)):
-        return
+    joined = [w for w in job.workers.values() if w.joined and w.present]
+    if not joined or not (_gathered(job, joined) if job.fresh else any(map(job.is_member, joined))):
+        return  # nobody who has asked holds the state: the last who does is dying
     staying = [w for w in joined if not w.going]
     survivors = [w for w in staying if w.round]
     if len(staying) >= job.limits.least and (job.fresh or survivors):
@@ -100,7 +100,7 @@ def _gathered(job: Job, joined: list[Worker]) -> bool:
 
 def _form_to_save(job: Job) -> None:
     """Survivors between two rounds when the job was told to stop get a last one, in which they save."""
-    between = [w for w in job.members() if w.joined and not w.ended]
+    between = [w for w in job.members() if w.joined and not (w.ended or w.dying)]
     if between and not job.inside() and not any(w.leaving for w in job.members()):
         announce(job, order(between, job.hosts))
         for worker in between:
@@ -136,7 +136,7 @@ def announce(job: Job, chosen: list[Worker]) -> None:
         job.tell(worker, "round", **facts)
     _say(job, chosen, old)
     job.size, job.fresh, job.broken, job.changed = len(chosen), False, False, False
-    job.fault_s, job.wish = None, frozenset()
+    job.fault_s, job.short_s, job.wish = None, None, frozenset()
 
 
 def _say(job: Job, chosen: list[Worker], old: int) -> None:

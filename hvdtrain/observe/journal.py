@@ -112,9 +112,9 @@ class Journal:
                 self._say("the journal is written again, with the lines that waited")
 
 
-def journal_lines(path: Path) -> Iterator[dict[str, Any]]:
+def journal_lines(path: str | Path) -> Iterator[dict[str, Any]]:
     """The whole lines of a journal, in order, one at a time. A line that a kill cut off is left out."""
-    with path.open("rb") as file:
+    with Path(path).open("rb") as file:
         for line in file:
             try:
                 yield orjson.loads(line)
@@ -122,12 +122,12 @@ def journal_lines(path: Path) -> Iterator[dict[str, Any]]:
                 continue
 
 
-def read_journal(path: Path) -> list[dict[str, Any]]:
+def read_journal(path: str | Path) -> list[dict[str, Any]]:
     """All whole lines of a journal, in order."""
     return list(journal_lines(path))
 
 
-def read_steps(path: Path) -> dict[int, dict[str, Any]]:
+def read_steps(path: str | Path) -> dict[int, dict[str, Any]]:
     """The steps of a journal by number: of a step that was done again after a resume, the last counts."""
     return {line["step"]: line for line in journal_lines(path) if "event" not in line}
 

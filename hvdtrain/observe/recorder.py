@@ -78,10 +78,15 @@ class Recorder:
         self._display.step(record)
 
     def event(self, record: dict[str, Any]) -> None:
-        """Record an event, with its time. May be called from any thread."""
+        """Record an event, with its time. May be called from any thread.
+
+        A checkpoint that somebody waits for is shown too.
+        """
         if record["event"] == "failed":
             self._patience_s = _PATIENCE_WHEN_FAILED_S
         self._record({**record, "time": steady_s()})
+        if record["event"] == "checkpoint" and "why" in record:
+            self.say(f"checkpoint of step {record['at_step']} saved, {record['why']}: checkpoints/{record['path']}")
 
     def show(self, record: dict[str, Any]) -> None:
         """Give an event to the sinks alone: what is too large for the journal."""

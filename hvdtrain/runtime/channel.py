@@ -15,6 +15,7 @@ From a rank:
              training thread last made progress; `waiting`: whether that waits in a collective
     drain    {}      it was told by SIGTERM to go: it leaves at the next step boundary, the others go on
     leaving  {"why"}   it has come to the end of training (finished, stop_at, a signal's name) and exits by itself
+    held     {}      it holds its `lifeline`; goes no further than to the agent
 
 To a rank:
     round    {"round", "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size", "host", "interface",
@@ -23,7 +24,8 @@ To a rank:
     changed  {"why"}   others wait to join, or some are to go: at the next step boundary all leave the round and join
     broken   {"round", "why"}   a rank of the round is gone: leave it now; what waits in a collective is woken
     stop     {"signal"}   the whole job is to save and end, as if every rank had got the signal
-    end      {"why"}   there is no place any more: exit with 0
+    stacks   {}      it hangs, and is about to be killed: it writes to stderr where it is
+    end      {"why", "failed"}   there is no place any more: exit with 0. `failed`: nor a job
 
 Messages of unknown type are passed over.
 """
@@ -39,6 +41,9 @@ from typing import Any
 
 VARIABLE = "HVDTRAIN_CHANNEL"
 """Names the file descriptor of a rank's end of the socketpair."""
+
+HELD = "held"
+"""The one message that is for the agent."""
 
 BEAT_S = 1.0
 """Seconds between two `alive` of a rank."""
@@ -82,6 +87,11 @@ class Channel:
             if len(rest) > _MOST_BYTES:
                 return
             yield from filter(None, map(parse, lines))
+
+    def hear_no_more(self) -> None:
+        """Have `messages` end with what has come so far."""
+        with suppress(OSError):
+            self._end.shutdown(socket.SHUT_RD)
 
     def close(self) -> None:
         """Let go of it; who waits for messages gets no more."""

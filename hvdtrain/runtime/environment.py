@@ -157,6 +157,11 @@ def rank_info(environ: Mapping[str, str], host: str | None = None) -> RankInfo:
     return info
 
 
+def horovod_numbers(numbers: Mapping[str, int]) -> dict[str, str]:
+    """Variables by which Horovod over Gloo finds its rank, size, local_rank and so on."""
+    return {f"HOROVOD_{name.upper()}": str(number) for name, number in numbers.items()}
+
+
 def launch_options(environ: Mapping[str, str]) -> list[str] | None:
     """The options of the `hvdtrain launch` that started this process; None where it was something else."""
     try:

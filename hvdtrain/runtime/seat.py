@@ -6,23 +6,32 @@ import os
 import queue
 import signal
 import socket
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hvdtrain.runtime.channel import BEAT_S, VARIABLE, Channel
+from hvdtrain.runtime.channel import BEAT_S, HELD, VARIABLE, Channel
+from hvdtrain.runtime.environment import horovod_numbers
+from hvdtrain.runtime.lifeline import hold_lifeline
 
 EXIT_ALONE = 1
 """Exit code of a rank whose driver is gone."""
 
-
 _MOST_CHARACTERS = 4000
 """Of an error that the driver is told."""
+
+_NUMBERS = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
 
 
 class NoPlace(Exception):
     """The job goes on, or ends, without this rank."""
+
+
+class GivenUp(NoPlace):
+    """The job ends, for it has failed."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +62,7 @@ class Place:
     def variables(self) -> dict[str, str | None]:
         """What Horovod finds in the environment."""
         return {
-            "HOROVOD_RANK": str(self.rank),
-            "HOROVOD_SIZE": str(self.size),
-            "HOROVOD_LOCAL_RANK": str(self.local_rank),
-            "HOROVOD_LOCAL_SIZE": str(self.local_size),
-            "HOROVOD_CROSS_RANK": str(self.cross_rank),
-            "HOROVOD_CROSS_SIZE": str(self.cross_size),
+            **horovod_numbers({name: getattr(self, name) for name in _NUMBERS}),
             "HOROVOD_HOSTNAME": self.host,
             "HOROVOD_GLOO_IFACE": self.interface or None,
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": self.store,
@@ -126,7 +130,7 @@ class Seat:
             step: optimizer steps that this process's memory holds; -1 for nothing.
 
         Errors:
-            NoPlace: there is none.
+            NoPlace: there is none; as `GivenUp` where the job has failed.
         """
         self._channel.send("join", after=self.round, why=why, text=text[:_MOST_CHARACTERS], step=step)
         while True:
@@ -135,7 +139,7 @@ class Seat:
             except queue.Empty:
                 continue
             if answer["type"] == "end":
-                raise NoPlace(str(answer.get("why", "")))
+                raise (GivenUp if answer.get("failed") is True else NoPlace)(str(answer.get("why", "")))
             place = Place(**{name: answer[name] for name in Place.__dataclass_fields__})
             with self._lock:
                 self.round = place.round
@@ -192,6 +196,9 @@ class Seat:
                 self._broken = int(message["round"])
                 if self._broken == self.round:
                     self.cut()
+        elif kind == "stacks":
+            sys.stderr.write(f"hvdtrain: where this rank hangs:\n{_main_stack()}")
+            sys.stderr.flush()
         elif kind == "stop":
             self._stopping = True
             os.kill(os.getpid(), signal.Signals[str(message["signal"])])
@@ -208,6 +215,11 @@ class Seat:
             )
 
 
+def _main_stack() -> str:
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return "".join(traceback.format_stack(frame)) if frame is not None else ""
+
+
 def take_seat(environ: Mapping[str, str]) -> Seat | None:
     """The seat of this process in an elastic job; None where no driver of ours started it."""
     text = environ.get(VARIABLE, "")
@@ -215,4 +227,7 @@ def take_seat(environ: Mapping[str, str]) -> Seat | None:
         return None
     end = socket.socket(fileno=int(text))
     os.set_inheritable(end.fileno(), False)
-    return Seat(Channel(end)).start()
+    channel = Channel(end)
+    if hold_lifeline(environ):
+        channel.send(HELD)
+    return Seat(channel).start()

@@ -23,9 +23,10 @@ def open_sockets() -> dict[int, int]:
 
 
 def cut(inodes: Collection[int]) -> int:
-    """Shut the TCP connections among these down in both directions; how many. Who waits on them gets an end of file.
+    """Shut the TCP connections among these down for receiving; how many. Who waits on them gets an end of file.
 
-    They stay open: closing them is for who opened them. Other sockets are left alone.
+    Sending goes on: Gloo tells nobody of a send that fails while it answers the other end, and who waits for it then
+    waits until its timeout. They stay open: closing them is for who opened them. Other sockets are left alone.
     """
     count = 0
     now = open_sockets()
@@ -33,6 +34,6 @@ def cut(inodes: Collection[int]) -> int:
         if inode in now:
             with suppress(OSError), socket.socket(fileno=os.dup(now[inode])) as connection:
                 if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
-                    connection.shutdown(socket.SHUT_RDWR)
+                    connection.shutdown(socket.SHUT_RD)
                     count += 1
     return count

@@ -87,7 +87,7 @@ def decide(wanted: str, facts: Facts, *, quiet: bool) -> TimelinePlan:
 def _costs(facts: Facts, quiet: bool) -> Iterator[str]:
     """Why a Timeline that nobody asked for might slow the training."""
     if CHANNEL in facts.already:
-        yield "ranks of an elastic job come and go, and all that meet must have decided alike"
+        yield "hvdtrain launch starts ranks one by one, and all that meet must have decided alike"
     if facts.info.size == 1:
         yield "one rank has nothing to exchange"
     if not facts.info.one_host:

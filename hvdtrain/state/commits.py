@@ -64,18 +64,22 @@ class Commits:
         before_s, self._asked_s = self._asked_s, self._clock()
         return self.step < 0 or self._interval.due(self._asked_s, self._asked_s - before_s)
 
-    def take(self, state: TrainState) -> None:
-        """Copy the state, with what its exchange carries made equal on all ranks. Collective: yes."""
+    def take(self, state: TrainState, *, settled: bool = False) -> None:
+        """Copy the state, with what its exchange carries equal on all ranks. Collective: yes, where not `settled`.
+
+        The state stays as it is: when commits are taken depends on clocks, and what is trained must not.
+
+        Args:
+            state: of this rank.
+            settled: its exchange was made equal on all ranks before.
+        """
         began_s = self._clock()
-        if state.exchange is not None:
-            state.exchange.settle()
-        self.take_settled(state)
+        taken = state.state_dict()
+        if not settled and state.exchange is not None and (carried := state.exchange.settled()):
+            taken = StateDict({**taken.tensors, "exchange": carried}, taken.values)
+        self._snapshot.take(taken, state.progress.step)
         now_s = self._clock()
         self._interval.took(now_s, now_s - began_s)
-
-    def take_settled(self, state: TrainState) -> None:
-        """Copy the state, of which the exchange has made equal what it carries."""
-        self._snapshot.take(state.state_dict(), state.progress.step)
 
     def restore(self, state: TrainState) -> None:
         """Make the state what it was."""

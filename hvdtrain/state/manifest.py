@@ -54,20 +54,29 @@ def read_manifest(path: Path) -> dict[str, Any]:
             found=str(error),
             next_step="give the directory of a checkpoint, such as RUN/checkpoints/step-000100",
         ) from None
-    form = manifest.get("format") if isinstance(manifest, dict) else manifest
+    told = manifest if isinstance(manifest, dict) else {}
+    form = told.get("format")
+    content = {key: value for key, value in told.items() if key != CHECKSUM}
+    # First: a number that was changed says nothing of a format.
+    if (CHECKSUM in told or form == FORMAT) and told.get(CHECKSUM) != _own_checksum(content):
+        raise CheckpointError(
+            f"{file} is damaged: it was changed since it was written",
+            expected=f"{CHECKSUM} {str(told.get(CHECKSUM))[:12]}...",
+            found=_own_checksum(content)[:12] + "...",
+            next_step="resume from another checkpoint",
+        )
+    if form is None:
+        raise CheckpointError(
+            f"{file} is damaged: it does not say of which format it is",
+            expected=f"format 1 or {FORMAT}",
+            next_step="resume from another checkpoint",
+        )
     if form not in (1, FORMAT) or isinstance(form, (bool, float)):
         raise CheckpointError(
             f"{path} has a format that this version does not read",
             expected=f"{MANIFEST} of format 1 or {FORMAT}",
             found=str(form)[:80],
-        )
-    content = {key: value for key, value in manifest.items() if key != CHECKSUM}
-    if form == FORMAT and manifest.get(CHECKSUM) != _own_checksum(content):
-        raise CheckpointError(
-            f"{file} is damaged",
-            expected=f"{CHECKSUM} {str(manifest.get(CHECKSUM))[:12]}...",
-            found=_own_checksum(content)[:12] + "...",
-            next_step="resume from another checkpoint",
+            next_step="read it with the version of hvdtrain that wrote it",
         )
     return content
 

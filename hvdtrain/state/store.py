@@ -130,14 +130,14 @@ class CheckpointStore:
             raise
 
     def load_newest(self) -> tuple[Saved, StateDict] | None:
-        """The newest checkpoint that is whole; damaged ones are named and passed over. None where there is none."""
+        """The newest checkpoint that is whole; others are named and passed over. None where there is none."""
         for saved in reversed(self.list()):
             try:
                 state = load(saved.path, self.progress)
                 _check_step(saved)
                 return saved, state
             except CheckpointError as error:
-                self._warn(f"passing over a damaged checkpoint: {error.what}")
+                self._warn(f"passing over a checkpoint: {error.what}")
         return None
 
     def set_aside_after(self, last: Saved | None) -> None:

@@ -47,6 +47,13 @@ class Exchange(Protocol):
         """Make the state the same on all ranks. Collective: yes."""
         ...
 
+    def settled(self) -> dict[str, Tensor]:
+        """The tensors as `settle` would make them, which stay as they are. Collective: yes.
+
+        To be read before the next step.
+        """
+        ...
+
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors by name, and plain values."""
         ...
@@ -68,6 +75,11 @@ class StateDict:
 
     tensors: Mapping[str, Mapping[str, Tensor]]
     values: Mapping[str, Any]
+
+    @property
+    def count(self) -> int:
+        """Of the tensors, in all groups."""
+        return sum(len(tensors) for tensors in self.tensors.values())
 
 
 @dataclass

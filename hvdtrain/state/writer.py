@@ -23,7 +23,7 @@ from hvdtrain.state.train_state import StateDict
 from hvdtrain.state.writing import Abandoned
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 10.0, 600.0
-"""From a failed save to the next try: at first; doubled each time up to."""
+"""From a failed save that is told to the try that is told next: at first; doubled each time up to."""
 
 _PATIENCE_S = 2.0
 """How long a run that has failed waits for a checkpoint that rank 0 alone is writing."""
@@ -36,7 +36,8 @@ class CheckpointWriter:
     on the disk waits for it. A second buffer would cost the memory of the state once more, and help only until the
     disk is behind by two.
 
-    A save that fails, for want of room say, does not end training: `look` tells of it and asks for another.
+    A save that fails, for want of room say, does not end training: it is told, and `look` asks for another some time
+    later. One that is due before is tried too; that it fails is told only where the reason is another one.
 
     Args:
         comm: the ranks.
@@ -72,6 +73,7 @@ class CheckpointWriter:
         self._abandoned = threading.Event()
         self._moves = 0
         self._retry_s, self._retry_at = _FIRST_RETRY_S, float("inf")
+        self._trouble = self._why = ""
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -96,7 +98,9 @@ class CheckpointWriter:
             raise
         self._finish()
 
-    def save(self, step: int, state: StateDict, notes: Mapping[str, Any], *, wait: bool, urgent: bool = False) -> None:
+    def save(
+        self, step: int, state: StateDict, notes: Mapping[str, Any], *, wait: bool, urgent: bool = False, why: str = ""
+    ) -> None:
         """Save a state, the same on every rank. Collective: yes.
 
         Args:
@@ -105,6 +109,7 @@ class CheckpointWriter:
             notes: for the manifest.
             wait: return once it is on the disk, and copy nothing.
             urgent: little time is left: old checkpoints are not removed.
+            why: stands in the event that says that it is on the disk, where given.
 
         Errors:
             CheckpointError: on every rank, with `wait`: it could not be written. In any case: it holds a dtype that
@@ -112,6 +117,7 @@ class CheckpointWriter:
         """
         check_dtypes(state)
         self._finish()
+        self._why = why
         count = writers(state, self._comm.size, self._least_bytes) if self._shared else 1
         try:
             folder = Path(on_rank_0(self._comm, partial(self._begin, step, count), name="checkpoint/folder"))
@@ -122,7 +128,7 @@ class CheckpointWriter:
             return
         if self._comm.rank < count:
             mine = shard(state, self._comm.rank, count)
-            others = _count(state) - _count(mine)
+            others = state.count - mine.count
             mine = StateDict(mine.tensors, state.values)
             if not wait:
                 self._snapshot.take(mine, step)
@@ -215,22 +221,26 @@ class CheckpointWriter:
         self._thread = self._attempt = self._outcome = None
 
     def _saved(self, step: int, name: str) -> None:
-        self._retry_s, self._retry_at = _FIRST_RETRY_S, float("inf")
-        self._event({"event": "checkpoint", "at_step": step, "path": name})
+        why = "after saves that failed" if self._trouble else self._why
+        self._retry_s, self._retry_at, self._trouble = _FIRST_RETRY_S, float("inf"), ""
+        self._event({"event": "checkpoint", "at_step": step, "path": name, **({"why": why} if why else {})})
 
     def _failed(self, step: int, error: CheckpointError) -> None:
         if self._store is None:
             return
-        newest = self._store.list()[-1:]
-        retry_s, self._retry_s = self._retry_s, min(2 * self._retry_s, _LAST_RETRY_S)
-        self._retry_at = self._clock() + retry_s
+        is_promised = self._retry_at == float("inf")
+        if is_promised:
+            self._retry_at = self._clock() + self._retry_s
+            self._retry_s = min(2 * self._retry_s, _LAST_RETRY_S)
+        retry_s = max(0.0, self._retry_at - self._clock())
         with suppress(HvdtrainError):  # a full disk takes no line of a journal either
             self._event({"event": "checkpoint_failed", "at_step": step, "error": error.what, "retry_s": retry_s})
+        known, self._trouble = self._trouble, error.what.replace(str(step), "")
+        if not is_promised and self._trouble == known:
+            return
+        newest = self._store.list()[-1:]
         self._warn(
             f"{error.what} ({error.found}): {error.next_step or 'see there'}. Training goes on, and is kept as of"
-            f" {f'step {newest[0].step}' if newest else 'no step at all'}; the next try comes in {retry_s:.0f} s"
+            f" {f'step {newest[0].step}' if newest else 'no step at all'}; the next try comes with the next save that"
+            f" is due, at the latest in {retry_s:.0f} s, and until then the same is not told again"
         )
-
-
-def _count(state: StateDict) -> int:
-    return sum(len(tensors) for tensors in state.tensors.values())

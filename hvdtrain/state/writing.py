@@ -62,7 +62,7 @@ def write_shard(
 
 def report_shard(folder: Path, number: int, step: int, state: StateDict, files: Mapping[str, Facts]) -> None:
     """Leave word that a writer other than 0 is done. Errors: OSError."""
-    content = {"step": step, "tensors": _count(state), "files": {name: asdict(facts) for name, facts in files.items()}}
+    content = {"step": step, "tensors": state.count, "files": {name: asdict(facts) for name, facts in files.items()}}
     write_text(folder / f"shard-{number:05d}.json", json.dumps(content))
 
 
@@ -152,7 +152,3 @@ def _sizes(folder: Path) -> dict[str, int]:
             with suppress(FileNotFoundError):  # renamed since it was listed
                 found[entry.name] = entry.stat().st_size
         return found
-
-
-def _count(state: StateDict) -> int:
-    return sum(len(tensors) for tensors in state.tensors.values())

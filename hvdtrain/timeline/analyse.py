@@ -28,6 +28,8 @@ def analyse(run: RunTrace) -> Analysis:
         run = _regular(run)
     table = run.steps
     spent = budget.of_steps(table, run.horovod) if table is not None else None
+    if spent is not None and table is not None and run.is_part:
+        spent = replace(spent, what=f"{spent.what}, last round: steps {table.step[0]} to {table.step[-1]}")
     if spent is None:
         spent = budget.of_timeline(run.horovod)
     exchange = communication.of_run(run)

@@ -36,7 +36,8 @@ class Budget:
     """Where a step's wall time goes; the parts sum to it.
 
     Attributes:
-        what: whose steps: "rank 0", "mean of 4 ranks", or for a Timeline by itself "rank 0's communication".
+        what: whose steps: "rank 0", "mean of 4 ranks", with their numbers where a run did others before; for a Timeline
+            by itself "rank 0's communication".
         step_ms: wall time of a step.
         steps: how many were looked at; 0 where a Timeline's could not be told: then times are those of all of it.
         parts: data, forward, backward, exposed communication in its pieces (waiting for late ranks, negotiation, queue,

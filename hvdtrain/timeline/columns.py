@@ -150,6 +150,7 @@ class RunTrace:
         warnings: of the run, and lines that Horovod or NCCL wrote into its output.
         link: what was measured of the link at the run's start: pairs of bytes and seconds of an allreduce.
         notes: what is missing or was dropped, in plain words.
+        is_part: `steps` are of the last round only: the run did others before, with other ranks or before a resume.
     """
 
     path: Path
@@ -162,6 +163,7 @@ class RunTrace:
     warnings: Sequence[str] = ()
     link: Sequence[tuple[int, float]] = ()
     notes: Sequence[str] = ()
+    is_part: bool = False
 
     @property
     def spans_of_rank_0(self) -> RankSpans | None:

@@ -67,6 +67,9 @@ def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
     start = _newest(starts, told, notes)
     steps = start.steps if start is not None and len(start.steps.step) else None
     notes += start.dropped if start is not None else ()
+    is_part = start is not None and steps is not None and (start.at_step > 0 or start is not _first(starts))
+    if is_part and steps is not None:
+        notes.insert(0, f"all of this is of steps {steps.step[0]} to {steps.step[-1]}: of the run's last round only")
     files = []
     if timeline.is_dir():
         files = read_span_files(timeline, most_bytes, start.number if start is not None and steps is not None else None)
@@ -80,7 +83,7 @@ def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
     notes += _missing(timeline, size, steps, spans, config)
     link = start.link if start is not None else ()
     logs = _small_enough(find_logs(folder, this.started.get("nccl_debug_file")), notes, most_bytes)
-    run = RunTrace(folder, size, config, steps, spans, horovod, this.machine, this.warnings, link, notes)
+    run = RunTrace(folder, size, config, steps, spans, horovod, this.machine, this.warnings, link, notes, is_part)
     return run, logs
 
 
@@ -93,6 +96,11 @@ class _Told:
     last_step: int = -1
     warnings: list[str] = field(default_factory=list)
     machine: list[Mapping[str, Any]] = field(default_factory=list)
+
+
+def _first(starts: Sequence[Start]) -> Start | None:
+    """The first start that has stamps."""
+    return next((start for start in starts if len(start.steps.step)), None)
 
 
 def _newest(starts: Sequence[Start], told: Sequence[_Told], notes: list[str]) -> Start | None:

@@ -30,12 +30,13 @@ def explained(
     voice: Voice | None,
     stall_timeout_s: float,
     rounds: Rounds,
-) -> Iterator[Job]:
+) -> Iterator[Reporter]:
     """Watch what is done inside; write the failure card if it fails. Collective: yes, at the start.
 
-    Gives the facts that a card tells of the run, to be completed once there is a model. Errors pass through; where
-    nothing makes progress or a rank is gone, this process is ended. Without a `voice` it is a program that trains, and
-    the program is what goes on. Of an error that ends the round and not the run, nothing is told.
+    Gives who tells, with the facts that a card tells of the run, to be completed once there is a model. Errors pass
+    through; where nothing makes progress or a rank is gone, this process is ended. Without a `voice` it is a program
+    that trains, and the program is what goes on. Of an error that ends the round nothing is told as yet: see
+    `Reporter.given_up`.
     """
     info = rank_info(environ())
     post = open_post(directory, comm, myself(comm.rank, info.host))
@@ -48,7 +49,7 @@ def explained(
     with handlers_as_before():
         try:
             with crash_notes(post), Watchdog(reporter, stall_timeout_s, driven=rounds.elastic):
-                yield job
+                yield reporter
         except BaseException as error:
             if rounds.is_over(error):
                 raise

@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdtrain.compression.feedback import RESIDUAL
+from hvdtrain.comm.base import Comm
+from hvdtrain.comm.rounds import Rounds
 from hvdtrain.config.parse import RunConfig
 from hvdtrain.data.loader import dataset_length
+from hvdtrain.exchange.carried import is_owed
 from hvdtrain.observe.recorder import Recorder
+from hvdtrain.runtime.seat import GivenUp
 from hvdtrain.state.commits import Commits
 from hvdtrain.state.train_state import Progress, TrainState
 from hvdtrain.task.base import Task
@@ -50,6 +53,7 @@ class Kept:
         step: optimizer steps that this process's state holds for others to go on from; `NOTHING` where it holds none.
         last: what the journal holds of the newest step.
         links: what was found of the link between ranks.
+        given_up: tells, should there be no other round than the newest.
     """
 
     task: Task
@@ -67,10 +71,25 @@ class Kept:
     step: int = NOTHING
     last: Mapping[str, Any] | None = None
     links: Links = field(default_factory=dict)
+    given_up: Callable[[], None] = lambda: None
 
     def went_back(self) -> bool:
         """Whether steps that were recorded are not in the state any more."""
         return self.last is not None and self.step < self.last["step"]
+
+    def enter(self, rounds: Rounds, why: str, text: str) -> Comm:
+        """Join the ranks of the next round. Collective: yes.
+
+        Errors:
+            NoPlace: there is none; as `GivenUp` where the job has failed, which was told then.
+        """
+        try:
+            comm = rounds.enter(why, text, self.step)
+        except GivenUp:
+            self.given_up()
+            raise
+        self.given_up = _nothing
+        return comm
 
     def close_recorder(self) -> None:
         """Close it, if there is one; another is opened where it is wanted."""
@@ -98,11 +117,13 @@ class Kept:
         commit counts. What was settled is one, should the next round break before its own. A process that never came
         to have the state of the run still has none.
         """
+        if settled:
+            self.given_up = _nothing  # it ended well
         if self.step == NOTHING:
             return
         if self._owes():
             if settled:
-                self.commits.take_settled(self.state)
+                self.commits.take(self.state, settled=True)
             elif self.commits.step < 0:
                 self.step = NOTHING
                 return
@@ -112,7 +133,11 @@ class Kept:
 
     def _owes(self) -> bool:
         exchange = self.state.exchange
-        return exchange is not None and any(key.endswith(f"/{RESIDUAL}") for key in exchange.state_dict()[0])
+        return exchange is not None and any(map(is_owed, exchange.state_dict()[0]))
+
+
+def _nothing() -> None:
+    pass
 
 
 def keep(run: RunConfig, task: Task, device: torch.device) -> Kept:

@@ -110,7 +110,7 @@ def describe_start(run: RunConfig, kept: Kept, comm: Comm, directory: Path, reco
             " long"
         )
     recorder.say(
-        f"{parameters / 1e6:.2f}M parameters, {dataset_length(task.train_data):,} samples, {comm.size} rank(s),"
+        f"{_count(parameters)} parameters, {dataset_length(task.train_data):,} samples, {comm.size} rank(s),"
         f" global batch {train.global_batch} in micro-batches of {train.micro_batch}"
     )
     if risk := exposed(environ()):
@@ -128,3 +128,8 @@ def describe_start(run: RunConfig, kept: Kept, comm: Comm, directory: Path, reco
             " curve depends on --train.micro_batch, its running statistics on the number of ranks too;"
             " group norm depends on neither"
         )
+
+
+def _count(number: int) -> str:
+    """``1,234`` as it is, ``1234567`` as ``1.23M``."""
+    return f"{number / 1e6:.2f}M" if number >= 1_000_000 else f"{number:,}"

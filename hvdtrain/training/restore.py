@@ -104,7 +104,8 @@ def restore(
     """On rank 0: load what `resume` asks for, say what changed, write the config; the step to go on from."""
     assert store is not None and claim is not None
     old = claim.old_config()
-    found = _checkpoint(claim.resumes(run.config.resume), store, recorder)
+    resume, saves = claim.resumes(run.config.resume), store.list()
+    found = _checkpoint(resume, store, recorder)
     own = found is not None and found[0].path.resolve().is_relative_to(claim.path.resolve())
     store.set_aside_after(found[0] if found is not None and own else None)
     if found is not None:
@@ -121,6 +122,12 @@ def restore(
                 " now): from here on the order is that of the new data"
             )
             state.progress.samples, state.progress.data_id = samples, data_id
+    elif saves and resume != "never":
+        recorder.warn(
+            f"NOTHING IS LEFT OF STEPS 1 TO {saves[-1].step:,}: none of the run's {len(saves)} checkpoint(s) can be"
+            f" read, and training begins anew, at step 1. They are kept, as set-aside-... in {store.directory}. If that"
+            " is not what you want, end the run, and give a checkpoint that is whole: --resume PATH"
+        )
     _say_changes(old, run.resolved, recorder)
     claim.write_config(run)
     return state.progress.step

@@ -71,18 +71,19 @@ class RollBack:
     def _wanted(self) -> bool:
         return self.policy != "never" or self.loses()
 
-    def begin(self, state: TrainState) -> None:
+    def begin(self, state: TrainState, *, settled: bool = False) -> None:
         """Take the first commit of a round, amid whatever: all ranks have the same one then. Collective: yes."""
         if self._wanted():
-            self.commits.take(state)
+            self.commits.take(state, settled=settled)
 
-    def commit(self, state: TrainState) -> None:
+    def commit(self, state: TrainState, *, settled: bool = False) -> None:
         """Take a commit, but not amid steps that are not finite, from which there is no way on. Collective: yes.
 
-        To be called for every checkpoint too: what is on disk is then never newer than the commit.
+        To be called for every checkpoint too, for which the exchange is `settled`: what is on disk is then never newer
+        than the commit.
         """
         if not state.progress.skipped_in_row:
-            self.begin(state)
+            self.begin(state, settled=settled)
 
     def go_past(self, offence: Offence, state: TrainState, saved: Callable[[], None]) -> bool:
         """Take `state` back, to pass over the samples of `offence`; False where that is not to be. Collective: yes.

@@ -13,7 +13,7 @@ import yaml
 
 from hvdtrain.config.parse import RunConfig
 from hvdtrain.durable import write_text
-from hvdtrain.errors import RunDirectoryError
+from hvdtrain.errors import RunDirectoryError, UnusableRunDirectoryError
 from hvdtrain.lease import Lease, take_lease
 from hvdtrain.observe import journal
 from hvdtrain.runtime.environment import JOB, environ
@@ -83,7 +83,7 @@ def claim_run_directory(run: RunConfig) -> RunDirectory:
     path = Path(wanted)
     never = run.config.resume == "never"
     if never and (path / journal.NAME).exists() and not _is_of_this_job(path):
-        raise RunDirectoryError(
+        raise UnusableRunDirectoryError(
             f"{path} holds a run already, and --resume never would mix another into it",
             next_step="give another --run_dir, or --resume auto to go on with it",
         )
@@ -136,7 +136,8 @@ def _claim(path: Path) -> RunDirectory | None:
         path.mkdir(parents=True, exist_ok=True)
         lock = (path / ".lock").open("ab")
     except OSError as error:
-        raise RunDirectoryError(
+        lasting = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
+        raise (UnusableRunDirectoryError if lasting else RunDirectoryError)(
             f"the run directory {path} cannot be used: {error.strerror}",
             next_step="give a --run_dir that this user can write to",
         ) from error

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.config.schema import Config
@@ -19,11 +21,15 @@ from hvdtrain.state.train_state import TrainState
 from hvdtrain.state.writer import CheckpointWriter
 from hvdtrain.training.evaluate import Evaluation, evaluate
 from hvdtrain.training.health import check_equal
+from hvdtrain.training.notices import COUNT, stop_reason
 from hvdtrain.training.roll_back import RollBack
 from hvdtrain.training.step import Stepper
 
 WAITS_S = (1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 60.0, 60.0)
 """Between tries to write the last checkpoint: somebody has so long to make room."""
+
+_TICK_S = 0.25
+"""How often the ranks look, while they wait, whether one of them was sent a signal; mpirun kills 1 s after SIGTERM."""
 
 
 @dataclass
@@ -77,13 +83,24 @@ class Saving:
             self.event({"event": "evaluation", "at_step": self.state.progress.step, **facts})
         return found
 
-    def save(self, evaluation: Evaluation | None, *, wait: bool, urgent: bool = False) -> None:
+    def save(
+        self,
+        evaluation: Evaluation | None,
+        *,
+        wait: bool,
+        urgent: bool = False,
+        why: str = "",
+        notices: Callable[[], list[int]] = lambda: [0] * COUNT,
+    ) -> None:
         """Save the state beside training; with `wait`, return when it is on the disk. Collective: yes.
 
         Args:
             evaluation: of this step.
-            wait: it is the last one: it has to be written, and is tried again for as long as `WAITS_S` say.
+            wait: it is the last one: it has to be written, and is tried again for as long as `WAITS_S` say, or until
+                a signal asks to stop: then once more.
             urgent: little time is left: it is tried once.
+            why: it was asked for, where it was.
+            notices: what came to this rank since last time.
 
         Errors:
             CheckpointError: it cannot be written, and was waited for.
@@ -93,16 +110,25 @@ class Saving:
             self.ledger.sync()
             check_equal(self.state.model, self.comm, name="drift")
             self.stepper.engine.settle()
-            check_dtypes(self.state.state_dict())  # no waiting helps there
-            self.roll_back.commit(self.state)  # first: should a rank be lost now, nothing on the disk is newer
-            for wait_s in (*(WAITS_S if wait and not urgent else ()), None):
+            # First: should a rank be lost now, nothing on the disk is newer.
+            self.roll_back.commit(self.state, settled=True)
+            state = self.state.state_dict()
+            check_dtypes(state)  # no waiting helps there
+            heldout_loss = evaluation.loss if evaluation and math.isfinite(evaluation.loss) else None
+            notes = {"heldout_loss": heldout_loss}
+            waits_s = list(WAITS_S if wait and not urgent else ())
+            is_stopped = False
+            while True:
                 try:
-                    self._write(evaluation, wait=wait, urgent=urgent)
-                    break
+                    self.writer.save(self.state.progress.step, state, notes, wait=wait, urgent=urgent, why=why)
+                    return
                 except CheckpointError as error:  # the same on every rank
-                    if wait_s is None:
+                    if not waits_s:
+                        if is_stopped and self.store is not None:  # at once: a launcher soon kills
+                            self.warn(f"{error.what} ({error.found}): the run ends without it")
                         raise
-                    self._wait(error, wait_s)
+                    if is_stopped := self._is_stopped(error, waits_s.pop(0), notices):
+                        waits_s.clear()
 
     def is_owed(self, stop: int) -> bool:
         """Whether ranks were lost before the checkpoint that is due at this step was saved. Collective: yes."""
@@ -116,13 +142,18 @@ class Saving:
 
         return on_rank_0(self.comm, is_missing, name="owed")
 
-    def _write(self, evaluation: Evaluation | None, *, wait: bool, urgent: bool) -> None:
-        notes = {"heldout_loss": evaluation.loss if evaluation and math.isfinite(evaluation.loss) else None}
-        self.writer.save(self.state.progress.step, self.state.state_dict(), notes, wait=wait, urgent=urgent)
-
-    def _wait(self, error: CheckpointError, wait_s: float) -> None:
+    def _is_stopped(self, error: CheckpointError, wait_s: float, notices: Callable[[], list[int]]) -> bool:
+        """Wait so long, or until a signal asks any rank to stop; whether one did. Collective: yes."""
         if self.store is not None:
-            self.warn(f"{error.what} ({error.found}). It is the last one: the next try comes in {wait_s:.0f} s")
-        for _ in range(round(wait_s)):
+            self.warn(
+                f"{error.what} ({error.found}). It is the last one: make room; the next try comes in {wait_s:.0f} s"
+            )
+        for _ in range(round(wait_s / _TICK_S)):
             self.stepper.spans.touch()
-            time.sleep(1.0)
+            time.sleep(_TICK_S)
+            reason = stop_reason(self.comm.allreduce(torch.tensor(notices()), name="last/notices").wait().tolist())
+            if reason is not None:
+                if self.store is not None:
+                    self.warn(f"{reason}: the waiting is over; the last checkpoint is tried once more, now")
+                return True
+        return False

@@ -78,7 +78,7 @@ def run_training(
     why, text = STARTED, ""
     with kept.notices if rounds.elastic else nullcontext():
         while True:
-            comm = rounds.enter(why, text, kept.step)
+            comm = kept.enter(rounds, why, text)
             try:
                 result = _Round(run, kept, rounds, comm, timeline, sinks, voice).train()
             except BaseException as error:
@@ -123,11 +123,11 @@ class _Round:
         check_own(kept.device, comm)
         check_same_data(kept.task, comm)
         directory, claim = claim_together(run, kept, comm)
-        spans = Spans()
-        self.rounds.watch(spans)
+        self.rounds.watch(spans := Spans())
         try:
             stall_s = run.config.observe.stall_timeout_s
-            with explained(directory, comm, spans, self.voice, stall_s, self.rounds) as job:
+            with explained(directory, comm, spans, self.voice, stall_s, self.rounds) as reporter:
+                kept.given_up = reporter.given_up
                 is_new = open_recorder(run, kept, comm, directory)
                 with recording(kept, self.rounds.is_over) as recorder:
                     if is_new:
@@ -135,7 +135,7 @@ class _Round:
                         add_tensorboard(recorder, run.config.observe, directory, kept.device, comm)
                     add_monitor(recorder, kept.device, comm)
                     horovod = add_horovod_timeline(recorder, self.timeline, directory, comm, told=not is_new)
-                    return self._train(directory, claim, recorder, spans, job, horovod, is_new=is_new)
+                    return self._train(directory, claim, recorder, spans, reporter.job, horovod, is_new=is_new)
         finally:
             if claim is not None:
                 claim.release()
@@ -184,7 +184,6 @@ class _Round:
                 stamps.finish()
         job.ending = True
         analysis = report(observe, directory, recorder, comm, state.progress.step)
-        figures = on_rank_0(comm, partial(losses_and_speed, directory / journal.NAME), name="figures")
         return Result(
             run_dir=directory,
             reason=reason,
@@ -194,7 +193,7 @@ class _Round:
             unit=kept.task.unit,
             model=state.model,
             analysis=analysis,
-            **numbers(figures),
+            **numbers(on_rank_0(comm, partial(losses_and_speed, directory / journal.NAME), name="figures")),
         )
 
     def _loses(self, engine: Engine) -> Callable[[], bool]:

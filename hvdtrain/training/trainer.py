@@ -130,15 +130,19 @@ class Trainer:
     def _run(self, notices: Notices) -> str:
         progress, saving = self.state.progress, self.saving
         begun_at = progress.step
+
+        def came() -> list[int]:
+            return self.rounds.notices(notices.take(), CHANGED, TERMINATE)
+
         asked_at = -1
         if progress.step == 0:
             saving.evaluate()
         elif self.rounds.elastic and saving.is_owed(self.stop):
-            saving.save(saving.evaluate(), wait=progress.step == self.stop)
+            saving.save(saving.evaluate(), wait=progress.step == self.stop, notices=came)
         self.roll_back.begin(self.state)
         self._begin("round" if self.rounds.elastic else "started")
         while progress.step < self.stop:
-            own = [*self.rounds.notices(notices.take(), CHANGED, TERMINATE), *(commit := self.roll_back.notices())]
+            own = [*came(), *(commit := self.roll_back.notices())]
             own[SAVE] += saving.writer.look()  # a save that failed is tried again by all ranks together
             result = self._step([*own, *(self.live.notices() if self.live else ())])
             if self.live:
@@ -164,7 +168,8 @@ class Trainer:
             evaluating = not reason and (last or (progress.step % interval == 0 and not is_back if interval else due))
             evaluated = saving.evaluate() if evaluating else None
             if due or asked or reason or last:
-                saving.save(evaluated, wait=bool(reason) or last, urgent=bool(reason))
+                why = f"asked for by {reason or 'SIGUSR1'}" if reason or asked else ""
+                saving.save(evaluated, wait=bool(reason) or last, urgent=bool(reason), why=why, notices=came)
             if reason:
                 return self._end(reason)
             if result.notices[CHANGED] and not last:

@@ -70,7 +70,10 @@ def verify_data(run: Path) -> DataReport:
             next_step="give the folder of a run; every run writes one",
         )
     report = DataReport(starts, windows(starts, durable), durable, past)
-    report.notes += [f"{path.name} has no first line: its rank was killed before its first step" for path in empty]
+    report.notes += [
+        f"{path.name} has no first line: its rank was killed before its first step, or the disk was full"
+        for path in empty
+    ]
     report.notes += _gaps(starts)
     first = report.windows[0]
     report.first = report.last = first.first
@@ -157,5 +160,6 @@ def _unexplained(report: DataReport) -> list[Wrong]:
 def _unread(starts: Sequence[Start]) -> list[str]:
     found = [(s.head.start, rank, e.unreadable) for s in starts for rank, e in s.entries.items() if e.unreadable]
     return [
-        f"start {start}, rank {rank}: {lines} line(s) cut off, as a kill leaves them" for start, rank, lines in found
+        f"start {start}, rank {rank}: {lines} line(s) cut off, as a kill or a full disk leaves them"
+        for start, rank, lines in found
     ]

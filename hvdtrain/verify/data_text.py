@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from hvdtrain.verify.data import DataReport
@@ -16,15 +17,35 @@ def to_text(report: DataReport, run: Path) -> str:
     rows = [("run", str(run)), ("proven", _proven(report)), ("epochs", _epochs(report))]
     rows += [("starts", _starts(report))]
     if report.left_out:
-        ranges = ", ".join(f"{b} to {e - 1}" for b, e in report.left_out[:_MOST])
+        ranges = ", ".join(_first([f"{b} to {e - 1}" for b, e in report.left_out]))
         rows.append(("left out", f"positions {ranges}, on purpose: roll backs went past them"))
     rows += _open_end(report)
-    rows += [("changed", change) for change in report.past.changes[-_MOST:]]
-    rows += [("note", note) for note in report.notes[:_MOST]]
-    for wrong in sorted(report.wrong, key=lambda w: w.step)[:_MOST]:
-        rows.append(("WRONG", wrong.what))
-    result = "WRONG" if report.wrong else "every sample once, and each rank drew what it should"
-    return "\n".join([*(_row(*row) for row in rows), "", *_table(report), "", _row("result", result)])
+    rows += [("changed", change) for change in _last(report.past.changes)]
+    rows += [("note", note) for note in _first(report.notes)]
+    rows += [("WRONG", what) for what in _first([w.what for w in sorted(report.wrong, key=lambda w: w.step)])]
+    return "\n".join([*(_row(*row) for row in rows), "", *_table(report), "", _row("result", _result(report))])
+
+
+def _result(report: DataReport) -> str:
+    if report.wrong:
+        return "WRONG"
+    times = report.epochs.reordered
+    if not times:
+        return "every sample once, and each rank drew what it should"
+    often = "once" if times == 1 else f"{times:,} times"
+    return (
+        f"every sample once within each order, and each rank drew what it should; data or seed, and with them the"
+        f" order, were changed {often}: samples from before a change may have come again after it"
+    )
+
+
+def _first(texts: Sequence[str]) -> list[str]:
+    """What is shown of many, and how many are not."""
+    return [*texts[:_MOST], *([f"and {len(texts) - _MOST:,} more"] if len(texts) > _MOST else [])]
+
+
+def _last(texts: Sequence[str]) -> list[str]:
+    return [*([f"{len(texts) - _MOST:,} before these"] if len(texts) > _MOST else []), *texts[-_MOST:]]
 
 
 def _row(name: str, text: str) -> str:
@@ -41,7 +62,7 @@ def _proven(report: DataReport) -> str:
 def _epochs(report: DataReport) -> str:
     whole, others = report.epochs.whole, report.epochs.others
     parts = [f"{whole:,} whole, each sample exactly once"] if whole else []
-    parts += [_epoch(epoch) for epoch in others[-_MOST:]]
+    parts += _last([_epoch(epoch) for epoch in others])
     return "; ".join(parts) or "none"
 
 
@@ -80,6 +101,8 @@ def _open_end(report: DataReport) -> list[tuple[str, str]]:
 def _table(report: DataReport) -> list[str]:
     counts = {window.start.head.start: window for window in report.windows}
     lines = [f"{'start':>6} {'why':<12}{'ranks':>6}{'after step':>12}{'told to':>12}{'counts to':>12}  host"]
+    if (earlier := len(report.starts) - _MOST) > 0:
+        lines.append(f"   ... {earlier:,} earlier start(s), checked like these, are not shown")
     for start in report.starts[-_MOST:]:
         head = start.head
         window = counts.get(head.start)

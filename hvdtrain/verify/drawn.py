@@ -45,11 +45,19 @@ class Epoch:
 
 
 class Epochs:
-    """Adds up what is taken, in the order of the stream. A change of data, seed or epoch begins another one."""
+    """Adds up what is taken, in the order of the stream. A change of data, seed or epoch begins another one.
+
+    Attributes:
+        whole: epochs of which each sample was taken exactly once.
+        others: the rest.
+        reordered: how often data or seed, and with them the order, were changed.
+    """
 
     def __init__(self) -> None:
         self.whole = 0
         self.others: list[Epoch] = []
+        self.reordered = 0
+        self._order: tuple[int, int, str] | None = None
         self._key: tuple[int, int, int, str] | None = None
         self._seen = np.zeros(0, np.bool_)
         self._taken = self._left_out = 0
@@ -73,7 +81,8 @@ class Epochs:
         if key == self._key:
             return
         self._close()
-        self._key = key
+        self.reordered += self._order not in (None, key[1:])
+        self._key, self._order = key, key[1:]
         self._seen = np.zeros(head.samples, np.bool_)
         self._taken = 0
         low, high = number * head.samples, (number + 1) * head.samples

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from hvdtrain.verify.equality import Compared, compare
-from hvdtrain.verify.runs import Runner, read_config, scratch_config
+from hvdtrain.verify.runs import Runner, scratch_config
 
 
 def verify_resume(
-    run: Path, folder: Path, steps: int, sizes: Sequence[int], say: Callable[[str], None]
+    resolved: Mapping[str, Any], folder: Path, steps: int, sizes: Sequence[int], say: Callable[[str], None]
 ) -> Iterator[Compared]:
-    """Train by the config of `run` in `folder`, and compare; the run itself is only read.
+    """Train by the config of a run in `folder`, and compare.
 
     Args:
-        run: whose config it is.
+        resolved: the config, as `read_config` gives it.
         folder: an empty one.
         steps: of each half.
         sizes: numbers of ranks, each beside the next one.
         say: told of what is done.
 
     Errors:
-        RunDirectoryError: the config cannot be read, or its task cannot be trained by a command.
         HvdtrainError: a job failed.
     """
-    config = scratch_config(read_config(run), steps)
+    config = scratch_config(resolved, steps)
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     runner = Runner(folder, file, steps, say)
@@ -37,7 +37,7 @@ def verify_resume(
     for size in sizes:
         wholes[size] = runner.whole(f"whole-{size}", size)
         runner.half(f"half-{size}", size)
-        rest = runner.rest(f"resumed-{size}", f"half-{size}", size)
+        rest = runner.rest(f"resumed-{size}", f"half-{size}", size, size)
         what = f"{steps} + {steps} on {size} rank(s) against {2 * steps}"
         yield compare(what, rest, wholes[size], exact=True, precision=precision)
     compression = config.get("parallel", {}).get("compression", "none")
@@ -46,6 +46,6 @@ def verify_resume(
             say(f"what {compression} loses depends on the number of ranks: curves across sizes are not compared")
         return
     for before, after in [pair for a, b in pairwise(sizes) for pair in ((a, b), (b, a))]:
-        rest = runner.rest(f"resized-{before}-{after}", f"half-{before}", after)
+        rest = runner.rest(f"resized-{before}-{after}", f"half-{before}", before, after)
         what = f"{steps} on {before} + {steps} on {after} against {2 * steps} on {before}"
         yield compare(what, rest, wholes[before], exact=False, precision=precision)

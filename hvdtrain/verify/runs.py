@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -22,6 +25,9 @@ from hvdtrain.training.run_directory import CONFIG
 
 _TAIL = 12
 """Lines of a failed job that are shown."""
+
+_PATIENCE_S = 30.0
+"""How long a job may take to end when it is told to; mpirun gives its ranks a second, and is slow on few cores."""
 
 
 @dataclass(frozen=True)
@@ -105,10 +111,10 @@ class Runner:
         """Train the first half of the steps."""
         self._run(name, size, f"the first {self.steps} steps", "--train.stop_at", str(self.steps))
 
-    def rest(self, name: str, half: str, size: int) -> Outcome:
-        """Go on from the first half that another run has done."""
+    def rest(self, name: str, half: str, before: int, size: int) -> Outcome:
+        """Go on, on `size` ranks, from the first half that the run `half` has done on `before` ranks."""
         shutil.copytree(self.folder / half, self.folder / name)
-        self._run(name, size, f"the other {self.steps} steps")
+        self._run(name, size, f"the other {self.steps} steps, after the first on {before} rank(s),")
         return self._outcome(name)
 
     def _run(self, name: str, size: int, what: str, *options: str) -> None:
@@ -117,17 +123,11 @@ class Runner:
         log = self.folder / f"{name}.log"
         began = time.monotonic()
         with log.open("ab") as out:
-            done = subprocess.run(
-                [sys.executable, "-m", *program, *options],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                check=False,
-            )
-        if done.returncode:
+            code = _wait_for([sys.executable, "-m", *program, *options], out)
+        if code:
             lines = log.read_text(errors="replace").splitlines()[-_TAIL:]
             raise HvdtrainError(
-                f"{what} on {size} rank(s) failed with exit code {done.returncode}",
+                f"{what} on {size} rank(s) failed with exit code {code}",
                 found="\n    ".join(["the end of its output:", *lines]),
                 next_step=f"all of it: {log}",
             )
@@ -140,3 +140,34 @@ class Runner:
         assert newest is not None
         lines = [steps[step] for step in sorted(steps)]
         return Outcome([line["loss"] for line in lines], [line["position"] for line in lines], newest[1])
+
+
+def _wait_for(argv: list[str], out: IO[bytes]) -> int:
+    """Run a job to its end; its exit code. Where the wait is interrupted, the job is ended first.
+
+    It is a group of processes of its own: a launcher may stand between it and what it starts, and end before that.
+    """
+    process = subprocess.Popen(
+        argv, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        return process.wait()
+    except BaseException:
+        _end(process)
+        raise
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Have a group of processes end, and wait until none of them is left."""
+    end = time.monotonic() + _PATIENCE_S
+    try:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+            while time.monotonic() < end:
+                process.poll()  # a zombie counts
+                os.killpg(process.pid, 0)
+                time.sleep(0.05)
+    finally:  # also when another signal comes meanwhile
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

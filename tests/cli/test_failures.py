@@ -136,6 +136,17 @@ def test_a_killed_rank_is_named_by_the_survivor(launcher: str, tmp_path: Path) -
     assert card["silent"][0]["last"]["rss"] > 0
 
 
+@pytest.mark.parametrize("elastic", [(), ("--elastic", "2:2", "--elastic-timeout", "1")], ids=["", "elastic"])
+def test_who_is_left_names_a_killed_rank_where_its_driver_gives_up(elastic: tuple[str, ...], tmp_path: Path) -> None:
+    launch = ["-m", "hvdtrain", "launch", "-np", "2", *elastic, "--", TASK, *SHORT, "--how=kill"]
+    done = run(launch, cwd=tmp_path, check=False)
+    assert done.returncode == 1 and (done.stdout + done.stderr).count(HEAD) == 1, done.stderr
+    card = _card(tmp_path)
+    assert (card["kind"], card["ranks"]) == ("killed", [1])
+    assert [s["who"]["rank"] for s in card["statements"]] == [0] and card["silent"][0]["last"]["rss"] > 0
+    assert " launch -np 2 " in card["resume"] and card["checkpoint"]
+
+
 def test_a_crash_in_native_code_shows_where_python_was(tmp_path: Path) -> None:
     output = _fails(tmp_path, "--how=crash")
     assert "crashed in native code" in output

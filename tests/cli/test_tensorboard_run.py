@@ -61,8 +61,8 @@ def test_killed_and_resumed_nothing_is_twice_and_nothing_lost(folder: Path) -> N
     assert sorted(steps) == list(range(1, 41))
     shown = series(written, "loss/train")
     assert {1, 40} <= shown.keys()
-    for saved in (8, 16, 24, 32):  # a point comes with each checkpoint, once that is on the disk
-        assert any(saved <= step < saved + 8 for step in shown), shown.keys()
+    for saved in (8, 16, 24, 32):  # a point comes with each checkpoint once that is on the disk: before the next begins
+        assert any(saved <= step <= saved + 8 for step in shown), shown.keys()
     assert shown == {n: single(steps[n]["loss"]) for n in shown}
     by_samples = series(written / "by_samples", "loss_by_samples/train")
     assert by_samples == {4 * n: loss for n, loss in shown.items()}

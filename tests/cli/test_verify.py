@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from hvdtrain.__main__ import main
 from hvdtrain.verify.data import verify_data
@@ -60,4 +62,72 @@ def test_resume_on_two_ranks(
         assert "WRONG: 2 + 2 on 2 rank(s) against 4: step 3: loss" in told
     else:
         assert "the law holds" in told
+    assert "the other 2 steps, after the first on 2 rank(s), on 2 rank(s):" in told
     assert {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")} == before
+
+
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary folders are made."""
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    return folder
+
+
+@pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_signal_ends_the_job_and_leaves_nothing(
+    number: str,
+    code: int,
+    size: int,
+    tmp_path: Path,
+    scratch: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT.parents[1]))
+    monkeypatch.setenv("INTERRUPTED", f"{number} {os.getpid()}")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(yaml.safe_dump({"task": f"{SUPPORT}/interrupting.py:interrupting"}))
+    own = psutil.Process().children(recursive=True)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # who starts tests may have it ignored
+    try:
+        ended = main(["verify", "resume", str(run), "--steps", "1000000", "--sizes", str(size)])
+    except SystemExit as ending:
+        ended = int(str(ending.code))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended == code
+    assert capfd.readouterr().err == ("hvdtrain: interrupted\n" if number == "SIGINT" else "")
+    assert psutil.Process().children(recursive=True) == own
+    left = [p.pid for p in psutil.process_iter(["cmdline"]) if str(scratch) in " ".join(p.info["cmdline"] or [])]
+    assert left == [], "its own ranks, whoever is their parent now"
+    assert list(scratch.iterdir()) == []
+
+
+def test_reading_a_ledger_can_be_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(run: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hvdtrain.verify.data.verify_data", interrupted)
+    assert main(["verify", "data", str(tmp_path)]) == 130
+    assert capfd.readouterr().err == "hvdtrain: interrupted\n"
+
+
+def test_where_there_is_no_run_nothing_is_made(scratch: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "resume", str(scratch / "nope")]) == 1
+    assert "cannot be read" in capfd.readouterr().err
+    assert list(scratch.iterdir()) == []
+
+
+@pytest.mark.parametrize("option", ["--sizes=0,1", "--sizes=1,two", "--sizes=", "--steps=0", "--steps=x"])
+def test_a_wrong_number_is_told_in_words(option: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["verify", "resume", "run", option])
+    told = capfd.readouterr().err
+    assert "is not a whole number of 1 or more" in told
+    assert ("numbers of ranks" in told) == option.startswith("--sizes")

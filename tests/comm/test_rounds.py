@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from hvdtrain.comm.rounds import SeatedRounds
 from hvdtrain.runtime.environment import rank_info
+from hvdtrain.runtime.seat import Place
 
 
 class _Seat:
@@ -32,3 +35,32 @@ def test_no_micro_batch_is_begun_once_a_rank_is_gone(after: int) -> None:
 def test_a_round_that_is_whole_gives_all_of_them() -> None:
     rounds = SeatedRounds(_Seat(8), rank_info({}))  # type: ignore[arg-type]
     assert list(rounds.unless_over(range(8))) == list(range(8))
+
+
+class _Breaking:
+    """Told that a rank is gone while it meets the others."""
+
+    def is_broken(self) -> bool:
+        return False
+
+    def join(self, why: str, text: str, step: int) -> Place:
+        return Place(1, 0, 2, 0, 2, 0, 1, "localhost", "lo", "127.0.0.1:1/t/1", 10)
+
+
+def test_connections_that_are_opened_once_a_rank_is_gone_are_cut_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    seat = _Breaking()
+    rounds = SeatedRounds(seat, rank_info({}))  # type: ignore[arg-type]
+    ends: list[bytes] = []
+
+    def begin_session() -> None:
+        seat.cut()  # type: ignore[attr-defined]
+        for _ in range(2):
+            with socket.create_connection(server.getsockname(), timeout=30) as mine, server.accept()[0]:
+                ends.append(mine.recv(1))  # of a rank that will never speak
+        raise ConnectionError("the end")
+
+    monkeypatch.setattr("hvdtrain.comm.horovod.begin_session", begin_session)
+    monkeypatch.setattr("hvdtrain.comm.rounds.change_variables", lambda variables: None)
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(ConnectionError, match="the end"):
+        rounds._meet(seat.join("", "", 0))
+    assert ends == [b"", b""]

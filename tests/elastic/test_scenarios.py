@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.chaos_rank import EXCEPTION
+from tests.support.chaos_rank import EXCEPTION, MEETING
 from tests.support.scenario import Hosts, Scenario, nothing_lost
 
 pytestmark = pytest.mark.timeout(240)
@@ -44,6 +44,19 @@ def test_a_rank_fails_and_the_others_go_on(fault: str, rank: int, tmp_path: Path
         job.until("round 3: 2 rank(s) on 1 host(s)")
         job.finish()
     assert job.sizes() == [2, 1, 2]
+
+
+def test_a_rank_is_gone_while_the_others_meet(tmp_path: Path, losses: Losses) -> None:
+    """Horovod as it comes is aborted then, on each of them."""
+    hosts = Hosts(tmp_path, "localhost:2")
+    elastic = ("-np", "2", "--elastic", "1:3", "--discover", str(hosts.script))
+    job = Scenario(tmp_path, *elastic, fault="SIGKILL", phase=MEETING, step=2, rank=2)
+    with nothing_lost(job.run, losses), job:
+        job.until("round 1: 2 rank(s)")
+        hosts.are("localhost:3")
+        job.until("round 4: 3 rank(s)")
+        job.finish()
+    assert job.sizes() == [2, 3, 2, 3]
 
 
 @pytest.mark.parametrize("fault", ["SIGKILL", pytest.param(EXCEPTION, marks=SLOW)])

@@ -241,6 +241,59 @@ def test_unasked_the_sources_do_what_they_did(program: Path) -> None:
     assert looks(program, "one", 1, {}) > 1000
 
 
+# As Horovod starts and joins its thread; ranks cannot meet at first.
+MEETING = """
+#include <atomic>
+#include <cstdio>
+#include <functional>
+#include <stdexcept>
+#include <thread>
+#include "tensor_queue.h"
+struct State {
+  std::atomic_bool initialization_done{false}, initialization_failed{false}, shut_down{false};
+  std::thread background;
+  int tries = 0;
+} global;
+namespace {
+void Loop(State& state) {
+  if (state.tries++ == 0) throw std::runtime_error("nobody is there");
+  state.initialization_done = true;
+  while (!state.shut_down) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
+}
+bool init() {
+  global.background = std::thread(Loop, std::ref(global));
+  while (!global.initialization_done && !global.initialization_failed) {}
+  return !global.initialization_failed;
+}
+void shut_down() {
+  global.shut_down = true;
+  global.background.join();
+  global.shut_down = global.initialization_done = false;
+}
+int main() {
+  for (int i = 0; i < 2; ++i) {
+    std::printf("%d\\n", init());
+    shut_down();
+  }
+}
+"""
+
+
+def test_ranks_that_could_not_meet_may_try_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    source = source_of(PROMPT_MARKS[0], tmp_path, monkeypatch, MEETING)
+    (tmp_path / "horovod/common/tensor_queue.h").write_text(QUEUE_H)
+    made = tmp_path / "program"
+    argv = ["g++", *rewrite(["-Wall", "-Werror", "-O2", "-c", source, "-o", source + ".o"], "c++17", [])]
+    subprocess.run(argv, check=True, timeout=60)
+    subprocess.run(["g++", "-pthread", "-o", made, source + ".o"], check=True, timeout=60)
+    done = subprocess.run([made], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.split()) == (0, ["0", "1"]), done.stderr
+    assert "could not be initialized: nobody is there" in done.stderr
+
+
 def test_the_library_says_which_changes_took_effect(program: Path) -> None:
     assert all(mark.encode() in program.read_bytes() for mark in PROMPT_MARKS)
 

@@ -53,6 +53,8 @@ def test_a_rank_is_gone_and_another_takes_its_place(tmp_path: Path, deed: str) -
     assert sizes(job) == [2, 1, 2]
     survivor, newcomer = job.log("round 3 rank=0")[0], job.log("round 3 rank=1")[0]
     assert int(survivor.split("step=")[1].split()[0]) >= 20 and "step=-1" in newcomer
+    texts = "\n".join(job.said)
+    assert f"rank {deed[-1]} on localhost is gone" in texts[: texts.index("started again")], "heard of before it ended"
 
 
 def test_a_stopped_rank_is_killed(tmp_path: Path) -> None:
@@ -130,7 +132,8 @@ def test_signals_to_the_driver(tmp_path: Path, number: int, code: int) -> None:
 
 def test_a_signal_to_all_of_it_at_once_lets_ranks_save(tmp_path: Path) -> None:
     """As batch systems do it. An agent that ends by itself would take its ranks with it."""
-    with FakeJob(tmp_path, *TWO, "--", FOR_EVER) as job:
+    # Both ranks may be gone before the driver is told to stop: that is not to end the job here.
+    with FakeJob(tmp_path, *TWO, "--restarts", "1", "--", FOR_EVER) as job:
         job.until("round 1")
         (agent,) = job.processes("hvdtrain.launch.agent")
         agent.terminate()
@@ -159,6 +162,12 @@ def test_a_killed_agent_takes_its_ranks_with_it_and_is_started_again(tmp_path: P
         job.until("round 2: 1 rank(s) on 1 host(s)")
         stop(job, "round 3: 2 rank(s) on 2 host(s)")
     assert len(ranks) == 1 and not ranks[0].is_running()
+
+
+def test_what_is_wrong_each_time_ends_the_job_though_a_round_had_begun(tmp_path: Path) -> None:
+    with FakeJob(tmp_path, *TWO, "--restarts", "3", "--events", "events", "--", FOR_EVER, "always-usage:0:0") as job:
+        assert job.end()[0] == 2
+    assert not any("started again" in line or "checkpoint" in line for line in job.said), job.said
 
 
 def test_options_that_are_wrong_for_every_rank_end_the_job_at_once(tmp_path: Path) -> None:

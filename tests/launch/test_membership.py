@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hvdtrain.launch.commands import Limits
+from hvdtrain.launch.commands import KillWorker, Limits, Tell
 from tests.support.job_world import World
 
 ELASTIC = Limits(start=4, least=2, most=4)
@@ -15,6 +15,13 @@ TWO_HOSTS = {"a": 2, "b": 2}
 
 def world(limits: Limits = ELASTIC, hosts: dict[str, int] | None = None, **how: bool) -> World:
     return World(limits, hosts or TWO_HOSTS, **how)
+
+
+def train(job: World, step: int = 3) -> None:
+    """All in the round have done steps."""
+    for worker in job.round():
+        worker.step = step
+        job.alive(worker)
 
 
 def places(job: World) -> list[tuple[str, int]]:
@@ -59,6 +66,39 @@ class TestStart:
         job.wait(2 * ELASTIC.start_timeout_s)
         assert job.code == 1 and "1 of at least 2" in job.said[-1] and "a: 1 slot" in job.said[-1]
 
+    @pytest.mark.parametrize(("slots", "then"), [(3, "then 2 will do"), (1, "(--start-timeout)")])
+    def test_too_few_slots_for_all_are_told_of_once_before_they_are_waited_for(self, slots: int, then: str) -> None:
+        job = World(ELASTIC, {"a": slots})
+        job.wait(30)
+        told = [text for text in job.said if "4 ranks are wanted" in text]
+        assert told == job.said and len(told) == 1 and told[0].startswith(f"{slots} slot(s) on 1 host(s)")
+        assert told[0].endswith(then)
+        job.hosts({"a": 4})
+        assert [len(r) for r in job.rounds] == [4]
+
+    def test_ranks_that_do_not_come_are_told_of_once_while_others_wait_for_them(self) -> None:
+        job = World(replace(ELASTIC, start=2, least=1), {"a": 1, "b": 1}, joining=False)
+        job.unreachable.add("b")
+        job.cut("b")
+        job.join(job.living()[0])
+        job.wait(9)
+        assert not any("ready" in text for text in job.said), "it may come soon"
+        job.wait(90)
+        told = [text for text in job.said if "ready" in text]
+        assert len(told) == 1 and told[0].startswith(
+            "1 rank(s) ready of 2 that are wanted, missing on b: waiting up to 5"
+        )
+        assert told[0].endswith("then 1 will do")
+        job.wait(ELASTIC.start_timeout_s)
+        assert [len(r) for r in job.rounds] == [1]
+
+    def test_a_rank_that_starts_slowly_is_not_told_of(self) -> None:
+        job = world(joining=False)
+        for worker in job.living()[:3]:
+            job.join(worker)
+        job.wait(60)
+        assert len(job.living()) == 4 and not job.said
+
     def test_no_more_than_the_most_are_started(self) -> None:
         job = world(hosts={"a": 10})
         assert len(job.workers) == 4
@@ -68,6 +108,15 @@ class TestStart:
         job.exit(job.living()[0], 2)
         assert job.code == 2 and not job.living()
         assert not any("started again" in text for text in job.said)
+
+    def test_what_is_wrong_each_time_is_not_tried_again_before_the_first_step(self) -> None:
+        job = world(replace(ELASTIC, restarts=5))
+        job.exit(job.by_rank(0), 2)
+        assert job.code == 2 and len(job.rounds) == 1
+        job = world(replace(ELASTIC, restarts=5))
+        train(job)
+        job.exit(job.by_rank(0), 2)
+        assert job.code is None and len(job.round()) == 3, "the others can go on"
 
     def test_a_program_that_has_nothing_to_train_ends_well(self) -> None:
         job = world(joining=False)
@@ -158,6 +207,81 @@ class TestFailure:
         assert all(w.told == ["round", "broken", "round"] for w in others)
         assert len(job.round()) == 3 and job.now_s == now_s
 
+    def test_the_others_go_on_before_its_process_is_gone(self) -> None:
+        job = world()
+        others = job.round()[:1] + job.round()[2:]
+        dying = job.by_rank(1)
+        job.die(dying)
+        assert all(w.told == ["round", "broken", "round"] for w in others)
+        assert len(job.round()) == 3
+        job.wait(5)
+        assert len(job.living()) == 4 and len(job.rounds) == 2, "its slot is taken until then"
+        job.exit(dying)
+        assert job.said[-1] == "rank 1 on a was killed by SIGKILL; started again in 1 s"
+        job.wait(3)
+        assert [len(r) for r in job.rounds] == [4, 3, 4]
+
+    def test_one_that_cannot_end_is_told_of(self) -> None:
+        job = world()
+        job.die(job.by_rank(1))
+        job.wait(ELASTIC.end_s + 1)
+        assert "rank 1 on a did not end in time, and is killed" in job.said
+
+    def test_how_one_ended_is_told_though_the_job_has_ended_meanwhile(self) -> None:
+        job = world(replace(ELASTIC, reset_limit=0))
+        dying = job.by_rank(1)
+        job.die(dying)
+        assert any("--reset-limit allows 0" in text for text in job.said)
+        job.exit(dying)
+        assert job.said[-1] == "rank 1 on a was killed by SIGKILL"
+
+    def test_nothing_is_promised_where_all_are_dying(self) -> None:
+        job = World(Limits(start=2, least=1, most=2), {"a": 2})
+        both = job.round()
+        for worker in both:
+            job.die(worker)
+        for worker in both:
+            job.exit(worker)
+        assert not any("started again" in text for text in job.said) and job.code == 1
+
+    def test_one_that_dies_between_two_rounds_is_not_waited_for(self) -> None:
+        job = world()
+        dying, late = job.by_rank(1), job.by_rank(2)
+        late.deaf = True
+        job.exit(job.by_rank(0))
+        job.die(dying)
+        job.join(late, "failed")
+        assert [len(r) for r in job.rounds] == [4, 2] and not dying.inside
+
+    def test_newcomers_do_not_begin_anew_while_the_last_who_holds_the_state_dies(self) -> None:
+        job = world(replace(ELASTIC, least=1))
+        for worker in job.round()[1:]:
+            job.exit(worker)
+        job.joining = False
+        job.wait(3)
+        newcomers = [w for w in job.living() if not w.round]
+        job.die(job.by_rank(0))
+        for worker in newcomers:
+            job.join(worker)
+        job.wait(1)
+        assert newcomers and not job.round()
+
+    def test_one_that_ends_as_it_said_breaks_nothing(self) -> None:
+        job = world()
+        first = job.by_rank(0)
+        job.say(first, "leaving", why="finished")
+        job.die(first)
+        assert all(w.told == ["round"] for w in job.round())
+
+    def test_the_last_one_ends_the_job_when_it_is_known_how_it_ended(self) -> None:
+        job = World(Limits(start=1, least=1, most=1), {"a": 1})
+        (only,) = job.round()
+        job.die(only)
+        job.wait(1)
+        assert job.code is None
+        job.exit(only, 7)
+        assert job.code == 1 and "ended with exit code 7" in job.said[-1]
+
     def test_it_is_started_again_after_a_while_and_taken_in(self) -> None:
         job = world()
         job.exit(job.by_rank(3))
@@ -209,7 +333,10 @@ class TestFailure:
 
     def test_not_elastic_a_death_ends_the_job(self) -> None:
         job = world(Limits(4, 4, 4, elastic=False))
+        train(job)
+        others = job.round()[:1] + job.round()[2:]
         job.exit(job.by_rank(1))
+        assert all(w.told == ["round", "broken", "end"] for w in others), "they can say what they know of it"
         assert job.code == 1 and "rank 1 on a was killed by SIGKILL" in job.said[-1] and "--restarts" in job.said[-1]
 
     def test_not_elastic_it_starts_again_as_often_as_it_may(self) -> None:
@@ -267,8 +394,17 @@ class TestBelowTheLeast:
 
 
 class TestAllFail:
+    def test_nobody_is_said_to_wait_where_the_last_one_is_ending(self) -> None:
+        job = world(replace(ELASTIC, least=1))
+        for worker in list(job.round()):
+            worker.deaf = True
+        for worker in list(job.round()):
+            job.die(worker)
+        assert not any("0 rank(s)" in text for text in job.said)
+
     def test_without_restarts_it_ends(self) -> None:
         job = world()
+        train(job)
         for worker in list(job.round()):
             worker.deaf = True
         for worker in list(job.round()):
@@ -282,6 +418,26 @@ class TestAllFail:
         for worker in list(job.round()):
             job.exit(worker, 2)
         assert job.code == 2 and len(job.rounds) == 1
+
+    @pytest.mark.parametrize("restarts", [0, 1])
+    def test_no_checkpoint_is_spoken_of_where_nobody_ever_did_a_step(self, restarts: int) -> None:
+        job = world(replace(ELASTIC, restarts=restarts))
+        for worker in list(job.round()):
+            worker.deaf = True
+        for worker in list(job.round()):
+            job.exit(worker, 1)
+        assert any("no rank is left" in text for text in job.said)
+        assert not any("checkpoint" in text for text in job.said)
+
+    def test_nothing_is_said_to_be_tried_again_by_a_job_that_ends(self) -> None:
+        job = world(joining=False)
+        for worker in job.living():
+            job.exit(worker, 1)
+        assert job.code == 1 and sum("started again in" in text for text in job.said) == 3
+        job = World(ELASTIC, {"b": 1, "c": 1}, joining=False)
+        job.cut("b")
+        job.cut("c")
+        assert job.code == 1 and sum("tried again in" in text for text in job.said) == 1
 
     def test_each_restart_begins_with_newcomers_only_and_ends_some_day(self) -> None:
         job = world(replace(ELASTIC, restarts=2))
@@ -401,14 +557,19 @@ class TestRemoval:
         job.hosts({"a": 1})
         job.wait(60)
         assert len(job.rounds) == 1, "they are not asked again and again"
-        assert len(job.round()) == 2 and any("at least 2 are needed" in text for text in job.said)
+        told = [text for text in job.said if "at least 2 are needed" in text]
+        assert len(job.round()) == 2 and len(told) == 1
+        assert told[0].startswith("2 rank(s) train on, though 1 of them are to go (a has no slot for it any more)")
+        assert "the job ends in 600 s" in told[0]
         job.wait(ELASTIC.elastic_timeout_s)
         assert job.code == 1 and not job.living()
+        assert any("the 2 rank(s) that train are told by SIGTERM to save" in text for text in job.said)
 
     def test_a_rank_that_is_told_to_go_does_and_its_slot_rests(self) -> None:
         job = world()
         leaver = job.by_rank(1)
         job.say(leaver, "drain")
+        assert "rests for 60 s" in job.said[-1]
         job.wait(2)
         assert leaver.told == ["round", "changed", "end"] and [len(r) for r in job.rounds] == [4, 3]
         job.wait(50)
@@ -568,6 +729,25 @@ class TestHangs:
         job.wait(3)
         assert not stopped.alive and other.alive
 
+    def test_one_that_hangs_is_asked_where_before_it_is_killed(self) -> None:
+        job = world()
+        held = job.by_rank(1)
+        kills: list[KillWorker] = []
+        for _ in range(100):
+            for worker in job.round():
+                idle_s = job.now_s - 1000.0
+                facts = {"round": worker.round, "step": 5, "idle_s": idle_s, "waiting": worker is not held}
+                job.members.said(worker.number, {"type": "alive", **facts}, job.now_s)
+            job.now_s += 1
+            for host in job.agents:
+                job.members.heard(host, {}, job.now_s)
+            asked = job.members.tick(job.now_s)
+            kills += [command for command in asked if isinstance(command, KillWorker)]
+            if kills:
+                break
+        assert [c.kind for c in asked if isinstance(c, Tell)] == ["stacks"]
+        assert [c.worker for c in kills] == [held.number] and kills[0].after_s > 0
+
     def test_a_job_that_is_stopped_as_a_whole_is_left_alone(self) -> None:
         job = world()
         for worker in job.round():
@@ -684,6 +864,15 @@ class TestHangs:
         job.wait(2 * ELASTIC.agent_s + 10)
         assert started == ["b"] * 3 and len(job.round()) == 2
         assert any("b is lost: its agent was not ready within 120 s" in text for text in job.said)
+
+    def test_a_host_lives_while_its_ranks_are_heard_of(self) -> None:
+        job = world()
+        for _ in range(int(ELASTIC.lost_s) + 5):
+            for worker in job.round():
+                job.alive(worker)
+            job.members.heard("a", {}, job.now_s)  # what watches the ranks of b says nothing any more
+            job.tick(1)
+        assert [len(r) for r in job.rounds] == [4]
 
     def test_a_host_that_is_not_heard_of_is_lost_and_tried_again(self) -> None:
         job = world()

@@ -24,8 +24,13 @@ def _kill(job: World, number: int) -> None:
         job.exit(worker, -9)
 
 
-def _drain(job: World, number: int) -> None:
+def _die(job: World, number: int) -> None:
     if worker := job.workers.get(_pick(job, number)):
+        job.die(worker)
+
+
+def _drain(job: World, number: int) -> None:
+    if (worker := job.workers.get(_pick(job, number))) and not worker.dying:
         job.say(worker, "drain")
 
 
@@ -69,13 +74,14 @@ def _late(job: World, number: int) -> None:
     """Newcomers take their time from now on, or no longer."""
     job.joining = not job.joining
     for worker in job.living():
-        if job.joining and not worker.round:
+        if job.joining and not worker.round and not worker.dying:
             job.join(worker)
 
 
 ACTIONS: list[Callable[[World, int], None]] = [
     _kill,
     _kill,
+    _die,
     _drain,
     _fail,
     _step,
@@ -121,7 +127,9 @@ def _heal(job: World) -> None:
         _late(job, 0)
     for worker in job.living():
         worker.deaf = False
-        if worker.inside and worker.told[-1] in ("broken", "changed"):
+        if worker.dying:
+            job.exit(worker)
+        elif worker.inside and worker.told[-1] in ("broken", "changed"):
             job.join(worker, "failed")
         elif worker.told and worker.told[-1] == "end":
             job.exit(worker, 0)

@@ -111,3 +111,10 @@ def test_what_json_cannot_hold_stands_as_text(tmp_path: Path) -> None:
     journal.close()
     (line,) = read_journal(tmp_path / "journal.jsonl")
     assert line == {"event": "failed", "message": "caf\\udce9", "at": [str(1 << 70), None, None, True], "what": "{3}"}
+
+
+def test_a_path_may_be_a_text(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_text('{"event": "started"}\n{"step": 1, "loss": 2.0}\n')
+    assert read_steps(str(path)) == read_steps(path) == {1: {"step": 1, "loss": 2.0}}
+    assert read_journal(str(path)) == read_journal(path)

@@ -12,7 +12,7 @@ import pytest
 
 from hvdtrain.runtime import seat as seat_module
 from hvdtrain.runtime.channel import Channel
-from hvdtrain.runtime.seat import EXIT_ALONE, NoPlace, Pulse, Seat, take_seat
+from hvdtrain.runtime.seat import EXIT_ALONE, GivenUp, NoPlace, Pulse, Seat, take_seat
 
 SAVE, TERMINATE, INTERRUPT, CHANGED = range(4)
 NOTHING = [0, 0, 0, 0]
@@ -72,10 +72,24 @@ def test_a_place_is_asked_for_and_given(driver: Driver) -> None:
     assert (variables["HOROVOD_RANK"], variables["HOROVOD_SIZE"]) == ("1", "4")
     assert variables["HOROVOD_GLOO_IFACE"] == "eth0"
     driver.channel.send("end", why="too many")
-    with pytest.raises(NoPlace, match="too many"):
+    with pytest.raises(NoPlace, match="too many") as none:
         driver.seat.join("failed", "gone", 17)
+    assert not isinstance(none.value, GivenUp)
     asked = driver.hear("join")
     assert (asked["after"], asked["text"], asked["step"]) == (3, "gone", 17)
+
+
+def test_no_place_in_a_job_that_failed_is_told_apart(driver: Driver) -> None:
+    driver.channel.send("end", why="rank 1 was killed", failed=True)
+    with pytest.raises(GivenUp, match="rank 1 was killed"):
+        driver.seat.join("failed")
+
+
+def test_a_rank_that_hangs_says_where(driver: Driver, capsys: pytest.CaptureFixture[str]) -> None:
+    driver.channel.send("stacks")
+    driver.settle()
+    said = capsys.readouterr().err
+    assert "where this rank hangs" in said and "test_a_rank_that_hangs_says_where" in said
 
 
 def test_any_interface_is_none_in_the_environment(driver: Driver) -> None:

@@ -29,6 +29,17 @@ def test_new_connections_are_cut_and_older_ones_are_not() -> None:
         end.close()
 
 
+def test_what_had_come_is_read_first_and_sending_goes_on() -> None:
+    server, near, far = _pair()
+    far.sendall(b"x")
+    assert near.recv(1, socket.MSG_PEEK) == b"x", "it has come"
+    assert cut({next(inode for inode, number in open_sockets().items() if number == near.fileno())}) == 1
+    near.sendall(b"y")
+    assert (near.recv(1), near.recv(1), far.recv(1)) == (b"x", b"", b"y")
+    for end in (server, near, far):
+        end.close()
+
+
 def test_other_kinds_of_sockets_are_left_alone() -> None:
     before = open_sockets().keys()
     near, far = socket.socketpair()

@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from hvdtrain.engine.make import make_engine
 from hvdtrain.state.commits import SHARE, Commits, Interval
 from hvdtrain.state.train_state import Progress, TrainState
+from tests.support.thread_comm import ThreadComm, on_ranks
 
 SECONDS = st.floats(1e-4, 10.0)
 
@@ -35,8 +37,8 @@ def test_no_commit_waits_for_longer_than_it_has_to(step_s: float, cost_s: float)
     assert not interval.due(5.0 + cost_s / SHARE - 2 * step_s, step_s) or cost_s / SHARE <= step_s
 
 
-def _state() -> TrainState:
-    model = nn.Linear(3, 2)
+def _state(model: nn.Linear | None = None) -> TrainState:
+    model = model or nn.Linear(3, 2)
     return TrainState(model, torch.optim.Adam(model.parameters()), torch.amp.GradScaler(enabled=False), Progress())
 
 
@@ -83,3 +85,33 @@ def test_a_step_that_is_long_brings_the_next_commit_forward() -> None:
     assert not commits.due()
     now[0] += 30.0
     assert commits.due(), "40 s have passed, and another step of 30 would lose too much"
+
+
+def test_commits_change_nothing_of_what_is_trained_and_are_equal_on_all_ranks() -> None:
+    model, samples = nn.Linear(3, 2), torch.randn(2, 4, 4, 3)
+
+    def train(comm: ThreadComm, commits: Commits | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        state = _state(copy.deepcopy(model))
+        engine = make_engine(state.optimizer, state.model, comm, "topk:0.2")
+        state.exchange = engine
+        for step in range(4):
+            engine.begin(1)
+            engine.backward(state.model(samples[comm.rank, step]).square().sum())
+            engine.finish()
+            engine.step()
+            engine.commit(applied=True)
+            if commits is not None:
+                commits.take(state)
+        trained = [t.detach().clone() for tensors in state.state_dict().tensors.values() for t in tensors.values()]
+        if commits is not None:
+            commits.restore(state)
+        owed = [tensor.clone() for tensor in engine.state_dict()[0].values()]
+        engine.close()
+        return trained, owed
+
+    undisturbed = on_ranks(2, lambda comm: train(comm, None))
+    disturbed = on_ranks(2, lambda comm: train(comm, Commits(60.0)))
+    for (alone, owed), (beside, _) in zip(undisturbed, disturbed, strict=True):
+        assert any(tensor.count_nonzero() for tensor in owed)
+        assert all(map(torch.equal, alone, beside))
+    assert all(map(torch.equal, disturbed[0][1], disturbed[1][1]))

@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -164,6 +166,29 @@ def test_a_damaged_manifest_is_passed_over(tmp_path: Path, content: str) -> None
     (path / MANIFEST).write_text(content)
     assert store.load_newest() is None
     assert len(warnings) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "damaged"),
+    [
+        (lambda manifest: manifest.update(format=99), True),
+        (lambda manifest: manifest.pop("format"), True),
+        (lambda manifest: manifest.pop("xxh3_128"), True),
+        (lambda manifest: manifest.update(step=3), True),
+        (lambda manifest: [manifest.pop("xxh3_128"), manifest.update(format=99)], False),
+    ],
+)
+def test_a_manifest_that_was_changed_is_damaged_and_not_of_another_format(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], damaged: bool
+) -> None:
+    store, warnings = _store(tmp_path)
+    file = store.save(2, _state().state_dict(), {}) / MANIFEST
+    manifest = json.loads(file.read_text())
+    change(manifest)
+    file.write_text(json.dumps(manifest))
+    assert store.load_newest() is None
+    assert ["is damaged" in text for text in warnings] == [damaged]
+    assert ["a format that this version does not read" in text for text in warnings] == [not damaged]
 
 
 def test_saving_a_step_again_leaves_the_old_one(tmp_path: Path) -> None:

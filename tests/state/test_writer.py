@@ -184,6 +184,39 @@ def test_what_fails_is_told_and_tried_again_at_growing_intervals(
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000004"]
 
 
+def test_saves_that_are_due_meanwhile_are_tried_and_told_only_where_something_is_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mend = _full(monkeypatch, errno.ENOSPC, 0)
+    told = Told()
+    writer = _writer(SoloComm(), tmp_path, told)
+    asked_at: list[float] = []
+
+    def save(step: int) -> None:
+        writer.save(step, _state(step), {}, wait=False)
+        writer.wait()
+
+    with writer.opened():
+        for step in range(1, 60):  # one every 2 s
+            save(step)
+            told.now_s += 2
+            if writer.look():
+                asked_at.append(told.now_s)
+        assert asked_at == [10, 30, 70]
+        failed = [event for event in told.events if event["event"] == "checkpoint_failed"]
+        assert len(failed) == 59, "each was tried"
+        assert [float(text.partition("at the latest in ")[2].split()[0]) for text in told.warnings] == [10, 20, 40, 80]
+        assert [event["retry_s"] for event in failed[:7]] == [10, 8, 6, 4, 2, 20, 18]
+        mend()
+        mend_again = _full(monkeypatch, errno.EROFS, 0)
+        save(60)
+        assert os.strerror(errno.EROFS) in told.warnings[-1] and len(told.warnings) == 5
+        mend_again()
+        save(61)
+        save(62)
+    assert [event.get("why") for event in told.events[-2:]] == ["after saves that failed", None]
+
+
 def test_a_folder_that_cannot_be_made_is_told_too(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
 

@@ -33,6 +33,9 @@ SPANS = {
 }
 """Phases of training by the span that they are."""
 
+MEETING = "meeting"
+"""A phase that is not of the matrix: ranks are about to meet in a round, by its number in the place of a step."""
+
 PHASES = ("start-up", "data", "forward", "backward", "exchange", "step", "commit", "checkpoint", "evaluation")
 BALLAST = "ballast"
 
@@ -50,10 +53,11 @@ class Order:
         with suppress(FileNotFoundError):
             self.facts = json.loads(path.read_text())
 
-    def come_to(self, phase: str, step: int) -> None:
+    def come_to(self, phase: str, step: int, rank: int | None = None) -> None:
         """This rank is at a place."""
         facts = self.facts
-        if not facts or (phase, int(os.environ["HOROVOD_RANK"])) != (facts["phase"], facts["rank"]):
+        rank = int(os.environ["HOROVOD_RANK"]) if rank is None else rank
+        if not facts or (phase, rank) != (facts["phase"], facts["rank"]):
             return
         if phase != "start-up" and step < facts["step"]:
             return
@@ -92,6 +96,7 @@ def main(argv: list[str]) -> int:
     order, pace_s, fast = Order(Path(argv[0])), float(argv[1]), Path(f"{argv[0]}.fast")
     order.come_to("start-up", 0)
     from hvdtrain import spans
+    from hvdtrain.comm.rounds import SeatedRounds
     from hvdtrain.state.snapshot import Snapshot
 
     phases = {span: phase for phase, span in SPANS.items()}
@@ -104,6 +109,7 @@ def main(argv: list[str]) -> int:
             time.sleep(pace_s)
 
     _before(recorder, "__enter__", entered)
+    _before(SeatedRounds, "_meet", lambda rounds, place: order.come_to(MEETING, place.round, place.rank))
     _before(Snapshot, "take", lambda snapshot, state, step: order.come_to("commit", step))
     from hvdtrain.__main__ import main as train
 

@@ -158,6 +158,20 @@ def ranks_agree_on_state_once_settled(comm: Comm, compression: Compression) -> N
         assert all(torch.equal(everyone[0], other) for other in everyone)
 
 
+def what_settling_would_leave_is_told_and_nothing_changes(comm: Comm, compression: Compression) -> None:
+    told, settled, left = (compression.load()(bucket(SHAPES), comm) for _ in range(3))
+    for number in range(2):
+        for compressor in (told, settled, left):
+            step(compressor, gradients(compressor.shape, comm.rank + number))
+    found = {name: tensor.clone() for name, tensor in told.settled().items()}
+    settled.settle()
+    assert found.keys() == settled.state_dict().keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in settled.state_dict().items())
+    values = [*gradients(left.shape, comm.rank + 5)]
+    assert torch.equal(step(told, values), step(left, values))
+    assert all(torch.equal(told.state_dict()[name], tensor) for name, tensor in left.state_dict().items())
+
+
 CLAUSES: list[Callable[[Comm, Compression], None]] = [
     law,
     buckets_without_elements_and_of_one,
@@ -170,4 +184,5 @@ CLAUSES: list[Callable[[Comm, Compression], None]] = [
     state_goes_with_the_parameter_into_other_buckets,
     what_a_state_lacks_starts_anew,
     ranks_agree_on_state_once_settled,
+    what_settling_would_leave_is_told_and_nothing_changes,
 ]

@@ -20,6 +20,8 @@ import threading
 import time
 from pathlib import Path
 
+from hvdtrain.runtime.lifeline import hold_lifeline
+
 FOLDER = Path(os.environ["FAKE_FOLDER"])
 STEPS = int(sys.argv[1])
 DEEDS = [deed.split(":") for deed in sys.argv[2:]]
@@ -71,7 +73,7 @@ def act(rank: int, step: int) -> None:
         log(f"{kind} rank={rank} step={step}")
         if kind.endswith("raise"):
             leave(1)
-        if kind == "usage":
+        if kind.endswith("usage"):
             leave(2)
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -91,6 +93,8 @@ def checkpoint() -> int:
 
 
 def main() -> None:
+    if hold_lifeline(os.environ):
+        send("held")
     threading.Thread(target=listen, daemon=True).start()
     threading.Thread(target=beat, daemon=True).start()
     why, text = "started", ""

@@ -22,7 +22,7 @@ from hvdtrain.launch.membership import Membership
 
 @dataclass
 class FakeWorker:
-    """`told`: kinds of messages, in their order. `deaf`: it does not do as it is told."""
+    """`told`: kinds of messages, in order. `deaf`: it does not do as it is told. `dying`: ending, but still there."""
 
     number: int
     host: str
@@ -34,6 +34,7 @@ class FakeWorker:
     inside: bool = False
     told: list[str] = field(default_factory=list)
     deaf: bool = False
+    dying: bool = False
     step: int = -1
 
 
@@ -70,7 +71,7 @@ class World:
             for host in list(self.agents - self.unreachable):
                 self.members.heard(host, {}, self.now_s)
             for worker in self.living():
-                if not worker.deaf:
+                if not (worker.deaf or worker.dying or worker.host in self.unreachable):
                     self.alive(worker)
 
     def alive(self, worker: FakeWorker, idle_s: float = 0.0, waiting: bool = False) -> None:
@@ -84,6 +85,11 @@ class World:
 
     def say(self, worker: FakeWorker, kind: str, **facts: Any) -> None:
         self.do(self.members.said(worker.number, {"type": kind, **facts}, self.now_s))
+
+    def die(self, worker: FakeWorker) -> None:
+        """The kernel begins to end it."""
+        worker.dying, worker.inside = True, False
+        self.do(self.members.dying(worker.number, self.now_s))
 
     def exit(self, worker: FakeWorker, code: int = -9) -> None:
         worker.alive = worker.inside = False
@@ -156,7 +162,7 @@ class World:
             self.do(self.members.agent_up(host, self.now_s))
 
     def _tell(self, worker: FakeWorker, command: Tell) -> None:
-        if not worker.alive:
+        if not worker.alive or worker.dying:
             return
         worker.told.append(command.kind)
         if command.kind == "round":

@@ -12,6 +12,7 @@ import pytest
 from hvdtrain.errors import TraceError
 from hvdtrain.timeline.analyse import analyse
 from hvdtrain.timeline.run import load
+from hvdtrain.timeline.telling.brief import to_lines
 from hvdtrain.timeline.telling.text import to_text
 
 TRACES = Path(__file__).parent / "traces"
@@ -125,6 +126,21 @@ def test_a_start_that_left_no_stamps_does_not_mix_with_the_one_before(tmp_path: 
     assert [trace.start_us[0] for trace in run.horovod] == [trace.start_us[0] for trace in before.horovod]
     assert "the last start left no stamps of steps: told is one before it, of steps 1 to 10" in run.notes
     assert not any("last start" in note for note in before.notes)
+
+
+@pytest.mark.parametrize("other", [None, "a round before", "a resume"])
+def test_figures_of_the_last_round_say_so(other: str | None, tmp_path: Path) -> None:
+    folder = _run(tmp_path / "r")
+    file = folder / "timeline" / "steps.jsonl"
+    _, head, block = map(orjson.loads, file.read_bytes().splitlines())
+    later = [{**head, "start": 2, "at_step": 10}, {**block, "first_step": 11}]
+    _lines(file, *{None: [head, block], "a round before": [head, block, *later], "a resume": later}[other])
+    analysis = analyse(load(folder))
+    assert analysis.budget is not None
+    text, brief = to_text(analysis), "\n".join(to_lines(analysis))
+    for shown in (text, brief, *analysis.notes[:1]):
+        assert ("steps 11 to 20" in shown) == (other is not None)
+        assert ("last round" in shown) == (other is not None)
 
 
 def test_horovods_timeline_is_moved_onto_the_runs_clock_and_those_of_other_starts_left_out(tmp_path: Path) -> None:

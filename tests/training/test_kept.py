@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from hvdtrain.comm.base import Comm
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.compression.feedback import RESIDUAL
 from hvdtrain.config.parse import parse_object
 from hvdtrain.engine.make import make_engine
 from hvdtrain.observe.progress import Progress as Display
 from hvdtrain.observe.recorder import Recorder
+from hvdtrain.runtime.seat import GivenUp
 from hvdtrain.training.kept import NOTHING, Kept, keep
 from tests.support.toy import toy
 
@@ -132,3 +134,21 @@ def test_records_of_steps_that_are_done_again_are_begun_anew(kept: Kept, tmp_pat
     assert kept.went_back()
     kept.close_recorder()
     assert kept.recorder is None
+
+
+class _NoRounds:
+    """A driver that has given up."""
+
+    def enter(self, why: str, text: str, step: int) -> Comm:
+        raise GivenUp("too many rounds")
+
+
+@pytest.mark.parametrize("kept", ["none"], indirect=True)
+@pytest.mark.parametrize(("settled", "cards"), [(False, 1), (True, 0)])
+def test_a_card_is_written_of_a_round_that_broke_alone(kept: Kept, settled: bool, cards: int) -> None:
+    told: list[int] = []
+    kept.given_up = lambda: told.append(1)
+    kept.round_is_over(settled=settled)
+    with pytest.raises(GivenUp):
+        kept.enter(_NoRounds(), "failed", "")  # type: ignore[arg-type]
+    assert len(told) == cards

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 import hvdtrain
 from hvdtrain.errors import CheckpointError
 from hvdtrain.observe.journal import read_journal, read_steps
+from hvdtrain.spans import Spans
 from hvdtrain.state import attempt, writer
 from hvdtrain.state.store import CheckpointStore, load
 from hvdtrain.training import saving
+from hvdtrain.training.saving import Saving
+from tests.support.thread_comm import ThreadComm, on_ranks
 from tests.support.toy import toy
 
 TRAIN = {"steps": 12, "global_batch": 4, "micro_batch": 2, "eval_every": 100}
@@ -82,6 +87,68 @@ def test_a_last_save_waits_for_somebody_to_make_room(tmp_path: Path, monkeypatch
     ] * 3
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("failures", [2, 99])
+def test_a_signal_ends_the_waiting_for_room_with_one_more_try(
+    number: signal.Signals, failures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _fail(monkeypatch, failures)
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if sum(slept) == 3.0:  # the second wait is 8 s
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(saving, "WAITS_S", (1.0, 8.0, 60.0))
+    monkeypatch.setattr(saving.time, "sleep", sleep)
+    options = {"train": TRAIN, "checkpoint": {"every": 0}, "run_dir": str(tmp_path)}
+    if failures == 2:
+        assert hvdtrain.train(options, toy).reason == "finished"
+        assert _events(tmp_path) == [("checkpoint", 12)]
+    else:
+        with pytest.raises(CheckpointError, match="step 12 could not be written"):
+            hvdtrain.train(options, toy)
+    assert sum(slept) == 3.0
+    warnings = [line["text"] for line in read_journal(tmp_path / "journal.jsonl") if line.get("event") == "warning"]
+    told = warnings[2:]
+    assert told[0].startswith(f"{number.name}: the waiting is over")
+    assert ["the run ends without it" in text for text in told[1:]] == [True] * (failures == 99)
+
+
+@pytest.mark.parametrize("signalled", [0, 1])
+def test_a_signal_to_any_rank_ends_the_waiting_of_all(signalled: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving.time, "sleep", lambda seconds: None)
+
+    def body(comm: ThreadComm) -> tuple[bool, int]:
+        looks = [0]
+
+        def notices() -> list[int]:
+            looks[0] += 1
+            return [0, int(comm.rank == signalled and looks[0] == 5), 0, 0]
+
+        one = SimpleNamespace(comm=comm, store=None, stepper=SimpleNamespace(spans=Spans()))
+        return Saving._is_stopped(cast(Saving, one), CheckpointError("no room"), 60.0, notices), looks[0]
+
+    assert on_ranks(2, body) == [(True, 5)] * 2
+
+
+def test_a_save_that_a_signal_asks_for_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    class Signals:
+        def write(self, record: dict[str, Any]) -> None:
+            if record.get("step") == 3:
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+        def close(self) -> None:
+            pass
+
+    options = {"train": {**TRAIN, "steps": 2000}, "checkpoint": {"every": 0}, "run_dir": str(tmp_path)}
+    hvdtrain.train(options, toy, sinks=[Signals()])
+    said = capfd.readouterr().out
+    assert said.count("saved, asked for by SIGUSR1: checkpoints/step-0") == 1
+    assert [step for _, step in _events(tmp_path)][1:] == [2000]
+
+
 def test_every_save_of_a_run_is_whole_and_of_its_step(tmp_path: Path) -> None:
     options = {"train": TRAIN, "checkpoint": {"every": 1, "keep": 99}, "run_dir": str(tmp_path)}
     hvdtrain.train(options, toy)
@@ -91,3 +158,19 @@ def test_every_save_of_a_run_is_whole_and_of_its_step(tmp_path: Path) -> None:
     assert _events(tmp_path) == [("checkpoint", one.step) for one in saved]
     progress = [load(one.path).values["progress"] for one in saved]
     assert [(p["step"], p["position"]) for p in progress] == [(step, 4 * step) for step in range(1, 13)]
+
+
+@pytest.mark.parametrize(("damaged", "is_told"), [(2, True), (1, False)])
+def test_a_run_that_begins_anew_for_want_of_a_whole_checkpoint_says_so(
+    damaged: int, is_told: bool, tmp_path: Path
+) -> None:
+    options = {"train": TRAIN, "checkpoint": {"every": 6}, "run_dir": str(tmp_path)}
+    hvdtrain.train(options, toy)
+    saves = CheckpointStore(tmp_path / "checkpoints", pytest.fail).list()
+    for saved in saves[len(saves) - damaged :]:
+        (saved.path / "manifest.json").write_text("{}")
+    hvdtrain.train({**options, "train": {**TRAIN, "steps": 14}}, toy)
+    warnings = [line["text"] for line in read_journal(tmp_path / "journal.jsonl") if line.get("event") == "warning"]
+    told = [text for text in warnings if "training begins anew, at step 1" in text]
+    assert len(told) == is_told
+    assert all("2 checkpoint(s)" in text and str(tmp_path / "checkpoints") in text for text in told)

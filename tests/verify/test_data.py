@@ -182,9 +182,31 @@ def test_other_data_from_some_step_on_begins_another_order() -> None:
         more = write_ledger(done.run.with_name("other"), [Stretch(steps=6), Stretch(steps=6)], length=30)
         (more.run / FOLDER / file_name(1, 0)).rename(done.run / FOLDER / file_name(1, 0))
         (done.run / "checkpoints" / "step-000012").mkdir()
-        report = verify_data(done.run)
+        report, text = verify_data(done.run), to_text(verify_data(done.run), done.run)
     assert report.wrong == []
+    assert "every sample once within each order" in text
+    assert "were changed once" in text
     assert [(e.number, e.samples, e.distinct) for e in report.epochs.others] == [(1, 20, 4), (0, 30, 6), (1, 30, 18)]
+
+
+def test_an_order_that_is_never_changed_is_said_to_hold_every_sample_once() -> None:
+    with _written(TWO) as done:
+        assert "every sample once, and each rank" in to_text(verify_data(done.run), done.run)
+
+
+@pytest.mark.parametrize("starts", [8, 9, 12])
+def test_starts_that_are_not_shown_are_counted(starts: int) -> None:
+    with _written([Stretch()] * starts) as done:
+        text = to_text(verify_data(done.run), done.run)
+    shown = sum(" started " in line for line in text.splitlines())
+    assert shown == min(starts, 8)
+    assert (f"{starts - shown} earlier start(s)" in text) == (starts > shown)
+
+
+def test_lines_that_are_cut_off_may_be_of_a_kill_or_of_a_full_disk() -> None:
+    report = _report(lambda run: None, [Stretch(size=2, steps=3, ahead=1, torn=4)])
+    assert report.wrong == []
+    assert ["as a kill or a full disk leaves them" in note for note in report.notes] == [True]
 
 
 def test_positions_that_are_left_out_without_a_roll_back_in_the_journal_are_wrong() -> None:

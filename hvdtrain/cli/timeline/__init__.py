@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
 from importlib import import_module
 
-from hvdtrain.errors import HvdtrainError
+from hvdtrain.cli.group import run
 
 COMMANDS = {
     "report": "where the time of a run, or of any Horovod Timeline, went; which rank is late; what to change",
@@ -24,21 +21,9 @@ _MODULES = {"start": "window", "stop": "window"}
 
 def main(argv: list[str]) -> int:
     """Run a command of this group; 0, 1 where a condition was met or an error came, 2 on a wrong option."""
-    if not argv or argv[0] in ("--help", "-h", "help"):
-        lines = "\n".join(f"  {name:<8} {text}" for name, text in COMMANDS.items())
-        sys.stdout.write(f"usage: hvdtrain timeline COMMAND [OPTIONS]\n\n{lines}\n\neach has --help\n")
-        return 0
-    name, *rest = argv
-    if name not in COMMANDS:
-        sys.stderr.write(f"hvdtrain: there is no command {name!r} of timeline; there are {', '.join(COMMANDS)}\n")
-        return 2
-    try:
+
+    def call(name: str, rest: list[str]) -> int:
         code: int = import_module(f"hvdtrain.cli.timeline.{_MODULES.get(name, name)}").main(name, rest)
-        sys.stdout.flush()
-    except HvdtrainError as error:
-        sys.stderr.write(f"hvdtrain: {type(error).__name__}: {error}\n")
-        return 1
-    except BrokenPipeError:  # whoever reads, `head` say, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's last flush
-        return 128 + signal.SIGPIPE
-    return code
+        return code
+
+    return run("timeline", "[OPTIONS]", COMMANDS, argv, call)

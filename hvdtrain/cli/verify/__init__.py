@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 
-from hvdtrain.errors import HvdtrainError
+from hvdtrain.cli.group import run
 
 COMMANDS = {
     "data": "every sample of each epoch was taken exactly once, whatever was killed or resized",
@@ -15,17 +14,9 @@ COMMANDS = {
 
 def main(argv: list[str]) -> int:
     """Run a command of this group; 0, 1 where it does not hold or an error came, 2 on a wrong option."""
-    if not argv or argv[0] in ("--help", "-h", "help"):
-        lines = "\n".join(f"  {name:<8} {text}" for name, text in COMMANDS.items())
-        sys.stdout.write(f"usage: hvdtrain verify COMMAND RUN [OPTIONS]\n\n{lines}\n\neach has --help\n")
-        return 0
-    name, *rest = argv
-    if name not in COMMANDS:
-        sys.stderr.write(f"hvdtrain: there is no command {name!r} of verify; there are {', '.join(COMMANDS)}\n")
-        return 2
-    try:
+
+    def call(name: str, rest: list[str]) -> int:
         code: int = import_module(f"hvdtrain.cli.verify.{name}").main(rest)
-    except HvdtrainError as error:
-        sys.stderr.write(f"hvdtrain: {type(error).__name__}: {error}\n")
-        return 1
-    return code
+        return code
+
+    return run("verify", "RUN [OPTIONS]", COMMANDS, argv, call)

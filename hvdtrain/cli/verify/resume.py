@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
+import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,7 +24,7 @@ examples:
 It trains the run's config anew, in a scratch folder, for twice N steps at a time; the run itself is only read. On one
 number of ranks losses, parameters and optimizer state have to be the same bit for bit, across two to a tolerance.
 
-exit code: 0 where this holds, 1 where it does not: the first step or tensor that differs is named.
+exit code: 0 where this holds, 1 where it does not: the first step or tensor that differs is named; 130 on Ctrl-C.
 """
 
 
@@ -38,11 +43,16 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
 
     from hvdtrain.verify.resume import verify_resume
+    from hvdtrain.verify.runs import read_config
 
+    config = read_config(options.run)  # first: where there is no run, nothing is made
     folder = Path(tempfile.mkdtemp(prefix="hvdtrain-verify-"))
-    compared = []
-    for found in verify_resume(options.run, folder, options.steps, options.sizes, _say):
-        compared.append(found)
+    try:
+        with _ended_by(signal.SIGTERM, signal.SIGHUP):
+            compared = list(verify_resume(config, folder, options.steps, options.sizes, _say))
+    except (KeyboardInterrupt, SystemExit):  # after an error the output of the job stays there
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     print("\n" + _table(compared))
     wrong = [found for found in compared if found.first is not None]
     for found in wrong:
@@ -53,6 +63,21 @@ def main(argv: list[str]) -> int:
     shutil.rmtree(folder)
     print("the law holds")
     return 0
+
+
+@contextmanager
+def _ended_by(*signals: signal.Signals) -> Iterator[None]:
+    """Signals that end this process end what it has started too, as Ctrl-C does."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _say(text: str) -> None:
@@ -70,11 +95,13 @@ def _table(compared: list[Compared]) -> str:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
 
 
 def _sizes(text: str) -> list[int]:
-    return [_positive(part) for part in text.split(",")]
+    try:
+        return [_positive(part) for part in text.split(",")]
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}: give numbers of ranks such as 1,2") from None

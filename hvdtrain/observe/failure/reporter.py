@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +146,14 @@ class Reporter:
     def missing(self) -> None:
         """In the watchdog: a rank of this host is gone. Say so, within the second that the launcher leaves."""
         self.tell(self.say(), _SILENT_COME_S, to_stderr)
+
+    def given_up(self) -> None:
+        """In the training thread: a rank is gone, and there is no round without it any more. Say so, once for all."""
+        if self.post.folder is None and len(self.post.ranks) > 1:
+            return
+        own = replace(self.witness.barely(HERE), memory=process.memory())
+        self.post.say(own)
+        self.tell(own, _SILENT_COME_S, self.voice.show)
 
     def stalled(self) -> None:
         """In the watchdog: no progress."""

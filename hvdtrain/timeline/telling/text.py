@@ -53,11 +53,11 @@ def quantity(estimate: Estimate, places: int | None = None) -> str:
 
 def _head(analysis: Analysis) -> str:
     ranks = f", {analysis.size} rank(s)" if analysis.size else ""
-    title = _short(analysis.title, 50)
+    title = _short(analysis.title, 40)
     if (budget := analysis.budget) is None:
         return f"{title}{ranks}: no step was recorded"
     steps = f"{budget.steps} step(s)" if budget.steps else "no steps could be told"
-    return f"{title}{ranks}: {steps}, {_short(budget.what, 30)}"
+    return f"{title}{ranks}: {steps}, {_short(budget.what, 56)}"
 
 
 def _budget(budget: Budget) -> Iterator[str]:
