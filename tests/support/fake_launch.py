@@ -17,7 +17,7 @@ import psutil
 from hvdtrain.cli.launch import main
 
 RANK = Path(__file__).with_name("fake_rank.py")
-TIMEOUT_S = 60
+TIMEOUT_S = 150
 
 
 class FakeJob:
@@ -81,7 +81,13 @@ class FakeJob:
 
     def end(self) -> tuple[int, str]:
         """Wait for its end; the exit code, and what ranks wrote to stdout."""
-        out, err = self._process.communicate(timeout=TIMEOUT_S)
+        try:
+            out, err = self._process.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            left = [f"{process.pid} {process.status()} {process.cmdline()[1:3]}" for process in self.processes()]
+            self._process.kill()
+            said = [*self.said, *self._process.communicate()[1].splitlines()]
+            raise AssertionError(f"not over after {TIMEOUT_S} s:\n" + "\n".join([*said, *left])) from None
         self.said += err.splitlines()
         return self._process.returncode, out
 

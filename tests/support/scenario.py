@@ -46,6 +46,12 @@ class Scenario(FakeJob):
         """Wait no longer between steps."""
         self._fast.touch()
 
+    def end(self) -> tuple[int, str]:
+        """As of each job; nobody had to be killed because it did not end."""
+        ended = super().end()
+        assert not any("did not end in time" in line for line in self.said), "\n".join(self.said)
+        return ended
+
     def finish(self) -> None:
         """Let it come to its end."""
         self.hurry()
