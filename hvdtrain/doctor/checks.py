@@ -69,7 +69,8 @@ def horovod(facts: Gathered) -> Finding:
     target = f", built for {facts.installed.torch}" if facts.installed.torch else ""
     writer = ", the writer of its Timeline sleeps when idle" if facts.installed.quiet else ""
     prompt = ", its threads wake when there is something to do" if facts.installed.prompt else ""
-    return Finding("horovod", "ok", f"{found} with {names}{target}{writer}{prompt}")
+    told = ", its Gloo tells of a lost rank amid a message" if facts.installed.told else ""
+    return Finding("horovod", "ok", f"{found} with {names}{target}{writer}{prompt}{told}")
 
 
 def nccl(facts: Gathered) -> Finding | None:

@@ -1,11 +1,11 @@
 """The C++ compiler that Horovod's build calls: the real one, with arguments that suit today's torch.
 
 Run as a script by a two-line sh wrapper (`wrapper_text`), by ``python -I -S``: it must import nothing of ours.
-Four things are changed. Horovod forces C++14 and bundles code that forces C++11, torch needs C++17 or later: the
+Five things are changed. Horovod forces C++14 and bundles code that forces C++11, torch needs C++17 or later: the
 last ``-std`` is ours. Newer compilers no longer include some standard headers by the way (horovod#3957). The run
-paths of a shared library would name the environment it was built in, which may be gone when it runs. And threads of
-Horovod's that look for something without end are made to sleep until it is there, by headers that are included before
-everything else where the sources are those that were read (`CHANGES`).
+paths of a shared library would name the environment it was built in, which may be gone when it runs; so do messages,
+with the folder of the build. And some of what Horovod and Gloo do is done in another way, by headers that are included
+before everything else where the sources are those that were read (`CHANGES`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ QUIET_MARK = "hvdtrain-quiet-timeline"
 PROMPT_MARKS = ("hvdtrain-prompt-cycle", "hvdtrain-prompt-done", "hvdtrain-prompt-wait")
 """Texts in a library of Horovod's whose threads, where `HVDTRAIN_PROMPT` is set, wake as soon as there is something to
 do and sleep until then."""
+
+TOLD_MARK = "hvdtrain-told-pair"
+"""Text in a library of Horovod's whose Gloo tells those who wait for a message that is under way, when a connection
+ends."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,16 @@ CHANGES = (
         "prompt_wait.h",
         PROMPT_MARKS[2],
     ),
+    Change(
+        "gloo/transport/tcp/pair.cc",
+        ("7abd292c5c927a4258f0f00a2a627264d24d4adaa724c81dd56208397aac0d93",),
+        "told_pair.h",
+        TOLD_MARK,
+    ),
 )
+
+_TREES = ("/third_party/", "/horovod/")
+"""Folders of sources, by the first of which messages shall begin."""
 
 _NVCC_MARKS = ("__CUDACC__", ".cudafe1.")  # it preprocesses, and later compiles what it made of that
 _HEADERS = ("cstdint", "stdexcept", "string")
@@ -105,7 +118,7 @@ def rewrite(arguments: Sequence[str], standard: str, relocations: Sequence[tuple
         # Debug information makes the library ten times as large and compiling slower; nobody debugs Horovod here.
         kept = [argument for argument in kept if argument != "-g"]
         kept = [word for header in _HEADERS for word in ("-include", header)] + kept
-        kept = [*_changes(kept), *kept]
+        kept = [*_changes(kept), *_short_names(kept), *kept]
     return [f"-std={standard}", *kept]
 
 
@@ -117,6 +130,14 @@ def _changes(arguments: Sequence[str]) -> Iterator[str]:
                 # Headers of Horovod's are found beside the source, before those that a system has of the same name.
                 yield from ("-include", str(_HERE / change.header), f'-DHVDTRAIN_MARK="{change.mark}"')
                 yield from ("-iquote", str(Path(argument).parent))
+
+
+def _short_names(arguments: Sequence[str]) -> Iterator[str]:
+    """Give the argument by which messages name a source as it stands in Horovod's archive."""
+    for argument in arguments:
+        found = [argument.find(tree) for tree in _TREES if tree in argument]
+        if found and argument.endswith((".cc", ".cpp")) and argument.startswith("/"):
+            yield f"-fmacro-prefix-map={argument[: min(found)]}/="
 
 
 def relocate(run_path: str, relocations: Sequence[tuple[str, str]]) -> str:

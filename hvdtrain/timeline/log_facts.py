@@ -22,7 +22,7 @@ _ENDS = re.compile(r"is stalled for longer than \d+ seconds\. Will shutdown")
 _PATIENCE = 100
 """Lines of others that may stand between those of one warning."""
 
-_NCCL = re.compile(r"(?:(\S+?):(\d+):\d+ )?\[(-?\d+)\] (?:\S+ )?NCCL (WARN|INFO) (.*\S)")
+_NCCL = re.compile(r"(?:(\S{1,255}?):(\d+):\d+ )?\[(-?\d+)\] (?:\S+ )?NCCL (WARN|INFO) (.*\S)")
 _VERSION = re.compile(r"NCCL version (\d+\.\d+\S*)")
 _NETWORK = re.compile(r"Using (?:internal )?network (\w+)", re.IGNORECASE)
 _DEVICES = re.compile(r"NET/(\w+) : (Using .*|No device found.*)")
@@ -101,6 +101,8 @@ class Nccl:
 
     def take(self, line: str) -> bool:
         """A line of output; whether it is one of NCCL's."""
+        if "NCCL" not in line:
+            return False
         if found := _NCCL.search(line):
             host, process, device, level, text = found.groups()
             by = f"{host}:{process}:{device}"

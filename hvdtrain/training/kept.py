@@ -26,6 +26,7 @@ from hvdtrain.training.compiled import compile_blocks
 from hvdtrain.training.notices import Notices
 from hvdtrain.training.optimizers import make_optimizer
 from hvdtrain.training.precision import Precision
+from hvdtrain.training.saving import Seen
 from hvdtrain.training.schedule import factor, total_steps
 from hvdtrain.training.stamps import Links
 
@@ -53,6 +54,7 @@ class Kept:
         step: optimizer steps that this process's state holds for others to go on from; `NOTHING` where it holds none.
         last: what the journal holds of the newest step.
         links: what was found of the link between ranks.
+        seen: which evaluations were made.
         given_up: tells, should there be no other round than the newest.
     """
 
@@ -71,6 +73,7 @@ class Kept:
     step: int = NOTHING
     last: Mapping[str, Any] | None = None
     links: Links = field(default_factory=dict)
+    seen: Seen = field(default_factory=Seen)
     given_up: Callable[[], None] = lambda: None
 
     def went_back(self) -> bool:

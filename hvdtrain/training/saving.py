@@ -33,6 +33,17 @@ _TICK_S = 0.25
 
 
 @dataclass
+class Seen:
+    """What a process knows of evaluations, from round to round.
+
+    Attributes:
+        step: the newest one that was evaluated, or at which this process came; -1 before.
+    """
+
+    step: int = -1
+
+
+@dataclass
 class Saving:
     """Evaluates and saves.
 
@@ -46,6 +57,7 @@ class Saving:
         roll_back: takes a commit with each checkpoint.
         event: records an event.
         warn: tells something that a person should know.
+        seen: of evaluations before this round.
     """
 
     config: Config
@@ -57,6 +69,7 @@ class Saving:
     roll_back: RollBack
     event: Callable[[dict[str, Any]], None]
     warn: Callable[[str], None]
+    seen: Seen = field(default_factory=Seen)
     writer: CheckpointWriter = field(init=False)
 
     def __post_init__(self) -> None:
@@ -81,7 +94,17 @@ class Saving:
         if found is not None:
             facts = {"loss": found.loss, "samples": found.samples, "metrics": found.metrics}
             self.event({"event": "evaluation", "at_step": self.state.progress.step, **facts})
+        self.seen.step = self.state.progress.step
         return found
+
+    def make_up(self, stop: int, notices: Callable[[], list[int]]) -> None:
+        """Evaluate and save what is due at this step, where ranks were lost before it was done. Collective: yes."""
+        step = self.state.progress.step
+        owed, unseen = self._is_owed(stop), self._is_unseen(stop)
+        evaluated = self.evaluate() if unseen or (owed and self.evaluates(step, stop)) else None
+        if owed:
+            self.save(evaluated, wait=step == stop, notices=notices)
+        self.seen.step = step
 
     def save(
         self,
@@ -130,8 +153,8 @@ class Saving:
                     if is_stopped := self._is_stopped(error, waits_s.pop(0), notices):
                         waits_s.clear()
 
-    def is_owed(self, stop: int) -> bool:
-        """Whether ranks were lost before the checkpoint that is due at this step was saved. Collective: yes."""
+    def _is_owed(self, stop: int) -> bool:
+        """Whether the checkpoint that is due at this step is missing. Collective: yes."""
         every, step = self.config.checkpoint.every, self.state.progress.step
         if not (step == stop or (every and step % every == 0)):
             return False
@@ -141,6 +164,18 @@ class Saving:
             return all(saved.step != step for saved in self.store.list())
 
         return on_rank_0(self.comm, is_missing, name="owed")
+
+    def _is_unseen(self, stop: int) -> bool:
+        """Whether the evaluation that is due at this step is missing, as far as rank 0 was there. Collective: yes."""
+        step = self.state.progress.step
+        if not self.evaluates(step, stop):
+            return False
+        return on_rank_0(self.comm, lambda: 0 <= self.seen.step < step, name="unseen")
+
+    def evaluates(self, step: int, stop: int) -> bool:
+        """Whether an evaluation is due after a step, of a training that ends with step `stop`."""
+        every = self.config.train.eval_every or self.config.checkpoint.every
+        return step == stop or bool(every and step % every == 0)
 
     def _is_stopped(self, error: CheckpointError, wait_s: float, notices: Callable[[], list[int]]) -> bool:
         """Wait so long, or until a signal asks any rank to stop; whether one did. Collective: yes."""

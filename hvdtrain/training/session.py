@@ -226,7 +226,9 @@ class _Round:
         roll_back = RollBack(
             config.elastic.roll_back, kept.commits, comm, store, recorder.event, recorder.warn, self._loses(engine)
         )
-        saving = Saving(config, comm, kept.state, stepper, store, ledger, roll_back, recorder.event, recorder.warn)
+        saving = Saving(
+            config, comm, kept.state, stepper, store, ledger, roll_back, recorder.event, recorder.warn, kept.seen
+        )
         return Trainer(
             config=config,
             comm=comm,

@@ -137,8 +137,8 @@ class Trainer:
         asked_at = -1
         if progress.step == 0:
             saving.evaluate()
-        elif self.rounds.elastic and saving.is_owed(self.stop):
-            saving.save(saving.evaluate(), wait=progress.step == self.stop, notices=came)
+        elif self.rounds.elastic:
+            saving.make_up(self.stop, came)
         self.roll_back.begin(self.state)
         self._begin("round" if self.rounds.elastic else "started")
         while progress.step < self.stop:
@@ -164,8 +164,7 @@ class Trainer:
             if asked:
                 asked_at = progress.step
             # A stop by signal leaves no time for an evaluation: mpirun kills one second after SIGTERM.
-            interval = self.config.train.eval_every
-            evaluating = not reason and (last or (progress.step % interval == 0 and not is_back if interval else due))
+            evaluating = not reason and (last or not is_back) and saving.evaluates(progress.step, self.stop)
             evaluated = saving.evaluate() if evaluating else None
             if due or asked or reason or last:
                 why = f"asked for by {reason or 'SIGUSR1'}" if reason or asked else ""

@@ -103,8 +103,10 @@ def _checkpoints(folder: Path) -> list[str]:
     return sorted(p.name for p in (folder / "run/checkpoints").glob("step-*"))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("size", "workers"),
+    [(1, 0), (2, 1), pytest.param(1, 1, marks=pytest.mark.slow), pytest.param(2, 0, marks=pytest.mark.slow)],
+)
 def test_sigusr1_saves_and_goes_on_sigterm_saves_and_stops(size: int, workers: int, jobs: list, tmp_path: Path) -> None:  # type: ignore[type-arg]
     """mpirun sends what it gets to all processes of the job, loader processes too."""
     process = _start(jobs, tmp_path, size, f"--loader.workers={workers}")

@@ -75,8 +75,17 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("number", "code", "size"),
+    [
+        ("SIGINT", 130, 1),
+        ("SIGTERM", 143, 2),
+        pytest.param("SIGTERM", 143, 1, marks=pytest.mark.slow),
+        pytest.param("SIGINT", 130, 2, marks=pytest.mark.slow),
+        pytest.param("SIGHUP", 129, 1, marks=pytest.mark.slow),
+        pytest.param("SIGHUP", 129, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_ends_the_job_and_leaves_nothing(
     number: str,
     code: int,

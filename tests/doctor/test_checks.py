@@ -145,6 +145,8 @@ def test_what_is_recorded_of_horovod_is_told_where_there_is_something_to_exchang
     assert "sleeps" in finding("horovod", installed=quiet).found and "sleeps" not in finding("horovod").found
     prompt = dataclasses.replace(WELL.installed, prompt=True)  # type: ignore[type-var]
     assert "wake" in finding("horovod", installed=prompt).found and "wake" not in finding("horovod").found
+    told = dataclasses.replace(WELL.installed, told=True)  # type: ignore[type-var]
+    assert "amid" in finding("horovod", installed=told).found and "amid" not in finding("horovod").found
     on_gpu = finding("timeline", installed=quiet, host=HostFacts(2, 2, gpus=1))
     assert "GPU" in on_gpu.found and "build-horovod" not in on_gpu.why
     alone = dataclasses.replace(WELL, info=RankInfo())

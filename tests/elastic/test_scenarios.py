@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.observe.journal import read_journal
 from tests.support.chaos_rank import EXCEPTION, MEETING
-from tests.support.scenario import Hosts, Scenario, nothing_lost
+from tests.support.scenario import STEPS, Hosts, Scenario, nothing_lost
 
 pytestmark = pytest.mark.timeout(240)
 Losses = dict[int, float]
@@ -44,6 +45,18 @@ def test_a_rank_fails_and_the_others_go_on(fault: str, rank: int, tmp_path: Path
         job.until("round 3: 2 rank(s) on 1 host(s)")
         job.finish()
     assert job.sizes() == [2, 1, 2]
+
+
+@SLOW
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_evaluation_in_which_a_rank_is_lost_is_made_up(rank: int, tmp_path: Path, losses: Losses) -> None:
+    lost = {"fault": "SIGKILL", "phase": "evaluation", "step": 12, "rank": rank}
+    job = Scenario(tmp_path, "-np", "2", "--elastic", "1:2", train=["--train.eval_every=5"], **lost)  # type: ignore[arg-type]
+    with nothing_lost(job.run, losses), job:
+        job.until("round 2: 1 rank(s)")
+        job.finish()
+    lines = read_journal(job.run / "journal.jsonl")
+    assert [line["at_step"] for line in lines if line.get("event") == "evaluation"] == list(range(0, STEPS + 1, 5))
 
 
 def test_a_rank_is_gone_while_the_others_meet(tmp_path: Path, losses: Losses) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from packaging.version import Version
 
 from hvdtrain.errors import HorovodError
-from hvdtrain.install.compiler import PROMPT_MARKS, QUIET_MARK
+from hvdtrain.install.compiler import PROMPT_MARKS, QUIET_MARK, TOLD_MARK
 from hvdtrain.install.record import BuildRecord, installed, judge
 from hvdtrain.install.versions import Label, MpiBuild, TorchBuild
 
@@ -149,6 +149,14 @@ def test_threads_are_prompt_where_all_the_changes_took_effect(marks: tuple[str, 
     found = installed([str(tmp_path)])
     assert found is not None
     assert found.prompt == (marks == PROMPT_MARKS)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_whether_gloo_tells_is_read_from_the_library_itself(told: bool, tmp_path: Path) -> None:
+    install_fake(tmp_path, "0.28.1", b"libmpi.so.40\0" + (TOLD_MARK.encode() if told else b""))
+    found = installed([str(tmp_path)])
+    assert found is not None
+    assert found.told == told
 
 
 def test_nothing_installed_is_none(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """A rank with real Horovod and no trainer: sums ones, and ends some steps after round ROUNDS has begun.
 
-    python hvd_rank.py ROUNDS [kill:RANK:STEP]
+    python hvd_rank.py ROUNDS [kill:RANK:STEP [MIB]]
 
-The file HVD_RANK_MARK says that a rank was killed already.
+The file HVD_RANK_MARK says that a rank was killed already. MIB: so many, which the rank that is killed broadcasts when
+it is killed.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from hvdtrain.runtime.channel import VARIABLE, Channel
 
 ROUNDS = int(sys.argv[1])
 KILL = sys.argv[2].split(":")[1:] if len(sys.argv) > 2 else None
+AMID = torch.ones(int(sys.argv[3]) << 18) if len(sys.argv) > 3 else None
+KILLED_AFTER_S = 0.1
 
 channel = Channel(socket.socket(fileno=int(os.environ[VARIABLE])))
 inbox: queue.Queue[dict[str, Any]] = queue.Queue()
@@ -56,6 +59,11 @@ def enter(message: dict[str, Any]) -> None:
     assert (hvd.local_rank(), hvd.local_size()) == (message["local_rank"], message["local_size"])
 
 
+def kill(mark: Path) -> None:
+    mark.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def work() -> str:
     """Train in the round; why it ended."""
     start = hvd.allreduce(torch.tensor(float(told["step"])), op=hvd.Max, name=f"start{told['round']}")
@@ -63,9 +71,14 @@ def work() -> str:
     first = Path(os.environ["HVD_RANK_MARK"])
     until = told["step"] + 20 if told["round"] >= ROUNDS else sys.maxsize
     while told["step"] < until:
-        if KILL and [str(hvd.rank()), str(told["step"])] == KILL and not first.exists():
-            first.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if KILL and str(told["step"]) == KILL[1] and not first.exists():
+            mine = str(hvd.rank()) == KILL[0]
+            if AMID is None and mine:
+                kill(first)
+            elif AMID is not None:
+                if mine:
+                    threading.Timer(KILLED_AFTER_S, kill, [first]).start()
+                hvd.broadcast_(AMID, int(KILL[0]), name="amid")
         changed = not inbox.empty() and inbox.queue[0]["type"] == "changed"
         both = hvd.allreduce(torch.tensor([1.0, float(changed)]), op=hvd.Sum, name="step")
         assert both[0] == hvd.size()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,18 +29,26 @@ class Scenario(FakeJob):
         options: of ``hvdtrain launch``.
         fault: SIGKILL and so on, exception, or "" for none.
         phase, step, rank: where it is to come.
+        train: options of training.
     """
 
     def __init__(
-        self, folder: Path, *options: str, fault: str = "", phase: str = "backward", step: int = 12, rank: int = 1
+        self,
+        folder: Path,
+        *options: str,
+        fault: str = "",
+        phase: str = "backward",
+        step: int = 12,
+        rank: int = 1,
+        train: Sequence[str] = (),
     ) -> None:
         self.run, self.events, order = folder / "run", folder / "events", folder / "order"
         if fault:
             order.write_text(json.dumps({"fault": fault, "phase": phase, "step": step, "rank": rank}))
         self._fast = Path(f"{order}.fast")
         self._fast.unlink(missing_ok=True)
-        train = [str(order), str(PACE_S), *TASK, LENGTH, f"--run_dir={self.run}"]
-        super().__init__(folder, *options, "--events", str(self.events), "--", *train, program=RANK)
+        arguments = [str(order), str(PACE_S), *TASK, LENGTH, f"--run_dir={self.run}", *train]
+        super().__init__(folder, *options, "--events", str(self.events), "--", *arguments, program=RANK)
 
     def hurry(self) -> None:
         """Wait no longer between steps."""

@@ -18,7 +18,7 @@ from hvdtrain.spans import Spans
 from hvdtrain.state import attempt, writer
 from hvdtrain.state.store import CheckpointStore, load
 from hvdtrain.training import saving
-from hvdtrain.training.saving import Saving
+from hvdtrain.training.saving import Saving, Seen
 from tests.support.thread_comm import ThreadComm, on_ranks
 from tests.support.toy import toy
 
@@ -131,6 +131,38 @@ def test_a_signal_to_any_rank_ends_the_waiting_of_all(signalled: int, monkeypatc
         return Saving._is_stopped(cast(Saving, one), CheckpointError("no room"), 60.0, notices), looks[0]
 
     assert on_ranks(2, body) == [(True, 5)] * 2
+
+
+@pytest.mark.parametrize(
+    ("step", "seen", "saved", "expected"),
+    [
+        (10, 5, 0, ["evaluate"]),  # rank 0 was there when the others were lost
+        (10, 10, 0, []),
+        (10, -1, 0, []),  # nobody was
+        (11, 5, 0, []),
+        (20, 15, 0, ["evaluate", "save"]),
+        (20, 20, 0, ["evaluate", "save"]),
+        (20, 20, 20, []),
+        (33, 30, 0, ["evaluate", "save and wait"]),
+    ],
+)
+def test_what_ranks_that_were_lost_kept_from_being_done_is_made_up_once(
+    step: int, seen: int, saved: int, expected: list[str]
+) -> None:
+    def body(comm: ThreadComm) -> list[str]:
+        done: list[str] = []
+        one = cast(Any, Saving.__new__(Saving))
+        one.comm, one.seen = comm, Seen(-1 if comm.rank else seen)
+        one.state = SimpleNamespace(progress=SimpleNamespace(step=step))
+        one.config = SimpleNamespace(train=SimpleNamespace(eval_every=5), checkpoint=SimpleNamespace(every=20))
+        one.store = SimpleNamespace(list=lambda: [SimpleNamespace(step=saved)])
+        one.evaluate = lambda: done.append("evaluate")
+        one.save = lambda evaluated, wait, notices: done.append("save and wait" if wait else "save")
+        one.make_up(33, lambda: [0])
+        assert one.seen.step == step
+        return done
+
+    assert on_ranks(2, body) == [expected] * 2
 
 
 def test_a_save_that_a_signal_asks_for_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
