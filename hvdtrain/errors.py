@@ -20,7 +20,7 @@
 from __future__ import annotations
 
 USAGE = 2
-"""What the command exits with on a `ConfigError`, a `TaskError` or an `UnusableRunDirectoryError`.
+"""What the command exits with on a `ConfigError`, a `TaskError`, an `UnusableRunDirectoryError` or a SyntaxError.
 
 They would come again each time: nothing that started them tries it again.
 """

@@ -49,7 +49,7 @@ def _left_to_others(error: BaseException, info: RankInfo) -> bool:
 def _code(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         return EXIT_OF_SIGNAL["SIGINT"]
-    return USAGE if isinstance(error, ConfigError | TaskError | UnusableRunDirectoryError) else 1
+    return USAGE if isinstance(error, ConfigError | TaskError | UnusableRunDirectoryError | SyntaxError) else 1
 
 
 def _report(error: BaseException, info: RankInfo | None) -> str:

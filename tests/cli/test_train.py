@@ -32,6 +32,11 @@ def _fails(capsys: pytest.CaptureFixture[str], *options: str, code: int = 1) -> 
     return capsys.readouterr().err
 
 
+def test_a_task_file_that_is_no_python_is_wrong_each_time(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "custom.py" in _fails(capsys, _task_file("def build(:\n"), code=2)
+    assert "ZeroDivisionError" in _fails(capsys, _task_file("1 / 0\n"))
+
+
 def test_a_run_leaves_what_the_readme_says(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SHORT, "--run_dir=run"]) == 0
     out = capsys.readouterr().out
