@@ -93,7 +93,7 @@ CHANGES = (
 )
 
 _TREES = ("/third_party/", "/horovod/")
-"""Folders of sources, by the first of which messages shall begin."""
+"""Folders of sources with which messages shall begin; what lies in the first is not of the second."""
 
 _NVCC_MARKS = ("__CUDACC__", ".cudafe1.")  # it preprocesses, and later compiles what it made of that
 _HEADERS = ("cstdint", "stdexcept", "string")
@@ -135,9 +135,10 @@ def _changes(arguments: Sequence[str]) -> Iterator[str]:
 def _short_names(arguments: Sequence[str]) -> Iterator[str]:
     """Give the argument by which messages name a source as it stands in Horovod's archive."""
     for argument in arguments:
-        found = [argument.find(tree) for tree in _TREES if tree in argument]
-        if found and argument.endswith((".cc", ".cpp")) and argument.startswith("/"):
-            yield f"-fmacro-prefix-map={argument[: min(found)]}/="
+        tree = next((tree for tree in _TREES if tree in argument), None)
+        if tree and argument.endswith((".cc", ".cpp")) and argument.startswith("/"):
+            # The last: the folder of the build may lie in one of such a name.
+            yield f"-fmacro-prefix-map={argument[: argument.rindex(tree)]}/="
 
 
 def relocate(run_path: str, relocations: Sequence[tuple[str, str]]) -> str:
