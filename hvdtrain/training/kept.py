@@ -34,6 +34,10 @@ NOTHING = -1
 """Stands for the step of a process that has nothing to offer."""
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass
 class Kept:
     """A process's own: everything that does not depend on who the other ranks are.
@@ -74,7 +78,7 @@ class Kept:
     last: Mapping[str, Any] | None = None
     links: Links = field(default_factory=dict)
     seen: Seen = field(default_factory=Seen)
-    given_up: Callable[[], None] = lambda: None
+    given_up: Callable[[], None] = _nothing
 
     def went_back(self) -> bool:
         """Whether steps that were recorded are not in the state any more."""
@@ -137,10 +141,6 @@ class Kept:
     def _owes(self) -> bool:
         exchange = self.state.exchange
         return exchange is not None and any(map(is_owed, exchange.state_dict()[0]))
-
-
-def _nothing() -> None:
-    pass
 
 
 def keep(run: RunConfig, task: Task, device: torch.device) -> Kept:

@@ -155,8 +155,8 @@ class Saving:
 
     def _is_owed(self, stop: int) -> bool:
         """Whether the checkpoint that is due at this step is missing. Collective: yes."""
-        every, step = self.config.checkpoint.every, self.state.progress.step
-        if not (step == stop or (every and step % every == 0)):
+        step = self.state.progress.step
+        if not self.saves(step, stop):
             return False
 
         def is_missing() -> bool:
@@ -174,8 +174,11 @@ class Saving:
 
     def evaluates(self, step: int, stop: int) -> bool:
         """Whether an evaluation is due after a step, of a training that ends with step `stop`."""
-        every = self.config.train.eval_every or self.config.checkpoint.every
-        return step == stop or bool(every and step % every == 0)
+        return step == stop or _is_multiple(step, self.config.train.eval_every or self.config.checkpoint.every)
+
+    def saves(self, step: int, stop: int) -> bool:
+        """Whether a checkpoint is due after a step, of a training that ends with step `stop`."""
+        return step == stop or _is_multiple(step, self.config.checkpoint.every)
 
     def _is_stopped(self, error: CheckpointError, wait_s: float, notices: Callable[[], list[int]]) -> bool:
         """Wait so long, or until a signal asks any rank to stop; whether one did. Collective: yes."""
@@ -192,3 +195,7 @@ class Saving:
                     self.warn(f"{reason}: the waiting is over; the last checkpoint is tried once more, now")
                 return True
         return False
+
+
+def _is_multiple(step: int, every: int) -> bool:
+    return bool(every) and step % every == 0

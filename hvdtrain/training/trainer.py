@@ -157,16 +157,14 @@ class Trainer:
                 self.state.state_dict()  # an optimizer whose state cannot be saved is better refused now than later
             reason = stop_reason(result.notices)
             last = progress.step == self.stop
-            every = self.config.checkpoint.every
-            due = bool(every) and progress.step % every == 0 and not is_back
             # One signal may reach the ranks in two neighbouring steps: it asks for one save.
             asked = bool(result.notices[SAVE]) and progress.step > asked_at + 1
             if asked:
                 asked_at = progress.step
             # A stop by signal leaves no time for an evaluation: mpirun kills one second after SIGTERM.
-            evaluating = not reason and (last or not is_back) and saving.evaluates(progress.step, self.stop)
+            evaluating = not (reason or is_back) and saving.evaluates(progress.step, self.stop)
             evaluated = saving.evaluate() if evaluating else None
-            if due or asked or reason or last:
+            if asked or reason or (not is_back and saving.saves(progress.step, self.stop)):
                 why = f"asked for by {reason or 'SIGUSR1'}" if reason or asked else ""
                 saving.save(evaluated, wait=bool(reason) or last, urgent=bool(reason), why=why, notices=came)
             if reason:
