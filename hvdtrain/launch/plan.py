@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -81,9 +82,15 @@ def agent_command(plan: Plan, host: str) -> list[str]:
 def hello(plan: Plan, host: str) -> dict[str, object]:
     """The first message to the agent of a host."""
     remote = host not in plan.local
-    kept = {k: v for k, v in plan.environment.items() if k.startswith(_HANDED_ON) or k in plan.pass_on}
-    variables = {k: v for k, v in kept.items() if not k.startswith(_FOREIGN)} if remote else {}
+    names = {*handed_on(plan.environment), *plan.pass_on} if remote else set()
+    variables = {k: v for k, v in plan.environment.items() if k in names}
     return {"host": host, "folder": plan.folder, "environment": variables, "remote": remote, "path": list(plan.path)}
+
+
+def handed_on(environment: Mapping[str, str]) -> list[str]:
+    """Names of the variables that ranks on other hosts get without being asked for: those of the libraries they use."""
+    names = [name for name in environment if name.startswith(_HANDED_ON) and not name.startswith(_FOREIGN)]
+    return [name for name in names if re.fullmatch("[A-Za-z0-9_]+", name)]
 
 
 def agent_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -123,8 +130,3 @@ def describe(plan: Plan, hosts: Mapping[str, int]) -> str:
 def python_path(environment: Mapping[str, str]) -> tuple[str, ...]:
     """The folders of PYTHONPATH, each in full."""
     return tuple(str(Path(part).absolute()) for part in environment.get("PYTHONPATH", "").split(":") if part)
-
-
-def program_of(python: str, arguments: Sequence[str]) -> tuple[str, ...]:
-    """The command of a rank that trains."""
-    return (python, "-m", "hvdtrain", *arguments)

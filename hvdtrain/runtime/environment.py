@@ -18,7 +18,7 @@ import json
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdtrain.errors import LaunchError
@@ -160,6 +160,11 @@ def rank_info(environ: Mapping[str, str], host: str | None = None) -> RankInfo:
 def horovod_numbers(numbers: Mapping[str, int]) -> dict[str, str]:
     """Variables by which Horovod over Gloo finds its rank, size, local_rank and so on."""
     return {f"HOROVOD_{name.upper()}": str(number) for name, number in numbers.items()}
+
+
+def launch_options_text(options: Sequence[str]) -> str:
+    """What `LAUNCH_OPTIONS` holds."""
+    return json.dumps(list(options))
 
 
 def launch_options(environ: Mapping[str, str]) -> list[str] | None:

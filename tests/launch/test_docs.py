@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hvdtrain.cli.launch_options import parser
+from hvdtrain.cli.launch_parser import parser
 
 TEXT = (Path(__file__).parents[2] / "docs" / "elastic.md").read_text()
 TABLE = TEXT.partition("## Options")[2].partition("###")[0]

@@ -128,7 +128,7 @@ def test_wrong_options_are_named(arguments: list[str], said: str, capsys: pytest
 
 
 def test_dry_run_runs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["-np", "2", "-H", "localhost:1,b:1", "--dry-run", "--", "--train.steps", "3"]) == 0
+    assert main(["--to", "hvdtrain", "-np", "2", "-H", "localhost:1,b:1", "--dry-run", "--", "--train.steps", "3"]) == 0
     shown = capsys.readouterr().out
     assert "-m hvdtrain --train.steps 3" in shown and "\n  ssh " in shown
 

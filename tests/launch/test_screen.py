@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from hvdtrain.cli.launch import _show
+from hvdtrain.cli.launch_own import _show
 from hvdtrain.launch.screen import MOST_CHARACTERS, Screen
 
 

@@ -1,0 +1,100 @@
+"""``hvdtrain launch --to hvdtrain``: our own driver, whose ranks may come and go."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import secrets
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from hvdtrain.launch import discovery
+from hvdtrain.launch.commands import Limits
+from hvdtrain.launch.driver import Driver
+from hvdtrain.launch.hosts import LOCAL_NAMES
+from hvdtrain.launch.plan import Plan, describe, python_path
+from hvdtrain.launch.spec import JobSpec
+from hvdtrain.runtime.environment import JOB, LAUNCH_OPTIONS, environ, launch_options_text
+
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
+
+
+def start(own: Sequence[str], options: argparse.Namespace, spec: JobSpec, program: Sequence[str] | None) -> int:
+    """Run a job, or say what would be run; its exit code.
+
+    Args:
+        own: the options as they were typed.
+        options: the same, read.
+        spec: the job.
+        program: what ranks run in the place of training.
+    """
+    plan = _plan(own, options, spec, program)
+    if options.dry_run:
+        hosts = discovery.ask(plan.script) if plan.script else plan.hosts
+        print(describe(plan, hosts))
+        return 0
+    return _run(Driver(plan, say, _show))
+
+
+def _run(driver: Driver) -> int:
+    before = {name: signal.getsignal(signal.Signals[name]) for name in _SIGNALS}
+
+    def handler(name: str) -> Callable[..., None]:
+        return lambda *_: driver.signal(name)
+
+    for name in _SIGNALS:
+        signal.signal(signal.Signals[name], handler("SIGTERM" if name == "SIGHUP" else name))
+    try:
+        return driver.run()
+    finally:
+        for name, old in before.items():
+            signal.signal(signal.Signals[name], old)
+
+
+def say(text: str) -> None:
+    """Tell the user."""
+    _show(f"hvdtrain launch: {text}", True)
+
+
+def _show(text: str, err: bool) -> None:
+    stream = sys.stderr if err else sys.stdout
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    text = text.encode(encoding, "backslashreplace").decode(encoding)  # ranks may write what a terminal cannot show
+    with suppress(OSError):  # a terminal or a `head` that is gone ends no training
+        print(text, file=stream, flush=True)
+
+
+def _plan(own: Sequence[str], options: argparse.Namespace, spec: JobSpec, program: Sequence[str] | None) -> Plan:
+    least, most = spec.elastic or (spec.ranks, spec.ranks)
+    limits = Limits(
+        start=spec.ranks,
+        least=least,
+        most=most,
+        elastic=spec.elastic is not None,
+        restarts=options.restarts,
+        reset_limit=options.reset_limit,
+        hang_timeout_s=options.hang_timeout,
+        elastic_timeout_s=options.elastic_timeout,
+        start_timeout_s=options.start_timeout,
+        gloo_timeout_s=options.gloo_timeout,
+    )
+    variables = {**environ(), LAUNCH_OPTIONS: launch_options_text(own), JOB: secrets.token_hex(8)}
+    return Plan(
+        program=tuple(program) if program is not None else spec.program,
+        limits=limits,
+        hosts=spec.hosts or {"localhost": most},
+        script=options.discover,
+        local=frozenset({*LOCAL_NAMES, platform.node(), *filter(None, options.local.split(","))}),
+        folder=spec.folder,
+        environment=variables,
+        python=spec.python,
+        path=python_path(variables),
+        pass_on=tuple(options.env),
+        ssh_port=spec.ssh_port,
+        ssh_options=spec.ssh_options,
+        interface=spec.interface,
+        events=options.events,
+        tag=options.tag,
+    )

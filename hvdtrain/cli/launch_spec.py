@@ -1,0 +1,97 @@
+"""From the options of ``hvdtrain launch`` to a job."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hvdtrain.cli.launch_options import BEHIND
+from hvdtrain.errors import LaunchError
+from hvdtrain.launch.choose import Choice
+from hvdtrain.launch.here import Here
+from hvdtrain.launch.hosts import parse_hosts
+from hvdtrain.launch.plan import handed_on
+from hvdtrain.launch.spec import Batch, JobSpec
+
+_FOUND_BY = ("PATH", "LD_LIBRARY_PATH")
+"""Variables by which ranks on other hosts find what this process finds."""
+
+
+def spec_of(options: argparse.Namespace, choice: Choice, here: Here, environ: Mapping[str, str]) -> JobSpec:
+    """Make the job.
+
+    Errors:
+        LaunchError: the number of ranks is not said, or an option has no meaning.
+    """
+    hosts = parse_hosts(options.hosts) if options.hosts else {}
+    nodes = options.nodes or len(hosts) or 1
+    missing = next((name for name in options.env if name not in environ), None)
+    if missing is not None:
+        raise LaunchError(f"--env {missing}: there is no such variable.", next_step=f"export {missing}=...")
+    names = [*_FOUND_BY, *handed_on(environ), *options.env]
+    return JobSpec(
+        arguments=_arguments(options.arguments),
+        ranks=options.np or _ranks(options, sum(hosts.values()), nodes),
+        nodes=nodes,
+        hosts=hosts,
+        python=sys.executable,
+        gpus_per_node=options.gpus_per_node or 0,
+        cpus_per_rank=options.cpus_per_rank or 0,
+        elastic=_range(options.elastic),
+        discover=str(options.discover) if options.discover else None,
+        folder=str(Path.cwd()),
+        name=options.name,
+        pass_on=tuple(name for name in dict.fromkeys(names) if name in environ),
+        interface=options.interface,
+        ssh_port=options.ssh_port,
+        ssh_options=tuple(options.ssh_option),
+        mpi=choice.mpi,
+        slurm_mpi=here.slurm_mpi_for(choice.mpi),
+        is_root=os.geteuid() == 0,
+        batch=_batch(options),
+    )
+
+
+def _batch(options: argparse.Namespace) -> Batch:
+    return Batch(
+        time_s=options.time,
+        queue=options.queue,
+        account=options.account,
+        array=options.array,
+        notice_s=options.notice,
+        requeues=options.requeues,
+        directives=tuple(options.directive),
+        image=options.image,
+        namespace=options.namespace,
+    )
+
+
+def _ranks(options: argparse.Namespace, slots: int, nodes: int) -> int:
+    if slots:
+        return slots
+    if options.gpus_per_node:
+        return nodes * int(options.gpus_per_node)
+    next_step = "-np N, or -H a:4,b:4, or --nodes N --gpus-per-node M"
+    raise LaunchError("It is not said how many ranks there are.", next_step=next_step)
+
+
+def _arguments(words: Sequence[str]) -> tuple[str, ...]:
+    """What stands behind ``--``; without it only words that are no options of launch come here."""
+    if words and words[0] != "--":
+        raise LaunchError(f"{words[0]!r} is no option of launch.", next_step=BEHIND)
+    return tuple(words[1:])
+
+
+def _range(text: str | None) -> tuple[int, int] | None:
+    """Read ``MIN:MAX``."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"([0-9]{1,5}):([0-9]{1,5})", text)
+    if not found:
+        expected = "MIN:MAX with 1 <= MIN <= -np <= MAX"
+        raise LaunchError("--elastic is not a range of numbers of ranks.", expected=expected, found=repr(text))
+    return int(found[1]), int(found[2])

@@ -1,0 +1,99 @@
+"""Which target starts a job: the one that was asked for, or the one that fits this machine. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from hvdtrain.errors import LaunchError
+from hvdtrain.install.record import BUILD_COMMAND
+from hvdtrain.install.versions import MPI_NAMES
+from hvdtrain.launch.here import Here
+from hvdtrain.launch.spec import Mpi
+from hvdtrain.launch.targets import TARGETS
+
+OWN = "hvdtrain"
+"""The target that is our own driver: over Gloo, and elastic."""
+
+AUTO = "auto"
+_OWN_OPTIONS = {"elastic", "discover", "restarts", "events", "hang_timeout", "reset_limit"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A target, the MPI that it is to use, and why it is this one."""
+
+    target: str
+    mpi: Mpi | None
+    why: str
+
+
+def choose(to: str, given: Collection[str], here: Here) -> Choice:
+    """Choose.
+
+    Args:
+        to: a name of `TARGETS`, `OWN` or `AUTO`.
+        given: options that were given.
+        here: what this machine has.
+
+    Errors:
+        LaunchError: what was asked for cannot be here.
+    """
+    if to == AUTO:
+        return _auto(given, here)
+    if to == OWN:
+        return Choice(OWN, None, "asked for")
+    flavours = TARGETS[to].mpi
+    return Choice(to, _fitting(to, flavours, here) if flavours else _own_mpi(here), "asked for")
+
+
+def _auto(given: Collection[str], here: Here) -> Choice:
+    own = sorted(_OWN_OPTIONS.intersection(given))
+    if own:
+        return Choice(OWN, None, f"--{own[0].replace('_', '-')} is of our own driver")
+    if here.in_slurm and "srun" in here.programs:
+        return Choice("srun", _own_mpi(here), "inside an allocation of Slurm")
+    mpi = _own_mpi(here)
+    if mpi is not None:
+        return Choice(mpi.flavour, mpi, f"Horovod speaks {name_of(mpi)}")
+    if here.family is None:
+        return Choice(OWN, None, "Horovod has no MPI: over Gloo")
+    found = ", ".join(map(name_of, here.mpis)) or "none"
+    return Choice(OWN, None, f"no mpirun of the MPI that Horovod speaks is there (found: {found}): over Gloo")
+
+
+def name_of(mpi: Mpi) -> str:
+    """As in a message: ``Open MPI 4.1.8``."""
+    return f"{MPI_NAMES[mpi.flavour]} {mpi.version}"
+
+
+def _own_mpi(here: Here) -> Mpi | None:
+    """The MPI whose ranks Horovod can join."""
+    return next((mpi for mpi in here.mpis if _family(mpi) == here.family), None)
+
+
+def _family(mpi: Mpi) -> str:
+    """MPICH and Intel MPI share one binary interface."""
+    return "openmpi" if mpi.flavour == "openmpi" else "mpich"
+
+
+def _fitting(to: str, flavours: tuple[str, ...], here: Here) -> Mpi:
+    names = " or ".join(MPI_NAMES[flavour] for flavour in flavours)
+    found = next((mpi for mpi in here.mpis if mpi.flavour in flavours), None)
+    others = ", ".join(f"{name_of(mpi)} ({mpi.mpirun})" for mpi in here.mpis) or "no mpirun"
+    if found is None:
+        raise LaunchError(
+            f"--to {to} needs mpirun of {names}.",
+            expected=f"mpirun of {names} on PATH",
+            found=others,
+            next_step="load the module of that MPI, or leave --to away: what fits this machine is taken",
+        )
+    if here.horovod and here.family not in (_family(found), "unknown"):
+        speaks = "the MPI of " + name_of(here.mpis[0]) if here.family and here.mpis else "no MPI"
+        raise LaunchError(
+            f"Horovod speaks another MPI than {name_of(found)}: ranks that this starts do not find each other.",
+            expected=f"a Horovod that speaks {names}",
+            found=f"one that speaks {speaks}",
+            next_step=f"{BUILD_COMMAND}, with {found.mpirun}'s mpicxx first on PATH; or leave --to away",
+        )
+    return found

@@ -1,0 +1,96 @@
+"""Jobs that cannot be started as they are asked for, each refused with the reason. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from hvdtrain.errors import LaunchError
+from hvdtrain.launch.choose import OWN
+from hvdtrain.launch.spec import JobSpec
+from hvdtrain.launch.targets import TARGETS
+
+COMMON = frozenset({"np", "to", "dry_run"})
+"""Options that all targets take."""
+
+OWN_TAKES = frozenset(
+    {"hosts", "elastic", "discover", "restarts", "reset_limit", "hang_timeout", "elastic_timeout", "start_timeout"}
+    | {"gloo_timeout", "interface", "local", "ssh_port", "ssh_option", "env", "events", "tag"}
+)
+_ELASTIC = "a rank that is lost ends a job of MPI: an elastic one talks by Gloo"
+
+
+def refuse_options(to: str, given: Collection[str]) -> None:
+    """Refuse options that mean nothing to a target, rather than to pass over them.
+
+    Errors:
+        LaunchError: such an option.
+    """
+    takes = COMMON | (OWN_TAKES if to == OWN else TARGETS[to].takes)
+    wrong = next((option for option in given if option not in takes), None)
+    if wrong is None:
+        return
+    able = [OWN] if wrong in OWN_TAKES else []
+    able += [target.name for target in TARGETS.values() if wrong in target.takes]
+    option = flag(wrong)
+    what = f"{option} means nothing to --to {to}."
+    if wrong in ("elastic", "discover") and to != OWN and TARGETS[to].mpi:
+        what = f"--to {to} cannot be elastic: {_ELASTIC}."
+    raise LaunchError(what, next_step=f"leave {option} away, or start by " + ", ".join(f"--to {name}" for name in able))
+
+
+def refuse_shape(spec: JobSpec, to: str) -> None:
+    """Refuse numbers of ranks, hosts and GPUs that do not fit together.
+
+    Errors:
+        LaunchError: they do not.
+    """
+    slots = sum(spec.hosts.values())
+    if spec.hosts and spec.discover is None and slots < spec.ranks:
+        named = ",".join(f"{host}:{count}" for host, count in spec.hosts.items())
+        raise LaunchError(
+            "-np asks for more ranks than -H has slots.",
+            expected=f"-np {spec.ranks}",
+            found=f"{slots} slot(s) of {named}",
+        )
+    if to in TARGETS and TARGETS[to].even:
+        _refuse_uneven(spec, to)
+    if spec.gpus_per_node and spec.gpus_per_node % spec.ranks_per_node:
+        raise LaunchError(
+            "Each rank has one GPU, and GPUs of a host would be left, or ranks without.",
+            expected=f"as many ranks a host as it has GPUs, or a part of it: {_divisors(spec.gpus_per_node)}",
+            found=f"{spec.ranks_per_node} rank(s) a host, --gpus-per-node {spec.gpus_per_node}",
+            next_step=f"-np {spec.nodes * spec.gpus_per_node}, or other --nodes",
+        )
+    if spec.elastic is not None:
+        least, most = spec.elastic
+        if not 1 <= least <= spec.ranks <= most:
+            raise LaunchError(
+                "--elastic is not a range of numbers of ranks.",
+                expected=f"MIN:MAX with 1 <= MIN <= -np ({spec.ranks}) <= MAX",
+                found=f"{least}:{most}",
+            )
+
+
+def _refuse_uneven(spec: JobSpec, to: str) -> None:
+    if len(set(spec.hosts.values())) > 1:
+        raise LaunchError(
+            f"--to {to} gives each host as many ranks.",
+            expected="the same number of slots for each host of -H: of it only the counts are used",
+            found=",".join(f"{host}:{count}" for host, count in spec.hosts.items()),
+        )
+    if spec.ranks % spec.nodes:
+        raise LaunchError(
+            "The ranks do not divide among the hosts.",
+            expected=f"a multiple of {spec.nodes}",
+            found=f"-np {spec.ranks} on {spec.nodes} hosts",
+            next_step=f"-np {spec.nodes * spec.ranks_per_node}, or other --nodes",
+        )
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(part) for part in range(1, number + 1) if number % part == 0)
+
+
+def flag(option: str) -> str:
+    """An option as it is typed."""
+    return {"hosts": "-H", "np": "-np"}.get(option, f"--{option.replace('_', '-')}")

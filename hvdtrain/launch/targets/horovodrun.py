@@ -1,0 +1,40 @@
+"""Horovod's own launcher: over MPI where it can drive that, else over Gloo; elastic over Gloo alone."""
+
+from __future__ import annotations
+
+from hvdtrain.launch.spec import Command, JobSpec
+from hvdtrain.launch.targets.base import Target
+from hvdtrain.launch.targets.openmpi import variables
+
+
+def render(spec: JobSpec) -> Command:
+    """Start the ranks of a job by horovodrun.
+
+    It hands on all variables whose names it does not refuse, so none is named here; with a wheel of Open MPI it must
+    be told where that lies.
+    """
+    over_mpi = spec.mpi is not None and spec.elastic is None
+    words = ["horovodrun", "-np", str(spec.ranks)]
+    words += [] if over_mpi else ["--gloo"]
+    if spec.elastic is not None:
+        least, most = spec.elastic
+        words += ["--min-np", str(least), "--max-np", str(most)]
+    if spec.discover is not None:
+        words += ["--host-discovery-script", spec.discover]
+    elif spec.hosts:
+        words += ["-H", ",".join(f"{host}:{slots}" for host, slots in spec.hosts.items())]
+    else:
+        words += ["-H", f"localhost:{spec.ranks}"]
+    words += ["--network-interface", spec.interface] if spec.interface else []
+    words += ["--ssh-port", str(spec.ssh_port)] if spec.ssh_port else []
+    if over_mpi and spec.nodes > 1 and spec.mpi is not None and spec.mpi.prefix:
+        words += [f"--mpi-args=--prefix {spec.mpi.prefix}"]
+    return Command((*words, *spec.program), variables(spec) if over_mpi else {})
+
+
+TARGET = Target(
+    "horovodrun",
+    "horovodrun, over MPI or Gloo; elastic with --discover",
+    render,
+    takes=frozenset({"hosts", "interface", "ssh_port", "elastic", "discover"}),
+)

@@ -1,0 +1,49 @@
+"""MPICH and Intel MPI: ``mpirun`` of Hydra, over ssh.
+
+Options by ``mpirun -help`` of MPICH 5.0.2 and Intel MPI 2021.17. Of Intel's own variables:
+https://www.intel.com/content/www/us/en/docs/mpi-library/developer-reference-linux/2021-17/hydra-environment-variables.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hvdtrain.launch.spec import Command, JobSpec
+from hvdtrain.launch.targets.base import BY_MPI, Target
+
+
+def render(spec: JobSpec) -> Command:
+    """Start the ranks of a job by mpirun."""
+    where = ("-hosts", ",".join(f"{host}:{slots}" for host, slots in spec.hosts.items())) if spec.hosts else ()
+    return Command(argv(spec, where), variables(spec))
+
+
+def argv(spec: JobSpec, where: Sequence[str]) -> tuple[str, ...]:
+    """The command line. `where`: the options that tell the hosts."""
+    assert spec.mpi is not None
+    words = [spec.mpi.mpirun, "-np", str(spec.ranks), *where]
+    if spec.mpi.flavour == "mpich":
+        words += ["-bind-to", "none"]
+    if spec.nodes > 1:
+        words += ["-iface", spec.interface] if spec.interface else []
+        words += ["-genvlist", ",".join(spec.pass_on)] if spec.pass_on else []
+    return (*words, *spec.program)
+
+
+def variables(spec: JobSpec) -> dict[str, str]:
+    """What mpirun's environment gets."""
+    assert spec.mpi is not None
+    extra = " ".join(spec.ssh_arguments)
+    if spec.mpi.flavour == "mpich":
+        return {"HYDRA_LAUNCHER_EXTRA_ARGS": extra} if extra else {}
+    # By itself Intel MPI pins each rank to its share of the cores.
+    own = {"I_MPI_PIN": "off"}
+    if spec.mpi.prefix is not None:
+        own["I_MPI_ROOT"] = spec.mpi.prefix
+    if extra:
+        own["I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"] = extra
+    return own
+
+
+MPICH = Target("mpich", "mpirun of MPICH", render, takes=BY_MPI, mpi=("mpich",))
+INTEL = Target("intelmpi", "mpirun of Intel MPI", render, takes=BY_MPI, mpi=("intelmpi",))

@@ -1,0 +1,60 @@
+"""Open MPI 4 and 5: ``mpirun`` over ssh, or inside what a scheduler has given.
+
+Options by mpirun(1) of Open MPI 4.1.8 and 5.0.11. Version 5 hands its launch to PRRTE, which has other parameters
+for ssh, and none for the network of its daemons (``oob``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hvdtrain.errors import LaunchError
+from hvdtrain.launch.spec import Command, JobSpec, Mpi
+from hvdtrain.launch.targets.base import BY_MPI, Target
+
+ROOT_MAY_RUN = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+def render(spec: JobSpec) -> Command:
+    """Start the ranks of a job by mpirun."""
+    hosts = spec.hosts or {"localhost": spec.ranks}
+    return Command(
+        argv(spec, ("--host", ",".join(f"{host}:{slots}" for host, slots in hosts.items()))), variables(spec)
+    )
+
+
+def argv(spec: JobSpec, where: Sequence[str]) -> tuple[str, ...]:
+    """The command line. `where`: the options that tell the hosts."""
+    assert spec.mpi is not None
+    # By itself mpirun binds each of two ranks to one core, on which all threads of the rank then sit.
+    words = [spec.mpi.mpirun, "-np", str(spec.ranks), *where, "--map-by", "slot", "--bind-to", "none"]
+    if spec.nodes > 1:
+        words += _between_hosts(spec, spec.mpi)
+        words += [word for name in spec.pass_on for word in ("-x", name)]
+    return (*words, *spec.program)
+
+
+def variables(spec: JobSpec) -> dict[str, str]:
+    """What mpirun's environment gets."""
+    return dict(ROOT_MAY_RUN) if spec.is_root else {}
+
+
+def _between_hosts(spec: JobSpec, mpi: Mpi) -> Iterator[str]:
+    if mpi.prefix is not None:
+        yield from ("--prefix", mpi.prefix)
+    if spec.interface:
+        yield from ("--mca", "btl_tcp_if_include", spec.interface)
+        own = ("--mca", "oob_tcp_if_include") if mpi.major < 5 else ("--prtemca", "prte_if_include")
+        yield from (*own, spec.interface)
+    if spec.ssh_arguments:
+        if any(set(word) & set(" \t\n") for word in spec.ssh_arguments):
+            raise LaunchError(
+                "Open MPI cannot hand an argument with a space to ssh.",
+                found=repr(next(word for word in spec.ssh_arguments if set(word) & set(" \t\n"))),
+                next_step="put it into ~/.ssh/config, or use --to hvdtrain",
+            )
+        own = ("--mca", "plm_rsh_args") if mpi.major < 5 else ("--prtemca", "plm_ssh_args")
+        yield from (*own, " ".join(spec.ssh_arguments))
+
+
+TARGET = Target("openmpi", "mpirun of Open MPI 4 or 5", render, takes=BY_MPI, mpi=("openmpi",))
