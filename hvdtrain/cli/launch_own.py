@@ -32,7 +32,7 @@ def start(own: Sequence[str], options: argparse.Namespace, spec: JobSpec, progra
     """
     plan = _plan(own, options, spec, program)
     if options.dry_run:
-        hosts = discovery.ask(plan.script) if plan.script else plan.hosts
+        hosts = discovery.ask(plan.script, slots=plan.slots) if plan.script else plan.hosts
         print(describe(plan, hosts))
         return 0
     return _run(Driver(plan, say, _show))
@@ -86,6 +86,7 @@ def _plan(own: Sequence[str], options: argparse.Namespace, spec: JobSpec, progra
         limits=limits,
         hosts=spec.hosts or {"localhost": most},
         script=options.discover,
+        slots=options.slots,
         local=frozenset({*LOCAL_NAMES, platform.node(), *filter(None, options.local.split(","))}),
         folder=spec.folder,
         environment=variables,

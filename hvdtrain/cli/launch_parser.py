@@ -113,6 +113,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_own(add: Callable[..., object]) -> None:
     add("--elastic", metavar="MIN:MAX", help="go on with MIN to MAX ranks; without it a rank that dies ends the job")
+    add("--slots", type=_positive, default=1, metavar="N", help="of hosts that SCRIPT names without a number (1)")
     add("--restarts", type=_whole, default=0, metavar="N", help="start all again N times when no rank was left (0)")
     add("--reset-limit", type=_whole, metavar="N", help="end with an error after N changes of the ranks (no limit)")
     seconds = {"type": _seconds, "metavar": "S"}

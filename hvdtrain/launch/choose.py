@@ -16,7 +16,7 @@ OWN = "hvdtrain"
 """The target that is our own driver: over Gloo, and elastic."""
 
 AUTO = "auto"
-_OWN_OPTIONS = {"elastic", "discover", "restarts", "events", "hang_timeout", "reset_limit"}
+_OWN_OPTIONS = {"elastic", "discover", "slots", "restarts", "events", "hang_timeout", "reset_limit"}
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,13 @@ TIMEOUT_S = 30.0
 _AGAIN_S = 1.0
 
 
-def ask(script: Path, timeout_s: float = TIMEOUT_S) -> dict[str, int]:
+def ask(script: Path, timeout_s: float = TIMEOUT_S, *, slots: int = 1) -> dict[str, int]:
     """Run the script, which is executed itself and never read by a shell; the slots of each host it names.
+
+    Args:
+        script: the program.
+        timeout_s: how long it may take.
+        slots: of a host that it names without.
 
     Errors:
         LaunchError: it cannot be run, takes too long, fails, or names what is no host.
@@ -34,7 +39,7 @@ def ask(script: Path, timeout_s: float = TIMEOUT_S) -> dict[str, int]:
     if code != 0:
         found = f"exit code {code}: {err.decode('utf-8', 'replace').strip()[-500:]}"
         raise LaunchError(f"{script} failed.", expected=expected, found=found)
-    return parse_answer(out.decode("utf-8", "replace"))
+    return parse_answer(out.decode("utf-8", "replace"), slots)
 
 
 def _hint(script: Path) -> str:
@@ -70,12 +75,15 @@ def _run(script: Path, timeout_s: float) -> tuple[int, bytes, bytes]:
 
 
 def watch(
-    script: Path, over: threading.Event, found: Callable[[dict[str, int]], None], say: Callable[[str], None]
+    asked: Callable[[], dict[str, int]],
+    over: threading.Event,
+    found: Callable[[dict[str, int]], None],
+    say: Callable[[str], None],
 ) -> None:
     """Ask again and again until it is over; the last answer stands while there is none.
 
     Args:
-        script: as of `ask`.
+        asked: gives the answer, as `ask`.
         over: set when nobody wants to know any more.
         found: called with each answer that is another than the one before.
         say: called with each error that is another than the one before.
@@ -84,7 +92,7 @@ def watch(
     error = ""
     while not over.wait(_AGAIN_S):
         try:
-            hosts = ask(script)
+            hosts = asked()
         except LaunchError as wrong:
             if str(wrong) != error:
                 error = str(wrong)

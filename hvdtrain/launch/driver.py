@@ -90,12 +90,13 @@ class Driver:
         if script is None:
             self._do(self._members.discovered(dict(self._plan.hosts), time.monotonic()))
             return
-        self._do(self._members.discovered(discovery.ask(script), time.monotonic()))
+        asked = partial(discovery.ask, script, slots=self._plan.slots)
+        self._do(self._members.discovered(asked(), time.monotonic()))
 
         def found(hosts: dict[str, int]) -> None:
             self._inbox.put((None, {"type": "hosts", "hosts": hosts}))
 
-        watch = partial(discovery.watch, script, self._over, found, self._say)
+        watch = partial(discovery.watch, asked, self._over, found, self._say)
         threading.Thread(target=watch, name="discovery", daemon=True).start()
 
     def _hear_all(self) -> None:

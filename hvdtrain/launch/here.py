@@ -50,7 +50,7 @@ def look(environ: Mapping[str, str]) -> Here:
     library = horovods.mpi_library(horovods.horovod_library(), environ)
     path = search_path(environ)
     programs = {name: found for name in PROGRAMS if (found := shutil.which(name, path=path))}
-    folders = [Path(os.path.normpath(library.path)).parent.parent / "bin"] if library and library.path else []
+    folders = [library.path.parent.parent / "bin"] if library and library.path else []
     folders += [Path(part) for part in path.split(os.pathsep) if part]
     return Here(
         mpis=tuple(_mpis(folders, environ)),

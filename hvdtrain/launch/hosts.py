@@ -23,8 +23,12 @@ def parse_hosts(text: str) -> dict[str, int]:
     return hosts
 
 
-def parse_answer(text: str) -> dict[str, int]:
+def parse_answer(text: str, slots: int = 1) -> dict[str, int]:
     """Read what a discovery script wrote: a line ``host`` or ``host:slots`` each; empty lines say nothing.
+
+    Args:
+        text: its output.
+        slots: of a host that is named without.
 
     Errors:
         LaunchError: as of `parse_hosts`; 0 slots are allowed, of a host that is to be left.
@@ -33,13 +37,13 @@ def parse_answer(text: str) -> dict[str, int]:
     for number, line in enumerate(text.split("\n"), 1):
         part = line.removesuffix("\r")
         if part.strip(" \t"):
-            _add(hosts, part.strip(" \t"), part, f"line {number} of the discovery script", least=0)
+            _add(hosts, part.strip(" \t"), part, f"line {number} of the discovery script", least=0, slots=slots)
     return hosts
 
 
-def _add(hosts: dict[str, int], part: str, found: str, where: str, *, least: int) -> None:
+def _add(hosts: dict[str, int], part: str, found: str, where: str, *, least: int, slots: int = 1) -> None:
     name, colon, count = part.rpartition(":")
-    name, count = (name, count) if colon else (part, "1")
+    name, count = (name, count) if colon else (part, str(slots))
     if not _NAME.fullmatch(name):
         raise LaunchError(
             f"{where} names a host that cannot be one.",

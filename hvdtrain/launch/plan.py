@@ -41,6 +41,7 @@ class Plan:
         limits: what it holds to.
         hosts: slots by host, where no script tells them.
         script: the discovery script.
+        slots: of hosts that it names without a number.
         local: names of hosts that are this one.
         folder: where ranks work, on all hosts.
         environment: that of this process.
@@ -57,6 +58,7 @@ class Plan:
     limits: Limits
     hosts: Mapping[str, int]
     script: Path | None = None
+    slots: int = 1
     local: frozenset[str] = frozenset({"localhost", "127.0.0.1"})
     folder: str = "."
     environment: Mapping[str, str] = field(default_factory=dict)

@@ -13,7 +13,17 @@ COMMON = frozenset({"np", "to", "dry_run"})
 """Options that all targets take."""
 
 OWN_TAKES = frozenset(
-    {"hosts", "elastic", "discover", "restarts", "reset_limit", "hang_timeout", "elastic_timeout", "start_timeout"}
+    {
+        "hosts",
+        "elastic",
+        "discover",
+        "slots",
+        "restarts",
+        "reset_limit",
+        "hang_timeout",
+        "elastic_timeout",
+        "start_timeout",
+    }
     | {"gloo_timeout", "interface", "local", "ssh_port", "ssh_option", "env", "events", "tag"}
 )
 _ELASTIC = "a rank that is lost ends a job of MPI: an elastic one talks by Gloo"

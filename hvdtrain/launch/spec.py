@@ -55,6 +55,7 @@ class Batch:
         image: what containers run.
         namespace: of Kubernetes.
         setup: lines of shell that come before the ranks: modules, conda.
+        jsrun: whether LSF gives whole hosts, on which jsrun starts the ranks.
     """
 
     time_s: int | None = None
@@ -67,6 +68,7 @@ class Batch:
     image: str | None = None
     namespace: str | None = None
     setup: tuple[str, ...] = ()
+    jsrun: bool = False
 
 
 @dataclass(frozen=True)

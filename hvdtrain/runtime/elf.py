@@ -87,5 +87,5 @@ def find_needed(name: str, linkage: Linkage, library_path: str) -> Path | None:
     system += [Path("/usr") / folder.relative_to("/") for folder in system]
     for folder in (*rpath, *listed, *linkage.runpath, *system):
         if (folder / name).is_file():
-            return folder / name
+            return folder.resolve() / name
     return None

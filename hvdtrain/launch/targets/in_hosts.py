@@ -1,0 +1,47 @@
+"""Ranks inside what PBS or LSF has given: by MPI over a file of hosts, or by our own driver where there is no MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hvdtrain.launch.spec import JobSpec, Shell, join
+from hvdtrain.launch.targets import hydra, openmpi
+
+COUNTS = """'{ slots[$1]++ } END { for (host in slots) { printf "%s%s:%d", comma, host, slots[host]; comma = "," } }'"""
+"""Of lines that name a host for each slot, ``a:4,b:4``: a program of awk."""
+
+
+def started(spec: JobSpec, file: str, index: str) -> Mapping[str, Any]:
+    """What the templates need to start the ranks.
+
+    Args:
+        spec: the job.
+        file: the variable of the shell that names the file with a line for each slot.
+        index: the variable that holds the index in an array.
+    """
+    named = Shell(f'"${file}"')
+    if spec.mpi is None:
+        hosts = Shell(f'"$(awk {COUNTS} "${file}")"')
+        argv = (spec.python, "-m", "hvdtrain", "launch", "--to", "hvdtrain", "-np", str(spec.ranks), "-H", hosts, "--")
+        words, variables = (*argv, *spec.arguments), dict[str, str]()
+    elif spec.mpi.flavour == "openmpi":
+        words, variables = openmpi.argv(spec, ("--hostfile", named)), openmpi.variables(spec)
+    else:
+        words, variables = hydra.argv(spec, ("-f", named)), hydra.variables(spec)
+    batch = spec.batch
+    return {
+        "spec": spec,
+        "batch": batch,
+        "names": ",".join(spec.pass_on),
+        "variables": variables,
+        "line": join(indexed(word, index) for word in words),
+        "notice_after_s": max(1, batch.time_s - batch.notice_s) if batch.time_s else None,
+    }
+
+
+def indexed(word: str, index: str) -> str:
+    """A word in which ``{array}`` is the index of this job in its array."""
+    if isinstance(word, Shell) or "{array}" not in word:
+        return word
+    return Shell(f'"${{{index}}}"'.join(join([part]) if part else "" for part in word.split("{array}")))

@@ -1,0 +1,38 @@
+"""LSF: a script for ``bsub``; ranks by mpirun, or by jsrun where LSF gives whole hosts (IBM's CSM).
+
+Directives by bsub(1) of LSF 10.1. A line of ``$LSB_DJOB_HOSTFILE`` stands for each slot of a host. Jobs of an array
+count from 1.
+"""
+
+from __future__ import annotations
+
+from hvdtrain.errors import LaunchError
+from hvdtrain.launch.render import fill
+from hvdtrain.launch.spec import JobSpec, Script, join
+from hvdtrain.launch.targets.base import SCHEDULED, Target
+from hvdtrain.launch.targets.in_hosts import indexed, started
+
+
+def render(spec: JobSpec) -> Script:
+    """Write the script of a job."""
+    array, time_s = spec.batch.array, spec.batch.time_s
+    if array and int(array.split("-")[0]) < 1:
+        raise LaunchError("LSF counts the jobs of an array from 1.", expected="--array 1-4", found=f"--array {array}")
+    values = dict(started(spec, "LSB_DJOB_HOSTFILE", "LSB_JOBINDEX"))
+    if spec.batch.jsrun:
+        values["line"] = join(indexed(word, "LSB_JOBINDEX") for word in _by_jsrun(spec))
+        values["variables"] = {}
+    return Script(fill("lsf.sh.j2", **values, minutes=-(-time_s // 60) if time_s else None), ("bsub",))
+
+
+def _by_jsrun(spec: JobSpec) -> tuple[str, ...]:
+    """One resource set a rank, with its GPU."""
+    words = ["jsrun", "--nrs", str(spec.ranks), "--rs_per_host", str(spec.ranks_per_node), "--tasks_per_rs", "1"]
+    words += ["--cpu_per_rs", str(spec.cpus_per_rank)] if spec.cpus_per_rank else []
+    words += ["--gpu_per_rs", "1"] if spec.gpus_per_node else []
+    return (*words, "--bind", "none", *spec.program)
+
+
+TARGET = Target(
+    "lsf", "a script for bsub of LSF, with jsrun where it is", render, takes=SCHEDULED | {"array", "notice"}, even=True
+)

@@ -1,0 +1,96 @@
+"""Kubernetes: an MPIJob of the MPI operator, v2beta1.
+
+What the operator does with it was read in kubeflow/mpi-operator at cbe4f8a (pkg/controller/mpi_job_controller.go,
+pkg/apis/kubeflow/v2beta1/types.go). Of the script that names hosts it says no slots, and its variables for Open MPI
+are those of version 4, so the file of hosts is named on the command line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hvdtrain.errors import LaunchError
+from hvdtrain.launch.render import fill
+from hvdtrain.launch.spec import JobSpec, Mpi, Script
+from hvdtrain.launch.targets import openmpi
+from hvdtrain.launch.targets.base import Target
+
+HOSTS, DISCOVER = "/etc/mpi/hostfile", "/etc/mpi/discover_hosts.sh"
+
+
+@dataclass(frozen=True)
+class Image:
+    """What the image of ``launchers/Dockerfile`` holds, and where.
+
+    Attributes:
+        name: how the README calls it.
+        prefix: the environment with everything in it.
+        work: where ranks work; runs are kept in ``runs`` below.
+        uid: of the user that it runs as.
+        ssh: where that user's keys are.
+        sshd: starts the server by which the launcher reaches a worker.
+        port: of that server.
+        openmpi: the version in it.
+    """
+
+    name: str = "hvdtrain:latest"
+    prefix: str = "/opt/hvdtrain"
+    work: str = "/home/hvdtrain"
+    uid: int = 1000
+    ssh: str = "/home/hvdtrain/.ssh"
+    sshd: tuple[str, ...] = ("/usr/sbin/sshd", "-De", "-f", "/etc/hvdtrain/sshd_config")
+    port: int = 2222
+    openmpi: str = "4.1.8"
+
+
+IMAGE = Image()
+CLAIM = "hvdtrain-runs"
+"""The volume that all pods share: checkpoints and logs."""
+
+
+def render(spec: JobSpec) -> Script:
+    """Write the manifest of a job.
+
+    Errors:
+        LaunchError: the names that the operator makes of the job's would be too long.
+    """
+    longest = 63 - len(f"-worker-{spec.nodes - 1}")
+    if len(spec.name) > longest:
+        expected = f"at most {longest} characters"
+        raise LaunchError("--name is too long for the names of its pods.", expected=expected, found=spec.name)
+    batch = replace(spec.batch, image=spec.batch.image or IMAGE.name)
+    limits: dict[str, int] = {}
+    if spec.gpus_per_node:
+        limits["nvidia.com/gpu"] = spec.gpus_per_node
+    if spec.cpus_per_rank:
+        limits["cpu"] = spec.cpus_per_rank * spec.ranks_per_node
+    user = f"{{runAsUser: {IMAGE.uid}, runAsGroup: {IMAGE.uid}, fsGroup: {IMAGE.uid}, runAsNonRoot: true}}"
+    words = _elastic(spec) if spec.elastic else _by_mpi(spec)
+    values = {"spec": spec, "batch": batch, "image": IMAGE, "words": words, "variables": {}, "limits": limits}
+    text = fill("mpijob.yaml.j2", **values, security=user, claim=CLAIM)
+    return Script(text, ("kubectl", "apply", "-f", "-"))
+
+
+def _by_mpi(spec: JobSpec) -> tuple[str, ...]:
+    """The image has an MPI of its own, whatever this machine has, and variables that this process has it has not."""
+    own = Mpi("openmpi", IMAGE.openmpi, f"{IMAGE.prefix}/bin/mpirun", IMAGE.prefix)
+    there = replace(spec, mpi=own, python=f"{IMAGE.prefix}/bin/python", pass_on=(), interface="", ssh_port=None)
+    return openmpi.argv(there, ("--hostfile", HOSTS))
+
+
+def _elastic(spec: JobSpec) -> tuple[str, ...]:
+    assert spec.elastic is not None
+    least, most = spec.elastic
+    python = f"{IMAGE.prefix}/bin/python"
+    ranks = ("-np", str(spec.ranks), "--elastic", f"{least}:{most}", "--slots", str(spec.ranks_per_node))
+    return (python, "-m", "hvdtrain", "launch", *ranks, "--discover", DISCOVER, "--", *spec.arguments)
+
+
+_TAKES = frozenset({"hosts", "nodes", "gpus_per_node", "cpus_per_rank", "time", "queue", "name", "notice", "requeues"})
+TARGET = Target(
+    "mpijob",
+    "a manifest for Kubernetes' MPI operator; elastic too",
+    render,
+    takes=_TAKES | {"image", "namespace", "elastic"},
+    even=True,
+)

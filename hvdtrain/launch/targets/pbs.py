@@ -1,0 +1,21 @@
+"""PBS: a script for ``qsub`` of OpenPBS and PBS Professional.
+
+Directives by qsub(1B) of OpenPBS 23. A line of ``$PBS_NODEFILE`` stands for each of a host's ``mpiprocs``.
+"""
+
+from __future__ import annotations
+
+from hvdtrain.launch.render import clock, fill
+from hvdtrain.launch.spec import JobSpec, Script
+from hvdtrain.launch.targets.base import SCHEDULED, Target
+from hvdtrain.launch.targets.in_hosts import started
+
+
+def render(spec: JobSpec) -> Script:
+    """Write the script of a job."""
+    cores = spec.cpus_per_rank * spec.ranks_per_node
+    values = started(spec, "PBS_NODEFILE", "PBS_ARRAY_INDEX")
+    return Script(fill("pbs.sh.j2", **values, cores=cores, clock=clock), ("qsub",))
+
+
+TARGET = Target("pbs", "a script for qsub of PBS", render, takes=SCHEDULED | {"array", "notice"}, even=True)
