@@ -1,0 +1,146 @@
+"""What the Kubeflow MPI operator and Kubernetes take for an MPIJob (kubeflow.org/v2beta1).
+
+No package ships the operator's CustomResourceDefinition. Its own fields are few, and are written out here as JSON Schema
+from its types, defaults and validation (github.com/kubeflow/mpi-operator, Apache-2.0: pkg/apis/kubeflow/v2beta1/types.go
+and pkg/apis/kubeflow/validation/validation.go, as of the commits that brought runLauncherAsWorker, MPICH and managedBy).
+Pods are judged by Kubernetes' schemas, which kubernetes-validate ships. Fields that neither knows are refused: a cluster
+would drop them without a word.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from jsonschema import Draft202012Validator
+
+_COUNT = {"type": "integer", "minimum": 0}
+_DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+
+
+def problems(job: Mapping[str, Any]) -> list[str]:
+    """Say what the operator or Kubernetes would refuse of an MPIJob, ``where: what`` a line; none when it is right."""
+    found = [
+        f"Kubernetes {version}: {error.json_path}: {error.message}"
+        for version in _versions()
+        for error in _validator(version).iter_errors(job)
+    ]
+    return found or _names(job)
+
+
+def _names(job: Mapping[str, Any]) -> list[str]:
+    """The name of the last worker is a host name."""
+    last = job["spec"]["mpiReplicaSpecs"].get("Worker", {}).get("replicas", 1) - 1
+    host = f"{job['metadata']['name']}-worker-{last}"
+    return [] if _DNS_LABEL.fullmatch(host) else [f"$.metadata.name: {host!r} is no host name (RFC 1123)"]
+
+
+def _closed(required: list[str], **properties: object) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+def _one_of(*names: str) -> dict[str, Any]:
+    return {"enum": list(names)}
+
+
+def _replica(replicas: Mapping[str, object]) -> dict[str, Any]:
+    return _closed(
+        ["template"],
+        replicas=replicas,
+        restartPolicy=_one_of("Never", "OnFailure"),
+        template={
+            "allOf": [
+                {"$ref": "#/$defs/io.k8s.api.core.v1.PodTemplateSpec"},
+                {
+                    "required": ["spec"],
+                    "properties": {
+                        "spec": {
+                            "properties": {
+                                "containers": {"minItems": 1},
+                                "restartPolicy": {"not": {}},  # the replica's is taken, and a warning event raised
+                            }
+                        }
+                    },
+                },
+            ]
+        },
+    )
+
+
+def _spec() -> dict[str, Any]:
+    scheduling = _closed(
+        [],
+        minAvailable=_COUNT,
+        queue={"type": "string"},
+        minResources={
+            "type": "object",
+            "additionalProperties": {"$ref": "#/$defs/io.k8s.apimachinery.pkg.api.resource.Quantity"},
+        },
+        priorityClass={"type": "string"},
+        scheduleTimeoutSeconds=_COUNT,
+    )
+    policy = _closed(
+        [],
+        cleanPodPolicy=_one_of("None", "Running", "All"),
+        ttlSecondsAfterFinished=_COUNT,
+        activeDeadlineSeconds=_COUNT,
+        backoffLimit=_COUNT,
+        schedulingPolicy=scheduling,
+        suspend={"type": "boolean"},
+        managedBy=_one_of("kubeflow.org/mpi-operator", "kueue.x-k8s.io/multikueue"),
+    )
+    return _closed(
+        ["mpiReplicaSpecs"],
+        slotsPerWorker=_COUNT,
+        runLauncherAsWorker={"type": "boolean"},
+        runPolicy=policy,
+        mpiReplicaSpecs=_closed(
+            ["Launcher"], Launcher=_replica({"const": 1}), Worker=_replica({"type": "integer", "minimum": 1})
+        ),
+        sshAuthMountPath={"type": "string", "minLength": 1},
+        launcherCreationPolicy=_one_of("AtStartup", "WaitForWorkersReady"),
+        mpiImplementation=_one_of("OpenMPI", "Intel", "MPICH"),
+    )
+
+
+def schema(version: str) -> dict[str, Any]:
+    """The schema of an MPIJob on a cluster of a Kubernetes version, such as ``v1.30.0``."""
+    folder = _schemas() / f"{version}-local-strict"
+    definitions = json.loads((folder / "_definitions.json").read_text(encoding="utf-8"))["$defs"]
+    job = _closed(
+        ["apiVersion", "kind", "metadata", "spec"],
+        apiVersion={"const": "kubeflow.org/v2beta1"},
+        kind={"const": "MPIJob"},
+        metadata={
+            "allOf": [{"$ref": "#/$defs/io.k8s.apimachinery.pkg.apis.meta.v1.ObjectMeta"}, {"required": ["name"]}]
+        },
+        spec=_spec(),
+    )
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **job, "$defs": definitions}
+
+
+def _schemas() -> Any:
+    return resources.files("kubernetes_validate") / "kubernetes-json-schema"
+
+
+@cache
+def _versions() -> tuple[str, ...]:
+    """The oldest and the newest Kubernetes that there are schemas of."""
+    names = [name.removesuffix("-local-strict") for name in (entry.name for entry in _schemas().iterdir())]
+    known = sorted({name for name in names if re.fullmatch(r"v\d+\.\d+\.\d+", name)}, key=_numbers)
+    return known[0], known[-1]
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.removeprefix("v").split(".")))
+
+
+@cache
+def _validator(version: str) -> Draft202012Validator:
+    made = schema(version)
+    Draft202012Validator.check_schema(made)
+    return Draft202012Validator(made)
