@@ -13,6 +13,8 @@ COMMANDS = {
     "doctor": ("hvdtrain.cli.doctor", "versions, what is built, the launcher and the tuning chosen"),
     "timeline": ("hvdtrain.cli.timeline", "explain a run: report, merge, diff, whatif; start and stop a window"),
     "verify": ("hvdtrain.cli.verify", "prove a run: every sample once; a resumed run equals one that went through"),
+    "config": ("hvdtrain.cli.config", "init: write a file of all options of training, each with what it does"),
+    "completion": ("hvdtrain.cli.completion", "completion of commands and options by TAB, for bash, zsh and fish"),
     "build-horovod": ("hvdtrain.cli.build_horovod", "build Horovod for the torch and MPI at hand"),
 }
 
@@ -27,7 +29,7 @@ commands:
 
 options of train that are wanted most:
   --task NAME|file.py:function|module:function   what to train (language_model)
-  --config FILE          options from a YAML file; --print_config writes one
+  --config FILE          options from a YAML file; hvdtrain config init writes one
   --train.steps N        optimizer steps; --train.epochs E instead
   --train.global_batch N samples a step over all ranks
   --optimizer.lr LR      peak learning rate

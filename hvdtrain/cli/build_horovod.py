@@ -14,23 +14,23 @@ from hvdtrain.install.probe import probe
 from hvdtrain.runtime.environment import environ
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def parser() -> argparse.ArgumentParser:
     """Declare the options."""
-    parser.add_argument(
+    description = f"Build Horovod {HOROVOD} for the torch and MPI at hand, install it, and prove it by an allreduce."
+    made = argparse.ArgumentParser(prog="hvdtrain build-horovod", description=description)
+    made.add_argument(
         "--gpu",
         choices=GPU_CHOICES,
         default="auto",
         help="how GPU tensors go: nccl; none (by the CPU); auto: nccl where torch has CUDA and nvcc is found",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print what would be set, written and run, and stop")
+    made.add_argument("--dry-run", action="store_true", help="print what would be set, written and run, and stop")
+    return made
 
 
 def main(argv: list[str]) -> int:
     """Run the subcommand; gives the exit status."""
-    description = f"Build Horovod {HOROVOD} for the torch and MPI at hand, install it, and prove it by an allreduce."
-    parser = argparse.ArgumentParser(prog="hvdtrain build-horovod", description=description)
-    add_arguments(parser)
-    options = parser.parse_args(argv)
+    options = parser().parse_args(argv)
     try:
         variables = environ()
         planned = plan(probe(variables), gpu=options.gpu)

@@ -17,15 +17,20 @@ from hvdtrain.runtime.tuning import Choice, prepare
 _STYLES = {"ok": "green", "warning": "yellow", "broken": "bold red"}
 
 
-def main(argv: list[str]) -> int:
-    """Run the subcommand; gives the exit status: 0 all is well, 1 warnings, 2 something is broken."""
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Declare the options."""
+    made = argparse.ArgumentParser(
         prog="hvdtrain doctor",
         description="Print versions, what Horovod is built with, the launcher and the settings chosen. Under a "
         "launcher rank 0 speaks for all. Exit status: 0 all is well, 1 warnings, 2 something is broken.",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args(argv)
+    made.add_argument("--json", action="store_true", help="print one JSON object")
+    return made
+
+
+def main(argv: list[str]) -> int:
+    """Run the subcommand; gives the exit status: 0 all is well, 1 warnings, 2 something is broken."""
+    options = parser().parse_args(argv)
     try:
         info, choices = prepare()
     except HvdtrainError as error:

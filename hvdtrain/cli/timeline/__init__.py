@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
 from importlib import import_module
+from types import ModuleType
 
 from hvdtrain.cli.group import run
 
@@ -19,11 +21,21 @@ _MODULES = {"start": "window", "stop": "window"}
 """Files that hold more than one command; the others are named after theirs."""
 
 
+def parser(name: str) -> ArgumentParser:
+    """Declare the options of a command of this group."""
+    made: ArgumentParser = _module(name).parser(name)
+    return made
+
+
 def main(argv: list[str]) -> int:
     """Run a command of this group; 0, 1 where a condition was met or an error came, 2 on a wrong option."""
 
     def call(name: str, rest: list[str]) -> int:
-        code: int = import_module(f"hvdtrain.cli.timeline.{_MODULES.get(name, name)}").main(name, rest)
+        code: int = _module(name).main(name, rest)
         return code
 
     return run("timeline", "[OPTIONS]", COMMANDS, argv, call)
+
+
+def _module(name: str) -> ModuleType:
+    return import_module(f"hvdtrain.cli.timeline.{_MODULES.get(name, name)}")

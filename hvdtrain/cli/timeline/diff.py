@@ -16,17 +16,7 @@ examples:
 
 def main(command: str, argv: list[str]) -> int:
     """Read both, compare, print; the exit code."""
-    parser = argparse.ArgumentParser(
-        prog=f"hvdtrain timeline {command}",
-        description="Parts of a step beside each other: which differences are no noise, and which options differ.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("run_a", type=Path, metavar="RUN_A", help="a run's folder, or Horovod's Timeline")
-    parser.add_argument("run_b", type=Path, metavar="RUN_B", help="another one")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args(argv)
+    options = parser(command).parse_args(argv)
 
     from hvdtrain.timeline.analyse import analyse
     from hvdtrain.timeline.run import load
@@ -40,3 +30,18 @@ def main(command: str, argv: list[str]) -> int:
     else:
         print(to_text(found))
     return 0
+
+
+def parser(command: str) -> argparse.ArgumentParser:
+    """Declare the options."""
+    made = argparse.ArgumentParser(
+        prog=f"hvdtrain timeline {command}",
+        description="Parts of a step beside each other: which differences are no noise, and which options differ.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    made.add_argument("run_a", type=Path, metavar="RUN_A", help="a run's folder, or Horovod's Timeline")
+    made.add_argument("run_b", type=Path, metavar="RUN_B", help="another one")
+    made.add_argument("--json", action="store_true", help="print JSON")
+    return made

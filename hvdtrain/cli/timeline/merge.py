@@ -14,14 +14,19 @@ _WHAT = "One trace of all ranks, with Horovod's Timeline and torch.profiler wher
 
 def main(command: str, argv: list[str]) -> int:
     """Write it, and say what it holds."""
-    parser = argparse.ArgumentParser(prog=f"hvdtrain timeline {command}", description=_WHAT)
-    parser.add_argument(
-        "sources", type=Path, nargs="+", metavar="RUN|FILE", help="a run's folder, or Timelines of Horovod"
-    )
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="to write, gzip'd if *.gz")
-    options = parser.parse_args(argv)
+    options = parser(command).parse_args(argv)
     print(wording.readable(_told(merge(options.sources, options.output))))
     return 0
+
+
+def parser(command: str) -> argparse.ArgumentParser:
+    """Declare the options."""
+    made = argparse.ArgumentParser(prog=f"hvdtrain timeline {command}", description=_WHAT)
+    made.add_argument(
+        "sources", type=Path, nargs="+", metavar="RUN|FILE", help="a run's folder, or Timelines of Horovod"
+    )
+    made.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="to write, gzip'd if *.gz")
+    return made
 
 
 def _told(merged: Merged) -> str:

@@ -28,7 +28,7 @@ it holds
 
 def main(command: str, argv: list[str]) -> int:
     """Read, analyse, show; the exit code."""
-    options = _parser(command).parse_args(argv)
+    options = parser(command).parse_args(argv)
     from hvdtrain.errors import ConfigError
     from hvdtrain.timeline.analysis import figures
     from hvdtrain.timeline.telling import condition
@@ -87,17 +87,18 @@ def _write_page(analysis: Analysis, file: Path) -> None:
         ) from None
 
 
-def _parser(command: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser(command: str) -> argparse.ArgumentParser:
+    """Declare the options."""
+    made = argparse.ArgumentParser(
         prog=f"hvdtrain timeline {command}",
         description="Where the time of a run, or of any Horovod Timeline, went; which rank is late; what to change.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("path", nargs="+", type=Path, metavar="PATH", help="a run's folder, or Horovod's Timeline")
-    parser.add_argument("--json", action="store_true", help="print JSON, as report.schema.json describes it")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that needs nothing else")
-    parser.add_argument("--log", type=Path, metavar="FILE", action="append", default=[], help="output of the job")
-    parser.add_argument("--fail_if", metavar="CONDITION", help="exit with 1 where this holds: NAME OP NUMBER [and ...]")
-    return parser
+    made.add_argument("path", nargs="+", type=Path, metavar="PATH", help="a run's folder, or Horovod's Timeline")
+    made.add_argument("--json", action="store_true", help="print JSON, as report.schema.json describes it")
+    made.add_argument("--html", type=Path, metavar="FILE", help="write a page that needs nothing else")
+    made.add_argument("--log", type=Path, metavar="FILE", action="append", default=[], help="output of the job")
+    made.add_argument("--fail_if", metavar="CONDITION", help="exit with 1 where this holds: NAME OP NUMBER [and ...]")
+    return made

@@ -23,7 +23,7 @@ def main(command: str, argv: list[str]) -> int:
     Errors:
         ConfigError, DataError, LaunchError: see `predict`, `read_evidence` and `try_here`.
     """
-    options = _parser(command).parse_args(argv)
+    options = parser(command).parse_args(argv)
     from hvdtrain.timeline.whatif.change import Change
     from hvdtrain.timeline.whatif.predict import predict
     from hvdtrain.timeline.whatif.probing import Probed
@@ -78,14 +78,15 @@ def _check(evidence: Evidence, change: Change, probed: Probed, *, quiet: bool) -
     }
 
 
-def _parser(command: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser(command: str) -> argparse.ArgumentParser:
+    """Declare the options."""
+    made = argparse.ArgumentParser(
         prog=f"hvdtrain timeline {command}",
         description="How long a step of RUN would take, were something different: its measured step is replayed. What"
         " is left out stays as it was.",
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run of hvdtrain")
-    add = parser.add_argument
+    made.add_argument("run", type=Path, metavar="RUN", help="folder of a run of hvdtrain")
+    add = made.add_argument
     add("--size", type=int, metavar="N", help="ranks")
     add("--ranks_per_host", type=int, metavar="N", help="of them on a host; as many as now, or as its cores hold")
     add("--bandwidth_gbit", type=float, metavar="X", help="of each host's link")
@@ -99,4 +100,4 @@ def _parser(command: str) -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print JSON")
     add("--probe", action="store_true", help="measure here first what coding costs (seconds; needs torch)")
     add("--check", action="store_true", help="try it on this machine too, and show how far off the prediction is")
-    return parser
+    return made

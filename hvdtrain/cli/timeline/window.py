@@ -18,15 +18,7 @@ _WHAT = {
 
 def main(command: str, argv: list[str]) -> int:
     """Ask, wait for the answer, print it."""
-    parser = argparse.ArgumentParser(prog=f"hvdtrain timeline {command}", description=_WHAT[command])
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run, as the job printed it")
-    if command == "start":
-        parser.add_argument("--steps", type=_count, default=0, metavar="N", help="end by itself after N steps")
-        parser.add_argument("--profile", action="store_true", help="record torch.profiler too, which slows these steps")
-    parser.add_argument(
-        "--patience_s", type=float, default=_PATIENCE_S, help="for how long a step may take (%(default)g)"
-    )
-    options = parser.parse_args(argv)
+    options = parser(command).parse_args(argv)
     run: Path = options.run
     if command == "start":
         found = request_window(run, steps=options.steps, profile=options.profile, patience_s=options.patience_s)
@@ -34,6 +26,19 @@ def main(command: str, argv: list[str]) -> int:
     else:
         print(_ended(run, stop_window(run, patience_s=options.patience_s)))
     return 0
+
+
+def parser(command: str) -> argparse.ArgumentParser:
+    """Declare the options."""
+    made = argparse.ArgumentParser(prog=f"hvdtrain timeline {command}", description=_WHAT[command])
+    made.add_argument("run", type=Path, metavar="RUN", help="folder of the run, as the job printed it")
+    if command == "start":
+        made.add_argument("--steps", type=_count, default=0, metavar="N", help="end by itself after N steps")
+        made.add_argument("--profile", action="store_true", help="record torch.profiler too, which slows these steps")
+    made.add_argument(
+        "--patience_s", type=float, default=_PATIENCE_S, help="for how long a step may take (%(default)g)"
+    )
+    return made
 
 
 def _begun(run: Path, found: Answer) -> str:

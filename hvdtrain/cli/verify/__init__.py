@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
 from importlib import import_module
 
 from hvdtrain.cli.group import run
@@ -10,6 +11,12 @@ COMMANDS = {
     "data": "every sample of each epoch was taken exactly once, whatever was killed or resized",
     "resume": "a run that is interrupted equals one that is not, on its number of ranks and on others",
 }
+
+
+def parser(name: str) -> ArgumentParser:
+    """Declare the options of a command of this group."""
+    made: ArgumentParser = import_module(f"hvdtrain.cli.verify.{name}").parser()
+    return made
 
 
 def main(argv: list[str]) -> int:

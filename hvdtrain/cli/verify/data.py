@@ -15,16 +15,7 @@ exit code: 0 where all that can be looked at holds, 1 where something is wrong, 
 
 def main(argv: list[str]) -> int:
     """Read the ledger, check it, print; the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="hvdtrain verify data",
-        description="Proves from a run's ledger that every sample of each epoch was taken exactly once, over kills,"
-        " resumes and other numbers of ranks. The run may be going on.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
-    options = parser.parse_args(argv)
+    options = parser().parse_args(argv)
 
     from hvdtrain.verify.data import verify_data
     from hvdtrain.verify.data_text import to_text
@@ -32,3 +23,17 @@ def main(argv: list[str]) -> int:
     report = verify_data(options.run)
     print(to_text(report, options.run))
     return 1 if report.wrong else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Declare the options."""
+    made = argparse.ArgumentParser(
+        prog="hvdtrain verify data",
+        description="Proves from a run's ledger that every sample of each epoch was taken exactly once, over kills,"
+        " resumes and other numbers of ranks. The run may be going on.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    made.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
+    return made

@@ -30,17 +30,7 @@ exit code: 0 where this holds, 1 where it does not: the first step or tensor tha
 
 def main(argv: list[str]) -> int:
     """Train, compare, print; the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="hvdtrain verify resume",
-        description="Proves that a run that is interrupted and goes on equals one that is not interrupted.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder: its config is what is trained")
-    parser.add_argument("--steps", type=_positive, default=10, metavar="N", help="optimizer steps of each half (10)")
-    parser.add_argument("--sizes", type=_sizes, default=[1, 2], metavar="A,B", help="numbers of ranks (1,2)")
-    options = parser.parse_args(argv)
+    options = parser().parse_args(argv)
 
     from hvdtrain.verify.resume import verify_resume
     from hvdtrain.verify.runs import read_config
@@ -63,6 +53,21 @@ def main(argv: list[str]) -> int:
     shutil.rmtree(folder)
     print("the law holds")
     return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Declare the options."""
+    made = argparse.ArgumentParser(
+        prog="hvdtrain verify resume",
+        description="Proves that a run that is interrupted and goes on equals one that is not interrupted.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    made.add_argument("run", type=Path, metavar="RUN", help="a run's folder: its config is what is trained")
+    made.add_argument("--steps", type=_positive, default=10, metavar="N", help="optimizer steps of each half (10)")
+    made.add_argument("--sizes", type=_sizes, default=[1, 2], metavar="A,B", help="numbers of ranks (1,2)")
+    return made
 
 
 @contextmanager
