@@ -24,7 +24,12 @@ def parser(name: str) -> argparse.ArgumentParser:
         description="Write a YAML file of all options of training, each with its default and what it does.",
     )
     made.add_argument(
-        "file", type=Path, nargs="?", default=Path("run.yaml"), metavar="FILE", help="to write; not there yet (run.yaml)"
+        "file",
+        type=Path,
+        nargs="?",
+        default=Path("run.yaml"),
+        metavar="FILE",
+        help="to write; not there yet (run.yaml)",
     )
     made.add_argument(
         "--task", metavar="TASK", help="whose parameters it has too: NAME, file.py:function or module:function"

@@ -72,6 +72,9 @@ def _run(own: Sequence[str], start: Command, dry_run: bool) -> int:
         return 0
     say(f"+ {start}")
     variables = {**environ(), **start.variables, LAUNCH_OPTIONS: launch_options_text(own)}
+    # As a shell does. Seen with MPICH 5.0.2: its ranks on other hosts do not get the last variable of all.
+    variables.pop("_", None)
+    variables["_"] = start.argv[0]
     sys.stdout.flush()
     os.execvpe(start.argv[0], start.argv, variables)  # noqa: S606  (no shell, by intent)
 

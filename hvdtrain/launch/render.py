@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import shlex
+import json
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from hvdtrain.launch.spec import join
+
 
 def fill(template: str, **values: Any) -> str:
-    """Fill in a file of ``templates``; what it names and is not given is an error."""
+    """Fill in a file of ``templates``, with the filters q for shells and y for YAML; what it names must be given."""
     made = Environment(  # noqa: S701  (the texts are no HTML)
         loader=PackageLoader("hvdtrain.launch"),
         undefined=StrictUndefined,
@@ -17,7 +19,8 @@ def fill(template: str, **values: Any) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    made.filters["q"] = shlex.quote
+    made.filters["q"] = lambda word: join([word])
+    made.filters["y"] = json.dumps
     return made.get_template(template).render(**values)
 
 

@@ -1,4 +1,4 @@
-"""MPICH and Intel MPI: ``mpirun`` of Hydra, over ssh.
+"""MPICH and Intel MPI: ``mpirun`` and ``mpiexec.hydra``, over ssh.
 
 Options by ``mpirun -help`` of MPICH 5.0.2 and Intel MPI 2021.17. Of Intel's own variables:
 https://www.intel.com/content/www/us/en/docs/mpi-library/developer-reference-linux/2021-17/hydra-environment-variables.html
@@ -14,16 +14,24 @@ from hvdtrain.launch.targets.base import BY_MPI, Target
 
 def render(spec: JobSpec) -> Command:
     """Start the ranks of a job by mpirun."""
-    where = ("-hosts", ",".join(f"{host}:{slots}" for host, slots in spec.hosts.items())) if spec.hosts else ()
+    assert spec.mpi is not None
+    if not spec.hosts:
+        where: tuple[str, ...] = ()
+    elif spec.mpi.flavour == "mpich":
+        where = ("-hosts", ",".join(f"{host}:{slots}" for host, slots in spec.hosts.items()))
+    else:  # Intel's Hydra takes a number behind a colon, and passes over it
+        where = ("-ppn", str(max(spec.hosts.values())), "-hosts", ",".join(spec.hosts))
     return Command(argv(spec, where), variables(spec))
 
 
 def argv(spec: JobSpec, where: Sequence[str]) -> tuple[str, ...]:
     """The command line. `where`: the options that tell the hosts."""
     assert spec.mpi is not None
-    words = [spec.mpi.mpirun, "-np", str(spec.ranks), *where]
     if spec.mpi.flavour == "mpich":
-        words += ["-bind-to", "none"]
+        words = [spec.mpi.mpirun, "-np", str(spec.ranks), *where, "-bind-to", "none"]
+    else:
+        # Intel's mpirun is a script, which dies of the SIGUSR1 that asks for a checkpoint: its ranks never hear of it.
+        words = [spec.mpi.mpirun.removesuffix("mpirun") + "mpiexec.hydra", "-np", str(spec.ranks), *where]
     if spec.nodes > 1:
         words += ["-iface", spec.interface] if spec.interface else []
         words += ["-genvlist", ",".join(spec.pass_on)] if spec.pass_on else []
@@ -46,4 +54,4 @@ def variables(spec: JobSpec) -> dict[str, str]:
 
 
 MPICH = Target("mpich", "mpirun of MPICH", render, takes=BY_MPI, mpi=("mpich",))
-INTEL = Target("intelmpi", "mpirun of Intel MPI", render, takes=BY_MPI, mpi=("intelmpi",))
+INTEL = Target("intelmpi", "mpiexec.hydra of Intel MPI", render, takes=BY_MPI, mpi=("intelmpi",), even=True)

@@ -28,7 +28,7 @@ def started(spec: JobSpec, file: str, index: str) -> Mapping[str, Any]:
     elif spec.mpi.flavour == "openmpi":
         words, variables = openmpi.argv(spec, ("--hostfile", named)), openmpi.variables(spec)
     else:
-        words, variables = hydra.argv(spec, ("-f", named)), hydra.variables(spec)
+        words, variables = hydra.argv(spec, ("-machinefile", named)), hydra.variables(spec)
     batch = spec.batch
     return {
         "spec": spec,

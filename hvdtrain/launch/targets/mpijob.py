@@ -66,8 +66,11 @@ def render(spec: JobSpec) -> Script:
         limits["cpu"] = spec.cpus_per_rank * spec.ranks_per_node
     user = f"{{runAsUser: {IMAGE.uid}, runAsGroup: {IMAGE.uid}, fsGroup: {IMAGE.uid}, runAsNonRoot: true}}"
     words = _elastic(spec) if spec.elastic else _by_mpi(spec)
-    values = {"spec": spec, "batch": batch, "image": IMAGE, "words": words, "variables": {}, "limits": limits}
-    text = fill("mpijob.yaml.j2", **values, security=user, claim=CLAIM)
+    values = {"spec": spec, "batch": batch, "image": IMAGE, "limits": limits}
+    escaped = [word.replace("$(", "$$(") for word in words]  # Kubernetes would put variables in
+    # A pod is asked by SIGTERM to end; by itself mpirun kills the ranks a second later.
+    variables = {} if spec.elastic else {"OMPI_MCA_odls_base_sigkill_timeout": str(max(1, batch.notice_s - 5))}
+    text = fill("mpijob.yaml.j2", **values, words=escaped, variables=variables, security=user, claim=CLAIM)
     return Script(text, ("kubectl", "apply", "-f", "-"))
 
 

@@ -1,0 +1,78 @@
+"""The command lines of the MPI targets, run by the real launchers over ssh on two hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.launch.spec import Command, JobSpec
+from hvdtrain.launch.targets import TARGETS
+from tests.launch.test_real_mpis import AWKWARD, told
+from tests.support.mpis import NAMES, any_of
+from tests.support.told_python import told_python
+from tests.support.two_hosts import LINK, TwoHosts
+
+VALUES = {"PLAIN": "plain", "AWKWARD": 'two\nlines; it\'s "a b", $HOME,=ü \\', "EMPTY": "", "HF_TOKEN": "a secret"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_of_both_hosts_get_what_they_are_told(name: str, hosts: TwoHosts, tmp_path: Path) -> None:
+    mpi = any_of(name)
+    folder = tmp_path / "it's a folder"
+    folder.mkdir()
+    job = JobSpec(
+        AWKWARD,
+        4,
+        nodes=2,
+        hosts={"a": 2, "b": 2},
+        python=told_python(folder),
+        folder=str(folder),
+        pass_on=("PATH", "TOLD_NAMES", *VALUES),
+        interface=LINK,
+        ssh_options=("-o", "ServerAliveInterval=5"),
+        mpi=mpi,
+        is_root=True,
+    )
+    start = TARGETS[mpi.flavour].render(job)
+    assert isinstance(start, Command)
+    assert not any(value and value in word for word in start.argv for value in VALUES.values())
+    path = os.pathsep.join([str(Path(mpi.mpirun).parent), hosts_path()])
+    given = {**VALUES, **start.variables, "PATH": path, "TOLD_NAMES": json.dumps(list(VALUES)), "_": "last"}
+    done = hosts.a.run(start.argv, cwd=folder, environment=given)
+    lines = told(done.stdout)
+    assert [line["host"] for line in lines] == ["a", "a", "b", "b"]
+    assert [(line["rank"], line["size"], line["local_rank"]) for line in lines] == [
+        (0, 4, 0),
+        (1, 4, 1),
+        (2, 4, 0),
+        (3, 4, 1),
+    ]
+    assert all(line["argv"] == ["-m", "hvdtrain", *AWKWARD] and line["cwd"] == str(folder) for line in lines)
+    assert [line["variables"] for line in lines] == [VALUES] * 4
+
+
+def hosts_path() -> str:
+    """PATH on both hosts: `ssh` comes first that reaches the other."""
+    from tests.support.two_hosts import variables
+
+    return variables()["PATH"]
+
+
+@pytest.mark.parametrize("name", ["openmpi4", "openmpi5"])
+def test_horovod_trains_on_both_hosts(name: str, hosts: TwoHosts, tmp_path: Path) -> None:
+    """Open MPI 5's library serves a Horovod that was built on version 4."""
+    mpi = any_of(name)
+    root = Path(__file__).parents[2]
+    toy = (f"--task={root}/tests/support/toy.py:toy", "--train.steps=5", "--run_dir=run")
+    job = JobSpec(toy, 2, nodes=2, hosts={"a": 1, "b": 1}, python=sys.executable, mpi=mpi, is_root=True, interface=LINK)
+    start = TARGETS["openmpi"].render(replace(job, pass_on=("PATH", "PYTHONPATH", "OMP_NUM_THREADS")))
+    assert isinstance(start, Command)
+    path = os.pathsep.join([str(Path(mpi.mpirun).parent), hosts_path()])
+    given = {**start.variables, "PATH": path, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    done = hosts.a.run(start.argv, cwd=tmp_path, environment=given)
+    assert "finished at step 5 of 5" in done.stdout and "on 2 rank(s)" in done.stdout
