@@ -42,7 +42,13 @@ def test_ranks_of_both_hosts_get_what_they_are_told(name: str, hosts: TwoHosts, 
     assert isinstance(start, Command)
     assert not any(value and value in word for word in start.argv for value in VALUES.values())
     path = os.pathsep.join([str(Path(mpi.mpirun).parent), hosts_path()])
-    given = {**VALUES, **start.variables, "PATH": path, "TOLD_NAMES": json.dumps(list(VALUES)), "LAST": "MPICH loses it"}
+    given = {
+        **VALUES,
+        **start.variables,
+        "PATH": path,
+        "TOLD_NAMES": json.dumps(list(VALUES)),
+        "LAST": "MPICH loses it",
+    }
     done = hosts.a.run(start.argv, cwd=folder, environment=given)
     lines = told(done.stdout)
     assert [line["host"] for line in lines] == ["a", "a", "b", "b"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hvdtrain.errors import LaunchError
 from hvdtrain.launch.spec import Command, JobSpec
 from hvdtrain.launch.targets.base import Target
 from hvdtrain.launch.targets.openmpi import variables
@@ -12,7 +13,17 @@ def render(spec: JobSpec) -> Command:
 
     It hands on all variables whose names it does not refuse, so none is named here; with a wheel of Open MPI it must
     be told where that lies.
+
+    Errors:
+        LaunchError: an elastic job on this host alone, which it refuses.
     """
+    if spec.elastic is not None and spec.discover is None and spec.nodes < 2:
+        raise LaunchError(
+            "horovodrun has elastic jobs on two hosts or more.",
+            expected="--discover SCRIPT, or -H with two hosts",
+            found="this host alone",
+            next_step="--to hvdtrain, whose ranks may be on one host",
+        )
     over_mpi = spec.mpi is not None and spec.elastic is None
     words = ["horovodrun", "-np", str(spec.ranks)]
     words += [] if over_mpi else ["--gloo"]

@@ -13,7 +13,7 @@ from hvdtrain.launch.targets.in_hosts import started
 
 def render(spec: JobSpec) -> Script:
     """Write the script of a job."""
-    cores = spec.cpus_per_rank * spec.ranks_per_node
+    cores = (spec.cpus_per_rank or 1) * spec.ranks_per_node
     values = started(spec, "PBS_NODEFILE", "PBS_ARRAY_INDEX")
     return Script(fill("pbs.sh.j2", **values, cores=cores, clock=clock), ("qsub",))
 

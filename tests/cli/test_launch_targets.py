@@ -1,0 +1,140 @@
+"""``hvdtrain launch`` by MPI and by schedulers: what --dry-run shows is what runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain.observe.journal import read_steps
+from hvdtrain.runtime.mpi import horovod_library, mpi_library
+from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S, program
+
+SPY = """\
+#!{python}
+import json, os, sys
+if sys.argv[1:] == ["--version"]:
+    print("mpirun (Open MPI) 4.1.8")
+else:
+    text = "" if sys.stdin.isatty() else sys.stdin.read()
+    print(json.dumps([sys.argv, os.getcwd(), dict(os.environ), text]))
+"""
+WORDS = ("--config", "run it's.yaml", "two\nlines", '$HOME "x"')
+
+
+@pytest.fixture
+def spied(tmp_path: Path) -> dict[str, str]:
+    """An environment whose launchers tell what they get, that of Horovod's MPI among them."""
+    library = mpi_library(horovod_library(), ENVIRONMENT)
+    if library is None or library.family != "openmpi" or library.path is None:
+        pytest.skip("Horovod speaks no Open MPI here")
+    folder, beside = tmp_path / "an MPI" / "bin", tmp_path / "an MPI" / "lib"
+    folder.mkdir(parents=True)
+    beside.mkdir()
+    (beside / library.soname).symlink_to(library.path)
+    for name in ("mpirun", "qsub"):
+        (folder / name).write_text(SPY.format(python=sys.executable))
+        (folder / name).chmod(0o755)
+    path = f"{folder}:{ENVIRONMENT['PATH']}"
+    return {**ENVIRONMENT, "PATH": path, "LD_LIBRARY_PATH": str(beside), "PYTHONPATH": str(ROOT)}
+
+
+def launch(folder: Path, variables: dict[str, str], *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "hvdtrain", "launch", *arguments]
+    done = subprocess.run(
+        argv,
+        cwd=folder,
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def received(output: str) -> Any:
+    return json.loads(output.splitlines()[-1])
+
+
+def test_the_line_that_is_shown_is_the_one_that_runs(spied: dict[str, str], tmp_path: Path) -> None:
+    """In a shell it gives a launcher the same words and variables as the command itself does."""
+    asked = ("--to", "openmpi", "-H", "a:2,b:2", "--env", "SECRET")
+    variables = {**spied, "SECRET": "not to be told"}
+    shown = launch(tmp_path, variables, *asked, "--dry-run", "--", *WORDS).stdout
+    by_hand = subprocess.run(["bash", "-c", shown], cwd=tmp_path, env=variables, capture_output=True, text=True)
+    run = launch(tmp_path, variables, *asked, "--", *WORDS)
+    assert "not to be told" not in shown + run.stderr
+    hand, own = received(by_hand.stdout), received(run.stdout)
+    assert hand[:2] == own[:2] and own[0][-len(WORDS) :] == list(WORDS)
+    ours = {"HVDTRAIN_LAUNCH_OPTIONS", "_", "SHLVL", "PWD", "OLDPWD"}
+    assert {k: v for k, v in hand[2].items() if k not in ours} == {k: v for k, v in own[2].items() if k not in ours}
+    assert f"+ {shown.strip()}" in run.stderr
+
+
+def test_the_script_that_is_shown_is_the_one_that_is_handed_in(spied: dict[str, str], tmp_path: Path) -> None:
+    asked = ("--to", "pbs", "--nodes", "2", "--gpus_per_node", "4", "--time", "1h30m")
+    shown = launch(tmp_path, spied, *asked, "--dry-run", "--", *WORDS).stdout
+    argv, _, _, text = received(launch(tmp_path, spied, *asked, "--", *WORDS).stdout)
+    assert Path(argv[0]).name == "qsub" and argv[1:] == []
+    assert text == shown and "#PBS -l walltime=01:30:00" in text and "mpirun -np 8" in text
+
+
+def test_ranks_train_by_what_is_here(tmp_path: Path) -> None:
+    """Without --to, by the MPI that Horovod speaks; the way to go on is launch again."""
+    program("mpirun")
+    toy = f"--task={ROOT}/tests/support/toy.py:toy"
+    variables = {**ENVIRONMENT, "PATH": os.pathsep.join([str(Path(sys.executable).parent), ENVIRONMENT["PATH"]])}
+    done = launch(tmp_path, variables, "-np", "2", "--", toy, "--train.steps=4", "--run_dir=run")
+    assert "hvdtrain launch: --to openmpi (Open MPI" in done.stderr and "Horovod speaks Open MPI" in done.stderr
+    assert len(read_steps(tmp_path / "run/journal.jsonl")) == 4 and "on 2 rank(s)" in done.stdout
+    go_on = next(line for line in done.stdout.splitlines() if line.strip().startswith("train on"))
+    assert shlex.split(go_on)[3:6] == ["launch", "-np", "2"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["--to", "pbs", "-np", "5", "--nodes", "2"], "do not divide"),
+        (["--to", "pbs", "--nodes", "2"], "not said how many ranks"),
+        (["--to", "openmpi", "-np", "2", "--time", "2h"], "--time means nothing"),
+        (["--to", "pbs", "-np", "2", "--env", "NOT_THERE"], "there is no such variable"),
+        (["--to", "mpijob", "-np", "2", "--env", "HOME"], "--env means nothing to --to mpijob"),
+        (["--to", "horovodrun", "-np", "2", "--elastic", "1:2"], "on two hosts or more"),
+        (["-np", "2", "train"], "is no option of launch"),
+    ],
+)
+def test_what_cannot_be_is_refused(asked: list[str], said: str, spied: dict[str, str], tmp_path: Path) -> None:
+    assert said in launch(tmp_path, spied, *asked, "--dry-run", code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--time", "90"], "a time such as 2h"),
+        (["--time", "1:99:00"], "a time such as 2h"),
+        (["--time", "0m"], "above 0"),
+        (["--array", "3"], "first and last index"),
+        (["--name", "Not This"], "small letters"),
+        (["--env", "A=secret"], "without its value"),
+        (["--directive", "a\nb"], "on one line"),
+        (["--queue", "a b"], "without spaces"),
+    ],
+)
+def test_a_value_that_makes_no_sense_is_refused(
+    wrong: list[str], said: str, spied: dict[str, str], tmp_path: Path
+) -> None:
+    done = launch(tmp_path, spied, "--to", "pbs", "-np", "2", *wrong, "--dry-run", code=2)
+    assert said in done.stderr and "secret" not in done.stderr
+
+
+def test_a_scheduler_that_is_not_here_is_named(tmp_path: Path) -> None:
+    done = launch(tmp_path, {**ENVIRONMENT, "PATH": "/usr/bin:/bin"}, "--to", "lsf", "-np", "2", "--", code=2)
+    assert "There is no bsub here" in done.stderr and "--dry-run" in done.stderr

@@ -1,0 +1,110 @@
+"""Which way to start a job is chosen, and which jobs are refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hvdtrain.errors import LaunchError
+from hvdtrain.launch.choose import AUTO, OWN, choose
+from hvdtrain.launch.here import Here
+from hvdtrain.launch.refuse import refuse_options, refuse_shape
+from hvdtrain.launch.spec import JobSpec
+from hvdtrain.launch.targets import TARGETS
+from tests.support.jobs import INTEL, MPICH, OPEN_MPI_4, OPEN_MPI_5
+
+ON_OPEN_MPI = Here(mpis=(OPEN_MPI_4, MPICH), family="openmpi", programs={"horovodrun": "/venv/bin/horovodrun"})
+ON_MPICH = Here(mpis=(INTEL, MPICH), family="mpich")
+GLOO_ONLY = Here(mpis=(OPEN_MPI_4,), family=None)
+
+
+@pytest.mark.parametrize(
+    ("here", "given", "target", "mpi"),
+    [
+        (ON_OPEN_MPI, ["np"], "openmpi", OPEN_MPI_4),
+        (replace(ON_OPEN_MPI, mpis=(MPICH, OPEN_MPI_5)), ["np"], "openmpi", OPEN_MPI_5),
+        (ON_MPICH, ["np"], "intelmpi", INTEL),
+        (GLOO_ONLY, ["np"], OWN, None),
+        (replace(ON_OPEN_MPI, mpis=(MPICH,)), ["np"], OWN, None),
+        (ON_OPEN_MPI, ["np", "elastic"], OWN, None),
+        (ON_OPEN_MPI, ["np", "discover"], OWN, None),
+        (ON_OPEN_MPI, ["np", "restarts"], OWN, None),
+    ],
+)
+def test_what_fits_is_taken(here: Here, given: list[str], target: str, mpi: object) -> None:
+    choice = choose(AUTO, given, here)
+    assert (choice.target, choice.mpi) == (target, mpi)
+    assert choice.why
+
+
+@pytest.mark.parametrize(
+    ("to", "here", "said"),
+    [
+        ("mpich", ON_OPEN_MPI, ["Horovod speaks another MPI than MPICH 5.0.2", "the MPI of Open MPI 4.1.8"]),
+        ("openmpi", ON_MPICH, ["needs mpirun of Open MPI", "Intel MPI 2021.17 (/opt/intel/bin/mpirun)"]),
+        ("openmpi", GLOO_ONLY, ["one that speaks no MPI"]),
+        ("intelmpi", ON_OPEN_MPI, ["needs mpirun of Intel MPI"]),
+    ],
+)
+def test_an_mpi_of_another_build_is_refused(to: str, here: Here, said: list[str]) -> None:
+    with pytest.raises(LaunchError) as wrong:
+        choose(to, [], here)
+    assert all(part in str(wrong.value) for part in said) and wrong.value.next_step
+
+
+def test_schedulers_are_asked_for_where_horovod_is_not() -> None:
+    """A script may be written anywhere."""
+    for target in ("pbs", "lsf", "mpijob"):
+        assert choose(target, [], Here(horovod=False)).target == target
+
+
+@pytest.mark.parametrize("target", [OWN, *TARGETS])
+def test_an_option_that_means_nothing_is_refused(target: str) -> None:
+    taken = {"time", "events"} & (TARGETS[target].takes if target != OWN else {"events"})
+    for option in {"time", "events"} - taken:
+        with pytest.raises(LaunchError, match=f"--{option} means nothing to --to {target}") as wrong:
+            refuse_options(target, ["np", option])
+        able = str(wrong.value.next_step)
+        assert ("--to slurm" in able or "--to pbs" in able) if option == "time" else able.endswith("--to hvdtrain")
+
+
+@pytest.mark.parametrize("target", ["openmpi", "mpich", "intelmpi"])
+def test_elastic_without_gloo_is_refused_with_the_reason(target: str) -> None:
+    with pytest.raises(LaunchError, match="cannot be elastic: a rank that is lost ends a job of MPI"):
+        refuse_options(target, ["np", "elastic"])
+
+
+@pytest.mark.parametrize(
+    ("target", "job", "said"),
+    [
+        ("openmpi", JobSpec((), 5, nodes=2, hosts={"a": 2, "b": 2}), "more ranks than -H has slots"),
+        (OWN, JobSpec((), 5, nodes=2, hosts={"a": 2, "b": 2}), "more ranks than -H has slots"),
+        ("pbs", JobSpec((), 5, nodes=2), "do not divide"),
+        ("pbs", JobSpec((), 6, nodes=2, hosts={"a": 4, "b": 2}), "each host as many"),
+        ("intelmpi", JobSpec((), 6, nodes=2, hosts={"a": 4, "b": 2}), "each host as many"),
+        ("pbs", JobSpec((), 12, nodes=2, gpus_per_node=8), "Each rank has one GPU"),
+        (OWN, JobSpec((), 4, elastic=(5, 8)), "--elastic is not a range"),
+        (OWN, JobSpec((), 4, elastic=(0, 8)), "--elastic is not a range"),
+        (OWN, JobSpec((), 4, elastic=(1, 3)), "--elastic is not a range"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused(target: str, job: JobSpec, said: str) -> None:
+    with pytest.raises(LaunchError, match=said) as wrong:
+        refuse_shape(job, target)
+    assert wrong.value.expected and wrong.value.found
+
+
+@pytest.mark.parametrize(
+    ("target", "job"),
+    [
+        ("openmpi", JobSpec((), 6, nodes=2, hosts={"a": 4, "b": 2})),
+        ("openmpi", JobSpec((), 3, nodes=2, hosts={"a": 2, "b": 2})),
+        ("pbs", JobSpec((), 16, nodes=2, gpus_per_node=8)),
+        ("pbs", JobSpec((), 8, nodes=2, gpus_per_node=8)),
+        (OWN, JobSpec((), 4, elastic=(1, 8))),
+        (OWN, JobSpec((), 4, hosts={"a": 1}, discover="x")),
+    ],
+)
+def test_numbers_that_fit_are_not(target: str, job: JobSpec) -> None:
+    refuse_shape(job, target)

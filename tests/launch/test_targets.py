@@ -1,0 +1,138 @@
+"""Each target's start, whole, beside the file that holds it; and what holds for all of them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hvdtrain.errors import LaunchError
+from hvdtrain.launch.spec import Command, JobSpec, Script, Shell
+from hvdtrain.launch.targets import TARGETS
+from hvdtrain.launch.targets.in_hosts import indexed
+from tests.launch.test_real_mpis import AWKWARD
+from tests.support import jobs
+from tests.support.jobs import JOBS
+from tests.support.mpijob_schema import problems
+
+GOLDEN = Path(__file__).with_name("golden")
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_whole_start(name: str) -> None:
+    target, job = JOBS[name]
+    assert f"{TARGETS[target].render(job)}\n" == (GOLDEN / f"{name}.txt").read_text()
+
+
+def test_every_target_and_golden_file_is_tried() -> None:
+    assert {target for target, _ in JOBS.values()} == set(TARGETS)
+    assert {path.stem for path in GOLDEN.iterdir()} == set(JOBS)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, job) in JOBS.items() if job.pass_on])
+def test_variables_are_handed_on_by_name_alone(name: str) -> None:
+    """horovodrun hands on what it likes, by value; pods have their own."""
+    target, job = JOBS[name]
+    told = str(TARGETS[target].render(job))
+    assert "SECRET=" not in told
+    assert ("SECRET" in told) == (target not in ("horovodrun", "mpijob"))
+
+
+@pytest.mark.parametrize("name", [name for name, (target, _) in JOBS.items() if target in ("pbs", "lsf", "slurm")])
+def test_scripts_are_clean(name: str, tmp_path: Path) -> None:
+    shellcheck = shutil.which("shellcheck")
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed")
+    target, job = JOBS[name]
+    (tmp_path / "script").write_text(str(TARGETS[target].render(job)) + "\n")
+    done = subprocess.run([shellcheck, "-s", "bash", "script"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+SPY = "#!/bin/sh\nexec {python} -c 'import json, os, sys; print(json.dumps([sys.argv[1:], os.getcwd()]))' \"$@\"\n"
+
+
+@pytest.mark.parametrize("target", ["pbs", "lsf"])
+@pytest.mark.parametrize("mpi", [jobs.OPEN_MPI_4, jobs.MPICH, jobs.INTEL, None])
+def test_a_script_starts_what_it_was_told_to(target: str, mpi: jobs.Mpi | None, tmp_path: Path) -> None:
+    """By a real shell, with a spy in the place of the launcher; names and paths as awkward as they come."""
+    folder = tmp_path / 'it\'s\na "folder"'
+    folder.mkdir()
+    python = folder / "python"
+    programs = {"openmpi": "mpirun", "mpich": "mpirun", "intelmpi": "mpiexec.hydra"}
+    spy = folder / programs[mpi.flavour] if mpi else python
+    spy.write_text(SPY.format(python=shlex.quote(str(shutil.which("python3")))))
+    spy.chmod(0o755)
+    job = jobs.queued(
+        replace(mpi, mpirun=str(folder / "mpirun")) if mpi else None,
+        jobs.Batch(array="1-3", time_s=600),
+        arguments=(*AWKWARD, "{array}-{array} it's"),
+        python=str(python),
+        folder=str(folder),
+    )
+    script = tmp_path / "script"
+    script.write_text(str(TARGETS[target].render(job)))
+    (tmp_path / "nodes").write_text("a\n" * 8 + "b\n" * 8)
+    given = {"PBS_NODEFILE": "nodes", "LSB_DJOB_HOSTFILE": "nodes", "PBS_ARRAY_INDEX": "2", "LSB_JOBINDEX": "2"}
+    given = {name: str(tmp_path / value) if value == "nodes" else value for name, value in given.items()}
+    done = subprocess.run(["bash", script], env={"PATH": "/usr/bin:/bin", **given}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    argv, where = json.loads(done.stdout)
+    assert where == str(folder)
+    assert argv[-len(AWKWARD) - 1 :] == [*AWKWARD, "2-2 it's"]
+    if mpi is None:
+        assert argv[argv.index("-H") + 1] in ("a:8,b:8", "b:8,a:8")
+    else:
+        assert str(tmp_path / "nodes") in argv and str(python) in argv
+
+
+@pytest.mark.parametrize("name", ["mpijob", "mpijob-elastic"])
+def test_the_operator_takes_a_manifest_and_hands_on_its_words(name: str) -> None:
+    _, job = JOBS[name]
+    manifest = yaml.safe_load(str(TARGETS["mpijob"].render(replace(job, arguments=(*AWKWARD, "$(HOME)")))))
+    assert problems(manifest) == []
+    launcher = manifest["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
+    assert launcher["command"][-len(AWKWARD) - 1 :] == [*AWKWARD, "$$(HOME)"]
+
+
+def test_a_name_that_is_too_long_for_pods_is_refused() -> None:
+    job = jobs.queued(None, name="a" * 55)
+    with pytest.raises(LaunchError, match="--name is too long"):
+        TARGETS["mpijob"].render(job)
+
+
+def test_an_argument_that_open_mpi_would_split_is_refused() -> None:
+    with pytest.raises(LaunchError, match="argument with a space"):
+        TARGETS["openmpi"].render(jobs.two(jobs.OPEN_MPI_4, ssh_options=("-o", "ProxyCommand=nc a b")))
+
+
+def test_an_array_of_lsf_counts_from_one() -> None:
+    with pytest.raises(LaunchError, match="from 1"):
+        TARGETS["lsf"].render(jobs.queued(jobs.MPICH, jobs.Batch(array="0-3")))
+
+
+@pytest.mark.parametrize(
+    ("word", "shown"),
+    [
+        ("plain", "plain"),
+        ("{array}", '"${I}"'),
+        ("a{array}b", 'a"${I}"b'),
+        ("it's {array}", "'it'\"'\"'s '\"${I}\""),
+        (Shell("{array}"), "{array}"),
+    ],
+)
+def test_the_index_stands_where_it_was_asked_for(word: str, shown: str) -> None:
+    assert indexed(word, "I") == shown
+    assert isinstance(indexed(word, "I"), Shell) == ("{array}" in word)
+
+
+def test_commands_and_scripts_are_shown_as_they_are() -> None:
+    assert str(Command(("a b", "c"), {"X": "1 2"})) == "X='1 2' 'a b' c"
+    assert str(Script("text\n", ("qsub",))) == "text"
+    assert JobSpec((), 7, nodes=2).ranks_per_node == 4

@@ -1,0 +1,61 @@
+"""One job for each way to start one: what the golden files of tests/launch hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hvdtrain.launch.spec import Batch, JobSpec, Mpi
+
+OPEN_MPI_4 = Mpi("openmpi", "4.1.8", "mpirun", "/venv")
+OPEN_MPI_5 = Mpi("openmpi", "5.0.11", "/opt/ompi5/bin/mpirun")
+MPICH = Mpi("mpich", "5.0.2")
+INTEL = Mpi("intelmpi", "2021.17", "/opt/intel/bin/mpirun")
+ARGUMENTS = ("--config", "run it's.yaml", "--train.steps", "100")
+PASSED = ("PATH", "HF_HOME", "SECRET")
+
+
+def one(mpi: Mpi | None = None, ranks: int = 2, **more: object) -> JobSpec:
+    """A job on this host."""
+    made = JobSpec(ARGUMENTS, ranks, python="/venv/bin/python", folder="/home/me/my work", mpi=mpi)
+    return replace(made, **more)  # type: ignore[arg-type]
+
+
+def two(mpi: Mpi | None = None, **more: object) -> JobSpec:
+    """A job on two hosts."""
+    reach = {"interface": "eth0", "ssh_port": 2022, "ssh_options": ("-i", "/key"), "pass_on": PASSED}
+    return one(mpi, 8, nodes=2, hosts={"a": 4, "b": 4}, **{**reach, **more})
+
+
+def queued(mpi: Mpi | None = None, batch: Batch | None = None, **more: object) -> JobSpec:
+    """A job for a scheduler: four hosts of eight GPUs."""
+    asked = Batch(
+        time_s=7200, queue="gpu", account="me", directives=("--qos=high",), setup=("module load cuda",), notice_s=300
+    )
+    there = {"nodes": 4, "gpus_per_node": 8, "cpus_per_rank": 6, "pass_on": PASSED}
+    return one(mpi, 32, batch=batch or asked, **{**there, **more})
+
+
+ARRAY = Batch(array="1-3", time_s=3600)
+IN_ARRAY = ("--seed", "{array}", "--run_dir", "runs/it's {array}")
+
+JOBS: dict[str, tuple[str, JobSpec]] = {
+    "openmpi4": ("openmpi", one(OPEN_MPI_4, is_root=True)),
+    "openmpi4-two-hosts": ("openmpi", two(OPEN_MPI_4)),
+    "openmpi5-two-hosts": ("openmpi", two(OPEN_MPI_5)),
+    "mpich": ("mpich", one(MPICH)),
+    "mpich-two-hosts": ("mpich", two(MPICH)),
+    "intelmpi-two-hosts": ("intelmpi", two(INTEL)),
+    "horovodrun": ("horovodrun", one(OPEN_MPI_4, is_root=True)),
+    "horovodrun-two-hosts": ("horovodrun", two(OPEN_MPI_4, ssh_options=())),
+    "horovodrun-gloo": ("horovodrun", one(None)),
+    "horovodrun-elastic": ("horovodrun", one(OPEN_MPI_4, elastic=(1, 4), discover="./hosts.sh")),
+    "pbs": ("pbs", queued(OPEN_MPI_4)),
+    "pbs-gloo": ("pbs", queued(None, Batch())),
+    "pbs-array": ("pbs", queued(MPICH, ARRAY, arguments=IN_ARRAY)),
+    "lsf": ("lsf", queued(OPEN_MPI_4)),
+    "lsf-array": ("lsf", queued(INTEL, ARRAY, arguments=IN_ARRAY)),
+    "lsf-jsrun": ("lsf", queued(OPEN_MPI_4, Batch(time_s=7200, jsrun=True))),
+    "mpijob": ("mpijob", queued(OPEN_MPI_4)),
+    "mpijob-elastic": ("mpijob", queued(None, Batch(image="mine:1", namespace="lab"), elastic=(8, 32))),
+}
+"""Target and job by the name of the golden file."""
