@@ -191,7 +191,10 @@ def test_what_reads_files_of_others_says_that_it_runs_none_of_them(call: str, ke
 
 @pytest.mark.parametrize(
     "argument",
-    ["--help", "--version", "doctor --help", "build-horovod --help", "timeline --help", "verify data --help"],
+    [
+        *("--help", "--version", "doctor --help", "build-horovod --help", "timeline --help", "verify data --help"),
+        *("config init --help", "completion --help"),
+    ],
 )
 def test_help_imports_no_torch(argument: str) -> None:
     program = (

@@ -29,7 +29,7 @@ def parser(name: str) -> argparse.ArgumentParser:
         nargs="?",
         default=Path("run.yaml"),
         metavar="FILE",
-        help="to write; not there yet (run.yaml)",
+        help="to write, a new one (run.yaml)",
     )
     made.add_argument(
         "--task", metavar="TASK", help="whose parameters it has too: NAME, file.py:function or module:function"

@@ -58,7 +58,7 @@ def options(task_function: Callable[..., Any] | None) -> Options:
     """All options of `Config` and of the parameters of `task_function`."""
     parser = make_parser(task_function)
     defaults = parser.get_defaults(skip_validation=True)
-    plain = yaml.safe_load(parser.dump(defaults, skip_none=False, skip_validation=True))
+    plain = yaml.safe_load(parser.dump(defaults, skip_validation=True))
     leaves = defaults.as_flat()
     found = [
         Option(

@@ -1,0 +1,132 @@
+"""``hvdtrain completion SHELL``: what TAB completes, as a script of that shell. Nothing of Python runs at a TAB."""
+
+from __future__ import annotations
+
+import argparse
+from argparse import ArgumentParser
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+_SHELLS = ("bash", "zsh", "fish")
+_PARSERS = {"launch": "hvdtrain.cli.launch_options"}
+"""Files that declare the options of a command, where that is not the command's own."""
+_EPILOG = """\
+once, and again after an update:
+  bash   hvdtrain completion bash > ~/.local/share/bash-completion/completions/hvdtrain
+         (without the package bash-completion: any file, and `source FILE` in ~/.bashrc)
+  zsh    hvdtrain completion zsh > DIR/_hvdtrain      DIR: one of those that `echo $fpath` shows
+  fish   hvdtrain completion fish > ~/.config/fish/completions/hvdtrain.fish
+"""
+_BASH = """
+# --option=value reaches a completion as three words, and behind -- of launch are options of train.
+_hvdtrain() {
+  local words=() word i
+  for ((i = 0; i <= COMP_CWORD; i++)); do
+    word="${COMP_WORDS[i]}"
+    if [[ $word == "=" ]]; then
+      ((i < COMP_CWORD)) || words+=("")
+    elif [[ $word == "--" && ${words[1]-} == launch ]] && ((i < COMP_CWORD)); then
+      words=("${COMP_WORDS[0]}" train)
+    else
+      words+=("$word")
+    fi
+  done
+  local COMP_WORDS=("${words[@]}") COMP_CWORD=$((${#words[@]} - 1))
+  _shtab_hvdtrain "$@"
+}
+complete -o bashdefault -F _hvdtrain hvdtrain
+"""
+_ZSH = """
+# Behind -- of launch are options of train.
+if (( CURRENT > 2 )) && [[ $words[2] == launch ]] && (( ${words[(i)--]} < CURRENT )); then
+  (( CURRENT -= ${words[(i)--]} - 2 ))
+  words=("$words[1]" train "${(@)words[${words[(i)--]} + 1,-1]}")
+fi
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Print the script."""
+    options = parser().parse_args(argv)
+
+    from hvdtrain.config.schema import Config
+    from hvdtrain.task.base import load_task_function
+
+    print(script(options.shell, load_task_function(options.task or Config.task)))
+    return 0
+
+
+def parser() -> ArgumentParser:
+    """Declare the options."""
+    made = ArgumentParser(
+        prog="hvdtrain completion",
+        description="Print a script by which a shell completes commands, options and their values.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("shell", choices=_SHELLS, help="the shell that it is for")
+    made.add_argument(
+        "--task", metavar="TASK", help="whose parameters are completed too: NAME, file.py:function or module:function"
+    )
+    return made
+
+
+def script(shell: str, task_function: Callable[..., Any]) -> str:
+    """Give the script of a shell, with the parameters of a task among the options of train."""
+    import shtab
+
+    whole = everything(task_function)
+    if shell == "zsh":
+        return shtab.complete(whole, shell, preamble=_ZSH)
+    return shtab.complete(whole, shell) + (_BASH if shell == "bash" else "")
+
+
+def everything(task_function: Callable[..., Any]) -> ArgumentParser:
+    """Give one parser with all commands and options; without a command they are train's."""
+    from hvdtrain.__main__ import COMMANDS
+
+    whole = ArgumentParser(prog="hvdtrain", parents=[_training(task_function)], add_help=False)
+    whole.add_argument("-h", "--help", action="help", help="all commands")
+    whole.add_argument("--version", action="store_true", help="of hvdtrain")
+    commands = whole.add_subparsers()
+    for name, (module, text) in COMMANDS.items():
+        own = import_module(_PARSERS.get(name, module))
+        if name == "train":
+            commands.add_parser(name, help=text, parents=[_training(task_function)])
+        elif hasattr(own, "COMMANDS"):
+            group = commands.add_parser(name, help=text).add_subparsers()
+            for inner, what in own.COMMANDS.items():
+                _add(group, inner, what, own.parser(inner))
+        else:
+            _add(commands, name, text, own.parser())
+    return whole
+
+
+def _add(place: Any, name: str, text: str, declared: ArgumentParser) -> None:
+    """Add a command to its group, changed where a shell would misread it."""
+    import shtab
+
+    added = place.add_parser(name, help=text.replace("%", "%%"), parents=[declared], add_help=False)
+    for action in list(added._actions):
+        if action.nargs == argparse.REMAINDER:  # zsh would offer nothing but it
+            added._actions.remove(action)
+        if action.type is Path:
+            action.complete = shtab.FILE
+        if isinstance(action.metavar, str):
+            action.metavar = action.metavar.replace(":", "_")  # zsh reads more than a name behind it
+
+
+def _training(task_function: Callable[..., Any]) -> ArgumentParser:
+    import shtab
+
+    from hvdtrain.config.options import options
+
+    made = ArgumentParser(add_help=False)
+    made.add_argument("--config", metavar="FILE", help="YAML file of options").complete = shtab.FILE  # type: ignore[attr-defined]
+    made.add_argument("--print_config", action="store_true", help="print all options as YAML")
+    for option in options(task_function).options:
+        choices = option.choices or None
+        made.add_argument(f"--{option.name}", choices=choices, help=option.effect.replace("%", "%%") or option.values)
+    return made

@@ -1,0 +1,190 @@
+"""What TAB completes: asked of the shells themselves."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from hvdtrain.__main__ import COMMANDS
+from hvdtrain.cli.completion import everything, main, script
+from hvdtrain.config.parse import make_parser
+from tests.support.host import UnavailableError, tool
+from tests.support.terminal import typed
+
+
+def task(hidden: int = 3, act: Literal["relu", "tanh"] = "relu", path: Path | None = None) -> None:
+    """A task.
+
+    Args:
+        hidden: 100% of "it", in `units` [of] $HOME: all 'quoted'
+    """
+
+
+def _shell(name: str) -> str:
+    try:
+        return tool(name)
+    except UnavailableError as problem:
+        if "CI" in os.environ:
+            pytest.fail(f"{problem} (.ci/run installs it)")
+        pytest.skip(str(problem))
+
+
+@pytest.fixture(scope="module")
+def bash(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("completion") / "hvdtrain"
+    file.write_text(script("bash", task))
+    return file
+
+
+def _completed(file: Path, *lines: list[str], cwd: Path | None = None) -> list[list[str]]:
+    """What bash offers for the last word of each line. No program is found: a TAB starts none."""
+    asked = "\n".join(
+        f"COMP_WORDS=({shlex.join(line)}); COMP_CWORD={len(line) - 1}; COMPREPLY=(); $how; "
+        "printf '%s\\n' \"${COMPREPLY[@]}\" --end--"
+        for line in lines
+    )
+    set_up = f"PATH=/nonexistent; source {shlex.quote(str(file))}; how=$(complete -p hvdtrain); how=${{how#*-F }}"
+    program = f"{set_up}; how=${{how% hvdtrain}}; {asked}"
+    done = subprocess.run(
+        [_shell("bash"), "--norc", "-c", program], capture_output=True, text=True, cwd=cwd, env={"PATH": "/nonexistent"}
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return [part.split("\n")[:-1] for part in done.stdout.split("--end--\n")[:-1]]
+
+
+def _commands(
+    parser: argparse.ArgumentParser, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], set[str]]]:
+    """Each command with its long options."""
+    yield path, {option for action in parser._actions for option in action.option_strings if option.startswith("--")}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, inner in action.choices.items():
+                yield from _commands(inner, (*path, name))
+
+
+def test_every_command_and_every_option_is_completed(bash: Path) -> None:
+    declared = dict(_commands(everything(task)))
+    assert {path[0] for path in declared if path} == COMMANDS.keys()
+    assert {("timeline", "report"), ("verify", "data"), ("config", "init")} < declared.keys()
+    found = _completed(bash, *(["hvdtrain", *path, "--"] for path in declared))
+    assert {path: set(options) for path, options in zip(declared, found, strict=True)} == declared
+    for command in ("doctor", "timeline report", "launch", "build-horovod"):
+        help_text = subprocess.run(
+            [sys.executable, "-m", "hvdtrain", *command.split(), "--help"], capture_output=True, text=True
+        ).stdout
+        assert all(option in help_text for option in declared[tuple(command.split())])
+
+
+def test_the_options_of_train_are_those_of_its_parser() -> None:
+    declared = dict(_commands(everything(task)))
+    parser = make_parser(task)
+    leaves = {f"--{name}" for name in vars(parser.get_defaults().as_flat())} | {"--help", "--print_config"}
+    assert declared["train",] == leaves
+    assert declared["train",] <= declared[()]  # without a command they are train's
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("tr", ["train"]),
+        ("launch --el", ["--elastic", "--elastic-timeout"]),
+        ("train --train.st", ["--train.steps", "--train.stop_at"]),
+        ("--train.st", ["--train.steps", "--train.stop_at"]),
+        ("--train.steps 5 --checkpoint.", ["--checkpoint.every", "--checkpoint.keep"]),
+        ("train --precision ", ["fp32", "bf16", "fp16"]),
+        ("train --precision = b", ["bf16"]),  # bash makes three words of --precision=b
+        ("train --precision =", ["fp32", "bf16", "fp16"]),
+        ("train --train.compile ", ["true", "false"]),
+        ("train --act ", ["relu", "tanh"]),
+        ("train --config ru", ["run 1.yaml"]),
+        ("launch -np 2 --env A -- --train.st", ["--train.steps", "--train.stop_at"]),
+        ("launch -np 2 -- --precision ", ["fp32", "bf16", "fp16"]),
+        ("launch -np 2 -- --config ru", ["run 1.yaml"]),
+        ("timeline re", ["report"]),
+        ("timeline report ru", ["run 1.yaml"]),
+        ("timeline whatif --algorithm ", ["auto", "ring", "tree"]),
+        ("verify ", ["data", "resume"]),
+        ("build-horovod --gpu n", ["nccl", "none"]),
+        ("completion ", ["bash", "zsh", "fish"]),
+    ],
+)
+def test_bash_offers(line: str, offered: list[str], bash: Path, tmp_path: Path) -> None:
+    (tmp_path / "run 1.yaml").touch()
+    assert _completed(bash, ["hvdtrain", *line.split(" ")], cwd=tmp_path) == [offered]
+
+
+_FP16 = ["--precision", "fp16"]
+_KEYS = [
+    ("hvdtrain tr\t", ["train"]),
+    ("hvdtrain launch --restart\t2", ["launch", "--restarts", "2"]),
+    ("hvdtrain train --train.ste\t3", ["train", "--train.steps", "3"]),
+    ("hvdtrain train --precision b\t", ["train", "--precision", "bf16"]),
+    ("hvdtrain train --config ru\t", ["train", "--config", "run 1.yaml"]),
+    ("hvdtrain launch -np 2 -- --train.ste\t3", ["launch", "-np", "2", "--", "--train.steps", "3"]),
+    ("hvdtrain launch -np 2 -- --seed 1 --precision f\t16", ["launch", "-np", "2", "--", "--seed", "1", *_FP16]),
+    ("hvdtrain timeline rep\tru\t", ["timeline", "report", "run 1.yaml"]),
+]
+"""What is typed, and what the command then gets."""
+
+
+@pytest.mark.parametrize("name", ["bash", "zsh"])
+def test_typed_into_a_terminal(name: str, bash: Path, tmp_path: Path) -> None:
+    shell, work = _shell(name), tmp_path / "work"
+    for folder in ("bin", "functions", "work"):
+        (tmp_path / folder).mkdir()
+    (work / "run 1.yaml").touch()
+    program = tmp_path / "bin" / "hvdtrain"
+    program.write_text(f'#!/bin/sh\n(printf "%s\\037" "$@"; echo) >> {shlex.quote(str(tmp_path / "got"))}\n')
+    program.chmod(0o755)
+    if name == "bash":
+        argv, first = [shell, "--norc", "-i"], f"source {shlex.quote(str(bash))}"
+    else:
+        (tmp_path / "functions" / "_hvdtrain").write_text(script("zsh", task))
+        functions = shlex.quote(str(tmp_path / "functions"))
+        argv, first = [shell, "-f", "-i"], f"fpath=({functions} $fpath); autoload -U compinit; compinit -u -D"
+    environment = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "HOME": str(tmp_path), "TERM": "xterm"}
+    keys = "\n".join([first, *(line for line, _ in _KEYS), "exit", ""])
+    shown = typed(argv, keys, environment, work)
+    got = [line.split("\037")[:-1] for line in (tmp_path / "got").read_text().splitlines()]
+    assert got == [words for _, words in _KEYS], shown
+
+
+def test_fish_offers(tmp_path: Path) -> None:
+    fish = _shell("fish")
+    file = tmp_path / "hvdtrain.fish"
+    file.write_text(script("fish", task))
+    for line, offered in (
+        ("hvdtrain tr", "train"),
+        ("hvdtrain launch --restar", "--restarts"),
+        ("hvdtrain train --train.ste", "--train.steps"),
+        ("hvdtrain train --precision b", "bf16"),
+        ("hvdtrain timeline rep", "report"),
+    ):
+        program = f"source {shlex.quote(str(file))}; complete -C {shlex.quote(line)}"
+        done = subprocess.run(
+            [fish, "--no-config", "-c", program],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "HOME": str(tmp_path)},
+        )
+        assert done.stderr == ""
+        assert [found.partition("\t")[0] for found in done.stdout.splitlines()] == [offered]
+
+
+def test_the_command_prints_the_script_with_the_parameters_of_a_task(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text("def build(colour: int = 3): ...\n")
+    assert main(["bash", "--task", f"{tmp_path}/mine.py:build"]) == 0
+    printed = capsys.readouterr().out
+    assert "--colour" in printed
+    assert "--model.preset" not in printed
