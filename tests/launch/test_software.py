@@ -1,0 +1,156 @@
+"""What was switched on is on again in a shell that starts with nothing: real environment modules, venv, stand-ins."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import venv
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.launch.software import as_shell, setup_lines
+
+MODULES = Path("/usr/share/modules/init/bash")
+ODD = 'it\'s a "$HOME"\nand `more`'
+"""A name that no shell takes as it is."""
+
+
+def _run(script: str, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """A script as a batch system starts it: no login shell, next to nothing in the environment."""
+    clean = {"PATH": "/usr/bin:/bin", **(environ or {})}
+    return subprocess.run(["/bin/bash", "--norc", "-c", script], capture_output=True, text=True, env=clean)
+
+
+def _variables(script: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    done = _run(f"{script}\nexec env -0", environ)
+    assert done.returncode == 0, done.stderr
+    return dict(entry.split("=", 1) for entry in done.stdout.split("\0")[:-1])
+
+
+def test_nothing_is_said_where_nothing_is_on() -> None:
+    assert (
+        setup_lines({"PATH": "/usr/bin", "MODULESHOME": "/m", "LOADEDMODULES": "", "CONDA_EXE": "/c/bin/conda"}) == []
+    )
+    assert as_shell([]) == ""
+
+
+def test_real_modules_are_loaded_again(tmp_path: Path) -> None:
+    if not MODULES.exists():
+        problem = "there are no environment modules: sudo apt-get install environment-modules"
+        if "CI" in os.environ:
+            pytest.fail(f"{problem} (.ci/run installs it)")
+        pytest.skip(problem)
+    for name, body in (
+        ("my mpi's/4.1", "setenv MPI 4"),
+        ("torch/2", 'setenv TORCH "on $::env(MPI)"'),
+        ("other/1", "setenv OTHER 1"),
+    ):
+        file = tmp_path / "files" / name
+        file.parent.mkdir(parents=True)
+        file.write_text(f"#%Module1.0\n{body}\n")
+    set_up = f". {MODULES}; module use {shlex.quote(str(tmp_path / 'files'))}"
+    before = _variables(f'{set_up}; module load "my mpi\'s/4.1" torch/2')
+    assert before["TORCH"] == "on 4"
+    script = as_shell(setup_lines(before))
+    kept = ("MPI", "TORCH", "LOADEDMODULES", "MODULEPATH")
+    passed_on = {name: value for name, value in before.items() if name != "PATH" and not name.startswith("BASH_FUNC_")}
+    for start in ({}, passed_on):  # as schedulers do by default: PBS the one, Slurm the other
+        after = _variables(script, start)
+        assert {name: after[name] for name in kept} == {name: before[name] for name in kept}
+    with_other = _variables(f"{set_up}; module load other/1\n{script}")
+    assert "OTHER" not in with_other and with_other["TORCH"] == "on 4"
+    (tmp_path / "files" / "torch" / "2").unlink()
+    failed = _run(f"{script}\necho went on")
+    assert failed.returncode != 0 and "went on" not in failed.stdout and "torch/2" in failed.stderr
+
+
+def _stand_in(file: Path, command: str) -> None:
+    """A file that defines a shell function which tells what it was called with."""
+    file.parent.mkdir(parents=True)
+    file.write_text(f"{command}() {{ printf '%s\\037' {command} \"$@\"; }}\n")
+
+
+def _called(script: str) -> list[list[str]]:
+    done = _run(script)
+    assert (done.returncode, done.stderr) == (0, "")
+    return [done.stdout.split("\037")[:-1]]
+
+
+def test_names_survive_whatever_is_in_them(tmp_path: Path) -> None:
+    root = tmp_path / ODD
+    _stand_in(root / "init" / "bash", "module")
+    _stand_in(root / "etc" / "profile.d" / "conda.sh", "conda")
+    _stand_in(root / "share" / "spack" / "setup-env.sh", "spack")
+    name = str(root)
+    modules = as_shell(setup_lines({"LOADEDMODULES": f"a/1:{ODD}", "MODULESHOME": name, "MODULEPATH": ODD}))
+    assert _called(modules) == [["module", "purge", "module", "load", "a/1", ODD]]
+    conda = as_shell(setup_lines({"CONDA_PREFIX": name, "CONDA_EXE": f"{name}/bin/conda", "CONDA_DEFAULT_ENV": "x"}))
+    assert _called(conda) == [["conda", "activate", name]]
+    spack = as_shell(setup_lines({"SPACK_ENV": name, "SPACK_ROOT": name}))
+    assert _called(spack) == [["spack", "env", "activate", "--dir", name]]
+    packed = _variables(as_shell(setup_lines({"CONDA_PREFIX": name})))
+    assert (packed["CONDA_PREFIX"], packed["PATH"]) == (name, f"{name}/bin:/usr/bin:/bin")
+
+
+def test_a_real_virtual_environment_is_active_again(tmp_path: Path) -> None:
+    folder = tmp_path / "my env"
+    venv.create(folder, with_pip=False, symlinks=True)
+    script = as_shell(setup_lines({"VIRTUAL_ENV": str(folder)}))
+    found = _run(f"{script}python -c 'import sys; print(sys.prefix)'")
+    assert found.stdout == f"{folder}\n", found.stderr
+    assert sys.prefix != str(folder)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"VIRTUAL_ENV": "/nowhere"},
+        {"CONDA_PREFIX": "/nowhere", "CONDA_EXE": "/nowhere/bin/conda"},
+        {"SPACK_ENV": "/nowhere", "SPACK_ROOT": "/nowhere"},
+        {"LOADEDMODULES": "a", "MODULESHOME": "/nowhere"},
+    ],
+    ids=lambda environ: next(iter(environ)),
+)
+def test_what_is_not_there_ends_the_script(environ: dict[str, str]) -> None:
+    done = _run(f"{as_shell(setup_lines(environ))}\necho went on")
+    assert done.returncode != 0
+    assert done.stdout == ""
+    assert "nowhere" in done.stderr
+
+
+def test_what_builds_on_another_comes_after_it() -> None:
+    environ = {"VIRTUAL_ENV": "/v", "CONDA_PREFIX": "/c", "SPACK_ENV": "/s", "LOADEDMODULES": "m"}
+    order = [line.command for line in setup_lines(environ)]
+    places = [
+        next(i for i, line in enumerate(order) if mark in line) for mark in ("load m", "--dir /s", "/c", "/v/bin")
+    ]
+    assert places == sorted(places)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(
+            [
+                "LOADEDMODULES",
+                "MODULESHOME",
+                "MODULEPATH",
+                "CONDA_PREFIX",
+                "CONDA_EXE",
+                "SPACK_ENV",
+                "SPACK_ROOT",
+                "VIRTUAL_ENV",
+            ]
+        ),
+        st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=12),
+    )
+)
+def test_a_reason_is_one_line_and_holds_no_name(environ: dict[str, str]) -> None:
+    for line in setup_lines(environ):
+        assert "\n" not in line.reason
+        assert line.reason and line.command
