@@ -15,6 +15,7 @@ from hvdtrain.launch.choose import Choice
 from hvdtrain.launch.here import Here
 from hvdtrain.launch.hosts import parse_hosts
 from hvdtrain.launch.plan import handed_on
+from hvdtrain.launch.software import as_shell, setup_lines
 from hvdtrain.launch.spec import Batch, JobSpec
 
 _FOUND_BY = ("PATH", "LD_LIBRARY_PATH")
@@ -52,11 +53,11 @@ def spec_of(options: argparse.Namespace, choice: Choice, here: Here, environ: Ma
         mpi=choice.mpi,
         slurm_mpi=here.slurm_mpi_for(choice.mpi),
         is_root=os.geteuid() == 0,
-        batch=_batch(options),
+        batch=_batch(options, here, environ),
     )
 
 
-def _batch(options: argparse.Namespace) -> Batch:
+def _batch(options: argparse.Namespace, here: Here, environ: Mapping[str, str]) -> Batch:
     return Batch(
         time_s=options.time,
         queue=options.queue,
@@ -67,6 +68,8 @@ def _batch(options: argparse.Namespace) -> Batch:
         directives=tuple(options.directive),
         image=options.image,
         namespace=options.namespace,
+        setup=tuple(as_shell([line]).removesuffix("\n") for line in setup_lines(environ)),
+        jsrun="jsrun" in here.programs,
     )
 
 

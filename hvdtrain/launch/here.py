@@ -16,7 +16,7 @@ from hvdtrain.install.versions import MpiBuild
 from hvdtrain.launch.spec import Mpi
 from hvdtrain.runtime import mpi as horovods
 
-PROGRAMS = ("horovodrun", "srun", "sbatch", "qsub", "bsub", "kubectl")
+PROGRAMS = ("horovodrun", "srun", "sbatch", "qsub", "bsub", "jsrun", "kubectl")
 _TIMEOUT_S = 20
 
 

@@ -1,0 +1,73 @@
+"""The files of ``launchers/``: starts to be copied and changed, made of what `targets` makes.
+
+``make launchers`` writes them. What a site has to say of itself stands in them as an example: names of modules, the
+partition, the image.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from hvdtrain.launch.render import fill
+from hvdtrain.launch.spec import Batch, JobSpec, Mpi, Script, Shell
+from hvdtrain.launch.targets import TARGETS
+
+_ARGUMENTS = ("--config", "run.yaml")
+_SETUP = ("# module load openmpi cuda", 'export PATH="$PWD/.venv/bin:$PATH"')
+
+
+def files() -> Mapping[str, str]:
+    """The text of each file by its name."""
+    return {
+        "local.sh": fill("local.sh.j2"),
+        "mpirun.sh": fill("mpirun.sh.j2", line=_mpirun()),
+        "slurm.sbatch": _text("slurm", "SLURM_SUBMIT_DIR"),
+        "pbs.sh": _text("pbs", "PBS_O_WORKDIR"),
+        "lsf.sh": _text("lsf", "LS_SUBCWD"),
+        "mpijob.yaml": _text("mpijob", ""),
+        "elastic-discovery.sh": fill("elastic-discovery.sh.j2"),
+    }
+
+
+def _job(folder: str) -> JobSpec:
+    """Two hosts of eight GPUs, in the folder of a variable."""
+    return JobSpec(
+        arguments=_ARGUMENTS,
+        ranks=16,
+        nodes=2,
+        gpus_per_node=8,
+        folder=Shell(f'"${{{folder}:-.}}"'),
+        pass_on=("PATH", "LD_LIBRARY_PATH"),
+        mpi=Mpi(
+            "openmpi", "4.1.8", Shell('"$(command -v mpirun)"')
+        ),  # by its whole path it finds its parts on all hosts
+        batch=Batch(time_s=7200, setup=_SETUP),
+    )
+
+
+def _text(target: str, folder: str) -> str:
+    start = TARGETS[target].render(_job(folder))
+    assert isinstance(start, Script)
+    return start.text
+
+
+def _mpirun() -> str:
+    hosts = {"a": 4, "b": 4}
+    job = replace(_job(""), hosts=hosts, ranks=8, arguments=(Shell('"$@"'),), interface="")
+    return str(TARGETS["openmpi"].render(job)).replace("-np 8 --host a:4,b:4", '-np "$np" --host "$hosts"')
+
+
+def write(folder: Path) -> None:
+    """Write the files."""
+    folder.mkdir(exist_ok=True)
+    for name, text in files().items():
+        path = folder / name
+        path.write_text(text)
+        path.chmod(0o755 if text.startswith("#!") and name != "slurm.sbatch" else 0o644)
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))
