@@ -44,7 +44,12 @@ def choose(to: str, given: Collection[str], here: Here) -> Choice:
     if to == OWN:
         return Choice(OWN, None, "asked for")
     flavours = TARGETS[to].mpi
-    return Choice(to, _fitting(to, flavours, here) if flavours else _own_mpi(here), "asked for")
+    if flavours:
+        return Choice(to, _fitting(to, flavours, here), "asked for")
+    mpi = _own_mpi(here)
+    if to == "horovodrun" and (mpi is None or (mpi.flavour, mpi.major) != ("openmpi", 4)):
+        return Choice(to, None, "asked for; over Gloo, for of MPIs it can drive Open MPI 4 alone")
+    return Choice(to, mpi, "asked for")
 
 
 def _auto(given: Collection[str], here: Here) -> Choice:

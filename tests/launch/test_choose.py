@@ -53,6 +53,12 @@ def test_an_mpi_of_another_build_is_refused(to: str, here: Here, said: list[str]
     assert all(part in str(wrong.value) for part in said) and wrong.value.next_step
 
 
+def test_horovodrun_goes_over_gloo_where_it_cannot_drive_the_mpi() -> None:
+    assert choose("horovodrun", [], ON_OPEN_MPI).mpi == OPEN_MPI_4
+    for here in (replace(ON_OPEN_MPI, mpis=(OPEN_MPI_5,)), ON_MPICH, GLOO_ONLY):
+        assert choose("horovodrun", [], here).mpi is None
+
+
 def test_schedulers_are_asked_for_where_horovod_is_not() -> None:
     """A script may be written anywhere."""
     for target in ("pbs", "lsf", "mpijob"):

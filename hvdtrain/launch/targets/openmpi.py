@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hvdtrain.errors import LaunchError
+from hvdtrain.install.launcher import ROOT_MAY_RUN
 from hvdtrain.launch.spec import Command, JobSpec, Mpi
 from hvdtrain.launch.targets.base import BY_MPI, Target
-
-ROOT_MAY_RUN = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 def render(spec: JobSpec) -> Command:
