@@ -38,7 +38,7 @@ def spied(tmp_path: Path) -> dict[str, str]:
     folder.mkdir(parents=True)
     beside.mkdir()
     (beside / library.soname).symlink_to(library.path)
-    for name in ("mpirun", "qsub"):
+    for name in ("mpirun", "qsub", "jsrun"):
         (folder / name).write_text(SPY.format(python=sys.executable))
         (folder / name).chmod(0o755)
     path = f"{folder}:{ENVIRONMENT['PATH']}"
@@ -67,11 +67,11 @@ def received(output: str) -> Any:
 def test_the_line_that_is_shown_is_the_one_that_runs(spied: dict[str, str], tmp_path: Path) -> None:
     """In a shell it gives a launcher the same words and variables as the command itself does."""
     asked = ("--to", "openmpi", "-H", "a:2,b:2", "--env", "SECRET")
-    variables = {**spied, "SECRET": "not to be told"}
+    variables = {k: v for k, v in {**spied, "SECRET": "not to be told"}.items() if not k.startswith("OMPI_ALLOW")}
     shown = launch(tmp_path, variables, *asked, "--dry-run", "--", *WORDS).stdout
     by_hand = subprocess.run(["bash", "-c", shown], cwd=tmp_path, env=variables, capture_output=True, text=True)
     run = launch(tmp_path, variables, *asked, "--", *WORDS)
-    assert "not to be told" not in shown + run.stderr
+    assert "not to be told" not in shown + run.stderr and " -x SECRET " in shown
     hand, own = received(by_hand.stdout), received(run.stdout)
     assert hand[:2] == own[:2] and own[0][-len(WORDS) :] == list(WORDS)
     ours = {"HVDTRAIN_LAUNCH_OPTIONS", "_", "SHLVL", "PWD", "OLDPWD"}
@@ -85,6 +85,22 @@ def test_the_script_that_is_shown_is_the_one_that_is_handed_in(spied: dict[str, 
     argv, _, _, text = received(launch(tmp_path, spied, *asked, "--", *WORDS).stdout)
     assert Path(argv[0]).name == "qsub" and argv[1:] == []
     assert text == shown and "#PBS -l walltime=01:30:00" in text and "mpirun -np 8" in text
+
+
+def test_a_script_switches_on_what_is_on_here(spied: dict[str, str], tmp_path: Path) -> None:
+    """Modules, and of the variables those that there are."""
+    variables = {k: v for k, v in spied.items() if k != "LD_LIBRARY_PATH"}
+    variables |= {"LOADEDMODULES": "cuda/12:gcc", "MY_OWN": "1"}
+    asked = ("--to", "pbs", "-np", "2", "--nodes", "2", "--env", "MY_OWN", "--dry-run")
+    shown = launch(tmp_path, variables, *asked, "--").stdout
+    assert "\nmodule load cuda/12 gcc || exit" in shown
+    (names,) = (line.removeprefix("#PBS -v ") for line in shown.splitlines() if line.startswith("#PBS -v "))
+    assert {"PATH", "MY_OWN"} <= set(names.split(",")) <= set(variables)
+
+
+def test_lsf_with_jsrun(spied: dict[str, str], tmp_path: Path) -> None:
+    shown = launch(tmp_path, spied, "--to", "lsf", "-np", "4", "--nodes", "2", "--dry-run", "--").stdout
+    assert "#BSUB -nnodes 2" in shown and "jsrun --nrs 4 --rs_per_host 2 " in shown
 
 
 def test_ranks_train_by_what_is_here(tmp_path: Path) -> None:

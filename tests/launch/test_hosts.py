@@ -77,7 +77,9 @@ def script(folder: Path, text: str, mode: int = 0o755) -> Path:
 
 
 def test_a_script_is_run_by_its_path(tmp_path: Path) -> None:
-    assert discovery.ask(script(tmp_path, "#!/bin/sh\necho a:2\necho b\n")) == {"a": 2, "b": 1}
+    asked = script(tmp_path, "#!/bin/sh\necho a:2\necho b\n")
+    assert discovery.ask(asked) == {"a": 2, "b": 1}
+    assert discovery.ask(asked, slots=8) == {"a": 2, "b": 8}
 
 
 @pytest.mark.parametrize(

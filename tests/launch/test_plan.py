@@ -15,7 +15,7 @@ import pytest
 from hvdtrain.cli.launch import main
 from hvdtrain.launch.commands import Limits
 from hvdtrain.launch.lines import LineWriter, messages
-from hvdtrain.launch.plan import Plan, agent_command, agent_environment, describe, hello, rank_environment
+from hvdtrain.launch.plan import Plan, agent_command, agent_environment, describe, handed_on, hello, rank_environment
 
 NASTY = "a b'c\"d\n$(touch pwned);`x` -- -o"
 PLAN = Plan(
@@ -136,3 +136,9 @@ def test_dry_run_runs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 def test_lines_that_are_no_messages_are_passed_over() -> None:
     stream = io.BytesIO(b'{"type": "a"}\nnonsense\n[1]\n{"type": 3}\n' + json.dumps({"type": "b"}).encode())
     assert [m["type"] for m in messages(stream)] == ["a"], "the last has no end"
+
+
+def test_variables_of_the_libraries_go_to_other_hosts() -> None:
+    """Not what a launcher told this process, nor names that no shell could set."""
+    there = {"HF_HOME": "1", "NCCL_DEBUG": "2", "HOME": "3", "HF_%": "4", "HOROVOD_RANK": "5", "OMPI_X": "6"}
+    assert handed_on(there) == ["HF_HOME", "NCCL_DEBUG"]
