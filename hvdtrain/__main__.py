@@ -22,7 +22,7 @@ USAGE = """\
 usage: hvdtrain [COMMAND] [OPTIONS]
        horovodrun -np 2 python -m hvdtrain [OPTIONS]
        mpirun -np 2 python -m hvdtrain [OPTIONS]
-       hvdtrain launch -np 2 --elastic 1:4 -- [OPTIONS]
+       hvdtrain launch -np 2 -- [OPTIONS]
 
 commands:
 {commands}

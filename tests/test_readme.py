@@ -24,7 +24,8 @@ def _blocks(language: str) -> list[str]:
 
 COMMANDS = [line.split("  #")[0].strip() for block in _blocks("sh") for line in block.splitlines()]
 TRAINING = [c for c in COMMANDS if "-m hvdtrain" in c]
-LAUNCHING = [c for c in COMMANDS if c.startswith("hvdtrain launch")]
+LAUNCHING = [c for c in COMMANDS if c.startswith("hvdtrain launch") and "--dry-run" not in c]
+SHOWN = [c for c in COMMANDS if "--dry-run" in c]
 SPIRAL, FROM_PYTHON, HOROVOD_SCRIPT = _blocks("python")
 
 
@@ -53,7 +54,7 @@ def _run(command: list[str], folder: Path) -> str:
 
 
 def test_the_commands_are_found() -> None:
-    assert len(TRAINING) >= 9 and len(LAUNCHING) == 2
+    assert len(TRAINING) >= 9 and len(LAUNCHING) == 3 and len(SHOWN) == 3
     assert {"make train", "make test", "hvdtrain doctor", "hvdtrain doctor --json"} <= set(COMMANDS)
 
 
@@ -79,6 +80,11 @@ def test_launching_commands(command: str, folder: Path) -> None:
     program(words[0])
     fewer = ["--model.preset", "tiny", "--train.eval_samples", "4", "--train.steps", "3"]
     assert "finished at step" in _run([*words, *(() if "--" in words else ("--",)), *fewer], folder)
+
+
+@pytest.mark.parametrize("command", SHOWN)
+def test_commands_that_show_what_would_run(command: str, folder: Path) -> None:
+    assert "hvdtrain" in _run(shlex.split(command.partition(" > ")[0]), folder)
 
 
 @pytest.mark.parametrize("command", ["hvdtrain doctor", "hvdtrain doctor --json", "hvdtrain train --help"])

@@ -53,6 +53,7 @@ def test_the_loaders_order_is_kept(tmp_path: Path) -> None:
     assert path_of(library, {}) == second
     second.unlink()
     assert path_of(library, {}) == third
+    assert path_of(horovod(tmp_path / "up", runpath=f"{third.parent}/../lib"), {}) == third  # told without the ".."
     old = horovod(tmp_path / "old", rpath=str(third.parent))
     assert path_of(old, {"LD_LIBRARY_PATH": str(first.parent)}) == third
     both = horovod(tmp_path / "both", rpath=str(third.parent), runpath="/none")
