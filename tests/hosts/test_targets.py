@@ -15,7 +15,7 @@ from hvdtrain.launch.targets import TARGETS
 from tests.launch.test_real_mpis import AWKWARD, told
 from tests.support.mpis import NAMES, any_of
 from tests.support.told_python import told_python
-from tests.support.two_hosts import LINK, TwoHosts
+from tests.support.two_hosts import LINK, TwoHosts, variables
 
 VALUES = {"PLAIN": "plain", "AWKWARD": 'two\nlines; it\'s "a b", $HOME,=ü \\', "EMPTY": "", "HF_TOKEN": "a secret"}
 
@@ -41,7 +41,7 @@ def test_ranks_of_both_hosts_get_what_they_are_told(name: str, hosts: TwoHosts, 
     start = TARGETS[mpi.flavour].render(job)
     assert isinstance(start, Command)
     assert not any(value and value in word for word in start.argv for value in VALUES.values())
-    path = os.pathsep.join([str(Path(mpi.mpirun).parent), hosts_path()])
+    path = os.pathsep.join([str(Path(mpi.mpirun).parent), variables()["PATH"]])
     given = {
         **VALUES,
         **start.variables,
@@ -62,23 +62,24 @@ def test_ranks_of_both_hosts_get_what_they_are_told(name: str, hosts: TwoHosts, 
     assert [line["variables"] for line in lines] == [VALUES] * 4
 
 
-def hosts_path() -> str:
-    """PATH on both hosts: `ssh` comes first that reaches the other."""
-    from tests.support.two_hosts import variables
-
-    return variables()["PATH"]
-
-
-@pytest.mark.parametrize("name", ["openmpi4", "openmpi5"])
-def test_horovod_trains_on_both_hosts(name: str, hosts: TwoHosts, tmp_path: Path) -> None:
-    """Open MPI 5's library serves a Horovod that was built on version 4."""
-    mpi = any_of(name)
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        ("openmpi", "openmpi4"),
+        ("openmpi", "openmpi5"),
+        pytest.param("horovodrun", "openmpi4", marks=pytest.mark.slow),
+        pytest.param("horovodrun", None, marks=pytest.mark.slow),
+    ],
+)
+def test_horovod_trains_on_both_hosts(target: str, name: str | None, hosts: TwoHosts, tmp_path: Path) -> None:
+    """Open MPI 5's library serves a Horovod that was built on version 4. horovodrun without MPI goes over Gloo."""
+    mpi = any_of(name) if name else None
     root = Path(__file__).parents[2]
     toy = (f"--task={root}/tests/support/toy.py:toy", "--train.steps=5", "--run_dir=run")
     job = JobSpec(toy, 2, nodes=2, hosts={"a": 1, "b": 1}, python=sys.executable, mpi=mpi, is_root=True, interface=LINK)
-    start = TARGETS["openmpi"].render(replace(job, pass_on=("PATH", "PYTHONPATH", "OMP_NUM_THREADS")))
+    start = TARGETS[target].render(replace(job, pass_on=("PATH", "PYTHONPATH", "OMP_NUM_THREADS")))
     assert isinstance(start, Command)
-    path = os.pathsep.join([str(Path(mpi.mpirun).parent), hosts_path()])
+    path = os.pathsep.join([*([str(Path(mpi.mpirun).parent)] if mpi else []), variables()["PATH"]])
     given = {**start.variables, "PATH": path, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     done = hosts.a.run(start.argv, cwd=tmp_path, environment=given)
     assert "finished at step 5 of 5" in done.stdout and "on 2 rank(s)" in done.stdout
