@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 import traceback
@@ -25,7 +26,8 @@ def end(error: BaseException, info: RankInfo | None, voice: Voice) -> int:
     if not voice.told:
         if several and info is not None and _left_to_others(error, info):
             # The other's end is ours; going first could end it before it has spoken. Who is still there after that was
-            # alone with the error.
+            # alone with the error. A launcher that ends the rest by SIGTERM may give their exit code as the job's.
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(_code(error)))
             time.sleep(_OTHERS_SPEAK_S)
         show(_report(error, info))
     sys.stdout.flush()

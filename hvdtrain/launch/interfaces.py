@@ -22,26 +22,34 @@ def interface_of(address: str) -> str:
         return "lo"
     if wanted.version == 6:
         return _interface_of_6(wanted)
-    for _, name in socket.if_nameindex():
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-            try:
-                found = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                continue
-        if ipaddress.ip_address(found[20:24]) == wanted:
-            return name
-    return ""
+    names = (name for _, name in socket.if_nameindex())
+    return next((name for name in names if address_of(name) == str(wanted)), "")
 
 
 def interface_to(address: str) -> str:
     """The interface by which packets to an IP address leave, "" where there is no route. Nothing is sent."""
+    return interface_of(source_to(address))
+
+
+def source_to(address: str) -> str:
+    """The address of this host by which it sends to an IP address, "" where there is no route. Nothing is sent."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as asking:
         try:
             asking.connect((address, _ANY_PORT))
         except OSError:
             return ""
-        return interface_of(str(asking.getsockname()[0]))
+        return str(asking.getsockname()[0])
+
+
+def address_of(interface: str) -> str:
+    """The IPv4 address of an interface, "" where it has none or is not there."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            found = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            return ""
+    return socket.inet_ntoa(found[20:24])
 
 
 def _interface_of_6(wanted: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:

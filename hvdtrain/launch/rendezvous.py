@@ -1,4 +1,4 @@
-"""The HTTP store that Horovod's C++ asks when it starts: on this host alone, behind a token, for bytes it never reads.
+"""The HTTP store that Horovod's C++ asks when it starts: on one address, behind a token, for bytes it never reads.
 
 Horovod builds the address ``http://ADDR:PORT/SCOPE/KEY``. With ``ADDR`` = ``127.0.0.1:4711/TOKEN/ROUND`` and ``PORT``
 = 0 the path is ``/TOKEN/ROUND:0/SCOPE/KEY``: each request carries the token, and each round has a store of its own.
@@ -38,9 +38,10 @@ class Rendezvous:
         put: called with round, key and value of each PUT.
         get: the status and the value for round and key; it may take a few seconds until the key is there.
         log: called with a line for each request that is refused.
+        host: the IPv4 address of this host by which it is reached; by no other one it is.
     """
 
-    def __init__(self, put: Put, get: Get, log: Callable[[str], None]) -> None:
+    def __init__(self, put: Put, get: Get, log: Callable[[str], None], host: str = "127.0.0.1") -> None:
         self.token = secrets.token_urlsafe(32)
         self._put, self._get, self._log = put, get, log
         self._room = threading.BoundedSemaphore(_MOST_REQUESTS)
@@ -50,13 +51,14 @@ class Rendezvous:
         class Handler(_Handler):
             rendezvous = outer
 
-        self._server = _Server(("127.0.0.1", 0), Handler)
+        self._host = host
+        self._server = _Server((host, 0), Handler)
         self._server.room = self._room
 
     @property
     def address(self) -> str:
         """Host, port and token; a round's number behind it makes what ranks are given."""
-        return f"127.0.0.1:{self._server.server_port}/{self.token}"
+        return f"{self._host}:{self._server.server_port}/{self.token}"
 
     def start(self) -> None:
         """Serve from now on, in a thread."""

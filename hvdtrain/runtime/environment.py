@@ -176,6 +176,21 @@ def launch_options(environ: Mapping[str, str]) -> list[str] | None:
     return found if isinstance(found, list) and all(isinstance(option, str) for option in found) else None
 
 
+def tasks_per_node(text: str) -> list[int]:
+    """Read Slurm's counts of tasks: ``2(x3),1`` are three nodes with two each and one with one.
+
+    Errors:
+        ValueError: it is something else.
+    """
+    per_node: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"([1-9][0-9]{0,8})(?:\(x([0-9]{1,6})\))?", part.strip())
+        if not found:
+            raise ValueError(part)
+        per_node += [int(found[1])] * int(found[2] or 1)
+    return per_node
+
+
 def rank_label(info: RankInfo) -> str:
     """Name a rank in a message: ``rank 3/8 on host``."""
     return f"rank {info.rank}/{info.size} on {info.host}"
@@ -199,12 +214,10 @@ def _local_size(environ: Mapping[str, str], launcher: Launcher) -> int:
         return _number(environ, launcher, launcher.local_size, least=1)
     node = _number(environ, launcher, launcher.node)
     text = environ.get(launcher.local_size)
-    per_node: list[int] = []
-    for part in (text or "").split(","):
-        found = re.fullmatch(r"([1-9][0-9]{0,8})(?:\(x([0-9]{1,6})\))?", part.strip())
-        if not found:
-            raise _wrong(launcher, launcher.local_size, "tasks per node, such as 2(x3),1", text)
-        per_node += [int(found[1])] * int(found[2] or 1)
+    try:
+        per_node = tasks_per_node(text or "")
+    except ValueError:
+        raise _wrong(launcher, launcher.local_size, "tasks per node, such as 2(x3),1", text) from None
     if node >= len(per_node):
         raise _wrong(launcher, launcher.node, f"below the {len(per_node)} nodes of {launcher.local_size}", str(node))
     return per_node[node]

@@ -27,6 +27,9 @@ _SONAMES = (
     (re.compile(r"lib(mpi|mpich|mpi_cray)\.so\.12|libmpi_abi\.so\.[01]"), "mpich"),
 )
 _NAMES = {"openmpi": "Open MPI", "mpich": "MPICH or Intel MPI"}
+_PMI = ("PMIX_RANK", "PMI_RANK", "PMI_FD")
+"""What srun gives a task with PMI."""
+
 _ASK_VERSION = """
 import ctypes, json, sys
 library = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
@@ -106,15 +109,18 @@ def check_launch(info: RankInfo, library: Path | None = None, variables: Mapping
         variables: the environment; that of this process when not given.
 
     Errors:
-        LaunchError: started by mpirun of another MPI than the one that Horovod loads, or Horovod has no MPI.
+        LaunchError: started by mpirun of another MPI than the one that Horovod loads, or by srun without PMI, or
+            Horovod has no MPI.
     """
-    if info.launcher not in ("openmpi", "hydra"):
+    if info.launcher not in ("openmpi", "hydra", "slurm"):
         return
     library = horovod_library() if library is None else library
     if library is None:
         return  # install.record says that Horovod is missing
     variables = environ() if variables is None else variables
     mpi = mpi_library(library, variables)
+    if info.launcher == "slurm":
+        return _check_srun(info, mpi, variables)
     if mpi is not None and (mpi.family == "unknown" or _serves(mpi, info.launcher, variables)):
         return
     started = _launcher_name(info.launcher, variables)
@@ -123,6 +129,19 @@ def check_launch(info: RankInfo, library: Path | None = None, variables: Mapping
         expected=f"mpirun of {mpi}" if mpi else "a Horovod with MPI, or a start by horovodrun --gloo",
         found=f"mpirun of {started}",
         next_step=_mend(mpi, info),
+    )
+
+
+def _check_srun(info: RankInfo, mpi: MpiLibrary | None, variables: Mapping[str, str]) -> None:
+    """Without PMI each rank is alone, and Open MPI 4 aborts in C (seen with 4.1.8, 5.0.11 and MPICH 5.0.2)."""
+    if any(sign in variables for sign in _PMI) or (info.size == 1 and mpi is not None and mpi.major != 4):
+        return
+    how = "--mpi=pmi2" if mpi is not None and mpi.family == "mpich" else "--mpi=pmix"
+    raise LaunchError(
+        f"{rank_label(info)}: srun started this process without what MPI needs to find the other ranks.",
+        expected=f"srun {how}, for {mpi}" if mpi else "a start over Gloo, as Horovod has no MPI",
+        found=f"none of {', '.join(_PMI)} in the environment",
+        next_step="hvdtrain launch --to srun, which takes Gloo where Slurm has no PMI for this MPI (srun --mpi=list)",
     )
 
 

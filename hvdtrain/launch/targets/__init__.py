@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hvdtrain.launch.targets import horovodrun, hydra, lsf, mpijob, openmpi, pbs
+from hvdtrain.launch.targets import horovodrun, hydra, lsf, mpijob, openmpi, pbs, slurm, srun
 from hvdtrain.launch.targets.base import Target
 
 TARGETS: dict[str, Target] = {
@@ -12,6 +12,8 @@ TARGETS: dict[str, Target] = {
         openmpi.TARGET,
         hydra.MPICH,
         hydra.INTEL,
+        srun.TARGET,
+        slurm.TARGET,
         pbs.TARGET,
         lsf.TARGET,
         mpijob.TARGET,

@@ -1,0 +1,103 @@
+"""``python -m hvdtrain.launch.slurm_task PROGRAM``: makes a task of srun a rank of Horovod over Gloo, then is PROGRAM.
+
+What Horovod reads stands in its ``gloo_context.cc``: HOROVOD_RANK, SIZE, LOCAL_RANK, LOCAL_SIZE, CROSS_RANK, CROSS_SIZE
+and where the store is. The numbers are srun's; the store is that of `srun_job`, whose environment srun hands on.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+
+from hvdtrain.errors import USAGE, LaunchError
+from hvdtrain.launch.interfaces import interface_of, interface_to
+from hvdtrain.runtime.environment import environ, horovod_numbers, rank_info, tasks_per_node
+
+STORE = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
+INTERFACE = "HOROVOD_GLOO_IFACE"
+START_S = 600
+"""How long ranks wait for each other, unless HOROVOD_GLOO_TIMEOUT_SECONDS says another time: nodes read Python's
+packages from one file system, and not equally fast."""
+
+_CANNOT_START = 127
+
+
+def place(environ: Mapping[str, str]) -> dict[str, int]:
+    """Horovod's numbers of this task. A rank's cross_rank counts the nodes before its own that have its local_rank.
+
+    Errors:
+        LaunchError: srun did not start this process, or its variables make no sense.
+    """
+    of_slurm = {name: text for name, text in environ.items() if name.startswith("SLURM_")}
+    info = rank_info(of_slurm)
+    if info.launcher != "slurm":
+        raise LaunchError(
+            "srun did not start this process.",
+            expected="SLURM_STEP_NUM_TASKS and the other variables of a task",
+            next_step="start it by: hvdtrain launch --to srun",
+        )
+    per_node, node = tasks_per_node(of_slurm["SLURM_STEP_TASKS_PER_NODE"]), int(of_slurm["SLURM_NODEID"])
+    return {
+        "rank": info.rank,
+        "size": info.size,
+        "local_rank": info.local_rank,
+        "local_size": info.local_size,
+        "cross_rank": sum(count > info.local_rank for count in per_node[:node]),
+        "cross_size": sum(count > info.local_rank for count in per_node),
+    }
+
+
+def variables(environ: Mapping[str, str], host: str) -> dict[str, str]:
+    """What the environment of the program gets besides.
+
+    Args:
+        environ: of this task.
+        host: its name.
+
+    Errors:
+        LaunchError: as of `place`; or there is no store.
+    """
+    numbers = place(environ)
+    if STORE not in environ:
+        raise LaunchError(
+            "Nobody keeps the addresses of the ranks.",
+            expected=f"{STORE} in the environment that srun hands on",
+            next_step="start it by: hvdtrain launch --to srun; or let srun hand the environment on: --export=ALL",
+        )
+    interface = environ.get(INTERFACE) or _interface(numbers, environ[STORE].partition(":")[0])
+    return {
+        **horovod_numbers(numbers),
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_HOSTNAME": host,
+        **({INTERFACE: interface} if interface else {}),
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", str(START_S)),
+    }
+
+
+def _interface(numbers: Mapping[str, int], store: str) -> str:
+    """By which this node's ranks are reached: on one node the loopback, else where the store is."""
+    if numbers["local_size"] == numbers["size"]:
+        return "lo"
+    return interface_of(store) or interface_to(store)
+
+
+def main(program: Sequence[str]) -> int:
+    """Become the program; 2 where this is no task that can be a rank, 127 where there is no such program."""
+    now = environ()
+    try:
+        given = variables(now, now.get("SLURMD_NODENAME") or platform.node())
+    except LaunchError as error:
+        sys.stderr.write(f"hvdtrain.launch.slurm_task: {error}\n")
+        return USAGE
+    try:
+        os.execvpe(program[0], list(program), {**now, **given})  # noqa: S606  (no shell, by intent)
+    except OSError as error:
+        sys.stderr.write(f"hvdtrain.launch.slurm_task: {program[0]} cannot be started: {error.strerror}\n")
+        return _CANNOT_START
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,121 @@
+"""``python -m hvdtrain.launch.srun_job [--interface IF] srun ...``: runs srun, whose tasks find each other without MPI.
+
+It holds the store that Horovod asks over Gloo, on an address that the nodes of the allocation reach. The address, with
+a random token in it, goes to the tasks by srun's environment alone. Each task is a `slurm_task`.
+
+SIGTERM, SIGINT and SIGUSR1 are handed to the tasks by scancel, and only to them: srun itself would answer SIGTERM by
+SIGKILL to all tasks, which leaves no time to save.
+"""
+
+from __future__ import annotations
+
+import platform
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from types import FrameType
+
+from hvdtrain.errors import USAGE, LaunchError
+from hvdtrain.launch.interfaces import address_of, source_to
+from hvdtrain.launch.nodelist import node_names
+from hvdtrain.launch.rendezvous import Rendezvous
+from hvdtrain.launch.shared_store import ROUND, SharedStore
+from hvdtrain.launch.slurm_task import INTERFACE, STORE
+from hvdtrain.runtime.environment import environ
+
+_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
+_LOOPBACK = "127.0.0.1"
+_HANDED_ON = {signal.SIGTERM: "TERM", signal.SIGHUP: "TERM", signal.SIGINT: "INT", signal.SIGUSR1: "USR1"}
+_SCANCEL_S = 30
+
+
+def job_of(environ: Mapping[str, str]) -> str:
+    """What scancel calls this job alone. The id of one job of an array is that of the array: it would mean them all.
+
+    Errors:
+        LaunchError: this is no allocation.
+    """
+    job, array = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_ARRAY_JOB_ID", "")
+    if not job:
+        raise LaunchError(
+            "This process is in no allocation of Slurm.",
+            expected="SLURM_JOB_ID in the environment",
+            next_step="start it by salloc or in a batch script; or submit a job: hvdtrain launch --to slurm",
+        )
+    return f"{array}_{environ.get('SLURM_ARRAY_TASK_ID', '')}" if array else job
+
+
+def other_node(environ: Mapping[str, str], host: str) -> str:
+    """A node of the allocation that is not this host, "" where there is none. Pure."""
+    here = {host, host.partition(".")[0], environ.get("SLURMD_NODENAME", host)}
+    return next((name for name in node_names(environ.get("SLURM_JOB_NODELIST", "")) if name not in here), "")
+
+
+def store_address(node: str, interface: str) -> str:
+    """The address of this host that a node reaches. `node`: "" where there is none but this host.
+
+    Errors:
+        LaunchError: there is none.
+    """
+    if interface or not node:
+        found = address_of(interface) if interface else _LOOPBACK
+        if not found:
+            raise LaunchError(f"The interface {interface} has no IPv4 address here.", next_step="see: ip -4 address")
+        return found
+    try:
+        there = socket.getaddrinfo(node, None, socket.AF_INET, socket.SOCK_DGRAM)[0][4][0]
+    except OSError as error:
+        raise LaunchError(
+            f"The address of node {node} is not known here: {error}.",
+            next_step="give the network interface that leads to the nodes: --interface IF",
+        ) from None
+    found = source_to(str(there))
+    if not found or found.startswith("127."):
+        raise LaunchError(
+            f"There is no way from here to node {node}.",
+            found=f"its name stands for {there}",
+            next_step="give the network interface that leads to the nodes: --interface IF",
+        )
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run srun; its exit code, 128 + number where a signal ended it. 2 where it cannot be run here."""
+    interface, srun = (argv[1], argv[2:]) if argv[:1] == ["--interface"] else ("", argv)
+    now = environ()
+    try:
+        job = job_of(now)
+        address = store_address(other_node(now, platform.node()), interface)
+    except LaunchError as error:
+        _say(f"error: {error}")
+        return USAGE
+    store = SharedStore()
+    rendezvous = Rendezvous(store.put, store.get, _say, address)
+    rendezvous.start()
+    given = {STORE: f"{rendezvous.address}/{ROUND}", _PORT: "0", **({INTERFACE: interface} if interface else {})}
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        name = _HANDED_ON[signal.Signals(number)]
+        subprocess.run(["scancel", f"--signal={name}", job], check=False, timeout=_SCANCEL_S)
+
+    for number in _HANDED_ON:
+        signal.signal(number, hand_on)
+    try:
+        code = subprocess.Popen(list(srun), env={**now, **given}).wait()
+    except OSError as error:
+        _say(f"error: {srun[0]} cannot be started: {error.strerror}")
+        return 1
+    finally:
+        rendezvous.close()
+    return code if code >= 0 else 128 - code
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"hvdtrain.launch.srun_job: {text}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,39 @@
+"""srun, inside an allocation of Slurm: by PMI where Slurm and the MPI have one in common, else over Gloo.
+
+Options by srun(1) of Slurm 22.05. Since that version srun no longer takes the number of cores of a task from the
+allocation, so it is said again.
+"""
+
+from __future__ import annotations
+
+from hvdtrain.launch.spec import Command, JobSpec
+from hvdtrain.launch.targets.base import Target
+
+def render(spec: JobSpec) -> Command:
+    """Start the ranks of a job by srun."""
+    return Command(argv(spec))
+
+
+def argv(spec: JobSpec) -> tuple[str, ...]:
+    """The command line."""
+    over_mpi = spec.mpi is not None and spec.slurm_mpi != ""
+    words = ["srun", f"--mpi={spec.slurm_mpi if over_mpi else 'none'}", f"--ntasks={spec.ranks}"]
+    words += [f"--nodes={spec.nodes}", f"--ntasks-per-node={spec.ranks_per_node}"] if spec.nodes > 1 else []
+    words += [f"--gpus-per-node={spec.gpus_per_node}"] if spec.gpus_per_node else []
+    # By itself srun binds each rank to one core, on which all threads of the rank then sit.
+    words += [f"--cpus-per-task={spec.cpus_per_rank}"] if spec.cpus_per_rank else ["--cpu-bind=none"]
+    words += ["--kill-on-bad-exit=1", "--export=ALL"]
+    if over_mpi:
+        return (*words, *spec.program)
+    by = ["--interface", spec.interface] if spec.interface else []
+    own = (spec.python, "-m", "hvdtrain.launch.srun_job", *by)
+    return (*own, *words, spec.python, "-m", "hvdtrain.launch.slurm_task", *spec.program)
+
+
+TARGET = Target(
+    "srun",
+    "srun inside an allocation of Slurm, over MPI or Gloo",
+    render,
+    takes=frozenset({"hosts", "nodes", "gpus_per_node", "cpus_per_rank", "interface", "env"}),
+    even=True,
+)

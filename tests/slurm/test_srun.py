@@ -1,0 +1,136 @@
+"""srun on a real Slurm: ranks that find each other by PMI, and without it over Gloo."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hvdtrain.launch.nodelist import node_names
+from hvdtrain.launch.spec import JobSpec, Mpi
+from hvdtrain.launch.targets import srun as target
+from hvdtrain.observe.journal import read_journal, read_steps
+from tests.support.host import Host
+from tests.support.launch import ROOT, train
+from tests.support.slurm import Slurm
+
+TOY = [
+    f"--task={ROOT}/tests/support/toy.py:toy",
+    "--train.steps=8",
+    "--train.global_batch=8",
+    "--train.micro_batch=2",
+]
+LONG = [*TOY, "--train.steps=1000000", "--checkpoint.every=0", "--run_dir=run"]
+PATHS = {"PYTHONPATH": str(ROOT)}
+
+WHO = """
+import json, os
+names = [f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")]
+import horovod.torch as hvd
+hvd.init()
+own = [hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()]
+assert own == [int(os.environ[name]) for name in names]
+print(json.dumps([*own, os.environ["HOROVOD_GLOO_IFACE"], os.environ["SLURMD_NODENAME"]]))
+"""
+
+
+def command(*arguments: str, slurm_mpi: str, ranks: int = 2) -> list[str]:
+    spec = JobSpec(arguments, ranks, python=sys.executable, mpi=Mpi("openmpi", "4.1.8"), slurm_mpi=slurm_mpi)
+    return list(target.render(spec).argv)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    folder = tmp_path_factory.mktemp("alone")
+    train(*TOY, "--run_dir=run", cwd=folder)
+    return [line["loss"] for line in read_steps(folder / "run/journal.jsonl").values()]
+
+
+@pytest.mark.parametrize("slurm_mpi", ["pmix", ""], ids=["pmix", "gloo"])
+def test_ranks_of_srun_train_as_one_process_does(
+    slurm_mpi: str, slurm: Slurm, alone: list[float], tmp_path: Path
+) -> None:
+    argv = ["salloc", "--ntasks=2", *command(*TOY, "--run_dir=it's a run", slurm_mpi=slurm_mpi)]
+    done = slurm.run(argv, cwd=tmp_path, environment=PATHS)
+    journal = tmp_path / "it's a run/journal.jsonl"
+    assert [line["size"] for line in read_journal(journal) if line.get("event") == "started"] == [2]
+    assert [line["loss"] for line in read_steps(journal).values()] == pytest.approx(alone, rel=1e-6)
+    assert done.stdout.count("finished at step 8 of 8") == 1
+
+
+def test_ranks_without_pmi_are_refused_and_told_what_helps(slurm: Slurm, tmp_path: Path) -> None:
+    """Open MPI aborts in C where srun starts it without PMI: that has to be said before."""
+    argv = ["srun", "--mpi=none", "--ntasks=2", sys.executable, "-m", "hvdtrain", *TOY]
+    done = slurm.run(argv, cwd=tmp_path, environment=PATHS, check=False)
+    assert done.returncode != 0
+    assert "hvdtrain launch --to srun" in done.stderr
+
+
+def test_nodes_with_unlike_numbers_of_tasks_are_one_job(two_nodes: Slurm, tmp_path: Path) -> None:
+    """Two ranks on one node, one on the other: of those that are the second of their node there is one alone."""
+    task = [sys.executable, "-m", "hvdtrain.launch.slurm_task", sys.executable, "-c", WHO]
+    srun = ["srun", "--mpi=none", "--nodes=2", "--ntasks=3", *task]
+    argv = ["salloc", "--nodes=2", "--ntasks=3", sys.executable, "-m", "hvdtrain.launch.srun_job", *srun]
+    done = two_nodes.run(argv, cwd=tmp_path, environment=PATHS)
+    told = sorted(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+    assert told == [
+        [0, 3, 0, 2, 0, 2, "link0", "a"],
+        [1, 3, 1, 2, 0, 1, "link0", "a"],
+        [2, 3, 0, 1, 1, 2, "link0", "b"],
+    ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_job_lets_the_ranks_save(number: signal.Signals, slurm: Slurm, tmp_path: Path) -> None:
+    argv = ["salloc", "--quiet", "--ntasks=2", *command(*LONG, slurm_mpi="")]
+    with slurm.popen(argv, cwd=tmp_path) as process:
+        journal = tmp_path / "run/journal.jsonl"
+        slurm.until(lambda: journal.exists() and len(read_steps(journal)) > 3, "steps")
+        _of(slurm.first, "hvdtrain.launch.srun_job").send_signal(number)
+        said = process.communicate(timeout=60)[0]
+    assert process.returncode == 128 + number, said
+    assert f"stopped by {number.name}" in said
+    step = max(read_steps(journal))
+    assert [path.name for path in (tmp_path / "run/checkpoints").glob("step-*")] == [f"step-{step:06d}"]
+
+
+def test_the_secret_of_the_store_stands_on_no_command_line(slurm: Slurm, tmp_path: Path) -> None:
+    argv = ["salloc", "--quiet", "--ntasks=2", *command(*LONG, slurm_mpi="")]
+    with slurm.popen(argv, cwd=tmp_path, stdout=subprocess.DEVNULL) as process:
+        journal = tmp_path / "run/journal.jsonl"
+        slurm.until(lambda: journal.exists() and read_steps(journal), "a step")
+        rank = _of(slurm.first, "-m", "hvdtrain", "--task")
+        secret = rank.environ()["HOROVOD_GLOO_RENDEZVOUS_ADDR"].split("/")[1]
+        lines = [_words(pid) for pid in slurm.first.processes()]
+        _of(slurm.first, "hvdtrain.launch.srun_job").send_signal(signal.SIGTERM)
+        process.wait(timeout=60)
+    assert len(secret) > 40
+    assert not any(secret in word for words in lines for word in words)
+
+
+@pytest.mark.parametrize(
+    "text", ["n1", "n[01-04,7],m3-[1-2]", "a[1-2]b[3-4]", "x[001-003]-y,z", "r[8-11]", "a.b-c[0-1]x", "n[1,3,5]"]
+)
+def test_lists_of_hosts_are_read_as_slurm_reads_them(text: str, slurm: Slurm) -> None:
+    assert node_names(text) == slurm.run(["scontrol", "show", "hostnames", text]).stdout.split()
+
+
+def _words(pid: int) -> list[str]:
+    try:
+        return psutil.Process(pid).cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _of(host: Host, *parts: str) -> psutil.Process:
+    """The Python on the host whose command line has these parts; not what started it."""
+    for pid in sorted(host.processes()):
+        words = _words(pid)
+        if words[:1] == [sys.executable] and all(any(w.startswith(part) for w in words) for part in parts):
+            return psutil.Process(pid)
+    raise AssertionError(f"no process with {parts}")
