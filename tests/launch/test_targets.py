@@ -37,11 +37,11 @@ def test_every_target_and_golden_file_is_tried() -> None:
 
 @pytest.mark.parametrize("name", [name for name, (_, job) in JOBS.items() if job.pass_on])
 def test_variables_are_handed_on_by_name_alone(name: str) -> None:
-    """horovodrun hands on what it likes, by value; pods have their own."""
+    """horovodrun hands on what it likes, by value; Slurm all, without naming it; pods have their own."""
     target, job = JOBS[name]
     told = str(TARGETS[target].render(job))
     assert "SECRET=" not in told
-    assert ("SECRET" in told) == (target not in ("horovodrun", "mpijob"))
+    assert ("SECRET" in told) == (target not in ("horovodrun", "slurm", "srun", "mpijob"))
 
 
 @pytest.mark.parametrize("name", [name for name, (target, _) in JOBS.items() if target in ("pbs", "lsf", "slurm")])

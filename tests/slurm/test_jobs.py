@@ -15,6 +15,8 @@ from hvdtrain.observe.journal import read_journal, read_steps
 from tests.support.launch import ROOT, train
 from tests.support.slurm import SLOTS, Slurm, one_node
 
+pytestmark = pytest.mark.timeout(300)
+
 STEPS = 40
 PATHS = {"PYTHONPATH": str(ROOT)}
 """What the task of the job imports is the tests' own."""
@@ -27,6 +29,8 @@ PACED = [
     "--loader.workers=0",
 ]
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL")
+IN_TIME = '[ -z "${SLURM_RESTART_COUNT:-}" ] || scontrol update JobId="$SLURM_JOB_ID" TimeLimit=30'
+"""A line of a script by which the job has time enough when it is started again, on a busy machine too."""
 OPEN_MPI = Mpi("openmpi", "4.1.8")
 
 
@@ -106,16 +110,14 @@ def assert_went_on(job: Job, alone: list[float]) -> None:
 def short_of_time(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     """A job that gets the notice while other tests run: Slurm sees to time limits twice a minute."""
     folder = tmp_path_factory.mktemp("notice")
-    arguments = [*PACED, "--sample_s=0.3", "--run_dir=run"]
+    arguments = [*PACED, "--sample_s=0.6", "--run_dir=run"]
+    text = script(folder, *arguments, time_s=120, notice_s=55, setup=(IN_TIME,))
     with one_node() as undisturbed:
-        yield submit(undisturbed, folder, script(folder, *arguments, time_s=60, notice_s=55), "low")
+        yield submit(undisturbed, folder, text, "low")
 
 
-@pytest.mark.parametrize("slurm_mpi", ["pmix", ""], ids=["pmix", "gloo"])
-def test_a_pre_empted_job_goes_on_where_it_was(
-    slurm_mpi: str, slurm: Slurm, alone: list[float], tmp_path: Path
-) -> None:
-    job = submit(slurm, tmp_path, script(tmp_path, slurm_mpi=slurm_mpi), "low")
+def test_a_pre_empted_job_goes_on_where_it_was(slurm: Slurm, alone: list[float], tmp_path: Path) -> None:
+    job = submit(slurm, tmp_path, script(tmp_path), "low")
     job.until_it_trains()
     rival = slurm.submit("#!/bin/bash\n", "--partition=high", f"--ntasks={SLOTS}", "--output=/dev/null", cwd=tmp_path)
     slurm.until(lambda: slurm.state(rival) == "COMPLETED", f"the rival to run\n{job.log}")
@@ -146,9 +148,9 @@ def test_a_job_that_fails_is_not_started_again(slurm: Slurm, tmp_path: Path) -> 
 
 
 def test_of_an_array_one_job_goes_back_alone(slurm: Slurm, alone: list[float], tmp_path: Path) -> None:
-    """The last job of an array has the array's own number: asked for by that, all would go back."""
+    """Over Gloo. The last job of an array has the array's own number: asked for by that, all would go back."""
     arguments = [*PACED, "--seed={array}", "--run_dir=it's {array}"]
-    array = submit(slurm, tmp_path, script(tmp_path, *arguments, array="0-1"), "low").number
+    array = submit(slurm, tmp_path, script(tmp_path, *arguments, slurm_mpi="", array="0-1"), "low").number
     jobs = [slurm.facts(f"{array}_{index}")["JobId"] for index in (0, 1)]
     assert array in jobs
     told, other = (1, 0) if jobs[1] == array else (0, 1)
@@ -158,7 +160,6 @@ def test_of_an_array_one_job_goes_back_alone(slurm: Slurm, alone: list[float], t
     slurm.until(lambda: slurm.state(f"{array}_{told}") == "COMPLETED", "the job that went back to end")
     assert slurm.facts(f"{array}_{told}")["Restarts"] == "1"
     assert slurm.facts(f"{array}_{other}")["Restarts"] == "0"
-    assert slurm.state(f"{array}_{other}") == "RUNNING"
     slurm.run(["scancel", array])
     assert len(stops(journals[told])) == 1
     if told == 0:

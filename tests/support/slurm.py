@@ -37,7 +37,7 @@ _NEEDED = {"munged": "munge", "slurmctld": "slurmctld", "slurmd": "slurmd", "sru
 
 _HERE = OWN / "slurm"
 _NODE, _ADDRESS = "node", "10.78.0.1"
-_PATIENCE_S = 60.0
+_PATIENCE_S = 120.0
 
 _CONF = """\
 ClusterName=tests

@@ -9,6 +9,7 @@ from __future__ import annotations
 from hvdtrain.launch.spec import Command, JobSpec
 from hvdtrain.launch.targets.base import Target
 
+
 def render(spec: JobSpec) -> Command:
     """Start the ranks of a job by srun."""
     return Command(argv(spec))
