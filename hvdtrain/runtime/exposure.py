@@ -14,7 +14,7 @@ def exposed(environ: Mapping[str, str]) -> str:
 
     Both of its servers bind all interfaces whatever --network-interface says (horovod/runner/util/network.py,
     find_port); that of an elastic job unpickles (horovod/runner/elastic/rendezvous.py). A path in the address is
-    ours: it holds the secret of a store that listens on the loopback interface alone.
+    ours: it holds the secret of a store that listens on one address alone.
     """
     address = environ.get(_ADDRESS, "")
     if not address or elastic(environ) or "/" in address:

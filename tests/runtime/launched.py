@@ -126,6 +126,10 @@ def srun(rank: int) -> dict[str, str]:
     }
 
 
+def srun_pmix(rank: int) -> dict[str, str]:
+    return srun(rank) | {"PMIX_NAMESPACE": "slurm.pmix.2.0", "PMIX_RANK": str(rank), "PMIX_VERSION": "4.2.2"}
+
+
 def srun_pmi2(rank: int) -> dict[str, str]:
     return srun(rank) | {"PMI_FD": "11", "PMI_JOBID": "2.0", "PMI_RANK": str(rank), "PMI_SIZE": "2"}
 
@@ -152,6 +156,7 @@ LAUNCHED = {
     horovodrun_gloo: "horovod-gloo",
     srun: "slurm",
     srun_pmi2: "slurm",
+    srun_pmix: "slurm",
     mpirun_in_salloc: "openmpi",
     mpirun_by_srun: "openmpi",
     hydra_by_srun: "hydra",

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sysconfig
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,16 @@ from hvdtrain.runtime import mpi
 from hvdtrain.runtime.elf import Linkage, read_linkage
 from hvdtrain.runtime.environment import RankInfo, rank_info
 from hvdtrain.runtime.mpi import check_launch, check_size, library_version, mpi_library, mpirun_version
-from tests.runtime.launched import horovodrun_gloo, intel_mpi, mpich, open_mpi_4, open_mpi_5, srun
+from tests.runtime.launched import (
+    horovodrun_gloo,
+    intel_mpi,
+    mpich,
+    open_mpi_4,
+    open_mpi_5,
+    srun,
+    srun_pmi2,
+    srun_pmix,
+)
 from tests.runtime.libraries import horovod, open_mpi, write_library
 
 
@@ -114,11 +124,24 @@ def make(tmp_path: Path, kind: str) -> Path:
         ("mpich", intel_mpi),
         ("mpich", horovodrun_gloo),
         ("none", horovodrun_gloo),
-        ("openmpi4", srun),
+        ("openmpi4", srun_pmix),
+        ("mpich", srun_pmi2),
     ],
 )
 def test_a_launcher_of_the_same_mpi_may_start_ranks(tmp_path: Path, kind: str, launched) -> None:
     started(make(tmp_path, kind), launched(1))
+
+
+@pytest.mark.parametrize(("kind", "how"), [("openmpi4", "pmix"), ("openmpi5", "pmix"), ("mpich", "pmi2")])
+def test_srun_without_pmi_is_refused(tmp_path: Path, kind: str, how: str) -> None:
+    """Ranks of Open MPI 5 and MPICH would each train alone; Open MPI 4 aborts, where there is one rank too."""
+    library = make(tmp_path, kind)
+    with pytest.raises(LaunchError, match="--to srun") as error:
+        started(library, srun(1))
+    assert f"--mpi={how}" in str(error.value.expected)
+    one = srun(0) | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+    with pytest.raises(LaunchError) if kind == "openmpi4" else nullcontext():
+        started(library, one)
 
 
 @pytest.mark.parametrize(
