@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdtrain.runtime.environment import GLOO_LAUNCHER, RankInfo, environ, launch_options
+from hvdtrain.runtime.environment import GLOO_LAUNCHER, RankInfo, by_srun, environ, launch_options
 
 _STARTED_BY = {
     GLOO_LAUNCHER: "horovodrun --gloo",
@@ -60,7 +60,9 @@ def _launched(command: str, info: RankInfo, note: str = "") -> str:
         if info.launcher == "openmpi" and info.one_host and not command.startswith("#"):
             command = f"{beside('mpirun')} -np {info.size} {command}"
         else:
-            notes.append(f"on {info.size} ranks, started by {_STARTED_BY.get(info.launcher, info.launcher)} as before")
+            over_gloo_by_srun = info.launcher == GLOO_LAUNCHER and by_srun(environ())
+            started_by = "srun" if over_gloo_by_srun else _STARTED_BY.get(info.launcher, info.launcher)
+            notes.append(f"on {info.size} ranks, started by {started_by} as before")
     if not notes:
         return command
     return f"{command}{',' if command.startswith('#') else '  #'} {', '.join(notes)}"

@@ -128,6 +128,11 @@ def by_gloo(environ: Mapping[str, str]) -> bool:
     return elastic(environ) or (asked == "gloo" if asked else "HOROVOD_RANK" in environ)
 
 
+def by_srun(environ: Mapping[str, str]) -> bool:
+    """Whether this process is in a step of srun, whatever else started it there."""
+    return "SLURM_STEP_NUM_TASKS" in environ
+
+
 def rank_info(environ: Mapping[str, str], host: str | None = None) -> RankInfo:
     """Read which rank this process is from the launcher's variables.
 

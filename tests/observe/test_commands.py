@@ -39,6 +39,13 @@ def test_another_start_is_named_and_not_guessed(info: RankInfo) -> None:
     assert _words(go_on(RUN, info, "--a b")) == _words(go_on(RUN, ALONE, "--a b"))
 
 
+def test_ranks_of_srun_over_gloo_are_started_by_srun(monkeypatch: pytest.MonkeyPatch) -> None:
+    over_gloo = RankInfo(GLOO_LAUNCHER, size=4, local_size=4)
+    assert "started by horovodrun --gloo as before" in go_on(RUN, over_gloo)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    assert "started by srun as before" in go_on(RUN, over_gloo)
+
+
 def test_a_program_is_started_again_as_it_was() -> None:
     argv = [sys.executable, "-W", "ignore", "train it.py", "--name=a b"]
     alone, four = (go_on_program(RUN, info, argv) for info in (ALONE, ONE_HOST))
