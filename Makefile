@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 INTERPRETER := $(or $(PYTHON),python3)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all lint bench chaos clean
+.PHONY: help setup train test test-all lint launchers bench chaos clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 12
@@ -44,6 +44,9 @@ test-all: setup ## all tests
 
 lint: setup ## ruff and mypy
 	@$(BIN)/python -m ruff check . && $(BIN)/python -m ruff format --check . && $(BIN)/python -m mypy
+
+launchers: setup ## write the files of launchers/ anew from the package
+	@$(BIN)/python -m hvdtrain.launch.ready launchers
 
 bench: setup ## all benchmarks, one table
 	@$(BIN)/python -m benchmarks

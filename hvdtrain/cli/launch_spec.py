@@ -11,12 +11,14 @@ from pathlib import Path
 
 from hvdtrain.cli.launch_options import BEHIND
 from hvdtrain.errors import LaunchError
-from hvdtrain.launch.choose import Choice
+from hvdtrain.launch.choose import OWN, Choice
 from hvdtrain.launch.here import Here
 from hvdtrain.launch.hosts import parse_hosts
+from hvdtrain.launch.nodelist import slots
 from hvdtrain.launch.plan import handed_on
 from hvdtrain.launch.software import as_shell, setup_lines
 from hvdtrain.launch.spec import Batch, JobSpec
+from hvdtrain.launch.targets import TARGETS
 
 _FOUND_BY = ("PATH", "LD_LIBRARY_PATH")
 """Variables by which ranks on other hosts find what this process finds."""
@@ -28,7 +30,7 @@ def spec_of(options: argparse.Namespace, choice: Choice, here: Here, environ: Ma
     Errors:
         LaunchError: the number of ranks is not said, or an option has no meaning.
     """
-    hosts = parse_hosts(options.hosts) if options.hosts else {}
+    hosts = parse_hosts(options.hosts) if options.hosts else _allocated(choice.target, options, environ)
     nodes = options.nodes or len(hosts) or 1
     missing = next((name for name in options.env if name not in environ), None)
     if missing is not None:
@@ -55,6 +57,14 @@ def spec_of(options: argparse.Namespace, choice: Choice, here: Here, environ: Ma
         is_root=os.geteuid() == 0,
         batch=_batch(options, here, environ),
     )
+
+
+def _allocated(target: str, options: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, int]:
+    """The hosts of the allocation of Slurm that this process is in, for targets that have to be told."""
+    named = target == OWN or "ssh_port" in TARGETS[target].takes
+    if not named or options.discover is not None or "SLURM_JOB_NODELIST" not in environ:
+        return {}
+    return slots(environ["SLURM_JOB_NODELIST"], environ.get("SLURM_TASKS_PER_NODE", ""))
 
 
 def _batch(options: argparse.Namespace, here: Here, environ: Mapping[str, str]) -> Batch:

@@ -98,6 +98,14 @@ def test_a_script_switches_on_what_is_on_here(spied: dict[str, str], tmp_path: P
     assert {"PATH", "MY_OWN"} <= set(names.split(",")) <= set(variables)
 
 
+def test_hosts_of_an_allocation_are_those_of_the_job(spied: dict[str, str], tmp_path: Path) -> None:
+    there = {**spied, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[08-10]", "SLURM_TASKS_PER_NODE": "4(x2),2"}
+    shown = launch(tmp_path, there, "--to", "openmpi", "--dry-run", "--").stdout
+    assert " -np 10 --host n08:4,n09:4,n10:2 " in shown
+    shown = launch(tmp_path, there, "--to", "openmpi", "-H", "a:1", "--dry-run", "--").stdout
+    assert " -np 1 --host a:1 " in shown
+
+
 def test_lsf_with_jsrun(spied: dict[str, str], tmp_path: Path) -> None:
     shown = launch(tmp_path, spied, "--to", "lsf", "-np", "4", "--nodes", "2", "--dry-run", "--").stdout
     assert "#BSUB -nnodes 2" in shown and "jsrun --nrs 4 --rs_per_host 2 " in shown

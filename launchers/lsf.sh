@@ -1,0 +1,14 @@
+#!/bin/bash
+#BSUB -J hvdtrain
+#BSUB -n 16
+#BSUB -R "span[ptile=8]"
+#BSUB -gpu "num=8"
+#BSUB -W 120
+#BSUB -o hvdtrain.%J.out
+#BSUB -r
+#BSUB -env "PATH,LD_LIBRARY_PATH"
+cd -- "${LS_SUBCWD:-.}" || exit
+# module load openmpi cuda
+export PATH="$PWD/.venv/bin:$PATH"
+# 120 s before the limit all ranks save a checkpoint and go on. The same job, submitted again, goes on from there.
+exec timeout --foreground --preserve-status --signal=USR1 7080 "$(command -v mpirun)" -np 16 --hostfile "$LSB_DJOB_HOSTFILE" --map-by slot --bind-to none -x PATH -x LD_LIBRARY_PATH python -m hvdtrain --config run.yaml
