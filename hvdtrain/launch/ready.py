@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from hvdtrain.launch.dockerfile import render_dockerfile
 from hvdtrain.launch.render import fill
 from hvdtrain.launch.spec import Batch, JobSpec, Mpi, Script, Shell
 from hvdtrain.launch.targets import TARGETS
@@ -29,6 +30,7 @@ def files() -> Mapping[str, str]:
         "lsf.sh": _text("lsf", "LS_SUBCWD"),
         "mpijob.yaml": _text("mpijob", ""),
         "elastic-discovery.sh": fill("elastic-discovery.sh.j2"),
+        "Dockerfile": render_dockerfile(),
     }
 
 
