@@ -30,12 +30,7 @@ def test_what_is_to_be_run_by_hand_can_be(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_scripts_are_clean(name: str) -> None:
-    shellcheck = shutil.which("shellcheck")
-    if shellcheck is None:
-        if "CI" in os.environ:
-            pytest.fail("shellcheck is missing, which .ci/run installs")
-        pytest.skip("shellcheck is not installed")
+def test_scripts_are_clean(name: str, shellcheck: str) -> None:
     done = subprocess.run([shellcheck, name], cwd=FOLDER, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 

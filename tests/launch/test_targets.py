@@ -45,10 +45,7 @@ def test_variables_are_handed_on_by_name_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, (target, _) in JOBS.items() if target in ("pbs", "lsf", "slurm")])
-def test_scripts_are_clean(name: str, tmp_path: Path) -> None:
-    shellcheck = shutil.which("shellcheck")
-    if shellcheck is None:
-        pytest.skip("shellcheck is not installed")
+def test_scripts_are_clean(name: str, shellcheck: str, tmp_path: Path) -> None:
     target, job = JOBS[name]
     (tmp_path / "script").write_text(str(TARGETS[target].render(job)) + "\n")
     done = subprocess.run([shellcheck, "-s", "bash", "script"], cwd=tmp_path, capture_output=True, text=True)
