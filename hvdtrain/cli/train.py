@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -44,6 +45,8 @@ def main(argv: list[str]) -> int:
         if not voice.told:  # argparse's own, after --help
             raise
         return end(error, info, voice)
+    if result.reason in EXIT_OF_SIGNAL:  # all is saved; srun may send it as soon as another rank has ended
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if info.rank == 0:
         print(summary(result, info))
     return EXIT_OF_SIGNAL.get(result.reason, 0)

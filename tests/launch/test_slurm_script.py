@@ -31,10 +31,11 @@ name, here = pathlib.Path(sys.argv[0]).name, pathlib.Path(sys.argv[0]).parent
 with (here / "calls").open("a") as calls:
     calls.write(json.dumps([name, *sys.argv[1:]]) + "\\n")
 if name == "srun":
-    if os.environ.get("NOTICE"):
-        os.kill(os.getppid(), signal.SIGUSR1)
-        while "scancel" not in (here / "calls").read_text():
-            pass
+    for number, answer in (("USR1", "scancel"), ("TERM", "scontrol")):
+        if number in os.environ["SIGNALS"]:
+            os.kill(os.getppid(), getattr(signal, "SIG" + number))
+            while answer not in (here / "calls").read_text():
+                pass
     sys.exit(int(os.environ["CODE"]))
 if name == "scontrol" and sys.argv[1] == "--oneliner":
     print("JobId=7 JobName=hvdtrain " + os.environ["FACTS"] + " Command=(null)")
@@ -46,7 +47,7 @@ OVER = "JobState=COMPLETING Reason=TimeLimit PreemptEligibleTime=2026-11-21T09:0
 
 
 def run(
-    folder: Path, spec: JobSpec = SPEC, *, code: int = 0, facts: str = RUNNING, **variables: str
+    folder: Path, spec: JobSpec = SPEC, *, code: int = 0, facts: str = RUNNING, signals: str = "", **variables: str
 ) -> tuple[int, list[list[str]], str]:
     """Run the script; its exit code, the commands it called, what it said."""
     programs = folder / "programs"
@@ -54,11 +55,12 @@ def run(
     for name in ("srun", "scontrol", "scancel"):
         (programs / name).write_text(PROGRAM.format(python=sys.executable))
         (programs / name).chmod(0o755)
-    given = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "CODE": str(code), "FACTS": facts}
+    given = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+    fakes = {"CODE": str(code), "FACTS": facts, "SIGNALS": signals}
     done = subprocess.run(
         ["bash", "-s"],
         input=render(replace(spec, folder=str(folder))).text,
-        env={"PATH": f"{programs}:{os.environ['PATH']}", **given, **variables},
+        env={"PATH": f"{programs}:{os.environ['PATH']}", **given, **fakes, **variables},
         capture_output=True,
         text=True,
         timeout=60,
@@ -85,11 +87,20 @@ def run(
     ],
 )
 def test_what_goes_back_into_the_queue(code: int, facts: str, notice: bool, back: bool, tmp_path: Path) -> None:
-    ended, calls, said = run(tmp_path, code=code, facts=facts, NOTICE="1" if notice else "")
+    ended, calls, said = run(tmp_path, code=code, facts=facts, signals="USR1" if notice else "")
     assert (["scontrol", "requeue", "7"] in calls) == back
     assert (["scancel", "--signal=TERM", "7"] in calls) == notice
     assert ended == code
     assert ("back into the queue, requeue 1 of 3" in said) == back
+
+
+@pytest.mark.parametrize(("facts", "back"), [(OVER, True), (CANCELLED, False), (PREEMPTED, False)])
+def test_a_job_that_slurm_ends_is_seen_to_while_the_ranks_still_save(facts: str, back: bool, tmp_path: Path) -> None:
+    """They may take all of the time that is left, and this shell is killed when they are."""
+    ended, calls, said = run(tmp_path, code=0, facts=facts, signals="TERM")
+    assert calls[1:] == [["scontrol", "--oneliner", "show", "job", "7"], *[["scontrol", "requeue", "7"]] * back]
+    assert "Slurm ends the job" in said
+    assert ended == 0
 
 
 @pytest.mark.parametrize(("count", "back"), [("2", True), ("3", False), ("4", False)])
@@ -103,7 +114,7 @@ def test_a_job_of_an_array_names_itself_alone(tmp_path: Path) -> None:
     """SLURM_JOB_ID of one job of an array is that of the array."""
     spec = replace(SPEC, arguments=("--run_dir", "it's {array}"), batch=replace(SPEC.batch, array="0-3"))
     array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
-    _, calls, _ = run(tmp_path, spec, code=143, NOTICE="1", **array)
+    _, calls, _ = run(tmp_path, spec, code=143, signals="USR1", **array)
     assert ["scancel", "--signal=TERM", "7_2"] in calls
     assert ["scontrol", "requeue", "7_2"] in calls
     assert calls[0][-2:] == ["--run_dir", "it's 2"]

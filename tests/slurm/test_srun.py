@@ -6,6 +6,8 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -18,6 +20,8 @@ from hvdtrain.observe.journal import read_journal, read_steps
 from tests.support.host import Host
 from tests.support.launch import ROOT, train
 from tests.support.slurm import Slurm
+
+pytestmark = pytest.mark.timeout(300)
 
 TOY = [
     f"--task={ROOT}/tests/support/toy.py:toy",
@@ -85,14 +89,25 @@ def test_nodes_with_unlike_numbers_of_tasks_are_one_job(two_nodes: Slurm, tmp_pa
     ]
 
 
+@contextmanager
+def training(slurm: Slurm, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Two ranks over Gloo, some steps old."""
+    argv = ["salloc", "--quiet", "--ntasks=2", *command(*LONG, slurm_mpi="")]
+    journal = folder / "run/journal.jsonl"
+    with slurm.popen(argv, cwd=folder) as process:
+        try:
+            slurm.until(lambda: journal.exists() and len(read_steps(journal)) > 3, "steps")
+            yield process
+        finally:
+            slurm.clear()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_job_lets_the_ranks_save(number: signal.Signals, slurm: Slurm, tmp_path: Path) -> None:
-    argv = ["salloc", "--quiet", "--ntasks=2", *command(*LONG, slurm_mpi="")]
-    with slurm.popen(argv, cwd=tmp_path) as process:
-        journal = tmp_path / "run/journal.jsonl"
-        slurm.until(lambda: journal.exists() and len(read_steps(journal)) > 3, "steps")
-        _of(slurm.first, "hvdtrain.launch.srun_job").send_signal(number)
-        said = process.communicate(timeout=60)[0]
+    journal = tmp_path / "run/journal.jsonl"
+    with training(slurm, tmp_path) as process:
+        _python(slurm.first, "hvdtrain.launch.srun_job").send_signal(number)
+        said = process.communicate(timeout=100)[0]
     assert process.returncode == 128 + number, said
     assert f"stopped by {number.name}" in said
     step = max(read_steps(journal))
@@ -100,15 +115,11 @@ def test_a_signal_to_the_job_lets_the_ranks_save(number: signal.Signals, slurm: 
 
 
 def test_the_secret_of_the_store_stands_on_no_command_line(slurm: Slurm, tmp_path: Path) -> None:
-    argv = ["salloc", "--quiet", "--ntasks=2", *command(*LONG, slurm_mpi="")]
-    with slurm.popen(argv, cwd=tmp_path, stdout=subprocess.DEVNULL) as process:
-        journal = tmp_path / "run/journal.jsonl"
-        slurm.until(lambda: journal.exists() and read_steps(journal), "a step")
-        rank = _of(slurm.first, "-m", "hvdtrain", "--task")
+    with training(slurm, tmp_path):
+        rank = _python(slurm.first, "hvdtrain")
         secret = rank.environ()["HOROVOD_GLOO_RENDEZVOUS_ADDR"].split("/")[1]
         lines = [_words(pid) for pid in slurm.first.processes()]
-        _of(slurm.first, "hvdtrain.launch.srun_job").send_signal(signal.SIGTERM)
-        process.wait(timeout=60)
+    assert any("hvdtrain.launch.srun_job" in words for words in lines)
     assert len(secret) > 40
     assert not any(secret in word for words in lines for word in words)
 
@@ -127,10 +138,7 @@ def _words(pid: int) -> list[str]:
         return []
 
 
-def _of(host: Host, *parts: str) -> psutil.Process:
-    """The Python on the host whose command line has these parts; not what started it."""
-    for pid in sorted(host.processes()):
-        words = _words(pid)
-        if words[:1] == [sys.executable] and all(any(w.startswith(part) for w in words) for part in parts):
-            return psutil.Process(pid)
-    raise AssertionError(f"no process with {parts}")
+def _python(host: Host, module: str) -> psutil.Process:
+    """The first Python on the host that runs a module."""
+    found = [pid for pid in sorted(host.processes()) if _words(pid)[:3] == [sys.executable, "-m", module]]
+    return psutil.Process(found[0])
