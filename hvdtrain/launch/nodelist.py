@@ -1,7 +1,7 @@
 """Slurm's lists of hosts, as ``n[01-04,7],m3-[1-2]``. Pure.
 
 By https://slurm.schedmd.com/scontrol.html (show hostnames): a number keeps the zeros before it, and of several
-brackets in a name the last runs fastest.
+brackets in a name the last runs fastest. Nothing stands behind the last (seen: scontrol of 22.05 gives no name then).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hvdtrain.runtime.environment import tasks_per_node
 _MOST = 1 << 16
 """Nodes of a list."""
 
-_ITEM = re.compile(r"(?:[A-Za-z0-9._-]|\[[0-9,-]+\])+")
+_ITEM = re.compile(r"[A-Za-z0-9._-]+|(?:[A-Za-z0-9._-]*\[[0-9,-]+\])+")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 
 

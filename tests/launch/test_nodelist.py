@@ -15,7 +15,20 @@ def test_names_keep_their_zeros_and_their_order() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "n[1-", "n[2-1]", "n[]", "n[a]", "n[1-2],", "$(id)", "n[0-99999999]", "a[0-999]b[0-999]", "n[1][", "a b"],
+    [
+        "",
+        "n[1-",
+        "n[2-1]",
+        "n[]",
+        "n[a]",
+        "n[1-2],",
+        "$(id)",
+        "n[0-99999999]",
+        "a[0-999]b[0-999]",
+        "n[1][",
+        "n[1-2]x",
+        "a b",
+    ],
 )
 def test_what_is_no_list_is_refused(text: str) -> None:
     with pytest.raises(LaunchError, match="scontrol show hostnames"):
