@@ -8,7 +8,8 @@ import json
 import sys
 from collections.abc import Sequence
 
-from hvdtrain.doctor.checks import Finding, examine, worst
+from hvdtrain.doctor.checks import examine
+from hvdtrain.doctor.finding import Finding, worst
 from hvdtrain.doctor.gather import gather
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.runtime.environment import RankInfo, environ

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.cli import doctor
-from hvdtrain.doctor.checks import Finding
-from hvdtrain.doctor.gather import ask
+from hvdtrain.doctor.finding import Finding
+from hvdtrain.doctor.gather.child import ask
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.rules import Setting
 from hvdtrain.runtime.tuning import Choice
