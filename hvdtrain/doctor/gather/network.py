@@ -1,0 +1,142 @@
+"""The network as this host has it: its name, interfaces, the way out, cards that MPI may use without TCP. Linux."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import platform
+import shutil
+import socket
+import struct
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+_SIOCGIFADDR = 0x8915
+_LOOPBACK = 0x8
+_UP = 0x1
+_NAME_TIMEOUT_S = 5
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A network interface.
+
+    Attributes:
+        name: such as eth0.
+        address: of IP version 4; "" where it has none.
+        up: whether it is switched on and has a link.
+        loopback: whether it leads to this host alone.
+        virtual: whether it leads to containers and virtual machines of this host alone.
+    """
+
+    name: str
+    address: str = ""
+    up: bool = True
+    loopback: bool = False
+    virtual: bool = False
+
+
+@dataclass(frozen=True)
+class RdmaPort:
+    """A port of a card that reaches memory of other hosts: ``layer`` is InfiniBand or Ethernet (RoCE)."""
+
+    device: str
+    port: int
+    active: bool
+    layer: str
+
+
+@dataclass(frozen=True)
+class Network:
+    """The network of this host.
+
+    Attributes:
+        name: of this host.
+        addresses: what the name resolves to; none where it does not, None where nobody could be asked.
+        interfaces: all that there are.
+        route: the interface by which packets to unknown places leave, "" where there is none.
+        rdma: ports of InfiniBand and the like.
+        verbs: whether programs get at these cards.
+    """
+
+    name: str = "localhost"
+    addresses: tuple[str, ...] | None = ()
+    interfaces: tuple[Interface, ...] = ()
+    route: str = ""
+    rdma: tuple[RdmaPort, ...] = ()
+    verbs: bool = True
+
+
+def network(root: Path = Path("/")) -> Network:
+    """Look at the network; nothing is sent but the question for the address of this host's name.
+
+    Args:
+        root: the file system whose ``sys``, ``proc`` and ``dev`` are asked.
+    """
+    name = platform.node()
+    folders = sorted((root / "sys/class/net").glob("*"))
+    return Network(
+        name=name,
+        addresses=_addresses(name),
+        interfaces=tuple(_interface(folder) for folder in folders if (folder / "flags").exists()),
+        route=_route(_text(root / "proc/net/route")),
+        rdma=tuple(_rdma(folder) for folder in sorted((root / "sys/class/infiniband").glob("*/ports/*"))),
+        verbs=any((root / "dev/infiniband").glob("uverbs*")),
+    )
+
+
+def _addresses(name: str) -> tuple[str, ...] | None:
+    """Ask as programs do. A name server that does not answer holds a process of its own, for a while."""
+    getent = shutil.which("getent")
+    if getent is None:
+        return None
+    try:
+        argv = [getent, "ahosts", name]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=_NAME_TIMEOUT_S, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return tuple(dict.fromkeys(line.split()[0] for line in done.stdout.splitlines() if line.strip()))
+
+
+def _interface(folder: Path) -> Interface:
+    flags = int(_text(folder / "flags").strip() or "0", 16)
+    state = _text(folder / "operstate").strip()
+    kin = [(folder / kind).exists() for kind in ("bridge", "tun_flags")]
+    return Interface(
+        folder.name,
+        address=_address(folder.name),
+        up=bool(flags & _UP) and state != "down",
+        loopback=bool(flags & _LOOPBACK),
+        virtual=any(kin) or folder.name.startswith(("docker", "veth", "virbr", "cni", "flannel", "cali", "lxc")),
+    )
+
+
+def _address(name: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            found = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError:
+            return ""
+    return str(ipaddress.ip_address(found[20:24]))
+
+
+def _route(table: str) -> str:
+    """Read the kernel's table of routes: the interface of the one that fits all addresses, with the lowest metric."""
+    rows = [line.split() for line in table.splitlines()[1:]]
+    found = [(int(row[6]), row[0]) for row in rows if len(row) > 7 and row[1] == row[7] == "00000000"]
+    return min(found)[1] if found else ""
+
+
+def _rdma(folder: Path) -> RdmaPort:
+    state = _text(folder / "state").strip()
+    return RdmaPort(
+        folder.parent.parent.name, int(folder.name), state.endswith("ACTIVE"), _text(folder / "link_layer").strip()
+    )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
