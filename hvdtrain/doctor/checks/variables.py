@@ -39,7 +39,7 @@ _LEFTOVERS = (
     Leftover(
         "HOROVOD_TIMELINE",
         _on,
-        "Horovod records the whole run: gigabytes, a busy thread on rank 0, and GPUs are waited for at each exchange",
+        "a thread of rank 0 is busy, GPUs are waited for at each exchange, and a file gets gigabytes in a long run",
     ),
     Leftover("HOROVOD_LOG_LEVEL", _one_of("trace", "debug"), "Horovod writes lines for each tensor of each step"),
     Leftover(
