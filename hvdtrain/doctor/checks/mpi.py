@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from pathlib import Path
 
@@ -25,12 +24,12 @@ def libmpi(facts: Gathered) -> Finding | None:
             return Finding("libmpi", "ok", str(loaded))
         why = "not in LD_LIBRARY_PATH, nor where Horovod was built to look; only the loader's cache may know it"
         if facts.mpi.gone:
-            why = f"it was built to look in {', '.join(map(_plain, facts.mpi.gone))}, which is gone"
+            why = f"it was built to look in {', '.join(map(str, facts.mpi.gone))}, which is gone"
         mend = f"load the module of that MPI, or: {BUILD_COMMAND}"
         return Finding("libmpi", "warning", library.soname, why, mend)
     if version is None:
         return Finding("libmpi", "broken", str(library), "it cannot be loaded", BUILD_COMMAND)
-    found = f"{version} ({_plain(library.path)})"
+    found = f"{version} ({library.path})"
     built, now = facts.installation.record and facts.installation.record.mpi, mpi_build(version)
     if built and now and (built.flavour, built.major) != (now.flavour, now.major):
         why = f"Horovod was built with {built}; another version's library may serve it, or abort in C"
@@ -58,7 +57,7 @@ def mpirun(facts: Gathered) -> Finding:
     if starts and speaks and (starts.flavour, starts.major) != (speaks.flavour, speaks.major):
         why = f"Horovod loads {speaks}: ranks may start with the library of either, and abort where it is the wrong one"
         return Finding("mpirun", "warning", found, why, f"{first}; or: {BUILD_COMMAND}")
-    prefix = f"between hosts it needs: --prefix {_plain(library.wheel)}" if library.wheel else ""
+    prefix = f"between hosts it needs: --prefix {library.wheel}" if library.wheel else ""
     return Finding("mpirun", "ok", found, prefix)
 
 
@@ -82,7 +81,7 @@ def mpi4py(facts: Gathered) -> Finding | None:
     package, library = facts.mpi.mpi4py, facts.mpi.library
     if package is None or library is None or library.path is None:
         return None
-    target = _plain(library.path)
+    target = str(library.path)
     compiler = shlex.quote(str(facts.mpi.programs / "mpicc")) if facts.mpi.programs else "its mpicc"
     mend = f"MPICC={compiler} pip install --force-reinstall --no-binary mpi4py mpi4py"
     if package.wheel:
@@ -124,8 +123,3 @@ def as_root(facts: Gathered) -> Finding | None:
 def _bin(facts: Gathered) -> str:
     python = facts.machine.system["python"].rpartition("(")[2].rstrip(")")
     return shlex.quote(str(Path(python).parent))
-
-
-def _plain(path: Path) -> str:
-    """Write a path without its ``..``; links stay."""
-    return os.path.normpath(path)
