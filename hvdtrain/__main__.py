@@ -10,7 +10,7 @@ from hvdtrain import __version__
 COMMANDS = {
     "train": ("hvdtrain.cli.train", "train on all ranks of this job (the default)"),
     "launch": ("hvdtrain.cli.launch", "start ranks by what is here: MPI, Slurm, Kubernetes, our own elastic driver"),
-    "doctor": ("hvdtrain.cli.doctor", "versions, what is built, the launcher and the tuning chosen"),
+    "doctor": ("hvdtrain.cli.doctor", "what does not fit on this machine, with its cure; the tuning chosen"),
     "timeline": ("hvdtrain.cli.timeline", "explain a run: report, merge, diff, whatif; start and stop a window"),
     "verify": ("hvdtrain.cli.verify", "prove a run: every sample once; a resumed run equals one that went through"),
     "config": ("hvdtrain.cli.config", "init: write a file of all options of training, each with what it does"),

@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _run(command: list[str], folder: Path) -> str:
+def _run(command: list[str], folder: Path, codes: Collection[int] = (0,)) -> str:
     path = os.pathsep.join([str(Path(sys.executable).parent), ENVIRONMENT["PATH"]])
     done = subprocess.run(
         command,
@@ -49,7 +49,7 @@ def _run(command: list[str], folder: Path) -> str:
         text=True,
         timeout=TIMEOUT_S,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode in codes, done.stdout + done.stderr
     return done.stdout
 
 
@@ -90,7 +90,8 @@ def test_commands_that_show_what_would_run(command: str, folder: Path) -> None:
 @pytest.mark.parametrize("command", ["hvdtrain doctor", "hvdtrain doctor --json", "hvdtrain train --help"])
 def test_other_commands(command: str, folder: Path) -> None:
     assert command in README
-    assert "hvdtrain" in _run(shlex.split(command), folder)
+    codes = (0, 1) if "doctor" in command else (0,)  # it may warn of the machine that runs the tests
+    assert "hvdtrain" in _run(shlex.split(command), folder, codes)
 
 
 def test_the_model_of_ones_own_from_python(folder: Path) -> None:

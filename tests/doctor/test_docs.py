@@ -1,0 +1,47 @@
+"""docs/doctor.md lists every check, under the name by which its finding is shown."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from hvdtrain.doctor.checks import CHECKS
+from hvdtrain.doctor.finding import Finding
+from hvdtrain.doctor.gather import Gathered
+
+TEXT = (Path(__file__).parents[2] / "docs/doctor.md").read_text()
+ROWS = dict(re.findall(r"^\| `(\w+)`( \*)? \|", TEXT, re.M))
+
+
+def findings(check: Callable[[Gathered], Finding | None]) -> list[ast.Call]:
+    calls = [node for node in ast.walk(ast.parse(inspect.getsource(check))) if isinstance(node, ast.Call)]
+    return [call for call in calls if ast.unparse(call.func) == "Finding"]
+
+
+def name(check: Callable[[Gathered], Finding | None]) -> str:
+    (found,) = {ast.literal_eval(call.args[0]) for call in findings(check)}
+    return str(found)
+
+
+def test_every_check_has_one_name_of_its_own_and_is_documented_in_order() -> None:
+    assert [name(check) for check in CHECKS] != []
+    assert len({name(check) for check in CHECKS}) == len(CHECKS)
+    assert set(ROWS) == {name(check) for check in CHECKS}
+
+
+def test_those_that_are_only_named_are_marked() -> None:
+    brief = {
+        name(check) for check in CHECKS if any(k.arg == "minor" for call in findings(check) for k in call.keywords)
+    }
+    assert {row for row, mark in ROWS.items() if mark} == brief
+
+
+def test_every_check_that_can_warn_names_a_cure() -> None:
+    for check in CHECKS:
+        for call in findings(check):
+            level = call.args[1]
+            if isinstance(level, ast.Constant) and level.value != "ok":
+                assert len(call.args) == 5, f"{name(check)}: {ast.unparse(call)}"
