@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
