@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import socket
+import struct
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -98,22 +100,27 @@ def test_gpus_are_seen_without_torch(tmp_path: Path) -> None:
     assert (nothing.devices, nothing.on_bus, nothing.driver, nothing.driver_cuda) == (0, 0, None, None)
 
 
-def test_the_network_is_read(tmp_path: Path) -> None:
+UP, DOWN, NO_LINK, LOOPBACK = 0x1043, 0x1002, 0x1003, 0x49
+FLAGS = {"lo": LOOPBACK, "eth0": UP, "eth1": NO_LINK, "eth2": DOWN, "docker0": UP, "br9": UP}
+
+
+def test_the_network_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernel(asking: object, what: int, name: bytes) -> bytes:
+        known = name.rstrip(b"\0").decode()
+        if what == 0x8913:
+            return name[:16] + struct.pack("<H", FLAGS[known]) + bytes(100)
+        if known == "eth2":
+            raise OSError("no address")
+        return name[:16] + struct.pack("<HH4B", 2, 0, 10, 0, 0, list(FLAGS).index(known)) + bytes(100)
+
+    monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(FLAGS, 1)))
+    monkeypatch.setattr(fcntl, "ioctl", kernel)
     route = "Iface Destination Gateway Flags RefCnt Use Metric Mask MTU\n"
     route += "eth1 00000000 0100000A 0003 0 0 200 00000000 0\neth0 00000000 0100000A 0003 0 0 100 00000000 0\n"
     route += "eth2 0000000A 00000000 0001 0 0 0 00FFFFFF 0\n"
     root = files(
         tmp_path,
         {
-            "sys/class/net/lo/flags": "0x9\n",
-            "sys/class/net/lo/operstate": "unknown\n",
-            "sys/class/net/eth0/flags": "0x1003\n",
-            "sys/class/net/eth0/operstate": "up\n",
-            "sys/class/net/eth1/flags": "0x1003\n",
-            "sys/class/net/eth1/operstate": "down\n",
-            "sys/class/net/eth2/flags": "0x1002\n",
-            "sys/class/net/docker0/flags": "0x1003\n",
-            "sys/class/net/br9/flags": "0x1003\n",
             "sys/class/net/br9/bridge/x": "",
             "proc/net/route": route,
             "sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n",
@@ -127,7 +134,8 @@ def test_the_network_is_read(tmp_path: Path) -> None:
     assert found.route == "eth0"
     assert there["lo"].loopback and not there["eth0"].loopback
     assert [there[name].up for name in ("eth0", "eth1", "eth2")] == [True, False, False]
-    assert [name for name, one in there.items() if one.virtual] == ["br9", "docker0"]
+    assert [there[name].address for name in ("eth0", "eth2")] == ["10.0.0.1", ""]
+    assert [name for name, one in there.items() if one.virtual] == ["docker0", "br9"]
     assert found.rdma == (RdmaPort("mlx5_0", 1, True, "InfiniBand"), RdmaPort("mlx5_1", 1, False, "Ethernet"))
     assert not found.verbs
 

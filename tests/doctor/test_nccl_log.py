@@ -75,6 +75,10 @@ def test_all_is_well_on_infiniband() -> None:
     assert "4 ranks" in found["nccl_log"][1]
 
 
+def test_tcp_has_no_gpu_direct() -> None:
+    assert "nccl_gpudirect" not in judged(SOCKET)
+
+
 def test_without_a_log_nothing_is_said() -> None:
     assert not [name for name in told(WELL) if name.startswith("nccl_")]
 

@@ -14,6 +14,7 @@ from hvdtrain.doctor.gather.installation import Needed
 from hvdtrain.doctor.gather.machine import Limits
 from hvdtrain.doctor.gather.mpi import Mpi4py
 from hvdtrain.doctor.gather.network import RdmaPort
+from hvdtrain.runtime.channel import VARIABLE as CHANNEL
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.host import HostFacts
 from hvdtrain.runtime.mpi import MpiLibrary
@@ -59,7 +60,7 @@ def with_nccl(version: str) -> dict[str, Any]:
         ("pinned_memory", "64 MiB", {"installation": GPUS}),
         ("half", "on the GPU", {"installation": GPUS}),
         ("half", "amx_bf16", {"machine": {"cpu_flags": frozenset({"amx_bf16", "fpu"})}}),
-        ("half", "has no bf16", {}),
+        ("half", "and fp16 as fp32", {}),
         ("gpudirect", "without GDRCopy", {"network": {"rdma": IB}, "installation": GPUS, "gpu": {"peer_memory": True}}),
         ("rdma", "mlx5_0:1 InfiniBand, active", {"network": {"rdma": IB}}),
         ("host_name", "of no matter on one host", {"network": {"addresses": ("127.0.1.1", "::1")}}),
@@ -116,6 +117,7 @@ def test_it_is_well(name: str, said: str, changes: dict[str, Any]) -> None:
         ("root", {"machine": {"is_root": True}}),
         ("launcher_variables", {"info": GLOO, "environ": OMPI}),
         ("launcher_variables", {"info": GLOO, "environ": {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}}),
+        ("launcher_variables", {"info": GLOO, "environ": {**OMPI, "OMPI_COMM_WORLD_SIZE": "4", CHANNEL: "3"}}),
         ("controller", {"environ": {"HOROVOD_CONTROLLER": "MPI"}}),
         ("controller", {"info": GLOO, "environ": {"HOROVOD_CONTROLLER": "gloo"}}),
         ("srun", {"info": SRUN, "environ": {"PMIX_NAMESPACE": "x"}}),
@@ -190,3 +192,10 @@ def test_it_is_not_spoken_of(name: str, changes: dict[str, Any]) -> None:
 def test_the_other_side_of_each_limit(name: str, level: str, said: str, changes: dict[str, Any]) -> None:
     found = finding(name, changed(**changes))
     assert found.level == level and said in f"{found.found} {found.why}" and found.mend
+
+
+def test_how_full_shared_memory_is_decides_what_is_said() -> None:
+    some, little = (finding("shm", changed(machine={"shm_free_bytes": count})) for count in (100 << 20, 7 << 20))
+    container = finding("shm", changed(machine={"shm_bytes": 64 << 20, "shm_free_bytes": 64 << 20}))
+    assert "Open MPI" in little.why and "Open MPI" not in some.why
+    assert "rm what is left" in some.mend and "rm what is left" not in container.mend

@@ -119,5 +119,5 @@ def half_routes(facts: Gathered) -> Finding | None:
             return Finding("half", "warning", "no bf16 on this GPU", why, "--precision fp16, or fp32")
         return Finding("half", "ok", f"bf16 and fp16 on the GPU; {travel}", minor=True)
     fast = sorted(flags & {"avx512_bf16", "amx_bf16", "avx512_fp16", "amx_fp16", "bf16", "fphp"})
-    text = f"this processor has {', '.join(fast)}" if fast else "this processor has no bf16 or fp16: fp32 is faster"
+    text = f"this processor has {', '.join(fast)}" if fast else "this processor computes bf16 and fp16 as fp32"
     return Finding("half", "ok", f"{text}; {travel}", minor=True)

@@ -12,9 +12,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-_SIOCGIFADDR = 0x8915
-_LOOPBACK = 0x8
-_UP = 0x1
+_SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915
+_UP, _LOOPBACK, _RUNNING = 0x1, 0x8, 0x40
 _NAME_TIMEOUT_S = 5
 
 
@@ -75,11 +74,10 @@ def network(root: Path = Path("/")) -> Network:
         root: the file system whose ``sys``, ``proc`` and ``dev`` are asked.
     """
     name = platform.node()
-    folders = sorted((root / "sys/class/net").glob("*"))
     return Network(
         name=name,
         addresses=_addresses(name),
-        interfaces=tuple(_interface(folder) for folder in folders if (folder / "flags").exists()),
+        interfaces=tuple(_interface(each, root / "sys/class/net" / each) for _, each in socket.if_nameindex()),
         route=_route(_text(root / "proc/net/route")),
         rdma=tuple(_rdma(folder) for folder in sorted((root / "sys/class/infiniband").glob("*/ports/*"))),
         verbs=any((root / "dev/infiniband").glob("uverbs*")),
@@ -99,26 +97,28 @@ def _addresses(name: str) -> tuple[str, ...] | None:
     return tuple(dict.fromkeys(line.split()[0] for line in done.stdout.splitlines() if line.strip()))
 
 
-def _interface(folder: Path) -> Interface:
-    flags = int(_text(folder / "flags").strip() or "0", 16)
-    state = _text(folder / "operstate").strip()
+def _interface(name: str, folder: Path) -> Interface:
+    """Ask the kernel; ``folder`` may be another network's, and then tells nothing of this name."""
+    answer = _ask(name, _SIOCGIFFLAGS)
+    flags = struct.unpack_from("<H", answer)[0] if answer else 0
+    address = _ask(name, _SIOCGIFADDR)
     kin = [(folder / kind).exists() for kind in ("bridge", "tun_flags")]
     return Interface(
-        folder.name,
-        address=_address(folder.name),
-        up=bool(flags & _UP) and state != "down",
+        name,
+        address=str(ipaddress.ip_address(address[4:8])) if address else "",
+        up=bool(flags & _UP and flags & _RUNNING),
         loopback=bool(flags & _LOOPBACK),
-        virtual=any(kin) or folder.name.startswith(("docker", "veth", "virbr", "cni", "flannel", "cali", "lxc")),
+        virtual=any(kin) or name.startswith(("docker", "veth", "virbr", "cni", "flannel", "cali", "lxc")),
     )
 
 
-def _address(name: str) -> str:
+def _ask(name: str, what: int) -> bytes:
+    """Ask for something of an interface: what stands behind its name in the kernel's answer, empty without one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
-            found = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            return fcntl.ioctl(asking, what, struct.pack("256s", name.encode()[:15]))[16:]
         except OSError:
-            return ""
-    return str(ipaddress.ip_address(found[20:24]))
+            return b""
 
 
 def _route(table: str) -> str:
