@@ -18,13 +18,28 @@ from hvdtrain.runtime.channel import VARIABLE as CHANNEL
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.host import HostFacts
 from hvdtrain.runtime.mpi import MpiLibrary
-from tests.doctor.facts import DISK, DOCKER0, ETH0, GIB, GLOO, HOROVOD, LO, MPICH, ON_GPU, WELL, changed, finding
+from tests.doctor.facts import (
+    DISK,
+    DOCKER0,
+    ETH0,
+    GIB,
+    GLOO,
+    HOROVOD,
+    LO,
+    MPICH,
+    ON_GPU,
+    OPEN_MPI,
+    WELL,
+    changed,
+    finding,
+)
 
 GPUS = {"torch": Answer(ON_GPU)}
 HOSTS = RankInfo("openmpi", 0, 4, 0, 2, "node")
 ALONE = RankInfo(host="node")
 SRUN = RankInfo("slurm", 0, 2, 0, 2, "node")
 IB = (RdmaPort("mlx5_0", 1, True, "InfiniBand"),)
+OPEN_MPI_5 = dataclasses.replace(OPEN_MPI, major=5)
 UNKNOWN = MpiLibrary("libmpi.so.99", "unknown")
 NCCL = {**GPUS, "nccl": Needed("libnccl.so.2", Path("/n/libnccl.so.2"))}
 DRIVER = {"devices": 2, "driver": "580.65", "driver_cuda": (13, 0)}
@@ -32,6 +47,7 @@ ON_NFS = {"answer": Answer(DISK | {"type": "nfs4"})}
 RENDEZVOUS = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "1"}
 OWN_STORE = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1/secret", "HF_TOKEN": "x"}
 OMPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}
+OWN = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}
 CACHED = {"library": MpiLibrary("libmpi.so.40", "openmpi"), "file": None}
 
 
@@ -116,12 +132,13 @@ def test_it_is_well(name: str, said: str, changes: dict[str, Any]) -> None:
         ("root", {"info": ALONE, "machine": {"is_root": True}, "mpi": {"mpirun_version": "MPICH 5.0.2"}}),
         ("root", {"machine": {"is_root": True}}),
         ("launcher_variables", {"info": GLOO, "environ": OMPI}),
-        ("launcher_variables", {"info": GLOO, "environ": {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}}),
+        ("launcher_variables", {"info": GLOO, "environ": OWN}),
         ("launcher_variables", {"info": GLOO, "environ": {**OMPI, "OMPI_COMM_WORLD_SIZE": "4", CHANNEL: "3"}}),
         ("controller", {"environ": {"HOROVOD_CONTROLLER": "MPI"}}),
         ("controller", {"info": GLOO, "environ": {"HOROVOD_CONTROLLER": "gloo"}}),
         ("srun", {"info": SRUN, "environ": {"PMIX_NAMESPACE": "x"}}),
         ("srun", {"info": SRUN, "environ": {"PMI_FD": "x"}, "mpi": {"library": MPICH}}),
+        ("srun", {"info": SRUN, "environ": {"PMI_FD": "x"}}),
         ("srun", {"info": SRUN, "mpi": {"library": UNKNOWN}}),
         ("srun", {"info": dataclasses.replace(SRUN, size=1, local_size=1)}),
         ("secrets", {"info": GLOO, "environ": OWN_STORE}),
@@ -180,9 +197,21 @@ def test_it_is_not_spoken_of(name: str, changes: dict[str, Any]) -> None:
         ("btl", "warning", "by TCP", {"mpi": {"site": {"OMPI_MCA_btl": ("^vader,sm", Path("/etc/x"))}}}),
         ("host_name", "warning", "does not resolve", {"network": {"addresses": ()}}),
         ("binding", "warning", "its share is 4", {"machine": {"host": HostFacts(8, 1)}}),
+        (
+            "srun",
+            "broken",
+            "PMIX_NAMESPACE",
+            {"info": SRUN, "environ": {"PMI_FD": "x"}, "mpi": {"library": OPEN_MPI_5}},
+        ),
         ("controller", "broken", "by mpi", {"environ": {"HOROVOD_CONTROLLER": "gloo"}}),
         ("secrets", "warning", "HF_TOKEN", {"info": GLOO, "environ": {**RENDEZVOUS, "HF_TOKEN": "x", "A": "y"}}),
         ("launcher_variables", "broken", "of 4", {"info": GLOO, "environ": {**OMPI, "OMPI_COMM_WORLD_SIZE": "4"}}),
+        (
+            "launcher_variables",
+            "broken",
+            "PMI_RANK=3 of 4",
+            {"info": GLOO, "environ": {**OWN, "PMI_RANK": "3", "PMI_SIZE": "4"}},
+        ),
         ("horovodrun", "warning", "not on PATH", {"info": ALONE, "mpi": {"horovodrun": False}}),
         ("opal_prefix", "broken", "/nowhere", {"mpi": {"prefix": Path("/nowhere")}}),
         ("variables", "warning", "NCCL_P2P_DISABLE", {"installation": GPUS, "environ": {"NCCL_P2P_DISABLE": "1"}}),

@@ -82,8 +82,8 @@ def horovod_that_does(folder: Path, code: str) -> dict[str, str]:
 def as_in_a_container(shm: str, name: str) -> list[str]:
     """What starts a program where /dev/shm is small and the host has a name that nobody knows. Needs root."""
     try:
-        unshare = tool("unshare")
-        setup = f'mount -t tmpfs -o size={shm} tmpfs /dev/shm && hostname {name} && exec "$@"'
+        unshare, mount, hostname = tool("unshare"), tool("mount"), tool("hostname")
+        setup = f'{mount} -t tmpfs -o size={shm} tmpfs /dev/shm && {hostname} {name} && exec "$@"'
         before = [unshare, "--mount", "--uts", "sh", "-c", setup, "sh"]
         done = subprocess.run([*before, "true"], capture_output=True, text=True)
         if done.returncode:

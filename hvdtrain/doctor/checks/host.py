@@ -84,7 +84,7 @@ def shared_memory(facts: Gathered) -> Finding | None:
     found = f"{_size(free)} free of {_size(total)} in /dev/shm"
     if free >= ranks * _SHM_A_RANK and total > _SHM_A_RANK:
         return Finding("shm", "ok", found, minor=True)
-    why = "loader workers hand over batches there and die of a bus error when it is full; NCCL takes some 10 MB a peer"
+    why = "loader workers hand over batches there and fail when it is full (No space left on device); so does NCCL, 10 MB a peer"
     if free < ranks * _SHM_OPEN_MPI_A_RANK:
         why += "; Open MPI, which takes 4 MiB a rank, does without shared memory"
     if total > _SHM_A_RANK:

@@ -14,7 +14,8 @@ from hvdtrain.runtime.rules import Facts
 from hvdtrain.runtime.timeline import ASK, decide
 
 _PMI = {"openmpi": ("PMIX_NAMESPACE",), "mpich": ("PMI_RANK", "PMI_FD", "PMIX_NAMESPACE")}
-"""What tells an MPI of each family which rank it is, where no mpirun of its own started it."""
+"""What tells an MPI of each family which rank it is, where no mpirun of its own started it. (Open MPI 4 may have been
+built to ask in MPICH's way too.)"""
 
 _SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIALS?)$")
 
@@ -31,15 +32,14 @@ def launcher(facts: Gathered) -> Finding:
 
 def stale_launcher(facts: Gathered) -> Finding | None:
     """See that no variables of another launcher stand in the way, left over in a shell or a job script."""
-    lines = {line.name: line for line in reversed(LAUNCHERS)}
-    ours, theirs = lines[GLOO_LAUNCHER], lines["openmpi"]
     if facts.info.launcher != GLOO_LAUNCHER or elastic(facts.environ):
         return None
-    sizes = [facts.environ.get(line.size) for line in (ours, theirs)]
-    ranks = [facts.environ.get(line.rank) for line in (ours, theirs)]
-    if sizes[1] is None or (sizes[0] == sizes[1] and ranks[0] == ranks[1]):
+    ours, *others = (line for line in LAUNCHERS if line.name in (GLOO_LAUNCHER, "openmpi", "hydra"))
+    says = {line: (facts.environ.get(line.rank), facts.environ.get(line.size)) for line in (ours, *others)}
+    theirs = next((line for line in others if None not in says[line] and says[line] != says[ours]), None)
+    if theirs is None:
         return None
-    found = f"{ours.rank}={ranks[0]} of {sizes[0]} and {theirs.rank}={ranks[1]} of {sizes[1]}"
+    found = " and ".join(f"{line.rank}={says[line][0]} of {says[line][1]}" for line in (ours, theirs))
     why = "two launchers say which rank this is, and not the same: ranks take each other's place"
     mend = f"unset {' '.join(ours.signs)}   (or start it from a shell that no launcher started)"
     return Finding("launcher_variables", "broken", found, why, mend)
@@ -61,7 +61,7 @@ def slurm_step(facts: Gathered) -> Finding | None:
     if facts.info.launcher != "slurm" or facts.info.size == 1 or library is None or library.family not in _PMI:
         return None
     signs = _PMI[library.family]
-    if any(sign in facts.environ for sign in signs):
+    if any(sign in facts.environ for sign in signs) or ("PMI_FD" in facts.environ and library.major == 4):
         return None
     kind = "pmix" if library.family == "openmpi" else "pmi2"
     why = f"{library} learns its rank from srun by {signs[0]}, which is not there: it aborts, or each rank is alone"

@@ -28,7 +28,10 @@ with warnings.catch_warnings(record=True) as told:
 values = {"version": torch.__version__, "cuda": torch.version.cuda, "threads": torch.get_num_threads(), "gpus": gpus,
           "told": [str(warning.message) for warning in told if "driver" in str(warning.message).lower()]}
 if torch.version.cuda:
-    values["nccl"] = ".".join(map(str, torch.cuda.nccl.version()[:2]))
+    try:
+        values["nccl"] = ".".join(map(str, torch.cuda.nccl.version()[:2]))
+    except (AttributeError, RuntimeError):  # a torch built without
+        pass
 if gpus:
     values["capability"] = min(torch.cuda.get_device_capability(index) for index in range(len(gpus)))
     try:
@@ -88,7 +91,7 @@ def installation(environ: Mapping[str, str], pool: Executor) -> Installation:
         mismatch=_mismatch(),
         nccl=needed(horovod_library(), "libnccl.so", environ),
         python=sys.version_info[:2],
-        distutils=importlib.util.find_spec("distutils") is not None,
+        distutils=sys.version_info < (3, 12) or importlib.util.find_spec("distutils") is not None,
         torch=torch.result(),
         horovod=horovod.result(),
     )
