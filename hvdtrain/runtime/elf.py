@@ -6,7 +6,6 @@ which for an MPI library could abort the process. Little-endian 64 bit only: x86
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -65,15 +64,9 @@ def _read(file: BinaryIO, origin: Path) -> Linkage:
 
     def folders(tag: int) -> tuple[Path, ...]:
         paths = [part for text in texts(tag) for part in text.split(":") if part]
-        return tuple(_filled_in(part, origin) for part in paths)
+        return tuple(Path(part.replace("${ORIGIN}", "$ORIGIN").replace("$ORIGIN", str(origin))) for part in paths)
 
     return Linkage(tuple(texts(_DT_NEEDED)), folders(_DT_RPATH), folders(_DT_RUNPATH))
-
-
-def _filled_in(part: str, origin: Path) -> Path:
-    """Put a library's own folder in its place. That has no links, so the ``..`` behind it can be taken away."""
-    text = part.replace("${ORIGIN}", "$ORIGIN")
-    return Path(os.path.normpath(text.replace("$ORIGIN", str(origin)))) if "$ORIGIN" in text else Path(text)
 
 
 def _entries(section: bytes) -> Iterator[tuple[int, int]]:

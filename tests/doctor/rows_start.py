@@ -96,12 +96,19 @@ ROWS: list[Any] = [
         marks=needs_root,
     ),
     ("root", fake(info=ALONE, machine={"is_root": True}), "root", "warning", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"),
-    ("srun without PMIx, Horovod on Open MPI", really(environment=SRUN), "srun", "broken", "hvdtrain launch --to srun"),
+    ("srun without any PMI", really(environment=SRUN), "launcher", "broken", "hvdtrain launch --to srun"),
     (
-        "srun without PMI, Horovod on MPICH",
-        fake(info=RankInfo("slurm", 0, 2, 0, 2), environ=SRUN, mpi={"library": MPICH}),
+        "srun with PMI-2, Horovod on Open MPI",
+        really(environment=SRUN | {"PMI_FD": "9", "PMI_RANK": "0", "PMI_SIZE": "2"}),
         "srun",
-        "broken",
+        "warning",
+        "--mpi=pmix",
+    ),
+    (
+        "srun with PMIx, Horovod on MPICH",
+        fake(info=RankInfo("slurm", 0, 2, 0, 2), environ={"PMIX_RANK": "0"}, mpi={"library": MPICH}),
+        "srun",
+        "warning",
         "--mpi=pmi2",
     ),
     (

@@ -219,7 +219,7 @@ def test_an_mpi_is_seen_from_all_its_sides(monkeypatch: pytest.MonkeyPatch, tmp_
     library = horovod(tmp_path, runpath=str(tmp_path / "link/lib"))
     found = facts_of(monkeypatch, library, {"OPAL_PREFIX": str(tmp_path / "link")})
     assert found.file == libmpi and found.prefix == tmp_path / "real"
-    assert found.programs == tmp_path / "link/bin"
+    assert found.programs == tmp_path / "real/bin"
     assert found.ucx is False and found.gone == ()
     (libmpi.parent / "openmpi").mkdir()
     (libmpi.parent / "openmpi/mca_pml_ucx.so").touch()

@@ -14,6 +14,7 @@ from hvdtrain.doctor.gather.installation import Needed
 from hvdtrain.doctor.gather.machine import Limits
 from hvdtrain.doctor.gather.mpi import Mpi4py
 from hvdtrain.doctor.gather.network import RdmaPort
+from hvdtrain.errors import LaunchError
 from hvdtrain.runtime.channel import VARIABLE as CHANNEL
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.host import HostFacts
@@ -28,7 +29,6 @@ from tests.doctor.facts import (
     LO,
     MPICH,
     ON_GPU,
-    OPEN_MPI,
     WELL,
     changed,
     finding,
@@ -39,7 +39,6 @@ HOSTS = RankInfo("openmpi", 0, 4, 0, 2, "node")
 ALONE = RankInfo(host="node")
 SRUN = RankInfo("slurm", 0, 2, 0, 2, "node")
 IB = (RdmaPort("mlx5_0", 1, True, "InfiniBand"),)
-OPEN_MPI_5 = dataclasses.replace(OPEN_MPI, major=5)
 UNKNOWN = MpiLibrary("libmpi.so.99", "unknown")
 NCCL = {**GPUS, "nccl": Needed("libnccl.so.2", Path("/n/libnccl.so.2"))}
 DRIVER = {"devices": 2, "driver": "580.65", "driver_cuda": (13, 0)}
@@ -136,9 +135,9 @@ def test_it_is_well(name: str, said: str, changes: dict[str, Any]) -> None:
         ("launcher_variables", {"info": GLOO, "environ": {**OMPI, "OMPI_COMM_WORLD_SIZE": "4", CHANNEL: "3"}}),
         ("controller", {"environ": {"HOROVOD_CONTROLLER": "MPI"}}),
         ("controller", {"info": GLOO, "environ": {"HOROVOD_CONTROLLER": "gloo"}}),
-        ("srun", {"info": SRUN, "environ": {"PMIX_NAMESPACE": "x"}}),
-        ("srun", {"info": SRUN, "environ": {"PMI_FD": "x"}, "mpi": {"library": MPICH}}),
-        ("srun", {"info": SRUN, "environ": {"PMI_FD": "x"}}),
+        ("srun", {"info": SRUN, "environ": {"PMIX_RANK": "0"}}),
+        ("srun", {"info": SRUN, "environ": {"PMI_RANK": "0"}, "mpi": {"library": MPICH}}),
+        ("srun", {"info": SRUN, "mpi": {"refusal": LaunchError("no PMI")}}),
         ("srun", {"info": SRUN, "mpi": {"library": UNKNOWN}}),
         ("srun", {"info": dataclasses.replace(SRUN, size=1, local_size=1)}),
         ("secrets", {"info": GLOO, "environ": OWN_STORE}),
@@ -197,12 +196,6 @@ def test_it_is_not_spoken_of(name: str, changes: dict[str, Any]) -> None:
         ("btl", "warning", "by TCP", {"mpi": {"site": {"OMPI_MCA_btl": ("^vader,sm", Path("/etc/x"))}}}),
         ("host_name", "warning", "does not resolve", {"network": {"addresses": ()}}),
         ("binding", "warning", "its share is 4", {"machine": {"host": HostFacts(8, 1)}}),
-        (
-            "srun",
-            "broken",
-            "PMIX_NAMESPACE",
-            {"info": SRUN, "environ": {"PMI_FD": "x"}, "mpi": {"library": OPEN_MPI_5}},
-        ),
         ("controller", "broken", "by mpi", {"environ": {"HOROVOD_CONTROLLER": "gloo"}}),
         ("secrets", "warning", "HF_TOKEN", {"info": GLOO, "environ": {**RENDEZVOUS, "HF_TOKEN": "x", "A": "y"}}),
         ("launcher_variables", "broken", "of 4", {"info": GLOO, "environ": {**OMPI, "OMPI_COMM_WORLD_SIZE": "4"}}),

@@ -31,7 +31,7 @@ def binding(facts: Gathered) -> Finding | None:
     if facts.info.launcher == NO_LAUNCHER or found.own_cores >= share:
         return None
     why = f"its share is {share} of {found.cores}: the rest is idle (plain mpirun of Open MPI binds a rank to one core)"
-    mend = "mpirun --bind-to none --map-by slot ..."
+    mend = "mpirun --bind-to none --map-by slot ..., or hvdtrain launch, which chooses it"
     return Finding("binding", "warning", f"this rank is bound to {found.own_cores} core(s)", why, mend)
 
 
@@ -84,7 +84,7 @@ def shared_memory(facts: Gathered) -> Finding | None:
     found = f"{_size(free)} free of {_size(total)} in /dev/shm"
     if free >= ranks * _SHM_A_RANK and total > _SHM_A_RANK:
         return Finding("shm", "ok", found, minor=True)
-    why = "loader workers hand over batches there and fail when it is full (No space left on device); so does NCCL, 10 MB a peer"
+    why = "loader workers hand over batches there and fail when it is full (No space left on device), as NCCL does"
     if free < ranks * _SHM_OPEN_MPI_A_RANK:
         why += "; Open MPI, which takes 4 MiB a rank, does without shared memory"
     if total > _SHM_A_RANK:

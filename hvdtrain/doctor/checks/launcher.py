@@ -13,9 +13,8 @@ from hvdtrain.runtime.exposure import exposed
 from hvdtrain.runtime.rules import Facts
 from hvdtrain.runtime.timeline import ASK, decide
 
-_PMI = {"openmpi": ("PMIX_NAMESPACE",), "mpich": ("PMI_RANK", "PMI_FD", "PMIX_NAMESPACE")}
-"""What tells an MPI of each family which rank it is, where no mpirun of its own started it. (Open MPI 4 may have been
-built to ask in MPICH's way too.)"""
+_PMI = {"openmpi": ("PMIX_RANK", "pmix"), "mpich": ("PMI_RANK", "pmi2")}
+"""What an MPI of each family learns its rank by from srun, and how that is asked for."""
 
 _SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIALS?)$")
 
@@ -26,7 +25,11 @@ def launcher(facts: Gathered) -> Finding:
     if refusal is not None:
         why = f"{refusal.what} Expected: {refusal.expected}"
         return Finding("launcher", "broken", found, why, refusal.next_step or "")
-    note = "one process: start it by mpirun, horovodrun or srun for more" if facts.info.launcher == NO_LAUNCHER else ""
+    note = (
+        "one process: start it by hvdtrain launch, mpirun, horovodrun or srun for more"
+        if facts.info.launcher == NO_LAUNCHER
+        else ""
+    )
     return Finding("launcher", "ok", found, note)
 
 
@@ -56,17 +59,17 @@ def controller(facts: Gathered) -> Finding | None:
 
 
 def slurm_step(facts: Gathered) -> Finding | None:
-    """See that srun tells MPI which rank it is."""
+    """See that srun speaks to MPI in the way that it understands; where it doesn't speak at all, `launcher` says so."""
     library = facts.mpi.library
-    if facts.info.launcher != "slurm" or facts.info.size == 1 or library is None or library.family not in _PMI:
+    if facts.mpi.refusal or facts.info.launcher != "slurm" or facts.info.size == 1 or library is None:
         return None
-    signs = _PMI[library.family]
-    if any(sign in facts.environ for sign in signs) or ("PMI_FD" in facts.environ and library.major == 4):
+    sign, way = _PMI.get(library.family, ("", ""))
+    if not sign or sign in facts.environ:
         return None
-    kind = "pmix" if library.family == "openmpi" else "pmi2"
-    why = f"{library} learns its rank from srun by {signs[0]}, which is not there: it aborts, or each rank is alone"
-    mend = f"hvdtrain launch --to srun, which needs none; or srun --mpi={kind} where srun --mpi=list shows it"
-    return Finding("srun", "broken", f"{facts.info.size} ranks of an srun without PMI", why, mend)
+    found = f"{facts.info.size} ranks without {sign}"
+    why = f"srun speaks another PMI than {library} is known to understand: it aborts, or each rank is alone"
+    mend = f"srun --mpi={way} where srun --mpi=list shows it; else hvdtrain launch --to srun, which needs none"
+    return Finding("srun", "warning", found, why, mend)
 
 
 def rendezvous(facts: Gathered) -> Finding | None:

@@ -140,7 +140,7 @@ def _mpi4py() -> Mpi4py | None:
 
 
 def _programs(libmpi: Path | None) -> Path | None:
-    folder = Path(os.path.normpath(libmpi)).parent.parent / "bin" if libmpi else None
+    folder = libmpi.parent.parent / "bin" if libmpi else None
     return folder if folder and (folder / "mpirun").exists() else None
 
 
@@ -148,7 +148,8 @@ def _gone(horovod: Path | None) -> tuple[Path, ...]:
     if horovod is None:
         return ()
     linkage = read_linkage(horovod)
-    return tuple(folder for folder in (*linkage.rpath, *linkage.runpath) if not folder.is_dir())
+    folders = (Path(os.path.normpath(folder)) for folder in (*linkage.rpath, *linkage.runpath))
+    return tuple(folder for folder in folders if not folder.is_dir())
 
 
 def _ucx(libmpi: Path) -> bool:
