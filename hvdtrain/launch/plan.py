@@ -15,7 +15,7 @@ AGENT = "hvdtrain.launch.agent"
 
 BOOT = (
     'import sys;sys.path[:1]=[];import json;hello=json.loads(sys.stdin.buffer.readline());sys.path[:0]=hello["path"];'
-    f"from {AGENT} import main;sys.exit(main(hello))"
+    "from {module} import main;sys.exit(main(hello))"
 )
 """What Python runs on another host. Where to look for hvdtrain comes with the first message, by stdin."""
 
@@ -76,9 +76,14 @@ def agent_command(plan: Plan, host: str) -> list[str]:
     """What starts the agent of a host."""
     if host in plan.local:
         return [plan.python, "-m", AGENT]
-    port = ["-p", str(plan.ssh_port)] if plan.ssh_port else []
-    options = ["-T", "-o", "BatchMode=yes", *port, *plan.ssh_options, "-o", "ServerAliveInterval=5"]  # the first wins
-    return ["ssh", *options, "--", host, f"exec {shlex.join([plan.python, '-c', BOOT])}"]
+    return on_host(host, AGENT, plan.python, plan.ssh_port, plan.ssh_options)
+
+
+def on_host(host: str, module: str, python: str, ssh_port: int | None, ssh_options: Sequence[str]) -> list[str]:
+    """What runs `main` of a module of ours on another host: `main` gets the first line of stdin, read as JSON."""
+    port = ["-p", str(ssh_port)] if ssh_port else []
+    options = ["-T", "-o", "BatchMode=yes", *port, *ssh_options, "-o", "ServerAliveInterval=5"]  # the first wins
+    return ["ssh", *options, "--", host, f"exec {shlex.join([python, '-c', BOOT.format(module=module)])}"]
 
 
 def hello(plan: Plan, host: str) -> dict[str, object]:
