@@ -126,9 +126,9 @@ def measure(door: Door, budget_s: float) -> Speed:
         OSError: nobody answers, or not any more.
     """
     with _enter(door, b"E") as end:
-        taken = []
-        began_s = time.perf_counter()
-        while len(taken) < _PINGS + _WARM and time.perf_counter() - began_s < budget_s / 2 or len(taken) <= _WARM:
+        taken: list[float] = []
+        until_s = time.perf_counter() + budget_s / 2
+        while len(taken) <= _WARM or (len(taken) < _PINGS and time.perf_counter() < until_s):
             before_s = time.perf_counter()
             end.sendall(bytes(_COUNT.size))
             _exactly(end, _COUNT.size)

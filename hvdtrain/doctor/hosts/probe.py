@@ -33,7 +33,7 @@ _LOOK_S = 3.0
 
 
 def now_ns() -> int:
-    """This host's clock."""
+    """The clock of this host."""
     return time.time_ns()
 
 

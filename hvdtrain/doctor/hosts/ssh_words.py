@@ -71,7 +71,7 @@ _CAUSES = (
         lambda host, said: "install hvdtrain there as here, in the same folder; or put it on a file system of all",
     ),
     _Cause(
-        r"exec: .*|: Permission denied|command not found|not found|cannot execute|No such file or directory: .*python|Exec format error",
+        "exec: |: Permission denied|not found|cannot execute|Exec format error",
         "this Python is not there under the same path",
         lambda host, said: "install the same environment there, under the same path; or on a file system of all",
     ),
