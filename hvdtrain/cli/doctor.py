@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hvdtrain.cli import doctor_hosts
 from hvdtrain.doctor import report
 from hvdtrain.doctor.checks import examine
 from hvdtrain.doctor.finding import LEVELS, Finding, worst
@@ -35,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--nccl_log", metavar="FILE", type=Path, help="read also what NCCL wrote there under NCCL_DEBUG=INFO"
     )
+    doctor_hosts.add_options(made)
     return made
 
 
@@ -42,8 +44,14 @@ def main(argv: list[str]) -> int:
     """Run the subcommand; gives the exit status: 0 all is well, 1 warnings, 2 something is broken."""
     options = parser().parse_args(argv)
     try:
+        doctor_hosts.check_options(options)
+        if options.hosts:
+            return doctor_hosts.show(doctor_hosts.look(options), as_json=options.json)
         log = _read(options.nccl_log) if options.nccl_log else None
         info, choices = prepare()
+        if options.probe:
+            found = doctor_hosts.probe(options, info)
+            return doctor_hosts.show(found, as_json=options.json) if info.rank == 0 else 0
     except HvdtrainError as error:
         print(json.dumps({"error": str(error)}) if options.json else f"error: {error}")
         return 2

@@ -99,9 +99,7 @@ def parser() -> argparse.ArgumentParser:
     which.add_argument("-H", dest="hosts", metavar="a:2,b:2", help=hosts)
     script = "program that writes host:slots lines; asked each second"
     which.add_argument("--discover", type=Path, metavar="SCRIPT", help=script)
-    add("--interface", type=_interface, default="", help="network interface between hosts (found out)")
-    add("--ssh-port", type=_positive, metavar="PORT", help="of ssh to other hosts (as ssh is set up)")
-    add("--ssh-option", action="append", default=[], metavar="ARG", help="an argument for ssh; may be repeated")
+    add_network(add)
     passed = "a variable that ranks on other hosts get too; its value is never written down"
     add("--env", action="append", type=_variable, default=[], metavar="NAME", help=passed)
     add("--dry-run", action="store_true", help="print what would be run, and stop")
@@ -109,6 +107,13 @@ def parser() -> argparse.ArgumentParser:
     _add_scheduled(made.add_argument_group("schedulers").add_argument)
     add("arguments", nargs=argparse.REMAINDER, metavar="-- ARGS", help="arguments of hvdtrain train")
     return made
+
+
+def add_network(add: Callable[..., object]) -> None:
+    """Declare by which interface and how by ssh other hosts are reached."""
+    add("--interface", type=_interface, default="", help="network interface between hosts (found out)")
+    add("--ssh-port", type=_positive, metavar="PORT", help="of ssh to other hosts (as ssh is set up)")
+    add("--ssh-option", action="append", default=[], metavar="ARG", help="an argument for ssh; may be repeated")
 
 
 def _add_own(add: Callable[..., object]) -> None:

@@ -16,8 +16,6 @@ from hvdtrain.errors import LaunchError
 from hvdtrain.runtime import mpi
 from hvdtrain.runtime.environment import RankInfo, environ, rank_label
 
-MOST_S = 20.0
-"""For all of it, about."""
 _NAME_BYTES = 256
 _SMALL_BYTES = 8
 _FIRST_BYTES, _MOST_BYTES = 1 << 16, 1 << 23
@@ -37,7 +35,7 @@ def measure(info: RankInfo) -> Links | None:
     """
     world = _world(info)
     names, ranks = _hosts(world, info.host)
-    each_s = budget_s(len(names), MOST_S)
+    each_s = budget_s(len(names))
     inside = [(host, host) for host, both in enumerate(ranks) if len(both) > 1]
     found = np.zeros((len(names), len(names), 2))
     for pairs in [inside, *rounds(len(names))]:

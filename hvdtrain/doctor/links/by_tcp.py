@@ -12,15 +12,14 @@ from hvdtrain.doctor.links.pairs import budget_s, rounds
 BY = "TCP, one stream"
 
 
-def measure(hosts: Hosts, names: Sequence[str], most_s: float) -> Links:
+def measure(hosts: Hosts, names: Sequence[str]) -> Links:
     """Measure all pairs, those that do not disturb each other at the same time.
 
     Args:
         hosts: that have been asked what they are.
         names: of those that reach each other.
-        most_s: for all of it, about.
     """
-    each_s = budget_s(len(names), most_s)
+    each_s = budget_s(len(names))
     ways: list[Way] = []
 
     def one(pair: tuple[str, str]) -> Way | None:

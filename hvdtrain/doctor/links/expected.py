@@ -146,7 +146,7 @@ def _between(links: Links) -> Link | None:
 
 def _notes(evidence: Evidence, links: Links, per_host: int, inside: Link | None, between: Link | None) -> Sequence[str]:
     found = [
-        "the work of a rank stays: the global batch grows with the ranks; efficiency is a rank's speed beside one alone",
+        "a rank's work stays, so the global batch grows with the ranks; efficiency is its speed beside one alone",
         *evidence.notes,
     ]
     if inside is not None:
@@ -187,7 +187,7 @@ def lines(found: Outlook) -> list[str]:
     names = list(found.rows[0].step_s)
     rows = [["hosts", "ranks", *names]]
     for row in found.rows:
-        cells = [f"{row.step_s[name] * 1e3:,.4g} ms {row.efficiency[name]:4.0%}" for name in names]
+        cells = [f"{_ms(row.step_s[name])} {row.efficiency[name]:4.0%}" for name in names]
         rows.append([f"{row.ranks.hosts}{'*' if row.beyond else ''}", str(row.ranks.size), *cells])
     wide = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     told = ["a step to expect, and the efficiency, by --parallel.compression:"]
@@ -195,3 +195,7 @@ def lines(found: Outlook) -> list[str]:
     if any(row.beyond for row in found.rows):
         told.append("  * more hosts than were measured")
     return told + [f"- {note}" for note in found.notes]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f} ms" if seconds >= 0.1 else f"{seconds * 1e3:.3g} ms"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+MOST_S = 20.0
+"""For measuring all of it, about."""
 MOST_ROUNDS = 64
 """More would take minutes: of larger clusters each host is measured with so many others."""
 
@@ -25,7 +27,6 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
     return [found[number * len(found) // MOST_ROUNDS] for number in range(MOST_ROUNDS)]
 
 
-def budget_s(count: int, most_s: float) -> float:
-    """Seconds that one way between two hosts may be measured, so that all of it stays below `most_s`."""
-    ways = 2 * len(rounds(count)) + 1
-    return min(1.0, most_s / ways)
+def budget_s(count: int) -> float:
+    """Seconds that one way between two of so many hosts may be measured, so that all of it takes `MOST_S` at most."""
+    return min(1.0, MOST_S / (2 * len(rounds(count)) + 1))
