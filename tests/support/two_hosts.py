@@ -5,7 +5,7 @@
         hosts.horovodrun([sys.executable, "train.py"], gloo=True, environment={"NAME": "is passed to the ranks"})
         hosts.a.run(["ssh", "b", "hostname"])                                         # any program on one of them
         with hosts.a.popen(hosts.mpirun_command(argv)) as job: ...                    # without waiting
-        hosts.throttle("100mbit"); hosts.throttle(None); hosts.cut(); hosts.mend()
+        hosts.throttle("100mbit"); hosts.throttle(None); hosts.cut(); hosts.mend(); hosts.wall(hosts.a)
         hosts.a.sent_bytes(), hosts.b.received_bytes()                                # of the interface, with headers
 
 The hosts are called ``a`` and ``b``, at 10.77.0.1 and 10.77.0.2, their interface is `LINK`. Each has processes, a
@@ -14,7 +14,8 @@ They send by TCP's CUBIC, as Linux does where nobody has chosen: BBR takes a tok
 All of it goes when the block is left and when this process is killed: see `host`. Several pairs may be up at once.
 
 A throttled end sends at `rate` (as ``tc`` writes it: 100mbit, 1gbit), after a burst of 256 KiB; what waits longer than
-50 ms is dropped. A cut link loses what is sent, silently, as a cable that somebody pulled from a switch does.
+50 ms is dropped. A cut link loses what is sent, silently, as a cable that somebody pulled from a switch does. A wall
+loses only what would begin a connection, but ssh's, as the firewalls of many hosts do.
 """
 
 from __future__ import annotations
@@ -53,8 +54,25 @@ class TwoHosts:
         self._cut = True
         self._shape()
 
+    def wall(self, host: Host) -> None:
+        """Lose what a host sends to begin a connection by TCP, but for those of ssh; until `mend`."""
+        tc = ("tc", "qdisc", "replace", "dev", LINK)
+        host.configure(*tc, "root", "handle", "1:", "htb", "default", "1")
+        for number in ("1", "2"):
+            made = ("parent", "1:", "classid", f"1:{number}", "htb", "rate", "10gbit", "quantum", "60000")
+            host.configure("tc", "class", "add", "dev", LINK, *made)
+        host.configure(*tc, "parent", "1:2", "blackhole")
+        tcp = ("protocol", "ip", "u32", "match", "ip", "protocol", "6", "0xff")
+        rules = (
+            (("match", "ip", "dport", "22", "0xffff"), "1"),
+            (("match", "u8", "0x02", "0x12", "at", "33"), "2"),
+        )
+        for order, (rule, number) in enumerate(rules, 1):
+            where = ("parent", "1:", "prio", str(order), *tcp, *rule, "flowid", f"1:{number}")
+            host.configure("tc", "filter", "add", "dev", LINK, *where)
+
     def mend(self) -> None:
-        """Undo `cut`."""
+        """Undo `cut` and `wall`."""
         self._cut = False
         self._shape()
 

@@ -25,6 +25,11 @@ class _Cause:
     mend: Callable[[str, str], str]
 
 
+def _machine(host: str) -> str:
+    """A host's name without the user's."""
+    return host.rpartition("@")[2]
+
+
 def _log_in(host: str, said: str) -> str:
     return f"ssh {host} true"
 
@@ -43,7 +48,9 @@ _CAUSES = (
     _Cause(
         "Could not resolve hostname|Name or service not known",
         "its name has no address here",
-        lambda host, said: f"getent hosts {host}; then mend the name in --hosts, /etc/hosts, the DNS or ~/.ssh/config",
+        lambda host, said: (
+            f"getent hosts {_machine(host)}; then mend the name in --hosts, /etc/hosts, the DNS or ~/.ssh/config"
+        ),
     ),
     _Cause(
         "Connection refused",
@@ -63,27 +70,27 @@ _CAUSES = (
     _Cause(
         r"Permission denied \(|Too many authentication failures|No more authentication methods",
         "it does not let this user in without a password",
-        lambda host, said: f"ssh-copy-id {host}; or name the user in --hosts USER@{host.rpartition('@')[2]}",
+        lambda host, said: f"ssh-copy-id {host}; or name the user in --hosts USER@{_machine(host)}",
     ),
     _Cause(
-        "No module named '?hvdtrain",
+        "No module named '?hvdtrain'?$",
         "Python starts there, but hvdtrain is not installed in it, nor in a folder of PYTHONPATH that is there too",
         lambda host, said: "install hvdtrain there as here, in the same folder; or put it on a file system of all",
     ),
     _Cause(
-        "exec: |: Permission denied|not found|cannot execute|Exec format error",
+        r"exec: |: Permission denied|not found|cannot execute|Exec format error|sh:.*[Nn]o such file or directory",
         "this Python is not there under the same path",
         lambda host, said: "install the same environment there, under the same path; or on a file system of all",
     ),
     _Cause(
-        "another hvdtrain is there",
-        "what it says is not understood here",
+        r"another hvdtrain is there|No module named 'hvdtrain\.",
+        "another hvdtrain is there, and what it says is not understood here",
         lambda host, said: "install the same hvdtrain on all hosts",
     ),
     _Cause(
         "[Tt]imed out|No route to host|[Nn]etwork is unreachable|[Cc]onnection to .* closed|timed out: no word",
         "nothing comes back: the host is down, a firewall drops what is sent, or its disk or login script hangs",
-        lambda host, said: f"ping {host.rpartition('@')[2]}; then: {_log_in(host, said)}",
+        lambda host, said: f"ping {_machine(host)}; then: {_log_in(host, said)}",
     ),
     _Cause(
         "kex_exchange|Connection (reset|closed)|Broken pipe",

@@ -1,0 +1,162 @@
+"""`hvdtrain doctor` asking two hosts: when all is well, and each way in which it is not."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.support.two_hosts import LINK, OWN, Host, TwoHosts
+
+ROOT = Path(__file__).parents[2]
+HERE = {"PYTHONPATH": str(ROOT)}
+CONFIG = OWN / "doctor_config"
+ALIASES = f"""\
+Host refused
+  HostName b
+  Port 23
+Host unknown
+  HostName b
+  UserKnownHostsFile /dev/null
+Host changed
+  HostName b
+  UserKnownHostsFile {OWN}/wrong_hosts
+Host denied
+  HostName b
+  User nobody
+Host silent
+  HostName 10.77.0.99
+Host *
+  Include {OWN}/ssh_config
+"""
+
+
+def doctor(host: Host, *options: str, cwd: Path = ROOT, python: str = sys.executable, path: str = str(ROOT)) -> Any:
+    """What it says as JSON; its exit status agrees."""
+    argv = [python, "-m", "hvdtrain", "doctor", "--json", *options]
+    done = host.run(argv, cwd=cwd, environment={"PYTHONPATH": path}, check=False)
+    assert done.stdout, done.stderr
+    said = json.loads(done.stdout)
+    assert done.returncode == ["ok", "warning", "broken"].index(said["level"])
+    return said
+
+
+def checks(said: Any) -> dict[str, Any]:
+    return {check["name"]: check for check in said["checks"]}
+
+
+def test_two_hosts_that_are_alike(hosts: TwoHosts, tmp_path: Path) -> None:
+    said = doctor(hosts.a, "--hosts", "a,b", cwd=tmp_path)
+    found = checks(said)
+    assert said["level"] == "ok", said
+    assert found["hosts"]["found"] == "a, b"
+    assert {"hvdtrain", "python", "torch", "horovod", "libmpi", "mpirun", "cores", "clocks"} <= found.keys()
+    assert found["folder"]["found"] == f"{tmp_path}, shared" and not list(tmp_path.iterdir())
+    assert found["connections"]["found"].startswith("each host reaches each other, 2 way(s)")
+    assert (found["interface"]["found"], found["mtu"]["found"]) == (LINK, "1500")
+    left = [psutil.Process(pid) for pid in hosts.a.processes() | hosts.b.processes()]
+    probes = [process for process in left if any("doctor.hosts.probe" in word for word in process.cmdline())]
+    assert not psutil.wait_procs(probes, timeout=20)[1]
+
+
+def test_each_way_in_which_ssh_fails_is_told_with_its_cure(hosts: TwoHosts) -> None:
+    hosts.a.write(CONFIG, ALIASES)
+    key = (hosts.a.files / "run/two_hosts/host_key.pub").read_text()
+    hosts.a.write(OWN / "wrong_hosts", f"b,{hosts.b.address} {key}")
+    names = "a,b,nowhere,refused,unknown,changed,denied,silent"
+    said = doctor(hosts.a, "--hosts", names, "--ssh-option=-F", f"--ssh-option={CONFIG}")
+    found = checks(said)
+    assert found["hosts"]["found"] == "a, b", "the others are compared all the same"
+    for name, why, mend in (
+        ("nowhere", "no address", "/etc/hosts"),
+        ("refused", "no ssh server on that port", "--ssh-port"),
+        ("unknown", "not known here", "ssh unknown true"),
+        ("changed", "not the one that is known", f"ssh-keygen -R changed -f {OWN}/wrong_hosts"),
+        ("denied", "does not let this user in", "ssh-copy-id denied"),
+        ("silent", "nothing comes back", "ping silent"),
+    ):
+        finding = found[f"ssh {name}"]
+        assert finding["level"] == "broken" and why in finding["why"] and mend in finding["mend"], finding
+    assert found["connections"]["level"] == "ok"
+
+
+def test_an_environment_that_the_other_host_lacks_is_named(hosts: TwoHosts) -> None:
+    python = OWN / "bin" / "python-of-a"
+    hosts.a.configure("ln", "-sfn", sys.executable, str(python))
+    packages = Path(psutil.__file__).parents[1]
+    found = checks(doctor(hosts.a, "--hosts", "a,b", python=str(python), path=f"{ROOT}:{packages}"))
+    assert found["ssh b"]["level"] == "broken"
+    assert str(python) in found["ssh b"]["found"] and "same path" in found["ssh b"]["mend"]
+
+
+def test_a_firewall_that_drops_connections_is_told_from_all_else(hosts: TwoHosts) -> None:
+    hosts.wall(hosts.a)
+    finding = checks(doctor(hosts.a, "--hosts", "a,b"))["connections"]
+    assert finding["level"] == "broken"
+    assert finding["found"] == f"a to b ({hosts.b.address})", "the other direction is open"
+    assert "firewall" in finding["why"] and "10.77.0.0/24" in finding["mend"]
+
+
+def test_a_folder_of_each_host_alone_is_no_shared_one(hosts: TwoHosts) -> None:
+    found = checks(doctor(hosts.a, "--hosts", "a,b", cwd=OWN))
+    assert found["folder"]["level"] == "warning"
+    assert found["folder"]["found"].endswith("not shared") and found["folder"]["why"].startswith("b: ")
+
+
+def test_packets_of_another_size_are_named(hosts: TwoHosts) -> None:
+    hosts.b.configure("ip", "link", "set", LINK, "mtu", "1400")
+    try:
+        found = checks(doctor(hosts.a, "--hosts", "a,b"))
+    finally:
+        hosts.b.configure("ip", "link", "set", LINK, "mtu", "1500")
+    assert found["mtu"]["level"] == "warning" and "1400 on b" in found["mtu"]["found"]
+
+
+def test_an_address_that_both_hosts_have_is_named(hosts: TwoHosts) -> None:
+    for host in (hosts.a, hosts.b):
+        host.configure("ip", "link", "add", "docker0", "type", "veth", "peer", "name", "docker1")
+        host.configure("ip", "address", "add", "172.17.0.1/16", "dev", "docker0")
+        host.configure("ip", "link", "set", "docker0", "up")
+    try:
+        found = checks(doctor(hosts.a, "--hosts", "a,b"))
+    finally:
+        for host in (hosts.a, hosts.b):
+            host.configure("ip", "link", "del", "docker0")
+    assert found["address"]["level"] == "warning"
+    assert "172.17.0.1 is docker0" in found["address"]["found"] and "btl_tcp_if_include" in found["address"]["mend"]
+
+
+@pytest.mark.parametrize("rate", [100, 400])
+def test_links_are_measured_by_mpi_as_fast_as_they_are(hosts: TwoHosts, rate: int) -> None:
+    hosts.throttle(f"{rate}mbit")
+    said = doctor(hosts.a, "--hosts", "a:2,b:2", "--probe", "--model_parameters", "15e6", "--step_ms", "450")
+    assert said["links"]["by"].startswith("MPI"), said
+    ways = {(way["source"], way["target"]): way for way in said["links"]["ways"]}
+    assert ways.keys() == {("a", "a"), ("a", "b"), ("b", "a"), ("b", "b")}
+    for pair in (("a", "b"), ("b", "a")):
+        assert 0.8 * rate < ways[pair]["bytes_per_s"] * 8e-6 < 1.05 * rate
+    assert ways["a", "a"]["bytes_per_s"] > 10 * ways["a", "b"]["bytes_per_s"]
+    rows = {row["ranks"]["size"]: row for row in said["outlook"]["rows"]}
+    ring_s = 2 * 3 / 4 * 60e6 / min(ways["a", "b"]["bytes_per_s"], ways["b", "a"]["bytes_per_s"])
+    assert ring_s < rows[4]["step_s"]["none"] < 1.2 * (ring_s + 0.45)
+
+
+def test_without_mpi_links_are_measured_by_tcp(hosts: TwoHosts, tmp_path: Path) -> None:
+    """As if mpi4py were not there: a slow way back is told from a fast way there."""
+    program = (
+        "import sys; from hvdtrain.doctor.links import start; start.cannot = lambda *_: 'no mpi4py'\n"
+        "from hvdtrain.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    )
+    slow = ("tbf", "rate", "100mbit", "burst", "256kb", "latency", "50ms")
+    hosts.b.configure("tc", "qdisc", "replace", "dev", LINK, "root", *slow)
+    argv = [sys.executable, "-c", program, "doctor", "--hosts", "a,b", "--probe", "--json"]
+    done = hosts.a.run(argv, cwd=tmp_path, environment=HERE, check=False)
+    said = json.loads(done.stdout)
+    assert said["links"]["by"] == "TCP, one stream"
+    ways = {(way["source"], way["target"]): way["bytes_per_s"] * 8e-6 for way in said["links"]["ways"]}
+    assert 80 < ways["b", "a"] < 105 < 200 < ways["a", "b"]
+    assert "slow b to a" in checks(said) and done.returncode == 1
