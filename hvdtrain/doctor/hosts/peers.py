@@ -72,9 +72,7 @@ def open_door(address: str) -> Door:
         OSError: this host has no such address.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    listening.bind((address, 0))
-    listening.listen(1024)
+    listening = socket.create_server((address, 0), family=family, backlog=1024)
     door = Door(address, listening.getsockname()[1], secrets.token_hex(_TOKEN_BYTES // 2))
 
     def serve() -> None:

@@ -1,0 +1,88 @@
+"""Doors that a host opens for others, and what is tried at them; all on this host."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from hvdtrain.doctor.hosts import peers
+from hvdtrain.doctor.hosts.peers import Door, measure, open_door, try_door
+
+HERE = "127.0.0.1"
+
+
+@contextmanager
+def listening(say: bytes | None) -> Iterator[Door]:
+    """Something else that listens: says something to whoever comes, or nothing at all."""
+    with socket.socket() as server:
+        server.bind((HERE, 0))
+        server.listen()
+
+        def serve() -> None:
+            came, _ = server.accept()
+            with came:
+                if say is None:
+                    came.recv(1000)
+                    came.recv(1000)  # until the other goes
+                else:
+                    came.sendall(say)
+                    came.recv(1000)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield Door(HERE, server.getsockname()[1], "x" * 32)
+        thread.join(20)
+
+
+def test_who_knows_the_token_is_answered() -> None:
+    door = open_door(HERE)
+    assert try_door(door) == ""
+    assert try_door(replace(door, token="0" * 32)) == "stranger"
+    assert open_door(HERE).token != door.token
+    with socket.create_connection((HERE, door.port)) as end:
+        end.sendall(b"0" * 33)
+        assert end.recv(100) == b"", "a stranger is told nothing"
+
+
+def test_a_door_is_on_its_address_alone() -> None:
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.2", open_door(HERE).port))
+    with pytest.raises(OSError):
+        open_door("192.0.2.1")
+
+
+def test_each_fault_is_told_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as closed:
+        closed.bind((HERE, 0))
+        assert try_door(Door(HERE, closed.getsockname()[1], "x" * 32)) == "refused"
+    with listening(b"SSH-2.0-OpenSSH_9.6 and more than was asked for") as door:
+        assert try_door(door) == "stranger"
+    monkeypatch.setattr(peers, "CONNECT_S", 0.2)
+    with listening(None) as door:
+        assert try_door(door) == "timeout"
+
+
+def test_a_way_is_measured_in_about_the_time_that_is_given() -> None:
+    speed = measure(open_door(HERE), 0.2)
+    assert 1e-7 < speed.latency_s < 0.1
+    assert speed.bytes_per_s > 1e6
+
+
+def test_a_slow_way_is_as_slow_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that the sending of each block moves by 10 ms, and nothing else."""
+    now = [0.0]
+
+    class Slow(socket.socket):
+        def sendall(self, data: bytes, flags: int = 0) -> None:  # type: ignore[override]
+            now[0] += 0.01 if len(data) > 1000 else 0.0
+            super().sendall(data, flags)
+
+    monkeypatch.setattr(peers.socket, "socket", Slow)
+    monkeypatch.setattr(peers.time, "perf_counter", lambda: now[0])
+    found = measure(open_door(HERE), 1.0)
+    assert found.bytes_per_s == pytest.approx(len(peers._BLOCK) / 0.01)

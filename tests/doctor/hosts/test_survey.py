@@ -1,0 +1,65 @@
+"""Hosts that are asked by a program in the place of ssh: wrong clocks, silence, noise."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hvdtrain.doctor.hosts import survey
+from hvdtrain.doctor.hosts.checks import examine
+from hvdtrain.doctor.hosts.survey import Ask, Survey, asked
+
+ROOT = Path(__file__).parents[3]
+FAKE = ROOT / "tests/support/skewed_ssh.py"
+
+
+def found_of(tmp_path: Path, *hosts: str) -> Survey:
+    """What these say."""
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.parent.mkdir(exist_ok=True)
+    ssh.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, str(FAKE)])} "$@"\n')
+    ssh.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{ssh.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    ask = Ask(dict.fromkeys(hosts, 1), frozenset(), str(tmp_path), sys.executable, environment)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", environment["PATH"])  # where programs are looked for
+        with asked(ask) as open_hosts:
+            return open_hosts.survey()
+
+
+def test_a_clock_that_is_wrong_is_told_by_how_much(tmp_path: Path) -> None:
+    found = found_of(tmp_path, "plus400", "minus2", "right")
+    assert not found.lost
+    for host, seconds in (("plus400", 400), ("minus2", -2), ("right", 0)):
+        offset = found.offsets[host]
+        assert abs(offset.ahead_s - seconds) <= offset.error_s < 1
+    (clocks,) = [finding for finding in examine(found) if finding.name == "clocks"]
+    assert clocks.level == "warning" and clocks.found.startswith("plus400 is 402 s ahead of minus2")
+    assert "munge" in clocks.why
+
+
+def test_a_host_that_says_nothing_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survey, "GREET_S", 0.5)
+    found = found_of(tmp_path, "mute")
+    assert "timed out" in found.lost["mute"] and not found.says
+    assert not psutil.wait_procs(psutil.Process().children(recursive=True), timeout=20)[1]
+
+
+def test_what_login_scripts_write_is_passed_over(tmp_path: Path) -> None:
+    found = found_of(tmp_path, "noisy")
+    assert list(found.says) == ["noisy"] and not found.lost
+
+
+def test_ssh_that_is_not_there_is_told(tmp_path: Path) -> None:
+    ask = Ask({"b": 1}, frozenset(), str(tmp_path), sys.executable, {})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path))
+        with asked(ask) as open_hosts:
+            found = open_hosts.survey()
+    assert "ssh" in found.lost["b"] and not found.says
+    assert examine(found)[0].level == "broken"
