@@ -1,0 +1,91 @@
+"""Links measured between ranks on this machine, and what stops that."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.cli.doctor import main
+from hvdtrain.doctor.links.by_mpi import wrong_library
+from hvdtrain.doctor.links.start import cannot, command, network
+from hvdtrain.launch.spec import Mpi
+from tests.doctor.hosts.surveys import WELL, other
+from tests.support.launch import run
+
+DOCTOR = ["-m", "hvdtrain", "doctor"]
+MAPS = """\
+7f00-7f10 r-xp 00000000 08:01 11  /v/lib/libmpi.so.40.30.8
+7f10-7f20 r-xp 00000000 08:01 12  /v/lib/libmpi_mpifh.so.40
+7f20-7f30 rw-p 00000000 00:00 0
+7f30-7f40 r-xp 00000000 08:01 13  /usr/lib/libc.so.6
+"""
+
+
+def test_two_ranks_of_one_host(tmp_path: Path) -> None:
+    options = ["--probe", "--json", "--model_parameters", "1e6", "--step_ms", "100"]
+    said = json.loads(run([*DOCTOR, *options], size=2, cwd=tmp_path).stdout)
+    (way,) = said["links"]["ways"]
+    assert way["source"] == way["target"] == said["links"]["hosts"][0]
+    assert 1e-8 < way["latency_s"] < 1e-2 and way["bytes_per_s"] > 1e7
+    assert [row["ranks"]["size"] for row in said["outlook"]["rows"]] == [1, 2]
+    text = run([*DOCTOR, "--probe"], size=2, cwd=tmp_path).stdout
+    assert "in a host" in text and "from / to" in text and "a step to expect" not in text
+
+
+def test_mpi4py_that_is_not_there_is_named_with_its_extra(tmp_path: Path) -> None:
+    (tmp_path / "mpi4py.py").write_text("raise ImportError('no mpi4py here')")
+    done = run(
+        [*DOCTOR, "--probe"], size=2, cwd=tmp_path, check=False, environment={"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}
+    )
+    assert done.returncode == 2
+    assert "hvdtrain[bench]" in done.stdout and "no mpi4py here" in done.stdout and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--probe"], "there is one process"),
+        (["--step_ms", "5", "--probe"], "go together"),
+        (["--model_parameters", "5", "--step_ms", "5"], "add --probe"),
+        (["--probe", "--run", "x", "--model_parameters", "5", "--step_ms", "5"], "leave these away"),
+        (["--hosts", "a;b"], "cannot be one"),
+    ],
+)
+def test_what_does_not_go_together_is_said(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(options) == 2
+    assert said in capsys.readouterr().out
+
+
+def test_an_mpi_that_is_not_horovods_is_found_among_what_is_loaded(tmp_path: Path) -> None:
+    assert wrong_library(MAPS, Path("/v/lib/libmpi.so.40.30.8")) is None
+    assert wrong_library(MAPS, Path("/other/lib/libmpi.so.40")) == "/v/lib/libmpi.so.40.30.8"
+    assert wrong_library("", Path("/other/lib/libmpi.so.40")) is None, "nothing is known of it"
+    link = tmp_path / "libmpi.so.40"
+    link.symlink_to("/v/lib/libmpi.so.40.30.8")
+    assert wrong_library(MAPS, link) is None
+
+
+def test_where_something_is_missing_on_a_host_it_is_named() -> None:
+    assert cannot(WELL, ["a", "b"]) == ""
+    assert "on b" in cannot(other(mpi4py=""), ["a", "b"]) and "hvdtrain[bench]" in cannot(other(mpi4py=""), ["b"])
+    assert cannot(other(mpi4py=""), ["a"]) == ""
+    assert "on b" in cannot(other(libmpi=""), ["a", "b"])
+
+
+def test_the_network_between_hosts_is_that_of_their_routes() -> None:
+    assert network(WELL, ["a", "b"]) == "eth0"
+    assert network(WELL, ["a"]) == ""
+
+
+def test_what_starts_it_is_what_starts_any_job(tmp_path: Path) -> None:
+    from hvdtrain.doctor.hosts.survey import Ask
+
+    ask = Ask({"a": 8, "b": 8}, frozenset({"a"}), str(tmp_path), sys.executable, {"PATH": "/bin", "SECRET": "s"}, 2222)
+    argv = command(ask, ["a", "b"], "eth0", Mpi("openmpi", "4.1.8")).argv
+    words = " ".join(argv)
+    assert words.startswith("mpirun -np 4 --host a:2,b:2") and "btl_tcp_if_include eth0" in words
+    assert "-p 2222" in words and "SECRET" not in words
+    assert words.endswith("-m hvdtrain doctor --probe --json")

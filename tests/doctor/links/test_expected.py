@@ -1,0 +1,111 @@
+"""What is expected of more ranks: laws, and the formula of a ring."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdtrain.doctor.links.expected import COMPRESSIONS, lines, of_model, outlook
+from hvdtrain.doctor.links.measured import Links, Way
+from hvdtrain.timeline.whatif.links import Ranks
+from hvdtrain.timeline.whatif.read import read_evidence
+from tests.support.whatif_run import run_folder
+
+
+def links(gbit: float = 10.0, latency_us: float = 20.0, hosts: int = 2) -> Links:
+    names = [f"n{i}" for i in range(hosts)]
+    ways = [Way(a, b, latency_us * 1e-6, gbit / 8e-9) for a in names for b in names if a != b]
+    return Links(names, [*ways, *(Way(a, a, 1e-6, 1e10) for a in names)], "MPI")
+
+
+def model(parameters: int = 15_000_000, step_s: float = 0.45, on_cpu: bool = False):  # type: ignore[no-untyped-def]
+    return of_model(parameters, step_s, 8, 4, on_cpu=on_cpu)
+
+
+SIZES = st.tuples(st.integers(10_000, 10**9), st.floats(1e-3, 10.0), st.floats(0.01, 400.0), st.integers(1, 8))
+
+
+@settings(max_examples=20, deadline=None)
+@given(SIZES)
+def test_one_rank_is_efficient_by_definition_and_none_is_more_so(sizes: tuple[int, float, float, int]) -> None:
+    parameters, step_s, gbit, per_host = sizes
+    found = outlook(model(parameters, step_s), links(gbit), per_host)
+    assert found.rows[0].ranks == Ranks(1, 1)
+    assert set(found.rows[0].efficiency.values()) == {1.0}
+    assert found.rows[0].step_s["none"] == pytest.approx(step_s)
+    for row in found.rows:
+        for name in COMPRESSIONS:
+            assert row.efficiency[name] <= 1.0 + 1e-9
+            assert row.efficiency[name] == pytest.approx(step_s / row.step_s[name])
+
+
+@settings(max_examples=20, deadline=None)
+@given(SIZES, st.floats(1.1, 10.0))
+def test_less_bandwidth_is_never_faster(sizes: tuple[int, float, float, int], times: float) -> None:
+    parameters, step_s, gbit, per_host = sizes
+    fast, slow = (outlook(model(parameters, step_s), links(rate), per_host) for rate in (gbit, gbit / times))
+    for before, after in zip(fast.rows, slow.rows, strict=True):
+        assert all(after.step_s[name] >= before.step_s[name] - 1e-9 for name in COMPRESSIONS)
+
+
+@pytest.mark.parametrize("per_host", [1, 4])
+@pytest.mark.parametrize("gbit", [0.1, 1.0])
+def test_a_link_that_decides_takes_what_a_ring_takes(gbit: float, per_host: int) -> None:
+    """2 (n - 1) / n of the bytes leave each host, whatever the number of its ranks."""
+    parameters = 100_000_000
+    found = outlook(model(parameters, 0.010), links(gbit, latency_us=0.0), per_host, ["none"])
+    for row in found.rows:
+        n = row.ranks.size
+        if row.ranks.hosts > 1:
+            ring_s = 2 * (n - 1) / n * 4 * parameters / (gbit / 8e-9)
+            assert row.step_s["none"] == pytest.approx(ring_s, rel=0.05)
+
+
+def test_halves_take_half_of_what_is_sent_and_the_slowest_link_decides() -> None:
+    even = outlook(model(10**8, 0.01), links(0.1), 1, ["none", "fp16"]).rows[1]
+    assert even.step_s["fp16"] == pytest.approx(even.step_s["none"] / 2, rel=0.05)
+    found = links(0.1)
+    fast = [replace(way, bytes_per_s=1e9) if way.source == "n0" else way for way in found.ways]
+    lame = outlook(model(10**8, 0.01), replace(found, ways=fast), 1, ["none"]).rows[1]
+    assert lame.step_s["none"] == pytest.approx(even.step_s["none"])
+
+
+def test_a_fast_link_hides_all_of_it() -> None:
+    found = outlook(model(1_000_000, 1.0), links(400.0, 1.0), 1, ["none"])
+    assert all(row.efficiency["none"] > 0.98 for row in found.rows)
+
+
+def test_what_is_beyond_the_hosts_that_were_measured_is_marked() -> None:
+    found = outlook(model(), links(hosts=3), 2)
+    assert [(row.ranks.hosts, row.ranks.size, row.beyond) for row in found.rows] == [
+        (1, 1, False),
+        (1, 2, False),
+        (2, 4, False),
+        (3, 6, False),
+        (6, 12, True),
+        (12, 24, True),
+        (24, 48, True),
+    ]
+    text = "\n".join(lines(found))
+    assert "6*" in text and "3*" not in text and "not in the model" in text
+    assert json.loads(json.dumps(found.as_data()))["rows"][-1]["ranks"] == {"size": 48, "per_host": 2}
+
+
+def test_one_host_tells_nothing_of_a_link_between_hosts() -> None:
+    found = outlook(model(), links(hosts=1), 4)
+    assert [row.ranks.size for row in found.rows] == [1, 4]
+    assert any("--hosts a,b" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_run_tells_what_a_model_is_asked_for(tmp_path: Path, size: int) -> None:
+    evidence = read_evidence(run_folder(tmp_path / "run", size=size, local_size=size))
+    found = outlook(evidence, links(1.0), 2, ["none"])
+    assert found.rows[0].step_s["none"] == pytest.approx(evidence.step_s, rel=0.1)
+    assert found.rows[-1].efficiency["none"] < found.rows[1].efficiency["none"] <= 1.05
+    assert not any(note.startswith("the model:") for note in found.notes)

@@ -1,0 +1,82 @@
+"""What stands out of links that were measured, and how it is shown."""
+
+from __future__ import annotations
+
+import json
+from itertools import permutations
+
+import pytest
+
+from hvdtrain.doctor.links import table
+from hvdtrain.doctor.links.measured import Links, Way, gbit, judge
+
+GBIT = 1.25e8
+
+
+def links(hosts: str = "abcd", slow: dict[tuple[str, str], float] | None = None, **late: float) -> Links:
+    """All at 10 Gbit/s and 20 us, but for some; within a host 80 Gbit/s and 1 us."""
+    ways = [Way(a, b, late.get(a + b, 20e-6), (slow or {}).get((a, b), 10.0) * GBIT) for a, b in permutations(hosts, 2)]
+    ways += [Way(a, a, 1e-6, (slow or {}).get((a, a), 80.0) * GBIT) for a in hosts]
+    return Links(list(hosts), ways, "MPI")
+
+
+def wrong(found: Links, **plugs: int) -> dict[str, str]:
+    return {finding.name: finding.found for finding in judge(found, plugs) if finding.level != "ok"}
+
+
+def test_nothing_stands_out_of_what_is_alike() -> None:
+    assert not wrong(links(), a=10000)
+    (between, inside) = judge(links())
+    assert "10 Gbit/s" in between.found and "20 us" in between.found and "80 Gbit/s" in inside.found
+
+
+def test_a_slow_way_is_named_against_the_median() -> None:
+    found = wrong(links(slow={("a", "b"): 4.0}))
+    assert found == {"slow a to b": "4 Gbit/s, where the median is 10 Gbit/s"}
+    assert not wrong(links(slow={("a", "b"): 6.0}))
+
+
+def test_a_host_whose_links_are_slow_is_named_once() -> None:
+    slow = {way: 1.0 for way in permutations("abcd", 2) if "c" in way}
+    assert list(wrong(links(slow=slow))) == ["slow c"]
+
+
+def test_of_two_hosts_the_slow_direction_is_named() -> None:
+    assert list(wrong(links("ab", {("b", "a"): 1.0}))) == ["slow b to a"]
+
+
+def test_a_slow_memory_and_a_late_link_are_named() -> None:
+    assert list(wrong(links(slow={("d", "d"): 20.0}))) == ["slow d"]
+    assert wrong(links(ab=200e-6)) == {"late links": "a to b: 200 us"}
+    assert not wrong(links(ab=50e-6))
+
+
+def test_a_link_that_is_slower_than_its_plug_is_named() -> None:
+    assert list(wrong(links(), b=40000, a=0)) == ["link of b"]
+
+
+def test_what_was_measured_survives_json() -> None:
+    found = links()
+    assert Links.of_data(json.loads(json.dumps(found.as_data()))) == found
+
+
+def test_a_table_has_a_cell_for_each_pair() -> None:
+    found = links("ab", {("a", "b"): 0.095})
+    text = [line.split() for line in table.lines(found)[1:]]
+    assert text == [
+        ["from", "/", "to", "a", "b"],
+        ["a", "80", "1us", "0.095", "20us"],
+        ["b", "10", "20us", "80", "1us"],
+    ]
+    missing = Links(["a", "b"], found.ways[:1], "TCP")
+    assert table.lines(missing)[-1].split() == ["b", "-", "-"]
+
+
+def test_of_many_hosts_the_slowest_ways_are_listed() -> None:
+    many = table.lines(links("abcdefghijklmno", {("b", "c"): 0.5}))
+    assert many[1].split()[:4] == ["b", "to", "c:", "0.5"] and len(many) == 13
+
+
+@pytest.mark.parametrize(("number", "text"), [(0.0953, "95.3 Mbit/s"), (0.9999, "1 Gbit/s"), (12.34, "12.3 Gbit/s")])
+def test_bandwidth_in_words(number: float, text: str) -> None:
+    assert gbit(number) == text
