@@ -70,9 +70,8 @@ def wrong_library(maps: str, wanted: Path) -> str | None:
         wanted: the one that Horovod loads.
     """
     paths = [Path(line.split(maxsplit=5)[5]) for line in maps.splitlines() if len(line.split(maxsplit=5)) == 6]
-    loaded = {path.resolve() for path in paths if path.name.startswith(("libmpi.", "libmpich.", "libmpi_"))}
-    others = sorted(str(path) for path in loaded if path != wanted.resolve())
-    return None if wanted.resolve() in loaded or not others else others[0]
+    loaded = {str(path.resolve()) for path in paths if path.name.startswith(("libmpi.", "libmpich.", "libmpi_"))}
+    return None if not loaded or str(wanted.resolve()) in loaded else min(loaded)
 
 
 def _world(info: RankInfo) -> Any:

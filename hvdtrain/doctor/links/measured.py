@@ -134,10 +134,8 @@ def _slow(ways: Sequence[Way]) -> list[Finding]:
 
 
 def _slow_hosts(ways: Sequence[Way], usual: float) -> list[str]:
-    """Hosts of which most links are slow; not of two, where nobody can tell which."""
+    """Hosts of which most links are slow; none of two, which share theirs."""
     hosts = dict.fromkeys(name for way in ways for name in (way.source, way.target))
-    if len(hosts) < 3:
-        return []
     return [h for h in hosts if middle_gbit(w for w in ways if h in (w.source, w.target)) < _SLOW * usual]
 
 

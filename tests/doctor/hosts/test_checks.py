@@ -73,6 +73,10 @@ def test_one_host_under_two_names_is_noticed() -> None:
     assert finding.found == "a, b"
 
 
+def test_limits_that_harm_nobody_are_left_alone() -> None:
+    assert worst(examine(other(locked_bytes=65536, open_files=-1))) == 0, "TCP pins no memory"
+
+
 def _named(survey: Survey, name: str) -> list[Finding]:
     return [finding for finding in examine(survey) if finding.name == name]
 

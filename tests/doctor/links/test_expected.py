@@ -102,10 +102,12 @@ def test_one_host_tells_nothing_of_a_link_between_hosts() -> None:
     assert any("--hosts a,b" in note for note in found.notes)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_run_tells_what_a_model_is_asked_for(tmp_path: Path, size: int) -> None:
-    evidence = read_evidence(run_folder(tmp_path / "run", size=size, local_size=size))
+@pytest.mark.parametrize(("size", "passes"), [(1, 1), (1, 4), (2, 2)])
+def test_a_run_tells_what_a_model_is_asked_for(tmp_path: Path, size: int, passes: int) -> None:
+    """A rank's work is that of the run, whatever the number of ranks."""
+    evidence = read_evidence(run_folder(tmp_path / "run", size=size, local_size=size, passes=passes))
     found = outlook(evidence, links(1.0), 2, ["none"])
     assert found.rows[0].step_s["none"] == pytest.approx(evidence.step_s, rel=0.1)
+    assert all(row.step_s["none"] > 0.95 * evidence.step_s for row in found.rows)
     assert found.rows[-1].efficiency["none"] < found.rows[1].efficiency["none"] <= 1.05
     assert not any(note.startswith("the model:") for note in found.notes)
