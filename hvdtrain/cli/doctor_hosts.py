@@ -149,7 +149,11 @@ def _probe(report: Report, options: argparse.Namespace, ask: Ask, survey: Survey
     from hvdtrain.doctor.links import start
 
     names = _reachable(survey)
-    if not names:
+    left_out = [host for host in survey.slots if host not in names]
+    if left_out:
+        told, why = f"without {', '.join(left_out)}", "what cannot be reached cannot be measured"
+        report.findings.append(Finding("probe", "warning", told, why, "mend what is broken above, then once more"))
+    if not names or (len(names) == 1 and left_out):
         return
     why = start.cannot(survey, names)
     if not why:

@@ -95,9 +95,11 @@ def test_an_environment_that_the_other_host_lacks_is_named(hosts: TwoHosts) -> N
 
 def test_a_firewall_that_drops_connections_is_told_from_all_else(hosts: TwoHosts) -> None:
     hosts.wall(hosts.a)
-    finding = checks(doctor(hosts.a, "--hosts", "a,b"))["connections"]
+    found = checks(doctor(hosts.a, "--hosts", "a,b", "--probe"))
+    finding = found["connections"]
     assert finding["level"] == "broken"
     assert finding["found"] == f"a to b ({hosts.b.address})", "the other direction is open"
+    assert found["probe"]["found"] == "without a", "it would hang"
     assert "firewall" in finding["why"] and "10.77.0.0/24" in finding["mend"]
 
 

@@ -6,7 +6,7 @@ import ipaddress
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -118,6 +118,11 @@ class Hosts:
             link.let_go()
         self._pool.shutdown()
 
+    def give_up(self) -> None:
+        """End all that waits for a host: somebody wants to stop."""
+        for link in self._links.values():
+            link.kill()
+
     def _start(self) -> None:
         ask = self._ask
         for host in ask.hosts:
@@ -169,7 +174,8 @@ class Hosts:
                     lambda host: bool(self._links[host].ask("look", _ASK_S, file=name, text=text).value)
                 )
             finally:
-                self._links[writer].ask("remove", _ASK_S, file=name)
+                with suppress(SilentError, KeyError):  # it may have been lost meanwhile
+                    self._links[writer].ask("remove", _ASK_S, file=name)
         return "", {}
 
     def _reach(self, addresses: Mapping[str, str]) -> dict[str, Mapping[str, Tried]]:
@@ -212,6 +218,9 @@ def asked(ask: Ask) -> Iterator[Hosts]:
     hosts = Hosts(ask)
     try:
         yield hosts
+    except BaseException:
+        hosts.give_up()
+        raise
     finally:
         hosts.close()
 
