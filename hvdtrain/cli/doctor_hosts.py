@@ -16,6 +16,7 @@ from hvdtrain.doctor.hosts.checks import examine
 from hvdtrain.doctor.hosts.survey import Ask, Hosts, Survey, asked
 from hvdtrain.doctor.links import by_tcp, table
 from hvdtrain.doctor.links.measured import Links, judge
+from hvdtrain.doctor.report import summary, told
 from hvdtrain.errors import ConfigError, HvdtrainError
 from hvdtrain.launch.hosts import LOCAL_NAMES, parse_hosts
 from hvdtrain.runtime.environment import NO_LAUNCHER, RankInfo, environ
@@ -116,17 +117,14 @@ def show(report: Report, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(data(report)))
         return worst(report.findings)
-    for finding in report.findings:
-        print(f"{finding.level:<8} {finding.name:<12} {finding.found}")
-        for remark in (finding.why, f"mend: {finding.mend}" if finding.mend else ""):
-            if remark:
-                print(f"{'':<21} {remark}")
+    print("\n".join(told(report.findings)))
     if report.links is not None:
         print("\n".join(["", *table.lines(report.links)]))
     if report.outlook is not None:
         from hvdtrain.doctor.links.expected import lines
 
         print("\n".join(["", *lines(report.outlook)]))
+    print(f"\n{summary(report.findings)}")
     return worst(report.findings)
 
 
@@ -151,8 +149,8 @@ def _probe(report: Report, options: argparse.Namespace, ask: Ask, survey: Survey
     names = _reachable(survey)
     left_out = [host for host in survey.slots if host not in names]
     if left_out:
-        told, why = f"without {', '.join(left_out)}", "what cannot be reached cannot be measured"
-        report.findings.append(Finding("probe", "warning", told, why, "mend what is broken above, then once more"))
+        there, why = f"without {', '.join(left_out)}", "what cannot be reached cannot be measured"
+        report.findings.append(Finding("probe", "warning", there, why, "mend what is broken above, then once more"))
     if not names or (len(names) == 1 and left_out):
         return
     why = start.cannot(survey, names)

@@ -70,12 +70,17 @@ def summary(findings: Sequence[Finding]) -> str:
     return "; ".join(parts) or f"all is well: {len(findings)} checks"
 
 
-def lines(findings: Sequence[Finding], choices: Sequence[Choice]) -> Iterator[str]:
-    """Give the report as plain lines."""
+def told(findings: Sequence[Finding]) -> Iterator[str]:
+    """Give findings as plain lines."""
     wide = max((len(entry.name) for entry in entries(findings)), default=0)
     for entry in entries(findings):
         yield f"{entry.mark:<8} {entry.name:<{wide}} {entry.text}"
         yield from (f"{'':<{wide + 9}} {remark}" for remark in entry.remarks)
+
+
+def lines(findings: Sequence[Finding], choices: Sequence[Choice]) -> Iterator[str]:
+    """Give the report as plain lines."""
+    yield from told(findings)
     yield "settings, in place before torch and MPI are loaded:"
     for entry in settings(choices):
         yield f"{entry.mark:<8} {entry.text}"

@@ -23,7 +23,7 @@ class _Same:
         name: of the finding.
         value: of a host.
         level: where they differ.
-        why, mend: as a `Finding` has them.
+        why, mend, minor: as a `Finding` has them.
     """
 
     name: str
@@ -31,6 +31,7 @@ class _Same:
     level: Level
     why: str
     mend: str = _SAME
+    minor: bool = False
 
 
 def _minor(version: str) -> str:
@@ -57,8 +58,10 @@ ALIKE: Sequence[_Same] = (
         "put it on PATH in ~/.bashrc, above the line that ends it for shells that are not interactive; Open MPI: "
         "mpirun --prefix FOLDER",
     ),
-    _Same("machine", lambda said: said.machine, "broken", "ranks would exchange numbers in different shapes"),
-    _Same("kernel", lambda said: said.kernel, "ok", "they differ, which is no harm by itself"),
+    _Same(
+        "machine", lambda said: said.machine, "broken", "ranks would exchange numbers in different shapes", minor=True
+    ),
+    _Same("kernel", lambda said: said.kernel, "ok", "they differ, which is no harm by itself", minor=True),
     _Same(
         "cores",
         lambda said: said.cores,
@@ -86,7 +89,7 @@ def alike(survey: Survey) -> list[Finding]:
             continue
         if len(set(map(str, values.values()))) == 1:
             everywhere = "" if len(values) == 1 else f" on all {len(values)} hosts"
-            found.append(Finding(line.name, "ok", f"{by_value(values)}{everywhere}"))
+            found.append(Finding(line.name, "ok", f"{by_value(values)}{everywhere}", minor=line.minor))
         else:
             mend = "" if line.level == "ok" else line.mend
             found.append(Finding(line.name, line.level, by_value(values), line.why, mend))

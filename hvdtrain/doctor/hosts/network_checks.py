@@ -107,7 +107,7 @@ def routes(survey: Survey) -> list[Finding]:
         mend = "ip link set dev IF mtu 1500 on all, or 9000 on all hosts and switches"
         found.append(Finding("mtu", "warning", by_value(sizes), why, mend))
     else:
-        found.append(Finding("mtu", "ok", by_value(sizes)))
+        found.append(Finding("mtu", "ok", by_value(sizes), minor=True))
     return found
 
 
