@@ -16,9 +16,9 @@ _REFUSED_S = 300.0
 """What munge (Slurm) and Kerberos allow."""
 
 _OPEN = (
-    "ranks listen on ports that the system picks: let all TCP of the job's hosts through to each other "
-    "({example}); or hold Open MPI to some that are open: --mca btl_tcp_port_min_v4 46000 --mca btl_tcp_port_range_v4 "
-    "1000 --mca oob_tcp_dynamic_ipv4_ports 47000-47999 (Horovod's Gloo cannot be held to any)"
+    "ranks listen on ports that the system picks: let all TCP of the job's hosts through to each other ({example}); or "
+    "hold them to ports that are open: Gloo by sysctl net.ipv4.ip_local_port_range='46000 47999', Open MPI 4 by "
+    "--mca btl_tcp_port_min_v4 46000 --mca btl_tcp_port_range_v4 1000 --mca oob_tcp_dynamic_ipv4_ports 47000-47999"
 )
 
 
