@@ -19,7 +19,8 @@ from hvdtrain.doctor.links.measured import Links, judge
 from hvdtrain.doctor.report import summary, told
 from hvdtrain.errors import ConfigError, HvdtrainError
 from hvdtrain.launch.hosts import LOCAL_NAMES, parse_hosts
-from hvdtrain.runtime.environment import NO_LAUNCHER, RankInfo, environ
+from hvdtrain.runtime.environment import GLOO_LAUNCHER, NO_LAUNCHER, RankInfo, environ
+from hvdtrain.runtime.mpi import check_launch
 
 if TYPE_CHECKING:
     from hvdtrain.doctor.links.expected import Outlook
@@ -94,7 +95,7 @@ def probe(options: argparse.Namespace, info: RankInfo) -> Report:
     """Measure between the ranks that a launcher has started; on rank 0 what was found. Collective: yes.
 
     Errors:
-        HvdtrainError: no launcher, no mpi4py, or a run that cannot be.
+        HvdtrainError: no launcher of the MPI that Horovod speaks, no mpi4py, or a run that cannot be.
     """
     from hvdtrain.doctor.links import by_mpi
     from hvdtrain.runtime.host import read_host
@@ -104,6 +105,12 @@ def probe(options: argparse.Namespace, info: RankInfo) -> Report:
             "--probe measures between hosts or ranks, and there is one process.",
             next_step="hvdtrain doctor --hosts a,b --probe, or under mpirun: python -m hvdtrain doctor --probe",
         )
+    if info.launcher == GLOO_LAUNCHER:
+        raise ConfigError(
+            "--probe measures by MPI, and these ranks were started without.",
+            next_step="start it by mpirun, or once: hvdtrain doctor --hosts a,b --probe",
+        )
+    check_launch(info)
     links = by_mpi.measure(info)
     if links is None:
         return Report()
@@ -161,7 +168,7 @@ def _probe(report: Report, options: argparse.Namespace, ask: Ask, survey: Survey
         except HvdtrainError as error:
             mend = error.next_step or ""
             why = f"{error.what} {error.found or ''}".strip()
-            report.findings.append(Finding("mpirun", "warning", why, "links are measured by TCP instead", mend))
+            report.findings.append(Finding("probe", "warning", why, "links are measured by TCP instead", mend))
     else:
         report.findings.append(Finding("probe", "ok", "by TCP", why))
     if len(names) > 1:

@@ -162,3 +162,10 @@ def test_without_mpi_links_are_measured_by_tcp(hosts: TwoHosts, tmp_path: Path) 
     ways = {(way["source"], way["target"]): way["bytes_per_s"] * 8e-6 for way in said["links"]["ways"]}
     assert 80 < ways["b", "a"] < 105 < 200 < ways["a", "b"]
     assert "slow b to a" in checks(said) and done.returncode == 1
+
+
+def test_an_mpi_that_does_not_start_is_told_and_tcp_measures(hosts: TwoHosts) -> None:
+    said = doctor(hosts.a, "--hosts", "a,b", "--probe", "--interface", "nosuch0")
+    (found,) = [check for check in said["checks"] if check["level"] == "warning"]
+    assert found["name"] == "probe" and "nosuch0" in found["mend"], "what was run, to be tried by hand"
+    assert said["links"]["by"].startswith("TCP") and said["level"] == "warning"

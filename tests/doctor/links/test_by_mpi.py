@@ -59,6 +59,11 @@ def test_what_does_not_go_together_is_said(options: list[str], said: str, capsys
     assert said in capsys.readouterr().out
 
 
+def test_ranks_that_were_started_without_mpi_are_told_so(tmp_path: Path) -> None:
+    done = run([*DOCTOR, "--probe"], size=2, launcher="horovodrun --gloo", cwd=tmp_path, check=False)
+    assert done.returncode and "--probe measures by MPI" in done.stdout
+
+
 def test_an_mpi_that_is_not_horovods_is_found_among_what_is_loaded(tmp_path: Path) -> None:
     assert wrong_library(MAPS, Path("/v/lib/libmpi.so.40.30.8")) is None
     assert wrong_library(MAPS, Path("/other/lib/libmpi.so.40")) == "/v/lib/libmpi.so.40.30.8"
