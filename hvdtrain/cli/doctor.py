@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,6 +56,9 @@ def main(argv: list[str]) -> int:
     except HvdtrainError as error:
         print(json.dumps({"error": str(error)}) if options.json else f"error: {error}")
         return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("hvdtrain: interrupted\n")
+        return 128 + signal.SIGINT
     if info.rank != 0:
         return 0
     findings = examine(gather(info, choices, environ(), options.run_dir, log))

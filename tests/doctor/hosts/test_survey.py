@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,13 +20,18 @@ ROOT = Path(__file__).parents[3]
 FAKE = ROOT / "tests/support/skewed_ssh.py"
 
 
-def found_of(tmp_path: Path, *hosts: str) -> Survey:
-    """What these say."""
+def with_ssh(tmp_path: Path) -> dict[str, str]:
+    """An environment in which ssh is another program."""
     ssh = tmp_path / "bin" / "ssh"
     ssh.parent.mkdir(exist_ok=True)
     ssh.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, str(FAKE)])} "$@"\n')
     ssh.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{ssh.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    return {**os.environ, "PATH": f"{ssh.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+
+
+def found_of(tmp_path: Path, *hosts: str) -> Survey:
+    """What these say."""
+    environment = with_ssh(tmp_path)
     ask = Ask(dict.fromkeys(hosts, 1), frozenset(), str(tmp_path), sys.executable, environment)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", environment["PATH"])  # where programs are looked for
@@ -65,3 +72,15 @@ def test_ssh_that_is_not_there_is_told(tmp_path: Path) -> None:
             found = open_hosts.survey()
     assert "ssh" in found.lost["b"] and not found.says
     assert examine(found)[0].level == "broken"
+
+
+def test_who_interrupts_it_does_not_wait_for_a_host(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "hvdtrain", "doctor", "--hosts", "mute"]
+    with subprocess.Popen(argv, env=with_ssh(tmp_path), cwd=tmp_path, stderr=subprocess.PIPE, text=True) as doctor:
+        while not psutil.Process(doctor.pid).children(recursive=True):
+            assert doctor.poll() is None
+        waiting = psutil.Process(doctor.pid).children(recursive=True)
+        doctor.send_signal(signal.SIGINT)
+        _, said = doctor.communicate(timeout=survey.GREET_S / 2)
+    assert doctor.returncode == 128 + signal.SIGINT and said == "hvdtrain: interrupted\n"
+    assert not psutil.wait_procs(waiting, timeout=20)[1]
