@@ -91,7 +91,7 @@ def _world(info: RankInfo) -> Any:
                 f"{rank_label(info)}: mpi4py speaks another MPI than Horovod.",
                 expected=str(library.path),
                 found=other,
-                next_step=f"LD_LIBRARY_PATH={library.path.parent}; or pip install --no-binary mpi4py mpi4py, with that "
+                next_step=f"export MPI4PY_LIBMPI={library.path}; or pip install --no-binary mpi4py mpi4py, with that "
                 "MPI's mpicc first on PATH",
             )
     if MPI.COMM_WORLD.size != info.size:
