@@ -29,10 +29,10 @@ def with_ssh(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PATH": f"{ssh.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
 
 
-def found_of(tmp_path: Path, *hosts: str) -> Survey:
+def found_of(tmp_path: Path, *hosts: str, folder: str = "") -> Survey:
     """What these say."""
     environment = with_ssh(tmp_path)
-    ask = Ask(dict.fromkeys(hosts, 1), frozenset(), str(tmp_path), sys.executable, environment)
+    ask = Ask(dict.fromkeys(hosts, 1), frozenset(), folder or str(tmp_path), sys.executable, environment)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", environment["PATH"])  # where programs are looked for
         with asked(ask) as open_hosts:
@@ -62,6 +62,13 @@ def test_a_host_that_says_nothing_is_let_go(tmp_path: Path, monkeypatch: pytest.
 def test_what_login_scripts_write_is_passed_over(tmp_path: Path) -> None:
     found = found_of(tmp_path, "noisy")
     assert list(found.says) == ["noisy"] and not found.lost
+
+
+def test_a_folder_that_no_host_has_loses_no_host(tmp_path: Path) -> None:
+    found = found_of(tmp_path, "here", "there", folder=str(tmp_path / "gone"))
+    assert not found.lost and not found.writer and not found.sees
+    (folder,) = [finding for finding in examine(found) if finding.name == "folder"]
+    assert folder.level == "broken" and "here, there" in folder.why
 
 
 def test_ssh_that_is_not_there_is_told(tmp_path: Path) -> None:
