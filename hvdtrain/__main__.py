@@ -16,6 +16,7 @@ COMMANDS = {
     "config": ("hvdtrain.cli.config", "init: write a file of all options of training, each with what it does"),
     "completion": ("hvdtrain.cli.completion", "completion of commands and options by TAB, for bash, zsh and fish"),
     "build-horovod": ("hvdtrain.cli.build_horovod", "build Horovod for the torch and MPI at hand"),
+    "bundle": ("hvdtrain.cli.bundle", "a folder with everything to install where no registry is reached"),
 }
 
 USAGE = """\

@@ -193,7 +193,7 @@ def test_what_reads_files_of_others_says_that_it_runs_none_of_them(call: str, ke
     "argument",
     [
         *("--help", "--version", "doctor --help", "build-horovod --help", "timeline --help", "verify data --help"),
-        *("config init --help", "completion --help"),
+        *("config init --help", "completion --help", "bundle --help"),
     ],
 )
 def test_help_imports_no_torch(argument: str) -> None:

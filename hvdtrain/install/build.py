@@ -51,7 +51,7 @@ def pending(plan: BuildPlan) -> tuple[Step, ...]:
     """Give the steps whose results are not there yet. The proof is always run."""
     done = {"proof": False, "install": _is_installed(plan, installed())}
     done["compile"] = done["install"] or plan.wheel.exists()
-    done["sdist"] = done["compile"] or _digest(plan.sdist) == SDIST_SHA256
+    done["sdist"] = done["compile"] or digest(plan.sdist) == SDIST_SHA256
     return tuple(step for step in plan.steps if not done.get(step.name, False))
 
 
@@ -62,6 +62,33 @@ def _is_installed(plan: BuildPlan, record: BuildRecord | None) -> bool:
         and record.version == plan.version
         and unquote(record.source or "").endswith(f"/{plan.key}/{plan.wheel.name}")
     )
+
+
+def check_sdist(path: Path) -> None:
+    """Refuse a source of Horovod that is not the released one.
+
+    Raises:
+        BuildError: it is another one, or not there.
+    """
+    found = digest(path)
+    if found != SDIST_SHA256:
+        raise BuildError(
+            "The source of Horovod that the registry gave is not the released one.",
+            expected=f"{path.name} with sha256 {SDIST_SHA256}",
+            found=found or "no such file",
+            next_step="check pip's index-url and find-links",
+        )
+
+
+def digest(path: Path) -> str | None:
+    """Give a file's SHA-256; None when there is no such file."""
+    if not path.exists():
+        return None
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(1 << 20):
+            found.update(part)
+    return found.hexdigest()
 
 
 @contextmanager
@@ -105,14 +132,7 @@ def _prepare(plan: BuildPlan) -> None:
 
 def _keep_sdist(plan: BuildPlan) -> None:
     fetched = plan.scratch / "sdist" / plan.sdist.name
-    digest = _digest(fetched)
-    if digest != SDIST_SHA256:
-        raise BuildError(
-            "The source of Horovod that the registry gave is not the released one.",
-            expected=f"{plan.sdist.name} with sha256 {SDIST_SHA256}",
-            found=digest or "no such file",
-            next_step="check pip's index-url and find-links",
-        )
+    check_sdist(fetched)
     plan.sdist.parent.mkdir(exist_ok=True)
     fetched.rename(plan.sdist)
 
@@ -124,7 +144,3 @@ def _keep_wheel(plan: BuildPlan) -> None:
         os.fsync(file.fileno())
     shutil.rmtree(plan.wheel.parent, ignore_errors=True)
     made.parent.rename(plan.wheel.parent)
-
-
-def _digest(path: Path) -> str | None:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None

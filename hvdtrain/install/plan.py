@@ -15,11 +15,14 @@ from hvdtrain.install.steps import Step
 from hvdtrain.install.versions import Label
 
 HOROVOD = "0.28.1"
+SDIST = f"horovod-{HOROVOD}.tar.gz"
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 RECIPE = 8  # part of the cache key: raise it when the same inputs give another wheel
 
 # Never passed on to the build: settings of other builds, and those of a `make` that calls us.
 DROPPED_PREFIXES = ("HOROVOD_", "MAKE", "MFLAGS", "GNUMAKEFLAGS", "OMPI_COMM_", "PMI_", "PMIX_RANK", "PMIX_NAMESPACE")
+
+_BARE = ("--no-deps", "--no-build-isolation")  # Horovod's set-up has to see torch
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ def plan(probe: Probe, gpu: str = "auto") -> BuildPlan:
     key = _key(probe, have, label)
     scratch = scratch_of(probe.cache, key)
     version = f"{HOROVOD}+{label}"
-    sdist = probe.cache / "sdist" / f"horovod-{HOROVOD}.tar.gz"
+    sdist = probe.cache / "sdist" / SDIST
     wheel = probe.cache / key / f"horovod-{version}-{probe.python.tag}-{probe.python.platform}.whl"
     script = str(Path(compiler.__file__).resolve())
     wrapper = compiler.wrapper_text(
@@ -108,6 +111,13 @@ def plan(probe: Probe, gpu: str = "auto") -> BuildPlan:
         wheel=wheel,
         nccl_links=_nccl_links(have),
     )
+
+
+def fetching(python: str, folder: Path) -> Step:
+    """Fetch Horovod's source into a folder, by an interpreter's pip."""
+    pip = (python, "-m", "pip", "--disable-pip-version-check", "download", *_BARE)
+    argv = (*pip, "--no-binary", "horovod", "--dest", str(folder), f"horovod=={HOROVOD}")
+    return Step("sdist", "fetching Horovod's source", "5 s", argv)
 
 
 def scratch_of(cache: Path, key: str) -> Path:
@@ -199,14 +209,11 @@ def _key(probe: Probe, have: Ready, label: Label) -> str:
 
 def _steps(probe: Probe, have: Ready, scratch: Path, sdist: Path, wheel: Path) -> tuple[Step, ...]:
     pip = (probe.python.executable, "-m", "pip", "--disable-pip-version-check")
-    # --no-build-isolation: Horovod's set-up has to see torch.
-    bare = ("--no-deps", "--no-build-isolation")
-    fetch = (*pip, "download", *bare, "--no-binary", "horovod", "--dest", str(scratch / "sdist"), f"horovod=={HOROVOD}")
-    make = (*pip, "wheel", "-v", *bare, "--no-cache-dir", "--wheel-dir", str(scratch / "wheel"), str(sdist))
+    make = (*pip, "wheel", "-v", *_BARE, "--no-cache-dir", "--wheel-dir", str(scratch / "wheel"), str(sdist))
     install = (*pip, "install", "--no-deps", "--no-index", "--force-reinstall", str(wheel))
     minutes = "2 min on 2 cores" if have.gpu == "none" else "3 min on 2 cores"
     steps = [
-        Step("sdist", "fetching Horovod's source", "5 s", fetch),
+        fetching(probe.python.executable, scratch / "sdist"),
         Step("compile", "compiling Horovod", minutes, make),
         Step("install", "installing the wheel", "3 s", install),
         Step("proof", "proving it by an allreduce of two ranks", "10 s", proof.command(probe, have.mpi), 120),

@@ -42,7 +42,7 @@ def probe(environ: Mapping[str, str]) -> Probe:
     python = python_at_hand()
     torch = torch_at_hand()
     cuda = cuda_at_hand(environ)
-    cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdtrain" / "horovod"
+    cache = cache_folder(environ) / "horovod"
     return Probe(
         python=python,
         torch=torch,
@@ -60,6 +60,11 @@ def probe(environ: Mapping[str, str]) -> Probe:
         is_root=os.geteuid() == 0,
         environ=dict(environ),
     )
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """Give the folder for what can be made or fetched again."""
+    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdtrain"
 
 
 def python_at_hand() -> PythonAtHand:

@@ -26,11 +26,12 @@ _NOISE = (
     "execute `setup.py`",
     " as error:",
 )
-_OFFLINE = "the package registry is not reached: check the network, the proxy and pip's index-url"
+OFFLINE = "the package registry is not reached: check the network, the proxy and pip's index-url"
 _MENDS = (
     ("No space left on device", "free some disk space, or set XDG_CACHE_HOME and TMPDIR to folders on another disk"),
-    ("NewConnectionError", _OFFLINE),
-    ("Temporary failure in name resolution", _OFFLINE),
+    ("NewConnectionError", OFFLINE),
+    ("connection broken by", OFFLINE),
+    ("Temporary failure in name resolution", OFFLINE),
     ("No matching distribution", "the registry lacks it or is not reached: check the network and pip's index-url"),
     ("Killed signal", "the compiler ran out of memory: use a machine with more, 1.5 GiB a core"),
     ("Python.h: No such file", "sudo apt-get install python3-dev   (Fedora, RHEL: sudo dnf install python3-devel)"),

@@ -96,7 +96,7 @@ def install(project: Path, venv: Path, environ: Mapping[str, str], say: Say) -> 
             with timed(step, say, f"[{number}/{len(steps) + 1}] "):
                 run(step, settings, project, log, lambda text: None)
             if step.name == "venv":
-                _lend(venv, source)
+                lend(venv, source)
     say(f"[{len(steps) + 1}/{len(steps) + 1}] Horovod")
 
 
@@ -159,8 +159,8 @@ def demand(project: Path, environ: Mapping[str, str]) -> None:
         )
 
 
-def _lend(venv: Path, source: Lender) -> None:
-    """Let the environment see the lender's packages, behind its own.
+def lend(venv: Path, source: Lender) -> None:
+    """Let an environment see the lender's packages, behind its own.
 
     By a .pth file: ``--system-site-packages`` would show those of the interpreter below, when the lender is itself
     a virtual environment.

@@ -138,7 +138,7 @@ def test_what_is_lent_is_seen_behind_what_is_installed(tmp_path: Path) -> None:
     (lent / "lent_module.py").write_text("where = 'lender'")
     venv = tmp_path / ".venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=60)
-    module._lend(venv, Lender(sys.executable, sys.prefix, lends=(str(lent),)))
+    module.lend(venv, Lender(sys.executable, sys.prefix, lends=(str(lent),)))
     program = "import lent_module, sys; print(lent_module.where, sys.path[-1])"
     done = subprocess.run(
         [venv / "bin" / "python", "-c", program], capture_output=True, text=True, timeout=60, check=False

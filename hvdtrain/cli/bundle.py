@@ -1,0 +1,78 @@
+"""``hvdtrain bundle``: a folder with everything to install where no registry is reached."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+import hvdtrain
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.runtime.environment import environ
+
+
+def parser() -> argparse.ArgumentParser:
+    """Declare the options."""
+    made = argparse.ArgumentParser(
+        prog="hvdtrain bundle",
+        description="Make a folder with hvdtrain, torch, everything else that is needed, the source of Horovod and one "
+        "script, install.sh, that installs it all where no registry is reached. Begun again, it goes on where it was.",
+    )
+    made.add_argument("folder", type=Path, help="where the bundle is made")
+    made.add_argument("--python", metavar="3.X", help="the Python there (this one's version)")
+    made.add_argument("--torch", metavar="VERSION", help="such as 2.13.0 or 2.13.0+cpu (the one at hand, else the pin)")
+    made.add_argument(
+        "--platform",
+        metavar="NAME",
+        help="such as manylinux_2_28_x86_64: Linux with glibc 2.28 or newer (this machine's)",
+    )
+    return made
+
+
+def main(argv: list[str]) -> int:
+    """Run the subcommand; gives the exit status."""
+    options = parser().parse_args(argv)
+    started = time.monotonic()
+    try:
+        size = _make(options.folder, options.python, options.platform, options.torch)
+    except HvdtrainError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on", file=sys.stderr)
+        return 130
+    print(f"{options.folder} is ready after {time.monotonic() - started:.0f} s: {size / 2**20:,.0f} MiB")
+    print(f"carry it there, and run: {options.folder.name}/install.sh VENV")
+    return 0
+
+
+def _make(out: Path, python: str | None, platform: str | None, torch: str | None) -> int:
+    from hvdtrain.install import bundle, closure
+    from hvdtrain.install.plan import SDIST
+    from hvdtrain.install.probe import cache_folder
+    from hvdtrain.install.target import Target, platform_here, python_here
+
+    variables = environ()
+    cache, project = cache_folder(variables), Path(hvdtrain.__file__).parents[1]
+    bundle.demand_project(project)
+    target = Target(python or python_here(), platform or platform_here(), torch or "0")
+    if torch is None:
+        pins = closure.pins((project / "constraints.txt").read_text(), target.markers)
+        target = Target(target.python, target.platform, _torch_here() or pins["torch"])
+    cache.mkdir(parents=True, exist_ok=True)
+    source = bundle.Source(project, cache / "horovod" / "sdist" / SDIST, cache / "bundle.log", variables)
+    print(f"a bundle for {target}   (log: {source.log})", flush=True)
+    return bundle.make(source, out, target, lambda line: print(f"  {line}", flush=True))
+
+
+def _torch_here() -> str | None:
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,155 @@
+"""Everything to install where no registry is reached: what ``hvdtrain bundle`` puts into a folder.
+
+Of this machine nothing comes into it but what was fetched and built: the output of pip, which names registries and
+paths, goes to a log outside.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from zipfile import ZipFile
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name, parse_wheel_filename
+
+from hvdtrain import __version__
+from hvdtrain.errors import BuildError
+from hvdtrain.install import demand
+from hvdtrain.install.build import check_sdist, digest
+from hvdtrain.install.bundle_folder import BundleFolder
+from hvdtrain.install.closure import closure, pins
+from hvdtrain.install.fetch import Pip
+from hvdtrain.install.plan import HOROVOD, SDIST, SDIST_SHA256
+from hvdtrain.install.steps import Say
+from hvdtrain.install.target import Target
+from hvdtrain.install.venv import OPEN_MPI
+
+FORMAT = 1
+EXTRAS = "lm,image,datasets,tensorboard,horovod"
+"""All but the tools of tests and benchmarks."""
+ROOTS = ("pip", "setuptools", "wheel", "cmake", OPEN_MPI, f"hvdtrain[{EXTRAS}]")
+"""What is installed beside torch; cmake and Open MPI where the machine has none of its own."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a bundle is made from.
+
+    Attributes:
+        project: the folder of hvdtrain's setup.cfg and constraints.txt.
+        cached_sdist: where a build of Horovod keeps its source; need not be there.
+        log: takes the output of pip.
+        environ: the process's environment.
+    """
+
+    project: Path
+    cached_sdist: Path
+    log: Path
+    environ: Mapping[str, str]
+
+
+def make(source: Source, out: Path, target: Target, say: Say) -> int:
+    """Make a bundle, or what is left to do of one; its size in bytes.
+
+    Args:
+        source: where it is made from.
+        out: its folder; new, empty, or a bundle for the same target.
+        target: what it is for.
+        say: takes a line for the reader.
+
+    Raises:
+        BuildError: something cannot be fetched or written, or the folder holds something else.
+    """
+    demand_project(source.project)
+    folder = BundleFolder(out)
+    try:
+        with folder.claimed(target), source.log.open("w") as log:
+            return _make(source, folder, target, Pip(source.environ, folder.partial, log), say)
+    except OSError as error:
+        raise BuildError(
+            f"{out} cannot be written.",
+            found=str(error),
+            next_step="free some disk space, or name a folder on another disk; what is there already is kept",
+        ) from error
+
+
+def demand_project(project: Path) -> None:
+    """Refuse to make a bundle where there are no sources of hvdtrain.
+
+    Raises:
+        BuildError: some are missing.
+    """
+    missing = [name for name in ("setup.cfg", "constraints.txt") if not (project / name).is_file()]
+    if missing:
+        raise BuildError(
+            "A bundle is made from hvdtrain's repository, with the versions pinned there.",
+            expected=f"{' and '.join(missing)} in {project}",
+            next_step="in a clone of the repository: make setup, then .venv/bin/hvdtrain bundle",
+        )
+
+
+def _make(source: Source, folder: BundleFolder, target: Target, pip: Pip, say: Say) -> int:
+    for name in folder.drop_damaged():
+        say(f"{name} is not what it was")
+    pinned = pins((source.project / "constraints.txt").read_text(), target.markers)
+    own = folder.keep(pip.build(source.project))
+
+    def fetch(requirement: Requirement) -> Path:
+        if canonicalize_name(requirement.name) == "hvdtrain":
+            return own
+        found = folder.held(requirement)
+        if found is None:
+            say(f"fetching {requirement}")
+            found = folder.keep(pip.download(requirement, target))
+        return found
+
+    # torch first: what it needs of exact versions goes before the pins
+    roots = (f"torch=={target.torch}", *ROOTS)
+    wheels = closure(roots, {**pinned, "torch": target.torch}, target.markers, fetch)
+    sdist = folder.packages / SDIST
+    if digest(sdist) != SDIST_SHA256:
+        say(f"fetching {SDIST}")
+        folder.keep(_sdist(source, pip))
+    needed = sum(_unpacked(wheel) for wheel in wheels.values()) + demand.NEEDED_BYTES
+    manifest = {
+        "format": FORMAT,
+        "created_by": f"hvdtrain {__version__}",
+        "for": asdict(target),
+        "horovod": HOROVOD,
+        "packages": {name: str(parse_wheel_filename(path.name)[1]) for name, path in sorted(wheels.items())},
+        "needed_bytes": needed,
+    }
+    return folder.finish({sdist, *wheels.values()}, manifest, script(target, needed))
+
+
+def _sdist(source: Source, pip: Pip) -> Path:
+    """Give Horovod's released source, from a build's cache or the registry, in the folder of what is partial."""
+    if digest(source.cached_sdist) == SDIST_SHA256:
+        return Path(shutil.copyfile(source.cached_sdist, pip.folder / SDIST))
+    fetched = pip.download_sdist()
+    check_sdist(fetched)
+    return fetched
+
+
+def script(target: Target, needed_bytes: int) -> str:
+    """Write the script that installs a bundle, from the template beside this file."""
+    text = Path(__file__).with_name("install.sh").read_text()
+    values = {
+        "PYTHON": target.python,
+        "MACHINE": target.machine,
+        "GLIBC_MINOR": str(target.glibc_minor),
+        "NEEDED_KIB": str(-(-needed_bytes // 1024)),
+        "EXTRAS": EXTRAS,
+        "OPEN_MPI": OPEN_MPI,
+    }
+    for name, value in values.items():
+        text = text.replace(f"@{name}@", value)
+    return text
+
+
+def _unpacked(wheel: Path) -> int:
+    with ZipFile(wheel) as archive:
+        return sum(member.file_size for member in archive.infolist())

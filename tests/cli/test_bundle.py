@@ -1,0 +1,79 @@
+"""``hvdtrain bundle``: what is made where nothing is said, and how it ends."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.cli.bundle import main
+from hvdtrain.install import bundle
+from hvdtrain.install.bundle import Source
+from hvdtrain.install.steps import Say
+from hvdtrain.install.target import Target, platform_here, python_here
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Source, Target]]:
+    calls: list[tuple[Source, Target]] = []
+
+    def make(source: Source, out: Path, target: Target, say: Say) -> int:
+        calls.append((source, target))
+        return 3 << 20
+
+    monkeypatch.setattr(bundle, "make", make)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return calls
+
+
+def test_it_is_for_this_machine(made: list[tuple[Source, Target]], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["/nowhere/offline"]) == 0
+    ((source, target),) = made
+    assert target == Target(python_here(), platform_here(), metadata.version("torch"))
+    assert source.project == ROOT
+    assert capsys.readouterr().out.endswith("s: 3 MiB\ncarry it there, and run: offline/install.sh VENV\n")
+
+
+def test_without_torch_it_has_the_pinned_one(
+    made: list[tuple[Source, Target]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", none)
+    main(["/nowhere"])
+    assert f"torch=={made[0][1].torch}\n" in (ROOT / "constraints.txt").read_text()
+
+
+def test_it_is_for_what_is_stated(made: list[tuple[Source, Target]]) -> None:
+    main(["/nowhere", "--python", "3.10", "--torch", "2.13.0+cu130", "--platform", "manylinux_2_28_aarch64"])
+    assert made[0][1] == Target("3.10", "manylinux_2_28_aarch64", "2.13.0+cu130")
+
+
+def test_what_cannot_be_is_an_error(made: list[tuple[Source, Target]], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["/nowhere", "--python", "3.9"]) == 1
+    assert "error: There are no bundles for this Python." in capsys.readouterr().err
+    assert not made
+
+
+def test_interrupted_it_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def stopped(*arguments: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bundle, "make", stopped)
+    assert main(["/nowhere"]) == 130
+    assert "the same command goes on" in capsys.readouterr().err
+
+
+def test_the_page_names_the_options_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    options = set(re.findall(r"--\w+", capsys.readouterr().out)) - {"--help"}
+    page = (ROOT / "docs" / "offline.md").read_text()
+    assert set(re.findall(r"^\| `(--\w+)", page, re.MULTILINE)) == options
+    shown = re.findall(r"hvdtrain bundle \./offline(.*)", page)
+    assert len(shown) == 3 and set(re.findall(r"--\w+", " ".join(shown))) <= options

