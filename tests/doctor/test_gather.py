@@ -6,21 +6,16 @@ import fcntl
 import socket
 import struct
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from hvdtrain.doctor.gather import gather
 from hvdtrain.doctor.gather.gpu import gpu_facts
-from hvdtrain.doctor.gather.installation import needed
 from hvdtrain.doctor.gather.machine import machine
-from hvdtrain.doctor.gather.mpi import mpi_build, mpi_facts
 from hvdtrain.doctor.gather.network import RdmaPort, network
 from hvdtrain.doctor.gather.storage import mounted, probe, storage
-from hvdtrain.install.versions import MpiBuild
 from hvdtrain.runtime.environment import RankInfo
-from tests.runtime.libraries import horovod, open_mpi, write_library
 
 GIB = 1 << 30
 
@@ -177,82 +172,6 @@ def test_a_folder_that_refuses_says_why() -> None:
 def test_a_folder_is_asked_in_a_process_of_its_own(tmp_path: Path) -> None:
     found = storage(tmp_path)
     assert found.answer.error is None and found.answer.values["folder"] == str(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("text", "build"),
-    [
-        ("mpirun (Open MPI) 4.1.8", MpiBuild("openmpi", "4.1.8")),
-        ("mpirun (Open MPI) 5.0.11rc1", MpiBuild("openmpi", "5.0.11")),
-        ("Open MPI v4.1.8", MpiBuild("openmpi", "4.1.8")),
-        ("MPICH 5.0.2", MpiBuild("mpich", "5.0.2")),
-        ("MPICH Version:      5.0.2", MpiBuild("mpich", "5.0.2")),
-        ("Intel(R) MPI Library for Linux* OS, Version 2021.11 Build 2023", MpiBuild("intelmpi", "2021.11")),
-        ("Intel(R) MPI Library 2021.11 for Linux* OS", MpiBuild("intelmpi", "2021.11")),
-        ("mpirun of somebody 1.0", None),
-        (None, None),
-    ],
-)
-def test_what_programs_and_libraries_say_of_themselves(text: str | None, build: MpiBuild | None) -> None:
-    assert mpi_build(text) == build
-
-
-def facts_of(monkeypatch: pytest.MonkeyPatch, library: Path, environ: dict[str, str] | None = None):  # type: ignore[no-untyped-def]
-    monkeypatch.setattr("hvdtrain.runtime.mpi.horovod_library", lambda: library)
-    with ThreadPoolExecutor(8) as pool:
-        return mpi_facts(RankInfo(), {"PATH": "/no/programs", **(environ or {})}, pool)
-
-
-def test_folders_of_the_build_that_are_gone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = facts_of(monkeypatch, horovod(tmp_path, runpath="/gone/lib:/usr", soname="libmpi.so.12"))
-    assert found.library is not None
-    if found.library.path is None:  # this machine has no MPICH
-        assert found.gone == (Path("/gone/lib"),)
-    assert found.mpirun is None and not found.horovodrun
-
-
-def test_an_mpi_is_seen_from_all_its_sides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    libmpi = open_mpi(tmp_path / "real", 4)
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    (tmp_path / "link/bin").mkdir()
-    (tmp_path / "link/bin/mpirun").touch()
-    library = horovod(tmp_path, runpath=str(tmp_path / "link/lib"))
-    found = facts_of(monkeypatch, library, {"OPAL_PREFIX": str(tmp_path / "link")})
-    assert found.file == libmpi and found.prefix == tmp_path / "real"
-    assert found.programs == tmp_path / "real/bin"
-    assert found.ucx is False and found.gone == ()
-    (libmpi.parent / "openmpi").mkdir()
-    (libmpi.parent / "openmpi/mca_pml_ucx.so").touch()
-    assert facts_of(monkeypatch, library).ucx is True
-
-
-def test_ucx_within_a_library_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    write_library(tmp_path / "lib/libmpi.so.40", ["libopen-pal.so.80"])
-    write_library(tmp_path / "lib/libopen-pal.so.80.0.5", ["libucp.so.0"])
-    assert facts_of(monkeypatch, horovod(tmp_path, runpath=str(tmp_path / "lib"))).ucx is True
-
-
-def test_an_nccl_that_is_gone(tmp_path: Path) -> None:
-    write_library(tmp_path / "here/libnccl.so.2", [])
-    there = write_library(tmp_path / "a.so", ["libc.so.6", "libnccl.so.2"], runpath=f"{tmp_path}/here")
-    gone = write_library(tmp_path / "b.so", ["libnccl.so.2"], runpath=f"{tmp_path}/gone")
-    found, missing = needed(there, "libnccl.so", {}), needed(gone, "libnccl.so", {})
-    assert found is not None and found.path == tmp_path / "here/libnccl.so.2"
-    assert missing is not None and missing.folders == (tmp_path / "gone",)
-    if missing.path:  # this machine has one of its own
-        assert not missing.path.is_relative_to(tmp_path)
-    assert needed(write_library(tmp_path / "c.so", ["libc.so.6"]), "libnccl.so", {}) is None
-    assert needed(None, "libnccl.so", {}) is None
-
-
-def test_a_rank_of_another_mpi_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    libmpi = write_library(tmp_path / "lib/libmpi.so.12", ["libc.so.6"])
-    monkeypatch.setattr(
-        "hvdtrain.runtime.mpi.horovod_library", lambda: horovod(tmp_path, "libmpi.so.12", runpath=str(libmpi.parent))
-    )
-    with ThreadPoolExecutor(8) as pool:
-        found = mpi_facts(RankInfo("openmpi", 0, 2, 0, 2), {"PATH": "/no/programs"}, pool)
-    assert found.refusal is not None and "build-horovod" in str(found.refusal.next_step)
 
 
 def test_what_we_set_ourselves_is_not_taken_for_somebodys(tmp_path: Path) -> None:
