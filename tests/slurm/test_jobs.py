@@ -142,8 +142,9 @@ def test_a_job_that_fails_is_not_started_again(slurm: Slurm, tmp_path: Path) -> 
     job = submit(slurm, tmp_path, script(tmp_path, "--train.stpes=3"), "low")
     job.until_it_is("FAILED")
     facts = slurm.facts(job.number)
-    assert (facts["ExitCode"], facts["Restarts"]) == ("2:0", "0")
-    assert "ended with exit code 2" in job.log
+    assert facts["Restarts"] == "0"
+    assert facts["ExitCode"] in ("2:0", "143:0")  # the second where srun ends a rank that is still starting
+    assert f"ended with exit code {facts['ExitCode'][:-2]}" in job.log
     assert job.log.count("did you mean --train.steps?") == 1
 
 
