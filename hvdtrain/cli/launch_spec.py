@@ -60,9 +60,9 @@ def spec_of(options: argparse.Namespace, choice: Choice, here: Here, environ: Ma
 
 
 def _allocated(target: str, options: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, int]:
-    """The hosts of the allocation of Slurm that this process is in, for targets that have to be told."""
-    named = target == OWN or "ssh_port" in TARGETS[target].takes
-    if not named or options.discover is not None or "SLURM_JOB_NODELIST" not in environ:
+    """The hosts of the allocation of Slurm that this process is in, for targets whose ranks start there."""
+    inside = target in (OWN, "srun") or "ssh_port" in TARGETS[target].takes
+    if not inside or options.discover is not None or "SLURM_JOB_NODELIST" not in environ:
         return {}
     return slots(environ["SLURM_JOB_NODELIST"], environ.get("SLURM_TASKS_PER_NODE", ""))
 

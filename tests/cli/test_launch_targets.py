@@ -38,7 +38,7 @@ def spied(tmp_path: Path) -> dict[str, str]:
     folder.mkdir(parents=True)
     beside.mkdir()
     (beside / library.soname).symlink_to(library.path)
-    for name in ("mpirun", "qsub", "jsrun"):
+    for name in ("mpirun", "qsub", "jsrun", "srun"):
         (folder / name).write_text(SPY.format(python=sys.executable))
         (folder / name).chmod(0o755)
     path = f"{folder}:{ENVIRONMENT['PATH']}"
@@ -102,6 +102,10 @@ def test_hosts_of_an_allocation_are_those_of_the_job(spied: dict[str, str], tmp_
     there = {**spied, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[08-10]", "SLURM_TASKS_PER_NODE": "4(x2),2"}
     shown = launch(tmp_path, there, "--to", "openmpi", "--dry-run", "--").stdout
     assert " -np 10 --host n08:4,n09:4,n10:2 " in shown
+    shown = launch(tmp_path, there, "--dry-run", "--").stdout
+    assert " srun --mpi=none --ntasks=10 --nodes=3 --cpu-bind=none" in shown
+    shown = launch(tmp_path, {**there, "SLURM_TASKS_PER_NODE": "4(x3)"}, "--dry-run", "--").stdout
+    assert " srun --mpi=none --ntasks=12 --nodes=3 --ntasks-per-node=4 " in shown
     shown = launch(tmp_path, there, "--to", "openmpi", "-H", "a:1", "--dry-run", "--").stdout
     assert " -np 1 --host a:1 " in shown
 

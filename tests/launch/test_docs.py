@@ -41,7 +41,7 @@ def test_every_target_is_told_of() -> None:
 
 
 def test_the_examples_are_taken() -> None:
-    lines = re.findall(r"^    (?:salloc .*)?hvdtrain launch (.*?) -- .*$", TEXT + LAUNCHING, re.MULTILINE)
+    lines = re.findall(r"^    (?:salloc .*)?hvdtrain launch (.*?)-- .*$", TEXT + LAUNCHING, re.MULTILINE)
     assert len(lines) > 10
     for line in lines:
         parse(line.split())

@@ -19,7 +19,9 @@ def argv(spec: JobSpec) -> tuple[str, ...]:
     """The command line."""
     over_mpi = spec.mpi is not None and spec.slurm_mpi != ""
     words = ["srun", f"--mpi={spec.slurm_mpi if over_mpi else 'none'}", f"--ntasks={spec.ranks}"]
-    words += [f"--nodes={spec.nodes}", f"--ntasks-per-node={spec.ranks_per_node}"] if spec.nodes > 1 else []
+    words += [f"--nodes={spec.nodes}"] if spec.nodes > 1 else []
+    if spec.nodes > 1 and len(set(spec.hosts.values())) < 2 and spec.ranks % spec.nodes == 0:
+        words += [f"--ntasks-per-node={spec.ranks_per_node}"]
     words += [f"--gpus-per-node={spec.gpus_per_node}"] if spec.gpus_per_node else []
     # By itself srun binds each rank to one core, on which all threads of the rank then sit.
     words += [f"--cpus-per-task={spec.cpus_per_rank}"] if spec.cpus_per_rank else ["--cpu-bind=none"]
@@ -36,5 +38,4 @@ TARGET = Target(
     "srun inside an allocation of Slurm, over MPI or Gloo",
     render,
     takes=frozenset({"hosts", "nodes", "gpus_per_node", "cpus_per_rank", "interface", "env"}),
-    even=True,
 )
