@@ -6,9 +6,9 @@
 #BSUB -W 120
 #BSUB -o hvdtrain.%J.out
 #BSUB -r
-#BSUB -env "PATH,LD_LIBRARY_PATH"
+#BSUB -env "PATH"
 cd -- "${LS_SUBCWD:-.}" || exit
 # module load openmpi cuda
 export PATH="$PWD/.venv/bin:$PATH"
 # 120 s before the limit all ranks save a checkpoint and go on. The same job, submitted again, goes on from there.
-exec timeout --foreground --preserve-status --signal=USR1 7080 "$(command -v mpirun)" -np 16 --hostfile "$LSB_DJOB_HOSTFILE" --map-by slot --bind-to none -x PATH -x LD_LIBRARY_PATH python -m hvdtrain --config run.yaml
+exec timeout --foreground --preserve-status --signal=USR1 7080 "$(command -v mpirun)" -np 16 --hostfile "$LSB_DJOB_HOSTFILE" --map-by slot --bind-to none -x PATH python -m hvdtrain --config run.yaml

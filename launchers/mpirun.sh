@@ -6,4 +6,4 @@
 #   -x NCCL_DEBUG -x HF_HOME                                         variables that ranks on other hosts get
 # hvdtrain launch --to openmpi -H a:4,b:4 --dry-run -- ...           shows the line that it would run here
 np=${NP:?number of ranks, such as NP=8} hosts=${HOSTS:?hosts and their slots, such as HOSTS=a:4,b:4}
-exec "$(command -v mpirun)" -np "$np" --host "$hosts" --map-by slot --bind-to none -x PATH -x LD_LIBRARY_PATH python -m hvdtrain "$@"
+exec "$(command -v mpirun)" -np "$np" --host "$hosts" --map-by slot --bind-to none -x PATH python -m hvdtrain "$@"

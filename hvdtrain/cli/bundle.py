@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
         print("interrupted; the same command goes on", file=sys.stderr)
         return 130
     print(f"{options.folder} is ready after {time.monotonic() - started:.0f} s: {size / 2**20:,.0f} MiB")
-    print(f"carry it there, and run: {options.folder.name}/install.sh VENV")
+    print(f"carry it there, and run: {options.folder.resolve().name}/install.sh VENV")
     return 0
 
 

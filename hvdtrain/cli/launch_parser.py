@@ -47,8 +47,8 @@ def _variable(text: str) -> str:
 
 
 def _name(text: str) -> str:
-    if not re.fullmatch(r"[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?", text):
-        raise argparse.ArgumentTypeError(f"up to 40 small letters, digits and -, not {text!r}")
+    if not re.fullmatch(r"[a-z](?:[a-z0-9-]{0,38}[a-z0-9])?", text):  # pods' names begin with it: RFC 1035
+        raise argparse.ArgumentTypeError(f"up to 40 small letters, digits and -, a letter first, not {text!r}")
     return text
 
 
@@ -145,8 +145,8 @@ def _add_scheduled(add: Callable[..., object]) -> None:
     add("--account", type=_plain, metavar="NAME", help="who pays (yours)")
     add("--name", type=_name, default="hvdtrain", help="of the job (hvdtrain)")
     add("--array", type=_array, metavar="0-3", help="a job for each index; {array} in ARGS becomes the index")
-    add("--notice", type=duration_s, default=120, metavar="S", help="save and stop so long before the limit (120s)")
+    add("--notice", type=duration_s, default=120, metavar="2m", help="save so long before the limit (2m)")
     add("--requeues", type=_whole, default=20, metavar="N", help="go back into the queue N times at most (20)")
     add("--directive", action="append", type=_directive, default=[], metavar="D", help="a further line: --qos=high")
-    add("--image", type=_plain, help="what containers run (hvdtrain)")
+    add("--image", type=_plain, help="what containers run (hvdtrain:cuda or hvdtrain:cpu)")
     add("--namespace", type=_plain, help="of Kubernetes (the current)")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import re
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -20,6 +22,9 @@ from hvdtrain.launch.software import as_shell, setup_lines
 from hvdtrain.launch.spec import Batch, JobSpec
 from hvdtrain.launch.targets import TARGETS
 
+_FILES = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE")
+"""Variables that name a file with a line for each slot of an allocation."""
+
 _FOUND_BY = ("PATH", "LD_LIBRARY_PATH")
 """Variables by which ranks on other hosts find what this process finds."""
 
@@ -30,17 +35,15 @@ def spec_of(options: argparse.Namespace, choice: Choice, here: Here, environ: Ma
     Errors:
         LaunchError: the number of ranks is not said, or an option has no meaning.
     """
+    target = TARGETS.get(choice.target)
     hosts = parse_hosts(options.hosts) if options.hosts else _allocated(choice.target, options, environ)
-    nodes = options.nodes or len(hosts) or 1
-    missing = next((name for name in options.env if name not in environ), None)
-    if missing is not None:
-        raise LaunchError(f"--env {missing}: there is no such variable.", next_step=f"export {missing}=...")
-    names = [*_FOUND_BY, *handed_on(environ), *options.env]
+    ranks = options.np or _ranks(options, sum(hosts.values()))
     return JobSpec(
         arguments=_arguments(options.arguments),
-        ranks=options.np or _ranks(options, sum(hosts.values()), nodes),
-        nodes=nodes,
+        ranks=ranks,
+        nodes=options.nodes or min(len(hosts), ranks) or 1,
         hosts=hosts,
+        host=platform.node(),
         python=sys.executable,
         gpus_per_node=options.gpus_per_node or 0,
         cpus_per_rank=options.cpus_per_rank or 0,
@@ -48,7 +51,7 @@ def spec_of(options: argparse.Namespace, choice: Choice, here: Here, environ: Ma
         discover=str(options.discover) if options.discover else None,
         folder=str(Path.cwd()),
         name=options.name,
-        pass_on=tuple(name for name in dict.fromkeys(names) if name in environ),
+        pass_on=tuple(options.env) if target and target.elsewhere else _passed(options.env, environ),
         interface=options.interface,
         ssh_port=options.ssh_port,
         ssh_options=tuple(options.ssh_option),
@@ -59,12 +62,24 @@ def spec_of(options: argparse.Namespace, choice: Choice, here: Here, environ: Ma
     )
 
 
+def _passed(asked: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Names of the variables that ranks on other hosts get."""
+    missing = next((name for name in asked if name not in environ), None)
+    if missing is not None:
+        raise LaunchError(f"--env {missing}: there is no such variable.", next_step=f"export {missing}=...")
+    names = dict.fromkeys([*_FOUND_BY, *handed_on(environ), *asked])
+    return tuple(name for name in names if name in environ)
+
+
 def _allocated(target: str, options: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, int]:
-    """The hosts of the allocation of Slurm that this process is in, for targets whose ranks start there."""
+    """The hosts of the allocation that this process is in, for targets whose ranks start there: of Slurm, PBS, LSF."""
     inside = target in (OWN, "srun") or "ssh_port" in TARGETS[target].takes
-    if not inside or options.discover is not None or "SLURM_JOB_NODELIST" not in environ:
+    if not inside or options.discover is not None:
         return {}
-    return slots(environ["SLURM_JOB_NODELIST"], environ.get("SLURM_TASKS_PER_NODE", ""))
+    if "SLURM_JOB_NODELIST" in environ:
+        return slots(environ["SLURM_JOB_NODELIST"], environ.get("SLURM_TASKS_PER_NODE", ""))
+    file = next((environ[name] for name in _FILES if name in environ), None)
+    return dict(Counter(Path(file).read_text().split())) if file else {}
 
 
 def _batch(options: argparse.Namespace, here: Here, environ: Mapping[str, str]) -> Batch:
@@ -83,11 +98,11 @@ def _batch(options: argparse.Namespace, here: Here, environ: Mapping[str, str]) 
     )
 
 
-def _ranks(options: argparse.Namespace, slots: int, nodes: int) -> int:
+def _ranks(options: argparse.Namespace, slots: int) -> int:
     if slots:
         return slots
     if options.gpus_per_node:
-        return nodes * int(options.gpus_per_node)
+        return int(options.nodes or 1) * int(options.gpus_per_node)
     next_step = "-np N, or -H a:4,b:4, or --nodes N --gpus-per-node M"
     raise LaunchError("It is not said how many ranks there are.", next_step=next_step)
 

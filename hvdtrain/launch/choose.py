@@ -16,7 +16,11 @@ OWN = "hvdtrain"
 """The target that is our own driver: over Gloo, and elastic."""
 
 AUTO = "auto"
-_OWN_OPTIONS = {"elastic", "discover", "slots", "restarts", "events", "hang_timeout", "reset_limit"}
+OWN_OPTIONS = frozenset(
+    {"elastic", "discover", "slots", "restarts", "reset_limit", "hang_timeout", "elastic_timeout", "start_timeout"}
+    | {"gloo_timeout", "local", "events", "tag"}
+)
+"""Options that mean something to our own driver, and to few others."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +51,19 @@ def choose(to: str, given: Collection[str], here: Here) -> Choice:
     if flavours:
         return Choice(to, _fitting(to, flavours, here), "asked for")
     mpi = _own_mpi(here)
+    if to == "srun":
+        return Choice(to, mpi, f"asked for{_over(here)}")
     if to == "horovodrun" and (mpi is None or (mpi.flavour, mpi.major) != ("openmpi", 4)):
         return Choice(to, None, "asked for; over Gloo, for of MPIs it can drive Open MPI 4 alone")
     return Choice(to, mpi, "asked for")
 
 
 def _auto(given: Collection[str], here: Here) -> Choice:
-    own = sorted(_OWN_OPTIONS.intersection(given))
+    own = sorted(OWN_OPTIONS.intersection(given))
     if own:
         return Choice(OWN, None, f"--{own[0].replace('_', '-')} is of our own driver")
     if here.in_slurm and "srun" in here.programs:
-        return Choice("srun", _own_mpi(here), "inside an allocation of Slurm")
+        return Choice("srun", _own_mpi(here), f"inside an allocation of Slurm{_over(here)}")
     mpi = _own_mpi(here)
     if mpi is not None:
         return Choice(mpi.flavour, mpi, f"Horovod speaks {name_of(mpi)}")
@@ -65,6 +71,15 @@ def _auto(given: Collection[str], here: Here) -> Choice:
         return Choice(OWN, None, "Horovod has no MPI: over Gloo")
     found = ", ".join(map(name_of, here.mpis)) or "none"
     return Choice(OWN, None, f"no mpirun of the MPI that Horovod speaks is there (found: {found}): over Gloo")
+
+
+def _over(here: Here) -> str:
+    """What srun's ranks talk by, where it is not their MPI."""
+    mpi = _own_mpi(here)
+    if mpi is None or here.slurm_mpi_for(mpi):
+        return ""
+    kinds = ", ".join(here.slurm_mpi) or "none"
+    return f"; over Gloo, for srun has no PMI of {name_of(mpi)} (srun --mpi=list: {kinds})"
 
 
 def name_of(mpi: Mpi) -> str:
@@ -94,7 +109,7 @@ def _fitting(to: str, flavours: tuple[str, ...], here: Here) -> Mpi:
             next_step="load the module of that MPI, or leave --to away: what fits this machine is taken",
         )
     if here.horovod and here.family not in (_family(found), "unknown"):
-        speaks = "the MPI of " + name_of(here.mpis[0]) if here.family and here.mpis else "no MPI"
+        speaks = {None: "no MPI", "openmpi": "Open MPI"}.get(here.family, "MPICH or Intel MPI")
         raise LaunchError(
             f"Horovod speaks another MPI than {name_of(found)}: ranks that this starts do not find each other.",
             expected=f"a Horovod that speaks {names}",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from hvdtrain.install.venv import EXTRAS
 from hvdtrain.launch.render import fill
 from hvdtrain.launch.targets.mpijob import IMAGE
 
 BASE = "debian:12.11-slim"
-EXTRAS = "lm,image,datasets,tensorboard,horovod"
 
 
 def render_dockerfile() -> str:

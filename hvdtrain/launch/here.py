@@ -41,8 +41,9 @@ class Here:
 
     def slurm_mpi_for(self, mpi: Mpi | None) -> str:
         """How srun connects the ranks of an MPI; "" where it cannot."""
-        wanted = ("pmix",) if mpi is not None and mpi.flavour == "openmpi" else ("pmi2",)
-        return next((kind for kind in wanted if mpi is not None and kind in self.slurm_mpi), "")
+        # Intel MPI would need Slurm's library of PMI besides (I_MPI_PMI_LIBRARY), which is the site's to name.
+        wanted = {"openmpi": "pmix", "mpich": "pmi2"}.get(mpi.flavour if mpi is not None else "")
+        return next((kind for kind in sorted(self.slurm_mpi) if wanted and kind.startswith(wanted)), "")
 
 
 def look(environ: Mapping[str, str]) -> Here:
@@ -92,9 +93,8 @@ def _wheel(prefix: Path) -> str | None:
 def _slurm_mpi(srun: str | None, environ: Mapping[str, str]) -> tuple[str, ...]:
     if srun is None:
         return ()
-    return tuple(
-        re.findall(r"^\s*(pmix\w*|pmi2|none|cray\w*)\s*$", _output([srun, "--mpi=list"], environ), re.MULTILINE)
-    )
+    said = _output([srun, "--mpi=list"], environ)
+    return tuple(re.findall(r"^(?:srun:)?\s*(pmix\w*|pmi2|none|cray\w*)\s*$", said, re.MULTILINE))
 
 
 def _output(argv: list[str], environ: Mapping[str, str]) -> str:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from hvdtrain.launch.dockerfile import render_dockerfile
 from hvdtrain.launch.render import fill
-from hvdtrain.launch.spec import Batch, JobSpec, Mpi, Script, Shell
-from hvdtrain.launch.targets import TARGETS
+from hvdtrain.launch.spec import Batch, JobSpec, Mpi, Script, Shell, join
+from hvdtrain.launch.targets import TARGETS, openmpi
+from hvdtrain.launch.targets.mpijob import IMAGE
 
-_ARGUMENTS = ("--config", "run.yaml")
 _SETUP = ("# module load openmpi cuda", 'export PATH="$PWD/.venv/bin:$PATH"')
 
 
@@ -28,7 +28,7 @@ def files() -> Mapping[str, str]:
         "slurm.sbatch": _text("slurm", "SLURM_SUBMIT_DIR"),
         "pbs.sh": _text("pbs", "PBS_O_WORKDIR"),
         "lsf.sh": _text("lsf", "LS_SUBCWD"),
-        "mpijob.yaml": _text("mpijob", ""),
+        "mpijob.yaml": _text("mpijob", "", "runs/run.yaml"),
         "elastic-discovery.sh": fill("elastic-discovery.sh.j2"),
         "Dockerfile": render_dockerfile(),
     }
@@ -37,29 +37,30 @@ def files() -> Mapping[str, str]:
 def _job(folder: str) -> JobSpec:
     """Two hosts of eight GPUs, in the folder of a variable."""
     return JobSpec(
-        arguments=_ARGUMENTS,
+        arguments=(),
         ranks=16,
         nodes=2,
         gpus_per_node=8,
         folder=Shell(f'"${{{folder}:-.}}"'),
-        pass_on=("PATH", "LD_LIBRARY_PATH"),
+        pass_on=("PATH",),
         mpi=Mpi(
-            "openmpi", "4.1.8", Shell('"$(command -v mpirun)"')
+            "openmpi", IMAGE.openmpi, Shell('"$(command -v mpirun)"')
         ),  # by its whole path it finds its parts on all hosts
         batch=Batch(time_s=7200, setup=_SETUP),
     )
 
 
-def _text(target: str, folder: str) -> str:
-    start = TARGETS[target].render(_job(folder))
+def _text(target: str, folder: str, config: str = "run.yaml") -> str:
+    start = TARGETS[target].render(replace(_job(folder), arguments=("--config", config)))
     assert isinstance(start, Script)
     return start.text
 
 
 def _mpirun() -> str:
-    hosts = {"a": 4, "b": 4}
-    job = replace(_job(""), hosts=hosts, ranks=8, arguments=(Shell('"$@"'),), interface="")
-    return str(TARGETS["openmpi"].render(job)).replace("-np 8 --host a:4,b:4", '-np "$np" --host "$hosts"')
+    job = replace(_job(""), arguments=(Shell('"$@"'),))
+    words = list(openmpi.argv(job, ("--host", Shell('"$hosts"'))))
+    words[words.index("-np") + 1] = Shell('"$np"')
+    return join(words)
 
 
 def write(folder: Path) -> None:

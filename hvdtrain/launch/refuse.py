@@ -5,27 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.launch.choose import OWN
+from hvdtrain.launch.choose import OWN, OWN_OPTIONS
 from hvdtrain.launch.spec import JobSpec
 from hvdtrain.launch.targets import TARGETS
+from hvdtrain.launch.targets.base import BY_MPI
 
 COMMON = frozenset({"np", "to", "dry_run"})
 """Options that all targets take."""
 
-OWN_TAKES = frozenset(
-    {
-        "hosts",
-        "elastic",
-        "discover",
-        "slots",
-        "restarts",
-        "reset_limit",
-        "hang_timeout",
-        "elastic_timeout",
-        "start_timeout",
-    }
-    | {"gloo_timeout", "interface", "local", "ssh_port", "ssh_option", "env", "events", "tag"}
-)
+OWN_TAKES = OWN_OPTIONS | BY_MPI
 _ELASTIC = "a rank that is lost ends a job of MPI: an elastic one talks by Gloo"
 
 
@@ -64,6 +52,8 @@ def refuse_shape(spec: JobSpec, to: str) -> None:
         )
     if to in TARGETS and TARGETS[to].even:
         _refuse_uneven(spec, to)
+    if to in TARGETS and "array" in TARGETS[to].takes:
+        _refuse_in_queue(spec)
     if spec.gpus_per_node and spec.gpus_per_node % spec.ranks_per_node:
         raise LaunchError(
             "Each rank has one GPU, and GPUs of a host would be left, or ranks without.",
@@ -94,6 +84,22 @@ def _refuse_uneven(spec: JobSpec, to: str) -> None:
             expected=f"a multiple of {spec.nodes}",
             found=f"-np {spec.ranks} on {spec.nodes} hosts",
             next_step=f"-np {spec.nodes * spec.ranks_per_node}, or other --nodes",
+        )
+
+
+def _refuse_in_queue(spec: JobSpec) -> None:
+    batch = spec.batch
+    if batch.time_s is not None and batch.notice_s >= batch.time_s:
+        raise LaunchError(
+            "The notice would come when the job begins.",
+            expected=f"--notice below --time ({batch.time_s}s)",
+            found=f"--notice {batch.notice_s}s",
+        )
+    if batch.array and not any("{array}" in word for word in spec.arguments):
+        raise LaunchError(
+            "All jobs of the array would be the same run.",
+            expected="{array} in an argument: it becomes the index",
+            next_step="... -- --seed {array} --run_dir runs/{array}",
         )
 
 

@@ -6,6 +6,8 @@ import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from hvdtrain.launch.hosts import LOCAL_NAMES
+
 
 class Shell(str):
     """A word that a shell is to expand: it stands in a script as it is, all others are quoted."""
@@ -80,6 +82,7 @@ class JobSpec:
         ranks: how many processes.
         nodes: on how many hosts.
         hosts: slots by host where hosts are named; a scheduler gives others.
+        host: name of the one that starts it.
         python: the interpreter on all hosts.
         gpus_per_node: GPUs of each host that the job uses.
         cpus_per_rank: cores of each rank; 0 where nothing was said.
@@ -100,6 +103,7 @@ class JobSpec:
     ranks: int
     nodes: int = 1
     hosts: Mapping[str, int] = field(default_factory=dict)
+    host: str = "localhost"
     python: str = "python"
     gpus_per_node: int = 0
     cpus_per_rank: int = 0
@@ -125,6 +129,11 @@ class JobSpec:
     def ranks_per_node(self) -> int:
         """Ranks of each host, where all have as many."""
         return -(-self.ranks // self.nodes)
+
+    @property
+    def remote(self) -> bool:
+        """Whether there are ranks on other hosts than the one that starts it."""
+        return self.nodes > 1 or any(name not in (*LOCAL_NAMES, self.host) for name in self.hosts)
 
     @property
     def ssh_arguments(self) -> tuple[str, ...]:

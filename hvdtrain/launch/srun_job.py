@@ -96,20 +96,43 @@ def main(argv: Sequence[str]) -> int:
     rendezvous.start()
     given = {STORE: f"{rendezvous.address}/{ROUND}", _PORT: "0", **({INTERFACE: interface} if interface else {})}
 
-    def hand_on(number: int, frame: FrameType | None) -> None:
+    try:
+        return _run(srun, {**now, **given}, job)
+    finally:
+        rendezvous.close()
+
+
+def _run(srun: Sequence[str], environ: Mapping[str, str], job: str) -> int:
+    """Run srun and hand signals on; its exit code."""
+    early: list[str] = []
+    process: subprocess.Popen[bytes] | None = None
+
+    def heard(number: int, frame: FrameType | None) -> None:
         name = _HANDED_ON[signal.Signals(number)]
-        subprocess.run(["scancel", f"--signal={name}", job], check=False, timeout=_SCANCEL_S)
+        if process is None:
+            early.append(name)
+        else:
+            _hand_on(name, job)
 
     for number in _HANDED_ON:
-        signal.signal(number, hand_on)
+        signal.signal(number, heard)
     try:
-        code = subprocess.Popen(list(srun), env={**now, **given}).wait()
+        process = subprocess.Popen(list(srun), env=dict(environ))
     except OSError as error:
         _say(f"error: {srun[0]} cannot be started: {error.strerror}")
         return 1
-    finally:
-        rendezvous.close()
+    for name in early:
+        _hand_on(name, job)
+    code = process.wait()
     return code if code >= 0 else 128 - code
+
+
+def _hand_on(name: str, job: str) -> None:
+    """Send a signal to the tasks. Where that fails srun goes on, and so does this."""
+    try:
+        subprocess.run(["scancel", f"--signal={name}", job], check=True, timeout=_SCANCEL_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        _say(f"SIG{name} did not reach the ranks: {error}")
 
 
 def _say(text: str) -> None:

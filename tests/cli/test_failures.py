@@ -136,7 +136,7 @@ def test_a_killed_rank_is_named_by_the_survivor(launcher: str, tmp_path: Path) -
     assert card["silent"][0]["last"]["rss"] > 0
 
 
-@pytest.mark.parametrize("elastic", [(), ("--elastic", "2:2", "--elastic-timeout", "1")], ids=["", "elastic"])
+@pytest.mark.parametrize("elastic", [("--to", "hvdtrain"), ("--elastic", "2:2", "--elastic-timeout", "1")])
 def test_who_is_left_names_a_killed_rank_where_its_driver_gives_up(elastic: tuple[str, ...], tmp_path: Path) -> None:
     launch = ["-m", "hvdtrain", "launch", "-np", "2", *elastic, "--", TASK, *SHORT, "--how=kill"]
     done = run(launch, cwd=tmp_path, check=False)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from hvdtrain.observe.journal import read_steps
 from hvdtrain.runtime.mpi import horovod_library, mpi_library
@@ -110,6 +111,20 @@ def test_hosts_of_an_allocation_are_those_of_the_job(spied: dict[str, str], tmp_
     assert " -np 1 --host a:1 " in shown
 
 
+@pytest.mark.parametrize("name", ["PBS_NODEFILE", "LSB_DJOB_HOSTFILE"])
+def test_a_file_of_an_allocation_names_the_hosts(name: str, spied: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a\na\nb\n")
+    there = {**spied, name: str(tmp_path / "hosts")}
+    assert " -np 3 --host a:2,b:1 " in launch(tmp_path, there, "--dry-run", "--").stdout
+
+
+def test_a_pod_has_variables_of_its_own(spied: dict[str, str], tmp_path: Path) -> None:
+    asked = ("--to", "mpijob", "-np", "2", "--nodes", "2", "--env", "NOT_HERE", "--dry-run", "--")
+    command = yaml.safe_load(launch(tmp_path, spied, *asked).stdout)["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]
+    words = command["spec"]["containers"][0]["command"]
+    assert [words[at + 1] for at, word in enumerate(words) if word == "-x"] == ["NOT_HERE"]
+
+
 def test_lsf_with_jsrun(spied: dict[str, str], tmp_path: Path) -> None:
     shown = launch(tmp_path, spied, "--to", "lsf", "-np", "4", "--nodes", "2", "--dry-run", "--").stdout
     assert "#BSUB -nnodes 2" in shown and "jsrun --nrs 4 --rs_per_host 2 " in shown
@@ -134,7 +149,8 @@ def test_ranks_train_by_what_is_here(tmp_path: Path) -> None:
         (["--to", "pbs", "--nodes", "2"], "not said how many ranks"),
         (["--to", "openmpi", "-np", "2", "--time", "2h"], "--time means nothing"),
         (["--to", "pbs", "-np", "2", "--env", "NOT_THERE"], "there is no such variable"),
-        (["--to", "mpijob", "-np", "2", "--env", "HOME"], "--env means nothing to --to mpijob"),
+        (["--to", "pbs", "-np", "2", "--time", "1m"], "notice would come when the job begins"),
+        (["--to", "lsf", "-np", "2", "--array", "1-2"], "All jobs of the array would be the same run"),
         (["--to", "horovodrun", "-np", "2", "--elastic", "1:2"], "on two hosts or more"),
         (["-np", "2", "train"], "is no option of launch"),
     ],
@@ -151,6 +167,7 @@ def test_what_cannot_be_is_refused(asked: list[str], said: str, spied: dict[str,
         (["--time", "0m"], "above 0"),
         (["--array", "3"], "first and last index"),
         (["--name", "Not This"], "small letters"),
+        (["--name", "3d"], "a letter first"),
         (["--env", "A=secret"], "without its value"),
         (["--directive", "a\nb"], "on one line"),
         (["--queue", "a b"], "without spaces"),

@@ -10,12 +10,13 @@ from hvdtrain.errors import LaunchError
 from hvdtrain.launch.choose import AUTO, OWN, choose
 from hvdtrain.launch.here import Here
 from hvdtrain.launch.refuse import refuse_options, refuse_shape
-from hvdtrain.launch.spec import JobSpec
+from hvdtrain.launch.spec import Batch, JobSpec, Mpi
 from hvdtrain.launch.targets import TARGETS
 from tests.support.jobs import INTEL, MPICH, OPEN_MPI_4, OPEN_MPI_5
 
 ON_OPEN_MPI = Here(mpis=(OPEN_MPI_4, MPICH), family="openmpi", programs={"horovodrun": "/venv/bin/horovodrun"})
 ON_MPICH = Here(mpis=(INTEL, MPICH), family="mpich")
+IN_SLURM = replace(ON_OPEN_MPI, in_slurm=True, programs={"srun": "srun"}, slurm_mpi=("none",))
 GLOO_ONLY = Here(mpis=(OPEN_MPI_4,), family=None)
 
 
@@ -27,17 +28,13 @@ GLOO_ONLY = Here(mpis=(OPEN_MPI_4,), family=None)
         (ON_MPICH, ["np"], "intelmpi", INTEL, "Horovod speaks Intel MPI"),
         (GLOO_ONLY, ["np"], OWN, None, "Horovod has no MPI"),
         (replace(ON_OPEN_MPI, mpis=(MPICH,)), ["np"], OWN, None, "found: MPICH 5.0.2"),
-        (
-            replace(ON_OPEN_MPI, in_slurm=True, programs={"srun": "srun"}),
-            [],
-            "srun",
-            OPEN_MPI_4,
-            "inside an allocation",
-        ),
+        (IN_SLURM, [], "srun", OPEN_MPI_4, "over Gloo, for srun has no PMI of Open MPI 4.1.8 (srun --mpi=list: none)"),
+        (replace(IN_SLURM, slurm_mpi=("pmix_v4",)), [], "srun", OPEN_MPI_4, "inside an allocation of Slurm"),
         (replace(ON_OPEN_MPI, in_slurm=True), ["np"], "openmpi", OPEN_MPI_4, "Horovod speaks"),
         (ON_OPEN_MPI, ["np", "elastic"], OWN, None, "--elastic is of our own driver"),
         (ON_OPEN_MPI, ["np", "discover"], OWN, None, "--discover is"),
         (ON_OPEN_MPI, ["np", "restarts"], OWN, None, "--restarts is"),
+        (ON_OPEN_MPI, ["np", "tag"], OWN, None, "--tag is"),
     ],
 )
 def test_what_fits_is_taken(here: Here, given: list[str], target: str, mpi: object, why: str) -> None:
@@ -49,7 +46,7 @@ def test_what_fits_is_taken(here: Here, given: list[str], target: str, mpi: obje
 @pytest.mark.parametrize(
     ("to", "here", "said"),
     [
-        ("mpich", ON_OPEN_MPI, ["Horovod speaks another MPI than MPICH 5.0.2", "the MPI of Open MPI 4.1.8"]),
+        ("mpich", ON_OPEN_MPI, ["Horovod speaks another MPI than MPICH 5.0.2", "one that speaks Open MPI"]),
         ("openmpi", ON_MPICH, ["needs mpirun of Open MPI", "Intel MPI 2021.17 (/opt/intel/bin/mpirun)"]),
         ("openmpi", GLOO_ONLY, ["one that speaks no MPI"]),
         ("intelmpi", ON_OPEN_MPI, ["needs mpirun of Intel MPI"]),
@@ -65,6 +62,21 @@ def test_horovodrun_goes_over_gloo_where_it_cannot_drive_the_mpi() -> None:
     assert choose("horovodrun", [], ON_OPEN_MPI).mpi == OPEN_MPI_4
     for here in (replace(ON_OPEN_MPI, mpis=(OPEN_MPI_5,)), ON_MPICH, GLOO_ONLY):
         assert choose("horovodrun", [], here).mpi is None
+
+
+@pytest.mark.parametrize(
+    ("mpi", "kinds", "kind"),
+    [
+        (OPEN_MPI_4, ("none", "pmi2", "pmix"), "pmix"),
+        (OPEN_MPI_4, ("pmi2", "pmix_v3", "pmix_v4"), "pmix_v3"),
+        (OPEN_MPI_4, ("pmi2",), ""),
+        (MPICH, ("pmi2", "pmix"), "pmi2"),
+        (INTEL, ("pmi2", "pmix"), ""),
+        (None, ("pmi2", "pmix"), ""),
+    ],
+)
+def test_how_srun_connects_an_mpi(mpi: Mpi | None, kinds: tuple[str, ...], kind: str) -> None:
+    assert Here(slurm_mpi=kinds).slurm_mpi_for(mpi) == kind
 
 
 def test_schedulers_are_asked_for_where_horovod_is_not() -> None:
@@ -98,6 +110,8 @@ def test_elastic_without_gloo_is_refused_with_the_reason(target: str) -> None:
         ("pbs", JobSpec((), 6, nodes=2, hosts={"a": 4, "b": 2}), "each host as many"),
         ("intelmpi", JobSpec((), 6, nodes=2, hosts={"a": 4, "b": 2}), "each host as many"),
         ("pbs", JobSpec((), 12, nodes=2, gpus_per_node=8), "Each rank has one GPU"),
+        ("slurm", JobSpec((), 4, batch=Batch(time_s=60, notice_s=60)), "notice would come"),
+        ("pbs", JobSpec((), 4, batch=Batch(time_s=60, notice_s=61)), "notice would come"),
         (OWN, JobSpec((), 4, elastic=(5, 8)), "--elastic is not a range"),
         (OWN, JobSpec((), 4, elastic=(0, 8)), "--elastic is not a range"),
         (OWN, JobSpec((), 4, elastic=(1, 3)), "--elastic is not a range"),
@@ -114,6 +128,8 @@ def test_numbers_that_do_not_fit_are_refused(target: str, job: JobSpec, said: st
     [
         ("openmpi", JobSpec((), 6, nodes=2, hosts={"a": 4, "b": 2})),
         ("openmpi", JobSpec((), 3, nodes=2, hosts={"a": 2, "b": 2})),
+        ("slurm", JobSpec((), 4, batch=Batch(time_s=61, notice_s=60))),
+        ("slurm", JobSpec(("{array}",), 4, batch=Batch(array="0-3"))),
         ("pbs", JobSpec((), 16, nodes=2, gpus_per_node=8)),
         ("pbs", JobSpec((), 8, nodes=2, gpus_per_node=8)),
         (OWN, JobSpec((), 4, elastic=(1, 8))),

@@ -29,7 +29,7 @@ def test_every_option_and_its_default() -> None:
     for option, text in [*own.items(), *others.items()]:
         default = known[option].default
         if isinstance(default, int | float) and not isinstance(default, bool):
-            shown = f"{default:g}s" if option == "--notice" else f"{default:g}"
+            shown = f"{default // 60}m" if option == "--notice" else f"{default:g}"
             assert text.endswith(f"({shown})"), option
             assert str(known[option].help).endswith(f"({shown})"), option
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.errors import LaunchError
 from hvdtrain.launch.spec import Batch, JobSpec, Mpi
 from hvdtrain.launch.targets.slurm import render
 
@@ -136,16 +135,6 @@ def test_a_folder_that_is_gone_starts_nothing(tmp_path: Path) -> None:
     done = subprocess.run(["bash", "-s"], input=script, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "gone" in done.stderr
-
-
-def test_a_notice_as_long_as_the_job_is_refused() -> None:
-    with pytest.raises(LaunchError, match="--notice below --time"):
-        render(replace(SPEC, batch=Batch(time_s=120, notice_s=120)))
-
-
-def test_an_array_of_one_and_the_same_run_is_refused() -> None:
-    with pytest.raises(LaunchError, match="would be the same run"):
-        render(replace(SPEC, batch=Batch(array="0-3")))
 
 
 ARRAY = replace(SPEC, slurm_mpi="", arguments=("it's {array}",), batch=Batch(array="0-1"))

@@ -37,11 +37,11 @@ def test_every_target_and_golden_file_is_tried() -> None:
 
 @pytest.mark.parametrize("name", [name for name, (_, job) in JOBS.items() if job.pass_on])
 def test_variables_are_handed_on_by_name_alone(name: str) -> None:
-    """horovodrun hands on what it likes, by value; Slurm all, without naming it; pods have their own."""
+    """horovodrun hands on what it likes, by value; Slurm all, without naming it."""
     target, job = JOBS[name]
     told = str(TARGETS[target].render(job))
     assert "SECRET=" not in told
-    assert ("SECRET" in told) == (target not in ("horovodrun", "slurm", "srun", "mpijob"))
+    assert ("SECRET" in told) == (target not in ("horovodrun", "slurm", "srun"))
 
 
 @pytest.mark.parametrize("name", [name for name, (target, _) in JOBS.items() if target in ("pbs", "lsf", "slurm")])
@@ -98,15 +98,28 @@ def test_the_operator_takes_a_manifest_and_hands_on_its_words(name: str) -> None
     assert launcher["command"][-len(AWKWARD) - 1 :] == [*AWKWARD, "$$(HOME)"]
 
 
-def test_a_name_that_is_too_long_for_pods_is_refused() -> None:
-    job = jobs.queued(None, name="a" * 55)
-    with pytest.raises(LaunchError, match="--name is too long"):
-        TARGETS["mpijob"].render(job)
+@pytest.mark.parametrize("target", ["openmpi", "mpich", "intelmpi", "horovodrun"])
+def test_one_other_host_is_reached_as_several_are(target: str) -> None:
+    """It needs what several need: variables, the network, ssh's options, where the MPI is."""
+    mpi = {"mpich": jobs.MPICH, "intelmpi": jobs.INTEL}.get(target, jobs.OPEN_MPI_4)
+    several = jobs.two(mpi, ssh_options=())
+    there = replace(several, ranks=4, nodes=1, hosts={"b": 4}, host="a")
+    here = replace(there, hosts={"a": 4})
+    words = {name: str(TARGETS[target].render(job)) for name, job in (("2", several), ("there", there), ("here", here))}
+    assert words["there"] == words["2"].replace("-np 8", "-np 4").replace("a:4,b:4", "b:4").replace("a,b", "b")
+    assert words["here"] != words["there"].replace("b", "a") and ("SECRET" in words["here"]) is False
 
 
-def test_an_argument_that_open_mpi_would_split_is_refused() -> None:
+@pytest.mark.parametrize("mpi", [jobs.OPEN_MPI_4, jobs.MPICH, jobs.INTEL])
+def test_an_argument_that_mpirun_would_split_is_refused(mpi: jobs.Mpi) -> None:
     with pytest.raises(LaunchError, match="argument with a space"):
-        TARGETS["openmpi"].render(jobs.two(jobs.OPEN_MPI_4, ssh_options=("-o", "ProxyCommand=nc a b")))
+        TARGETS[mpi.flavour].render(jobs.two(mpi, ssh_options=("-o", "ProxyCommand=nc a b")))
+
+
+def test_where_mpi_is_goes_through_the_shell_of_horovodrun() -> None:
+    job = jobs.two(replace(jobs.OPEN_MPI_4, prefix="/my env; rm"), ssh_options=())
+    start = TARGETS["horovodrun"].render(job)
+    assert isinstance(start, Command) and "--mpi-args=--prefix '/my env; rm'" in start.argv
 
 
 def test_an_array_of_lsf_counts_from_one() -> None:

@@ -78,7 +78,7 @@ def test_horovods_notification_service_never_runs(launcher: str, tmp_path: Path)
 def test_under_our_driver_a_rank_opens_no_port_and_nobody_unpickles(tmp_path: Path) -> None:
     task, file = f"--task={ROOT}/tests/support/listening.py:build", tmp_path / "audit"
     done = subprocess.run(
-        [sys.executable, "-m", "hvdtrain", "launch", "-np", "2", "--", task, *TOY[1:]],
+        [sys.executable, "-m", "hvdtrain", "launch", "--to", "hvdtrain", "-np", "2", "--", task, *TOY[1:]],
         cwd=tmp_path,
         env={**ENVIRONMENT, **audited(file)},
         capture_output=True,

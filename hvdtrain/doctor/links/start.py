@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from hvdtrain.doctor.hosts.survey import Ask, Survey
 from hvdtrain.doctor.links.measured import Links
@@ -22,6 +23,7 @@ PROBE = ("doctor", "--probe", "--json")
 EACH = 2
 """Ranks of a host, so that what is inside it is measured too."""
 _START_S = 60.0
+_END_S = 5.0
 _TAIL = 6
 """Lines of what mpirun said."""
 
@@ -82,23 +84,31 @@ def measure(ask: Ask, hosts: Sequence[str], interface: str) -> Links:
     made = command(ask, hosts, interface, mpi)
     environment = {**agent_environment(ask.environment), **made.variables}
     try:
-        done = subprocess.run(
-            made.argv,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=MOST_S + _START_S,
-            check=False,
-        )
+        code, out, err = _run(made.argv, environment)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError("mpirun did not come to an end.", found=str(error), next_step=join(made.argv)) from None
-    links = _links(done.stdout)
+    links = _links(out)
     if links is None:
-        said = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip(" -")]
-        found = f"exit code {done.returncode}: {' '.join(said[-_TAIL:])}"
+        said = [line.strip() for line in (out + err).splitlines() if line.strip(" -")]
+        found = f"exit code {code}: {' '.join(said[-_TAIL:])}"
         raise LaunchError("mpirun did not measure these hosts.", found=found, next_step=join(made.argv))
     return links
+
+
+def _run(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of an mpirun. One that takes too long, or is interrupted, is let end its ranks."""
+    with subprocess.Popen(
+        argv, env=dict(environment), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=MOST_S + _START_S)
+        except BaseException:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=_END_S)
+            process.kill()
+            raise
+    return process.returncode, out, err
 
 
 def _links(text: str) -> Links | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.spec import Command, JobSpec
 from hvdtrain.launch.targets.base import Target
@@ -38,8 +40,8 @@ def render(spec: JobSpec) -> Command:
         words += ["-H", f"localhost:{spec.ranks}"]
     words += ["--network-interface", spec.interface] if spec.interface else []
     words += ["--ssh-port", str(spec.ssh_port)] if spec.ssh_port else []
-    if over_mpi and spec.nodes > 1 and spec.mpi is not None and spec.mpi.prefix:
-        words += [f"--mpi-args=--prefix {spec.mpi.prefix}"]
+    if over_mpi and spec.remote and spec.mpi is not None and spec.mpi.prefix:
+        words += [f"--mpi-args=--prefix {shlex.quote(spec.mpi.prefix)}"]  # it goes through a shell
     return Command((*words, *spec.program), variables(spec) if over_mpi else {})
 
 

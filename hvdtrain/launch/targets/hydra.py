@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hvdtrain.launch.spec import Command, JobSpec
-from hvdtrain.launch.targets.base import BY_MPI, Target
+from hvdtrain.launch.targets.base import BY_MPI, Target, for_ssh
 
 
 def render(spec: JobSpec) -> Command:
@@ -32,7 +32,7 @@ def argv(spec: JobSpec, where: Sequence[str]) -> tuple[str, ...]:
     else:
         # Intel's mpirun is a script, which dies of the SIGUSR1 that asks for a checkpoint: its ranks never hear of it.
         words = [spec.mpi.mpirun.removesuffix("mpirun") + "mpiexec.hydra", "-np", str(spec.ranks), *where]
-    if spec.nodes > 1:
+    if spec.remote:
         words += ["-iface", spec.interface] if spec.interface else []
         words += ["-genvlist", ",".join(spec.pass_on)] if spec.pass_on else []
     return (*words, *spec.program)
@@ -41,7 +41,7 @@ def argv(spec: JobSpec, where: Sequence[str]) -> tuple[str, ...]:
 def variables(spec: JobSpec) -> dict[str, str]:
     """What mpirun's environment gets."""
     assert spec.mpi is not None
-    extra = " ".join(spec.ssh_arguments)
+    extra = for_ssh(spec)
     if spec.mpi.flavour == "mpich":
         return {"HYDRA_LAUNCHER_EXTRA_ARGS": extra} if extra else {}
     # By itself Intel MPI pins each rank to its share of the cores.

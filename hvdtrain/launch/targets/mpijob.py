@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hvdtrain.errors import LaunchError
+from hvdtrain.install.venv import OPEN_MPI
 from hvdtrain.launch.render import fill
 from hvdtrain.launch.spec import JobSpec, Mpi, Script
 from hvdtrain.launch.targets import openmpi
@@ -23,7 +23,7 @@ class Image:
     """What the image of ``launchers/Dockerfile`` holds, and where.
 
     Attributes:
-        name: how the README calls it.
+        name: what comes before cpu or cuda, as launchers/Dockerfile has it.
         prefix: the environment with everything in it.
         work: where ranks work; runs are kept in ``runs`` below.
         uid: of the user that it runs as.
@@ -33,14 +33,14 @@ class Image:
         openmpi: the version in it.
     """
 
-    name: str = "hvdtrain:latest"
+    name: str = "hvdtrain:"
     prefix: str = "/opt/hvdtrain"
     work: str = "/home/hvdtrain"
     uid: int = 1000
     ssh: str = "/home/hvdtrain/.ssh"
     sshd: tuple[str, ...] = ("/usr/sbin/sshd", "-De", "-f", "/etc/hvdtrain/sshd_config")
     port: int = 2222
-    openmpi: str = "4.1.8"
+    openmpi: str = OPEN_MPI.partition("==")[2]
 
 
 IMAGE = Image()
@@ -49,16 +49,9 @@ CLAIM = "hvdtrain-runs"
 
 
 def render(spec: JobSpec) -> Script:
-    """Write the manifest of a job.
-
-    Errors:
-        LaunchError: the names that the operator makes of the job's would be too long.
-    """
-    longest = 63 - len(f"-worker-{spec.nodes - 1}")
-    if len(spec.name) > longest:
-        expected = f"at most {longest} characters"
-        raise LaunchError("--name is too long for the names of its pods.", expected=expected, found=spec.name)
-    batch = replace(spec.batch, image=spec.batch.image or IMAGE.name)
+    """Write the manifest of a job."""
+    flavour = "cuda" if spec.gpus_per_node else "cpu"
+    batch = replace(spec.batch, image=spec.batch.image or f"{IMAGE.name}{flavour}")
     limits: dict[str, int] = {}
     if spec.gpus_per_node:
         limits["nvidia.com/gpu"] = spec.gpus_per_node
@@ -75,9 +68,9 @@ def render(spec: JobSpec) -> Script:
 
 
 def _by_mpi(spec: JobSpec) -> tuple[str, ...]:
-    """The image has an MPI of its own, whatever this machine has, and variables that this process has it has not."""
+    """The image has an MPI of its own, whatever this machine has; variables are those of the launcher's container."""
     own = Mpi("openmpi", IMAGE.openmpi, f"{IMAGE.prefix}/bin/mpirun", IMAGE.prefix)
-    there = replace(spec, mpi=own, python=f"{IMAGE.prefix}/bin/python", pass_on=(), interface="", ssh_port=None)
+    there = replace(spec, mpi=own, python=f"{IMAGE.prefix}/bin/python", interface="", ssh_port=None)
     return openmpi.argv(there, ("--hostfile", HOSTS))
 
 
@@ -86,7 +79,8 @@ def _elastic(spec: JobSpec) -> tuple[str, ...]:
     least, most = spec.elastic
     python = f"{IMAGE.prefix}/bin/python"
     ranks = ("-np", str(spec.ranks), "--elastic", f"{least}:{most}", "--slots", str(spec.ranks_per_node))
-    return (python, "-m", "hvdtrain", "launch", *ranks, "--discover", DISCOVER, "--", *spec.arguments)
+    passed = [word for name in spec.pass_on for word in ("--env", name)]
+    return (python, "-m", "hvdtrain", "launch", *ranks, "--discover", DISCOVER, *passed, "--", *spec.arguments)
 
 
 _TAKES = frozenset({"hosts", "nodes", "gpus_per_node", "cpus_per_rank", "time", "queue", "name", "notice", "requeues"})
@@ -94,6 +88,7 @@ TARGET = Target(
     "mpijob",
     "a manifest for Kubernetes' MPI operator; elastic too",
     render,
-    takes=_TAKES | {"image", "namespace", "elastic"},
+    takes=_TAKES | {"image", "namespace", "elastic", "env"},
     even=True,
+    elsewhere=True,
 )

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hvdtrain.errors import LaunchError
 from hvdtrain.install.launcher import ROOT_MAY_RUN
 from hvdtrain.launch.spec import Command, JobSpec, Mpi
-from hvdtrain.launch.targets.base import BY_MPI, Target
+from hvdtrain.launch.targets.base import BY_MPI, Target, for_ssh
 
 
 def render(spec: JobSpec) -> Command:
@@ -27,7 +26,7 @@ def argv(spec: JobSpec, where: Sequence[str]) -> tuple[str, ...]:
     assert spec.mpi is not None
     # By itself mpirun binds each of two ranks to one core, on which all threads of the rank then sit.
     words = [spec.mpi.mpirun, "-np", str(spec.ranks), *where, "--map-by", "slot", "--bind-to", "none"]
-    if spec.nodes > 1:
+    if spec.remote:
         words += _between_hosts(spec, spec.mpi)
         words += [word for name in spec.pass_on for word in ("-x", name)]
     return (*words, *spec.program)
@@ -45,15 +44,9 @@ def _between_hosts(spec: JobSpec, mpi: Mpi) -> Iterator[str]:
         yield from ("--mca", "btl_tcp_if_include", spec.interface)
         own = ("--mca", "oob_tcp_if_include") if mpi.major < 5 else ("--prtemca", "prte_if_include")
         yield from (*own, spec.interface)
-    if spec.ssh_arguments:
-        if any(set(word) & set(" \t\n") for word in spec.ssh_arguments):
-            raise LaunchError(
-                "Open MPI cannot hand an argument with a space to ssh.",
-                found=repr(next(word for word in spec.ssh_arguments if set(word) & set(" \t\n"))),
-                next_step="put it into ~/.ssh/config, or use --to hvdtrain",
-            )
+    if to_ssh := for_ssh(spec):
         own = ("--mca", "plm_rsh_args") if mpi.major < 5 else ("--prtemca", "plm_ssh_args")
-        yield from (*own, " ".join(spec.ssh_arguments))
+        yield from (*own, to_ssh)
 
 
 TARGET = Target("openmpi", "mpirun of Open MPI 4 or 5", render, takes=BY_MPI, mpi=("openmpi",))

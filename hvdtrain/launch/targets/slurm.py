@@ -5,7 +5,6 @@ Directives by sbatch(1) of Slurm 22.05.
 
 from __future__ import annotations
 
-from hvdtrain.errors import LaunchError
 from hvdtrain.launch.render import clock, fill
 from hvdtrain.launch.spec import JobSpec, Script, join
 from hvdtrain.launch.targets import srun
@@ -14,24 +13,8 @@ from hvdtrain.launch.targets.in_hosts import indexed
 
 
 def render(spec: JobSpec) -> Script:
-    """Write the script of a job.
-
-    Errors:
-        LaunchError: the notice comes when the job begins; all jobs of an array are the same.
-    """
+    """Write the script of a job."""
     batch = spec.batch
-    if batch.time_s is not None and batch.notice_s >= batch.time_s:
-        raise LaunchError(
-            "The notice would come when the job begins.",
-            expected=f"--notice below --time ({batch.time_s} s)",
-            found=f"--notice {batch.notice_s}s",
-        )
-    if batch.array and not any("{array}" in word for word in spec.arguments):
-        raise LaunchError(
-            "All jobs of the array would be the same run.",
-            expected="{array} in an argument: it becomes the index",
-            next_step="... -- --seed {array} --run_dir runs/{array}",
-        )
     line = join(indexed(word, "SLURM_ARRAY_TASK_ID") for word in srun.argv(spec))
     return Script(fill("slurm.sh.j2", spec=spec, batch=batch, line=line, clock=clock), ("sbatch",))
 

@@ -19,7 +19,7 @@ def argv(spec: JobSpec) -> tuple[str, ...]:
     """The command line."""
     over_mpi = spec.mpi is not None and spec.slurm_mpi != ""
     words = ["srun", f"--mpi={spec.slurm_mpi if over_mpi else 'none'}", f"--ntasks={spec.ranks}"]
-    words += [f"--nodes={spec.nodes}"] if spec.nodes > 1 else []
+    words += [f"--nodes={spec.nodes}"]
     if spec.nodes > 1 and len(set(spec.hosts.values())) < 2 and spec.ranks % spec.nodes == 0:
         words += [f"--ntasks-per-node={spec.ranks_per_node}"]
     words += [f"--gpus-per-node={spec.gpus_per_node}"] if spec.gpus_per_node else []
