@@ -132,7 +132,7 @@ def test_an_address_that_both_hosts_have_is_named(hosts: TwoHosts) -> None:
     assert "172.17.0.1 is docker0" in found["address"]["found"] and "btl_tcp_if_include" in found["address"]["mend"]
 
 
-@pytest.mark.parametrize("rate", [100, 400])
+@pytest.mark.parametrize("rate", [100, pytest.param(400, marks=pytest.mark.slow)])
 def test_links_are_measured_by_mpi_as_fast_as_they_are(hosts: TwoHosts, rate: int) -> None:
     hosts.throttle(f"{rate}mbit")
     said = doctor(hosts.a, "--hosts", "a:2,b:2", "--probe", "--model_parameters", "15e6", "--step_ms", "450")

@@ -65,7 +65,7 @@ def test_ranks_of_both_hosts_get_what_they_are_told(name: str, hosts: TwoHosts, 
 @pytest.mark.parametrize(
     ("target", "name"),
     [
-        ("openmpi", "openmpi4"),
+        pytest.param("openmpi", "openmpi4", marks=pytest.mark.slow),
         ("openmpi", "openmpi5"),
         pytest.param("horovodrun", "openmpi4", marks=pytest.mark.slow),
         pytest.param("horovodrun", None, marks=pytest.mark.slow),
