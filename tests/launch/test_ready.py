@@ -9,9 +9,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from hvdtrain.launch.hosts import parse_answer
 from hvdtrain.launch.ready import files, write
+from tests.support.mpijob_schema import problems
 
 FOLDER = Path(__file__).parents[2] / "launchers"
 SCRIPTS = sorted(name for name, text in files().items() if text.startswith("#!"))
@@ -33,6 +35,10 @@ def test_what_is_to_be_run_by_hand_can_be(tmp_path: Path) -> None:
 def test_scripts_are_clean(name: str, shellcheck: str) -> None:
     done = subprocess.run([shellcheck, name], cwd=FOLDER, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+def test_the_operator_takes_the_manifest() -> None:
+    assert problems(yaml.safe_load((FOLDER / "mpijob.yaml").read_text())) == []
 
 
 SPY = "#!/bin/sh\nexec {python} -c 'import json, sys; print(json.dumps(sys.argv[1:]))' \"$@\"\n"
