@@ -14,7 +14,7 @@ from hvdtrain.cli.launch_options import given, parse
 from hvdtrain.cli.launch_own import say
 from hvdtrain.cli.launch_spec import spec_of
 from hvdtrain.errors import HvdtrainError, LaunchError
-from hvdtrain.launch.choose import OWN, Choice, choose, name_of
+from hvdtrain.launch.choose import OWN, choose, name_of
 from hvdtrain.launch.here import look, search_path
 from hvdtrain.launch.refuse import refuse_options, refuse_shape
 from hvdtrain.launch.spec import Command, Script
@@ -36,17 +36,17 @@ def main(argv: list[str], program: Sequence[str] | None = None) -> int:
         spec = spec_of(options, choice, here, environ())
         refuse_shape(spec, choice.target)
         own = argv[: len(argv) - len(options.arguments)]
+        if program is None:
+            say(f"--to {choice.target}{f' ({name_of(choice.mpi)})' if choice.mpi else ''}: {choice.why}")
         if choice.target == OWN:
             return launch_own.start(own, options, spec, program)
-        return _start(own, choice, TARGETS[choice.target].render(spec), options.dry_run)
+        return _start(own, TARGETS[choice.target].render(spec), options.dry_run)
     except (HvdtrainError, OSError) as error:
         say(f"error: {error}")
         return 2 if isinstance(error, HvdtrainError) else 1
 
 
-def _start(own: Sequence[str], choice: Choice, start: Command | Script, dry_run: bool) -> int:
-    mpi = f" ({name_of(choice.mpi)})" if choice.mpi else ""
-    say(f"--to {choice.target}{mpi}: {choice.why}")
+def _start(own: Sequence[str], start: Command | Script, dry_run: bool) -> int:
     if isinstance(start, Script):
         return _submit(start, dry_run)
     return _run(own, _found(start), dry_run)

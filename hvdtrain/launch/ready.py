@@ -19,6 +19,9 @@ from hvdtrain.launch.targets.mpijob import IMAGE
 
 _SETUP = ("# module load openmpi cuda", 'export PATH="$PWD/.venv/bin:$PATH"')
 
+_MPIRUN = Shell('"$(command -v mpirun)"')
+"""Called by its whole path, Open MPI's finds its parts on all hosts."""
+
 
 def files() -> Mapping[str, str]:
     """The text of each file by its name."""
@@ -43,9 +46,7 @@ def _job(folder: str) -> JobSpec:
         gpus_per_node=8,
         folder=Shell(f'"${{{folder}:-.}}"'),
         pass_on=("PATH",),
-        mpi=Mpi(
-            "openmpi", IMAGE.openmpi, Shell('"$(command -v mpirun)"')
-        ),  # by its whole path it finds its parts on all hosts
+        mpi=Mpi("openmpi", IMAGE.openmpi, _MPIRUN),
         batch=Batch(time_s=7200, setup=_SETUP),
     )
 
