@@ -29,8 +29,12 @@ def look(
     launcher: str = "none",
     size: int = 1,
 ) -> Findings:
-    """What doctor finds with other variables, less the variables `without`, started by `before` and a launcher."""
-    variables = sorted((ENVIRONMENT | dict(environment or {})).items())
+    """What doctor finds with other variables, less the variables `without`, started by `before` and a launcher.
+
+    The environment of this Python is active, unless PATH says otherwise.
+    """
+    beside = os.pathsep.join([str(Path(sys.executable).parent), ENVIRONMENT["PATH"]])
+    variables = sorted((ENVIRONMENT | {"PATH": beside} | dict(environment or {})).items())
     kept = tuple((name, value) for name, value in variables if name not in without)
     return _look(options, kept, tuple(before), launcher, size)
 

@@ -93,7 +93,14 @@ def _asking(doctor: int) -> list[psutil.Process]:
 
 def test_who_interrupts_it_does_not_wait_for_a_host(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "hvdtrain", "doctor", "--hosts", "mute"]
-    with subprocess.Popen(argv, env=with_ssh(tmp_path), cwd=tmp_path, stderr=subprocess.PIPE, text=True) as doctor:
+    with subprocess.Popen(
+        argv,
+        env=with_ssh(tmp_path),
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's job in the background ignores it
+    ) as doctor:
         while not (waiting := _asking(doctor.pid)):
             assert doctor.poll() is None
         doctor.send_signal(signal.SIGINT)
