@@ -14,8 +14,8 @@ from hvdtrain.cli.launch_options import given, parse
 from hvdtrain.cli.launch_own import say
 from hvdtrain.cli.launch_spec import spec_of
 from hvdtrain.errors import HvdtrainError, LaunchError
-from hvdtrain.launch.choose import OWN, choose, name_of
-from hvdtrain.launch.here import look, search_path
+from hvdtrain.launch.choose import OWN, choose, has_to_look, name_of
+from hvdtrain.launch.here import Here, look, search_path
 from hvdtrain.launch.refuse import refuse_options, refuse_shape
 from hvdtrain.launch.spec import Command, Script
 from hvdtrain.launch.targets import TARGETS
@@ -30,8 +30,9 @@ def main(argv: list[str], program: Sequence[str] | None = None) -> int:
     """
     try:
         options = parse(argv)
-        here = look(environ())
-        choice = choose(OWN if program is not None else options.to, given(options), here)
+        to = OWN if program is not None else options.to
+        here = look(environ()) if has_to_look(to, given(options)) else Here()
+        choice = choose(to, given(options), here)
         refuse_options(choice.target, given(options))
         spec = spec_of(options, choice, here, environ())
         refuse_shape(spec, choice.target)

@@ -112,7 +112,7 @@ def mpi_at_hand(environ: Mapping[str, str]) -> MpiAtHand | None:
     for folder in folders:
         mpicxx, mpirun = folder / "mpicxx", folder / "mpirun"
         if os.access(mpicxx, os.X_OK) and os.access(mpirun, os.X_OK):
-            build = MpiBuild.from_mpirun(_output([str(mpirun), "--version"], environ))
+            build = MpiBuild.from_mpirun(output([str(mpirun), "--version"], environ))
             if build:
                 return MpiAtHand(build, mpicxx, mpirun)
     return None
@@ -138,8 +138,8 @@ def compiler_at_hand(environ: Mapping[str, str]) -> CompilerAtHand | None:
     command = environ.get("CXX") or _program("g++", [], environ) or _program("c++", [], environ)
     if not command:
         return None
-    says = _output([*command.split(), "--version"], environ)
-    number = _output([*command.split(), "-dumpfullversion", "-dumpversion"], environ).strip()
+    says = output([*command.split(), "--version"], environ)
+    number = output([*command.split(), "-dumpfullversion", "-dumpversion"], environ).strip()
     if not re.match(r"\d", number):
         return None
     return CompilerAtHand(command, "clang" if "clang" in says else "gcc", number.split()[0])
@@ -147,7 +147,7 @@ def compiler_at_hand(environ: Mapping[str, str]) -> CompilerAtHand | None:
 
 def _cmake_at_hand(python: PythonAtHand, environ: Mapping[str, str]) -> str | None:
     cmake = _program("cmake", [python.prefix / "bin"], environ)
-    version = re.search(r"cmake version (\d+)\.(\d+)", _output([cmake, "--version"], environ)) if cmake else None
+    version = re.search(r"cmake version (\d+)\.(\d+)", output([cmake, "--version"], environ)) if cmake else None
     return cmake if version and (int(version[1]), int(version[2])) >= (3, 13) else None
 
 
@@ -161,8 +161,8 @@ def cuda_at_hand(environ: Mapping[str, str]) -> CudaAtHand | None:
         nvcc = home / "bin" / "nvcc"
         # A script on PATH that calls an nvcc elsewhere has no toolkit around it: the headers tell.
         if os.access(nvcc, os.X_OK) and (home / "include" / "cuda.h").exists():
-            version = re.search(r"release (\d+\.\d+)", _output([str(nvcc), "--version"], environ))
-            numbers = re.findall(r"compute_(\d+)\s", _output([str(nvcc), "--list-gpu-arch"], environ) + "\n")
+            version = re.search(r"release (\d+\.\d+)", output([str(nvcc), "--version"], environ))
+            numbers = re.findall(r"compute_(\d+)\s", output([str(nvcc), "--list-gpu-arch"], environ) + "\n")
             if version:
                 return CudaAtHand(home, version[1], tuple(sorted({int(number) for number in numbers})))
     return None
@@ -197,10 +197,13 @@ def _program(name: str, first: list[Path], environ: Mapping[str, str]) -> str | 
     return shutil.which(name, path=path)
 
 
-def _output(argv: list[str], environ: Mapping[str, str]) -> str:
+def output(argv: list[str], environ: Mapping[str, str]) -> str:
+    """What a program that is asked for its version, or the like, wrote; "" where it cannot be run."""
     try:
         settings = {"HOME": "/", **environ}  # Open MPI 5 cannot even tell its version without
-        done = subprocess.run(argv, env=settings, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            argv, env=settings, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False
+        )
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout + done.stderr

@@ -32,6 +32,11 @@ class Choice:
     why: str
 
 
+def has_to_look(to: str, given: Collection[str]) -> bool:
+    """Whether the choice depends on what this machine has: to look takes a moment, as programs tell their versions."""
+    return to != OWN and not (to == AUTO and OWN_OPTIONS.intersection(given))
+
+
 def choose(to: str, given: Collection[str], here: Here) -> Choice:
     """Choose.
 

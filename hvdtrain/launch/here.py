@@ -5,19 +5,18 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvdtrain.install import record
+from hvdtrain.install.probe import output
 from hvdtrain.install.versions import MpiBuild
 from hvdtrain.launch.spec import Mpi
 from hvdtrain.runtime import mpi as horovods
 
 PROGRAMS = ("horovodrun", "srun", "sbatch", "qsub", "bsub", "jsrun", "kubectl")
-_TIMEOUT_S = 20
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def _mpis(folders: list[Path], environ: Mapping[str, str]) -> Iterator[Mpi]:
         seen.add(mpirun.resolve())
         # Intel's mpirun is a script that looks for its parts on PATH.
         path = os.pathsep.join([str(folder), environ.get("PATH", os.defpath)])
-        build = MpiBuild.from_mpirun(_output([str(mpirun), "--version"], {"HOME": "/", **environ, "PATH": path}))
+        build = MpiBuild.from_mpirun(output([str(mpirun), "--version"], {**environ, "PATH": path}))
         if build is not None:
             first = shutil.which("mpirun", path=environ.get("PATH", os.defpath))
             name = "mpirun" if first and mpirun.samefile(first) else str(mpirun)
@@ -93,15 +92,5 @@ def _wheel(prefix: Path) -> str | None:
 def _slurm_mpi(srun: str | None, environ: Mapping[str, str]) -> tuple[str, ...]:
     if srun is None:
         return ()
-    said = _output([srun, "--mpi=list"], environ)
+    said = output([srun, "--mpi=list"], environ)
     return tuple(re.findall(r"^(?:srun:)?\s*(pmix\w*|pmi2|none|cray\w*)\s*$", said, re.MULTILINE))
-
-
-def _output(argv: list[str], environ: Mapping[str, str]) -> str:
-    try:
-        done = subprocess.run(
-            argv, env=dict(environ), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT_S
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout + done.stderr

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.launch.choose import AUTO, OWN, choose
+from hvdtrain.launch.choose import AUTO, OWN, choose, has_to_look
 from hvdtrain.launch.here import Here
 from hvdtrain.launch.refuse import refuse_options, refuse_shape
 from hvdtrain.launch.spec import Batch, JobSpec, Mpi
@@ -77,6 +77,11 @@ def test_horovodrun_goes_over_gloo_where_it_cannot_drive_the_mpi() -> None:
 )
 def test_how_srun_connects_an_mpi(mpi: Mpi | None, kinds: tuple[str, ...], kind: str) -> None:
     assert Here(slurm_mpi=kinds).slurm_mpi_for(mpi) == kind
+
+
+def test_our_own_driver_waits_for_no_program_of_mpi() -> None:
+    assert not has_to_look(OWN, ["np"]) and not has_to_look(AUTO, ["np", "elastic"])
+    assert has_to_look(AUTO, ["np"]) and has_to_look("horovodrun", ["np", "elastic"])
 
 
 def test_schedulers_are_asked_for_where_horovod_is_not() -> None:
