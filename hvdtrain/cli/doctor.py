@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import signal
 import sys
 from collections.abc import Sequence
@@ -15,8 +16,8 @@ from hvdtrain.doctor.checks import examine
 from hvdtrain.doctor.finding import LEVELS, Finding, worst
 from hvdtrain.doctor.gather import gather
 from hvdtrain.doctor.nccl_log import NcclLog, read_nccl_log
-from hvdtrain.errors import ConfigError, HvdtrainError
-from hvdtrain.runtime.environment import environ
+from hvdtrain.errors import ConfigError, HvdtrainError, LaunchError
+from hvdtrain.runtime.environment import RankInfo, environ
 from hvdtrain.runtime.tuning import Choice, prepare
 
 _STYLES = {"ok": "green", "warning": "yellow", "broken": "bold red", "set": "green", "left": ""}
@@ -49,7 +50,7 @@ def main(argv: list[str]) -> int:
         if options.hosts:
             return doctor_hosts.show(doctor_hosts.look(options), as_json=options.json)
         log = _read(options.nccl_log) if options.nccl_log else None
-        info, choices = prepare()
+        info, choices, refusal = _prepared(options)
         if options.probe:
             found = doctor_hosts.probe(options, info)
             return doctor_hosts.show(found, as_json=options.json) if info.rank == 0 else 0
@@ -61,7 +62,7 @@ def main(argv: list[str]) -> int:
         return 128 + signal.SIGINT
     if info.rank != 0:
         return 0
-    findings = examine(gather(info, choices, environ(), options.run_dir, log))
+    findings = examine(gather(info, choices, environ(), options.run_dir, log, refusal))
     if options.json:
         print(json.dumps(report.as_json(info, findings, choices)))
     elif sys.stdout.isatty():
@@ -69,6 +70,20 @@ def main(argv: list[str]) -> int:
     else:
         print("\n".join(report.lines(findings, choices)))
     return worst(findings)
+
+
+def _prepared(options: argparse.Namespace) -> tuple[RankInfo, Sequence[Choice], LaunchError | None]:
+    """Which rank this is, the settings, and why the launcher's variables make no sense where they do not.
+
+    Errors:
+        LaunchError: they do not, and ranks are needed.
+    """
+    try:
+        return *prepare(), None
+    except LaunchError as error:
+        if options.probe:
+            raise
+        return RankInfo(host=platform.node()), (), error
 
 
 def _read(path: Path) -> NcclLog:
@@ -99,8 +114,9 @@ def _print_table(findings: Sequence[Finding], choices: Sequence[Choice]) -> None
         console.print(table)
 
     show(list(report.entries(findings)))
-    console.print(Text("\nSettings, in place before torch and MPI are loaded", style="bold"))
-    show(list(report.settings(choices)))
+    if choices:
+        console.print(Text("\nSettings, in place before torch and MPI are loaded", style="bold"))
+        show(list(report.settings(choices)))
     console.print(Text("\n" + report.summary(findings), style=_STYLES[LEVELS[worst(findings)]]))
 
 

@@ -81,7 +81,8 @@ def told(findings: Sequence[Finding]) -> Iterator[str]:
 def lines(findings: Sequence[Finding], choices: Sequence[Choice]) -> Iterator[str]:
     """Give the report as plain lines."""
     yield from told(findings)
-    yield "settings, in place before torch and MPI are loaded:"
+    if choices:
+        yield "settings, in place before torch and MPI are loaded:"
     for entry in settings(choices):
         yield f"{entry.mark:<8} {entry.text}"
         yield from (f"{'':<8} {remark}" for remark in entry.remarks)

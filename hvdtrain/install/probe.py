@@ -112,7 +112,7 @@ def mpi_at_hand(environ: Mapping[str, str]) -> MpiAtHand | None:
     for folder in folders:
         mpicxx, mpirun = folder / "mpicxx", folder / "mpirun"
         if os.access(mpicxx, os.X_OK) and os.access(mpirun, os.X_OK):
-            build = MpiBuild.from_mpirun(output([str(mpirun), "--version"], environ))
+            build = MpiBuild.from_words(output([str(mpirun), "--version"], environ))
             if build:
                 return MpiAtHand(build, mpicxx, mpirun)
     return None

@@ -15,10 +15,10 @@ _TORCH_LABEL = re.compile(
     r"torch(?P<version>\d[0-9a-z]*(?:\.(?:\d[0-9a-z]*|(?:dev|post|rc)\d+))*)\.(?P<flavour>cpu|cu\d+)(?:\.b(?P<build>[0-9a-z]+))?"
 )
 _MPI_LABEL = re.compile(r"(?P<flavour>openmpi|mpich|intelmpi)(?P<version>\d[0-9a-z]*(?:\.\d[0-9a-z]*)*)")
-_MPIRUN_SAYS = (
-    ("openmpi", re.compile(r"\(Open MPI\)\s+v?(\d[\w.]*)")),
-    ("intelmpi", re.compile(r"Intel\(R\) MPI Library.*?Version\s+(\d[\d.]*)", re.DOTALL)),
-    ("mpich", re.compile(r"HYDRA build details:.*?Version:\s+(\d[\w.]*)", re.DOTALL)),
+_SAYS = (
+    ("openmpi", re.compile(r"(?:Open MPI\)?|OpenRTE\)?)\s+v?(\d[\w.]*)")),
+    ("intelmpi", re.compile(r"Intel\(R\) MPI Library\D*?(\d{4}[\d.]*)")),
+    ("mpich", re.compile(r"(?:HYDRA build details:|MPICH)(?:\s*Version:)?\s+(\d[\w.]*)")),
 )
 
 
@@ -60,11 +60,13 @@ class MpiBuild:
     version: str
 
     @classmethod
-    def from_mpirun(cls, output: str) -> MpiBuild | None:
-        """Read what ``mpirun --version`` printed; None when it is none of those in MPI_NAMES."""
-        for flavour, pattern in _MPIRUN_SAYS:
-            found = pattern.search(output)
-            if found:
+    def from_words(cls, text: str | None) -> MpiBuild | None:
+        """Read what an mpirun or a libmpi says of itself; None where it is none of those in MPI_NAMES.
+
+        MPICH's own derivatives, such as Cray's, call themselves MPICH.
+        """
+        for flavour, pattern in _SAYS:
+            if found := pattern.search(text or ""):
                 return cls(flavour, _normal(found[1].rstrip(".")))
         return None
 

@@ -76,7 +76,7 @@ def _mpis(folders: list[Path], environ: Mapping[str, str]) -> Iterator[Mpi]:
         seen.add(mpirun.resolve())
         # Intel's mpirun is a script that looks for its parts on PATH.
         path = os.pathsep.join([str(folder), environ.get("PATH", os.defpath)])
-        build = MpiBuild.from_mpirun(output([str(mpirun), "--version"], {**environ, "PATH": path}))
+        build = MpiBuild.from_words(output([str(mpirun), "--version"], {**environ, "PATH": path}))
         if build is not None:
             first = shutil.which("mpirun", path=environ.get("PATH", os.defpath))
             name = "mpirun" if first and mpirun.samefile(first) else str(mpirun)

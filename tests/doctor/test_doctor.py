@@ -60,10 +60,21 @@ def test_two_ranks_speak_once(tmp_path: Path) -> None:
 
 
 def test_variables_that_make_no_sense_are_broken() -> None:
-    done = doctor_here(environment={"HOROVOD_RANK": "0"})
+    done = doctor_here("--json", environment={"HOROVOD_RANK": "0"})
+    said = json.loads(done.stdout)
+    checks = {check["name"]: check for check in said["checks"]}
     assert done.returncode == 2
+    assert checks["launcher"]["level"] == "broken"
+    assert "HOROVOD_SIZE" in checks["launcher"]["why"]
+    assert checks["torch"]["level"] == "ok"  # the rest is looked at all the same
+    assert done.stderr == ""
+
+
+def test_no_links_are_measured_where_ranks_do_not_know_each_other() -> None:
+    done = doctor_here("--probe", environment={"HOROVOD_RANK": "0"})
+    assert done.returncode == 2
+    assert done.stdout.startswith("error: ")
     assert "HOROVOD_SIZE" in done.stdout
-    assert "Traceback" not in done.stderr
 
 
 def test_a_broken_horovod_is_found_without_dying_of_it(tmp_path: Path) -> None:

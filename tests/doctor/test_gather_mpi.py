@@ -8,28 +8,9 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.doctor.gather.installation import needed
-from hvdtrain.doctor.gather.mpi import MpiFacts, mpi_build, mpi_facts
-from hvdtrain.install.versions import MpiBuild
+from hvdtrain.doctor.gather.mpi import MpiFacts, mpi_facts
 from hvdtrain.runtime.environment import RankInfo
 from tests.runtime.libraries import horovod, open_mpi, write_library
-
-
-@pytest.mark.parametrize(
-    ("text", "build"),
-    [
-        ("mpirun (Open MPI) 4.1.8", MpiBuild("openmpi", "4.1.8")),
-        ("mpirun (Open MPI) 5.0.11rc1", MpiBuild("openmpi", "5.0.11")),
-        ("Open MPI v4.1.8", MpiBuild("openmpi", "4.1.8")),
-        ("MPICH 5.0.2", MpiBuild("mpich", "5.0.2")),
-        ("MPICH Version:      5.0.2", MpiBuild("mpich", "5.0.2")),
-        ("Intel(R) MPI Library for Linux* OS, Version 2021.11 Build 2023", MpiBuild("intelmpi", "2021.11")),
-        ("Intel(R) MPI Library 2021.11 for Linux* OS", MpiBuild("intelmpi", "2021.11")),
-        ("mpirun of somebody 1.0", None),
-        (None, None),
-    ],
-)
-def test_what_programs_and_libraries_say_of_themselves(text: str | None, build: MpiBuild | None) -> None:
-    assert mpi_build(text) == build
 
 
 def facts_of(monkeypatch: pytest.MonkeyPatch, library: Path, environ: dict[str, str] | None = None) -> MpiFacts:

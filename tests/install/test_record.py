@@ -71,11 +71,18 @@ def test_torch_is_named_by_its_release_and_its_cuda(version: str, cuda: str | No
         ),
         ("Intel(R) MPI Library for Linux* OS, Version 2021.13 Build 20240701", MpiBuild("intelmpi", "2021.13")),
         ("Intel(R) MPI Library for Linux* OS, Version 2021.09 Build", MpiBuild("intelmpi", "2021.9")),
+        ("mpirun (Open MPI) 5.0.11rc1", MpiBuild("openmpi", "5.0.11rc1")),
+        ("Open MPI v4.1.8", OPEN_MPI),
+        ("MPICH 5.0.2", MpiBuild("mpich", "5.0.2")),
+        ("MPICH Version:      5.0.2", MpiBuild("mpich", "5.0.2")),
+        ("Intel(R) MPI Library 2021.11 for Linux* OS", MpiBuild("intelmpi", "2021.11")),
         ("prrte 3.0.1", None),
+        ("mpirun of somebody 1.0", None),
+        (None, None),
     ],
 )
-def test_the_mpi_is_read_from_what_mpirun_says(output: str, expected: MpiBuild | None) -> None:
-    assert MpiBuild.from_mpirun(output) == expected
+def test_the_mpi_is_read_from_what_programs_and_libraries_say(output: str | None, expected: MpiBuild | None) -> None:
+    assert MpiBuild.from_words(output) == expected
 
 
 def test_what_was_built_elsewhere_knows_nothing() -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from hvdtrain.doctor.finding import Finding
 from hvdtrain.doctor.gather import Gathered
-from hvdtrain.doctor.gather.mpi import mpi_build
 from hvdtrain.install.launcher import ROOT_MAY_RUN
 from hvdtrain.install.record import BUILD_COMMAND
+from hvdtrain.install.versions import MpiBuild
 from hvdtrain.runtime.environment import NO_LAUNCHER
 
 
@@ -30,7 +30,7 @@ def libmpi(facts: Gathered) -> Finding | None:
     if version is None:
         return Finding("libmpi", "broken", str(library), "it cannot be loaded", BUILD_COMMAND)
     found = f"{version} ({library.path})"
-    built, now = facts.installation.record and facts.installation.record.mpi, mpi_build(version)
+    built, now = facts.installation.record and facts.installation.record.mpi, MpiBuild.from_words(version)
     if built and now and (built.flavour, built.major) != (now.flavour, now.major):
         why = f"Horovod was built with {built}; another version's library may serve it, or abort in C"
         return Finding("libmpi", "warning", found, why, f"load the module of {built}, or: {BUILD_COMMAND}")
@@ -53,7 +53,7 @@ def mpirun(facts: Gathered) -> Finding:
     if is_open_mpi != (library.family == "openmpi"):
         why = f"Horovod speaks another MPI, {library}: ranks that this mpirun starts do not find each other"
         return Finding("mpirun", "broken", found, why, f"{first}; or: {BUILD_COMMAND}")
-    starts, speaks = mpi_build(version), mpi_build(facts.mpi.library_version)
+    starts, speaks = MpiBuild.from_words(version), MpiBuild.from_words(facts.mpi.library_version)
     if starts and speaks and (starts.flavour, starts.major) != (speaks.flavour, speaks.major):
         why = f"Horovod loads {speaks}: ranks may start with the library of either, and abort where it is the wrong one"
         return Finding("mpirun", "warning", found, why, f"{first}; or: {BUILD_COMMAND}")
@@ -63,7 +63,7 @@ def mpirun(facts: Gathered) -> Finding:
 
 def horovodrun(facts: Gathered) -> Finding | None:
     """Name what horovodrun cannot start."""
-    starts = mpi_build(facts.mpi.mpirun_version)
+    starts = MpiBuild.from_words(facts.mpi.mpirun_version)
     if facts.info.launcher != NO_LAUNCHER or facts.installation.record is None:
         return None
     if not facts.mpi.horovodrun:
@@ -110,7 +110,7 @@ def opal_prefix(facts: Gathered) -> Finding | None:
 
 def as_root(facts: Gathered) -> Finding | None:
     """Say that Open MPI refuses root unless told twice."""
-    starts = mpi_build(facts.mpi.mpirun_version)
+    starts = MpiBuild.from_words(facts.mpi.mpirun_version)
     allowed = all(facts.environ.get(name) for name in ROOT_MAY_RUN)
     if not facts.machine.is_root or facts.info.launcher != NO_LAUNCHER or allowed:
         return None

@@ -14,6 +14,7 @@ from hvdtrain.doctor.gather.mpi import MpiFacts, mpi_facts
 from hvdtrain.doctor.gather.network import Network, network
 from hvdtrain.doctor.gather.storage import Storage, storage
 from hvdtrain.doctor.nccl_log import NcclLog
+from hvdtrain.errors import LaunchError
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.tuning import Choice, of_others
 
@@ -50,12 +51,22 @@ def gather(
     environ: Mapping[str, str],
     run_dir: Path,
     nccl_log: NcclLog | None = None,
+    refusal: LaunchError | None = None,
 ) -> Gathered:
-    """Find out everything; takes as long as importing torch and Horovod. Collective: no."""
+    """Find out everything; takes as long as importing torch and Horovod. Collective: no.
+
+    Args:
+        info: as in `Gathered`.
+        choices: so too.
+        environ: of this process.
+        run_dir: the folder that runs are written to.
+        nccl_log: as in `Gathered`.
+        refusal: why the launcher's variables do not say which rank this is, where they do not.
+    """
     before = of_others(environ)
     with ThreadPoolExecutor(_WORKERS) as pool:
         installed = pool.submit(installation, before, pool)
-        mpi = pool.submit(mpi_facts, info, before, pool)
+        mpi = pool.submit(mpi_facts, info, before, pool, refusal)
         gpu, net, disk = pool.submit(gpu_facts), pool.submit(network), pool.submit(storage, run_dir)
         return Gathered(
             info=info,

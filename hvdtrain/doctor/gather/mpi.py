@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Executor
@@ -13,7 +12,6 @@ from pathlib import Path
 
 from hvdtrain.doctor.gather.child import LOADED, Answer, ask
 from hvdtrain.errors import LaunchError
-from hvdtrain.install.versions import MpiBuild
 from hvdtrain.runtime import mpi
 from hvdtrain.runtime.elf import read_linkage
 from hvdtrain.runtime.environment import RankInfo
@@ -28,11 +26,6 @@ from mpi4py import MPI
 print(json.dumps({{"version": mpi4py.__version__, "says": MPI.Get_library_version().splitlines()[0],
                   "path": loaded("libmpi.so", "libmpich.so", "libmpi_abi.so")}}))
 """
-_SAYS = (
-    ("openmpi", re.compile(r"(?:Open MPI\)?|OpenRTE\)?)\s+v?(\d+(?:\.\d+)*)")),
-    ("intelmpi", re.compile(r"Intel\(R\) MPI Library\D*?(\d{4}(?:\.\d+)*)")),
-    ("mpich", re.compile(r"MPICH(?: Version:)?\s+(\d+(?:\.\d+)*)")),
-)
 
 
 @dataclass(frozen=True)
@@ -83,7 +76,9 @@ class MpiFacts:
     site: Mapping[str, tuple[str, Path]] = field(default_factory=dict)
 
 
-def mpi_facts(info: RankInfo, environ: Mapping[str, str], pool: Executor) -> MpiFacts:
+def mpi_facts(
+    info: RankInfo, environ: Mapping[str, str], pool: Executor, refusal: LaunchError | None = None
+) -> MpiFacts:
     """Find the MPIs and ask them for their versions."""
     horovod = mpi.horovod_library()
     library = mpi.mpi_library(horovod, environ)
@@ -104,22 +99,11 @@ def mpi_facts(info: RankInfo, environ: Mapping[str, str], pool: Executor) -> Mpi
         mpirun=mpirun,
         mpirun_version=mpirun_says.result(),
         horovodrun=shutil.which("horovodrun", path=places) is not None,
-        refusal=_refusal(info, environ),
+        refusal=refusal or _refusal(info, environ),
         mpi4py=mpi4py_says.result(),
         ucx=_ucx(path) if library and library.family == "openmpi" and path else None,
         site=site_settings(environ, path) if library and library.family == "openmpi" else {},
     )
-
-
-def mpi_build(text: str | None) -> MpiBuild | None:
-    """Read flavour and version out of what an mpirun or a libmpi says of itself; None where it is none of those known.
-
-    MPICH's own derivatives, such as Cray's, call themselves MPICH.
-    """
-    for flavour, pattern in _SAYS:
-        if found := pattern.search(text or ""):
-            return MpiBuild(flavour, found[1])
-    return None
 
 
 def _refusal(info: RankInfo, environ: Mapping[str, str]) -> LaunchError | None:
