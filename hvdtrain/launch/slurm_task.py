@@ -10,6 +10,7 @@ import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
+from http.client import HTTPConnection, HTTPException
 
 from hvdtrain.errors import USAGE, LaunchError
 from hvdtrain.launch.interfaces import interface_of, interface_to
@@ -17,11 +18,15 @@ from hvdtrain.runtime.environment import environ, horovod_numbers, rank_info, ta
 
 STORE = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 INTERFACE = "HOROVOD_GLOO_IFACE"
+STEP = "srun/step"
+"""The key in the store under which the first task says which step of the job the tasks are."""
+
 START_S = 600
 """How long ranks wait for each other, unless HOROVOD_GLOO_TIMEOUT_SECONDS says another time: nodes read Python's
 packages from one file system, and not equally fast."""
 
 _CANNOT_START = 127
+_TELL_S = 30
 
 
 def place(environ: Mapping[str, str]) -> dict[str, int]:
@@ -84,6 +89,17 @@ def _interface(numbers: Mapping[str, int], store: str) -> str:
     return interface_of(store) or interface_to(store)
 
 
+def _tell(store: str, step: str) -> None:
+    """Put the number of the step into the store. Where that fails, Horovod is about to say the same of the store."""
+    address, _, path = store.partition("/")
+    try:
+        connection = HTTPConnection(address, timeout=_TELL_S)
+        connection.request("PUT", f"/{path}:0/{STEP}", step)
+        connection.getresponse()
+    except (OSError, HTTPException) as error:
+        sys.stderr.write(f"hvdtrain.launch.slurm_task: srun_job does not hear which step this is: {error}\n")
+
+
 def main(program: Sequence[str]) -> int:
     """Become the program; 2 where this is no task that can be a rank, 127 where there is no such program."""
     now = environ()
@@ -92,6 +108,8 @@ def main(program: Sequence[str]) -> int:
     except LaunchError as error:
         sys.stderr.write(f"hvdtrain.launch.slurm_task: {error}\n")
         return USAGE
+    if given["HOROVOD_RANK"] == "0" and (step := now.get("SLURM_STEP_ID")):
+        _tell(now[STORE], step)
     try:
         os.execvpe(program[0], list(program), {**now, **given})  # noqa: S606  (no shell, by intent)
     except OSError as error:

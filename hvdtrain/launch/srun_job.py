@@ -4,12 +4,13 @@ It holds the store that Horovod asks over Gloo, on an address that the nodes of 
 a random token in it, goes to the tasks by srun's environment alone. Each task is a `slurm_task`.
 
 SIGTERM, SIGINT and SIGUSR1 are handed to the tasks by scancel, and only to them: srun itself would answer SIGTERM by
-SIGKILL to all tasks, which leaves no time to save.
+SIGKILL to all tasks, which leaves no time to save. Which step of the job they are, the first of them says.
 """
 
 from __future__ import annotations
 
 import platform
+import re
 import signal
 import socket
 import subprocess
@@ -22,7 +23,7 @@ from hvdtrain.launch.interfaces import address_of, source_to
 from hvdtrain.launch.nodelist import node_names
 from hvdtrain.launch.rendezvous import Rendezvous
 from hvdtrain.launch.shared_store import ROUND, SharedStore
-from hvdtrain.launch.slurm_task import INTERFACE, STORE
+from hvdtrain.launch.slurm_task import INTERFACE, STEP, STORE
 from hvdtrain.runtime.environment import environ
 
 _PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
@@ -91,28 +92,65 @@ def main(argv: Sequence[str]) -> int:
     except LaunchError as error:
         _say(f"error: {error}")
         return USAGE
-    store = SharedStore()
-    rendezvous = Rendezvous(store.put, store.get, _say, address)
+    store, tasks = SharedStore(), Tasks(job)
+
+    def put(number: int, key: str, value: bytes) -> None:
+        if key == STEP:
+            tasks.are(value)
+        else:
+            store.put(number, key, value)
+
+    rendezvous = Rendezvous(put, store.get, _say, address)
     rendezvous.start()
     given = {STORE: f"{rendezvous.address}/{ROUND}", _PORT: "0", **({INTERFACE: interface} if interface else {})}
 
     try:
-        return _run(srun, {**now, **given}, job)
+        return _run(srun, {**now, **given}, tasks)
     finally:
         rendezvous.close()
 
 
-def _run(srun: Sequence[str], environ: Mapping[str, str], job: str) -> int:
-    """Run srun and hand signals on; its exit code."""
-    early: list[str] = []
+class Tasks:
+    """The tasks of this srun, for signals.
+
+    Args:
+        job: what scancel calls it.
+    """
+
+    def __init__(self, job: str) -> None:
+        self._job, self._step = job, ""
+
+    @property
+    def known(self) -> bool:
+        """Whether they have said which step they are."""
+        return bool(self._step)
+
+    def are(self, step: bytes) -> None:
+        """Take the number of the step, in text. Anything else is passed over: it becomes a word of scancel's."""
+        if re.fullmatch(rb"[0-9]{1,9}", step):
+            self._step = step.decode()
+
+    def signal(self, name: str) -> None:
+        """Send a signal, such as ``TERM``. Where that fails srun goes on, and so does this."""
+        try:
+            argv = ["scancel", f"--signal={name}", f"{self._job}.{self._step}"]
+            subprocess.run(argv, check=True, timeout=_SCANCEL_S)
+        except (OSError, subprocess.SubprocessError) as error:
+            _say(f"SIG{name} did not reach the ranks: {error}")
+
+
+def _run(srun: Sequence[str], environ: Mapping[str, str], tasks: Tasks) -> int:
+    """Run srun and hand signals on; its exit code. While there are no ranks, nothing is to be saved: srun is ended."""
+    early: list[signal.Signals] = []
     process: subprocess.Popen[bytes] | None = None
 
     def heard(number: int, frame: FrameType | None) -> None:
-        name = _HANDED_ON[signal.Signals(number)]
         if process is None:
-            early.append(name)
-        else:
-            _hand_on(name, job)
+            early.append(signal.Signals(number))
+        elif tasks.known:
+            tasks.signal(_HANDED_ON[signal.Signals(number)])
+        elif number != signal.SIGUSR1:
+            process.terminate()
 
     for number in _HANDED_ON:
         signal.signal(number, heard)
@@ -121,18 +159,10 @@ def _run(srun: Sequence[str], environ: Mapping[str, str], job: str) -> int:
     except OSError as error:
         _say(f"error: {srun[0]} cannot be started: {error.strerror}")
         return 1
-    for name in early:
-        _hand_on(name, job)
+    for number in early:
+        heard(number, None)
     code = process.wait()
     return code if code >= 0 else 128 - code
-
-
-def _hand_on(name: str, job: str) -> None:
-    """Send a signal to the tasks. Where that fails srun goes on, and so does this."""
-    try:
-        subprocess.run(["scancel", f"--signal={name}", job], check=True, timeout=_SCANCEL_S)
-    except (OSError, subprocess.SubprocessError) as error:
-        _say(f"SIG{name} did not reach the ranks: {error}")
 
 
 def _say(text: str) -> None:

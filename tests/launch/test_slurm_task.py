@@ -11,7 +11,7 @@ from hvdtrain.errors import LaunchError
 from hvdtrain.launch import shared_store, slurm_task
 from hvdtrain.launch.shared_store import ROUND, SharedStore
 from hvdtrain.launch.slurm_task import main, place, variables
-from hvdtrain.launch.srun_job import job_of, other_node, store_address
+from hvdtrain.launch.srun_job import Tasks, job_of, other_node, store_address
 from hvdtrain.runtime.environment import by_gloo, rank_info, tasks_per_node
 
 STORE = {slurm_task.STORE: "127.0.0.1:4711/secret/1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "0"}
@@ -103,6 +103,15 @@ def test_the_store_of_one_node_is_reached_on_that_node_alone() -> None:
     for node, interface in (("no-such-node.invalid", ""), ("", "none7"), ("localhost", "")):
         with pytest.raises(LaunchError):
             store_address(node, interface)
+
+
+def test_only_a_number_is_taken_for_that_of_a_step() -> None:
+    tasks = Tasks("7")
+    for text in (b"", b"0 --user=root", b"-1", b"1\n", b"batch"):
+        tasks.are(text)
+        assert not tasks.known
+    tasks.are(b"12")
+    assert tasks.known
 
 
 def test_a_job_of_an_array_is_named_alone() -> None:

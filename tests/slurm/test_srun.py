@@ -32,6 +32,9 @@ TOY = [
 LONG = [*TOY, "--train.steps=1000000", "--checkpoint.every=0", "--run_dir=run"]
 PATHS = {"PYTHONPATH": str(ROOT)}
 
+HEARS_SIGINT = "trap 'touch heard' INT; touch ready; while :; do sleep 0.1; done"
+WAITS = "srun --ntasks=1 bash -c 'touch busy; sleep 1000' & exec \"$@\""
+
 WHO = """
 import json, os
 names = [f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")]
@@ -103,15 +106,39 @@ def training(slurm: Slurm, folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_job_lets_the_ranks_save(number: signal.Signals, slurm: Slurm, tmp_path: Path) -> None:
+def test_a_signal_lets_the_ranks_save_and_goes_to_no_other_step(
+    number: signal.Signals, slurm: Slurm, tmp_path: Path
+) -> None:
     journal = tmp_path / "run/journal.jsonl"
     with training(slurm, tmp_path) as process:
-        _python(slurm.first, "hvdtrain.launch.srun_job").send_signal(number)
-        said = process.communicate(timeout=100)[0]
+        (job,) = slurm.run(["squeue", "--noheader", "--format=%A"]).stdout.split()
+        other = ["srun", f"--jobid={job}", "--overlap", "--ntasks=1", "bash", "-c", HEARS_SIGINT]
+        with slurm.popen(other, cwd=tmp_path) as another:
+            slurm.until((tmp_path / "ready").exists, "another step")
+            _python(slurm.first, "hvdtrain.launch.srun_job").send_signal(number)
+            said = process.communicate(timeout=100)[0]
+            another.communicate(timeout=100)
+    assert not (tmp_path / "heard").exists()
     assert process.returncode == 128 + number, said
     assert f"stopped by {number.name}" in said
     step = max(read_steps(journal))
     assert [path.name for path in (tmp_path / "run/checkpoints").glob("step-*")] == [f"step-{step:06d}"]
+
+
+def test_a_job_whose_ranks_have_not_started_ends_at_once(slurm: Slurm, tmp_path: Path) -> None:
+    """Another step has the only task of the allocation, and srun waits for it."""
+    job = command(*TOY, "--run_dir=run", slurm_mpi="", ranks=1)
+    with slurm.popen(["salloc", "--quiet", "--ntasks=1", "bash", "-c", WAITS, "bash", *job], cwd=tmp_path) as process:
+        try:
+            slurm.until((tmp_path / "busy").exists, "another step")
+            slurm.until(lambda: any(map(_asks_for_ranks, slurm.first.processes())), "srun")
+            own = _python(slurm.first, "hvdtrain.launch.srun_job")
+            own.send_signal(signal.SIGTERM)
+            own.wait(timeout=30)
+        finally:
+            slurm.clear()
+            process.communicate(timeout=100)
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_secret_of_the_store_stands_on_no_command_line(slurm: Slurm, tmp_path: Path) -> None:
@@ -136,6 +163,11 @@ def _words(pid: int) -> list[str]:
         return psutil.Process(pid).cmdline()
     except psutil.NoSuchProcess:
         return []
+
+
+def _asks_for_ranks(pid: int) -> bool:
+    words = _words(pid)
+    return words[:1] == ["srun"] and "hvdtrain.launch.slurm_task" in words
 
 
 def _python(host: Host, module: str) -> psutil.Process:
