@@ -25,7 +25,7 @@ SHORT = [
     "--run_dir=run",
     "--checkpoint.every=2",
 ]
-LAUNCHERS = ["mpirun", "horovodrun", "horovodrun --gloo"]
+SOME_SLOW = ["mpirun", *(pytest.param(name, marks=pytest.mark.slow) for name in ("horovodrun", "horovodrun --gloo"))]
 HEAD = "the run failed"
 STALL = "--observe.stall_timeout_s=8"
 SECRET = "what-nobody-shall-read"
@@ -59,7 +59,7 @@ def _card(folder: Path) -> dict[str, Any]:
     return card
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", SOME_SLOW)
 def test_an_exception_on_one_rank_ends_the_job_and_is_told_once(launcher: str, tmp_path: Path) -> None:
     output = _fails(tmp_path, "--how=raise", "--at=4", launcher=launcher)
     assert "rank 1 has had enough" in output
@@ -126,7 +126,7 @@ def test_a_program_that_calls_exit_has_failed(tmp_path: Path) -> None:
     assert "SystemExit: 3" in _fails(tmp_path, "--how=leave")
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", SOME_SLOW)
 def test_a_killed_rank_is_named_by_the_survivor(launcher: str, tmp_path: Path) -> None:
     output = _fails(tmp_path, "--how=kill", launcher=launcher)
     assert "ended without a word" in output
@@ -166,6 +166,7 @@ def test_a_stopped_rank_is_named_and_ended(tmp_path: Path) -> None:
         os.close(stopped)
 
 
+@pytest.mark.slow
 def test_rank_0_may_be_the_stopped_one(tmp_path: Path) -> None:
     text = (ROOT / "tests/support/failing.py").read_text().replace("rank() == 1", "rank() == 0")
     (tmp_path / "failing.py").write_text(text)
@@ -212,7 +213,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", ["raise", "catch"])
+@pytest.mark.parametrize("how", ["raise", pytest.param("catch", marks=pytest.mark.slow)])
 def test_from_python_the_error_comes_out_and_the_card_is_written(how: str, tmp_path: Path) -> None:
     """Where the script catches it on the rank that failed, and ends well there, the other rank's end is not good."""
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -246,7 +247,7 @@ def test_sigterm_of_a_user_is_no_failure(tmp_path: Path) -> None:
     assert not list((tmp_path / "run").glob("failure.*"))
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_of_a_rank_that_is_killed_no_loader_process_stays(size: int, tmp_path: Path) -> None:
     options = ["--run_dir=run", "--train.steps=1000000", "--train.global_batch=4", "--train.micro_batch=2"]
     toy = f"--task={ROOT}/tests/support/toy.py:toy"

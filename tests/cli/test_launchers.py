@@ -31,7 +31,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return [line["loss"] for line in read_steps(folder / "run/journal.jsonl").values()]
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun", "horovodrun --gloo"])
+@pytest.mark.parametrize(
+    "launcher", ["mpirun", pytest.param("horovodrun", marks=pytest.mark.slow), "horovodrun --gloo"]
+)
 def test_launchers_give_the_same_job(launcher: str, alone: list[float], tmp_path: Path) -> None:
     done = train(*TOY, "--run_dir=run", size=2, launcher=launcher, cwd=tmp_path)
     lines = read_journal(tmp_path / "run/journal.jsonl")
@@ -53,7 +55,9 @@ def test_one_process_never_imports_horovod(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize(
+    "precision", ["fp32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp16", "bf16"))]
+)
 def test_more_ranks_than_micro_batches_works_and_says_so(precision: str, tmp_path: Path) -> None:
     done = train(*TOY, "--train.micro_batch=8", "--run_dir=run", f"--precision={precision}", size=2, cwd=tmp_path)
     assert "1 of 2 ranks idle" in done.stdout
@@ -105,7 +109,7 @@ def _checkpoints(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("size", "workers"),
-    [(1, 0), (2, 1), pytest.param(1, 1, marks=pytest.mark.slow), pytest.param(2, 0, marks=pytest.mark.slow)],
+    [(2, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 0), (1, 1), (2, 0)))],
 )
 def test_sigusr1_saves_and_goes_on_sigterm_saves_and_stops(size: int, workers: int, jobs: list, tmp_path: Path) -> None:  # type: ignore[type-arg]
     """mpirun sends what it gets to all processes of the job, loader processes too."""

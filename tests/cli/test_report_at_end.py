@@ -45,7 +45,7 @@ def test_without_traces_the_journal_tells(tmp_path: Path) -> None:
     assert "report.html" not in done.stdout
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_signal_that_saves_is_such_an_end(size: int, tmp_path: Path) -> None:
     options = [*TOY, "--train.steps=1000000", "--observe.line_every_s=0.1"]
     with training(*options, size=size, cwd=tmp_path, after=20) as process:
@@ -71,7 +71,7 @@ def build(rank: int):
 """
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_run_that_failed_is_not_explained_so(rank: int, tmp_path: Path) -> None:
     (tmp_path / "failing.py").write_text(FAILING)
     options = ["--task=failing.py:build", f"--rank={rank}", *TOY[1:], "--train.steps=5000"]

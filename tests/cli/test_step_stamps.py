@@ -24,7 +24,9 @@ TOY = [
 ]
 
 
-@pytest.mark.parametrize("launcher", ["none", "mpirun", "horovodrun --gloo"])
+@pytest.mark.parametrize(
+    "launcher", ["mpirun", *(pytest.param(name, marks=pytest.mark.slow) for name in ("none", "horovodrun --gloo"))]
+)
 def test_every_step_of_every_rank_is_there_start_after_start(launcher: str, tmp_path: Path) -> None:
     size = 1 if launcher == "none" else 2
     train(*TOY, "--train.stop_at=25", size=size, launcher=launcher, cwd=tmp_path)

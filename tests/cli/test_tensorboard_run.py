@@ -73,6 +73,7 @@ def test_killed_and_resumed_nothing_is_twice_and_nothing_lost(folder: Path) -> N
         assert series(written / "step" / band, "step_stacked_ms/to").keys() == shown.keys()
 
 
+@pytest.mark.slow
 def test_histograms_on_request_and_not_in_the_journal(folder: Path) -> None:
     for stop in (24, 40):
         _train(folder, "--observe.histograms_every=16", "--observe.peak_tflops=0.001", f"--train.stop_at={stop}")

@@ -23,6 +23,7 @@ TOY = [
     "--checkpoint.every=0",
     "--run_dir=run",
 ]
+BY_GLOO_SLOW = ["mpirun", pytest.param("horovodrun --gloo", marks=pytest.mark.slow)]
 GRADIENTS = "allreduce.gradients/0"
 OURS = "broadcast.timeline/"
 
@@ -68,7 +69,7 @@ def read(path: Path, *, whole: bool = True) -> list[tuple[str, str]]:
     return pairs
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
+@pytest.mark.parametrize("launcher", BY_GLOO_SLOW)
 def test_the_steps_of_the_window_and_no_others_are_recorded(launcher: str, tmp_path: Path) -> None:
     train(*TOY, "--observe.timeline=3:6", size=2, launcher=launcher, cwd=tmp_path)
     (file,) = of_horovod(tmp_path)
@@ -112,7 +113,7 @@ def build(rank: int, how: str):
 """
 
 
-@pytest.mark.parametrize(("rank", "how"), [(0, "raise"), (1, "raise"), (0, "kill")])
+@pytest.mark.parametrize(("rank", "how"), [pytest.param(0, "raise", marks=pytest.mark.slow), (1, "raise"), (0, "kill")])
 def test_a_rank_that_fails_or_is_killed_in_a_window_leaves_a_readable_file(rank: int, how: str, tmp_path: Path) -> None:
     (tmp_path / "ending.py").write_text(ENDING)
     options = ["--task=ending.py:build", f"--rank={rank}", f"--how={how}", *TOY[2:], "--train.steps=5000"]
@@ -132,7 +133,7 @@ def test_sigterm_in_a_window_closes_it(tmp_path: Path) -> None:
     assert Counter(read(file))[GRADIENTS, "ALLREDUCE"] == done - 3
 
 
-@pytest.mark.parametrize("how", ["variable", "horovodrun", "horovodrun --gloo"])
+@pytest.mark.parametrize("how", ["variable", pytest.param("horovodrun", marks=pytest.mark.slow), "horovodrun --gloo"])
 def test_the_users_own_file_is_whole_and_left_alone(how: str, tmp_path: Path) -> None:
     mine = tmp_path / "mine.json"
     options = [*TOY, "--observe.timeline=3:4"]
@@ -201,7 +202,7 @@ comm.close()
 """
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
+@pytest.mark.parametrize("launcher", BY_GLOO_SLOW)
 def test_the_thread_that_writes_is_found_on_rank_0_and_only_there(launcher: str, tmp_path: Path) -> None:
     if is_quiet():
         pytest.skip("this Horovod's writer sleeps")
@@ -237,7 +238,7 @@ def build():
 """
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
+@pytest.mark.parametrize("launcher", BY_GLOO_SLOW)
 def test_outside_of_the_window_no_thread_runs_without_end(launcher: str, tmp_path: Path) -> None:
     if "CI" not in os.environ and not is_quiet():
         pytest.skip("this Horovod's writer spins: it was not built by this version's hvdtrain build-horovod")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.config.parse import changes, flatten, parse_argv, parse_object, task_spec
@@ -147,6 +147,7 @@ def test_the_last_task_wins(tmp_path: Path) -> None:
     assert task_spec(["--task", "b.py:g", f"--config={file}"]) == "a.py:f"
 
 
+@settings(max_examples=20)  # each parses five times
 @given(
     st.integers(1, 10**6),
     st.floats(1e-6, 10),

@@ -12,13 +12,17 @@ from tests.support.two_hosts import UnavailableError
 
 SOON = [
     Cell("SIGKILL", "exchange", rank=0),
-    Cell("SIGKILL", "step", size=3, rank=0),
     Cell("SIGTERM", "forward", rank=0),
     Cell("SIGSTOP", "data"),
     Cell("disk full", "checkpoint"),
+]
+LATER = [
+    Cell("SIGKILL", "start-up"),
+    Cell("SIGKILL", "step", size=3, rank=0),
+    Cell("SIGKILL", "commit"),
+    Cell("disk full", "evaluation", step=LATE),
     Cell("link cut", "backward", hosts=2),
 ]
-LATER = [Cell("SIGKILL", "start-up"), Cell("SIGKILL", "commit"), Cell("disk full", "evaluation", step=LATE)]
 CELLS = [*SOON, *(pytest.param(cell, marks=pytest.mark.slow) for cell in LATER)]
 
 

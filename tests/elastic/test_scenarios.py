@@ -72,7 +72,8 @@ def test_a_rank_is_gone_while_the_others_meet(tmp_path: Path, losses: Losses) ->
     assert job.sizes() == [2, 3, 2, 3]
 
 
-@pytest.mark.parametrize("fault", ["SIGKILL", pytest.param(EXCEPTION, marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("fault", ["SIGKILL", EXCEPTION])
 def test_a_rank_fails_and_the_other_waits_for_another(fault: str, tmp_path: Path, losses: Losses) -> None:
     job = Scenario(tmp_path, "-np", "2", "--elastic", "2:2", fault=fault)
     with nothing_lost(job.run, losses), job:
@@ -104,6 +105,7 @@ def test_all_ranks_fail_and_are_started_again(tmp_path: Path, losses: Losses) ->
         job.finish()
 
 
+@SLOW
 def test_all_hosts_fail_at_once_and_come_back(tmp_path: Path, losses: Losses) -> None:
     options = ("-np", "2", "--elastic", "1:2", "--restarts", "1", "-H", "localhost:1,127.0.0.1:1")
     job = Scenario(tmp_path, *options)
@@ -116,6 +118,7 @@ def test_all_hosts_fail_at_once_and_come_back(tmp_path: Path, losses: Losses) ->
         job.finish()
 
 
+@SLOW
 def test_the_minimum_is_not_reached_in_time(tmp_path: Path, losses: Losses) -> None:
     options = ("-np", "2", "--elastic", "2:2", "--elastic-timeout", "0.1")
     job = Scenario(tmp_path, *options, fault="SIGKILL", step=25)
@@ -126,6 +129,7 @@ def test_the_minimum_is_not_reached_in_time(tmp_path: Path, losses: Losses) -> N
         again.finish()
 
 
+@SLOW
 def test_the_limit_of_resets(tmp_path: Path, losses: Losses) -> None:
     job = Scenario(tmp_path, "-np", "2", "--elastic", "1:2", "--reset-limit", "1", fault="SIGKILL", step=25)
     with job:

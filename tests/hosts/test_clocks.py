@@ -29,7 +29,7 @@ TOY = [
 ]
 
 
-@pytest.mark.parametrize("rate", [None, "1gbit"])
+@pytest.mark.parametrize("rate", [pytest.param(None, marks=pytest.mark.slow), "1gbit"])
 def test_the_true_offset_is_within_the_stated_error(hosts: TwoHosts, rate: str | None, tmp_path: Path) -> None:
     hosts.throttle(rate)
     hosts.mpirun(

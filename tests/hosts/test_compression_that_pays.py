@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from hvdtrain.observe.journal import read_journal, read_steps
 from tests.support.two_hosts import TwoHosts
 
@@ -58,6 +60,7 @@ def test_a_slow_link_gets_a_compression_that_a_resumed_run_keeps(hosts: TwoHosts
     assert sent[0] - sent[1] < 5 * gradient_bytes, "rank 0 hands on weights, two moments, what compression carries"
 
 
+@pytest.mark.slow
 def test_a_link_as_fast_as_memory_gets_none(hosts: TwoHosts, tmp_path: Path) -> None:
     (found,) = _events(_train(hosts, tmp_path / "run", STOP_AT), "compression_chosen")
     assert found["compression"] == "none"

@@ -23,7 +23,7 @@ from tests.support.launch import train
 SLEEPER = Path(__file__).parents[1] / "support" / "sleeper.py"
 STEP_MS, LATE_MS, STEPS = 300.0, 30.0, 25
 RUNS = 10
-_FEW = [(2, "data", 0), (4, "forward", 0), (4, "nobody", 0)]
+_FEW = [(2, "data", 0), (4, "nobody", 0)]
 _ALL = [(size, late, run) for size, late in product((2, 4), ("forward", "data", "nobody")) for run in range(RUNS)]
 CASES = [*_FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in _ALL if case not in _FEW)]
 

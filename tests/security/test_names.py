@@ -34,7 +34,7 @@ def _untouched(folder: Path) -> bool:
     return not list(folder.rglob("owned"))
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_run_and_a_task_of_any_name(folder: Path, size: int) -> None:
     audit, run = folder / "audit", Path(NASTY) / "run"
     task = f"--task={NASTY}.py:toy"

@@ -25,7 +25,7 @@ TOY = (
 LM = ("--run_dir=lm", "--model.preset=tiny", "--data.text=*.txt", "--data.seq_len=16", "--train.steps=2")
 
 
-@pytest.mark.parametrize("launcher", ["none", "mpirun", "horovodrun --gloo"])
+@pytest.mark.parametrize("launcher", [pytest.param("none", marks=pytest.mark.slow), "mpirun", "horovodrun --gloo"])
 def test_a_rank_unpickles_nothing_opens_no_port_and_starts_no_shell(launcher: str, tmp_path: Path) -> None:
     file = tmp_path / "audit"
     for stop_at in ("--train.stop_at=3", "--train.stop_at=null"):  # the second start reads what the first has saved
@@ -37,6 +37,7 @@ def test_a_rank_unpickles_nothing_opens_no_port_and_starts_no_shell(launcher: st
     assert bool(seen(file, "pickle.find_class")) == (launcher == "horovodrun --gloo")
 
 
+@pytest.mark.slow
 def test_a_language_model_unpickles_nothing(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed: make setup")
     (tmp_path / "a.txt").write_text("some words to learn from, again and again. " * 200)
@@ -65,7 +66,7 @@ def test_a_job_of_horovodrun_by_gloo_says_once_what_its_launcher_exposes(elastic
     assert len([line for line in journal if "all interfaces" in line.get("text", "")]) == 1
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
+@pytest.mark.parametrize("launcher", [pytest.param("mpirun", marks=pytest.mark.slow), "horovodrun --gloo"])
 def test_horovods_notification_service_never_runs(launcher: str, tmp_path: Path) -> None:
     task = f"--task={ROOT}/tests/support/listening.py:build"
     train(task, *TOY[1:], size=2, launcher=launcher, cwd=tmp_path, environment={"PYTHONPATH": str(ROOT)})

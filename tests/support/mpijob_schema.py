@@ -2,9 +2,9 @@
 
 No package ships the operator's CustomResourceDefinition. Its own fields are few, and are written out here as JSON
 Schema from its types, defaults and validation (github.com/kubeflow/mpi-operator, Apache-2.0, in pkg/apis/kubeflow:
-v2beta1/types.go and validation/validation.go, since there are runLauncherAsWorker, MPICH and managedBy). Pods are
-judged by Kubernetes' schemas, which kubernetes-validate ships. Fields that neither knows are refused: a cluster would
-drop them without a word.
+v2beta1/types.go and validation/validation.go, since there are runLauncherAsWorker, MPICH and managedBy; they agree with
+an older definition in manifests/base, where that has them). Pods are judged by Kubernetes' schemas, which
+kubernetes-validate ships. Fields that neither knows are refused: a cluster would drop them without a word.
 """
 
 from __future__ import annotations

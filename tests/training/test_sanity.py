@@ -155,7 +155,9 @@ def test_a_spike_is_told_once_also_right_after_a_resume(stop: int | None, capsys
     assert capsys.readouterr().out.count("the loss jumped to") == 1
 
 
-@pytest.mark.parametrize(("culprit", "kind"), [("divides", "forward"), ("roots", "backward")])
+@pytest.mark.parametrize(
+    ("culprit", "kind"), [("divides", "forward"), pytest.param("roots", "backward", marks=pytest.mark.slow)]
+)
 def test_the_rank_that_made_it_is_named_and_ranks_go_on_as_one(culprit: str, kind: str, tmp_path: Path) -> None:
     """The second micro-batch is that of rank 1. Equal parameters are checked where the run ends."""
     for size in (1, 2):

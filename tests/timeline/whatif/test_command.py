@@ -132,6 +132,7 @@ def test_a_probe_answers_what_it_is_asked(tmp_path: Path) -> None:
     assert len(found["before_s"]) == 1
 
 
+@pytest.mark.slow
 def test_a_real_run_unchanged_takes_what_it_took_and_a_change_can_be_tried(tmp_path: Path) -> None:
     path = tmp_path / "run"
     train(*TOY, f"--run_dir={path}", "--train.steps=30", "--observe.tensorboard=false", cwd=tmp_path)
