@@ -66,6 +66,13 @@ def make(source: Source, out: Path, target: Target, say: Say) -> int:
     try:
         with folder.claimed(target), source.log.open("w") as log:
             return _make(source, folder, target, Pip(source.environ, folder.partial, log), say)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise BuildError(
+            f"{out} cannot be the folder of a bundle.",
+            expected="a folder, or a name that is still free",
+            found=f"{error.filename}: {error.strerror}",
+            next_step="name another folder",
+        ) from error
     except OSError as error:
         raise BuildError(
             f"{out} cannot be written.",

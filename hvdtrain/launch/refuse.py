@@ -47,8 +47,8 @@ def refuse_shape(spec: JobSpec, to: str) -> None:
         named = ",".join(f"{host}:{count}" for host, count in spec.hosts.items())
         raise LaunchError(
             "-np asks for more ranks than -H has slots.",
-            expected=f"-np {spec.ranks}",
-            found=f"{slots} slot(s) of {named}",
+            expected=f"-np {slots} at most, or more slots",
+            found=f"-np {spec.ranks} and -H {named}",
         )
     if to in TARGETS and TARGETS[to].even:
         _refuse_uneven(spec, to)

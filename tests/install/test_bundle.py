@@ -150,6 +150,14 @@ def test_a_folder_of_others_is_left_alone(source: Source, tmp_path: Path) -> Non
     assert [path.name for path in out.rglob("*")] == ["packages", "thesis.tex"]
 
 
+@pytest.mark.parametrize("below", ["", "bundle"])
+def test_a_file_is_no_folder(below: str, source: Source, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(BuildError, match=r"cannot be the folder of a bundle(?s:.*)name another"):
+        make(source, tmp_path / "file" / below, TARGET, lambda line: None)
+    assert (tmp_path / "file").read_text() == "kept"
+
+
 @pytest.mark.usefixtures("copied")
 def test_two_at_once_are_refused(source: Source, tmp_path: Path) -> None:
     out = tmp_path / "out"

@@ -109,7 +109,7 @@ def test_elastic_without_gloo_is_refused_with_the_reason(target: str) -> None:
 @pytest.mark.parametrize(
     ("target", "job", "said"),
     [
-        ("openmpi", JobSpec((), 5, nodes=2, hosts={"a": 2, "b": 2}), "more ranks than -H has slots"),
+        ("openmpi", JobSpec((), 5, nodes=2, hosts={"a": 2, "b": 2}), "more ranks than(?s:.*)-np 4 at most"),
         (OWN, JobSpec((), 5, nodes=2, hosts={"a": 2, "b": 2}), "more ranks than -H has slots"),
         ("pbs", JobSpec((), 5, nodes=2), "do not divide"),
         ("pbs", JobSpec((), 6, nodes=2, hosts={"a": 4, "b": 2}), "each host as many"),

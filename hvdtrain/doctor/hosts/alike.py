@@ -121,6 +121,8 @@ def limits(survey: Survey) -> list[Finding]:
 def folder(survey: Survey) -> list[Finding]:
     """See that the working folder is there, and the same, on all hosts."""
     where = survey.folder
+    if not survey.says:
+        return []  # nobody could be asked
     lacking = [host for host, said in survey.says.items() if not said.folder]
     if lacking:
         why = f"not there on {names(lacking)}: ranks are started in it"

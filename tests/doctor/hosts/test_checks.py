@@ -67,6 +67,11 @@ def test_a_difference(survey: Survey, name: str, level: str, said: str, mend: st
     assert bool(finding.mend) == (level != "ok")
 
 
+def test_of_hosts_that_do_not_answer_nothing_else_is_said() -> None:
+    survey = replace(WELL, says={}, writer="", sees={}, addresses={}, tried={})
+    assert [finding.name for finding in examine(survey) if finding.level != "ok"] == []
+
+
 def test_one_host_under_two_names_is_noticed() -> None:
     survey = replace(WELL, says={"a": A, "b": A}, addresses={"a": "10.0.0.1", "b": "10.0.0.1"})
     (finding,) = [finding for finding in examine(survey) if finding.name == "same host"]
