@@ -122,6 +122,7 @@ def test_one_process_alone_has_a_card_too(tmp_path: Path) -> None:
     assert events[-1] == "failed"
 
 
+@pytest.mark.slow
 def test_a_program_that_calls_exit_has_failed(tmp_path: Path) -> None:
     assert "SystemExit: 3" in _fails(tmp_path, "--how=leave")
 

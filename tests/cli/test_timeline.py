@@ -79,6 +79,7 @@ def test_the_steps_of_the_window_and_no_others_are_recorded(launcher: str, tmp_p
     assert warnings(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_resumed_run_leaves_the_first_file_alone(tmp_path: Path) -> None:
     train(*TOY, "--observe.timeline=all", "--train.stop_at=3", size=2, cwd=tmp_path)
     (first,) = of_horovod(tmp_path)
@@ -165,6 +166,7 @@ raise SystemExit(main({options!r}))
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_started_horovod_without_timeline_is_told_so(tmp_path: Path) -> None:
     done = run(["-c", INITIALISED.format(options=[*TOY, "--observe.timeline=3:4"])], size=2, cwd=tmp_path)
     assert "finished at step 8 of 8" in done.stdout

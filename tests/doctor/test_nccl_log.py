@@ -138,7 +138,9 @@ def test_the_log_reaches_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "nccl.log").write_text(HEAD + INFINIBAND)
     got: list[object] = []
     monkeypatch.setattr(doctor, "prepare", lambda: (RankInfo(), []))
-    monkeypatch.setattr(doctor, "gather", lambda *facts: got.append(facts[-1]))
+    monkeypatch.setattr(
+        doctor, "gather", lambda *facts: got.extend(fact for fact in facts if isinstance(fact, NcclLog))
+    )
     monkeypatch.setattr(doctor, "examine", lambda facts: [])
     assert doctor.main(["--nccl_log", str(tmp_path / "nccl.log")]) == 0
     assert got == [read_nccl_log((HEAD + INFINIBAND).splitlines(), str(tmp_path / "nccl.log"))]

@@ -12,11 +12,11 @@ from tests.support.two_hosts import UnavailableError
 
 SOON = [
     Cell("SIGKILL", "exchange", rank=0),
-    Cell("SIGTERM", "forward", rank=0),
     Cell("SIGSTOP", "data"),
     Cell("disk full", "checkpoint"),
 ]
 LATER = [
+    Cell("SIGTERM", "forward", rank=0),
     Cell("SIGKILL", "start-up"),
     Cell("SIGKILL", "step", size=3, rank=0),
     Cell("SIGKILL", "commit"),

@@ -90,6 +90,7 @@ def test_law_2_holds_with_compression_where_both_save(compression: str, tmp_path
         assert all(torch.equal(tensors[name], parts.tensors[group][name]) for name in tensors)
 
 
+@pytest.mark.slow
 def test_compression_goes_on_with_any_number_of_ranks(tmp_path: Path) -> None:
     _train(tmp_path / "plain", "toy")
     for size, stop in ((2, 3), (1, 6), (3, 12)):
@@ -105,6 +106,7 @@ def test_law_1_holds_under_bf16_and_with_workers(tmp_path: Path) -> None:
     assert _losses(tmp_path / "2") == pytest.approx(_losses(tmp_path / "1"), rel=2e-3)
 
 
+@pytest.mark.slow
 def test_law_1_is_not_trivial(tmp_path: Path) -> None:
     """Another seed, and another micro-batch (which is what dropout is seeded by), give another curve."""
     _train(tmp_path / "a", "toy")
