@@ -56,7 +56,7 @@ def choose(to: str, given: Collection[str], here: Here) -> Choice:
     if flavours:
         return Choice(to, _fitting(to, flavours, here), "asked for")
     mpi = _own_mpi(here)
-    if to == "srun":
+    if to in ("srun", "slurm"):
         return Choice(to, mpi, f"asked for{_over(here)}")
     if to == "horovodrun" and (mpi is None or (mpi.flavour, mpi.major) != ("openmpi", 4)):
         return Choice(to, None, "asked for; over Gloo, for of MPIs it can drive Open MPI 4 alone")

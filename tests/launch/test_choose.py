@@ -58,6 +58,12 @@ def test_an_mpi_of_another_build_is_refused(to: str, here: Here, said: list[str]
     assert all(part in str(wrong.value) for part in said) and wrong.value.next_step
 
 
+@pytest.mark.parametrize("to", ["srun", "slurm"])
+def test_that_ranks_of_slurm_talk_by_gloo_is_said(to: str) -> None:
+    assert "over Gloo" in choose(to, [], IN_SLURM).why
+    assert choose(to, [], replace(IN_SLURM, slurm_mpi=("pmix",))).why == "asked for"
+
+
 def test_horovodrun_goes_over_gloo_where_it_cannot_drive_the_mpi() -> None:
     assert choose("horovodrun", [], ON_OPEN_MPI).mpi == OPEN_MPI_4
     for here in (replace(ON_OPEN_MPI, mpis=(OPEN_MPI_5,)), ON_MPICH, GLOO_ONLY):
