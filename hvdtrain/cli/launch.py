@@ -13,11 +13,11 @@ from hvdtrain.cli import launch_own
 from hvdtrain.cli.launch_options import given, parse
 from hvdtrain.cli.launch_own import say
 from hvdtrain.cli.launch_spec import spec_of
-from hvdtrain.errors import HvdtrainError, LaunchError
+from hvdtrain.errors import USAGE, HvdtrainError, LaunchError
 from hvdtrain.launch.choose import OWN, choose, has_to_look, name_of
 from hvdtrain.launch.here import Here, look, search_path
 from hvdtrain.launch.refuse import refuse_options, refuse_shape
-from hvdtrain.launch.spec import Command, Script
+from hvdtrain.launch.spec import Command, JobSpec, Script
 from hvdtrain.launch.targets import TARGETS
 from hvdtrain.runtime.environment import LAUNCH_OPTIONS, environ, launch_options_text
 
@@ -41,16 +41,16 @@ def main(argv: list[str], program: Sequence[str] | None = None) -> int:
             say(f"--to {choice.target}{f' ({name_of(choice.mpi)})' if choice.mpi else ''}: {choice.why}")
         if choice.target == OWN:
             return launch_own.start(own, options, spec, program)
-        return _start(own, TARGETS[choice.target].render(spec), options.dry_run)
+        start = TARGETS[choice.target].render(spec)
+        if isinstance(start, Command):
+            return _run(own, _found(start), options.dry_run)
+        if not options.dry_run and not TARGETS[choice.target].elsewhere and not _takes_arguments(spec):
+            say("error: training does not take these arguments, so nothing was submitted")
+            return USAGE
+        return _submit(start, options.dry_run)
     except (HvdtrainError, OSError) as error:
         say(f"error: {error}")
         return 2 if isinstance(error, HvdtrainError) else 1
-
-
-def _start(own: Sequence[str], start: Command | Script, dry_run: bool) -> int:
-    if isinstance(start, Script):
-        return _submit(start, dry_run)
-    return _run(own, _found(start), dry_run)
 
 
 def _found(start: Command) -> Command:
@@ -78,6 +78,18 @@ def _run(own: Sequence[str], start: Command, dry_run: bool) -> int:
     variables["_"] = start.argv[0]
     sys.stdout.flush()
     os.execvpe(start.argv[0], start.argv, variables)  # noqa: S606  (no shell, by intent)
+
+
+def _takes_arguments(spec: JobSpec) -> bool:
+    """Whether training takes its arguments; if not it says why. A job would find out after its time in the queue."""
+    index = (spec.batch.array or "").partition("-")[0].partition(",")[0]
+    words = [word.replace("{array}", index) if index else word for word in spec.program]
+    done = subprocess.run(
+        [*words, "--print_config"], cwd=spec.folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False
+    )
+    if done.returncode == USAGE:
+        sys.stderr.write(done.stderr.decode(errors="replace"))
+    return done.returncode != USAGE
 
 
 def _submit(start: Script, dry_run: bool) -> int:

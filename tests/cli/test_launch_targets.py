@@ -82,10 +82,34 @@ def test_the_line_that_is_shown_is_the_one_that_runs(spied: dict[str, str], tmp_
 
 def test_the_script_that_is_shown_is_the_one_that_is_handed_in(spied: dict[str, str], tmp_path: Path) -> None:
     asked = ("--to", "pbs", "--nodes", "2", "--gpus_per_node", "4", "--time", "1h30m")
-    shown = launch(tmp_path, spied, *asked, "--dry-run", "--", *WORDS).stdout
-    argv, _, _, text = received(launch(tmp_path, spied, *asked, "--", *WORDS).stdout)
+    words = ("--run_dir", "two\nlines", "--data.text", '$HOME "x"')
+    shown = launch(tmp_path, spied, *asked, "--dry-run", "--", *words).stdout
+    argv, _, _, text = received(launch(tmp_path, spied, *asked, "--", *words).stdout)
     assert Path(argv[0]).name == "qsub" and argv[1:] == []
     assert text == shown and "#PBS -l walltime=01:30:00" in text and "mpirun -np 8" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--train.step", "3"), "did you mean --train.steps?"),
+        (("--config", "not there.yaml"), "'not there.yaml' cannot be read"),
+        (("--seed", "x{array}"), "x2"),
+    ],
+)
+def test_what_training_does_not_take_is_not_handed_in(
+    words: tuple[str, ...], said: str, spied: dict[str, str], tmp_path: Path
+) -> None:
+    """It would be found out after hours in a queue."""
+    array = ("--array", "2-3") if "x{array}" in words else ()
+    done = launch(tmp_path, spied, "--to", "pbs", "-np", "1", *array, "--", *words, code=2)
+    assert said in done.stderr and "nothing was submitted" in done.stderr
+    assert done.stdout == ""
+
+
+def test_an_index_of_an_array_is_a_value(spied: dict[str, str], tmp_path: Path) -> None:
+    done = launch(tmp_path, spied, "--to", "pbs", "-np", "1", "--array", "2-3", "--", "--seed", "{array}")
+    assert Path(received(done.stdout)[0][0]).name == "qsub"
 
 
 def test_a_script_switches_on_what_is_on_here(spied: dict[str, str], tmp_path: Path) -> None:
