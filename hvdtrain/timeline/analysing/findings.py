@@ -138,7 +138,7 @@ def _cores(facts: Facts) -> Iterator[Finding]:
     if (waited := facts.core_wait_ms()) is not None:
         took = f"{wording.ms(waited)} ms a step ({waited / facts.step_ms:.0%})"
         text = f"ranks were ready to run and had no core for {took}"
-        advice = "end what else runs on these hosts, or start fewer threads and ranks there: OMP_NUM_THREADS=1"
+        advice = "end what else runs there, or start fewer ranks, or threads where OMP_NUM_THREADS is above 1"
         if facts.option("loader", "workers"):
             advice += ", --loader.workers 0"
         yield Finding("cpu", text, waited, advice)
