@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 
+from hvdtrain.cli.parser import Parser
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.install.build import build, pending
 from hvdtrain.install.demand import GPU_CHOICES
@@ -14,10 +14,10 @@ from hvdtrain.install.probe import probe
 from hvdtrain.runtime.environment import environ
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Declare the options."""
     description = f"Build Horovod {HOROVOD} for the torch and MPI at hand, install it, and prove it by an allreduce."
-    made = argparse.ArgumentParser(prog="hvdtrain build-horovod", description=description)
+    made = Parser(prog="hvdtrain build-horovod", description=description)
     made.add_argument(
         "--gpu",
         choices=GPU_CHOICES,

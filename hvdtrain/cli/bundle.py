@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from importlib import metadata
 from pathlib import Path
 
 import hvdtrain
+from hvdtrain.cli.parser import Parser
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.runtime.environment import environ
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Declare the options."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="hvdtrain bundle",
         description="Make a folder with hvdtrain, torch, everything else that is needed, the source of Horovod and one "
         "script, install.sh, that installs it all where no registry is reached. Begun again, it goes on where it was.",

@@ -9,6 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.cli.parser import Parser
+
 _SHELLS = ("bash", "zsh", "fish")
 _PARSERS = {"launch": "hvdtrain.cli.launch_options"}
 """Files that declare the options of a command, where that is not the command's own."""
@@ -58,9 +60,9 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def parser() -> ArgumentParser:
+def parser() -> Parser:
     """Declare the options."""
-    made = ArgumentParser(
+    made = Parser(
         prog="hvdtrain completion",
         description="Print a script by which a shell completes commands, options and their values.",
         epilog=_EPILOG,

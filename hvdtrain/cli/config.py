@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 from pathlib import Path
 
 from hvdtrain.cli.group import run
+from hvdtrain.cli.parser import Parser
 from hvdtrain.errors import ConfigError
 
 COMMANDS = {"init": "write a YAML file of all options of training, each with its default and what it does"}
@@ -17,9 +17,9 @@ def main(argv: list[str]) -> int:
     return run("config", "[FILE] [OPTIONS]", COMMANDS, argv, _call)
 
 
-def parser(name: str) -> argparse.ArgumentParser:
+def parser(name: str) -> Parser:
     """Declare the options of a command of this group."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog=f"hvdtrain config {name}",
         description="Write a YAML file of all options of training, each with its default and what it does.",
     )

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvdtrain.cli import doctor_hosts
+from hvdtrain.cli.parser import Parser
 from hvdtrain.doctor import report
 from hvdtrain.doctor.checks import examine
 from hvdtrain.doctor.finding import LEVELS, Finding, worst
@@ -23,9 +24,9 @@ from hvdtrain.runtime.tuning import Choice, prepare
 _STYLES = {"ok": "green", "warning": "yellow", "broken": "bold red", "set": "green", "left": ""}
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Declare the options."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="hvdtrain doctor",
         description="Look at this machine and installation: versions, what Horovod is built with, MPI, the launcher, "
         "GPUs, network, limits, the run folder, the settings chosen; name what does not fit, with its cure. Under a "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,9 +17,11 @@ from hvdtrain.cli.launch_spec import spec_of
 from hvdtrain.errors import USAGE, HvdtrainError, LaunchError
 from hvdtrain.launch.choose import OWN, choose, has_to_look, name_of
 from hvdtrain.launch.here import Here, look, search_path
+from hvdtrain.launch.names import nowhere
 from hvdtrain.launch.refuse import refuse_options, refuse_shape
 from hvdtrain.launch.spec import Command, JobSpec, Script
 from hvdtrain.launch.targets import TARGETS
+from hvdtrain.observe.commands import beside
 from hvdtrain.runtime.environment import LAUNCH_OPTIONS, environ, launch_options_text
 
 
@@ -43,7 +46,10 @@ def main(argv: list[str], program: Sequence[str] | None = None) -> int:
             return launch_own.start(own, options, spec, program)
         start = TARGETS[choice.target].render(spec)
         if isinstance(start, Command):
-            return _run(own, _found(start), options.dry_run)
+            command = _found(start)
+            if not options.dry_run and (host := nowhere(spec.hosts, spec.ssh_arguments)):
+                say(f"{host} has no address here, nor in ssh's configuration; if it fails: {_doctor(spec)}")
+            return _run(own, command, options.dry_run)
         if not options.dry_run and not TARGETS[choice.target].elsewhere and not _takes_arguments(spec):
             say("error: training does not take these arguments, so nothing was submitted")
             return USAGE
@@ -65,6 +71,13 @@ def _found(start: Command) -> Command:
     if shutil.which(Path(program).name, path=now.get("PATH", os.defpath)) == program:
         return start
     return Command(start.argv, {"PATH": os.pathsep.join([folder, now.get("PATH", os.defpath)]), **start.variables})
+
+
+def _doctor(spec: JobSpec) -> str:
+    hosts = ",".join(spec.hosts)
+    extra = [word for option in spec.ssh_options for word in ("--ssh-option", option)]
+    extra += ["--ssh-port", str(spec.ssh_port)] if spec.ssh_port else []
+    return f"{beside('hvdtrain')} doctor --hosts {shlex.join([hosts, *extra])}"
 
 
 def _run(own: Sequence[str], start: Command, dry_run: bool) -> int:

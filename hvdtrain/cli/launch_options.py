@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 from collections.abc import Sequence
 
 from hvdtrain.cli.launch_parser import parser
+from hvdtrain.cli.parser import Parser
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import LaunchError
 
@@ -39,8 +39,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     made = parser()
     options, unknown = made.parse_known_args(_with_dashes(argv))
     if unknown:
-        known = [name for action in made._actions for name in action.option_strings if name.startswith("--")]
-        raise _no_option(unknown[0].partition("=")[0], known)
+        raise _no_option(unknown[0].partition("=")[0], made)
     return options
 
 
@@ -61,12 +60,12 @@ def _with_dash(word: str) -> str:
     return f"{name.replace('_', '-')}{equals}{value}" if word.startswith("--") else word
 
 
-def _no_option(option: str, known: Sequence[str]) -> LaunchError:
+def _no_option(option: str, made: Parser) -> LaunchError:
     if option in _OF_HOROVODRUN:
         next_step = f"{_OF_HOROVODRUN[option]} is what {option} of horovodrun is here"
     elif option.lstrip("-").partition(".")[0] in _OF_TRAINING:
         return LaunchError(f"{option} is an option of training, not of launch.", next_step=BEHIND)
     else:
-        near = difflib.get_close_matches(option, known, n=1)
-        next_step = f"did you mean {near[0]}? Else: {BEHIND}" if near else f"see hvdtrain launch --help; {BEHIND}"
+        near = made.near(option)
+        next_step = f"did you mean {near}? Else: {BEHIND}" if near else f"see hvdtrain launch --help; {BEHIND}"
     return LaunchError(f"there is no option {option} of launch.", next_step=next_step)

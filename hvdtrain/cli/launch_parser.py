@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from hvdtrain.cli.parser import Parser
 from hvdtrain.launch.choose import AUTO, OWN
 from hvdtrain.launch.targets import TARGETS
 
@@ -86,14 +87,14 @@ def duration_s(text: str) -> int:
     return seconds
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Declare the options."""
     raw = argparse.RawDescriptionHelpFormatter
-    made = argparse.ArgumentParser(prog="hvdtrain launch", description=_DESCRIPTION, formatter_class=raw)
+    made = Parser(prog="hvdtrain launch", description=_DESCRIPTION, formatter_class=raw)
     add = made.add_argument
     add("--to", choices=[AUTO, OWN, *TARGETS], default=AUTO, help="what starts the ranks (what fits this machine)")
     ranks = "ranks; of an elastic job at least, up to MAX where they are ready by then (one a slot or GPU)"
-    add("-np", type=_positive, metavar="N", help=ranks)
+    add("-np", "-n", type=_positive, metavar="N", help=ranks)
     which = made.add_mutually_exclusive_group()
     hosts = "hosts and their slots; of schedulers the counts alone (this host)"
     which.add_argument("-H", dest="hosts", metavar="a:2,b:2", help=hosts)

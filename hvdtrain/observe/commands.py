@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -58,7 +59,8 @@ def _launched(command: str, info: RankInfo, note: str = "") -> str:
     notes = [note] if note else []
     if info.size > 1:
         if info.launcher == "openmpi" and info.one_host and not command.startswith("#"):
-            command = f"{beside('mpirun')} -np {info.size} {command}"
+            as_root = "" if os.geteuid() else " --allow-run-as-root"
+            command = f"{beside('mpirun')}{as_root} -np {info.size} {command}"
         else:
             over_gloo_by_srun = info.launcher == GLOO_LAUNCHER and by_srun(environ())
             started_by = "srun" if over_gloo_by_srun else _STARTED_BY.get(info.launcher, info.launcher)

@@ -22,6 +22,11 @@ def _words(command: str) -> list[str]:
     return shlex.split(command, comments=True)
 
 
+@pytest.fixture(autouse=True)
+def _nobody_special(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+
+
 def test_one_host_under_open_mpi_is_a_whole_command() -> None:
     words = _words(go_on(RUN, ONE_HOST, "--train.steps 9"))
     assert Path(words[0]).name == "mpirun" and words[1:3] == ["-np", "4"]
@@ -29,6 +34,12 @@ def test_one_host_under_open_mpi_is_a_whole_command() -> None:
     assert words[7:] == [f"{RUN}/config.yaml", "--run_dir", str(RUN), "--train.steps", "9"]
     assert _words(go_on(RUN, ALONE, "--train.steps 9")) == words[3:]
     assert "#" not in go_on(RUN, ONE_HOST) + go_on(RUN, ALONE)
+
+
+def test_open_mpi_is_told_that_root_means_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    assert _words(go_on(RUN, ONE_HOST))[1:4] == ["--allow-run-as-root", "-np", "4"]
+    assert "root" not in go_on(RUN, ALONE) + go_on(RUN, TWO_HOSTS)
 
 
 @pytest.mark.parametrize("info", OTHERS, ids=lambda info: f"{info.launcher}-{info.hosts}")

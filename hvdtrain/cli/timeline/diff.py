@@ -6,6 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from hvdtrain.cli.parser import Parser
+
 _EPILOG = """\
 examples:
   hvdtrain timeline diff runs/before runs/after
@@ -32,14 +34,13 @@ def main(command: str, argv: list[str]) -> int:
     return 0
 
 
-def parser(command: str) -> argparse.ArgumentParser:
+def parser(command: str) -> Parser:
     """Declare the options."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog=f"hvdtrain timeline {command}",
         description="Parts of a step beside each other: which differences are no noise, and which options differ.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     made.add_argument("run_a", type=Path, metavar="RUN_A", help="a run's folder, or Horovod's Timeline")
     made.add_argument("run_b", type=Path, metavar="RUN_B", help="another one")

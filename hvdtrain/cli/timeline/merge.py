@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from hvdtrain.cli.parser import Parser
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.merge import Merged, merge
 
@@ -19,9 +19,9 @@ def main(command: str, argv: list[str]) -> int:
     return 0
 
 
-def parser(command: str) -> argparse.ArgumentParser:
+def parser(command: str) -> Parser:
     """Declare the options."""
-    made = argparse.ArgumentParser(prog=f"hvdtrain timeline {command}", description=_WHAT)
+    made = Parser(prog=f"hvdtrain timeline {command}", description=_WHAT)
     made.add_argument(
         "sources", type=Path, nargs="+", metavar="RUN|FILE", help="a run's folder, or Timelines of Horovod"
     )

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hvdtrain.cli.parser import Parser
+
 if TYPE_CHECKING:
     from hvdtrain.timeline.analysis import Analysis
 
@@ -87,14 +89,13 @@ def _write_page(analysis: Analysis, file: Path) -> None:
         ) from None
 
 
-def parser(command: str) -> argparse.ArgumentParser:
+def parser(command: str) -> Parser:
     """Declare the options."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog=f"hvdtrain timeline {command}",
         description="Where the time of a run, or of any Horovod Timeline, went; which rank is late; what to change.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     made.add_argument("path", nargs="+", type=Path, metavar="PATH", help="a run's folder, or Horovod's Timeline")
     made.add_argument("--json", action="store_true", help="print JSON, as report.schema.json describes it")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hvdtrain.cli.parser import Parser
 from hvdtrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -78,9 +78,9 @@ def _check(evidence: Evidence, change: Change, probed: Probed, *, quiet: bool) -
     }
 
 
-def parser(command: str) -> argparse.ArgumentParser:
+def parser(command: str) -> Parser:
     """Declare the options."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog=f"hvdtrain timeline {command}",
         description="How long a step of RUN would take, were something different: its measured step is replayed. What"
         " is left out stays as it was.",

@@ -6,6 +6,7 @@ import argparse
 import shlex
 from pathlib import Path
 
+from hvdtrain.cli.parser import Parser
 from hvdtrain.observe.window_files import Answer
 from hvdtrain.timeline.window import request_window, stop_window
 
@@ -28,9 +29,9 @@ def main(command: str, argv: list[str]) -> int:
     return 0
 
 
-def parser(command: str) -> argparse.ArgumentParser:
+def parser(command: str) -> Parser:
     """Declare the options."""
-    made = argparse.ArgumentParser(prog=f"hvdtrain timeline {command}", description=_WHAT[command])
+    made = Parser(prog=f"hvdtrain timeline {command}", description=_WHAT[command])
     made.add_argument("run", type=Path, metavar="RUN", help="folder of the run, as the job printed it")
     if command == "start":
         made.add_argument("--steps", type=_count, default=0, metavar="N", help="end by itself after N steps")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from hvdtrain.cli.parser import Parser
+
 _EPILOG = """\
 examples:
   hvdtrain verify data runs/20250301-101500-language_model
@@ -25,15 +27,14 @@ def main(argv: list[str]) -> int:
     return 1 if report.wrong else 0
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Declare the options."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="hvdtrain verify data",
         description="Proves from a run's ledger that every sample of each epoch was taken exactly once, over kills,"
         " resumes and other numbers of ranks. The run may be going on.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     made.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
     return made

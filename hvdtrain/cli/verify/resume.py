@@ -13,6 +13,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from hvdtrain.cli.parser import Parser
+
 if TYPE_CHECKING:
     from hvdtrain.verify.equality import Compared
 
@@ -55,14 +57,13 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Declare the options."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="hvdtrain verify resume",
         description="Proves that a run that is interrupted and goes on equals one that is not interrupted.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     made.add_argument("run", type=Path, metavar="RUN", help="a run's folder: its config is what is trained")
     made.add_argument("--steps", type=_positive, default=10, metavar="N", help="optimizer steps of each half (10)")
