@@ -81,11 +81,12 @@ def judge(rounds: Rounds) -> Verdict:
     ranks, count = work.shape
     found, alike = _later_than_others(work) if count >= _LEAST_ROUNDS else ([], 1.0)
     least = max(_LEAST_MS, _LEAST_SHARE * rounds.step_ms)
+    matters = [max(least, error_ms) for error_ms in rounds.clock_error_ms.tolist()]
     while True:
         estimates, whole, steady = _costs(work, found, alike)
         doubt = (rounds.clock_error_ms + np.median(rounds.clock_error_ms)).tolist()
         cost = _doubted(estimates, doubt)
-        kept = [rank for rank in found if cost[rank].low > max(least, float(rounds.clock_error_ms[rank]))]
+        kept = [rank for rank in found if cost[rank].low > matters[rank]]
         if kept == found:
             break
         found = kept
@@ -94,7 +95,7 @@ def judge(rounds: Rounds) -> Verdict:
     mended[found] = like_the_others(work, found)[found]
     jitter = mean_of(mended.max(axis=0) - np.median(mended, axis=0))
     last = np.bincount(np.argmax(work, axis=0), minlength=ranks) / count
-    reason = "" if found else _why_nobody(count, [*cost, *_doubted(whole, doubt)], least, pauses)
+    reason = "" if found else _why_nobody(count, [*cost, *_doubted(whole, doubt)], matters, pauses)
     return Verdict(rounds, cost, last, steady, found, jitter, pauses, reason)
 
 
@@ -122,19 +123,26 @@ def _costs(work: Floats, late: Sequence[int], alike: float) -> tuple[list[Estima
     return [tame[rank] if rank in steady else whole[rank] for rank in range(len(work))], whole, steady
 
 
-def _why_nobody(count: int, costs: Sequence[Estimate], least: float, pauses: Sequence[Pause]) -> str:
-    """`costs`: of each rank, then of each rank by the mean over all steps: what few steps cost is not denied."""
+def _why_nobody(count: int, costs: Sequence[Estimate], matters: Sequence[float], pauses: Sequence[Pause]) -> str:
+    """Say it.
+
+    Args:
+        count: steps that were looked at.
+        costs: of each rank, then of each rank by the mean over all steps: what few steps cost is not denied.
+        matters: what a rank has to cost at least, in milliseconds.
+        pauses: what was left out.
+    """
     apart = " but for pauses" if pauses else ""
     if count < _LEAST_ROUNDS:
         return f"{count} steps{apart} are too few to tell a late rank from chance"
     place = max(range(len(costs)), key=lambda each: costs[each].value)
     worst, rank = costs[place], place % (len(costs) // 2)
-    if worst.value < least:
-        return f"no rank costs more than {wording.ms(least)} ms a step{apart}"
     if not math.isfinite(worst.low):
         return f"what rank {rank} costs is not known: its clock was never compared with the others'"
-    why = f"it is somewhere in {wording.interval(worst)}"
-    if worst.low > least:
+    if worst.value < matters[rank]:
+        return f"no rank costs more than {wording.ms(matters[rank])} ms a step{apart}"
+    why = f"it is somewhere in {wording.interval(worst)}, and below {wording.ms(matters[rank])} it does not matter"
+    if worst.low > matters[rank]:
         why = "with their names shuffled, ranks are as late too often"
     return f"rank {rank}'s {wording.ms(worst.value)} ms a step{apart} may be chance: {why}"
 

@@ -143,6 +143,15 @@ def test_what_few_steps_cost_is_not_denied() -> None:
     assert re.match(r"rank 1's 1\.[12]\d ms a step may be chance", found.reason)
 
 
+@pytest.mark.parametrize(("error_ms", "matters"), [(0.0, r"0\.2\d\d"), (0.6, r"0\.600")])
+def test_of_what_may_be_chance_it_is_told_how_little_would_not_matter(error_ms: float, matters: str) -> None:
+    work = _quiet(0, 2, 60, "gaussian", 3.0)
+    work[1] += 2.0
+    found = judge(_rounds(work, error_ms=error_ms))
+    assert not found.late
+    assert re.search(rf"it is somewhere in \[.*\], and below {matters} it does not matter$", found.reason), found.reason
+
+
 def test_pauses_of_all_ranks_by_turns_are_how_the_job_runs() -> None:
     work = _quiet(0, 32, 400, "gaussian", 0.1)
     for rank in range(32):
