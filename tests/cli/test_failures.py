@@ -77,16 +77,12 @@ def test_the_command_on_the_card_goes_on(tmp_path: Path) -> None:
     _fails(tmp_path, "--how=raise", "--at=4")
     journal = tmp_path / "run/journal.jsonl"
     words = _card(tmp_path)["resume"].split()
-    assert words[1:3] == ["-np", "2"]
+    assert words[words.index("-np") + 1] == "2"
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("OMPI_")}
     done = subprocess.run(
         [*words, "--how=", "--train.steps=6"],
         cwd=tmp_path,
-        env={
-            **os.environ,
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "OMP_NUM_THREADS": "1",
-        },
+        env={**variables, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
