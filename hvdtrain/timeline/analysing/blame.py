@@ -134,7 +134,8 @@ def _why_nobody(count: int, costs: Sequence[Estimate], matters: Sequence[float],
     """
     apart = " but for pauses" if pauses else ""
     if count < _LEAST_ROUNDS:
-        return f"{count} steps{apart} are too few to tell a late rank from chance"
+        few = f"1 step{apart} is" if count == 1 else f"{count} steps{apart} are"
+        return f"{few} too few to tell a late rank from chance"
     place = max(range(len(costs)), key=lambda each: costs[each].value)
     worst, rank = costs[place], place % (len(costs) // 2)
     if not math.isfinite(worst.low):

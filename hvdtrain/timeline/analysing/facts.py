@@ -64,6 +64,11 @@ class Facts:
         """Whether waiting for cores may be most of a cost: less than half as much is another matter."""
         return (self.core_wait_ms() or 0.0) >= _MOST * cost_ms
 
+    def for_cores(self) -> str:
+        """What to do where ranks wait for cores."""
+        advice = "end what else runs there, or start fewer ranks, or threads where OMP_NUM_THREADS is above 1"
+        return f"{advice}, --loader.workers 0" if self.option("loader", "workers") else advice
+
     def bucket_mib(self, factor: float) -> str | None:
         """The flag for buckets so many times those of the run; None where it would change nothing.
 

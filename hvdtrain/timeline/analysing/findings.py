@@ -53,7 +53,7 @@ def _exposed(facts: Facts) -> Iterator[Finding]:
 def _faster_exchange(facts: Facts, largest: str, cost_ms: float) -> str:
     compression = facts.option("parallel", "compression")
     if facts.cores_explain(cost_ms) and largest in (OTHER_EXCHANGE, NEGOTIATION, EXCHANGE):
-        return "ranks wait for cores, and so does the exchange: see what is said of that"
+        return f"ranks wait for cores, and so does the exchange: {facts.for_cores()}"
     sent = facts.communication.bytes_per_step if facts.communication else None
     if sent is not None and sent < _LITTLE_BYTES:
         return f"so little is sent that it costs only its latency: {_MORE_SAMPLES}"
@@ -138,10 +138,7 @@ def _cores(facts: Facts) -> Iterator[Finding]:
     if (waited := facts.core_wait_ms()) is not None:
         took = f"{wording.ms(waited)} ms a step ({waited / facts.step_ms:.0%})"
         text = f"ranks were ready to run and had no core for {took}"
-        advice = "end what else runs there, or start fewer ranks, or threads where OMP_NUM_THREADS is above 1"
-        if facts.option("loader", "workers"):
-            advice += ", --loader.workers 0"
-        yield Finding("cpu", text, waited, advice)
+        yield Finding("cpu", text, waited, facts.for_cores())
 
 
 def _bandwidth(facts: Facts) -> Iterator[Finding]:

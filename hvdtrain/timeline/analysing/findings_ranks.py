@@ -116,7 +116,7 @@ def _jitter(facts: Facts, verdict: Verdict) -> Iterator[Finding]:
         who = f"{share:.0%} of it in steps that wait for rank {rank}, perhaps by chance"
     advice = "fewer threads than cores, ranks bound to cores (mpirun --bind-to core), nothing else on the hosts"
     if facts.cores_explain(cost.value):
-        advice = "ranks wait for cores: see what is said of that"
+        advice = f"ranks wait for cores: {facts.for_cores()}"
     yield Finding("jitter", f"jitter costs {_ms(cost)} a step: {who}", cost.value, advice)
 
 

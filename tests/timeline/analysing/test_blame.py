@@ -152,6 +152,12 @@ def test_of_what_may_be_chance_it_is_told_how_little_would_not_matter(error_ms: 
     assert re.search(rf"it is somewhere in \[.*\], and below {matters} it does not matter$", found.reason), found.reason
 
 
+@pytest.mark.parametrize(("count", "few"), [(1, "1 step is"), (5, "5 steps are")])
+def test_few_steps_name_nobody(count: int, few: str) -> None:
+    found = judge(_rounds(_quiet(0, 2, count, "gaussian", 0.1)))
+    assert not found.late and found.reason == f"{few} too few to tell a late rank from chance"
+
+
 def test_pauses_of_all_ranks_by_turns_are_how_the_job_runs() -> None:
     work = _quiet(0, 32, 400, "gaussian", 0.1)
     for rank in range(32):
