@@ -1,4 +1,4 @@
-"""The image: linted, pinned, and carried out step by step in a Debian of its own."""
+"""The image: linted, pinned, and built on a Debian made here, as its base cannot be had everywhere."""
 
 from __future__ import annotations
 
@@ -15,11 +15,20 @@ import pytest
 
 from hvdtrain.launch.dockerfile import render_dockerfile
 from hvdtrain.launch.targets.mpijob import IMAGE
-from tests.support.dockerfile import Machine, Stage, build, instructions
-from tests.support.host import UnavailableError, beside_python, tool
+from tests.support.host import UnavailableError, beside_python
+from tests.support.image import Container, Store, needed
 
 ROOT = Path(__file__).parents[2]
 COMPILERS = ("g++", "gcc", "make", "cmake", "cc", "nvcc")
+
+
+def instructions(text: str) -> Iterator[tuple[str, str]]:
+    """Each instruction with its arguments; comments left out, lines that go on joined."""
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    for line in re.sub(r"\\\n", "", "\n".join(lines)).splitlines():
+        if line.strip():
+            name, _, rest = line.strip().partition(" ")
+            yield name.upper(), rest.strip()
 
 
 def test_it_is_linted() -> None:
@@ -42,6 +51,17 @@ def test_it_is_pinned_in_stages_and_runs_as_a_user() -> None:
     assert ("USER", f"{IMAGE.uid}:{IMAGE.uid}") in last and IMAGE.uid > 0
     assert not any(f" {compiler}" in rest for _, rest in last for compiler in COMPILERS)
     assert [name for name, _ in last][-1] == "CMD"
+
+
+def test_what_it_copies_is_sent_to_the_builder_and_nothing_else() -> None:
+    copied = {
+        name
+        for step, rest in instructions(render_dockerfile())
+        if step == "COPY" and not rest.startswith("--from")
+        for name in rest.split()[:-1]
+    }
+    lines = (ROOT / ".dockerignore").read_text().split()
+    assert "*" in lines and {line[1:] for line in lines if line.startswith("!")} == copied
 
 
 LISTED = """\
@@ -68,72 +88,69 @@ def test_packages_are_of_the_moment_that_the_base_names(tmp_path: Path) -> None:
 CERTIFICATES = "/run/certificates.pem"
 
 
-def _machine() -> Machine:
-    """What this machine's pip is set up with, its certificates (elsewhere: a package owns their place), its names."""
-    pip = [sys.executable, "-m", "pip", "config"]
-    listed = subprocess.run([*pip, "list"], capture_output=True, text=True).stdout
-    files = subprocess.run([*pip, "debug"], capture_output=True, text=True).stdout
-    words = [word for value in re.findall(r"'([^']*)'", listed) for word in value.split()]
-    places = [word for word in words if word.startswith("/") and not word.startswith("/etc/ssl")]
-    places += [str(Path(word.removeprefix("file://")).parent) for word in words if word.startswith("file://")]
-    places += [*re.findall(r"(/\S+), exists: True", files), "/etc/resolv.conf", "/etc/hosts"]
-    variables = {
-        name: value for name, value in os.environ.items() if name.upper().startswith(("PIP_", "HTTP_", "HTTPS_"))
-    }
-    shared = {place: Path(place) for place in places if Path(place).exists()}
-    if certificates := os.environ.get("SSL_CERT_FILE"):
-        shared[CERTIFICATES] = Path(certificates)
-        variables.update(PIP_CERT=CERTIFICATES, SSL_CERT_FILE=CERTIFICATES)
-    return Machine(shared, variables)
+def _seen(folder: Path) -> list[str]:
+    """What of this machine a build sees: how pip is set up. Certificates lie where no package is."""
+    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
+    pairs = [line.partition("=")[::2] for line in listed.splitlines()]
+    settings = {name.rpartition(".")[2]: shlex.split(value)[0] for name, value in pairs}
+    certificates = settings.get("cert") or os.environ.get("SSL_CERT_FILE")
+    if certificates:
+        settings["cert"] = CERTIFICATES
+    (folder / "pip.conf").write_text("[global]\n" + "".join(f"{name} = {value}\n" for name, value in settings.items()))
+    words = [word for value in settings.values() for word in value.split() if word != CERTIFICATES]
+    places = {word for word in words if word.startswith("/") and Path(word).exists()}
+    places |= {str(Path(word.removeprefix("file://")).parent) for word in words if word.startswith("file://")}
+    shared = {"/etc/pip.conf": str(folder / "pip.conf"), **{place: place for place in places}}
+    if certificates:
+        shared[CERTIFICATES] = certificates
+    return [f"--volume={here}:{there}:ro" for there, here in shared.items()]
 
 
 @pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Machine, Stage]]:
-    folder = tmp_path_factory.mktemp("image")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Container]:
     try:
-        if os.geteuid():
-            raise UnavailableError("not root")
-        make = [tool("mmdebstrap"), "--variant=minbase", "--quiet"]
+        needed()
     except UnavailableError as problem:
         if "CI" in os.environ:
             pytest.fail(str(problem))
         pytest.skip(str(problem))
-    sources = [str(path) for path in Path("/etc/apt/sources.list.d").glob("debian.sources")]
-    base = folder / "base"
-    base.mkdir(mode=0o755)
-    done = subprocess.run([*make, "bookworm", str(base), *sources], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    machine = _machine()
-    given = {"SNAPSHOT": "", "TORCH_INDEX": os.environ.get("TORCH_INDEX", "")}
+    folder = tmp_path_factory.mktemp("image")
+    store = Store(folder)
     try:
-        yield machine, build(render_dockerfile(), ROOT, base, folder, machine, given)
+        given = {"BASE": store.debian("bookworm"), "SNAPSHOT": "", "TORCH_INDEX": os.environ.get("TORCH_INDEX", "")}
+        arguments = [f"--build-arg={name}={value}" for name, value in given.items()]
+        how = ["--isolation=oci", "--runtime=runc", "--network=host", *_seen(folder)]
+        (folder / "Dockerfile").write_text(render_dockerfile())
+        store("bud", *how, *arguments, f"--file={folder / 'Dockerfile'}", "--tag=hvdtrain:cpu", str(ROOT))
+        name = store("from", "hvdtrain:cpu")
+        yield Container(store, name, Path(store("mount", name)))
     finally:
+        store.run("rm", "--all")
         subprocess.run(["rm", "-rf", "--one-file-system", str(folder)], check=False)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_it_builds_and_trains_as_a_user(image: tuple[Machine, Stage]) -> None:
-    machine, stage = image
-    assert machine.run(stage, ["id", "-u"]).stdout == f"{IMAGE.uid}\n"
+def test_it_builds_and_trains_as_a_user(image: Container) -> None:
+    assert image.run(["id", "-u"]).stdout == f"{IMAGE.uid}\n"
     for compiler in COMPILERS:
-        assert machine.run(stage, ["sh", "-c", f"command -v {compiler}"]).stdout == ""
-    assert not list((stage.root / "etc/ssh").glob("ssh_host_*"))
-    found = machine.run(stage, [*stage.command, "--json"])
+        assert image.run(["sh", "-c", f"command -v {compiler}"]).stdout == ""
+    assert not list((image.root / "etc/ssh").glob("ssh_host_*"))
+    command = json.loads(image.store("inspect", "--type=image", "hvdtrain:cpu"))["OCIv1"]["config"]["Cmd"]
+    found = image.run([*command, "--json"])
     assert found.returncode in (0, 1) and "checks" in json.loads(found.stdout), found.stdout + found.stderr
     options = ["--task", "image", "--train.steps", "2", "--observe.tensorboard", "false"]
     command = ["mpirun", "-np", "2", "--oversubscribe", f"{IMAGE.prefix}/bin/python", "-m", "hvdtrain", *options]
-    done = machine.run(stage, command)
+    done = image.run(command)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "finished at step 2 of 2" in done.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_its_sshd_serves_the_user_with_the_keys_of_a_job_and_no_others(image: tuple[Machine, Stage]) -> None:
+def test_its_sshd_serves_the_user_with_the_keys_of_a_job_and_no_others(image: Container) -> None:
     """Keys lie as the MPI operator mounts them: owned by root, readable by all, one pair for hosts and users."""
-    machine, stage = image
-    keys = stage.root / IMAGE.ssh.lstrip("/")
+    keys = image.root / IMAGE.ssh.lstrip("/")
     for name in ("job", "other"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ecdsa", "-b", "521", "-N", "", "-f", str(keys / name)], check=True)
     (keys / "job").rename(keys / "id_rsa")
@@ -144,11 +161,9 @@ def test_its_sshd_serves_the_user_with_the_keys_of_a_job_and_no_others(image: tu
         file.chmod(0o644)
     keys.chmod(0o755)
     # ssh tries once a second until it is there
-    command = ["bash", "-c", f"{shlex.join(IMAGE.sshd)} & ssh -o ConnectionAttempts=20 localhost id -u"]
-    done = machine.run(stage, command, alone=True)
+    command = ["bash", "-c", f"{shlex.join(IMAGE.sshd)} & ssh -o ConnectionAttempts=20 127.0.0.1 id -u"]
+    done = image.run(command, alone=True)
     assert done.stdout == f"{IMAGE.uid}\n", done.stderr
-    (keys / "id_rsa.pub").write_bytes(
-        (keys / "other.pub").read_bytes()
-    )  # then the host has a key that is not the job's
-    done = machine.run(stage, command, alone=True)
+    (keys / "id_rsa.pub").write_bytes((keys / "other.pub").read_bytes())  # then the host's key is not the job's
+    done = image.run(command, alone=True)
     assert done.stdout == "" and "Host key verification failed" in done.stderr
