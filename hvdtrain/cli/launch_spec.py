@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hvdtrain.cli.launch_options import BEHIND
 from hvdtrain.errors import LaunchError
+from hvdtrain.install.probe import has_remote_shell
 from hvdtrain.launch.choose import OWN, Choice
 from hvdtrain.launch.here import Here
 from hvdtrain.launch.hosts import parse_hosts
@@ -58,6 +59,7 @@ def spec_of(options: argparse.Namespace, choice: Choice, here: Here, environ: Ma
         mpi=choice.mpi,
         slurm_mpi=here.slurm_mpi_for(choice.mpi),
         is_root=os.geteuid() == 0,
+        remote_shell=has_remote_shell(environ),
         batch=_batch(options, here, environ),
     )
 

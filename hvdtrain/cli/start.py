@@ -11,7 +11,7 @@ from pathlib import Path
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.install import record
 from hvdtrain.install.launcher import launch
-from hvdtrain.install.probe import mpi_at_hand
+from hvdtrain.install.probe import has_remote_shell, mpi_at_hand
 from hvdtrain.runtime.environment import environ
 
 
@@ -26,9 +26,9 @@ def main(argv: list[str]) -> int:
     try:
         record.check()
         mpi = mpi_at_hand(variables)
-        chosen = launch(
-            mpi.build if mpi else None, options.np, ["python", "-m", "hvdtrain", *arguments], not os.geteuid()
-        )
+        program = ["python", "-m", "hvdtrain", *arguments]
+        shell = has_remote_shell(variables)
+        chosen = launch(mpi.build if mpi else None, options.np, program, not os.geteuid(), remote_shell=shell)
     except HvdtrainError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

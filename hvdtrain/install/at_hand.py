@@ -92,4 +92,5 @@ class Probe:
     cache: Path
     free_bytes: int
     is_root: bool = False
+    remote_shell: bool = True
     environ: Mapping[str, str] = field(default_factory=dict)

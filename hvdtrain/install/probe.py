@@ -23,6 +23,7 @@ from hvdtrain.install.at_hand import (
     PythonAtHand,
     TorchAtHand,
 )
+from hvdtrain.install.launcher import REMOTE_SHELL
 from hvdtrain.install.versions import MpiBuild, TorchBuild
 
 # Modules that Horovod's build and its runtime import, and the packages that bring them.
@@ -58,6 +59,7 @@ def probe(environ: Mapping[str, str]) -> Probe:
         cache=cache,
         free_bytes=shutil.disk_usage(_existing(cache)).free,
         is_root=os.geteuid() == 0,
+        remote_shell=has_remote_shell(environ),
         environ=dict(environ),
     )
 
@@ -116,6 +118,14 @@ def mpi_at_hand(environ: Mapping[str, str]) -> MpiAtHand | None:
             if build:
                 return MpiAtHand(build, mpicxx, mpirun)
     return None
+
+
+def has_remote_shell(environ: Mapping[str, str]) -> bool:
+    """Whether mpirun of Open MPI finds ssh or rsh, or was told of something else."""
+    if {"OMPI_MCA_plm", *REMOTE_SHELL} & {*environ}:
+        return True
+    path = environ.get("PATH", os.defpath)
+    return any(shutil.which(name, path=path) is not None for name in ("ssh", "rsh"))
 
 
 def _constants(source: str) -> dict[str, str | None]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from hvdtrain.errors import BuildError
 from hvdtrain.install.at_hand import MpiAtHand, Probe
+from hvdtrain.install.launcher import ROOT_MAY_RUN, without_ssh
 
 RANKS = 2
 _MARK = "hvdtrain-proof "
@@ -34,8 +35,8 @@ def command(probe: Probe, mpi: MpiAtHand) -> tuple[str, ...]:
     return (str(mpi.mpirun), "-np", str(RANKS), *flags, probe.python.executable, "-c", PROGRAM)
 
 
-def environment(is_root: bool) -> dict[str, str]:
-    """Give the settings of the proof: one thread and loopback only, idle ranks yield, root may run it."""
+def environment(probe: Probe) -> dict[str, str]:
+    """Give the settings of the proof: one thread, loopback only, idle ranks yield, root may run it, no ssh."""
     values = {
         "OMP_NUM_THREADS": "1",
         "OMPI_MCA_mpi_yield_when_idle": "1",
@@ -43,8 +44,9 @@ def environment(is_root: bool) -> dict[str, str]:
         "OMPI_MCA_oob_tcp_if_include": "lo",
         "HOROVOD_GLOO_IFACE": "lo",
     }
-    if is_root:
-        values.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+    values |= ROOT_MAY_RUN if probe.is_root else {}
+    if probe.mpi is not None and not probe.remote_shell:
+        values |= without_ssh(probe.mpi.build.flavour, probe.mpi.build.major)
     return values
 
 

@@ -96,6 +96,7 @@ class JobSpec:
         mpi: what Horovod speaks and the launcher is part of; None over Gloo.
         slurm_mpi: how srun is to connect that MPI: pmix, pmi2, or "" where it cannot, so that Gloo has to.
         is_root: Open MPI refuses root unless told twice.
+        remote_shell: whether mpirun finds ssh or rsh here.
         batch: for schedulers.
     """
 
@@ -118,6 +119,7 @@ class JobSpec:
     mpi: Mpi | None = None
     slurm_mpi: str = ""
     is_root: bool = False
+    remote_shell: bool = True
     batch: Batch = Batch()
 
     @property

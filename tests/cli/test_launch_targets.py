@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from hvdtrain.install.launcher import REMOTE_SHELL
 from hvdtrain.observe.journal import read_steps
 from hvdtrain.runtime.mpi import horovod_library, mpi_library
 from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S, program
@@ -133,6 +134,21 @@ def test_hosts_of_an_allocation_are_those_of_the_job(spied: dict[str, str], tmp_
     assert " srun --mpi=none --ntasks=12 --nodes=3 --ntasks-per-node=4 " in shown
     shown = launch(tmp_path, there, "--to", "openmpi", "-H", "a:1", "--dry-run", "--").stdout
     assert " -np 1 --host a:1 " in shown
+
+
+def test_without_ssh_open_mpi_is_told_not_to_look_for_it(spied: dict[str, str], tmp_path: Path) -> None:
+    """Its ranks on this host need none; a job on others is left to say what it lacks."""
+    bare = {name: value for name, value in spied.items() if name not in REMOTE_SHELL}
+    bare["PATH"] = spied["PATH"].partition(":")[0]
+    asked = ("--to", "openmpi", "--dry-run")
+    assert "OMPI_MCA_plm_rsh_agent=/bin/false " in launch(tmp_path, bare, *asked, "-np", "2", "--").stdout
+    assert "OMPI_MCA_plm_rsh_agent=/bin/false " in launch(tmp_path, bare, *asked, "-H", "localhost:2", "--").stdout
+    assert "plm" not in launch(tmp_path, bare, *asked, "-H", "localhost:1,b:1", "--").stdout
+    own = {**bare, "OMPI_MCA_plm_rsh_agent": "docker exec"}
+    assert "plm" not in launch(tmp_path, own, *asked, "-np", "2", "--").stdout
+    (tmp_path / "ssh").touch(0o755)
+    there = {**bare, "PATH": f"{bare['PATH']}:{tmp_path}"}
+    assert "plm" not in launch(tmp_path, there, *asked, "-np", "2", "--").stdout
 
 
 @pytest.mark.parametrize("name", ["PBS_NODEFILE", "LSB_DJOB_HOSTFILE"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,20 @@ ROWS: list[Any] = [
         marks=needs_root,
     ),
     ("root", fake(info=ALONE, machine={"is_root": True}), "root", "warning", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"),
+    (
+        "a container without ssh",
+        really(environment={"PATH": str(Path(sys.executable).parent)}),
+        "remote_shell",
+        "warning",
+        "openssh-client; for this host alone: export OMPI_MCA_plm_rsh_agent=/bin/false",
+    ),
+    (
+        "Open MPI 5 without ssh",
+        fake(info=ALONE, machine={"remote_shell": False}, mpi={"mpirun_version": "mpirun (Open MPI) 5.0.11"}),
+        "remote_shell",
+        "warning",
+        "export PRTE_MCA_plm_ssh_agent=/bin/false",
+    ),
     ("srun without any PMI", really(environment=SRUN), "launcher", "broken", "hvdtrain launch --to srun"),
     (
         "srun with PMI-2, Horovod on Open MPI",

@@ -130,6 +130,8 @@ def test_it_is_well(name: str, said: str, changes: dict[str, Any]) -> None:
         ("opal_prefix", {"mpi": {"prefix": Path("/nowhere"), "library": MPICH}}),
         ("root", {"info": ALONE, "machine": {"is_root": True}, "mpi": {"mpirun_version": "MPICH 5.0.2"}}),
         ("root", {"machine": {"is_root": True}}),
+        ("remote_shell", {"machine": {"remote_shell": False}}),
+        ("remote_shell", {"info": ALONE, "machine": {"remote_shell": False}, "mpi": {"mpirun_version": "MPICH 5.0.2"}}),
         ("launcher_variables", {"info": GLOO, "environ": OMPI}),
         ("launcher_variables", {"info": GLOO, "environ": OWN}),
         ("launcher_variables", {"info": GLOO, "environ": {**OMPI, "OMPI_COMM_WORLD_SIZE": "4", CHANNEL: "3"}}),

@@ -116,6 +116,12 @@ def test_everything_that_is_run_is_printed() -> None:
         assert line in text
 
 
+def test_the_proof_needs_no_ssh() -> None:
+    assert dict(plan(at_hand(remote_shell=False)).proof_environment)["OMPI_MCA_plm_rsh_agent"] == "/bin/false"
+    assert "OMPI_MCA_plm_rsh_agent" not in dict(plan(at_hand()).proof_environment)
+    assert plan(at_hand(remote_shell=False)).key == plan(at_hand()).key
+
+
 DIFFERENT: list[dict[str, Any]] = [
     {},
     {"torch": TorchAtHand(TorchBuild("2.12.1", "cpu"), TORCH_CPU.root)},

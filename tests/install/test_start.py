@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.install.launcher import launch
+from hvdtrain.install.launcher import ROOT_MAY_RUN, launch, without_ssh
 from hvdtrain.install.versions import MpiBuild
 
 PROGRAM = ["python", "-m", "hvdtrain", "--train.steps", "5"]
@@ -32,6 +32,15 @@ def test_root_is_allowed_where_open_mpi_would_refuse() -> None:
     found = launch(MpiBuild("openmpi", "5.0.11"), 2, PROGRAM, is_root=True)
     assert dict(found.environment) == {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     assert launch(MpiBuild("mpich", "4.3.2"), 2, PROGRAM, is_root=True).environment == ()
+
+
+def test_without_ssh_open_mpi_is_told_not_to_look_for_it() -> None:
+    found = launch(MpiBuild("openmpi", "4.1.8"), 2, PROGRAM, is_root=True, remote_shell=False)
+    assert dict(found.environment) == {"OMPI_MCA_plm_rsh_agent": "/bin/false"}
+    assert launch(MpiBuild("openmpi", "4.1.8"), 2, PROGRAM, is_root=True).environment == ()
+    found = launch(MpiBuild("openmpi", "5.0.11"), 2, PROGRAM, is_root=True, remote_shell=False)
+    assert found.environment == (*ROOT_MAY_RUN.items(), ("PRTE_MCA_plm_ssh_agent", "/bin/false"))
+    assert without_ssh("mpich", 4) == {}
 
 
 def test_what_cannot_be_started_is_named() -> None:

@@ -67,6 +67,16 @@ def test_what_is_shown_is_what_a_shell_runs(mpi: Mpi, tmp_path: Path) -> None:
     assert [line["argv"] for line in told(done.stdout)] == [["-m", "hvdtrain", *AWKWARD]], done.stderr
 
 
+def test_one_host_needs_no_ssh(mpi: Mpi, tmp_path: Path) -> None:
+    """Also for more ranks than cores."""
+    ranks = len(os.sched_getaffinity(0)) + 1
+    start = TARGETS[mpi.flavour].render(replace(spec(mpi, tmp_path, ranks), remote_shell=False))
+    assert isinstance(start, Command)
+    variables = {**environment(mpi, start), "PATH": str(Path(mpi.mpirun).parent)}
+    done = subprocess.run(start.argv, env=variables, capture_output=True, text=True, timeout=60)
+    assert len(told(done.stdout)) == ranks, done.stderr
+
+
 WAITING = """\
 import signal, sys, time
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))

@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
+from hvdtrain.install.launcher import REMOTE_SHELL
+from hvdtrain.install.probe import has_remote_shell
 from hvdtrain.observe.journal import read_journal
 
 ROOT = Path(__file__).parents[2]
@@ -26,6 +28,7 @@ ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMP_NUM_THREADS": "1",
     "PYTHONWARNINGS": "default",
+    **({} if has_remote_shell(os.environ) else dict.fromkeys(REMOTE_SHELL, "/bin/false")),
 }
 
 

@@ -23,6 +23,7 @@ CHECKS: tuple[Callable[[Gathered], Finding | None], ...] = (
     mpi.mpi4py,
     mpi.opal_prefix,
     mpi.as_root,
+    mpi.remote_shell,
     launcher.launcher,
     launcher.stale_launcher,
     launcher.controller,

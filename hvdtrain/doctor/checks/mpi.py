@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hvdtrain.doctor.finding import Finding
 from hvdtrain.doctor.gather import Gathered
-from hvdtrain.install.launcher import ROOT_MAY_RUN
+from hvdtrain.install.launcher import ROOT_MAY_RUN, without_ssh
 from hvdtrain.install.record import BUILD_COMMAND
 from hvdtrain.install.versions import MpiBuild
 from hvdtrain.runtime.environment import NO_LAUNCHER
@@ -118,6 +118,21 @@ def as_root(facts: Gathered) -> Finding | None:
         return None
     mend = "export " + " ".join(f"{name}={value}" for name, value in ROOT_MAY_RUN.items())
     return Finding("root", "warning", "this user is root", "Open MPI's mpirun refuses to start ranks as root", mend)
+
+
+def remote_shell(facts: Gathered) -> Finding | None:
+    """Say what Open MPI cannot do without ssh, though ranks are on this host alone."""
+    starts = MpiBuild.from_words(facts.mpi.mpirun_version)
+    if facts.machine.remote_shell or facts.info.launcher != NO_LAUNCHER:
+        return None
+    if starts is None or starts.flavour != "openmpi":
+        return None
+    why = "mpirun and horovodrun look for them first, and end, also where all ranks are on this host"
+    if starts.major >= 5:
+        why = "mpirun then starts no more ranks on this host than it has cores, whatever it is told"
+    (variable,) = (f"{name}={value}" for name, value in without_ssh(starts.flavour, starts.major).items())
+    mend = f"sudo apt-get install openssh-client; for this host alone: export {variable}, as hvdtrain launch does"
+    return Finding("remote_shell", "warning", "there is neither ssh nor rsh", why, mend)
 
 
 def _bin(facts: Gathered) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hvdtrain.install.probe import has_remote_shell
 from hvdtrain.runtime.host import HostFacts, read_host
 
 UNLIMITED = resource.RLIM_INFINITY
@@ -40,6 +41,7 @@ class Machine:
         shm_bytes, shm_free_bytes: of /dev/shm; None where there is none.
         huge_pages: the kernel's setting: always, madvise, never; "" where it has none.
         is_root: whether this process is the superuser's.
+        remote_shell: whether Open MPI's mpirun finds ssh or rsh.
     """
 
     host: HostFacts
@@ -53,6 +55,7 @@ class Machine:
     huge_pages: str = "madvise"
     limits: Limits = field(default_factory=Limits)
     is_root: bool = False
+    remote_shell: bool = True
 
 
 def machine(environ: Mapping[str, str], root: Path = Path("/")) -> Machine:
@@ -77,6 +80,7 @@ def machine(environ: Mapping[str, str], root: Path = Path("/")) -> Machine:
         huge_pages=_chosen(_text(root / "sys/kernel/mm/transparent_hugepage/enabled")),
         limits=_limits(),
         is_root=os.geteuid() == 0,
+        remote_shell=has_remote_shell(environ),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hvdtrain.install.launcher import ROOT_MAY_RUN
+from hvdtrain.install.launcher import ROOT_MAY_RUN, without_ssh
 from hvdtrain.launch.spec import Command, JobSpec, Mpi
 from hvdtrain.launch.targets.base import BY_MPI, Target, for_ssh
 
@@ -34,7 +34,10 @@ def argv(spec: JobSpec, where: Sequence[str]) -> tuple[str, ...]:
 
 def variables(spec: JobSpec) -> dict[str, str]:
     """What mpirun's environment gets."""
-    return dict(ROOT_MAY_RUN) if spec.is_root else {}
+    values = dict(ROOT_MAY_RUN) if spec.is_root else {}
+    if not spec.remote_shell and not spec.remote and spec.mpi is not None:
+        values |= without_ssh(spec.mpi.flavour, spec.mpi.major)
+    return values
 
 
 def _between_hosts(spec: JobSpec, mpi: Mpi) -> Iterator[str]:

@@ -13,7 +13,6 @@ import yaml
 
 from hvdtrain.errors import LaunchError
 from hvdtrain.observe import journal
-from hvdtrain.observe.commands import beside
 from hvdtrain.timeline.whatif.change import Change, changed_job
 from hvdtrain.timeline.whatif.evidence import Evidence
 
@@ -98,10 +97,9 @@ def try_here(evidence: Evidence, change: Change, folder: Path, told: Callable[[s
 
 def command(path: Path, run_dir: Path, size: int, options: Sequence[str]) -> list[str]:
     """What runs some steps of a run's configuration on this machine."""
-    launcher = [beside("mpirun"), "-np", str(size)] if size > 1 else []
+    program = ["hvdtrain.cli.start", "-np", str(size), "--"] if size > 1 else ["hvdtrain"]
     return [
-        *launcher,
-        *(sys.executable, "-m", "hvdtrain", "--config", str(path / "config.yaml"), f"--run_dir={run_dir}"),
+        *(sys.executable, "-m", *program, "--config", str(path / "config.yaml"), f"--run_dir={run_dir}"),
         *("--resume=never", f"--train.stop_at={STEPS}", "--checkpoint.every=0", "--train.eval_samples=1"),
         *("--observe.tensorboard=false", "--observe.timeline=auto", "--observe.profile=off", *options),
     ]

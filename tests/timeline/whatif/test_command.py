@@ -72,10 +72,10 @@ def test_what_cannot_be_tried_here_is_known_before(pair: Path, tmp_path: Path) -
 
 def test_a_try_is_an_argument_list(tmp_path: Path) -> None:
     found = command(tmp_path / "a run", tmp_path / "try", 2, ["--parallel.compression=int8"])
-    assert found[1:3] == ["-np", "2"]
+    assert found[1:6] == ["-m", "hvdtrain.cli.start", "-np", "2", "--"]
     assert str(tmp_path / "a run" / "config.yaml") in found
     assert found[-1] == "--parallel.compression=int8"
-    assert "mpirun" not in " ".join(command(tmp_path, tmp_path / "try", 1, []))
+    assert command(tmp_path, tmp_path / "try", 1, [])[1:4] == ["-m", "hvdtrain", "--config"]
 
 
 def test_costs_are_measured_once_and_kept(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
