@@ -197,6 +197,7 @@ def test_it_is_not_spoken_of(name: str, changes: dict[str, Any]) -> None:
         ("shm", "warning", "does without shared memory", {"machine": {"shm_free_bytes": 7 << 20}}),
         ("btl", "warning", "by TCP", {"mpi": {"site": {"OMPI_MCA_btl": ("^vader,sm", Path("/etc/x"))}}}),
         ("host_name", "warning", "does not resolve", {"network": {"addresses": ()}}),
+        ("host_name", "broken", "does not resolve", {"network": {"addresses": ()}, "info": GLOO}),
         ("binding", "warning", "its share is 4", {"machine": {"host": HostFacts(8, 1)}}),
         ("controller", "broken", "by mpi", {"environ": {"HOROVOD_CONTROLLER": "gloo"}}),
         ("secrets", "warning", "HF_TOKEN", {"info": GLOO, "environ": {**RENDEZVOUS, "HF_TOKEN": "x", "A": "y"}}),

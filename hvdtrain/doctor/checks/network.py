@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from hvdtrain.doctor.finding import Finding, Level
 from hvdtrain.doctor.gather import Gathered
 from hvdtrain.doctor.gather.network import Interface
+from hvdtrain.runtime.environment import GLOO_LAUNCHER
 
 _NAMING: Mapping[str, Level] = {
     "HOROVOD_GLOO_IFACE": "broken",
@@ -28,9 +29,10 @@ def host_name(facts: Gathered) -> Finding | None:
     if addresses is None:
         return None
     if not addresses:
-        why = "horovodrun, Gloo, srun and MPI ask for the address of this host's name, and fail or wait for long"
+        why = "horovodrun, srun and MPI ask for the address of this host's name, and fail or wait; Gloo crashes"
         mend = f"echo '{_own(facts) or '127.0.1.1'} {name}' | sudo tee -a /etc/hosts"
-        return Finding("host_name", "warning", f"{name} does not resolve", why, mend)
+        level: Level = "broken" if facts.info.launcher == GLOO_LAUNCHER else "warning"
+        return Finding("host_name", level, f"{name} does not resolve", why, mend)
     found = f"{name} is {', '.join(addresses)}"
     if not all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses):
         return Finding("host_name", "ok", found, minor=True)

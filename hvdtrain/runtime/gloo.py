@@ -1,0 +1,35 @@
+"""What Horovod's Gloo needs of a host."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+
+from hvdtrain.errors import LaunchError
+
+
+def refuse_without_address(variables: Mapping[str, str]) -> None:
+    """See that this host's name has an address where ranks are to meet by Gloo.
+
+    Gloo looks for it, also where an interface is named, and takes that there is none for an answer: each rank would die
+    of SIGSEGV in hvd.init() (Horovod 0.28.1, gloo/transport/tcp/device.cc).
+
+    Args:
+        variables: the environment.
+
+    Errors:
+        LaunchError: it has none.
+    """
+    if int(variables.get("HOROVOD_SIZE", "1")) < 2:
+        return
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError as error:
+        raise LaunchError(
+            "This host's name has no address, without which Horovod's Gloo crashes.",
+            expected=f"an address for {name}",
+            found=str(error),
+            next_step=f"echo '127.0.1.1 {name}' | sudo tee -a /etc/hosts (on several hosts: the address that others "
+            "reach); or start by MPI, which needs none: hvdtrain launch --to openmpi",
+        ) from None

@@ -1,0 +1,54 @@
+"""A host whose name has no address, as in some containers: Gloo would crash there, so ranks say what is to be done."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.errors import LaunchError
+from hvdtrain.runtime.gloo import refuse_without_address
+from tests.support.doctor import as_in_a_container
+from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S, command
+
+NAMELESS = "nobody-knows-me"
+
+
+@pytest.mark.parametrize("launcher", ["horovodrun --gloo", "mpirun", "hvdtrain launch"])
+def test_what_gloo_needs_is_told_and_mpi_does_without(launcher: str, tmp_path: Path) -> None:
+    toy = [f"--task={ROOT}/tests/support/toy.py:toy", "--train.steps=2", "--run_dir=run"]
+    program = [sys.executable, "-m", "hvdtrain"]
+    own = [*program, "launch", "--to", "hvdtrain", "-np", "2", "--"]
+    start = own if launcher == "hvdtrain launch" else [*command(2, launcher=launcher), *program]
+    path = os.pathsep.join([str(Path(sys.executable).parent), ENVIRONMENT["PATH"]])
+    done = subprocess.run(
+        [*as_in_a_container("256m", NAMELESS), *start, *toy],
+        cwd=tmp_path,
+        env={**ENVIRONMENT, "PATH": path, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    if launcher == "mpirun":
+        assert done.returncode == 0 and "finished at step 2 of 2" in done.stdout, done.stdout + done.stderr
+        return
+    assert done.returncode == 1
+    assert "This host's name has no address" in done.stderr + done.stdout
+    assert f"echo '127.0.1.1 {NAMELESS}'" in done.stderr + done.stdout
+    assert "egmentation" not in done.stderr + done.stdout
+
+
+@pytest.mark.parametrize("name", ["nobody-knows-me.invalid", "localhost"])
+def test_who_is_alone_or_comes_by_mpi_is_not_asked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: name)
+    for variables in ({}, {"HOROVOD_SIZE": "1"}, {"OMPI_COMM_WORLD_SIZE": "2"}):
+        refuse_without_address(variables)
+    if name == "localhost":
+        refuse_without_address({"HOROVOD_SIZE": "2"})
+    else:
+        with pytest.raises(LaunchError, match=re.escape("127.0.1.1 nobody-knows-me.invalid")):
+            refuse_without_address({"HOROVOD_SIZE": "2"})
