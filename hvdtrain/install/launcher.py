@@ -13,6 +13,7 @@ ROOT_MAY_RUN = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM":
 
 REMOTE_SHELL = ("OMPI_MCA_plm_rsh_agent", "PRTE_MCA_plm_ssh_agent")
 """Variables that name to Open MPI 4 and 5 what is to be taken for ssh."""
+NO_SHELL = "/bin/false"
 
 
 def without_ssh(flavour: str, major: int) -> dict[str, str]:
@@ -21,7 +22,7 @@ def without_ssh(flavour: str, major: int) -> dict[str, str]:
     Open MPI 4 starts nothing then (its issue 12386). Open MPI 5.0.11 was seen to give this host no more slots than it
     has cores, whatever ``--host`` says. Both are content with a program that is there, as they never call it.
     """
-    return {REMOTE_SHELL[major >= 5]: "/bin/false"} if flavour == "openmpi" else {}
+    return {REMOTE_SHELL[major >= 5]: NO_SHELL} if flavour == "openmpi" else {}
 
 
 @dataclass(frozen=True)

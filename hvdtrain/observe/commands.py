@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hvdtrain.install.launcher import NO_SHELL, REMOTE_SHELL
 from hvdtrain.runtime.environment import GLOO_LAUNCHER, RankInfo, by_srun, environ, launch_options
 
 _STARTED_BY = {
@@ -60,7 +61,8 @@ def _launched(command: str, info: RankInfo, note: str = "") -> str:
     if info.size > 1:
         if info.launcher == "openmpi" and info.one_host and not command.startswith("#"):
             as_root = "" if os.geteuid() else " --allow-run-as-root"
-            command = f"{beside('mpirun')}{as_root} -np {info.size} {command}"
+            told = "".join(f"{name}={NO_SHELL} " for name in REMOTE_SHELL if environ().get(name) == NO_SHELL)
+            command = f"{told}{beside('mpirun')}{as_root} -np {info.size} {command}"
         else:
             over_gloo_by_srun = info.launcher == GLOO_LAUNCHER and by_srun(environ())
             started_by = "srun" if over_gloo_by_srun else _STARTED_BY.get(info.launcher, info.launcher)

@@ -42,6 +42,14 @@ def test_open_mpi_is_told_that_root_means_it(monkeypatch: pytest.MonkeyPatch) ->
     assert "root" not in go_on(RUN, ALONE) + go_on(RUN, TWO_HOSTS)
 
 
+def test_open_mpi_that_was_told_to_do_without_ssh_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_MCA_plm_rsh_agent", "docker exec")
+    assert "rsh" not in go_on(RUN, ONE_HOST)
+    monkeypatch.setenv("OMPI_MCA_plm_rsh_agent", "/bin/false")
+    assert go_on(RUN, ONE_HOST).startswith("OMPI_MCA_plm_rsh_agent=/bin/false ")
+    assert "rsh" not in go_on(RUN, ALONE) + go_on(RUN, TWO_HOSTS)
+
+
 @pytest.mark.parametrize("info", OTHERS, ids=lambda info: f"{info.launcher}-{info.hosts}")
 def test_another_start_is_named_and_not_guessed(info: RankInfo) -> None:
     for command in (go_on(RUN, info, "--a b"), go_on_program(RUN, info, [sys.executable, "train.py"])):
