@@ -47,7 +47,7 @@ def main(argv: list[str], program: Sequence[str] | None = None) -> int:
         start = TARGETS[choice.target].render(spec)
         if isinstance(start, Command):
             command = _found(start)
-            if not options.dry_run and (host := nowhere(spec.hosts, spec.ssh_arguments)):
+            if options.hosts and not options.dry_run and (host := nowhere(spec.hosts, spec.ssh_arguments)):
                 say(f"{host} has no address here, nor in ssh's configuration; if it fails: {_doctor(spec)}")
             return _run(own, command, options.dry_run)
         if not options.dry_run and not TARGETS[choice.target].elsewhere and not _takes_arguments(spec):
@@ -74,10 +74,10 @@ def _found(start: Command) -> Command:
 
 
 def _doctor(spec: JobSpec) -> str:
-    hosts = ",".join(spec.hosts)
-    extra = [word for option in spec.ssh_options for word in ("--ssh-option", option)]
-    extra += ["--ssh-port", str(spec.ssh_port)] if spec.ssh_port else []
-    return f"{beside('hvdtrain')} doctor --hosts {shlex.join([hosts, *extra])}"
+    words = [beside("hvdtrain"), "doctor", "--hosts", ",".join(spec.hosts)]
+    words += ["--ssh-port", str(spec.ssh_port)] if spec.ssh_port else []
+    words += [f"--ssh-option={option}" for option in spec.ssh_options]  # which begin with a dash
+    return shlex.join(words)
 
 
 def _run(own: Sequence[str], start: Command, dry_run: bool) -> int:
@@ -95,7 +95,7 @@ def _run(own: Sequence[str], start: Command, dry_run: bool) -> int:
 
 def _takes_arguments(spec: JobSpec) -> bool:
     """Whether training takes its arguments; if not it says why. A job would find out after its time in the queue."""
-    index = (spec.batch.array or "").partition("-")[0].partition(",")[0]
+    index = (spec.batch.array or "").partition("-")[0]
     words = [word.replace("{array}", index) if index else word for word in spec.program]
     done = subprocess.run(
         [*words, "--print_config"], cwd=spec.folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False

@@ -41,10 +41,11 @@ def test_it_is_said_before_mpi_does_it_in_many_words(
     monkeypatch.setattr("os.execvpe", lambda program, argv, variables: started.append(argv))
     monkeypatch.setattr("hvdtrain.cli.launch._found", lambda command: command)
     argv = ["--to", "openmpi", "-np", "2", "-H", "localhost:1,b.invalid:1", "--ssh-port", "2222"]
+    argv += ["--ssh-option=-4"]
     main(argv)
     said = capsys.readouterr().err
     assert "b.invalid has no address here" in said
-    assert "doctor --hosts localhost,b.invalid --ssh-port 2222" in said
+    assert "doctor --hosts localhost,b.invalid --ssh-port 2222 --ssh-option=-4" in said
     assert len(started) == 1
     main([*argv, "--dry-run"])
     main([*argv[:5], "localhost:2"])

@@ -130,8 +130,8 @@ def remote_shell(facts: Gathered) -> Finding | None:
     why = "mpirun and horovodrun look for them first, and end, also where all ranks are on this host"
     if starts.major >= 5:
         why = "mpirun then starts no more ranks on this host than it has cores, whatever it is told"
-    (variable,) = (f"{name}={value}" for name, value in without_ssh(starts.flavour, starts.major).items())
-    mend = f"sudo apt-get install openssh-client; for this host alone: export {variable}, as hvdtrain launch does"
+    variables = " ".join(f"{name}={value}" for name, value in without_ssh(starts.flavour, starts.major).items())
+    mend = f"sudo apt-get install openssh-client; for this host alone: export {variables}, as hvdtrain launch does"
     return Finding("remote_shell", "warning", "there is neither ssh nor rsh", why, mend)
 
 

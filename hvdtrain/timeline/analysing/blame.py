@@ -124,7 +124,7 @@ def _costs(work: Floats, late: Sequence[int], alike: float) -> tuple[list[Estima
 
 
 def _why_nobody(count: int, costs: Sequence[Estimate], matters: Sequence[float], pauses: Sequence[Pause]) -> str:
-    """Say it.
+    """Say why no rank is named.
 
     Args:
         count: steps that were looked at.
