@@ -65,7 +65,7 @@ def _train(argv: list[str], info: RankInfo, voice: Voice) -> Result:
     from hvdtrain.training.session import run_training
 
     timeline = prepare_timeline(run.config.observe.timeline, info)
-    return run_training(run, partial(function, **run.task_args), start_rounds(info), timeline, voice=voice)
+    return run_training(run, partial(function, **run.task_args), start_rounds(info), timeline, info, voice=voice)
 
 
 def summary(result: Result, info: RankInfo) -> str:

@@ -9,8 +9,6 @@ import torch
 
 from hvdtrain.errors import HorovodError
 from hvdtrain.install import record
-from hvdtrain.runtime.environment import environ
-from hvdtrain.runtime.gloo import refuse_without_address
 from hvdtrain.runtime.threads import thread_ids
 
 try:
@@ -95,7 +93,6 @@ class HorovodComm:
 
     def __init__(self, process_set: Any = hvd.global_process_set) -> None:
         before = thread_ids()
-        refuse_without_address(environ())
         hvd.init()  # does nothing where the program has done it
         self.started_threads = thread_ids() - before
         self._set = process_set

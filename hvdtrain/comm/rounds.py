@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from hvdtrain.comm.waiting import waits
 from hvdtrain.runtime.environment import RankInfo, change_variables
+from hvdtrain.runtime.gloo import refuse_without_address
 from hvdtrain.runtime.seat import Place, Pulse, Seat
 from hvdtrain.runtime.sockets import cut, open_sockets
 
@@ -156,7 +157,9 @@ class SeatedRounds:
         """
         from hvdtrain.comm.horovod import HorovodComm, begin_session
 
-        change_variables(place.variables())
+        variables = place.variables()
+        refuse_without_address(variables)
+        change_variables(variables)
         before, met = open_sockets().keys(), threading.Event()
         cutter = threading.Thread(target=_cut_all, args=(before, met), daemon=True)
         self._seat.cut = cutter.start

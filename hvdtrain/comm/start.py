@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.rounds import OneRound, Rounds, SeatedRounds
 from hvdtrain.comm.solo import SoloComm
-from hvdtrain.runtime.environment import GLOO_LAUNCHER, RankInfo, environ
+from hvdtrain.runtime.environment import GLOO_LAUNCHER, RankInfo
+from hvdtrain.runtime.gloo import refuse_without_address
 from hvdtrain.runtime.seat import take_seat
 
 STOCK_ELASTIC = "HOROVOD_ELASTIC"
@@ -22,11 +23,11 @@ def start_rounds(info: RankInfo) -> Rounds:
 
     Collective: yes, unless of our own elastic driver. Errors: those of `start_comm`.
     """
-    seat = take_seat(environ())
+    seat = take_seat(info.variables)
     if seat is not None:
         return SeatedRounds(seat, info)
     comm = start_comm(info)
-    if info.launcher == GLOO_LAUNCHER and environ().get(STOCK_ELASTIC) == "1":
+    if info.launcher == GLOO_LAUNCHER and info.variables.get(STOCK_ELASTIC) == "1":
         from hvdtrain.comm.horovod import HorovodComm
         from hvdtrain.comm.stock import StockRounds
 
@@ -53,6 +54,7 @@ def _horovod(info: RankInfo) -> HorovodComm:
 
     record.check(by_mpi=info.launcher != GLOO_LAUNCHER)
     mpi.check_launch(info)
+    refuse_without_address(info.variables)
     from hvdtrain.comm.horovod import HorovodComm
 
     comm = HorovodComm()

@@ -25,7 +25,7 @@ def as_json(info: RankInfo, findings: Sequence[Finding], choices: Sequence[Choic
     return {
         "format": 1,
         "level": LEVELS[worst(findings)],
-        "rank": dataclasses.asdict(info),
+        "rank": {name: value for name, value in vars(info).items() if name != "variables"},  # those hold secrets
         "checks": [dataclasses.asdict(finding) for finding in findings],
         "tuning": [
             {**dataclasses.asdict(choice.setting), "applied": choice.applied, "kept": choice.kept} for choice in choices

@@ -38,7 +38,7 @@ class ExchangeEngine:
         self.compression = compression
         self.undecided = undecided
         self._reducer = reducer
-        self._meant = meant
+        self.meant = meant
         self._left = 0
 
     def decide(self, compression: str) -> None:
@@ -46,7 +46,7 @@ class ExchangeEngine:
         self.undecided = False
         if compression != self.compression:
             self.compression = compression
-            self._reducer.switch(self._meant(compression))
+            self._reducer.switch(self.meant(compression))
 
     def layouts(self) -> list[Layout]:
         """What is exchanged together; nothing before the first step."""

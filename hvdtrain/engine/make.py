@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -16,7 +18,7 @@ from hvdtrain.engine.local import LocalEngine
 from hvdtrain.engine.sameness import check_same
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.exchange.reducer import Reducer
-from hvdtrain.runtime.environment import by_gloo, environ
+from hvdtrain.runtime.environment import by_gloo
 from hvdtrain.runtime.rules import NICE
 from hvdtrain.runtime.threads import give_way
 from hvdtrain.spans import Spans
@@ -25,24 +27,27 @@ AUTO = "auto"
 """Stands for the compression that pays, found out in the first steps."""
 
 
-def settle_in(compression: Compression, comm: Comm, bucket_mib: float | None = None) -> int:
+def settle_in(
+    compression: Compression, comm: Comm, variables: Mapping[str, str], bucket_mib: float | None = None
+) -> int:
     """Bytes of the largest bucket. Where bulk is sent between hosts, this thread makes room for it from now on.
 
     Args:
         compression: how gradients travel.
         comm: the ranks.
+        variables: the environment of this process.
         bucket_mib: another size than that which suits the compression.
     """
     one_host = comm.local_size >= comm.size
     if compression.kind.bulk and not one_host:
-        give_way(environ().get(NICE, ""))
+        give_way(variables.get(NICE, ""))
     return int(bucket_mib * (1 << 20)) if bucket_mib else compression.bucket_bytes(one_host=one_host)
 
 
-def suited(text: str, device: torch.device) -> Compression:
-    """The compression that an option names, as it is best done for gradients on `device` in this job."""
+def suited(text: str, device: torch.device, variables: Mapping[str, str]) -> Compression:
+    """The compression that an option names, as it is best done for gradients on `device` in the job of `variables`."""
     found = parse(text)
-    return found.where_halves_are_slow() if device.type == "cpu" and by_gloo(environ()) else found
+    return found.where_halves_are_slow() if device.type == "cpu" and by_gloo(variables) else found
 
 
 def check_compression(text: str) -> None:
@@ -65,10 +70,11 @@ def make_engine(
     compression: str,
     spans: Spans | None = None,
     bucket_mib: float | None = None,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Engine:
     """Give an optimizer over the model's parameters the exchange that fits the job. Collective: yes.
 
-    `spans` is told of it.
+    `spans` is told of it; `variables` is the environment of this process.
 
     Errors:
         LaunchError: model or optimizer is not the same on all ranks; on every rank.
@@ -83,9 +89,10 @@ def make_engine(
         return [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
 
     first = "none" if compression == AUTO else compression
-    meant = partial(suited, device=next((parameter.device for _, parameter in parameters), torch.device("cpu")))
+    device = next((parameter.device for _, parameter in parameters), torch.device("cpu"))
+    meant = partial(suited, device=device, variables=variables)
     chosen = meant(first)
-    reducer = Reducer(trained, comm, chosen, bucket_bytes=settle_in(chosen, comm, bucket_mib), spans=spans)
+    reducer = Reducer(trained, comm, chosen, bucket_bytes=settle_in(chosen, comm, variables, bucket_mib), spans=spans)
     return ExchangeEngine(optimizer, reducer, first, undecided=compression == AUTO, meant=meant)
 
 

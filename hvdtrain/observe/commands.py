@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvdtrain.install.launcher import NO_SHELL, REMOTE_SHELL
-from hvdtrain.runtime.environment import GLOO_LAUNCHER, RankInfo, by_srun, environ, launch_options
+from hvdtrain.runtime.environment import GLOO_LAUNCHER, RankInfo, by_srun, launch_options
 
 _STARTED_BY = {
     GLOO_LAUNCHER: "horovodrun --gloo",
@@ -36,7 +36,7 @@ def go_on(run_dir: Path, info: RankInfo, options: str = "") -> str:
     """
     folder = shlex.quote(str(run_dir))
     arguments = f"--config {folder}/config.yaml --run_dir {folder} {options}".rstrip()
-    launched = launch_options(environ())
+    launched = launch_options(info.variables)
     if launched is not None:
         return f"{beside('hvdtrain')} launch {shlex.join(launched)} -- {arguments}"
     return _launched(f"{beside('python')} -m hvdtrain {arguments}", info)
@@ -61,10 +61,10 @@ def _launched(command: str, info: RankInfo, note: str = "") -> str:
     if info.size > 1:
         if info.launcher == "openmpi" and info.one_host and not command.startswith("#"):
             as_root = "" if os.geteuid() else " --allow-run-as-root"
-            told = "".join(f"{name}={NO_SHELL} " for name in REMOTE_SHELL if environ().get(name) == NO_SHELL)
+            told = "".join(f"{name}={NO_SHELL} " for name in REMOTE_SHELL if info.variables.get(name) == NO_SHELL)
             command = f"{told}{beside('mpirun')}{as_root} -np {info.size} {command}"
         else:
-            over_gloo_by_srun = info.launcher == GLOO_LAUNCHER and by_srun(environ())
+            over_gloo_by_srun = info.launcher == GLOO_LAUNCHER and by_srun(info.variables)
             started_by = "srun" if over_gloo_by_srun else _STARTED_BY.get(info.launcher, info.launcher)
             notes.append(f"on {info.size} ranks, started by {started_by} as before")
     if not notes:

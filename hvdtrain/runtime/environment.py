@@ -19,7 +19,7 @@ import os
 import platform
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hvdtrain.errors import LaunchError
 from hvdtrain.runtime.channel import VARIABLE
@@ -46,6 +46,7 @@ class RankInfo:
         local_rank: this process among those of its host.
         local_size: number of processes on this host.
         host: name of this host.
+        variables: the environment of this process.
     """
 
     launcher: str = NO_LAUNCHER
@@ -54,6 +55,7 @@ class RankInfo:
     local_rank: int = 0
     local_size: int = 1
     host: str = "localhost"
+    variables: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def one_host(self) -> bool:
@@ -146,7 +148,7 @@ def rank_info(environ: Mapping[str, str], host: str | None = None) -> RankInfo:
     host = platform.node() if host is None else host
     launcher = next((line for line in LAUNCHERS if any(sign in environ for sign in line.signs)), None)
     if launcher is None:
-        return RankInfo(host=host)
+        return RankInfo(host=host, variables=environ)
     size = _number(environ, launcher, launcher.size, least=1)
     local_size = _local_size(environ, launcher)
     info = RankInfo(
@@ -156,6 +158,7 @@ def rank_info(environ: Mapping[str, str], host: str | None = None) -> RankInfo:
         _number(environ, launcher, launcher.local_rank, below=local_size),
         local_size,
         host,
+        environ,
     )
     if info.local_size > info.size:
         raise _wrong(launcher, launcher.local_size, f"at most {launcher.size}={size}", str(local_size))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from hvdtrain.errors import LaunchError
 
 
-def refuse_without_address(variables: Mapping[str, str]) -> None:
+def refuse_without_address(variables: Mapping[str, str | None]) -> None:
     """See that this host's name has an address where ranks are to meet by Gloo.
 
     Gloo looks for it, also where an interface is named, and takes that there is none for an answer: each rank would die
@@ -20,7 +20,7 @@ def refuse_without_address(variables: Mapping[str, str]) -> None:
     Errors:
         LaunchError: it has none.
     """
-    if int(variables.get("HOROVOD_SIZE", "1")) < 2:
+    if int(variables.get("HOROVOD_SIZE") or 1) < 2:
         return
     name = socket.gethostname()
     try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hvdtrain.runtime import environment, mpi
@@ -125,7 +125,8 @@ def apply(choices: list[Choice]) -> None:
 def prepare() -> tuple[RankInfo, list[Choice]]:
     """Find out which rank this is and put the settings in place; the first thing that an entry point does.
 
-    It comes before torch, mpi4py and Horovod are imported. Calling it again changes nothing.
+    It comes before torch, mpi4py and Horovod are imported. Calling it again changes nothing. The variables of what is
+    returned are those with the settings in place.
 
     Errors:
         LaunchError: the launcher's variables make no sense.
@@ -139,4 +140,4 @@ def prepare() -> tuple[RankInfo, list[Choice]]:
     loaded = [name for name in ("torch", "mpi4py.MPI", "horovod.torch") if name in sys.modules]
     choices = choose(info, before, read_host(before), library, site=site, loaded=loaded, ours=ours)
     apply(choices)
-    return info, choices
+    return replace(info, variables=environment.environ()), choices

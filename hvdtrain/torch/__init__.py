@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from hvdtrain.runtime.tuning import prepare
 
-_, _choices = prepare()  # before Horovod and MPI are loaded
+_info, _choices = prepare()  # before Horovod and MPI are loaded
 
 from hvdtrain.comm.horovod import HorovodComm, begin_session, hvd, session  # noqa: E402
 from hvdtrain.comm.solo import SoloComm  # noqa: E402
@@ -134,12 +134,13 @@ def DistributedOptimizer(
         ]
 
     comm, weight, factor = terms()
-    chosen = suited(ours, next((parameter.device for _, parameter in trained()), torch.device("cpu")))
+    device = next((parameter.device for _, parameter in trained()), torch.device("cpu"))
+    chosen = suited(ours, device, _info.variables)
     reducer = Reducer(
         trained,
         comm,
         chosen,
-        bucket_bytes=settle_in(chosen, comm),
+        bucket_bytes=settle_in(chosen, comm, _info.variables),
         weight=weight,
         factor=factor,
         passes=backward_passes_per_step,

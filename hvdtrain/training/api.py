@@ -71,7 +71,7 @@ def train(
     take_threads(choices)
     timeline = prepare_timeline(run.config.observe.timeline, info)
     try:
-        return run_training(run, build, start_rounds(info), timeline, sinks)
+        return run_training(run, build, start_rounds(info), timeline, info, sinks)
     except NoPlace:
         sys.exit(0)
 

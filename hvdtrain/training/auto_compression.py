@@ -11,7 +11,6 @@ import torch
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json
 from hvdtrain.engine.exchange import ExchangeEngine
-from hvdtrain.engine.make import suited
 from hvdtrain.exchange.choice import WORTH, Measured, Prediction, choose
 from hvdtrain.exchange.trial import cost_s, link
 
@@ -60,7 +59,7 @@ class CompressionTrial:
 
     def _decide(self, step: int) -> None:
         measured = self._measure()
-        chosen, predictions = choose(measured, [suited(name, self._device) for name in CANDIDATES])
+        chosen, predictions = choose(measured, [self._engine.meant(name) for name in CANDIDATES])
         # Of numbers that all ranks have in common, so that all choose alike.
         self._engine.decide(chosen)
         self._event(
@@ -83,7 +82,7 @@ class CompressionTrial:
         layouts = self._engine.layouts()
         costs: dict[str, float] = {}
         for name in ("none", *CANDIDATES):
-            meant = suited(name, self._device)
+            meant = self._engine.meant(name)
             costs[name] = sum(
                 cost_s(meant, layout.shape, [p.grad for p in layout.parameters if p.grad is not None])
                 for layout in layouts

@@ -15,7 +15,7 @@ from hvdtrain.observe.failure.reporter import TEXT, Job, Reporter, set_old_aside
 from hvdtrain.observe.failure.statement import Witness, myself
 from hvdtrain.observe.failure.voice import Voice
 from hvdtrain.observe.watchdog import Watchdog
-from hvdtrain.runtime.environment import environ, rank_info
+from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.spans import Spans
 from hvdtrain.state.store import CheckpointStore
 from hvdtrain.training.notices import handlers_as_before
@@ -30,15 +30,15 @@ def explained(
     voice: Voice | None,
     stall_timeout_s: float,
     rounds: Rounds,
+    info: RankInfo,
 ) -> Iterator[Reporter]:
     """Watch what is done inside; write the failure card if it fails. Collective: yes, at the start.
 
     Gives who tells, with the facts that a card tells of the run, to be completed once there is a model. Errors pass
     through; where nothing makes progress or a rank is gone, this process is ended. Without a `voice` it is a program
     that trains, and the program is what goes on. Of an error that ends the round nothing is told as yet: see
-    `Reporter.given_up`.
+    `Reporter.given_up`. `info`: who this process is in the round.
     """
-    info = rank_info(environ())
     post = open_post(directory, comm, myself(comm.rank, info.host))
     place = post.folder.parent.parent if post.folder is not None else directory
     if comm.rank == 0:

@@ -17,8 +17,7 @@ from hvdtrain.durable import write_text
 from hvdtrain.engine.base import Engine
 from hvdtrain.exchange.rows import touched
 from hvdtrain.observe.recorder import Recorder
-from hvdtrain.runtime.environment import environ
-from hvdtrain.runtime.host import read_host
+from hvdtrain.runtime.host import HostFacts
 from hvdtrain.runtime.threads import read_use
 from hvdtrain.spans import Spans
 from hvdtrain.training.device_spans import timing_event
@@ -38,12 +37,13 @@ def add_gradient_times(
     directory: Path,
     comm: Comm,
     device: torch.device,
+    host: HostFacts,
 ) -> GradientTimes | None:
     """On rank 0, time the gradients of some early steps; to be called before the engine is made."""
     if comm.rank != 0 or observe.timeline == "off":
         return None
     event = timing_event if device.type == "cuda" else None
-    times = GradientTimes(model, comm, spans, directory / "timeline" / NAME, recorder.warn, event)
+    times = GradientTimes(model, comm, spans, directory / "timeline" / NAME, recorder.warn, host, event)
     recorder.add_watcher(times)
     return times
 
@@ -59,6 +59,7 @@ class GradientTimes:
         spans: says when backward begins and ends.
         path: of the file; in a later start of a run it is written anew.
         warn: told when it cannot be written.
+        host: what this host offers.
         event: makes a timing event of the device; None where the host's clock tells.
 
     Attributes:
@@ -74,6 +75,7 @@ class GradientTimes:
         spans: Spans,
         path: Path,
         warn: Callable[[str], None],
+        host: HostFacts,
         event: Callable[[], Any] | None = None,
     ) -> None:
         self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -81,6 +83,7 @@ class GradientTimes:
         self._spans = spans
         self._path = path
         self._warn = warn
+        self._host = host
         self._event = event
         self._began = -1
         self._timed: list[dict[str, Any]] = []
@@ -205,13 +208,12 @@ class GradientTimes:
         return busy_ns
 
     def _content(self) -> dict[str, Any]:
-        host = read_host(environ())
         return {
             "version": VERSION,
             "size": self._comm.size,
             "local_size": self._comm.local_size,
-            "cores": host.cores,
-            "own_cores": host.own_cores,
+            "cores": self._host.cores,
+            "own_cores": self._host.own_cores,
             "threads": torch.get_num_threads(),
             "device": "cpu" if self._event is None else "cuda",
             "compression": self.engine.compression,

@@ -18,6 +18,7 @@ from hvdtrain.config.parse import RunConfig
 from hvdtrain.data.loader import dataset_length
 from hvdtrain.exchange.carried import is_owed
 from hvdtrain.observe.recorder import Recorder
+from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.seat import GivenUp
 from hvdtrain.state.commits import Commits
 from hvdtrain.state.train_state import Progress, TrainState
@@ -44,6 +45,7 @@ class Kept:
 
     Attributes:
         task: with its model, which is on `device`.
+        info: who this process was at its start.
         device: of this process, for good.
         precision: of forward and backward.
         state: of the training, with the exchange of the round it is in, or was in last.
@@ -63,6 +65,7 @@ class Kept:
     """
 
     task: Task
+    info: RankInfo
     device: torch.device
     precision: Precision
     state: TrainState
@@ -143,7 +146,7 @@ class Kept:
         return exchange is not None and any(map(is_owed, exchange.state_dict()[0]))
 
 
-def keep(run: RunConfig, task: Task, device: torch.device) -> Kept:
+def keep(run: RunConfig, task: Task, device: torch.device, info: RankInfo) -> Kept:
     """Put the model on its device and make its optimizer; nothing here needs other ranks."""
     train = run.config.train
     model = task.model.to(device)
@@ -155,6 +158,7 @@ def keep(run: RunConfig, task: Task, device: torch.device) -> Kept:
     horizon = total_steps(train, samples)
     return Kept(
         task=task,
+        info=info,
         device=device,
         precision=precision,
         state=TrainState(model, optimizer, precision.scaler, progress),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,19 +16,19 @@ from hvdtrain.config.schema import Config
 from hvdtrain.data.loader import dataset_length
 from hvdtrain.data.order import mix
 from hvdtrain.errors import LaunchError, TaskError
-from hvdtrain.runtime.environment import change_variables, environ
+from hvdtrain.runtime.environment import change_variables
 from hvdtrain.task.base import Task
 from hvdtrain.training.step import describe
 
 
-def make_task(build: Callable[[], Any], config: Config) -> Task:
-    """Build the task under the run's seed, and see that it is one."""
+def make_task(build: Callable[[], Any], config: Config, variables: Mapping[str, str]) -> Task:
+    """Build the task under the run's seed, and see that it is one. `variables`: the environment of this process."""
     value = mix(config.seed, 0)
     torch.manual_seed(value)
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
     if config.train.deterministic:
-        change_variables({"CUBLAS_WORKSPACE_CONFIG": environ().get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")})
+        change_variables({"CUBLAS_WORKSPACE_CONFIG": variables.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")})
         torch.use_deterministic_algorithms(True)
     task = build()
     if not isinstance(task, Task):

@@ -17,7 +17,7 @@ from hvdtrain.errors import RunDirectoryError
 from hvdtrain.observe import journal
 from hvdtrain.observe.progress import Progress as ProgressDisplay
 from hvdtrain.observe.recorder import Recorder
-from hvdtrain.runtime.environment import NO_LAUNCHER, environ, rank_info
+from hvdtrain.runtime.environment import JOB, NO_LAUNCHER
 from hvdtrain.runtime.exposure import exposed
 from hvdtrain.training.health import batch_statistics
 from hvdtrain.training.kept import NOTHING, Kept
@@ -40,7 +40,7 @@ def claim_together(run: RunConfig, kept: Kept, comm: Comm) -> tuple[Path, RunDir
         end = time.monotonic() + (_LET_GO_S if known is not None else 0.0)
         while True:
             try:
-                claims.append(claim_run_directory(wanted))
+                claims.append(claim_run_directory(wanted, kept.info.variables.get(JOB, "")))
                 return str(claims[0].path)
             except RunDirectoryError:
                 if time.monotonic() >= end:
@@ -65,7 +65,7 @@ def open_recorder(run: RunConfig, kept: Kept, comm: Comm, directory: Path) -> bo
     recorder = kept.recorder
     if is_new := recorder is None or recorder.leads != leads or kept.went_back():
         kept.close_recorder()
-        launched = rank_info(environ()).launcher != NO_LAUNCHER
+        launched = kept.info.launcher != NO_LAUNCHER
         display = ProgressDisplay(kept.task.unit, run.config.observe.line_every_s, live=not launched, quiet=not leads)
         recorder = Recorder(journal.Journal(directory / journal.NAME, display.say) if leads else None, display)
         kept.recorder = recorder
@@ -97,7 +97,7 @@ def describe_start(run: RunConfig, kept: Kept, comm: Comm, directory: Path, reco
     parameters = sum(p.numel() for p in task.model.parameters())
     goes_on = kept.step != NOTHING  # among other ranks than before, in the same job
     facts = {"size": comm.size, "parameters": parameters, "unit": task.unit, "run_dir": str(directory)}
-    if where := environ().get("NCCL_DEBUG_FILE"):
+    if where := kept.info.variables.get("NCCL_DEBUG_FILE"):
         facts["nccl_debug_file"] = str(Path(where).absolute())
     recorder.event({"event": "started", "goes_on": goes_on, **facts, "config": dict(run.resolved)})
     if goes_on:
@@ -113,7 +113,7 @@ def describe_start(run: RunConfig, kept: Kept, comm: Comm, directory: Path, reco
         f"{_count(parameters)} parameters, {dataset_length(task.train_data):,} samples, {comm.size} rank(s),"
         f" global batch {train.global_batch} in micro-batches of {train.micro_batch}"
     )
-    if risk := exposed(environ()):
+    if risk := exposed(kept.info.variables):
         recorder.warn(risk)
     count = len(micro_batches(0, train.global_batch, train.micro_batch))
     if count < comm.size:

@@ -16,7 +16,6 @@ from hvdtrain.durable import write_text
 from hvdtrain.errors import RunDirectoryError, UnusableRunDirectoryError
 from hvdtrain.lease import Lease, take_lease
 from hvdtrain.observe import journal
-from hvdtrain.runtime.environment import JOB, environ
 
 RUNS = Path("runs")
 CONFIG = "config.yaml"
@@ -31,7 +30,12 @@ class RunDirectory:
         path: exists already.
         lock: the open file whose lock is the claim.
         lease: that is the claim where the file system has no locks.
+
+    Attributes:
+        job: what tells the job that claims from all others (`runtime.environment.JOB`); "" where nothing does.
     """
+
+    job = ""
 
     def __init__(self, path: Path, lock: IO[bytes], lease: Lease | None = None) -> None:
         self.path = path
@@ -57,12 +61,12 @@ class RunDirectory:
 
     def resumes(self, resume: str) -> str:
         """What the option `resume` means: a job that was started again goes on with what it has done itself."""
-        return "auto" if _is_of_this_job(self.path) else resume
+        return "auto" if _is_of_job(self.path, self.job) else resume
 
     def mark(self) -> None:
         """What is here from now on is the work of this job."""
-        if job := environ().get(JOB):
-            write_text(self.path / _JOB, job)
+        if self.job:
+            write_text(self.path / _JOB, self.job)
 
     def write_config(self, run: RunConfig) -> None:
         """Write the resolved config, whole or not at all; as one to go on with, so it resumes by itself."""
@@ -71,18 +75,24 @@ class RunDirectory:
         write_text(self.path / _IDENTITY, run.identity())
 
 
-def claim_run_directory(run: RunConfig) -> RunDirectory:
+def claim_run_directory(run: RunConfig, job: str = "") -> RunDirectory:
     """The run directory of the config: `run_dir`, or the newest unfinished one of the same config, or a new one.
+
+    `job`: see `RunDirectory`.
 
     Errors:
         RunDirectoryError: another job uses it, it cannot be written, or it holds a run that is not to be resumed.
     """
-    wanted = run.config.run_dir
-    if wanted is None:
-        return _unfinished(run) or _new(run)
-    path = Path(wanted)
-    never = run.config.resume == "never"
-    if never and (path / journal.NAME).exists() and not _is_of_this_job(path):
+    wanted, never = run.config.run_dir, run.config.resume == "never"
+    claimed = (_unfinished(run) or _new(run)) if wanted is None else _wanted(Path(wanted), job, never=never)
+    claimed.job = job
+    if never:
+        claimed.mark()
+    return claimed
+
+
+def _wanted(path: Path, job: str, *, never: bool) -> RunDirectory:
+    if never and (path / journal.NAME).exists() and not _is_of_job(path, job):
         raise UnusableRunDirectoryError(
             f"{path} holds a run already, and --resume never would mix another into it",
             next_step="give another --run_dir, or --resume auto to go on with it",
@@ -92,13 +102,10 @@ def claim_run_directory(run: RunConfig) -> RunDirectory:
         raise RunDirectoryError(
             f"{path} is in use by another job", next_step="wait for it to end, or give another --run_dir"
         )
-    if never:
-        claimed.mark()
     return claimed
 
 
-def _is_of_this_job(path: Path) -> bool:
-    job = environ().get(JOB)
+def _is_of_job(path: Path, job: str) -> bool:
     try:
         return bool(job) and (path / _JOB).read_text() == job
     except OSError:

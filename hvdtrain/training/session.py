@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from hvdtrain.observe.failure.reporter import Job
 from hvdtrain.observe.failure.voice import Voice
 from hvdtrain.observe.horovod_timeline import HorovodTimeline
 from hvdtrain.observe.recorder import Recorder
+from hvdtrain.runtime.environment import RankInfo
+from hvdtrain.runtime.host import read_host
 from hvdtrain.runtime.timeline import TimelinePlan
 from hvdtrain.spans import Spans
 from hvdtrain.state.ledger import FOLDER, Ledger
@@ -65,16 +67,17 @@ def run_training(
     build: Callable[[], Any],
     rounds: Rounds,
     timeline: TimelinePlan,
+    info: RankInfo,
     sinks: Sequence[Any] = (),
     voice: Voice | None = None,
 ) -> Result:
     """Train what `build` makes. Collective: yes. Errors and `sinks`: those of `hvdtrain.train`.
 
-    Without a `voice` the failure card is written to the run folder only.
+    `info` is who this process was at its start. Without a `voice` the failure card is written to the run folder only.
     """
     check_compression(run.config.parallel.compression)  # before anything costs time
     device = pick_device(run.config.parallel.device, rounds.local_rank, rounds.local_size)
-    kept = keep(run, make_task(build, run.config), device)
+    kept = keep(run, make_task(build, run.config, info.variables), device, info)
     why, text = STARTED, ""
     with kept.notices if rounds.elastic else nullcontext():
         while True:
@@ -124,9 +127,11 @@ class _Round:
         check_same_data(kept.task, comm)
         directory, claim = claim_together(run, kept, comm)
         self.rounds.watch(spans := Spans())
+        ranks = {name: getattr(comm, name) for name in ("rank", "size", "local_rank", "local_size")}
+        info = replace(kept.info, **ranks)
         try:
             stall_s = run.config.observe.stall_timeout_s
-            with explained(directory, comm, spans, self.voice, stall_s, self.rounds) as reporter:
+            with explained(directory, comm, spans, self.voice, stall_s, self.rounds, info) as reporter:
                 kept.given_up = reporter.given_up
                 is_new = open_recorder(run, kept, comm, directory)
                 with recording(kept, self.rounds.is_over) as recorder:
@@ -209,9 +214,11 @@ class _Round:
         config, train, parallel = run.config, run.config.train, run.config.parallel
         model = kept.state.model
         carried = kept.carried()
-        times = add_gradient_times(recorder, config.observe, model, spans, directory, comm, kept.device)
+        variables = kept.info.variables
+        host = read_host(variables)
+        times = add_gradient_times(recorder, config.observe, model, spans, directory, comm, kept.device, host)
         optimizer = kept.state.optimizer
-        engine = make_engine(optimizer, model, comm, parallel.compression, spans, parallel.bucket_mib)
+        engine = make_engine(optimizer, model, comm, parallel.compression, spans, parallel.bucket_mib, variables)
         if carried is not None:
             engine.load_state_dict(*carried)
         if times is not None:

@@ -32,11 +32,11 @@ def test_buckets_and_priority(
 ) -> None:
     asked: list[str] = []
     monkeypatch.setattr(make, "give_way", asked.append)
-    monkeypatch.setattr(make, "environ", lambda: {make.NICE: "7"})
     comm = ThreadComm(Hub(2), 0)
     comm.local_size = per_host
-    assert settle_in(parse(compression), comm) == mib * MIB
-    assert settle_in(parse(compression), comm, bucket_mib=0.5) == MIB / 2
+    variables = {make.NICE: "7"}
+    assert settle_in(parse(compression), comm, variables) == mib * MIB
+    assert settle_in(parse(compression), comm, variables, bucket_mib=0.5) == MIB / 2
     assert asked == ["7", "7"] * gives_way, "whatever their size"
 
 
@@ -57,13 +57,10 @@ def test_an_option_that_names_no_compression_is_told_all_that_there_are() -> Non
         ({"HVDTRAIN_CHANNEL": "3"}, "cpu", False),
     ],
 )
-def test_gloo_on_cpus_sums_no_halves(
-    environ: dict[str, str], device: str, halves: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(make, "environ", lambda: environ)
+def test_gloo_on_cpus_sums_no_halves(environ: dict[str, str], device: str, halves: bool) -> None:
     for name in ("fp16", "topk:0.1"):
-        found = suited(name, torch.device(device))
+        found = suited(name, torch.device(device), environ)
         assert found.halves == halves and str(found) == name
         assert found.exact_rows == (not halves)
-    payload = suited("fp16", torch.device(device)).payload(Bucket([(640,)], "float32", 640), 2)
+    payload = suited("fp16", torch.device(device), environ).payload(Bucket([(640,)], "float32", 640), 2)
     assert ("allreduce" in payload) == halves

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hvdtrain.observe.commands import go_on, go_on_program
-from hvdtrain.runtime.environment import GLOO_LAUNCHER, RankInfo
+from hvdtrain.runtime.environment import GLOO_LAUNCHER, LAUNCH_OPTIONS, RankInfo
 
 RUN = Path("runs/my run")
 ALONE = RankInfo()
@@ -42,12 +43,13 @@ def test_open_mpi_is_told_that_root_means_it(monkeypatch: pytest.MonkeyPatch) ->
     assert "root" not in go_on(RUN, ALONE) + go_on(RUN, TWO_HOSTS)
 
 
-def test_open_mpi_that_was_told_to_do_without_ssh_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMPI_MCA_plm_rsh_agent", "docker exec")
-    assert "rsh" not in go_on(RUN, ONE_HOST)
-    monkeypatch.setenv("OMPI_MCA_plm_rsh_agent", "/bin/false")
-    assert go_on(RUN, ONE_HOST).startswith("OMPI_MCA_plm_rsh_agent=/bin/false ")
-    assert "rsh" not in go_on(RUN, ALONE) + go_on(RUN, TWO_HOSTS)
+def test_open_mpi_that_was_told_to_do_without_ssh_is_told_again() -> None:
+    def told(info: RankInfo, shell: str) -> str:
+        return go_on(RUN, replace(info, variables={"OMPI_MCA_plm_rsh_agent": shell}))
+
+    assert "rsh" not in told(ONE_HOST, "docker exec")
+    assert told(ONE_HOST, "/bin/false").startswith("OMPI_MCA_plm_rsh_agent=/bin/false ")
+    assert "rsh" not in told(ALONE, "/bin/false") + told(TWO_HOSTS, "/bin/false")
 
 
 @pytest.mark.parametrize("info", OTHERS, ids=lambda info: f"{info.launcher}-{info.hosts}")
@@ -58,11 +60,11 @@ def test_another_start_is_named_and_not_guessed(info: RankInfo) -> None:
     assert _words(go_on(RUN, info, "--a b")) == _words(go_on(RUN, ALONE, "--a b"))
 
 
-def test_ranks_of_srun_over_gloo_are_started_by_srun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_srun_over_gloo_are_started_by_srun() -> None:
     over_gloo = RankInfo(GLOO_LAUNCHER, size=4, local_size=4)
     assert "started by horovodrun --gloo as before" in go_on(RUN, over_gloo)
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
-    assert "started by srun as before" in go_on(RUN, over_gloo)
+    by_srun = replace(over_gloo, variables={"SLURM_STEP_NUM_TASKS": "4"})
+    assert "started by srun as before" in go_on(RUN, by_srun)
 
 
 def test_a_program_is_started_again_as_it_was() -> None:
@@ -80,11 +82,10 @@ def test_a_program_without_a_command_line_of_its_own_is_no_command(argv: list[st
         assert _words(text) == [] and text.startswith("# the same program again, with run_dir")
 
 
-def test_a_job_of_our_own_launcher_is_launched_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HVDTRAIN_LAUNCH_OPTIONS", '["-np", "2", "--discover", "my hosts.sh"]')
-    words = _words(go_on(RUN, ONE_HOST, "--train.steps 9"))
+def test_a_job_of_our_own_launcher_is_launched_again() -> None:
+    launched = {LAUNCH_OPTIONS: '["-np", "2", "--discover", "my hosts.sh"]'}
+    words = _words(go_on(RUN, replace(ONE_HOST, variables=launched), "--train.steps 9"))
     assert words[1:7] == ["launch", "-np", "2", "--discover", "my hosts.sh", "--"]
     assert words[7] == "--config" and words[-2:] == ["--train.steps", "9"]
     for other in ("no json", '{"a": 1}', "[1]"):
-        monkeypatch.setenv("HVDTRAIN_LAUNCH_OPTIONS", other)
-        assert "launch" not in _words(go_on(RUN, ALONE))
+        assert "launch" not in _words(go_on(RUN, replace(ALONE, variables={LAUNCH_OPTIONS: other})))

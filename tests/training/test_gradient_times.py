@@ -14,6 +14,7 @@ from hvdtrain.comm.solo import SoloComm
 from hvdtrain.compression.table import Compression
 from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.exchange.reducer import Reducer
+from hvdtrain.runtime.host import read_host
 from hvdtrain.spans import Spans
 from hvdtrain.training.gradient_times import GradientTimes
 
@@ -25,7 +26,7 @@ def _run(path: Path, steps: int, warn: Any = None) -> tuple[nn.Module, Spans]:
     ticks = count(0, 1000)
     spans = Spans(lambda: next(ticks))
     comm = SoloComm()
-    times = GradientTimes(model, comm, spans, path, warn or (lambda text: None))
+    times = GradientTimes(model, comm, spans, path, warn or (lambda text: None), read_host({}))
     named = [(name, p) for name, p in model.named_parameters()]
     reducer = Reducer(lambda: named, comm, Compression.none(), spans=spans)
     times.engine = engine = ExchangeEngine(torch.optim.SGD(model.parameters(), lr=0.1), reducer)
@@ -75,7 +76,9 @@ def test_what_fails_while_a_run_fails_is_said_and_raises_nothing(tmp_path: Path)
     said: list[str] = []
     comm, spans = SoloComm(), Spans()
     model = nn.Linear(2, 2)
-    times = GradientTimes(model, comm, spans, tmp_path / "gradients.json", said.append)  # no engine was made
+    times = GradientTimes(
+        model, comm, spans, tmp_path / "gradients.json", said.append, read_host({})
+    )  # no engine was made
     for step in range(1, 6):
         times.begin_step(step)
         spans.step = step

@@ -15,6 +15,7 @@ from hvdtrain.config.parse import parse_object
 from hvdtrain.engine.make import make_engine
 from hvdtrain.observe.progress import Progress as Display
 from hvdtrain.observe.recorder import Recorder
+from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.seat import GivenUp
 from hvdtrain.training.kept import NOTHING, Kept, keep
 from tests.support.toy import toy
@@ -25,7 +26,7 @@ def kept(request: pytest.FixtureRequest) -> Iterator[Kept]:
     """After a step under the compression of the test's parameter."""
     run = parse_object({"task": "toy", "optimizer": {"name": "sgd", "lr": 0.1}}, None)
     torch.manual_seed(0)
-    found = keep(run, toy(dropout=0.0), torch.device("cpu"))
+    found = keep(run, toy(dropout=0.0), torch.device("cpu"), RankInfo())
     engine = make_engine(found.state.optimizer, found.state.model, SoloComm(), request.param)
     found.state.exchange = engine
     found.step = 0  # as of the beginning of a round

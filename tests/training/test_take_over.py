@@ -13,6 +13,7 @@ from hvdtrain.config.parse import parse_object
 from hvdtrain.observe.journal import Journal, read_journal
 from hvdtrain.observe.progress import Progress as Display
 from hvdtrain.observe.recorder import Recorder
+from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.state.store import CheckpointStore
 from hvdtrain.training.kept import keep
 from hvdtrain.training.restore import take_over
@@ -27,7 +28,7 @@ def test_a_run_whose_folder_stayed_on_another_host_is_told_and_can_be_gone_on_wi
     claim = claim_run_directory(run)
     if not moved:
         claim.write_config(run)
-    kept = keep(run, toy(), torch.device("cpu"))
+    kept = keep(run, toy(), torch.device("cpu"), RankInfo())
     kept.step = kept.state.progress.step = 7
     display = Display("samples", 5.0, live=False, quiet=True)
     recorder = Recorder(Journal(folder / "journal.jsonl", display.say), display)
