@@ -9,6 +9,7 @@ import pytest
 from hvdtrain.comm.rounds import SeatedRounds
 from hvdtrain.runtime.environment import rank_info
 from hvdtrain.runtime.seat import Place
+from tests.support.launch import TIMEOUT_S
 
 
 class _Seat:
@@ -55,7 +56,7 @@ def test_connections_that_are_opened_once_a_rank_is_gone_are_cut_too(monkeypatch
     def begin_session() -> None:
         seat.cut()  # type: ignore[attr-defined]
         for _ in range(2):
-            with socket.create_connection(server.getsockname(), timeout=30) as mine, server.accept()[0]:
+            with socket.create_connection(server.getsockname(), timeout=TIMEOUT_S) as mine, server.accept()[0]:
                 ends.append(mine.recv(1))  # of a rank that will never speak
         raise ConnectionError("the end")
 

@@ -22,6 +22,7 @@ from hvdtrain.install.plan import BuildPlan, plan
 from hvdtrain.install.record import BuildRecord
 from hvdtrain.install.steps import Step, failure
 from tests.install.at_hand_examples import at_hand
+from tests.support.launch import TIMEOUT_S
 
 
 def python_step(name: str, program: str) -> Step:
@@ -150,12 +151,12 @@ def test_two_builds_take_turns_and_compile_once(planned: BuildPlan) -> None:
         fcntl.flock(held, fcntl.LOCK_EX)
         second = threading.Thread(target=build, args=(planned, {}, say))
         second.start()
-        assert waiting.wait(30)
+        assert waiting.wait(TIMEOUT_S)
         assert "waiting for another build" in said[0]
-        second.join(1)
+        second.join(0.2)
         assert second.is_alive(), "it went on without the lock"
         assert not planned.log.exists()
-    second.join(60)
+    second.join()
     build(planned, {}, lambda line: None)
     assert (planned.cache / "count").read_text() == "x"
 

@@ -14,6 +14,7 @@ import pytest
 
 from hvdtrain.install import compiler
 from hvdtrain.install.compiler import CHANGES, PROMPT_MARKS, QUIET_MARK, relocate, rewrite, wrapper_text
+from tests.support.launch import TIMEOUT_S
 
 TABLE = [
     ("/scratch/nccl/lib", "$ORIGIN/../../nvidia/nccl/lib"),
@@ -54,7 +55,7 @@ def test_messages_name_a_source_without_the_folder_of_the_build(inner: str, tmp_
     source.parent.mkdir(parents=True)
     source.write_text("const char* file() { return __FILE__; }\n")
     made = tmp_path / "a.o"
-    subprocess.run(["g++", *rewrite(["-c", str(source), "-o", str(made)], "c++17", [])], check=True, timeout=60)
+    subprocess.run(["g++", *rewrite(["-c", str(source), "-o", str(made)], "c++17", [])], check=True, timeout=TIMEOUT_S)
     content = made.read_bytes()
     assert inner.encode() in content and b"torch2.build" not in content
 
@@ -114,9 +115,9 @@ def test_only_where_the_writer_yielded_it_sleeps_and_the_library_says_so(
     source = timeline_cc(tmp_path, monkeypatch)
     flags = ["-Wall", "-Werror", "-O3", "-fPIC", *(["-DWITH_YIELD"] if calls else [])]
     argv = ["g++", *rewrite([*flags, "-c", source, "-o", str(tmp_path / "a.o")], standard, [])]
-    subprocess.run(argv, check=True, timeout=60)
+    subprocess.run(argv, check=True, timeout=TIMEOUT_S)
     library = tmp_path / "a.so"
-    subprocess.run(["g++", "-shared", "-s", "-o", library, tmp_path / "a.o"], check=True, timeout=60)
+    subprocess.run(["g++", "-shared", "-s", "-o", library, tmp_path / "a.o"], check=True, timeout=TIMEOUT_S)
     content = library.read_bytes()
     assert (QUIET_MARK.encode() in content, b"nanosleep" in content) == (calls, calls)
     assert b"sched_yield" not in content
@@ -125,6 +126,7 @@ def test_only_where_the_writer_yielded_it_sleeps_and_the_library_says_so(
 # Horovod's three sources as far as the changes look at them, and a program that uses what they make.
 HANDLES_H = """
 #pragma once
+#include <atomic>
 #include <memory>
 #include <mutex>
 struct Handles {
@@ -134,6 +136,7 @@ struct Handles {
   std::mutex mutex;
 };
 extern Handles handles;
+extern std::atomic_int looks;
 """
 HANDLES = """
 #include "handle_manager.h"
@@ -175,8 +178,8 @@ WAIT = """
 #include <thread>
 #include "handle_manager.h"
 namespace py { struct gil_scoped_release { ~gil_scoped_release() {} }; }
-int wait_for_result() {
-  int looks = 0;
+std::atomic_int looks{0};
+void wait_for_result() {
   while (true) {
     ++looks;
     if (handles.poll()) break;
@@ -185,7 +188,6 @@ int wait_for_result() {
       std::this_thread::yield();
     }
   }
-  return looks;
 }
 """
 PROGRAM = """
@@ -193,20 +195,29 @@ PROGRAM = """
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <sys/resource.h>
 #include <thread>
 #include "torch/handle_manager.h"
-int put(bool, int, int), cycle(std::chrono::nanoseconds), wait_for_result();
+int put(bool, int, int), cycle(std::chrono::nanoseconds);
+void wait_for_result();
 int main(int, char** argv) {
   using namespace std::chrono;
-  auto period = seconds(atoi(argv[2]));
+  auto period = milliseconds(atoi(argv[2]));
+  int least = atoi(argv[3]);
   std::thread background([=] {
     while (cycle(period) != 3) {}
     cycle(period);  // others were not ready
-    std::this_thread::sleep_for(milliseconds(200));
+    while (looks < least) std::this_thread::sleep_for(milliseconds(1));
     handles.mark_done(7);
   });
   if (put(strcmp(argv[1], "multi") == 0, 3, 5) != 5) return 1;
-  printf("%d\\n", wait_for_result());
+  rusage before, after;
+  getrusage(RUSAGE_THREAD, &before);
+  auto began = steady_clock::now();
+  wait_for_result();
+  auto took_ms = duration<double, std::milli>(steady_clock::now() - began).count();
+  getrusage(RUSAGE_THREAD, &after);
+  printf("%d %f %ld\\n", looks.load(), took_ms, after.ru_nvcsw - before.ru_nvcsw);
   background.join();
 }
 """
@@ -227,30 +238,33 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         flags = ["-Wall", "-Werror", "-O2", "-fPIC"]
         for source in sources:
             argv = ["g++", *rewrite([*flags, "-c", source, "-o", source + ".o"], "c++17", [])]
-            subprocess.run(argv, check=True, timeout=60)
+            subprocess.run(argv, check=True, timeout=TIMEOUT_S)
     (folder / "main.cc").write_text(PROGRAM)
     made = folder / "program"
     objects = [source + ".o" for source in sources]
     argv = ["g++", "-std=c++17", "-pthread", "-I", folder / "horovod", "-o", made, folder / "main.cc", *objects]
-    subprocess.run(argv, check=True, timeout=60)
+    subprocess.run(argv, check=True, timeout=TIMEOUT_S)
     return made
 
 
-def looks(program: Path, kind: str, period_s: int, environment: dict[str, str]) -> int:
-    """How often was looked for a result that takes 200 ms, by a thread with cycles of `period_s`."""
-    argv = [program, kind, str(period_s)]
-    return int(subprocess.run(argv, env=environment, capture_output=True, timeout=60, check=True).stdout)
+def waiting(program: Path, kind: str, period_ms: int, least: int, environment: dict[str, str]) -> list[float]:
+    """How often was looked for a result that comes after `least` looks, for how many ms, how often it was slept."""
+    argv = [program, kind, str(period_ms), str(least)]
+    done = subprocess.run(argv, env=environment, capture_output=True, timeout=TIMEOUT_S, check=True)
+    return [float(word) for word in done.stdout.split()]
 
 
 @pytest.mark.parametrize("kind", ["one", "multi"])
 def test_work_and_what_waits_for_others_end_a_long_cycle_and_a_result_ends_the_waiting(
     program: Path, kind: str
 ) -> None:
-    assert looks(program, kind, 10_000, {"HVDTRAIN_PROMPT": "1"}) < 1000  # one a millisecond, at most
+    looks, took_ms, _ = waiting(program, kind, 10**9, 50, {"HVDTRAIN_PROMPT": "1"})
+    assert looks <= took_ms + 2  # one a millisecond, at most, besides the first and the last
 
 
 def test_unasked_the_sources_do_what_they_did(program: Path) -> None:
-    assert looks(program, "one", 1, {}) > 1000
+    looks, _, sleeps = waiting(program, "one", 1, 100_000, {})
+    assert sleeps < looks / 10
 
 
 # As Horovod starts and joins its thread; ranks cannot meet at first.
@@ -299,9 +313,9 @@ def test_ranks_that_could_not_meet_may_try_again(tmp_path: Path, monkeypatch: py
     (tmp_path / "horovod/common/tensor_queue.h").write_text(QUEUE_H)
     made = tmp_path / "program"
     argv = ["g++", *rewrite(["-Wall", "-Werror", "-O2", "-c", source, "-o", source + ".o"], "c++17", [])]
-    subprocess.run(argv, check=True, timeout=60)
-    subprocess.run(["g++", "-pthread", "-o", made, source + ".o"], check=True, timeout=60)
-    done = subprocess.run([made], capture_output=True, text=True, timeout=60)
+    subprocess.run(argv, check=True, timeout=TIMEOUT_S)
+    subprocess.run(["g++", "-pthread", "-o", made, source + ".o"], check=True, timeout=TIMEOUT_S)
+    done = subprocess.run([made], capture_output=True, text=True, timeout=TIMEOUT_S)
     assert (done.returncode, done.stdout.split()) == (0, ["0", "1"]), done.stderr
     assert "could not be initialized: nobody is there" in done.stderr
 
@@ -368,10 +382,12 @@ def test_a_library_built_through_the_wrapper_is_found_after_its_environment_has_
          f"-L{first / 'lib'}", "-ldep", f"-Wl,-rpath,{first / 'lib'}"],
     ]  # fmt: skip
     for argv in commands:
-        subprocess.run(argv, check=True, timeout=60)
+        subprocess.run(argv, check=True, timeout=TIMEOUT_S)
     second.parent.mkdir()
     first.rename(second)
     library = second / "lib" / "site" / "horovod" / "torch" / "libuse.so"
     program = f"import ctypes; print(ctypes.CDLL({str(library)!r}).ask())"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
     assert done.stdout.strip() == "42", done.stderr

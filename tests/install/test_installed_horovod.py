@@ -13,6 +13,7 @@ import pytest
 from hvdtrain.install import proof, record
 from hvdtrain.install.plan import DROPPED_PREFIXES
 from hvdtrain.install.probe import probe
+from tests.support.launch import TIMEOUT_S
 
 
 def installed() -> record.BuildRecord:
@@ -35,6 +36,7 @@ def test_its_threads_sleep_where_they_would_look_without_end() -> None:
     assert found.prompt
 
 
+@pytest.mark.slow
 def test_two_ranks_sum_through_mpi(tmp_path: Path) -> None:
     installed()
     here = probe(os.environ)
@@ -43,7 +45,7 @@ def test_two_ranks_sum_through_mpi(tmp_path: Path) -> None:
     environment = {**kept, **proof.environment(here)}
     command = proof.command(here, here.mpi)
     done = subprocess.run(
-        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     proof.judge(done.stdout)
@@ -54,7 +56,7 @@ def test_its_library_names_no_folder_of_an_environment() -> None:
     if not installed().ours:
         pytest.skip("this Horovod was not built by hvdtrain build-horovod")
     library = next(probe(os.environ).python.site.glob("horovod/torch/mpi_lib_v2*.so"))
-    done = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
     paths = [line.partition("[")[2].rstrip("]") for line in done.stdout.splitlines() if "RUNPATH" in line]
     assert paths, "no RUNPATH: libmpi of the environment would not be found"
     for path in paths[0].split(":"):

@@ -12,6 +12,7 @@ import pytest
 from hvdtrain.install import probe
 from hvdtrain.install.at_hand import TorchAtHand
 from hvdtrain.install.versions import MpiBuild, TorchBuild
+from tests.support.launch import TIMEOUT_S
 
 
 def script(path: Path, text: str) -> Path:
@@ -51,7 +52,9 @@ def test_the_installed_torch_is_named_as_it_names_itself() -> None:
         "assert 'torch' not in sys.modules; import torch; from hvdtrain.install.versions import TorchBuild; "
         "assert found.build == TorchBuild.from_strings(torch.__version__, torch.version.cuda), found"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -59,7 +62,7 @@ def test_looking_around_leaves_setuptools_as_it_was() -> None:
     """torch.compile imports it, in whatever process has looked."""
     looked = "import os; from hvdtrain.install.probe import probe; assert probe(os.environ).python.has_pip"
     program = [sys.executable, "-c", f"{looked}; import setuptools"]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(program, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 0, done.stderr
 
 

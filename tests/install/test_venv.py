@@ -17,6 +17,7 @@ from hvdtrain.errors import BuildError
 from hvdtrain.install import venv as module
 from hvdtrain.install.steps import Step
 from hvdtrain.install.venv import Lender, constraints, demand, finish, install, is_current, plan, remembered
+from tests.support.launch import TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
 BARE = Lender("/usr/bin/python3", "/usr")
@@ -137,11 +138,11 @@ def test_what_is_lent_is_seen_behind_what_is_installed(tmp_path: Path) -> None:
     lent.mkdir()
     (lent / "lent_module.py").write_text("where = 'lender'")
     venv = tmp_path / ".venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=60)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=TIMEOUT_S)
     module.lend(venv, Lender(sys.executable, sys.prefix, lends=(str(lent),)))
     program = "import lent_module, sys; print(lent_module.where, sys.path[-1])"
     done = subprocess.run(
-        [venv / "bin" / "python", "-c", program], capture_output=True, text=True, timeout=60, check=False
+        [venv / "bin" / "python", "-c", program], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
     assert done.stdout.split() == ["lender", str(lent)], done.stderr
 
@@ -170,7 +171,7 @@ def make(arguments: list[str], path: str) -> subprocess.CompletedProcess[str]:
         pytest.skip("needs make")
     argv = [make_program, *arguments]
     return subprocess.run(
-        argv, cwd=ROOT, env={"PATH": path, "HOME": "/"}, capture_output=True, text=True, timeout=60, check=False
+        argv, cwd=ROOT, env={"PATH": path, "HOME": "/"}, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
 
 

@@ -10,6 +10,8 @@ import pytest
 from hvdtrain.install.record import installed
 from tests.support.fake_launch import FakeJob
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(__file__).parents[1] / "support" / "hvd_rank.py"
 
 

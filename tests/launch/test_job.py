@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.support.bursting_rank import LAST, LINES
-from tests.support.fake_launch import FakeJob
+from tests.support.fake_launch import TIMEOUT_S, FakeJob
 
 FOR_EVER = "1000000"
 TWO = ("-np", "2", "--elastic", "1:2")
@@ -47,7 +47,7 @@ def stop(job: FakeJob, after: str) -> None:
 
 @pytest.mark.parametrize("deed", ["kill:0", "kill:1", "raise:1", "hang:0"])
 def test_a_rank_is_gone_and_another_takes_its_place(tmp_path: Path, deed: str) -> None:
-    options = (*TWO, "--hang-timeout", "2", "--events", "events")
+    options = (*TWO, "--hang-timeout", "1", "--events", "events")
     with FakeJob(tmp_path, *options, "--", FOR_EVER, f"{deed}:20") as job:
         stop(job, "round 3")
     assert sizes(job) == [2, 1, 2]
@@ -58,7 +58,8 @@ def test_a_rank_is_gone_and_another_takes_its_place(tmp_path: Path, deed: str) -
 
 
 def test_a_stopped_rank_is_killed(tmp_path: Path) -> None:
-    with FakeJob(tmp_path, *TWO, "--events", "events", "--", FOR_EVER, "stop:1:5") as job:
+    options = (*TWO, "--hang-timeout", "0", "--events", "events")
+    with FakeJob(tmp_path, *options, "--", FOR_EVER, "stop:1:5", silent_s=2.0) as job:
         job.until("rank 1 on localhost hangs")
         stop(job, "round 2: 1 rank(s)")
 
@@ -148,7 +149,7 @@ def test_a_killed_driver_leaves_nothing(tmp_path: Path) -> None:
         job.until("round 1")
         there = job.processes()
         job.signal(signal.SIGKILL)
-        _, alive = psutil.wait_procs(there, timeout=30)
+        _, alive = psutil.wait_procs(there, timeout=TIMEOUT_S)
     assert len(there) == 3 and not alive
 
 

@@ -15,6 +15,8 @@ from hvdtrain.runtime.gloo import refuse_without_address
 from tests.support.doctor import as_in_a_container
 from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S, command
 
+pytestmark = pytest.mark.slow
+
 NAMELESS = "nobody-knows-me"
 
 

@@ -15,6 +15,8 @@ from hvdtrain.observe.journal import read_steps
 from tests.support.launch import ENVIRONMENT, ROOT, train
 from tests.support.mpis import wheel
 
+pytestmark = pytest.mark.slow
+
 TOY = (f"--task={ROOT}/tests/support/toy.py:toy", "--train.steps=6", "--run_dir=run")
 
 

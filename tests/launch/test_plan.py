@@ -16,6 +16,7 @@ from hvdtrain.cli.launch import main
 from hvdtrain.launch.commands import Limits
 from hvdtrain.launch.lines import LineWriter, messages
 from hvdtrain.launch.plan import Plan, agent_command, agent_environment, describe, handed_on, hello, rank_environment
+from tests.support.launch import TIMEOUT_S
 
 NASTY = "a b'c\"d\n$(touch pwned);`x` -- -o"
 PLAN = Plan(
@@ -96,7 +97,7 @@ def test_what_ssh_would_run_there_works_from_any_folder(tmp_path: Path) -> None:
         if message["type"] == "exited":
             break
     process.stdin.close()
-    assert process.wait(20) == 0
+    assert process.wait(TIMEOUT_S) == 0
     ready = next(message for message in got if message["type"] == "ready")
     assert ready["interface"] == "lo" and ready["store"].startswith("127.0.0.1:")
     rest = [m for m in [*got, *messages(process.stdout)] if m["type"] == "line"]

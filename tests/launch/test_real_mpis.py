@@ -15,9 +15,11 @@ import pytest
 
 from hvdtrain.launch.spec import Command, JobSpec, Mpi
 from hvdtrain.launch.targets import TARGETS
-from tests.support.launch import ENVIRONMENT
+from tests.support.launch import ENVIRONMENT, TIMEOUT_S
 from tests.support.mpis import NAMES, any_of
 from tests.support.told_python import told_python
+
+pytestmark = pytest.mark.slow
 
 AWKWARD = ("a b", "it's", 'say "x"', "two\nlines", "$HOME `id` \\", "--", "*", "ü", "")
 
@@ -51,7 +53,7 @@ def test_ranks_get_what_they_are_told(mpi: Mpi, ranks: int, tmp_path: Path) -> N
     start = TARGETS[mpi.flavour].render(job)
     assert isinstance(start, Command)
     done = subprocess.run(
-        start.argv, cwd=folder, env=environment(mpi, start), capture_output=True, text=True, timeout=60
+        start.argv, cwd=folder, env=environment(mpi, start), capture_output=True, text=True, timeout=TIMEOUT_S
     )
     assert done.returncode == 0, done.stderr
     lines = told(done.stdout)
@@ -63,7 +65,7 @@ def test_ranks_get_what_they_are_told(mpi: Mpi, ranks: int, tmp_path: Path) -> N
 def test_what_is_shown_is_what_a_shell_runs(mpi: Mpi, tmp_path: Path) -> None:
     start = TARGETS[mpi.flavour].render(spec(mpi, tmp_path, 1))
     variables = {**ENVIRONMENT, "PATH": environment(mpi, Command(()))["PATH"]}
-    done = subprocess.run(["bash", "-c", str(start)], env=variables, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", str(start)], env=variables, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert [line["argv"] for line in told(done.stdout)] == [["-m", "hvdtrain", *AWKWARD]], done.stderr
 
 
@@ -73,7 +75,7 @@ def test_one_host_needs_no_ssh(mpi: Mpi, tmp_path: Path) -> None:
     start = TARGETS[mpi.flavour].render(replace(spec(mpi, tmp_path, ranks), remote_shell=False))
     assert isinstance(start, Command)
     variables = {**environment(mpi, start), "PATH": str(Path(mpi.mpirun).parent)}
-    done = subprocess.run(start.argv, env=variables, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(start.argv, env=variables, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert len(told(done.stdout)) == ranks, done.stderr
 
 
@@ -81,7 +83,7 @@ WAITING = """\
 import signal, sys, time
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))
 print("ready", flush=True)
-time.sleep(60)
+time.sleep(100_000)
 """
 
 
@@ -100,5 +102,5 @@ def test_a_notice_reaches_the_ranks(mpi: Mpi, tmp_path: Path) -> None:
         seen = "".join(process.stdout.readline() for _ in range(2))
         assert seen.count("ready") == 2
         process.send_signal(signal.SIGUSR1)
-        process.wait(timeout=30)
+        process.wait(timeout=TIMEOUT_S)
     assert process.returncode == 7

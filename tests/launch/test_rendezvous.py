@@ -12,6 +12,7 @@ from http.client import HTTPConnection
 import pytest
 
 from hvdtrain.launch.rendezvous import MOST_BYTES, Rendezvous
+from tests.support.launch import TIMEOUT_S
 
 
 class Served:
@@ -32,7 +33,7 @@ class Served:
         return (404, b"") if value is None else (200, value)
 
     def ask(self, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
-        connection = HTTPConnection(self.address, timeout=20)
+        connection = HTTPConnection(self.address, timeout=TIMEOUT_S)
         try:
             connection.request(method, path, body, headers)
             answer = connection.getresponse()
@@ -97,7 +98,7 @@ def test_odd_requests_are_refused_and_logged(served: Served, method: str, path: 
 @pytest.mark.parametrize("length", [str(MOST_BYTES + 1), "-1", "1e3", "99999999999999999999", "", "0x10"])
 def test_bodies_without_a_sensible_length_are_refused(served: Served, length: str) -> None:
     host, port = served.address.split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
+    with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:
         head = f"PUT /{served.token}/3:0/scope/key HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n"
         connection.sendall(head.encode())
         assert b" 413 " in connection.recv(1 << 16)
@@ -106,7 +107,7 @@ def test_bodies_without_a_sensible_length_are_refused(served: Served, length: st
 
 def test_what_is_no_http_gets_no_answer(served: Served) -> None:
     host, port = served.address.split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
+    with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:
         connection.sendall(b"\x80\x04\x95 pickle or what\r\n\r\n")
         assert connection.recv(1 << 16) == b""
     assert len(served.log) == 1 and "pickle" not in served.log[0]
@@ -114,7 +115,7 @@ def test_what_is_no_http_gets_no_answer(served: Served) -> None:
 
 def test_a_head_without_end_is_cut_off(served: Served) -> None:
     host, port = served.address.split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
+    with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:
         connection.sendall(f"PUT /{served.token}/3:0/scope/key HTTP/1.1\r\nX: ".encode() + b"y" * 30_000)
         assert b" 4" in connection.recv(1 << 16)[:12]
     assert not served.keys
@@ -130,12 +131,13 @@ def test_it_listens_on_this_host_alone(served: Served) -> None:
     assert served.address.startswith("127.0.0.1:")
 
 
-def test_who_only_connects_holds_nobody_up(served: Served) -> None:
+def test_who_only_connects_holds_nobody_up(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served.server._server.RequestHandlerClass, "timeout", 1e6)
     host, port = served.address.split(":")
-    idle = [socket.create_connection((host, int(port)), timeout=20) for _ in range(50)]
+    idle = [socket.create_connection((host, int(port)), timeout=TIMEOUT_S) for _ in range(50)]
     done = threading.Thread(target=served.ask, args=("PUT", f"/{served.token}/1:0/scope/key", b"x"))
     done.start()
-    done.join(20)
+    done.join(TIMEOUT_S)
     assert served.keys
     for connection in idle:
         connection.close()

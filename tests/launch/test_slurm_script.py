@@ -14,6 +14,7 @@ import pytest
 
 from hvdtrain.launch.spec import Batch, JobSpec, Mpi
 from hvdtrain.launch.targets.slurm import render
+from tests.support.launch import TIMEOUT_S
 
 SPEC = JobSpec(
     ("--seed", "3"),
@@ -62,7 +63,7 @@ def run(
         env={"PATH": f"{programs}:{os.environ['PATH']}", **given, **fakes, **variables},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=TIMEOUT_S,
     )
     calls = [json.loads(line) for line in (programs / "calls").read_text().splitlines()]
     return done.returncode, calls, done.stderr
@@ -132,7 +133,7 @@ def test_arguments_and_folders_survive(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_gone_starts_nothing(tmp_path: Path) -> None:
     script = render(replace(SPEC, folder=str(tmp_path / "gone"))).text
-    done = subprocess.run(["bash", "-s"], input=script, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-s"], input=script, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 1
     assert "gone" in done.stderr
 
@@ -146,5 +147,7 @@ def test_shellcheck_has_nothing_to_say(spec: JobSpec) -> None:
         if "CI" in os.environ:
             pytest.fail("shellcheck is missing, which .ci/run installs")
         pytest.skip("there is no shellcheck: sudo apt-get install shellcheck")
-    done = subprocess.run(["shellcheck", "-"], input=render(spec).text, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["shellcheck", "-"], input=render(spec).text, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
     assert done.returncode == 0, done.stdout

@@ -13,6 +13,7 @@ from hvdtrain.launch.shared_store import ROUND, SharedStore
 from hvdtrain.launch.slurm_task import main, place, variables
 from hvdtrain.launch.srun_job import Tasks, job_of, other_node, store_address
 from hvdtrain.runtime.environment import by_gloo, rank_info, tasks_per_node
+from tests.support.launch import TIMEOUT_S
 
 STORE = {slurm_task.STORE: "127.0.0.1:4711/secret/1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "0"}
 
@@ -81,12 +82,13 @@ def test_a_program_that_is_not_there_is_named(
 
 
 def test_who_asks_too_early_gets_the_value_when_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_store, "_POLL_S", TIMEOUT_S)
     store, answers = SharedStore(), list[tuple[int, bytes]]()
     asking = threading.Thread(target=lambda: answers.append(store.get(ROUND, "a/0")))
     asking.start()
     store.put(ROUND, "a/1", b"other")
     store.put(ROUND, "a/0", b"value")
-    asking.join(timeout=3)
+    asking.join()
     assert answers == [(200, b"value")]
     monkeypatch.setattr(shared_store, "_POLL_S", 0.0)
     assert store.get(ROUND, "b/0") == (404, b"")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.observe.monitor import GpuIdentity, Monitor, MonitorThread, gpu_identity
+from tests.support.launch import TIMEOUT_S
 
 HOST = {"host_memory_used_bytes", "host_memory_total_bytes", "process_rss_bytes"}
 GPU = GpuIdentity(3, "1234-abcd", "0000:1B:00.0")
@@ -153,7 +154,7 @@ def test_the_thread_tells_until_it_is_closed() -> None:
 
     watch = MonitorThread(lambda: {"host_cpu_percent": 1.0}, tell, every_s=0.001)
     watch.begin_step(4)
-    assert enough.wait(60)
+    assert enough.wait(TIMEOUT_S)
     watch.close()
     count = len(told)
     assert told[2]["event"] == "machine"
@@ -168,6 +169,6 @@ def test_what_a_sample_raises_ends_the_watching_alone(caplog: pytest.LogCaptureF
         raise OSError("no /proc")
 
     watch = MonitorThread(sample, lambda record: None, every_s=0.001)
-    watch._thread.join(60)
+    watch._thread.join(TIMEOUT_S)
     watch.close()
     assert "no /proc" in caplog.text

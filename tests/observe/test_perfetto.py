@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 import hvdtrain
 from tests.support.browser import until
 from tests.support.perfetto import import_errors, perfetto, text
 from tests.support.toy import toy
+
+pytestmark = pytest.mark.slow
 
 
 def test_perfetto_reads_the_spans_of_a_run(tmp_path: Path) -> None:

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from hvdtrain.observe import recorder as recorder_module
 from hvdtrain.observe.journal import Journal, read_journal
 from hvdtrain.observe.progress import Progress
 from hvdtrain.observe.recorder import Recorder
+from tests.support.launch import TIMEOUT_S
 
 
 def _recorder(journal: Path) -> tuple[Recorder, io.StringIO]:
@@ -31,7 +33,8 @@ class Watcher:
             raise self.error
 
 
-def test_everything_is_closed_whatever_fails(tmp_path: Path) -> None:
+def test_everything_is_closed_whatever_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "_PATIENCE_S", TIMEOUT_S)
     recorder, _ = _recorder(tmp_path / "journal")
     watchers = [Watcher(), Watcher(OSError("disk full")), Watcher()]
     taken: list[Mapping[str, Any]] = []

@@ -8,8 +8,7 @@ import pytest
 
 from hvdtrain.errors import ConfigError
 from hvdtrain.observe.sinks import Background, FunctionSink, sink_maker
-
-_PATIENCE_S = 10.0
+from tests.support.launch import TIMEOUT_S
 
 
 class Keeping:
@@ -31,7 +30,7 @@ def test_every_record_comes_in_order_from_a_thread_of_the_sink() -> None:
     background = Background(lambda: sink, "mine", warn=pytest.fail)
     for step in range(1000):
         background.put({"step": step})
-    background.close(_PATIENCE_S)
+    background.close(TIMEOUT_S)
     assert [record["step"] for record in sink.records] == list(range(1000))
     assert sink.threads == {"sink mine"}
     assert sink.closed == 1
@@ -43,19 +42,19 @@ def test_a_sink_that_hangs_holds_nobody_up_and_what_it_cannot_take_is_counted() 
 
     def hang(record: Mapping[str, Any]) -> None:
         entered.set()
-        gate.wait(_PATIENCE_S)
+        gate.wait(TIMEOUT_S)
         taken.append(record["step"])
 
     said: list[str] = []
     background = Background(lambda: FunctionSink(hang), "slow", said.append, limit=10)
     background.put({"step": 0})
-    assert entered.wait(_PATIENCE_S)
+    assert entered.wait(TIMEOUT_S)
     for step in range(1, 100):
         background.put({"step": step})  # would never return if it waited for the sink
     background.close(0.0)
     assert said == ["the metric sink slow did not end within 0 s and is left behind"]
     gate.set()
-    background.close(_PATIENCE_S)
+    background.close(TIMEOUT_S)
     assert taken == list(range(11))
     assert said[1:] == ["the metric sink slow is too slow: 89 records were dropped"]
 
@@ -68,10 +67,10 @@ def test_a_failing_sink_is_said_and_left_alone() -> None:
         raise OSError("no network")
 
     said: list[str] = []
-    background = Background(lambda: FunctionSink(fail), "web", said.append)
+    background = Background(lambda: FunctionSink(fail), "web", said.append, clock=lambda: 0.0)
     for step in range(50):
         background.put({"step": step})
-    background.close(_PATIENCE_S)
+    background.close(TIMEOUT_S)
     assert called == [0, 1, 2]
     assert said == [
         "the metric sink web failed: OSError: no network",
@@ -99,7 +98,7 @@ def test_a_sink_that_was_left_alone_is_tried_again() -> None:
     background = Background(lambda: FunctionSink(write), "web", said.append, clock=clock)
     for step in range(100):
         background.put({"step": step})
-    background.close(_PATIENCE_S)
+    background.close(TIMEOUT_S)
     assert called[:3] == [0, 1, 2]
     later = called[3:]
     assert 50 <= later[0] <= 65 and later == list(range(later[0], 100)), "after a minute every record"
@@ -117,7 +116,7 @@ def test_a_sink_that_fails_now_and_then_gets_the_rest() -> None:
     background = Background(lambda: FunctionSink(sometimes), "shaky", lambda text: None)
     for step in range(8):
         background.put({"step": step})
-    background.close(_PATIENCE_S)
+    background.close(TIMEOUT_S)
     assert taken == [0, 2, 4, 7]
 
 
@@ -129,7 +128,7 @@ def test_a_sink_that_cannot_be_made_is_said() -> None:
     background = Background(make, "web", said.append)
     for step in range(5):
         background.put({"step": step})
-    background.close(_PATIENCE_S)
+    background.close(TIMEOUT_S)
     assert said == ["the metric sink web cannot be made: KeyError: 'TRACKER_URL'"]
 
 
@@ -142,7 +141,7 @@ def test_what_a_sink_does_to_a_record_is_seen_by_nobody_else() -> None:
 
     background = Background(lambda: FunctionSink(spoil), "rude", pytest.fail)
     background.put(record)
-    background.close(_PATIENCE_S)
+    background.close(TIMEOUT_S)
     assert record == {"step": 1, "config": {"seed": 0}}
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -19,8 +21,11 @@ pytest.importorskip("tensorboard", reason="tensorboard is not installed: make se
 
 from hvdtrain.observe.journal import read_steps
 from hvdtrain.observe.tensorboard_page import RANKS_TITLE, STACK_TITLE
-from tests.support.browser import browser, deep_text, free_port, severe, until
+from tests.support.browser import browser, deep_text, severe, until
+from tests.support.launch import TIMEOUT_S
 from tests.support.tensorboard_run import BATCH, Run
+
+pytestmark = pytest.mark.slow
 
 TITLES = [
     "loss",
@@ -40,12 +45,15 @@ TITLES = [
 @contextmanager
 def _tensorboard(folder: Path) -> Iterator[str]:
     """The address of a TensorBoard that has read `folder`."""
-    port = free_port()
     program = [str(Path(sys.executable).with_name("tensorboard")), "--logdir", str(folder), "--host", "127.0.0.1"]
-    with (folder.parent / "tensorboard.log").open("w") as log:
-        server = subprocess.Popen([*program, f"--port={port}", "--reload_interval=1"], stdout=log, stderr=log)
+    log = folder.parent / "tensorboard.log"
+    with log.open("w") as out:
+        server = subprocess.Popen([*program, "--port=0", "--reload_interval=1"], stdout=out, stderr=out)
         try:
-            yield f"http://127.0.0.1:{port}"
+            while (address := re.search(r"http://127\.0\.0\.1:\d+", log.read_text())) is None:
+                assert server.poll() is None, log.read_text()
+                time.sleep(0.1)
+            yield address[0]
         finally:
             server.terminate()
             server.wait()
@@ -53,7 +61,7 @@ def _tensorboard(folder: Path) -> Iterator[str]:
 
 def _get(address: str) -> Any:
     try:
-        with urllib.request.urlopen(address, timeout=10) as answer:
+        with urllib.request.urlopen(address, timeout=TIMEOUT_S) as answer:
             return json.load(answer)
     except (urllib.error.URLError, ConnectionError):  # not listening yet
         return None

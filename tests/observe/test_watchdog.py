@@ -26,8 +26,7 @@ from hvdtrain.observe.failure.statement import HERE, STALLED, Who, Witness, myse
 from hvdtrain.observe.failure.voice import Voice
 from hvdtrain.observe.watchdog import EXIT_FAILED, EXIT_STALLED, Patience, Watchdog
 from hvdtrain.spans import Spans
-
-_PATIENCE_S = 20.0
+from tests.support.launch import TIMEOUT_S
 
 
 def _beat(number: int, idle_s: float) -> dict[str, float]:
@@ -98,7 +97,7 @@ def test_under_a_driver_nobody_is_missed_and_no_card_is_written(
                 other.say(dataclasses.replace(reporter.witness.here(), who=other.who))
                 other.tell()
             for _ in range(5):
-                assert looks.acquire(timeout=_PATIENCE_S)
+                assert looks.acquire(timeout=TIMEOUT_S)
     assert not ended.codes and not (reporter.job.place / TEXT).exists()
 
 
@@ -122,7 +121,7 @@ class _Ended:
         self._event.set()
 
     def wait(self) -> None:
-        assert self._event.wait(_PATIENCE_S)
+        assert self._event.wait(TIMEOUT_S)
 
 
 @pytest.fixture(autouse=True)
@@ -170,7 +169,7 @@ def test_a_run_that_makes_progress_is_left_alone(reporter: Reporter) -> None:
     spans.idle_s = lambda: looks.release() or 0.0  # type: ignore[method-assign,func-returns-value]
     with Watchdog(reporter, 0.001, ended):
         for _ in range(5):
-            assert looks.acquire(timeout=_PATIENCE_S)
+            assert looks.acquire(timeout=TIMEOUT_S)
     assert not ended.codes and not reporter.post.anyone_spoke()
     assert reporter.post.beats()[0]["step"] == 0
 
@@ -196,7 +195,7 @@ def test_a_rank_that_came_to_its_end_is_not_missed(reporter: Reporter, child: su
         dataclasses.replace(reporter.post, who=reporter.post.ranks[1]).leave()
         child.communicate(b"\n")
         for _ in range(5):
-            assert looks.acquire(timeout=_PATIENCE_S)
+            assert looks.acquire(timeout=TIMEOUT_S)
     assert not ended.codes
 
 
@@ -242,7 +241,7 @@ def test_a_fault_of_its_own_harms_nobody(reporter: Reporter, capfd: pytest.Captu
     ended = _Ended()
     reporter.witness.spans.idle_s = lambda: 1 // 0  # type: ignore[method-assign]
     with Watchdog(reporter, 0.0, ended) as watchdog:
-        watchdog._thread.join(_PATIENCE_S)
+        watchdog._thread.join(TIMEOUT_S)
     assert "the watchdog has failed" in capfd.readouterr().err
     assert not ended.codes
 
@@ -251,7 +250,7 @@ def test_it_is_silent_once_an_error_was_raised(reporter: Reporter) -> None:
     ended = _Ended()
     reporter.over = True
     with Watchdog(reporter, 0.001, ended) as watchdog:
-        watchdog._thread.join(_PATIENCE_S)
+        watchdog._thread.join(TIMEOUT_S)
     assert not ended.codes
 
 

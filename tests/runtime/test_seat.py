@@ -13,6 +13,7 @@ import pytest
 from hvdtrain.runtime import seat as seat_module
 from hvdtrain.runtime.channel import Channel
 from hvdtrain.runtime.seat import EXIT_ALONE, GivenUp, NoPlace, Pulse, Seat, take_seat
+from tests.support.launch import TIMEOUT_S
 
 SAVE, TERMINATE, INTERRUPT, CHANGED = range(4)
 NOTHING = [0, 0, 0, 0]
@@ -180,7 +181,7 @@ def test_without_its_driver_a_rank_ends() -> None:
 
     seat = Seat(Channel(ours), end).start()
     theirs.close()
-    assert ended.wait(10)
+    assert ended.wait(TIMEOUT_S)
     assert codes == [EXIT_ALONE]
     seat.close()
 

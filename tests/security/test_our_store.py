@@ -89,7 +89,7 @@ def test_no_other_address_of_the_host_reaches_it(job: Job) -> None:
     }
     for host in others:
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection((host, job.port), timeout=20)
+            socket.create_connection((host, job.port), timeout=TIMEOUT_S)
     job.end()
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from tests.support.launch import ENVIRONMENT, ROOT
+from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S
 from tests.support.payload import GivesFunction, MakesFolder, encoded, request
 
 pytest.importorskip("horovod", reason="Horovod is not installed: make setup")
@@ -66,7 +66,7 @@ def test_what_a_rank_reads_from_the_store_runs_code(stock: Stock, tmp_path: Path
         env={**ENVIRONMENT, "HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=TIMEOUT_S,
     )
     assert marker.exists() and done.returncode == 0, done.stderr
 

@@ -92,7 +92,6 @@ def test_no_damage_is_loaded_silently(checkpoints: tuple[Path, Path], tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(5))
 def test_nor_is_any_of_ten_thousand(checkpoints: tuple[Path, Path], tmp_path: Path, seed: int) -> None:
     _damage(checkpoints, tmp_path, 1000, seed=seed + 1)

@@ -6,7 +6,6 @@ import errno
 import os
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,11 @@ import torch
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.errors import CheckpointError
 from hvdtrain.state import attempt
+from hvdtrain.state import writer as writer_module
 from hvdtrain.state.store import CheckpointStore, load
 from hvdtrain.state.train_state import StateDict
 from hvdtrain.state.writer import CheckpointWriter
+from tests.support.launch import TIMEOUT_S
 from tests.support.thread_comm import ThreadComm, on_ranks
 
 
@@ -67,7 +68,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     real = attempt.write_shard
 
     def write(*arguments: Any) -> Any:
-        assert gate.wait(20)
+        assert gate.wait(TIMEOUT_S)
         return real(*arguments)
 
     monkeypatch.setattr(attempt, "write_shard", write)
@@ -90,7 +91,7 @@ def test_the_state_of_the_step_is_written_whatever_changes_meanwhile(
             slow_disk.set()
         return told
 
-    told = on_ranks(size, body)
+    told = on_ranks(size, body, at_once=True)
     (event,) = told[0].events
     assert event == {"event": "checkpoint", "at_step": 1, "path": "step-000001"}
     folder = tmp_path / "checkpoints"
@@ -127,7 +128,7 @@ def test_waiting_saves_say_so_when_they_return(tmp_path: Path) -> None:
             writer.save(2, _state(2), {}, wait=True, urgent=True)
         return told.names()
 
-    assert on_ranks(2, body)[0] == ["checkpoint", "checkpoint"]
+    assert on_ranks(2, body, at_once=True)[0] == ["checkpoint", "checkpoint"]
 
 
 def _full(monkeypatch: pytest.MonkeyPatch, number: int, rank: int) -> Callable[[], None]:
@@ -176,7 +177,7 @@ def test_what_fails_is_told_and_tried_again_at_growing_intervals(
             assert writer.look() == 0, "it has succeeded"
         return told
 
-    told = on_ranks(2, body)[0]
+    told = on_ranks(2, body, at_once=True)[0]
     assert told.names() == ["checkpoint_failed"] * 3 + ["checkpoint"]
     assert all(os.strerror(number) in event["error"] for event in told.events[:3])
     assert len(told.warnings) == 3
@@ -229,7 +230,7 @@ def test_a_folder_that_cannot_be_made_is_told_too(tmp_path: Path) -> None:
                 writer.save(2, _state(2), {}, wait=True)
         return told
 
-    assert on_ranks(2, body)[0].names() == ["checkpoint_failed"]
+    assert on_ranks(2, body, at_once=True)[0].names() == ["checkpoint_failed"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -243,12 +244,12 @@ def test_a_last_save_that_fails_is_an_error_on_every_rank(
         with writer.opened(), pytest.raises(CheckpointError, match="No space left on device"):
             writer.save(1, _state(1), {}, wait=True)
 
-    on_ranks(2, body)
+    on_ranks(2, body, at_once=True)
 
 
 @pytest.fixture
 def silent_rank_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 writes its files and is gone before it has said so; patience is short."""
+    """At step 2 rank 1 writes its files and is gone before it has said so; patience is short."""
     follow, gather = attempt.Attempt.follow, attempt.gather_shards
 
     def write_and_go(self: attempt.Attempt, number: int, progress: Callable[[], None]) -> None:
@@ -258,7 +259,11 @@ def silent_rank_1(monkeypatch: pytest.MonkeyPatch) -> None:
             attempt.write_shard(self.folder, number, self.count, self.mine(), progress)
 
     monkeypatch.setattr(attempt.Attempt, "follow", write_and_go)
-    monkeypatch.setattr(attempt, "gather_shards", partial(gather, patience_s=0.05))
+    monkeypatch.setattr(
+        attempt,
+        "gather_shards",
+        lambda *what, **how: gather(*what, **how, patience_s=TIMEOUT_S if what[2] == 1 else 0.0),
+    )
 
 
 @pytest.mark.usefixtures("silent_rank_1")
@@ -271,7 +276,7 @@ def test_a_rank_that_is_not_heard_of_is_not_waited_for_for_ever(tmp_path: Path) 
                 writer.save(step, _state(step), {}, wait=False)
         return told
 
-    told = on_ranks(2, body)[0]
+    told = on_ranks(2, body, at_once=True)[0]
     assert told.names() == ["checkpoint", "checkpoint_failed"]
     assert "rank 1 has not written its part" in told.events[1]["error"]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
@@ -287,11 +292,14 @@ def test_an_error_of_the_run_waits_for_no_other_rank(tmp_path: Path, monkeypatch
             writer.save(1, _state(1), {}, wait=False)
             raise RuntimeError("the other is gone")
 
-    on_ranks(2, body)
+    on_ranks(2, body, at_once=True)
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-def test_an_error_of_the_run_leaves_time_for_what_rank_0_writes_alone(tmp_path: Path) -> None:
+def test_an_error_of_the_run_leaves_time_for_what_rank_0_writes_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "_PATIENCE_S", TIMEOUT_S)
     told = Told()
     writer = _writer(SoloComm(), tmp_path, told)
     with pytest.raises(RuntimeError), writer.opened():
@@ -324,7 +332,7 @@ def test_what_cannot_be_saved_is_refused_on_every_rank(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="odd cannot be saved"):
             _writer(comm, tmp_path, Told()).save(1, state, {}, wait=False)
 
-    on_ranks(2, body)
+    on_ranks(2, body, at_once=True)
 
 
 def test_ranks_that_see_other_files_leave_all_to_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,5 +344,5 @@ def test_ranks_that_see_other_files_leave_all_to_rank_0(tmp_path: Path, monkeypa
             writer.save(1, _state(1), {}, wait=False)
 
     monkeypatch.setattr(Path, "exists", lambda path: real(path) and not path.name.startswith(".shared-"))
-    on_ranks(2, body)
+    on_ranks(2, body, at_once=True)
     assert [path.name for path in (tmp_path / "checkpoints/step-000001").glob("model*")] == ["model.safetensors"]

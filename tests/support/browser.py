@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.support.launch import TIMEOUT_S
+
 if TYPE_CHECKING:
     from selenium.webdriver.remote.webdriver import WebDriver
-
-WAIT_S = 60
 
 _FLAGS = (
     "--headless",
@@ -52,7 +51,7 @@ def browser(profile: Path, width: int = 1400, height: int = 1000) -> Iterator[We
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     opened = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
     try:
-        opened.set_page_load_timeout(WAIT_S)
+        opened.set_page_load_timeout(TIMEOUT_S)
         yield opened
     finally:
         opened.quit()
@@ -62,7 +61,7 @@ def until(opened: WebDriver, condition: Callable[[], Any]) -> Any:
     """Wait for `condition` to hold, and return what it returned."""
     from selenium.webdriver.support.wait import WebDriverWait
 
-    return WebDriverWait(opened, WAIT_S).until(lambda _: condition())
+    return WebDriverWait(opened, TIMEOUT_S).until(lambda _: condition())
 
 
 def deep_text(opened: WebDriver) -> str:
@@ -85,10 +84,3 @@ def deep_text(opened: WebDriver) -> str:
 def severe(opened: WebDriver) -> list[str]:
     """Errors of the browser's console since the last call."""
     return [entry["message"] for entry in opened.get_log("browser") if entry["level"] == "SEVERE"]
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

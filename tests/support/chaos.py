@@ -17,7 +17,7 @@ from typing import Any
 
 from hvdtrain.observe.journal import read_journal, read_steps
 from tests.support.chaos_rank import BALLAST, PHASES, SIGNALS
-from tests.support.launch import ENVIRONMENT
+from tests.support.launch import ENVIRONMENT, TIMEOUT_S
 from tests.support.two_hosts import TwoHosts, two_hosts
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +43,6 @@ TASK = [
 AFTER_STEP = ("commit", "checkpoint", "evaluation")
 """Phases that come after their step."""
 
-TIMEOUT_S = 150
 START_S = 40
 """For which a first round waits for a host behind a cut link."""
 
@@ -168,7 +167,7 @@ def _run(cell: Cell, folder: Path, disk: Path, hosts: TwoHosts | None) -> int:
             return process.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
             process.terminate()  # the driver, or what waits for it in the host's namespace
-            return process.wait(90) or -1
+            return process.wait(TIMEOUT_S) or -1
 
 
 def _outcome(cell: Cell, folder: Path, run: Path, expected: Mapping[int, float], code: int) -> Outcome:

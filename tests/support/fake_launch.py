@@ -1,6 +1,7 @@
-"""``hvdtrain launch`` with `tests.support.fake_rank` in the place of training, for tests.
+"""``hvdtrain launch`` with `tests.support.fake_rank` instead of training, for tests.
 
-As a program: the options of launch, ``--``, the arguments of the fake rank.
+As a program: the options of launch, ``--``, the arguments of the fake rank. Its driver takes nobody who is merely slow
+for lost, and gives whoever has to end all the time that it needs.
 """
 
 from __future__ import annotations
@@ -9,33 +10,50 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 import psutil
 
+from hvdtrain.cli import launch_own
 from hvdtrain.cli.launch import main
+from hvdtrain.launch.commands import Limits
 
 RANK = Path(__file__).with_name("fake_rank.py")
-TIMEOUT_S = 150
+SILENT = "FAKE_SILENT_S"
+TIMEOUT_S = 300
+"""A guard, not a judgement of speed: of a test, and in most limits of the job."""
+PATIENT = ("lost_s", "agent_s", "grace_s", "stop_s", "end_s")
 
 
 class FakeJob:
     """A job in a folder; in its block it runs, at the end nothing of it is left.
 
+    Args:
+        folder: where it runs.
+        arguments: of this program.
+        program: of its ranks.
+        silent_s: how long a rank may say nothing.
+
     Attributes:
         said: lines of the driver so far.
     """
 
-    def __init__(self, folder: Path, *arguments: str, program: Path = RANK) -> None:
+    def __init__(self, folder: Path, *arguments: str, program: Path = RANK, silent_s: float = TIMEOUT_S) -> None:
         self.folder = folder
         self.said: list[str] = []
+        self._silent_s = silent_s
         self._command = [sys.executable, str(Path(__file__)), str(program), *arguments]
         self._process: subprocess.Popen[str]
 
     def __enter__(self) -> FakeJob:
         """Start it."""
-        own = {"FAKE_FOLDER": str(self.folder), "PYTHONPATH": str(Path(__file__).parents[2])}
+        own = {
+            "FAKE_FOLDER": str(self.folder),
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+            SILENT: str(self._silent_s),
+        }
         environment = {**os.environ, **own, "PYTHONWARNINGS": "default"}
         self._process = subprocess.Popen(
             self._command,
@@ -55,7 +73,7 @@ class FakeJob:
         self._process.kill()
         self._process.communicate()
         left = self.processes()
-        _, alive = psutil.wait_procs(left, timeout=20)
+        _, alive = psutil.wait_procs(left, timeout=TIMEOUT_S)
         for process in alive:
             process.kill()
         if error is None:
@@ -116,4 +134,6 @@ class FakeJob:
 if __name__ == "__main__":
     split = sys.argv.index("--")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
+    patient = {**dict.fromkeys(PATIENT, TIMEOUT_S), "silent_s": float(os.environ.get(SILENT, TIMEOUT_S))}
+    launch_own.Limits = partial(Limits, **patient)  # type: ignore[misc,assignment]
     sys.exit(main(sys.argv[2:split], [sys.executable, sys.argv[1], *sys.argv[split + 1 :]]))

@@ -4,8 +4,9 @@
 
 What it shall do at a step is said by KINDs; RANK `*` is any. Each is done once by each rank, however often it is
 started again, unless KIND begins with `always-`. `raise`: exit with 1; `usage`: with 2; `kill`: SIGKILL itself;
-`stop`: SIGSTOP itself; `hang`: do nothing more in the training thread; `drain`: tell that it is to go.
-All that is shared is in the folder FAKE_FOLDER: `log`, a line for each thing done; `checkpoint`; the step of a round.
+`stop`: SIGSTOP itself; `hang`: do nothing more in the training thread, and report that for long; `drain`: tell that it
+is to go. All that is shared is in the folder FAKE_FOLDER: `log`, a line for each thing done; `checkpoint`; the step of
+a round.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ DEEDS = [deed.split(":") for deed in sys.argv[2:]]
 
 end = socket.socket(fileno=int(os.environ["HVDTRAIN_CHANNEL"]))
 inbox: queue.Queue[dict] = queue.Queue()
-state = {"round": 0, "step": -1, "idle": time.monotonic(), "waiting": False}
+state = {"round": 0, "step": -1, "idle_s": 0.0, "waiting": False}
 lock = threading.Lock()
 
 
@@ -51,8 +52,7 @@ def leave(code: int) -> None:
 
 def beat() -> None:
     while True:
-        idle = time.monotonic() - state["idle"]
-        send("alive", round=state["round"], step=state["step"], idle_s=idle, waiting=state["waiting"])
+        send("alive", **state)
         time.sleep(0.2)
 
 
@@ -80,7 +80,8 @@ def act(rank: int, step: int) -> None:
         if kind == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         if kind == "hang":
-            time.sleep(1000)
+            state["idle_s"] = 1e9
+            threading.Event().wait()
         if kind == "drain":
             send("drain")
 
@@ -121,7 +122,6 @@ def main() -> None:
 def train(rank: int, size: int) -> tuple[str, str]:
     """Steps go by a shared file for all: the step that a round is at."""
     where = FOLDER / f"at-{state['round']}"
-    state["idle"] = time.monotonic()
     if rank == 0:
         where.write_text(str(state["step"]))
     while True:
@@ -139,7 +139,6 @@ def train(rank: int, size: int) -> tuple[str, str]:
         if message["type"] == "end":
             leave(0)
         if rank == 0:
-            state["idle"] = time.monotonic()
             act(rank, state["step"])
             state["step"] += 1
             (FOLDER / "checkpoint").write_text(str(state["step"]))
@@ -148,7 +147,6 @@ def train(rank: int, size: int) -> tuple[str, str]:
             reached = int(where.read_text() or 0) if where.exists() else state["step"]
             state["waiting"] = state["step"] >= reached
             while state["step"] < reached:
-                state["idle"] = time.monotonic()
                 act(rank, state["step"])
                 state["step"] += 1
         if state["step"] >= STEPS:

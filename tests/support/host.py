@@ -21,13 +21,12 @@ from typing import IO, Any
 import psutil
 
 from hvdtrain.runtime.tuning import of_others
+from tests.support.launch import TIMEOUT_S
 
 LINK = "link0"
 """The interface that leads to the other host."""
 OWN = Path("/run/two_hosts")
 """A folder of each host that no other sees, in memory."""
-WAIT_S = 20
-TIMEOUT_S = 110
 NEEDED = {
     "unshare": "util-linux",
     "nsenter": "util-linux",
@@ -171,7 +170,7 @@ class Host:
 
     def configure(self, *argv: str) -> None:
         """Run a short system command on the host."""
-        self.run([tool(argv[0]), *argv[1:]], cwd=Path("/"), timeout_s=WAIT_S)
+        self.run([tool(argv[0]), *argv[1:]], cwd=Path("/"))
 
     def pair(self, other: Host) -> None:
         """Lay a cable to another host."""
@@ -186,7 +185,7 @@ class Host:
         return [tool("nsenter"), f"--target={self._holder.pid}", "--net", "--uts", "--mount", "--pid"]
 
     def _link(self) -> Any:
-        done = self.run([tool("ip"), "-s", "-j", "link", "show", "dev", LINK], cwd=Path("/"), timeout_s=WAIT_S)
+        done = self.run([tool("ip"), "-s", "-j", "link", "show", "dev", LINK], cwd=Path("/"))
         return json.loads(done.stdout)[0]["stats64"]
 
 
@@ -239,8 +238,8 @@ def pid_namespace(pid: int) -> str | None:
 
 def until(condition: Any, what: str) -> None:
     """Wait for what another process does soon."""
-    deadline = time.monotonic() + WAIT_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         if time.monotonic() > deadline:
-            raise UnavailableError(f"waited {WAIT_S} s for {what}")
+            raise UnavailableError(f"waited {TIMEOUT_S} s for {what}")
         time.sleep(0.02)

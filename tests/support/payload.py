@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support.launch import TIMEOUT_S
+
 
 @dataclass(frozen=True)
 class MakesFolder:
@@ -42,7 +44,7 @@ def encoded(value: Any) -> bytes:
 
 def request(method: str, port: int, path: str, body: bytes | None = None, *, host: str = "127.0.0.1") -> int:
     """The status of an answer; 0 where the connection is closed without one."""
-    connection = http.client.HTTPConnection(host, port, timeout=30)
+    connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
     try:
         connection.request(method, path, body=body)
         return connection.getresponse().status

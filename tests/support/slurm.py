@@ -24,7 +24,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.support.host import LINK, OWN, TIMEOUT_S, Host, UnavailableError, one_host, tool
+from tests.support.host import LINK, OWN, Host, UnavailableError, one_host, tool
+from tests.support.launch import TIMEOUT_S
 
 SLOTS = 8
 GRACE_S = 30
@@ -37,7 +38,6 @@ _NEEDED = {"munged": "munge", "slurmctld": "slurmctld", "slurmd": "slurmd", "sru
 
 _HERE = OWN / "slurm"
 _NODE, _ADDRESS = "node", "10.78.0.1"
-_PATIENCE_S = 120.0
 
 _CONF = """\
 ClusterName=tests
@@ -62,6 +62,8 @@ SlurmdParameters=config_overrides
 SlurmctldParameters={parameters}
 ReturnToService=2
 KillWait={kill_wait_s}
+MessageTimeout=60
+BatchStartTimeout=300
 SchedulerParameters=bf_interval=1,sched_interval=2,batch_sched_delay=0
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
@@ -116,11 +118,11 @@ class Slurm:
         """Such as PENDING, RUNNING, COMPLETING, COMPLETED."""
         return self.facts(job).get("JobState", "")
 
-    def until(self, condition: Callable[[], object], what: str, patience_s: float = _PATIENCE_S) -> None:
+    def until(self, condition: Callable[[], object], what: str) -> None:
         """Wait for what Slurm or a job does."""
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + TIMEOUT_S
         while not condition():
-            assert time.monotonic() < deadline, f"waited {patience_s:.0f} s for {what}\n{self.told()}"
+            assert time.monotonic() < deadline, f"waited {TIMEOUT_S} s for {what}\n{self.told()}"
             time.sleep(0.1)
 
     def clear(self) -> None:
@@ -175,7 +177,7 @@ def slurm_on(hosts: Sequence[Host], parameters: str = "") -> Iterator[Slurm]:
     _start(slurm, hosts[0], "slurmctld", "-c")
     for host in hosts:
         _start(slurm, host, "slurmd", "-N", host.name)
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while slurm.run(["sinfo", "-h", "-p", "low", "-t", "idle", "-o", "%D"], check=False).stdout.strip() != str(
         len(hosts)
     ):
@@ -206,6 +208,6 @@ def _munge() -> list[str]:
 
 
 def _start(slurm: Slurm, host: Host, program: str, *options: str) -> None:
-    done = host.run([tool(program), *options], cwd=Path("/"), environment=slurm.variables, check=False, timeout_s=30)
+    done = host.run([tool(program), *options], cwd=Path("/"), environment=slurm.variables, check=False)
     if done.returncode != 0:
         raise UnavailableError(f"{program} does not start on {host.name}: {done.stderr.strip()}")

@@ -9,7 +9,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.support.host import TIMEOUT_S, tool
+from tests.support.host import tool
+from tests.support.launch import TIMEOUT_S
 
 
 def typed(shell: Sequence[str], keys: str, environment: Mapping[str, str], cwd: Path) -> str:

@@ -26,7 +26,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from tests.support.host import LINK, OWN, TIMEOUT_S, Host, UnavailableError, beside_python, one_host, variables
+from tests.support.host import LINK, OWN, Host, UnavailableError, beside_python, one_host, variables
+from tests.support.launch import TIMEOUT_S
 from tests.support.sshd import CLIENT, serve_ssh
 
 __all__ = ["LINK", "OWN", "Host", "TwoHosts", "UnavailableError", "two_hosts", "variables"]

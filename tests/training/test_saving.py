@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,6 +18,7 @@ from hvdtrain.observe.journal import read_journal, read_steps
 from hvdtrain.spans import Spans
 from hvdtrain.state import attempt, writer
 from hvdtrain.state.store import CheckpointStore, load
+from hvdtrain.state.writer import CheckpointWriter
 from hvdtrain.training import saving
 from hvdtrain.training.saving import Saving, Seen
 from tests.support.thread_comm import ThreadComm, on_ranks
@@ -47,6 +49,7 @@ def test_a_full_disk_ends_no_training_and_changes_no_number(tmp_path: Path, monk
     options = {"train": TRAIN, "checkpoint": {"every": 4}}
     hvdtrain.train({**options, "run_dir": str(tmp_path / "whole")}, toy)
     _fail(monkeypatch, 1)
+    monkeypatch.setattr(writer, "_FIRST_RETRY_S", 1e9)
     result = hvdtrain.train({**options, "run_dir": str(tmp_path / "full")}, toy)
     assert result.reason == "finished"
     assert _events(tmp_path / "full") == [("checkpoint_failed", 4), ("checkpoint", 8), ("checkpoint", 12)]
@@ -57,11 +60,13 @@ def test_a_full_disk_ends_no_training_and_changes_no_number(tmp_path: Path, monk
 def test_a_failed_save_is_tried_again_before_the_next_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _fail(monkeypatch, 1)
     monkeypatch.setattr(writer, "_FIRST_RETRY_S", 0.0)
-    hvdtrain.train({"train": {**TRAIN, "steps": 40}, "checkpoint": {"every": 20}, "run_dir": str(tmp_path)}, toy)
+    look = CheckpointWriter.look
+    monkeypatch.setattr(CheckpointWriter, "look", lambda one: (one._join(), look(one))[1])  # as if each save were quick
+    hvdtrain.train({"train": TRAIN, "checkpoint": {"every": 6}, "run_dir": str(tmp_path)}, toy)
     failed, again, *rest = _events(tmp_path)
-    assert failed == ("checkpoint_failed", 20)
-    assert again[0] == "checkpoint" and 20 < again[1] < 40
-    assert rest == [("checkpoint", 40)]
+    assert failed == ("checkpoint_failed", 6)
+    assert again[0] == "checkpoint" and 6 < again[1] < 12
+    assert rest == [("checkpoint", 12)]
 
 
 def test_a_last_save_that_fails_is_told_by_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,19 +171,16 @@ def test_what_ranks_that_were_lost_kept_from_being_done_is_made_up_once(
 
 
 def test_a_save_that_a_signal_asks_for_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    class Signals:
-        def write(self, record: dict[str, Any]) -> None:
-            if record.get("step") == 3:
-                os.kill(os.getpid(), signal.SIGUSR1)
+    def schedule(step: int) -> float:
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return 0.1
 
-        def close(self) -> None:
-            pass
-
-    options = {"train": {**TRAIN, "steps": 2000}, "checkpoint": {"every": 0}, "run_dir": str(tmp_path)}
-    hvdtrain.train(options, toy, sinks=[Signals()])
+    options = {"train": TRAIN, "checkpoint": {"every": 0}, "run_dir": str(tmp_path)}
+    hvdtrain.train(options, replace(toy(), schedule=schedule))
     said = capfd.readouterr().out
     assert said.count("saved, asked for by SIGUSR1: checkpoints/step-0") == 1
-    assert [step for _, step in _events(tmp_path)][1:] == [2000]
+    assert [step for _, step in _events(tmp_path)][1:] == [12]
 
 
 def test_every_save_of_a_run_is_whole_and_of_its_step(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from hvdtrain.observe.failure.reporter import JSON, TEXT, Job, Reporter, set_old
 from hvdtrain.observe.failure.statement import STALLED, Witness, myself
 from hvdtrain.observe.failure.voice import Voice
 from hvdtrain.spans import Spans
+from tests.support.launch import TIMEOUT_S
 from tests.support.thread_comm import on_ranks
 
 
@@ -40,7 +41,9 @@ def _fail(reporter: Reporter) -> None:
     reporter.failed(ValueError(f"rank {reporter.post.who.rank}"))
 
 
-def test_one_card_of_ranks_that_fail_together(tmp_path: Path) -> None:
+def test_one_card_of_ranks_that_fail_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_OTHERS_COME_S", "_CARD_COMES_S"):
+        monkeypatch.setattr(module, name, TIMEOUT_S)
     shown: list[str] = []
     reporters = _reporters(tmp_path, 4, shown)
     with ThreadPoolExecutor(4) as pool:
@@ -198,7 +201,9 @@ def test_many_ranks_are_waited_for_as_long_as_they_need_to_look(tmp_path: Path) 
 
 
 def test_who_writes_the_card_says_so_while_it_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[int] = []
+    said, now_s = list[int](), [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: now_s.__setitem__(0, now_s[0] + seconds))
     monkeypatch.setattr(Post, "go_on_claiming", lambda post, number: said.append(number))
     _fail(_reporters(tmp_path, 2, [])[0])
     assert len(said) > 1, "the other rank never speaks"

@@ -9,6 +9,7 @@ import pytest
 
 from hvdtrain.observe.failure.statement import STALLED, TRAINING, Witness, myself
 from hvdtrain.spans import Spans
+from tests.support.launch import TIMEOUT_S
 
 
 def _waits(release: threading.Event) -> None:
@@ -30,7 +31,7 @@ def test_another_thread_sees_where_the_training_thread_is_and_whether_it_waits_f
 
     thread = threading.Thread(target=train)
     thread.start()
-    assert ready.wait(20)
+    assert ready.wait(TIMEOUT_S)
     try:
         statement = witnesses[0].here(STALLED)
         while "release.wait()" not in "".join(statement.stacks[TRAINING]):
