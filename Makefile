@@ -35,13 +35,19 @@ WITHOUT_SSH = $(if $(shell command -v ssh || command -v rsh),,OMPI_MCA_plm_rsh_a
 ON_RANKS = env OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 $(WITHOUT_SSH) PATH="$(BIN):$$PATH" \
 	mpirun -np 2 $(BIN)/python -m pytest -q -p no:cacheprovider tests/parallel
 
-test: setup ## the tests, without those that take minutes; those in tests/parallel on 2 ranks, then on one
-	@$(ON_RANKS)
-	@$(BIN)/python -m pytest -q -m "not slow"
+# One process a core, at most eight. TALLY counts the outcomes of all runs of pytest.
+TALLY := build/tests.jsonl
+PYTEST = env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n logical --maxprocesses 8 --dist loadgroup --tally $(TALLY)
 
-test-all: setup ## all tests
-	@$(ON_RANKS)
-	@$(BIN)/python -m pytest -q
+test: setup ## the tests: units, and each law on real jobs; those in tests/parallel on 2 ranks, then on one
+	@mkdir -p build && rm -f $(TALLY)
+	@$(ON_RANKS) --tally $(TALLY)
+	@$(PYTEST) -m "not slow" --jobs-at-most 25
+	@$(BIN)/python -m tests.support.tally $(TALLY)
+
+test-all: setup ## the slower tests, which make test leaves out: two hosts, Slurm, browsers, other MPIs, containers
+	@mkdir -p build
+	@$(PYTEST) -m slow
 
 lint: setup ## ruff and mypy
 	@$(BIN)/python -m ruff check . && $(BIN)/python -m ruff format --check . && $(BIN)/python -m mypy

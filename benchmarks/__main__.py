@@ -27,6 +27,7 @@ SCRIPTS = (
     "checkpoint",
     "recovery",
     "startup",
+    "straggler",
     "compressors",
     "exchange",
     "transport",

@@ -2,15 +2,55 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from tests.support.gallery import Gallery
+from tests.support.jobs_started import job_of
+from tests.support.tally import OUTCOMES
 
 settings.register_profile("shared", deadline=None)  # machines are shared: an example may take any time
 settings.load_profile("shared")
 
 RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
+_BEGAN = time.monotonic()
+_started: list[str] = []
+"""Jobs that the test under way has started."""
+_jobs: list[tuple[str, str]] = []
+"""All of this test run, with the test that started each."""
+
+
+def _see(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "subprocess.Popen" and (job := job_of(arguments[1])) is not None:
+        _started.append(job)
+
+
+sys.addaudithook(_see)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tally", metavar="FILE", help="add a line of JSON that counts outcomes")
+    parser.addoption("--jobs-at-most", type=int, metavar="N", help="fail where tests start more jobs; list them")
+
+
+_OF_HOSTS = ("hosts", "slurm")
+"""Folders whose tests need other hosts, or a scheduler: all by one process, so that there is one of each."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.relative_to(here).parts[0] in _OF_HOSTS:
+            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.xdist_group("hosts"))
 
 
 @pytest.hookimpl(trylast=True)
@@ -23,8 +63,39 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item):  # type: ignore[no-untyped-def]
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    item.user_properties += [("job", job) for job in _started]
+    _started.clear()
     outcome = yield
-    report = outcome.get_result()
+    report = outcome.get_result()  # type: ignore[attr-defined]
     if RANK and report.failed:
         os.write(2, f"rank {RANK}: {item.nodeid}\n{report.longreprtext}\n".encode())
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "teardown":
+        _jobs.extend((report.nodeid, str(job)) for name, job in report.user_properties if name == "job")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if (tally := config.getoption("--tally")) and not RANK:
+        counts = {kind: len(found) for kind, found in terminalreporter.stats.items() if kind in OUTCOMES}
+        with Path(tally).open("a") as file:
+            file.write(json.dumps({**counts, "seconds": time.monotonic() - _BEGAN}) + "\n")
+    if (most := config.getoption("--jobs-at-most")) is not None:
+        terminalreporter.section(f"{len(_jobs)} jobs were started, at most {most} are meant")
+        for test, job in _jobs:
+            terminalreporter.write_line(f"{test}: {job}")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    most = session.config.getoption("--jobs-at-most")
+    if most is not None and len(_jobs) > most and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(scope="session")
+def gallery(tmp_path_factory: pytest.TempPathFactory) -> Gallery:
+    """Recorded runs, one set for all processes of a test run."""
+    base = tmp_path_factory.getbasetemp()
+    return Gallery((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "gallery")

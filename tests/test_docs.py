@@ -15,6 +15,7 @@ import pytest
 import hvdtrain
 from hvdtrain.observe.journal import read_steps
 from tests.support.launch import train
+from tests.support.thread_job import train_on_threads
 from tests.support.toy import toy
 
 ROOT = Path(__file__).parents[1]
@@ -44,12 +45,16 @@ def server() -> Iterator[tuple[str, list[dict[str, Any]]]]:
         thread.join()
 
 
-def test_the_web_tracker(tmp_path: Path, server: tuple[str, list[dict[str, Any]]]) -> None:
+def test_the_web_tracker(
+    tmp_path: Path, server: tuple[str, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     url, taken = server
     code = re.findall(r"```python\n(# tracker\.py.*?)```", TEXT, re.DOTALL)[0]
     (tmp_path / "tracker.py").write_text(code)
     options = [f"--task={TOY}:toy", "--train.steps=47", "--observe.sinks", '["tracker.py:Tracker"]']
-    train(*options, size=2, cwd=tmp_path, environment={"TRACKER_URL": url})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRACKER_URL", url)
+    train_on_threads(*options, size=2)
     assert taken[0]["config"]["train"]["steps"] == 47 and taken[0]["ranks"] == 2
     steps = [line for part in taken[1:] for line in part["steps"]]
     journal = read_steps(next((tmp_path / "runs").iterdir()) / "journal.jsonl")
@@ -73,6 +78,7 @@ def test_the_options_it_shows_exist() -> None:
     assert set(re.findall(r"--(?:observe|train)\.[a-z_]+", TEXT)) <= known
 
 
+@pytest.mark.slow
 def test_the_program_of_the_profiling_session_trains(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(# pages\.py.*?)```", PROFILING, re.DOTALL)
     (tmp_path / "pages.py").write_text(code)

@@ -59,6 +59,7 @@ def test_the_commands_are_found() -> None:
     assert {"make train", "make test", "hvdtrain doctor", "hvdtrain doctor --json"} <= set(COMMANDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", TRAINING)
 def test_training_commands(command: str, folder: Path) -> None:
     words = shlex.split(command.partition(" > ")[0])
@@ -73,6 +74,7 @@ def test_training_commands(command: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("command", LAUNCHING)
+@pytest.mark.slow
 def test_launching_commands(command: str, folder: Path) -> None:
     script = folder / "hosts.sh"
     script.write_text("#!/bin/sh\necho localhost:4\n")
@@ -89,6 +91,7 @@ def test_commands_that_show_what_would_run(command: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["hvdtrain doctor", "hvdtrain doctor --json", "hvdtrain train --help"])
+@pytest.mark.slow
 def test_other_commands(command: str, folder: Path) -> None:
     assert command in README
     codes = (0, 1) if "doctor" in command else (0,)  # it may warn of the machine that runs the tests

@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S, program
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import importlib, os, signal, sys, time
 from pathlib import Path

@@ -6,7 +6,6 @@ import json
 import os
 import select
 import signal
-import subprocess
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import psutil
 import pytest
 
 from hvdtrain.observe.journal import read_journal
+from tests.support.gallery import SECRET, Gallery
 from tests.support.launch import ROOT, ending, run, train, training
 
 TASK = f"--task={ROOT}/tests/support/failing.py:failing"
@@ -25,10 +25,8 @@ SHORT = [
     "--run_dir=run",
     "--checkpoint.every=2",
 ]
-SOME_SLOW = ["mpirun", *(pytest.param(name, marks=pytest.mark.slow) for name in ("horovodrun", "horovodrun --gloo"))]
 HEAD = "the run failed"
 STALL = "--observe.stall_timeout_s=8"
-SECRET = "what-nobody-shall-read"
 
 
 def _fails(folder: Path, *options: str, size: int = 2, launcher: str | None = None, code: int | None = None) -> str:
@@ -46,11 +44,9 @@ def _fails(folder: Path, *options: str, size: int = 2, launcher: str | None = No
     output = done.stdout + done.stderr
     assert done.returncode != 0, output
     assert code is None or done.returncode == code, output
-    assert output.count(HEAD) == 1, output
     text = (folder / "run/failure.txt").read_text()
     assert SECRET not in text + (folder / "run/failure.json").read_text()
-    missing = [line for line in text.splitlines() if line.strip() and line not in output]
-    assert not missing, f"{missing} is not in\n{output}"
+    _told_once(output, text)
     return output
 
 
@@ -59,41 +55,48 @@ def _card(folder: Path) -> dict[str, Any]:
     return card
 
 
-@pytest.mark.parametrize("launcher", SOME_SLOW)
-def test_an_exception_on_one_rank_ends_the_job_and_is_told_once(launcher: str, tmp_path: Path) -> None:
-    output = _fails(tmp_path, "--how=raise", "--at=4", launcher=launcher)
-    assert "rank 1 has had enough" in output
-    card = _card(tmp_path)
+def _told_once(output: str, text: str) -> None:
+    assert output.count(HEAD) == 1, output
+    missing = [line for line in text.splitlines() if line.strip() and line not in output]
+    assert not missing, f"{missing} is not in\n{output}"
+
+
+def test_an_exception_on_one_rank_ends_the_job_and_is_told_once(gallery: Gallery) -> None:
+    job = gallery["raised"]
+    assert job.code != 0
+    _told_once(job.out + job.err, (job.run / "failure.txt").read_text())
+    assert "rank 1 has had enough" in job.err and "rank 1 on " in job.err
+    assert SECRET not in (job.run / "failure.txt").read_text() + (job.run / "failure.json").read_text()
+    card = job.card()
     assert (card["kind"], card["ranks"], card["size"]) == ("exception", [1], 2)
     assert card["checkpoint"] == "run/checkpoints/step-000002"
     where = {s["who"]["rank"]: s for s in card["statements"]}
     assert where[1]["step"] == 4 and where[1]["last"] == "forward"
     assert where[1]["fault"]["type"] == "RuntimeError"
-    if launcher != "horovodrun --gloo":  # there rank 0's own communication breaks at once
-        assert where[0]["waits"] and "gradients/0" in where[0]["in_flight"]
+    assert where[0]["waits"] and "gradients/0" in where[0]["in_flight"]
 
 
-def test_the_command_on_the_card_goes_on(tmp_path: Path) -> None:
-    _fails(tmp_path, "--how=raise", "--at=4")
-    journal = tmp_path / "run/journal.jsonl"
-    words = _card(tmp_path)["resume"].split()
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["horovodrun", "horovodrun --gloo"])
+def test_an_exception_on_one_rank_under_another_launcher(launcher: str, tmp_path: Path) -> None:
+    assert "rank 1 has had enough" in _fails(tmp_path, "--how=raise", "--at=4", launcher=launcher)
+    card = _card(tmp_path)
+    assert (card["kind"], card["ranks"], card["size"]) == ("exception", [1], 2)
+
+
+def test_the_command_on_the_card_goes_on(gallery: Gallery) -> None:
+    """It was typed in a shell after rank 1 of the run had been killed."""
+    job = gallery["killed"]
+    words = job.notes["card"]["resume"].split()
     assert words[words.index("-np") + 1] == "2"
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("OMPI_")}
-    done = subprocess.run(
-        [*words, "--how=", "--train.steps=6"],
-        cwd=tmp_path,
-        env={**variables, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "going on from step 2" in done.stdout
-    assert ending(journal)["event"] == "finished"
-    assert not list((tmp_path / "run").glob("failure.*")), "a run that went on has not failed"
-    assert len(list((tmp_path / "run/failures").iterdir())) == 2
-    assert not (tmp_path / "run/.ranks").exists()
+    assert job.code == 0 and "going on from step 20" in job.out
+    assert ending(job.run / "journal.jsonl")["event"] == "finished"
+    assert not list(job.run.glob("failure.*")), "a run that went on has not failed"
+    assert len(list((job.run / "failures").iterdir())) == 2
+    assert not (job.run / ".ranks").exists()
 
 
+@pytest.mark.slow
 def test_an_exception_in_a_loader_process_and_in_reading_data(tmp_path: Path) -> None:
     output = _fails(tmp_path, "--data=raise")
     assert "rank 1 has had enough" in output
@@ -104,6 +107,7 @@ def test_an_exception_in_a_loader_process_and_in_reading_data(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("how", ["raise", "user"])
+@pytest.mark.slow
 def test_what_every_rank_raises_is_told_once(how: str, tmp_path: Path) -> None:
     output = _fails(tmp_path, f"--how={how}", "--everywhere=true")
     assert output.count("Traceback") == (1 if how == "raise" else 0)
@@ -111,6 +115,7 @@ def test_what_every_rank_raises_is_told_once(how: str, tmp_path: Path) -> None:
         assert "a sample is missing\n  expected: samples\n  found: none\n  next: bring some" in output
 
 
+@pytest.mark.slow
 def test_one_process_alone_has_a_card_too(tmp_path: Path) -> None:
     output = _fails(tmp_path, "--how=raise", "--everywhere=true", size=1, code=1)
     assert "rank 0 on " in output and "rank 0 has had enough" in output
@@ -123,17 +128,29 @@ def test_a_program_that_calls_exit_has_failed(tmp_path: Path) -> None:
     assert "SystemExit: 3" in _fails(tmp_path, "--how=leave")
 
 
-@pytest.mark.parametrize("launcher", SOME_SLOW)
-def test_a_killed_rank_is_named_by_the_survivor(launcher: str, tmp_path: Path) -> None:
-    output = _fails(tmp_path, "--how=kill", launcher=launcher)
+def _named_as_killed(card: dict[str, Any], output: str) -> None:
     assert "ended without a word" in output
-    card = _card(tmp_path)
     assert (card["kind"], card["ranks"]) == ("killed", [1])
     assert [s["who"]["rank"] for s in card["statements"]] == [0]
     assert card["silent"][0]["last"]["rss"] > 0
 
 
+def test_a_killed_rank_is_named_by_the_survivor(gallery: Gallery) -> None:
+    notes = gallery["killed"].notes
+    assert notes["code"] != 0
+    _told_once(notes["said"], notes["text"])
+    _named_as_killed(notes["card"], notes["said"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["horovodrun", "horovodrun --gloo"])
+def test_a_killed_rank_under_another_launcher(launcher: str, tmp_path: Path) -> None:
+    output = _fails(tmp_path, "--how=kill", launcher=launcher)
+    _named_as_killed(_card(tmp_path), output)
+
+
 @pytest.mark.parametrize("elastic", [("--to", "hvdtrain"), ("--elastic", "2:2", "--elastic-timeout", "1")])
+@pytest.mark.slow
 def test_who_is_left_names_a_killed_rank_where_its_driver_gives_up(elastic: tuple[str, ...], tmp_path: Path) -> None:
     launch = ["-m", "hvdtrain", "launch", "-np", "2", *elastic, "--", TASK, *SHORT, "--how=kill"]
     done = run(launch, cwd=tmp_path, check=False)
@@ -144,12 +161,15 @@ def test_who_is_left_names_a_killed_rank_where_its_driver_gives_up(elastic: tupl
     assert " launch -np 2 " in card["resume"] and card["checkpoint"]
 
 
-def test_a_crash_in_native_code_shows_where_python_was(tmp_path: Path) -> None:
-    output = _fails(tmp_path, "--how=crash")
-    assert "crashed in native code" in output
+def test_a_crash_in_native_code_shows_where_python_was(gallery: Gallery) -> None:
+    job = gallery["crashed"]
+    output = job.out + job.err
+    assert job.code != 0 and "crashed in native code" in output
     assert "Segmentation fault" in output and "failing.py" in output
+    _told_once(output, (job.run / "failure.txt").read_text())
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_and_ended(tmp_path: Path) -> None:
     output = _fails(tmp_path, "--how=stop", STALL, code=124)
     assert "rank 1 on " in output and " is stopped" in output
@@ -171,6 +191,7 @@ def test_rank_0_may_be_the_stopped_one(tmp_path: Path) -> None:
     assert "rank 0 on " in output and " is stopped" in output
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(tmp_path: Path) -> None:
     output = _fails(tmp_path, "--data=hang", STALL, code=124)
     assert "in data at step" in output and "the others wait for it" in output
@@ -181,6 +202,7 @@ def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(tmp_path: Path) -
     assert sorted(s["who"]["rank"] for s in card["statements"]) == [0, 1]
 
 
+@pytest.mark.slow
 def test_memory_that_ran_out_is_explained(tmp_path: Path) -> None:
     output = _fails(tmp_path, "--how=memory")
     assert "ran out of memory" in output
@@ -211,6 +233,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("how", ["raise", pytest.param("catch", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_from_python_the_error_comes_out_and_the_card_is_written(how: str, tmp_path: Path) -> None:
     """Where the script catches it on the rank that failed, and ends well there, the other rank's end is not good."""
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -223,6 +246,7 @@ def test_from_python_the_error_comes_out_and_the_card_is_written(how: str, tmp_p
     assert card["resume"].endswith(f"script.py {how}  # with run_dir set to run") and "-np 2 " in card["resume"]
 
 
+@pytest.mark.slow
 def test_sigterm_of_a_user_is_no_failure(tmp_path: Path) -> None:
     script = (
         "import os, signal, sys\nfrom hvdtrain.__main__ import main\n"
@@ -245,6 +269,7 @@ def test_sigterm_of_a_user_is_no_failure(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_of_a_rank_that_is_killed_no_loader_process_stays(size: int, tmp_path: Path) -> None:
     options = ["--run_dir=run", "--train.steps=1000000", "--train.global_batch=4", "--train.micro_batch=2"]
     toy = f"--task={ROOT}/tests/support/toy.py:toy"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -14,9 +13,9 @@ import pytest
 import yaml
 
 from hvdtrain.install.launcher import REMOTE_SHELL
-from hvdtrain.observe.journal import read_steps
 from hvdtrain.runtime.mpi import horovod_library, mpi_library
-from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S, program
+from tests.support.gallery import Gallery
+from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S
 
 SPY = """\
 #!{python}
@@ -170,15 +169,12 @@ def test_lsf_with_jsrun(spied: dict[str, str], tmp_path: Path) -> None:
     assert "#BSUB -nnodes 2" in shown and "jsrun --nrs 4 --rs_per_host 2 " in shown
 
 
-def test_ranks_train_by_what_is_here(tmp_path: Path) -> None:
+def test_ranks_train_by_what_is_here(gallery: Gallery) -> None:
     """Without --to, by the MPI that Horovod speaks; the way to go on is launch again."""
-    program("mpirun")
-    toy = f"--task={ROOT}/tests/support/toy.py:toy"
-    variables = {**ENVIRONMENT, "PATH": os.pathsep.join([str(Path(sys.executable).parent), ENVIRONMENT["PATH"]])}
-    done = launch(tmp_path, variables, "-np", "2", "--", toy, "--train.steps=4", "--run_dir=run")
-    assert "hvdtrain launch: --to openmpi (Open MPI" in done.stderr and "Horovod speaks Open MPI" in done.stderr
-    assert len(read_steps(tmp_path / "run/journal.jsonl")) == 4 and "on 2 rank(s)" in done.stdout
-    go_on = next(line for line in done.stdout.splitlines() if line.strip().startswith("train on"))
+    job = gallery["launched"]
+    assert "hvdtrain launch: --to openmpi (Open MPI" in job.err and "Horovod speaks Open MPI" in job.err
+    assert "on 2 rank(s)" in job.out
+    go_on = next(line for line in job.out.splitlines() if line.strip().startswith("train on"))
     assert shlex.split(go_on)[3:6] == ["launch", "-np", "2"]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.observe.journal import read_journal
+from tests.support.gallery import Gallery
 from tests.support.launch import ENVIRONMENT, stop_by_sigterm, training
 
 TOY = [
@@ -39,9 +39,9 @@ def timeline(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(call, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True)
 
 
-def steps_of(file: Path) -> list[int]:
-    """Of the spans in a trace file, in order."""
-    events = json.loads(file.read_text())
+def steps_of(text: str) -> list[int]:
+    """Of the spans in a trace file's text, in order."""
+    events = json.loads(text)
     return sorted({event["args"]["step"] for event in events if event["ph"] == "X" and event["name"] == "step"})
 
 
@@ -49,26 +49,33 @@ def numbers(text: str) -> list[int]:
     return [int(word.rstrip(";,")) for word in text.split() if word.rstrip(";,").isdigit()]
 
 
-def test_a_window_is_opened_and_closed_on_all_ranks_at_the_same_steps(tmp_path: Path) -> None:
-    folder = tmp_path / "run/timeline"
-    with running(tmp_path, "--observe.timeline=2:4"):
-        begun = timeline(tmp_path, "start", "run")
-        assert begun.returncode == 0, begun.stderr
-        (first,) = numbers(begun.stdout)
-        assert "hvdtrain timeline stop run" in begun.stdout
-        ended = timeline(tmp_path, "stop", "run")
-        assert ended.returncode == 0, ended.stderr
-        assert numbers(ended.stdout.splitlines()[0])[0] == first
-        last = numbers(ended.stdout.splitlines()[0])[1]
-        for rank in range(2):  # all of it is there by now, and the run goes on
-            assert [s for s in steps_of(folder / f"spans-rank-{rank}.json") if s > 4] == list(range(first, last + 1))
-        horovod = folder / f"horovod-steps-{first}-{last}.json"
-        assert f"run/timeline/{horovod.name}" in ended.stdout
-        json.loads(horovod.read_text())
+def test_a_window_is_opened_and_closed_on_all_ranks_at_the_same_steps(gallery: Gallery) -> None:
+    job = gallery["signalled"]
+    code, begun, error = job.notes["start"]
+    assert code == 0, error
+    (first,) = numbers(begun)
+    assert "hvdtrain timeline stop run" in begun
+    code, ended, error = job.notes["stop"]
+    assert code == 0, error
+    begin, last = numbers(ended.splitlines()[0])[:2]
+    assert begin == first
+    for rank in range(2):  # all of it was there by then, and the run went on
+        assert [s for s in steps_of(job.notes["spans"][f"spans-rank-{rank}.json"]) if s > 4] == [
+            *range(first, last + 1)
+        ]
+    horovod = f"horovod-steps-{first}-{last}.json"
+    assert f"run/timeline/{horovod}" in ended
+    json.loads(job.notes["horovod"][horovod])
+    assert job.events("warning") == []
+
+
+@pytest.mark.slow
+def test_a_window_that_is_not_open_cannot_be_closed(tmp_path: Path) -> None:
+    with running(tmp_path, size=1):
         assert timeline(tmp_path, "stop", "run").returncode == 1
-    assert [e for e in read_journal(tmp_path / "run/journal.jsonl") if e.get("event") == "warning"] == []
 
 
+@pytest.mark.slow
 def test_a_window_of_so_many_steps_ends_by_itself_with_a_profile_where_one_is_wanted(tmp_path: Path) -> None:
     with running(tmp_path, size=1):
         begun = timeline(tmp_path, "start", "run", "--steps", "3", "--profile")
@@ -78,10 +85,13 @@ def test_a_window_of_so_many_steps_ends_by_itself_with_a_profile_where_one_is_wa
         while timeline(tmp_path, "stop", "run").returncode == 0:
             pass
     folder = tmp_path / "run/timeline"
-    assert list(range(first, last + 1)) == [s for s in steps_of(folder / "spans-rank-0.json") if 20 < s <= last]
+    assert list(range(first, last + 1)) == [
+        s for s in steps_of((folder / "spans-rank-0.json").read_text()) if 20 < s <= last
+    ]
     assert (folder / f"torch-steps-{first}-{last}-rank-0.json").exists()
 
 
+@pytest.mark.slow
 def test_without_traces_the_command_says_what_to_do(tmp_path: Path) -> None:
     with running(tmp_path, "--observe.timeline=off", size=1):
         found = timeline(tmp_path, "start", "run")

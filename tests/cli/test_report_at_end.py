@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.observe.journal import read_journal
 from hvdtrain.timeline.telling.brief import MOST_LINES
+from tests.support.gallery import Gallery
 from tests.support.launch import stop_by_sigterm, train, training
 
 TOY = [
@@ -26,29 +26,40 @@ def _told(out: str) -> list[str]:
     return lines[begin : lines.index("look further:")]
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_it_says_where_the_time_went(size: int, tmp_path: Path) -> None:
-    done = train(*TOY, "--train.steps=30", size=size, cwd=tmp_path)
-    told = _told(done.stdout)
+@pytest.mark.parametrize(("name", "size"), [("one", 1), ("two", 2), ("three", 3)])
+def test_it_says_where_the_time_went(name: str, size: int, gallery: Gallery) -> None:
+    job = gallery[name]
+    told = _told(job.out)
     assert 5 <= len(told) <= MOST_LINES
     assert sum("who is late: " in line for line in told) == 1
     assert sum(line.startswith("to change: ") for line in told) == 1
-    assert "run/timeline/report.html, in a browser" in done.stdout
-    page = (tmp_path / "run/timeline/report.html").read_text()
-    assert f"on {size} rank" in page
-    assert read_journal(tmp_path / "run/journal.jsonl")[-1]["event"] == "explained"
+    assert "run/timeline/report.html, in a browser" in job.out
+    assert f"on {size} rank" in (job.run / "timeline/report.html").read_text()
+    assert job.journal[-1]["event"] == "explained"
 
 
+def test_a_signal_that_saves_is_such_an_end_too(gallery: Gallery) -> None:
+    job = gallery["signalled"]
+    assert job.code == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM" in job.out and len(_told(job.out)) >= 5
+    assert (job.run / "timeline/report.html").exists()
+
+
+def test_a_run_that_failed_is_not_explained(gallery: Gallery) -> None:
+    assert not (gallery["raised"].run / "timeline/report.html").exists()
+
+
+@pytest.mark.slow
 def test_without_traces_the_journal_tells(tmp_path: Path) -> None:
     done = train(*TOY, "--train.steps=6", "--observe.timeline=off", cwd=tmp_path)
     assert "where the time went (rank 0):" in done.stdout
     assert "report.html" not in done.stdout
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_signal_that_saves_is_such_an_end(size: int, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_signal_that_saves_is_such_an_end(tmp_path: Path) -> None:
     options = [*TOY, "--train.steps=1000000", "--observe.line_every_s=0.1"]
-    with training(*options, size=size, cwd=tmp_path, after=20) as process:
+    with training(*options, size=1, cwd=tmp_path, after=20) as process:
         out = stop_by_sigterm(process)
     assert process.returncode == 128 + signal.SIGTERM
     assert "stopped by SIGTERM" in out and len(_told(out)) >= 5
@@ -71,7 +82,8 @@ def build(rank: int):
 """
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("rank", [0])
+@pytest.mark.slow
 def test_a_run_that_failed_is_not_explained_so(rank: int, tmp_path: Path) -> None:
     (tmp_path / "failing.py").write_text(FAILING)
     options = ["--task=failing.py:build", f"--rank={rank}", *TOY[1:], "--train.steps=5000"]

@@ -13,6 +13,7 @@ import pytest
 
 from hvdtrain.install import record
 from hvdtrain.observe.journal import read_journal, read_steps
+from tests.support.gallery import Gallery
 from tests.support.launch import ending, program, run, stop_by_sigterm, train, training
 
 TOY = [
@@ -23,7 +24,7 @@ TOY = [
     "--checkpoint.every=0",
     "--run_dir=run",
 ]
-BY_GLOO_SLOW = ["mpirun", pytest.param("horovodrun --gloo", marks=pytest.mark.slow)]
+LAUNCHERS = ["mpirun", "horovodrun --gloo"]
 GRADIENTS = "allreduce.gradients/0"
 OURS = "broadcast.timeline/"
 
@@ -69,13 +70,25 @@ def read(path: Path, *, whole: bool = True) -> list[tuple[str, str]]:
     return pairs
 
 
-@pytest.mark.parametrize("launcher", BY_GLOO_SLOW)
-def test_the_steps_of_the_window_and_no_others_are_recorded(launcher: str, tmp_path: Path) -> None:
-    train(*TOY, "--observe.timeline=3:6", size=2, launcher=launcher, cwd=tmp_path)
-    (file,) = of_horovod(tmp_path)
-    assert file.name == "horovod-steps-3-6.json"
+def test_the_steps_of_the_window_and_no_others_are_recorded(gallery: Gallery) -> None:
+    run = gallery["two"].run
+    (file,) = (run / "timeline").glob("horovod-*")
+    assert file.name == "horovod-steps-10-30.json"
     count = Counter(read(file))
-    assert count[GRADIENTS, "ALLREDUCE"] == count[GRADIENTS, "NEGOTIATE_ALLREDUCE"] == 4
+    assert count[GRADIENTS, "ALLREDUCE"] == count[GRADIENTS, "NEGOTIATE_ALLREDUCE"] == 21
+    assert gallery["two"].events("warning") == []
+
+
+def test_a_rank_that_fails_in_a_window_leaves_a_readable_file(gallery: Gallery) -> None:
+    (file,) = (gallery["raised"].run / "timeline").glob("horovod-*")
+    assert Counter(read(file, whole=False))[GRADIENTS, "ALLREDUCE"] >= 2
+
+
+@pytest.mark.slow
+def test_over_gloo_too(tmp_path: Path) -> None:
+    train(*TOY, "--observe.timeline=3:6", size=2, launcher="horovodrun --gloo", cwd=tmp_path)
+    (file,) = of_horovod(tmp_path)
+    assert Counter(read(file))[GRADIENTS, "ALLREDUCE"] == 4
     assert warnings(tmp_path) == []
 
 
@@ -114,7 +127,8 @@ def build(rank: int, how: str):
 """
 
 
-@pytest.mark.parametrize(("rank", "how"), [pytest.param(0, "raise", marks=pytest.mark.slow), (1, "raise"), (0, "kill")])
+@pytest.mark.parametrize(("rank", "how"), [(0, "raise"), (0, "kill")])
+@pytest.mark.slow
 def test_a_rank_that_fails_or_is_killed_in_a_window_leaves_a_readable_file(rank: int, how: str, tmp_path: Path) -> None:
     (tmp_path / "ending.py").write_text(ENDING)
     options = ["--task=ending.py:build", f"--rank={rank}", f"--how={how}", *TOY[2:], "--train.steps=5000"]
@@ -124,6 +138,7 @@ def test_a_rank_that_fails_or_is_killed_in_a_window_leaves_a_readable_file(rank:
     assert Counter(read(file, whole=False))[GRADIENTS, "ALLREDUCE"] >= 4
 
 
+@pytest.mark.slow
 def test_sigterm_in_a_window_closes_it(tmp_path: Path) -> None:
     options = [*TOY, "--train.steps=1000000", "--observe.timeline=4:999999"]
     with training(*options, size=2, cwd=tmp_path, after=5) as process:
@@ -134,7 +149,8 @@ def test_sigterm_in_a_window_closes_it(tmp_path: Path) -> None:
     assert Counter(read(file))[GRADIENTS, "ALLREDUCE"] == done - 3
 
 
-@pytest.mark.parametrize("how", ["variable", pytest.param("horovodrun", marks=pytest.mark.slow), "horovodrun --gloo"])
+@pytest.mark.parametrize("how", ["variable", "horovodrun", "horovodrun --gloo"])
+@pytest.mark.slow
 def test_the_users_own_file_is_whole_and_left_alone(how: str, tmp_path: Path) -> None:
     mine = tmp_path / "mine.json"
     options = [*TOY, "--observe.timeline=3:4"]
@@ -150,6 +166,7 @@ def test_the_users_own_file_is_whole_and_left_alone(how: str, tmp_path: Path) ->
     assert f"left as the user set it: HOROVOD_TIMELINE={mine} is set" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_timeline_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/timeline").write_text("in the way")
@@ -204,7 +221,8 @@ comm.close()
 """
 
 
-@pytest.mark.parametrize("launcher", BY_GLOO_SLOW)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.slow
 def test_the_thread_that_writes_is_found_on_rank_0_and_only_there(launcher: str, tmp_path: Path) -> None:
     if is_quiet():
         pytest.skip("this Horovod's writer sleeps")
@@ -240,7 +258,8 @@ def build():
 """
 
 
-@pytest.mark.parametrize("launcher", BY_GLOO_SLOW)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.slow
 def test_outside_of_the_window_no_thread_runs_without_end(launcher: str, tmp_path: Path) -> None:
     if "CI" not in os.environ and not is_quiet():
         pytest.skip("this Horovod's writer spins: it was not built by this version's hvdtrain build-horovod")
@@ -252,6 +271,7 @@ def test_outside_of_the_window_no_thread_runs_without_end(launcher: str, tmp_pat
     assert warnings(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_by_itself_a_run_on_full_cores_records_its_early_steps_where_the_writer_sleeps(tmp_path: Path) -> None:
     if not is_quiet():
         pytest.skip("this Horovod's writer spins")
@@ -264,6 +284,7 @@ def test_by_itself_a_run_on_full_cores_records_its_early_steps_where_the_writer_
     assert "Horovod's Timeline:" not in done.stdout
 
 
+@pytest.mark.slow
 def test_by_itself_a_run_on_full_cores_records_none_and_says_how(tmp_path: Path) -> None:
     if is_quiet():
         pytest.skip("this Horovod's writer sleeps")

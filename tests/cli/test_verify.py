@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -12,40 +13,34 @@ import yaml
 
 from hvdtrain.__main__ import main
 from hvdtrain.verify.data import verify_data
-from tests.support.launch import train, training
+from tests.support.gallery import STEPS, Gallery
+from tests.support.launch import train
 
 SUPPORT = Path(__file__).parents[1] / "support"
 TOY = [f"--task={SUPPORT}/toy.py:toy", "--train.global_batch=9", "--train.micro_batch=2", "--checkpoint.every=4"]
 
 
-def test_data_of_a_run_that_was_killed_and_resized(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_data_of_a_run_that_goes_on(gallery: Gallery) -> None:
+    assert gallery["signalled"].notes["verified"] == 0
+
+
+def test_data_of_a_run_that_was_killed(gallery: Gallery, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
-    options = [*TOY, f"--run_dir={run}", "--train.steps=100000", "--observe.line_every_s=0"]
-    with training(*options, size=2, cwd=tmp_path, after=7) as process:
-        children = psutil.Process(process.pid).children(recursive=True)
-        ranks = [child for child in children if child.cmdline()[1:3] == ["-m", "hvdtrain"]]
-        assert main(["verify", "data", str(run)]) == 0, "of a run that goes on"
-        for rank in ranks:
-            rank.send_signal(signal.SIGKILL)
-        process.wait()
-    resumed = int(max((run / "checkpoints").glob("step-*")).name.removeprefix("step-"))
-    train(*options, f"--train.stop_at={resumed + 9}", cwd=tmp_path)
+    shutil.copytree(gallery["killed"].run, run)
     assert main(["verify", "data", str(run)]) == 0
     report = verify_data(run)
-    assert (report.last, report.end) == (resumed + 9, 9 * (resumed + 9))
+    assert (report.last, report.end) == (STEPS, 9 * STEPS)
     assert report.past.interrupted == 1
-    assert "every sample once" in capfd.readouterr().out
+    assert "every sample once" in capsys.readouterr().out
     file = run / "ledger" / "start-0000.rank-00001.jsonl"
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join([*lines[:2], *lines[3:]]))
     assert main(["verify", "data", str(run)]) == 1
-    assert "rank 1 does not tell of step 2" in capfd.readouterr().out
+    assert "rank 1 does not tell of step 2" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("task", "code"), [pytest.param("toy.py:toy", 0, marks=pytest.mark.slow), ("forgetful.py:forgetful", 1)]
-)
-@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("task", "code"), [("toy.py:toy", 0), ("forgetful.py:forgetful", 1)])
+@pytest.mark.slow
 def test_resume_on_two_ranks(
     task: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -80,12 +75,13 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ("SIGINT", 130, 1),
         ("SIGTERM", 143, 2),
-        pytest.param("SIGTERM", 143, 1, marks=pytest.mark.slow),
-        pytest.param("SIGINT", 130, 2, marks=pytest.mark.slow),
-        pytest.param("SIGHUP", 129, 1, marks=pytest.mark.slow),
-        pytest.param("SIGHUP", 129, 2, marks=pytest.mark.slow),
+        ("SIGTERM", 143, 1),
+        ("SIGINT", 130, 2),
+        ("SIGHUP", 129, 1),
+        ("SIGHUP", 129, 2),
     ],
 )
+@pytest.mark.slow
 def test_a_signal_ends_the_job_and_leaves_nothing(
     number: str,
     code: int,

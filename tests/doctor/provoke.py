@@ -17,8 +17,19 @@ BUILD = "hvdtrain build-horovod"
 Provoke = Callable[[Path], Findings]
 
 
+@dataclasses.dataclass(frozen=True)
+class MadeUp:
+    """Facts of a machine that is well, but for some."""
+
+    changes: dict[str, Any]
+
+    def __call__(self, folder: Path) -> Findings:
+        """What doctor says of them."""
+        return told(changed(**self.changes))
+
+
 def fake(**changes: Any) -> Provoke:
-    return lambda folder: told(changed(**changes))
+    return MadeUp(changes)
 
 
 def told(facts: Gathered) -> Findings:

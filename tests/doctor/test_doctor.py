@@ -17,7 +17,8 @@ from hvdtrain.doctor.gather.child import ask
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.rules import Setting
 from hvdtrain.runtime.tuning import Choice
-from tests.support.launch import ENVIRONMENT, run
+from tests.support.doctor import DOCTOR
+from tests.support.launch import ENVIRONMENT, TIMEOUT_S, run
 
 CHOICES = [
     Choice(Setting("A_VARIABLE", "1", "it helps", "10 ms without, 5 with", before="torch")),
@@ -29,7 +30,6 @@ FINDINGS = [
     Finding("shm", "ok", "3.0 GiB", minor=True),
     Finding("mpirun", "broken", "MPICH", "another MPI", "use the right one"),
 ]
-DOCTOR = ["-m", "hvdtrain.cli.doctor"]
 
 
 def doctor_here(*options: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -38,7 +38,8 @@ def doctor_here(*options: str, environment: dict[str, str] | None = None) -> sub
 
 
 def test_json_is_one_object() -> None:
-    done = doctor_here("--json", environment={"THP_MEM_ALLOC_ENABLE": "0"})
+    done = doctor_here("--json", environment={"THP_MEM_ALLOC_ENABLE": "0", "TOKEN_OF_A_TRACKER": "not to be told"})
+    assert "not to be told" not in done.stdout
     said = json.loads(done.stdout)
     assert done.returncode == ["ok", "warning", "broken"].index(said["level"])
     assert said["format"] == 1
@@ -52,6 +53,7 @@ def test_json_is_one_object() -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_two_ranks_speak_once(tmp_path: Path) -> None:
     done = run([*DOCTOR, "--json"], size=2, cwd=tmp_path, check=False)
     said = json.loads(done.stdout.splitlines()[0])
@@ -59,6 +61,7 @@ def test_two_ranks_speak_once(tmp_path: Path) -> None:
     assert done.stdout.count('"format"') == 1
 
 
+@pytest.mark.slow
 def test_variables_that_make_no_sense_are_broken() -> None:
     done = doctor_here("--json", environment={"HOROVOD_RANK": "0"})
     said = json.loads(done.stdout)
@@ -118,7 +121,7 @@ def test_horovod_for_another_torch_is_broken(tmp_path: Path) -> None:
     ],
 )
 def test_a_child_answers_or_says_why_not(code: str, values: dict[str, int], error: str | None) -> None:
-    answer = ask(code, timeout_s=1 if "while" in code else 60)
+    answer = ask(code, timeout_s=1 if "while" in code else TIMEOUT_S)
     assert answer.values == values
     assert answer.error is error is None or str(error) in str(answer.error)
 

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.doctor.gather import gather
+from hvdtrain.doctor.gather.child import ask
 from hvdtrain.doctor.gather.gpu import gpu_facts
 from hvdtrain.doctor.gather.machine import machine
 from hvdtrain.doctor.gather.network import RdmaPort, network
 from hvdtrain.doctor.gather.storage import mounted, probe, storage
 from hvdtrain.runtime.environment import RankInfo
+from tests.support.launch import TIMEOUT_S
 
 GIB = 1 << 30
 
@@ -169,12 +171,14 @@ def test_a_folder_that_refuses_says_why() -> None:
     assert probe(Path("/proc/runs"), MOUNTS)["problem"]
 
 
-def test_a_folder_is_asked_in_a_process_of_its_own(tmp_path: Path) -> None:
+def test_a_folder_is_asked_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(storage.__globals__, "_TIMEOUT_S", TIMEOUT_S)
     found = storage(tmp_path)
     assert found.answer.error is None and found.answer.values["folder"] == str(tmp_path)
 
 
-def test_what_we_set_ourselves_is_not_taken_for_somebodys(tmp_path: Path) -> None:
+def test_what_we_set_ourselves_is_not_taken_for_somebodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ask, "__defaults__", (TIMEOUT_S,))
     found = gather(RankInfo(), [], {"PATH": "/bin", "A": "1", "B": "2", "HVDTRAIN_SET": '{"A": "1"}'}, tmp_path)
     assert found.environ == {"PATH": "/bin", "B": "2"}
     assert found.installation.python == sys.version_info[:2]

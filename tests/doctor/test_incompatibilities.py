@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,10 +17,18 @@ from hvdtrain.install.plan import plan
 from hvdtrain.install.versions import MpiBuild
 from tests.doctor import rows_installation, rows_machine, rows_start
 from tests.doctor.facts import WELL
-from tests.doctor.provoke import Provoke, told
+from tests.doctor.provoke import MadeUp, Provoke, told
 from tests.install.at_hand_examples import NCCL, TOOLKIT, TORCH_CUDA, at_hand
 
-ROWS = [*rows_installation.ROWS, *rows_start.ROWS, *rows_machine.ROWS]
+
+def _slow_if_real(row: Any) -> Any:
+    """What is provoked for real takes processes that import torch."""
+    values, marks = (row.values, row.marks) if hasattr(row, "marks") else (row, ())
+    slow = () if isinstance(values[1], MadeUp) else (pytest.mark.slow,)
+    return pytest.param(*values, marks=[*marks, *slow])
+
+
+ROWS = list(map(_slow_if_real, [*rows_installation.ROWS, *rows_start.ROWS, *rows_machine.ROWS]))
 
 SAID = {
     "the rendezvous server of horovodrun --gloo listens to all": "replace the ranks' addresses",

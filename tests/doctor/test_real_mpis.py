@@ -9,7 +9,7 @@ import pytest
 from tests.support.doctor import look, on_path
 from tests.support.mpis import beside, wheel
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,8 @@ import pytest
 from tests.support.chaos import LATE, Cell, run_cell
 from tests.support.two_hosts import UnavailableError
 
+pytestmark = pytest.mark.slow
+
 SOON = [
     Cell("SIGKILL", "exchange", rank=0),
     Cell("SIGSTOP", "data"),

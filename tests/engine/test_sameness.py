@@ -108,6 +108,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("how", ODD)
+@pytest.mark.slow
 def test_a_real_job_ends_and_says_so(how: str, tmp_path: Path) -> None:
     (tmp_path / "odd.py").write_text(TASK.replace("WHAT", ODD[how]))
     done = train("--task=odd.py:build", "--train.steps=3", "--run_dir=run", size=2, cwd=tmp_path, check=False)

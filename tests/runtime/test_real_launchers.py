@@ -15,13 +15,15 @@ from hvdtrain.runtime.mpi import library_version
 from tests.runtime.libraries import horovod, write_library
 from tests.support.launch import ENVIRONMENT, program, run
 
+pytestmark = pytest.mark.slow
+
 TELL = """
-import dataclasses, json, os, sys
+import json, os, sys
 from hvdtrain.runtime.tuning import prepare
 info, choices = prepare()
 assert "torch" not in sys.modules and "horovod" not in sys.modules
 chosen = {c.setting.variable: c.setting.value for c in choices if c.applied}
-line = {**dataclasses.asdict(info), "set": chosen, "environ": {name: os.environ[name] for name in chosen}}
+line = {**vars(info), "set": chosen, "environ": {name: os.environ[name] for name in chosen}}
 with open(f"told.{info.rank}", "w") as file:
     json.dump(line, file)
 """
@@ -108,7 +110,6 @@ SONAME = {"mpich": "libmpi.so.12", "openmpi4": "libmpi.so.40", "openmpi5": "libm
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("own_library_first", [False, True])
 @pytest.mark.parametrize("built", SONAME)
 @pytest.mark.parametrize("launched", SONAME)
@@ -133,7 +134,6 @@ def test_another_mpis_mpirun(mpis, tmp_path: Path, launched: str, built: str, ow
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_real_libraries_tell_their_versions(mpis) -> None:
     assert str(library_version(mpis["mpich"] / "lib/libmpi.so.12")).startswith("MPICH Version:")
     assert library_version(mpis["openmpi4"] / "lib/libmpi.so.40") == "Open MPI v4.1.8"

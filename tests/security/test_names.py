@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.__main__ import main
 from hvdtrain.observe.commands import go_on
 from hvdtrain.observe.journal import read_journal, read_steps
 from hvdtrain.runtime.environment import RankInfo
@@ -34,7 +35,8 @@ def _untouched(folder: Path) -> bool:
     return not list(folder.rglob("owned"))
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.slow
 def test_a_run_and_a_task_of_any_name(folder: Path, size: int) -> None:
     audit, run = folder / "audit", Path(NASTY) / "run"
     task = f"--task={NASTY}.py:toy"
@@ -54,6 +56,7 @@ def test_a_run_and_a_task_of_any_name(folder: Path, size: int) -> None:
     assert seen(audit, "os.system") == seen(audit, "subprocess.Popen") == []
 
 
+@pytest.mark.slow
 def test_the_command_that_is_shown_can_be_pasted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)  # it is for who is there
     train(f"--task={NASTY}.py:toy", f"--run_dir={NASTY}/run", "--train.stop_at=2", *OPTIONS, cwd=folder)
@@ -72,9 +75,12 @@ def test_the_command_that_is_shown_can_be_pasted(folder: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("value", ["$(touch owned)", "-x", "a b", "'", '"', "\n", "!!python/name:os.system", "\udcff"])
-def test_a_value_that_makes_no_sense_is_told_and_run_nowhere(value: str, folder: Path) -> None:
-    done = train("--precision", value, cwd=folder, check=False)
-    assert done.returncode == 2 and "precision" in done.stderr
+def test_a_value_that_makes_no_sense_is_told_and_run_nowhere(
+    value: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    assert main(["--precision", value]) == 2
+    assert "precision" in capsys.readouterr().err
     assert _untouched(folder)
 
 

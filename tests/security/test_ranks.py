@@ -11,6 +11,7 @@ import pytest
 
 from hvdtrain.observe.journal import read_journal
 from tests.support.audited import audited, of_launcher, seen
+from tests.support.gallery import Gallery
 from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S, program, train
 
 TOY = (
@@ -25,12 +26,20 @@ TOY = (
 LM = ("--run_dir=lm", "--model.preset=tiny", "--data.text=*.txt", "--data.seq_len=16", "--train.steps=2")
 
 
-@pytest.mark.parametrize("launcher", [pytest.param("none", marks=pytest.mark.slow), "mpirun", "horovodrun --gloo"])
+OF_CONCERN = ("pickle.find_class", "socket.bind", "os.system", "subprocess.Popen")
+
+
+def test_two_ranks_of_mpirun_unpickle_nothing_open_no_port_and_start_no_shell(gallery: Gallery) -> None:
+    assert not [line for event in OF_CONCERN for line in seen(gallery["two"].folder / "audit", event)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["none", "mpirun", "horovodrun --gloo"])
 def test_a_rank_unpickles_nothing_opens_no_port_and_starts_no_shell(launcher: str, tmp_path: Path) -> None:
     file = tmp_path / "audit"
     for stop_at in ("--train.stop_at=3", "--train.stop_at=null"):  # the second start reads what the first has saved
         train(*TOY, stop_at, size=1 + (launcher != "none"), launcher=launcher, cwd=tmp_path, environment=audited(file))
-    for event in ("pickle.find_class", "socket.bind", "os.system", "subprocess.Popen"):
+    for event in OF_CONCERN:
         lines = seen(file, event)
         assert len(lines) == len(of_launcher(lines)), lines
     # horovodrun does all of it itself: the ranks' silence is no deafness of the test's
@@ -46,6 +55,7 @@ def test_a_language_model_unpickles_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "plain"])
+@pytest.mark.slow
 def test_a_job_of_horovodrun_by_gloo_says_once_what_its_launcher_exposes(elastic: bool, tmp_path: Path) -> None:
     where = ["--network-interface", "lo", "--host-discovery-script", "./hosts", "--min-np", "1", "--max-np", "1"]
     (tmp_path / "hosts").write_text("#!/bin/sh\necho localhost:1\n")
@@ -66,7 +76,8 @@ def test_a_job_of_horovodrun_by_gloo_says_once_what_its_launcher_exposes(elastic
     assert len([line for line in journal if "all interfaces" in line.get("text", "")]) == 1
 
 
-@pytest.mark.parametrize("launcher", [pytest.param("mpirun", marks=pytest.mark.slow), "horovodrun --gloo"])
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
+@pytest.mark.slow
 def test_horovods_notification_service_never_runs(launcher: str, tmp_path: Path) -> None:
     task = f"--task={ROOT}/tests/support/listening.py:build"
     train(task, *TOY[1:], size=2, launcher=launcher, cwd=tmp_path, environment={"PYTHONPATH": str(ROOT)})
@@ -76,6 +87,7 @@ def test_horovods_notification_service_never_runs(launcher: str, tmp_path: Path)
         assert [facts["ports"] for facts in found] == [[], []]
 
 
+@pytest.mark.slow
 def test_under_our_driver_a_rank_opens_no_port_and_nobody_unpickles(tmp_path: Path) -> None:
     task, file = f"--task={ROOT}/tests/support/listening.py:build", tmp_path / "audit"
     done = subprocess.run(

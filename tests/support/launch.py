@@ -20,7 +20,8 @@ from hvdtrain.install.probe import has_remote_shell
 from hvdtrain.observe.journal import read_journal
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 110
+TIMEOUT_S = 300
+"""After which a job that does not end is given up: a guard, not a judgement of speed."""
 
 ENVIRONMENT = {
     **{k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PMI_", "HOROVOD_"))},
@@ -93,13 +94,15 @@ def train(*options: str, size: int = 1, **how: object) -> subprocess.CompletedPr
 
 
 @contextmanager
-def training(*options: str, size: int, cwd: Path, after: int = 1) -> Iterator[subprocess.Popen[str]]:
+def training(
+    *options: str, size: int, cwd: Path, after: int = 1, environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
     """Train on `size` ranks from when a line has told of step `after`; what comes then is read by who wants it."""
     path = os.pathsep.join([str(Path(sys.executable).parent), ENVIRONMENT.get("PATH", "")])
     with subprocess.Popen(
         [*command(size, launcher="none" if size == 1 else "mpirun"), sys.executable, "-m", "hvdtrain", *options],
         cwd=cwd,
-        env={**ENVIRONMENT, "PATH": path},
+        env={**ENVIRONMENT, "PATH": path, **(environment or {})},
         stdout=subprocess.PIPE,
         text=True,
     ) as process:

@@ -1,40 +1,68 @@
-"""Ranks as threads of one process: any number of them, without MPI."""
+"""Ranks as threads of one process: any number of them, without MPI.
+
+One rank runs at a time, until it waits for the others in a collective. So each has torch's global generator to itself
+from seeding it to using it, as in a process of its own.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 T = TypeVar("T")
-_PATIENCE_S = 20.0
+
+
+class Lost(RuntimeError):
+    """A collective that will never be complete: another rank failed, or all that are left wait for something else."""
 
 
 class _Meeting:
-    """Where the ranks leave their parts of one collective; the result is made when the last has come."""
+    """Where the ranks leave their parts of one collective; it is complete when none is missing."""
 
     def __init__(self, size: int) -> None:
         self.parts: list[Any] = [None] * size
         self.missing = size
-        self.complete = threading.Event()
 
 
 class Hub:
-    """What the ranks share."""
+    """What the ranks share, and whose turn it is to run.
+
+    Args:
+        size: number of ranks.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._lock = threading.Lock()
+        self._turn = threading.Condition()
         self._open: dict[str, list[_Meeting]] = {}
         self._round: dict[tuple[str, int], int] = {}
+        self._waiting: list[_Meeting] = []
+        self._ended = 0
+        self._failed = False
+
+    @contextmanager
+    def running(self, *, at_once: bool) -> Iterator[None]:
+        """Around all that a rank does: it holds the turn, unless all run at once."""
+        with nullcontext() if at_once else self._turn:
+            try:
+                yield
+            except BaseException:
+                self._failed = True
+                raise
+            finally:
+                with self._turn:
+                    self._ended += 1
+                    self._turn.notify_all()
 
     def join(self, name: str, rank: int, part: Any) -> _Meeting:
-        with self._lock:
+        with self._turn:
             number = self._round.get((name, rank), 0)
             self._round[name, rank] = number + 1
             meetings = self._open.setdefault(name, [])
@@ -43,24 +71,49 @@ class Hub:
             meeting = meetings[number]
             meeting.parts[rank] = part
             meeting.missing -= 1
-            if meeting.missing == 0:
-                meeting.complete.set()
+            self._turn.notify_all()
         return meeting
+
+    def wait(self, meeting: _Meeting) -> None:
+        """Let the others run until all have come.
+
+        Errors:
+            Lost: they never will.
+        """
+        with self._turn:
+            self._waiting.append(meeting)
+            self._turn.notify_all()
+            self._turn.wait_for(lambda: not meeting.missing or self._failed or self._stuck())
+            self._waiting.remove(meeting)
+            if meeting.missing:
+                raise Lost("a rank never came to this collective")
+
+    def look(self, meeting: _Meeting) -> bool:
+        """Let another rank run, where one can; whether all have come."""
+        with self._turn:
+            self._turn.wait(0.001)
+            return not meeting.missing
+
+    def _stuck(self) -> bool:
+        return len(self._waiting) + self._ended >= self.size and all(one.missing for one in self._waiting)
 
 
 class ThreadHandle:
-    def __init__(self, meeting: _Meeting, result: Callable[[list[Any]], Tensor], over: Callable[[], object]) -> None:
+    def __init__(
+        self, hub: Hub, meeting: _Meeting, result: Callable[[list[Any]], Tensor], over: Callable[[], object]
+    ) -> None:
+        self._hub = hub
         self._meeting = meeting
         self._over = over
         self._make = result
         self._result: Tensor | None = None
 
     def done(self) -> bool:
-        return self._meeting.complete.is_set()
+        return self._result is not None or self._hub.look(self._meeting)
 
     def wait(self) -> Tensor:
         if self._result is None:
-            assert self._meeting.complete.wait(_PATIENCE_S), "a rank never came to this collective"
+            self._hub.wait(self._meeting)
             self._result = self._make(self._meeting.parts)
             self._over()
         return self._result
@@ -76,9 +129,8 @@ class ThreadComm:
     def _start(self, kind: str, name: str, part: Any, result: Callable[[list[Any]], Tensor]) -> ThreadHandle:
         copy = part.clone() if isinstance(part, Tensor) else [p.clone() for p in part]
         self.in_flight[name] = time.monotonic()
-        return ThreadHandle(
-            self._hub.join(f"{kind}/{name}", self.rank, copy), result, lambda: self.in_flight.pop(name, None)
-        )
+        meeting = self._hub.join(f"{kind}/{name}", self.rank, copy)
+        return ThreadHandle(self._hub, meeting, result, lambda: self.in_flight.pop(name, None))
 
     def allreduce(self, tensor: Tensor, *, name: str) -> ThreadHandle:
         return self._start("sum", name, tensor, lambda parts: tensor.copy_(_sum(parts)))
@@ -110,9 +162,25 @@ def _sum(parts: list[Tensor]) -> Tensor:
     return total
 
 
-def on_ranks(size: int, body: Callable[[ThreadComm], T]) -> list[T]:
-    """Run `body` on `size` ranks; their results in rank order. The first error of any is raised."""
+def on_ranks(size: int, body: Callable[[ThreadComm], T], *, at_once: bool = False) -> list[T]:
+    """Run `body` on `size` ranks; their results in rank order.
+
+    The error of a rank that failed by itself is raised, not what follows from it on the others.
+
+    Args:
+        size: number of ranks.
+        body: what each does.
+        at_once: all run at the same time. For bodies that wait for each other elsewhere than in collectives.
+    """
     hub = Hub(size)
+
+    def rank(number: int) -> T:
+        with hub.running(at_once=at_once):
+            return body(ThreadComm(hub, number))
+
     with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(body, ThreadComm(hub, rank)) for rank in range(size)]
+        futures = [pool.submit(rank, number) for number in range(size)]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        for error in sorted(errors, key=lambda error: isinstance(error, Lost)):
+            raise error
         return [future.result() for future in futures]

@@ -116,6 +116,7 @@ def test_a_partial_is_a_function_too() -> None:
     assert hvdtrain.train(OPTIONS, functools.partial(toy, hidden=3)).model.layers[0].out_features == 3
 
 
+@pytest.mark.slow
 def test_train_in_a_loader_process_names_the_guard() -> None:
     Path("unguarded.py").write_text(
         "import hvdtrain\nfrom tests.support.toy import toy\n"
@@ -150,6 +151,7 @@ def test_other_data_is_noticed_on_resume(capsys: pytest.CaptureFixture[str]) -> 
     assert "samples: 50 -> 40" in out
 
 
+@pytest.mark.slow
 def test_threads_are_shared_out_though_torch_came_first(tmp_path: Path) -> None:
     """A script that imports torch before it calls train: each of two ranks takes half of the cores all the same."""
     script = (

@@ -15,8 +15,8 @@ from hvdtrain.engine.make import make_engine
 from hvdtrain.observe.journal import read_journal
 from hvdtrain.training import auto_compression
 from hvdtrain.training.auto_compression import CompressionTrial
-from tests.support.launch import train
 from tests.support.thread_comm import ThreadComm, on_ranks
+from tests.support.thread_job import train_on_threads
 
 CPU = torch.device("cpu")
 
@@ -50,7 +50,9 @@ def test_it_stays_with_none_where_nothing_waits() -> None:
 
 
 def test_it_takes_what_pays_on_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A link of 10 kB/s stands in: the rest is as it is."""
+    """A link of 10 kB/s stands in, and coding that costs nothing; the rest is as it is."""
+    cost_s = auto_compression.cost_s
+    monkeypatch.setattr(auto_compression, "cost_s", lambda *what: 0.0 * cost_s(*what))
     monkeypatch.setattr(auto_compression, "link", lambda comm, device: (1e-4, 1e4))
     results = on_ranks(2, lambda comm: _run(comm, 0.3))
     assert {chosen for chosen, _, _ in results} == {"int8"} or {c for c, _, _ in results} == {"powersgd:4"}
@@ -74,18 +76,10 @@ def test_what_was_chosen_is_chosen_after_a_resume() -> None:
     on_ranks(2, body)
 
 
-def test_a_job_says_what_it_found(tmp_path: Path) -> None:
-    """On one host, where the exchange of a toy is nothing."""
-    done = train(
-        f"--task={Path(__file__).parents[1]}/support/toy.py:toy",
-        "--parallel.compression=auto",
-        "--train.steps=12",
-        "--run_dir=run",
-        size=2,
-        cwd=tmp_path,
-        environment={"PYTHONPATH": str(Path(__file__).parents[2])},
-    )
-    assert "compression: " in done.stdout
-    (event,) = [r for r in read_journal(tmp_path / "run/journal.jsonl") if r.get("event") == "compression_chosen"]
+def test_a_job_says_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--parallel.compression=auto", "--train.steps=12", f"--run_dir={tmp_path}")
+    train_on_threads(f"--task={Path(__file__).parents[1]}/support/toy.py:toy", *options, size=2)
+    assert "compression: " in capsys.readouterr().out
+    (event,) = [r for r in read_journal(tmp_path / "journal.jsonl") if r.get("event") == "compression_chosen"]
     assert event["at_step"] == 7
     assert event["bytes_per_s"] > 0 and event["latency_s"] > 0

@@ -106,6 +106,7 @@ def test_blocks_of_a_class_of_torch_are_compiled(graphs: list[torch.fx.GraphModu
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPUs")
 @pytest.mark.filterwarnings("ignore")  # torch's own, about what it imports while compiling
+@pytest.mark.slow
 def test_compiled_blocks_give_the_same_gradients_one_after_the_other() -> None:
     torch.manual_seed(0)
     plain = Model()

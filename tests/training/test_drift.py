@@ -123,6 +123,7 @@ def build():
 """
 
 
+@pytest.mark.slow
 def test_a_real_run_ends_long_before_its_next_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "drifting.py").write_text(TASK)
     options = ["--train.steps=40", "--checkpoint.every=40", "--train.check_every=4", "--run_dir=run"]

@@ -112,6 +112,7 @@ def test_the_fourth_time_is_the_end() -> None:
     assert _proven("run") == [(80, 152)]
 
 
+@pytest.mark.slow
 def test_two_ranks_go_past_it_together() -> None:
     options = [TASK, "--train.steps=45", "--train.global_batch=8", "--train.micro_batch=2", "--elastic.roll_back=both"]
     found = {"PYTHONPATH": str(Path(__file__).parents[2])}

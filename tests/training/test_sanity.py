@@ -155,9 +155,8 @@ def test_a_spike_is_told_once_also_right_after_a_resume(stop: int | None, capsys
     assert capsys.readouterr().out.count("the loss jumped to") == 1
 
 
-@pytest.mark.parametrize(
-    ("culprit", "kind"), [("divides", "forward"), pytest.param("roots", "backward", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("culprit", "kind"), [("divides", "forward"), ("roots", "backward")])
 def test_the_rank_that_made_it_is_named_and_ranks_go_on_as_one(culprit: str, kind: str, tmp_path: Path) -> None:
     """The second micro-batch is that of rank 1. Equal parameters are checked where the run ends."""
     for size in (1, 2):
@@ -172,6 +171,7 @@ def test_the_rank_that_made_it_is_named_and_ranks_go_on_as_one(culprit: str, kin
     assert two == pytest.approx(one, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_rank_that_idles_waits_for_the_others(tmp_path: Path) -> None:
     command = [TASK, *OPTIONS, "--train.micro_batch=8", f"--mark={_index(6)}", "--train.max_skipped=1"]
     done = train(*command, "--run_dir=run", size=2, cwd=tmp_path, check=False)

@@ -14,6 +14,8 @@ from hvdtrain.timeline.telling.page_view import MOST_RANKS
 from tests.support.analyses import HOSTILE, analysis, empty, hostile
 from tests.support.browser import browser, severe, until
 
+pytestmark = pytest.mark.slow
+
 if TYPE_CHECKING:
     from selenium.webdriver.remote.webdriver import WebDriver
 

@@ -149,6 +149,7 @@ def test_a_real_run_unchanged_takes_what_it_took_and_a_change_can_be_tried(tmp_p
     assert all(seconds > 0 for name in check for seconds in check[name])
 
 
+@pytest.mark.slow
 def test_a_rank_can_be_made_slow(tmp_path: Path) -> None:
     """As a try does it: the same task and options, with a sleep before the loss on one rank."""
     file = tmp_path / "slowed.py"

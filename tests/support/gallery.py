@@ -1,0 +1,306 @@
+"""The gallery: jobs that really run, each made once a test run when a test first asks for it, and looked at by many.
+
+To add to it, look first whether a run that is here shows what you want; else write a function from an empty folder to
+a `Recorded`, and decorate it with `_recording`. ``tests/conftest.py`` has the fixture; `make test` counts jobs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import psutil
+from filelock import FileLock
+
+from hvdtrain.observe.journal import read_journal, read_steps
+from hvdtrain.state.store import CheckpointStore
+from hvdtrain.state.train_state import StateDict
+from tests.support.audited import audited
+from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S, run, stop_by_sigterm, train, training
+from tests.support.recorded import FAULT
+from tests.support.scenario import Scenario
+
+STEPS = 60
+TOY = (
+    f"--task={ROOT}/tests/support/recorded.py:recorded",
+    "--train.global_batch=9",
+    "--train.micro_batch=2",
+    f"--train.steps={STEPS}",
+    "--train.check_every=10",
+    "--checkpoint.every=20",
+    "--run_dir=run",
+)
+IMAGE = (
+    "--task=image",
+    "--train.global_batch=9",
+    "--train.micro_batch=2",
+    "--train.eval_samples=8",
+    "--train.steps=12",
+)
+LANGUAGE = (
+    "--model.preset=tiny",
+    "--train.global_batch=8",
+    "--train.micro_batch=2",
+    "--train.eval_samples=8",
+    "--train.steps=8",
+)
+_HVDTRAIN = (sys.executable, "-m", "hvdtrain")
+_ROOT = {"PYTHONPATH": str(ROOT)}
+SECRET = "what-nobody-shall-read"
+"""In the environment of the run `raised`."""
+KILLED_AT = 27
+"""Step in which rank 1 of the run `killed` dies: in the second of its two micro-batches."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What is left of a job.
+
+    Attributes:
+        folder: in which it was started; its run is ``run`` there.
+        code: its exit code.
+        out: its standard output.
+        err: its standard error.
+        notes: what else was seen of it.
+    """
+
+    folder: Path
+    code: int
+    out: str
+    err: str
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def run(self) -> Path:
+        """The run's folder."""
+        return self.folder / "run"
+
+    @cached_property
+    def journal(self) -> list[dict[str, Any]]:
+        """Its lines."""
+        return read_journal(self.run / "journal.jsonl")
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Lines of the journal that are events of this name."""
+        return [line for line in self.journal if line.get("event") == name]
+
+    def losses(self) -> list[float]:
+        """By step, from the first to the last: none is missing."""
+        steps = read_steps(self.run / "journal.jsonl")
+        assert sorted(steps) == list(range(1, len(steps) + 1))
+        return [steps[step]["loss"] for step in sorted(steps)]
+
+    def state(self) -> StateDict:
+        """Of the newest checkpoint, which is whole."""
+
+        def refuse(text: str) -> None:
+            raise AssertionError(text)
+
+        found = CheckpointStore(self.run / "checkpoints", refuse).load_newest()
+        assert found is not None
+        return found[1]
+
+    def card(self) -> dict[str, Any]:
+        """The failure card."""
+        return json.loads((self.run / "failure.json").read_text())  # type: ignore[no-any-return]
+
+
+_RECORDINGS: dict[str, Callable[[Path], Recorded]] = {}
+
+
+def _recording(make: Callable[[Path], Recorded]) -> Callable[[Path], Recorded]:
+    _RECORDINGS[make.__name__] = make
+    return make
+
+
+class Gallery:
+    """Recorded runs by name.
+
+    Args:
+        root: a folder that the processes of a test run share.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def __getitem__(self, name: str) -> Recorded:
+        """The run, made if no process has made it yet. One that could not be made is an error for each who asks."""
+        folder = self._root / name
+        done = folder.with_suffix(".json")
+        self._root.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if not done.exists():
+                folder.mkdir()
+                done.write_text(json.dumps(_made(name, folder)))
+        facts = json.loads(done.read_text())
+        assert "error" not in facts, facts["error"]
+        return Recorded(folder, **facts)
+
+
+def _made(name: str, folder: Path) -> Mapping[str, Any]:
+    """The facts of a new run, or of why there is none."""
+    try:
+        facts = asdict(_RECORDINGS[name](folder))
+    except Exception:
+        return {"error": f"the run {name!r} could not be made:\n{traceback.format_exc()}"}
+    del facts["folder"]
+    return facts
+
+
+def _trained(folder: Path, *options: str, **how: Any) -> Recorded:
+    how = {"size": 2, "check": True, **how}
+    environment = {**_ROOT, **how.pop("environment", {})}
+    done = train(*options, cwd=folder, environment=environment, **how)
+    return Recorded(folder, done.returncode, done.stdout, done.stderr)
+
+
+def _fault(how: str, rank: int, at: int) -> dict[str, Any]:
+    return {"environment": {FAULT: f"{how}:{rank}:{at}", "TOKEN_OF_A_TRACKER": SECRET}, "check": False}
+
+
+@_recording
+def one(folder: Path) -> Recorded:
+    """One process, no launcher; what imports Horovod fails."""
+    (folder / "horovod.py").write_text("raise ImportError('there is no Horovod here')")
+    return _trained(folder, *TOY, size=1, environment={"PYTHONPATH": f"{folder}:{ROOT}"})
+
+
+@_recording
+def two(folder: Path) -> Recorded:
+    """Two ranks by mpirun, with a window of Horovod's Timeline, a profile, and a note of Python's audit events."""
+    return _trained(
+        folder, *TOY, "--observe.timeline=10:30", "--observe.profile=26:28", environment=audited(folder / "audit")
+    )
+
+
+@_recording
+def three(folder: Path) -> Recorded:
+    """Three ranks by mpirun."""
+    return _trained(folder, *TOY, size=3)
+
+
+@_recording
+def gloo(folder: Path) -> Recorded:
+    """Two ranks by ``horovodrun --gloo``."""
+    return _trained(folder, *TOY, launcher="horovodrun --gloo")
+
+
+@_recording
+def launched(folder: Path) -> Recorded:
+    """Two ranks by ``hvdtrain launch``, which chooses how."""
+    done = run(["-m", "hvdtrain", "launch", "-np", "2", "--", *TOY], cwd=folder, environment=_ROOT)
+    return Recorded(folder, done.returncode, done.stdout, done.stderr)
+
+
+@_recording
+def resumed(folder: Path) -> Recorded:
+    """Two ranks, stopped at step 25 and started again."""
+    first = _trained(folder, *TOY, "--train.stop_at=25")
+    second = _trained(folder, *TOY)
+    return Recorded(folder, second.code, second.out, second.err, {"first": first.out})
+
+
+@_recording
+def killed(folder: Path) -> Recorded:
+    """Two ranks, of which rank 1 is killed in step 27; then the command on the failure card, typed in a shell."""
+    first = _trained(folder, *TOY, **_fault("kill", 1, 2 * KILLED_AT))
+    card, text = first.card(), (first.run / "failure.txt").read_text()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("OMPI_")}
+    done = subprocess.run(
+        shlex.split(card["resume"]),
+        cwd=folder,
+        env={**environment, **_ROOT, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    notes = {"code": first.code, "said": first.out + first.err, "card": card, "text": text}
+    return Recorded(folder, done.returncode, done.stdout, done.stderr, notes)
+
+
+@_recording
+def raised(folder: Path) -> Recorded:
+    """Two ranks, of which rank 1 raises an error in step 4."""
+    return _trained(folder, *TOY, "--observe.timeline=all", "--checkpoint.every=2", **_fault("raise", 1, 8))
+
+
+@_recording
+def crashed(folder: Path) -> Recorded:
+    """Two ranks, of which rank 1 dies of a fault in native code."""
+    return _trained(folder, *TOY, **_fault("crash", 1, 8))
+
+
+@_recording
+def survived(folder: Path) -> Recorded:
+    """An elastic job of two ranks: rank 0 is killed in step 12, rank 1 goes on, another one comes."""
+    job = Scenario(folder, "-np", "2", "--elastic", "1:2", fault="SIGKILL", rank=0)
+    with job:
+        job.until("round 2: 1 rank(s) on 1 host(s)")
+        job.until("round 3: 2 rank(s) on 1 host(s)")
+        job.finish()
+    return Recorded(folder, 0, "", "\n".join(job.said), {"sizes": job.sizes()})
+
+
+@_recording
+def signalled(folder: Path) -> Recorded:
+    """Two ranks with loader processes: a window of traces is asked for, SIGUSR1, then SIGTERM to rank 0."""
+    notes: dict[str, Any] = {}
+
+    def timeline(command: str) -> None:
+        done = subprocess.run(
+            [*_HVDTRAIN, "timeline", command, "run"],
+            cwd=folder,
+            env=ENVIRONMENT,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+        notes[command] = [done.returncode, done.stdout, done.stderr]
+
+    endless = ("--train.steps=1000000", "--checkpoint.every=0", "--loader.workers=1", "--observe.line_every_s=0")
+    with training(*TOY, *endless, "--observe.timeline=2:4", size=2, cwd=folder, after=5, environment=_ROOT) as process:
+        timeline("start")
+        timeline("stop")
+        verified = subprocess.run([*_HVDTRAIN, "verify", "data", "run"], cwd=folder, env=ENVIRONMENT, timeout=TIMEOUT_S)
+        notes["verified"] = verified.returncode
+        notes["horovod"] = {file.name: file.read_text() for file in (folder / "run/timeline").glob("horovod-steps-*")}
+        notes["spans"] = {file.name: file.read_text() for file in (folder / "run/timeline").glob("spans-rank-*.json")}
+        process.send_signal(signal.SIGUSR1)
+        assert process.stdout is not None
+        for _ in process.stdout:  # a line a step
+            if list((folder / "run/checkpoints").glob("step-*")):
+                break
+        notes["ranks"] = len(psutil.Process(process.pid).children(recursive=True))
+        out = stop_by_sigterm(process)
+    return Recorded(folder, process.returncode, out, "", notes)
+
+
+@_recording
+def late(folder: Path) -> Recorded:
+    """Two ranks whose compute is sleep; rank 1 sleeps twice as long in its forward pass as rank 0 in all."""
+    task = f"--task={ROOT}/tests/support/sleeper.py:sleeper"
+    slow = ("--step_ms=150", "--late_rank=1", "--late_ms=300", "--late_in=forward")
+    how = ("--train.steps=25", "--train.global_batch=2", "--train.micro_batch=1", "--checkpoint.every=0")
+    return _trained(folder, task, *slow, *how, "--run_dir=run")
+
+
+@_recording
+def image(folder: Path) -> Recorded:
+    """The image task on two ranks."""
+    return _trained(folder, *IMAGE, "--run_dir=run")
+
+
+@_recording
+def language(folder: Path) -> Recorded:
+    """The language model on two ranks."""
+    return _trained(folder, *LANGUAGE, "--run_dir=run")
