@@ -153,7 +153,7 @@ def test_no_rank_begins_the_window_before_it_is_open_or_goes_on_before_it_is_clo
             horovod.calls.append(f"step {step}")
         timeline.close()
 
-    on_ranks(3, rank)
+    on_ranks(3, rank, at_once=True)
     calls = horovod.calls
     assert calls.index("start") < calls.index("step 2")
     assert calls.index("stop") < calls.index("step 4")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -173,14 +172,22 @@ def on_ranks(size: int, body: Callable[[ThreadComm], T], *, at_once: bool = Fals
         at_once: all run at the same time. For bodies that wait for each other elsewhere than in collectives.
     """
     hub = Hub(size)
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
 
-    def rank(number: int) -> T:
-        with hub.running(at_once=at_once):
-            return body(ThreadComm(hub, number))
+    def rank(number: int) -> None:
+        try:
+            with hub.running(at_once=at_once):
+                results[number] = body(ThreadComm(hub, number))
+        except BaseException as error:
+            errors.append(error)
 
-    with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(rank, number) for number in range(size)]
-        errors = [error for future in futures if (error := future.exception()) is not None]
-        for error in sorted(errors, key=lambda error: isinstance(error, Lost)):
-            raise error
-        return [future.result() for future in futures]
+    # Daemons: one that never ends does not keep the tests from theirs.
+    threads = [threading.Thread(target=rank, args=(number,), daemon=True) for number in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in sorted(errors, key=lambda error: isinstance(error, Lost)):
+        raise error
+    return [results[number] for number in range(size)]

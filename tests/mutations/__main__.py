@@ -1,0 +1,142 @@
+"""``python -m tests.mutations [--only N,N] [--json FILE]``: which tier of the tests catches each mutation of `table`.
+
+Each mutation is written into a copy of the checkout, never into the checkout itself. Its tests run there: first
+those of `make test`, then the slow ones. A failure counts only if the same test passes without the mutation.
+
+Libraries rejected: mutmut and cosmic-ray. They make mutants at random, by the thousand, and run all tests on each. Here
+it is a fixed list that people chose, each a mistake that once was or may be made, and some tests start whole jobs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.install.launcher import NO_SHELL, REMOTE_SHELL, ROOT_MAY_RUN
+from hvdtrain.install.probe import has_remote_shell
+from tests.mutations.table import MUTATIONS, Mutation
+
+ROOT = Path(__file__).resolve().parents[2]
+PARALLEL = "tests/parallel"
+"""Tests that `make test` runs on two ranks."""
+TIERS = {"make test": "not slow", "make test-all": "slow"}
+TIMEOUT_S = 600
+_PASSED, _USAGE, _NOTHING_COLLECTED, _TIMED_OUT = 0, 4, 5, 124
+_FAILED = re.compile(r"(?:^FAILED|^ERROR|rank \d+:) (tests/[^\s\[]+(?:\[.*?\])?)(?= - |$)", re.MULTILINE)
+
+
+class Checkout:
+    """A copy of the checkout in which one file at a time is mutated."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "checkout"
+        self._temporary = folder / "t"
+        self._texts: dict[Path, str] = {}
+        listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+        for name in filter(None, names.split("\0")):
+            if (ROOT / name).is_file():
+                (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, self.root / name)
+
+    def write(self, mutation: Mutation, *, mutated: bool) -> None:
+        """Write the file of a mutation, mutated or as it was; its bytecode would be taken for that of the last one."""
+        path = self.root / "hvdtrain" / mutation.file
+        text = self._texts.setdefault(path, path.read_text(encoding="utf-8"))
+        path.write_text(text.replace(mutation.old, mutation.new) if mutated else text, encoding="utf-8")
+        Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
+
+    def run(self, tests: list[str], marked: str) -> tuple[int, str]:
+        """Exit code and output of the first of these test runs that fails: those on ranks by themselves."""
+        code, output = _NOTHING_COLLECTED, ""
+        on_ranks = [test for test in tests if test.startswith(PARALLEL)]
+        for chosen, command in ((on_ranks, ["mpirun", "-np", "2"]), ([t for t in tests if t not in on_ranks], [])):
+            if chosen:
+                options = ["-q", "-x", "-p", "no:cacheprovider", "-m", marked]
+                found, output = self._start([*command, sys.executable, "-m", "pytest", *options, *chosen])
+                if found not in (_PASSED, _NOTHING_COLLECTED):
+                    return found, output
+                code = min(code, found)
+        return code, output
+
+    def _start(self, argv: list[str]) -> tuple[int, str]:
+        shutil.rmtree(self._temporary, ignore_errors=True)
+        self._temporary.mkdir()
+        path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
+        variables = {"PYTHONPATH": str(self.root), "TMPDIR": str(self._temporary), "OMP_NUM_THREADS": "1", "PATH": path}
+        variables |= ROOT_MAY_RUN | ({} if has_remote_shell(os.environ) else dict.fromkeys(REMOTE_SHELL, NO_SHELL))
+        output = self._temporary.with_name("output")
+        with output.open("wb") as file:
+            process = subprocess.Popen(
+                argv, cwd=self.root, env=os.environ | variables, stdout=file, stderr=file, start_new_session=True
+            )
+            try:
+                code = process.wait(TIMEOUT_S)
+            except BaseException as error:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                if not isinstance(error, subprocess.TimeoutExpired):
+                    raise
+                code = _TIMED_OUT
+        return code, output.read_text(encoding="utf-8", errors="replace")
+
+
+def outcome(checkout: Checkout, mutation: Mutation) -> tuple[str, str]:
+    """A tier, "survived" or "no tests"; and the test that failed, or what else is to be said."""
+    ran = False
+    for tier, marked in TIERS.items():
+        checkout.write(mutation, mutated=True)
+        try:
+            code, output = checkout.run(list(mutation.tests), marked)
+        finally:
+            checkout.write(mutation, mutated=False)
+        if code == _USAGE:
+            return "no tests", "pytest cannot be run so"
+        ran |= code != _NOTHING_COLLECTED
+        if code in (_PASSED, _NOTHING_COLLECTED):
+            continue
+        found = _FAILED.search(output)
+        if checkout.run([found[1]] if found else list(mutation.tests), marked)[0] != _PASSED:
+            return "no tests", f"{found[1] if found else 'a test'} fails without the mutation too"
+        return tier, "timeout" if code == _TIMED_OUT else found[1] if found else f"exit code {code}"
+    return ("survived" if ran else "no tests"), ""
+
+
+def main() -> int:
+    """Run; 1 where a mutation is not caught, 2 where the table does not fit the source."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutations", description="See which tier catches what.")
+    parser.add_argument("--only", metavar="N,N", help="numbers of mutations, from 1 (default: all)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file to write the results to")
+    options = parser.parse_args()
+    numbers = [int(n) for n in options.only.split(",")] if options.only else range(1, len(MUTATIONS) + 1)
+    wrong = [n for n, m in enumerate(MUTATIONS, 1) if (ROOT / "hvdtrain" / m.file).read_text().count(m.old) != 1]
+    if wrong:
+        print(f"the text to replace does not occur exactly once in the files of mutations {wrong}", file=sys.stderr)
+        return 2
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="mut-", ignore_cleanup_errors=True) as folder:
+        checkout = Checkout(Path(folder))
+        for number in numbers:
+            mutation, began_s = MUTATIONS[number - 1], time.monotonic()
+            caught_by, test = outcome(checkout, mutation)
+            row = {"number": number, "file": mutation.file, "breaks": mutation.breaks, "seen": mutation.seen}
+            rows.append({**row, "outcome": caught_by, "test": test, "seconds": round(time.monotonic() - began_s, 1)})
+            print(f"{number:3} {mutation.file:40} {caught_by:13} {rows[-1]['seconds']:6.1f} s  {test}", flush=True)
+            if options.json:
+                options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    return int(any(row["outcome"] not in TIERS for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
