@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain import durable
 from hvdtrain.durable import write_text
 
 
@@ -27,3 +28,15 @@ def test_what_cannot_be_written_leaves_nothing_beside_it(tmp_path: Path) -> None
         write_text(tmp_path / "file", "no text: \udcff")
     assert {path.name for path in tmp_path.rglob("*")} == {"folder", "file"}
     assert (tmp_path / "file").read_text() == "before"
+
+
+def test_the_file_is_on_the_disk_before_its_name_and_the_name_before_it_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    real = durable.os.fsync
+    monkeypatch.setattr(
+        durable.os, "fsync", lambda file: synced.append(str(Path(f"/proc/self/fd/{file}").readlink())) or real(file)
+    )
+    write_text(tmp_path / "file", "x")
+    assert synced == [str(tmp_path / ".file.writing"), str(tmp_path)]

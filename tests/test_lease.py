@@ -133,3 +133,16 @@ def test_a_run_directory_is_claimed_once_without_locks(tmp_path: Path, monkeypat
     again = run_directory._claim(tmp_path / "run")
     assert again is not None
     again.release()
+
+
+def test_who_has_lost_it_does_not_take_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "BEAT_S", 0.001)
+    held = _take(tmp_path / "l")
+    assert held is not None
+    others = json.dumps({"nonce": "another's"})
+    while held._thread.is_alive():  # a beat that is under way may still be written over it
+        (tmp_path / "new").write_text(others)
+        (tmp_path / "new").replace(tmp_path / "l")
+        held._thread.join(0.01)
+    held.release()
+    assert (tmp_path / "l").read_text() == others

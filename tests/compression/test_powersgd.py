@@ -16,8 +16,10 @@ from hvdtrain.compression.feedback import Feedback
 from hvdtrain.compression.matrices import Alike, _runs, orthonormal
 from hvdtrain.compression.powersgd import PowerSGD
 from hvdtrain.compression.sizes import matrix
+from hvdtrain.compression.table import parse
 from tests.support.compression import bucket, exchange, gradients, parts, step
-from tests.support.thread_comm import ThreadComm, on_ranks
+from tests.support.compression_contract import law
+from tests.support.thread_comm import ThreadComm, ThreadHandle, on_ranks
 
 
 def _low_rank(shape: Sequence[int], rank: int, seed: int) -> torch.Tensor:
@@ -180,3 +182,16 @@ def test_equal_distances_are_one_run() -> None:
 )
 def test_what_is_no_saving_is_sent_as_it_is(shape: tuple[int, ...], rank: int, sides: tuple[int, int] | None) -> None:
     assert matrix(shape, rank) == sides
+
+
+class AtOnce(ThreadComm):
+    """Its sums are there as soon as they are asked for, as an exchange that is quick may have them."""
+
+    def allreduce(self, tensor: torch.Tensor, *, name: str) -> ThreadHandle:
+        handle = super().allreduce(tensor, name=name)
+        handle.wait()
+        return handle
+
+
+def test_what_is_sent_is_not_read_again_as_ones_own() -> None:
+    on_ranks(2, lambda comm: law(AtOnce(comm._hub, comm.rank), parse("powersgd:2")))

@@ -14,6 +14,7 @@ from hvdtrain.compression.table import parse
 from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.engine.make import _named as _held
 from hvdtrain.errors import LaunchError, TaskError
+from hvdtrain.exchange.passes import Passes
 from hvdtrain.exchange.reducer import Reducer
 from tests.support.thread_comm import ThreadComm, ThreadHandle, on_ranks
 
@@ -361,3 +362,8 @@ def test_a_rank_that_joins_owes_nothing_and_the_others_what_they_owed() -> None:
     owed = {"p/residual": torch.full((4, 4), 3.0)}
     got = on_ranks(2, lambda comm: _restarted(comm, "int8", {} if comm.rank else owed, 2))
     assert got == pytest.approx([4.0, 4.0])
+
+
+def test_a_parameter_is_full_with_the_last_of_its_passes() -> None:
+    passes = Passes(2)
+    assert [passes.reached(name) for name in ("a", "b", "a", "b")] == [False, False, True, True]

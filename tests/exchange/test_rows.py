@@ -158,3 +158,13 @@ def test_what_is_owed_to_other_rows_is_delivered(planned: bool) -> None:
     (sent, got), _ = on_ranks(2, lambda comm: _with_state(comm, owed=True, planned=planned))
     assert sent == "coded"
     assert got.mean().item() == pytest.approx(2.0, rel=1e-2)
+
+
+def test_a_row_that_is_nowhere_above_zero_is_sent() -> None:
+    def fill(rank: int, step: int) -> Tensor:
+        gradient = torch.zeros(ROWS, COLUMNS)
+        gradient[5, 3], gradient[9] = -1.0 - rank, 1.0
+        return gradient
+
+    (sums, _), _ = _exchanged(2, fill, "none")
+    assert sums[2][5, 3] == 0.5 * 3.0 * (-1.0 - 2.0)

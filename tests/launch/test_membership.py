@@ -882,3 +882,13 @@ class TestHangs:
         job.unreachable.clear()
         job.wait(70)
         assert len(job.round()) == 4
+
+
+def test_each_shortage_has_a_time_of_its_own_without_a_round_between() -> None:
+    job = World(replace(ELASTIC, start=2), {"a": 2})
+    for _ in range(3):
+        job.hosts({"a": 1})
+        job.wait(ELASTIC.elastic_timeout_s - 100)
+        job.hosts({"a": 2})
+        job.wait(70)
+        assert job.code is None and len(job.rounds) == 1

@@ -412,3 +412,35 @@ def test_format_1_is_still_read(tmp_path: Path) -> None:
     (path / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
         load(path)
+
+
+class Counts(torch.optim.SGD):
+    """Keeps a plain number of each parameter."""
+
+    def step(self, closure=None):  # type: ignore[no-untyped-def]
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["n"] = self.state[parameter].get("n", 0) + 1
+        return super().step(closure)
+
+
+def test_a_plain_number_of_a_parameter_is_kept() -> None:
+    first, second = _state(steps=3, optimizer=Counts), _state(seed=1, steps=1, optimizer=Counts)
+    second.load_state_dict(first.state_dict())
+    assert {slots["n"] for slots in second.optimizer.state.values()} == {3}
+    assert second.state_dict().values == first.state_dict().values
+
+
+def test_the_loss_scale_is_kept() -> None:
+    def made(steps: int) -> TrainState:
+        state = _state(steps=0)
+        state.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+        for _ in range(steps):
+            state.scaler.scale(state.model(torch.randn(3, 6)).sum()).backward()
+            state.scaler.step(state.optimizer)
+            state.scaler.update()
+        return state
+
+    first, second = made(3), made(0)
+    second.load_state_dict(first.state_dict())
+    assert second.scaler.state_dict() == first.scaler.state_dict()
+    assert second.scaler.get_scale() == 32.0

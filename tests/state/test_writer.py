@@ -19,6 +19,7 @@ from hvdtrain.state import writer as writer_module
 from hvdtrain.state.store import CheckpointStore, load
 from hvdtrain.state.train_state import StateDict
 from hvdtrain.state.writer import CheckpointWriter
+from hvdtrain.state.writing import gather_shards, report_shard, want_shards, write_shard
 from tests.support.launch import TIMEOUT_S
 from tests.support.thread_comm import ThreadComm, on_ranks
 
@@ -346,3 +347,11 @@ def test_ranks_that_see_other_files_leave_all_to_rank_0(tmp_path: Path, monkeypa
     monkeypatch.setattr(Path, "exists", lambda path: real(path) and not path.name.startswith(".shared-"))
     on_ranks(2, body, at_once=True)
     assert [path.name for path in (tmp_path / "checkpoints/step-000001").glob("model*")] == ["model.safetensors"]
+
+
+def test_a_part_of_which_a_tensor_is_missing_is_refused(tmp_path: Path) -> None:
+    want_shards(tmp_path, 2)
+    mine = StateDict({"model": {"a": torch.ones(2)}}, {})
+    report_shard(tmp_path, 1, 3, mine, write_shard(tmp_path, 1, 2, mine, lambda: None))
+    with pytest.raises(OSError, match="written 1 tensors, not 2"):
+        gather_shards(tmp_path, 2, 3, 2, progress=lambda: None, abandoned=threading.Event())

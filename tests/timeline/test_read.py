@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +18,7 @@ from hvdtrain.errors import TraceError
 from hvdtrain.timeline.columns import HorovodTrace
 from hvdtrain.timeline.read import read_horovod
 from hvdtrain.timeline.reading import growing
+from hvdtrain.timeline.reading.sizes import nbytes
 from tests.timeline.plain_reader import read_plainly, spans_of, ticks_of
 
 TRACES = sorted((Path(__file__).parent / "traces").glob("*.gz"))
@@ -251,3 +253,10 @@ def test_a_full_disk_leaves_columns_in_memory(monkeypatch: pytest.MonkeyPatch) -
     other = growing.Column("i4", in_memory_bytes=8)
     other.add(np.arange(9))
     assert np.array_equal(column.finish(), other.finish())
+
+
+@pytest.mark.parametrize(
+    "dtype", ["uint8", "int8", "bool", "int16", "float16", "bfloat16", "int32", "float32", "int64"]
+)
+def test_bytes_are_those_of_torch(dtype: str) -> None:
+    assert nbytes({"dtype": dtype, "shape": "[2, 3]"}) == 6 * getattr(torch, dtype).itemsize

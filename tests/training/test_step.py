@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -172,3 +174,21 @@ def test_what_several_ranks_have_left_follows_the_loss_scale_on_one() -> None:
     kept = engine.state_dict()[0]
     assert kept["p/residual"].tolist() == [0.5] * 3
     assert kept["p/powersgd_q"].tolist() == [1.0] * 3
+
+
+def test_each_forward_pass_is_seeded_just_before_it() -> None:
+    """Not sooner: what is between may draw numbers of its own, as reading the next batch does without workers."""
+    done: list[str] = []
+    task = _task()
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        done.append("forward")
+        return task.loss(model, batch)
+
+    def batches() -> Iterator[tuple[Callable[[], None], Any]]:
+        for number, batch in enumerate(_batches(task, 4)):
+            done.append("read")
+            yield (lambda number=number: done.append(f"seed {number}")), batch
+
+    _stepper(replace(task, loss=loss)).run(batches(), 3, [0, 0, 0])
+    assert done == [word for n in range(3) for word in ("read", f"seed {n}", "forward")]
