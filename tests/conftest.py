@@ -78,7 +78,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    if (tally := config.getoption("--tally")) and not RANK:
+    if (tally := config.getoption("--tally")) and not RANK and not hasattr(config, "workerinput"):
         counts = {kind: len(found) for kind, found in terminalreporter.stats.items() if kind in OUTCOMES}
         with Path(tally).open("a") as file:
             file.write(json.dumps({**counts, "seconds": time.monotonic() - _BEGAN}) + "\n")

@@ -10,7 +10,7 @@ from typing import Any
 _LAUNCHERS = {"mpirun", "mpiexec", "mpiexec.hydra", "horovodrun", "srun", "sbatch", "salloc"}
 _TRAINING_SCRIPTS = {"chaos_rank.py", "own.py"}
 _OTHER_COMMANDS = {"timeline", "doctor", "config", "completion", "bundle", "build-horovod"}
-_NO_JOB = {"--help", "--version", "-V", "--dry-run", "--print_config"}
+_NO_JOB = {"--help", "--version", "-V", "--dry-run", "--print_config", "--mpi=list"}
 
 
 def job_of(command: Any) -> str | None:
