@@ -80,8 +80,8 @@ def _start(jobs: list[subprocess.Popen[str]], folder: Path, size: int, *options:
     process = subprocess.Popen(
         [*launcher, sys.executable, "-m", "hvdtrain", *LONG, "--run_dir=run", *options],
         cwd=folder,
-        # mpirun kills the ranks one second after it was told to end, saved or not; here they may be slower.
-        env={**ENVIRONMENT, "PATH": path, "OMPI_MCA_odls_base_sigkill_timeout": "60"},
+        # mpirun kills the ranks one second after it was told to end, saved or not. Here they have longer, and it waits.
+        env={**ENVIRONMENT, "PATH": path, "OMPI_MCA_odls_base_sigkill_timeout": "10"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

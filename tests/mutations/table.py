@@ -675,6 +675,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         '            handle = self.comm.allreduce(self._second, name=f"{self.shape.name}/q")\n'
         "            self._own.copy_(self._second)\n",
         "a rank's own factor is copied after the sum over ranks has begun",
+        "tests/compression/test_powersgd.py",
         "tests/compression/test_contract.py",
         "tests/parallel/test_compression.py",
     ),
@@ -758,6 +759,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "return EXIT_OF_SIGNAL.get(result.reason, 0)",
         "return 0",
         "a run that a signal stopped exits with 0",
+        "tests/cli/test_report_at_end.py",
         "tests/cli/test_train.py",
         "tests/cli/test_launchers.py",
     ),
