@@ -45,6 +45,7 @@ _OF_HOSTS = ("hosts", "slurm")
 """Folders whose tests need other hosts, or a scheduler: all by one process, so that there is one of each."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
