@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -137,6 +138,7 @@ class SeatedRounds:
         while True:
             self._leave()
             place = self._seat.join(why, text, step)
+            self._seat.pulse = Pulse()
             try:
                 return self._meet(place)
             except Exception as error:
@@ -146,7 +148,8 @@ class SeatedRounds:
         from hvdtrain.comm.horovod import hvd
 
         self._seat.cut = lambda: None
-        self._seat.pulse = Pulse()
+        began_s = time.monotonic()
+        self._seat.pulse = Pulse(idle_s=lambda: time.monotonic() - began_s)  # Horovod may never come to its end
         hvd.shutdown()  # also what init has left that failed; nothing where there was none
 
     def _meet(self, place: Place) -> HorovodComm:

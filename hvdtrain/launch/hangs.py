@@ -81,9 +81,10 @@ def _holding(job: Job) -> list[Worker]:
     idle = [w for w in members if not w.joined and w.idle_s > timeout]
     held = [w for w in idle if not w.waiting]
     waiting = [w for w in members if w.joined or w.waiting]
-    if not timeout or not waiting or len(waiting) + len(held) < len(members):
+    overdue = job.fault_s is not None and job.now_s - job.fault_s >= timeout
+    if not timeout or not (waiting or overdue) or len(waiting) + len(held) < len(members):
         return []
-    if not held and job.fault_s is not None and job.now_s - job.fault_s >= timeout:
+    if not held and overdue:
         return idle  # they were told that the round is broken, and stay in it
     return held
 

@@ -65,3 +65,19 @@ def test_connections_that_are_opened_once_a_rank_is_gone_are_cut_too(monkeypatch
     with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(ConnectionError, match="the end"):
         rounds._meet(seat.join("", "", 0))
     assert ends == [b"", b""]
+
+
+def test_who_does_not_come_out_of_a_round_is_seen_to_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Horovod's shutdown may never end: the driver goes by what this rank says of its progress."""
+    seat = _Breaking()
+    rounds = SeatedRounds(seat, rank_info({}))  # type: ignore[arg-type]
+    now_s, seen = [100.0], []
+    monkeypatch.setattr("hvdtrain.comm.rounds.time.monotonic", lambda: now_s[0])
+
+    def shutdown() -> None:
+        now_s[0] += 61.0
+        seen.append(seat.pulse.idle_s())  # type: ignore[attr-defined]
+
+    monkeypatch.setattr("hvdtrain.comm.horovod.hvd.shutdown", shutdown)
+    rounds._leave()
+    assert seen == [61.0]

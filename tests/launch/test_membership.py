@@ -791,6 +791,23 @@ class TestHangs:
         assert not hung.alive and len(job.round()) == 3
         assert any("hangs" in text and "rank 3 on b" in text for text in job.said)
 
+    @pytest.mark.parametrize("idle_s", [0, 61])
+    def test_the_only_one_left_that_never_leaves_a_broken_round_is_killed_unless_it_is_at_work(
+        self, idle_s: int
+    ) -> None:
+        """Nobody waits for it as yet."""
+        job = World(replace(ELASTIC, start=2, least=1), {"a": 2})
+        job.joining = False
+        gone, left = job.round()
+        left.deaf = True
+        job.die(gone)
+        for second in range(70):
+            assert left.alive or second > 55
+            if left.alive:
+                job.alive(left, idle_s=min(second, idle_s))
+            job.wait(1)
+        assert left.alive == (idle_s == 0)
+
     def test_a_slow_one_is_not(self) -> None:
         job = world()
         *others, slow = job.round()
