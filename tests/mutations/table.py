@@ -121,8 +121,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _missed(
         "launch/hangs.py",
-        "if not timeout or not waiting or len(waiting) + len(held) < len(members):",
-        "if not timeout or not waiting:",
+        "if not timeout or not (waiting or overdue) or len(waiting) + len(held) < len(members):",
+        "if not timeout or not (waiting or overdue):",
         "a rank counts as hanging while another still computes",
         MEMBERSHIP,
     ),
