@@ -75,7 +75,7 @@ def _end(module: str, what: str, folder: Path) -> set[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("what", ["kill", pytest.param("join", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("what", ["kill", "join"])
 def test_law_6_also_where_ranks_come_and_go(what: str, tmp_path: Path) -> None:
     ours = _end("hvdtrain.torch", what, tmp_path / "ours")
     assert ours == _end("horovod.torch", what, tmp_path / "stock")

@@ -232,7 +232,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", ["raise", pytest.param("catch", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["raise", "catch"])
 @pytest.mark.slow
 def test_from_python_the_error_comes_out_and_the_card_is_written(how: str, tmp_path: Path) -> None:
     """Where the script catches it on the rank that failed, and ends well there, the other rank's end is not good."""
@@ -268,7 +268,7 @@ def test_sigterm_of_a_user_is_no_failure(tmp_path: Path) -> None:
     assert not list((tmp_path / "run").glob("failure.*"))
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.slow
 def test_of_a_rank_that_is_killed_no_loader_process_stays(size: int, tmp_path: Path) -> None:
     options = ["--run_dir=run", "--train.steps=1000000", "--train.global_batch=4", "--train.micro_batch=2"]

@@ -57,7 +57,6 @@ def test_so_it_is_at_other_sizes(size: int, tmp_path: Path) -> None:
     _check_starts(tmp_path, size, (5, 12), 9)
 
 
-@pytest.mark.slow
 def test_off_means_none(tmp_path: Path) -> None:
     train_on_threads(*TOY, "--train.steps=3", "--observe.timeline=off", f"--run_dir={tmp_path}", size=2)
     assert read_steps(tmp_path) == [] and not (tmp_path / "timeline/steps.jsonl").exists()

@@ -12,12 +12,10 @@ from tests.support.two_hosts import UnavailableError
 
 pytestmark = pytest.mark.slow
 
-SOON = [
+CELLS = [
     Cell("SIGKILL", "exchange", rank=0),
     Cell("SIGSTOP", "data"),
     Cell("disk full", "checkpoint"),
-]
-LATER = [
     Cell("SIGTERM", "forward", rank=0),
     Cell("SIGKILL", "start-up"),
     Cell("SIGKILL", "step", size=3, rank=0),
@@ -25,7 +23,6 @@ LATER = [
     Cell("disk full", "evaluation", step=LATE),
     Cell("link cut", "backward", hosts=2),
 ]
-CELLS = [*SOON, *(pytest.param(cell, marks=pytest.mark.slow) for cell in LATER)]
 
 
 @pytest.mark.timeout(240)

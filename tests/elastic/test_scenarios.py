@@ -12,7 +12,6 @@ from tests.support.scenario import STEPS, Hosts, Scenario, nothing_lost
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 Losses = dict[int, float]
-SLOW = pytest.mark.slow  # one of each kind is in `make test`
 
 
 def test_hosts_are_added_and_removed_and_come_back(tmp_path: Path, losses: Losses) -> None:
@@ -34,8 +33,8 @@ def test_hosts_are_added_and_removed_and_come_back(tmp_path: Path, losses: Losse
     [
         ("SIGKILL", 0),
         (EXCEPTION, 1),
-        pytest.param("SIGKILL", 1, marks=SLOW),
-        pytest.param(EXCEPTION, 0, marks=SLOW),
+        ("SIGKILL", 1),
+        (EXCEPTION, 0),
     ],
 )
 def test_a_rank_fails_and_the_others_go_on(fault: str, rank: int, tmp_path: Path, losses: Losses) -> None:
@@ -47,7 +46,6 @@ def test_a_rank_fails_and_the_others_go_on(fault: str, rank: int, tmp_path: Path
     assert job.sizes() == [2, 1, 2]
 
 
-@SLOW
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_evaluation_in_which_a_rank_is_lost_is_made_up(rank: int, tmp_path: Path, losses: Losses) -> None:
     lost = {"fault": "SIGKILL", "phase": "evaluation", "step": 12, "rank": rank}
@@ -72,7 +70,6 @@ def test_a_rank_is_gone_while_the_others_meet(tmp_path: Path, losses: Losses) ->
     assert job.sizes() == [2, 3, 2, 3]
 
 
-@SLOW
 @pytest.mark.parametrize("fault", ["SIGKILL", EXCEPTION])
 def test_a_rank_fails_and_the_other_waits_for_another(fault: str, tmp_path: Path, losses: Losses) -> None:
     job = Scenario(tmp_path, "-np", "2", "--elastic", "2:2", fault=fault)
@@ -83,7 +80,6 @@ def test_a_rank_fails_and_the_other_waits_for_another(fault: str, tmp_path: Path
     assert job.sizes() == [2, 2]
 
 
-@SLOW
 def test_all_ranks_fail(tmp_path: Path, losses: Losses) -> None:
     job = Scenario(tmp_path, "-np", "2", "--elastic", "1:2")
     with job:
@@ -105,7 +101,6 @@ def test_all_ranks_fail_and_are_started_again(tmp_path: Path, losses: Losses) ->
         job.finish()
 
 
-@SLOW
 def test_all_hosts_fail_at_once_and_come_back(tmp_path: Path, losses: Losses) -> None:
     options = ("-np", "2", "--elastic", "1:2", "--restarts", "1", "-H", "localhost:1,127.0.0.1:1")
     job = Scenario(tmp_path, *options)
@@ -118,7 +113,6 @@ def test_all_hosts_fail_at_once_and_come_back(tmp_path: Path, losses: Losses) ->
         job.finish()
 
 
-@SLOW
 def test_the_minimum_is_not_reached_in_time(tmp_path: Path, losses: Losses) -> None:
     options = ("-np", "2", "--elastic", "2:2", "--elastic-timeout", "0.1")
     job = Scenario(tmp_path, *options, fault="SIGKILL", step=25)
@@ -129,7 +123,6 @@ def test_the_minimum_is_not_reached_in_time(tmp_path: Path, losses: Losses) -> N
         again.finish()
 
 
-@SLOW
 def test_the_limit_of_resets(tmp_path: Path, losses: Losses) -> None:
     job = Scenario(tmp_path, "-np", "2", "--elastic", "1:2", "--reset-limit", "1", fault="SIGKILL", step=25)
     with job:

@@ -67,7 +67,6 @@ def test_a_rank_is_killed(tmp_path: Path, losses: dict[int, float]) -> None:
         job.hurry()
 
 
-@pytest.mark.slow
 def test_a_host_is_added_and_removed(tmp_path: Path, losses: dict[int, float]) -> None:
     hosts = Hosts(tmp_path, "localhost:1")
     job = Stock(tmp_path, hosts, 1)

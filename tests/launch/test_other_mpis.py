@@ -37,7 +37,6 @@ def on_mpich() -> Mpi:
     return mpi
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", ["mpich", "intelmpi"])
 def test_horovod_trains(name: str, on_mpich: Mpi, tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ from hvdtrain import Task
 from hvdtrain.errors import DriftError
 from hvdtrain.state.train_state import StateDict
 from hvdtrain.verify.data import verify_data
+from tests.support.chaos import TASK
 from tests.support.gallery import IMAGE, LANGUAGE, STEPS, TOY, Gallery, Recorded
+from tests.support.scenario import LENGTH
 from tests.support.thread_job import train_on_threads
 
 SHORT = (*TOY, "--train.steps=12", "--checkpoint.every=0")
@@ -153,9 +155,6 @@ def test_law_4_on_a_real_job(name: str, gallery: Gallery) -> None:
 
 def test_a_killed_rank_is_survived(gallery: Gallery, tmp_path: Path) -> None:
     """Laws 1 and 4 where a rank of an elastic job is killed, the other goes on, and another one comes."""
-    from tests.support.chaos import TASK
-    from tests.support.scenario import LENGTH
-
     job = gallery["survived"]
     assert job.notes["sizes"] == [2, 1, 2]
     assert job.losses() == pytest.approx(_train(tmp_path, *TASK, LENGTH).losses(), rel=1e-5)

@@ -109,7 +109,6 @@ def mpis(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 SONAME = {"mpich": "libmpi.so.12", "openmpi4": "libmpi.so.40", "openmpi5": "libmpi.so.40"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("own_library_first", [False, True])
 @pytest.mark.parametrize("built", SONAME)
 @pytest.mark.parametrize("launched", SONAME)
@@ -133,7 +132,6 @@ def test_another_mpis_mpirun(mpis, tmp_path: Path, launched: str, built: str, ow
     assert done.stdout.count("REFUSED") == (0 if fits else 2), done.stdout
 
 
-@pytest.mark.slow
 def test_real_libraries_tell_their_versions(mpis) -> None:
     assert str(library_version(mpis["mpich"] / "lib/libmpi.so.12")).startswith("MPICH Version:")
     assert library_version(mpis["openmpi4"] / "lib/libmpi.so.40") == "Open MPI v4.1.8"

@@ -19,7 +19,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import psutil
 from filelock import FileLock
 
 from hvdtrain.observe.journal import read_journal, read_steps
@@ -280,7 +279,6 @@ def signalled(folder: Path) -> Recorded:
         for _ in process.stdout:  # a line a step
             if list((folder / "run/checkpoints").glob("step-*")):
                 break
-        notes["ranks"] = len(psutil.Process(process.pid).children(recursive=True))
         out = stop_by_sigterm(process)
     return Recorded(folder, process.returncode, out, "", notes)
 
