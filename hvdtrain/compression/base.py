@@ -34,15 +34,25 @@ class Part:
         name: of the parameter.
         shape: of the gradient.
         start: first element in the bucket.
+        stride: of the gradient in the bucket, in elements, one for each dimension; row-major by default.
     """
 
     name: str
     shape: torch.Size
     start: int
+    stride: tuple[int, ...] | None = None
 
     def view(self, flat: Tensor) -> Tensor:
         """The part's place in `flat`, in the parameter's shape."""
-        return flat[self.start : self.start + self.shape.numel()].view(self.shape)
+        place = flat[self.start : self.start + self.shape.numel()]
+        return place.view(self.shape) if self.stride is None else place.as_strided(self.shape, self.stride)
+
+    @property
+    def stored_shape(self) -> torch.Size:
+        """The sizes of the dimensions in the order in which the bucket stores them, outermost first."""
+        if self.stride is None:
+            return self.shape
+        return torch.Size([size for _, size in sorted(zip(self.stride, self.shape, strict=True), key=lambda d: -d[0])])
 
 
 @dataclass(frozen=True)
@@ -67,7 +77,7 @@ class BucketShape:
     def sizes(self) -> sizes.Bucket:
         """What the sizes of its payloads depend on."""
         dtype = str(self.dtype).removeprefix("torch.")
-        return sizes.Bucket([tuple(part.shape) for part in self.parts], dtype, self.length)
+        return sizes.Bucket([tuple(part.stored_shape) for part in self.parts], dtype, self.length)
 
     def zeros(self, length: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """A flat buffer on the bucket's device; without arguments, one that holds the bucket."""

@@ -43,7 +43,7 @@ class PowerSGD(Compressor):
         by_sides: dict[tuple[int, int], list[Part]] = {}
         self._plain: list[int] = []
         for index, part in enumerate(shape.parts):
-            sides = sizes.matrix(part.shape, rank)
+            sides = sizes.matrix(part.stored_shape, rank)
             if sides:
                 by_sides.setdefault(sides, []).append(part)
             else:

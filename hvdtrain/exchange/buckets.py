@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from hvdtrain.compression.base import BucketShape, Part
@@ -113,6 +114,8 @@ def _lay_out_one(names: Sequence[str], of: Mapping[str, nn.Parameter], name: str
     parts = []
     length = 0
     for parameter_name, parameter in zip(names, parameters, strict=True):
-        parts.append(Part(parameter_name, parameter.shape, length))
+        # torch's fused optimizers pass over strides: a gradient has to be stored as its parameter is.
+        stride = None if parameter.is_contiguous() else torch.empty_like(parameter, device="meta").stride()
+        parts.append(Part(parameter_name, parameter.shape, length, stride))
         length += padded(parameter.numel(), dtype.itemsize)
     return Layout(parameters, BucketShape(name, tuple(parts), length, dtype, device))

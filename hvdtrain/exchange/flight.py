@@ -161,7 +161,7 @@ def _facts(layout: Layout) -> dict[str, Any]:
     return {
         "name": shape.name,
         "parameters": [part.name for part in shape.parts],
-        "shapes": [list(part.shape) for part in shape.parts],
+        "shapes": [list(sizes) for sizes in shape.sizes.shapes],
         "dtype": str(shape.dtype).removeprefix("torch."),
         "length": shape.length,
     }

@@ -50,9 +50,10 @@ class RowBucket(Bucket):
         self.count = 0
 
     def _pack(self, index: int, gradient: Tensor | None, weight: float) -> None:
-        if gradient is None:
-            gradient = torch.zeros_like(self.layout.parameters[0])
-        self._gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        if gradient is None or gradient.is_sparse:
+            zeros = torch.zeros_like(self.layout.parameters[0])
+            gradient = zeros if gradient is None else zeros.add_(gradient)
+        self._gradient = gradient
         self._weight = weight
 
     def _exchange(self) -> Phases:

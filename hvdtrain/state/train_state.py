@@ -195,13 +195,21 @@ class TrainState:
 
     def _load_optimizer(self, slots: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
         # torch's own load_state_dict wants numbers for parameters; it casts and moves state as each optimizer needs.
-        names = {name: index for index, name in enumerate(self._names())}
+        names = {name: (index, parameter) for index, (name, parameter) in enumerate(self._names().items())}
         entries: dict[int, dict[str, Any]] = {}
         for key, value in [*slots.items(), *plain.items()]:
             name, _, slot = key.rpartition("/")
-            entries.setdefault(names[name], {})[slot] = value.clone() if isinstance(value, Tensor) else value
+            index, parameter = names[name]
+            entries.setdefault(index, {})[slot] = _stored_as(parameter, value) if isinstance(value, Tensor) else value
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": entries, "param_groups": groups})
+
+
+def _stored_as(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    """Return a copy of `value` with the parameter's strides, which torch's fused optimizers take for granted."""
+    if value.shape != parameter.shape or parameter.is_contiguous():
+        return value.clone()
+    return torch.empty_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)
 
 
 def _unaliased(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -21,7 +21,12 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     ]
     groups = [group for group in groups if group["params"]]
     # One pass over memory in place of ten: 3 ms against 11 to 24 for 6.8M parameters on one core.
-    fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in trained)
+    fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") and _is_dense(p) for p in trained)
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=fused)
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=fused)
+
+
+def _is_dense(parameter: nn.Parameter) -> bool:
+    """Return whether its elements fill their memory, in any order of dimensions; fused updates assume it."""
+    return parameter.stride() == torch.empty_like(parameter, device="meta").stride()

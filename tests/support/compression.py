@@ -39,11 +39,14 @@ class Counting:
         return counted
 
 
-def bucket(shapes: Sequence[Sequence[int]], dtype: torch.dtype = torch.float32, first: int = 0) -> BucketShape:
-    """Parts p0, p1, ... with gaps between them, on torch's default device."""
+def bucket(
+    shapes: Sequence[Sequence[int]], dtype: torch.dtype = torch.float32, first: int = 0, *, turned: bool = False
+) -> BucketShape:
+    """Parts p0, p1, ... with gaps between them, on torch's default device; `turned` ones are stored column-major."""
     parts, length = [], 0
     for number, shape in enumerate(shapes, first):
-        parts.append(Part(f"p{number}", torch.Size(shape), length))
+        stride = torch.empty(tuple(reversed(shape)), device="meta").stride()[::-1] if turned else None
+        parts.append(Part(f"p{number}", torch.Size(shape), length, stride))
         length += -(-math.prod(shape) // _ALIGNMENT) * _ALIGNMENT
     return BucketShape(f"bucket{first}", tuple(parts), length, dtype, torch.get_default_device())
 

@@ -1,0 +1,86 @@
+"""Parameters that are not stored row-major train as those that are; ranks are threads."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from hvdtrain import Task
+from hvdtrain.config.schema import OptimizerConfig
+from hvdtrain.training.optimizers import make_optimizer
+from tests.support.thread_job import train_on_threads
+
+OPTIONS = ("--train.global_batch=4", "--train.micro_batch=2", "--train.steps=6", "--optimizer.warmup_steps=0")
+
+LR = {"adamw": 0.02, "sgd": 0.3}
+
+
+class Turned(nn.Module):
+    """A convolution and products by a square matrix and by a thin one."""
+
+    def __init__(self, *, turned: bool) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.square = nn.Parameter(torch.randn(16, 16) / 4)
+        self.thin = nn.Parameter(torch.randn(16, 2))
+        if turned:
+            self.conv.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            self.square = nn.Parameter(self.square.detach().t().contiguous().t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = torch.tanh(self.conv(x)).mean(1).flatten(1) @ self.square
+        return torch.tanh(hidden) @ self.thin
+
+
+def _task(_rank: int, *, turned: bool) -> Task:
+    torch.manual_seed(1)
+    model = Turned(turned=turned)
+    data = TensorDataset(torch.randn(40, 3, 6, 6), torch.randn(40, 2))
+
+    def loss(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, float]:
+        return (model(batch[0]) - batch[1]).pow(2).sum(), float(len(batch[0]))
+
+    return Task(model, loss, data)
+
+
+def _trained(folder: Path, *options: str, size: int, turned: bool) -> list[dict[str, Tensor]]:
+    found = train_on_threads(*OPTIONS, f"--run_dir={folder}", *options, size=size, build=partial(_task, turned=turned))
+    return [result.model.state_dict() for result in found]
+
+
+@pytest.mark.parametrize(
+    ("size", "compression", "optimizer"),
+    [
+        (1, "none", "adamw"),
+        (2, "none", "adamw"),
+        (3, "none", "sgd"),
+        (2, "fp16", "sgd"),
+        (2, "int8", "sgd"),
+    ],
+)
+def test_strides_change_nothing(size: int, compression: str, optimizer: str, tmp_path: Path) -> None:
+    """Also after a resume, for which the state of the optimizer is read from a file."""
+    options = (
+        f"--optimizer.name={optimizer}",
+        f"--parallel.compression={compression}",
+        f"--optimizer.lr={LR[optimizer]}",
+    )
+    tolerance = 1e-4 if compression == "none" else 1e-2
+    expected = _trained(tmp_path / "row-major", *options, size=size, turned=False)
+    _trained(tmp_path / "turned", *options, "--train.stop_at=3", size=size, turned=True)
+    for found in _trained(tmp_path / "turned", *options, size=size, turned=True):
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, expected[0][name], rtol=1e-4, atol=tolerance)
+
+
+def test_an_update_in_one_pass_over_memory_needs_parameters_that_fill_theirs() -> None:
+    assert make_optimizer(Turned(turned=False), OptimizerConfig()).defaults["fused"]
+    model = Turned(turned=True)
+    assert make_optimizer(model, OptimizerConfig()).defaults["fused"]
+    model.thin = nn.Parameter(torch.zeros(16, 7)[:, :2])
+    assert not make_optimizer(model, OptimizerConfig()).defaults["fused"]
