@@ -43,11 +43,14 @@ class ParallelConfig:
         compression: What travels: none for gradients as they are, fp16, bf16, int8, topk:SHARE, powersgd:RANK, or auto
             for the one that pays, found out in the first steps.
         bucket_mib: Gradients are exchanged in buckets of at most so many MiB; without it, by where the ranks are.
+        buffers: Persistent buffers that differ between ranks, such as running statistics: mean averages them after
+            every step, broadcast takes those of rank 0, check ends the run with an error that names them.
         device: cuda takes the device of the rank's local_rank; auto takes it where there is one.
     """
 
     compression: str = "none"
     bucket_mib: float | None = None
+    buffers: Literal["mean", "broadcast", "check"] = "mean"
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -20,9 +22,24 @@ def batch_statistics(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, kinds)]
 
 
-def digests(model: nn.Module) -> Tensor:
-    """One number a parameter, a function of its bits: (N,) int64 on the CPU."""
-    numbers = [_digest(parameter.detach()) for parameter in model.parameters()]
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that a checkpoint holds, by name."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+
+
+def replicated(model: nn.Module) -> dict[str, Tensor]:
+    """Return what every rank holds a copy of: parameters, then persistent buffers."""
+    return {**dict(model.named_parameters()), **persistent_buffers(model)}
+
+
+def digests(tensors: Iterable[Tensor]) -> Tensor:
+    """Return one number for each tensor, a function of its bits: (N,) int64 on the CPU."""
+    numbers = [_digest(tensor.detach()) for tensor in tensors]
     return torch.stack(numbers).cpu() if numbers else torch.zeros(0, dtype=torch.int64)
 
 
@@ -38,22 +55,37 @@ def _digest(tensor: Tensor) -> Tensor:
     return (columns * (weights * 2654435761 + 97)).sum()
 
 
-def check_equal(model: nn.Module, comm: Comm, *, name: str) -> None:
+def differing(tensors: Mapping[str, Tensor], comm: Comm, *, name: str) -> dict[str, list[int]]:
+    """Return the names of the tensors that are not bit-equal on all ranks, with the ranks that differ from rank 0.
+
+    Equal on all ranks. Collective: yes.
+    """
+    everyone = comm.allgather(digests(tensors.values()).unsqueeze(0), name=name).wait()
+    unequal = everyone != everyone[0]
+    return {
+        tensor: unequal[:, index].nonzero().view(-1).tolist()
+        for index, tensor in enumerate(tensors)
+        if bool(unequal[:, index].any())
+    }
+
+
+def check_equal(model: nn.Module, comm: Comm, *, name: str) -> dict[str, list[int]]:
     """See that every parameter is bit for bit the same on all ranks. Collective: yes.
+
+    Returns:
+        Persistent buffers that differ, with the ranks on which they differ from rank 0.
 
     Errors:
         DriftError: on every rank, with the first parameter that differs and the ranks that differ from rank 0.
     """
-    mine = digests(model)
-    everyone = comm.allgather(mine.unsqueeze(0), name=name).wait()
-    unequal = (everyone != everyone[0]).nonzero()
-    if len(unequal) == 0:
-        return
-    names = [n for n, _ in model.named_parameters()]
-    ranks = sorted({int(rank) for rank, _ in unequal})
-    first = names[min(int(index) for _, index in unequal)]
+    found = differing(replicated(model), comm, name=name)
+    parameters = dict(model.named_parameters())
+    wrong = [tensor for tensor in found if tensor in parameters]
+    if not wrong:
+        return found
+    ranks = sorted({rank for tensor in wrong for rank in found[tensor]})
     raise DriftError(
-        f"parameters are not equal on all ranks: {first} differs on rank(s) {', '.join(map(str, ranks))}",
+        f"parameters are not equal on all ranks: {wrong[0]} differs on rank(s) {', '.join(map(str, ranks))}",
         expected="bit-equal parameters after every step",
         next_step="a model whose forward pass writes to parameters, or unlike CPUs or GPUs, can cause this;"
         " go on from the last checkpoint with the same command",

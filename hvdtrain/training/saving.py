@@ -127,11 +127,11 @@ class Saving:
 
         Errors:
             CheckpointError: it cannot be written, and was waited for.
-            DriftError: parameters are not equal on all ranks.
+            DriftError: parameters are not equal on all ranks, or buffers that are only checked.
         """
         with self.stepper.spans("checkpoint"):
             self.ledger.sync()
-            check_equal(self.state.model, self.comm, name="drift")
+            self.stepper.buffers.share(check_equal(self.state.model, self.comm, name="drift"))
             self.stepper.engine.settle()
             # First: should a rank be lost now, nothing on the disk is newer.
             self.roll_back.commit(self.state, settled=True)

@@ -57,6 +57,7 @@ from hvdtrain.training.run_directory import RunDirectory
 from hvdtrain.training.sanity import Sanity
 from hvdtrain.training.saving import Saving
 from hvdtrain.training.several import Several
+from hvdtrain.training.shared_buffers import SharedBuffers
 from hvdtrain.training.stamps import add_stamps
 from hvdtrain.training.step import Stepper
 from hvdtrain.training.trainer import Trainer
@@ -176,7 +177,7 @@ class _Round:
                 recorder, observe, spans, folder, comm, model, kept.device, done, trainer.stop, kept.links
             )
             live = add_watchers(recorder, observe, spans, directory, comm, done, trainer.stop, horovod, start)
-            drift = Drift(state, comm, run.config.train.check_every, recorder.warn)
+            drift = Drift(state, comm, run.config.train.check_every, trainer.stepper.buffers, recorder.warn)
             trainer.live = Several(live, drift)
             if isinstance(engine, ExchangeEngine) and engine.undecided:
                 trainer.saw_step = CompressionTrial(engine, comm, kept.device, recorder.event, recorder.say).saw
@@ -227,6 +228,7 @@ class _Round:
         stepper = Stepper(
             kept.task, model, engine, comm, kept.precision, kept.device, train.global_batch, train.clip, spans
         )
+        stepper.buffers = SharedBuffers(model, comm, parallel.buffers, recorder.say)
         stream = Stream(kept.task.train_data, config.seed, train.global_batch, train.micro_batch, comm.rank, comm.size)
         ledger, on_cuda = Ledger(directory / FOLDER, recorder.warn), kept.device.type == "cuda"
         feed = Feed(config, comm, stream, ledger, spans, kept.task.collate, on_cuda)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
@@ -19,6 +19,7 @@ from hvdtrain.spans import Spans
 from hvdtrain.task.base import Task
 from hvdtrain.training.buffers import Rollback
 from hvdtrain.training.precision import Precision
+from hvdtrain.training.shared_buffers import SharedBuffers
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Stepper:
         clip: largest norm of the gradient, 0 for any.
         spans: takes the durations.
         around: makes what each forward pass is run in.
+        buffers: makes those that differ between ranks equal after each step.
     """
 
     task: Task
@@ -69,10 +71,12 @@ class Stepper:
     clip: float
     spans: Spans
     around: Callable[[], AbstractContextManager[object]] = nullcontext
+    buffers: SharedBuffers = field(init=False)
 
     def __post_init__(self) -> None:
         """Make what undoes a forward pass."""
         self._rollback = Rollback(self.model)
+        self.buffers = SharedBuffers(self.model, self.comm)
 
     def run(self, batches: Iterable[tuple[Callable[[], None], Any]], count: int, notices: list[int]) -> StepResult:
         """Train on `count` batches of this rank, each with what seeds its forward pass. Collective: yes.
@@ -109,6 +113,7 @@ class Stepper:
             weights.append(weight.detach().reshape(()) if isinstance(weight, Tensor) else weight)
         if not count:
             self.precision.scaler.scale(torch.zeros((), device=self.device))  # an idle rank's scaler is made by this
+        self.buffers.start(count)
         totals = self._totals(losses, weights, notices)
         summed = self.comm.allreduce(totals, name="step/totals")
         with self.spans("wait"):
@@ -120,6 +125,7 @@ class Stepper:
             if result.applied:
                 self.engine.step()
             self.engine.commit(applied=result.applied)
+            self.buffers.finish(applied=result.applied)
             if count:
                 self._rollback.end(applied=result.applied)
             if self.precision.scaler.is_enabled():

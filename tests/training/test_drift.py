@@ -13,6 +13,7 @@ from hvdtrain.observe.journal import read_steps
 from hvdtrain.state.train_state import Progress, TrainState
 from hvdtrain.training.drift import _BITS, Drift, number
 from hvdtrain.training.several import Several
+from hvdtrain.training.shared_buffers import SharedBuffers
 from tests.support.launch import train
 from tests.support.thread_comm import ThreadComm, on_ranks
 
@@ -40,7 +41,7 @@ def _steps(comm: ThreadComm, drifting: int, every: int, at: int) -> tuple[int, s
     """Steps until drift is found, and what is said of it; rank `drifting` goes its own way at step `at`."""
     state, warnings = _state(), list[str]()
     model = state.model
-    drift = Several(Drift(state, comm, every, warnings.append))
+    drift = Several(Drift(state, comm, every, SharedBuffers(model, comm), warnings.append))
     for step in range(1, 13):
         if step == at and comm.rank == drifting:
             model[1].weight.data[0, 7] = torch.nextafter(model[1].weight.data[0, 7], torch.tensor(9.0))
@@ -70,7 +71,8 @@ def test_nothing_is_found(every: int, at: int) -> None:
 def test_what_is_equal_again_is_told_and_ends_nothing() -> None:
     def body(comm: ThreadComm) -> list[str]:
         warnings = list[str]()
-        drift = Drift(_state(), comm, 1, warnings.append)
+        state = _state()
+        drift = Drift(state, comm, 1, SharedBuffers(state.model, comm), warnings.append)
         drift.agreed(5, [3, 5])
         return warnings
 
