@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.rounds import OneRound, Rounds, SeatedRounds
 from hvdtrain.comm.solo import SoloComm
-from hvdtrain.runtime.environment import GLOO_LAUNCHER, RankInfo
+from hvdtrain.runtime.environment import GLOO_LAUNCHER, RankInfo, refuse_unused_launcher
 from hvdtrain.runtime.gloo import refuse_without_address
 from hvdtrain.runtime.seat import take_seat
 
@@ -23,6 +23,7 @@ def start_rounds(info: RankInfo) -> Rounds:
 
     Collective: yes, unless of our own elastic driver. Errors: those of `start_comm`.
     """
+    refuse_unused_launcher(info)
     seat = take_seat(info.variables)
     if seat is not None:
         return SeatedRounds(seat, info)
@@ -43,7 +44,8 @@ def start_comm(info: RankInfo) -> Comm:
 
     Errors:
         HorovodError: missing, or built for another torch, or without MPI.
-        LaunchError: this process belongs to an MPI that Horovod does not speak to.
+        LaunchError: this process belongs to an MPI that Horovod does not speak to, or to a launcher of several
+            processes that are no ranks of one job.
     """
     return SoloComm() if info.launcher == "none" else _horovod(info)
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hvdtrain.runtime.environment import refuse_unused_launcher
 from hvdtrain.runtime.tuning import prepare
 
 _info, _choices = prepare()  # before Horovod and MPI are loaded
@@ -51,6 +52,7 @@ def __dir__() -> list[str]:
 
 def init(*arguments: Any, **keywords: Any) -> None:
     """Join the job: `horovod.torch.init`, and this rank's share of the cores for torch. Collective: yes."""
+    refuse_unused_launcher(_info)
     take_threads(_choices)
     if not hvd.is_initialized():
         begin_session()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import pytest
@@ -9,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.runtime.environment import LAUNCHERS, RankInfo, change_variables, environ, rank_info, rank_label
+from hvdtrain.runtime.environment import (
+    ALONE,
+    LAUNCHERS,
+    RankInfo,
+    change_variables,
+    environ,
+    rank_info,
+    rank_label,
+    refuse_unused_launcher,
+)
 from tests.runtime.launched import LAUNCHED, mpich, open_mpi_4, salloc_shell, sbatch_script, srun
 
 
@@ -106,6 +116,39 @@ def test_an_unknown_pmi_launcher_does_not_make_lonely_ranks() -> None:
     variables = {name: text for name, text in mpich(1).items() if name.startswith("PMI_")}
     with pytest.raises(LaunchError, match="MPI_LOCALNRANKS"):
         rank_info(variables, "h")
+
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "launcher"),
+    [
+        (TORCHRUN, "torchrun"),
+        (srun(0) | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"} | TORCHRUN, "torchrun"),
+        (srun(0) | TORCHRUN | {"WORLD_SIZE": "4"}, "torchrun"),
+        ({name: text for name, text in srun(1).items() if name != "SLURM_STEP_NUM_TASKS"}, "srun"),
+        ({"MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_RANK": "1"}, "MVAPICH's mpirun"),
+        ({"PMIX_RANK": "0", "PMIX_NAMESPACE": "prterun-1"}, "a PMIx launcher"),
+        ({"PALS_RANKID": "3"}, "Cray's mpiexec"),
+    ],
+)
+def test_ranks_of_a_launcher_that_is_not_understood_do_not_train_alone(variables, launcher: str) -> None:
+    info = rank_info(variables, "node")
+    info = dataclasses.replace(info, variables=variables)
+    with pytest.raises(LaunchError, match=f"{launcher} seems to have started this process") as caught:
+        refuse_unused_launcher(info)
+    assert caught.value.next_step is not None and "hvdtrain launch -np" in caught.value.next_step
+    refuse_unused_launcher(dataclasses.replace(info, variables={**variables, ALONE: "1"}))
+
+
+@pytest.mark.parametrize("variables", [variables(0) for variables in LAUNCHED] + [{}, salloc_shell(), sbatch_script()])
+def test_ranks_of_one_job_are_not_refused(variables) -> None:
+    refuse_unused_launcher(rank_info(variables, "node"))
+
+
+def test_a_job_script_may_set_the_variables_of_torch_distributed() -> None:
+    refuse_unused_launcher(rank_info(open_mpi_4(1) | {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}, "node"))
 
 
 def test_a_rank_is_labelled() -> None:

@@ -7,14 +7,14 @@ import os
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hvdtrain.doctor.gather.child import LOADED, Answer, ask
 from hvdtrain.errors import LaunchError
 from hvdtrain.runtime import mpi
 from hvdtrain.runtime.elf import read_linkage
-from hvdtrain.runtime.environment import RankInfo
+from hvdtrain.runtime.environment import RankInfo, refuse_unused_launcher
 from hvdtrain.runtime.mpi import MpiLibrary
 from hvdtrain.runtime.site import site_settings
 
@@ -108,6 +108,7 @@ def mpi_facts(
 
 def _refusal(info: RankInfo, environ: Mapping[str, str]) -> LaunchError | None:
     try:
+        refuse_unused_launcher(replace(info, variables=environ))
         mpi.check_launch(info, variables=environ)
     except LaunchError as error:
         return error
