@@ -99,7 +99,7 @@ def summary(result: Result, info: RankInfo) -> str:
         ("this machine", f"{beside('hvdtrain')} doctor"),
     ]
     if result.reason == "finished":
-        further.append(("train on", go_on(result.run_dir, info, f"--train.steps {2 * result.total_steps}")))
+        further.append(("train on", go_on(result.run_dir, info, result.train_on)))
     elif result.reason == "stop_at":  # the config of the run says where to stop: the command takes that back
         further.append(("go on beyond it", go_on(result.run_dir, info, "--train.stop_at null")))
     else:

@@ -12,7 +12,7 @@ import inspect
 import json
 import re
 from argparse import ArgumentError
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,10 @@ from jsonargparse import ActionConfigFile, ArgumentParser, Namespace  # type: ig
 from hvdtrain.config.schema import Config
 from hvdtrain.config.windows import AUTO, parse_window
 from hvdtrain.errors import ConfigError
+
+CONFIG = "config.yaml"
+IDENTITY = ".identity"
+"""Files of a run folder: the resolved config, and what tells it from other configs."""
 
 NOT_IDENTITY = ("run_dir", "resume", "log_level", "train.stop_at", "observe.")
 """How options begin in which two stretches of one run may differ."""
@@ -51,15 +55,23 @@ class RunConfig:
 def task_spec(argv: Sequence[str]) -> str:
     """The task that `argv` asks for, itself or by its config file: whichever comes last, as for other options."""
     spec = Config.task
-    pairs = zip(argv, [*argv[1:], ""], strict=False)
-    for argument, following in pairs:
-        name, equals, value = argument.partition("=")
-        value = value if equals else following
+    for name, value in _pairs(argv):
         if name == "--task":
             spec = value
         elif name == "--config":
             spec = str(read_yaml(Path(value)).get("task", spec))
     return spec
+
+
+def _pairs(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Each argument as an option: its name, and what comes behind "=" or as the next argument."""
+    for argument, following in zip(argv, [*argv[1:], ""], strict=False):
+        name, equals, value = argument.partition("=")
+        yield name, value if equals else following
+
+
+def _values_of(option: str, argv: Sequence[str]) -> list[str]:
+    return [value for name, value in _pairs(argv) if name == option]
 
 
 def make_parser(task_function: Callable[..., Any] | None) -> ArgumentParser:
@@ -86,7 +98,15 @@ def parse_argv(argv: Sequence[str], task_function: Callable[..., Any] | None) ->
         namespace = parser.parse_args(list(argv))
     except ArgumentError as error:
         raise _explain(error, parser, argv) from None
+    paths = _values_of("--config", argv)
+    if paths and not _values_of("--run_dir", argv) and namespace.resume != "never":
+        namespace.run_dir = run_of_config(Path(paths[-1])) or namespace.run_dir
     return _finish(parser, namespace)
+
+
+def run_of_config(path: Path) -> str | None:
+    """Return the run folder that a config file belongs to: it resumes that run. None for any other file."""
+    return str(path.parent) if path.name == CONFIG and (path.parent / IDENTITY).exists() else None
 
 
 def parse_object(options: Mapping[str, Any], task_function: Callable[..., Any] | None) -> RunConfig:
@@ -207,11 +227,8 @@ def _explain(error: ArgumentError, parser: ArgumentParser, argv: Sequence[str]) 
 
 def _options_used(argv: Sequence[str]) -> list[tuple[str, str]]:
     used = [(argument.partition("=")[0], "") for argument in argv if argument.startswith("--")]
-    for index, argument in enumerate(argv):
-        name, equals, value = argument.partition("=")
-        if name == "--config":
-            path = Path(value if equals else argv[index + 1] if index + 1 < len(argv) else "")
-            used += [(f"--{key}", f" (in {path})") for key in flatten(read_yaml(path))]
+    for path in map(Path, _values_of("--config", argv)):
+        used += [(f"--{key}", f" (in {path})") for key in flatten(read_yaml(path))]
     return used
 
 

@@ -18,9 +18,11 @@ class OptimizerConfig:
         beta2: Decay of AdamW's second moment.
         eps: Added to AdamW's denominator.
         momentum: SGD's momentum.
-        schedule: After the warm-up, follow a cosine down to min_lr, or stay constant.
+        schedule: After the warm-up, follow a cosine down to min_lr; stay constant; or stay constant and fall linearly
+            to min_lr at the end (wsd: warmup, stable, decay).
         warmup_steps: Steps over which the learning rate rises linearly from near zero.
-        min_lr: Where the cosine ends, as a share of lr.
+        min_lr: Where cosine and wsd end, as a share of lr.
+        decay: The part of all steps over which wsd falls.
     """
 
     name: Literal["adamw", "sgd"] = "adamw"
@@ -30,9 +32,10 @@ class OptimizerConfig:
     beta2: float = 0.95
     eps: float = 1e-8
     momentum: float = 0.9
-    schedule: Literal["cosine", "constant"] = "cosine"
+    schedule: Literal["cosine", "constant", "wsd"] = "cosine"
     warmup_steps: int = 10
     min_lr: float = 0.1
+    decay: float = 0.2
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ class Progress:
         losses: of the newest steps that were applied, as many as a jump is measured against.
         left_out: ranges [begin, end) of positions that are passed over, in order: what roll backs went past.
         rolled_back: steps that were taken back for it.
+        lr: learning rate of the last step, of the optimizer's first group; 0 before, and in older checkpoints.
     """
 
     step: int = 0
@@ -38,6 +39,7 @@ class Progress:
     losses: list[float] = field(default_factory=list)
     left_out: list[list[int]] = field(default_factory=list)
     rolled_back: list[int] = field(default_factory=list)
+    lr: float = 0.0
 
 
 class Exchange(Protocol):

@@ -88,7 +88,10 @@ def _options(config: Config | Mapping[str, Any] | str | Path | None) -> dict[str
     if isinstance(config, Mapping):
         return dict(config)
     if isinstance(config, (str, Path)):
-        return parse.read_yaml(Path(config))
+        options = parse.read_yaml(Path(config))
+        if options.get("resume") != "never" and (folder := parse.run_of_config(Path(config))):
+            options["run_dir"] = folder
+        return options
     raise ConfigError(
         "config is of the wrong type",
         expected="a hvdtrain.Config, a dict, or the path of a YAML file",

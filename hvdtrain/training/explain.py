@@ -19,7 +19,7 @@ from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.spans import Spans
 from hvdtrain.state.store import CheckpointStore
 from hvdtrain.training.notices import handlers_as_before
-from hvdtrain.training.restore import CHECKPOINTS
+from hvdtrain.training.resume_checks import CHECKPOINTS
 
 
 @contextmanager

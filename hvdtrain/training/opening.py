@@ -21,6 +21,7 @@ from hvdtrain.runtime.environment import JOB, NO_LAUNCHER
 from hvdtrain.runtime.exposure import exposed
 from hvdtrain.training.health import batch_statistics
 from hvdtrain.training.kept import NOTHING, Kept
+from hvdtrain.training.resume_checks import check_end
 from hvdtrain.training.run_directory import RunDirectory, claim_run_directory
 
 _LET_GO_S = 10.0
@@ -40,12 +41,20 @@ def claim_together(run: RunConfig, kept: Kept, comm: Comm) -> tuple[Path, RunDir
         end = time.monotonic() + (_LET_GO_S if known is not None else 0.0)
         while True:
             try:
-                claims.append(claim_run_directory(wanted, kept.info.variables.get(JOB, "")))
-                return str(claims[0].path)
+                claimed = claim_run_directory(wanted, kept.info.variables.get(JOB, ""))
             except RunDirectoryError:
                 if time.monotonic() >= end:
                     raise
                 time.sleep(0.05)
+                continue
+            if known is None:
+                try:
+                    check_end(run, claimed, kept.horizon)
+                except BaseException:
+                    claimed.release()
+                    raise
+            claims.append(claimed)
+            return str(claimed.path)
 
     kept.directory = Path(on_rank_0(comm, claim, name="run_dir"))
     return kept.directory, claims[0] if claims else None

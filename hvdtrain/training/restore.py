@@ -11,19 +11,18 @@ from typing import Any
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json, broadcast_json, on_rank_0
-from hvdtrain.config.parse import RunConfig, changes
+from hvdtrain.config.parse import CONFIG, RunConfig, changes
 from hvdtrain.errors import CheckpointError
 from hvdtrain.observe.journal import NAME, last_step
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.runtime.clock import steady_s
 from hvdtrain.state.store import MANIFEST, CheckpointStore, Saved, load
 from hvdtrain.state.sync import broadcast_state
-from hvdtrain.state.train_state import StateDict, TrainState
+from hvdtrain.state.train_state import StateDict
 from hvdtrain.training.health import check_equal
 from hvdtrain.training.kept import NOTHING, Kept
-from hvdtrain.training.run_directory import CONFIG, RunDirectory
-
-CHECKPOINTS = "checkpoints"
+from hvdtrain.training.resume_checks import CHECKPOINTS, check_checkpoints_are_there, learning_rate_change
+from hvdtrain.training.run_directory import RunDirectory
 
 
 def take_over(
@@ -56,7 +55,7 @@ def take_over(
     steps = [step for step, _ in offers]
     newest = max(steps)
     if newest == NOTHING:
-        resumed = on_rank_0(comm, partial(restore, run, state, store, claim, recorder), name="restored")
+        resumed = on_rank_0(comm, partial(restore, run, kept, store, claim, recorder), name="restored")
         broadcast_state(state, comm, touch)
     else:
         source = steps.index(newest)
@@ -99,14 +98,20 @@ def _tell(kept: Kept, comm: Comm, recorder: Recorder) -> None:
 
 
 def restore(
-    run: RunConfig, state: TrainState, store: CheckpointStore | None, claim: RunDirectory | None, recorder: Recorder
+    run: RunConfig, kept: Kept, store: CheckpointStore | None, claim: RunDirectory | None, recorder: Recorder
 ) -> int:
-    """On rank 0: load what `resume` asks for, say what changed, write the config; the step to go on from."""
+    """On rank 0: load what `resume` asks for, say what changed, write the config; the step to go on from.
+
+    Errors:
+        CheckpointError: there is no checkpoint where there has to be one; it is damaged, or of another model.
+    """
     assert store is not None and claim is not None
-    old = claim.old_config()
+    state, old = kept.state, claim.old_config()
     resume, saves = claim.resumes(run.config.resume), store.list()
     found = _checkpoint(resume, store, recorder)
-    own = found is not None and found[0].path.resolve().is_relative_to(claim.path.resolve())
+    if found is None and not saves and resume != "never":
+        check_checkpoints_are_there(claim, store)
+    own = found is not None and found[0].path.resolve().is_relative_to(store.directory.resolve())
     store.set_aside_after(found[0] if found is not None and own else None)
     if found is not None:
         saved, snapshot = found
@@ -116,6 +121,7 @@ def restore(
             {"event": "resumed", "from": str(saved.path), "step": saved.step, "position": state.progress.position}
         )
         recorder.say(f"going on from step {saved.step} ({saved.path})")
+        _tell_learning_rate(run, kept, recorder)
         if (state.progress.samples, state.progress.data_id) != (samples, data_id):
             recorder.warn(
                 f"the training data is not that of the run so far ({state.progress.samples:,} samples then, {samples:,}"
@@ -129,8 +135,21 @@ def restore(
             " is not what you want, end the run, and give a checkpoint that is whole: --resume PATH"
         )
     _say_changes(old, run.resolved, recorder)
-    claim.write_config(run)
+    if found is not None and own and state.progress.step >= min(kept.horizon, run.config.train.stop_at or kept.horizon):
+        claim.mark()  # there is nothing to train: the config stays that of what was trained
+    else:
+        claim.write_config(run)
     return state.progress.step
+
+
+def _tell_learning_rate(run: RunConfig, kept: Kept, recorder: Recorder) -> None:
+    progress, base = kept.state.progress, kept.base_lrs[0]
+    by_options = kept.task.optimizer is None and kept.task.schedule is None
+    told = learning_rate_change(
+        progress.step, progress.lr, lambda step: base * float(kept.schedule(step)), by_options=by_options
+    )
+    if told is not None and progress.step < kept.horizon:
+        recorder.warn(told)
 
 
 def _say_changes(old: Mapping[str, Any] | None, new: Mapping[str, Any], recorder: Recorder) -> None:

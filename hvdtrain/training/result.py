@@ -26,6 +26,7 @@ class Result:
         reason: "finished", "stop_at", or the name of the signal that stopped it.
         step: optimizer steps done, earlier stretches of the run included.
         total_steps: the schedule's horizon.
+        train_on: options that train for as many steps again, at the learning rate of the end.
         resumed_at: the step that this stretch started from.
         first_loss: training loss of the run's first step.
         last_loss: mean training loss of its last steps, 10 at most.
@@ -46,6 +47,7 @@ class Result:
     reason: str
     step: int
     total_steps: int
+    train_on: str
     resumed_at: int
     first_loss: float
     last_loss: float

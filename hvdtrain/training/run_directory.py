@@ -11,15 +11,13 @@ from typing import IO, Any
 
 import yaml
 
-from hvdtrain.config.parse import RunConfig
+from hvdtrain.config.parse import CONFIG, IDENTITY, RunConfig
 from hvdtrain.durable import write_text
 from hvdtrain.errors import RunDirectoryError, UnusableRunDirectoryError
 from hvdtrain.lease import Lease, take_lease
 from hvdtrain.observe import journal
 
 RUNS = Path("runs")
-CONFIG = "config.yaml"
-_IDENTITY = ".identity"
 _JOB = ".job"
 
 
@@ -72,7 +70,7 @@ class RunDirectory:
         """Write the resolved config, whole or not at all; as one to go on with, so it resumes by itself."""
         self.mark()
         write_text(self.path / CONFIG, yaml.safe_dump({**run.resolved, "resume": "auto"}, sort_keys=False))
-        write_text(self.path / _IDENTITY, run.identity())
+        write_text(self.path / IDENTITY, run.identity())
 
 
 def claim_run_directory(run: RunConfig, job: str = "") -> RunDirectory:
@@ -117,7 +115,7 @@ def _unfinished(run: RunConfig) -> RunDirectory | None:
         return None
     identity = run.identity()
     for path in sorted((p for p in RUNS.iterdir() if p.is_dir()), key=lambda p: p.name, reverse=True):
-        file, log = path / _IDENTITY, path / journal.NAME
+        file, log = path / IDENTITY, path / journal.NAME
         if not file.exists() or file.read_text() != identity or (log.exists() and journal.is_finished(log)):
             continue
         claimed = _claim(path)

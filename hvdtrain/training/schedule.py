@@ -23,6 +23,9 @@ def factor(config: OptimizerConfig, horizon: int) -> Callable[[int], float]:
             return (step + 1) / (config.warmup_steps + 1)
         if config.schedule == "constant":
             return 1.0
+        if config.schedule == "wsd":
+            left = (horizon - step) / max(1.0, config.decay * horizon)
+            return config.min_lr + (1 - config.min_lr) * max(0.0, min(1.0, left))
         done = (step - config.warmup_steps) / max(1, horizon - config.warmup_steps)
         return config.min_lr + (1 - config.min_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 

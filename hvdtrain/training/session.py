@@ -50,8 +50,9 @@ from hvdtrain.training.observers import (
 )
 from hvdtrain.training.opening import claim_together, describe_start, open_recorder, recording
 from hvdtrain.training.report import report
-from hvdtrain.training.restore import CHECKPOINTS, take_over
+from hvdtrain.training.restore import take_over
 from hvdtrain.training.result import Result, losses_and_speed, numbers
+from hvdtrain.training.resume_checks import CHECKPOINTS, train_on
 from hvdtrain.training.roll_back import RollBack
 from hvdtrain.training.run_directory import RunDirectory
 from hvdtrain.training.sanity import Sanity
@@ -195,6 +196,7 @@ class _Round:
             reason=reason,
             step=state.progress.step,
             total_steps=kept.horizon,
+            train_on=train_on(run.config, kept),
             resumed_at=resumed,
             unit=kept.task.unit,
             model=state.model,

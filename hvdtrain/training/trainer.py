@@ -198,8 +198,9 @@ class Trainer:
         progress.position = self.feed.stream.after(progress.position)
         progress.skipped_in_row = 0 if result.applied else progress.skipped_in_row + 1
         progress.skipped += not result.applied
+        progress.lr = self.base_lrs[0] * lr_factor
         spans.record("step", start_ns)
-        self._observe_step(result, self.base_lrs[0] * lr_factor, (spans.now() - start_ns) * 1e-9)
+        self._observe_step(result, progress.lr, (spans.now() - start_ns) * 1e-9)
         self._observe_values()
         return result
 

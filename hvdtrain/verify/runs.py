@@ -16,12 +16,12 @@ from typing import IO, Any
 
 import yaml
 
+from hvdtrain.config.parse import CONFIG
 from hvdtrain.errors import HvdtrainError, RunDirectoryError
 from hvdtrain.observe import journal
 from hvdtrain.state.store import CheckpointStore
 from hvdtrain.state.train_state import StateDict
-from hvdtrain.training.restore import CHECKPOINTS
-from hvdtrain.training.run_directory import CONFIG
+from hvdtrain.training.resume_checks import CHECKPOINTS
 
 _TAIL = 12
 """Lines of a failed job that are shown."""

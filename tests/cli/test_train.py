@@ -163,7 +163,7 @@ def test_a_run_directory_in_use(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_run_directory_of_another_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SHORT, "--run_dir=run"]) == 0
+    assert main([*SHORT, "--run_dir=run", "--train.stop_at=4"]) == 0
     before = sorted(p.name for p in Path("run/checkpoints").iterdir())
     error = _fails(capsys, *SHORT, "--run_dir=run", "--hidden=99")
     assert "the checkpoint is of another model" in error

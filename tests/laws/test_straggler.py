@@ -29,13 +29,16 @@ def test_a_planted_straggler_is_named_with_its_cause(gallery: Gallery) -> None:
 
 @pytest.mark.parametrize("name", ["two", "late", "resumed"])
 def test_the_budget_of_a_step_sums_to_its_wall_time(name: str, gallery: Gallery) -> None:
-    """Its parts, over the steps that it is of, against the journal."""
+    """Its parts, over the steps that it is of, against the journal, whose times are taken some instructions later.
+
+    A busy machine may stop the rank between the two for a few slices of time, once at each end.
+    """
     run = gallery[name].run
     budget, steps = analyse(load(run)).budget, read_steps(run / "journal.jsonl")
     assert budget is not None
     last = max(steps)
     wall_ms = 1e3 * (steps[last]["time"] - steps[last - budget.steps]["time"])
-    assert budget.steps * sum(part.ms.value for part in budget.parts) == pytest.approx(wall_ms, rel=0.01)
+    assert budget.steps * sum(part.ms.value for part in budget.parts) == pytest.approx(wall_ms, rel=0.01, abs=100)
 
 
 @pytest.mark.slow

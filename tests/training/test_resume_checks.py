@@ -1,0 +1,144 @@
+"""What a resume refuses, and what it says of the learning rate; ranks are threads."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hvdtrain.config.parse import parse_argv
+from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.observe.journal import read_journal, read_steps
+from hvdtrain.training.api import _options
+from hvdtrain.training.result import Result
+from tests.support.gallery import TOY
+from tests.support.recorded import recorded
+from tests.support.thread_job import train_on_threads
+
+OPTIONS = (*TOY[:3], "--checkpoint.every=0", "--optimizer.warmup_steps=0")
+
+
+def _train(folder: Path, *options: str, size: int = 1) -> Result:
+    return train_on_threads(*OPTIONS, f"--run_dir={folder}", *options, size=size)[0]
+
+
+def _content(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of six steps."""
+    _train(tmp_path / "run", "--train.steps=6")
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("options", "what", "following"),
+    [
+        (["--train.steps=6", "--seed=1"], "these options have changed: seed: 0 -> 1", "--train.steps 12"),
+        (["--train.steps=4"], r"at step 6, beyond the end of this run \(--train.steps 4\)", "--train.steps 10"),
+        (["--train.steps=6", "--train.stop_at=4"], r"\(--train.stop_at 4\)", "--train.stop_at 10"),
+        (["--train.steps=9", "--train.stop_at=4"], r"\(--train.stop_at 4\)", "--train.stop_at null"),
+        (["--train.epochs=0.5"], r"\(--train.epochs 0.5, which are 3 steps\)", "--train.epochs 1.5"),
+    ],
+)
+def test_a_command_that_would_train_nothing_changes_nothing(
+    options: list[str], what: str, following: str, run: Path
+) -> None:
+    before = _content(run)
+    with pytest.raises(ConfigError, match=what) as caught:
+        _train(run, *options, size=2)
+    assert caught.value.next_step is not None and following in caught.value.next_step
+    assert "--resume never --run_dir NEW" in caught.value.next_step
+    after = _content(run)
+    assert {name: after[name] for name in before} == before
+
+
+def test_another_run_that_is_at_the_end_already_is_refused(run: Path, tmp_path: Path) -> None:
+    for resume in (run, run / "checkpoints" / "step-000006"):
+        with pytest.raises(ConfigError, match="nothing to train: the checkpoint is at step 6"):
+            _train(tmp_path / "new", f"--resume={resume}", "--train.steps=6")
+
+
+def test_the_command_of_a_finished_run_shows_its_result_again(run: Path) -> None:
+    config = (run / "config.yaml").read_bytes()
+    result = _train(run, "--train.steps=6", "--observe.line_every_s=1")
+    assert (result.step, result.reason) == (6, "finished")
+    assert (run / "config.yaml").read_bytes() == config
+    assert len(read_steps(run / "journal.jsonl")) == 6
+
+
+def test_an_extended_run_says_how_the_learning_rate_changes_and_what_to_do(run: Path) -> None:
+    result = _train(run, "--train.steps=6")
+    _train(run, "--train.steps=12", "--train.stop_at=7")
+    lrs = [line["lr"] for line in read_steps(run / "journal.jsonl").values()]
+    assert lrs[6] > 2 * lrs[5], "a schedule over more steps raises it"
+    (warned,) = [line for line in read_journal(run / "journal.jsonl") if "schedule has changed" in line.get("text", "")]
+    assert f"was {lrs[5]:.4g} at step 6, and is {lrs[6]:.4g} at the next" in warned["text"]
+    assert f"--optimizer.schedule constant --optimizer.lr {lrs[5]:.6g}" in warned["text"]
+    assert result.train_on == f"--train.steps 12 --optimizer.schedule constant --optimizer.lr {lrs[5]:.6g}"
+
+
+def test_the_way_to_train_on_that_a_run_recommends_keeps_the_learning_rate(run: Path) -> None:
+    more = _train(run, "--train.steps=6").train_on.split()
+    _train(run, *more)
+    lrs = [line["lr"] for line in read_steps(run / "journal.jsonl").values()]
+    assert len(lrs) == 12
+    assert lrs[6:] == pytest.approx([lrs[5]] * 6, rel=1e-4)
+
+
+def test_a_resume_of_the_same_schedule_says_nothing_of_it(tmp_path: Path) -> None:
+    for stop in (2, 6):
+        _train(tmp_path, "--train.steps=6", f"--train.stop_at={stop}")
+    assert "schedule has changed" not in (tmp_path / "journal.jsonl").read_text()
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_checkpoints_behind_a_link_are_found(kept: bool, tmp_path: Path) -> None:
+    """And where its disk is not there, training does not begin anew."""
+    run, scratch = tmp_path / "run", tmp_path / "scratch"
+    scratch.mkdir()
+    run.mkdir()
+    (run / "checkpoints").symlink_to(scratch)
+    _train(run, "--train.steps=6", "--train.stop_at=4")
+    if kept:
+        _train(run, "--train.steps=6")
+        assert sorted(path.name for path in scratch.iterdir()) == ["step-000004", "step-000006"]
+        return
+    shutil.rmtree(scratch)
+    with pytest.raises(CheckpointError, match="has no checkpoint, though its journal tells of one at step 4"):
+        _train(run, "--train.steps=6")
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(tmp_path: Path) -> None:
+    _train(tmp_path, "--train.steps=6", "--train.stop_at=4")
+    shutil.rmtree(tmp_path / "checkpoints")
+    journal = tmp_path / "journal.jsonl"
+    lines = [line for line in journal.read_text().splitlines(keepends=True) if '"checkpoint"' not in line]
+    journal.write_text("".join(lines))
+    assert _train(tmp_path, "--train.steps=6").resumed_at == 0
+
+
+def test_wsd_is_constant_and_falls_linearly_at_the_end(tmp_path: Path) -> None:
+    _train(tmp_path, "--train.steps=10", "--optimizer.schedule=wsd", "--optimizer.decay=0.4", "--optimizer.min_lr=0")
+    peak = yaml.safe_load((tmp_path / "config.yaml").read_text())["optimizer"]["lr"]
+    lrs = [line["lr"] / peak for line in read_steps(tmp_path / "journal.jsonl").values()]
+    assert lrs == pytest.approx([1, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
+
+
+def test_the_config_of_a_run_folder_goes_on_with_that_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From any working directory, by a command line or a program; whatever the folder was called when it was made."""
+    moved = run.rename(run.with_name("moved"))
+    config = moved / "config.yaml"
+    monkeypatch.chdir(moved.parent)
+    found = parse_argv([f"--config={config}", "--train.steps=8"], recorded).config
+    assert (found.run_dir, found.train.steps) == (str(moved), 8)
+    assert parse_argv(["--config", str(config), "--run_dir=other"], recorded).config.run_dir == "other"
+    assert parse_argv(["--config", str(config), "--resume=never"], recorded).config.run_dir == str(run)
+    assert _options(config)["run_dir"] == str(moved)
+    copy = moved.parent / "config.yaml"
+    copy.write_bytes(config.read_bytes())
+    assert parse_argv(["--config", str(copy)], recorded).config.run_dir == str(run), "a copy is not the run's own"
