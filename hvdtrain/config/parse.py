@@ -10,17 +10,18 @@ import difflib
 import hashlib
 import inspect
 import json
+import math
 import re
 from argparse import ArgumentError
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace  # type: ignore[attr-defined]
 
-from hvdtrain.config.schema import Config
+from hvdtrain.config.schema import Config, TrainConfig
 from hvdtrain.config.windows import AUTO, parse_window
 from hvdtrain.errors import ConfigError
 
@@ -94,6 +95,8 @@ def parse_argv(argv: Sequence[str], task_function: Callable[..., Any] | None) ->
         ConfigError: an unknown option (the nearest is named), a wrong value (what was expected is said).
     """
     parser = make_parser(task_function)
+    for path in map(Path, _values_of("--config", argv)):
+        read_yaml(path)  # the parser reads it too, and is less strict
     try:
         namespace = parser.parse_args(list(argv))
     except ArgumentError as error:
@@ -163,7 +166,13 @@ def _finish(parser: ArgumentParser, namespace: Namespace) -> RunConfig:
 
 def _check(config: Config) -> None:
     train, observe, bucket_mib = config.train, config.observe, config.parallel.bucket_mib
+    optimizer = config.optimizer
     rules: list[tuple[bool, str, str, object]] = [
+        *(
+            (math.isfinite(value), name, "a finite number", value)
+            for name, value in flatten(asdict(config)).items()
+            if isinstance(value, float)
+        ),
         (train.steps >= 1, "train.steps", "1 or more", train.steps),
         (train.epochs is None or train.epochs > 0, "train.epochs", "more than 0", train.epochs),
         (train.stop_at is None or train.stop_at >= 1, "train.stop_at", "1 or more", train.stop_at),
@@ -179,8 +188,18 @@ def _check(config: Config) -> None:
         (train.eval_samples >= 0, "train.eval_samples", "0 (all) or more", train.eval_samples),
         (train.check_every >= 0, "train.check_every", "0 (at checkpoints only) or more", train.check_every),
         (train.max_skipped >= 1, "train.max_skipped", "1 or more", train.max_skipped),
-        (config.optimizer.lr > 0, "optimizer.lr", "more than 0", config.optimizer.lr),
-        (config.optimizer.warmup_steps >= 0, "optimizer.warmup_steps", "0 or more", config.optimizer.warmup_steps),
+        (optimizer.lr > 0, "optimizer.lr", "more than 0", optimizer.lr),
+        (optimizer.weight_decay >= 0, "optimizer.weight_decay", "0 (off) or more", optimizer.weight_decay),
+        (0 <= optimizer.beta1 < 1, "optimizer.beta1", "0 or more, and less than 1", optimizer.beta1),
+        (0 <= optimizer.beta2 < 1, "optimizer.beta2", "0 or more, and less than 1", optimizer.beta2),
+        (optimizer.eps > 0, "optimizer.eps", "more than 0", optimizer.eps),
+        (0 <= optimizer.momentum < 1, "optimizer.momentum", "0 (off) or more, and less than 1", optimizer.momentum),
+        (optimizer.warmup_steps >= 0, "optimizer.warmup_steps", "0 or more", optimizer.warmup_steps),
+        (0 <= optimizer.min_lr <= 1, "optimizer.min_lr", "0 to 1, a share of optimizer.lr", optimizer.min_lr),
+        (0 <= optimizer.decay <= 1, "optimizer.decay", "0 to 1, a share of all steps", optimizer.decay),
+        (config.elastic.loss_s > 0, "elastic.loss_s", "more than 0", config.elastic.loss_s),
+        (observe.line_every_s >= 0, "observe.line_every_s", "0 (each step) or more", observe.line_every_s),
+        (config.run_dir != "", "run_dir", "a folder, or null for one under runs/", "''"),
         (bucket_mib is None or bucket_mib > 0, "parallel.bucket_mib", "more than 0", bucket_mib),
         (config.loader.workers >= 0, "loader.workers", "0 or more", config.loader.workers),
         (config.loader.prefetch >= 1, "loader.prefetch", "1 or more", config.loader.prefetch),
@@ -199,6 +218,13 @@ def _check(config: Config) -> None:
     for holds, name, expected, found in rules:
         if not holds:
             raise ConfigError(f"--{name} has a value that makes no sense", expected=expected, found=str(found))
+    if train.epochs is not None and train.steps != TrainConfig.steps:
+        raise ConfigError(
+            "--train.steps and --train.epochs both say how long to train",
+            expected="one of them",
+            found=f"--train.steps {train.steps} and --train.epochs {train.epochs:g}",
+            next_step="leave one out; a config file's epochs are taken back by --train.epochs null",
+        )
     if config.observe.timeline != AUTO:
         parse_window(config.observe.timeline, "observe.timeline", AUTO)
     parse_window(config.observe.profile, "observe.profile")
@@ -232,17 +258,53 @@ def _options_used(argv: Sequence[str]) -> list[tuple[str, str]]:
     return used
 
 
+_DEEPEST = 20
+_DEPTH = f"at most {_DEEPEST} levels"
+
+
+def _check_nodes(root: yaml.Node | None, path: Path) -> None:
+    """See that each mapping has a key once, and that values are few levels deep, which also ends what holds itself.
+
+    YAML wants keys to be unique; PyYAML takes the last one without a word.
+    """
+    left = [(root, 0)] if root is not None else []
+    seen = 0
+    while left:
+        node, depth = left.pop()
+        seen += 1
+        if depth > _DEEPEST or seen > 100_000:  # an alias inside of what it stands for, or aliases of aliases
+            raise ConfigError(f"the config file {str(path)!r} is nested too deep", expected=_DEPTH)
+        if isinstance(node, yaml.SequenceNode):
+            left += [(value, depth + 1) for value in node.value]
+        elif isinstance(node, yaml.MappingNode):
+            keys = set()
+            for key, value in node.value:
+                if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                    if key.value in keys:
+                        raise ConfigError(
+                            f"the config file {str(path)!r} has the key {key.value} twice in one mapping",
+                            expected="each option once",
+                            found=f"the second in line {key.start_mark.line + 1}",
+                        )
+                    keys.add(key.value)
+                left += [(key, depth + 1), (value, depth + 1)]
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """The options in a YAML file.
 
     Errors:
-        ConfigError: it cannot be read, is not YAML, or is not a mapping.
+        ConfigError: it cannot be read, is not YAML, has a key twice, is nested too deep, or is not a mapping.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        _check_nodes(yaml.compose(text, Loader=yaml.SafeLoader), path)
+        content = yaml.safe_load(text)
     except OSError as error:
         raise ConfigError(f"the config file {str(path)!r} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise ConfigError(f"the config file {str(path)!r} is nested too deep", expected=_DEPTH) from None
+    except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
         raise ConfigError(f"the config file {str(path)!r} is not YAML: {' '.join(str(error).split())}") from None
     if content is None:
         return {}

@@ -113,6 +113,13 @@ def describe_start(run: RunConfig, kept: Kept, comm: Comm, directory: Path, reco
         return
     if task.optimizer is not None:
         recorder.say(f"the task brings its own optimizer ({type(task.optimizer).__name__}): --optimizer.* is not used")
+        held = {id(parameter) for group in task.optimizer.param_groups for parameter in group["params"]}
+        left_out = [name for name, p in task.model.named_parameters() if p.requires_grad and id(p) not in held]
+        if left_out:
+            recorder.warn(
+                f"the task's optimizer does not hold {len(left_out)} of the parameters that want a gradient, which stay"
+                f" as they are: {', '.join(left_out[:3])}{', ...' if len(left_out) > 3 else ''}"
+            )
     if train.compile:
         recorder.say(
             f"{kept.compiled} block(s) of the model are compiled in the first evaluation and the first step, which take"

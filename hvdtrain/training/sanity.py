@@ -97,6 +97,13 @@ class Sanity:
 
     def _error(self, result: StepResult, progress: Progress) -> NonFiniteError:
         first, end = self._positions(progress)
+        if not result.weight > 0:
+            return NonFiniteError(
+                f"the weight of the global batch was not positive {progress.skipped_in_row} steps in a row",
+                expected="a global batch in which the task's loss function counts samples or tokens",
+                found=f"weight {result.weight:g} at step {progress.step}, samples at positions {first} to {end - 1}",
+                next_step="look at the weight that the loss function returns beside the loss, and at what it masks",
+            )
         found = f"loss {result.loss}, gradient norm {result.grad_norm} at step {progress.step}, samples at positions"
         found += f" {first} to {end - 1}"
         return NonFiniteError(

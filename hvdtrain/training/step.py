@@ -175,7 +175,7 @@ def checked_loss(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, Tens
     """The task's loss sum and weight.
 
     Errors:
-        TaskError: the loss function returned something else.
+        TaskError: the loss function returned something else, or a weight that is negative or not finite.
     """
     result: Any = task.loss(model, batch)
     if isinstance(result, tuple) and len(result) == 2:
@@ -183,6 +183,13 @@ def checked_loss(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, Tens
         if isinstance(weight, Real):  # numpy's numbers as well, which the journal could not hold
             weight = float(weight)
         scalar_weight = isinstance(weight, float) or (isinstance(weight, Tensor) and weight.numel() == 1)
+        on_host = isinstance(weight, float) or (scalar_weight and not weight.is_cuda)
+        if on_host and not 0 <= float(weight) < math.inf:  # on a GPU the sum over the global batch is looked at
+            raise TaskError(
+                "the task's loss function returned a weight that makes no sense",
+                expected="how many samples or tokens the loss sums: 0 or more, and finite",
+                found=str(float(weight)),
+            )
         if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point() and scalar_weight:
             return loss, weight
     raise TaskError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.comm.rounds import CHANGED as RANKS_CHANGE
 from hvdtrain.comm.rounds import Rounds
 from hvdtrain.config.schema import Config
+from hvdtrain.errors import TaskError
 from hvdtrain.observe.histograms import Histograms
 from hvdtrain.runtime.clock import steady_s
 from hvdtrain.state.train_state import TrainState
@@ -189,7 +191,7 @@ class Trainer:
         self.observer.begin_step(progress.step + 1)
         spans.step = progress.step + 1
         start_ns = spans.now()
-        lr_factor = float(self.schedule(progress.step))  # numpy's numbers are not JSON's
+        lr_factor = self._lr_factor(progress.step)
         self._set_lr(lr_factor)
         mine = self.feed.micro_batches(progress.position)
         parts = self.rounds.unless_over(self.feed.draw(mine, progress.step + 1))
@@ -203,6 +205,16 @@ class Trainer:
         self._observe_step(result, progress.lr, (spans.now() - start_ns) * 1e-9)
         self._observe_values()
         return result
+
+    def _lr_factor(self, step: int) -> float:
+        factor = float(self.schedule(step))  # numpy's numbers are not JSON's
+        if not 0 <= factor * self.base_lrs[0] < math.inf:
+            raise TaskError(
+                f"the learning rate of step {step + 1} makes no sense",
+                expected="a factor of 0 or more by the schedule, times a finite learning rate",
+                found=f"factor {factor}, learning rate {self.base_lrs[0]}",
+            )
+        return factor
 
     def _set_lr(self, lr_factor: float) -> None:
         for group, base in zip(self.state.optimizer.param_groups, self.base_lrs, strict=True):

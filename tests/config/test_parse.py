@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.config.parse import changes, flatten, parse_argv, parse_object, task_spec
+from hvdtrain.config.parse import changes, flatten, parse_argv, parse_object, read_yaml, task_spec
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import ConfigError
 
@@ -91,6 +91,19 @@ def test_a_misspelt_key_in_a_file_names_file_and_nearest(tmp_path: Path) -> None
         ("--parallel.bucket_mib=0", "more than 0", "0.0"),
         ("--train.micro_batch=99", "1 to train.global_batch (16)", "99"),
         ("--optimizer.lr=-1", "more than 0", "-1.0"),
+        ("--optimizer.lr=.inf", "a finite number", "inf"),
+        ("--optimizer.lr=1.0e+400", "a finite number", "inf"),
+        ("--train.clip=.nan", "a finite number", "nan"),
+        ("--optimizer.eps=-1", "more than 0", "-1.0"),
+        ("--optimizer.beta1=1.5", "0 or more, and less than 1", "1.5"),
+        ("--optimizer.beta2=1", "0 or more, and less than 1", "1.0"),
+        ("--optimizer.momentum=-1", "0 (off) or more, and less than 1", "-1.0"),
+        ("--optimizer.min_lr=-5", "0 to 1, a share of optimizer.lr", "-5.0"),
+        ("--optimizer.decay=2", "0 to 1, a share of all steps", "2.0"),
+        ("--optimizer.weight_decay=-3", "0 (off) or more", "-3.0"),
+        ("--elastic.loss_s=0", "more than 0", "0.0"),
+        ("--observe.line_every_s=-1", "0 (each step) or more", "-1.0"),
+        ("--run_dir=", "a folder, or null for one under runs/", "''"),
         ("--observe.timeline=0:5", "auto, off, all or FIRST:LAST (numbers of steps, 1 <= FIRST <= LAST)", "0:5"),
     ],
 )
@@ -119,6 +132,39 @@ def test_a_window_that_yaml_takes_for_something_else_asks_for_quotes(window: str
         parse_argv(["--config", str(file)], build)
     assert "--observe.timeline" in caught.value.what
     assert "quotes" in str(caught.value.next_step)
+
+
+def test_steps_and_epochs_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="both say how long to train"):
+        parse_argv(["--train.steps=400", "--train.epochs=2"], build)
+    assert parse_argv(["--train.epochs=2", "--train.steps=400", "--train.epochs=null"], build).config.train.steps == 400
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ("seed: 1\ntrain: {steps: 4}\nseed: 2", "has the key seed twice in one mapping"),
+        ("train:\n  steps: 4\n  steps: 5", "has the key steps twice"),
+        ("train: &t {again: *t}", "nested too deep"),
+        ("train: " + "[" * 3000 + "]" * 3000, "nested too deep"),
+        (
+            "a: &a [1, 1]\n"
+            + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 20)}]\n" for a, b in ("ab", "bc", "cd", "de")),
+            "nested",
+        ),
+    ],
+)
+def test_yaml_that_says_two_things_or_has_no_end_is_refused(content: str, what: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(content)
+    for read in (lambda: task_spec(["--config", str(file)]), lambda: parse_argv([f"--config={file}"], build)):
+        with pytest.raises(ConfigError, match=what):
+            read()
+
+
+def test_a_mapping_may_be_used_twice(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("train: &t {steps: 4}\nnotes: {<<: *t}")
+    assert read_yaml(tmp_path / "run.yaml")["train"] == {"steps": 4}
 
 
 def test_files_that_are_no_config(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 import hvdtrain
 from hvdtrain import Task
 from hvdtrain.data.loader import Stream
-from hvdtrain.errors import NonFiniteError
+from hvdtrain.errors import NonFiniteError, TaskError
 from hvdtrain.observe.journal import read_journal, read_steps
 from tests.support import faulty
 from tests.support.launch import train
@@ -179,3 +181,39 @@ def test_a_rank_that_idles_waits_for_the_others(tmp_path: Path) -> None:
     assert done.stderr.count("not finite 1 steps in a row") == 1
     (found,) = _events("not_finite")
     assert (found["module"], found["samples"], found["failures"]) == ("blocks.1", [6], {})
+
+
+def _weighted(weight: Any, **others: Any) -> Task:
+    """A task whose weights are all alike."""
+    model = nn.Linear(1, 1)
+    data = torch.utils.data.TensorDataset(torch.ones(16, 1))
+    return Task(model, lambda model, batch: (model(batch[0]).sum(), weight), data, **others)
+
+
+@pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf, torch.tensor(-2.0)])
+def test_a_weight_that_makes_no_sense_is_an_error_of_the_task(weight: Any) -> None:
+    with pytest.raises(TaskError, match="returned a weight that makes no sense"):
+        hvdtrain.train(_config(), lambda: _weighted(weight))
+
+
+def test_batches_without_weight_are_named_as_such() -> None:
+    with pytest.raises(NonFiniteError, match="the weight of the global batch was not positive 3 steps in a row"):
+        hvdtrain.train(_config(max_skipped=3), lambda: _weighted(0))
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf, -0.5])
+def test_a_schedule_that_makes_no_sense_is_named_with_its_step(factor: float) -> None:
+    with pytest.raises(TaskError, match="the learning rate of step 3 makes no sense") as caught:
+        hvdtrain.train(_config(), lambda: _weighted(1, schedule=lambda step: factor if step == 2 else 1.0))
+    assert f"factor {factor}" in str(caught.value.found)
+
+
+def test_parameters_that_the_tasks_optimizer_leaves_out_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    def build() -> Task:
+        task = _weighted(1)
+        return dataclasses.replace(task, optimizer=torch.optim.SGD([task.model.bias], lr=0.1))
+
+    hvdtrain.train(_config(), build)
+    assert "does not hold 1 of the parameters that want a gradient, which stay as they are: weight" in (
+        capsys.readouterr().out
+    )
