@@ -197,7 +197,7 @@ def _check(config: Config) -> None:
         (optimizer.warmup_steps >= 0, "optimizer.warmup_steps", "0 or more", optimizer.warmup_steps),
         (0 <= optimizer.min_lr <= 1, "optimizer.min_lr", "0 to 1, a share of optimizer.lr", optimizer.min_lr),
         (0 <= optimizer.decay <= 1, "optimizer.decay", "0 to 1, a share of all steps", optimizer.decay),
-        (config.elastic.loss_s > 0, "elastic.loss_s", "more than 0", config.elastic.loss_s),
+        (config.elastic.loss_s >= 0, "elastic.loss_s", "0 (nothing) or more", config.elastic.loss_s),
         (observe.line_every_s >= 0, "observe.line_every_s", "0 (each step) or more", observe.line_every_s),
         (config.run_dir != "", "run_dir", "a folder, or null for one under runs/", "''"),
         (bucket_mib is None or bucket_mib > 0, "parallel.bucket_mib", "more than 0", bucket_mib),

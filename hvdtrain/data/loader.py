@@ -114,9 +114,7 @@ class Seeded(Dataset[Any]):
 
     def __getitems__(self, key: list[int]) -> _Samples:
         seed, *indices = key
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed & 0xFFFFFFFF)
+        _seed_host(seed)
         samples = _Samples([self.dataset[index] for index in indices])
         samples.indices = array("q", indices).tobytes()
         return samples
@@ -133,10 +131,17 @@ class _Collated:
         return Drawn(samples.indices, self.collate(samples))
 
 
+def _seed_host(seed: int) -> None:
+    """Seed torch's generator of the CPU, Python's and numpy's."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+
+
 def seed_forward(seed: int, position: int) -> None:
-    """Seed torch for the forward pass of the micro-batch that starts at `position`, dropout included."""
+    """Seed torch, Python and numpy for the forward pass of the micro-batch that starts at `position`."""
     value = mix(seed + _FORWARD, position)
-    torch.default_generator.manual_seed(value)
+    _seed_host(value)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed(value)
 

@@ -101,7 +101,7 @@ def test_a_misspelt_key_in_a_file_names_file_and_nearest(tmp_path: Path) -> None
         ("--optimizer.min_lr=-5", "0 to 1, a share of optimizer.lr", "-5.0"),
         ("--optimizer.decay=2", "0 to 1, a share of all steps", "2.0"),
         ("--optimizer.weight_decay=-3", "0 (off) or more", "-3.0"),
-        ("--elastic.loss_s=0", "more than 0", "0.0"),
+        ("--elastic.loss_s=-1", "0 (nothing) or more", "-1.0"),
         ("--observe.line_every_s=-1", "0 (each step) or more", "-1.0"),
         ("--run_dir=", "a folder, or null for one under runs/", "''"),
         ("--observe.timeline=0:5", "auto, off, all or FIRST:LAST (numbers of steps, 1 <= FIRST <= LAST)", "0:5"),
