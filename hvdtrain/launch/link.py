@@ -56,7 +56,7 @@ class AgentLink:
 
     def start(self) -> None:
         """Read and write from now on."""
-        for thread in self._threads:
+        for thread in reversed(self._threads):  # what reads waits for what collects complaints, which is the last
             thread.start()
 
     def send(self, kind: str, **facts: Any) -> None:

@@ -1,4 +1,4 @@
-"""A task that takes milliseconds: dropout, noise of Python and numpy, an idle parameter, uneven weights, drawn samples."""
+"""A task that takes milliseconds: dropout and noise, a parameter that no sample uses, uneven weights, random samples."""
 
 from __future__ import annotations
 
