@@ -1,4 +1,4 @@
-"""A task that takes milliseconds: dropout and noise, a parameter that no sample uses, uneven weights, random samples."""
+"""A task that takes milliseconds: dropout, noise, a parameter that no sample uses, uneven weights, random samples."""
 
 from __future__ import annotations
 
