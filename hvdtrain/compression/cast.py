@@ -54,7 +54,7 @@ class Fp16(Compressor):
         super().__init__(shape, comm, keep_error=keep_error)
         self._wire = shape.zeros(len(self.work), torch.float16) if keep_error else self.work
         count = len(list(pieces(shape.length, self.work)))
-        self._sums = shape.zeros(count)
+        self._sums = shape.zeros(count, torch.float32)  # of finite halves, a sum in halves may be infinite
         self._lows, self._highs = shape.zeros(count), shape.zeros(count)
         self._first = -(comm.size - 1).bit_length()
         self._set(self._first, 0)
@@ -86,7 +86,7 @@ class Fp16(Compressor):
             summed = out[piece].copy_(came[piece]).mul_(1 / scale)
             if self._steps == 0:
                 torch.aminmax(summed, out=(self._lows[number], self._highs[number]))
-            torch.sum(summed, 0, out=self._sums[number])
+            torch.sum(summed, 0, dtype=torch.float32, out=self._sums[number])
 
     def _summed(self) -> Generator[Handle, Tensor, Tensor]:
         yield self.comm.allreduce(self._wire, name=self.shape.name)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hvdtrain.exchange.carried import Carried
+from hvdtrain.exchange.carried import Carried, owed_key
 from hvdtrain.exchange.sparse import zero_rows
 
 
@@ -24,6 +24,7 @@ class LocalEngine:
         self._parameters = named_parameters
         self._sparse: set[str] = set()
         self._kept = Carried({}, 1)
+        self._delivered: list[str] = []
         self._values: Mapping[str, Any] = {"plan": None, "ranks": 1}
 
     def begin(self, micro_batches: int) -> None:
@@ -35,13 +36,17 @@ class LocalEngine:
         torch.autograd.backward(loss)
 
     def finish(self) -> list[Tensor]:
-        """Give a zero gradient to parameters that have none, as an exchange would."""
+        """Give a zero gradient to parameters that have none, as an exchange would, and deliver what is owed."""
         gradients = []
+        self._delivered = []
         for name, parameter in self._parameters:
             if not parameter.requires_grad:
                 continue
             if parameter.grad is None:
                 parameter.grad = zero_rows(parameter) if name in self._sparse else torch.zeros_like(parameter)
+            if self._kept.owes(name) and not parameter.grad.is_sparse:
+                self._delivered.append(key := owed_key(name))
+                parameter.grad.add_(self._kept.tensors[key].to(parameter.device) * self._kept.ranks)
             if parameter.grad.is_sparse:
                 self._sparse.add(name)
                 parameter.grad = parameter.grad.coalesce()
@@ -51,7 +56,9 @@ class LocalEngine:
         return gradients
 
     def commit(self, *, applied: bool) -> None:
-        """Do nothing."""
+        """Forget what was delivered, where the step was applied."""
+        if applied and self._delivered:
+            self._kept = self._kept.less(self._delivered)
 
     def rescale(self, factor: float) -> None:
         """Multiply what several ranks have left to be delivered."""
@@ -65,11 +72,11 @@ class LocalEngine:
         return self.state_dict()[0]
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return what several ranks have left, for the time when there are several again."""
+        """Return what several ranks have left and was not delivered, for the time when there are several again."""
         return dict(self._kept.tensors), dict(self._values)
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Keep it: one rank exchanges nothing."""
+        """Keep it: one rank exchanges nothing, but what several have not delivered is added to the next gradients."""
         self._kept = Carried({name: tensor.clone() for name, tensor in tensors.items()}, int(values["ranks"]))
         self._values = values
 

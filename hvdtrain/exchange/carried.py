@@ -26,21 +26,33 @@ class Carried:
         """What this rank has yet to deliver, now a matter among so many ranks; all else is forgotten."""
         return Carried({key: t for key, t in self.tensors.items() if is_owed(key)}, ranks)
 
-    def without(self, parameters: Collection[str], ranks: int) -> Carried:
-        """What is not of these parameters, for a job of so many ranks: what is owed keeps its sum over them."""
+    def less(self, keys: Collection[str]) -> Carried:
+        """What is left without these keys."""
+        return Carried({key: t for key, t in self.tensors.items() if key not in keys}, self.ranks)
+
+    def without(self, parameters: Collection[str], ranks: int, keep: Collection[str] = ()) -> Carried:
+        """What is not of these parameters, for a job of so many ranks: what is owed keeps its sum over them.
+
+        `keep`: keys that stay, whatever they are of.
+        """
         scale = self.ranks / ranks
-        rest = {key: t for key, t in self.tensors.items() if key.rpartition("/")[0] not in parameters}
+        rest = {k: t for k, t in self.tensors.items() if k in keep or k.rpartition("/")[0] not in parameters}
         return Carried({key: t * scale if is_owed(key) and scale != 1.0 else t for key, t in rest.items()}, ranks)
 
     def owes(self, parameter: str) -> bool:
         """Whether something of its gradients is yet to be delivered."""
-        return f"{parameter}/{RESIDUAL}" in self.tensors
+        return owed_key(parameter) in self.tensors
 
     def rescale(self, factor: float) -> None:
         """Multiply what is owed."""
         for key, tensor in self.tensors.items():
             if is_owed(key):
                 tensor.mul_(factor)
+
+
+def owed_key(parameter: str) -> str:
+    """Return the key of what is owed to a parameter."""
+    return f"{parameter}/{RESIDUAL}"
 
 
 def is_owed(key: str) -> bool:

@@ -19,6 +19,8 @@ class DenseBucket(Bucket):
 
     Attributes:
         compressor: as given.
+        owed: by index, what earlier exchanges of this rank have not delivered, and the compressor has no place for: it
+            is packed with the gradient.
         out: (length,) the sums, of the gradients' dtype; afterwards each parameter's gradient is a view of it.
     """
 
@@ -30,10 +32,14 @@ class DenseBucket(Bucket):
         self.out = work if in_place else shape.zeros()
         self._views = [part.view(self.out) for part in shape.parts]
         self._factor = factor
+        self.owed: dict[int, Tensor] = {}
 
     def _pack(self, index: int, gradient: Tensor | None, weight: float) -> None:
         if gradient is not None and gradient.is_sparse:
             gradient = gradient.to_dense()
+        if (owed := self.owed.get(index)) is not None:
+            owed = owed.to(self.layout.shape.device) / weight
+            gradient = (owed if gradient is None else owed + gradient).to(self.layout.shape.dtype)
         self.compressor.pack(index, gradient, weight)
 
     def _exchange(self) -> Phases:

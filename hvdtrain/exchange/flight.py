@@ -119,6 +119,12 @@ class Flight:
             side.join()
         return [gradient for bucket in self._buckets for gradient in bucket.give()]
 
+    def deliver(self, owed: Mapping[str, Tensor]) -> None:
+        """Pack what is owed to these parameters with their gradients, until told otherwise."""
+        for bucket in self._dense:
+            names = [part.name for part in bucket.layout.shape.parts]
+            bucket.owed = {index: owed[name] for index, name in enumerate(names) if name in owed}
+
     def crowded(self) -> Plan | None:
         """The plan without rows where there were many after all, none where that is this one; equal on all ranks."""
         rows = [b for b in self._buckets if isinstance(b, RowBucket)]

@@ -115,7 +115,8 @@ class Reducer:
             self.before()
 
     def switch(self, compression: Compression) -> None:
-        """Let buckets travel another way from the next step on."""
+        """Let buckets travel another way from the next step on. Collective: yes."""
+        self.settle()
         self._compression = compression
         if (flight := self._standing.flight) is not None:
             self._standing.adopt(flight.plan, dict(self._known))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hvdtrain.compression.base import Compressor
 from hvdtrain.exchange.buckets import Named, Plan
-from hvdtrain.exchange.carried import Carried
+from hvdtrain.exchange.carried import Carried, owed_key
 from hvdtrain.exchange.flight import Flight
 
 
@@ -31,15 +31,25 @@ class Standing:
         self._ranks = ranks
         self.flight: Flight | None = None
         self.carried = Carried({}, ranks)
+        self._delivered: list[str] = []
 
     def adopt(self, agreed: Plan, parameters: Collection[str]) -> Flight:
-        """Make the buckets of a plan; what compressors knew of these parameters goes with them."""
+        """Make the buckets of a plan; what compressors knew of these parameters goes with them.
+
+        What is owed to those whose compressor keeps no error is delivered by the next exchange.
+        """
         self.drop()
         flight = self.flight = self._make(agreed)
+        keeping = set()
         for compressor in flight.compressors:
             compressor.load_state_dict(self.carried.tensors, self.carried.ranks)
+            if compressor.keeps_error:
+                keeping |= {part.name for part in compressor.shape.parts}
+        dense = {part.name for layout in flight.layouts for part in layout.shape.parts}
+        self._delivered = [key for name in dense - keeping if (key := owed_key(name)) in self.carried.tensors]
         # What was frozen may be freed again.
-        self.carried = self.carried.without(parameters, self._ranks)
+        self.carried = self.carried.without(set(parameters), self._ranks, keep=self._delivered)
+        flight.deliver({key.rpartition("/")[0]: self.carried.tensors[key] for key in self._delivered})
         return flight
 
     def drop(self) -> None:
@@ -64,6 +74,10 @@ class Standing:
         """Keep what the exchange changed in the compressors' state; if the step was not applied, forget it."""
         for compressor in self._compressors():
             compressor.commit(applied=applied)
+        if applied and self._delivered and self.flight is not None:
+            self.carried = self.carried.less(self._delivered)
+            self._delivered = []
+            self.flight.deliver({})
 
     def rescale(self, factor: float) -> None:
         """Gradients are multiplied by `factor` from now on, and so is what compressors carry to the next step."""

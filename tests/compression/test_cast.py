@@ -52,6 +52,19 @@ def test_the_scale_follows_the_gradients(value: float, size: int) -> None:
     on_ranks(size, body)
 
 
+def test_finite_gradients_in_fp16_are_finite_though_their_sum_in_fp16_is_not() -> None:
+    def body(comm: ThreadComm) -> None:
+        compressor = Fp16(bucket(((3000,),), torch.float16), comm)
+        mine = torch.full((3000,), 100.0, dtype=torch.float16)
+        for _ in range(2):
+            out = exchange(compressor, [mine])
+            assert compressor.finite()
+            compressor.commit(applied=True)
+            torch.testing.assert_close(out[:3000], 2 * mine)
+
+    on_ranks(2, body)
+
+
 def test_it_looks_again_after_some_steps() -> None:
     compressor = Fp16(SHAPE, SoloComm())
     step(compressor, [torch.ones(3)])

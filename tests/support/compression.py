@@ -16,7 +16,7 @@ from hvdtrain.compression.base import drive as drive_phases
 from hvdtrain.compression.table import Kind
 
 SHAPES: Sequence[Sequence[int]] = ((7,), (), (96, 40), (0, 3), (96, 40), (1200, 1), (5, 3, 2), (96, 40), (40, 8, 3, 3))
-DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _ALIGNMENT = 16
 
 
@@ -107,7 +107,8 @@ def check_law(compressor: Compressor, kind: Kind, values: Sequence[Tensor | None
         total(compressor.comm, torch.cat([mine.abs(), torch.zeros(1)]).max()[None])
         + torch.cat([before.abs(), torch.zeros(1)]).max()
     )
-    tolerance = max(kind.tolerance, 2.0**-7) if compressor.shape.dtype == torch.bfloat16 else kind.tolerance
+    least = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}.get(compressor.shape.dtype, 0.0)
+    tolerance = max(kind.tolerance, least)
     error = (expected - parts(compressor, out)).abs()
     assert bool((error <= tolerance * largest + kind.floor).all()), f"{float(error.max())} of {float(largest)}"
     return out
