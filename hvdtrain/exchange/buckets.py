@@ -24,16 +24,19 @@ class Plan:
         buckets: names of parameters of one dtype and device, in the order in which backward finishes them.
         sparse: names of parameters whose gradients are sparse; each travels alone.
         rows: names of dense ones of which few rows were not zero, each alone in a bucket, and how many rows that were.
+        limit_bytes: of a bucket, by which they were divided; 0 where it is not known.
     """
 
     buckets: tuple[tuple[str, ...], ...]
     sparse: tuple[str, ...] = ()
     rows: Mapping[str, int] = field(default_factory=dict)
+    limit_bytes: int = 0
 
     @classmethod
     def of_saved(cls, saved: Mapping[str, Any]) -> Plan:
         """The plan whose fields, as JSON, are these."""
-        return cls(tuple(map(tuple, saved["buckets"])), tuple(saved["sparse"]), dict(saved.get("rows", {})))
+        buckets, sparse = tuple(map(tuple, saved["buckets"])), tuple(saved["sparse"])
+        return cls(buckets, sparse, dict(saved.get("rows", {})), int(saved.get("limit_bytes", 0)))
 
     def without_rows(self, names: Collection[str]) -> Plan:
         """With all rows of these."""
@@ -86,7 +89,7 @@ def plan(
             lambda name: (of[name].dtype, of[name].device),
             few,
         )
-    return Plan(tuple(map(tuple, buckets)), tuple(name for name, _ in named if name in alone), few)
+    return Plan(tuple(map(tuple, buckets)), tuple(name for name, _ in named if name in alone), few, limit_bytes)
 
 
 @dataclass(frozen=True)

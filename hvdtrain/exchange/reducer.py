@@ -69,6 +69,7 @@ class Reducer:
         self._parameters = parameters
         self._comm = comm
         self._compression = compression or Compression.none()
+        self._bucket_bytes = bucket_bytes
         self._draft = partial(plan, limit_bytes=bucket_bytes, groups=groups)
         self._weight = weight
         self._factor = factor
@@ -183,8 +184,8 @@ class Reducer:
         return self._standing.state_dict()
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Take over a state; a plan that is not of these parameters is made anew by the next step."""
-        self._standing.load_state_dict(tensors, values, self._known)
+        """Take over a state; a plan of other parameters or by another size of buckets is made anew by the next step."""
+        self._standing.load_state_dict(tensors, values, self._known, self._bucket_bytes)
 
     def restart(self, comm: Comm, weight: float, factor: float) -> None:
         """Forget what is under way and go on among other ranks; what this rank still owes it owes here."""

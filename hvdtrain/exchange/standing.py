@@ -103,13 +103,15 @@ class Standing:
         carried = self._all()
         return dict(carried.tensors), {"plan": self.flight and asdict(self.flight.plan), "ranks": carried.ranks}
 
-    def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any], known: Named) -> None:
-        """Take over a state; a plan that is not of the known parameters is left aside."""
+    def load_state_dict(
+        self, tensors: Mapping[str, Tensor], values: Mapping[str, Any], known: Named, limit_bytes: int
+    ) -> None:
+        """Take over a state; a plan that is not of the known parameters, or by another limit, is left aside."""
         self.flight = None
         self.carried = Carried(tensors, int(values["ranks"]))
         if (saved := values["plan"]) is not None:
             agreed = Plan.of_saved(saved)
-            if agreed.fits(known):
+            if agreed.fits(known) and agreed.limit_bytes == limit_bytes:
                 owed = [name for name in agreed.rows if self.carried.owes(name)]
                 self.adopt(agreed.without_rows(owed), dict(known))
 

@@ -15,7 +15,7 @@ from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.engine.make import _named as _held
 from hvdtrain.errors import LaunchError, TaskError
 from hvdtrain.exchange.passes import Passes
-from hvdtrain.exchange.reducer import Reducer
+from hvdtrain.exchange.reducer import BUCKET_BYTES, Reducer
 from tests.support.thread_comm import ThreadComm, ThreadHandle, on_ranks
 
 
@@ -247,11 +247,12 @@ def test_the_plan_is_rank_0s_and_lasts() -> None:
 def test_a_saved_plan_is_used_from_the_first_step() -> None:
     def body(comm: ThreadComm) -> None:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        values = {"plan": {"buckets": [["1.bias", "0.weight"], ["1.weight", "0.bias"]], "sparse": []}, "ranks": 2}
+        buckets = [["1.bias", "0.weight"], ["1.weight", "0.bias"]]
+        values = {"plan": {"buckets": buckets, "sparse": [], "limit_bytes": BUCKET_BYTES}, "ranks": 2}
         reducer = Reducer(lambda: _named(model), comm)
         reducer.load_state_dict({}, json.loads(json.dumps(values)))
         _step(reducer, lambda: model(torch.ones(1, 2)).sum())
-        assert list(reducer.carried().values()) == values["plan"]["buckets"]  # type: ignore[index]
+        assert list(reducer.carried().values()) == buckets
 
     on_ranks(2, body)
 
@@ -260,7 +261,8 @@ def test_a_saved_plan_of_another_model_is_made_anew() -> None:
     def body(comm: ThreadComm) -> None:
         model = nn.Linear(2, 2)
         reducer = Reducer(lambda: _named(model), comm)
-        reducer.load_state_dict({}, {"plan": {"buckets": [["weight", "stranger"]], "sparse": []}, "ranks": 1})
+        plan = {"buckets": [["weight", "stranger"]], "sparse": [], "limit_bytes": BUCKET_BYTES}
+        reducer.load_state_dict({}, {"plan": plan, "ranks": 1})
         _step(reducer, lambda: model(torch.ones(1, 2)).sum())
         assert sorted(reducer.carried()["gradients/0"]) == ["bias", "weight"]
 
@@ -342,7 +344,7 @@ def _restarted(comm: ThreadComm, compression: str, state: dict[str, Tensor], ran
     """What a rank gets in a step after `state` was loaded and the ranks have changed; its own gradient is 1."""
     parameter = nn.Parameter(torch.zeros(4, 4))
     reducer = Reducer(lambda: [("p", parameter)], comm, parse(compression), weight=1 / comm.size, passes=1)
-    plan = {"buckets": [["p"]], "sparse": []}
+    plan = {"buckets": [["p"]], "sparse": [], "limit_bytes": BUCKET_BYTES}
     reducer.load_state_dict(state, {"plan": plan if state else None, "ranks": ranks})
     reducer.restart(comm, 1 / comm.size, 1.0)
     parameter.sum().backward()
