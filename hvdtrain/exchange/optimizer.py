@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -152,7 +154,36 @@ def exchanging(optimizer: Optimizer, exchange: Exchange) -> Optimizer:
     # A scheduler that was made before has put its own wrapper of the old class's step there.
     optimizer.__dict__.pop("step", None)
     setattr(optimizer, _ATTRIBUTE, exchange)
+    _exchanges[id(optimizer)] = exchange
+    _follow_loss_scales()
     return optimizer
+
+
+_exchanges: WeakValueDictionary[int, Exchange] = WeakValueDictionary()
+"""By the identity of their optimizers, as torch's GradScaler knows these."""
+
+
+def _follow_loss_scales() -> None:
+    """Multiply what compression carries to the next step, whenever a GradScaler changes its loss scale.
+
+    A GradScaler tells nobody of it, so that its `update` is wrapped, once, for all of them.
+    """
+    update = torch.amp.GradScaler.update
+    if hasattr(update, "_hvdtrain_wraps"):
+        return
+
+    @functools.wraps(update)
+    def wrapped(self: torch.amp.GradScaler, new_scale: float | Tensor | None = None) -> None:
+        found = [exchange for number in self._per_optimizer_states if (exchange := _exchanges.get(number))]
+        found = [exchange for exchange in found if exchange.reducer.keeps_error]
+        before = self.get_scale() if found else 1.0  # waits for the device
+        update(self, new_scale)
+        if found and (after := self.get_scale()) != before:
+            for exchange in found:
+                exchange.reducer.rescale(after / before)
+
+    wrapped._hvdtrain_wraps = True  # type: ignore[attr-defined]
+    torch.amp.GradScaler.update = wrapped  # type: ignore[method-assign]
 
 
 def _methods(kind: type[Optimizer]) -> dict[str, Any]:

@@ -163,6 +163,11 @@ class Reducer:
         """Gradients are multiplied by `factor` from now on, and so is what compressors carry to the next step."""
         self._standing.rescale(factor)
 
+    @property
+    def keeps_error(self) -> bool:
+        """Whether compression carries to the next step what it has not delivered."""
+        return self._compression.kind.feedback
+
     def total(self, value: float) -> float:
         """A number of this rank, weighted and summed as gradients are. Collective: yes."""
         number = torch.tensor([value * self._weight], dtype=torch.float64)
