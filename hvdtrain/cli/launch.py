@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from hvdtrain.launch.names import nowhere
 from hvdtrain.launch.refuse import refuse_options, refuse_shape
 from hvdtrain.launch.spec import Command, JobSpec, Script
 from hvdtrain.launch.targets import TARGETS
-from hvdtrain.observe.commands import beside
+from hvdtrain.observe.commands import command
 from hvdtrain.runtime.environment import LAUNCH_OPTIONS, environ, launch_options_text
 
 
@@ -74,10 +73,10 @@ def _found(start: Command) -> Command:
 
 
 def _doctor(spec: JobSpec) -> str:
-    words = [beside("hvdtrain"), "doctor", "--hosts", ",".join(spec.hosts)]
+    words = ["--hosts", ",".join(spec.hosts)]
     words += ["--ssh-port", str(spec.ssh_port)] if spec.ssh_port else []
     words += [f"--ssh-option={option}" for option in spec.ssh_options]  # which begin with a dash
-    return shlex.join(words)
+    return command("hvdtrain", "doctor", *words)
 
 
 def _run(own: Sequence[str], start: Command, dry_run: bool) -> int:

@@ -11,9 +11,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from hvdtrain.cli.ending import EXIT_OF_SIGNAL, end, show
-from hvdtrain.observe.commands import beside, go_on
+from hvdtrain.observe.commands import command, go_on
 from hvdtrain.observe.failure.voice import Voice
 from hvdtrain.observe.progress import duration, table
+from hvdtrain.observe.unfailing import let_output_fail
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.seat import NoPlace
 from hvdtrain.runtime.timeline import prepare_timeline
@@ -32,6 +33,7 @@ def main(argv: list[str]) -> int:
     2 on what would come again each time: a wrong option, task or run folder (`hvdtrain.errors.USAGE`). 124 where the
     watchdog ended a run that made no progress.
     """
+    let_output_fail()
     info: RankInfo | None = None
     voice = Voice(show)
     try:
@@ -91,12 +93,12 @@ def summary(result: Result, info: RankInfo) -> str:
         further.append(("more of it", f"{page}, in a browser"))
     if curves.is_dir():
         # The address of this machine only: whoever reaches the port reads the run.
-        further.append(("curves", f"{beside('tensorboard')} --logdir {curves} --host 127.0.0.1"))
+        further.append(("curves", command("tensorboard", "--logdir", str(curves), "--host", "127.0.0.1")))
     if traces.is_dir():
         further.append(("traces", f"{traces}/*.json, in https://ui.perfetto.dev or chrome://tracing"))
     further += [
-        ("each step", f"tail -n 3 {result.run_dir}/journal.jsonl"),
-        ("this machine", f"{beside('hvdtrain')} doctor"),
+        ("each step", command("tail", "-n", "3", f"{result.run_dir}/journal.jsonl")),
+        ("this machine", command("hvdtrain", "doctor")),
     ]
     if result.reason == "finished":
         further.append(("train on", go_on(result.run_dir, info, result.train_on)))

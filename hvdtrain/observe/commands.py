@@ -29,17 +29,21 @@ def beside(name: str) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
+def command(name: str, *arguments: str) -> str:
+    """Return a command line for a shell: the program as `beside` finds it, words quoted where they have to be."""
+    return shlex.join([beside(name), *arguments])
+
+
 def go_on(run_dir: Path, info: RankInfo, options: str = "") -> str:
     """What goes on with a run on as many ranks: from its last checkpoint, or from the start where it has none.
 
     A comment stands for what a command cannot know: how several hosts or another launcher than mpirun were started.
     """
-    folder = shlex.quote(str(run_dir))
-    arguments = f"--config {folder}/config.yaml --run_dir {folder} {options}".rstrip()
+    arguments = ["--config", f"{run_dir}/config.yaml", "--run_dir", str(run_dir), *options.split()]
     launched = launch_options(info.variables)
     if launched is not None:
-        return f"{beside('hvdtrain')} launch {shlex.join(launched)} -- {arguments}"
-    return _launched(f"{beside('python')} -m hvdtrain {arguments}", info)
+        return command("hvdtrain", "launch", *launched, "--", *arguments)
+    return _launched(command("python", "-m", "hvdtrain", *arguments), info)
 
 
 def go_on_program(run_dir: Path, info: RankInfo, argv: Sequence[str]) -> str:
@@ -50,23 +54,23 @@ def go_on_program(run_dir: Path, info: RankInfo, argv: Sequence[str]) -> str:
         info: of this process.
         argv: with which the interpreter was started, its own name first: `sys.orig_argv`.
     """
-    again = f"{beside('python')} {shlex.join(argv[1:])}"
+    again = command("python", *argv[1:])
     if len(argv) < 2 or "\n" in again or len(again) > _LONGEST:
         again = "# the same program again"
     return _launched(again, info, f"with run_dir set to {shlex.quote(str(run_dir))}")
 
 
-def _launched(command: str, info: RankInfo, note: str = "") -> str:
+def _launched(line: str, info: RankInfo, note: str = "") -> str:
     notes = [note] if note else []
     if info.size > 1:
-        if info.launcher == "openmpi" and info.one_host and not command.startswith("#"):
+        if info.launcher == "openmpi" and info.one_host and not line.startswith("#"):
             as_root = "" if os.geteuid() else " --allow-run-as-root"
             told = "".join(f"{name}={NO_SHELL} " for name in REMOTE_SHELL if info.variables.get(name) == NO_SHELL)
-            command = f"{told}{beside('mpirun')}{as_root} -np {info.size} {command}"
+            line = f"{told}{shlex.quote(beside('mpirun'))}{as_root} -np {info.size} {line}"
         else:
             over_gloo_by_srun = info.launcher == GLOO_LAUNCHER and by_srun(info.variables)
             started_by = "srun" if over_gloo_by_srun else _STARTED_BY.get(info.launcher, info.launcher)
             notes.append(f"on {info.size} ranks, started by {started_by} as before")
     if not notes:
-        return command
-    return f"{command}{',' if command.startswith('#') else '  #'} {', '.join(notes)}"
+        return line
+    return f"{line}{',' if line.startswith('#') else '  #'} {', '.join(notes)}"

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
+from hvdtrain.observe.unfailing import unfailing
+
 if TYPE_CHECKING:
     from rich.live import Live
 
@@ -35,7 +37,7 @@ class Progress:
         self._total = 0
         self._unit = unit
         self._every_s = line_every_s
-        self._out = out or sys.stdout
+        self._out = unfailing(out or sys.stdout)
         self._rewrite = live and self._out.isatty()
         self._quiet = quiet
         self._recent: deque[tuple[float, float]] = deque(maxlen=_WINDOW)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -54,7 +55,7 @@ def stop_window(run: Path, *, patience_s: float, sleep: Callable[[float], None] 
     if found.state == "none":
         raise RunDirectoryError(
             f"no window is open in {run}",
-            next_step=f"hvdtrain timeline start {run}, or: hvdtrain timeline report {run}",
+            next_step="hvdtrain timeline start {0}, or: hvdtrain timeline report {0}".format(shlex.quote(str(run))),
         )
     return found
 
@@ -90,7 +91,7 @@ def _ask(
         f"no job answers in {run}",
         expected="a job that trains there",
         found=f"no answer within {SEEN_WITHIN_S:g} s",
-        next_step=f"hvdtrain timeline report {run} explains what it has left",
+        next_step=f"hvdtrain timeline report {shlex.quote(str(run))} explains what it has left",
     )
 
 

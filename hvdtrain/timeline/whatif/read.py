@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -138,8 +139,8 @@ def _gradients(path: Path) -> dict[str, Any]:
     missing = DataError(
         f"{path} lacks {GRADIENTS}: when backward has each gradient ready",
         expected="that file, written by rank 0 at step 8 of a run, unless --observe.timeline is off",
-        next_step=f"run 15 steps of it anew: python -m hvdtrain --config {path}/config.yaml --run_dir NEW"
-        " --train.stop_at 15",
+        next_step=f"run 15 steps of it anew: python -m hvdtrain --config {shlex.quote(f'{path}/config.yaml')}"
+        " --run_dir NEW --train.stop_at 15",
     )
     try:
         found = orjson.loads((path / GRADIENTS).read_bytes())
