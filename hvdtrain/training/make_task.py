@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -30,7 +32,8 @@ def make_task(build: Callable[[], Any], config: Config, variables: Mapping[str, 
     if config.train.deterministic:
         change_variables({"CUBLAS_WORKSPACE_CONFIG": variables.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")})
         torch.use_deterministic_algorithms(True)
-    task = build()
+    with refusing_exit():
+        task = build()
     if not isinstance(task, Task):
         raise TaskError(
             "the task function returned the wrong thing",
@@ -51,6 +54,24 @@ def make_task(build: Callable[[], Any], config: Config, variables: Mapping[str, 
             found=describe(task.loss),
         )
     return task
+
+
+@contextmanager
+def refusing_exit() -> Iterator[None]:
+    """Turn a `sys.exit` of the task's code into an error: it would end one rank without a word.
+
+    Errors:
+        TaskError: it was called.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raise TaskError(
+            "the task's code ended this process",
+            expected="an exception where something is wrong: all ranks then end, and the failure card says why",
+            found=f"sys.exit({error.code!r}) in {where.name}, {where.filename}:{where.lineno}",
+        ) from error
 
 
 def check_same_data(task: Task, comm: Comm) -> None:

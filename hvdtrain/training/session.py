@@ -38,7 +38,7 @@ from hvdtrain.training.feed import Feed
 from hvdtrain.training.gradient_times import add_gradient_times
 from hvdtrain.training.held import held
 from hvdtrain.training.kept import Kept, keep
-from hvdtrain.training.make_task import check_same_data, make_task
+from hvdtrain.training.make_task import check_same_data, make_task, refusing_exit
 from hvdtrain.training.observers import (
     TIMELINE,
     add_horovod_timeline,
@@ -142,7 +142,8 @@ class _Round:
                         add_tensorboard(recorder, run.config.observe, directory, kept.device, comm)
                     add_monitor(recorder, kept.device, comm)
                     horovod = add_horovod_timeline(recorder, self.timeline, directory, comm, told=not is_new)
-                    return self._train(directory, claim, recorder, spans, reporter.job, horovod, is_new=is_new)
+                    with refusing_exit():
+                        return self._train(directory, claim, recorder, spans, reporter.job, horovod, is_new=is_new)
         finally:
             if claim is not None:
                 claim.release()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -217,3 +218,22 @@ def test_parameters_that_the_tasks_optimizer_leaves_out_are_named(capsys: pytest
     assert "does not hold 1 of the parameters that want a gradient, which stay as they are: weight" in (
         capsys.readouterr().out
     )
+
+
+@pytest.mark.parametrize("where", ["build", "loss"])
+def test_a_task_that_ends_the_process_is_an_error_that_says_so(where: str) -> None:
+    def leave() -> None:
+        sys.exit("enough")
+
+    def build() -> Task:
+        if where == "build":
+            leave()
+        task = _weighted(1)
+        return dataclasses.replace(task, loss=lambda model, batch: leave())
+
+    with pytest.raises(TaskError, match="the task's code ended this process") as caught:
+        hvdtrain.train(_config(), build)
+    found = str(caught.value.found)
+    assert found.startswith(f"sys.exit('enough') in leave, {__file__}:")
+    if where == "loss":
+        assert "sys.exit('enough')" in Path("run/failure.json").read_text()
