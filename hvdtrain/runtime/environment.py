@@ -130,7 +130,7 @@ def unused_launcher(info: RankInfo) -> tuple[str, str] | None:
     set.
     """
     variables = info.variables
-    if variables.get(ALONE) == "1":
+    if variables.get(ALONE) == "1" or elastic(variables):  # ours may be alone where srun started several agents
         return None
     if info.size > 1:
         # torchrun inside a job of another launcher: several processes have the rank of one.

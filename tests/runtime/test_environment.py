@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.errors import LaunchError
+from hvdtrain.runtime.channel import VARIABLE
 from hvdtrain.runtime.environment import (
     ALONE,
     LAUNCHERS,
@@ -118,6 +119,7 @@ def test_an_unknown_pmi_launcher_does_not_make_lonely_ranks() -> None:
         rank_info(variables, "h")
 
 
+OWN = {"HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "1", VARIABLE: "3"}
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
 
 
@@ -147,7 +149,8 @@ def test_ranks_of_one_job_are_not_refused(variables) -> None:
     refuse_unused_launcher(rank_info(variables, "node"))
 
 
-def test_a_job_script_may_set_the_variables_of_torch_distributed() -> None:
+def test_ranks_of_our_driver_and_of_a_script_that_sets_more_variables_are_not_refused() -> None:
+    refuse_unused_launcher(rank_info({"PMI_SIZE": "2", "HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"} | OWN, "node"))
     refuse_unused_launcher(rank_info(open_mpi_4(1) | {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}, "node"))
 
 
