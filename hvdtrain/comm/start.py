@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.rounds import OneRound, Rounds, SeatedRounds
 from hvdtrain.comm.solo import SoloComm
-from hvdtrain.runtime.environment import GLOO_LAUNCHER, RankInfo, refuse_unused_launcher
+from hvdtrain.runtime.environment import GLOO_LAUNCHER, RankInfo
 from hvdtrain.runtime.gloo import refuse_without_address
+from hvdtrain.runtime.other_launchers import refuse_unused_launcher
 from hvdtrain.runtime.seat import take_seat
 
 STOCK_ELASTIC = "HOROVOD_ELASTIC"

@@ -23,11 +23,12 @@ from jsonargparse import ActionConfigFile, ArgumentParser, Namespace  # type: ig
 
 from hvdtrain.config.schema import Config, TrainConfig
 from hvdtrain.config.windows import AUTO, parse_window
+from hvdtrain.config.yaml_file import read_yaml
 from hvdtrain.errors import ConfigError
 
 CONFIG = "config.yaml"
 IDENTITY = ".identity"
-"""Files of a run folder: the resolved config, and what tells it from other configs."""
+"""Files of a run folder: the resolved config, and a hash of its options."""
 
 NOT_IDENTITY = ("run_dir", "resume", "log_level", "train.stop_at", "observe.")
 """How options begin in which two stretches of one run may differ."""
@@ -102,14 +103,18 @@ def parse_argv(argv: Sequence[str], task_function: Callable[..., Any] | None) ->
     except ArgumentError as error:
         raise _explain(error, parser, argv) from None
     paths = _values_of("--config", argv)
-    if paths and not _values_of("--run_dir", argv) and namespace.resume != "never":
-        namespace.run_dir = run_of_config(Path(paths[-1])) or namespace.run_dir
+    if paths and not _values_of("--run_dir", argv):
+        namespace.run_dir = run_of_config(Path(paths[-1]), namespace.resume) or namespace.run_dir
     return _finish(parser, namespace)
 
 
-def run_of_config(path: Path) -> str | None:
-    """Return the run folder that a config file belongs to: it resumes that run. None for any other file."""
-    return str(path.parent) if path.name == CONFIG and (path.parent / IDENTITY).exists() else None
+def run_of_config(path: Path, resume: str) -> str | None:
+    """Return the run folder that a config file belongs to, which it resumes.
+
+    None for any other file, and where the option `resume` is never.
+    """
+    is_of_run = resume != "never" and path.name == CONFIG and (path.parent / IDENTITY).exists()
+    return str(path.parent) if is_of_run else None
 
 
 def parse_object(options: Mapping[str, Any], task_function: Callable[..., Any] | None) -> RunConfig:
@@ -256,60 +261,3 @@ def _options_used(argv: Sequence[str]) -> list[tuple[str, str]]:
     for path in map(Path, _values_of("--config", argv)):
         used += [(f"--{key}", f" (in {path})") for key in flatten(read_yaml(path))]
     return used
-
-
-_DEEPEST = 20
-_DEPTH = f"at most {_DEEPEST} levels"
-
-
-def _check_nodes(root: yaml.Node | None, path: Path) -> None:
-    """See that each mapping has a key once, and that values are few levels deep, which also ends what holds itself.
-
-    YAML wants keys to be unique; PyYAML takes the last one without a word.
-    """
-    left = [(root, 0)] if root is not None else []
-    seen = 0
-    while left:
-        node, depth = left.pop()
-        seen += 1
-        if depth > _DEEPEST or seen > 100_000:  # an alias inside of what it stands for, or aliases of aliases
-            raise ConfigError(f"the config file {str(path)!r} is nested too deep", expected=_DEPTH)
-        if isinstance(node, yaml.SequenceNode):
-            left += [(value, depth + 1) for value in node.value]
-        elif isinstance(node, yaml.MappingNode):
-            keys = set()
-            for key, value in node.value:
-                if isinstance(key, yaml.ScalarNode) and key.value != "<<":
-                    if key.value in keys:
-                        raise ConfigError(
-                            f"the config file {str(path)!r} has the key {key.value} twice in one mapping",
-                            expected="each option once",
-                            found=f"the second in line {key.start_mark.line + 1}",
-                        )
-                    keys.add(key.value)
-                left += [(key, depth + 1), (value, depth + 1)]
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The options in a YAML file.
-
-    Errors:
-        ConfigError: it cannot be read, is not YAML, has a key twice, is nested too deep, or is not a mapping.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-        _check_nodes(yaml.compose(text, Loader=yaml.SafeLoader), path)
-        content = yaml.safe_load(text)
-    except OSError as error:
-        raise ConfigError(f"the config file {str(path)!r} cannot be read: {error.strerror}") from None
-    except RecursionError:
-        raise ConfigError(f"the config file {str(path)!r} is nested too deep", expected=_DEPTH) from None
-    except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
-        raise ConfigError(f"the config file {str(path)!r} is not YAML: {' '.join(str(error).split())}") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(
-            f"the config file {str(path)!r} is not a mapping", expected="lines like `train: {steps: 100}`"
-        )
-    return content

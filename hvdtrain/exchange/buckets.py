@@ -117,7 +117,7 @@ def _lay_out_one(names: Sequence[str], of: Mapping[str, nn.Parameter], name: str
     parts = []
     length = 0
     for parameter_name, parameter in zip(names, parameters, strict=True):
-        # torch's fused optimizers pass over strides: a gradient has to be stored as its parameter is.
+        # torch's fused optimizers ignore strides: a gradient must be stored as its parameter is.
         stride = None if parameter.is_contiguous() else torch.empty_like(parameter, device="meta").stride()
         parts.append(Part(parameter_name, parameter.shape, length, stride))
         length += padded(parameter.numel(), dtype.itemsize)

@@ -120,7 +120,7 @@ class Flight:
         return [gradient for bucket in self._buckets for gradient in bucket.give()]
 
     def deliver(self, owed: Mapping[str, Tensor]) -> None:
-        """Pack what is owed to these parameters with their gradients, until told otherwise."""
+        """Add these residuals, by parameter, to the gradients when they are packed, until the next call."""
         for bucket in self._dense:
             names = [part.name for part in bucket.layout.shape.parts]
             bucket.owed = {index: owed[name] for index, name in enumerate(names) if name in owed}

@@ -166,7 +166,7 @@ _exchanges: WeakValueDictionary[int, Exchange] = WeakValueDictionary()
 def _follow_loss_scales() -> None:
     """Multiply what compression carries to the next step, whenever a GradScaler changes its loss scale.
 
-    A GradScaler tells nobody of it, so that its `update` is wrapped, once, for all of them.
+    GradScaler has no hook for that: its `update` is wrapped, once for all instances.
     """
     update = torch.amp.GradScaler.update
     if hasattr(update, "_hvdtrain_wraps"):

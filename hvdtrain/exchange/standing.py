@@ -40,16 +40,14 @@ class Standing:
         """
         self.drop()
         flight = self.flight = self._make(agreed)
-        keeping = set()
         for compressor in flight.compressors:
             compressor.load_state_dict(self.carried.tensors, self.carried.ranks)
-            if compressor.keeps_error:
-                keeping |= {part.name for part in compressor.shape.parts}
-        dense = {part.name for layout in flight.layouts for part in layout.shape.parts}
-        self._delivered = [key for name in dense - keeping if (key := owed_key(name)) in self.carried.tensors]
+        lossless = [compressor for compressor in flight.compressors if not compressor.keeps_error]
+        owed = [p.name for c in lossless for p in c.shape.parts if self.carried.owes(p.name)]
+        self._delivered = [owed_key(name) for name in owed]
         # What was frozen may be freed again.
-        self.carried = self.carried.without(set(parameters), self._ranks, keep=self._delivered)
-        flight.deliver({key.rpartition("/")[0]: self.carried.tensors[key] for key in self._delivered})
+        self.carried = self.carried.without(parameters, self._ranks, keep=self._delivered)
+        flight.deliver({name: self.carried.tensors[owed_key(name)] for name in owed})
         return flight
 
     def drop(self) -> None:

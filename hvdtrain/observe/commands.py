@@ -65,8 +65,8 @@ def _launched(line: str, info: RankInfo, note: str = "") -> str:
     if info.size > 1:
         if info.launcher == "openmpi" and info.one_host and not line.startswith("#"):
             as_root = "" if os.geteuid() else " --allow-run-as-root"
-            told = "".join(f"{name}={NO_SHELL} " for name in REMOTE_SHELL if info.variables.get(name) == NO_SHELL)
-            line = f"{told}{shlex.quote(beside('mpirun'))}{as_root} -np {info.size} {line}"
+            settings = "".join(f"{name}={NO_SHELL} " for name in REMOTE_SHELL if info.variables.get(name) == NO_SHELL)
+            line = f"{settings}{shlex.quote(beside('mpirun'))}{as_root} -np {info.size} {line}"
         else:
             over_gloo_by_srun = info.launcher == GLOO_LAUNCHER and by_srun(info.variables)
             started_by = "srun" if over_gloo_by_srun else _STARTED_BY.get(info.launcher, info.launcher)

@@ -208,7 +208,7 @@ class TrainState:
 
 
 def _stored_as(parameter: nn.Parameter, value: Tensor) -> Tensor:
-    """Return a copy of `value` with the parameter's strides, which torch's fused optimizers take for granted."""
+    """Return a copy of `value` with the parameter's strides, which torch's fused optimizers assume."""
     if value.shape != parameter.shape or parameter.is_contiguous():
         return value.clone()
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)

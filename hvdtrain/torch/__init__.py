@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hvdtrain.runtime.environment import refuse_unused_launcher
+from hvdtrain.runtime.other_launchers import refuse_unused_launcher
 from hvdtrain.runtime.tuning import prepare
 
 _info, _choices = prepare()  # before Horovod and MPI are loaded

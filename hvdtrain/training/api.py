@@ -13,6 +13,7 @@ from typing import Any
 
 from hvdtrain.config import parse
 from hvdtrain.config.schema import Config
+from hvdtrain.config.yaml_file import read_yaml
 from hvdtrain.errors import ConfigError
 from hvdtrain.observe.sinks import Record, Sink
 from hvdtrain.runtime.seat import NoPlace
@@ -88,10 +89,9 @@ def _options(config: Config | Mapping[str, Any] | str | Path | None) -> dict[str
     if isinstance(config, Mapping):
         return dict(config)
     if isinstance(config, (str, Path)):
-        options = parse.read_yaml(Path(config))
-        if options.get("resume") != "never" and (folder := parse.run_of_config(Path(config))):
-            options["run_dir"] = folder
-        return options
+        options = read_yaml(Path(config))
+        folder = parse.run_of_config(Path(config), options.get("resume", Config.resume))
+        return {**options, "run_dir": folder} if folder else options
     raise ConfigError(
         "config is of the wrong type",
         expected="a hvdtrain.Config, a dict, or the path of a YAML file",

@@ -56,6 +56,16 @@ def all_buffers(model: nn.Module) -> Iterator[Place]:
     return ((module, name) for module in model.modules() for name in module._buffers)
 
 
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that a checkpoint holds, by name."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and _is_saved((module, name))
+    }
+
+
 class Rollback:
     """What a training step's forward passes write to buffers is undone where the step is not applied.
 

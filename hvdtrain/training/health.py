@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.errors import DriftError
+from hvdtrain.training.buffers import persistent_buffers
 
 _ROW_BYTES = 8192
 
@@ -20,16 +21,6 @@ def batch_statistics(model: nn.Module) -> list[str]:
     """
     kinds = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
     return [name for name, module in model.named_modules() if isinstance(module, kinds)]
-
-
-def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that a checkpoint holds, by name."""
-    return {
-        f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, module in model.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    }
 
 
 def replicated(model: nn.Module) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from hvdtrain.training.health import check_equal
 from hvdtrain.training.kept import NOTHING, Kept
 from hvdtrain.training.resume_checks import CHECKPOINTS, check_checkpoints_are_there, learning_rate_change
 from hvdtrain.training.run_directory import RunDirectory
+from hvdtrain.training.schedule import stop_step
 
 
 def take_over(
@@ -135,7 +136,7 @@ def restore(
             " is not what you want, end the run, and give a checkpoint that is whole: --resume PATH"
         )
     _say_changes(old, run.resolved, recorder)
-    if found is not None and own and state.progress.step >= min(kept.horizon, run.config.train.stop_at or kept.horizon):
+    if found is not None and own and state.progress.step >= stop_step(run.config.train, kept.horizon):
         claim.mark()  # there is nothing to train: the config stays that of what was trained
     else:
         claim.write_config(run)
@@ -145,11 +146,11 @@ def restore(
 def _tell_learning_rate(run: RunConfig, kept: Kept, recorder: Recorder) -> None:
     progress, base = kept.state.progress, kept.base_lrs[0]
     by_options = kept.task.optimizer is None and kept.task.schedule is None
-    told = learning_rate_change(
+    change = learning_rate_change(
         progress.step, progress.lr, lambda step: base * float(kept.schedule(step)), by_options=by_options
     )
-    if told is not None and progress.step < kept.horizon:
-        recorder.warn(told)
+    if change is not None and progress.step < kept.horizon:
+        recorder.warn(change)
 
 
 def _say_changes(old: Mapping[str, Any] | None, new: Mapping[str, Any], recorder: Recorder) -> None:

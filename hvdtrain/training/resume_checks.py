@@ -12,6 +12,7 @@ from hvdtrain.observe import journal
 from hvdtrain.state.store import MANIFEST, CheckpointStore
 from hvdtrain.training.kept import Kept
 from hvdtrain.training.run_directory import RunDirectory
+from hvdtrain.training.schedule import stop_step
 
 CHECKPOINTS = "checkpoints"
 
@@ -32,7 +33,7 @@ def check_end(run: RunConfig, claim: RunDirectory, horizon: int) -> None:
     """
     train = run.config.train
     step, is_own = newest_step(claim.resumes(run.config.resume), claim.path)
-    stop = min(horizon, train.stop_at or horizon)
+    stop = stop_step(train, horizon)
     if step is None or step < stop:
         return
     limit = f"--train.stop_at {train.stop_at}" if stop < horizon else f"--train.steps {horizon}"
@@ -98,7 +99,7 @@ def check_checkpoints_are_there(claim: RunDirectory, store: CheckpointStore) -> 
     """See that a run which has saved checkpoints is not started again because they cannot be found.
 
     Errors:
-        CheckpointError: the journal tells of checkpoints, and there is none, not even a damaged one.
+        CheckpointError: the journal records checkpoints, and there is none, not even a damaged one.
     """
     log = claim.path / journal.NAME
     saved = 0
@@ -108,7 +109,7 @@ def check_checkpoints_are_there(claim: RunDirectory, store: CheckpointStore) -> 
                 saved = max(saved, int(line.get("at_step", 0)))
     if saved:
         raise CheckpointError(
-            f"{claim.path} has no checkpoint, though its journal tells of one at step {saved}",
+            f"{claim.path} has no checkpoint, though its journal records one at step {saved}",
             expected=f"step-... folders in {store.directory}",
             found=f"{'an empty folder' if store.directory.is_dir() else 'no folder'}",
             next_step="put the folder back (or its disk, if it is a link), or give --resume CHECKPOINT; to begin anew:"

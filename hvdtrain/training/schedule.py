@@ -15,6 +15,11 @@ def total_steps(config: TrainConfig, samples: int) -> int:
     return max(1, math.ceil(config.epochs * samples / config.global_batch))
 
 
+def stop_step(config: TrainConfig, horizon: int) -> int:
+    """Return the step to stop at: `stop_at`, or the horizon where that comes first."""
+    return min(horizon, config.stop_at or horizon)
+
+
 def factor(config: OptimizerConfig, horizon: int) -> Callable[[int], float]:
     """The factor on the learning rate as a function of the step, 0 at the first."""
 

@@ -57,6 +57,7 @@ from hvdtrain.training.roll_back import RollBack
 from hvdtrain.training.run_directory import RunDirectory
 from hvdtrain.training.sanity import Sanity
 from hvdtrain.training.saving import Saving
+from hvdtrain.training.schedule import stop_step
 from hvdtrain.training.several import Several
 from hvdtrain.training.shared_buffers import SharedBuffers
 from hvdtrain.training.stamps import add_stamps
@@ -228,10 +229,10 @@ class _Round:
         if times is not None:
             times.engine = engine
         kept.state.exchange = engine
+        buffers = SharedBuffers(model, comm, parallel.buffers, recorder.say)
         stepper = Stepper(
-            kept.task, model, engine, comm, kept.precision, kept.device, train.global_batch, train.clip, spans
+            kept.task, model, engine, comm, kept.precision, kept.device, train.global_batch, train.clip, spans, buffers
         )
-        stepper.buffers = SharedBuffers(model, comm, parallel.buffers, recorder.say)
         stream = Stream(kept.task.train_data, config.seed, train.global_batch, train.micro_batch, comm.rank, comm.size)
         ledger, on_cuda = Ledger(directory / FOLDER, recorder.warn), kept.device.type == "cuda"
         feed = Feed(config, comm, stream, ledger, spans, kept.task.collate, on_cuda)
@@ -251,7 +252,7 @@ class _Round:
             schedule=kept.schedule,
             base_lrs=kept.base_lrs,
             horizon=kept.horizon,
-            stop=min(kept.horizon, train.stop_at or kept.horizon),
+            stop=stop_step(train, kept.horizon),
             saving=saving,
             observer=recorder,
             roll_back=roll_back,

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm, Handle
 from hvdtrain.errors import DriftError
-from hvdtrain.training.health import differing, persistent_buffers
+from hvdtrain.training.buffers import persistent_buffers
+from hvdtrain.training.health import differing
 
 Policy = Literal["mean", "broadcast", "check"]
 

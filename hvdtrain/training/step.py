@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
@@ -57,8 +57,8 @@ class Stepper:
         global_batch: samples a step over all ranks.
         clip: largest norm of the gradient, 0 for any.
         spans: takes the durations.
-        around: makes what each forward pass is run in.
         buffers: makes those that differ between ranks equal after each step.
+        around: makes what each forward pass is run in.
     """
 
     task: Task
@@ -70,13 +70,12 @@ class Stepper:
     global_batch: int
     clip: float
     spans: Spans
+    buffers: SharedBuffers
     around: Callable[[], AbstractContextManager[object]] = nullcontext
-    buffers: SharedBuffers = field(init=False)
 
     def __post_init__(self) -> None:
         """Make what undoes a forward pass."""
         self._rollback = Rollback(self.model)
-        self.buffers = SharedBuffers(self.model, self.comm)
 
     def run(self, batches: Iterable[tuple[Callable[[], None], Any]], count: int, notices: list[int]) -> StepResult:
         """Train on `count` batches of this rank, each with what seeds its forward pass. Collective: yes.

@@ -9,8 +9,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.config.parse import changes, flatten, parse_argv, parse_object, read_yaml, task_spec
+from hvdtrain.config.parse import changes, flatten, parse_argv, parse_object, task_spec
 from hvdtrain.config.schema import Config
+from hvdtrain.config.yaml_file import read_yaml
 from hvdtrain.errors import ConfigError
 
 

@@ -12,15 +12,14 @@ from hypothesis import strategies as st
 from hvdtrain.errors import LaunchError
 from hvdtrain.runtime.channel import VARIABLE
 from hvdtrain.runtime.environment import (
-    ALONE,
     LAUNCHERS,
     RankInfo,
     change_variables,
     environ,
     rank_info,
     rank_label,
-    refuse_unused_launcher,
 )
+from hvdtrain.runtime.other_launchers import ALONE, refuse_unused_launcher
 from tests.runtime.launched import LAUNCHED, mpich, open_mpi_4, salloc_shell, sbatch_script, srun
 
 

@@ -15,6 +15,7 @@ from hvdtrain.task.base import Task
 from hvdtrain.training import buffers
 from hvdtrain.training.buffers import Rollback, all_buffers, copied_to_host
 from hvdtrain.training.precision import Precision
+from hvdtrain.training.shared_buffers import SharedBuffers
 from hvdtrain.training.step import Stepper
 from tests.support.thread_comm import ThreadComm, on_ranks
 
@@ -62,7 +63,16 @@ def _steps(comm: ThreadComm, bad: list[bool], idle: int = 0) -> list[tuple[bool,
     inputs = torch.rand(len(bad), 2, 4, 3) + torch.arange(len(bad)).reshape(-1, 1, 1, 1)
     engine = make_engine(torch.optim.SGD(model.parameters(), lr=1e-3), model, comm, "none", Spans())
     stepper = Stepper(
-        Task(model, _loss, []), model, engine, comm, Precision("fp32", CPU), CPU, 8 * comm.size, 0.0, Spans()
+        Task(model, _loss, []),
+        model,
+        engine,
+        comm,
+        Precision("fp32", CPU),
+        CPU,
+        8 * comm.size,
+        0.0,
+        Spans(),
+        SharedBuffers(model, comm),
     )
     found = []
     for x, spoilt in zip(inputs, bad, strict=True):

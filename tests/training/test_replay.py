@@ -24,6 +24,7 @@ from hvdtrain.spans import Spans
 from hvdtrain.task.base import Task
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.replay import Finding, Replayed, replay
+from hvdtrain.training.shared_buffers import SharedBuffers
 from hvdtrain.training.step import Stepper, StepResult
 from tests.support import faulty
 from tests.support.faulty import BAD
@@ -35,7 +36,18 @@ GLOBAL, MICRO = 8, 4
 def _parts(task: Task, precision: str = "fp32", micro: int = MICRO) -> tuple[Stepper, Stream]:
     comm = SoloComm()
     engine = make_engine(torch.optim.SGD(task.model.parameters(), lr=0.1), task.model, comm, "none")
-    stepper = Stepper(task, task.model, engine, comm, Precision(precision, CPU), CPU, GLOBAL, 1.0, Spans())
+    stepper = Stepper(
+        task,
+        task.model,
+        engine,
+        comm,
+        Precision(precision, CPU),
+        CPU,
+        GLOBAL,
+        1.0,
+        Spans(),
+        SharedBuffers(task.model, comm),
+    )
     return stepper, Stream(task.train_data, 0, GLOBAL, micro, 0, 1)
 
 
@@ -231,7 +243,18 @@ def test_modes_and_gradients_that_the_optimizer_never_sees_stay() -> None:
     optimizer = torch.optim.SGD(task.model.head.parameters(), lr=0.1)  # type: ignore[union-attr]
     comm = SoloComm()
     engine = make_engine(optimizer, task.model, comm, "none", Spans())
-    stepper = Stepper(task, task.model, engine, comm, Precision("fp32", CPU), CPU, GLOBAL, 1.0, Spans())
+    stepper = Stepper(
+        task,
+        task.model,
+        engine,
+        comm,
+        Precision("fp32", CPU),
+        CPU,
+        GLOBAL,
+        1.0,
+        Spans(),
+        SharedBuffers(task.model, comm),
+    )
     stream = Stream(task.train_data, 0, GLOBAL, 8, 0, 1)
     _step(stepper, stream)
     _step(stepper, stream)  # what nobody clears adds up

@@ -109,7 +109,7 @@ def test_checkpoints_behind_a_link_are_found(kept: bool, tmp_path: Path) -> None
         assert sorted(path.name for path in scratch.iterdir()) == ["step-000004", "step-000006"]
         return
     shutil.rmtree(scratch)
-    with pytest.raises(CheckpointError, match="has no checkpoint, though its journal tells of one at step 4"):
+    with pytest.raises(CheckpointError, match="has no checkpoint, though its journal records one at step 4"):
         _train(run, "--train.steps=6")
 
 

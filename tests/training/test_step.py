@@ -18,6 +18,7 @@ from hvdtrain.errors import TaskError
 from hvdtrain.spans import Spans
 from hvdtrain.task.base import Task
 from hvdtrain.training.precision import Precision
+from hvdtrain.training.shared_buffers import SharedBuffers
 from hvdtrain.training.step import Stepper, StepResult, to_device
 from tests.support.toy import toy
 
@@ -27,7 +28,9 @@ CPU = torch.device("cpu")
 def _stepper(task: Task, *, precision: str = "fp32", clip: float = 0.0, lr: float = 0.1) -> Stepper:
     optimizer = torch.optim.SGD(task.model.parameters(), lr=lr)
     engine = LocalEngine(list(task.model.named_parameters()), optimizer)
-    return Stepper(task, task.model, engine, SoloComm(), Precision(precision, CPU), CPU, 12, clip, Spans())
+    comm = SoloComm()
+    buffers = SharedBuffers(task.model, comm)
+    return Stepper(task, task.model, engine, comm, Precision(precision, CPU), CPU, 12, clip, Spans(), buffers)
 
 
 def _batches(task: Task, micro_batch: int) -> list[Any]:

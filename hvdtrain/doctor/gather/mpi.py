@@ -14,8 +14,9 @@ from hvdtrain.doctor.gather.child import LOADED, Answer, ask
 from hvdtrain.errors import LaunchError
 from hvdtrain.runtime import mpi
 from hvdtrain.runtime.elf import read_linkage
-from hvdtrain.runtime.environment import RankInfo, refuse_unused_launcher
+from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.mpi import MpiLibrary
+from hvdtrain.runtime.other_launchers import refuse_unused_launcher
 from hvdtrain.runtime.site import site_settings
 
 _MPI4PY = f"""

@@ -1,0 +1,68 @@
+"""Reading a YAML file of options, strictly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hvdtrain.errors import ConfigError
+
+_DEEPEST = 20
+_DEPTH = f"at most {_DEEPEST} levels"
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the options in a YAML file.
+
+    Errors:
+        ConfigError: it cannot be read, is not YAML, has a key twice, is nested too deep, or is not a mapping.
+    """
+    try:
+        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+        try:
+            root = loader.get_single_node()
+            if root is not None:
+                _check_nodes(root, path)
+            content = None if root is None else loader.construct_document(root)
+        finally:
+            loader.dispose()
+    except OSError as error:
+        raise ConfigError(f"the config file {str(path)!r} cannot be read: {error.strerror}") from None
+    except RecursionError:
+        raise ConfigError(f"the config file {str(path)!r} is nested too deep", expected=_DEPTH) from None
+    except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
+        raise ConfigError(f"the config file {str(path)!r} is not YAML: {' '.join(str(error).split())}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"the config file {str(path)!r} is not a mapping", expected="lines like `train: {steps: 100}`"
+        )
+    return content
+
+
+def _check_nodes(root: yaml.Node, path: Path) -> None:
+    """Refuse duplicate keys, of which PyYAML silently takes the last, and nesting without end."""
+    left = [(root, 0)]
+    seen = 0
+    while left:
+        node, depth = left.pop()
+        seen += 1
+        if depth > _DEEPEST or seen > 100_000:  # recursive aliases, or ones that expand exponentially
+            raise ConfigError(f"the config file {str(path)!r} is nested too deep", expected=_DEPTH)
+        if isinstance(node, yaml.SequenceNode):
+            left += [(value, depth + 1) for value in node.value]
+        elif isinstance(node, yaml.MappingNode):
+            keys = set()
+            for key, value in node.value:
+                if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                    if key.value in keys:
+                        raise ConfigError(
+                            f"the config file {str(path)!r} has the key {key.value} twice in one mapping",
+                            expected="each option once",
+                            found=f"the second in line {key.start_mark.line + 1}",
+                        )
+                    keys.add(key.value)
+                left += [(key, depth + 1), (value, depth + 1)]
