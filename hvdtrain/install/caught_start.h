@@ -5,6 +5,9 @@
 // caught, and told to who waits in init by the flag that Horovod has for other reasons, so that init returns false. The
 // thread then waits for shutdown, which joins it, and leaves all as it was before init: another may follow.
 //
+// When the thread ends it empties the queue once more. A thread of Python's that looked at `shut_down` just before it was
+// set may enqueue a tensor after Horovod has emptied the queue, and would wait for its result without end.
+//
 // What is thrown once init is over goes where it went. Of the calls of `thread` only the one that starts Horovod's thread
 // has two arguments.
 
@@ -16,6 +19,8 @@
 #include <exception>
 #include <thread>
 
+#include "tensor_queue.h"
+
 namespace hvdtrain {
 
 template <class Loop> auto caught(Loop* loop) {
@@ -23,6 +28,7 @@ template <class Loop> auto caught(Loop* loop) {
     auto& state = reference.get();
     try {
       loop(state);
+      state.process_set_table.Get(0).tensor_queue.FinalizeTensorQueue(horovod::common::SHUT_DOWN_ERROR);
     } catch (const std::exception& error) {
       if (state.initialization_done)
         throw;

@@ -25,9 +25,9 @@ PROMPT_MARKS = ("hvdtrain-prompt-cycle", "hvdtrain-prompt-done", "hvdtrain-promp
 """Texts in a library of Horovod's whose threads, where `HVDTRAIN_PROMPT` is set, wake as soon as there is something to
 do and sleep until then."""
 
-TOLD_MARK = "hvdtrain-told-pair"
-"""Text in a library of Horovod's whose Gloo tells those who wait for a message that is under way, when a connection
-ends."""
+LOST_RANK_MARKS = ("hvdtrain-told-pair", "hvdtrain-late-release")
+"""Texts in a library of Horovod's in which no rank waits for one that is gone: Gloo tells those who wait for a message
+that is under way when a connection ends, and a shutdown cannot deadlock with a thread that enqueues tensors."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,13 @@ CHANGES = (
         "gloo/transport/tcp/pair.cc",
         ("7abd292c5c927a4258f0f00a2a627264d24d4adaa724c81dd56208397aac0d93",),
         "told_pair.h",
-        TOLD_MARK,
+        LOST_RANK_MARKS[0],
+    ),
+    Change(
+        "horovod/common/tensor_queue.cc",
+        ("da59b96d10291ec14f46f46fed81bfebf7e8f9c3a4817102c2b745a6a0e31fd0",),
+        "late_release.h",
+        LOST_RANK_MARKS[1],
     ),
 )
 

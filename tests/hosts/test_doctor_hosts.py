@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.support.host import command_of, until
 from tests.support.two_hosts import LINK, OWN, Host, TwoHosts
 
 ROOT = Path(__file__).parents[2]
@@ -58,9 +59,12 @@ def test_two_hosts_that_are_alike(hosts: TwoHosts, tmp_path: Path) -> None:
     assert found["folder"]["found"] == f"{tmp_path}, shared" and not list(tmp_path.iterdir())
     assert found["connections"]["found"].startswith("each host reaches each other, 2 way(s)")
     assert (found["interface"]["found"], found["mtu"]["found"]) == (LINK, "1500")
-    left = [psutil.Process(pid) for pid in hosts.a.processes() | hosts.b.processes()]
-    probes = [process for process in left if any("doctor.hosts.probe" in word for word in process.cmdline())]
-    assert not psutil.wait_procs(probes, timeout=20)[1]
+    until(lambda: not _probes(hosts), "no process of doctor's is left")
+
+
+def _probes(hosts: TwoHosts) -> list[list[str]]:
+    commands = map(command_of, hosts.a.processes() | hosts.b.processes())
+    return [words for words in commands if any("doctor.hosts.probe" in word for word in words)]
 
 
 def test_each_way_in_which_ssh_fails_is_told_with_its_cure(hosts: TwoHosts) -> None:

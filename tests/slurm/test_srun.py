@@ -17,7 +17,7 @@ from hvdtrain.launch.nodelist import node_names
 from hvdtrain.launch.spec import JobSpec, Mpi
 from hvdtrain.launch.targets import srun as target
 from hvdtrain.observe.journal import read_journal, read_steps
-from tests.support.host import Host
+from tests.support.host import Host, command_of
 from tests.support.launch import ROOT, train
 from tests.support.slurm import Slurm
 
@@ -145,7 +145,7 @@ def test_the_secret_of_the_store_stands_on_no_command_line(slurm: Slurm, tmp_pat
     with training(slurm, tmp_path):
         rank = _python(slurm.first, "hvdtrain")
         secret = rank.environ()["HOROVOD_GLOO_RENDEZVOUS_ADDR"].split("/")[1]
-        lines = [_words(pid) for pid in slurm.first.processes()]
+        lines = [command_of(pid) for pid in slurm.first.processes()]
     assert any("hvdtrain.launch.srun_job" in words for words in lines)
     assert len(secret) > 40
     assert not any(secret in word for words in lines for word in words)
@@ -158,19 +158,12 @@ def test_lists_of_hosts_are_read_as_slurm_reads_them(text: str, slurm: Slurm) ->
     assert node_names(text) == slurm.run(["scontrol", "show", "hostnames", text]).stdout.split()
 
 
-def _words(pid: int) -> list[str]:
-    try:
-        return psutil.Process(pid).cmdline()
-    except psutil.NoSuchProcess:
-        return []
-
-
 def _asks_for_ranks(pid: int) -> bool:
-    words = _words(pid)
+    words = command_of(pid)
     return words[:1] == ["srun"] and "hvdtrain.launch.slurm_task" in words
 
 
 def _python(host: Host, module: str) -> psutil.Process:
     """The first Python on the host that runs a module."""
-    found = [pid for pid in sorted(host.processes()) if _words(pid)[:3] == [sys.executable, "-m", module]]
+    found = [pid for pid in sorted(host.processes()) if command_of(pid)[:3] == [sys.executable, "-m", module]]
     return psutil.Process(found[0])

@@ -228,6 +228,13 @@ def _furnish(host: Host) -> None:
     host.configure("ip", "link", "set", "lo", "up")
 
 
+def command_of(pid: int) -> list[str]:
+    """The words by which a process was started; none where it is gone."""
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).cmdline()
+    return []
+
+
 def pid_namespace(pid: int) -> str | None:
     """The kernel's name of the namespace that holds a process; None when it has ended."""
     try:

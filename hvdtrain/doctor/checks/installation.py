@@ -102,7 +102,7 @@ def _changes(record: BuildRecord) -> str:
     parts = {
         "the writer of its Timeline sleeps when idle": record.quiet,
         "its threads wake when there is something to do": record.prompt,
-        "its Gloo tells of a lost rank amid a message": record.told,
+        "no rank waits for one that is gone": record.told,
     }
     return ", ".join(text for text, is_so in parts.items() if is_so)
 
@@ -115,7 +115,7 @@ def stock_build(facts: Gathered) -> Finding | None:
     lacks = {
         "a thread of rank 0 spins wherever a Timeline is made possible": not record.quiet,
         "its threads look for work once a millisecond, and who waits spins": not record.prompt,
-        "over Gloo, who waits for a message of a rank that is gone waits until a timeout": not record.told,
+        "when a rank is lost, another one may wait until a timeout, or deadlock": not record.told,
     }
     why = "; ".join(text for text, is_so in lacks.items() if is_so)
     return Finding("horovod_build", "warning", "not as hvdtrain builds it now", why, BUILD_COMMAND)
