@@ -16,6 +16,7 @@ from common import Figure, main  # noqa: E402
 SCRIPTS = (
     "step",
     "lockstep",
+    "drop_in",
     "two_hosts",
     "time_to_loss",
     "resnet",

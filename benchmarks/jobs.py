@@ -193,7 +193,7 @@ def _ours(setting: Setting, folder: Path) -> list[tuple[list[str], dict[str, str
 
 def _peer(name: str, setting: Setting, journal: Path) -> list[tuple[list[str], dict[str, str]]]:
     loop = peer(name, setting, journal)
-    if name == "stock_horovod":
+    if name in ("stock_horovod", "drop_in", "drop_in_views"):
         return [(["horovodrun", "-np", str(setting.ranks), *loop], environment())]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -106,6 +106,23 @@ def stock_horovod(
     return hvd.rank(), model, optimizer, _nothing
 
 
+def drop_in(
+    model: Any, optimizer: Any, passes: int, views: bool = False
+) -> tuple[int, Any, Any, Callable[[bool], Any]]:
+    """The same script with hvdtrain.torch."""
+    import hvdtrain.torch as hvd
+
+    hvd.init()
+    optimizer = hvd.DistributedOptimizer(
+        optimizer,
+        named_parameters=model.named_parameters(),
+        backward_passes_per_step=passes,
+        gradient_as_bucket_view=views,
+    )
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    return hvd.rank(), model, optimizer, _nothing
+
+
 def _nothing(last: bool) -> Any:
     return contextlib.nullcontext()
 
@@ -118,17 +135,22 @@ PEERS: dict[str, Callable[[Any, Any, int], tuple[int, Any, Any, Callable[[bool],
     "ddp_powersgd": ddp_powersgd,
     "stock_horovod": stock_horovod,
     "stock_horovod_fp16": partial(stock_horovod, compression="fp16"),
+    "drop_in": drop_in,
+    "drop_in_views": partial(drop_in, views=True),
 }
+
+BY_HOROVODRUN = ("stock_horovod", "drop_in")
+"""What the names of peers begin with that horovodrun starts, and whose optimizers exchange gradients."""
 
 
 def follow(optimizer: Any, model: Any, clip: float, peer: str) -> None:
     """Clip, where asked for, and step."""
-    stock = peer.startswith("stock_horovod")
-    if clip and stock:
+    exchanges = peer.startswith(BY_HOROVODRUN)
+    if clip and exchanges:
         optimizer.synchronize()
     if clip:
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-    with optimizer.skip_synchronize() if clip and stock else contextlib.nullcontext():
+    with optimizer.skip_synchronize() if clip and exchanges else contextlib.nullcontext():
         optimizer.step()
 
 

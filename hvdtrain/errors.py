@@ -5,6 +5,8 @@
     HvdtrainError
     ├── ConfigError          an option or a config file
     ├── TaskError            what a task function returned or raised
+    │   ├── CallOrderError   backward, step and so on were called in an order that cannot be right
+    │   └── JoinedError      a rank has called Horovod's join, and more than sums is to be exchanged
     ├── DataError            data that is missing, empty or unreadable
     ├── LaunchError          ranks that do not fit together: launcher, MPI, size
     ├── HorovodError         Horovod is missing, or built for something else
@@ -64,6 +66,19 @@ class ConfigError(HvdtrainError, ValueError):
 
 class TaskError(HvdtrainError):
     """A task function cannot be loaded, or returned the wrong thing."""
+
+
+class CallOrderError(TaskError, AssertionError):
+    """The methods of a distributed optimizer, or backward, were called in an order that cannot be right.
+
+    An AssertionError too, as Horovod's own optimizer raises.
+    """
+
+
+class JoinedError(TaskError):
+    """A rank has called Horovod's join: it takes part in sums, and in no other exchange."""
+
+    everywhere = True
 
 
 class DataError(HvdtrainError):

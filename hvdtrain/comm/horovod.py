@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hvdtrain.errors import HorovodError
+from hvdtrain.errors import HorovodError, JoinedError
 from hvdtrain.install import record
 from hvdtrain.runtime.threads import thread_ids
 
@@ -21,7 +21,7 @@ except ImportError as _error:
         f"Horovod cannot be loaded: {_error}", next_step="build it for this torch and MPI: hvdtrain build-horovod"
     ) from _error
 
-__all__ = ["HorovodComm", "HorovodHandle", "HorovodInternalError", "begin_session", "hvd", "session"]
+__all__ = ["HorovodComm", "HorovodHandle", "HorovodInternalError", "begin_session", "hvd", "mpi_ops", "session"]
 
 _session = 0
 
@@ -68,9 +68,18 @@ class HorovodHandle:
         return self._result is not None or bool(mpi_ops.poll(self._handle))
 
     def wait(self) -> Tensor:
-        """Block until the collective is over; its result."""
+        """Block until the collective is over; its result.
+
+        Errors:
+            JoinedError: a rank has joined, and this is no sum.
+        """
         if self._result is None:
-            result = mpi_ops.synchronize(self._handle)
+            try:
+                result = mpi_ops.synchronize(self._handle)
+            except HorovodInternalError as error:
+                if "not supported with Join" in str(error):
+                    raise _joined(self._name) from None
+                raise
             self._in_flight.pop(self._name, None)
             # alltoall gives (rows, how many came from each rank) where splits were given
             rows: Tensor = result[0] if isinstance(result, tuple) else result
@@ -165,6 +174,14 @@ class HorovodComm:
     def _under_way(self, name: str, handle: Any, dtype: torch.dtype | None = None) -> HorovodHandle:
         self.in_flight[name] = time.monotonic()
         return HorovodHandle(handle, name, self.in_flight, dtype)
+
+
+def _joined(name: str) -> JoinedError:
+    return JoinedError(
+        f"{name} cannot be exchanged: another rank has called hvd.join(), after which it takes part in sums alone",
+        expected='compression "none", "fp16" or "powersgd", and no sparse gradients but with sparse_as_dense=True',
+        next_step="or give each rank the same number of batches, and do without join",
+    )
 
 
 def _movable(tensor: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from hvdtrain.comm.base import Comm, Handle
 from hvdtrain.compression.base import BucketShape, Compressor, Phases
 from hvdtrain.compression.chunks import pieces
 from hvdtrain.compression.owners import Owners
+from hvdtrain.errors import JoinedError
 
 _BACK_OFF = 4
 """Powers of two that a sum which is not finite takes from the scale."""
@@ -145,7 +146,10 @@ class Fp16ByOwners(Fp16):
         if not self.shape.length:
             return self._wire
         left = self.work if self.keeps_error else None
-        return (yield from self._owners.summed(self._wire, left, 1 / self.scale))
+        try:
+            return (yield from self._owners.summed(self._wire, left, 1 / self.scale))
+        except JoinedError:  # a rank that has joined owns nothing
+            return (yield from super()._summed())
 
     def buffers(self) -> list[Tensor]:
         """The memory it takes."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hvdtrain.comm.base import Handle
 from hvdtrain.compression.base import Phases
+from hvdtrain.errors import JoinedError
 from hvdtrain.exchange.buckets import Layout
 
 T = TypeVar("T")
@@ -22,6 +23,7 @@ class Bucket(ABC):
 
     Args:
         layout: what it holds.
+        as_views: whether the parameters' gradients are views of it; they stay the tensors that they are otherwise.
 
     Attributes:
         layout: as given.
@@ -31,8 +33,9 @@ class Bucket(ABC):
 
     eager = True
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, *, as_views: bool) -> None:
         self.layout = layout
+        self._as_views = as_views
         self.begin()
 
     def begin(self) -> None:
@@ -52,13 +55,14 @@ class Bucket(ABC):
         return self.missing < len(self._packed)
 
     def put(self, index: int, weight: float) -> None:
-        """Pack the gradient of a parameter, times `weight`, zero where it has none; let the parameter's memory go.
+        """Pack the gradient of a parameter, times `weight`, zero where it has none.
 
-        It has none until `give`: whoever scales or clips gradients that are on their way does not find any.
+        Where gradients are views, the parameter has none until `give`, and its memory is free.
         """
         parameter = self.layout.parameters[index]
         self._pack(index, parameter.grad, weight)
-        parameter.grad = None
+        if self._as_views:
+            parameter.grad = None
         self._packed[index] = True
         self.missing -= 1
 
@@ -75,8 +79,27 @@ class Bucket(ABC):
     def _exchange(self) -> Phases: ...
 
     @abstractmethod
+    def _sums(self) -> list[Tensor]:
+        """Of each parameter; where views are allowed, these."""
+
     def give(self) -> list[Tensor]:
         """Make the sums the parameters' gradients; what of them clipping has to multiply."""
+        sums = self._sums()
+        own, came = [], []
+        for parameter, total in zip(self.layout.parameters, sums, strict=True):
+            gradient = parameter.grad
+            if gradient is not None and gradient.is_sparse and not total.is_sparse:
+                total = total.to_sparse(gradient.sparse_dim())
+            if self._as_views or gradient is None or gradient.layout != total.layout:
+                parameter.grad = total if self._as_views else total.clone()
+            elif total.is_sparse:
+                gradient.copy_(total)
+            elif gradient is not total:
+                own.append(gradient)
+                came.append(total)
+        if own:
+            torch._foreach_copy_(own, came)
+        return [total._values() if total.is_sparse else total for total in sums]
 
     @property
     def started(self) -> bool:
@@ -102,8 +125,12 @@ class Bucket(ABC):
 
     def wait(self) -> None:
         """Take the next step as soon as what it waits for is there."""
-        assert self._handle is not None
-        result = self._handle.wait()
+        assert self._handle is not None and self._phases is not None
+        try:
+            result = self._handle.wait()
+        except JoinedError as error:
+            self._handle = self._phases.throw(error)  # it may know another way
+            return
         if result.is_cuda:  # it may have been made for another stream, to whose memory it goes back
             result.record_stream(torch.cuda.current_stream(result.device))
         self._next(result)

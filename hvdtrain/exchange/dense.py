@@ -16,16 +16,17 @@ class DenseBucket(Bucket):
         layout: what lies where.
         compressor: how it travels.
         factor: what the sum is multiplied by.
+        as_views: as for `Bucket`.
 
     Attributes:
         compressor: as given.
         owed: by index, what earlier exchanges of this rank have not delivered, and the compressor has no place for: it
             is packed with the gradient.
-        out: (length,) the sums, of the gradients' dtype; afterwards each parameter's gradient is a view of it.
+        out: (length,) the sums, of the gradients' dtype.
     """
 
-    def __init__(self, layout: Layout, compressor: Compressor, factor: float = 1.0) -> None:
-        super().__init__(layout)
+    def __init__(self, layout: Layout, compressor: Compressor, factor: float = 1.0, *, as_views: bool = True) -> None:
+        super().__init__(layout, as_views=as_views)
         self.compressor = compressor
         shape, work = layout.shape, compressor.work
         in_place = not compressor.keeps_error and work.dtype == shape.dtype and len(work) == shape.length
@@ -47,11 +48,6 @@ class DenseBucket(Bucket):
         if self._factor != 1.0:
             self.out.mul_(self._factor)
 
-    def give(self) -> list[Tensor]:
-        """Views of the sums.
-
-        Not the whole of them: a norm over 30 MB summed in fp32 is off by 2e-4, that of the parts by 6e-6.
-        """
-        for parameter, view in zip(self.layout.parameters, self._views, strict=True):
-            parameter.grad = view
+    def _sums(self) -> list[Tensor]:
+        # Not the whole of them: a norm over 30 MB summed in fp32 is off by 2e-4, that of the parts by 6e-6.
         return self._views

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.compression.table import Compression
-from hvdtrain.errors import TaskError
+from hvdtrain.errors import CallOrderError
 from hvdtrain.exchange.bucket import Bucket, Side
 from hvdtrain.exchange.buckets import Layout, Plan, lay_out
 from hvdtrain.exchange.dense import DenseBucket
@@ -30,6 +30,7 @@ class Flight:
         factor: what each sum is multiplied by after it.
         name: what the collectives' names begin with.
         spans: told of each exchange, from its start until it was waited for.
+        as_views: whether gradients become views of the buckets.
 
     Attributes:
         plan: as given.
@@ -47,6 +48,8 @@ class Flight:
         factor: float,
         name: str,
         spans: Spans,
+        *,
+        as_views: bool,
     ) -> None:
         self.plan = agreed
         self._weight = weight
@@ -56,11 +59,11 @@ class Flight:
         def bucket(layout: Layout) -> Bucket:
             first = layout.shape.parts[0].name
             if first in agreed.sparse:
-                return SparseBucket(layout, comm, factor)
+                return SparseBucket(layout, comm, factor, as_views=as_views)
             rows = agreed.rows.get(first)
             if rows and compression.leaves_to_rows(layout.shape.sizes, rows, comm.size):
-                return RowBucket(layout, comm, factor, exact=compression.exact_rows)
-            return DenseBucket(layout, make(layout.shape, comm), factor)
+                return RowBucket(layout, comm, factor, exact=compression.exact_rows, as_views=as_views)
+            return DenseBucket(layout, make(layout.shape, comm), factor, as_views=as_views)
 
         self._buckets = [bucket(layout) for layout in lay_out(agreed, of, name)]
         spans.labels.update({EXCHANGE + number: _facts(b.layout) for number, b in enumerate(self._buckets)})
@@ -89,12 +92,12 @@ class Flight:
         """The gradient of this parameter is there.
 
         Errors:
-            TaskError: it was there before in this step.
+            CallOrderError: it was there before in this step.
         """
         number, index = self._places[name]
         bucket = self._buckets[number]
         if bucket.holds(index):
-            raise TaskError(
+            raise CallOrderError(
                 f"{name} got its gradient a second time, when it was on its way already",
                 next_step="run backward once a step, or as often as backward_passes_per_step says; checkpoint"
                 " activations with use_reentrant=False",

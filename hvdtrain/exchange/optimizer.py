@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hvdtrain.errors import TaskError
+from hvdtrain.errors import CallOrderError, TaskError
 from hvdtrain.exchange.reducer import Reducer
 
 _ATTRIBUTE = "_hvdtrain_exchange"
@@ -48,16 +48,25 @@ class Exchange:
         self._session = session
         self._last_session = session()
         self._skip = False
+        self._synchronized = False
         self._warned = False
         reducer.before = self._look
         reducer.forget()  # what parameters there are is looked at with the first gradient
 
     def _look(self) -> None:
+        self._synchronized = False
         if self._session() != self._last_session:
             self.restart()
         self.reducer.refresh()
 
     def synchronize(self) -> None:
+        """Sum the gradients as they are; what was summed before is summed again. Collective: yes."""
+        if self.reducer.over:
+            self._end()
+        self.sum_up()
+        self._synchronized = True
+
+    def sum_up(self) -> None:
         """See that gradients are summed; the second time in a step it does nothing. Collective: yes."""
         if not self.reducer.over:
             self.reducer.finish()
@@ -66,16 +75,16 @@ class Exchange:
         """Gradients are about to be cleared: what has come of this step is not followed.
 
         Errors:
-            TaskError: some of them are on their way.
+            CallOrderError: some of them are on their way.
         """
         if self.reducer.over:
             self.reducer.commit(applied=False)
         elif self.reducer.begun:
-            raise TaskError(
+            raise CallOrderError(
                 "optimizer.zero_grad() was called after backward, with gradients on their way",
                 next_step="call optimizer.step() or optimizer.synchronize() before it, on every rank",
             )
-        self.reducer.forget()
+        self.forget()
 
     @contextmanager
     def skipping(self) -> Iterator[None]:
@@ -93,8 +102,15 @@ class Exchange:
         """
         if closure is not None:
             return self._step_with(follow, closure)
-        if not self._skip or self.reducer.begun:
+        if self._synchronized and not self._skip:
+            warnings.warn(
+                "optimizer.step() after optimizer.synchronize() exchanges the gradients a second time, as in Horovod: "
+                "call it within optimizer.skip_synchronize()",
+                stacklevel=3,
+            )
             self.synchronize()
+        if not self._skip or self.reducer.begun:
+            self.sum_up()
         if self.reducer.over and not self.reducer.finite():
             return self._leave_out()
         result = follow()
@@ -107,18 +123,18 @@ class Exchange:
             self._warned = True
             warnings.warn("a step is left out whose compressed gradients are not finite (said once)", stacklevel=4)
         self.reducer.commit(applied=False)
-        self.reducer.forget()
+        self.forget()
 
     def _step_with(self, follow: Callable[..., Any], closure: Callable[[], Any]) -> Any:
         if self.reducer.begun:
-            self.synchronize()
+            self.sum_up()
 
         def summed() -> Any:
             if self.reducer.over:
                 self._end()
             with torch.enable_grad():
                 loss = closure()
-            self.synchronize()
+            self.sum_up()
             # What a line search decides by has to be the same on all ranks, like the gradients that it goes with.
             if isinstance(loss, Tensor) and loss.numel() == 1:
                 return torch.full_like(loss, self.reducer.total(loss.item()))
@@ -130,7 +146,12 @@ class Exchange:
 
     def _end(self) -> None:
         self.reducer.commit(applied=True)
+        self.forget()
+
+    def forget(self) -> None:
+        """Expect the gradients of a step from its beginning."""
         self.reducer.forget()
+        self._synchronized = False
 
     def restart(self) -> None:
         """Begin anew among the ranks that there are now."""
@@ -155,7 +176,7 @@ def exchanging(optimizer: Optimizer, exchange: Exchange) -> Optimizer:
     optimizer.__dict__.pop("step", None)
     setattr(optimizer, _ATTRIBUTE, exchange)
     _exchanges[id(optimizer)] = exchange
-    _follow_loss_scales()
+    _work_with_loss_scales()
     return optimizer
 
 
@@ -163,17 +184,25 @@ _exchanges: WeakValueDictionary[int, Exchange] = WeakValueDictionary()
 """By the identity of their optimizers, as torch's GradScaler knows these."""
 
 
-def _follow_loss_scales() -> None:
-    """Multiply what compression carries to the next step, whenever a GradScaler changes its loss scale.
+def _work_with_loss_scales() -> None:
+    """Sum gradients before a GradScaler unscales them; multiply what compression carries where its scale changes.
 
-    GradScaler has no hook for that: its `update` is wrapped, once for all instances.
+    GradScaler has no hook for either: `unscale_`, which its `step` calls too, and `update` are wrapped, once for all
+    instances.
     """
-    update = torch.amp.GradScaler.update
+    unscale, update = torch.amp.GradScaler.unscale_, torch.amp.GradScaler.update
     if hasattr(update, "_hvdtrain_wraps"):
         return
 
+    @functools.wraps(unscale)
+    def unscale_summed(self: torch.amp.GradScaler, optimizer: Optimizer) -> None:
+        exchange = _exchanges.get(id(optimizer))
+        if exchange is not None and self.is_enabled():
+            exchange.sum_up()
+        unscale(self, optimizer)
+
     @functools.wraps(update)
-    def wrapped(self: torch.amp.GradScaler, new_scale: float | Tensor | None = None) -> None:
+    def update_all(self: torch.amp.GradScaler, new_scale: float | Tensor | None = None) -> None:
         found = [exchange for number in self._per_optimizer_states if (exchange := _exchanges.get(number))]
         found = [exchange for exchange in found if exchange.reducer.keeps_error]
         before = self.get_scale() if found else 1.0  # waits for the device
@@ -182,8 +211,9 @@ def _follow_loss_scales() -> None:
             for exchange in found:
                 exchange.reducer.rescale(after / before)
 
-    wrapped._hvdtrain_wraps = True  # type: ignore[attr-defined]
-    torch.amp.GradScaler.update = wrapped  # type: ignore[method-assign]
+    update_all._hvdtrain_wraps = True  # type: ignore[attr-defined]
+    torch.amp.GradScaler.unscale_ = unscale_summed  # type: ignore[method-assign]
+    torch.amp.GradScaler.update = update_all  # type: ignore[method-assign]
 
 
 def _methods(kind: type[Optimizer]) -> dict[str, Any]:
@@ -205,7 +235,7 @@ def _methods(kind: type[Optimizer]) -> dict[str, Any]:
         kind.zero_grad(self, *arguments, **keywords)
 
     def synchronize(self: Any) -> None:
-        """Wait until every gradient is the sum (or mean) over ranks. Collective: yes."""
+        """Wait until every gradient is the sum (or mean) over ranks; once more each time. Collective: yes."""
         self._hvdtrain_exchange.synchronize()
 
     def skip_synchronize(self: Any) -> Any:
@@ -215,10 +245,11 @@ def _methods(kind: type[Optimizer]) -> dict[str, Any]:
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         """Take over a state, on any of the ranks; an exchange that was under way is forgotten."""
         kind.load_state_dict(self, state_dict)
-        self._hvdtrain_exchange.reducer.forget()
+        self._hvdtrain_exchange.forget()
 
     def set_backward_passes_per_step(self: Any, passes: int) -> None:
         """Exchange after this many backward passes from the next step on."""
+        self.backward_passes_per_step = passes
         self._hvdtrain_exchange.reducer.set_passes(passes)
 
     def exchange_state_dict(self: Any) -> dict[str, Any]:

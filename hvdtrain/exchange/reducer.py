@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.compression.table import ONE_HOST_MIB, Compression
+from hvdtrain.errors import CallOrderError, JoinedError
 from hvdtrain.exchange.agreement import agree
 from hvdtrain.exchange.buckets import Layout, Named, Plan, plan
 from hvdtrain.exchange.flight import Flight
@@ -23,10 +24,11 @@ BUCKET_BYTES = ONE_HOST_MIB << 20
 
 
 class Reducer:
-    """Sums gradients over ranks; afterwards each is a view of a flat buffer, or one of which only rows were exchanged.
+    """Sums gradients over ranks.
 
     A gradient is first made where autograd makes it, then copied once, hot, into its bucket. Accumulating into views
-    from the start would cost a zeroing and an addition a step instead.
+    from the start would cost a zeroing and an addition a step instead. After the exchange the sum is copied back, or
+    the gradient becomes a view of the bucket, which saves that copy and the memory of the gradient.
 
     The first step learns in which order backward finishes gradients, which of them are sparse, and of which few rows
     are not zero; its buckets are exchanged after backward. So does the first step after the set of parameters has
@@ -42,6 +44,8 @@ class Reducer:
         passes: backward passes of a step, of which the last one exchanges; 0 where `collect` announces the last.
         groups: names of parameters that are exchanged together whatever their size.
         sparse_as_dense: exchange sparse gradients like others; they are dense afterwards.
+        as_views: let gradients become views of the buckets; between backward and the end of the exchange parameters
+            have none. Otherwise a gradient stays the tensor that it is, and who changes it meanwhile gets an error.
         name: what the collectives' names begin with.
         spans: told of each exchange, from its start until it was waited for.
 
@@ -63,6 +67,7 @@ class Reducer:
         passes: int = 0,
         groups: Sequence[Sequence[str]] = (),
         sparse_as_dense: bool = False,
+        as_views: bool = True,
         name: str = "gradients",
         spans: Spans | None = None,
     ) -> None:
@@ -75,15 +80,18 @@ class Reducer:
         self._factor = factor
         self._passes = Passes(passes)
         self._sparse_as_dense = sparse_as_dense
+        self._as_views = as_views
         self._name = name
         self._spans = spans or Spans()
         self._known: list[tuple[str, nn.Parameter]] = []
         self._hooks: list[Any] = []
         self._standing = Standing(self._flight, comm.size)
         self._finished: list[str] = []
+        self._came: dict[str, tuple[Tensor, int]] = {}
         self.before: Callable[[], None] = lambda: None
         self.over = False
         self._fresh = True
+        self._unagreed = False
         self._renew(list(parameters()))
 
     def begin(self) -> None:
@@ -100,11 +108,15 @@ class Reducer:
 
     def forget(self) -> None:
         """Expect the gradients of a step from its beginning, whatever has come of it."""
+        if self._unagreed:
+            self._unagreed = False
+            self._standing.drop()
         if (flight := self._standing.flight) is not None:
             if changed := flight.crowded():
                 flight = self._standing.adopt(changed, dict(self._known))
             flight.begin()
         self._finished.clear()
+        self._came.clear()
         self._passes.begin()
         self.over = False
         self._fresh = True
@@ -137,13 +149,33 @@ class Reducer:
 
         Errors:
             LaunchError: the parameters of one rank are not those of another.
+            CallOrderError: a gradient was changed after its backward pass.
         """
         self._look()
         self._passes.end()
+        if self._alone and not self.keeps_error and not any(self._standing.carried.owes(n) for n, _ in self._known):
+            self.over = True
+            return []
+        self._refuse_changed()
         flight = self._standing.flight or self._learn()
         sums = flight.finish()
         self.over = True
         return sums
+
+    @property
+    def _alone(self) -> bool:
+        """Whether it is for a user's loop on one rank, which may do what it likes with gradients until the step."""
+        return self._comm.size == 1 and self._passes.count > 0
+
+    def _refuse_changed(self) -> None:
+        for name, parameter in self._known:
+            gradient, version = self._came.get(name, (None, 0))
+            if gradient is not None and (parameter.grad is not gradient or _version(gradient) != version):
+                raise CallOrderError(
+                    f"the gradient of {name} was changed after backward, when it was on its way to the other ranks",
+                    next_step="call optimizer.synchronize() before gradients are clipped, scaled or cleared, then"
+                    " optimizer.step() within optimizer.skip_synchronize()",
+                )
 
     @property
     def begun(self) -> bool:
@@ -234,8 +266,10 @@ class Reducer:
                 self.commit(applied=False)
                 self.forget()
             self._look()
-            if not self._passes.reached(name):
+            if not self._passes.reached(name) or self._alone:
                 return
+            if not self._as_views and (gradient := parameter.grad) is not None:
+                self._came[name] = gradient, _version(gradient)
             if (flight := self._standing.flight) is None:
                 self._finished.append(name)
             else:
@@ -244,16 +278,22 @@ class Reducer:
         return on_gradient
 
     def _learn(self) -> Flight:
-        """Settle with the other ranks what is exchanged together. Collective: yes."""
-        agreed = agree(
-            self._comm,
-            self._known,
-            self._draft,
-            self._finished,
-            self._standing.carried.owes,
-            self._name,
-            sparse_as_dense=self._sparse_as_dense,
-        )
+        """Settle with the other ranks what is exchanged together. Collective: yes.
+
+        Where one of them has joined, and answers no question, it is what needs no answer: for this step alone.
+        """
+        try:
+            agreed = agree(
+                self._comm,
+                self._known,
+                self._draft,
+                self._finished,
+                self._standing.carried.owes,
+                self._name,
+                sparse_as_dense=self._sparse_as_dense,
+            )
+        except JoinedError:
+            agreed, self._unagreed = self._draft(self._known), True
         return self._standing.adopt(agreed, dict(self._known))
 
     def _flight(self, agreed: Plan) -> Flight:
@@ -266,4 +306,11 @@ class Reducer:
             self._factor,
             self._name,
             self._spans,
+            as_views=self._as_views,
         )
+
+
+def _version(gradient: Tensor) -> int:
+    """A number that grows when it is written to; 0 for part of a buffer, whose parts share theirs."""
+    alone = not gradient.is_sparse and gradient.untyped_storage().nbytes() == gradient.nbytes
+    return gradient._version if alone else 0

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.compression.base import Phases
+from hvdtrain.errors import JoinedError
 from hvdtrain.exchange.bucket import Bucket
 from hvdtrain.exchange.buckets import Layout, Named
 
@@ -26,20 +27,22 @@ class RowBucket(Bucket):
     """The gradient of one parameter: only rows that are not zero on some rank are sent, and summed, where they lie.
 
     An allgather of which rows they are and how large the largest element is, then an allreduce of these rows. Where
-    compression is asked for they travel as fp16, scaled so that their sum fits, whatever the compression.
+    compression is asked for they travel as fp16, scaled so that their sum fits, whatever the compression. While a rank
+    has joined, which has no rows, the whole gradient is summed.
 
     Args:
         layout: of this parameter alone.
         comm: the ranks.
         factor: what the sum is multiplied by.
         exact: send rows as they are (bfloat16, which Horovod cannot sum, as fp32).
+        as_views: as for `Bucket`.
 
     Attributes:
         count: how many rows some rank has touched in the last exchange: equal on all ranks.
     """
 
-    def __init__(self, layout: Layout, comm: Comm, factor: float = 1.0, *, exact: bool) -> None:
-        super().__init__(layout)
+    def __init__(self, layout: Layout, comm: Comm, factor: float = 1.0, *, exact: bool, as_views: bool = True) -> None:
+        super().__init__(layout, as_views=as_views)
         self._comm = comm
         self._factor = factor
         dtype = layout.shape.dtype
@@ -48,6 +51,7 @@ class RowBucket(Bucket):
         self._weight = 1.0
         self.eager = layout.shape.device.type == "cpu"  # how many rows there are, the host has to be told
         self.count = 0
+        self._whole: Tensor | None = None
 
     def _pack(self, index: int, gradient: Tensor | None, weight: float) -> None:
         if gradient is None or gradient.is_sparse:
@@ -58,13 +62,19 @@ class RowBucket(Bucket):
 
     def _exchange(self) -> Phases:
         name, gradient = self.layout.shape.name, self._gradient
+        self.count, self._whole = 0, None
         largest = _largest(gradient)
         mine = largest.nonzero().view(-1)
         exponent = _exponent(float(largest.max()) * abs(self._weight))
         # Below zero, so that it is told from rows; the largest exponent is the smallest of these.
         said = torch.cat([mine.new_tensor([_NOTHING - 1 - exponent]), mine]).int()
-        said = yield self._comm.allgather(said, name=f"{name}/rows")
-        rows = torch.unique(said[said >= 0]).long()
+        try:
+            said = yield self._comm.allgather(said, name=f"{name}/rows")
+        except JoinedError:
+            whole = gradient.to(self._wire if self._exact else torch.float32) * self._weight
+            self._whole = yield self._comm.allreduce(whole, name=f"{name}/all")
+            return
+        rows = self._rows = torch.unique(said[said >= 0]).long()
         self.count = len(rows)
         if not self.count:
             return
@@ -79,11 +89,13 @@ class RowBucket(Bucket):
         values.copy_(wire)
         if (after := self._factor / scale) != 1.0:
             values.mul_(after)
-        gradient.index_copy_(0, rows, values)
+        self._values = values
 
-    def give(self) -> list[Tensor]:
-        """The whole gradient."""
-        self.layout.parameters[0].grad = self._gradient
+    def _sums(self) -> list[Tensor]:
+        if self._whole is not None:
+            self._gradient.copy_(self._whole.mul_(self._factor))
+        elif self.count:  # not before: until then a gradient of the user's stays as it was
+            self._gradient.index_copy_(0, self._rows, self._values)
         return [self._gradient]
 
 

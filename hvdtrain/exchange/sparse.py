@@ -21,10 +21,13 @@ class SparseBucket(Bucket):
         comm: the ranks.
         factor: what the sum is multiplied by.
         sparse_dim: leading dimensions that are sparse.
+        as_views: as for `Bucket`.
     """
 
-    def __init__(self, layout: Layout, comm: Comm, factor: float = 1.0, sparse_dim: int = 1) -> None:
-        super().__init__(layout)
+    def __init__(
+        self, layout: Layout, comm: Comm, factor: float = 1.0, sparse_dim: int = 1, *, as_views: bool = True
+    ) -> None:
+        super().__init__(layout, as_views=as_views)
         self._comm = comm
         self._factor = factor
         self._dim = sparse_dim
@@ -47,10 +50,8 @@ class SparseBucket(Bucket):
         if self._factor != 1.0:
             self._sum._values().mul_(self._factor)
 
-    def give(self) -> list[Tensor]:
-        """The values of its rows, a view."""
-        self.layout.parameters[0].grad = self._sum
-        return [self._sum._values()]
+    def _sums(self) -> list[Tensor]:
+        return [self._sum]
 
 
 def zero_rows(parameter: nn.Parameter) -> Tensor:

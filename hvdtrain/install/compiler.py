@@ -25,9 +25,10 @@ PROMPT_MARKS = ("hvdtrain-prompt-cycle", "hvdtrain-prompt-done", "hvdtrain-promp
 """Texts in a library of Horovod's whose threads, where `HVDTRAIN_PROMPT` is set, wake as soon as there is something to
 do and sleep until then."""
 
-LOST_RANK_MARKS = ("hvdtrain-told-pair", "hvdtrain-late-release")
-"""Texts in a library of Horovod's in which no rank waits for one that is gone: Gloo tells those who wait for a message
-that is under way when a connection ends, and a shutdown cannot deadlock with a thread that enqueues tensors."""
+MENDED_MARKS = ("hvdtrain-told-pair", "hvdtrain-late-release", "hvdtrain-joined-cache")
+"""Texts in a library of Horovod's whose faults are mended: Gloo tells those who wait for a message that is under way
+when a connection ends; a shutdown cannot deadlock with a thread that enqueues tensors; a rank that has joined executes
+no cached allgather or alltoall."""
 
 
 @dataclass(frozen=True)
@@ -88,13 +89,19 @@ CHANGES = (
         "gloo/transport/tcp/pair.cc",
         ("7abd292c5c927a4258f0f00a2a627264d24d4adaa724c81dd56208397aac0d93",),
         "told_pair.h",
-        LOST_RANK_MARKS[0],
+        MENDED_MARKS[0],
     ),
     Change(
         "horovod/common/tensor_queue.cc",
         ("da59b96d10291ec14f46f46fed81bfebf7e8f9c3a4817102c2b745a6a0e31fd0",),
         "late_release.h",
-        LOST_RANK_MARKS[1],
+        MENDED_MARKS[1],
+    ),
+    Change(
+        "horovod/common/controller.cc",
+        ("310cac98ca6b97c942e7199fcdeac1ed4acf04576f162050692a726a23e3ebf7",),
+        "joined_cache.h",
+        MENDED_MARKS[2],
     ),
 )
 

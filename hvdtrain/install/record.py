@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 from hvdtrain.errors import HorovodError
-from hvdtrain.install.compiler import LOST_RANK_MARKS, PROMPT_MARKS, QUIET_MARK
+from hvdtrain.install.compiler import MENDED_MARKS, PROMPT_MARKS, QUIET_MARK
 from hvdtrain.install.probe import torch_at_hand
 from hvdtrain.install.versions import Label, MpiBuild, TorchBuild
 
@@ -38,9 +38,9 @@ class BuildRecord:
     prompt: bool = False
     """Whether its threads can wake as soon as there is something to do and sleep until then, as in those built here;
     others look once in a cycle, or without end. Read from the library itself."""
-    told: bool = False
-    """Whether a rank that is lost leaves no other one waiting, as in those built here; in others Gloo may wait until
-    its timeout, and a shutdown may deadlock. Read from the library itself."""
+    mended: bool = False
+    """Whether its faults at ranks that are lost or join are mended, as in those built here; in others a rank may wait
+    until a timeout, deadlock or crash. Read from the library itself."""
     source: str | None = None
     """The wheel file it was installed from, as a URL, where pip wrote that down."""
 
@@ -75,7 +75,7 @@ def installed(path: Iterable[str] | None = None) -> BuildRecord | None:
         has_mpi=record.has_mpi if record.ours else _library_holds(package, b"libmpi"),
         quiet=bool(_library_holds(package, QUIET_MARK.encode())),
         prompt=all(_library_holds(package, mark.encode()) for mark in PROMPT_MARKS),
-        told=all(_library_holds(package, mark.encode()) for mark in LOST_RANK_MARKS),
+        mended=all(_library_holds(package, mark.encode()) for mark in MENDED_MARKS),
         source=direct.get("url"),
     )
 

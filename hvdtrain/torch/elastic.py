@@ -10,7 +10,9 @@ from hvdtrain.comm.horovod import hvd
 
 
 def __getattr__(name: str) -> Any:
-    """Whatever is not ours is Horovod's."""
+    """Whatever is not ours is Horovod's, but for what makes it a package."""
+    if name.startswith("__"):
+        raise AttributeError(name)
     return getattr(hvd.elastic, name)
 
 

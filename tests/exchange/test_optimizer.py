@@ -22,7 +22,6 @@ def _trained(comm: ThreadComm, scales: list[float], compression: str) -> Tensor:
     for scale in [*scales[1:], scales[-1]]:
         optimizer.zero_grad()
         scaler.scale((parameter * (torch.arange(8.0) + comm.rank)).sum()).backward()
-        optimizer.synchronize()  # type: ignore[attr-defined]
         scaler.step(optimizer)
         scaler.update(scale)
     return parameter.detach()

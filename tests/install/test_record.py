@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from packaging.version import Version
 
 from hvdtrain.errors import HorovodError
-from hvdtrain.install.compiler import LOST_RANK_MARKS, PROMPT_MARKS, QUIET_MARK
+from hvdtrain.install.compiler import MENDED_MARKS, PROMPT_MARKS, QUIET_MARK
 from hvdtrain.install.record import BuildRecord, installed, judge
 from hvdtrain.install.versions import Label, MpiBuild, TorchBuild
 
@@ -158,12 +158,12 @@ def test_threads_are_prompt_where_all_the_changes_took_effect(marks: tuple[str, 
     assert found.prompt == (marks == PROMPT_MARKS)
 
 
-@pytest.mark.parametrize("marks", [LOST_RANK_MARKS, LOST_RANK_MARKS[1:], ()])
-def test_nobody_waits_for_a_lost_rank_where_all_the_changes_took_effect(marks: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("marks", [MENDED_MARKS, MENDED_MARKS[1:], ()])
+def test_faults_are_mended_where_all_the_changes_took_effect(marks: tuple[str, ...], tmp_path: Path) -> None:
     install_fake(tmp_path, "0.28.1", "\0".join(marks).encode())
     found = installed([str(tmp_path)])
     assert found is not None
-    assert found.told == (marks == LOST_RANK_MARKS)
+    assert found.mended == (marks == MENDED_MARKS)
 
 
 def test_nothing_installed_is_none(tmp_path: Path) -> None:

@@ -113,4 +113,4 @@ def test_law_6_equals_stock_horovod(job: Comm) -> None:
         _loss(stock, batch).backward()
         theirs.step()
         for mine, other in zip(ours.parameters(), stock.parameters(), strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)

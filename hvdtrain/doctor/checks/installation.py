@@ -102,7 +102,7 @@ def _changes(record: BuildRecord) -> str:
     parts = {
         "the writer of its Timeline sleeps when idle": record.quiet,
         "its threads wake when there is something to do": record.prompt,
-        "no rank waits for one that is gone": record.told,
+        "its faults at ranks that are lost or join are mended": record.mended,
     }
     return ", ".join(text for text, is_so in parts.items() if is_so)
 
@@ -110,12 +110,12 @@ def _changes(record: BuildRecord) -> str:
 def stock_build(facts: Gathered) -> Finding | None:
     """Say what a Horovod lacks that was built by other means, or by an older version of ours."""
     record = facts.installation.record
-    if record is None or facts.installation.horovod.error or (record.quiet and record.prompt and record.told):
+    if record is None or facts.installation.horovod.error or (record.quiet and record.prompt and record.mended):
         return None
     lacks = {
         "a thread of rank 0 spins wherever a Timeline is made possible": not record.quiet,
         "its threads look for work once a millisecond, and who waits spins": not record.prompt,
-        "when a rank is lost, another one may wait until a timeout, or deadlock": not record.told,
+        "when a rank is lost or joins, another one may wait until a timeout, deadlock or crash": not record.mended,
     }
     why = "; ".join(text for text, is_so in lacks.items() if is_so)
     return Finding("horovod_build", "warning", "not as hvdtrain builds it now", why, BUILD_COMMAND)

@@ -1,0 +1,223 @@
+"""`DistributedOptimizer` by our exchange; all else of `horovod.torch.optimizer`."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hvdtrain.runtime.tuning import prepare
+
+info, choices = prepare()  # before Horovod and MPI are loaded
+
+from hvdtrain.comm.horovod import HorovodComm, hvd, session  # noqa: E402
+from hvdtrain.comm.solo import SoloComm  # noqa: E402
+from hvdtrain.engine.make import settle_in, suited  # noqa: E402
+from hvdtrain.errors import ConfigError  # noqa: E402
+from hvdtrain.exchange.optimizer import Exchange, exchanging, fresh_name  # noqa: E402
+from hvdtrain.exchange.reducer import Reducer  # noqa: E402
+
+if TYPE_CHECKING:
+    from hvdtrain.comm.base import Comm
+
+_COMPRESSIONS = {hvd.Compression.none: "none", hvd.Compression.fp16: "fp16"}
+
+
+def __getattr__(name: str) -> Any:
+    """Whatever is not ours is Horovod's."""
+    return getattr(importlib.import_module("horovod.torch.optimizer"), name)
+
+
+def DistributedOptimizer(
+    optimizer: Optimizer,
+    named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
+    compression: Any = "none",
+    backward_passes_per_step: int = 1,
+    op: Any = hvd.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: Any = hvd.global_process_set,
+    gradient_as_bucket_view: bool = False,
+) -> Optimizer:
+    """Make an optimizer follow gradients that are averaged over all ranks: `hvd.DistributedOptimizer` by our exchange.
+
+    The optimizer that is given is changed and returned; its state, its schedulers and its type stay. Beside what every
+    optimizer can, it has `synchronize`, `skip_synchronize`, `set_backward_passes_per_step`, and, for what compression
+    carries from step to step, `exchange_state_dict` and `load_exchange_state_dict`.
+
+    Args:
+        optimizer: any of torch's or with its interface.
+        named_parameters: such as ``model.named_parameters()``; equal on all ranks.
+        compression: "none", "fp16", "powersgd:4" and so on (`hvdtrain.compression.table`), or Horovod's own
+            ``Compression.none`` and ``Compression.fp16``. With a class of the user's Horovod's optimizer is returned.
+        backward_passes_per_step: gradients of this many passes are added up before they are exchanged.
+        op: Average or Sum; with another, Horovod's own optimizer is returned.
+        gradient_predivide_factor: gradients are divided by it before the sum and multiplied after it.
+        num_groups: the older name of `groups`.
+        groups: how many buckets of about equal size, or lists of parameters that share one; by size otherwise.
+        sparse_as_dense: exchange sparse gradients as dense ones.
+        process_set: the ranks to average over; one that is not in it trains alone.
+        gradient_as_bucket_view: let gradients be views of the buffers by which they travel, as in
+            ``DistributedDataParallel``: it saves the memory of the gradients and a copy a step. Between backward and
+            `synchronize` or `step` parameters have no gradient then, and afterwards another tensor than before.
+
+    Errors:
+        ConfigError: an argument that makes no sense, such as names that are missing or double; a ValueError.
+        TaskError: the optimizer was made distributed before.
+    """
+    ours = compression if isinstance(compression, str) else _COMPRESSIONS.get(compression)
+    if op not in (hvd.Average, hvd.Sum) or ours is None:
+        return _horovods(
+            optimizer,
+            _horovods_compression(compression),
+            named_parameters=named_parameters,
+            backward_passes_per_step=backward_passes_per_step,
+            op=op,
+            gradient_predivide_factor=gradient_predivide_factor,
+            groups=num_groups or None if groups is None else groups,
+            sparse_as_dense=sparse_as_dense,
+            process_set=process_set,
+        )
+    if backward_passes_per_step < 1 or gradient_predivide_factor <= 0:
+        raise ConfigError(
+            "DistributedOptimizer cannot be made so",
+            expected="backward_passes_per_step >= 1, gradient_predivide_factor > 0",
+            found=f"{backward_passes_per_step}, {gradient_predivide_factor}",
+        )
+    if gradient_predivide_factor != 1.0 and op != hvd.Average:
+        raise ConfigError("gradient_predivide_factor goes with op=Average only")
+    predivide = gradient_predivide_factor
+    names = _names(named_parameters, optimizer)
+    groups = _checked_groups(num_groups or None if groups is None else groups)
+
+    def terms() -> tuple[Comm, float, float]:
+        # A rank that is not in the set trains alone.
+        among = hvd.size() > 1 and process_set.included() and process_set.size() > 1
+        comm: Comm = HorovodComm(process_set) if among else SoloComm()
+        if op == hvd.Sum:
+            return comm, 1.0, 1.0
+        # Divided before the sum, which needs no second pass over the gradients and cannot overflow in fp16.
+        return (comm, 1.0 / comm.size, 1.0) if predivide == 1.0 else (comm, 1.0 / predivide, predivide / comm.size)
+
+    def trained() -> list[tuple[str, nn.Parameter]]:
+        return [
+            (names.get(parameter, f"group{number}.{index}"), parameter)
+            for number, group in enumerate(optimizer.param_groups)
+            for index, parameter in enumerate(group["params"])
+            if parameter.requires_grad
+        ]
+
+    comm, weight, factor = terms()
+    device = next((parameter.device for _, parameter in trained()), torch.device("cpu"))
+    chosen = suited(ours, device, info.variables)
+    reducer = Reducer(
+        trained,
+        comm,
+        chosen,
+        bucket_bytes=settle_in(chosen, comm, info.variables),
+        weight=weight,
+        factor=factor,
+        passes=backward_passes_per_step,
+        groups=_groups(groups, trained()),
+        sparse_as_dense=sparse_as_dense,
+        as_views=gradient_as_bucket_view,
+        name=fresh_name(process_set.process_set_id),
+    )
+    wrapped = exchanging(optimizer, Exchange(reducer, terms, session))
+    wrapped.__dict__.update(
+        backward_passes_per_step=backward_passes_per_step,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        sparse_as_dense=sparse_as_dense,
+        process_set=process_set,
+    )
+    return wrapped
+
+
+def _names(
+    named_parameters: Iterable[tuple[str, nn.Parameter]] | None, optimizer: Optimizer
+) -> dict[nn.Parameter, str]:
+    """The names by parameter; of a parameter that has two names, the first.
+
+    Errors:
+        ConfigError: two parameters have one name, or a parameter of the optimizer has none.
+    """
+    names: dict[nn.Parameter, str] = {}
+    if named_parameters is None:
+        return names
+    seen: set[str] = set()
+    for pair in named_parameters:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise ConfigError(
+                "named_parameters are no pairs of name and parameter",
+                expected="model.named_parameters()",
+                found=type(pair).__name__,
+            )
+        name, parameter = pair
+        if name in seen:
+            raise ConfigError(f"two parameters are called {name}", expected="model.named_parameters()")
+        seen.add(name)
+        names.setdefault(parameter, name)
+    unnamed = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
+    if unnamed:
+        raise ConfigError(
+            "named_parameters were given, but not for all parameters of the optimizer",
+            expected="model.named_parameters() of each model that it trains, or none at all",
+            found=f"{len(unnamed)} without a name, the first of shape {tuple(unnamed[0].shape)}",
+        )
+    return names
+
+
+def _checked_groups(groups: Any) -> int | Sequence[Sequence[Tensor]]:
+    """What was given, 0 for nothing.
+
+    Errors:
+        ConfigError: no number above 0, nor lists of tensors of which each is in one list.
+    """
+    if groups is None:
+        return 0
+    if isinstance(groups, int):
+        if groups > 0:
+            return groups
+        found = str(groups)
+    elif not all(isinstance(p, Tensor) for group in groups for p in group):
+        found = "something that is no tensor"
+    elif len({id(p) for group in groups for p in group}) < sum(map(len, groups)):
+        found = "a parameter that is listed twice"
+    else:
+        return groups  # type: ignore[no-any-return]
+    raise ConfigError("groups cannot be made so", expected="a number above 0, or lists of parameters", found=found)
+
+
+def _groups(groups: int | Sequence[Sequence[Tensor]], named: Sequence[tuple[str, nn.Parameter]]) -> list[list[str]]:
+    """Names of those that share a bucket: as listed, or runs of about equal size; the others go by size."""
+    if isinstance(groups, int):
+        runs: list[list[str]] = [[] for _ in range(groups)]
+        ends = list(itertools.accumulate(p.numel() * p.element_size() for _, p in named))
+        for (name, _), end in zip(named if groups else (), ends, strict=False):
+            runs[max(0, -(-end * groups // max(ends[-1], 1)) - 1)].append(name)
+        return runs
+    of = {id(parameter): name for name, parameter in named}
+    return [[of[id(p)] for p in group if id(p) in of] for group in groups]
+
+
+def _horovods_compression(compression: Any) -> Any:
+    own = {name: kind for kind, name in _COMPRESSIONS.items()}
+    if isinstance(compression, str) and compression not in own:
+        raise ConfigError(
+            f"this op goes with no {compression} compression", expected=" or ".join(own), found=compression
+        )
+    return own.get(compression, compression)
+
+
+def _horovods(optimizer: Optimizer, compression: Any, **arguments: Any) -> Optimizer:
+    """Horovod's own optimizer, for what it alone can: other ops, and compression by a class of the user's."""
+    wrapped: Optimizer = hvd.DistributedOptimizer(optimizer, compression=compression, **arguments)
+    return wrapped
