@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutations.table import MUTATIONS
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hvdtrain"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -222,3 +224,8 @@ def test_help_imports_no_torch(argument: str) -> None:
 def test_importing_the_package_imports_no_torch() -> None:
     program = "import sys, hvdtrain; hvdtrain.Config; hvdtrain.Task; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_each_mutation_finds_the_text_that_it_replaces() -> None:
+    wrong = [m for m in MUTATIONS if (PACKAGE / m.file).read_text(encoding="utf-8").count(m.old) != 1]
+    assert not wrong, "tests/mutations/table.py is to follow the source"
