@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import random
@@ -9,10 +10,13 @@ import signal
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -24,6 +28,9 @@ from hvdtrain.errors import DataError
 
 _SAMPLE, _FORWARD = 1, 2
 """What a random state is for: making the samples of a micro-batch, or its forward pass."""
+
+_MOMENT_S = 5.0
+"""From when a connection to a loader process breaks until that has ended."""
 
 _STEPS_AT_ONCE = 64
 """Steps whose order is computed together: numpy's cost a call is some 10 us, that of a sample 0.1."""
@@ -177,8 +184,64 @@ def train_batches(
         worker_init_fn=_end_with_rank,
         pin_memory=pin_memory,
     )
-    with _signals_blocked() if config.workers else nullcontext():
+    if not config.workers:
         return iter(loader)
+    with _signals_blocked():
+        batches = iter(loader)
+    processes: list[BaseProcess] = batches._workers  # type: ignore[attr-defined]
+    _processes.update(processes)
+    return _naming_lost_processes(batches, processes)
+
+
+_processes: WeakSet[BaseProcess] = WeakSet()
+
+
+def _kill_processes() -> None:
+    """Before the interpreter ends: multiprocessing ends them by SIGTERM, which they do not hear, and waits for them."""
+    for process in _processes:
+        process.kill()
+
+
+atexit.register(_kill_processes)
+
+
+def _naming_lost_processes(batches: Iterator[Drawn], processes: Sequence[BaseProcess]) -> Iterator[Drawn]:
+    """The batches.
+
+    Errors:
+        DataError: a loader process has ended; torch's own error says of it what broke last, such as a connection.
+    """
+    while True:
+        try:
+            drawn = next(batches)
+        except StopIteration:
+            return
+        except Exception as error:
+            ended = [] if str(error).startswith("Caught ") else _exit_codes(processes)  # an exception of the data set's
+            if not ended:
+                raise
+            raise DataError(
+                "a loader process has ended amid its work",
+                expected="samples, or an exception",
+                found=", ".join(map(_said, ended)),
+                next_step="--loader.workers 0 makes samples in the rank itself, where it shows what ends them",
+            ) from error
+        yield drawn
+
+
+def _exit_codes(processes: Sequence[BaseProcess]) -> list[int]:
+    """Of those that have ended, or do so within a moment."""
+    wait([process.sentinel for process in processes], _MOMENT_S)
+    for process in processes:
+        process.join(0)
+    return [process.exitcode for process in processes if process.exitcode is not None]
+
+
+def _said(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    hint = ", as the kernel does where memory is short" if code == -signal.SIGKILL else ""
+    return f"killed by {signal.Signals(-code).name}{hint}"
 
 
 @contextmanager
