@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import sysconfig
 import time
 import traceback
+from pathlib import Path
 
 from hvdtrain.errors import USAGE, ConfigError, HvdtrainError, TaskError, UnusableRunDirectoryError
 from hvdtrain.observe.failure.voice import Voice
@@ -60,4 +62,24 @@ def _report(error: BaseException, info: RankInfo | None) -> str:
         return f"hvdtrain: {type(error).__name__}{label}: {error}\n"
     if isinstance(error, KeyboardInterrupt):
         return "hvdtrain: interrupted\n"
+    if isinstance(error, SyntaxError) and error.filename and not _is_installed(error.filename):
+        text = "".join(traceback.format_exception_only(error))
+        return f"{text}hvdtrain: {error.filename} cannot be imported{label}, see above\n"
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    users = [number for number, frame in enumerate(frames) if not _is_installed(frame.f_code.co_filename)]
+    if users:
+        trace = error.__traceback__
+        for _ in range(users[0]):
+            trace = trace and trace.tb_next
+        where = traceback.extract_tb(error.__traceback__)[users[-1]]
+        text = "".join(traceback.format_exception(type(error), error, trace))
+        name = type(error).__name__
+        return f"{text}hvdtrain: {name}{label} in {where.name}, {where.filename}:{where.lineno}, see above\n"
     return f"{''.join(traceback.format_exception(error))}hvdtrain: unexpected error{label}, see above\n"
+
+
+def _is_installed(file: str) -> bool:
+    """Whether a source is hvdtrain's, Python's or an installed library's, and not the user's."""
+    ours = str(Path(__file__).parents[1])
+    folders = [ours, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))]
+    return file.startswith(("<", *(folder + os.sep for folder in folders)))

@@ -1,0 +1,44 @@
+"""An error in the user's code is told as that, from the user's first line on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain.cli.ending import end
+from hvdtrain.errors import TaskError
+from hvdtrain.loading import load
+from hvdtrain.observe.failure.voice import Voice
+
+
+@pytest.mark.parametrize(
+    ("source", "last"),
+    [
+        ("import json\n\n\ndef build():\n    return json.loads('{')\n", "JSONDecodeError in build, FILE:5, see above"),
+        ("import nothing_like_this\n", "ModuleNotFoundError in <module>, FILE:1, see above"),
+        ("def build(:\n", "FILE cannot be imported, see above"),
+    ],
+    ids=["raised", "import", "syntax"],
+)
+def test_an_error_of_the_users(source: str, last: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "the_users.py"
+    file.write_text(source)
+    said = _told(f"{file}:build", capsys).splitlines()
+    assert said[-1] == "hvdtrain: " + last.replace("FILE", str(file))
+    assert not any("loading.py" in line for line in said)
+
+
+def test_an_error_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _told(1, capsys).endswith("hvdtrain: unexpected error, see above\n")
+
+
+def _told(spec: Any, capsys: pytest.CaptureFixture[str]) -> str:
+    try:
+        load(spec, TaskError, "")()
+    except Exception as error:
+        trace = error.__traceback__
+        assert trace is not None
+        end(error.with_traceback(trace.tb_next), None, Voice())  # without this file, which is not hvdtrain's either
+    return capsys.readouterr().err
