@@ -8,12 +8,12 @@ import os
 import random
 import signal
 import threading
+import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
-from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -231,10 +231,10 @@ def _naming_lost_processes(batches: Iterator[Drawn], processes: Sequence[BasePro
 
 def _exit_codes(processes: Sequence[BaseProcess]) -> list[int]:
     """Of those that have ended, or do so within a moment."""
-    wait([process.sentinel for process in processes], _MOMENT_S)
-    for process in processes:
-        process.join(0)
-    return [process.exitcode for process in processes if process.exitcode is not None]
+    deadline = time.monotonic() + _MOMENT_S
+    while not (found := [p.exitcode for p in processes if p.exitcode is not None]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found
 
 
 def _said(code: int) -> str:

@@ -17,7 +17,7 @@ from hvdtrain.data.loader import Seeded, sample_seed, seed_forward
 from hvdtrain.data.order import micro_batches, share
 from hvdtrain.task.base import Task
 from hvdtrain.training.precision import Precision
-from hvdtrain.training.step import checked_loss, to_device
+from hvdtrain.training.step import checked_loss, checked_metrics, to_device
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,7 @@ def evaluate(
             seed_forward(0, place.start)
             batch = to_device(batch, device)
             values: dict[str, tuple[Tensor | float, Tensor | float]] = {"loss": checked_loss(task, model, batch)}
-            if task.metrics is not None:
-                values |= {f"metric/{name}": pair for name, pair in task.metrics(model, batch).items()}
+            values |= {f"metric/{name}": pair for name, pair in checked_metrics(task, model, batch).items()}
             for name, (value, weight) in values.items():
                 total = sums.setdefault(name, [0.0, 0.0])
                 total[0] += float(value)

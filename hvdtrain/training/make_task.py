@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -47,6 +48,17 @@ def make_task(build: Callable[[], Any], config: Config, variables: Mapping[str, 
                 expected="torch.nn.Module" if name == "model" else "torch.optim.Optimizer or None",
                 found=describe(getattr(task, name)),
             )
+    if not any(parameter.requires_grad for parameter in task.model.parameters()):
+        raise TaskError(
+            "the task's model has no parameter to train",
+            expected="one or more whose requires_grad is true",
+            found=f"{sum(1 for _ in task.model.parameters())} parameters, all of them frozen",
+        )
+    if task.optimizer is not None and _needs_closure(task.optimizer):
+        raise TaskError(
+            f"the task's optimizer, {type(task.optimizer).__name__}, needs a closure, which the trainer does not have",
+            next_step="write the loop yourself: hvdtrain.torch's DistributedOptimizer takes closures",
+        )
     if not callable(task.loss):
         raise TaskError(
             "the task's loss is not a function",
@@ -54,6 +66,11 @@ def make_task(build: Callable[[], Any], config: Config, variables: Mapping[str, 
             found=describe(task.loss),
         )
     return task
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 @contextmanager

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterable
+from collections import UserDict
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from numbers import Real
@@ -198,6 +200,28 @@ def checked_loss(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, Tens
     )
 
 
+def checked_metrics(task: Task, model: nn.Module, batch: Any) -> dict[str, tuple[Tensor | float, Tensor | float]]:
+    """The task's metrics: sum and weight by name.
+
+    Errors:
+        TaskError: the function returned something else.
+    """
+    result: Any = task.metrics(model, batch) if task.metrics else {}
+    if isinstance(result, Mapping) and all(
+        isinstance(pair, tuple) and len(pair) == 2 and all(map(_is_number, pair)) for pair in result.values()
+    ):
+        return dict(result)
+    raise TaskError(
+        "the task's metrics function returned the wrong thing",
+        expected="a dict of (sum, weight) by name: the sum over the batch, and how many samples or tokens it sums",
+        found=describe(result),
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
 def describe(value: Any) -> str:
     """A value's type, for an error message."""
     if isinstance(value, Tensor):
@@ -208,11 +232,20 @@ def describe(value: Any) -> str:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Tensors of a batch on `device`, in nested tuples, lists and dicts; other values as they are."""
+    """Tensors on `device`, in nested tuples, lists and dicts, and what has a method `to`; the rest as it is.
+
+    A batch of transformers' collators is a `UserDict`.
+    """
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):
         return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, UserDict):
+        moved = copy.copy(batch)
+        moved.data = to_device(batch.data, device)
+        return moved
+    if callable(getattr(batch, "to", None)):
+        return batch.to(device)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(to_device(value, device) for value in batch))
     if isinstance(batch, (tuple, list)):

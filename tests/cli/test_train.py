@@ -232,6 +232,23 @@ LOSS = "    loss = lambda model, batch: (model(batch[0]).sum(), 1)\n"
             f"def build():\n{MODEL}{LOSS}    return Task(model, loss, iter([1]))\n",
             "the data set cannot be indexed",
         ),
+        (
+            f"def build():\n{MODEL}{LOSS}    return Task(model.requires_grad_(False), loss, data)\n",
+            "found: 2 parameters, all of them frozen",
+        ),
+        (
+            f"def build():\n{MODEL}{LOSS}"
+            "    return Task(model, loss, data, optimizer=torch.optim.LBFGS(model.parameters()))\n",
+            "LBFGS, needs a closure",
+        ),
+        *(
+            (
+                f"def build():\n{MODEL}{LOSS}"
+                f"    return Task(model, loss, data, data, metrics=lambda m, b: {metrics})\n",
+                "the task's metrics function returned the wrong thing",
+            )
+            for metrics in ("None", "{'right': 1.0}", "{'right': (1, 'two')}")
+        ),
         ("def build(seed: int = 3):\n    return 3\n", "'seed' is also the name of an option"),
     ],
 )

@@ -158,6 +158,19 @@ def test_batches_move_in_any_nesting() -> None:
     assert (moved["a"][1][1], moved["b"]) == ("text", 3)
 
 
+def test_batches_of_other_kinds_move() -> None:
+    """What transformers' collators make, and what moves itself."""
+    from transformers import BatchEncoding
+
+    encoding = BatchEncoding({"input_ids": torch.ones(1), "more": [torch.ones(2)]})
+    moved = to_device(encoding, torch.device("meta"))
+    assert type(moved) is BatchEncoding and moved["input_ids"].is_meta and moved["more"][0].is_meta
+    assert not encoding["input_ids"].is_meta
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 1), torch.ones(2, 1)])
+    assert to_device(packed, torch.device("meta")).data.is_meta
+    assert to_device(nn.Linear(1, 1), torch.device("meta")).weight.is_meta
+
+
 def test_spans_add_up_to_the_step() -> None:
     task = _task()
     stepper = _stepper(task)
