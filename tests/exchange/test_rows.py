@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hvdtrain.comm.base import Handle
 from hvdtrain.compression.table import parse
-from hvdtrain.exchange.reducer import Reducer
+from hvdtrain.exchange.reducer import BUCKET_BYTES, Reducer
 from tests.support.thread_comm import ThreadComm, on_ranks
 
 ROWS, COLUMNS = 4096, 130
@@ -137,7 +137,9 @@ def _with_state(comm: ThreadComm, owed: bool, planned: bool = True) -> tuple[str
     counting = Counting(comm._hub, comm.rank)
     parameter = nn.Parameter(torch.zeros(ROWS, COLUMNS))
     reducer = Reducer(lambda: [("rows", parameter)], counting, parse("int8"), weight=0.5)
-    plan = json.loads(json.dumps({"buckets": [["rows"]], "sparse": [], "rows": {"rows": 30}}))
+    plan = json.loads(
+        json.dumps({"buckets": [["rows"]], "sparse": [], "rows": {"rows": 30}, "limit_bytes": BUCKET_BYTES})
+    )
     state = {"rows/residual": torch.ones(ROWS, COLUMNS)} if owed else {}
     reducer.load_state_dict(state, {"plan": plan if planned else None, "ranks": 2})
     reducer.begin()
