@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import atexit
-import multiprocessing
-import os
 import random
-import signal
-import threading
-import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
-from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from hvdtrain.config.schema import LoaderConfig
+from hvdtrain.data.loader_processes import end_with_rank, signals_blocked, watched
 from hvdtrain.data.order import MicroBatch, micro_batches, mix, passing_over, samples, share
 from hvdtrain.errors import DataError
 
 _SAMPLE, _FORWARD = 1, 2
 """What a random state is for: making the samples of a micro-batch, or its forward pass."""
-
-_MOMENT_S = 5.0
-"""From when a connection to a loader process breaks until that has ended."""
 
 _STEPS_AT_ONCE = 64
 """Steps whose order is computed together: numpy's cost a call is some 10 us, that of a sample 0.1."""
@@ -181,99 +169,14 @@ def train_batches(
         prefetch_factor=config.prefetch if config.workers else None,
         # MPI's and Horovod's threads are running: a plain fork could inherit a lock that nobody will release.
         multiprocessing_context="forkserver" if config.workers else None,
-        worker_init_fn=_end_with_rank,
+        worker_init_fn=end_with_rank,
         pin_memory=pin_memory,
     )
     if not config.workers:
         return iter(loader)
-    with _signals_blocked():
+    with signals_blocked():
         batches = iter(loader)
-    processes: list[BaseProcess] = batches._workers  # type: ignore[attr-defined]
-    _processes.update(processes)
-    return _naming_lost_processes(batches, processes)
-
-
-_processes: WeakSet[BaseProcess] = WeakSet()
-
-
-def _kill_processes() -> None:
-    """Before the interpreter ends: multiprocessing ends them by SIGTERM, which they do not hear, and waits for them."""
-    for process in _processes:
-        process.kill()
-
-
-atexit.register(_kill_processes)
-
-
-def _naming_lost_processes(batches: Iterator[Drawn], processes: Sequence[BaseProcess]) -> Iterator[Drawn]:
-    """The batches.
-
-    Errors:
-        DataError: a loader process has ended; torch's own error says of it what broke last, such as a connection.
-    """
-    while True:
-        try:
-            drawn = next(batches)
-        except StopIteration:
-            return
-        except Exception as error:
-            ended = [] if str(error).startswith("Caught ") else _exit_codes(processes)  # an exception of the data set's
-            if not ended:
-                raise
-            raise DataError(
-                "a loader process has ended amid its work",
-                expected="samples, or an exception",
-                found=", ".join(map(_said, ended)),
-                next_step="--loader.workers 0 makes samples in the rank itself, where it shows what ends them",
-            ) from error
-        yield drawn
-
-
-def _exit_codes(processes: Sequence[BaseProcess]) -> list[int]:
-    """Of those that have ended, or do so within a moment."""
-    deadline = time.monotonic() + _MOMENT_S
-    while not (found := [p.exitcode for p in processes if p.exitcode is not None]) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return found
-
-
-def _said(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    hint = ", as the kernel does where memory is short" if code == -signal.SIGKILL else ""
-    return f"killed by {signal.Signals(-code).name}{hint}"
-
-
-@contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """Let processes started within never see the signals that mean a rank to save or to stop.
-
-    mpirun, a scheduler and a terminal send them to all processes of a group; a loader process would die of them.
-    """
-    notices = {signal.SIGUSR1, signal.SIGTERM, signal.SIGINT}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, notices)
-    try:
-        # Its start unblocks two of them (resource_tracker.py), so it comes first.
-        resource_tracker.ensure_running()
-        signal.pthread_sigmask(signal.SIG_BLOCK, notices)
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _end_with_rank(_worker: int) -> None:
-    """In a loader process: see to it that it ends when its rank is gone, by SIGKILL too.
-
-    torch's own watch is for the process that forked it: the fork server, which lives as long as what it has forked.
-    """
-    rank = multiprocessing.parent_process()
-    assert rank is not None
-
-    def watch() -> None:
-        rank.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+    return watched(batches, batches._workers)  # type: ignore[attr-defined]
 
 
 class _Once:
