@@ -95,15 +95,7 @@ def stock_horovod(
     """Horovod as its own examples use it."""
     import horovod.torch as hvd
 
-    hvd.init()
-    optimizer = hvd.DistributedOptimizer(
-        optimizer,
-        named_parameters=model.named_parameters(),
-        backward_passes_per_step=passes,
-        compression=getattr(hvd.Compression, compression),
-    )
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    return hvd.rank(), model, optimizer, _nothing
+    return _by_horovod(hvd, model, optimizer, passes, compression=getattr(hvd.Compression, compression))
 
 
 def drop_in(
@@ -112,12 +104,15 @@ def drop_in(
     """The same script with hvdtrain.torch."""
     import hvdtrain.torch as hvd
 
+    return _by_horovod(hvd, model, optimizer, passes, gradient_as_bucket_view=views)
+
+
+def _by_horovod(
+    hvd: Any, model: Any, optimizer: Any, passes: int, **options: Any
+) -> tuple[int, Any, Any, Callable[[bool], Any]]:
     hvd.init()
     optimizer = hvd.DistributedOptimizer(
-        optimizer,
-        named_parameters=model.named_parameters(),
-        backward_passes_per_step=passes,
-        gradient_as_bucket_view=views,
+        optimizer, named_parameters=model.named_parameters(), backward_passes_per_step=passes, **options
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     return hvd.rank(), model, optimizer, _nothing

@@ -8,7 +8,9 @@ import sys
 import sysconfig
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
 
 from hvdtrain.errors import USAGE, ConfigError, HvdtrainError, TaskError, UnusableRunDirectoryError
 from hvdtrain.observe.failure.voice import Voice
@@ -65,17 +67,20 @@ def _report(error: BaseException, info: RankInfo | None) -> str:
     if isinstance(error, SyntaxError) and error.filename and not _is_installed(error.filename):
         text = "".join(traceback.format_exception_only(error))
         return f"{text}hvdtrain: {error.filename} cannot be imported{label}, see above\n"
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    users = [number for number, frame in enumerate(frames) if not _is_installed(frame.f_code.co_filename)]
+    users = [trace for trace in _traces(error) if not _is_installed(trace.tb_frame.f_code.co_filename)]
     if users:
-        trace = error.__traceback__
-        for _ in range(users[0]):
-            trace = trace and trace.tb_next
-        where = traceback.extract_tb(error.__traceback__)[users[-1]]
-        text = "".join(traceback.format_exception(type(error), error, trace))
-        name = type(error).__name__
-        return f"{text}hvdtrain: {name}{label} in {where.name}, {where.filename}:{where.lineno}, see above\n"
+        code, line = users[-1].tb_frame.f_code, users[-1].tb_lineno
+        text = "".join(traceback.format_exception(type(error), error, users[0]))
+        where = f"{code.co_name}, {code.co_filename}:{line}"
+        return f"{text}hvdtrain: {type(error).__name__}{label} in {where}, see above\n"
     return f"{''.join(traceback.format_exception(error))}hvdtrain: unexpected error{label}, see above\n"
+
+
+def _traces(error: BaseException) -> Iterator[TracebackType]:
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
 
 
 def _is_installed(file: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -113,8 +114,8 @@ class Bucket(ABC):
 
     def start(self) -> None:
         """Begin the exchange. Collective: yes, with the same bucket of the other ranks, in any order."""
-        self._phases = self._exchange()
-        self._next(None)
+        self._phases = phases = self._exchange()
+        self._go_on(lambda: next(phases))
 
     def advance(self) -> bool:
         """Take the next step if what it waits for is there; whether it was."""
@@ -129,16 +130,15 @@ class Bucket(ABC):
         try:
             result = self._handle.wait()
         except JoinedError as error:
-            self._handle = self._phases.throw(error)  # it may know another way
+            self._go_on(partial(self._phases.throw, error))  # it may know another way
             return
         if result.is_cuda:  # it may have been made for another stream, to whose memory it goes back
             result.record_stream(torch.cuda.current_stream(result.device))
-        self._next(result)
+        self._go_on(partial(self._phases.send, result))
 
-    def _next(self, result: Tensor | None) -> None:
-        assert self._phases is not None
+    def _go_on(self, take: Callable[[], Handle]) -> None:
         try:
-            self._handle = next(self._phases) if result is None else self._phases.send(result)
+            self._handle = take()
         except StopIteration:
             self._handle = None
 
