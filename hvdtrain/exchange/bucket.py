@@ -50,11 +50,6 @@ class Bucket(ABC):
         """Whether a gradient of this step is packed."""
         return self._packed[index]
 
-    @property
-    def begun(self) -> bool:
-        """Whether any gradient of this step is packed."""
-        return self.missing < len(self._packed)
-
     def put(self, index: int, weight: float) -> None:
         """Pack the gradient of a parameter, times `weight`, zero where it has none.
 

@@ -83,11 +83,6 @@ class Flight:
         for bucket in self._buckets:
             bucket.begin()
 
-    @property
-    def begun(self) -> bool:
-        """Whether any gradient of this step has come."""
-        return any(bucket.begun for bucket in self._buckets)
-
     def arrived(self, name: str) -> None:
         """The gradient of this parameter is there.
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.compression.table import ONE_HOST_MIB, Compression
-from hvdtrain.errors import CallOrderError, JoinedError
+from hvdtrain.errors import JoinedError
 from hvdtrain.exchange.agreement import agree
+from hvdtrain.exchange.arrivals import Arrivals
 from hvdtrain.exchange.buckets import Layout, Named, Plan, plan
 from hvdtrain.exchange.flight import Flight
 from hvdtrain.exchange.passes import Passes
@@ -86,8 +87,7 @@ class Reducer:
         self._known: list[tuple[str, nn.Parameter]] = []
         self._hooks: list[Any] = []
         self._standing = Standing(self._flight, comm.size)
-        self._finished: list[str] = []
-        self._came: dict[str, tuple[Tensor, int]] = {}
+        self._arrivals = Arrivals(stay=not as_views)
         self.before: Callable[[], None] = lambda: None
         self.over = False
         self._fresh = True
@@ -115,8 +115,7 @@ class Reducer:
             if changed := flight.crowded():
                 flight = self._standing.adopt(changed, dict(self._known))
             flight.begin()
-        self._finished.clear()
-        self._came.clear()
+        self._arrivals.clear()
         self._passes.begin()
         self.over = False
         self._fresh = True
@@ -156,7 +155,7 @@ class Reducer:
         if self._alone and not self.keeps_error and not any(self._standing.carried.owes(n) for n, _ in self._known):
             self.over = True
             return []
-        self._refuse_changed()
+        self._arrivals.refuse_changed(self._known)
         flight = self._standing.flight or self._learn()
         sums = flight.finish()
         self.over = True
@@ -167,21 +166,10 @@ class Reducer:
         """Whether it is for a user's loop on one rank, which may do what it likes with gradients until the step."""
         return self._comm.size == 1 and self._passes.count > 0
 
-    def _refuse_changed(self) -> None:
-        for name, parameter in self._known:
-            gradient, version = self._came.get(name, (None, 0))
-            if gradient is not None and (parameter.grad is not gradient or _version(gradient) != version):
-                raise CallOrderError(
-                    f"the gradient of {name} was changed after backward, when it was on its way to the other ranks",
-                    next_step="call optimizer.synchronize() before gradients are clipped, scaled or cleared, then"
-                    " optimizer.step() within optimizer.skip_synchronize()",
-                )
-
     @property
     def begun(self) -> bool:
         """Whether a gradient of the last pass of this step has come."""
-        flight = self._standing.flight
-        return bool(self._finished) if flight is None else flight.begun
+        return bool(self._arrivals.names)
 
     def finite(self) -> bool:
         """Whether compressors that keep or lose something found what came finite; equal on all ranks."""
@@ -268,11 +256,8 @@ class Reducer:
             self._look()
             if not self._passes.reached(name) or self._alone:
                 return
-            if not self._as_views and (gradient := parameter.grad) is not None:
-                self._came[name] = gradient, _version(gradient)
-            if (flight := self._standing.flight) is None:
-                self._finished.append(name)
-            else:
+            self._arrivals.note(name, parameter.grad)
+            if (flight := self._standing.flight) is not None:
                 flight.arrived(name)
 
         return on_gradient
@@ -287,7 +272,7 @@ class Reducer:
                 self._comm,
                 self._known,
                 self._draft,
-                self._finished,
+                self._arrivals.names,
                 self._standing.carried.owes,
                 self._name,
                 sparse_as_dense=self._sparse_as_dense,
@@ -308,9 +293,3 @@ class Reducer:
             self._spans,
             as_views=self._as_views,
         )
-
-
-def _version(gradient: Tensor) -> int:
-    """A number that grows when it is written to; 0 for part of a buffer, whose parts share theirs."""
-    alone = not gradient.is_sparse and gradient.untyped_storage().nbytes() == gradient.nbytes
-    return gradient._version if alone else 0
