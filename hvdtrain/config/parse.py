@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentParser, Namespace  # type: ignore[attr-defined]
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 
 from hvdtrain.config.schema import Config, TrainConfig
 from hvdtrain.config.windows import AUTO, parse_window

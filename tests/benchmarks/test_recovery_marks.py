@@ -6,6 +6,7 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -22,11 +23,11 @@ Mark = marks.Mark
 KILLED_S = 100.0
 
 
-def _steps(first: int, last: int, start_s: float, each_s: float, size: int) -> list[object]:
+def _steps(first: int, last: int, start_s: float, each_s: float, size: int) -> list[Any]:
     return [Mark(start_s + (n - first + 1) * each_s, "step", n, size) for n in range(first, last + 1)]
 
 
-def _job(parts: list[float], back: int = 0) -> list[object]:
+def _job(parts: list[float], back: int = 0) -> list[Any]:
     """Ten steps of 1 s; a kill within the eleventh; it goes on with one rank, `back` steps before."""
     found, now = _steps(1, 10, KILLED_S - 10.5, 1.0, 2), KILLED_S
     for kind, part in zip(("failed", "met", "restored"), parts, strict=False):

@@ -14,7 +14,7 @@ import pytest
 from tests.support.launch import TIMEOUT_S
 
 if TYPE_CHECKING:
-    from selenium.webdriver.remote.webdriver import WebDriver
+    from selenium.webdriver import Chrome
 
 _FLAGS = (
     "--headless",
@@ -40,7 +40,7 @@ def _found(name: str, package: str) -> str:
 
 
 @contextmanager
-def browser(profile: Path, width: int = 1400, height: int = 1000) -> Iterator[WebDriver]:
+def browser(profile: Path, width: int = 1400, height: int = 1000) -> Iterator[Chrome]:
     """A browser with a fresh profile in the folder `profile`; its window of that many pixels."""
     chromium, driver = _found("chromium", "chromium"), _found("chromedriver", "chromium-driver")
     webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: make setup")
@@ -57,14 +57,14 @@ def browser(profile: Path, width: int = 1400, height: int = 1000) -> Iterator[We
         opened.quit()
 
 
-def until(opened: WebDriver, condition: Callable[[], Any]) -> Any:
+def until(opened: Chrome, condition: Callable[[], Any]) -> Any:
     """Wait for `condition` to hold, and return what it returned."""
     from selenium.webdriver.support.wait import WebDriverWait
 
     return WebDriverWait(opened, TIMEOUT_S).until(lambda _: condition())
 
 
-def deep_text(opened: WebDriver) -> str:
+def deep_text(opened: Chrome) -> str:
     """The text of the page that can be seen, shadow roots included."""
     return str(
         opened.execute_script(
@@ -81,6 +81,6 @@ def deep_text(opened: WebDriver) -> str:
     )
 
 
-def severe(opened: WebDriver) -> list[str]:
+def severe(opened: Chrome) -> list[str]:
     """Errors of the browser's console since the last call."""
     return [entry["message"] for entry in opened.get_log("browser") if entry["level"] == "SEVERE"]

@@ -13,12 +13,16 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import psutil
 
 from hvdtrain.cli import launch_own
 from hvdtrain.cli.launch import main
 from hvdtrain.launch.commands import Limits
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 RANK = Path(__file__).with_name("fake_rank.py")
 SILENT = "FAKE_SILENT_S"
@@ -47,7 +51,7 @@ class FakeJob:
         self._command = [sys.executable, str(Path(__file__)), str(program), *arguments]
         self._process: subprocess.Popen[str]
 
-    def __enter__(self) -> FakeJob:
+    def __enter__(self) -> Self:
         """Start it."""
         own = {
             "FAKE_FOLDER": str(self.folder),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -34,7 +34,8 @@ def _stepper(task: Task, *, precision: str = "fp32", clip: float = 0.0, lr: floa
 
 
 def _batches(task: Task, micro_batch: int) -> list[Any]:
-    data = torch.stack([task.train_data.x[i] for i in range(12)])
+    x = cast(Any, task.train_data).x
+    data = torch.stack([x[i] for i in range(12)])
     return [(part, part.sum(1)) for part in data.split(micro_batch)]
 
 
