@@ -31,7 +31,9 @@ optimizer = hvd.DistributedOptimizer(
 def train(state):
     while state.step < 10:
         if what == "join" and state.step == 5 and hvd.size() == 1:
-            hosts.write_text("localhost:1\\n127.0.0.1:1\\n")
+            new = Path("new")  # by a rename: one that is read half written takes hosts away
+            new.write_text("localhost:1\\n127.0.0.1:1\\n")
+            new.replace(hosts)
             time.sleep(0.1)
             state.commit()  # raises once the launcher has noticed
             continue

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.bursting_rank import LAST, LINES
 from tests.support.fake_launch import TIMEOUT_S, FakeJob
+from tests.support.scenario import Hosts
 
 FOR_EVER = "1000000"
 TWO = ("-np", "2", "--elastic", "1:2")
@@ -65,21 +66,19 @@ def test_a_stopped_rank_is_killed(tmp_path: Path) -> None:
 
 
 def test_growth_and_removal_by_a_script(tmp_path: Path) -> None:
-    hosts, script = tmp_path / "hosts", tmp_path / "discover me"
-    hosts.write_text("localhost:1\n")
-    script.write_text(f"#!/bin/sh\nexec cat '{hosts}'\n")
-    script.chmod(0o755)
+    hosts = Hosts(tmp_path, "localhost:1")
+    script = hosts.script.rename(tmp_path / "discover me")
     options = ("-np", "1", "--elastic", "1:4", "--discover", "./discover me", "--events", "events")
     with FakeJob(tmp_path, *options, "--", FOR_EVER) as job:
         job.until("round 1: 1 rank(s) on 1 host(s)")
-        hosts.write_text("localhost:1\n127.0.0.1:2\n")
+        hosts.are("localhost:1 127.0.0.1:2")
         job.until("round 2: 3 rank(s) on 2 host(s)")
-        hosts.write_text("localhost:1\n")
+        hosts.are("localhost:1")
         job.until("round 3: 1 rank(s) on 1 host(s)")
         script.chmod(0o644)
         job.until("the hosts stay as they were")
         script.chmod(0o755)
-        hosts.write_text("localhost:1\n127.0.0.1:1\n")
+        hosts.are("localhost:1 127.0.0.1:1")
         stop(job, "round 4: 2 rank(s) on 2 host(s)")
     assert len(job.log("end")) == 2
 
