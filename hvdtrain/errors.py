@@ -27,6 +27,9 @@ USAGE = 2
 They would come again each time: nothing that started them tries it again.
 """
 
+CANNOT_START = 127
+"""What a shell says of a program that cannot be started, and so do we."""
+
 
 class HvdtrainError(Exception):
     """What went wrong, what was expected, what was found, what to do next.

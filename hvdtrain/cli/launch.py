@@ -49,7 +49,8 @@ def main(argv: list[str], program: Sequence[str] | None = None) -> int:
             if options.hosts and not options.dry_run and (host := nowhere(spec.hosts, spec.ssh_arguments)):
                 say(f"{host} has no address here, nor in ssh's configuration; if it fails: {_doctor(spec)}")
             return _run(own, command, options.dry_run)
-        if not options.dry_run and not TARGETS[choice.target].elsewhere and not _takes_arguments(spec):
+        unknown = spec.is_program or TARGETS[choice.target].elsewhere
+        if not options.dry_run and not unknown and not _takes_arguments(spec):
             say("error: training does not take these arguments, so nothing was submitted")
             return USAGE
         return _submit(start, options.dry_run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import platform
 import secrets
 import signal
@@ -35,7 +36,11 @@ def start(own: Sequence[str], options: argparse.Namespace, spec: JobSpec, progra
         hosts = discovery.ask(plan.script, slots=plan.slots) if plan.script else plan.hosts
         print(describe(plan, hosts))
         return 0
-    return _run(Driver(plan, say, _show))
+    driver = Driver(plan, say, _show)
+    code = _run(driver)
+    if code and spec.is_program and spec.elastic and not driver.began:
+        say("with --elastic a program gets its place by hvdtrain.torch: init, elastic.run; else --to horovodrun")
+    return code
 
 
 def _run(driver: Driver) -> int:
@@ -66,6 +71,12 @@ def _show(text: str, err: bool) -> None:
         print(text, file=stream, flush=True)
 
 
+def _program(spec: JobSpec) -> tuple[str, ...]:
+    """What a process of the job runs; with --elastic a program speaks to the driver itself, by `hvdtrain.torch`."""
+    alone = spec.is_program and spec.elastic is None
+    return (spec.python, "-m", "hvdtrain.launch.own_task", *spec.program) if alone else spec.program
+
+
 def _plan(own: Sequence[str], options: argparse.Namespace, spec: JobSpec, program: Sequence[str] | None) -> Plan:
     least, most = spec.elastic or (spec.ranks, spec.ranks)
     limits = Limits(
@@ -79,10 +90,11 @@ def _plan(own: Sequence[str], options: argparse.Namespace, spec: JobSpec, progra
         elastic_timeout_s=options.elastic_timeout,
         start_timeout_s=options.start_timeout,
         gloo_timeout_s=options.gloo_timeout,
+        grace_s=math.inf if spec.is_program else Limits.grace_s,  # a rank may have more to do than the others
     )
     variables = {**environ(), LAUNCH_OPTIONS: launch_options_text(own), JOB: secrets.token_hex(8)}
     return Plan(
-        program=tuple(program) if program is not None else spec.program,
+        program=tuple(program) if program is not None else _program(spec),
         limits=limits,
         hosts=spec.hosts or {"localhost": most},
         script=options.discover,

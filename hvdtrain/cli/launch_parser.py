@@ -12,8 +12,8 @@ from hvdtrain.launch.choose import AUTO, OWN
 from hvdtrain.launch.targets import TARGETS
 
 _DESCRIPTION = """\
-Start training on several ranks: by the MPI or the scheduler that is here, or by our own driver, which keeps it going
-while ranks and hosts come and go. --dry-run shows what would run."""
+Start training, or any program, on several ranks: by the MPI or the scheduler that is here, or by our own driver, which
+keeps it going while ranks and hosts come and go. --dry-run shows what would run."""
 
 
 def _seconds(text: str) -> float:
@@ -106,7 +106,12 @@ def parser() -> Parser:
     add("--dry-run", action="store_true", help="print what would be run, and stop")
     _add_own(made.add_argument_group("our own driver, over Gloo").add_argument)
     _add_scheduled(made.add_argument_group("schedulers").add_argument)
-    add("arguments", nargs=argparse.REMAINDER, metavar="-- ARGS", help="arguments of hvdtrain train")
+    add(
+        "arguments",
+        nargs=argparse.REMAINDER,
+        metavar="-- ARGS",
+        help="options of hvdtrain train, or a program: python script.py",
+    )
     return made
 
 
@@ -147,7 +152,8 @@ def _add_scheduled(add: Callable[..., object]) -> None:
     add("--name", type=_name, default="hvdtrain", help="of the job (hvdtrain)")
     add("--array", type=_array, metavar="0-3", help="a job for each index; {array} in ARGS becomes the index")
     add("--notice", type=duration_s, default=120, metavar="2m", help="save so long before the limit (2m)")
-    add("--requeues", type=_whole, default=20, metavar="N", help="go back into the queue N times at most (20)")
+    requeues = "go back into the queue N times at most (20; 0 where -- names a program)"
+    add("--requeues", type=_whole, metavar="N", help=requeues)
     add("--directive", action="append", type=_directive, default=[], metavar="D", help="a further line: --qos=high")
     add("--image", type=_plain, help="what containers run (hvdtrain:cuda or hvdtrain:cpu)")
     add("--namespace", type=_plain, help="of Kubernetes (the current)")

@@ -6,6 +6,7 @@ import argparse
 import os
 import platform
 import re
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,8 +21,11 @@ from hvdtrain.launch.hosts import parse_hosts
 from hvdtrain.launch.nodelist import slots
 from hvdtrain.launch.plan import handed_on
 from hvdtrain.launch.software import as_shell, setup_lines
-from hvdtrain.launch.spec import Batch, JobSpec
+from hvdtrain.launch.spec import PYTHON, Batch, JobSpec
 from hvdtrain.launch.targets import TARGETS
+
+REQUEUES = 20
+"""Of a training that was asked to stop; nobody knows whether a program of the user's goes on where it was."""
 
 _FILES = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE")
 """Variables that name a file with a line for each slot of an allocation."""
@@ -39,8 +43,13 @@ def spec_of(options: argparse.Namespace, choice: Choice, here: Here, environ: Ma
     target = TARGETS.get(choice.target)
     hosts = parse_hosts(options.hosts) if options.hosts else _allocated(choice.target, options, environ)
     ranks = options.np or _ranks(options, sum(hosts.values()))
+    words = _arguments(options.arguments)
+    is_program = _is_program(words)
+    elsewhere = target is not None and target.elsewhere
+    if is_program and not elsewhere:
+        _refuse_missing(words)
     return JobSpec(
-        arguments=_arguments(options.arguments),
+        arguments=words,
         ranks=ranks,
         nodes=options.nodes or min(len(hosts), ranks) or 1,
         hosts=hosts,
@@ -52,15 +61,16 @@ def spec_of(options: argparse.Namespace, choice: Choice, here: Here, environ: Ma
         discover=str(options.discover) if options.discover else None,
         folder=str(Path.cwd()),
         name=options.name,
-        pass_on=tuple(options.env) if target and target.elsewhere else _passed(options.env, environ),
+        pass_on=tuple(options.env) if elsewhere else _passed(options.env, environ),
         interface=options.interface,
         ssh_port=options.ssh_port,
         ssh_options=tuple(options.ssh_option),
         mpi=choice.mpi,
         slurm_mpi=here.slurm_mpi_for(choice.mpi),
+        is_program=is_program,
         is_root=os.geteuid() == 0,
         remote_shell=has_remote_shell(environ),
-        batch=_batch(options, here, environ),
+        batch=_batch(options, here, environ, is_program),
     )
 
 
@@ -84,14 +94,14 @@ def _allocated(target: str, options: argparse.Namespace, environ: Mapping[str, s
     return dict(Counter(Path(file).read_text().split())) if file else {}
 
 
-def _batch(options: argparse.Namespace, here: Here, environ: Mapping[str, str]) -> Batch:
+def _batch(options: argparse.Namespace, here: Here, environ: Mapping[str, str], is_program: bool) -> Batch:
     return Batch(
         time_s=options.time,
         queue=options.queue,
         account=options.account,
         array=options.array,
         notice_s=options.notice,
-        requeues=options.requeues,
+        requeues=options.requeues if options.requeues is not None else 0 if is_program else REQUEUES,
         directives=tuple(options.directive),
         image=options.image,
         namespace=options.namespace,
@@ -114,6 +124,28 @@ def _arguments(words: Sequence[str]) -> tuple[str, ...]:
     if words and words[0] != "--":
         raise LaunchError(f"{words[0]!r} is no option of launch.", next_step=BEHIND)
     return tuple(words[1:])
+
+
+def _is_program(words: Sequence[str]) -> bool:
+    """Whether words begin with a program, and not with an option of training or a command of hvdtrain."""
+    from hvdtrain.__main__ import COMMANDS
+
+    return bool(words) and not words[0].startswith("-") and words[0] not in COMMANDS
+
+
+def _refuse_missing(words: Sequence[str]) -> None:
+    """See that the program is on this machine, and may be executed.
+
+    Errors:
+        LaunchError: it is not.
+    """
+    name = words[0]
+    if name in PYTHON or shutil.which(name) is not None:
+        return
+    next_step = (
+        f"-- python {name}" if name.endswith(".py") else "its path, -- ./NAME; options of training begin with --"
+    )
+    raise LaunchError(f"There is no program {name} here.", expected=f"{name} on PATH", next_step=next_step)
 
 
 def _range(text: str | None) -> tuple[int, int] | None:

@@ -13,7 +13,7 @@ from hvdtrain.runtime.threads import thread_ids
 
 try:
     import horovod.torch as hvd
-    from horovod.common.exceptions import HorovodInternalError
+    from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
     from horovod.torch import mpi_ops
 except ImportError as _error:
     record.check()
@@ -21,7 +21,16 @@ except ImportError as _error:
         f"Horovod cannot be loaded: {_error}", next_step="build it for this torch and MPI: hvdtrain build-horovod"
     ) from _error
 
-__all__ = ["HorovodComm", "HorovodHandle", "HorovodInternalError", "begin_session", "hvd", "mpi_ops", "session"]
+__all__ = [
+    "HorovodComm",
+    "HorovodHandle",
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
+    "begin_session",
+    "hvd",
+    "mpi_ops",
+    "session",
+]
 
 _session = 0
 
@@ -51,6 +60,14 @@ def on_host_updates(listener: Any) -> None:
 
     notification_manager.init()
     notification_manager.register_listener(listener)
+
+
+def tell_host_update(number: int) -> None:
+    """Let the next commit of a `State` that trains end the round. `number`: grows with each round."""
+    from horovod.common.elastic import notification_manager
+    from horovod.runner.elastic.worker import HostUpdateResult
+
+    notification_manager.handle_hosts_updated(number, HostUpdateResult.mixed)
 
 
 class HorovodHandle:

@@ -34,6 +34,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import IO, Any
 
+from hvdtrain.errors import CANNOT_START
 from hvdtrain.launch.interfaces import interface_of
 from hvdtrain.launch.lines import LineWriter, messages
 from hvdtrain.launch.process import WorkerProcess
@@ -49,8 +50,6 @@ _CUT_S = 60.0
 
 _POLL_S = 4.0
 """A request for a key that is not there yet is answered after this time; Horovod asks again."""
-
-_CANNOT_START = 127
 
 
 class Agent:
@@ -135,7 +134,7 @@ class Agent:
             worker = WorkerProcess(message["argv"], variables, self._folder, partial(self._report, number))
         except OSError as error:
             self._writer.send("line", worker=number, text=f"hvdtrain: cannot be started: {error}", err=True)
-            self._writer.send("exited", worker=number, code=_CANNOT_START)
+            self._writer.send("exited", worker=number, code=CANNOT_START)
             return
         with self._lock:
             self._workers[number] = worker

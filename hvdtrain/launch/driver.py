@@ -64,6 +64,11 @@ class Driver:
         self._beat_s = 0.0
         self._over = threading.Event()
 
+    @property
+    def began(self) -> bool:
+        """Whether there was a round."""
+        return self._members.job.round > 0
+
     def signal(self, name: str) -> None:
         """A signal came; may be called by a signal handler."""
         self._inbox.put((None, {"type": "signal", "name": name}))

@@ -49,7 +49,7 @@ def _failed(job: Job, worker: Worker, code: int, said: str) -> None:
     again = job.limits.elastic and not final and _goes_on(job) and (job.fresh or any(w.present for w in job.members()))
     job.note("fault", f"{text}; started again in {seconds:.0f} s" if again else text)
     if job.phase is not Phase.RUNNING:
-        if job.phase is Phase.FINISHING and worker.rank == 0:
+        if job.phase is Phase.FINISHING and (worker.rank == 0 or not job.limits.elastic):
             job.spoilt = text
         return
     job.last_code = code

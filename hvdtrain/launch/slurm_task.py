@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from http.client import HTTPConnection, HTTPException
 
-from hvdtrain.errors import USAGE, LaunchError
+from hvdtrain.errors import CANNOT_START, USAGE, LaunchError
 from hvdtrain.launch.interfaces import interface_of, interface_to
 from hvdtrain.runtime.environment import environ, horovod_numbers, rank_info, tasks_per_node
 
@@ -25,7 +25,6 @@ START_S = 600
 """How long ranks wait for each other, unless HOROVOD_GLOO_TIMEOUT_SECONDS says another time: nodes read Python's
 packages from one file system, and not equally fast."""
 
-_CANNOT_START = 127
 _TELL_S = 30
 
 
@@ -114,7 +113,7 @@ def main(program: Sequence[str]) -> int:
         os.execvpe(program[0], list(program), {**now, **given})  # noqa: S606  (no shell, by intent)
     except OSError as error:
         sys.stderr.write(f"hvdtrain.launch.slurm_task: {program[0]} cannot be started: {error.strerror}\n")
-        return _CANNOT_START
+        return CANNOT_START
 
 
 if __name__ == "__main__":

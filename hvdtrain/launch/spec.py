@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from hvdtrain.launch.hosts import LOCAL_NAMES
 
+PYTHON = ("python", "python3")
+
 
 class Shell(str):
     """A word that a shell is to expand: it stands in a script as it is, all others are quoted."""
@@ -78,7 +80,7 @@ class JobSpec:
     """A job.
 
     Attributes:
-        arguments: of ``python -m hvdtrain``.
+        arguments: of ``python -m hvdtrain``, or a program and its arguments.
         ranks: how many processes.
         nodes: on how many hosts.
         hosts: slots by host where hosts are named; a scheduler gives others.
@@ -95,6 +97,7 @@ class JobSpec:
         ssh_port, ssh_options: of ssh to other hosts; options are whole arguments.
         mpi: what Horovod speaks and the launcher is part of; None over Gloo.
         slurm_mpi: how srun is to connect that MPI: pmix, pmi2, or "" where it cannot, so that Gloo has to.
+        is_program: whether `arguments` begin with a program.
         is_root: Open MPI refuses root unless told twice.
         remote_shell: whether mpirun finds ssh or rsh here.
         batch: for schedulers.
@@ -118,14 +121,18 @@ class JobSpec:
     ssh_options: tuple[str, ...] = ()
     mpi: Mpi | None = None
     slurm_mpi: str = ""
+    is_program: bool = False
     is_root: bool = False
     remote_shell: bool = True
     batch: Batch = Batch()
 
     @property
     def program(self) -> tuple[str, ...]:
-        """What each rank runs."""
-        return (self.python, "-m", "hvdtrain", *self.arguments)
+        """What each rank runs. A program named python is the interpreter that hvdtrain is installed for."""
+        if not self.is_program:
+            return (self.python, "-m", "hvdtrain", *self.arguments)
+        first, *rest = self.arguments
+        return (self.python if first in PYTHON else first, *rest)
 
     @property
     def ranks_per_node(self) -> int:

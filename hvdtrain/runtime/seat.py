@@ -98,12 +98,14 @@ class Seat:
         round: the one this rank is in, or was in last; 0 before the first.
         pulse: what it says of itself.
         cut: wakes the training thread where it waits for a rank that is gone.
+        change: called, in a thread of the seat, when the round is to end.
     """
 
     def __init__(self, channel: Channel, exit: Callable[[int], Any] = os._exit) -> None:
         self.round = 0
         self.pulse = Pulse()
         self.cut: Callable[[], object] = lambda: None
+        self.change: Callable[[], object] = lambda: None
         self._channel = channel
         self._exit = exit
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -150,6 +152,10 @@ class Seat:
         """Whether a rank of this round is known to be gone."""
         return self._broken == self.round > 0
 
+    def is_changed(self) -> bool:
+        """Whether this round is to end."""
+        return self._changed
+
     def notices(self, notices: list[int], changed: int, terminate: int) -> list[int]:
         """The notices of this rank's next step, where a SIGTERM that came to it alone lets it go, not end the run.
 
@@ -191,6 +197,7 @@ class Seat:
             self._answers.put(dict(message))
         elif kind == "changed":
             self._changed = True
+            self.change()
         elif kind == "broken":
             with self._lock:
                 self._broken = int(message["round"])

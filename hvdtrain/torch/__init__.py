@@ -18,11 +18,13 @@ from typing import Any
 
 from torch import Tensor
 
+from hvdtrain.errors import LaunchError
 from hvdtrain.runtime.other_launchers import refuse_unused_launcher
 from hvdtrain.torch.optimizer import DistributedOptimizer as DistributedOptimizer
 from hvdtrain.torch.optimizer import choices, info  # first: it prepares what is loaded next
 
 from hvdtrain.comm.horovod import begin_session, hvd, mpi_ops  # isort: skip
+from hvdtrain.torch.elastic import seated  # isort: skip
 from hvdtrain.training.device import take_threads  # isort: skip
 
 __all__ = [name for name in dir(hvd) if not name.startswith("_")]
@@ -48,6 +50,13 @@ def init(*arguments: Any, **keywords: Any) -> None:
     """Join the job: `horovod.torch.init`, and this rank's share of the cores for torch. Collective: yes."""
     refuse_unused_launcher(info)
     take_threads(choices)
+    if (own := seated(info)) is not None:
+        if arguments or keywords:
+            raise LaunchError(
+                "init has arguments, and ranks of hvdtrain launch --elastic are initialised anew without them.",
+                next_step="hvd.init(); process sets by hvd.add_process_set()",
+            )
+        return None if hvd.is_initialized() else own.enter()
     if not hvd.is_initialized():
         begin_session()
     hvd.init(*arguments, **keywords)

@@ -1,12 +1,20 @@
-"""All of `horovod.torch.elastic`; `run` tells our optimizers when the ranks have changed."""
+"""All of `horovod.torch.elastic`; `run` also goes on under our own driver: ``hvdtrain launch --elastic``."""
 
 from __future__ import annotations
 
+import atexit
+import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
 from hvdtrain.comm import horovod
-from hvdtrain.comm.horovod import hvd
+from hvdtrain.comm.horovod import HorovodInternalError, hvd
+from hvdtrain.comm.rounds import CHANGED, FAILED, STARTED, SeatedRounds
+from hvdtrain.runtime.environment import RankInfo, change_variables
+from hvdtrain.runtime.seat import GivenUp, NoPlace, Pulse, Seat, take_seat
 
 
 def __getattr__(name: str) -> Any:
@@ -16,13 +24,85 @@ def __getattr__(name: str) -> Any:
     return getattr(hvd.elastic, name)
 
 
+class Seated:
+    """A rank of a job of our own elastic driver, whose program is the user's.
+
+    Args:
+        seat: its own.
+        info: who it is by the environment.
+    """
+
+    def __init__(self, seat: Seat, info: RankInfo) -> None:
+        self._seat = seat
+        self._rounds = SeatedRounds(seat, info)
+        self._steps = -1
+        self._why, self._text = STARTED, ""
+        seat.change = lambda: horovod.tell_host_update(seat.round)
+        register_optimizer_step_post_hook(self._count)
+        atexit.register(self._leave)
+
+    def enter(self) -> None:
+        """Join the ranks of the next round. Collective: yes.
+
+        Errors:
+            SystemExit: this process is not wanted any more.
+        """
+        try:
+            self._rounds.enter(self._why, self._text, self._steps)
+        except NoPlace as error:
+            raise SystemExit(int(isinstance(error, GivenUp))) from None
+        # Horovod would look there for a driver of its own, and open a port to everybody for what that tells.
+        change_variables({"HOROVOD_GLOO_RENDEZVOUS_ADDR": None})
+        self._seat.pulse = Pulse(step=lambda: self._steps)
+        self._why, self._text = FAILED, ""
+
+    def train(self, function: Callable[..., Any], state: Any, *arguments: Any, **keywords: Any) -> Any:
+        """Call a training function, and remember why it ended."""
+        if self._seat.is_changed():  # before the state was there to be told
+            horovod.tell_host_update(self._seat.round)
+        try:
+            return function(state, *arguments, **keywords)
+        except HorovodInternalError as error:
+            self._text = str(error)
+            raise
+        except horovod.HostsUpdatedInterrupt:
+            self._why = CHANGED
+            raise
+
+    def _count(self, *_: Any) -> None:
+        self._steps = max(self._steps, 0) + 1
+
+    def _leave(self) -> None:
+        if not hasattr(sys, "last_value"):  # what ended the program
+            self._seat.leaving("finished")
+
+
+_seated: Seated | None = None
+
+
+def seated(info: RankInfo) -> Seated | None:
+    """The rank that this process is in a job of our own elastic driver; None in other jobs."""
+    global _seated
+    if _seated is None and (seat := take_seat(info.variables)) is not None:
+        _seated = Seated(seat, info)
+    return _seated
+
+
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make a training function go on among the ranks that are left or have come: `hvd.elastic.run`."""
-    wrapped: Callable[..., Any] = hvd.elastic.run_fn(function, _reset)
+
+    @functools.wraps(function)
+    def train(state: Any, *arguments: Any, **keywords: Any) -> Any:
+        call = function if _seated is None else functools.partial(_seated.train, function)
+        return call(state, *arguments, **keywords)
+
+    wrapped: Callable[..., Any] = hvd.elastic.run_fn(train, _reset)
     return wrapped
 
 
 def _reset() -> None:
+    if _seated is not None:
+        return _seated.enter()
     hvd.shutdown()
     hvd.init()
     horovod.begin_session()

@@ -52,8 +52,8 @@ print("END", hvd.rank(), hvd.size(), repr(sum(p.double().sum().item() for p in m
 """
 
 
-def _end(module: str, what: str, folder: Path) -> set[tuple[str, str]]:
-    """(size, sum of the parameters) that each rank has at the end."""
+def _end(module: str, what: str, folder: Path, *, ours: bool = False) -> set[tuple[str, str]]:
+    """(size, sum of the parameters) that each rank has at the end. `ours`: by our driver, not by horovodrun."""
     folder.mkdir()
     (folder / "script.py").write_text(SCRIPT)
     (folder / "hosts").write_text("localhost:1\n" + "127.0.0.1:1\n" * (what == "kill"))
@@ -64,8 +64,10 @@ def _end(module: str, what: str, folder: Path) -> set[tuple[str, str]]:
     options = {"-np": start, "--min-np": "1", "--max-np": "2", "--network-interface": "lo"}
     script = [python, "script.py", module, what]
     flags = [word for option in options.items() for word in option]
+    stock = [program("horovodrun"), "--gloo", *flags, "--host-discovery-script", "./discover"]
+    own = [python, "-m", "hvdtrain", "launch", "-np", start, "--elastic", "1:2", "--discover", "./discover", "--"]
     done = subprocess.run(
-        [program("horovodrun"), "--gloo", *flags, "--host-discovery-script", "./discover", *script],
+        [*(own if ours else stock), *script],
         cwd=folder,
         env={**ENVIRONMENT, "PYTHONPATH": str(ROOT), "PATH": f"{Path(python).parent}:{ENVIRONMENT['PATH']}"},
         capture_output=True,
@@ -81,4 +83,5 @@ def _end(module: str, what: str, folder: Path) -> set[tuple[str, str]]:
 def test_law_6_also_where_ranks_come_and_go(what: str, tmp_path: Path) -> None:
     ours = _end("hvdtrain.torch", what, tmp_path / "ours")
     assert ours == _end("horovod.torch", what, tmp_path / "stock")
+    assert ours == _end("hvdtrain.torch", what, tmp_path / "our driver", ours=True)
     assert {size for size, _ in ours} == {"1" if what == "kill" else "2"}

@@ -636,6 +636,15 @@ class TestEnd:
         job.exit(first)
         assert job.code == 1 and "rank 0 on a was killed by SIGKILL" in job.said[-1]
 
+    @pytest.mark.parametrize("elastic", [True, False])
+    def test_where_ranks_stay_each_has_work_of_its_own(self, elastic: bool) -> None:
+        job = world(replace(ELASTIC, elastic=elastic))
+        *others, last = job.round()
+        for worker in others:
+            job.finish(worker)
+        job.exit(last, 7)
+        assert job.code == (0 if elastic else 1)
+
     @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
     def test_a_signal_lets_all_save(self, name: str, code: int) -> None:
         job = world()

@@ -107,8 +107,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _missed(
         "launch/faults.py",
-        "if job.phase is Phase.FINISHING and worker.rank == 0:",
-        "if job.phase is Phase.STOPPING and worker.rank == 0:",
+        "if job.phase is Phase.FINISHING and (worker.rank == 0 or not job.limits.elastic):",
+        "if job.phase is Phase.STOPPING and (worker.rank == 0 or not job.limits.elastic):",
         "the job counts as done though rank 0 died before it had finished",
         MEMBERSHIP,
     ),

@@ -36,7 +36,7 @@ def started(spec: JobSpec, file: str, index: str) -> Mapping[str, Any]:
         "names": ",".join(spec.pass_on),
         "variables": variables,
         "line": join(indexed(word, index) for word in words),
-        "notice_after_s": batch.time_s - batch.notice_s if batch.time_s else None,
+        "notice_after_s": batch.time_s - batch.notice_s if batch.time_s and not spec.is_program else None,
     }
 
 

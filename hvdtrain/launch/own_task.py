@@ -1,0 +1,73 @@
+"""``python -m hvdtrain.launch.own_task PROGRAM``: PROGRAM as a rank of our own driver's job, where that is not elastic.
+
+The program knows nothing of the driver: it finds its place in the environment as under ``horovodrun --gloo``. This
+process speaks to the driver for it, hands signals on, and ends it when another rank is gone.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from hvdtrain.errors import CANNOT_START, USAGE, LaunchError
+from hvdtrain.runtime.channel import VARIABLE
+from hvdtrain.runtime.environment import environ
+from hvdtrain.runtime.gloo import refuse_without_address
+from hvdtrain.runtime.lifeline import VARIABLE as LIFELINE
+from hvdtrain.runtime.seat import NoPlace, take_seat
+
+_NOT_FOR_IT = (VARIABLE, LIFELINE, "HOROVOD_ELASTIC")
+
+
+def main(program: Sequence[str]) -> int:
+    """Run the program; its exit code, 128 + number where a signal ended it."""
+    now = environ()
+    seat = take_seat(now)
+    if seat is None:
+        return _say("no driver of hvdtrain started this process: hvdtrain launch --to hvdtrain", USAGE)
+    told: list[signal.Signals] = []
+    process: subprocess.Popen[bytes] | None = None
+
+    def hand_on(number: int, _: object) -> None:
+        told.append(signal.Signals(number))
+        if process is not None:
+            process.send_signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, hand_on)
+    try:
+        given = seat.join("started").variables()
+        refuse_without_address(given)
+    except NoPlace:
+        return 0  # the driver has said why
+    except LaunchError as error:
+        return _say(str(error), USAGE)
+    environment = {name: text for name, text in {**now, **given}.items() if text is not None}
+    try:
+        process = subprocess.Popen(
+            list(program), env={name: text for name, text in environment.items() if name not in _NOT_FOR_IT}
+        )
+    except OSError as error:
+        return _say(f"{program[0]} cannot be started: {error.strerror}", CANNOT_START)
+    for number in told:  # before it was there
+        process.send_signal(number)
+    seat.cut = process.terminate
+    if seat.is_broken():
+        process.terminate()
+    code = process.wait()
+    if code == 0:
+        seat.leaving("finished")
+    elif told and code in (-told[-1], 128 + told[-1]):
+        seat.leaving(told[-1].name)
+    return code if code >= 0 else 128 - code
+
+
+def _say(text: str, code: int) -> int:
+    sys.stderr.write(f"hvdtrain.launch.own_task: {text}\n")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
