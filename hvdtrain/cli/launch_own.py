@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from hvdtrain.launch import discovery
 from hvdtrain.launch.commands import Limits
@@ -90,8 +91,9 @@ def _plan(own: Sequence[str], options: argparse.Namespace, spec: JobSpec, progra
         elastic_timeout_s=options.elastic_timeout,
         start_timeout_s=options.start_timeout,
         gloo_timeout_s=options.gloo_timeout,
-        grace_s=math.inf if spec.is_program else Limits.grace_s,  # a rank may have more to do than the others
     )
+    if spec.is_program:
+        limits = replace(limits, grace_s=math.inf)  # a rank may have more to do than the others
     variables = {**environ(), LAUNCH_OPTIONS: launch_options_text(own), JOB: secrets.token_hex(8)}
     return Plan(
         program=tuple(program) if program is not None else _program(spec),

@@ -99,7 +99,8 @@ class LoaderConfig:
     """How samples reach the device.
 
     Attributes:
-        workers: Loader processes a rank; 0 loads in the training process, best where samples are cheap to make.
+        workers: Loader processes a rank, and as many for evaluation; 0 loads in the training process, best where
+            samples are cheap to make.
         prefetch: Micro-batches that each worker keeps ready.
         pin_memory: Page-locked host memory, so that copies to the device do not block; auto means with CUDA.
     """

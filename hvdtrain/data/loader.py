@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -158,25 +158,54 @@ def train_batches(
     config: LoaderConfig,
     collate: Callable[[list[Any]], Any] | None,
     *,
-    pin_memory: bool,
+    on_cuda: bool,
 ) -> Iterator[Drawn]:
     """Batches of this rank on the host, from `position` on for `steps` steps, in the order of `Stream.step`."""
-    loader: DataLoader[Any] = DataLoader(
-        Seeded(stream.dataset),
-        batch_sampler=_Once(stream.keys(position, steps)),
-        collate_fn=_Collated(collate or default_collate),
-        num_workers=config.workers,
-        prefetch_factor=config.prefetch if config.workers else None,
-        # MPI's and Horovod's threads are running: a plain fork could inherit a lock that nobody will release.
-        multiprocessing_context="forkserver" if config.workers else None,
-        worker_init_fn=end_with_rank,
-        pin_memory=pin_memory,
-    )
-    if not config.workers:
-        return iter(loader)
-    with signals_blocked():
-        batches = iter(loader)
-    return watched(batches, batches._workers)  # type: ignore[attr-defined]
+    keys = _Once(stream.keys(position, steps))
+    return iter(Batches(stream.dataset, keys, config, collate, on_cuda=on_cuda, stay=False))
+
+
+class Batches:
+    """Batches on the host, made as a job's options of the loader say.
+
+    Args:
+        dataset: map-style.
+        keys: for each batch a seed, then the indices of its samples.
+        config: of the loader.
+        collate: makes a batch of samples; None for torch's own.
+        on_cuda: whether batches go to a CUDA device.
+        stay: whether loader processes stay for the next iteration.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        keys: Iterable[list[int]],
+        config: LoaderConfig,
+        collate: Callable[[list[Any]], Any] | None,
+        *,
+        on_cuda: bool,
+        stay: bool,
+    ) -> None:
+        self._loader: DataLoader[Any] = DataLoader(
+            Seeded(dataset),
+            batch_sampler=keys,
+            collate_fn=_Collated(collate or default_collate),
+            num_workers=config.workers,
+            prefetch_factor=config.prefetch if config.workers else None,
+            # MPI's and Horovod's threads are running: a plain fork could inherit a lock that nobody will release.
+            multiprocessing_context="forkserver" if config.workers else None,
+            worker_init_fn=end_with_rank,
+            pin_memory=config.pin_memory == "on" or (config.pin_memory == "auto" and on_cuda),
+            persistent_workers=stay and config.workers > 0,
+        )
+
+    def __iter__(self) -> Iterator[Drawn]:
+        if not self._loader.num_workers:
+            return iter(self._loader)
+        with signals_blocked():
+            batches = iter(self._loader)
+        return watched(batches, batches._workers)  # type: ignore[attr-defined]
 
 
 class _Once:

@@ -44,10 +44,8 @@ class Feed:
         """Go on from `progress` to step `stop`: a start of the ledger. `why`: see `begin_start`. Collective: yes."""
         self.stream = replace(self.stream, left_out=progress.left_out)
         begin_start(self.ledger, self.comm, self.stream, progress, why)
-        loader = self.config.loader
-        pin = loader.pin_memory == "on" or (loader.pin_memory == "auto" and self.on_cuda)
-        steps = stop - progress.step
-        self._batches = train_batches(self.stream, progress.position, steps, loader, self.collate, pin_memory=pin)
+        loader, steps = self.config.loader, stop - progress.step
+        self._batches = train_batches(self.stream, progress.position, steps, loader, self.collate, on_cuda=self.on_cuda)
 
     def micro_batches(self, position: int) -> list[MicroBatch]:
         """Those of this rank in the step that begins at `position`."""

@@ -19,7 +19,7 @@ from hvdtrain.state.store import CheckpointStore
 from hvdtrain.state.tensor_file import check_dtypes
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.state.writer import CheckpointWriter
-from hvdtrain.training.evaluate import Evaluation, evaluate
+from hvdtrain.training.evaluate import Evaluation, HeldOut, evaluate
 from hvdtrain.training.health import check_equal
 from hvdtrain.training.notices import COUNT, stop_reason
 from hvdtrain.training.roll_back import RollBack
@@ -71,15 +71,25 @@ class Saving:
     warn: Callable[[str], None]
     seen: Seen = field(default_factory=Seen)
     writer: CheckpointWriter = field(init=False)
+    held_out: HeldOut = field(init=False)
 
     def __post_init__(self) -> None:
-        """Make the writer."""
+        """Make the writer, and settle who evaluates what."""
+        train, stepper = self.config.train, self.stepper
+        self.held_out = HeldOut(
+            stepper.task,
+            self.comm,
+            micro_batch=train.micro_batch,
+            most=train.eval_samples,
+            loader=self.config.loader,
+            on_cuda=stepper.device.type == "cuda",
+        )
         keep, touch = self.config.checkpoint.keep, self.stepper.spans.touch
         self.writer = CheckpointWriter(self.comm, self.store, keep, self.event, self.warn, touch)
 
     def evaluate(self) -> Evaluation | None:
         """Look at held-out samples, if there are any. Collective: yes."""
-        stepper, train = self.stepper, self.config.train
+        stepper = self.stepper
         with stepper.spans("evaluation"):
             found = evaluate(
                 stepper.task,
@@ -87,8 +97,7 @@ class Saving:
                 self.comm,
                 stepper.precision,
                 stepper.device,
-                micro_batch=train.micro_batch,
-                most=train.eval_samples,
+                self.held_out,
                 touch=stepper.spans.touch,
             )
         if found is not None:

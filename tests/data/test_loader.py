@@ -41,7 +41,7 @@ def _batches(
     for rank in range(size):
         stream = Stream(Numbers(length), 3, 10, 3, rank, size)
         config = LoaderConfig(workers=workers)
-        batches = train_batches(stream, position, steps, config, None, pin_memory=False)
+        batches = train_batches(stream, position, steps, config, None, on_cuda=False)
         for step in range(steps):
             by_step[step] += [next(batches).batch for _ in stream.step(position + 10 * step)]
         assert next(batches, None) is None
@@ -77,7 +77,7 @@ def test_law_4_every_sample_once_an_epoch() -> None:
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.filterwarnings("ignore:.*:UserWarning"))])
 def test_what_is_drawn_is_told_with_its_batch(workers: int) -> None:
     stream = Stream(Numbers(23), 3, 10, 3, 0, 2)
-    for drawn in train_batches(stream, 0, 5, LoaderConfig(workers=workers), None, pin_memory=False):
+    for drawn in train_batches(stream, 0, 5, LoaderConfig(workers=workers), None, on_cuda=False):
         assert np.frombuffer(drawn.indices, np.int64).tolist() == [int(row[0]) for row in drawn.batch]
 
 

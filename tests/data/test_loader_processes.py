@@ -29,7 +29,7 @@ class Samples(Dataset):
 
 if __name__ == "__main__":
     loader = LoaderConfig(workers=1, prefetch=8)
-    batches = train_batches(Stream(Samples(), 1, 1, 1, 0, 1), 0, 8, loader, None, pin_memory=False)
+    batches = train_batches(Stream(Samples(), 1, 1, 1, 0, 1), 0, 8, loader, None, on_cuda=False)
     for _ in range({draws}):
         next(batches)
     while not os.path.exists("reached"):

@@ -324,7 +324,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _missed(
         "training/evaluate.py",
-        "total[0] += float(value)",
+        "total[0] = total[0] + _exact(value)",
         "total[0] = float(torch.tensor(total[0]) + value)",
         "held-out losses are summed in fp32",
         "tests/training/test_evaluate.py",

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import os
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from hvdtrain.comm.solo import SoloComm
+from hvdtrain.config.schema import LoaderConfig
 from hvdtrain.task.base import Task
-from hvdtrain.training.evaluate import Evaluation, evaluate
+from hvdtrain.training.evaluate import Evaluation, HeldOut, evaluate
 from hvdtrain.training.precision import Precision
 from tests.support.thread_comm import ThreadComm, on_ranks
 from tests.support.toy import Net, toy
@@ -37,9 +40,19 @@ def _task(samples: int = 11) -> Task:
 
 
 def _evaluate(task: Task, comm: object, most: int = 0) -> Evaluation:
-    found = evaluate(task, task.model, comm, Precision("fp32", CPU), CPU, micro_batch=3, most=most)  # type: ignore[arg-type]
+    found = _found(task, comm, most=most)
     assert found is not None
     return found
+
+
+def _found(
+    task: Task, comm: Any = None, *, micro_batch: int = 3, most: int = 0, workers: int = 0, touch: Any = None
+) -> Evaluation | None:
+    comm = comm or SoloComm()
+    held_out = HeldOut(
+        task, comm, micro_batch=micro_batch, most=most, loader=LoaderConfig(workers=workers), on_cuda=False
+    )
+    return evaluate(task, task.model, comm, Precision("fp32", CPU), CPU, held_out, touch=touch)
 
 
 def test_equals_the_mean_over_all_samples() -> None:
@@ -56,8 +69,7 @@ def test_equals_the_mean_over_all_samples() -> None:
 
 def test_each_batch_counts_as_progress() -> None:
     task, touched = _task(), []
-    how = {"micro_batch": 3, "most": 0, "touch": lambda: touched.append(1)}
-    evaluate(task, task.model, SoloComm(), Precision("fp32", CPU), CPU, **how)  # type: ignore[arg-type]
+    _found(task, touch=lambda: touched.append(1))
     assert len(touched) == 4
 
 
@@ -94,12 +106,50 @@ def test_each_sample_is_used_once_and_any_size_gives_the_same(size: int, samples
     assert (found[0].metrics, found[0].samples) == (alone.metrics, samples)
 
 
+class Made(torch.utils.data.Dataset[tuple[torch.Tensor, float]]):
+    """Samples that hold the number of the process that made them."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, float]:
+        return torch.rand(6, dtype=torch.float64), float(os.getpid())
+
+
+def test_loader_processes_make_samples_and_stay_and_change_nothing() -> None:
+    base = _task()
+    task = Task(base.model, lambda m, b: (b[0].sum(), 6.0), base.train_data, Made(), metrics=_processes)
+    alone = _found(task, micro_batch=2)
+    held_out = HeldOut(
+        task, SoloComm(), micro_batch=2, most=0, loader=LoaderConfig(workers=1, prefetch=1), on_cuda=False
+    )
+    first, second = (evaluate(task, task.model, SoloComm(), Precision("fp32", CPU), CPU, held_out) for _ in range(2))
+    assert alone is not None and first is not None
+    assert first == second and first.loss == alone.loss
+    assert alone.metrics["process"] == os.getpid() != first.metrics["process"]
+
+
+def _processes(_model: nn.Module, batch: Any) -> dict[str, tuple[torch.Tensor, float]]:
+    return {"process": (batch[1].sum(), len(batch[1]))}
+
+
+def test_nothing_waits_for_the_device_before_the_end() -> None:
+    """A tensor of the device meta has no value: to read one is an error."""
+    base, touched = _task(), []
+    task = Task(base.model.to("meta"), lambda m, b: (m(b[0]).sum(), 3.0), base.train_data, base.heldout_data)
+    held_out = HeldOut(task, SoloComm(), micro_batch=3, most=0, loader=LoaderConfig(), on_cuda=False)
+    meta = torch.device("meta")
+    with pytest.raises(RuntimeError, match="meta"):
+        evaluate(task, task.model, SoloComm(), Precision("fp32", CPU), meta, held_out, touch=lambda: touched.append(1))
+    assert len(touched) == 4
+
+
 def test_sums_are_in_float64() -> None:
     """fp32 holds no odd number beyond 2**24."""
     data = torch.utils.data.TensorDataset(torch.tensor([2.0**24, 1.0, 1.0, 1.0]))
     base = _task()
     task = Task(base.model, lambda m, b: (b[0].sum(), 1), base.train_data, data)
-    found = evaluate(task, task.model, SoloComm(), Precision("fp32", CPU), CPU, micro_batch=1, most=0)
+    found = _found(task, micro_batch=1)
     assert found is not None
     assert found.loss * 4 == 2**24 + 3
 
@@ -144,4 +194,4 @@ def test_leaves_the_model_training_and_nothing_held_out_is_none() -> None:
     _evaluate(task, SoloComm())
     assert task.model.training
     bare = Task(task.model, task.loss, task.train_data)
-    assert evaluate(bare, task.model, SoloComm(), Precision("fp32", CPU), CPU, micro_batch=3, most=0) is None
+    assert _found(bare) is None

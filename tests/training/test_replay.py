@@ -52,7 +52,7 @@ def _parts(task: Task, precision: str = "fp32", micro: int = MICRO) -> tuple[Ste
 
 
 def _step(stepper: Stepper, stream: Stream, position: int = 0) -> StepResult:
-    batches = train_batches(stream, position, 1, LoaderConfig(), stepper.task.collate, pin_memory=False)
+    batches = train_batches(stream, position, 1, LoaderConfig(), stepper.task.collate, on_cuda=False)
     mine = stream.step(position)
     return stepper.run([(partial(seed_forward, 0, b.start), next(batches).batch) for b in mine], len(mine), [0, 0, 0])
 
