@@ -14,6 +14,7 @@
     ├── RunDirectoryError    a run directory that cannot be used
     │   └── UnusableRunDirectoryError  nor could it be the next time
     ├── CheckpointError      a checkpoint that cannot be read or does not fit
+    │   └── UnreadableCheckpointError  one that may be whole: its files cannot be opened
     ├── TraceError           a trace that cannot be read, or is another program's
     ├── NonFiniteError       loss or gradient kept being inf or nan
     └── DriftError           parameters are not equal on all ranks
@@ -110,6 +111,10 @@ class UnusableRunDirectoryError(RunDirectoryError):
 
 class CheckpointError(HvdtrainError):
     """A checkpoint cannot be read, or does not fit the model."""
+
+
+class UnreadableCheckpointError(CheckpointError):
+    """The files of a checkpoint cannot be opened, for want of permission, say: it may be whole, and stays as it is."""
 
 
 class TraceError(HvdtrainError):

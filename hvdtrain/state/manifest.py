@@ -11,13 +11,15 @@ Format 1 had SHA-256 of each file and none of its own. It is read, not written.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.errors import CheckpointError
+from hvdtrain.errors import CheckpointError, UnreadableCheckpointError
 from hvdtrain.state.shards import group_of
 from hvdtrain.state.tensor_file import CHECKSUM, Facts, checksum, read, read_tensors
 from hvdtrain.state.train_state import StateDict
@@ -26,6 +28,8 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 VALUES = "state.json"
 _FORMAT_1_CHECKSUM = "sha256"
+_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.ELOOP)
+"""Errors that speak of what is on the disk. Others (no permission, too many open files) say nothing of the bytes."""
 
 
 def manifest_text(step: int, notes: Mapping[str, Any], files: Mapping[str, Facts]) -> str:
@@ -44,10 +48,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
     Errors:
         CheckpointError: there is none, it was changed, or it is of a format that is not known.
+        UnreadableCheckpointError: see `readable`.
     """
     file = path / MANIFEST
     try:
-        manifest = json.loads(file.read_bytes())
+        with readable(path):
+            manifest = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is damaged: its {MANIFEST} cannot be read",
@@ -79,6 +85,25 @@ def read_manifest(path: Path) -> dict[str, Any]:
             next_step="read it with the version of hvdtrain that wrote it",
         )
     return content
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Tell files that cannot be opened from damaged ones; `path` is that of the checkpoint, or of all of them.
+
+    Errors:
+        UnreadableCheckpointError: an OSError that says nothing of what is on the disk.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _DAMAGE:
+            raise
+        raise UnreadableCheckpointError(
+            f"{path} cannot be read: {error.strerror or error}",
+            found=f"{error.filename or path}",
+            next_step="it may be whole, and was left as it is: see that this user may read it (ls -l), and start again",
+        ) from error
 
 
 def read_state(path: Path, progress: Callable[[], None]) -> StateDict:

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.durable import fsync
-from hvdtrain.errors import CheckpointError
+from hvdtrain.errors import CheckpointError, UnreadableCheckpointError
 from hvdtrain.state.manifest import MANIFEST as MANIFEST
-from hvdtrain.state.manifest import VALUES, manifest_text, read_manifest, read_state, verify
+from hvdtrain.state.manifest import VALUES, manifest_text, read_manifest, read_state, readable, verify
 from hvdtrain.state.tensor_file import Facts, write_text
 from hvdtrain.state.train_state import StateDict
 from hvdtrain.state.writing import want_shards, write_shard
@@ -66,13 +66,13 @@ class CheckpointStore:
         self._warn = warn
 
     def list(self) -> list[Saved]:
-        """All checkpoints, oldest first, unverified."""
+        """All checkpoints, oldest first, unverified. Errors: UnreadableCheckpointError: see `readable`."""
         found = []
-        if self.directory.is_dir():
-            for path in self.directory.iterdir():
-                match = _NAME.fullmatch(path.name)
-                if match and path.is_dir():
-                    found.append(Saved(int(match[1]), int(match[2] or 0), path))
+        with readable(self.directory), suppress(FileNotFoundError, NotADirectoryError):
+            for entry in os.scandir(self.directory):
+                match = _NAME.fullmatch(entry.name)
+                if match and entry.is_dir():
+                    found.append(Saved(int(match[1]), int(match[2] or 0), self.directory / entry.name))
         return sorted(found)
 
     def save(self, step: int, state: StateDict, notes: Mapping[str, Any]) -> Path:
@@ -130,12 +130,18 @@ class CheckpointStore:
             raise
 
     def load_newest(self) -> tuple[Saved, StateDict] | None:
-        """The newest checkpoint that is whole; others are named and passed over. None where there is none."""
+        """The newest checkpoint that is whole; damaged ones are named and passed over. None where there is none.
+
+        Errors:
+            UnreadableCheckpointError: one cannot be opened, and may be whole.
+        """
         for saved in reversed(self.list()):
             try:
                 state = load(saved.path, self.progress)
                 _check_step(saved)
                 return saved, state
+            except UnreadableCheckpointError:
+                raise
             except CheckpointError as error:
                 self._warn(f"passing over a checkpoint: {error.what}")
         return None
@@ -185,7 +191,10 @@ class CheckpointStore:
 
     def _check(self, path: Path, progress: Callable[[], None]) -> None:
         try:
-            verify(path, progress)
+            with readable(path):
+                verify(path, progress)
+        except UnreadableCheckpointError:
+            raise
         except (CheckpointError, OSError, ValueError, KeyError, TypeError) as error:
             self._set_aside(path)
             raise CheckpointError(
@@ -203,10 +212,12 @@ def load(path: Path, progress: Callable[[], None] = lambda: None) -> StateDict:
     """Read and verify one checkpoint; tensors on the CPU. `progress`: see `CheckpointStore`.
 
     Errors:
-        CheckpointError: a file is missing, was cut, cannot be read, or holds other bytes than were written.
+        CheckpointError: a file is missing, was cut, or holds other bytes than were written.
+        UnreadableCheckpointError: a file cannot be opened.
     """
     try:
-        return read_state(path, progress)
+        with readable(path):
+            return read_state(path, progress)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise CheckpointError(
             f"{path} is damaged", found=repr(error), next_step="resume from another checkpoint"

@@ -115,9 +115,12 @@ def read(path: Path, facts: Facts, progress: Callable[[], None]) -> Tensor:
         CheckpointError: it is missing, or holds other bytes than were written.
         OSError: it cannot be read.
     """
-    size = path.stat().st_size if path.is_file() else None
+    try:
+        size = path.stat().st_size
+    except (FileNotFoundError, NotADirectoryError):
+        raise _damaged(path, facts, "no file") from None
     if size != facts.size_bytes:
-        raise _damaged(path, facts, f"{size} bytes" if size is not None else "no file")
+        raise _damaged(path, facts, f"{size} bytes")
     data = torch.empty(size, dtype=torch.uint8)
     digest = xxhash.xxh3_128()
     view = data.numpy().data

@@ -12,7 +12,7 @@ from typing import Any
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import on_rank_0
-from hvdtrain.errors import CheckpointError, HvdtrainError
+from hvdtrain.errors import CheckpointError, HvdtrainError, UnreadableCheckpointError
 from hvdtrain.state.attempt import Attempt
 from hvdtrain.state.shards import LEAST_BYTES, shard, writers
 from hvdtrain.state.shared import share_files
@@ -238,7 +238,10 @@ class CheckpointWriter:
         known, self._trouble = self._trouble, error.what.replace(str(step), "")
         if not is_promised and self._trouble == known:
             return
-        newest = self._store.list()[-1:]
+        try:
+            newest = self._store.list()[-1:]
+        except UnreadableCheckpointError:
+            newest = []
         self._warn(
             f"{error.what} ({error.found}): {error.next_step or 'see there'}. Training goes on, and is kept as of"
             f" {f'step {newest[0].step}' if newest else 'no step at all'}; the next try comes with the next save that"

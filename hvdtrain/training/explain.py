@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.rounds import Rounds
+from hvdtrain.errors import UnreadableCheckpointError
 from hvdtrain.observe.commands import go_on, go_on_program
 from hvdtrain.observe.failure.post import crash_notes, open_post
 from hvdtrain.observe.failure.reporter import TEXT, Job, Reporter, set_old_aside
@@ -63,7 +64,10 @@ def explained(
 
 
 def _newest(place: Path, directory: Path) -> str | None:
-    found = CheckpointStore(place / CHECKPOINTS, _say_nothing).list()
+    try:
+        found = CheckpointStore(place / CHECKPOINTS, _say_nothing).list()
+    except UnreadableCheckpointError as error:
+        return f"not known: {error.what}"
     return str(directory / CHECKPOINTS / found[-1].path.name) if found else None
 
 

@@ -21,7 +21,7 @@ from hvdtrain.runtime.environment import JOB, NO_LAUNCHER
 from hvdtrain.runtime.exposure import exposed
 from hvdtrain.training.health import batch_statistics
 from hvdtrain.training.kept import NOTHING, Kept
-from hvdtrain.training.resume_checks import check_end
+from hvdtrain.training.resume_checks import check_end, check_files
 from hvdtrain.training.run_directory import RunDirectory, claim_run_directory
 
 _LET_GO_S = 10.0
@@ -49,6 +49,7 @@ def claim_together(run: RunConfig, kept: Kept, comm: Comm) -> tuple[Path, RunDir
                 continue
             if known is None:
                 try:
+                    check_files(claimed)
                     check_end(run, claimed, kept.horizon)
                 except BaseException:
                     claimed.release()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,10 +13,32 @@ from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.observe import journal
 from hvdtrain.state.store import MANIFEST, CheckpointStore
 from hvdtrain.training.kept import Kept
-from hvdtrain.training.run_directory import RunDirectory
+from hvdtrain.training.run_directory import RunDirectory, refusal
 from hvdtrain.training.schedule import stop_step
 
 CHECKPOINTS = "checkpoints"
+
+
+def check_files(claim: RunDirectory) -> None:
+    """See that what is in the run folder can be read and added to, before anything costs time.
+
+    Errors:
+        RunDirectoryError: the config, the journal or the folder of checkpoints cannot be used.
+    """
+    claim.old_config()
+    log, folder = claim.path / journal.NAME, claim.path / CHECKPOINTS
+    try:
+        if os.path.lexists(log):
+            log.open("r+b").close()
+    except OSError as error:
+        raise refusal(f"the journal {log}", error) from error
+    try:
+        if os.path.lexists(folder):
+            list(folder.iterdir())
+            tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        link = f" (a link to {folder.readlink()})" if folder.is_symlink() else ""
+        raise refusal(f"the folder of checkpoints {folder}{link}", error) from error
 
 
 def check_end(run: RunConfig, claim: RunDirectory, horizon: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import shlex
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,10 @@ from hvdtrain.observe import journal
 
 RUNS = Path("runs")
 _JOB = ".job"
+_NEXT = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room, or give another --run_dir"),
+    errno.ENOENT: "put it back (if it is a link: what it leads to), or give another --run_dir",
+}
 
 
 class RunDirectory:
@@ -53,8 +58,12 @@ class RunDirectory:
             return None
         try:
             content = yaml.safe_load(file.read_text(encoding="utf-8"))
-        except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-            raise RunDirectoryError(f"{file} cannot be read: {error}", next_step=f"remove {file}") from error
+        except OSError as error:
+            raise refusal(f"{file}", error) from error
+        except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+            raise RunDirectoryError(
+                f"{file} cannot be read: {error}", next_step=f"mend it, or remove it: rm {shlex.quote(str(file))}"
+            ) from error
         return content if isinstance(content, dict) else None
 
     def resumes(self, resume: str) -> str:
@@ -67,10 +76,17 @@ class RunDirectory:
             write_text(self.path / _JOB, self.job)
 
     def write_config(self, run: RunConfig) -> None:
-        """Write the resolved config, whole or not at all; as one to go on with, so it resumes by itself."""
-        self.mark()
-        write_text(self.path / CONFIG, yaml.safe_dump({**run.resolved, "resume": "auto"}, sort_keys=False))
-        write_text(self.path / IDENTITY, run.identity())
+        """Write the resolved config, whole or not at all; as one to go on with, so it resumes by itself.
+
+        Errors:
+            RunDirectoryError: a full disk, say.
+        """
+        try:
+            self.mark()
+            write_text(self.path / CONFIG, yaml.safe_dump({**run.resolved, "resume": "auto"}, sort_keys=False))
+            write_text(self.path / IDENTITY, run.identity())
+        except OSError as error:
+            raise refusal(f"the run directory {self.path}", error) from error
 
 
 def claim_run_directory(run: RunConfig, job: str = "") -> RunDirectory:
@@ -87,6 +103,15 @@ def claim_run_directory(run: RunConfig, job: str = "") -> RunDirectory:
     if never:
         claimed.mark()
     return claimed
+
+
+def refusal(what: str, error: OSError) -> RunDirectoryError:
+    """Return the error for a part of a run directory that cannot be used."""
+    lasting = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
+    return (UnusableRunDirectoryError if lasting else RunDirectoryError)(
+        f"{what} cannot be used: {error.strerror or error}",
+        next_step=_NEXT.get(error.errno or 0, "give a --run_dir that this user can write to"),
+    )
 
 
 def _wanted(path: Path, job: str, *, never: bool) -> RunDirectory:
@@ -116,8 +141,16 @@ def _unfinished(run: RunConfig) -> RunDirectory | None:
     identity = run.identity()
     for path in sorted((p for p in RUNS.iterdir() if p.is_dir()), key=lambda p: p.name, reverse=True):
         file, log = path / IDENTITY, path / journal.NAME
-        if not file.exists() or file.read_text() != identity or (log.exists() and journal.is_finished(log)):
+        try:
+            if file.read_bytes() != identity.encode():
+                continue
+        except OSError:  # none there, or another user's
             continue
+        try:
+            if log.exists() and journal.is_finished(log):
+                continue
+        except OSError as error:
+            raise refusal(f"the journal {log}", error) from error
         claimed = _claim(path)
         if claimed is not None:
             return claimed
@@ -141,11 +174,7 @@ def _claim(path: Path) -> RunDirectory | None:
         path.mkdir(parents=True, exist_ok=True)
         lock = (path / ".lock").open("ab")
     except OSError as error:
-        lasting = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
-        raise (UnusableRunDirectoryError if lasting else RunDirectoryError)(
-            f"the run directory {path} cannot be used: {error.strerror}",
-            next_step="give a --run_dir that this user can write to",
-        ) from error
+        raise refusal(f"the run directory {path}", error) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

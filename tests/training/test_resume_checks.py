@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -9,10 +11,19 @@ import pytest
 import yaml
 
 from hvdtrain.config.parse import parse_argv
-from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.durable import write_text
+from hvdtrain.errors import (
+    CheckpointError,
+    ConfigError,
+    RunDirectoryError,
+    UnreadableCheckpointError,
+    UnusableRunDirectoryError,
+)
 from hvdtrain.observe.journal import read_journal, read_steps
 from hvdtrain.training.api import _options
 from hvdtrain.training.result import Result
+from hvdtrain.training.resume_checks import CHECKPOINTS
+from tests.support import permissions
 from tests.support.gallery import TOY
 from tests.support.recorded import recorded
 from tests.support.thread_job import train_on_threads
@@ -63,6 +74,78 @@ def test_another_run_that_is_at_the_end_already_is_refused(run: Path, tmp_path: 
             _train(tmp_path / "new", f"--resume={resume}", "--train.steps=6")
 
 
+@pytest.mark.parametrize("odd", ["a file", "a dangling link", "not listed", "not writable"])
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_folder_of_checkpoints_that_cannot_be_used_is_refused_at_the_start(
+    odd: str, is_new: bool, run: Path, tmp_path: Path
+) -> None:
+    if is_new:
+        shutil.rmtree(run)
+        (run / CHECKPOINTS).mkdir(parents=True)
+    folder, kept = run / CHECKPOINTS, tmp_path / "kept"
+    if odd.startswith("a "):
+        folder.rename(kept)
+        folder.write_text("x") if odd == "a file" else folder.symlink_to(tmp_path / "gone")
+    else:
+        folder.chmod(0o300 if odd == "not listed" else 0o500)
+    before = _content(run)
+    with permissions.held(), pytest.raises(RunDirectoryError, match="the folder of checkpoints") as caught:
+        _train(run, "--train.steps=8", size=2)
+    assert str(folder) in caught.value.what and (odd != "a dangling link" or "gone" in caught.value.what)
+    assert isinstance(caught.value, UnusableRunDirectoryError) == (odd != "a dangling link")
+    if folder.is_dir():
+        folder.chmod(0o700)
+    after = _content(run)
+    assert {name: after[name] for name in before} == before
+    if kept.exists():
+        folder.unlink()
+        kept.rename(folder)
+    assert _train(run, "--train.steps=8").resumed_at == (0 if is_new else 6)
+
+
+@pytest.mark.parametrize("name", ["journal.jsonl", "config.yaml", "checkpoints/step-000006/model.safetensors"])
+def test_a_file_without_permission_is_named_and_left_where_it_is(name: str, run: Path) -> None:
+    (run / name).chmod(0)
+    before = set((run / CHECKPOINTS).rglob("*"))
+    expected = UnreadableCheckpointError if name.startswith(CHECKPOINTS) else UnusableRunDirectoryError
+    with permissions.held(), pytest.raises(expected, match="Permission denied") as caught:
+        _train(run, "--train.steps=8", size=2)
+    assert str((run / name).parent) in caught.value.what
+    assert set((run / CHECKPOINTS).rglob("*")) == before
+    (run / name).chmod(0o600)
+    assert _train(run, "--train.steps=8").resumed_at == 6
+
+
+@pytest.mark.parametrize("file", ["config.yaml", ".identity"])
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_disk_that_is_full_at_the_start_is_named(
+    file: str, is_new: bool, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str) -> None:
+        if path.name == file:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_text(path, text)
+
+    monkeypatch.setattr("hvdtrain.training.run_directory.write_text", full)
+    where = run.with_name("new") if is_new else run
+    with pytest.raises(RunDirectoryError, match="cannot be used: No space left on device") as caught:
+        _train(where, "--train.steps=8", size=2)
+    assert str(where) in caught.value.what and "make room" in str(caught.value.next_step)
+    assert not isinstance(caught.value, UnusableRunDirectoryError), "the launcher may try again"
+
+
+def test_a_run_of_another_user_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    others = tmp_path / "runs" / "20990101-000000-theirs"
+    others.mkdir(parents=True)
+    (others / ".identity").write_text("of another config")
+    others.chmod(0)
+    with permissions.held():
+        result = train_on_threads(*OPTIONS, "--train.steps=2", size=1)[0]
+    others.chmod(0o700)
+    assert result.run_dir.parent.samefile("runs")
+
+
 def test_the_command_of_a_finished_run_shows_its_result_again(run: Path) -> None:
     config = (run / "config.yaml").read_bytes()
     result = _train(run, "--train.steps=6", "--observe.line_every_s=1")
@@ -108,7 +191,8 @@ def test_checkpoints_behind_a_link_are_found(kept: bool, tmp_path: Path) -> None
         _train(run, "--train.steps=6")
         assert sorted(path.name for path in scratch.iterdir()) == ["step-000004", "step-000006"]
         return
-    shutil.rmtree(scratch)
+    for path in scratch.iterdir():  # the folder on which its disk was mounted
+        shutil.rmtree(path)
     with pytest.raises(CheckpointError, match="has no checkpoint, though its journal records one at step 4"):
         _train(run, "--train.steps=6")
 
