@@ -36,6 +36,8 @@ def digests(tensors: Iterable[Tensor]) -> Tensor:
 
 def _digest(tensor: Tensor) -> Tensor:
     bits = tensor.contiguous().flatten().view(torch.uint8)
+    if bits.storage_offset() % 8:  # a slice of a flat buffer: eight bytes are read at a time
+        bits = bits.clone()
     whole = len(bits) // _ROW_BYTES * _ROW_BYTES
     # Two sums, the second weighted by position within a row: a swap of two elements is seen too. Modulo 2^64.
     columns = bits[:whole].view(torch.int64).view(-1, _ROW_BYTES // 8).sum(dim=0)

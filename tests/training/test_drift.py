@@ -12,6 +12,7 @@ from hvdtrain.errors import DriftError
 from hvdtrain.observe.journal import read_steps
 from hvdtrain.state.train_state import Progress, TrainState
 from hvdtrain.training.drift import _BITS, Drift, number
+from hvdtrain.training.health import digests
 from hvdtrain.training.several import Several
 from hvdtrain.training.shared_buffers import SharedBuffers
 from tests.support.launch import train
@@ -53,6 +54,14 @@ def _steps(comm: ThreadComm, drifting: int, every: int, at: int) -> tuple[int, s
             return step, str(error)
     assert not warnings
     return 0, ""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float64])
+@pytest.mark.parametrize("numel", [0, 1, 40, 10_000])
+def test_a_slice_of_a_flat_buffer_has_the_hash_of_its_copy(dtype: torch.dtype, numel: int) -> None:
+    flat = torch.randint(-99, 99, (numel + 8,)).to(dtype)
+    parts = [flat[start : start + numel] for start in range(9)]
+    assert digests(parts).tolist() == digests(part.clone() for part in parts).tolist()
 
 
 @pytest.mark.parametrize(("size", "drifting"), [(2, 0), (2, 1), (3, 1), (4, 3)])
