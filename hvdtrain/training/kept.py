@@ -25,7 +25,7 @@ from hvdtrain.state.train_state import Progress, TrainState
 from hvdtrain.task.base import Task
 from hvdtrain.training.compiled import compile_blocks
 from hvdtrain.training.notices import Notices
-from hvdtrain.training.optimizers import make_optimizer
+from hvdtrain.training.optimizers import bring_state, make_optimizer
 from hvdtrain.training.precision import Precision
 from hvdtrain.training.saving import Seen
 from hvdtrain.training.schedule import factor, total_steps
@@ -152,6 +152,7 @@ def keep(run: RunConfig, task: Task, device: torch.device, info: RankInfo) -> Ke
     model = task.model.to(device)
     compiled = compile_blocks(model) if train.compile else 0
     optimizer = task.optimizer or make_optimizer(task.model, run.config.optimizer)
+    bring_state(optimizer)
     samples = dataset_length(task.train_data)
     precision = Precision(run.config.precision, device)
     progress = Progress(samples=samples, data_id=task.data_id)

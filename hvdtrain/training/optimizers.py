@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvdtrain.config.schema import OptimizerConfig
@@ -25,6 +25,20 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=fused)
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=fused)
+
+
+def bring_state(optimizer: Optimizer) -> None:
+    """Move the state of an optimizer to where its parameters are: Adagrad makes its own before the model is moved.
+
+    Counts of steps stay on the host, where torch has them, unless its fused or capturable updates want them beside.
+    """
+    for group in optimizer.param_groups:
+        counts = bool(group.get("fused") or group.get("capturable"))
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                if isinstance(value, Tensor) and (name != "step" or counts):
+                    state[name] = value.to(parameter.device)
 
 
 def _is_dense(parameter: nn.Parameter) -> bool:

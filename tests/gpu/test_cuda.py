@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,17 @@ def test_without_dropout_the_curve_is_the_cpus(tmp_path: Path) -> None:
     losses = []
     for device in ("cpu", "cuda"):
         _train(tmp_path / device, dropout=0.0, parallel={"device": device})
+        losses.append(_losses(tmp_path / device))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_an_optimizer_that_makes_its_state_at_once_trains_on_the_device(tmp_path: Path) -> None:
+    losses = []
+    for device in ("cpu", "cuda"):
+        task = toy(dropout=0.0)
+        task = replace(task, optimizer=torch.optim.Adagrad(task.model.parameters()))
+        options = {**OPTIONS, "run_dir": str(tmp_path / device), "parallel": {"device": device}}
+        hvdtrain.train(options, task)
         losses.append(_losses(tmp_path / device))
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 

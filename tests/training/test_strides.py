@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from hvdtrain import Task
 from hvdtrain.config.schema import OptimizerConfig
-from hvdtrain.training.optimizers import make_optimizer
+from hvdtrain.training.optimizers import bring_state, make_optimizer
 from tests.support.thread_job import train_on_threads
 
 OPTIONS = ("--train.global_batch=4", "--train.micro_batch=2", "--train.steps=6", "--optimizer.warmup_steps=0")
@@ -84,3 +85,24 @@ def test_an_update_in_one_pass_over_memory_needs_parameters_that_fill_theirs() -
     assert make_optimizer(model, OptimizerConfig()).defaults["fused"]
     model.thin = nn.Parameter(torch.zeros(16, 7)[:, :2])
     assert not make_optimizer(model, OptimizerConfig()).defaults["fused"]
+
+
+@pytest.mark.parametrize(
+    ("make", "moved"),
+    [
+        (lambda p: torch.optim.Adagrad(p), {"sum": "meta", "step": "cpu"}),
+        (lambda p: torch.optim.AdamW(p, capturable=True), {"exp_avg": "meta", "step": "meta"}),
+    ],
+    ids=["counts on the host", "counts beside"],
+)
+def test_the_state_of_an_optimizer_is_where_its_parameters_are(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], moved: dict[str, str]
+) -> None:
+    """The device without memory stands for one that a model was moved to after its optimizer was made."""
+    parameter = nn.Parameter(torch.zeros(3, device="meta"))
+    optimizer = make([parameter])
+    optimizer.state[parameter] = {name: torch.zeros(()) for name in moved} | {"plain": 3}
+    bring_state(optimizer)
+    state = optimizer.state[parameter]
+    assert {name: value.device.type for name, value in state.items() if name != "plain"} == moved
+    assert state["plain"] == 3
