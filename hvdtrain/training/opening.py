@@ -15,6 +15,7 @@ from hvdtrain.data.loader import dataset_length
 from hvdtrain.data.order import micro_batches
 from hvdtrain.errors import RunDirectoryError
 from hvdtrain.observe import journal
+from hvdtrain.observe.failure.fault import first_of_device
 from hvdtrain.observe.progress import Progress as ProgressDisplay
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.runtime.environment import JOB, NO_LAUNCHER
@@ -94,9 +95,11 @@ def recording(kept: Kept, is_over: Callable[[BaseException], bool]) -> Iterator[
             with suppress(Exception):  # what watched Horovod finds it shut down
                 recorder.close_watchers()
             raise
+        first = first_of_device(error)
         with suppress(Exception):  # a full disk, an error whose text cannot be made: it must not be replaced
-            recorder.event({"event": "failed", "error": type(error).__name__, "message": str(error)})
-        kept.close_recorder()
+            recorder.event({"event": "failed", "error": type(first).__name__, "message": str(first)})
+        with suppress(Exception):  # what watched a device that has failed fails too
+            kept.close_recorder()
         raise
     recorder.close_watchers()
 

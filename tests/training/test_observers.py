@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import hvdtrain
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.config.windows import Window
 from hvdtrain.errors import ConfigError
 from hvdtrain.observe.journal import read_journal
+from hvdtrain.observe.recorder import Recorder
 from hvdtrain.runtime.timeline import TimelinePlan
 from hvdtrain.training import observers
+from hvdtrain.training.buffers import Rollback
 from tests.support.toy import toy
 from tests.support.trace_format import check_trace
 
@@ -137,6 +140,28 @@ class Watchers(list[Any]):
 
     add_watcher = list.append
     warn = say = pytest.fail
+
+
+def test_what_fails_after_a_fault_of_the_device_does_not_replace_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Faulty(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    def later(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: what cleans up fails too")
+
+    task = toy(heldout=0)
+    task.model.layers.append(Faulty())
+    monkeypatch.setattr(Rollback, "end", later)
+    monkeypatch.setattr(Recorder, "close_watchers", later)
+    with pytest.raises(RuntimeError):
+        hvdtrain.train({**OPTIONS, "run_dir": str(tmp_path)}, task)
+    card = json.loads((tmp_path / "failure.json").read_text())
+    assert "device-side assert" in card["statements"][0]["fault"]["message"]
+    (failed,) = [line for line in read_journal(tmp_path / "journal.jsonl") if line.get("event") == "failed"]
+    assert "device-side assert" in failed["message"]
 
 
 @pytest.mark.parametrize("quiet", [True, False])

@@ -14,6 +14,10 @@ _LONGEST = 20_000
 """Characters of a message or a traceback; the middle of a longer one is left out."""
 
 
+_OF_DEVICE = ("CUDA error", "CUBLAS_STATUS_", "CUDNN_STATUS_", "CUSPARSE_STATUS_", "cuDNN error")
+"""In the text of the errors that torch raises where the device has failed."""
+
+
 @dataclass(frozen=True)
 class Fault:
     """An error by its parts.
@@ -38,7 +42,8 @@ class Fault:
 
 
 def fault(error: BaseException) -> Fault:
-    """An error by its parts."""
+    """An error by its parts; of several faults of the device the first."""
+    error = first_of_device(error)
     parts = {}
     if isinstance(error, HvdtrainError):
         named = {"what": error.what, "expected": error.expected, "found": error.found, "next": error.next_step}
@@ -52,6 +57,19 @@ def fault(error: BaseException) -> Fault:
         memory=out_of_memory(error),
         traceback=_shortened("".join(traceback.format_exception(type(error), error, _inner(error.__traceback__)))),
     )
+
+
+def first_of_device(error: BaseException) -> BaseException:
+    """Return the fault of the device that came first, where `error` was raised while another was handled.
+
+    After one fault every call of the device fails, those that clean up too. Any other error is returned as it is.
+    """
+    faults = [found for found in _chain(error) if _is_of_device(found)]
+    return faults[-1] if faults and faults[0] is error else error
+
+
+def _is_of_device(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and any(sign in _message(error) for sign in _OF_DEVICE)
 
 
 def bare_fault(error: BaseException) -> Fault:

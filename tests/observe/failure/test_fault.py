@@ -80,6 +80,17 @@ def test_an_error_raised_while_handling_another_ranks_end_is_a_consequence_too()
     assert not fault(_while_handling(ValueError("no"), ended, hidden=True)).consequence
 
 
+def test_of_several_faults_of_the_device_the_first_is_told() -> None:
+    first = RuntimeError("CUDA error: device-side assert triggered")
+    blas = RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(...)`")
+    later = RuntimeError("CUDA error: an illegal memory access was encountered")
+    found = fault(_while_handling(later, _while_handling(blas, first)))
+    assert found.message == str(first) and "illegal memory" not in found.traceback
+    for other in (KeyError("k"), HorovodInternalError("shut down")):
+        assert fault(_while_handling(later, other)).message == str(later)
+    assert fault(_while_handling(ValueError("no"), first)).type == "ValueError", "no fault of the device itself"
+
+
 def test_what_is_no_text_is_escaped() -> None:
     broken = b"/data/caf\xe9".decode("utf-8", errors="surrogateescape")
     for found in (fault(_raised(OSError(broken))), fault(_raised(DataError("what", found=broken)))):
