@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import glob
 import hashlib
 import os
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
 
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _PIECE_BYTES = 1 << 20
+_MARKS = {  # the longer ones first, as one begins with a shorter one
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
 
 
 @dataclass(frozen=True)
@@ -145,10 +152,24 @@ def _encoded(files: list[TextFile], encoder: Encoder) -> Iterator[Ids]:
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
+    """The content of a file of text. Errors: DataError: it cannot be read, or is no text."""
+    at_bytes = 0
     try:
         with path.open("rb") as file:
             while piece := file.read(_PIECE_BYTES):
+                mark = "" if at_bytes else next((name for mark, name in _MARKS.items() if piece.startswith(mark)), "")
+                if mark or b"\0" in piece:
+                    convert = f"iconv -f {mark or 'UTF-16LE'} -t UTF-8"
+                    raise DataError(
+                        f"{path} is not text that can be trained on",
+                        expected="text in UTF-8, or in another encoding that uses no zero bytes",
+                        found=f"{mark}, by its first bytes"
+                        if mark
+                        else f"a zero byte at {at_bytes + piece.index(0)}: a binary file, or UTF-16 without its mark",
+                        next_step=f"convert it ({convert}), or leave it out of --data.text",
+                    )
                 yield piece
+                at_bytes += len(piece)
     except OSError as error:
         raise _unreadable(path, error) from error
 

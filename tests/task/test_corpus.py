@@ -1,5 +1,6 @@
 """What data becomes of each source, and what is said of bad data."""
 
+import codecs
 import os
 import sysconfig
 from pathlib import Path
@@ -38,7 +39,7 @@ def texts(tmp_path):
     for index in range(60):
         path = tmp_path / "texts" / ("ab"[index % 2]) / f"{index}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(f"document {index}\n".encode() * 30 + bytes([index, 0x80 + index]))
+        path.write_bytes(f"document {index}\n".encode() * 30 + bytes([1 + index, 0x80 + index]))
     return tmp_path / "texts"
 
 
@@ -78,7 +79,7 @@ def test_not_all_files_are_held_out(tmp_path):
 
 
 def test_of_one_file_the_end_is_held_out(tmp_path):
-    text = os.urandom(1999)
+    text = bytes(byte or 1 for byte in os.urandom(1999))  # without zeros, as text
     (tmp_path / "a").write_bytes(text)
     corpus = open_corpus(TextConfig(text=str(tmp_path / "a"), seq_len=16))
     assert ids(corpus.train) + ids(corpus.heldout) == [*text, SEPARATOR]
@@ -155,6 +156,29 @@ def test_arrays_that_are_no_tokens(tmp_path, kind):
         open_corpus(TextConfig(tokens=str(tmp_path / "t.npy"), seq_len=16))
     assert caught.value.expected
     assert caught.value.found
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ("Text.\n".encode("utf-16"), "UTF-16, by its first bytes"),
+        ("文字\n".encode("utf-16-be").join([codecs.BOM_UTF16_BE, b""]), "UTF-16, by its first bytes"),
+        ("Text.\n".encode("utf-32"), "UTF-32, by its first bytes"),
+        ("Text.\n".encode("utf-16-le"), "a zero byte at 1: a binary file, or UTF-16 without its mark"),
+        (b"It looks well.\n" * 100 + b"\x7fELF\0", "a zero byte at 1504: a binary file, or UTF-16 without its mark"),
+    ],
+    ids=["UTF-16", "UTF-16BE", "UTF-32", "UTF-16 without mark", "binary"],
+)
+@pytest.mark.parametrize("piece_bytes", [8, 1 << 20])
+def test_what_is_no_text_is_refused(tmp_path, monkeypatch, content, found, piece_bytes):
+    monkeypatch.setattr(text_sources, "_PIECE_BYTES", piece_bytes)
+    (tmp_path / "good.txt").write_bytes(codecs.BOM_UTF8 + "Größe.\n".encode() * 100)
+    assert len(open_corpus(TextConfig(text=f"{tmp_path}/*.txt", seq_len=8)).train)
+    (tmp_path / "bad.txt").write_bytes(content)
+    with pytest.raises(DataError, match="is not text that can be trained on") as caught:
+        open_corpus(TextConfig(text=f"{tmp_path}/*.txt", seq_len=8))
+    assert "bad.txt" in caught.value.what and caught.value.found == found
+    assert "-t UTF-8" in caught.value.next_step
 
 
 @pytest.mark.parametrize("content", [b"", b"not an array", b"\x93NUMPY\x01\x00"])
