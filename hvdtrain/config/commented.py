@@ -6,9 +6,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import yaml
-
 from hvdtrain.config.options import Option, Options
+from hvdtrain.config.yaml_file import yaml_text
 
 _WIDTH = 110
 _HEAD = """\
@@ -47,7 +46,7 @@ def _entry(option: Option) -> list[str]:
     about = " ".join(filter(None, [" ".join(option.effect.split()), f"({option.values})"]))
     if option.required:  # without a value it reads as null, which would hide that it is missing
         return _comment(f"{about} It has to be given: {name}: ...", margin)
-    value = yaml.safe_dump({name: option.default}, sort_keys=False, allow_unicode=True, width=1 << 20)
+    value = yaml_text({name: option.default}, allow_unicode=True, width=1 << 20)
     return [*_comment(about, margin), *(margin + line for line in value.splitlines())]
 
 

@@ -1,7 +1,9 @@
-"""Reading a YAML file of options, strictly."""
+"""A YAML file of options: read strictly, and written so that it reads back as it was."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,20 @@ from hvdtrain.errors import ConfigError
 
 _DEEPEST = 20
 _DEPTH = f"at most {_DEEPEST} levels"
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts text into quotes that the parser of options takes for a number, and PyYAML does not: 1e3."""
+
+
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def yaml_text(options: Mapping[str, Any], **layout: Any) -> str:
+    """Return nested options as YAML, in their order. `layout`: see `yaml.dump`."""
+    return str(yaml.dump(dict(options), Dumper=_Dumper, sort_keys=False, **layout))
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-import yaml
-
 from hvdtrain.config.parse import CONFIG, IDENTITY, RunConfig
+from hvdtrain.config.yaml_file import read_yaml, yaml_text
 from hvdtrain.durable import write_text
-from hvdtrain.errors import RunDirectoryError, UnusableRunDirectoryError
+from hvdtrain.errors import ConfigError, RunDirectoryError, UnusableRunDirectoryError
 from hvdtrain.lease import Lease, take_lease
 from hvdtrain.observe import journal
 
@@ -57,14 +56,13 @@ class RunDirectory:
         if not file.exists():
             return None
         try:
-            content = yaml.safe_load(file.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise refusal(f"{file}", error) from error
-        except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-            raise RunDirectoryError(
-                f"{file} cannot be read: {error}", next_step=f"mend it, or remove it: rm {shlex.quote(str(file))}"
+            return read_yaml(file) or None
+        except ConfigError as error:
+            raise UnusableRunDirectoryError(
+                error.what,
+                expected="the options of the run so far, as training wrote them",
+                next_step=f"mend it, or go on by the options of the command alone: rm {shlex.quote(str(file))}",
             ) from error
-        return content if isinstance(content, dict) else None
 
     def resumes(self, resume: str) -> str:
         """What the option `resume` means: a job that was started again goes on with what it has done itself."""
@@ -83,7 +81,7 @@ class RunDirectory:
         """
         try:
             self.mark()
-            write_text(self.path / CONFIG, yaml.safe_dump({**run.resolved, "resume": "auto"}, sort_keys=False))
+            write_text(self.path / CONFIG, yaml_text({**run.resolved, "resume": "auto"}))
             write_text(self.path / IDENTITY, run.identity())
         except OSError as error:
             raise refusal(f"the run directory {self.path}", error) from error

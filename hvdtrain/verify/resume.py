@@ -7,8 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from hvdtrain.config.yaml_file import yaml_text
 from hvdtrain.verify.equality import Compared, compare
 from hvdtrain.verify.runs import Runner, scratch_config
 
@@ -30,7 +29,7 @@ def verify_resume(
     """
     config = scratch_config(resolved, steps)
     file = folder / "config.yaml"
-    file.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+    file.write_text(yaml_text(config), encoding="utf-8")
     runner = Runner(folder, file, steps, say)
     precision = str(config.get("precision", "fp32"))
     wholes = {}

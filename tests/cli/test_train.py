@@ -153,6 +153,22 @@ def test_a_launched_job_that_is_started_again_goes_on_whatever_it_began_from(
         assert "going on from step 2" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("content", ["train: [", "a: &a [*a]", "- 1", "seed: 1\nseed: 2"])
+def test_a_run_whose_config_is_broken_is_named_and_its_config_is_not_the_way_on(
+    content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SHORT, "--run_dir=run", "--train.stop_at=2"]) == 0
+    Path("run/config.yaml").write_text(content)
+    capsys.readouterr()
+    error = _fails(capsys, *SHORT, "--run_dir=run", code=2)
+    assert "the config file" in error and "run/config.yaml" in error and "rm " in error
+    assert "--config" not in error and "the run failed" not in error
+    assert Path("run/config.yaml").read_text() == content
+    Path("run/config.yaml").unlink()
+    assert main([*SHORT, "--run_dir=run"]) == 0
+    assert "going on from step 2" in capsys.readouterr().out
+
+
 def test_a_run_directory_in_use(capsys: pytest.CaptureFixture[str]) -> None:
     import fcntl
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.config.parse import changes, flatten, parse_argv, parse_object, task_spec
 from hvdtrain.config.schema import Config
-from hvdtrain.config.yaml_file import read_yaml
+from hvdtrain.config.yaml_file import read_yaml, yaml_text
 from hvdtrain.errors import ConfigError
 
 
@@ -35,6 +35,19 @@ def test_flags_yaml_and_dicts_mean_the_same(tmp_path: Path) -> None:
         assert run.config.precision == "bf16"
         assert run.task_args == {"hidden": 3, "act": "relu"}
     assert parsed[0].resolved == parsed[1].resolved == parsed[2].resolved
+
+
+@pytest.mark.parametrize(
+    "text", ["1e3", "+12e03", "1.5e3", "1_0E-2", "1e400", ".5e1", "0x10", "12:30", "2001-01-01", "null", "yes", "~", ""]
+)
+@pytest.mark.parametrize("option", ["act", "run_dir"])
+def test_text_that_looks_like_a_number_is_read_back_as_text(option: str, text: str, tmp_path: Path) -> None:
+    if not text and option == "run_dir":
+        return
+    run = parse_argv([f"--{option}={text}"], build)
+    (tmp_path / "run.yaml").write_text(yaml_text(run.resolved))
+    assert parse_argv(["--config", str(tmp_path / "run.yaml")], build).resolved == run.resolved
+    assert read_yaml(tmp_path / "run.yaml") == run.resolved
 
 
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
