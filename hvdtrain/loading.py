@@ -11,18 +11,19 @@ from typing import Any
 from hvdtrain.errors import HvdtrainError
 
 
-def load(spec: str, error: type[HvdtrainError], expected: str) -> Any:
+def load(spec: str, error: type[HvdtrainError], expected: str, folder: Path = Path()) -> Any:
     """Find what `spec` names; something that can be called.
 
     Args:
         spec: ``file.py:name`` or ``module:name``.
         error: raised when there is nothing of that name, with the names there are.
         expected: what it should be, for that error.
+        folder: what the place of a file is relative to.
     """
     place, colon, name = spec.rpartition(":")
     if not colon or not place or not name:
         raise error(f"{spec!r} names nothing", expected=f"file.py:name or module:name: {expected}")
-    module = _import_file(Path(place), error) if place.endswith(".py") else _import_module(place, error)
+    module = _import_file(folder / place, error) if place.endswith(".py") else _import_module(place, error)
     found = getattr(module, name, None)
     if not callable(found):
         own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]

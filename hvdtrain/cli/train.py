@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from hvdtrain.cli.ending import EXIT_OF_SIGNAL, end, show
-from hvdtrain.observe.commands import command, go_on
+from hvdtrain.observe.commands import command, go_on, shown
 from hvdtrain.observe.failure.voice import Voice
 from hvdtrain.observe.progress import duration, table
 from hvdtrain.observe.unfailing import let_output_fail
@@ -77,7 +77,8 @@ def summary(result: Result, info: RankInfo) -> str:
     from hvdtrain.training.observers import TIMELINE
     from hvdtrain.training.report import PAGE
 
-    curves, traces = result.run_dir / FOLDER, result.run_dir / TIMELINE
+    run_dir = shown(result.run_dir, info)
+    curves, traces = run_dir / FOLDER, run_dir / TIMELINE
     rows = [("training loss", f"{result.first_loss:.4f} -> {result.last_loss:.4f}")]
     if not math.isnan(result.first_heldout_loss):
         rows.append(("held-out loss", f"{result.first_heldout_loss:.4f} -> {result.last_heldout_loss:.4f}"))
@@ -86,18 +87,18 @@ def summary(result: Result, info: RankInfo) -> str:
         rows.append(("speed", f"{result.tokens_per_s:,.0f} {result.unit}/s {_on(result.sizes or [info.size])}"))
     if len(result.sizes) > 1:
         rows.append(("ranks", f"{' -> '.join(map(str, result.sizes))}; {result.still_s:.1f} s without a step"))
-    rows.append(("run", str(result.run_dir)))
+    rows.append(("run", str(run_dir)))
     how = {"finished": "finished", "stop_at": "stopped as asked"}.get(result.reason, f"stopped by {result.reason}")
     further, page = [], traces / PAGE
     if result.analysis is not None:
         further.append(("more of it", f"{page}, in a browser"))
-    if curves.is_dir():
+    if (result.run_dir / FOLDER).is_dir():
         # The address of this machine only: whoever reaches the port reads the run.
         further.append(("curves", command("tensorboard", "--logdir", str(curves), "--host", "127.0.0.1")))
-    if traces.is_dir():
+    if (result.run_dir / TIMELINE).is_dir():
         further.append(("traces", f"{traces}/*.json, in https://ui.perfetto.dev or chrome://tracing"))
     further += [
-        ("each step", command("tail", "-n", "3", f"{result.run_dir}/journal.jsonl")),
+        ("each step", command("tail", "-n", "3", f"{run_dir}/journal.jsonl")),
         ("this machine", command("hvdtrain", "doctor")),
     ]
     if result.reason == "finished":

@@ -34,11 +34,17 @@ def command(name: str, *arguments: str) -> str:
     return shlex.join([beside(name), *arguments])
 
 
+def shown(path: Path, info: RankInfo) -> Path:
+    """Return a path as it is typed in the folder in which the program was started."""
+    return path.relative_to(info.folder) if path.is_relative_to(info.folder) else path
+
+
 def go_on(run_dir: Path, info: RankInfo, options: str = "") -> str:
     """What goes on with a run on as many ranks: from its last checkpoint, or from the start where it has none.
 
     A comment stands for what a command cannot know: how several hosts or another launcher than mpirun were started.
     """
+    run_dir = shown(run_dir, info)
     arguments = ["--config", f"{run_dir}/config.yaml", "--run_dir", str(run_dir), *options.split()]
     launched = launch_options(info.variables)
     if launched is not None:
@@ -57,7 +63,7 @@ def go_on_program(run_dir: Path, info: RankInfo, argv: Sequence[str]) -> str:
     again = command("python", *argv[1:])
     if len(argv) < 2 or "\n" in again or len(again) > _LONGEST:
         again = "# the same program again"
-    return _launched(again, info, f"with run_dir set to {shlex.quote(str(run_dir))}")
+    return _launched(again, info, f"with run_dir set to {shlex.quote(str(shown(run_dir, info)))}")
 
 
 def _launched(line: str, info: RankInfo, note: str = "") -> str:

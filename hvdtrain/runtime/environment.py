@@ -22,6 +22,7 @@ import platform
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from hvdtrain.errors import LaunchError
 from hvdtrain.runtime.channel import VARIABLE
@@ -49,6 +50,7 @@ class RankInfo:
         local_size: number of processes on this host.
         host: name of this host.
         variables: the environment of this process.
+        folder: in which this process was started: what relative paths of its options are relative to.
     """
 
     launcher: str = NO_LAUNCHER
@@ -58,6 +60,7 @@ class RankInfo:
     local_size: int = 1
     host: str = "localhost"
     variables: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    folder: Path = field(default=Path(), compare=False, repr=False)
 
     @property
     def one_host(self) -> bool:

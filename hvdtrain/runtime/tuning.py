@@ -140,4 +140,4 @@ def prepare() -> tuple[RankInfo, list[Choice]]:
     loaded = [name for name in ("torch", "mpi4py.MPI", "horovod.torch") if name in sys.modules]
     choices = choose(info, before, read_host(before), library, site=site, loaded=loaded, ours=ours)
     apply(choices)
-    return replace(info, variables=environment.environ()), choices
+    return replace(info, variables=environment.environ(), folder=Path.cwd()), choices

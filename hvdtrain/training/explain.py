@@ -10,7 +10,7 @@ from pathlib import Path
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.rounds import Rounds
 from hvdtrain.errors import UnreadableCheckpointError
-from hvdtrain.observe.commands import go_on, go_on_program
+from hvdtrain.observe.commands import go_on, go_on_program, shown
 from hvdtrain.observe.failure.post import crash_notes, open_post
 from hvdtrain.observe.failure.reporter import TEXT, Job, Reporter, set_old_aside
 from hvdtrain.observe.failure.statement import Witness, myself
@@ -44,8 +44,9 @@ def explained(
     place = post.folder.parent.parent if post.folder is not None else directory
     if comm.rank == 0:
         set_old_aside(place)
+    here = shown(directory, info)
     again = go_on(directory, info) if voice is not None else go_on_program(directory, info, sys.orig_argv)
-    job = Job(directory, place, again, lambda: _newest(place, directory))
+    job = Job(here, place, again, lambda: _newest(place, here))
     reporter = Reporter(post, Witness(post.who, spans, comm.in_flight), job, voice or Voice())
     with handlers_as_before():
         try:

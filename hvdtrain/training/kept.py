@@ -55,7 +55,7 @@ class Kept:
         notices: signals that came.
         commits: copies of the state.
         compiled: blocks of the model that are compiled.
-        directory: of the run; None until this process was told.
+        directory: of the run, as it was given; None until this process was told.
         recorder: of this rank; it goes on while the rank stays what it is.
         step: optimizer steps that this process's state holds for others to go on from; `NOTHING` where it holds none.
         last: what the journal holds of the newest step.

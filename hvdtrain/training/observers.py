@@ -37,14 +37,16 @@ _FIRST_STEPS = 20
 """Steps of each start of a run whose spans are written under ``--observe.timeline auto``."""
 
 
-def add_sinks(recorder: Recorder, observe: ObserveConfig, given: Sequence[Any], comm: Comm) -> None:
-    """On rank 0, feed the sinks that the options name and those that a program gave.
+def add_sinks(
+    recorder: Recorder, observe: ObserveConfig, given: Sequence[Any], comm: Comm, folder: Path = Path()
+) -> None:
+    """On rank 0, feed the sinks that the options name, from `folder` on, and those that a program gave.
 
     Errors:
         ConfigError: one of them cannot be found or is no sink; on every rank.
     """
     wanted = "a function of one record, or a class with write(record) and close()"
-    found = [(spec, load(spec, ConfigError, wanted)) for spec in observe.sinks]
+    found = [(spec, load(spec, ConfigError, wanted, folder)) for spec in observe.sinks]
     found += [(getattr(value, "__name__", type(value).__name__), value) for value in given]
     for name, value in found:
         make = sink_maker(value)

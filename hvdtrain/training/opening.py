@@ -23,7 +23,7 @@ from hvdtrain.runtime.exposure import exposed
 from hvdtrain.training.health import batch_statistics
 from hvdtrain.training.kept import NOTHING, Kept
 from hvdtrain.training.resume_checks import check_end, check_files
-from hvdtrain.training.run_directory import RunDirectory, claim_run_directory
+from hvdtrain.training.run_directory import RUNS, RunDirectory, claim_run_directory
 
 _LET_GO_S = 10.0
 """How long a claim of a rank that is gone may last."""
@@ -32,8 +32,10 @@ _LET_GO_S = 10.0
 def claim_together(run: RunConfig, kept: Kept, comm: Comm) -> tuple[Path, RunDirectory | None]:
     """Where the run lives, and on rank 0 the claim to it. Collective: yes.
 
-    A process that was in it before knows the directory: another rank 0 may have claimed it then.
+    A process that was in it before knows the directory: another rank 0 may have claimed it then. Where it is relative,
+    each rank takes it from the folder in which it was started itself.
     """
+    folder = kept.info.folder
     claims: list[RunDirectory] = []
 
     def claim() -> str:
@@ -42,7 +44,7 @@ def claim_together(run: RunConfig, kept: Kept, comm: Comm) -> tuple[Path, RunDir
         end = time.monotonic() + (_LET_GO_S if known is not None else 0.0)
         while True:
             try:
-                claimed = claim_run_directory(wanted, kept.info.variables.get(JOB, ""))
+                claimed = claim_run_directory(wanted, kept.info.variables.get(JOB, ""), folder)
             except RunDirectoryError:
                 if time.monotonic() >= end:
                     raise
@@ -56,10 +58,11 @@ def claim_together(run: RunConfig, kept: Kept, comm: Comm) -> tuple[Path, RunDir
                     claimed.release()
                     raise
             claims.append(claimed)
-            return str(claimed.path)
+            given = Path(wanted.config.run_dir or RUNS)
+            return str(claimed.path if given.is_absolute() else claimed.path.relative_to(folder))
 
     kept.directory = Path(on_rank_0(comm, claim, name="run_dir"))
-    return kept.directory, claims[0] if claims else None
+    return folder / kept.directory, claims[0] if claims else None
 
 
 def _inside(run: RunConfig, directory: Path) -> RunConfig:
@@ -111,7 +114,7 @@ def describe_start(run: RunConfig, kept: Kept, comm: Comm, directory: Path, reco
     goes_on = kept.step != NOTHING  # among other ranks than before, in the same job
     facts = {"size": comm.size, "parameters": parameters, "unit": task.unit, "run_dir": str(directory)}
     if where := kept.info.variables.get("NCCL_DEBUG_FILE"):
-        facts["nccl_debug_file"] = str(Path(where).absolute())
+        facts["nccl_debug_file"] = str(kept.info.folder.absolute() / where)
     recorder.event({"event": "started", "goes_on": goes_on, **facts, "config": dict(run.resolved)})
     if goes_on:
         return

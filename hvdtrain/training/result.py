@@ -22,7 +22,7 @@ class Result:
     """How a run ended, equal on all ranks but for `model` and `analysis`.
 
     Attributes:
-        run_dir: where everything was written.
+        run_dir: where everything was written; absolute.
         reason: "finished", "stop_at", or the name of the signal that stopped it.
         step: optimizer steps done, earlier stretches of the run included.
         total_steps: the schedule's horizon.

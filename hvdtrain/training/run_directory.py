@@ -35,9 +35,11 @@ class RunDirectory:
 
     Attributes:
         job: what tells the job that claims from all others (`runtime.environment.JOB`); "" where nothing does.
+        folder: in which the job was started; the task's code may have changed to another one since.
     """
 
     job = ""
+    folder = Path()
 
     def __init__(self, path: Path, lock: IO[bytes], lease: Lease | None = None) -> None:
         self.path = path
@@ -66,7 +68,9 @@ class RunDirectory:
 
     def resumes(self, resume: str) -> str:
         """What the option `resume` means: a job that was started again goes on with what it has done itself."""
-        return "auto" if _is_of_job(self.path, self.job) else resume
+        if _is_of_job(self.path, self.job):
+            return "auto"
+        return resume if resume in ("auto", "never") else str(self.folder / resume)
 
     def mark(self) -> None:
         """What is here from now on is the work of this job."""
@@ -87,17 +91,20 @@ class RunDirectory:
             raise refusal(f"the run directory {self.path}", error) from error
 
 
-def claim_run_directory(run: RunConfig, job: str = "") -> RunDirectory:
+def claim_run_directory(run: RunConfig, job: str = "", folder: Path = Path()) -> RunDirectory:
     """The run directory of the config: `run_dir`, or the newest unfinished one of the same config, or a new one.
 
-    `job`: see `RunDirectory`.
+    `job`, `folder`: see `RunDirectory`.
 
     Errors:
         RunDirectoryError: another job uses it, it cannot be written, or it holds a run that is not to be resumed.
     """
     wanted, never = run.config.run_dir, run.config.resume == "never"
-    claimed = (_unfinished(run) or _new(run)) if wanted is None else _wanted(Path(wanted), job, never=never)
-    claimed.job = job
+    if wanted is None:
+        claimed = _unfinished(run, folder / RUNS) or _new(run, folder / RUNS)
+    else:
+        claimed = _wanted(folder / wanted, job, never=never)
+    claimed.job, claimed.folder = job, folder
     if never:
         claimed.mark()
     return claimed
@@ -133,11 +140,11 @@ def _is_of_job(path: Path, job: str) -> bool:
         return False
 
 
-def _unfinished(run: RunConfig) -> RunDirectory | None:
-    if run.config.resume == "never" or not RUNS.is_dir():
+def _unfinished(run: RunConfig, runs: Path) -> RunDirectory | None:
+    if run.config.resume == "never" or not runs.is_dir():
         return None
     identity = run.identity()
-    for path in sorted((p for p in RUNS.iterdir() if p.is_dir()), key=lambda p: p.name, reverse=True):
+    for path in sorted((p for p in runs.iterdir() if p.is_dir()), key=lambda p: p.name, reverse=True):
         file, log = path / IDENTITY, path / journal.NAME
         try:
             if file.read_bytes() != identity.encode():
@@ -155,16 +162,16 @@ def _unfinished(run: RunConfig) -> RunDirectory | None:
     return None
 
 
-def _new(run: RunConfig) -> RunDirectory:
+def _new(run: RunConfig, runs: Path) -> RunDirectory:
     name = Path(run.config.task.partition(":")[0]).stem
     stamp = time.strftime("%Y%m%d-%H%M%S")
     for attempt in range(1000):
-        path = RUNS / (f"{stamp}-{name}" + (f"-{attempt}" if attempt else ""))
+        path = runs / (f"{stamp}-{name}" + (f"-{attempt}" if attempt else ""))
         if not path.exists():
             claimed = _claim(path)
             if claimed is not None:
                 return claimed
-    raise RunDirectoryError(f"no free name for a run under {RUNS.resolve()}")
+    raise RunDirectoryError(f"no free name for a run under {runs.resolve()}")
 
 
 def _claim(path: Path) -> RunDirectory | None:

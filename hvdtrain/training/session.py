@@ -139,7 +139,7 @@ class _Round:
                 is_new = open_recorder(run, kept, comm, directory)
                 with recording(kept, self.rounds.is_over) as recorder:
                     if is_new:
-                        add_sinks(recorder, run.config.observe, self.sinks, comm)
+                        add_sinks(recorder, run.config.observe, self.sinks, comm, kept.info.folder)
                         add_tensorboard(recorder, run.config.observe, directory, kept.device, comm)
                     add_monitor(recorder, kept.device, comm)
                     horovod = add_horovod_timeline(recorder, self.timeline, directory, comm, told=not is_new)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from hvdtrain.comm.rounds import OneRound
 from hvdtrain.config.parse import parse_argv, task_spec
@@ -25,7 +26,7 @@ def train_on_threads(*options: str, size: int, build: Callable[[int], Task] | No
         function = load_task_function(task_spec(list(options)))
         run = parse_argv(list(options), function)
         make = partial(function, **run.task_args) if build is None else partial(build, comm.rank)
-        info = RankInfo("threads", comm.rank, comm.size, comm.rank, comm.size)
+        info = RankInfo("threads", comm.rank, comm.size, comm.rank, comm.size, folder=Path.cwd())
         return run_training(run, make, OneRound(comm), TimelinePlan("off"), info)
 
     return on_ranks(size, body)
