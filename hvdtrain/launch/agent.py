@@ -8,12 +8,13 @@ From the driver:
     start    {"worker", "argv", "environment"}             added to the environment of hello, and that to the host's own
     tell     {"worker", "what", "facts"}
     kill     {"worker", "after_s"}   signal  {"worker", "name"}
-    answer   {"request", "status", "value"}
+    open     {"round", "keys"}   the round whose store is open from now on; 0: none is
+    keys     {"round", "keys"}   what ranks of all hosts have put into it, as `store.packed` makes it
     beat     {}             each second
 To the driver:
     ready    {"pid", "store", "address", "interface"}   the last two: by which the driver came, "" if not known
     said     {"worker", "message"}   line  {"worker", "text", "err"}   dying  {"worker"}   exited  {"worker", "code"}
-    put      {"round", "key", "value"}   get  {"request", "round", "key"}
+    put      {"round", "key", "value"}
     log      {"text"}
     beat     {"halted": {worker: bool}}   each second
 When the driver's end is closed, the agent ends all workers and itself. SIGTERM it hands on to its workers: batch
@@ -22,14 +23,12 @@ systems send it to all processes at once, and one that ended by it would take fr
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
-from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from functools import partial
 from typing import IO, Any
@@ -39,6 +38,7 @@ from hvdtrain.launch.interfaces import interface_of
 from hvdtrain.launch.lines import LineWriter, messages
 from hvdtrain.launch.process import WorkerProcess
 from hvdtrain.launch.rendezvous import Rendezvous
+from hvdtrain.launch.store import packed, unpacked
 from hvdtrain.runtime.channel import BEAT_S
 from hvdtrain.runtime.environment import environ
 
@@ -48,8 +48,8 @@ TERM_S = 5.0
 _CUT_S = 60.0
 """Without a word of a driver on another host: the link between them is cut."""
 
-_POLL_S = 4.0
-"""A request for a key that is not there yet is answered after this time; Horovod asks again."""
+_OF_THIS_HOST = "local_"
+"""Keys of Horovod's communicator of the ranks of one host begin with it: no other host asks for them."""
 
 
 class Agent:
@@ -63,11 +63,9 @@ class Agent:
         self._workers: dict[int, WorkerProcess] = {}
         self._ended: list[WorkerProcess] = []
         self._lock = threading.Lock()
-        self._requests = itertools.count(1)
-        self._asked: dict[int, tuple[threading.Event, list[tuple[int, bytes]]]] = {}
         self._heard_s = time.monotonic()
         self._ending = threading.Lock()
-        self.rendezvous = Rendezvous(self._put, self._get, lambda text: writer.send("log", text=text))
+        self.rendezvous = Rendezvous(lambda text: writer.send("log", text=text), put=self._put)
 
     def run(self, source: IO[bytes]) -> None:
         """Do what the driver says, until it is gone."""
@@ -114,8 +112,10 @@ class Agent:
         kind = message["type"]
         if kind == "start":
             self._start(int(message["worker"]), message)
-        elif kind == "answer":
-            self._answer(message)
+        elif kind == "open":
+            self.rendezvous.open(message["round"], {k: v.encode() for k, v in message["keys"].items()})
+        elif kind == "keys":
+            self.rendezvous.add(message["round"], {k: unpacked(v) for k, v in message["keys"].items()})
         elif kind in ("tell", "kill", "signal"):
             with self._lock:
                 worker = self._workers.get(message["worker"])
@@ -168,21 +168,8 @@ class Agent:
                 os._exit(1)
 
     def _put(self, number: int, key: str, value: bytes) -> None:
-        self._writer.send("put", round=number, key=key, value=b64encode(value).decode())
-
-    def _get(self, number: int, key: str) -> tuple[int, bytes]:
-        request, came, answer = next(self._requests), threading.Event(), list[tuple[int, bytes]]()
-        self._asked[request] = (came, answer)
-        self._writer.send("get", request=request, round=number, key=key)
-        came.wait(_POLL_S)
-        self._asked.pop(request, None)
-        return answer[0] if answer else (404, b"")
-
-    def _answer(self, message: Mapping[str, Any]) -> None:
-        asked = self._asked.get(message["request"])
-        if asked is not None:
-            asked[1].append((int(message["status"]), b64decode(message["value"])))
-            asked[0].set()
+        if not key.startswith(_OF_THIS_HOST):
+            self._writer.send("put", round=number, key=key, value=packed(value))
 
 
 def main(hello: Mapping[str, Any] | None = None) -> int:

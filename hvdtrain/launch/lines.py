@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
 from hvdtrain.runtime.channel import parse
 
 MOST_BYTES = 1 << 22
 """Of a line."""
+
+
+def line(kind: str, facts: Mapping[str, Any]) -> bytes:
+    """A message as it is written."""
+    return json.dumps({"type": kind, **facts}).encode() + b"\n"
 
 
 class LineWriter:
@@ -22,7 +27,10 @@ class LineWriter:
 
     def send(self, kind: str, **facts: Any) -> None:
         """Write a message."""
-        data = json.dumps({"type": kind, **facts}).encode() + b"\n"
+        self.write(line(kind, facts))
+
+    def write(self, data: bytes) -> None:
+        """Write whole lines."""
         with self._lock:
             try:
                 self._stream.write(data)
@@ -34,9 +42,9 @@ class LineWriter:
 def messages(stream: IO[bytes]) -> Iterator[dict[str, Any]]:
     """What comes until the stream ends, or a line has no end; what is no message is passed over."""
     while True:
-        line = stream.readline(MOST_BYTES)
-        if not line.endswith(b"\n"):
+        read = stream.readline(MOST_BYTES)
+        if not read.endswith(b"\n"):
             return
-        message = parse(line)
+        message = parse(read)
         if message is not None:
             yield message

@@ -10,7 +10,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
-from hvdtrain.launch.lines import LineWriter, messages
+from hvdtrain.launch.lines import LineWriter, line, messages
 
 END_S = 12.0
 """For an agent whose pipe was closed: it ends its workers before itself."""
@@ -50,7 +50,7 @@ class AgentLink:
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the driver alone
         )
-        self._outbox: SimpleQueue[tuple[str, dict[str, Any]] | None] = SimpleQueue()
+        self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
         self._errors: deque[str] = deque(maxlen=8)
         self._threads = [threading.Thread(target=w, daemon=True) for w in (self._write, self._read, self._complain)]
 
@@ -61,7 +61,11 @@ class AgentLink:
 
     def send(self, kind: str, **facts: Any) -> None:
         """Say something to it, without waiting."""
-        self._outbox.put((kind, facts))
+        self.write(line(kind, facts))
+
+    def write(self, data: bytes) -> None:
+        """Say whole lines to it, without waiting."""
+        self._outbox.put(data)
 
     def close(self) -> None:
         """Let it end its workers and itself."""
@@ -88,8 +92,8 @@ class AgentLink:
     def _write(self) -> None:
         assert self._process.stdin is not None
         writer = LineWriter(self._process.stdin)
-        while (message := self._outbox.get()) is not None:
-            writer.send(message[0], **message[1])
+        while (data := self._outbox.get()) is not None:
+            writer.write(data)
         with suppress(OSError):
             self._process.stdin.close()
         try:
@@ -110,7 +114,7 @@ class AgentLink:
     def _complain(self) -> None:
         assert self._process.stderr is not None
         with self._process.stderr as stream:
-            for line in stream:
-                text = line.decode("utf-8", "replace").strip()
+            for read in stream:
+                text = read.decode("utf-8", "replace").strip()
                 if text:
                     self._errors.append(text)

@@ -2,169 +2,338 @@
 
 Horovod builds the address ``http://ADDR:PORT/SCOPE/KEY``. With ``ADDR`` = ``127.0.0.1:4711/TOKEN/ROUND`` and ``PORT``
 = 0 the path is ``/TOKEN/ROUND:0/SCOPE/KEY``: each request carries the token, and each round has a store of its own.
+
+Others can connect too. Who has not shown the token is a stranger: strangers hold a few places and have a few seconds,
+however slowly they send, and when a new one comes the oldest has to go. So the ranks always find a place.
 """
 
 from __future__ import annotations
 
 import hmac
-import itertools
 import re
 import secrets
+import selectors
+import socket
 import threading
-from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from io import BufferedIOBase
-from socket import socket
-from typing import Any
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+from hvdtrain.launch.store import ABSENT, MOST_BYTES, RoundStore
 
 Put = Callable[[int, str, bytes], None]
-Get = Callable[[int, str], tuple[int, bytes]]
 
-MOST_BYTES = 1 << 16
-"""Of a value; Gloo's are some hundred."""
+MOST_STRANGERS = 128
+STRANGER_S = 5.0
+"""From its connection to the end of its head, for a request that has not shown the token."""
 
-_MOST_REQUESTS = 1024
+_POLL_S = 4.0
+"""A request for a key that is not there yet is answered after this time; Horovod asks again."""
+_REQUEST_S = 30.0
+"""For a rank to send a value, or to read one."""
+_TICK_S = 0.25
+_ACCEPTED_AT_ONCE = 32
+"""Fewer than strangers have places: what a rank has sent is read before it could have to go."""
 _MOST_HEAD_BYTES = 1 << 14
 _TOLD = 20
 """Requests that are refused of which each is told; then each power of two."""
-_SOCKET_TIMEOUT_S = 30.0
-_PATH = re.compile(r"/([A-Za-z0-9_-]{1,128})/([0-9]{1,9}):0/([A-Za-z0-9._@:-]{1,400}/[A-Za-z0-9._@:-]{1,400})")
+_HEAD = re.compile(rb"([A-Z]{1,16}) ([!-~]{1,2048}) HTTP/1\.[01]\r\n")
+_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([^\r\n]*?)[ \t]*\r\n", re.IGNORECASE)
+_PATH = re.compile(rb"/([A-Za-z0-9_-]{1,128})/([0-9]{1,9}):0/([A-Za-z0-9._@:-]{1,400}/[A-Za-z0-9._@:-]{1,400})")
 
 
 class Rendezvous:
-    """The server of one host.
+    """The server of one host: one thread, which never waits for a peer.
 
     Args:
-        put: called with round, key and value of each PUT.
-        get: the status and the value for round and key; it may take a few seconds until the key is there.
         log: called with a line for each request that is refused.
         host: the IPv4 address of this host by which it is reached; by no other one it is.
+        put: called with round, key and value of each PUT, which is kept here in any case.
     """
 
-    def __init__(self, put: Put, get: Get, log: Callable[[str], None], host: str = "127.0.0.1") -> None:
+    def __init__(self, log: Callable[[str], None], host: str = "127.0.0.1", put: Put | None = None) -> None:
         self.token = secrets.token_urlsafe(32)
-        self._put, self._get, self._log = put, get, log
-        self._room = threading.BoundedSemaphore(_MOST_REQUESTS)
-        self._refused = itertools.count(1)
-        outer = self
-
-        class Handler(_Handler):
-            rendezvous = outer
-
-        self._host = host
-        self._server = _Server((host, 0), Handler)
-        self._server.room = self._room
+        self._log, self._put = log, put
+        self._store = RoundStore()
+        self._listener = socket.create_server((host, 0), backlog=4096)
+        self._listener.setblocking(False)
+        self._woken, self._wake = socket.socketpair()
+        self._todo: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._woken, selectors.EVENT_READ, self._do)
+        self._listening = False
+        self._open: dict[_Connection, None] = {}
+        self._strangers: dict[_Connection, None] = {}
+        self._counts: Counter[str] = Counter()
+        self._over = False
+        self._thread = threading.Thread(target=self._serve, name="rendezvous", daemon=True)
 
     @property
     def address(self) -> str:
         """Host, port and token; a round's number behind it makes what ranks are given."""
-        return f"{self._host}:{self._server.server_port}/{self.token}"
+        host, port = self._listener.getsockname()
+        return f"{host}:{port}/{self.token}"
 
     def start(self) -> None:
-        """Serve from now on, in a thread."""
-        threading.Thread(target=self._server.serve_forever, name="rendezvous", daemon=True).start()
+        """Serve from now on."""
+        self._thread.start()
 
     def close(self) -> None:
         """Serve no longer."""
-        self._server.shutdown()
-        self._server.server_close()
+        self._tell(None)
+        self._thread.join()
 
-    def answer(self, method: str, path: str, length: str | None, read: Callable[[int], bytes]) -> tuple[int, bytes]:
-        """The status and the body for a request. `length`: its header; `read`: gives so many bytes of its body."""
+    def open(self, number: int, keys: Mapping[str, bytes]) -> None:
+        """Begin a round with `keys`; those of the round before are dropped. Number 0: there is no round."""
+        self._tell(lambda: self._store.open(number, keys))
+
+    def add(self, number: int, keys: Mapping[str, bytes]) -> None:
+        """Keep what ranks of other hosts have put."""
+        self._tell(lambda: [self._store.put(number, key, value) for key, value in keys.items()])
+
+    def _tell(self, act: Callable[[], object] | None) -> None:
+        self._todo.put(act)
+        with suppress(OSError):
+            self._wake.send(b"\0")
+
+    def _do(self, events: int) -> None:
+        self._woken.recv(1 << 12)
+        with suppress(Empty):
+            while (act := self._todo.get_nowait()) is not None:
+                act()
+            self._over = True
+
+    def _serve(self) -> None:
+        ticked_s = 0.0
+        while not self._over:
+            if (now := time.monotonic()) - ticked_s >= _TICK_S:
+                ticked_s = now
+                for connection in [c for c in self._open if now >= c.until_s]:
+                    connection.late()
+                self._listen()
+            for key, events in self._selector.select(_TICK_S):
+                key.data(events)
+        for connection in list(self._open):
+            connection.close()
+        for one in (self._selector, self._listener, self._woken, self._wake):
+            one.close()
+
+    def _listen(self) -> None:
+        if not self._listening:
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+            self._listening = True
+
+    def _accept(self, events: int) -> None:
+        for _ in range(_ACCEPTED_AT_ONCE):
+            try:
+                peer, sender = self._listener.accept()
+            except (BlockingIOError, ConnectionError):
+                return
+            except OSError as error:  # no file descriptor is left, most often
+                self.say("crowd", f"no connection can be accepted: {error.strerror}", self._who)
+                if self._strangers:
+                    return next(iter(self._strangers)).close()
+                self._selector.unregister(self._listener)  # for a tick: select would return at once
+                self._listening = False
+                return
+            connection = _Connection(self, peer, sender[0])
+            self._open[connection] = self._strangers[connection] = None
+            connection.go_on()
+            if len(self._strangers) > MOST_STRANGERS:
+                next(iter(self._strangers)).close()
+                self.say("crowd", f"more than {MOST_STRANGERS} connections have sent no request", self._who)
+
+    def _who(self) -> str:
+        """Whose the connections are that hold the places, in words."""
+        port = self._listener.getsockname()[1]
+        owners = ", ".join(f"{number} of uid {uid}" for uid, number in _owners(port).most_common(3))
+        return (
+            "; the oldest are closed, so that ranks find a place. Another program holds them"
+            f" ({owners or 'from elsewhere'}), see: ss -tnp dport = :{port}"
+        )
+
+    def became_known(self, connection: _Connection) -> None:
+        """It has shown the token."""
+        self._strangers.pop(connection, None)
+
+    def closed(self, connection: _Connection) -> None:
+        """It is closed."""
+        self._open.pop(connection, None)
+        self._strangers.pop(connection, None)
+
+    def watch(self, connection: _Connection, events: int) -> None:
+        """Have a connection go on at these events; 0: at none."""
+        if connection.watched == events:
+            return
+        if connection.watched and events:
+            self._selector.modify(connection.peer, events, connection.go_on)
+        elif events:
+            self._selector.register(connection.peer, events, connection.go_on)
+        elif connection.watched:
+            self._selector.unregister(connection.peer)
+        connection.watched = events
+
+    def judge(self, path: bytes) -> int:
+        """The status of a request of this path: 200 where it has the token."""
         found = _PATH.fullmatch(path)
         if found is None:
-            return 404, b""
-        if not hmac.compare_digest(found[1], self.token):
-            return 403, b""
-        number, key = int(found[2]), found[3]
-        if method == "GET":
-            return self._get(number, key)
-        if method == "PUT":
-            if length is None or not re.fullmatch("[0-9]{1,9}", length) or int(length) > MOST_BYTES:
-                return 413, b""
-            self._put(number, key, read(int(length)))
-        return 200, b""
+            return 404
+        return 200 if hmac.compare_digest(found[1], self.token.encode()) else 403
 
-    def refused(self, method: str, status: int, sender: str) -> None:
-        """Log it in a line, without the path: that may hold the token. Of many ever fewer are."""
-        count = next(self._refused)
-        if count <= _TOLD or count & (count - 1) == 0:
-            number = "" if count <= _TOLD else f", the {count}th"
-            self._log(f"rendezvous: refused a {method} of {sender} with {status}{number}")
+    def put(self, number: int, key: str, value: bytes) -> None:
+        """Keep the value of a rank of this host."""
+        if self._store.put(number, key, value) and self._put is not None:
+            self._put(number, key, value)
+
+    def get(self, number: int, key: str, reply: Callable[[int, bytes], None]) -> Callable[[], None] | None:
+        """Reply now or later; what takes a request back that waits."""
+        return None if self._store.get(number, key, reply) else partial(self._store.forget, key, reply)
+
+    def say(self, kind: str, text: str, more: Callable[[], str] = str) -> None:
+        """Log a line. Of many of a kind ever fewer are."""
+        self._counts[kind] += 1
+        number = self._counts[kind]
+        few = number <= (_TOLD if kind == "refused" else 1)
+        if few or (number > _TOLD and number & (number - 1) == 0):
+            self._log(f"rendezvous: {text}{'' if few else f', the {number}th'}{more()}")
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 512
-    room: threading.BoundedSemaphore
+class _Connection:
+    """One request: its head, perhaps a body, the answer.
 
-    def process_request(self, request: socket | tuple[bytes, socket], client_address: Any) -> None:
-        if not self.room.acquire(blocking=False):
-            return self.shutdown_request(request)
-        super().process_request(request, client_address)
+    Attributes:
+        peer: the socket, which never blocks.
+        until_s: when it is late.
+        watched: the events at which it goes on.
+    """
 
-    def process_request_thread(self, request: socket | tuple[bytes, socket], client_address: Any) -> None:
+    def __init__(self, server: Rendezvous, peer: socket.socket, sender: str) -> None:
+        peer.setblocking(False)
+        self.peer, self._sender, self._server = peer, sender, server
+        self.until_s = time.monotonic() + STRANGER_S
+        self.watched = 0
+        self._data = b""
+        self._need = -1
+        self._wants: tuple[int, str] | None = None
+        self._take_back: Callable[[], None] | None = None
+        self._left: memoryview | None = None
+        self._refused = self._closed = False
+
+    def go_on(self, events: int = selectors.EVENT_READ) -> None:
+        """Read or write what can be without waiting."""
         try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self.room.release()
+            if self._left is None:
+                self._read()
+            elif self._left:
+                self._write()
+            elif not self.peer.recv(1 << 16):  # refused: closed before all is read, it would be reset
+                self.close()
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.close()
+        if not self._closed:
+            self._server.watch(self, selectors.EVENT_WRITE if self._left else selectors.EVENT_READ)
 
-    def handle_error(self, request: socket | tuple[bytes, socket], client_address: Any) -> None:
-        """A connection that broke is nobody's error here."""
+    def late(self) -> None:
+        """Its time is over."""
+        if self._take_back is not None:
+            self._take_back()
+            return self._answer(ABSENT, b"")
+        if self._need < 0 and not self._refused:
+            text = f"closed a connection of {self._sender}, which has sent no request in {STRANGER_S:.0f} s"
+            self._server.say("late", text)
+        self.close()
+
+    def close(self) -> None:
+        """Close it."""
+        self._closed = True
+        if self._take_back is not None:
+            self._take_back()
+        if self.watched:
+            self._server.watch(self, 0)
+        self.peer.close()
+        self._server.closed(self)
+
+    def _read(self) -> None:
+        data = self.peer.recv(1 << 16)
+        if not data:
+            return self.close()
+        if self._take_back is not None:
+            return  # it waits for its answer, and has nothing more to say
+        self._data += data
+        if self._need < 0:
+            self._read_head()
+        if self._wants is not None and len(self._data) >= self._need:
+            number, key = self._wants
+            self._server.put(number, key, self._data[: self._need])
+            self._answer(200, b"")
+
+    def _read_head(self) -> None:
+        head, end, rest = self._data.partition(b"\r\n\r\n")
+        if not end:
+            if len(self._data) > _MOST_HEAD_BYTES:
+                self._refuse("request", 431)
+            return
+        found = _HEAD.match(head + b"\r\n")
+        if found is None:
+            self._server.say("refused", f"refused what is no request, of {self._sender}")
+            return self.close()
+        method, path = found[1].decode(), found[2]
+        status = self._server.judge(path) if method in ("GET", "PUT", "DELETE") else 501
+        if status != 200:
+            return self._refuse(method, status)
+        self._server.became_known(self)
+        self.until_s = time.monotonic() + _REQUEST_S
+        part = _PATH.fullmatch(path)
+        assert part is not None
+        number, key = int(part[2]), part[3].decode()
+        self._need, self._data = 0, rest
+        if method == "GET":
+            self._take_back = self._server.get(number, key, self._answer)
+            if self._take_back is not None:
+                self.until_s = time.monotonic() + _POLL_S
+        elif method == "DELETE":
+            self._answer(200, b"")
+        else:
+            length = _LENGTH.search(head + b"\r\n")
+            if length is None or not re.fullmatch(rb"[0-9]{1,9}", length[1]) or int(length[1]) > MOST_BYTES:
+                return self._refuse(method, 413)
+            self._need, self._wants = int(length[1]), (number, key)
+
+    def _refuse(self, method: str, status: int) -> None:
+        """Refuse it and log it, without the path: that may hold the token."""
+        self._refused = True
+        self._server.say("refused", f"refused a {method} of {self._sender} with {status}")
+        self._answer(status, b"")
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self._take_back = self._wants = None
+        if not self._refused:
+            self.until_s = time.monotonic() + _REQUEST_S
+        head = f"HTTP/1.1 {status} \r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        self._left = memoryview(head.encode() + body)
+        self.go_on()
+
+    def _write(self) -> None:
+        assert self._left is not None
+        while self._left:
+            self._left = self._left[self.peer.send(self._left) :]
+        if not self._refused:
+            return self.close()
+        self.peer.shutdown(socket.SHUT_WR)
 
 
-class _Short:
-    """A request whose head ends after some bytes, though it goes on: one without end takes memory from all others."""
-
-    def __init__(self, stream: BufferedIOBase) -> None:
-        self._stream = stream
-        self._room = _MOST_HEAD_BYTES
-        self.read, self.close = stream.read, stream.close
-
-    def readline(self, most: int) -> bytes:
-        line = self._stream.readline(min(most, self._room)) if self._room else b""
-        self._room -= len(line)
-        return line
-
-
-class _Handler(BaseHTTPRequestHandler):
-    rendezvous: Rendezvous
-    protocol_version = "HTTP/1.1"
-    timeout = _SOCKET_TIMEOUT_S
-
-    def setup(self) -> None:
-        super().setup()
-        self.rfile = _Short(self.rfile)  # type: ignore[assignment]
-
-    def do_GET(self) -> None:
-        self._do()
-
-    def do_PUT(self) -> None:
-        self._do()
-
-    def do_DELETE(self) -> None:
-        self._do()
-
-    def _do(self) -> None:
-        status, body = self.rendezvous.answer(
-            self.command, self.path, self.headers.get("Content-Length"), self.rfile.read
-        )
-        if status not in (200, 404, 410) or (status == 404 and not _PATH.fullmatch(self.path)):
-            self.rendezvous.refused(self.command, status, self.address_string())
-        self._send(status, body)
-
-    def _send(self, status: int, body: bytes) -> None:
-        self.send_response_only(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Connection", "close")
-        self.end_headers()
-        self.wfile.write(body)
-        self.close_connection = True
-
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Refuse what is no request of Horovod's, without repeating any of it."""
-        self.rendezvous.refused("request", code, self.address_string())
-        self._send(code, b"")
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+def _owners(port: int) -> Counter[int]:
+    """How many connections to a port of this host each user of this host has."""
+    found: Counter[int] = Counter()
+    with suppress(OSError):
+        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[2].endswith(f":{port:04X}") and fields[3] == "01":
+                found[int(fields[7])] += 1
+    return found

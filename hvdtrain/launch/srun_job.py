@@ -22,12 +22,14 @@ from hvdtrain.errors import USAGE, LaunchError
 from hvdtrain.launch.interfaces import address_of, source_to
 from hvdtrain.launch.nodelist import node_names
 from hvdtrain.launch.rendezvous import Rendezvous
-from hvdtrain.launch.shared_store import ROUND, SharedStore
 from hvdtrain.launch.slurm_task import INTERFACE, STEP, STORE
 from hvdtrain.runtime.environment import environ
 
 _PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
 _LOOPBACK = "127.0.0.1"
+ROUND = 1
+"""The only one: ranks that srun started come once."""
+
 _HANDED_ON = {signal.SIGTERM: "TERM", signal.SIGHUP: "TERM", signal.SIGINT: "INT", signal.SIGUSR1: "USR1"}
 _SCANCEL_S = 30
 
@@ -92,16 +94,15 @@ def main(argv: Sequence[str]) -> int:
     except LaunchError as error:
         _say(f"error: {error}")
         return USAGE
-    store, tasks = SharedStore(), Tasks(job)
+    tasks = Tasks(job)
 
     def put(number: int, key: str, value: bytes) -> None:
         if key == STEP:
             tasks.are(value)
-        else:
-            store.put(number, key, value)
 
-    rendezvous = Rendezvous(put, store.get, _say, address)
+    rendezvous = Rendezvous(_say, address, put)
     rendezvous.start()
+    rendezvous.open(ROUND, {})
     given = {STORE: f"{rendezvous.address}/{ROUND}", _PORT: "0", **({INTERFACE: interface} if interface else {})}
 
     try:

@@ -1,64 +1,76 @@
-"""What ranks tell each other while Horovod starts: the addresses of a round, kept by the driver. No I/O."""
+"""What ranks tell each other while Horovod starts: the addresses of a round, as each host keeps them. No I/O.
+
+Each rank of Gloo puts a value of 136 bytes for each other rank, and reads the values of all others twice. So every host
+gets each value once, packed, and hands it to its own ranks as often as they ask.
+"""
 
 from __future__ import annotations
 
-from base64 import b64encode
-from dataclasses import dataclass
+import zlib
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Mapping
 
 FOUND, ABSENT, GONE = 200, 404, 410
+
+MOST_BYTES = 1 << 21
+"""Of a value: 136 bytes a rank, for 15,000 ranks."""
+
 MOST_KEYS = 1 << 18
-"""Of a round: three contexts of 512 ranks, each with a key for each."""
+"""Of a round: six for each rank, and as many for each process set."""
 
-
-@dataclass(frozen=True)
-class Answer:
-    """To a request of a host's agent. `value`: as it was put, which is text without meaning here."""
-
-    host: str
-    request: int
-    status: int
-    value: str = ""
-
-
-def encoded(keys: dict[str, str]) -> dict[str, str]:
-    """Values as agents put them."""
-    return {key: b64encode(value.encode()).decode() for key, value in keys.items()}
+Reply = Callable[[int, bytes], None]
+"""Called once, with a status of HTTP and the value."""
 
 
 class RoundStore:
-    """The keys of the newest round; those of others are gone, so that a rank that is late learns it at once."""
+    """The keys of the newest round; those of others are dropped, so that a rank that is late learns it at once."""
 
     def __init__(self) -> None:
         self._round = 0
-        self._keys: dict[str, str] = {}
-        self._asking: dict[str, list[tuple[str, int]]] = {}
+        self._keys: dict[str, bytes] = {}
+        self._asking: dict[str, list[Reply]] = {}
 
-    def open(self, number: int, keys: dict[str, str]) -> list[Answer]:
-        """Begin a round with `keys`; who still asks for the one before is refused."""
-        answers = self.close(self._round)
+    def open(self, number: int, keys: Mapping[str, bytes]) -> None:
+        """Begin a round with `keys`; who still asks for the one before is refused. Number 0: there is no round."""
+        asking, self._asking = self._asking, {}
         self._round, self._keys = number, dict(keys)
-        return answers
+        for reply in (reply for replies in asking.values() for reply in replies):
+            reply(GONE, b"")
 
-    def close(self, number: int) -> list[Answer]:
-        """Drop a round's keys."""
-        if number != self._round:
-            return []
-        asking = [asker for askers in self._asking.values() for asker in askers]
-        self._round, self._keys, self._asking = 0, {}, {}
-        return [Answer(host, request, GONE) for host, request in asking]
-
-    def put(self, number: int, key: str, value: str) -> list[Answer]:
-        """Keep a value, and answer who waits for it."""
-        if number != self._round or len(self._keys) >= MOST_KEYS:
-            return []
+    def put(self, number: int, key: str, value: bytes) -> bool:
+        """Keep a value, and answer who waits for it; whether it was kept."""
+        if not number or number != self._round or len(self._keys) >= MOST_KEYS:
+            return False
         self._keys[key] = value
-        return [Answer(host, request, FOUND, value) for host, request in self._asking.pop(key, [])]
+        for reply in self._asking.pop(key, ()):
+            reply(FOUND, value)
+        return True
 
-    def get(self, host: str, request: int, number: int, key: str) -> list[Answer]:
-        """Answer a request, now or when the key is put."""
-        if number != self._round:
-            return [Answer(host, request, GONE)]
-        if key in self._keys:
-            return [Answer(host, request, FOUND, self._keys[key])]
-        self._asking.setdefault(key, []).append((host, request))
-        return []
+    def get(self, number: int, key: str, reply: Reply) -> bool:
+        """Reply now, or when the key is put; whether it was now."""
+        if not number or number != self._round:
+            reply(GONE, b"")
+        elif key in self._keys:
+            reply(FOUND, self._keys[key])
+        else:
+            self._asking.setdefault(key, []).append(reply)
+            return False
+        return True
+
+    def forget(self, key: str, reply: Reply) -> None:
+        """Take back a request that waits."""
+        replies = self._asking.get(key, [])
+        if reply in replies:
+            replies.remove(reply)
+            if not replies:
+                del self._asking[key]
+
+
+def packed(value: bytes) -> str:
+    """A value as it goes to other hosts. The addresses of a rank are alike but for a number: they take a tenth."""
+    return b64encode(zlib.compress(value, 1)).decode()
+
+
+def unpacked(text: str) -> bytes:
+    """The value again, cut off where it is longer than any may be."""
+    return zlib.decompressobj().decompress(b64decode(text), MOST_BYTES)

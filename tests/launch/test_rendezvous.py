@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
-import itertools
+import os
 import pickle
+import random
+import re
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.client import HTTPConnection
 
 import pytest
 
-from hvdtrain.launch.rendezvous import MOST_BYTES, Rendezvous
+from hvdtrain.launch import lines, rendezvous
+from hvdtrain.launch.rendezvous import MOST_BYTES, MOST_STRANGERS, Rendezvous
 from tests.support.launch import TIMEOUT_S
 
 
 class Served:
-    """A server over a dict, and what it logged."""
+    """A server, its store in round 3, what was put and what it logged."""
 
     def __init__(self) -> None:
         self.keys: dict[tuple[int, str], bytes] = {}
         self.log: list[str] = []
-        self.server = Rendezvous(self._put, self._get, self.log.append)
+        self.server = Rendezvous(self.log.append, put=self._put)
         self.server.start()
         self.address, self.token = self.server.address.split("/")
 
     def _put(self, number: int, key: str, value: bytes) -> None:
         self.keys[number, key] = value
 
-    def _get(self, number: int, key: str) -> tuple[int, bytes]:
-        value = self.keys.get((number, key))
-        return (404, b"") if value is None else (200, value)
+    def connect(self) -> socket.socket:
+        host, port = self.address.split(":")
+        return socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
 
     def ask(self, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
         connection = HTTPConnection(self.address, timeout=TIMEOUT_S)
@@ -53,17 +58,40 @@ def serving() -> Iterator[Served]:
 def served(serving: Served) -> Served:
     serving.keys.clear()
     serving.log.clear()
-    serving.server._refused = itertools.count(1)
+    serving.server._counts.clear()
+    serving.server.open(3, {})
     return serving
 
 
-def test_what_horovod_asks(served: Served) -> None:
+def test_what_horovod_asks(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_POLL_S", 0.0)
     path = f"/{served.token}/3:0/local_my-host.x@y/0"
     assert served.ask("GET", path) == (404, b"")
     assert served.ask("PUT", path, b"\x00\xff bytes") == (200, b"")
     assert served.ask("GET", path) == (200, b"\x00\xff bytes")
     assert served.ask("DELETE", path) == (200, b"")
+    assert served.ask("GET", path.replace("/3:0", "/2:0")) == (410, b"")
     assert served.keys == {(3, "local_my-host.x@y/0"): b"\x00\xff bytes"} and not served.log
+
+
+def test_who_asks_early_gets_the_value_when_it_comes(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_POLL_S", TIMEOUT_S)
+    here, of_another_host = (f"/{served.token}/3:0/global/{rank}" for rank in (0, 1))
+    with ThreadPoolExecutor() as threads:
+        asked = [threads.submit(served.ask, "GET", path) for path in (here, of_another_host)]
+        served.ask("PUT", here, b"zero")
+        served.server.add(2, {"global/1": b"of another round"})
+        served.server.add(3, {"global/1": b"one"})
+        assert [one.result(TIMEOUT_S) for one in asked] == [(200, b"zero"), (200, b"one")]
+    assert served.keys == {(3, "global/0"): b"zero"}
+
+
+def test_the_addresses_of_a_thousand_ranks(served: Served) -> None:
+    """483 ranks have more than 64 KiB each, which was once the most."""
+    path, value = f"/{served.token}/3:0/global/7", random.Random(0).randbytes(136 * 1023)
+    assert served.ask("PUT", path, value) == (200, b"")
+    assert served.ask("GET", path) == (200, value)
+    assert MOST_BYTES > 136 * 10_000 and 3 * MOST_BYTES // 2 < lines.MOST_BYTES  # in base64
 
 
 class Evil:
@@ -97,8 +125,7 @@ def test_odd_requests_are_refused_and_logged(served: Served, method: str, path: 
 
 @pytest.mark.parametrize("length", [str(MOST_BYTES + 1), "-1", "1e3", "99999999999999999999", "", "0x10"])
 def test_bodies_without_a_sensible_length_are_refused(served: Served, length: str) -> None:
-    host, port = served.address.split(":")
-    with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:
+    with served.connect() as connection:
         head = f"PUT /{served.token}/3:0/scope/key HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n"
         connection.sendall(head.encode())
         assert b" 413 " in connection.recv(1 << 16)
@@ -106,16 +133,14 @@ def test_bodies_without_a_sensible_length_are_refused(served: Served, length: st
 
 
 def test_what_is_no_http_gets_no_answer(served: Served) -> None:
-    host, port = served.address.split(":")
-    with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:
+    with served.connect() as connection:
         connection.sendall(b"\x80\x04\x95 pickle or what\r\n\r\n")
         assert connection.recv(1 << 16) == b""
     assert len(served.log) == 1 and "pickle" not in served.log[0]
 
 
 def test_a_head_without_end_is_cut_off(served: Served) -> None:
-    host, port = served.address.split(":")
-    with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:
+    with served.connect() as connection:
         connection.sendall(f"PUT /{served.token}/3:0/scope/key HTTP/1.1\r\nX: ".encode() + b"y" * 30_000)
         assert b" 4" in connection.recv(1 << 16)[:12]
     assert not served.keys
@@ -123,7 +148,7 @@ def test_a_head_without_end_is_cut_off(served: Served) -> None:
 
 def test_who_is_refused_ever_again_fills_no_log(served: Served) -> None:
     for _ in range(200):
-        served.server.refused("GET", 403, "127.0.0.1")
+        served.server.say("refused", "refused a GET")
     assert len(served.log) == 20 + len([32, 64, 128]) and served.log[-1].endswith("the 128th")
 
 
@@ -132,12 +157,46 @@ def test_it_listens_on_this_host_alone(served: Served) -> None:
 
 
 def test_who_only_connects_holds_nobody_up(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served.server._server.RequestHandlerClass, "timeout", 1e6)
-    host, port = served.address.split(":")
-    idle = [socket.create_connection((host, int(port)), timeout=TIMEOUT_S) for _ in range(50)]
-    done = threading.Thread(target=served.ask, args=("PUT", f"/{served.token}/1:0/scope/key", b"x"))
-    done.start()
-    done.join(TIMEOUT_S)
-    assert served.keys
-    for connection in idle:
+    """Strangers that say nothing, or say it slowly, have few places, and the oldest of them make room."""
+    monkeypatch.setattr(rendezvous, "STRANGER_S", TIMEOUT_S)
+    drip = f"PUT /{served.token}/3:0/scope/key HTTP/1.1\r\nX: ".encode()
+    connections = []
+    for number in range(3 * MOST_STRANGERS):
+        connections.append(served.connect())
+        if number % 2:
+            connections[-1].sendall(drip[: 1 + number % len(drip)])
+    assert served.ask("PUT", f"/{served.token}/3:0/scope/key", b"x") == (200, b"") and served.keys
+    assert len(served.server._strangers) <= MOST_STRANGERS
+    assert connections[0].recv(1) == b""
+    assert "have sent no request; the oldest are closed" in served.log[0]
+    assert re.search(
+        rf"\(\d+ of uid {os.getuid()}\), see: ss -tnp dport = :{served.address.split(':')[1]}", served.log[0]
+    )
+    for connection in connections:
+        connection.close()
+
+
+def test_a_request_has_a_deadline_however_often_it_says_something(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "STRANGER_S", 0.1)
+    with served.connect() as connection, suppress(ConnectionError):
+        while not served.log:
+            connection.sendall(b"x")
+            threading.Event().wait(0.01)
+        assert connection.recv(1) == b""
+    assert "which has sent no request in" in served.log[0]
+
+
+def test_a_rank_that_waits_or_sends_slowly_is_no_stranger(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_POLL_S", TIMEOUT_S)
+    waiting, sending = served.connect(), served.connect()
+    waiting.sendall(f"GET /{served.token}/3:0/global/1 HTTP/1.1\r\n\r\n".encode())
+    sending.sendall(f"PUT /{served.token}/3:0/global/1 HTTP/1.1\r\nContent-Length: 2\r\n\r\n1".encode())
+    others = [served.connect() for _ in range(2 * MOST_STRANGERS)]
+    served.ask("PUT", f"/{served.token}/3:0/global/0", b"")
+    sending.sendall(b"2")
+    assert sending.makefile("rb").readline().startswith(b"HTTP/1.1 200")
+    assert waiting.makefile("rb").read().endswith(b"\r\n\r\n12")
+    for connection in (waiting, sending, *others):
         connection.close()

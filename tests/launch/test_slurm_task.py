@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import threading
 
 import pytest
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.launch import shared_store, slurm_task
-from hvdtrain.launch.shared_store import ROUND, SharedStore
+from hvdtrain.launch import slurm_task
 from hvdtrain.launch.slurm_task import main, place, variables
 from hvdtrain.launch.srun_job import Tasks, job_of, other_node, store_address
 from hvdtrain.runtime.environment import by_gloo, rank_info, tasks_per_node
-from tests.support.launch import TIMEOUT_S
 
 STORE = {slurm_task.STORE: "127.0.0.1:4711/secret/1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "0"}
 
@@ -79,20 +76,6 @@ def test_a_program_that_is_not_there_is_named(
     monkeypatch.setattr(slurm_task, "environ", lambda: {**tasks("1")[0], **STORE, "PATH": os.defpath})
     assert main(["no such program"]) == 127
     assert "no such program cannot be started" in capsys.readouterr().err
-
-
-def test_who_asks_too_early_gets_the_value_when_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_store, "_POLL_S", TIMEOUT_S)
-    store, answers = SharedStore(), list[tuple[int, bytes]]()
-    asking = threading.Thread(target=lambda: answers.append(store.get(ROUND, "a/0")))
-    asking.start()
-    store.put(ROUND, "a/1", b"other")
-    store.put(ROUND, "a/0", b"value")
-    asking.join()
-    assert answers == [(200, b"value")]
-    monkeypatch.setattr(shared_store, "_POLL_S", 0.0)
-    assert store.get(ROUND, "b/0") == (404, b"")
-    assert store.get(ROUND + 1, "a/0") == (410, b"")
 
 
 def test_the_store_of_one_node_is_reached_on_that_node_alone() -> None:

@@ -2,41 +2,78 @@
 
 from __future__ import annotations
 
+import struct
+from functools import partial
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.launch.store import FOUND, GONE, Answer, RoundStore
+from hvdtrain.launch.store import FOUND, GONE, MOST_BYTES, RoundStore, packed, unpacked
+
+
+class Asking:
+    """A store of round 1, and what was replied to each request by its number."""
+
+    def __init__(self, number: int = 1, **keys: bytes) -> None:
+        self.store = RoundStore()
+        self.store.open(number, keys)
+        self.replies: list[tuple[int, int, bytes]] = []
+        self.asked: list[str] = []
+
+    def ask(self, key: str, number: int = 1) -> bool:
+        self.asked.append(key)
+        return self.store.get(number, key, partial(self._reply, len(self.asked) - 1))
+
+    def _reply(self, request: int, status: int, value: bytes) -> None:
+        self.replies.append((request, status, value))
 
 
 @given(st.lists(st.tuples(st.booleans(), st.sampled_from("xyz")), max_size=30))
 def test_every_request_is_answered_once_by_the_value(events: list[tuple[bool, str]]) -> None:
-    store, answers, asked = RoundStore(), [], 0
-    store.open(1, {})
+    asking, put = Asking(), set()
     for is_put, key in events:
         if is_put:
-            answers += store.put(1, key, f"value of {key}")
+            assert asking.store.put(1, key, f"value of {key}".encode())
+            put.add(key)
         else:
-            asked += 1
-            answers += store.get("a", asked, 1, key)
-    found, gone = list(answers), store.close(1)
-    assert sorted(a.request for a in found + gone) == list(range(1, asked + 1))
-    assert all(a.status == FOUND for a in found) and all(a.status == GONE for a in gone)
-    keys = [key for is_put, key in events if not is_put]
-    assert all(a.value == f"value of {keys[a.request - 1]}" for a in found)
-    put = {key for is_put, key in events if is_put}
-    assert all(keys[a.request - 1] not in put for a in gone)
+            assert asking.ask(key) == (key in put)
+    found = list(asking.replies)
+    assert found == [(n, FOUND, f"value of {asking.asked[n]}".encode()) for n, _, _ in found]
+    asking.store.open(0, {})
+    gone = asking.replies[len(found) :]
+    assert gone == [(n, GONE, b"") for n, _, _ in gone] and put.isdisjoint(asking.asked[n] for n, _, _ in gone)
+    assert sorted(n for n, _, _ in asking.replies) == list(range(len(asking.asked)))
 
 
 def test_a_round_sees_nothing_of_another() -> None:
-    store = RoundStore()
-    store.open(1, {"key": "old"})
-    waiting = store.get("a", 1, 1, "other")
-    assert waiting == [] and store.open(2, {"own": "new"}) == [Answer("a", 1, GONE)]
-    assert store.get("a", 2, 2, "key") == [] and store.get("a", 3, 2, "own") == [Answer("a", 3, FOUND, "new")]
-    assert store.put(1, "key", "late") == [] and store.get("a", 4, 1, "key") == [Answer("a", 4, GONE)]
+    asking = Asking(key=b"old")
+    assert not asking.ask("other")
+    asking.store.open(2, {"own": b"new"})
+    assert asking.ask("key") and not asking.ask("key", 2) and asking.ask("own", 2)
+    assert asking.replies == [(0, GONE, b""), (1, GONE, b""), (3, FOUND, b"new")]
+    assert not asking.store.put(1, "key", b"late")
 
 
-def test_closing_another_round_changes_nothing() -> None:
-    store = RoundStore()
-    store.open(2, {"key": "value"})
-    assert store.close(1) == [] and store.get("a", 1, 2, "key")[0].status == FOUND
+def test_without_a_round_nothing_is_kept() -> None:
+    asking = Asking(0, key=b"value")
+    assert not asking.store.put(0, "key", b"value") and asking.ask("key", 0)
+    assert asking.replies == [(0, GONE, b"")]
+
+
+def test_a_request_that_was_taken_back_gets_no_reply() -> None:
+    asking, replies = Asking(), list[int]()
+    one, other = (lambda status, value: replies.append(1)), (lambda status, value: replies.append(2))
+    asking.store.get(1, "key", one)
+    asking.store.get(1, "key", other)
+    asking.store.forget("key", one)
+    asking.store.put(1, "key", b"")
+    asking.store.forget("key", other)
+    assert replies == [2]
+
+
+def test_the_addresses_of_a_thousand_ranks_travel_small() -> None:
+    """As Gloo puts them: the socket's address of the rank in 128 bytes, the number of the pair in 8."""
+    value = b"".join(struct.pack("<HH124xq", 2, 4711, 5000 + pair) for pair in range(1023))
+    assert 1 << 16 < len(value) <= MOST_BYTES
+    assert unpacked(packed(value)) == value and len(packed(value)) < len(value) / 10
+    assert len(unpacked(packed(bytes(MOST_BYTES + 1)))) == MOST_BYTES

@@ -600,8 +600,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     # elastic: a killed rank costs no more than itself
     _new(
         "launch/store.py",
-        "        if number != self._round:\n            return [Answer(host, request, GONE)]\n",
-        "",
+        '        if not number or number != self._round:\n            reply(GONE, b"")\n        elif key',
+        "        if key",
         "a rank that is late asks the store of a closed round without end",
         "tests/launch/test_store.py",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 from tests.support.audited import audited, seen
+from tests.support.fake_launch import FakeJob
 from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S
 from tests.support.payload import MakesFolder, encoded, request
 
@@ -103,3 +105,23 @@ def test_the_job_starts_no_shell_and_shows_no_secret(job: Job, tmp_path: Path) -
     for event in ("os.system", "subprocess.Popen"):
         assert seen(tmp_path / "audit", event) == []
     assert {line["what"][0] for line in seen(tmp_path / "audit", "socket.bind")} == {"127.0.0.1"}
+
+
+@pytest.mark.slow
+def test_ranks_start_and_recover_while_another_program_holds_all_the_connections_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It opens each anew that is closed; the output says that there is one, and whose."""
+    pytest.importorskip("horovod")
+    monkeypatch.setenv("HVD_RANK_MARK", str(tmp_path / "mark"))
+    options = ("-np", "2", "--elastic", "1:2", "--", "3", "kill:1:200")
+    with FakeJob(tmp_path, *options, program=SUPPORT / "hvd_rank.py") as job:
+        crowd = [sys.executable, SUPPORT / "crowd.py", str(job.pid), "1100"]
+        with subprocess.Popen(crowd, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "held\n"
+            code, out = job.end()
+            process.kill()
+    assert code == 0, job.said
+    assert "round 2: rank 0 of 1 at 200" in out and "round 3: rank 1 of 2" in out
+    assert any("have sent no request" in line and f"of uid {os.getuid()}" in line for line in job.said)
