@@ -96,7 +96,7 @@ class Limits:
         hang_timeout_s: a rank that holds the others up for so long is ended; 0 for never.
         elastic_timeout_s: how long fewer ranks than `least` are waited with.
         start_timeout_s: how long `start` ranks are waited for, then `least` will do.
-        gloo_timeout_s: after which a rank that does not answer is given up by the others.
+        gloo_timeout_s: after which a rank that does not answer is given up by the others; 0 for `gloo_timeout`'s.
         debounce_s: without a further change of membership before ranks are told of it.
         debounce_most_s: after the first change, however many follow.
         cooldown_s: before a slot or host that failed is tried again; doubled with each failure.
@@ -121,7 +121,7 @@ class Limits:
     hang_timeout_s: float = 60.0
     elastic_timeout_s: float = 600.0
     start_timeout_s: float = 600.0
-    gloo_timeout_s: int = 10
+    gloo_timeout_s: int = 0
     debounce_s: float = 1.0
     debounce_most_s: float = 5.0
     cooldown_s: float = 1.0
@@ -135,3 +135,7 @@ class Limits:
     leave_s: float = 600.0
     end_s: float = 10.0
     fruitless: int = 10
+
+    def gloo_timeout(self, size: int) -> int:
+        """Of a round of so many ranks: all connect to all, and the last is done later the more they are."""
+        return self.gloo_timeout_s or max(10, size // 8)

@@ -28,11 +28,12 @@ from hvdtrain.launch.commands import (
 )
 from hvdtrain.launch.event_log import EventLog
 from hvdtrain.launch.interfaces import interface_to
-from hvdtrain.launch.lines import MOST_BYTES, line
+from hvdtrain.launch.lines import line
 from hvdtrain.launch.link import END_S, AgentLink
 from hvdtrain.launch.membership import Membership
 from hvdtrain.launch.plan import Plan, agent_command, agent_environment, hello, rank_environment
 from hvdtrain.launch.screen import Screen
+from hvdtrain.launch.store import Relay
 from hvdtrain.runtime.channel import BEAT_S
 
 _TICK_S = 0.1
@@ -57,9 +58,7 @@ class Driver:
         self._members = Membership(plan.limits, plan.local, time.monotonic())
         self._links: dict[str, AgentLink] = {}
         self._old: list[AgentLink] = []
-        self._round = 0
-        self._put: dict[str, str] = {}
-        self._put_bytes = 0
+        self._relay = Relay(self._send_all)
         self._log = EventLog(plan.events)
         self._ranks: dict[int, int] = {}
         self._code: int | None = None
@@ -113,7 +112,7 @@ class Driver:
             try:
                 link, message = self._inbox.get(timeout=wait) if wait else self._inbox.get_nowait()
             except queue.Empty:
-                return self._hand_on()
+                return self._relay.flush()
             wait = None
             if link is None:
                 self._hear_own(message)
@@ -141,7 +140,7 @@ class Driver:
         elif kind == "exited":
             self._do(self._members.exited(message["worker"], message["code"], now))
         elif kind == "put":
-            self._keep(message["round"], message["key"], message["value"])
+            self._relay.put(message["round"], message["key"], message["value"])
         elif kind == "beat":
             self._members.heard(host, {int(k): v for k, v in message["halted"].items()}, now)
         elif kind == "log":
@@ -176,10 +175,9 @@ class Driver:
             elif isinstance(command, KillWorker):
                 self._send(command.host, "kill", worker=command.worker, after_s=command.after_s)
             elif isinstance(command, OpenRound):
-                self._open(command.round, command.keys)
+                self._relay.open(command.round, command.keys)
             elif isinstance(command, CloseRound):
-                if command.round == self._round:
-                    self._open(0, {})
+                self._relay.close(command.round)
             elif isinstance(command, StartAgent):
                 self._start_agent(command.host)
             elif isinstance(command, StopAgent):
@@ -238,25 +236,6 @@ class Driver:
         data = line(kind, facts)
         for link in self._links.values():
             link.write(data)
-
-    def _open(self, number: int, keys: dict[str, str]) -> None:
-        self._round, self._put, self._put_bytes = number, {}, 0
-        self._send_all("open", round=number, keys=keys)
-
-    def _keep(self, number: int, key: str, value: str) -> None:
-        """Keep what a rank has put until it is handed on: with what else has come, as a thousand ranks put at once."""
-        if number != self._round:
-            return
-        self._put[key] = value
-        self._put_bytes += len(value)
-        if self._put_bytes >= MOST_BYTES // 4:  # of a line
-            self._hand_on()
-
-    def _hand_on(self) -> None:
-        """Send what was put to all hosts, where there are several. It means nothing here."""
-        if self._put and len(self._links) > 1:
-            self._send_all("keys", round=self._round, keys=self._put)
-        self._put, self._put_bytes = {}, 0
 
     def _beat(self) -> None:
         now = time.monotonic()

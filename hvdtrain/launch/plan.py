@@ -115,7 +115,7 @@ def rank_environment(plan: Plan, host: str, place: Mapping[str, int]) -> dict[st
         "HOROVOD_CPU_OPERATIONS": "gloo",
         "HOROVOD_ELASTIC": "1",
         "HOROVOD_HOSTNAME": host,
-        "HOROVOD_GLOO_TIMEOUT_SECONDS": str(plan.limits.gloo_timeout_s),
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": str(plan.limits.gloo_timeout(place["size"])),
     }
 
 

@@ -132,7 +132,7 @@ def announce(job: Job, chosen: list[Worker]) -> None:
         worker.round, worker.rank, worker.joined = job.round, place["rank"], False
         worker.first_round = worker.first_round or job.round
         worker.idle_s, worker.waiting, worker.entered_s = 0.0, False, job.now_s
-        facts = {"round": job.round, **place, "host": worker.host, "timeout_s": limits.gloo_timeout_s}
+        facts = {"round": job.round, **place, "host": worker.host, "timeout_s": limits.gloo_timeout(len(chosen))}
         job.tell(worker, "round", **facts)
     _say(job, chosen, old)
     job.size, job.fresh, job.broken, job.changed = len(chosen), False, False, False

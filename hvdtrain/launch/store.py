@@ -18,6 +18,9 @@ MOST_BYTES = 1 << 21
 MOST_KEYS = 1 << 18
 """Of a round: six for each rank, and as many for each process set."""
 
+_MESSAGE_BYTES = 1 << 20
+"""Of values in a message; with one more value it still is a line that `lines` reads."""
+
 Reply = Callable[[int, bytes], None]
 """Called once, with a status of HTTP and the value."""
 
@@ -64,6 +67,45 @@ class RoundStore:
             replies.remove(reply)
             if not replies:
                 del self._asking[key]
+
+
+class Relay:
+    """Between the stores of all hosts, in the driver: what a rank of one has put goes to all, packed as it came.
+
+    Args:
+        send: called with the type and the facts of a message for every host.
+    """
+
+    def __init__(self, send: Callable[..., None]) -> None:
+        self._send = send
+        self._round = 0
+        self._put: dict[str, str] = {}
+        self._put_bytes = 0
+
+    def open(self, number: int, keys: Mapping[str, str]) -> None:
+        """Begin a round with `keys`, in text."""
+        self._round, self._put, self._put_bytes = number, {}, 0
+        self._send("open", round=number, keys=dict(keys))
+
+    def close(self, number: int) -> None:
+        """End a round, if it is the newest: who still asks for its keys is refused."""
+        if number == self._round:
+            self.open(0, {})
+
+    def put(self, number: int, key: str, value: str) -> None:
+        """Take a value. It waits for `flush`: as a thousand ranks put at once, many go in a message."""
+        if number != self._round:
+            return
+        self._put[key] = value
+        self._put_bytes += len(value)
+        if self._put_bytes >= _MESSAGE_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what waits."""
+        if self._put:
+            self._send("keys", round=self._round, keys=self._put)
+        self._put, self._put_bytes = {}, 0
 
 
 def packed(value: bytes) -> str:

@@ -45,6 +45,11 @@ class TestStart:
             job.tick()
         assert [len(r) for r in job.rounds] == [6]
 
+    @pytest.mark.parametrize(("ranks", "given", "timeout_s"), [(4, 0, 10), (160, 0, 20), (160, 7, 7)])
+    def test_more_ranks_have_more_time_to_find_each_other(self, ranks: int, given: int, timeout_s: int) -> None:
+        job = world(Limits(start=ranks, least=1, most=ranks, gloo_timeout_s=given), {"a": ranks})
+        assert {w.place["timeout_s"] for w in job.round()} == {timeout_s}
+
     def test_n_begin_without_those_that_are_far_behind(self) -> None:
         job = world(replace(ELASTIC, most=6), {"a": 6}, joining=False)
         for worker in job.living()[:4]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import struct
 from functools import partial
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.launch.store import FOUND, GONE, MOST_BYTES, RoundStore, packed, unpacked
+from hvdtrain.launch import lines
+from hvdtrain.launch.store import FOUND, GONE, MOST_BYTES, Relay, RoundStore, packed, unpacked
 
 
 class Asking:
@@ -77,3 +79,59 @@ def test_the_addresses_of_a_thousand_ranks_travel_small() -> None:
     assert 1 << 16 < len(value) <= MOST_BYTES
     assert unpacked(packed(value)) == value and len(packed(value)) < len(value) / 10
     assert len(unpacked(packed(bytes(MOST_BYTES + 1)))) == MOST_BYTES
+
+
+class TestRelay:
+    def test_what_is_put_goes_to_all_in_one_message(self) -> None:
+        sent = Sent()
+        relay = Relay(sent)
+        relay.open(1, {"rank_and_size/a:0": "0,2"})
+        for key in "xyz":
+            relay.put(1, key, f"value of {key}")
+        relay.put(2, "late", "of another round")
+        assert sent.take() == [("open", 1, {"rank_and_size/a:0": "0,2"})]
+        relay.flush()
+        relay.flush()
+        assert sent.take() == [("keys", 1, {key: f"value of {key}" for key in "xyz"})]
+
+    def test_only_the_end_of_the_newest_round_closes_the_stores(self) -> None:
+        sent = Sent()
+        relay = Relay(sent)
+        relay.open(2, {})
+        relay.put(2, "x", "waits")
+        relay.close(1)
+        relay.close(2)
+        relay.flush()
+        relay.put(2, "x", "late")
+        relay.flush()
+        assert sent.take() == [("open", 2, {}), ("open", 0, {})]
+
+    def test_no_message_is_longer_than_a_line_may_be(self) -> None:
+        sent = Sent()
+        relay = Relay(sent)
+        relay.open(1, {})
+        largest = packed(random.Random(0).randbytes(MOST_BYTES))
+        small = "x" * 5000
+        for number in range(250):
+            relay.put(1, f"small {number}", small)
+        relay.put(1, "largest", largest)
+        relay.flush()
+        messages = sent.take()
+        assert len(messages) > 1 and all(
+            len(lines.line(kind, {"keys": keys})) < lines.MOST_BYTES for kind, _, keys in messages
+        )
+        assert sum(len(keys) for _, _, keys in messages) == 251
+
+
+class Sent:
+    """What a relay sent."""
+
+    def __init__(self) -> None:
+        self._messages: list[tuple[str, int, dict[str, str]]] = []
+
+    def __call__(self, kind: str, *, round: int, keys: dict[str, str]) -> None:
+        self._messages.append((kind, round, keys))
+
+    def take(self) -> list[tuple[str, int, dict[str, str]]]:
+        taken, self._messages = self._messages, []
+        return taken
