@@ -25,11 +25,15 @@ class Lease:
     Args:
         path: the file, which is this holder's.
         who: what it holds.
+
+    Attributes:
+        lost: another has taken it, as it saw no beat of this process: that was suspended, or the file system hung.
     """
 
     def __init__(self, path: Path, who: dict[str, Any]) -> None:
         self._path = path
         self._who = who
+        self.lost = False
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
         self._thread.start()
@@ -42,11 +46,16 @@ class Lease:
             with suppress(OSError):
                 self._path.unlink()
 
+    def look(self) -> bool:
+        """Whether it is lost by now."""
+        self.lost = self.lost or _read(self._path).get("nonce") not in (self._who["nonce"], None)
+        return self.lost
+
     def _beat(self) -> None:
         beats = 0
         while not self._released.wait(BEAT_S):
-            if _read(self._path).get("nonce") not in (self._who["nonce"], None):
-                return  # somebody took this process for dead: it must not take it back
+            if self.look():
+                return  # it must not take it back
             beats += 1
             temporary = self._path.with_name(f"{self._path.name}.{self._who['nonce']}")
             with suppress(OSError):

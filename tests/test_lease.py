@@ -11,11 +11,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from hvdtrain import lease
+from hvdtrain.errors import RunDirectoryError
 from hvdtrain.lease import Lease, take_lease
+from hvdtrain.state.store import CheckpointStore
+from hvdtrain.task.base import Task
 from hvdtrain.training import run_directory
 from hvdtrain.training.run_directory import RunDirectory
+from tests.support.thread_job import train_on_threads
 
 
 def _take(path: Path) -> Lease | None:
@@ -121,11 +126,8 @@ def test_a_holder_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_directory_is_claimed_once_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_locks(file: object, operation: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", without_locks)
+@pytest.mark.usefixtures("without_locks")
+def test_a_run_directory_is_claimed_once_without_locks(tmp_path: Path) -> None:
     first = run_directory._claim(tmp_path / "run")
     assert isinstance(first, RunDirectory)
     assert run_directory._claim(tmp_path / "run") is None
@@ -144,5 +146,66 @@ def test_who_has_lost_it_does_not_take_it_back(tmp_path: Path, monkeypatch: pyte
         (tmp_path / "new").write_text(others)
         (tmp_path / "new").replace(tmp_path / "l")
         held._thread.join(0.01)
+    assert held.lost
     held.release()
     assert (tmp_path / "l").read_text() == others
+
+
+def _takes_over(folder: Path) -> None:
+    """Do what another host's job does that has seen no beat of this one's."""
+    (folder / "new").write_text(json.dumps(FAR))
+    (folder / "new").replace(folder / run_directory.LEASE)
+
+
+@pytest.fixture
+def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+@pytest.mark.usefixtures("without_locks")
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_job_that_was_taken_for_dead_ends_on_every_rank(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It came back from a suspension, say: two jobs must not write into one run."""
+    monkeypatch.setattr(lease, "BEAT_S", 0.001)
+    run, drawn = tmp_path / "run", list[int]()
+
+    class Data(torch.utils.data.Dataset[torch.Tensor]):
+        def __len__(self) -> int:
+            return 10_000
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            drawn.append(index)
+            if len(drawn) == 5:
+                _takes_over(run)
+            return torch.ones(1)
+
+    def build(rank: int) -> Task:
+        return Task(torch.nn.Linear(1, 1), lambda model, batch: (model(batch).sum(), len(batch)), Data())
+
+    steps = 2000
+    options = (f"--train.steps={steps}", "--train.global_batch=2", "--train.micro_batch=1", "--checkpoint.every=0")
+    with pytest.raises(RunDirectoryError, match="another job has taken over"):
+        train_on_threads(*options, f"--run_dir={run}", "--loader.workers=0", size=size, build=build)
+    assert len(drawn) < 2 * steps
+    assert not list(run.glob("checkpoints/step-*"))
+    assert json.loads((run / run_directory.LEASE).read_text()) == FAR
+    assert "failed" not in (run / "journal.jsonl").read_text()
+
+
+@pytest.mark.usefixtures("without_locks")
+def test_nothing_is_saved_into_a_run_that_another_job_has_taken_over(tmp_path: Path) -> None:
+    """Though no beat was due since, which would have seen it."""
+    claim = run_directory._claim(tmp_path)
+    assert claim is not None
+    store = CheckpointStore(tmp_path / "checkpoints", pytest.fail, check=claim.check)
+    store.begin(1, 1)
+    _takes_over(tmp_path)
+    with pytest.raises(RunDirectoryError):
+        store.begin(2, 1)
+    assert claim.lost
+    claim.release()

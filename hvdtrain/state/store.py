@@ -56,12 +56,18 @@ class CheckpointStore:
         directory: ``RUN/checkpoints``, made when the first is saved.
         warn: told of what was passed over.
         progress: called with each file, and each MiB of it that is verified, so that who watches sees it go on.
+        check: called before each save: raises where the run is no longer this job's.
     """
 
     def __init__(
-        self, directory: Path, warn: Callable[[str], None], progress: Callable[[], None] = lambda: None
+        self,
+        directory: Path,
+        warn: Callable[[str], None],
+        progress: Callable[[], None] = lambda: None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self.directory = directory
+        self._before_save = check
         self.progress = progress
         self._warn = warn
 
@@ -92,7 +98,8 @@ class CheckpointStore:
             return self.finish(folder, step, state.values, notes, files)
 
     def begin(self, step: int, writers: int) -> Path:
-        """Make the temporary folder that a checkpoint is written into by so many ranks. Errors: see `save`."""
+        """Make the temporary folder that a checkpoint is written into by so many ranks. Errors: see `save`, `check`."""
+        self._before_save()
         folder = (
             self.directory / f".writing-step-{step:06d}-{secrets.token_hex(4)}-{os.getpid()}-{socket.gethostname()}"
         )

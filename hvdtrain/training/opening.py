@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -65,6 +65,36 @@ def claim_together(run: RunConfig, kept: Kept, comm: Comm) -> tuple[Path, RunDir
     return folder / kept.directory, claims[0] if claims else None
 
 
+class ClaimWatch:
+    """Ends the run on every rank soon after another job has taken its directory over.
+
+    Args:
+        claim: on rank 0; None elsewhere.
+        comm: the ranks.
+    """
+
+    def __init__(self, claim: RunDirectory | None, comm: Comm) -> None:
+        self._claim = claim
+        self._comm = comm
+
+    def notices(self) -> list[int]:
+        """Whether it is lost, which the step that comes sums over ranks."""
+        return [int(self._claim is not None and self._claim.lost)]
+
+    def agreed(self, step: int, notices: Sequence[int]) -> None:
+        """See whether it was. Collective: yes.
+
+        Errors:
+            RunDirectoryError: on every rank, if it was.
+        """
+        if notices[0]:
+            on_rank_0(self._comm, self._check, name="claim")
+
+    def _check(self) -> None:
+        assert self._claim is not None
+        self._claim.check()
+
+
 def _inside(run: RunConfig, directory: Path) -> RunConfig:
     return replace(run, config=replace(run.config, run_dir=str(directory), resume="auto"))
 
@@ -100,7 +130,8 @@ def recording(kept: Kept, is_over: Callable[[BaseException], bool]) -> Iterator[
             raise
         first = first_of_device(error)
         with suppress(Exception):  # a full disk, an error whose text cannot be made: it must not be replaced
-            recorder.event({"event": "failed", "error": type(first).__name__, "message": str(first)})
+            if not isinstance(error, RunDirectoryError):  # the journal is another job's now
+                recorder.event({"event": "failed", "error": type(first).__name__, "message": str(first)})
         with suppress(Exception):  # what watched a device that has failed fails too
             kept.close_recorder()
         raise

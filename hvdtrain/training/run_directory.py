@@ -14,10 +14,11 @@ from hvdtrain.config.parse import CONFIG, IDENTITY, RunConfig
 from hvdtrain.config.yaml_file import read_yaml, yaml_text
 from hvdtrain.durable import write_text
 from hvdtrain.errors import ConfigError, RunDirectoryError, UnusableRunDirectoryError
-from hvdtrain.lease import Lease, take_lease
+from hvdtrain.lease import BEAT_S, Lease, take_lease
 from hvdtrain.observe import journal
 
 RUNS = Path("runs")
+LEASE = ".lease"
 _JOB = ".job"
 _NEXT = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room, or give another --run_dir"),
@@ -51,6 +52,25 @@ class RunDirectory:
         self._lock.close()
         if self._lease is not None:
             self._lease.release()
+
+    @property
+    def lost(self) -> bool:
+        """Whether another job has claimed it meanwhile, as far as is known."""
+        return self._lease is not None and self._lease.lost
+
+    def check(self) -> None:
+        """Refuse to go on where another job has claimed it meanwhile: two would write into one run.
+
+        Errors:
+            RunDirectoryError: it has.
+        """
+        if self._lease is not None and self._lease.look():
+            raise RunDirectoryError(
+                f"another job has taken over {self.path}, and this one ends",
+                expected=f"a sign of life in {self.path / LEASE} every {BEAT_S:.0f} s: the disk has no locks",
+                found="none for so long that this job was taken for dead: it was suspended, or the file system hung",
+                next_step="nothing, if the other job is to go on; else stop that one and start this one again",
+            )
 
     def old_config(self) -> Mapping[str, Any] | None:
         """The resolved config that the run had so far, None for a new one."""
@@ -188,7 +208,7 @@ def _claim(path: Path) -> RunDirectory | None:
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # those: a file system without locks
             raise
-        lease = take_lease(path / ".lease")
+        lease = take_lease(path / LEASE)
         if lease is None:
             lock.close()
             return None

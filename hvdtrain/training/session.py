@@ -48,7 +48,7 @@ from hvdtrain.training.observers import (
     add_tensorboard,
     add_watchers,
 )
-from hvdtrain.training.opening import claim_together, describe_start, open_recorder, recording
+from hvdtrain.training.opening import ClaimWatch, claim_together, describe_start, open_recorder, recording
 from hvdtrain.training.report import report
 from hvdtrain.training.restore import take_over
 from hvdtrain.training.result import Result, losses_and_speed, numbers
@@ -161,7 +161,9 @@ class _Round:
         is_new: bool,
     ) -> Result | None:
         run, kept, comm, state = self.run, self.kept, self.comm, self.kept.state
-        store = CheckpointStore(directory / CHECKPOINTS, recorder.warn, spans.touch) if claim is not None else None
+        store = None
+        if claim is not None:
+            store = CheckpointStore(directory / CHECKPOINTS, recorder.warn, spans.touch, claim.check)
         trainer = self._trainer(directory, store, recorder, spans)
         engine, observe = trainer.stepper.engine, run.config.observe
         if comm.rank == 0 and is_new:
@@ -181,7 +183,7 @@ class _Round:
             )
             live = add_watchers(recorder, observe, spans, directory, comm, done, trainer.stop, horovod, start)
             drift = Drift(state, comm, run.config.train.check_every, trainer.stepper.buffers, recorder.warn)
-            trainer.live = Several(live, drift)
+            trainer.live = Several(live, drift, ClaimWatch(claim, comm))
             if isinstance(engine, ExchangeEngine) and engine.undecided:
                 trainer.saw_step = CompressionTrial(engine, comm, kept.device, recorder.event, recorder.say).saw
             recorder.begin(trainer.stop)

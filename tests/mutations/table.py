@@ -779,7 +779,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _new(
         "lease.py",
-        "                return  # somebody took this process for dead: it must not take it back\n",
+        "                return  # it must not take it back\n",
         "                pass\n",
         "a process that was taken for dead takes its lease back",
         "tests/test_lease.py",
