@@ -131,7 +131,7 @@ def _add_own(add: Callable[..., object]) -> None:
     add(
         "--hang-timeout",
         default=60.0,
-        help="end a rank that holds the others up for S seconds; 0: never (60)",
+        help="end a rank that holds the others up for S seconds, or 10 x S if it computes; 0: never (60)",
         **seconds,
     )
     add("--elastic-timeout", default=600.0, help="with fewer than MIN ranks wait S seconds (600)", **seconds)

@@ -16,7 +16,7 @@ To the driver:
     said     {"worker", "message"}   line  {"worker", "text", "err"}   dying  {"worker"}   exited  {"worker", "code"}
     put      {"round", "key", "value"}
     log      {"text"}
-    beat     {"halted": {worker: bool}}   each second
+    beat     {"halted": {worker: bool}, "busy": [worker]}   each second; busy: those that `Work` has found to compute
 When the driver's end is closed, the agent ends all workers and itself. SIGTERM it hands on to its workers: batch
 systems send it to all processes at once, and one that ended by it would take from ranks the time to save.
 """
@@ -39,6 +39,7 @@ from hvdtrain.launch.lines import LineWriter, messages
 from hvdtrain.launch.process import WorkerProcess
 from hvdtrain.launch.rendezvous import Rendezvous
 from hvdtrain.launch.store import packed, unpacked
+from hvdtrain.launch.work import Work
 from hvdtrain.runtime.channel import BEAT_S
 from hvdtrain.runtime.environment import environ
 
@@ -148,11 +149,13 @@ class Agent:
         self._writer.send(kind, worker=number, **facts)
 
     def _beat(self) -> None:
+        work = Work()
         while True:
             time.sleep(BEAT_S)
             with self._lock:
                 halted = {number: worker.halted() for number, worker in self._workers.items()}
-            self._writer.send("beat", halted=halted)
+                processes = {number: worker.pid for number, worker in self._workers.items()}
+            self._writer.send("beat", halted=halted, busy=work.look(processes, time.monotonic()))
 
     def _look(self) -> None:
         """End all where the link is cut. Says nothing: what is said to a cut link may wait for ever."""

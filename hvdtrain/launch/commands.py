@@ -93,7 +93,7 @@ class Limits:
         elastic: whether the job goes on with others when a rank is gone. If not, that ends it.
         restarts: how often all is started again after no rank was left.
         reset_limit: rounds after the first; None for any number.
-        hang_timeout_s: a rank that holds the others up for so long is ended; 0 for never.
+        hang_timeout_s: a rank that holds the others up for so long is ended, one that computes later; 0 for never.
         elastic_timeout_s: how long fewer ranks than `least` are waited with.
         start_timeout_s: how long `start` ranks are waited for, then `least` will do.
         gloo_timeout_s: after which a rank that does not answer is given up by the others; 0 for `gloo_timeout`'s.

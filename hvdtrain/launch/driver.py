@@ -142,7 +142,7 @@ class Driver:
         elif kind == "put":
             self._relay.put(message["round"], message["key"], message["value"])
         elif kind == "beat":
-            self._members.heard(host, {int(k): v for k, v in message["halted"].items()}, now)
+            self._members.heard(host, {int(k): v for k, v in message["halted"].items()}, now, message["busy"])
         elif kind == "log":
             self._say(f"{host}: {message['text']}")
         elif kind == "ready":

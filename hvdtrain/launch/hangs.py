@@ -1,4 +1,7 @@
-"""Ranks that live and do nothing: found by what they say each second, and ended. Slow ones are let alone."""
+"""Ranks that live and do nothing: found by what they say each second, and ended. Slow ones are let alone.
+
+One that makes no progress but computes, as one that compiles, has more time. Without an end it would be a loop's too.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,13 @@ from hvdtrain.launch.commands import KillWorker
 from hvdtrain.launch.faults import agent_lost
 from hvdtrain.launch.job import Job, Phase, Worker
 from hvdtrain.launch.rounds import break_round
+from hvdtrain.launch.work import EVERY_S
+
+WORKING_TIMES = 10
+"""So many times the timeout for a rank that computes."""
+
+_WORKED_S = 15.0
+"""Ago: who was found to compute then still does, as it seems. It is looked at every `EVERY_S`."""
 
 _STACKS_S = 0.5
 """For a rank that can speak to say where it hangs, before it is killed."""
@@ -70,7 +80,7 @@ def _silent(job: Job) -> list[Worker]:
         w
         for w in fresh
         if (w.halted_s is not None and len(known) > 1 and _quiet(job, w) >= limits.silent_s)
-        or (mute and heard and _quiet(job, w) >= mute)
+        or (mute and heard and _quiet(job, w) >= mute and not _works(job, w, _quiet(job, w)))
     ]
 
 
@@ -78,7 +88,7 @@ def _holding(job: Job) -> list[Worker]:
     """Members that do nothing while all others wait, in a collective or for the next round, or do nothing either."""
     timeout = job.limits.hang_timeout_s
     members = [w for w in job.members() if w.present]
-    idle = [w for w in members if not w.joined and w.idle_s > timeout]
+    idle = [w for w in members if not w.joined and w.idle_s > timeout and not _works(job, w, w.idle_s)]
     held = [w for w in idle if not w.waiting]
     waiting = [w for w in members if w.joined or w.waiting]
     overdue = job.fault_s is not None and job.now_s - job.fault_s >= timeout
@@ -87,6 +97,13 @@ def _holding(job: Job) -> list[Worker]:
     if not held and overdue:
         return idle  # they were told that the round is broken, and stay in it
     return held
+
+
+def _works(job: Job, worker: Worker, idle_s: float) -> bool:
+    """Whether one that has made no progress for so long computes, and may."""
+    since_s = job.now_s - idle_s
+    seen_since_s = max(since_s + EVERY_S, job.now_s - _WORKED_S)  # what it did before it stood still says nothing
+    return worker.busy_s >= seen_since_s and idle_s <= WORKING_TIMES * job.limits.hang_timeout_s
 
 
 def _stuck(job: Job) -> None:

@@ -74,6 +74,7 @@ class Worker:
         heard_s: when it gave a sign of life last, None before the first.
         idle_s, waiting: as it said then.
         halted_s: since when its process is stopped, as by SIGSTOP; None while it is not.
+        busy_s: when it was found to compute last, whatever it says.
         entered_s: when its round began.
         first_round: seniority.
     """
@@ -96,6 +97,7 @@ class Worker:
     idle_s: float = 0.0
     waiting: bool = False
     halted_s: float | None = None
+    busy_s: float = NEVER
     entered_s: float = NEVER
     first_round: int = 0
 

@@ -12,7 +12,7 @@ A round is a membership: ranks 0 to size - 1 from one start of Horovod to its en
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from hvdtrain.launch import ends, faults, filling, hangs, rounds, shortage
@@ -52,9 +52,10 @@ class Membership:
         self.heard(host, {}, now_s)
         return self._advance()
 
-    def heard(self, host: str, halted: Mapping[int, bool], now_s: float) -> None:
-        """An agent gave a sign of life. `halted`: which of its processes are stopped, as by SIGSTOP.
+    def heard(self, host: str, halted: Mapping[int, bool], now_s: float, busy: Collection[int] = ()) -> None:
+        """An agent gave a sign of life.
 
+        `halted`: which of its processes are stopped, as by SIGSTOP; `busy`: workers that were found to compute.
         What follows from it is found at the next tick.
         """
         self._begin(now_s)
@@ -64,6 +65,9 @@ class Membership:
             worker = self.job.workers.get(number)
             if worker is not None:
                 worker.halted_s = (worker.halted_s or now_s) if is_halted else None
+        for number in busy:
+            if number in self.job.workers:
+                self.job.workers[number].busy_s = now_s
 
     def agent_lost(self, host: str, why: str, now_s: float) -> list[Command]:
         """The agent of a host is gone."""

@@ -822,6 +822,48 @@ class TestHangs:
             job.wait(1)
         assert left.alive == (idle_s == 0)
 
+    @pytest.mark.parametrize("says", [True, False])
+    def test_one_that_compiles_has_ten_times_as_long(self, says: bool) -> None:
+        """It, or a compiler that it has started, uses the processor; it may hold the interpreter and not say a word."""
+        job = world()
+        job.wait(700)
+        *others, at_work = job.round()
+        job.alive(at_work)
+        at_work.deaf = True
+        for second in range(5, 620, 5):
+            assert at_work.alive or second > 600
+            for worker in filter(lambda worker: worker.alive, others):
+                job.alive(worker, idle_s=second, waiting=True)
+            if at_work.alive:
+                job.members.heard(at_work.host, {}, job.now_s, [at_work.number])
+                if says:
+                    job.alive(at_work, idle_s=second)
+            job.wait(5)
+        assert not at_work.alive
+
+    def test_one_that_computes_no_longer_is_one_that_hangs(self) -> None:
+        job = world()
+        job.wait(200)
+        *others, hung = job.round()
+        hung.deaf = True
+        job.members.heard(hung.host, {}, job.now_s, [hung.number])
+        for idle_s in (61, 70):
+            for worker in others:
+                job.alive(worker, idle_s=idle_s, waiting=True)
+            job.alive(hung, idle_s=idle_s)
+            assert hung.alive == (idle_s == 61)
+            job.wait(20)
+
+    def test_what_it_computed_before_it_hung_is_no_work(self) -> None:
+        job = world(replace(ELASTIC, hang_timeout_s=1))
+        job.wait(20)
+        *others, hung = job.round()
+        job.members.heard(hung.host, {}, job.now_s, [hung.number])
+        for worker in others:
+            job.alive(worker, idle_s=2, waiting=True)
+        job.alive(hung, idle_s=2)
+        assert not hung.alive
+
     def test_a_slow_one_is_not(self) -> None:
         job = world()
         *others, slow = job.round()
