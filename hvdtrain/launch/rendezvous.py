@@ -9,8 +9,6 @@ however slowly they send, and when a new one comes the oldest has to go. So the 
 
 from __future__ import annotations
 
-import hmac
-import re
 import secrets
 import selectors
 import socket
@@ -23,27 +21,17 @@ from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from hvdtrain.launch.store import ABSENT, MOST_BYTES, RoundStore
+from hvdtrain.launch.request import Request
+from hvdtrain.launch.store import RoundStore
 
 Put = Callable[[int, str, bytes], None]
 
 MOST_STRANGERS = 128
-STRANGER_S = 5.0
-"""From its connection to the end of its head, for a request that has not shown the token."""
-
-_POLL_S = 4.0
-"""A request for a key that is not there yet is answered after this time; Horovod asks again."""
-_REQUEST_S = 30.0
-"""For a rank to send a value, or to read one."""
 _TICK_S = 0.25
 _ACCEPTED_AT_ONCE = 32
 """Fewer than strangers have places: what a rank has sent is read before it could have to go."""
-_MOST_HEAD_BYTES = 1 << 14
 _TOLD = 20
 """Requests that are refused of which each is told; then each power of two."""
-_HEAD = re.compile(rb"([A-Z]{1,16}) ([!-~]{1,2048}) HTTP/1\.[01]\r\n")
-_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([^\r\n]*?)[ \t]*\r\n", re.IGNORECASE)
-_PATH = re.compile(rb"/([A-Za-z0-9_-]{1,128})/([0-9]{1,9}):0/([A-Za-z0-9._@:-]{1,400}/[A-Za-z0-9._@:-]{1,400})")
 
 
 class Rendezvous:
@@ -66,8 +54,8 @@ class Rendezvous:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._woken, selectors.EVENT_READ, self._do)
         self._listening = False
-        self._open: dict[_Connection, None] = {}
-        self._strangers: dict[_Connection, None] = {}
+        self._open: dict[Request, None] = {}
+        self._strangers: dict[Request, None] = {}
         self._counts: Counter[str] = Counter()
         self._over = False
         self._thread = threading.Thread(target=self._serve, name="rendezvous", daemon=True)
@@ -140,7 +128,7 @@ class Rendezvous:
                 self._selector.unregister(self._listener)  # for a tick: select would return at once
                 self._listening = False
                 return
-            connection = _Connection(self, peer, sender[0])
+            connection = Request(self, peer, sender[0])
             self._open[connection] = self._strangers[connection] = None
             connection.go_on()
             if len(self._strangers) > MOST_STRANGERS:
@@ -156,16 +144,16 @@ class Rendezvous:
             f" ({owners or 'from elsewhere'}), see: ss -tnp dport = :{port}"
         )
 
-    def became_known(self, connection: _Connection) -> None:
+    def became_known(self, connection: Request) -> None:
         """It has shown the token."""
         self._strangers.pop(connection, None)
 
-    def closed(self, connection: _Connection) -> None:
+    def closed(self, connection: Request) -> None:
         """It is closed."""
         self._open.pop(connection, None)
         self._strangers.pop(connection, None)
 
-    def watch(self, connection: _Connection, events: int) -> None:
+    def watch(self, connection: Request, events: int) -> None:
         """Have a connection go on at these events; 0: at none."""
         if connection.watched == events:
             return
@@ -176,13 +164,6 @@ class Rendezvous:
         elif connection.watched:
             self._selector.unregister(connection.peer)
         connection.watched = events
-
-    def judge(self, path: bytes) -> int:
-        """The status of a request of this path: 200 where it has the token."""
-        found = _PATH.fullmatch(path)
-        if found is None:
-            return 404
-        return 200 if hmac.compare_digest(found[1], self.token.encode()) else 403
 
     def put(self, number: int, key: str, value: bytes) -> None:
         """Keep the value of a rank of this host."""
@@ -200,132 +181,6 @@ class Rendezvous:
         few = number <= (_TOLD if kind == "refused" else 1)
         if few or (number > _TOLD and number & (number - 1) == 0):
             self._log(f"rendezvous: {text}{'' if few else f', the {number}th'}{more()}")
-
-
-class _Connection:
-    """One request: its head, perhaps a body, the answer.
-
-    Attributes:
-        peer: the socket, which never blocks.
-        until_s: when it is late.
-        watched: the events at which it goes on.
-    """
-
-    def __init__(self, server: Rendezvous, peer: socket.socket, sender: str) -> None:
-        peer.setblocking(False)
-        self.peer, self._sender, self._server = peer, sender, server
-        self.until_s = time.monotonic() + STRANGER_S
-        self.watched = 0
-        self._data = b""
-        self._need = -1
-        self._wants: tuple[int, str] | None = None
-        self._take_back: Callable[[], None] | None = None
-        self._left: memoryview | None = None
-        self._refused = self._closed = False
-
-    def go_on(self, events: int = selectors.EVENT_READ) -> None:
-        """Read or write what can be without waiting."""
-        try:
-            if self._left is None:
-                self._read()
-            elif self._left:
-                self._write()
-            elif not self.peer.recv(1 << 16):  # refused: closed before all is read, it would be reset
-                self.close()
-        except BlockingIOError:
-            pass
-        except OSError:
-            self.close()
-        if not self._closed:
-            self._server.watch(self, selectors.EVENT_WRITE if self._left else selectors.EVENT_READ)
-
-    def late(self) -> None:
-        """Its time is over."""
-        if self._take_back is not None:
-            self._take_back()
-            return self._answer(ABSENT, b"")
-        if self._need < 0 and not self._refused:
-            text = f"closed a connection of {self._sender}, which has sent no request in {STRANGER_S:.0f} s"
-            self._server.say("late", text)
-        self.close()
-
-    def close(self) -> None:
-        """Close it."""
-        self._closed = True
-        if self._take_back is not None:
-            self._take_back()
-        if self.watched:
-            self._server.watch(self, 0)
-        self.peer.close()
-        self._server.closed(self)
-
-    def _read(self) -> None:
-        data = self.peer.recv(1 << 16)
-        if not data:
-            return self.close()
-        if self._take_back is not None:
-            return  # it waits for its answer, and has nothing more to say
-        self._data += data
-        if self._need < 0:
-            self._read_head()
-        if self._wants is not None and len(self._data) >= self._need:
-            number, key = self._wants
-            self._server.put(number, key, self._data[: self._need])
-            self._answer(200, b"")
-
-    def _read_head(self) -> None:
-        head, end, rest = self._data.partition(b"\r\n\r\n")
-        if not end:
-            if len(self._data) > _MOST_HEAD_BYTES:
-                self._refuse("request", 431)
-            return
-        found = _HEAD.match(head + b"\r\n")
-        if found is None:
-            self._server.say("refused", f"refused what is no request, of {self._sender}")
-            return self.close()
-        method, path = found[1].decode(), found[2]
-        status = self._server.judge(path) if method in ("GET", "PUT", "DELETE") else 501
-        if status != 200:
-            return self._refuse(method, status)
-        self._server.became_known(self)
-        self.until_s = time.monotonic() + _REQUEST_S
-        part = _PATH.fullmatch(path)
-        assert part is not None
-        number, key = int(part[2]), part[3].decode()
-        self._need, self._data = 0, rest
-        if method == "GET":
-            self._take_back = self._server.get(number, key, self._answer)
-            if self._take_back is not None:
-                self.until_s = time.monotonic() + _POLL_S
-        elif method == "DELETE":
-            self._answer(200, b"")
-        else:
-            length = _LENGTH.search(head + b"\r\n")
-            if length is None or not re.fullmatch(rb"[0-9]{1,9}", length[1]) or int(length[1]) > MOST_BYTES:
-                return self._refuse(method, 413)
-            self._need, self._wants = int(length[1]), (number, key)
-
-    def _refuse(self, method: str, status: int) -> None:
-        """Refuse it and log it, without the path: that may hold the token."""
-        self._refused = True
-        self._server.say("refused", f"refused a {method} of {self._sender} with {status}")
-        self._answer(status, b"")
-
-    def _answer(self, status: int, body: bytes) -> None:
-        self._take_back = self._wants = None
-        if not self._refused:
-            self.until_s = time.monotonic() + _REQUEST_S
-        head = f"HTTP/1.1 {status} \r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-        self._left = memoryview(head.encode() + body)
-        self.go_on()
-
-    def _write(self) -> None:
-        assert self._left is not None
-        while self._left:
-            self._left = self._left[self.peer.send(self._left) :]
-        if not self._refused:
-            return self.close()
-        self.peer.shutdown(socket.SHUT_WR)
 
 
 def _owners(port: int) -> Counter[int]:

@@ -10,10 +10,11 @@ import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPException
 
 from hvdtrain.errors import CANNOT_START, USAGE, LaunchError
 from hvdtrain.launch.interfaces import interface_of, interface_to
+from hvdtrain.launch.node_store import ask, find, fork
 from hvdtrain.runtime.environment import environ, horovod_numbers, rank_info, tasks_per_node
 
 STORE = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
@@ -24,8 +25,6 @@ STEP = "srun/step"
 START_S = 600
 """How long ranks wait for each other, unless HOROVOD_GLOO_TIMEOUT_SECONDS says another time: nodes read Python's
 packages from one file system, and not equally fast."""
-
-_TELL_S = 30
 
 
 def place(environ: Mapping[str, str]) -> dict[str, int]:
@@ -88,15 +87,23 @@ def _interface(numbers: Mapping[str, int], store: str) -> str:
     return interface_of(store) or interface_to(store)
 
 
-def _tell(store: str, step: str) -> None:
-    """Put the number of the step into the store. Where that fails, Horovod is about to say the same of the store."""
-    address, _, path = store.partition("/")
+def _meet(environ: Mapping[str, str], given: Mapping[str, str]) -> str:
+    """Say which step this is; the store that this rank asks: that of its node, where there are several.
+
+    Where that fails, Horovod is about to say the same of the store.
+    """
+    store, node = environ[STORE], environ["SLURM_NODEID"]
     try:
-        connection = HTTPConnection(address, timeout=_TELL_S)
-        connection.request("PUT", f"/{path}:0/{STEP}", step)
-        connection.getresponse()
+        if given["HOROVOD_RANK"] == "0" and (step := environ.get("SLURM_STEP_ID")):
+            ask(store, "PUT", STEP, step.encode())
+        if given["HOROVOD_LOCAL_SIZE"] == given["HOROVOD_SIZE"]:
+            return store
+        if given["HOROVOD_LOCAL_RANK"] == "0":
+            fork(store, node)
+        return find(store, node)
     except (OSError, HTTPException) as error:
-        sys.stderr.write(f"hvdtrain.launch.slurm_task: srun_job does not hear which step this is: {error}\n")
+        sys.stderr.write(f"hvdtrain.launch.slurm_task: srun_job does not answer: {error}\n")
+        return store
 
 
 def main(program: Sequence[str]) -> int:
@@ -107,8 +114,7 @@ def main(program: Sequence[str]) -> int:
     except LaunchError as error:
         sys.stderr.write(f"hvdtrain.launch.slurm_task: {error}\n")
         return USAGE
-    if given["HOROVOD_RANK"] == "0" and (step := now.get("SLURM_STEP_ID")):
-        _tell(now[STORE], step)
+    given[STORE] = _meet(now, given)
     try:
         os.execvpe(program[0], list(program), {**now, **given})  # noqa: S606  (no shell, by intent)
     except OSError as error:

@@ -15,11 +15,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from hvdtrain.errors import USAGE, LaunchError
 from hvdtrain.launch.interfaces import address_of, source_to
+from hvdtrain.launch.node_store import LOG, ROUND, Batches
 from hvdtrain.launch.nodelist import node_names
 from hvdtrain.launch.rendezvous import Rendezvous
 from hvdtrain.launch.slurm_task import INTERFACE, STEP, STORE
@@ -27,9 +29,6 @@ from hvdtrain.runtime.environment import environ
 
 _PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
 _LOOPBACK = "127.0.0.1"
-ROUND = 1
-"""The only one: ranks that srun started come once."""
-
 _HANDED_ON = {signal.SIGTERM: "TERM", signal.SIGHUP: "TERM", signal.SIGINT: "INT", signal.SIGUSR1: "USR1"}
 _SCANCEL_S = 30
 
@@ -99,8 +98,14 @@ def main(argv: Sequence[str]) -> int:
     def put(number: int, key: str, value: bytes) -> None:
         if key == STEP:
             tasks.are(value)
+        elif key == LOG:
+            _say(value.decode("ascii", "backslashreplace"))
+        else:
+            batches.put(key, value)
 
     rendezvous = Rendezvous(_say, address, put)
+    batches = Batches(rendezvous.add)
+    threading.Thread(target=batches.run, daemon=True).start()
     rendezvous.start()
     rendezvous.open(ROUND, {})
     given = {STORE: f"{rendezvous.address}/{ROUND}", _PORT: "0", **({INTERFACE: interface} if interface else {})}

@@ -6,16 +6,24 @@ import importlib
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
+from hvdtrain.launch import request
+from hvdtrain.launch.node_store import ROUND, Batches, NodeStore, find
 from hvdtrain.launch.rendezvous import Rendezvous
 from hvdtrain.launch.store import Relay, packed, unpacked
 from tests.support.launch import ROOT
 
 HOSTS, LOCAL = 3, 4
+
+
+def meet(simulation: Any, stores: list[str]) -> None:
+    ranks = [simulation.Rank(n, HOSTS, LOCAL, stores[n // LOCAL]) for n in range(HOSTS * LOCAL)]
+    assert len(simulation.run(ranks)) == len(ranks)
 
 
 @pytest.fixture
@@ -50,7 +58,41 @@ def test_all_ranks_of_all_hosts_read_all_addresses(simulation: Any) -> None:
             hosts[-1].start()
             stack.callback(hosts[-1].close)
         relay.open(simulation.ROUND, {})
-        stores = [f"{host.address}/{simulation.ROUND}" for host in hosts]
-        ranks = [simulation.Rank(n, HOSTS, LOCAL, stores[n // LOCAL]) for n in range(HOSTS * LOCAL)]
-        assert len(simulation.run(ranks)) == len(ranks)
+        meet(simulation, [f"{host.address}/{simulation.ROUND}" for host in hosts])
     assert not log and len(sent) == len(set(sent)) == 4 * HOSTS * LOCAL + 2 * HOSTS * LOCAL
+
+
+@pytest.mark.parametrize("without", [None, 1])
+def test_all_ranks_of_an_srun_do_so_by_the_copies_of_its_store(
+    simulation: Any, without: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One node may have none: its ranks ask the store itself."""
+    monkeypatch.setattr(request, "_POLL_S", 0.05)
+    log: list[str] = []
+    over = threading.Event()
+
+    def put(number: int, key: str, value: bytes) -> None:
+        batches.put(key, value)
+
+    main = Rendezvous(log.append, put=put)
+    batches = Batches(main.add)
+    threading.Thread(target=batches.run, daemon=True).start()
+    main.start()
+    main.open(ROUND, {})
+    store = f"{main.address}/{ROUND}"
+    with ThreadPoolExecutor() as threads:
+        nodes = [
+            threads.submit(NodeStore(store, str(node)).run, lambda: not over.is_set())
+            for node in range(HOSTS)
+            if node != without
+        ]
+        try:
+            stores = [store if node == without else find(store, str(node)) for node in range(HOSTS)]
+            assert len({*stores, store}) == HOSTS + (without is None)
+            meet(simulation, stores)
+        finally:
+            over.set()
+        for node in nodes:
+            node.result()
+    main.close()
+    assert not log

@@ -15,8 +15,9 @@ from http.client import HTTPConnection
 
 import pytest
 
-from hvdtrain.launch import lines, rendezvous
-from hvdtrain.launch.rendezvous import MOST_BYTES, MOST_STRANGERS, Rendezvous
+from hvdtrain.launch import lines, request
+from hvdtrain.launch.rendezvous import MOST_STRANGERS, Rendezvous
+from hvdtrain.launch.store import MOST_BYTES
 from tests.support.launch import TIMEOUT_S
 
 
@@ -64,7 +65,7 @@ def served(serving: Served) -> Served:
 
 
 def test_what_horovod_asks(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_POLL_S", 0.0)
+    monkeypatch.setattr(request, "_POLL_S", 0.0)
     path = f"/{served.token}/3:0/local_my-host.x@y/0"
     assert served.ask("GET", path) == (404, b"")
     assert served.ask("PUT", path, b"\x00\xff bytes") == (200, b"")
@@ -75,7 +76,7 @@ def test_what_horovod_asks(served: Served, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_who_asks_early_gets_the_value_when_it_comes(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_POLL_S", TIMEOUT_S)
+    monkeypatch.setattr(request, "_POLL_S", TIMEOUT_S)
     here, of_another_host = (f"/{served.token}/3:0/global/{rank}" for rank in (0, 1))
     with ThreadPoolExecutor() as threads:
         asked = [threads.submit(served.ask, "GET", path) for path in (here, of_another_host)]
@@ -158,7 +159,7 @@ def test_it_listens_on_this_host_alone(served: Served) -> None:
 
 def test_who_only_connects_holds_nobody_up(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strangers that say nothing, or say it slowly, have few places, and the oldest of them make room."""
-    monkeypatch.setattr(rendezvous, "STRANGER_S", TIMEOUT_S)
+    monkeypatch.setattr(request, "STRANGER_S", TIMEOUT_S)
     drip = f"PUT /{served.token}/3:0/scope/key HTTP/1.1\r\nX: ".encode()
     connections = []
     for number in range(3 * MOST_STRANGERS):
@@ -179,7 +180,7 @@ def test_who_only_connects_holds_nobody_up(served: Served, monkeypatch: pytest.M
 def test_a_request_has_a_deadline_however_often_it_says_something(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendezvous, "STRANGER_S", 0.1)
+    monkeypatch.setattr(request, "STRANGER_S", 0.1)
     with served.connect() as connection, suppress(ConnectionError):
         while not served.log:
             connection.sendall(b"x")
@@ -189,7 +190,7 @@ def test_a_request_has_a_deadline_however_often_it_says_something(
 
 
 def test_a_rank_that_waits_or_sends_slowly_is_no_stranger(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_POLL_S", TIMEOUT_S)
+    monkeypatch.setattr(request, "_POLL_S", TIMEOUT_S)
     waiting, sending = served.connect(), served.connect()
     waiting.sendall(f"GET /{served.token}/3:0/global/1 HTTP/1.1\r\n\r\n".encode())
     sending.sendall(f"PUT /{served.token}/3:0/global/1 HTTP/1.1\r\nContent-Length: 2\r\n\r\n1".encode())

@@ -1,0 +1,161 @@
+"""One request to a host's store, read and answered piece by piece: what comes of a stranger is never waited for."""
+
+from __future__ import annotations
+
+import hmac
+import re
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from hvdtrain.launch.store import ABSENT, MOST_BYTES
+
+if TYPE_CHECKING:
+    from hvdtrain.launch.rendezvous import Rendezvous
+
+STRANGER_S = 5.0
+"""From its connection to the end of its head, for a request that has not shown the token."""
+
+_POLL_S = 4.0
+"""A request for a key that is not there yet is answered after this time; Horovod asks again."""
+_REQUEST_S = 30.0
+"""For a rank to send a value, or to read one."""
+_MOST_HEAD_BYTES = 1 << 14
+_HEAD = re.compile(rb"([A-Z]{1,16}) ([!-~]{1,2048}) HTTP/1\.[01]\r\n")
+_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([^\r\n]*?)[ \t]*\r\n", re.IGNORECASE)
+_PATH = re.compile(rb"/([A-Za-z0-9_-]{1,128})/([0-9]{1,9}):0/([A-Za-z0-9._@:-]{1,400}/[A-Za-z0-9._@:-]{1,400})")
+
+
+class Request:
+    """What came by one connection: a head, perhaps a body; and the answer.
+
+    Args:
+        server: has the token and the keys.
+        peer: the socket.
+        sender: its address, for messages.
+
+    Attributes:
+        peer: the socket, which never blocks.
+        until_s: when it is late.
+        watched: the events at which it goes on.
+    """
+
+    def __init__(self, server: Rendezvous, peer: socket.socket, sender: str) -> None:
+        peer.setblocking(False)
+        self.peer, self._sender, self._server = peer, sender, server
+        self.until_s = time.monotonic() + STRANGER_S
+        self.watched = 0
+        self._data = b""
+        self._need = -1
+        self._wants: tuple[int, str] | None = None
+        self._take_back: Callable[[], None] | None = None
+        self._left: memoryview | None = None
+        self._refused = self._closed = False
+
+    def go_on(self, events: int = selectors.EVENT_READ) -> None:
+        """Read or write what can be without waiting."""
+        try:
+            if self._left is None:
+                self._read()
+            elif self._left:
+                self._write()
+            elif not self.peer.recv(1 << 16):  # refused: closed before all is read, it would be reset
+                self.close()
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.close()
+        if not self._closed:
+            self._server.watch(self, selectors.EVENT_WRITE if self._left else selectors.EVENT_READ)
+
+    def late(self) -> None:
+        """Its time is over."""
+        if self._take_back is not None:
+            self._take_back()
+            return self._answer(ABSENT, b"")
+        if self._need < 0 and not self._refused:
+            text = f"closed a connection of {self._sender}, which has sent no request in {STRANGER_S:.0f} s"
+            self._server.say("late", text)
+        self.close()
+
+    def close(self) -> None:
+        """Close it."""
+        self._closed = True
+        if self._take_back is not None:
+            self._take_back()
+        if self.watched:
+            self._server.watch(self, 0)
+        self.peer.close()
+        self._server.closed(self)
+
+    def _read(self) -> None:
+        data = self.peer.recv(1 << 16)
+        if not data:
+            return self.close()
+        if self._take_back is not None:
+            return  # it waits for its answer, and has nothing more to say
+        self._data += data
+        if self._need < 0:
+            self._read_head()
+        if self._wants is not None and len(self._data) >= self._need:
+            number, key = self._wants
+            self._server.put(number, key, self._data[: self._need])
+            self._answer(200, b"")
+
+    def _read_head(self) -> None:
+        head, end, rest = self._data.partition(b"\r\n\r\n")
+        if not end:
+            if len(self._data) > _MOST_HEAD_BYTES:
+                self._refuse("request", 431)
+            return
+        found = _HEAD.match(head + b"\r\n")
+        if found is None:
+            self._server.say("refused", f"refused what is no request, of {self._sender}")
+            return self.close()
+        method, path = found[1].decode(), found[2]
+        part = _PATH.fullmatch(path)
+        if method not in ("GET", "PUT", "DELETE"):
+            return self._refuse(method, 501)
+        if part is None:
+            return self._refuse(method, 404)
+        if not hmac.compare_digest(part[1], self._server.token.encode()):
+            return self._refuse(method, 403)
+        self._server.became_known(self)
+        self.until_s = time.monotonic() + _REQUEST_S
+        number, key = int(part[2]), part[3].decode()
+        self._need, self._data = 0, rest
+        if method == "GET":
+            self._take_back = self._server.get(number, key, self._answer)
+            if self._take_back is not None:
+                self.until_s = time.monotonic() + _POLL_S
+        elif method == "DELETE":
+            self._answer(200, b"")
+        else:
+            length = _LENGTH.search(head + b"\r\n")
+            if length is None or not re.fullmatch(rb"[0-9]{1,9}", length[1]) or int(length[1]) > MOST_BYTES:
+                return self._refuse(method, 413)
+            self._need, self._wants = int(length[1]), (number, key)
+
+    def _refuse(self, method: str, status: int) -> None:
+        """Refuse it and log it, without the path: that may hold the token."""
+        self._refused = True
+        self._server.say("refused", f"refused a {method} of {self._sender} with {status}")
+        self._answer(status, b"")
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self._take_back = self._wants = None
+        if not self._refused:
+            self.until_s = time.monotonic() + _REQUEST_S
+        head = f"HTTP/1.1 {status} \r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        self._left = memoryview(head.encode() + body)
+        self.go_on()
+
+    def _write(self) -> None:
+        assert self._left is not None
+        while self._left:
+            self._left = self._left[self.peer.send(self._left) :]
+        if not self._refused:
+            return self.close()
+        self.peer.shutdown(socket.SHUT_WR)
