@@ -28,6 +28,7 @@ SCRIPTS = (
     "checkpoint",
     "recovery",
     "startup",
+    "rendezvous",
     "straggler",
     "compressors",
     "exchange",

@@ -42,7 +42,8 @@ import horovod.torch as hvd
 hvd.init()
 own = [hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()]
 assert own == [int(os.environ[name]) for name in names]
-print(json.dumps([*own, os.environ["HOROVOD_GLOO_IFACE"], os.environ["SLURMD_NODENAME"]]))
+store = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"]
+print(json.dumps([*own, os.environ["HOROVOD_GLOO_IFACE"], os.environ["SLURMD_NODENAME"], store]))
 """
 
 
@@ -85,6 +86,8 @@ def test_nodes_with_unlike_numbers_of_tasks_are_one_job(two_nodes: Slurm, tmp_pa
     argv = ["salloc", "--nodes=2", "--ntasks=3", sys.executable, "-m", "hvdtrain.launch.srun_job", *srun]
     done = two_nodes.run(argv, cwd=tmp_path, environment=PATHS)
     told = sorted(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+    stores = [one.pop() for one in told]
+    assert stores[0] == stores[1] != stores[2] and all(store.startswith("127.0.0.1:") for store in stores)
     assert told == [
         [0, 3, 0, 2, 0, 2, "link0", "a"],
         [1, 3, 1, 2, 0, 1, "link0", "a"],
