@@ -90,7 +90,7 @@ def _plan(own: Sequence[str], options: argparse.Namespace, spec: JobSpec, progra
         hang_timeout_s=options.hang_timeout,
         elastic_timeout_s=options.elastic_timeout,
         start_timeout_s=options.start_timeout,
-        gloo_timeout_s=options.gloo_timeout,
+        gloo_timeout_s=options.gloo_timeout or 0,
     )
     if spec.is_program:
         limits = replace(limits, grace_s=math.inf)  # a rank may have more to do than the others

@@ -137,7 +137,7 @@ def _add_own(add: Callable[..., object]) -> None:
     add("--elastic-timeout", default=600.0, help="with fewer than MIN ranks wait S seconds (600)", **seconds)
     add("--start-timeout", default=600.0, help="wait S seconds for N ranks, then go on with MIN (600)", **seconds)
     unheard = "give up a rank that is not heard of for S seconds (10; of more than 80 ranks an eighth of their number)"
-    add("--gloo-timeout", type=_positive, default=0, metavar="S", help=unheard)
+    add("--gloo-timeout", type=_positive, metavar="S", help=unheard)
     add("--local", default="", metavar="NAMES", help="further names of this host, with commas")
     add("--events", type=Path, metavar="FILE", help="append what happens to FILE, as lines of JSON")
     add("--tag", action="store_true", help="mark lines of rank 0 by its number too")
