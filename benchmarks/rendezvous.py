@@ -3,7 +3,7 @@
 The ranks are threads that put and get what Gloo does for its three communicators (gloo/rendezvous/context.cc); the
 agents are real processes, and values go between them by the driver's code. All is on one machine: on a cluster each
 host has cores of its own for its ranks, whose reading is nearly all of the work. With --slice all ranks put, and those
-of the first host alone get: what one host of many has to do.
+of the first host alone get, as one host of many does: so it goes to 1,024 ranks, all of which would read 292 GB here.
 """
 
 from __future__ import annotations
@@ -185,5 +185,5 @@ if __name__ == "__main__":
     parser = options(__doc__)
     parser.add_argument("--slice", action="store_true", help="ranks of the first host alone read")
     arguments = parser.parse_args()
-    sizes = [(4, 8)] if arguments.quick else [(8, 64), (16, 64)] if not arguments.slice else [(64, 8), (32, 32)]
+    sizes = [(4, 8)] if arguments.quick else [(8, 64)] if not arguments.slice else [(64, 8), (32, 32)]
     report([f for hosts, local in sizes for f in simulate(hosts, local, arguments.slice)], arguments.json)
