@@ -1,4 +1,7 @@
-"""One request to a host's store, read and answered piece by piece: what comes of a stranger is never waited for."""
+"""One request to a host's store, read and answered piece by piece: what comes of a stranger is never waited for.
+
+`http.server` was not taken: it has a thread for each connection, and a stranger that drips holds it.
+"""
 
 from __future__ import annotations
 
