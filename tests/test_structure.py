@@ -21,6 +21,7 @@ LAYERS = {
     "durable": 0,
     "errors": 0,
     "lease": 0,
+    "regular": 0,
     "spans": 0,
     "config": 1,
     "loading": 1,

@@ -18,6 +18,7 @@ import orjson
 from hvdtrain.errors import RunDirectoryError
 from hvdtrain.observe.failure.voice import to_stderr
 from hvdtrain.observe.line_file import LineFile
+from hvdtrain.regular import open_regular
 
 NAME = "journal.jsonl"
 
@@ -114,12 +115,11 @@ class Journal:
 
 def journal_lines(path: str | Path) -> Iterator[dict[str, Any]]:
     """The whole lines of a journal, in order, one at a time. A line that a kill cut off is left out."""
-    with Path(path).open("rb") as file:
+    with open_regular(Path(path)) as file:
         for line in file:
-            try:
-                yield orjson.loads(line)
-            except ValueError:
-                continue
+            with suppress(ValueError):
+                if isinstance(record := orjson.loads(line), dict):
+                    yield record
 
 
 def read_journal(path: str | Path) -> list[dict[str, Any]]:
@@ -147,7 +147,7 @@ def is_finished(path: Path) -> bool:
     for line in reversed(_tail(path)):
         try:
             event = json.loads(line).get("event")
-        except ValueError:
+        except (ValueError, AttributeError, RecursionError):
             return False
         if event not in _ASIDE:
             return bool(event == "finished")

@@ -24,7 +24,7 @@ _WRITTEN = MOMENTS[:4]
 def starts_so_far(path: Path) -> int:
     """How many starts of the run a file tells of; 0 where there is none or it cannot be read."""
     try:
-        return sum(isinstance(line, dict) and line.get("event") == "start" for line in journal_lines(path))
+        return sum(line.get("event") == "start" for line in journal_lines(path))
     except OSError:
         return 0
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import orjson
 
 from hvdtrain.durable import write_text
+from hvdtrain.regular import read_regular
 
 _VERSION = 1
 _REQUEST, _ANSWER = ".window-request.json", ".window-answer.json"
@@ -101,7 +102,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = orjson.loads(path.read_bytes())
+        content = orjson.loads(read_regular(path))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) and content.get("version") == _VERSION else {}

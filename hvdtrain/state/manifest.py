@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import CheckpointError, UnreadableCheckpointError
+from hvdtrain.regular import read_regular
 from hvdtrain.state.shards import group_of
 from hvdtrain.state.tensor_file import CHECKSUM, Facts, checksum, read, read_tensors
 from hvdtrain.state.train_state import StateDict
@@ -53,7 +54,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
     try:
         with readable(path):
-            manifest = json.loads(file.read_bytes())
+            manifest = json.loads(read_regular(file))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is damaged: its {MANIFEST} cannot be read",

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from hvdtrain.errors import TraceError
+from hvdtrain.regular import open_regular
 from hvdtrain.timeline.log_facts import Nccl, Stalls
 
 _TAG = re.compile(r"\[\d+(?:,\d+)?\](?:\[\S+\])?<(?:stdout|stderr|stddiag)>:? ?")
@@ -59,7 +60,7 @@ def _lines(path: Path) -> Iterator[str]:
         TraceError: the file cannot be read.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             for raw in iter(lambda: file.readline(_LONGEST), b""):
                 yield from _plain(raw.decode("utf-8", "replace"))
     except OSError as error:

@@ -18,7 +18,7 @@ from hvdtrain.timeline.columns import HorovodTrace
 from hvdtrain.timeline.merging import profile, ranks, tensors
 from hvdtrain.timeline.merging.clocks import Clocks, read_clocks
 from hvdtrain.timeline.merging.sink import Sink, opened
-from hvdtrain.timeline.read import read_horovod
+from hvdtrain.timeline.read import read_files, read_horovod
 from hvdtrain.timeline.steps import read_steps
 
 _PROFILE = re.compile(r"torch-steps-.*-rank-(\d+)(?:-\d+)?\.json(?:\.gz)?")
@@ -102,13 +102,21 @@ def _find(sources: Sequence[Path], merged: Merged) -> _Sources:
             next_step="name one folder",
         )
     if not folders:
-        return _Sources(Clocks(), [_timeline(path, merged) for path in sources], [])
+        traces = read_files(sources)
+        for trace in traces:
+            _note(trace, merged)
+        return _Sources(Clocks(), traces, [])
     folder = folders[0] / "timeline" if (folders[0] / "timeline").is_dir() else folders[0]
     clocks = read_clocks(folder)
     begin_us = min((float(s.start_us.min()) for s in clocks.spans if len(s.start_us)), default=-np.inf)
     timelines = []
     for path in sorted(folder.glob("horovod-*.json*")):
-        trace = _timeline(path, merged)
+        try:
+            trace = read_horovod(path)
+        except TraceError as error:
+            merged.notes.append(f"{path.name} is left out: {error.what}")
+            continue
+        _note(trace, merged)
         end_us = (trace.epoch_us or 0.0) - clocks.of(0) + float(trace.start_us.max(initial=0.0))
         if trace.epoch_us is not None and end_us < begin_us - _EARLIER_US:
             merged.notes.append(f"{path.name} is of an earlier start and left out")
@@ -125,10 +133,8 @@ def _find(sources: Sequence[Path], merged: Merged) -> _Sources:
     return _Sources(clocks, timelines, profiles)
 
 
-def _timeline(path: Path, merged: Merged) -> HorovodTrace:
-    trace = read_horovod(path)
-    merged.notes += [f"{path.name}: {line}" for line in trace.dropped]
-    return trace
+def _note(trace: HorovodTrace, merged: Merged) -> None:
+    merged.notes += [f"{trace.path.name}: {line}" for line in trace.dropped]
 
 
 def _profiles(folder: Path, clocks: Clocks, begin_us: float, merged: Merged) -> list[tuple[Path, int, profile.Profile]]:
@@ -137,7 +143,11 @@ def _profiles(folder: Path, clocks: Clocks, begin_us: float, merged: Merged) -> 
         if not (named := _PROFILE.fullmatch(path.name)):
             continue
         rank = int(named[1])
-        times = profile.look_through(path, merged.notes)
+        try:
+            times = profile.look_through(path, merged.notes)
+        except OSError as error:
+            merged.notes.append(f"{path.name} is left out: it cannot be read: {error.strerror}")
+            continue
         if times.first_us is None or times.last_us is None:
             merged.notes.append(f"{path.name} holds no events")
         elif times.base_us + times.last_us - clocks.of(rank) < begin_us - _EARLIER_US:

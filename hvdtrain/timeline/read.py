@@ -9,6 +9,7 @@ the columns grow on the disk where they get large (`reading.growing`), so that m
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from hvdtrain.errors import TraceError
@@ -20,11 +21,30 @@ from hvdtrain.timeline.reading.source import pieces
 CHUNK_BYTES = 1 << 22
 
 _FOREIGN_BYTES = 1 << 20
-"""After so much without an event of Horovod the rest is not looked at."""
+_STRANGE_BYTES = 1 << 27
+"""After so much without an event of Horovod the rest is not looked at: of other programs' events, and of anything else,
+such as a tensor's name of some MB."""
 
 _OPENING = b"[\n" + naming.HEAD
 _NEXT = re.compile(rb'\[\n\{"name": "process_name", "ph": "M", "pid": [01],')
 """A Timeline begins: more than one where files were put one behind the other."""
+
+
+def read_files(paths: Sequence[Path]) -> list[HorovodTrace]:
+    """Read the Timelines that somebody names.
+
+    Errors:
+        TraceError: one cannot be opened, or is no Timeline of Horovod; there is not one event in all of them.
+    """
+    found = [read_horovod(path) for path in paths]
+    if not any(len(trace.phase) or len(trace.tick_us) for trace in found):
+        raise TraceError(
+            f"there is no event in {', '.join(map(str, paths))}",
+            expected="a Timeline that Horovod has written some operations into",
+            found="; ".join(dict.fromkeys(line for trace in found for line in trace.dropped)) or None,
+            next_step="let the program do some steps, and end it by itself: Horovod writes late",
+        )
+    return found
 
 
 def read_horovod(path: Path, chunk_bytes: int = CHUNK_BYTES) -> HorovodTrace:
@@ -47,7 +67,7 @@ def read_horovod(path: Path, chunk_bytes: int = CHUNK_BYTES) -> HorovodTrace:
             text = rest + piece
             done = _feed(intake, text, offset, final=False)
             rest, offset = text[done:], offset + done
-            if offset > _FOREIGN_BYTES and not intake.is_horovod:
+            if offset > (_FOREIGN_BYTES if intake.damage.foreign else _STRANGE_BYTES) and not intake.is_horovod:
                 break
         else:
             _feed(intake, rest, offset, final=True)

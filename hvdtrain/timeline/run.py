@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.errors import TraceError
+from hvdtrain.config.yaml_file import read_yaml
+from hvdtrain.errors import ConfigError, TraceError
 from hvdtrain.observe.journal import NAME as JOURNAL
 from hvdtrain.observe.journal import journal_lines
 from hvdtrain.timeline.analysing.phases import extent
 from hvdtrain.timeline.columns import HorovodTrace, RankSpans, RunTrace, StepTable
 from hvdtrain.timeline.logs import collect_lines, find_logs
-from hvdtrain.timeline.read import read_horovod
+from hvdtrain.timeline.read import read_files, read_horovod
 from hvdtrain.timeline.span_files import on_one_clock, read_span_files, wall_clock_us
 from hvdtrain.timeline.steps import Start, read_starts
 
@@ -52,7 +53,7 @@ def _load(path: Path, more: Sequence[Path], most_bytes: float) -> tuple[RunTrace
         return _load_run(folder, most_bytes)
     if not path.exists():
         raise TraceError(f"{path} does not exist", expected=_WHAT, next_step="ls runs/ shows the runs of this folder")
-    traces = [read_horovod(each) for each in (path, *more)]
+    traces = read_files([path, *more])
     return RunTrace(path, max(map(_ranks, traces)), horovod=_side_by_side(traces)), []
 
 
@@ -80,9 +81,16 @@ def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
     if steps is None:
         size = int(this.started.get("size") or size)
     horovod = list(_segments(timeline, wall_clock_us(files), steps, notes, most_bytes)) if timeline.is_dir() else []
+    logs = _small_enough(find_logs(folder, this.started.get("nccl_debug_file")), notes, most_bytes)
+    if not (told or starts or files or horovod or logs):
+        raise TraceError(
+            f"{folder} holds nothing that can be read of a run",
+            expected=f"lines in {JOURNAL}, or files of {TIMELINE}/",
+            found="they are empty, damaged, or not there",
+            next_step="name another run",
+        )
     notes += _missing(timeline, size, steps, spans, config)
     link = start.link if start is not None else ()
-    logs = _small_enough(find_logs(folder, this.started.get("nccl_debug_file")), notes, most_bytes)
     run = RunTrace(folder, size, config, steps, spans, horovod, this.machine, this.warnings, link, notes, is_part)
     return run, logs
 
@@ -131,7 +139,7 @@ def _journal(path: Path) -> list[_Told]:
     """What it tells of each start."""
     found: list[_Told] = []
     for line in journal_lines(path) if path.is_file() else ():
-        event = line.get("event") if isinstance(line, dict) else ""
+        event = line.get("event")
         if event == "started":
             found.append(_Told(line))
         found = found or [_Told({})]
@@ -146,13 +154,10 @@ def _journal(path: Path) -> list[_Told]:
 
 
 def _config(folder: Path) -> Mapping[str, Any]:
-    import yaml
-
     try:
-        found = yaml.safe_load((folder / "config.yaml").read_text())
-    except (OSError, ValueError, yaml.YAMLError):
+        return read_yaml(folder / "config.yaml")
+    except ConfigError:
         return {}
-    return found if isinstance(found, Mapping) else {}
 
 
 def _segments(

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from hvdtrain.regular import open_regular
 from hvdtrain.timeline.columns import BucketFacts, Floats, RankSpans
 from hvdtrain.timeline.steps import Start
 
@@ -58,7 +59,7 @@ def read_span_files(folder: Path, most_bytes: float = math.inf, start: int | Non
 def _start_of(path: Path) -> int:
     """The number of the start that a file is of, by its first lines; -1 where they don't say."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             found = _START.search(file.read(_HEAD))
     except OSError:
         return -1
@@ -105,7 +106,7 @@ def read_span_file(path: Path) -> SpanFile | None:
 
 def _events(path: Path) -> Iterator[Mapping[str, Any]]:
     """Line by line, as they were written, without the whole in memory; or all at once where lines are others."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         if file.readline(8).strip() != b"[":
             file.seek(0)
             yield from (event for event in orjson.loads(file.read()) if isinstance(event, dict))

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import yaml
-
 from hvdtrain.config.parse import CONFIG
-from hvdtrain.errors import HvdtrainError, RunDirectoryError
+from hvdtrain.config.yaml_file import read_yaml
+from hvdtrain.errors import ConfigError, HvdtrainError, RunDirectoryError
 from hvdtrain.observe import journal
 from hvdtrain.state.store import CheckpointStore
 from hvdtrain.state.train_state import StateDict
@@ -52,12 +51,10 @@ def read_config(run: Path) -> dict[str, Any]:
         RunDirectoryError: there is none, or its task was given by a program.
     """
     try:
-        config: Any = yaml.safe_load((run / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RunDirectoryError(
-            f"{run / CONFIG} cannot be read: {error}", next_step="give the folder of a run that has begun"
-        ) from error
-    task = config.get("task") if isinstance(config, dict) else None
+        config = read_yaml(run / CONFIG)
+    except ConfigError as error:
+        raise RunDirectoryError(error.what, next_step="give the folder of a run that has begun") from None
+    task = config.get("task")
     if not isinstance(task, str) or task == "Task" or task.startswith("__main__:"):
         raise RunDirectoryError(
             f"the task of {run} was given by a program: no command line can train it",
@@ -65,7 +62,7 @@ def read_config(run: Path) -> dict[str, Any]:
             found=str(task),
             next_step="put the task into a function of a module, and name it: --task file.py:function",
         )
-    return dict(config)
+    return config
 
 
 def scratch_config(config: Mapping[str, Any], steps: int) -> dict[str, Any]:

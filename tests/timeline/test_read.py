@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.errors import TraceError
 from hvdtrain.timeline.columns import HorovodTrace
-from hvdtrain.timeline.read import read_horovod
+from hvdtrain.timeline.read import read_files, read_horovod
 from hvdtrain.timeline.reading import growing
 from hvdtrain.timeline.reading.sizes import nbytes
 from tests.timeline.plain_reader import read_plainly, spans_of, ticks_of
@@ -172,8 +173,44 @@ def test_what_is_no_timeline_is_an_error_that_says_so(content: str, chunk_bytes:
     assert caught.value.expected and caught.value.found and caught.value.next_step
 
 
-def test_a_missing_file_and_a_folder_are_errors(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "none.json"):
+@pytest.mark.parametrize("name_bytes", [1 << 17, 5 << 20, 10 << 20])
+@pytest.mark.parametrize("begins_with", ["metadata", "an event"])
+def test_a_name_of_some_megabytes_costs_itself_only(name_bytes: int, begins_with: str, tmp_path: Path) -> None:
+    content, name = CONTENT["training"], b"n" * name_bytes
+    long = {
+        "metadata": b'{"name": "process_name", "ph": "M", "pid": 99, "args": {"name": "%s"}},' % name,
+        "an event": b'{"ph": "B", "name": "%s", "ts": 12, "pid": 3},' % name,
+    }[begins_with]
+    trace = read(b"[\n" + long + content[2:], tmp_path)
+    assert spans_of(trace) == spans_of(read(content, tmp_path))
+    assert trace.dropped[0].startswith("1 damaged place")
+
+
+def test_what_comes_before_a_damage_of_a_packed_file_is_read(tmp_path: Path) -> None:
+    packed = gzip.compress(CONTENT["training"])
+    whole = spans_of(read(packed, tmp_path))
+    counts = []
+    for place in (len(packed) // 2, len(packed) - 100, len(packed) - 6):  # the last is of the checksum
+        damaged = packed[:place] + b"\xff" * 5 + packed[place + 5 :]
+        for chunk_bytes in (1 << 22, 4096):
+            trace = read(damaged, tmp_path, chunk_bytes)
+            assert spans_of(trace)[:40] == whole[:40] and "is damaged" in trace.dropped[0]
+        counts.append(len(trace.phase))
+    assert 40 <= counts[0] < counts[1] < counts[2] == len(whole)
+
+
+def test_timelines_without_one_event_are_nothing_to_look_at(tmp_path: Path) -> None:
+    empty, good = tmp_path / "empty.json", tmp_path / "good.json"
+    empty.touch()
+    good.write_bytes(CONTENT["training"])
+    assert [len(trace.phase) > 0 for trace in read_files([empty, good])] == [False, True]
+    with pytest.raises(TraceError, match="there is no event in"):
+        read_files([empty, empty])
+
+
+def test_a_missing_file_a_folder_and_a_fifo_are_errors(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path, tmp_path / "none.json", tmp_path / "fifo", Path("/dev/zero")):
         with pytest.raises(TraceError, match="cannot be read"):
             read_horovod(path)
 

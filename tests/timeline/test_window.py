@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,6 +62,12 @@ def test_stopping_where_nothing_is_open(tmp_path: Path) -> None:
 def test_what_is_no_request_is_none(content: bytes, tmp_path: Path) -> None:
     (tmp_path / ".window-request.json").write_bytes(content)
     assert read_request(tmp_path) is None
+
+
+def test_nobody_waits_for_a_request_or_an_answer_from_a_fifo(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ".window-request.json")
+    os.mkfifo(tmp_path / ".window-answer.json")
+    assert read_request(tmp_path) is None and read_answer(tmp_path) is None
 
 
 class Told:

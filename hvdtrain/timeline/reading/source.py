@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+
+from hvdtrain.regular import open_regular
 
 _GZIP = b"\x1f\x8b"
 _READ_BYTES = 1 << 18
@@ -19,9 +22,9 @@ def pieces(path: Path, size: int, notes: list[str]) -> Iterator[bytes]:
         notes: takes in a line where compressed content breaks off or is damaged; what came before it is given.
 
     Errors:
-        OSError: it cannot be opened or read.
+        OSError: it cannot be opened or read, or is no regular file.
     """
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         compressed = file.read(len(_GZIP)) == _GZIP
         file.seek(0)
         if not compressed:
@@ -41,13 +44,27 @@ def _inflated(compressed: Iterator[bytes], size: int, notes: list[str]) -> Itera
                 if not rest:
                     break
                 engine = zlib.decompressobj(zlib.MAX_WBITS | 16)
+            before = engine.copy()
             try:
                 piece = engine.decompress(rest, size)
             except zlib.error as error:
                 notes.append(f"the compressed content is damaged ({error}): the rest of the file is not read")
+                yield from _up_to_damage(before, rest, size)
                 return
             rest = engine.unused_data if engine.eof else engine.unconsumed_tail
             if piece:
                 yield piece
     if not engine.eof:
         notes.append("the compressed content breaks off: the end of the file is missing")
+
+
+def _up_to_damage(engine: zlib._Decompress, damaged: bytes, size: int) -> Iterator[bytes]:
+    """What comes before the damage, byte by byte: a call that meets it gives nothing of what it has read before."""
+    piece = bytearray()
+    with suppress(zlib.error):
+        for at in range(len(damaged)):
+            piece += engine.decompress(damaged[at : at + 1])
+            if len(piece) >= size:
+                yield bytes(piece)
+                piece.clear()
+    yield bytes(piece)

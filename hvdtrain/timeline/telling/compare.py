@@ -46,18 +46,18 @@ class Comparison:
     Attributes:
         titles: of both.
         rows: the step, then parts in the order of their budgets.
-        options: that differ, by dotted name, each with both values.
+        options: that differ, by dotted name, each with both values; None where those of one are not known.
         notes: what makes them hard to compare.
     """
 
     titles: tuple[str, str]
     rows: Sequence[Row]
-    options: Mapping[str, tuple[Any, Any]]
+    options: Mapping[str, tuple[Any, Any]] | None
     notes: Sequence[str]
 
 
 def compare(a: Analysis, b: Analysis, config_a: Mapping[str, Any], config_b: Mapping[str, Any]) -> Comparison:
-    """Compare budgets part by part, what late ranks cost, and options.
+    """Compare budgets part by part, what late ranks cost, and options; a config that is empty is one that is not known.
 
     A difference's interval is that of a difference of two independent means: half widths add as squares.
     """
@@ -70,11 +70,12 @@ def compare(a: Analysis, b: Analysis, config_a: Mapping[str, Any], config_b: Map
     if any(each.value for each in late):
         rows.append(_row("late ranks", *late))
     left, right = dict(_flat(config_a)), dict(_flat(config_b))
-    options = {
+    differ = {
         name: (left.get(name), right.get(name))
         for name in sorted({*left, *right})
         if left.get(name) != right.get(name) and name not in ("run_dir", "resume")
     }
+    options = differ if left and right else None
     return Comparison((a.title, b.title), rows, options, list(_notes(a, b)))
 
 
@@ -91,10 +92,14 @@ def to_text(comparison: Comparison) -> str:
     if comparison.rows:
         real = sum(not row.is_noise for row in comparison.rows)
         lines.append(f"  * is no noise: its 95% confidence interval leaves 0 out ({real} of {len(comparison.rows)})")
-    lines.append("options that differ:" if comparison.options else "options: the same")
-    lines += [f"  --{name}  {_told(x)} -> {_told(y)}" for name, (x, y) in list(comparison.options.items())[:_SHOWN]]
-    if len(comparison.options) > _SHOWN:
-        lines.append(f"  {len(comparison.options) - _SHOWN} more: --json")
+    options = comparison.options
+    if options is None:
+        lines.append("options: not known of both: a Timeline of Horovod's, or a run without config, says none")
+    else:
+        lines.append("options that differ:" if options else "options: the same")
+        lines += [f"  --{name}  {_told(x)} -> {_told(y)}" for name, (x, y) in list(options.items())[:_SHOWN]]
+        if len(options) > _SHOWN:
+            lines.append(f"  {len(options) - _SHOWN} more: --json")
     return "\n".join([*lines, *(f"  {note}" for note in comparison.notes)])
 
 
@@ -114,12 +119,12 @@ def to_plain(comparison: Comparison) -> dict[str, Any]:
         }
         for row in comparison.rows
     ]
-    options = {name: list(values) for name, values in comparison.options.items()}
+    options = comparison.options
     return {
         "version": 1,
         "titles": list(comparison.titles),
         "rows": rows,
-        "options": options,
+        "options": None if options is None else {name: list(values) for name, values in options.items()},
         "notes": list(comparison.notes),
     }
 

@@ -16,6 +16,7 @@ import orjson
 from hvdtrain.compression.table import Compression, parse
 from hvdtrain.durable import write_text
 from hvdtrain.errors import LaunchError
+from hvdtrain.regular import read_regular
 from hvdtrain.timeline.whatif.assemble import buckets_of
 from hvdtrain.timeline.whatif.coding import Cost, of_probe
 from hvdtrain.timeline.whatif.evidence import Evidence, Job
@@ -60,11 +61,17 @@ class Probed:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        found = orjson.loads(file.read_bytes())
+        found = orjson.loads(read_regular(file))
     except (OSError, ValueError):
         return {}
-    usable = isinstance(found, dict) and found.get("version") == VERSION
-    return dict(found["buckets"]) if usable else {}
+    if not isinstance(found, dict) or found.get("version") != VERSION:
+        return {}
+    try:
+        for cost in found["buckets"].values():
+            of_probe(cost)
+    except (KeyError, TypeError, AttributeError):
+        return {}
+    return dict(found["buckets"])
 
 
 def _key(compression: Compression, bucket: Planned, ranks: int) -> str:

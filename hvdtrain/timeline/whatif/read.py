@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 import orjson
-import yaml
 from numpy.typing import NDArray
 
 from hvdtrain.compression.table import parse
-from hvdtrain.errors import DataError
+from hvdtrain.config.yaml_file import read_yaml
+from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.observe import journal
+from hvdtrain.regular import read_regular
 from hvdtrain.timeline.steps import Start, read_starts
 from hvdtrain.timeline.whatif.evidence import Evidence, Fitted, Job
 from hvdtrain.timeline.whatif.fitting import fit_link
@@ -44,8 +45,23 @@ def read_evidence(path: Path, accept: Callable[[Mapping[str, Any]], bool] = lamb
         accept: which of the journal's steps to go by.
 
     Errors:
-        DataError: it is no run, or lacks what a prediction needs.
+        DataError: it is no run, lacks what a prediction needs, or is damaged.
+        ConfigError: its compression is none that there is.
     """
+    try:
+        return _read(path, accept)
+    except ConfigError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise DataError(
+            f"{path} is damaged, or was written by another program",
+            expected="config.yaml, journal.jsonl and timeline/ as training leaves them in its run_dir",
+            found=repr(error),
+            next_step="name the folder of another run",
+        ) from error
+
+
+def _read(path: Path, accept: Callable[[Mapping[str, Any]], bool]) -> Evidence:
     config = _config(path)
     seen = _gradients(path)
     steps = _steps(path, accept)
@@ -124,15 +140,14 @@ def _late_s(start: Start | None, steps: Sequence[Mapping[str, float]]) -> float:
 
 def _config(path: Path) -> Mapping[str, Any]:
     try:
-        found = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
-        assert isinstance(found, dict)
-    except (OSError, ValueError, AssertionError, yaml.YAMLError):
+        return read_yaml(path / "config.yaml")
+    except ConfigError as error:
         raise DataError(
             f"{path} is no folder of a run of hvdtrain",
             expected="config.yaml and journal.jsonl, as training leaves them in its run_dir",
+            found=error.what,
             next_step="name the run's folder; what-if needs more than a Timeline of Horovod's",
         ) from None
-    return found
 
 
 def _gradients(path: Path) -> dict[str, Any]:
@@ -143,7 +158,7 @@ def _gradients(path: Path) -> dict[str, Any]:
         " --run_dir NEW --train.stop_at 15",
     )
     try:
-        found = orjson.loads((path / GRADIENTS).read_bytes())
+        found = orjson.loads(read_regular(path / GRADIENTS))
     except (OSError, ValueError):
         raise missing from None
     if not isinstance(found, dict) or found.get("version") != VERSION:

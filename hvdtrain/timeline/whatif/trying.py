@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-import yaml
-
+from hvdtrain.config.yaml_file import read_yaml
 from hvdtrain.errors import LaunchError
 from hvdtrain.observe import journal
 from hvdtrain.timeline.whatif.change import Change, changed_job
@@ -126,8 +125,7 @@ def _options(evidence: Evidence, change: Change, folder: Path) -> list[str]:
 
 
 def _spec(path: Path) -> str:
-    config: Mapping[str, str] = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
-    return config["task"]
+    return str(read_yaml(path / "config.yaml")["task"])
 
 
 def _run(argv: Sequence[str]) -> None:

@@ -66,3 +66,9 @@ def test_a_run_without_a_timeline_is_compared_by_the_exchange_as_a_whole() -> No
         assert rows["exchange"].a.value == pytest.approx(rows["exchange"].b.value) == 4.0
     same = {row.name for row in compare(analyse(runs[1]), analyse(runs[1]), {}, {}).rows}
     assert "transfer" in same and "exchange" not in same
+
+
+def test_options_of_what_has_no_config_are_not_known() -> None:
+    found = analyse(run_of(table_of(20 + noise(np.random.default_rng(0), (2, 60), "gaussian", 0.3))))
+    compared = compare(found, found, {}, {"seed": 1})
+    assert "options: not known" in to_text(compared) and to_plain(compared)["options"] is None

@@ -95,3 +95,21 @@ def test_what_is_missing_is_named_with_what_makes_it(tmp_path: Path) -> None:
     (path / "timeline" / "gradients.json").write_text('{"version": 1}')
     with pytest.raises(DataError, match=r"journal\.jsonl"):
         read_evidence(path)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "what"),
+    [
+        ("config.yaml", "[" * 3000, "no folder of a run"),
+        ("config.yaml", "&a [*a]", "no folder of a run"),
+        ("config.yaml", "a: 1", "is damaged, or was written by another program"),
+        ("timeline/gradients.json", '{"version": 1}', "is damaged"),
+        ("timeline/gradients.json", "[" * 100_000, "lacks timeline/gradients.json"),
+        ("journal.jsonl", '5\n[]\n{"step": 1}\n' * 9, "is damaged"),
+    ],
+)
+def test_a_folder_with_other_content_is_an_error(file: str, content: str, what: str, tmp_path: Path) -> None:
+    path = run_folder(tmp_path / "run")
+    (path / file).write_text(content)
+    with pytest.raises(DataError, match=what):
+        read_evidence(path)
