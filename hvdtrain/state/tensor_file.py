@@ -11,6 +11,7 @@ and a second thread for it costs more than it gains where ranks fill the cores.
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -103,9 +104,20 @@ def read_tensors(path: Path, facts: Facts, progress: Callable[[], None]) -> dict
     if len(data) < 8:
         raise ValueError("shorter than a header")
     (length,) = struct.unpack("<Q", data[:8].numpy().tobytes())
+    if length > len(data) - 8:
+        raise ValueError(f"a header of {length} bytes in a file of {len(data)}")
     header = json.loads(data[8 : 8 + length].numpy().tobytes())
     header.pop("__metadata__", None)
-    return {name: _view(data[8 + length :], entry) for name, entry in header.items()}
+    body, end = data[8 + length :], 0
+    for entry in sorted(header.values(), key=lambda entry: entry["data_offsets"]):
+        begin, after = entry["data_offsets"]
+        size = math.prod(entry["shape"]) * _DTYPES[entry["dtype"]].itemsize
+        if (begin, after) != (end, end + size) or min(entry["shape"], default=0) < 0:
+            raise ValueError(f"a tensor of {size} bytes at {begin} to {after}, where the last one ended at {end}")
+        end = after
+    if end != len(body):
+        raise ValueError(f"{end} bytes of tensors in {len(body)}")
+    return {name: _view(body, entry) for name, entry in header.items()}
 
 
 def read(path: Path, facts: Facts, progress: Callable[[], None]) -> Tensor:

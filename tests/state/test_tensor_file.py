@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,11 @@ def _same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(_bits(a[name]) == _bits(b[name]) for name in a)
 
 
+def _one(data_offsets: list[int | None], shape: list[int]) -> str:
+    """A header of one tensor."""
+    return json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": data_offsets}})
+
+
 def _write(path: Path, tensors: dict[str, Tensor]) -> Facts:
     return write_tensors(path, tensors, lambda: None)
 
@@ -62,6 +69,30 @@ def test_what_the_library_wrote_is_read(tmp_path: Path) -> None:
     safetensors.torch.save_file(tensors, tmp_path / "library", metadata={"format": "pt"})
     content = (tmp_path / "library").read_bytes()
     assert _same(read_tensors(tmp_path / "library", Facts(len(content), checksum(content)), lambda: None), tensors)
+
+
+@pytest.mark.parametrize(
+    ("header", "length"),
+    [
+        ("{}", 1 << 63),
+        ("{}", (1 << 64) - 1),
+        ("{}", 1 << 20),
+        ("{}", 2),
+        (_one([-8, 8], [2]), None),
+        (_one([4, 8], [1]), None),
+        (_one([0, 4], [1]), None),
+        (_one([0, 8], [-1]), None),
+        (_one([8, 4], [0]), None),
+        (_one([0, 8], [3]), None),
+        (_one([None, 8], [2]), None),
+    ],
+)
+def test_a_header_that_does_not_fit_the_file_is_refused(header: str, length: int | None, tmp_path: Path) -> None:
+    text = header.encode()
+    content = struct.pack("<Q", len(text) if length is None else length) + text + bytes(8)
+    (tmp_path / "t").write_bytes(content)
+    with pytest.raises((ValueError, TypeError)):
+        read_tensors(tmp_path / "t", Facts(len(content), checksum(content)), lambda: None)
 
 
 def test_a_dtype_that_the_format_lacks_is_named(tmp_path: Path) -> None:
