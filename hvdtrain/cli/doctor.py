@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import platform
 import signal
@@ -18,6 +19,7 @@ from hvdtrain.doctor.finding import LEVELS, Finding, worst
 from hvdtrain.doctor.gather import gather
 from hvdtrain.doctor.nccl_log import NcclLog, read_nccl_log
 from hvdtrain.errors import ConfigError, HvdtrainError, LaunchError
+from hvdtrain.regular import open_regular
 from hvdtrain.runtime.environment import RankInfo, environ
 from hvdtrain.runtime.tuning import Choice, prepare
 
@@ -89,7 +91,7 @@ def _prepared(options: argparse.Namespace) -> tuple[RankInfo, Sequence[Choice], 
 
 def _read(path: Path) -> NcclLog:
     try:
-        with path.open(errors="replace") as file:
+        with io.TextIOWrapper(open_regular(path), errors="replace") as file:
             return read_nccl_log(file, str(path))
     except OSError as error:
         raise ConfigError(

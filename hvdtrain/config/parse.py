@@ -30,6 +30,9 @@ CONFIG = "config.yaml"
 IDENTITY = ".identity"
 """Files of a run folder: the resolved config, and a hash of its options."""
 
+_MOST = 2**31
+"""No count of steps, samples or batches reaches it but by a slip."""
+
 NOT_IDENTITY = ("run_dir", "resume", "log_level", "train.stop_at", "observe.")
 """How options begin in which two stretches of one run may differ."""
 
@@ -97,7 +100,11 @@ def parse_argv(argv: Sequence[str], task_function: Callable[..., Any] | None) ->
     """
     parser = make_parser(task_function)
     for path in map(Path, _values_of("--config", argv)):
-        read_yaml(path)  # the parser reads it too, and is less strict
+        if "config" in read_yaml(path):  # the parser reads it too, and is less strict
+            raise ConfigError(
+                f"the config file {str(path)!r} names another one",
+                next_step="give both on the command line: --config A --config B; later options win",
+            )
     try:
         namespace = parser.parse_args(list(argv))
     except ArgumentError as error:
@@ -160,6 +167,14 @@ def _check_parameters(task_function: Callable[..., Any]) -> None:
 
 
 def _finish(parser: ArgumentParser, namespace: Namespace) -> RunConfig:
+    for section in parser.groups or ():
+        if not isinstance(found := namespace.get(section), Namespace):
+            raise ConfigError(
+                f"{section} is a section, and has one value",
+                expected=f"options below it, such as {section}: {{...}}",
+                found=str(found),
+                next_step=f"leave {section} out for the defaults",
+            )
     resolved = yaml.safe_load(parser.dump(namespace))
     values = vars(parser.instantiate(namespace))
     names = {field.name for field in fields(Config)}
@@ -178,10 +193,10 @@ def _check(config: Config) -> None:
             for name, value in flatten(asdict(config)).items()
             if isinstance(value, float)
         ),
-        (train.steps >= 1, "train.steps", "1 or more", train.steps),
+        (1 <= train.steps < _MOST, "train.steps", "1 to 2^31 - 1", train.steps),
         (train.epochs is None or train.epochs > 0, "train.epochs", "more than 0", train.epochs),
         (train.stop_at is None or train.stop_at >= 1, "train.stop_at", "1 or more", train.stop_at),
-        (train.global_batch >= 1, "train.global_batch", "1 or more", train.global_batch),
+        (1 <= train.global_batch < _MOST, "train.global_batch", "1 to 2^31 - 1", train.global_batch),
         (
             1 <= train.micro_batch <= train.global_batch,
             "train.micro_batch",
@@ -206,8 +221,8 @@ def _check(config: Config) -> None:
         (observe.line_every_s >= 0, "observe.line_every_s", "0 (each step) or more", observe.line_every_s),
         (config.run_dir != "", "run_dir", "a folder, or null for one under runs/", "''"),
         (bucket_mib is None or bucket_mib > 0, "parallel.bucket_mib", "more than 0", bucket_mib),
-        (config.loader.workers >= 0, "loader.workers", "0 or more", config.loader.workers),
-        (config.loader.prefetch >= 1, "loader.prefetch", "1 or more", config.loader.prefetch),
+        (0 <= config.loader.workers <= 1024, "loader.workers", "0 to 1024 processes a rank", config.loader.workers),
+        (1 <= config.loader.prefetch < _MOST, "loader.prefetch", "1 to 2^31 - 1", config.loader.prefetch),
         (config.checkpoint.every >= 0, "checkpoint.every", "0 (at the end only) or more", config.checkpoint.every),
         (config.checkpoint.keep >= 1, "checkpoint.keep", "1 or more", config.checkpoint.keep),
         (observe.histograms_every >= 0, "observe.histograms_every", "0 (off) or more", observe.histograms_every),

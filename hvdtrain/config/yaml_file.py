@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from hvdtrain.errors import ConfigError
+from hvdtrain.regular import read_regular
 
 _DEEPEST = 20
 _DEPTH = f"at most {_DEEPEST} levels"
@@ -36,7 +37,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         ConfigError: it cannot be read, is not YAML, has a key twice, is nested too deep, or is not a mapping.
     """
     try:
-        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+        loader = yaml.SafeLoader(read_regular(path).decode("utf-8"))
         try:
             root = loader.get_single_node()
             if root is not None:
@@ -46,6 +47,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
             loader.dispose()
     except OSError as error:
         raise ConfigError(f"the config file {str(path)!r} cannot be read: {error.strerror}") from None
+    except ConfigError:
+        raise
     except RecursionError:
         raise ConfigError(f"the config file {str(path)!r} is nested too deep", expected=_DEPTH) from None
     except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
@@ -60,25 +63,25 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _check_nodes(root: yaml.Node, path: Path) -> None:
-    """Refuse duplicate keys, of which PyYAML silently takes the last, and nesting without end."""
-    left = [(root, 0)]
+    """Refuse duplicate keys, dotted ones too, of which the last would silently be taken, and nesting without end."""
+    left = [(root, 0, "")]
     seen = 0
+    keys = set()
     while left:
-        node, depth = left.pop()
+        node, depth, prefix = left.pop()
         seen += 1
         if depth > _DEEPEST or seen > 100_000:  # recursive aliases, or ones that expand exponentially
             raise ConfigError(f"the config file {str(path)!r} is nested too deep", expected=_DEPTH)
         if isinstance(node, yaml.SequenceNode):
-            left += [(value, depth + 1) for value in node.value]
+            left += [(value, depth + 1, f"{prefix}{place}.") for place, value in enumerate(node.value)]
         elif isinstance(node, yaml.MappingNode):
-            keys = set()
-            for key, value in node.value:
-                if isinstance(key, yaml.ScalarNode) and key.value != "<<":
-                    if key.value in keys:
-                        raise ConfigError(
-                            f"the config file {str(path)!r} has the key {key.value} twice in one mapping",
-                            expected="each option once",
-                            found=f"the second in line {key.start_mark.line + 1}",
-                        )
-                    keys.add(key.value)
-                left += [(key, depth + 1), (value, depth + 1)]
+            for place, (key, value) in enumerate(node.value):
+                name = prefix + (key.value if isinstance(key, yaml.ScalarNode) else f"[{place}]")
+                if name in keys and key.value != "<<":
+                    raise ConfigError(
+                        f"the config file {str(path)!r} has the key {name} twice",
+                        expected="each option once",
+                        found=f"once more in line {key.start_mark.line + 1}",
+                    )
+                keys.add(name)
+                left += [(key, depth + 1, f"{name}?"), (value, depth + 1, f"{name}.")]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from hvdtrain.errors import ConfigError, DataError, TaskError
+from hvdtrain.regular import read_regular
 
 if TYPE_CHECKING:
     from torch import nn
@@ -139,7 +140,7 @@ def _read_config(path: Path) -> Any:
     from transformers import AutoConfig
 
     try:
-        content = json.loads(path.expanduser().read_text(encoding="utf-8"))
+        content = json.loads(read_regular(path.expanduser()))
         return AutoConfig.for_model(content.pop("model_type"), **content)
     except Exception as error:  # no file, no JSON, a model that is not known, a value that it refuses
         raise ConfigError(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hvdtrain.errors import DataError, TaskError
+from hvdtrain.regular import read_regular
 
 if TYPE_CHECKING:
     import numpy as np
@@ -111,7 +112,7 @@ class TokenizerEncoder:
 
     def _content(self) -> bytes:
         try:
-            return self.path.read_bytes()
+            return read_regular(self.path)
         except OSError as error:
             raise DataError(
                 f"the tokenizer {self.path} cannot be read",

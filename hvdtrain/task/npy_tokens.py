@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.errors import DataError
+from hvdtrain.regular import open_regular
 from hvdtrain.task.token_file import TokenFile
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def _mapped(path: Path) -> np.memmap[Any, Any]:
     import numpy as np
 
     try:
+        open_regular(path).close()  # numpy would wait for what comes out of a FIFO
         loaded = np.load(path, mmap_mode="r", allow_pickle=False)
     except OSError as error:
         raise DataError(

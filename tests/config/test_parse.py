@@ -100,7 +100,7 @@ def test_a_misspelt_key_in_a_file_names_file_and_nearest(tmp_path: Path) -> None
         ("--train.steps=five", "int", "five"),
         ("--optimizer.lr=fast", "float", "fast"),
         ("--precision=fp8", "one of ['fp32', 'bf16', 'fp16']", "fp8"),
-        ("--train.steps=0", "1 or more", "0"),
+        ("--train.steps=0", "1 to 2^31 - 1", "0"),
         ("--observe.stall_timeout_s=-1", "0 (never) or more", "-1.0"),
         ("--parallel.bucket_mib=0", "more than 0", "0.0"),
         ("--train.micro_batch=99", "1 to train.global_batch (16)", "99"),
@@ -157,8 +157,10 @@ def test_steps_and_epochs_exclude_each_other() -> None:
 @pytest.mark.parametrize(
     ("content", "what"),
     [
-        ("seed: 1\ntrain: {steps: 4}\nseed: 2", "has the key seed twice in one mapping"),
-        ("train:\n  steps: 4\n  steps: 5", "has the key steps twice"),
+        ("seed: 1\ntrain: {steps: 4}\nseed: 2", "has the key seed twice"),
+        ("train:\n  steps: 4\n  steps: 5", "has the key train.steps twice"),
+        ("train.steps: 4\ntrain: {steps: 5}", "has the key train.steps twice"),
+        ("train: {steps: 4}\ntrain: {clip: 5}", "has the key train twice"),
         ("train: &t {again: *t}", "nested too deep"),
         ("train: " + "[" * 3000 + "]" * 3000, "nested too deep"),
         (
@@ -174,6 +176,24 @@ def test_yaml_that_says_two_things_or_has_no_end_is_refused(content: str, what: 
     for read in (lambda: task_spec(["--config", str(file)]), lambda: parse_argv([f"--config={file}"], build)):
         with pytest.raises(ConfigError, match=what):
             read()
+
+
+def test_a_config_file_names_no_other_one(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("config: other.yaml")
+    with pytest.raises(ConfigError, match="names another one"):
+        parse_argv(["--config", str(tmp_path / "run.yaml")], build)
+
+
+@pytest.mark.parametrize("value", [5, [], None])
+def test_a_section_with_a_value_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match="train is a section"):
+        parse_object({"train": value}, build)
+
+
+@pytest.mark.parametrize("option", ["train.steps", "train.global_batch", "loader.workers", "loader.prefetch"])
+def test_counts_that_no_machine_holds_are_refused(option: str) -> None:
+    with pytest.raises(ConfigError, match=f"--{option} has a value that makes no sense"):
+        parse_argv([f"--{option}=99999999999"], build)
 
 
 def test_a_mapping_may_be_used_twice(tmp_path: Path) -> None:
