@@ -57,7 +57,13 @@ def main(argv: list[str] | None = None) -> int:
     if name not in COMMANDS:
         sys.stderr.write(f"hvdtrain: there is no command {name!r}; there are {', '.join(COMMANDS)}\n")
         return 2
-    code: int = import_module(COMMANDS[name][0]).main(arguments)
+    try:
+        code: int = import_module(COMMANDS[name][0]).main(arguments)
+    except Exception as error:  # of a user's code above all, which some commands import
+        from hvdtrain.cli.ending import end, show
+        from hvdtrain.observe.failure.voice import Voice
+
+        return end(error, None, Voice(show))
     return code
 
 

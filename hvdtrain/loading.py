@@ -21,9 +21,17 @@ def load(spec: str, error: type[HvdtrainError], expected: str, folder: Path = Pa
         folder: what the place of a file is relative to.
     """
     place, colon, name = spec.rpartition(":")
-    if not colon or not place or not name:
+    if not colon or not place.strip(".") or not name:
         raise error(f"{spec!r} names nothing", expected=f"file.py:name or module:name: {expected}")
-    module = _import_file(folder / place, error) if place.endswith(".py") else _import_module(place, error)
+    try:
+        module = _import_file(folder / place, error) if place.endswith(".py") else _import_module(place, error)
+    except SystemExit as ended:
+        raise error(
+            f"importing {place} ended this process",
+            expected=f"a file that can be imported: {expected}",
+            found=f"sys.exit({ended.code!r})",
+            next_step="let what runs at once stand below: if __name__ == '__main__':",
+        ) from ended
     found = getattr(module, name, None)
     if not callable(found):
         own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]

@@ -230,7 +230,11 @@ def dataset_length(dataset: Dataset[Any], least: int = 1) -> int:
             expected="a map-style data set with __len__ and __getitem__: any rank must reach any sample",
             found=type(dataset).__name__,
         )
-    length = len(dataset)
+    length: Any = dataset.__len__()
+    if not isinstance(length, int) or length < 0:
+        raise DataError(
+            "the data set's length is none", expected="a whole number of 0 or more by len()", found=f"{length!r}"
+        )
     if length < least:
         raise DataError("the data set is empty", expected="one sample or more", found=f"{type(dataset).__name__} of 0")
     return length

@@ -33,8 +33,15 @@ def make_task(build: Callable[[], Any], config: Config, variables: Mapping[str, 
     if config.train.deterministic:
         change_variables({"CUBLAS_WORKSPACE_CONFIG": variables.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")})
         torch.use_deterministic_algorithms(True)
-    with refusing_exit():
-        task = build()
+    try:
+        with refusing_exit():
+            task = build()
+    except TypeError as error:
+        if error.__traceback__ and error.__traceback__.tb_next is None:  # raised by the call, and by nothing inside
+            raise TaskError(
+                "the task function cannot be called with the options that are given", found=str(error)
+            ) from error
+        raise
     if not isinstance(task, Task):
         raise TaskError(
             "the task function returned the wrong thing",
