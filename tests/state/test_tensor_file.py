@@ -89,7 +89,7 @@ def test_what_the_library_wrote_is_read(tmp_path: Path) -> None:
 )
 def test_a_header_that_does_not_fit_the_file_is_refused(header: str, length: int | None, tmp_path: Path) -> None:
     text = header.encode()
-    content = struct.pack("<Q", len(text) if length is None else length) + text + bytes(8)
+    content = struct.pack("<Q", len(text) if length is None else length) + text + b" " * 8
     (tmp_path / "t").write_bytes(content)
     with pytest.raises((ValueError, TypeError)):
         read_tensors(tmp_path / "t", Facts(len(content), checksum(content)), lambda: None)

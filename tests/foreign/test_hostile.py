@@ -1,0 +1,241 @@
+"""What a user gives to the real command by mistake or malice ends soon, with the error that is named here."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support import hostile
+from tests.support.gallery import Gallery
+from tests.support.launch import run
+
+pytestmark = pytest.mark.slow
+
+ROWS: list[tuple[str, int, str]] = [
+    ("nonsense", 2, "hvdtrain: there is no command 'nonsense'"),
+    ("--train.stepz 5", 2, "hvdtrain: ConfigError: there is no option --train.stepz"),
+    ("--train.steps x", 2, "hvdtrain: ConfigError: --train.steps has a wrong value"),
+    ("--train.steps 0", 2, "hvdtrain: ConfigError: --train.steps has a value that makes no sense"),
+    ("--train.steps", 2, "hvdtrain: ConfigError: the options do not fit"),
+    ("--train.steps 99999999999999", 2, "hvdtrain: ConfigError: --train.steps has a value that makes no sense"),
+    ("--train '{a: {b: c}}'", 2, "hvdtrain: ConfigError: the options do not fit"),
+    ("--optimizer.lr inf", 2, "hvdtrain: ConfigError: --optimizer.lr has a wrong value"),
+    ("--seed -1", 2, "hvdtrain: ConfigError: --seed has a value that makes no sense"),
+    ("--precision fp8", 2, "hvdtrain: ConfigError: --precision has a wrong value"),
+    ("--parallel.compression topk:5", 2, "hvdtrain: ConfigError: 'topk:5' is no compression"),
+    ("--observe.timeline 5:1", 2, "hvdtrain: ConfigError: --observe.timeline has a value that makes no sense"),
+    ("--loader.workers 100000000", 2, "hvdtrain: ConfigError: --loader.workers has a value that makes no sense"),
+    ("--log_level shout", 2, "hvdtrain: ConfigError: --log_level has a wrong value"),
+    ("--run_dir ''", 2, "hvdtrain: ConfigError: --run_dir has a value that makes no sense"),
+    (
+        "--run_dir empty.txt/x",
+        2,
+        "hvdtrain: UnusableRunDirectoryError: the run directory empty.txt/x cannot be used: Not a directory",
+    ),
+    (
+        "--config nowhere.yaml",
+        2,
+        "hvdtrain: ConfigError: the config file 'nowhere.yaml' cannot be read: No such file or directory",
+    ),
+    ("--config folder", 2, "hvdtrain: ConfigError: the config file 'folder' cannot be read: Is a directory"),
+    ("--config fifo", 2, "hvdtrain: ConfigError: the config file 'fifo' cannot be read: it is a FIFO, not a file"),
+    (
+        "--config dangling",
+        2,
+        "hvdtrain: ConfigError: the config file 'dangling' cannot be read: No such file or directory",
+    ),
+    ("--config binary", 2, "hvdtrain: ConfigError: the config file 'binary' is not YAML"),
+    ("--config utf16.yaml", 2, "hvdtrain: ConfigError: the config file 'utf16.yaml' is not YAML"),
+    ("--config broken.yaml", 2, "hvdtrain: ConfigError: the config file 'broken.yaml' is not YAML"),
+    ("--config deep.yaml", 2, "hvdtrain: ConfigError: the config file 'deep.yaml' is nested too deep"),
+    ("--config self.yaml", 2, "hvdtrain: ConfigError: the config file 'self.yaml' is nested too deep"),
+    ("--config bomb.yaml", 2, "hvdtrain: ConfigError: the config file 'bomb.yaml' is nested too deep"),
+    ("--config twice.yaml", 2, "hvdtrain: ConfigError: the config file 'twice.yaml' has the key train twice"),
+    ("--config dotted.yaml", 2, "hvdtrain: ConfigError: the config file 'dotted.yaml' has the key train.steps twice"),
+    ("--config many.yaml", 2, "hvdtrain: ConfigError: --train.steps has a wrong value"),
+    ("--config value.yaml", 2, "hvdtrain: ConfigError: train is a section, and has one value"),
+    ("--config null.yaml", 2, "hvdtrain: ConfigError: the options do not fit"),
+    ("--config list.yaml", 2, "hvdtrain: ConfigError: the config file 'list.yaml' is not a mapping"),
+    ("--config unknown.yaml", 2, "hvdtrain: ConfigError: there is no option --train.stepz (in unknown.yaml)"),
+    ("--config code.yaml", 2, "hvdtrain: ConfigError: the config file 'code.yaml' is not YAML"),
+    ("--config date.yaml", 2, "hvdtrain: ConfigError: the config file 'date.yaml' is not YAML"),
+    ("--config two.yaml", 2, "hvdtrain: ConfigError: the config file 'two.yaml' is not YAML"),
+    ("--config other.yaml", 2, "hvdtrain: ConfigError: the config file 'other.yaml' names another one"),
+    ("--config number.yaml", 2, "hvdtrain: TaskError: there is no task '5'"),
+    ("--config", 2, "hvdtrain: ConfigError: the config file '.' cannot be read: Is a directory"),
+    ("--task ''", 2, "hvdtrain: TaskError: there is no task ''"),
+    ("--task ..:x", 2, "hvdtrain: TaskError: '..:x' names nothing"),
+    ("--task nowhere.py:x", 2, "hvdtrain: TaskError: there is no file 'nowhere.py' to import"),
+    ("--task folder:x", 2, "hvdtrain: TaskError: folder has no function 'x'"),
+    ("--task tasks.py:nowhere", 2, "hvdtrain: TaskError: tasks.py has no function 'nowhere'"),
+    ("--task nosuchmodule:x", 2, "hvdtrain: TaskError: there is no module 'nosuchmodule' to import"),
+    ("--task syntax.py:x", 2, "hvdtrain: syntax.py cannot be imported, see above"),
+    ("--task importing.py:x", 1, "hvdtrain: ModuleNotFoundError in <module>, importing.py:1, see above"),
+    ("--task dividing.py:x", 1, "hvdtrain: ZeroDivisionError in <module>, dividing.py:1, see above"),
+    ("--task exiting.py:x", 2, "hvdtrain: TaskError: importing exiting.py ended this process"),
+    (
+        "--task os.path:join",
+        2,
+        "hvdtrain: TaskError: the task function cannot be called with the options that are given",
+    ),
+    ("--task tasks.py:build --hiden 3", 2, "hvdtrain: ConfigError: there is no option --hiden"),
+    ("--task tasks.py:build --hidden many", 2, "hvdtrain: ConfigError: --hidden has a wrong value"),
+    (
+        "--task tasks.py:clash",
+        2,
+        "hvdtrain: ConfigError: the task function's parameter 'seed' is also the name of an option that every run has",
+    ),
+    ("--task tasks.py:nothing", 2, "hvdtrain: TaskError: the task function returned the wrong thing"),
+    ("--task tasks.py:a_model", 2, "hvdtrain: TaskError: the task function returned the wrong thing"),
+    ("--task tasks.py:raising", 1, "hvdtrain: RuntimeError in raising, tasks.py:31, see above"),
+    ("--task tasks.py:exiting", 2, "hvdtrain: TaskError: the task's code ended this process"),
+    ("--task tasks.py:no_data", 1, "hvdtrain: DataError: the data set is empty"),
+    ("--task tasks.py:negative", 1, "hvdtrain: DataError: the data set's length is none"),
+    ("--task tasks.py:countless", 1, "hvdtrain: DataError: the data set's length is none"),
+    ("--task tasks.py:a_number", 1, "hvdtrain: DataError: the data set cannot be indexed"),
+    ("--task tasks.py:no_pairs", 2, "TaskError: the task's loss function returned the wrong thing"),
+    ("--task tasks.py:no_weight", 2, "TaskError: the task's loss function returned the wrong thing"),
+    ("--task tasks.py:not_finite", 1, "NonFiniteError: the loss or the gradient was not finite 10 steps in a row"),
+    ("--task tasks.py:unreadable", 1, "OSError, at step 1, last in data"),
+    ("--task tasks.py:unreadable --loader.workers 1", 1, "OSError, at step 1, last in data"),
+    ("--task tasks.py:ending", 2, "TaskError: the task's code ended this process"),
+    ("--task tasks.py:empty_samples", 1, "TypeError, at step 1, last in data"),
+    (
+        "--task tasks.py:build --observe.sinks '[\"nowhere.py:x\"]'",
+        2,
+        "ConfigError: there is no file 'nowhere.py' to import",
+    ),
+    ("--task tasks.py:build --resume nowhere", 1, "CheckpointError: --resume nowhere: no whole checkpoint there"),
+    ("--task tasks.py:build --resume folder", 1, "CheckpointError: --resume folder: no whole checkpoint there"),
+    ("--task tasks.py:build --resume cut", 1, "CheckpointError: cut/model.safetensors is damaged"),
+    (
+        "--task tasks.py:build --resume no-manifest",
+        1,
+        "CheckpointError: --resume no-manifest: no whole checkpoint there",
+    ),
+    ("--task tasks.py:build --resume no-tensors", 1, "CheckpointError: no-tensors/model.safetensors is damaged"),
+    ("--data.text nowhere.txt", 1, "hvdtrain: DataError: no file matches 'nowhere.txt'"),
+    ("--data.text empty.txt", 1, "hvdtrain: DataError: the text is empty"),
+    ("--data.text short.txt", 1, "hvdtrain: DataError: there are too few tokens in short.txt"),
+    ("--data.text fifo", 1, "hvdtrain: DataError: no file matches 'fifo'"),
+    ("--data.tokens nowhere.npy", 1, "hvdtrain: DataError: there are no tokens in 'nowhere.npy'"),
+    ("--data.tokens fifo.npy", 1, "hvdtrain: DataError: the tokens fifo.npy cannot be read"),
+    ("--data.tokens binary.npy", 1, "hvdtrain: DataError: binary.npy holds no tokens"),
+    ("--data.tokens empty.txt", 1, "hvdtrain: DataError: empty.txt holds no tokens"),
+    ("--data.tokens float.npy", 1, "hvdtrain: DataError: float.npy holds no tokens"),
+    ("--data.tokens rows.npy", 1, "hvdtrain: DataError: rows.npy holds no tokens"),
+    ("--data.tokens none.npy", 1, "hvdtrain: DataError: none.npy is empty"),
+    ("--data.tokens negative.npy", 1, "hvdtrain: DataError: negative.npy holds ids that are no tokens"),
+    ("--data.tokens large.npy", 1, "hvdtrain: DataError: the data's ids are too large for tokens"),
+    ("--data.tokens few.npy", 1, "hvdtrain: DataError: there are too few tokens in few.npy"),
+    ("--data.tokens folder", 1, "hvdtrain: DataError: the tokens folder cannot be read"),
+    ("--data.dataset folder", 1, "hvdtrain: DataError: there is no dataset in 'folder'"),
+    ("--data.tokenizer fifo", 1, "hvdtrain: DataError: the tokenizer fifo cannot be read"),
+    ("--data.tokenizer deep.json", 1, "hvdtrain: DataError: deep.json is not a tokenizer"),
+    ("--model.config fifo", 2, "hvdtrain: ConfigError: fifo describes no model"),
+    ("--model.config deep.json", 2, "hvdtrain: ConfigError: deep.json describes no model"),
+    ("--model.config list.json", 2, "hvdtrain: ConfigError: list.json describes no model"),
+    ("--model.pretrained folder", 2, "hvdtrain: ConfigError: folder/config.json describes no model"),
+    ("timeline nonsense", 2, "hvdtrain: there is no command 'nonsense' of timeline"),
+    ("timeline report nowhere.json", 1, "hvdtrain: TraceError: nowhere.json does not exist"),
+    ("timeline report empty.txt", 1, "hvdtrain: TraceError: there is no event in empty.txt"),
+    ("timeline report begun.json", 1, "hvdtrain: TraceError: there is no event in begun.json"),
+    ("timeline report empty.json.gz", 1, "hvdtrain: TraceError: there is no event in empty.json.gz"),
+    ("timeline report fifo", 1, "hvdtrain: TraceError: the trace fifo cannot be read"),
+    ("timeline report /dev/zero", 1, "hvdtrain: TraceError: the trace /dev/zero cannot be read"),
+    ("timeline report dangling", 1, "hvdtrain: TraceError: dangling does not exist"),
+    ("timeline report binary", 1, "hvdtrain: TraceError: binary is not a Timeline of Horovod"),
+    ("timeline report deep.json", 1, "hvdtrain: TraceError: there is no event in deep.json"),
+    ("timeline report odd.json", 1, "hvdtrain: TraceError: odd.json is not a Timeline of Horovod"),
+    ("timeline report torch.json", 1, "hvdtrain: TraceError: torch.json is not a Timeline of Horovod"),
+    ("timeline report folder", 1, "hvdtrain: TraceError: folder is no run"),
+    ("timeline report start", 1, "hvdtrain: TraceError: start holds nothing that can be read of a run"),
+    ("timeline report bytes", 1, "hvdtrain: TraceError: bytes holds nothing that can be read of a run"),
+    ("timeline report long-name.json", 0, "long-name.json, 2 rank(s): 4 step(s)"),
+    ("timeline report damaged.json.gz", 0, "damaged.json.gz, 2 rank(s):"),
+    ("timeline report good.json --log fifo", 1, "hvdtrain: TraceError: the output fifo cannot be read"),
+    ("timeline report good.json --html folder", 1, "hvdtrain: TraceError: the page folder cannot be written"),
+    (
+        "timeline report good.json --fail_if \"__import__('os')\"",
+        2,
+        "hvdtrain: ConfigError: \"__import__('os')\" is no condition",
+    ),
+    ("timeline diff good.json empty.txt", 1, "hvdtrain: TraceError: there is no event in empty.txt"),
+    ("timeline diff good.json fifo", 1, "hvdtrain: TraceError: the trace fifo cannot be read"),
+    ("timeline merge fifo -o out.json", 1, "hvdtrain: TraceError: the trace fifo cannot be read"),
+    ("timeline merge empty.txt -o out.json", 1, "hvdtrain: TraceError: there is no event in empty.txt"),
+    ("timeline merge bytes -o out.json", 1, "hvdtrain: TraceError: there is no trace in bytes/timeline"),
+    ("timeline merge good.json -o nowhere/x", 1, "hvdtrain: TraceError: the trace nowhere/x cannot be written"),
+    ("timeline whatif folder", 1, "hvdtrain: DataError: folder is no folder of a run of hvdtrain"),
+    ("timeline whatif deep", 1, "hvdtrain: DataError: deep is no folder of a run of hvdtrain"),
+    ("timeline whatif other", 1, "hvdtrain: DataError: other is damaged, or was written by another program"),
+    ("timeline whatif gradients", 1, "hvdtrain: DataError: gradients is damaged, or was written by another program"),
+    ("timeline whatif fifos", 1, "hvdtrain: DataError: fifos is no folder of a run of hvdtrain"),
+    ("timeline whatif run --size 0", 1, "hvdtrain: ConfigError: --size is out of range"),
+    ("timeline whatif run --compression nonsense", 1, "hvdtrain: ConfigError: 'nonsense' is no compression"),
+    ("timeline start folder", 1, "hvdtrain: RunDirectoryError: folder is not the folder of a run"),
+    ("timeline start fifos", 1, "hvdtrain: RunDirectoryError: fifos is not the folder of a run"),
+    ("timeline stop run", 1, "hvdtrain: RunDirectoryError: the run in run is finished"),
+    ("verify nonsense", 2, "hvdtrain: there is no command 'nonsense' of verify"),
+    ("verify data folder", 1, "hvdtrain: RunDirectoryError: folder holds no ledger"),
+    ("verify data bytes", 1, "hvdtrain: RunDirectoryError: bytes holds no ledger"),
+    ("verify resume deep", 1, "hvdtrain: RunDirectoryError: the config file 'deep/config.yaml' is nested too deep"),
+    (
+        "verify resume fifos",
+        1,
+        "hvdtrain: RunDirectoryError: the config file 'fifos/config.yaml' cannot be read: it is a FIFO, not a file",
+    ),
+    (
+        "verify resume run --steps 0",
+        2,
+        "hvdtrain verify resume: error: argument --steps: '0' is not a whole number of 1 or more",
+    ),
+    ("config init empty.txt", 1, "hvdtrain: ConfigError: empty.txt is there already, and is left as it is"),
+    ("config init nowhere/x", 1, "hvdtrain: ConfigError: nowhere/x cannot be written: No such file or directory"),
+    ("config init new.yaml --task syntax.py:x", 2, "hvdtrain: syntax.py cannot be imported, see above"),
+    ("completion bash --task nowhere.py:x", 2, "hvdtrain: TaskError: there is no file 'nowhere.py' to import"),
+    ("doctor --nccl_log fifo", 2, "error: --nccl_log fifo cannot be read."),
+    ("doctor --nccl_log folder", 2, "error: --nccl_log folder cannot be read."),
+    ("launch", 2, "hvdtrain launch: error: It is not said how many ranks there are."),
+    ("launch -np 0", 2, "hvdtrain launch: error: argument -np/-n: at least 1"),
+    ("launch -np 2 -H a:x", 2, "hvdtrain launch: error: -H 'a:x' gives no number of slots."),
+    ("launch -np 2 --elastic 3:2", 2, "hvdtrain launch: error: --elastic is not a range of numbers of ranks."),
+    ("launch -np 2 --to nonsense", 2, "hvdtrain launch: error: argument --to: invalid choice: 'nonsense'"),
+    ("build-horovod --gpu nonsense", 2, "hvdtrain build-horovod: error: argument --gpu: invalid choice: 'nonsense'"),
+    ("bundle", 2, "hvdtrain bundle: error: the following arguments are required: folder"),
+]
+"""Arguments of the command, its exit code, how the first line of its message begins."""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory, gallery: Gallery) -> Path:
+    folder = tmp_path_factory.mktemp("hostile")
+    hostile.make(folder, gallery["one"].run)
+    return folder
+
+
+@pytest.mark.parametrize(("arguments", "code", "first_line"), ROWS, ids=[row[0] for row in ROWS])
+def test_it_ends_as_it_should(arguments: str, code: int, first_line: str, files: Path) -> None:
+    done = run(
+        ["-m", "hvdtrain", *shlex.split(arguments)], cwd=files, environment={"PYTHONWARNINGS": "ignore"}, check=False
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == code, said
+    assert "unexpected error" not in said
+    assert "Traceback" not in said or "see above" in said or "the run failed" in said
+    assert _message(done).replace(f"{files}/", "").startswith(first_line), said
+    assert not (files / "pasted").exists()
+
+
+def _message(done: subprocess.CompletedProcess[str]) -> str:
+    """The line that says what is wrong, of a failure card with the error's class; the first line where nothing is."""
+    if done.returncode == 0:
+        return done.stdout.splitlines()[0]
+    if card := re.search(r"^rank 0 on .* failed: ((\w+).*)\n\s*(.*)", done.stderr, re.MULTILINE):
+        return card[1] if card[3].startswith("Traceback") else f"{card[2]}: {card[3]}"
+    told = re.search(r"^(?:hvdtrain|error).*(?:[Ee]rror|there is|cannot be).*", done.stderr + done.stdout, re.MULTILINE)
+    return told[0] if told else ""
