@@ -20,12 +20,16 @@ class Entry:
     remarks: tuple[str, ...] = ()
 
 
+_OF_RANK = ("launcher", "rank", "size", "local_rank", "local_size", "host")
+"""Not its environment, which holds secrets."""
+
+
 def as_json(info: RankInfo, findings: Sequence[Finding], choices: Sequence[Choice]) -> dict[str, object]:
     """Give all that is printed as one object; ``format`` changes when a name in it does."""
     return {
         "format": 1,
         "level": LEVELS[worst(findings)],
-        "rank": {name: value for name, value in vars(info).items() if name != "variables"},  # those hold secrets
+        "rank": {name: value for name, value in vars(info).items() if name in _OF_RANK},
         "checks": [dataclasses.asdict(finding) for finding in findings],
         "tuning": [
             {**dataclasses.asdict(choice.setting), "applied": choice.applied, "kept": choice.kept} for choice in choices

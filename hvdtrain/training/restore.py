@@ -13,6 +13,7 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json, broadcast_json, on_rank_0
 from hvdtrain.config.parse import CONFIG, RunConfig, changes
 from hvdtrain.errors import CheckpointError
+from hvdtrain.observe.commands import shown
 from hvdtrain.observe.journal import NAME, last_step
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.runtime.clock import steady_s
@@ -121,7 +122,7 @@ def restore(
         recorder.event(
             {"event": "resumed", "from": str(saved.path), "step": saved.step, "position": state.progress.position}
         )
-        recorder.say(f"going on from step {saved.step} ({saved.path})")
+        recorder.say(f"going on from step {saved.step} ({shown(saved.path, kept.info)})")
         _tell_learning_rate(run, kept, recorder)
         if (state.progress.samples, state.progress.data_id) != (samples, data_id):
             recorder.warn(
