@@ -26,9 +26,9 @@ PROMPT_MARKS = ("hvdtrain-prompt-cycle", "hvdtrain-prompt-done", "hvdtrain-promp
 do and sleep until then."""
 
 MENDED_MARKS = ("hvdtrain-told-pair", "hvdtrain-late-release", "hvdtrain-joined-cache")
-"""Texts in a library of Horovod's whose faults are mended: Gloo tells those who wait for a message that is under way
-when a connection ends; a shutdown cannot deadlock with a thread that enqueues tensors; a rank that has joined executes
-no cached allgather or alltoall."""
+"""Texts that our build leaves in Horovod's library, one for each fault that it fixes: ranks that wait for the rest of a
+message get an error when its sender is lost; a shutdown does not deadlock with a thread that enqueues tensors; a rank
+that has joined executes no cached allgather or alltoall."""
 
 
 @dataclass(frozen=True)

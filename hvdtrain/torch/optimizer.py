@@ -176,10 +176,10 @@ def _names(
 
 
 def _checked_groups(groups: Any) -> int | Sequence[Sequence[Tensor]]:
-    """What was given, 0 for nothing.
+    """Return the groups as given, 0 where none are.
 
     Errors:
-        ConfigError: no number above 0, nor lists of tensors of which each is in one list.
+        ConfigError: neither a number above 0 nor lists of tensors without repetition.
     """
     if groups is None:
         return 0
