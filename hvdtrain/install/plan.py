@@ -17,7 +17,8 @@ from hvdtrain.install.versions import Label
 HOROVOD = "0.28.1"
 SDIST = f"horovod-{HOROVOD}.tar.gz"
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
-RECIPE = 10  # part of the cache key: raise it when the same inputs give another wheel
+RECIPE = f"10 {compiler.digest()}"
+"""Part of the cache key. Its number is raised where the same inputs and changes give another wheel."""
 
 # Never passed on to the build: settings of other builds, and those of a `make` that calls us.
 DROPPED_PREFIXES = ("HOROVOD_", "MAKE", "MFLAGS", "GNUMAKEFLAGS", "OMPI_COMM_", "PMI_", "PMIX_RANK", "PMIX_NAMESPACE")
@@ -194,7 +195,7 @@ def _key(probe: Probe, have: Ready, label: Label) -> str:
     """Name the wheel by all that decides what is in it; the parts a reader asks for stand in clear."""
     mpi_is_inside = have.mpi.mpicxx.is_relative_to(probe.python.prefix)
     hidden = [
-        str(RECIPE),
+        RECIPE,
         HOROVOD,
         "" if mpi_is_inside else str(have.mpi.mpicxx),
         have.standard,

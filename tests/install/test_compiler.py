@@ -100,6 +100,17 @@ def test_the_timeline_and_nothing_else_is_made_to_sleep(tmp_path: Path, monkeypa
     assert rewrite(["-D__CUDACC__", "-c", source], "c++20", []) == ["-D__CUDACC__", "-c", source]
 
 
+def test_another_header_is_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that others include too."""
+    before = compiler.digest()
+    shutil.copytree(Path(compiler.__file__).parent, tmp_path / "install")
+    monkeypatch.setattr(compiler, "__file__", str(tmp_path / "install/compiler.py"))
+    assert compiler.digest() == before
+    with (tmp_path / "install/prompt.h").open("a") as header:
+        header.write("// another\n")
+    assert compiler.digest() != before
+
+
 def test_a_timeline_that_nobody_has_read_is_compiled_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = timeline_cc(tmp_path, monkeypatch)
     Path(source).write_text(WRITER + "// of another version\n")
