@@ -54,6 +54,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("hosts"))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """See that the groups took effect: else each process would make hosts and images of its own."""
+    marked = [item for item in session.items if item.get_closest_marker("xdist_group")]
+    if getattr(session.config.option, "loadgroup", False) and any("@" not in item.nodeid for item in marked):
+        raise pytest.UsageError("this pytest-xdist has not marked the groups of this pytest's tests")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Under mpirun let rank 0 speak; another rank is heard when a test fails on it."""
