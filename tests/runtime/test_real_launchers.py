@@ -23,7 +23,7 @@ from hvdtrain.runtime.tuning import prepare
 info, choices = prepare()
 assert "torch" not in sys.modules and "horovod" not in sys.modules
 chosen = {c.setting.variable: c.setting.value for c in choices if c.applied}
-line = {**vars(info), "set": chosen, "environ": {name: os.environ[name] for name in chosen}}
+line = {**vars(info), "folder": None, "set": chosen, "environ": {name: os.environ[name] for name in chosen}}
 with open(f"told.{info.rank}", "w") as file:
     json.dump(line, file)
 """
