@@ -2,8 +2,8 @@
 
 The ranks are threads that put and get what Gloo does for its three communicators (gloo/rendezvous/context.cc); the
 agents are real processes, and values go between them by the driver's code. All is on one machine: on a cluster each
-host has cores of its own for its ranks, whose reading is nearly all of the work. With --slice all ranks put, and those
-of the first host alone get, as one host of many does: so it goes to 1,024 ranks, all of which would read 292 GB here.
+host has cores of its own for its ranks, whose reading is nearly all of the work. With --slice all ranks put, but only
+those of the first host get. That is the load of one host of many: all 1,024 ranks would read 292 GB on this machine.
 """
 
 from __future__ import annotations

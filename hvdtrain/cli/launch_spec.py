@@ -25,7 +25,7 @@ from hvdtrain.launch.spec import PYTHON, Batch, JobSpec
 from hvdtrain.launch.targets import TARGETS
 
 REQUEUES = 20
-"""Of a training that was asked to stop; nobody knows whether a program of the user's goes on where it was."""
+"""How often a training job goes back into the queue. A program may not resume, so it does only where asked."""
 
 _FILES = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE")
 """Variables that name a file with a line for each slot of an allocation."""

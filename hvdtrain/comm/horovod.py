@@ -95,7 +95,7 @@ class HorovodHandle:
                 result = mpi_ops.synchronize(self._handle)
             except HorovodInternalError as error:
                 if "not supported with Join" in str(error):
-                    del self._in_flight[self._name]  # over; of a rank that is lost it is still to be told
+                    del self._in_flight[self._name]  # it is over; one that a lost rank leaves behind is still reported
                     raise _joined(self._name) from None
                 raise
             self._in_flight.pop(self._name, None)

@@ -63,7 +63,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _check_nodes(root: yaml.Node, path: Path) -> None:
-    """Refuse duplicate keys, of which YAML silently takes the last, dotted ones too; and endless nesting."""
+    """Refuse duplicate keys, dotted ones included, and endless nesting. PyYAML silently takes the last of two keys."""
     left = [(root, 0, "")]
     seen = 0
     keys = set()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -161,7 +162,7 @@ def train_batches(
     on_cuda: bool,
 ) -> Iterator[Drawn]:
     """Batches of this rank on the host, from `position` on for `steps` steps, in the order of `Stream.step`."""
-    keys = _Once(stream.keys(position, steps))
+    keys = partial(stream.keys, position, steps)
     return iter(Batches(stream.dataset, keys, config, collate, on_cuda=on_cuda, stay=False))
 
 
@@ -170,7 +171,7 @@ class Batches:
 
     Args:
         dataset: map-style.
-        keys: for each batch a seed, then the indices of its samples.
+        keys: called at each iteration: for each batch a seed, then the indices of its samples.
         config: of the loader.
         collate: makes a batch of samples; None for torch's own.
         on_cuda: whether batches go to a CUDA device.
@@ -180,7 +181,7 @@ class Batches:
     def __init__(
         self,
         dataset: Dataset[Any],
-        keys: Iterable[list[int]],
+        keys: Callable[[], Iterator[list[int]]],
         config: LoaderConfig,
         collate: Callable[[list[Any]], Any] | None,
         *,
@@ -189,7 +190,7 @@ class Batches:
     ) -> None:
         self._loader: DataLoader[Any] = DataLoader(
             Seeded(dataset),
-            batch_sampler=keys,
+            batch_sampler=_Sampler(keys),
             collate_fn=_Collated(collate or default_collate),
             num_workers=config.workers,
             prefetch_factor=config.prefetch if config.workers else None,
@@ -208,14 +209,14 @@ class Batches:
         return watched(batches, batches._workers)  # type: ignore[attr-defined]
 
 
-class _Once:
-    """A batch sampler of lists that can be read one time."""
+class _Sampler:
+    """A batch sampler whose batches are made as they are asked for."""
 
-    def __init__(self, batches: Iterator[list[int]]) -> None:
+    def __init__(self, batches: Callable[[], Iterator[list[int]]]) -> None:
         self._batches = batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._batches
+        return self._batches()
 
 
 def dataset_length(dataset: Dataset[Any], least: int = 1) -> int:

@@ -90,9 +90,9 @@ def signals_blocked() -> Iterator[None]:
 
 
 def end_with_rank(_worker: int) -> None:
-    """In a loader process: see to it that it ends when its rank is gone, by SIGKILL too.
+    """End this loader process when its rank has ended, by SIGKILL too.
 
-    torch's own watch is for the process that forked it: the fork server, which lives as long as what it has forked.
+    torch watches the process that forked a loader process: here the fork server, which lives as long as its children.
     """
     rank = multiprocessing.parent_process()
     assert rank is not None

@@ -19,6 +19,9 @@ class Arrivals:
         self._stay = stay
         self._came: dict[str, tuple[Tensor | None, int]] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._came)
+
     @property
     def names(self) -> list[str]:
         """Of the parameters, in the order in which backward finished them."""

@@ -169,7 +169,7 @@ class Reducer:
     @property
     def begun(self) -> bool:
         """Whether a gradient of the last pass of this step has come."""
-        return bool(self._arrivals.names)
+        return bool(self._arrivals)
 
     def finite(self) -> bool:
         """Whether compressors that keep or lose something found what came finite; equal on all ranks."""

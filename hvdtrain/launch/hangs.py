@@ -1,6 +1,6 @@
 """Ranks that live and do nothing: found by what they say each second, and ended. Slow ones are let alone.
 
-One that makes no progress but computes, as one that compiles, has more time. Without an end it would be a loop's too.
+A rank that computes without progress, such as one that compiles, has more time; not for ever, as it may be in a loop.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from hvdtrain.launch.rounds import break_round
 from hvdtrain.launch.work import EVERY_S
 
 WORKING_TIMES = 10
-"""So many times the timeout for a rank that computes."""
+"""A rank that computes has the timeout times this."""
 
 _WORKED_S = 15.0
-"""Ago: who was found to compute then still does, as it seems. It is looked at every `EVERY_S`."""
+"""A rank that was found to compute this long ago still counts as computing. Agents look every `EVERY_S`."""
 
 _STACKS_S = 0.5
 """For a rank that can speak to say where it hangs, before it is killed."""
@@ -102,7 +102,7 @@ def _holding(job: Job) -> list[Worker]:
 def _works(job: Job, worker: Worker, idle_s: float) -> bool:
     """Whether one that has made no progress for so long computes, and may."""
     since_s = job.now_s - idle_s
-    seen_since_s = max(since_s + EVERY_S, job.now_s - _WORKED_S)  # what it did before it stood still says nothing
+    seen_since_s = max(since_s + EVERY_S, job.now_s - _WORKED_S)  # not what it computed before it stood still
     return worker.busy_s >= seen_since_s and idle_s <= WORKING_TIMES * job.limits.hang_timeout_s
 
 

@@ -1,7 +1,7 @@
 """``python -m hvdtrain.launch.own_task PROGRAM``: PROGRAM as a rank of our own driver's job, where that is not elastic.
 
 The program knows nothing of the driver: it finds its place in the environment as under ``horovodrun --gloo``. This
-process speaks to the driver for it, hands signals on, and ends it when another rank is gone.
+process talks to the driver on its behalf, forwards signals to it, and ends it when another rank is lost.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ def main(program: Sequence[str]) -> int:
     seat = take_seat(now)
     if seat is None:
         return _say("no driver of hvdtrain started this process: hvdtrain launch --to hvdtrain", USAGE)
-    told: list[signal.Signals] = []
+    received: list[signal.Signals] = []
     process: subprocess.Popen[bytes] | None = None
 
-    def hand_on(number: int, _: object) -> None:
-        told.append(signal.Signals(number))
+    def forward(number: int, _: object) -> None:
+        received.append(signal.Signals(number))
         if process is not None:
             process.send_signal(number)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, hand_on)
+        signal.signal(number, forward)
     try:
         given = seat.join("started").variables()
         refuse_without_address(given)
@@ -44,14 +44,12 @@ def main(program: Sequence[str]) -> int:
         return 0  # the driver has said why
     except LaunchError as error:
         return _say(str(error), USAGE)
-    environment = {name: text for name, text in {**now, **given}.items() if text is not None}
+    environment = {**now, **given, **dict.fromkeys(_NOT_FOR_IT)}
     try:
-        process = subprocess.Popen(
-            list(program), env={name: text for name, text in environment.items() if name not in _NOT_FOR_IT}
-        )
+        process = subprocess.Popen(list(program), env={k: v for k, v in environment.items() if v is not None})
     except OSError as error:
         return _say(f"{program[0]} cannot be started: {error.strerror}", CANNOT_START)
-    for number in told:  # before it was there
+    for number in received:  # before it was there
         process.send_signal(number)
     seat.cut = process.terminate
     if seat.is_broken():
@@ -59,8 +57,8 @@ def main(program: Sequence[str]) -> int:
     code = process.wait()
     if code == 0:
         seat.leaving("finished")
-    elif told and code in (-told[-1], 128 + told[-1]):
-        seat.leaving(told[-1].name)
+    elif received and code in (-received[-1], 128 + received[-1]):
+        seat.leaving(received[-1].name)
     return code if code >= 0 else 128 - code
 
 

@@ -93,8 +93,9 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def train(state: Any, *arguments: Any, **keywords: Any) -> Any:
-        call = function if _seated is None else functools.partial(_seated.train, function)
-        return call(state, *arguments, **keywords)
+        if _seated is not None:
+            return _seated.train(function, state, *arguments, **keywords)
+        return function(state, *arguments, **keywords)
 
     wrapped: Callable[..., Any] = hvd.elastic.run_fn(train, _reset)
     return wrapped

@@ -58,12 +58,15 @@ class HeldOut:
         self.count = 0
         if task.heldout_data is None or len(task.heldout_data) == 0:  # type: ignore[arg-type]
             return
-        length = len(task.heldout_data)  # type: ignore[arg-type]
-        self.count = count = min(most, length) if most else length
-        batches = micro_batches(0, count, micro_batch)
+        self._length = length = len(task.heldout_data)  # type: ignore[arg-type]
+        self.count = min(most, length) if most else length
+        batches = micro_batches(0, self.count, micro_batch)
         self._mine = [batches[i] for i in share(len(batches), comm.rank, comm.size)]
-        keys = [[sample_seed(0, b), *(i * length // count for i in range(b.start, b.stop))] for b in self._mine]
-        self._batches = Batches(task.heldout_data, keys, loader, task.collate, on_cuda=on_cuda, stay=True)
+        self._batches = Batches(task.heldout_data, self._keys, loader, task.collate, on_cuda=on_cuda, stay=True)
+
+    def _keys(self) -> Iterator[list[int]]:
+        for b in self._mine:
+            yield [sample_seed(0, b), *(i * self._length // self.count for i in range(b.start, b.stop))]
 
     def __iter__(self) -> Iterator[tuple[MicroBatch, Any]]:
         for place, drawn in zip(self._mine, self._batches, strict=True):

@@ -317,7 +317,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _missed(
         "training/evaluate.py",
-        "*(i * length // count for i in range(b.start, b.stop))]",
+        "*(i * self._length // self.count for i in range(b.start, b.stop))]",
         "*range(b.start, b.stop)]",
         "only the first held-out samples are used, not some all over",
         "tests/training/test_evaluate.py",
