@@ -53,7 +53,7 @@ lint: setup ## ruff and mypy
 	@$(BIN)/python -m ruff check . && $(BIN)/python -m ruff format --check . && $(BIN)/python -m mypy
 
 launchers: setup ## write the files of launchers/ anew from the package
-	@$(BIN)/python -m hvdtrain.launch.ready launchers
+	@$(BIN)/python -m hvdtrain.launch.examples launchers
 
 bench: setup ## all benchmarks, one table
 	@$(BIN)/python -m benchmarks

@@ -20,8 +20,8 @@ import hvdtrain
 from hvdtrain.config.parse import parse_object
 from hvdtrain.data.order import samples
 from hvdtrain.observe.journal import read_steps
-from hvdtrain.training.optimizers import make_optimizer
-from hvdtrain.training.schedule import factor
+from hvdtrain.training.start.optimizers import make_optimizer
+from hvdtrain.training.start.schedule import factor
 
 BATCH, WARM_UP = 8, 5
 LAYERS = {"1ms": (384, 4), "10ms": (1024, 7), "100ms": (1920, 18)}

@@ -26,8 +26,8 @@ from models import MODELS, device
 from torch.utils.data import DataLoader
 
 from hvdtrain.config.schema import OptimizerConfig
-from hvdtrain.training.optimizers import make_optimizer
-from hvdtrain.training.step import to_device
+from hvdtrain.training.loop.step import to_device
+from hvdtrain.training.start.optimizers import make_optimizer
 
 
 def batches(task: Any, micro_batch: int, rank: int) -> Iterator[Any]:

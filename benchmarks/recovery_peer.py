@@ -51,7 +51,7 @@ def stock() -> None:
     from models import default
 
     from hvdtrain.config.schema import Config
-    from hvdtrain.training.optimizers import make_optimizer
+    from hvdtrain.training.start.optimizers import make_optimizer
 
     class State(hvd.elastic.TorchState):
         """Says how far it is."""
@@ -104,7 +104,7 @@ def torchrun() -> None:
     from models import default
 
     from hvdtrain.config.schema import Config
-    from hvdtrain.training.optimizers import make_optimizer
+    from hvdtrain.training.start.optimizers import make_optimizer
 
     torch.distributed.init_process_group("gloo")
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import psutil
 from common import Figure, figure, options, report
 
-from hvdtrain.launch.lines import line
-from hvdtrain.launch.link import AgentLink
-from hvdtrain.launch.plan import AGENT
-from hvdtrain.launch.store import Relay
+from hvdtrain.launch.agent_lines import line
+from hvdtrain.launch.agent_link import AgentLink
+from hvdtrain.launch.rendezvous_store import Relay
+from hvdtrain.launch.worker_plan import AGENT
 
 ADDRESS_BYTES = 136
 ROUND = 1

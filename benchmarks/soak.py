@@ -49,7 +49,7 @@ POINTS = 300
 
 
 @dataclass
-class Seen:
+class EvaluationProgress:
     """What a process had, each second of its life."""
 
     name: str
@@ -68,7 +68,7 @@ class Soak:
     def __init__(self, folder: Path, steps: int, seed: int) -> None:
         self.folder, self.run = folder, folder / "run"
         self.strikes: list[dict[str, Any]] = []
-        self.seen: dict[int, Seen] = {}
+        self.seen: dict[int, EvaluationProgress] = {}
         self._random = random.Random(seed)
         self._mark = str(folder)
         self._steps = steps
@@ -129,7 +129,7 @@ class Soak:
             with suppress(psutil.Error):
                 command = " ".join(process.cmdline())
                 name = "driver" if process.pid == driver else "agent" if "launch.agent" in command else "rank"
-                looks = self.seen.setdefault(process.pid, Seen(name)).looks
+                looks = self.seen.setdefault(process.pid, EvaluationProgress(name)).looks
                 mib = process.memory_info().rss / 2**20
                 looks.append((round(mib, 1), process.num_threads(), process.num_fds()))
 

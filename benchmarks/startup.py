@@ -20,7 +20,7 @@ import sys, time
 sys.path.insert(0, sys.argv[1])
 from models import default
 from hvdtrain.config.schema import Config
-from hvdtrain.training.optimizers import make_optimizer
+from hvdtrain.training.start.optimizers import make_optimizer
 import torch
 task = default()
 task.model.train()

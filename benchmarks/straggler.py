@@ -16,9 +16,9 @@ from common import Figure, figure, main
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from hvdtrain.timeline.analyse import analyse
-from hvdtrain.timeline.analysing.blame import judge
-from hvdtrain.timeline.analysing.rounds import from_stamps
+from hvdtrain.timeline.analysis.analyse import analyse
+from hvdtrain.timeline.analysis.rank_steps import from_stamps
+from hvdtrain.timeline.analysis.stragglers import judge
 from hvdtrain.timeline.run import load
 from tests.support.launch import ROOT, train
 

@@ -30,7 +30,7 @@ from jobs import Job, Setting
 from hvdtrain.timeline.whatif.change import Change
 from hvdtrain.timeline.whatif.evidence import Evidence
 from hvdtrain.timeline.whatif.predict import Prediction, predict
-from hvdtrain.timeline.whatif.read import read_evidence
+from hvdtrain.timeline.whatif.read_run import read_evidence
 
 SGD = {"name": "sgd", "lr": 0.01, "momentum": 0.0, "weight_decay": 0.0, "schedule": "constant", "warmup_steps": 0}
 PLAIN = Setting("llama15m", 4, optimizer=SGD, clip=0.0, ours={"observe.stall_timeout_s": 0})

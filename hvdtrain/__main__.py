@@ -61,9 +61,9 @@ def main(argv: list[str] | None = None) -> int:
         code: int = import_module(COMMANDS[name][0]).main(arguments)
     except Exception as error:  # of a user's code above all, which some commands import
         from hvdtrain.cli.ending import end, show
-        from hvdtrain.observe.failure.voice import Voice
+        from hvdtrain.observe.failure.failure_output import FailureOutput
 
-        return end(error, None, Voice(show))
+        return end(error, None, FailureOutput(show))
     return code
 
 

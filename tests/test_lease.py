@@ -18,8 +18,8 @@ from hvdtrain.errors import RunDirectoryError
 from hvdtrain.lease import Lease, take_lease
 from hvdtrain.state.store import CheckpointStore
 from hvdtrain.task.base import Task
-from hvdtrain.training import run_directory
-from hvdtrain.training.run_directory import RunDirectory
+from hvdtrain.training.start import run_directory
+from hvdtrain.training.start.run_directory import RunDirectory
 from tests.support.thread_job import train_on_threads
 
 

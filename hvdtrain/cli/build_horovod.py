@@ -8,9 +8,9 @@ import sys
 from hvdtrain.cli.parser import Parser
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.install.build import build, pending
-from hvdtrain.install.demand import GPU_CHOICES
-from hvdtrain.install.plan import HOROVOD, plan
-from hvdtrain.install.probe import probe
+from hvdtrain.install.build_plan import HOROVOD, plan
+from hvdtrain.install.build_probe import probe
+from hvdtrain.install.prerequisites import GPU_CHOICES
 from hvdtrain.runtime.environment import environ
 
 

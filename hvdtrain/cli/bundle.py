@@ -50,8 +50,8 @@ def main(argv: list[str]) -> int:
 
 def _make(out: Path, python: str | None, platform: str | None, torch: str | None) -> int:
     from hvdtrain.install import bundle, closure
-    from hvdtrain.install.plan import SDIST
-    from hvdtrain.install.probe import cache_folder
+    from hvdtrain.install.build_plan import SDIST
+    from hvdtrain.install.build_probe import cache_folder
     from hvdtrain.install.target import Target, platform_here, python_here
 
     variables = environ()

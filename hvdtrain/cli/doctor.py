@@ -15,8 +15,8 @@ from hvdtrain.cli import doctor_hosts
 from hvdtrain.cli.parser import Parser
 from hvdtrain.doctor import report
 from hvdtrain.doctor.checks import examine
+from hvdtrain.doctor.facts import gather
 from hvdtrain.doctor.finding import LEVELS, Finding, worst
-from hvdtrain.doctor.gather import gather
 from hvdtrain.doctor.nccl_log import NcclLog, read_nccl_log
 from hvdtrain.errors import ConfigError, HvdtrainError, LaunchError
 from hvdtrain.regular import open_regular

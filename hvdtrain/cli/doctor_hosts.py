@@ -14,7 +14,8 @@ from hvdtrain.cli.launch_parser import add_network
 from hvdtrain.doctor.finding import LEVELS, Finding, worst
 from hvdtrain.doctor.hosts.checks import examine
 from hvdtrain.doctor.hosts.survey import Ask, Hosts, Survey, asked
-from hvdtrain.doctor.links import by_tcp, table
+from hvdtrain.doctor.links import by_tcp
+from hvdtrain.doctor.links import link_table as table
 from hvdtrain.doctor.links.measured import Links, judge
 from hvdtrain.doctor.report import summary, told
 from hvdtrain.errors import ConfigError, HvdtrainError
@@ -151,7 +152,7 @@ def data(report: Report) -> dict[str, Any]:
 
 def _probe(report: Report, options: argparse.Namespace, ask: Ask, survey: Survey, hosts: Hosts) -> None:
     """Measure by MPI where that can be, by TCP elsewhere."""
-    from hvdtrain.doctor.links import start
+    from hvdtrain.doctor.links import start_probe as start
 
     names = _reachable(survey)
     left_out = [host for host in survey.slots if host not in names]
@@ -190,7 +191,7 @@ def _outlook(options: argparse.Namespace, links: Links, per_host: int, cores: in
     if options.run is None and options.model_parameters is None:
         return None
     from hvdtrain.doctor.links.expected import of_model, outlook
-    from hvdtrain.timeline.whatif.read import read_evidence
+    from hvdtrain.timeline.whatif.read_run import read_evidence
 
     if options.run is not None:
         return outlook(read_evidence(options.run), links, per_host)

@@ -13,14 +13,14 @@ from pathlib import Path
 from types import TracebackType
 
 from hvdtrain.errors import USAGE, ConfigError, HvdtrainError, TaskError, UnusableRunDirectoryError
-from hvdtrain.observe.failure.voice import Voice
+from hvdtrain.observe.failure.failure_output import FailureOutput
 from hvdtrain.runtime.environment import RankInfo, rank_label
 
 EXIT_OF_SIGNAL = {"SIGTERM": 143, "SIGINT": 130}
 _OTHERS_SPEAK_S = 5.0
 
 
-def end(error: BaseException, info: RankInfo | None, voice: Voice) -> int:
+def end(error: BaseException, info: RankInfo | None, voice: FailureOutput) -> int:
     """Say why on stderr, unless the failure card has; among several ranks end at once, and the launcher ends the rest.
 
     Before there is a run folder, or where the ranks don't share it, each speaks for itself; what every rank would say,

@@ -15,12 +15,12 @@ from hvdtrain.cli.launch_own import say
 from hvdtrain.cli.launch_spec import spec_of
 from hvdtrain.errors import USAGE, HvdtrainError, LaunchError
 from hvdtrain.launch.choose import OWN, choose, has_to_look, name_of
-from hvdtrain.launch.here import Here, look, search_path
-from hvdtrain.launch.names import nowhere
+from hvdtrain.launch.detect import Here, look, search_path
+from hvdtrain.launch.host_names import nowhere
 from hvdtrain.launch.refuse import refuse_options, refuse_shape
 from hvdtrain.launch.spec import Command, JobSpec, Script
 from hvdtrain.launch.targets import TARGETS
-from hvdtrain.observe.commands import command
+from hvdtrain.observe.shell_commands import command
 from hvdtrain.runtime.environment import LAUNCH_OPTIONS, environ, launch_options_text
 
 

@@ -16,8 +16,8 @@ from hvdtrain.launch import discovery
 from hvdtrain.launch.commands import Limits
 from hvdtrain.launch.driver import Driver
 from hvdtrain.launch.hosts import LOCAL_NAMES
-from hvdtrain.launch.plan import Plan, describe, python_path
 from hvdtrain.launch.spec import JobSpec
+from hvdtrain.launch.worker_plan import Plan, describe, python_path
 from hvdtrain.runtime.environment import JOB, LAUNCH_OPTIONS, environ, launch_options_text
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")

@@ -14,15 +14,15 @@ from pathlib import Path
 
 from hvdtrain.cli.launch_options import BEHIND
 from hvdtrain.errors import LaunchError
-from hvdtrain.install.probe import has_remote_shell
+from hvdtrain.install.build_probe import has_remote_shell
 from hvdtrain.launch.choose import OWN, Choice
-from hvdtrain.launch.here import Here
+from hvdtrain.launch.detect import Here
 from hvdtrain.launch.hosts import parse_hosts
 from hvdtrain.launch.nodelist import slots
-from hvdtrain.launch.plan import handed_on
 from hvdtrain.launch.software import as_shell, setup_lines
 from hvdtrain.launch.spec import PYTHON, Batch, JobSpec
 from hvdtrain.launch.targets import TARGETS
+from hvdtrain.launch.worker_plan import handed_on
 
 REQUEUES = 20
 """How often a training job goes back into the queue. A program may not resume, so it does only where asked."""

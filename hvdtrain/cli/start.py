@@ -10,8 +10,8 @@ from pathlib import Path
 
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.install import record
+from hvdtrain.install.build_probe import has_remote_shell, mpi_at_hand
 from hvdtrain.install.launcher import launch
-from hvdtrain.install.probe import has_remote_shell, mpi_at_hand
 from hvdtrain.runtime.environment import environ
 
 

@@ -11,12 +11,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from hvdtrain.cli.ending import EXIT_OF_SIGNAL, end, show
-from hvdtrain.observe.commands import command, go_on, shown
-from hvdtrain.observe.failure.voice import Voice
+from hvdtrain.observe.failure.failure_output import FailureOutput
 from hvdtrain.observe.progress import duration, table
+from hvdtrain.observe.shell_commands import command, go_on, shown
 from hvdtrain.observe.unfailing import let_output_fail
+from hvdtrain.runtime.driver_client import NoPlace
 from hvdtrain.runtime.environment import RankInfo
-from hvdtrain.runtime.seat import NoPlace
 from hvdtrain.runtime.timeline import prepare_timeline
 from hvdtrain.runtime.tuning import prepare
 
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     """
     let_output_fail()
     info: RankInfo | None = None
-    voice = Voice(show)
+    voice = FailureOutput(show)
     try:
         info, _ = prepare()
         result = _train(argv, info, voice)
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
     return EXIT_OF_SIGNAL.get(result.reason, 0)
 
 
-def _train(argv: list[str], info: RankInfo, voice: Voice) -> Result:
+def _train(argv: list[str], info: RankInfo, voice: FailureOutput) -> Result:
     from hvdtrain.config.parse import parse_argv, task_spec
     from hvdtrain.task.base import load_task_function
 
@@ -73,9 +73,9 @@ def _train(argv: list[str], info: RankInfo, voice: Voice) -> Result:
 def summary(result: Result, info: RankInfo) -> str:
     """What a person wants to know at the end."""
     from hvdtrain.observe.tensorboard import FOLDER
-    from hvdtrain.timeline.telling.brief import to_lines
-    from hvdtrain.training.observers import TIMELINE
-    from hvdtrain.training.report import PAGE
+    from hvdtrain.timeline.report.brief import to_lines
+    from hvdtrain.training.records.observers import TIMELINE
+    from hvdtrain.training.records.run_report import PAGE
 
     run_dir = shown(result.run_dir, info)
     curves, traces = run_dir / FOLDER, run_dir / TIMELINE

@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from hvdtrain.comm.waiting import waits
+from hvdtrain.runtime.driver_client import DriverClient, Place, Pulse
 from hvdtrain.runtime.environment import RankInfo, change_variables
 from hvdtrain.runtime.gloo import refuse_without_address
-from hvdtrain.runtime.seat import Place, Pulse, Seat
 from hvdtrain.runtime.sockets import cut, open_sockets
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Rounds(Protocol):
         ...
 
     def notices(self, notices: list[int], changed: int, terminate: int) -> list[int]:
-        """The notices of this rank's next step: what asks for the end of the round, or of the run (`Seat.notices`)."""
+        """Return this rank's requests at its next step: end the round, or the run (`DriverClient.notices`)."""
         ...
 
     def unless_over(self, parts: Iterable[T]) -> Iterable[T]:
@@ -118,7 +118,7 @@ class OneRound:
         """Do nothing."""
 
 
-class SeatedRounds:
+class DriverRounds:
     """A job of our own elastic driver.
 
     Args:
@@ -128,7 +128,7 @@ class SeatedRounds:
 
     elastic = True
 
-    def __init__(self, seat: Seat, info: RankInfo) -> None:
+    def __init__(self, seat: DriverClient, info: RankInfo) -> None:
         self._seat = seat
         self.local_rank = info.local_rank
         self.local_size = info.local_size

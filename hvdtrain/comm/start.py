@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.comm.rounds import OneRound, Rounds, SeatedRounds
+from hvdtrain.comm.rounds import DriverRounds, OneRound, Rounds
 from hvdtrain.comm.solo import SoloComm
+from hvdtrain.runtime.driver_client import connect_to_driver
 from hvdtrain.runtime.environment import GLOO_LAUNCHER, RankInfo
 from hvdtrain.runtime.gloo import refuse_without_address
 from hvdtrain.runtime.other_launchers import refuse_unused_launcher
-from hvdtrain.runtime.seat import take_seat
 
 STOCK_ELASTIC = "HOROVOD_ELASTIC"
 """Set to 1 by Horovod's own elastic driver."""
@@ -25,9 +25,9 @@ def start_rounds(info: RankInfo) -> Rounds:
     Collective: yes, unless of our own elastic driver. Errors: those of `start_comm`.
     """
     refuse_unused_launcher(info)
-    seat = take_seat(info.variables)
+    seat = connect_to_driver(info.variables)
     if seat is not None:
-        return SeatedRounds(seat, info)
+        return DriverRounds(seat, info)
     comm = start_comm(info)
     if info.launcher == GLOO_LAUNCHER and info.variables.get(STOCK_ELASTIC) == "1":
         from hvdtrain.comm.horovod import HorovodComm

@@ -150,16 +150,16 @@ class Compressor(ABC):
         """Gradients are multiplied by `factor` from now on (fp16's loss scale has changed): so is what was kept."""
         return
 
-    def settle(self) -> None:
+    def synchronize_state(self) -> None:
         """Make what of the state differs between ranks the same on all, its sum kept. Collective: yes."""
         return
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The state by ``parameter/what``, without copying; equal on all ranks after `settle`."""
+        """The state by ``parameter/what``, without copying; equal on all ranks after `synchronize_state`."""
         return {}
 
-    def settled(self) -> dict[str, Tensor]:
-        """What `state_dict` would give after `settle`, with nothing changed. Collective: yes.
+    def synchronized_state(self) -> dict[str, Tensor]:
+        """What `state_dict` would give after `synchronize_state`, with nothing changed. Collective: yes.
 
         To be read before the next `pack`.
         """

@@ -64,16 +64,16 @@ class Feedback(Compressor):
         """Multiply the residual."""
         self._residual.mul_(factor)
 
-    def settle(self) -> None:
+    def synchronize_state(self) -> None:
         """Give every rank the mean of the residuals. Collective: yes."""
-        self._inner.settle()
+        self._inner.synchronize_state()
         self._mean(self._residual)
 
-    def settled(self) -> dict[str, Tensor]:
+    def synchronized_state(self) -> dict[str, Tensor]:
         """The mean of the residuals, in the buffer that is packed next, and the inner one's. Collective: yes."""
         self.work.copy_(self._residual)
         self._mean(self.work)
-        return {**self._inner.settled(), **self._named(self.places)}
+        return {**self._inner.synchronized_state(), **self._named(self.places)}
 
     def _mean(self, residual: Tensor) -> None:
         if self.shape.length:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.compression import places
+from hvdtrain.compression import index_coding as places
 from hvdtrain.compression.base import BucketShape, Compressor, Phases
 from hvdtrain.compression.sizes import topk_plan
 

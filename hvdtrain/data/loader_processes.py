@@ -16,7 +16,7 @@ from typing import TypeVar
 from weakref import WeakSet
 
 from hvdtrain.errors import DataError
-from hvdtrain.launch.ends import said_of_code
+from hvdtrain.launch.job_end import said_of_code
 
 T = TypeVar("T")
 

@@ -54,19 +54,19 @@ class Engine(Protocol):
         """Gradients are multiplied by `factor` from now on, and so is what compression carries to the next step."""
         ...
 
-    def settle(self) -> None:
+    def synchronize_state(self) -> None:
         """Make the exchange's state the same on all ranks, so that one can save it. Collective: yes."""
         ...
 
-    def settled(self) -> dict[str, Tensor]:
-        """The tensors as `settle` would make them, which stay as they are. Collective: yes.
+    def synchronized_state(self) -> dict[str, Tensor]:
+        """The tensors as `synchronize_state` would make them, which stay as they are. Collective: yes.
 
         To be read before the next step.
         """
         ...
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The exchange's state, tensors and plain values; equal on all ranks after `settle`."""
+        """The exchange's state, tensors and plain values; equal on all ranks after `synchronize_state`."""
         ...
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:

@@ -81,13 +81,13 @@ class ExchangeEngine:
         """Multiply what compression carries to the next step."""
         self._reducer.rescale(factor)
 
-    def settle(self) -> None:
+    def synchronize_state(self) -> None:
         """Make the state the same on all ranks. Collective: yes."""
-        self._reducer.settle()
+        self._reducer.synchronize_state()
 
-    def settled(self) -> dict[str, Tensor]:
+    def synchronized_state(self) -> dict[str, Tensor]:
         """The tensors of the state, as if it were made the same. Collective: yes."""
-        return self._reducer.settled()
+        return self._reducer.synchronized_state()
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The plan of the buckets, and the compressors' state."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hvdtrain.exchange.carried import Carried, owed_key
+from hvdtrain.exchange.residual_transfer import Residuals, owed_key
 from hvdtrain.exchange.sparse import zero_rows
 
 
@@ -23,7 +23,7 @@ class LocalEngine:
         self.optimizer = optimizer
         self._parameters = named_parameters
         self._sparse: set[str] = set()
-        self._kept = Carried({}, 1)
+        self._kept = Residuals({}, 1)
         self._delivered: list[str] = []
         self._values: Mapping[str, Any] = {"plan": None, "ranks": 1}
 
@@ -64,10 +64,10 @@ class LocalEngine:
         """Multiply what several ranks have left to be delivered."""
         self._kept.rescale(factor)
 
-    def settle(self) -> None:
+    def synchronize_state(self) -> None:
         """Do nothing."""
 
-    def settled(self) -> dict[str, Tensor]:
+    def synchronized_state(self) -> dict[str, Tensor]:
         """What there is, is settled."""
         return self.state_dict()[0]
 
@@ -77,7 +77,7 @@ class LocalEngine:
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Keep it: one rank exchanges nothing, but what several have not delivered is added to the next gradients."""
-        self._kept = Carried({name: tensor.clone() for name, tensor in tensors.items()}, int(values["ranks"]))
+        self._kept = Residuals({name: tensor.clone() for name, tensor in tensors.items()}, int(values["ranks"]))
         self._values = values
 
     def step(self) -> None:

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from hvdtrain.comm.base import Comm
 from hvdtrain.compression.table import Compression, parse
 from hvdtrain.engine.base import Engine
+from hvdtrain.engine.consistency import check_same
 from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.engine.local import LocalEngine
-from hvdtrain.engine.sameness import check_same
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.runtime.environment import by_gloo

@@ -138,7 +138,7 @@ class Bucket(ABC):
             self._handle = None
 
 
-class Side:
+class SideStream:
     """Where a device carries out what compressors ask for: beside backward, not in its way.
 
     On CUDA a stream of its own. An exchange begins after what has packed its bucket, and `join` makes the current

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hvdtrain.compression.base import BucketShape, Part
-from hvdtrain.compression.filling import fill, padded
+from hvdtrain.compression.bucket_filling import fill, padded
 
 Named = Sequence[tuple[str, nn.Parameter]]
 

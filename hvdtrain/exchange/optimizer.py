@@ -254,7 +254,7 @@ def _methods(kind: type[Optimizer]) -> dict[str, Any]:
 
     def exchange_state_dict(self: Any) -> dict[str, Any]:
         """What compression carries from step to step, the same on all ranks then. Collective: yes."""
-        self._hvdtrain_exchange.reducer.settle()
+        self._hvdtrain_exchange.reducer.synchronize_state()
         tensors, values = self._hvdtrain_exchange.reducer.state_dict()
         return {"tensors": tensors, "values": values}
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from hvdtrain.comm.base import Comm
 from hvdtrain.compression.table import ONE_HOST_MIB, Compression
 from hvdtrain.errors import JoinedError
+from hvdtrain.exchange.active_buckets import ActiveBuckets
 from hvdtrain.exchange.agreement import agree
 from hvdtrain.exchange.arrivals import Arrivals
+from hvdtrain.exchange.bucket_exchange import BucketExchange
 from hvdtrain.exchange.buckets import Layout, Named, Plan, plan
-from hvdtrain.exchange.flight import Flight
 from hvdtrain.exchange.passes import Passes
-from hvdtrain.exchange.standing import Standing
 from hvdtrain.spans import Spans
 
 BUCKET_BYTES = ONE_HOST_MIB << 20
@@ -86,7 +86,7 @@ class Reducer:
         self._spans = spans or Spans()
         self._known: list[tuple[str, nn.Parameter]] = []
         self._hooks: list[Any] = []
-        self._standing = Standing(self._flight, comm.size)
+        self._standing = ActiveBuckets(self._flight, comm.size)
         self._arrivals = Arrivals(stay=not as_views)
         self.before: Callable[[], None] = lambda: None
         self.over = False
@@ -103,7 +103,7 @@ class Reducer:
         """Between two steps: look at which parameters there are. Collective: yes, where they are others than before."""
         current = list(self._parameters())
         if len(current) != len(self._known) or any(a[1] is not b[1] for a, b in zip(current, self._known, strict=True)):
-            self.settle()
+            self.synchronize_state()
             self._renew(current)
 
     def forget(self) -> None:
@@ -128,7 +128,7 @@ class Reducer:
 
     def switch(self, compression: Compression) -> None:
         """Let buckets travel another way from the next step on. Collective: yes."""
-        self.settle()
+        self.synchronize_state()
         self._compression = compression
         if (flight := self._standing.flight) is not None:
             self._standing.adopt(flight.plan, dict(self._known))
@@ -193,19 +193,19 @@ class Reducer:
         number = torch.tensor([value * self._weight], dtype=torch.float64)
         return float(self._comm.allreduce(number, name=f"{self._name}/total").wait()) * self._factor
 
-    def settle(self) -> None:
+    def synchronize_state(self) -> None:
         """Make the state the same on all ranks, so that it can be saved by one. Collective: yes."""
-        self._standing.settle()
+        self._standing.synchronize_state()
 
-    def settled(self) -> dict[str, Tensor]:
-        """The tensors as `settle` would make them, which stay as they are. Collective: yes.
+    def synchronized_state(self) -> dict[str, Tensor]:
+        """The tensors as `synchronize_state` would make them, which stay as they are. Collective: yes.
 
         To be read before the next step.
         """
-        return self._standing.settled()
+        return self._standing.synchronized_state()
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors and plain values; after `settle` equal on all ranks. Tensors are not copied."""
+        """Tensors and plain values; after `synchronize_state` equal on all ranks. Tensors are not copied."""
         return self._standing.state_dict()
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
@@ -262,7 +262,7 @@ class Reducer:
 
         return on_gradient
 
-    def _learn(self) -> Flight:
+    def _learn(self) -> BucketExchange:
         """Settle with the other ranks what is exchanged together. Collective: yes.
 
         Where one of them has joined, and answers no question, it is what needs no answer: for this step alone.
@@ -281,8 +281,8 @@ class Reducer:
             agreed, self._unagreed = self._draft(self._known), True
         return self._standing.adopt(agreed, dict(self._known))
 
-    def _flight(self, agreed: Plan) -> Flight:
-        return Flight(
+    def _flight(self, agreed: Plan) -> BucketExchange:
+        return BucketExchange(
             agreed,
             dict(self._known),
             self._comm,

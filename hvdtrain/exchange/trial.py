@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.comm.link import allreduce_s, timed
+from hvdtrain.comm.link_probe import allreduce_s, timed
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.compression.base import BucketShape, drive
 from hvdtrain.compression.table import Compression

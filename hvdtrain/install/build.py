@@ -19,7 +19,7 @@ from urllib.parse import unquote
 
 from hvdtrain.errors import BuildError
 from hvdtrain.install import proof
-from hvdtrain.install.plan import DROPPED_PREFIXES, SDIST_SHA256, BuildPlan
+from hvdtrain.install.build_plan import DROPPED_PREFIXES, SDIST_SHA256, BuildPlan
 from hvdtrain.install.record import BuildRecord, installed
 from hvdtrain.install.steps import Say, Step, run, timed
 

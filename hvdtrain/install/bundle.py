@@ -17,12 +17,12 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 
 from hvdtrain import __version__
 from hvdtrain.errors import BuildError
-from hvdtrain.install import demand
+from hvdtrain.install import prerequisites as demand
 from hvdtrain.install.build import check_sdist, digest
+from hvdtrain.install.build_plan import HOROVOD, SDIST, SDIST_SHA256
 from hvdtrain.install.bundle_folder import BundleFolder
 from hvdtrain.install.closure import closure, pins
 from hvdtrain.install.fetch import Pip
-from hvdtrain.install.plan import HOROVOD, SDIST, SDIST_SHA256
 from hvdtrain.install.steps import Say
 from hvdtrain.install.target import Target
 from hvdtrain.install.venv import EXTRAS, OPEN_MPI

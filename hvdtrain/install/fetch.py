@@ -13,7 +13,7 @@ from typing import TextIO
 from packaging.requirements import Requirement
 
 from hvdtrain.errors import BuildError
-from hvdtrain.install.plan import DROPPED_PREFIXES, fetching
+from hvdtrain.install.build_plan import DROPPED_PREFIXES, fetching
 from hvdtrain.install.steps import OFFLINE, Step, run
 from hvdtrain.install.target import Target
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 
 from hvdtrain.errors import BuildError
-from hvdtrain.install.at_hand import MpiAtHand, Probe
+from hvdtrain.install.build_facts import MpiAtHand, Probe
 from hvdtrain.install.launcher import ROOT_MAY_RUN, without_ssh
 
 RANKS = 2

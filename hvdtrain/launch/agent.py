@@ -34,12 +34,12 @@ from functools import partial
 from typing import IO, Any
 
 from hvdtrain.errors import CANNOT_START
+from hvdtrain.launch.agent_lines import LineWriter, messages
+from hvdtrain.launch.cpu_use import Work
 from hvdtrain.launch.interfaces import interface_of
-from hvdtrain.launch.lines import LineWriter, messages
-from hvdtrain.launch.process import WorkerProcess
 from hvdtrain.launch.rendezvous import Rendezvous
-from hvdtrain.launch.store import packed, unpacked
-from hvdtrain.launch.work import Work
+from hvdtrain.launch.rendezvous_store import packed, unpacked
+from hvdtrain.launch.worker_process import WorkerProcess
 from hvdtrain.runtime.channel import BEAT_S
 from hvdtrain.runtime.environment import environ
 

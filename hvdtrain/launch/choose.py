@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hvdtrain.errors import LaunchError
 from hvdtrain.install.record import BUILD_COMMAND
 from hvdtrain.install.versions import MPI_NAMES
-from hvdtrain.launch.here import Here
+from hvdtrain.launch.detect import Here
 from hvdtrain.launch.spec import Mpi
 from hvdtrain.launch.targets import TARGETS
 

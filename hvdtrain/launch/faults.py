@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from hvdtrain.errors import USAGE
 from hvdtrain.launch.commands import StopAgent
-from hvdtrain.launch.ends import fail, left, lost, said_of_code
-from hvdtrain.launch.filling import cool
 from hvdtrain.launch.job import Host, Job, Phase, Worker
-from hvdtrain.launch.rounds import break_round
+from hvdtrain.launch.job_end import fail, left, lost, said_of_code
+from hvdtrain.launch.round_changes import break_round
+from hvdtrain.launch.worker_starts import cool
 
 
 def dying(job: Job, worker: Worker) -> None:

@@ -6,10 +6,10 @@ A rank that computes without progress, such as one that compiles, has more time;
 from __future__ import annotations
 
 from hvdtrain.launch.commands import KillWorker
+from hvdtrain.launch.cpu_use import EVERY_S
 from hvdtrain.launch.faults import agent_lost
 from hvdtrain.launch.job import Job, Phase, Worker
-from hvdtrain.launch.rounds import break_round
-from hvdtrain.launch.work import EVERY_S
+from hvdtrain.launch.round_changes import break_round
 
 WORKING_TIMES = 10
 """A rank that computes has the timeout times this."""

@@ -15,7 +15,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from hvdtrain.launch import ends, faults, filling, hangs, rounds, shortage
+from hvdtrain.launch import faults, hangs, shortage
+from hvdtrain.launch import job_end as ends
+from hvdtrain.launch import round_changes as rounds
+from hvdtrain.launch import worker_starts as filling
 from hvdtrain.launch.commands import Command, Limits
 from hvdtrain.launch.job import Job, Phase, Worker
 
@@ -124,7 +127,7 @@ class Membership:
         """Do all that follows from what is known now."""
         job = self.job
         hangs.watch(job)
-        filling.settle(job)
+        filling.synchronize_state(job)
         faults.nobody(job)
         shortage.short(job)
         rounds.form(job)

@@ -19,7 +19,7 @@ from itertools import count
 from typing import Any
 
 from hvdtrain.launch.rendezvous import Rendezvous
-from hvdtrain.launch.store import FOUND, Relay, packed, unpacked
+from hvdtrain.launch.rendezvous_store import FOUND, Relay, packed, unpacked
 
 ROUND = 1
 """The only one: ranks that srun started come once."""

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 from hvdtrain.errors import CANNOT_START, USAGE, LaunchError
 from hvdtrain.runtime.channel import VARIABLE
+from hvdtrain.runtime.driver_client import NoPlace, connect_to_driver
 from hvdtrain.runtime.environment import environ
+from hvdtrain.runtime.exit_lock import VARIABLE as LIFELINE
 from hvdtrain.runtime.gloo import refuse_without_address
-from hvdtrain.runtime.lifeline import VARIABLE as LIFELINE
-from hvdtrain.runtime.seat import NoPlace, take_seat
 
 _NOT_FOR_IT = (VARIABLE, LIFELINE, "HOROVOD_ELASTIC")
 
@@ -24,7 +24,7 @@ _NOT_FOR_IT = (VARIABLE, LIFELINE, "HOROVOD_ELASTIC")
 def main(program: Sequence[str]) -> int:
     """Run the program; its exit code, 128 + number where a signal ended it."""
     now = environ()
-    seat = take_seat(now)
+    seat = connect_to_driver(now)
     if seat is None:
         return _say("no driver of hvdtrain started this process: hvdtrain launch --to hvdtrain", USAGE)
     received: list[signal.Signals] = []

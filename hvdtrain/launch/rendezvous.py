@@ -21,8 +21,8 @@ from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
+from hvdtrain.launch.rendezvous_store import RoundStore
 from hvdtrain.launch.request import Request
-from hvdtrain.launch.store import RoundStore
 
 Put = Callable[[int, str, bytes], None]
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from hvdtrain.launch.store import ABSENT, MOST_BYTES
+from hvdtrain.launch.rendezvous_store import ABSENT, MOST_BYTES
 
 if TYPE_CHECKING:
     from hvdtrain.launch.rendezvous import Rendezvous

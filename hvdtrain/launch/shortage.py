@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hvdtrain.launch.ends import fail, last_failures
 from hvdtrain.launch.job import Job, Phase, Worker
+from hvdtrain.launch.job_end import fail, last_failures
 
 _STALLED_S = 10.0
 """Without another rank that is ready, before it is said who is waited for at the start."""

@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from hvdtrain.errors import RunDirectoryError
-from hvdtrain.observe.failure.voice import to_stderr
+from hvdtrain.observe.failure.failure_output import to_stderr
 from hvdtrain.observe.line_file import LineFile
 from hvdtrain.regular import open_regular
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hvdtrain.observe.blocks import BLOCK
-from hvdtrain.observe.causes import CAUSES
+from hvdtrain.observe.host_load import CAUSES
 from hvdtrain.observe.stamps import COLUMNS
 
 FACTS = (*CAUSES, "expert_share")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain.observe import tensorboard_page as page
 from hvdtrain.observe.event_file import EventFile
-from hvdtrain.observe.past import Past
+from hvdtrain.observe.past_journal import Past
 from hvdtrain.observe.scalars import BANDS, Interval, machine_scalars, numbers, rank_scalars, stacked
 from hvdtrain.runtime.clock import steady_s
 

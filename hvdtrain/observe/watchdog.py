@@ -17,9 +17,9 @@ from contextlib import suppress
 from typing import Any
 
 from hvdtrain.observe.failure import process
+from hvdtrain.observe.failure.failure_output import to_stderr
 from hvdtrain.observe.failure.reporter import TEXT, Reporter
 from hvdtrain.observe.failure.statement import WATCHDOG_THREAD
-from hvdtrain.observe.failure.voice import to_stderr
 from hvdtrain.runtime.clock import steady_s
 
 EXIT_STALLED = 124

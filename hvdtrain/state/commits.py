@@ -65,7 +65,7 @@ class Commits:
         return self.step < 0 or self._interval.due(self._asked_s, self._asked_s - before_s)
 
     def take(self, state: TrainState, *, settled: bool = False) -> None:
-        """Copy the state, with what its exchange carries equal on all ranks. Collective: yes, where not `settled`.
+        """Copy the state, with the exchange's state equal on all ranks. Collective: yes, unless `settled`.
 
         The state stays as it is: when commits are taken depends on clocks, and what is trained must not.
 
@@ -75,7 +75,7 @@ class Commits:
         """
         began_s = self._clock()
         taken = state.state_dict()
-        if not settled and state.exchange is not None and (carried := state.exchange.settled()):
+        if not settled and state.exchange is not None and (carried := state.exchange.synchronized_state()):
             taken = StateDict({**taken.tensors, "exchange": carried}, taken.values)
         self._snapshot.take(taken, state.progress.step)
         now_s = self._clock()

@@ -45,12 +45,12 @@ class Progress:
 class Exchange(Protocol):
     """What keeps state between the exchanges of gradients: the plan of buckets, and what compression carries on."""
 
-    def settle(self) -> None:
+    def synchronize_state(self) -> None:
         """Make the state the same on all ranks. Collective: yes."""
         ...
 
-    def settled(self) -> dict[str, Tensor]:
-        """The tensors as `settle` would make them, which stay as they are. Collective: yes.
+    def synchronized_state(self) -> dict[str, Tensor]:
+        """The tensors as `synchronize_state` would make them, which stay as they are. Collective: yes.
 
         To be read before the next step.
         """

@@ -16,8 +16,8 @@ import numpy as np
 from hvdtrain.errors import TraceError
 from hvdtrain.timeline.columns import HorovodTrace
 from hvdtrain.timeline.merging import profile, ranks, tensors
-from hvdtrain.timeline.merging.clocks import Clocks, read_clocks
 from hvdtrain.timeline.merging.sink import Sink, opened
+from hvdtrain.timeline.merging.wall_clocks import Clocks, read_clocks
 from hvdtrain.timeline.read import read_files, read_horovod
 from hvdtrain.timeline.steps import read_steps
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from hvdtrain.errors import TraceError
 from hvdtrain.timeline.columns import HorovodTrace
-from hvdtrain.timeline.reading import naming, written
+from hvdtrain.timeline.reading import tensor_names as naming
+from hvdtrain.timeline.reading import written
 from hvdtrain.timeline.reading.chunk import Intake
 from hvdtrain.timeline.reading.source import pieces
 

@@ -14,7 +14,7 @@ from hvdtrain.config.yaml_file import read_yaml
 from hvdtrain.errors import ConfigError, TraceError
 from hvdtrain.observe.journal import NAME as JOURNAL
 from hvdtrain.observe.journal import journal_lines
-from hvdtrain.timeline.analysing.phases import extent
+from hvdtrain.timeline.analysis.phases import extent
 from hvdtrain.timeline.columns import HorovodTrace, RankSpans, RunTrace, StepTable
 from hvdtrain.timeline.logs import collect_lines, find_logs
 from hvdtrain.timeline.read import read_files, read_horovod

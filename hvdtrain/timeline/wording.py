@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hvdtrain.timeline.analysis import Estimate
+from hvdtrain.timeline.analysis.analysis import Estimate
 
 
 def readable(text: str) -> str:

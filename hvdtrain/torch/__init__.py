@@ -25,7 +25,7 @@ from hvdtrain.torch.optimizer import choices, info  # first: it prepares what is
 
 from hvdtrain.comm.horovod import begin_session, hvd, mpi_ops  # isort: skip
 from hvdtrain.torch.elastic import seated  # isort: skip
-from hvdtrain.training.device import take_threads  # isort: skip
+from hvdtrain.training.start.device import take_threads  # isort: skip
 
 __all__ = [name for name in dir(hvd) if not name.startswith("_")]
 

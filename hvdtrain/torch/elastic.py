@@ -12,9 +12,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hvdtrain.comm import horovod
 from hvdtrain.comm.horovod import HorovodInternalError, hvd
-from hvdtrain.comm.rounds import CHANGED, FAILED, STARTED, SeatedRounds
+from hvdtrain.comm.rounds import CHANGED, FAILED, STARTED, DriverRounds
+from hvdtrain.runtime.driver_client import DriverClient, GivenUp, NoPlace, Pulse, connect_to_driver
 from hvdtrain.runtime.environment import RankInfo, change_variables
-from hvdtrain.runtime.seat import GivenUp, NoPlace, Pulse, Seat, take_seat
 
 
 def __getattr__(name: str) -> Any:
@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
     return getattr(hvd.elastic, name)
 
 
-class Seated:
+class ElasticProgram:
     """A rank of a job of our own elastic driver, whose program is the user's.
 
     Args:
@@ -32,9 +32,9 @@ class Seated:
         info: who it is by the environment.
     """
 
-    def __init__(self, seat: Seat, info: RankInfo) -> None:
+    def __init__(self, seat: DriverClient, info: RankInfo) -> None:
         self._seat = seat
-        self._rounds = SeatedRounds(seat, info)
+        self._rounds = DriverRounds(seat, info)
         self._steps = -1
         self._why, self._text = STARTED, ""
         seat.change = lambda: horovod.tell_host_update(seat.round)
@@ -77,14 +77,14 @@ class Seated:
             self._seat.leaving("finished")
 
 
-_seated: Seated | None = None
+_seated: ElasticProgram | None = None
 
 
-def seated(info: RankInfo) -> Seated | None:
+def seated(info: RankInfo) -> ElasticProgram | None:
     """The rank that this process is in a job of our own elastic driver; None in other jobs."""
     global _seated
-    if _seated is None and (seat := take_seat(info.variables)) is not None:
-        _seated = Seated(seat, info)
+    if _seated is None and (seat := connect_to_driver(info.variables)) is not None:
+        _seated = ElasticProgram(seat, info)
     return _seated
 
 

@@ -16,7 +16,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.config.yaml_file import read_yaml
 from hvdtrain.errors import ConfigError
 from hvdtrain.observe.sinks import Record, Sink
-from hvdtrain.runtime.seat import NoPlace
+from hvdtrain.runtime.driver_client import NoPlace
 from hvdtrain.runtime.timeline import prepare_timeline
 from hvdtrain.runtime.tuning import prepare
 from hvdtrain.task.base import Task, TaskFunction, load_task_function
@@ -66,8 +66,8 @@ def train(
         build = partial(function, **run.task_args)
 
     from hvdtrain.comm.start import start_rounds
-    from hvdtrain.training.device import take_threads
     from hvdtrain.training.session import run_training
+    from hvdtrain.training.start.device import take_threads
 
     take_threads(choices)
     timeline = prepare_timeline(run.config.observe.timeline, info)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.observe.journal import journal_lines
-from hvdtrain.timeline.analysis import Analysis
-from hvdtrain.training.budget import Budget
+from hvdtrain.timeline.analysis.analysis import Analysis
+from hvdtrain.training.records.time_budget import Budget
 
 _LAST = 10
 """Steps whose mean loss stands for the end of a run."""

@@ -19,8 +19,8 @@ from hvdtrain.engine.base import Engine
 from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.engine.make import check_compression, make_engine
 from hvdtrain.observe import journal
+from hvdtrain.observe.failure.failure_output import FailureOutput
 from hvdtrain.observe.failure.reporter import Job
-from hvdtrain.observe.failure.voice import Voice
 from hvdtrain.observe.horovod_timeline import HorovodTimeline
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.runtime.environment import RankInfo
@@ -29,17 +29,21 @@ from hvdtrain.runtime.timeline import TimelinePlan
 from hvdtrain.spans import Spans
 from hvdtrain.state.ledger import FOLDER, Ledger
 from hvdtrain.state.store import CheckpointStore
-from hvdtrain.training.auto_compression import CompressionTrial
-from hvdtrain.training.compute import FirstPass
-from hvdtrain.training.device import check_own, pick_device
-from hvdtrain.training.drift import Drift
-from hvdtrain.training.explain import explained
-from hvdtrain.training.feed import Feed
-from hvdtrain.training.gradient_times import add_gradient_times
-from hvdtrain.training.held import held
-from hvdtrain.training.kept import Kept, keep
-from hvdtrain.training.make_task import check_same_data, make_task, refusing_exit
-from hvdtrain.training.observers import (
+from hvdtrain.training.diagnostics.drift import Drift
+from hvdtrain.training.diagnostics.failures import explained
+from hvdtrain.training.diagnostics.memory_holders import held
+from hvdtrain.training.diagnostics.step_checks import StepChecks
+from hvdtrain.training.elastic.roll_back import RollBack
+from hvdtrain.training.elastic.worker_state import WorkerState, keep
+from hvdtrain.training.loop.combined_sums import CombinedSums
+from hvdtrain.training.loop.feed import Feed
+from hvdtrain.training.loop.saving import Saving
+from hvdtrain.training.loop.shared_buffers import SharedBuffers
+from hvdtrain.training.loop.step import Stepper
+from hvdtrain.training.loop.trainer import Trainer
+from hvdtrain.training.records.compute import FirstPass
+from hvdtrain.training.records.gradient_times import add_gradient_times
+from hvdtrain.training.records.observers import (
     TIMELINE,
     add_horovod_timeline,
     add_listeners,
@@ -48,21 +52,17 @@ from hvdtrain.training.observers import (
     add_tensorboard,
     add_watchers,
 )
-from hvdtrain.training.opening import ClaimWatch, claim_together, describe_start, open_recorder, recording
-from hvdtrain.training.report import report
-from hvdtrain.training.restore import take_over
+from hvdtrain.training.records.run_report import report
+from hvdtrain.training.records.stamp_collection import add_stamps
 from hvdtrain.training.result import Result, losses_and_speed, numbers
-from hvdtrain.training.resume_checks import CHECKPOINTS, train_on
-from hvdtrain.training.roll_back import RollBack
-from hvdtrain.training.run_directory import RunDirectory
-from hvdtrain.training.sanity import Sanity
-from hvdtrain.training.saving import Saving
-from hvdtrain.training.schedule import stop_step
-from hvdtrain.training.several import Several
-from hvdtrain.training.shared_buffers import SharedBuffers
-from hvdtrain.training.stamps import add_stamps
-from hvdtrain.training.step import Stepper
-from hvdtrain.training.trainer import Trainer
+from hvdtrain.training.start.auto_compression import CompressionTrial
+from hvdtrain.training.start.device import check_own, pick_device
+from hvdtrain.training.start.make_task import check_same_data, make_task, refusing_exit
+from hvdtrain.training.start.opening import ClaimWatch, claim_together, describe_start, open_recorder, recording
+from hvdtrain.training.start.restore import take_over
+from hvdtrain.training.start.resume_checks import CHECKPOINTS, train_on
+from hvdtrain.training.start.run_directory import RunDirectory
+from hvdtrain.training.start.schedule import stop_step
 
 
 def run_training(
@@ -72,7 +72,7 @@ def run_training(
     timeline: TimelinePlan,
     info: RankInfo,
     sinks: Sequence[Any] = (),
-    voice: Voice | None = None,
+    voice: FailureOutput | None = None,
 ) -> Result:
     """Train what `build` makes. Collective: yes. Errors and `sinks`: those of `hvdtrain.train`.
 
@@ -116,12 +116,12 @@ class _Round:
     """
 
     run: RunConfig
-    kept: Kept
+    kept: WorkerState
     rounds: Rounds
     comm: Comm
     timeline: TimelinePlan
     sinks: Sequence[Any]
-    voice: Voice | None
+    voice: FailureOutput | None
 
     def train(self) -> Result | None:
         """Train; None where the ranks are about to change. Collective: yes."""
@@ -183,7 +183,7 @@ class _Round:
             )
             live = add_watchers(recorder, observe, spans, directory, comm, done, trainer.stop, horovod, start)
             drift = Drift(state, comm, run.config.train.check_every, trainer.stepper.buffers, recorder.warn)
-            trainer.live = Several(live, drift, ClaimWatch(claim, comm))
+            trainer.live = CombinedSums(live, drift, ClaimWatch(claim, comm))
             if isinstance(engine, ExchangeEngine) and engine.undecided:
                 trainer.saw_step = CompressionTrial(engine, comm, kept.device, recorder.event, recorder.say).saw
             recorder.begin(trainer.stop)
@@ -258,5 +258,5 @@ class _Round:
             saving=saving,
             observer=recorder,
             roll_back=roll_back,
-            sanity=Sanity(stepper, stream, train.max_skipped, recorder.event, recorder.warn),
+            sanity=StepChecks(stepper, stream, train.max_skipped, recorder.event, recorder.warn),
         )

@@ -12,10 +12,10 @@ from hvdtrain.errors import RunDirectoryError
 from hvdtrain.observe import journal
 from hvdtrain.state.ledger import FOLDER
 from hvdtrain.state.store import CheckpointStore
-from hvdtrain.training.resume_checks import CHECKPOINTS
+from hvdtrain.training.start.resume_checks import CHECKPOINTS
 from hvdtrain.verify.coverage import Rows, Wrong, rows_of, spans, uncovered, untold
 from hvdtrain.verify.drawn import Epochs, check_drawn
-from hvdtrain.verify.past import Past, read_past
+from hvdtrain.verify.journal_starts import Past, read_past
 from hvdtrain.verify.starts import Start, Window, disagreement, read_starts, windows
 
 

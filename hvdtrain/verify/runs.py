@@ -20,7 +20,7 @@ from hvdtrain.errors import ConfigError, HvdtrainError, RunDirectoryError
 from hvdtrain.observe import journal
 from hvdtrain.state.store import CheckpointStore
 from hvdtrain.state.train_state import StateDict
-from hvdtrain.training.resume_checks import CHECKPOINTS
+from hvdtrain.training.start.resume_checks import CHECKPOINTS
 
 _TAIL = 12
 """Lines of a failed job that are shown."""

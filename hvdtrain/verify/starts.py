@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hvdtrain.state.ledger import Head, ledger_files
-from hvdtrain.verify.lines import Entries, read_file
+from hvdtrain.verify.ledger_columns import Entries, read_file
 
 
 @dataclass(frozen=True)

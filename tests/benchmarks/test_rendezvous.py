@@ -15,7 +15,7 @@ import pytest
 from hvdtrain.launch import request
 from hvdtrain.launch.node_store import ROUND, Batches, NodeStore, find
 from hvdtrain.launch.rendezvous import Rendezvous
-from hvdtrain.launch.store import Relay, packed, unpacked
+from hvdtrain.launch.rendezvous_store import Relay, packed, unpacked
 from tests.support.launch import ROOT
 
 HOSTS, LOCAL = 3, 4

@@ -10,7 +10,7 @@ import pytest
 from hvdtrain.cli.ending import end
 from hvdtrain.errors import TaskError
 from hvdtrain.loading import load
-from hvdtrain.observe.failure.voice import Voice
+from hvdtrain.observe.failure.failure_output import FailureOutput
 
 
 @pytest.mark.parametrize(
@@ -40,5 +40,5 @@ def _told(spec: Any, capsys: pytest.CaptureFixture[str]) -> str:
     except Exception as error:
         trace = error.__traceback__
         assert trace is not None
-        end(error.with_traceback(trace.tb_next), None, Voice())  # without this file, which is not hvdtrain's either
+        end(error.with_traceback(trace.tb_next), None, FailureOutput())  # not in a file of hvdtrain
     return capsys.readouterr().err

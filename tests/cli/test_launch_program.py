@@ -18,11 +18,11 @@ from hvdtrain.cli.launch_options import parse
 from hvdtrain.cli.launch_own import _plan
 from hvdtrain.cli.launch_spec import spec_of
 from hvdtrain.launch.choose import OWN, Choice
-from hvdtrain.launch.here import Here
+from hvdtrain.launch.detect import Here
 from hvdtrain.launch.spec import JobSpec
 from hvdtrain.launch.targets import TARGETS
 from hvdtrain.runtime.channel import VARIABLE
-from hvdtrain.runtime.lifeline import VARIABLE as LIFELINE
+from hvdtrain.runtime.exit_lock import VARIABLE as LIFELINE
 from tests.support import jobs
 from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S, program
 

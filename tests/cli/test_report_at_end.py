@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.timeline.telling.brief import MOST_LINES
+from hvdtrain.timeline.report.brief import MOST_LINES
 from tests.support.gallery import Gallery
 from tests.support.launch import stop_by_sigterm, train, training
 

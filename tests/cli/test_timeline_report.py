@@ -13,7 +13,7 @@ import orjson
 import pytest
 
 from hvdtrain.__main__ import main
-from hvdtrain.timeline.telling.form import schema
+from hvdtrain.timeline.report.form import schema
 
 TRACES = Path(__file__).parents[1] / "timeline" / "traces"
 TRACE = str(TRACES / "training.json.gz")

@@ -6,9 +6,9 @@ import socket
 
 import pytest
 
-from hvdtrain.comm.rounds import SeatedRounds
+from hvdtrain.comm.rounds import DriverRounds
+from hvdtrain.runtime.driver_client import Place
 from hvdtrain.runtime.environment import rank_info
-from hvdtrain.runtime.seat import Place
 from tests.support.launch import TIMEOUT_S
 
 
@@ -25,7 +25,7 @@ class _Seat:
 
 @pytest.mark.parametrize("after", [0, 1, 4])
 def test_no_micro_batch_is_begun_once_a_rank_is_gone(after: int) -> None:
-    rounds = SeatedRounds(_Seat(after), rank_info({}))  # type: ignore[arg-type]
+    rounds = DriverRounds(_Seat(after), rank_info({}))  # type: ignore[arg-type]
     begun: list[int] = []
     with pytest.raises(Exception, match="gone") as caught:
         begun.extend(rounds.unless_over(range(8)))
@@ -34,7 +34,7 @@ def test_no_micro_batch_is_begun_once_a_rank_is_gone(after: int) -> None:
 
 
 def test_a_round_that_is_whole_gives_all_of_them() -> None:
-    rounds = SeatedRounds(_Seat(8), rank_info({}))  # type: ignore[arg-type]
+    rounds = DriverRounds(_Seat(8), rank_info({}))  # type: ignore[arg-type]
     assert list(rounds.unless_over(range(8))) == list(range(8))
 
 
@@ -50,7 +50,7 @@ class _Breaking:
 
 def test_connections_that_are_opened_once_a_rank_is_gone_are_cut_too(monkeypatch: pytest.MonkeyPatch) -> None:
     seat = _Breaking()
-    rounds = SeatedRounds(seat, rank_info({}))  # type: ignore[arg-type]
+    rounds = DriverRounds(seat, rank_info({}))  # type: ignore[arg-type]
     ends: list[bytes] = []
 
     def begin_session() -> None:
@@ -70,7 +70,7 @@ def test_connections_that_are_opened_once_a_rank_is_gone_are_cut_too(monkeypatch
 def test_who_does_not_come_out_of_a_round_is_seen_to_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
     """Horovod's shutdown may never end: the driver goes by what this rank says of its progress."""
     seat = _Breaking()
-    rounds = SeatedRounds(seat, rank_info({}))  # type: ignore[arg-type]
+    rounds = DriverRounds(seat, rank_info({}))  # type: ignore[arg-type]
     now_s, seen = [100.0], []
     monkeypatch.setattr("hvdtrain.comm.rounds.time.monotonic", lambda: now_s[0])
 

@@ -91,7 +91,7 @@ def test_another_number_of_ranks_takes_over_the_sum(compression: Compression, be
     def save(comm: ThreadComm) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         compressor = make(shape, comm)
         step(compressor, gradients(shape, comm.rank))
-        compressor.settle()
+        compressor.synchronize_state()
         return residual_sum(compressor), compressor.state_dict()
 
     def load(comm: ThreadComm) -> torch.Tensor:

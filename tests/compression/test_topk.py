@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.comm.solo import SoloComm
-from hvdtrain.compression import places
+from hvdtrain.compression import index_coding as places
 from hvdtrain.compression.sizes import topk_plan
 from hvdtrain.compression.topk import TopK
 from tests.support.compression import bucket, exchange

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.doctor.checks import examine
+from hvdtrain.doctor.facts import Gathered
+from hvdtrain.doctor.facts.child import Answer
+from hvdtrain.doctor.facts.gpu import GpuFacts
+from hvdtrain.doctor.facts.installation import Installation
+from hvdtrain.doctor.facts.machine import Machine
+from hvdtrain.doctor.facts.mpi import Mpi4py, MpiFacts
+from hvdtrain.doctor.facts.network import Interface, Network
+from hvdtrain.doctor.facts.storage import Storage
 from hvdtrain.doctor.finding import Finding
-from hvdtrain.doctor.gather import Gathered
-from hvdtrain.doctor.gather.child import Answer
-from hvdtrain.doctor.gather.gpu import GpuFacts
-from hvdtrain.doctor.gather.installation import Installation
-from hvdtrain.doctor.gather.machine import Machine
-from hvdtrain.doctor.gather.mpi import Mpi4py, MpiFacts
-from hvdtrain.doctor.gather.network import Interface, Network
-from hvdtrain.doctor.gather.storage import Storage
 from hvdtrain.install.record import BuildRecord
 from hvdtrain.install.versions import MpiBuild, TorchBuild
 from hvdtrain.runtime.environment import RankInfo

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.doctor.checks import examine
-from hvdtrain.doctor.gather import Gathered
-from hvdtrain.doctor.gather.child import Answer
+from hvdtrain.doctor.facts import Gathered
+from hvdtrain.doctor.facts.child import Answer
 from tests.doctor.facts import changed
 from tests.support.doctor import Findings, as_in_a_container, look, on_path, program
 

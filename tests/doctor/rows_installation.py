@@ -6,8 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.doctor.gather.child import Answer
-from hvdtrain.doctor.gather.installation import Needed
+from hvdtrain.doctor.facts.child import Answer
+from hvdtrain.doctor.facts.installation import Needed
 from tests.doctor.facts import HOROVOD, MPICH, ON_GPU, TORCH, WELL
 from tests.doctor.provoke import (
     BUILD,

@@ -6,8 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.doctor.gather.child import Answer
-from hvdtrain.doctor.gather.network import RdmaPort
+from hvdtrain.doctor.facts.child import Answer
+from hvdtrain.doctor.facts.network import RdmaPort
 from hvdtrain.runtime.environment import RankInfo
 from tests.doctor.facts import DOCKER0, ETH0, GLOO, LO, ON_GPU, WELL
 from tests.doctor.provoke import (

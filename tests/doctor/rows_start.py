@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.doctor.gather.child import Answer
-from hvdtrain.doctor.gather.mpi import Mpi4py
+from hvdtrain.doctor.facts.child import Answer
+from hvdtrain.doctor.facts.mpi import Mpi4py
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.host import HostFacts
 from tests.doctor.facts import MPICH, OPEN_MPI, TORCH

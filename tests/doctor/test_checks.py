@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hvdtrain.doctor.checks import CHECKS, examine
+from hvdtrain.doctor.facts.child import Answer
 from hvdtrain.doctor.finding import LEVELS, Finding, worst
-from hvdtrain.doctor.gather.child import Answer
 from hvdtrain.errors import LaunchError
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.host import HostFacts

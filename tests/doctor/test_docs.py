@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hvdtrain.doctor.checks import CHECKS
+from hvdtrain.doctor.facts import Gathered
 from hvdtrain.doctor.finding import Finding
-from hvdtrain.doctor.gather import Gathered
 
 TEXT = (Path(__file__).parents[2] / "docs/doctor.md").read_text()
 ROWS = dict(re.findall(r"^\| `(\w+)`( \*)? \|", TEXT, re.M))

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from hvdtrain.install.build_plan import plan
 from hvdtrain.install.compiler import rewrite
-from hvdtrain.install.plan import plan
 from hvdtrain.install.versions import MpiBuild
 from tests.doctor import rows_installation, rows_machine, rows_start
 from tests.doctor.facts import WELL

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from hvdtrain.doctor.checks import examine
-from hvdtrain.doctor.gather.child import Answer
-from hvdtrain.doctor.gather.installation import Needed
-from hvdtrain.doctor.gather.machine import Limits
-from hvdtrain.doctor.gather.mpi import Mpi4py
-from hvdtrain.doctor.gather.network import RdmaPort
+from hvdtrain.doctor.facts.child import Answer
+from hvdtrain.doctor.facts.installation import Needed
+from hvdtrain.doctor.facts.machine import Limits
+from hvdtrain.doctor.facts.mpi import Mpi4py
+from hvdtrain.doctor.facts.network import RdmaPort
 from hvdtrain.errors import LaunchError
 from hvdtrain.runtime.channel import VARIABLE as CHANNEL
 from hvdtrain.runtime.environment import RankInfo

@@ -12,8 +12,8 @@ import torch
 import hvdtrain
 from hvdtrain.observe.journal import read_steps
 from hvdtrain.spans import DEVICE
-from hvdtrain.training.device import pick_device
-from hvdtrain.training.device_spans import ON_DEVICE
+from hvdtrain.training.records.device_spans import ON_DEVICE
+from hvdtrain.training.start.device import pick_device
 from tests.support.launch import train
 from tests.support.toy import toy
 from tests.support.trace_format import check_trace

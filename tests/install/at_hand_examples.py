@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.install.at_hand import (
+from hvdtrain.install.build_facts import (
     CompilerAtHand,
     CudaAtHand,
     MpiAtHand,

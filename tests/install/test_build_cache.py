@@ -18,7 +18,7 @@ from hvdtrain.errors import BuildError
 from hvdtrain.install import build as module
 from hvdtrain.install import proof
 from hvdtrain.install.build import build, pending
-from hvdtrain.install.plan import BuildPlan, plan
+from hvdtrain.install.build_plan import BuildPlan, plan
 from hvdtrain.install.record import BuildRecord
 from hvdtrain.install.steps import Step, failure
 from tests.install.at_hand_examples import at_hand

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from hvdtrain.errors import BuildError
-from hvdtrain.install import plan as module
-from hvdtrain.install.at_hand import TorchAtHand
-from hvdtrain.install.plan import BuildPlan, plan
+from hvdtrain.install import build_plan as module
+from hvdtrain.install.build_facts import TorchAtHand
+from hvdtrain.install.build_plan import BuildPlan, plan
 from hvdtrain.install.versions import MpiBuild, TorchBuild
 from tests.install.at_hand_examples import (
     GCC,

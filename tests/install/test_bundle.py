@@ -14,9 +14,9 @@ import pytest
 
 from hvdtrain.errors import BuildError
 from hvdtrain.install import bundle, fetch
+from hvdtrain.install.build_plan import SDIST
 from hvdtrain.install.bundle import Source, make
 from hvdtrain.install.bundle_folder import BundleFolder
-from hvdtrain.install.plan import SDIST
 from hvdtrain.install.target import Target
 from tests.support.full_disk import room_for
 from tests.support.wheels import Copying, project, registry, settings, wheel

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.install import proof
-from hvdtrain.install.at_hand import MpiAtHand
-from hvdtrain.install.plan import DROPPED_PREFIXES
-from hvdtrain.install.probe import probe
+from hvdtrain.install.build_facts import MpiAtHand
+from hvdtrain.install.build_plan import DROPPED_PREFIXES
+from hvdtrain.install.build_probe import probe
 from hvdtrain.install.versions import MpiBuild
 from tests.support.launch import TIMEOUT_S
 

@@ -14,8 +14,8 @@ import pytest
 
 from hvdtrain.install import bundle
 from hvdtrain.install.build import digest
+from hvdtrain.install.build_plan import SDIST
 from hvdtrain.install.bundle import Source, make, script
-from hvdtrain.install.plan import SDIST
 from hvdtrain.install.target import Target, platform_here, python_here
 from tests.support.launch import TIMEOUT_S
 from tests.support.wheels import Copying, project, registry, settings

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.install import proof, record
-from hvdtrain.install.plan import DROPPED_PREFIXES
-from hvdtrain.install.probe import probe
+from hvdtrain.install.build_plan import DROPPED_PREFIXES
+from hvdtrain.install.build_probe import probe
 from tests.support.launch import TIMEOUT_S
 
 SHUT_DOWN_AMID = """

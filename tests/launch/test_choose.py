@@ -8,7 +8,7 @@ import pytest
 
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.choose import AUTO, OWN, choose, has_to_look
-from hvdtrain.launch.here import Here
+from hvdtrain.launch.detect import Here
 from hvdtrain.launch.refuse import refuse_options, refuse_shape
 from hvdtrain.launch.spec import Batch, JobSpec, Mpi
 from hvdtrain.launch.targets import TARGETS

@@ -15,9 +15,10 @@ from http.client import HTTPConnection
 
 import pytest
 
-from hvdtrain.launch import lines, request
+from hvdtrain.launch import agent_lines as lines
+from hvdtrain.launch import request
 from hvdtrain.launch.rendezvous import MOST_STRANGERS, Rendezvous
-from hvdtrain.launch.store import MOST_BYTES
+from hvdtrain.launch.rendezvous_store import MOST_BYTES
 from tests.support.launch import TIMEOUT_S
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.observe.journal import read_steps
-from hvdtrain.timeline.analyse import analyse
+from hvdtrain.timeline.analysis.analyse import analyse
 from hvdtrain.timeline.run import load
 from tests.support.gallery import Gallery
 from tests.support.launch import ROOT, train

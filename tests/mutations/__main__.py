@@ -23,8 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.install.build_probe import has_remote_shell
 from hvdtrain.install.launcher import NO_SHELL, REMOTE_SHELL, ROOT_MAY_RUN
-from hvdtrain.install.probe import has_remote_shell
 from tests.mutations.table import MUTATIONS, Mutation
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,11 +19,11 @@ import pytest
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.observe import watchdog as module
 from hvdtrain.observe.failure import reporter as reporter_module
-from hvdtrain.observe.failure.post import open_post
+from hvdtrain.observe.failure.failure_output import FailureOutput
+from hvdtrain.observe.failure.mailbox import open_post
 from hvdtrain.observe.failure.process import GONE, RUNNING, UNKNOWN, started
 from hvdtrain.observe.failure.reporter import TEXT, Job, Reporter
 from hvdtrain.observe.failure.statement import HERE, STALLED, Who, Witness, myself
-from hvdtrain.observe.failure.voice import Voice
 from hvdtrain.observe.watchdog import EXIT_FAILED, EXIT_STALLED, Patience, Watchdog
 from hvdtrain.spans import Spans
 from tests.support.launch import TIMEOUT_S
@@ -135,7 +135,7 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
 def reporter(tmp_path: Path) -> Reporter:
     post = open_post(tmp_path, SoloComm(), myself(0, "a"))
     job = Job(tmp_path, tmp_path, "again", lambda: None)
-    return Reporter(post, Witness(post.who, Spans(), {}), job, Voice())
+    return Reporter(post, Witness(post.who, Spans(), {}), job, FailureOutput())
 
 
 @pytest.fixture

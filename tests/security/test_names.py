@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.__main__ import main
-from hvdtrain.observe.commands import go_on
 from hvdtrain.observe.journal import read_journal, read_steps
+from hvdtrain.observe.shell_commands import go_on
 from hvdtrain.runtime.environment import RankInfo
 from tests.support.audited import audited, seen
 from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S, train

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from hvdtrain.timeline.analysis import (
+from hvdtrain.timeline.analysis.analysis import (
     Analysis,
     Blame,
     Budget,

@@ -96,7 +96,7 @@ def main(argv: list[str]) -> int:
     order, pace_s, fast = Order(Path(argv[0])), float(argv[1]), Path(f"{argv[0]}.fast")
     order.come_to("start-up", 0)
     from hvdtrain import spans
-    from hvdtrain.comm.rounds import SeatedRounds
+    from hvdtrain.comm.rounds import DriverRounds
     from hvdtrain.state.snapshot import Snapshot
 
     phases = {span: phase for phase, span in SPANS.items()}
@@ -109,7 +109,7 @@ def main(argv: list[str]) -> int:
             time.sleep(pace_s)
 
     _before(recorder, "__enter__", entered)
-    _before(SeatedRounds, "_meet", lambda rounds, place: order.come_to(MEETING, place.round, place.rank))
+    _before(DriverRounds, "_meet", lambda rounds, place: order.come_to(MEETING, place.round, place.rank))
     _before(Snapshot, "take", lambda snapshot, state, step: order.come_to("commit", step))
     from hvdtrain.__main__ import main as train
 

@@ -42,7 +42,7 @@ def buckets_without_elements_and_of_one(comm: Comm, compression: Compression) ->
         compressor = compression.load()(bucket(shapes), comm)
         for number in range(2):
             check_law(compressor, compression.kind, gradients(compressor.shape, comm.rank + number))
-        compressor.settle()
+        compressor.synchronize_state()
 
 
 def equal_bits_on_all_ranks(comm: Comm, compression: Compression) -> None:
@@ -151,7 +151,7 @@ def ranks_agree_on_state_once_settled(comm: Comm, compression: Compression) -> N
     compressor = compression.load()(bucket(SHAPES), comm)
     step(compressor, gradients(compressor.shape, comm.rank))
     before = residual_sum(compressor)
-    compressor.settle()
+    compressor.synchronize_state()
     torch.testing.assert_close(residual_sum(compressor), before, rtol=1e-5, atol=1e-6)
     for name, tensor in sorted(compressor.state_dict().items()):
         everyone = comm.allgather(tensor.reshape(1, -1).clone(), name=f"test/{name}").wait()
@@ -163,8 +163,8 @@ def what_settling_would_leave_is_told_and_nothing_changes(comm: Comm, compressio
     for number in range(2):
         for compressor in (told, settled, left):
             step(compressor, gradients(compressor.shape, comm.rank + number))
-    found = {name: tensor.clone() for name, tensor in told.settled().items()}
-    settled.settle()
+    found = {name: tensor.clone() for name, tensor in told.synchronized_state().items()}
+    settled.synchronize_state()
     assert found.keys() == settled.state_dict().keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in settled.state_dict().items())
     values = [*gradients(left.shape, comm.rank + 5)]

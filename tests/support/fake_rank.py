@@ -21,7 +21,7 @@ import threading
 import time
 from pathlib import Path
 
-from hvdtrain.runtime.lifeline import hold_lifeline
+from hvdtrain.runtime.exit_lock import hold_lifeline
 
 FOLDER = Path(os.environ["FAKE_FOLDER"])
 STEPS = int(sys.argv[1])

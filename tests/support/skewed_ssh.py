@@ -11,7 +11,7 @@ import shlex
 import subprocess
 import sys
 
-PATCH = "import hvdtrain.doctor.hosts.probe as p; now = p.now_ns; p.now_ns = lambda: now() + {ns}; p.main(hello)"
+PATCH = "import hvdtrain.doctor.hosts.host_probe as p; now = p.now_ns; p.now_ns = lambda: now() + {ns}; p.main(hello)"
 
 
 def main(argv: list[str]) -> int:

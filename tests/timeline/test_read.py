@@ -19,7 +19,7 @@ from hvdtrain.errors import TraceError
 from hvdtrain.timeline.columns import HorovodTrace
 from hvdtrain.timeline.read import read_files, read_horovod
 from hvdtrain.timeline.reading import growing
-from hvdtrain.timeline.reading.sizes import nbytes
+from hvdtrain.timeline.reading.tensor_sizes import nbytes
 from tests.timeline.plain_reader import read_plainly, spans_of, ticks_of
 
 TRACES = sorted((Path(__file__).parent / "traces").glob("*.gz"))

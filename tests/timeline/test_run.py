@@ -10,10 +10,10 @@ import orjson
 import pytest
 
 from hvdtrain.errors import TraceError
-from hvdtrain.timeline.analyse import analyse
+from hvdtrain.timeline.analysis.analyse import analyse
+from hvdtrain.timeline.report.brief import to_lines
+from hvdtrain.timeline.report.terminal import to_text
 from hvdtrain.timeline.run import load
-from hvdtrain.timeline.telling.brief import to_lines
-from hvdtrain.timeline.telling.text import to_text
 
 TRACES = Path(__file__).parent / "traces"
 ALL = sorted(TRACES.glob("*.json.gz"))

@@ -13,8 +13,8 @@ from torch import nn
 from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.engine.make import make_engine
 from hvdtrain.observe.journal import read_journal
-from hvdtrain.training import auto_compression
-from hvdtrain.training.auto_compression import CompressionTrial
+from hvdtrain.training.start import auto_compression
+from hvdtrain.training.start.auto_compression import CompressionTrial
 from tests.support.thread_comm import ThreadComm, on_ranks
 from tests.support.thread_job import train_on_threads
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from hvdtrain.engine.make import make_engine
 from hvdtrain.spans import Spans
 from hvdtrain.task.base import Task
-from hvdtrain.training import buffers
-from hvdtrain.training.buffers import Rollback, all_buffers, copied_to_host
-from hvdtrain.training.precision import Precision
-from hvdtrain.training.shared_buffers import SharedBuffers
-from hvdtrain.training.step import Stepper
+from hvdtrain.training.loop import buffers
+from hvdtrain.training.loop.buffers import Rollback, all_buffers, copied_to_host
+from hvdtrain.training.loop.precision import Precision
+from hvdtrain.training.loop.shared_buffers import SharedBuffers
+from hvdtrain.training.loop.step import Stepper
 from tests.support.thread_comm import ThreadComm, on_ranks
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.training.compiled import blocks, compile_blocks
+from hvdtrain.training.loop.compiled import blocks, compile_blocks
 
 
 class Model(nn.Module):

@@ -13,7 +13,7 @@ import hvdtrain
 from hvdtrain.config.schema import Config, ObserveConfig, TrainConfig
 from hvdtrain.observe.journal import read_journal
 from hvdtrain.task.base import Task
-from hvdtrain.training.compute import FirstPass
+from hvdtrain.training.records.compute import FirstPass
 from tests.support.toy import toy
 
 CPU = torch.device("cpu")

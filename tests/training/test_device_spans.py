@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from hvdtrain.spans import DEVICE, Spans
-from hvdtrain.training.device_spans import DeviceSpans
+from hvdtrain.training.records.device_spans import DeviceSpans
 
 
 class Device:

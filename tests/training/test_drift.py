@@ -11,10 +11,10 @@ from torch import nn
 from hvdtrain.errors import DriftError
 from hvdtrain.observe.journal import read_steps
 from hvdtrain.state.train_state import Progress, TrainState
-from hvdtrain.training.drift import _BITS, Drift, number
-from hvdtrain.training.health import digests
-from hvdtrain.training.several import Several
-from hvdtrain.training.shared_buffers import SharedBuffers
+from hvdtrain.training.diagnostics.drift import _BITS, Drift, number
+from hvdtrain.training.diagnostics.health import digests
+from hvdtrain.training.loop.combined_sums import CombinedSums
+from hvdtrain.training.loop.shared_buffers import SharedBuffers
 from tests.support.launch import train
 from tests.support.thread_comm import ThreadComm, on_ranks
 
@@ -42,7 +42,7 @@ def _steps(comm: ThreadComm, drifting: int, every: int, at: int) -> tuple[int, s
     """Steps until drift is found, and what is said of it; rank `drifting` goes its own way at step `at`."""
     state, warnings = _state(), list[str]()
     model = state.model
-    drift = Several(Drift(state, comm, every, SharedBuffers(model, comm), warnings.append))
+    drift = CombinedSums(Drift(state, comm, every, SharedBuffers(model, comm), warnings.append))
     for step in range(1, 13):
         if step == at and comm.rank == drifting:
             model[1].weight.data[0, 7] = torch.nextafter(model[1].weight.data[0, 7], torch.tensor(9.0))
@@ -112,7 +112,7 @@ def test_each_of_several_gets_its_own_sums() -> None:
             self.got = [step, *notices]  # type: ignore[misc]
 
     members = [Member([1, 2]), Member([]), Member([3])]
-    several = Several(*members)
+    several = CombinedSums(*members)
     several.agreed(7, [10 * n for n in several.notices()])
     assert [member.got for member in members] == [[7, 10, 20], [7], [7, 30]]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.training.experts import find_routers
+from hvdtrain.training.diagnostics.experts import find_routers
 
 
 class Gate(nn.Module):

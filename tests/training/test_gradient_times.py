@@ -16,7 +16,7 @@ from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.runtime.host import read_host
 from hvdtrain.spans import Spans
-from hvdtrain.training.gradient_times import GradientTimes
+from hvdtrain.training.records.gradient_times import GradientTimes
 
 
 def _run(path: Path, steps: int, warn: Any = None) -> tuple[nn.Module, Spans]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hvdtrain.training.health import batch_statistics, digests, replicated
+from hvdtrain.training.diagnostics.health import batch_statistics, digests, replicated
 
 
 def test_batch_statistics_are_named() -> None:

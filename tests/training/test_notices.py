@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from hvdtrain.training.notices import SAVE, TERMINATE, Notices, handlers_as_before
+from hvdtrain.training.loop.notices import SAVE, TERMINATE, Notices, handlers_as_before
 
 HELD = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 

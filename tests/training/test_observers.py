@@ -17,8 +17,8 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.observe.journal import read_journal
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.runtime.timeline import TimelinePlan
-from hvdtrain.training import observers
-from hvdtrain.training.buffers import Rollback
+from hvdtrain.training.loop.buffers import Rollback
+from hvdtrain.training.records import observers
 from tests.support.toy import toy
 from tests.support.trace_format import check_trace
 

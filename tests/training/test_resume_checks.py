@@ -22,7 +22,7 @@ from hvdtrain.errors import (
 from hvdtrain.observe.journal import read_journal, read_steps
 from hvdtrain.training.api import _options
 from hvdtrain.training.result import Result
-from hvdtrain.training.resume_checks import CHECKPOINTS
+from hvdtrain.training.start.resume_checks import CHECKPOINTS
 from tests.support import permissions
 from tests.support.gallery import TOY
 from tests.support.recorded import recorded
@@ -126,7 +126,7 @@ def test_a_disk_that_is_full_at_the_start_is_named(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write_text(path, text)
 
-    monkeypatch.setattr("hvdtrain.training.run_directory.write_text", full)
+    monkeypatch.setattr("hvdtrain.training.start.run_directory.write_text", full)
     where = run.with_name("new") if is_new else run
     with pytest.raises(RunDirectoryError, match="cannot be used: No space left on device") as caught:
         _train(where, "--train.steps=8", size=2)

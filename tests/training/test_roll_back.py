@@ -20,7 +20,7 @@ from hvdtrain.observe.journal import read_journal, read_steps
 from hvdtrain.state.commits import Commits
 from hvdtrain.state.store import CheckpointStore
 from hvdtrain.state.train_state import Progress, TrainState
-from hvdtrain.training.roll_back import Offence, RollBack, began_at, merged
+from hvdtrain.training.elastic.roll_back import RollBack, SpoiledSteps, began_at, merged
 from hvdtrain.verify.data import verify_data
 from hvdtrain.verify.equality import compare
 from hvdtrain.verify.runs import Outcome
@@ -135,7 +135,7 @@ def _after_two_skipped(comm: ThreadComm) -> str:
     roll_back.begin(state)
     state.progress = Progress(step=6, position=48, skipped_in_row=3)
     try:
-        gone = roll_back.go_past(Offence("non_finite", 4, [24, 48], NonFiniteError("three")), state, lambda: None)
+        gone = roll_back.go_past(SpoiledSteps("non_finite", 4, [24, 48], NonFiniteError("three")), state, lambda: None)
     except NonFiniteError:
         return "the end"
     return f"went on: {gone}"
@@ -159,7 +159,7 @@ def test_where_a_rank_is_lost_while_others_go_back_the_journal_knows_what_they_l
         raise ConnectionError
 
     with pytest.raises(ConnectionError):
-        roll_back.go_past(Offence("spikes", 5, [32, 40]), state, lost)
+        roll_back.go_past(SpoiledSteps("spikes", 5, [32, 40]), state, lost)
     assert state.progress.left_out == [event["positions"] for event in events] == [[32, 40]]
 
 

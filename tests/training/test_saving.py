@@ -19,8 +19,8 @@ from hvdtrain.spans import Spans
 from hvdtrain.state import attempt, writer
 from hvdtrain.state.store import CheckpointStore, load
 from hvdtrain.state.writer import CheckpointWriter
-from hvdtrain.training import saving
-from hvdtrain.training.saving import Saving, Seen
+from hvdtrain.training.loop import saving
+from hvdtrain.training.loop.saving import EvaluationProgress, Saving
 from tests.support.thread_comm import ThreadComm, on_ranks
 from tests.support.toy import toy
 
@@ -157,7 +157,7 @@ def test_what_ranks_that_were_lost_kept_from_being_done_is_made_up_once(
     def body(comm: ThreadComm) -> list[str]:
         done: list[str] = []
         one = cast(Any, Saving.__new__(Saving))
-        one.comm, one.seen = comm, Seen(-1 if comm.rank else seen)
+        one.comm, one.seen = comm, EvaluationProgress(-1 if comm.rank else seen)
         one.state = SimpleNamespace(progress=SimpleNamespace(step=step))
         one.config = SimpleNamespace(train=SimpleNamespace(eval_every=5), checkpoint=SimpleNamespace(every=20))
         one.store = SimpleNamespace(list=lambda: [SimpleNamespace(step=saved)])

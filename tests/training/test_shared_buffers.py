@@ -15,8 +15,8 @@ from hvdtrain.errors import DriftError
 from hvdtrain.state.snapshot import StateDict
 from hvdtrain.state.store import CheckpointStore
 from hvdtrain.state.train_state import Progress, TrainState
-from hvdtrain.training.drift import Drift
-from hvdtrain.training.shared_buffers import Policy, SharedBuffers
+from hvdtrain.training.diagnostics.drift import Drift
+from hvdtrain.training.loop.shared_buffers import Policy, SharedBuffers
 from tests.support.thread_comm import ThreadComm, on_ranks
 from tests.support.thread_job import train_on_threads
 

@@ -17,9 +17,9 @@ from hvdtrain.engine.make import make_engine
 from hvdtrain.errors import TaskError
 from hvdtrain.spans import Spans
 from hvdtrain.task.base import Task
-from hvdtrain.training.precision import Precision
-from hvdtrain.training.shared_buffers import SharedBuffers
-from hvdtrain.training.step import Stepper, StepResult, to_device
+from hvdtrain.training.loop.precision import Precision
+from hvdtrain.training.loop.shared_buffers import SharedBuffers
+from hvdtrain.training.loop.step import Stepper, StepResult, to_device
 from tests.support.toy import toy
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from hvdtrain import Task
 from hvdtrain.config.schema import OptimizerConfig
-from hvdtrain.training.optimizers import bring_state, make_optimizer
+from hvdtrain.training.start.optimizers import bring_state, make_optimizer
 from tests.support.thread_job import train_on_threads
 
 OPTIONS = ("--train.global_batch=4", "--train.micro_batch=2", "--train.steps=6", "--optimizer.warmup_steps=0")

@@ -15,9 +15,9 @@ from hvdtrain.observe.progress import Progress as Display
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.state.store import CheckpointStore
-from hvdtrain.training.kept import keep
-from hvdtrain.training.restore import take_over
-from hvdtrain.training.run_directory import claim_run_directory
+from hvdtrain.training.elastic.worker_state import keep
+from hvdtrain.training.start.restore import take_over
+from hvdtrain.training.start.run_directory import claim_run_directory
 from tests.support.toy import toy
 
 

@@ -20,10 +20,10 @@ def main(command: str, argv: list[str]) -> int:
     """Read both, compare, print; the exit code."""
     options = parser(command).parse_args(argv)
 
-    from hvdtrain.timeline.analyse import analyse
+    from hvdtrain.timeline.analysis.analyse import analyse
+    from hvdtrain.timeline.report.compare import compare, to_plain, to_text
+    from hvdtrain.timeline.report.form import dumped
     from hvdtrain.timeline.run import load
-    from hvdtrain.timeline.telling.compare import compare, to_plain, to_text
-    from hvdtrain.timeline.telling.form import dumped
 
     a, b = load(options.run_a), load(options.run_b)
     found = compare(analyse(a), analyse(b), a.config, b.config)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from hvdtrain.cli.parser import Parser
 
 if TYPE_CHECKING:
-    from hvdtrain.timeline.analysis import Analysis
+    from hvdtrain.timeline.analysis.analysis import Analysis
 
 _EPILOG = """\
 examples:
@@ -32,8 +32,8 @@ def main(command: str, argv: list[str]) -> int:
     """Read, analyse, show; the exit code."""
     options = parser(command).parse_args(argv)
     from hvdtrain.errors import ConfigError
-    from hvdtrain.timeline.analysis import figures
-    from hvdtrain.timeline.telling import condition
+    from hvdtrain.timeline.analysis.analysis import figures
+    from hvdtrain.timeline.report import condition
 
     clauses: list[condition.Clause] = []
     try:
@@ -52,7 +52,7 @@ def main(command: str, argv: list[str]) -> int:
 
 
 def _analysis(paths: list[Path], logs: list[Path]) -> Analysis:
-    from hvdtrain.timeline.analyse import analyse
+    from hvdtrain.timeline.analysis.analyse import analyse
     from hvdtrain.timeline.run import load
 
     return analyse(load(*paths, logs=logs))
@@ -60,8 +60,8 @@ def _analysis(paths: list[Path], logs: list[Path]) -> Analysis:
 
 def _show(analysis: Analysis, as_json: bool, html: Path | None) -> None:
     from hvdtrain.timeline import wording
-    from hvdtrain.timeline.telling.form import to_bytes
-    from hvdtrain.timeline.telling.text import to_text
+    from hvdtrain.timeline.report.form import to_bytes
+    from hvdtrain.timeline.report.terminal import to_text
 
     if html is not None:
         _write_page(analysis, html)
@@ -76,7 +76,7 @@ def _show(analysis: Analysis, as_json: bool, html: Path | None) -> None:
 def _write_page(analysis: Analysis, file: Path) -> None:
     from hvdtrain.durable import write_text
     from hvdtrain.errors import TraceError
-    from hvdtrain.timeline.telling.page import to_html
+    from hvdtrain.timeline.report.page import to_html
 
     try:
         write_text(file, to_html(analysis))

@@ -26,9 +26,9 @@ def main(command: str, argv: list[str]) -> int:
     options = parser(command).parse_args(argv)
     from hvdtrain.timeline.whatif.change import Change
     from hvdtrain.timeline.whatif.predict import predict
+    from hvdtrain.timeline.whatif.prediction_text import as_data, lines
     from hvdtrain.timeline.whatif.probing import Probed
-    from hvdtrain.timeline.whatif.read import read_evidence
-    from hvdtrain.timeline.whatif.text import as_data, lines
+    from hvdtrain.timeline.whatif.read_run import read_evidence
 
     change = Change(**{field.name: getattr(options, field.name) for field in fields(Change)})
     evidence = read_evidence(options.run)
@@ -50,8 +50,8 @@ def main(command: str, argv: list[str]) -> int:
 def _check(evidence: Evidence, change: Change, probed: Probed, *, quiet: bool) -> dict[str, object]:
     """Try the change, predicted anew from what the unchanged job does now: other work slows both alike."""
     from hvdtrain.timeline.whatif.predict import predict
-    from hvdtrain.timeline.whatif.read import read_evidence
-    from hvdtrain.timeline.whatif.text import compared
+    from hvdtrain.timeline.whatif.prediction_text import compared
+    from hvdtrain.timeline.whatif.read_run import read_evidence
     from hvdtrain.timeline.whatif.trying import cannot, try_here
 
     def told(line: str) -> None:

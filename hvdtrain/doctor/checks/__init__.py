@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hvdtrain.doctor.checks import gpu, host, installation, launcher, mpi, nccl_log, network, storage, variables
+from hvdtrain.doctor.facts import Gathered
 from hvdtrain.doctor.finding import Finding
-from hvdtrain.doctor.gather import Gathered
 
 CHECKS: tuple[Callable[[Gathered], Finding | None], ...] = (
     installation.hvdtrain,

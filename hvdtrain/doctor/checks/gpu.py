@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from hvdtrain.doctor.facts import Gathered
 from hvdtrain.doctor.finding import Finding
-from hvdtrain.doctor.gather import Gathered
 from hvdtrain.install.record import BUILD_COMMAND
 
 _BF16_SINCE = (8, 0)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from hvdtrain.doctor.facts import Gathered
+from hvdtrain.doctor.facts.machine import UNLIMITED
 from hvdtrain.doctor.finding import Finding
-from hvdtrain.doctor.gather import Gathered
-from hvdtrain.doctor.gather.machine import UNLIMITED
 from hvdtrain.runtime.environment import NO_LAUNCHER
 from hvdtrain.runtime.rules import THREADS, Facts
 

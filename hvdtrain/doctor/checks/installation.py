@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+from hvdtrain.doctor.facts import Gathered
 from hvdtrain.doctor.finding import Finding
-from hvdtrain.doctor.gather import Gathered
 from hvdtrain.install.record import BUILD_COMMAND, BuildRecord
 
 _NAMES = {"mpi": "MPI", "gloo": "Gloo", "nccl": "NCCL", "cuda": "CUDA"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from hvdtrain.config.windows import AUTO
+from hvdtrain.doctor.facts import Gathered
 from hvdtrain.doctor.finding import Finding
-from hvdtrain.doctor.gather import Gathered
 from hvdtrain.install.record import BUILD_COMMAND
 from hvdtrain.runtime.environment import GLOO_LAUNCHER, LAUNCHERS, NO_LAUNCHER, elastic, rank_label
 from hvdtrain.runtime.exposure import exposed

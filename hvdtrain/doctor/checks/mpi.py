@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+from hvdtrain.doctor.facts import Gathered
 from hvdtrain.doctor.finding import Finding
-from hvdtrain.doctor.gather import Gathered
 from hvdtrain.install.launcher import ROOT_MAY_RUN, without_ssh
 from hvdtrain.install.record import BUILD_COMMAND
 from hvdtrain.install.versions import MpiBuild

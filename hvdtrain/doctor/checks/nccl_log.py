@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+from hvdtrain.doctor.facts import Gathered
 from hvdtrain.doctor.finding import Finding
-from hvdtrain.doctor.gather import Gathered
 
 _WRITE_ONE = "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,ENV,NET,GRAPH mpirun ... 2> nccl.log"
 _SHOWN = 3

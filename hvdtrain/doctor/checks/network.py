@@ -5,9 +5,9 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterator, Mapping
 
+from hvdtrain.doctor.facts import Gathered
+from hvdtrain.doctor.facts.network import Interface
 from hvdtrain.doctor.finding import Finding, Level
-from hvdtrain.doctor.gather import Gathered
-from hvdtrain.doctor.gather.network import Interface
 from hvdtrain.runtime.environment import GLOO_LAUNCHER
 
 _NAMING: Mapping[str, Level] = {

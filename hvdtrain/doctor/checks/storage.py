@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+from hvdtrain.doctor.facts import Gathered
 from hvdtrain.doctor.finding import Finding
-from hvdtrain.doctor.gather import Gathered
 
 _GIB = 1 << 30
 _LITTLE, _SLOW_MIB_PER_S, _SLOW_SYNC_MS = _GIB, 20, 250

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hvdtrain.doctor.finding import Finding, Level
-from hvdtrain.doctor.hosts.facts import HostSays
+from hvdtrain.doctor.hosts.host_facts import HostSays
+from hvdtrain.doctor.hosts.host_text import by_value, names
 from hvdtrain.doctor.hosts.survey import Survey
-from hvdtrain.doctor.hosts.wording import by_value, names
 from hvdtrain.install.record import BUILD_COMMAND
 
 _SAME = "install the same on all hosts, or one environment on a file system of all"

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvdtrain.launch.link import AgentLink
+from hvdtrain.launch.agent_link import AgentLink
 
 
 class SilentError(Exception):

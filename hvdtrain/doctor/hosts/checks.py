@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from hvdtrain.doctor.finding import Finding
 from hvdtrain.doctor.hosts import alike, network_checks, ssh_words
+from hvdtrain.doctor.hosts.host_text import names
 from hvdtrain.doctor.hosts.survey import Survey
-from hvdtrain.doctor.hosts.wording import names
 
 
 def reached(survey: Survey) -> list[Finding]:

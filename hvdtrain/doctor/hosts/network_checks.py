@@ -6,9 +6,9 @@ import ipaddress
 from collections.abc import Callable
 
 from hvdtrain.doctor.finding import Finding
-from hvdtrain.doctor.hosts.clock import furthest
+from hvdtrain.doctor.hosts.clock_offset import furthest
+from hvdtrain.doctor.hosts.host_text import by_value, names
 from hvdtrain.doctor.hosts.survey import Survey
-from hvdtrain.doctor.hosts.wording import by_value, names
 
 _CLOCK_S = 1.0
 """What file times and log lines of two hosts may differ, and still be put in order by hand."""

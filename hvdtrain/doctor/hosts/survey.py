@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 from hvdtrain.doctor.hosts.asking import Asked, SilentError
-from hvdtrain.doctor.hosts.clock import Offset, offset
-from hvdtrain.doctor.hosts.facts import HostSays
+from hvdtrain.doctor.hosts.clock_offset import Offset, offset
+from hvdtrain.doctor.hosts.host_facts import HostSays
 from hvdtrain.doctor.hosts.peers import CONNECT_S, Door, Speed, Tried
-from hvdtrain.launch.plan import agent_environment, on_host, python_path
+from hvdtrain.launch.worker_plan import agent_environment, on_host, python_path
 
-MODULE = "hvdtrain.doctor.hosts.probe"
+MODULE = "hvdtrain.doctor.hosts.host_probe"
 GREET_S = 30.0
 """For ssh, Python, and what a host says of itself."""
 _ASK_S = 15.0

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain.doctor.links.link_pairs import budget_s, rounds
 from hvdtrain.doctor.links.measured import Links, Way
-from hvdtrain.doctor.links.pairs import budget_s, rounds
 from hvdtrain.errors import LaunchError
 from hvdtrain.runtime import mpi
 from hvdtrain.runtime.environment import RankInfo, environ, rank_label

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from hvdtrain.doctor.hosts.asking import SilentError
 from hvdtrain.doctor.hosts.survey import Hosts
+from hvdtrain.doctor.links.link_pairs import budget_s, rounds
 from hvdtrain.doctor.links.measured import Links, Way
-from hvdtrain.doctor.links.pairs import budget_s, rounds
 
 BY = "TCP, one stream"
 

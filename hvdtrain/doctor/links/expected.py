@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.doctor.links.measured import Links, gbit, microseconds
+from hvdtrain.timeline.whatif.bucket_plan import Gradient
 from hvdtrain.timeline.whatif.change import Change
 from hvdtrain.timeline.whatif.evidence import Evidence, Fitted, Job
 from hvdtrain.timeline.whatif.jitter import Jitter
 from hvdtrain.timeline.whatif.links import ETHERNET, ONE_HOST, Link, Ranks
-from hvdtrain.timeline.whatif.plan import Gradient
 from hvdtrain.timeline.whatif.predict import predict
-from hvdtrain.timeline.whatif.text import UNKNOWN
+from hvdtrain.timeline.whatif.prediction_text import UNKNOWN
 
 COMPRESSIONS = ("none", "fp16", "int8", "powersgd:4")
 _FURTHER = (2, 4, 8)

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from hvdtrain.doctor.finding import Finding
-from hvdtrain.doctor.hosts.wording import names
+from hvdtrain.doctor.hosts.host_text import names
 
 _SLOW = 0.5
 """Of the median: what is below stands out."""

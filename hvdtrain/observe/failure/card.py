@@ -27,11 +27,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from hvdtrain.observe.failure import blame, naming
-from hvdtrain.observe.failure.blame import Silent, Verdict
+from hvdtrain.observe.failure import rank_names as naming
+from hvdtrain.observe.failure import verdict as blame
 from hvdtrain.observe.failure.fault import Fault
 from hvdtrain.observe.failure.process import UNREACHABLE
 from hvdtrain.observe.failure.statement import TRAINING, Statement
+from hvdtrain.observe.failure.verdict import Silent, Verdict
 from hvdtrain.observe.progress import table
 
 FORMAT = 1

@@ -9,7 +9,7 @@ from types import TracebackType
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.observe.encodable import encodable
 
-_OUTER = ("hvdtrain.training.explain", "hvdtrain.training.session")
+_OUTER = ("hvdtrain.training.diagnostics.failures", "hvdtrain.training.session")
 _LONGEST = 20_000
 """Characters of a message or a traceback; the middle of a longer one is left out."""
 

@@ -14,11 +14,12 @@ from typing import Any
 
 from hvdtrain.durable import write_text
 from hvdtrain.observe.encodable import encodable
-from hvdtrain.observe.failure import blame, card, process
-from hvdtrain.observe.failure.blame import Silent
-from hvdtrain.observe.failure.post import Post
+from hvdtrain.observe.failure import card, process
+from hvdtrain.observe.failure import verdict as blame
+from hvdtrain.observe.failure.failure_output import FailureOutput, to_stderr
+from hvdtrain.observe.failure.mailbox import Mailbox
 from hvdtrain.observe.failure.statement import FAILED, HERE, STALLED, Statement, Witness
-from hvdtrain.observe.failure.voice import Voice, to_stderr
+from hvdtrain.observe.failure.verdict import Silent
 from hvdtrain.runtime.clock import steady_s
 
 TEXT, JSON = "failure.txt", "failure.json"
@@ -69,10 +70,10 @@ class Reporter:
         over: whether an error was raised, so that the watchdog has nothing to say any more.
     """
 
-    post: Post
+    post: Mailbox
     witness: Witness
     job: Job
-    voice: Voice
+    voice: FailureOutput
     lock: threading.Lock = field(default_factory=threading.Lock)
     over: bool = False
     _oom_kills_before: int = field(default_factory=process.oom_kills)

@@ -59,7 +59,7 @@ class Statement:
         memory: in MiB, see `process.memory`.
         fault: of FAILED.
         stacks: of each thread by name, the innermost frame last; the one that trains is called TRAINING.
-        held: what holds memory, where that ran out; see `hvdtrain.training.held`.
+        held: what holds memory, where that ran out; see `hvdtrain.training.diagnostics.memory_holders`.
     """
 
     kind: str

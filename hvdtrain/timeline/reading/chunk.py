@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from hvdtrain.timeline.columns import HorovodTrace
 from hvdtrain.timeline.reading import salvage
+from hvdtrain.timeline.reading.begin_end import Ends, Pairs
 from hvdtrain.timeline.reading.damage import Damage
 from hvdtrain.timeline.reading.events import Found, Metadata, as_found
 from hvdtrain.timeline.reading.growing import Column
-from hvdtrain.timeline.reading.naming import MOST, Tensors, find_named
-from hvdtrain.timeline.reading.pairs import Ends, Pairs
-from hvdtrain.timeline.reading.sizes import Sizes
+from hvdtrain.timeline.reading.tensor_names import MOST, Tensors, find_named
+from hvdtrain.timeline.reading.tensor_sizes import Sizes
 from hvdtrain.timeline.reading.words import PAD, Words
 from hvdtrain.timeline.reading.written import Events, Names, find_events
 

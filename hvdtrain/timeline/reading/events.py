@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hvdtrain.timeline.reading.naming import MOST
-from hvdtrain.timeline.reading.sizes import nbytes
+from hvdtrain.timeline.reading.tensor_names import MOST
+from hvdtrain.timeline.reading.tensor_sizes import nbytes
 from hvdtrain.timeline.reading.written import Names
 
 _LATEST_US = 1e16

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.timeline.reading.sizes import UNREADABLE, Sizes
+from hvdtrain.timeline.reading.tensor_sizes import UNREADABLE, Sizes
 from hvdtrain.timeline.reading.words import Places, Words
 
 START = b'{"ph": "'

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from hvdtrain.compression.table import Compression, parse
+from hvdtrain.timeline.whatif.bucket_plan import Gradient, Planned, planned
 from hvdtrain.timeline.whatif.coding import COPY_S_PER_BYTE, Cost, estimated
 from hvdtrain.timeline.whatif.evidence import Evidence, Job
 from hvdtrain.timeline.whatif.links import Algorithm, Link, collective_s
-from hvdtrain.timeline.whatif.plan import Gradient, Planned, planned
 from hvdtrain.timeline.whatif.replay import Arrival, Collective, Exchange, Step
 
 Costs = Callable[[Compression, Planned, int], Cost | None]

@@ -1,8 +1,8 @@
-"""What packing, coding and decoding a bucket cost the training thread: measured by a probe, or taken as so many copies.
+"""What packing, coding and decoding a bucket cost the training thread: measured, or a number of copies.
 
-The table is what `hvdtrain.exchange.probe` found for the gradients of a Llama of 15 million parameters, by one thread
-of a 2-core x86 machine with AVX-512, over what packing them as they are took; another machine, or sizes that its
-caches hold, may differ by half.
+The table is what `hvdtrain.exchange.coding_probe` measured for the gradients of a Llama of 15 million parameters, by
+one thread of a 2-core x86 machine with AVX-512, as multiples of the time that packing them takes.
+Another machine, or sizes that fit in its caches, may differ by half.
 """
 
 from __future__ import annotations
@@ -99,5 +99,5 @@ def estimated(compression: Compression, bucket: Bucket, sizes_bytes: Sequence[in
 
 
 def of_probe(found: Mapping[str, object]) -> Cost:
-    """The cost that `hvdtrain.exchange.probe` has written of a bucket."""
+    """The cost that `hvdtrain.exchange.coding_probe` has written of a bucket."""
     return Cost(**found)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Measuring here what coding costs, by processes of `hvdtrain.exchange.probe`; their answers are kept with the run."""
+"""Measure the cost of coding on this machine, by `hvdtrain.exchange.coding_probe`; results stay with the run."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from hvdtrain.durable import write_text
 from hvdtrain.errors import LaunchError
 from hvdtrain.regular import read_regular
 from hvdtrain.timeline.whatif.assemble import buckets_of
+from hvdtrain.timeline.whatif.bucket_plan import Planned
 from hvdtrain.timeline.whatif.coding import Cost, of_probe
 from hvdtrain.timeline.whatif.evidence import Evidence, Job
-from hvdtrain.timeline.whatif.plan import Planned
 
 PROBE = Path("timeline") / "probe.json"
 VERSION = 1
@@ -105,7 +105,7 @@ def _ask(
         answers = [Path(folder) / f"answer-{number}.json" for number in range(beside)]
         processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "hvdtrain.exchange.probe", str(asked), str(answer)],
+                [sys.executable, "-m", "hvdtrain.exchange.coding_probe", str(asked), str(answer)],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hvdtrain.doctor.hosts.clock import Offset
-from hvdtrain.doctor.hosts.facts import HostSays
+from hvdtrain.doctor.hosts.clock_offset import Offset
+from hvdtrain.doctor.hosts.host_facts import HostSays
 from hvdtrain.doctor.hosts.network import Interface
 from hvdtrain.doctor.hosts.peers import Tried
 from hvdtrain.doctor.hosts.survey import Survey

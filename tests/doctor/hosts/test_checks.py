@@ -9,12 +9,12 @@ import pytest
 
 from hvdtrain.doctor.finding import Finding, worst
 from hvdtrain.doctor.hosts.checks import examine
-from hvdtrain.doctor.hosts.clock import Offset
-from hvdtrain.doctor.hosts.facts import HostSays
+from hvdtrain.doctor.hosts.clock_offset import Offset
+from hvdtrain.doctor.hosts.host_facts import HostSays
+from hvdtrain.doctor.hosts.host_text import by_value, names
 from hvdtrain.doctor.hosts.network import Interface
 from hvdtrain.doctor.hosts.peers import Tried
 from hvdtrain.doctor.hosts.survey import Survey
-from hvdtrain.doctor.hosts.wording import by_value, names
 from tests.doctor.hosts.surveys import WELL, A, B, other, tried
 
 BRIDGE = Interface("docker0", "172.17.0.1", "172.17.0.0/16", 1500, 0)

@@ -10,7 +10,7 @@ import pytest
 
 from hvdtrain.cli.doctor import main
 from hvdtrain.doctor.links.by_mpi import wrong_library
-from hvdtrain.doctor.links.start import cannot, command, network
+from hvdtrain.doctor.links.start_probe import cannot, command, network
 from hvdtrain.launch.spec import Mpi
 from tests.doctor.hosts.surveys import WELL, other
 from tests.support.launch import run

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hvdtrain.doctor.links.expected import COMPRESSIONS, lines, of_model, outlook
 from hvdtrain.doctor.links.measured import Links, Way
 from hvdtrain.timeline.whatif.links import Ranks
-from hvdtrain.timeline.whatif.read import read_evidence
+from hvdtrain.timeline.whatif.read_run import read_evidence
 from tests.support.whatif_run import run_folder
 
 

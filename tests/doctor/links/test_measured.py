@@ -7,7 +7,7 @@ from itertools import permutations
 
 import pytest
 
-from hvdtrain.doctor.links import table
+from hvdtrain.doctor.links import link_table as table
 from hvdtrain.doctor.links.measured import Links, Way, gbit, judge
 
 GBIT = 1.25e8

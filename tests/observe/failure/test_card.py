@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from hvdtrain.errors import DataError
-from hvdtrain.observe.failure.blame import Silent, Verdict, judge, waited_for
 from hvdtrain.observe.failure.card import make_card, render
 from hvdtrain.observe.failure.fault import fault
 from hvdtrain.observe.failure.process import GONE
 from hvdtrain.observe.failure.statement import FAILED, HERE, STALLED, Statement, Who, from_json
+from hvdtrain.observe.failure.verdict import Silent, Verdict, judge, waited_for
 
 FACTS = {"time": 1.0, "size": 2, "run_dir": "run", "checkpoint": "run/checkpoints/step-000100", "resume": "again"}
 MEMORY = {"rss": 400.0, "peak_rss": 500.0, "host_available": 1000.0, "host_total": 2000.0}

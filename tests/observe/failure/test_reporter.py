@@ -13,11 +13,11 @@ import pytest
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.observe.failure import reporter as module
-from hvdtrain.observe.failure.post import Post, open_post
+from hvdtrain.observe.failure.failure_output import FailureOutput
+from hvdtrain.observe.failure.mailbox import Mailbox, open_post
 from hvdtrain.observe.failure.process import UNKNOWN, UNREACHABLE
 from hvdtrain.observe.failure.reporter import JSON, TEXT, Job, Reporter, set_old_aside
 from hvdtrain.observe.failure.statement import STALLED, Witness, myself
-from hvdtrain.observe.failure.voice import Voice
 from hvdtrain.spans import Spans
 from tests.support.launch import TIMEOUT_S
 from tests.support.thread_comm import on_ranks
@@ -32,7 +32,7 @@ def _reporters(place: Path, size: int, shown: list[str]) -> list[Reporter]:
     def body(comm: Comm) -> Reporter:
         post = open_post(place, comm, myself(comm.rank, "a"))
         job = Job(place, place, "again", lambda: None)
-        return Reporter(post, Witness(post.who, Spans(), {}), job, Voice(shown.append))
+        return Reporter(post, Witness(post.who, Spans(), {}), job, FailureOutput(shown.append))
 
     return on_ranks(size, body)
 
@@ -182,13 +182,13 @@ def test_who_is_still_at_the_card_is_waited_for(tmp_path: Path, monkeypatch: pyt
     assert first.post.claim(0)
     looks = 0
 
-    def told(post: Post) -> bool:
+    def told(post: Mailbox) -> bool:
         nonlocal looks
         looks += 1
         first.post.go_on_claiming(0)
         return looks > 10
 
-    monkeypatch.setattr(Post, "told", told)
+    monkeypatch.setattr(Mailbox, "told", told)
     _fail(second)
     assert not shown and second.voice.told
 
@@ -204,6 +204,6 @@ def test_who_writes_the_card_says_so_while_it_waits(tmp_path: Path, monkeypatch:
     said, now_s = list[int](), [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now_s[0])
     monkeypatch.setattr(module.time, "sleep", lambda seconds: now_s.__setitem__(0, now_s[0] + seconds))
-    monkeypatch.setattr(Post, "go_on_claiming", lambda post, number: said.append(number))
+    monkeypatch.setattr(Mailbox, "go_on_claiming", lambda post, number: said.append(number))
     _fail(_reporters(tmp_path, 2, [])[0])
     assert len(said) > 1, "the other rank never speaks"

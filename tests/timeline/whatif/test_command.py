@@ -9,11 +9,11 @@ import pytest
 
 from hvdtrain.cli.timeline import main
 from hvdtrain.compression.table import parse
-from hvdtrain.exchange.probe import main as probe
+from hvdtrain.exchange.coding_probe import main as probe
 from hvdtrain.timeline.whatif import probing
 from hvdtrain.timeline.whatif.assemble import buckets_of
 from hvdtrain.timeline.whatif.change import Change, changed_job
-from hvdtrain.timeline.whatif.read import read_evidence
+from hvdtrain.timeline.whatif.read_run import read_evidence
 from hvdtrain.timeline.whatif.trying import cannot, command
 from tests.support.launch import ROOT, run, train
 from tests.support.whatif_run import run_folder

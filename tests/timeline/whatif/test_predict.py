@@ -10,7 +10,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.timeline.whatif.change import Change
 from hvdtrain.timeline.whatif.links import ETHERNET, Ranks
 from hvdtrain.timeline.whatif.predict import predict
-from hvdtrain.timeline.whatif.read import read_evidence
+from hvdtrain.timeline.whatif.read_run import read_evidence
 from tests.support.whatif_run import MIB, PARTS, run_folder
 
 GBIT = [(1024, 1e-4), (MIB, 0.0091), (8 * MIB, 0.0711)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hvdtrain.timeline.whatif.read import read_evidence
+from hvdtrain.timeline.whatif.read_run import read_evidence
 from hvdtrain.timeline.whatif.taken import taken
 from tests.support.whatif_run import run_folder
 

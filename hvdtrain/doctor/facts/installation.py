@@ -1,0 +1,124 @@
+"""What is installed in this Python: torch, Horovod, for what that was built, and what else they need."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from hvdtrain.doctor.facts.child import LOADED, Answer, ask
+from hvdtrain.errors import HorovodError
+from hvdtrain.install import record
+from hvdtrain.runtime.elf import find_needed, read_linkage
+from hvdtrain.runtime.mpi import horovod_library
+
+PACKAGES = ("hvdtrain", "numpy", "transformers")
+
+_TORCH = """
+import json, warnings
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    import torch
+    torch.cuda.is_available()
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+values = {"version": torch.__version__, "cuda": torch.version.cuda, "threads": torch.get_num_threads(), "gpus": gpus,
+          "told": [str(warning.message) for warning in told if "driver" in str(warning.message).lower()]}
+if torch.version.cuda:
+    try:
+        values["nccl"] = ".".join(map(str, torch.cuda.nccl.version()[:2]))
+    except (AttributeError, RuntimeError):  # a torch built without
+        pass
+if gpus:
+    values["capability"] = min(torch.cuda.get_device_capability(index) for index in range(len(gpus)))
+    try:
+        torch.empty(1 << 26, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        values["pinned"] = str(error).splitlines()[0]
+print(json.dumps(values))
+"""
+_HOROVOD = f"""
+import json, horovod, horovod.torch as hvd
+{LOADED}
+print(json.dumps({{"version": horovod.__version__, "mpi": bool(hvd.mpi_built()), "gloo": bool(hvd.gloo_built()),
+                  "nccl": bool(hvd.nccl_built()), "cuda": bool(hvd.cuda_built()), "libmpi": loaded("libmpi.so"),
+                  "libnccl": loaded("libnccl.so")}}))
+"""
+
+
+@dataclass(frozen=True)
+class Needed:
+    """A library that Horovod's is linked to; ``path`` None where it is not found, ``folders`` where Horovod looks."""
+
+    soname: str
+    path: Path | None
+    folders: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True)
+class Installation:
+    """Packages of this Python.
+
+    Attributes:
+        packages: versions, None where not installed.
+        torch, horovod: what they say of themselves, each in a process of its own.
+        record: what the installed Horovod was built for.
+        mismatch: why that cannot run here.
+        nccl: the libnccl that Horovod's library asks for.
+        python: major and minor version of the interpreter.
+        distutils: whether a module of that name is there.
+    """
+
+    packages: Mapping[str, str | None]
+    torch: Answer
+    horovod: Answer
+    record: record.BuildRecord | None = None
+    mismatch: str | None = None
+    nccl: Needed | None = None
+    python: tuple[int, int] = (3, 11)
+    distutils: bool = True
+
+
+def installation(environ: Mapping[str, str], pool: Executor) -> Installation:
+    """Find out what is installed; takes as long as importing torch and Horovod."""
+    torch, horovod = pool.submit(ask, _TORCH), pool.submit(ask, _HOROVOD)
+    return Installation(
+        packages={name: _version(name) for name in PACKAGES},
+        record=record.installed(),
+        mismatch=_mismatch(),
+        nccl=needed(horovod_library(), "libnccl.so", environ),
+        python=sys.version_info[:2],
+        distutils=sys.version_info < (3, 12) or importlib.util.find_spec("distutils") is not None,
+        torch=torch.result(),
+        horovod=horovod.result(),
+    )
+
+
+def needed(library: Path | None, beginning: str, environ: Mapping[str, str]) -> Needed | None:
+    """Find a library that another one is linked to, by how its name begins."""
+    if library is None:
+        return None
+    linkage = read_linkage(library)
+    for soname in linkage.needed:
+        if soname.startswith(beginning):
+            path = find_needed(soname, linkage, environ.get("LD_LIBRARY_PATH", ""))
+            return Needed(soname, path, (*linkage.rpath, *linkage.runpath))
+    return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _mismatch() -> str | None:
+    try:
+        record.check()
+    except HorovodError as error:
+        return str(error)
+    return None

@@ -1,0 +1,82 @@
+"""The folder that runs are written to. All of it is asked in a child process: a file server may not answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.doctor.facts.child import Answer, answer
+
+_TIMEOUT_S = 15
+_CHUNK = b"\x5a" * (1 << 20)
+_CHUNKS = 32
+_ENOUGH_S = 1.0
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A folder.
+
+    Attributes:
+        wanted: as it was named.
+        answer: of the nearest folder that is there: ``folder``, ``type`` of its file system, ``free_bytes``,
+            ``mib_per_s`` of writing with all of it on the disk, ``sync_ms`` of a small file, or ``problem``.
+    """
+
+    wanted: str
+    answer: Answer
+
+
+def storage(folder: Path) -> Storage:
+    """Look at a folder and write up to 32 MiB there, for a second or so; the file has no name that could be left."""
+    argv = [sys.executable, "-m", "hvdtrain.doctor.facts.storage", str(folder)]
+    return Storage(str(folder), answer(argv, _TIMEOUT_S))
+
+
+def probe(wanted: Path, mounts: str) -> dict[str, Any]:
+    """Look at a folder. ``mounts``: the kernel's list of what is mounted where, /proc/self/mountinfo."""
+    folder = wanted.resolve()
+    while not folder.is_dir():
+        folder = folder.parent
+    space = os.statvfs(folder)
+    found = {"folder": str(folder), "type": mounted(folder, mounts), "free_bytes": space.f_bavail * space.f_frsize}
+    try:
+        return {**found, **_speed(folder)}
+    except OSError as error:
+        return {**found, "problem": error.strerror or str(error)}
+
+
+def mounted(folder: Path, mounts: str) -> str:
+    """Say of which type the file system of a folder is; the last one mounted over a place is what is seen there."""
+    best, kind = -1, "unknown"
+    for line in mounts.splitlines():
+        fields, _, rest = line.partition(" - ")
+        place = Path(fields.split()[4].replace(r"\040", " "))
+        if folder.is_relative_to(place) and len(place.parts) >= best:
+            best, kind = len(place.parts), rest.split()[0]
+    return kind
+
+
+def _speed(folder: Path) -> dict[str, float]:
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        start = time.perf_counter()
+        file.write(b"x")
+        os.fsync(file.fileno())
+        synced = time.perf_counter()
+        written = 0
+        while written < _CHUNKS and time.perf_counter() - synced < _ENOUGH_S:
+            file.write(_CHUNK)
+            os.fsync(file.fileno())
+            written += 1
+        seconds = time.perf_counter() - synced
+    return {"sync_ms": 1e3 * (synced - start), "mib_per_s": written / seconds}
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(probe(Path(sys.argv[1]), Path("/proc/self/mountinfo").read_text())) + "\n")

@@ -1,0 +1,120 @@
+"""The driver's side of an agent: its process, what it says, what it is told."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any
+
+from hvdtrain.launch.agent_lines import LineWriter, line, messages
+
+END_S = 12.0
+"""For an agent whose pipe was closed: it ends its workers before itself."""
+
+
+_READ_S = 1.0
+"""For what an agent that has ended still said."""
+
+
+class AgentLink:
+    """An agent that was started.
+
+    Args:
+        host: whose it is.
+        argv: what starts it.
+        environment: of that process.
+        inbox: gets `(link, message)` for all that it says, and `(link, {"type": "gone", "why"})` when it has ended.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        inbox: Callable[[tuple[AgentLink, dict[str, Any]]], None],
+    ) -> None:
+        self.host = host
+        self.store = ""
+        self.address = ""
+        self.interface = ""
+        self._inbox = inbox
+        self._process = subprocess.Popen(
+            list(argv),
+            env=dict(environment),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the driver alone
+        )
+        self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
+        self._errors: deque[str] = deque(maxlen=8)
+        self._threads = [threading.Thread(target=w, daemon=True) for w in (self._write, self._read, self._complain)]
+
+    def start(self) -> None:
+        """Read and write from now on."""
+        for thread in reversed(self._threads):  # what reads waits for what collects complaints, which is the last
+            thread.start()
+
+    def send(self, kind: str, **facts: Any) -> None:
+        """Say something to it, without waiting."""
+        self.write(line(kind, facts))
+
+    def write(self, data: bytes) -> None:
+        """Say whole lines to it, without waiting."""
+        self._outbox.put(data)
+
+    def close(self) -> None:
+        """Let it end its workers and itself."""
+        self._outbox.put(None)
+
+    def kill(self) -> None:
+        """End it at once; its workers see that their channels are closed."""
+        self._process.kill()
+
+    def wait(self, timeout_s: float = END_S) -> None:
+        """Wait until it has ended and all that it said was read; after the time it is killed."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for thread in self._threads:
+            thread.join(max(timeout_s, _READ_S))
+
+    def ended(self) -> bool:
+        """Whether it has ended, and all that it said was read."""
+        return self._process.poll() is not None and not any(thread.is_alive() for thread in self._threads)
+
+    def _write(self) -> None:
+        assert self._process.stdin is not None
+        writer = LineWriter(self._process.stdin)
+        while (data := self._outbox.get()) is not None:
+            writer.write(data)
+        with suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:  # an ssh whose other end hangs would stay for ever
+            self._process.kill()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as stream:
+            for message in messages(stream):
+                self._inbox((self, message))
+        self._outbox.put(None)
+        self._threads[2].join(1.0)
+        said = "; ".join(self._errors)
+        self._inbox((self, {"type": "gone", "why": said or "its agent has ended"}))
+
+    def _complain(self) -> None:
+        assert self._process.stderr is not None
+        with self._process.stderr as stream:
+            for read in stream:
+                text = read.decode("utf-8", "replace").strip()
+                if text:
+                    self._errors.append(text)

@@ -1,0 +1,163 @@
+"""A worker's process, as its agent holds it: in a session of its own, so that it can be ended with all it started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from hvdtrain.runtime.channel import HELD, VARIABLE, Channel
+from hvdtrain.runtime.exit_lock import VARIABLE as LIFELINE
+from hvdtrain.runtime.exit_lock import Lifeline, make_lifeline
+
+_MOST_CHARACTERS = 1 << 16
+"""Of a line that is forwarded; longer ones come in pieces."""
+
+_LAST_WORDS_S = 1.0
+"""For a channel to end after its process."""
+
+
+class WorkerProcess:
+    """A process that was started.
+
+    Args:
+        argv: its command.
+        environment: all of its environment, less the variables of its channel and its lifeline.
+        folder: where it works.
+        report: called from threads with what comes of it: ``line`` (text, err), ``said`` (message), ``dying`` as soon
+            as the kernel has begun to end it, if it holds its lifeline, ``exited`` (code).
+
+    Errors:
+        OSError: it cannot be started.
+    """
+
+    def __init__(
+        self, argv: Sequence[str], environment: Mapping[str, str], folder: str, report: Callable[..., None]
+    ) -> None:
+        ours, theirs = socket.socketpair()
+        given = {VARIABLE: theirs.fileno()}
+        self._lifeline = None
+        if (made := make_lifeline()) is not None:
+            self._lifeline, given[LIFELINE] = made
+        try:
+            self._process = subprocess.Popen(
+                list(argv),
+                env={**environment, **{name: str(number) for name, number in given.items()}},
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=tuple(given.values()),
+                start_new_session=True,
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            if made is not None:
+                os.close(made[1])
+        self.pid = self._process.pid
+        self._channel = Channel(ours)
+        self._report = report
+        self._alive = threading.Lock()
+        self._gone = False
+        self._readers: list[threading.Thread] = []
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+
+    def start(self) -> None:
+        """Report from now on."""
+        assert self._process.stdout is not None and self._process.stderr is not None
+        self._readers = [
+            threading.Thread(target=self._read, args=(self._process.stdout, False), daemon=True),
+            threading.Thread(target=self._read, args=(self._process.stderr, True), daemon=True),
+        ]
+        for thread in (*self._readers, self._listener, threading.Thread(target=self._wait, daemon=True)):
+            thread.start()
+
+    def tell(self, kind: str, facts: Mapping[str, Any]) -> None:
+        """Send it a message."""
+        self._channel.send(kind, **facts)
+
+    def send_signal(self, name: str) -> None:
+        """Send a signal to the process alone."""
+        self._send(lambda: os.kill(self.pid, signal.Signals[name]))
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal to it and all that it started."""
+        self._send(lambda: os.killpg(self.pid, number))
+
+    def kill_after(self, seconds: float) -> None:
+        """Kill it when so much time has gone by, if it is still there."""
+        if seconds <= 0:
+            return self.kill()
+        timer = threading.Timer(seconds, self.kill)
+        timer.daemon = True
+        timer.start()
+
+    def hang_up(self) -> None:
+        """Close its channel, by which it knows that there is no job any more."""
+        self._channel.close()
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait until all that it wrote was forwarded."""
+        until_s = time.monotonic() + timeout_s
+        for reader in self._readers:
+            reader.join(max(0.0, until_s - time.monotonic()))
+
+    def drained(self) -> bool:
+        """Whether it was."""
+        return not any(reader.is_alive() for reader in self._readers)
+
+    def halted(self) -> bool:
+        """Whether it is stopped by a signal."""
+        try:
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return False
+        return fields[:1] == ["T"]
+
+    def _send(self, act: Callable[[], None]) -> None:
+        with self._alive, suppress(ProcessLookupError, PermissionError):
+            if not self._gone:  # once it is waited for, its number may be another's
+                act()
+
+    def _wait(self) -> None:
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        assert ended is not None
+        code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        self.kill()  # what it started and left behind, which may hold the channel
+        self._listener.join(_LAST_WORDS_S)  # what it said last is told before its end
+        self._report("exited", code=code)
+        with self._alive:
+            self._gone = True
+            self._process.wait()
+        self._channel.close()
+
+    def _listen(self) -> None:
+        watcher = None
+        for message in self._channel.messages():
+            if message["type"] != HELD:
+                self._report("said", message=message)
+            elif self._lifeline is not None and watcher is None:
+                watcher = threading.Thread(target=self._watch, args=(self._lifeline,), daemon=True)
+                watcher.start()
+        if watcher is not None:
+            watcher.join()
+            self._report("dying")  # behind all that it has said
+
+    def _watch(self, lifeline: Lifeline) -> None:
+        if lifeline.wait():
+            self._channel.hear_no_more()
+
+    def _read(self, stream: IO[bytes], err: bool) -> None:
+        with stream:
+            while line := stream.readline(_MOST_CHARACTERS):
+                self._report("line", text=line.decode("utf-8", "replace").rstrip("\n"), err=err)

@@ -1,0 +1,89 @@
+"""Starting what is missing: agents of hosts, processes of slots. What failed is tried again after a while, for ever."""
+
+from __future__ import annotations
+
+from hvdtrain.launch.commands import StartAgent, StartWorker, StopAgent
+from hvdtrain.launch.job import Host, Job, Phase, Slot, Worker
+from hvdtrain.launch.rank_assignment import order, places
+
+
+def discovered(job: Job, hosts: dict[str, int], local: frozenset[str]) -> None:
+    """Take over what may be used from now on. Workers on what is gone make room at the next round."""
+    for name, slots in hosts.items():
+        host = job.hosts.setdefault(name, Host(name, name in local))
+        if host.slots != slots:
+            job.note("slots", f"{name}: {host.slots} -> {slots} slot(s)" if job.rounds else "", host=name, slots=slots)
+        host.slots = slots
+    for name, host in job.hosts.items():
+        if name not in hosts and host.slots:
+            job.note("slots", f"{name} is no longer to be used", host=name, slots=0)
+            host.slots = 0
+    for worker in job.workers.values():
+        fits = worker.slot < job.hosts[worker.host].slots
+        if not fits and not worker.going:
+            worker.going = f"{worker.host} has no slot for it any more"
+        elif fits and not worker.drained:
+            worker.going = ""
+
+
+def fill(job: Job) -> None:
+    """Start agents and workers where there is room, and let go of agents without use."""
+    if job.phase is not Phase.RUNNING:
+        return
+    for host in job.hosts.values():
+        if host.slots and not host.agent and job.now_s >= host.free_s:
+            host.agent, host.heard_s = "starting", job.now_s
+            job.out.append(StartAgent(host.name))
+        elif host.agent == "ready" and not host.slots and not any(w.host == host.name for w in job.workers.values()):
+            host.agent = ""
+            job.out.append(StopAgent(host.name))
+    taken = {(w.host, w.slot) for w in job.workers.values()}
+    count = len(job.staying())
+    started = []
+    for host in job.hosts.values():
+        for index in range(host.slots if host.agent == "ready" else 0):
+            if count < job.limits.most and (host.name, index) not in taken and job.now_s >= host.place(index).free_s:
+                started.append(_worker(job, host, index))
+                count += 1
+    if started:
+        _start(job, started)
+
+
+def _worker(job: Job, host: Host, index: int) -> Worker:
+    job.numbers += 1
+    worker = Worker(job.numbers, host.name, index, job.now_s)
+    job.workers[worker.number] = worker
+    return worker
+
+
+def _start(job: Job, started: list[Worker]) -> None:
+    """Start them, each with a guess of its place: as if all who live were in the next round.
+
+    How many there are is said as if each slot were taken, and at least 2 where there may be: settings that have to be
+    alike on all ranks go by it, and one that is started first, or alone, may not be told otherwise than the rest.
+    """
+    guess = order(job.staying(), job.hosts)
+    room = sum(host.slots for host in job.hosts.values())
+    size = max(len(guess), min(job.limits.most, max(room, 2)))
+    for worker, place in zip(guess, places(guess), strict=True):
+        if worker in started:
+            local_size = max(place["local_size"], min(job.hosts[worker.host].slots, size))
+            place |= {"size": size, "local_size": local_size}
+            job.out.append(StartWorker(worker.number, worker.host, place))
+            job.note("started", worker=worker.number, host=worker.host, slot=worker.slot)
+
+
+def cool(job: Job, what: Host | Slot) -> float:
+    """Seconds for which a host or slot that failed again is left alone; sets them."""
+    what.failures += 1
+    seconds = min(job.limits.cooldown_most_s, job.limits.cooldown_s * 2.0 ** min(what.failures - 1, 30))
+    what.failed, what.free_s = True, job.now_s + seconds
+    return seconds
+
+
+def synchronize_state(job: Job) -> None:
+    """Forget the failures of slots whose workers have been in rounds for a while."""
+    for worker in job.inside():
+        if job.now_s - worker.entered_s >= job.limits.settled_s:
+            host = job.hosts[worker.host]
+            host.failures = host.place(worker.slot).failures = 0

@@ -1,0 +1,141 @@
+"""Everything that is told of a run, from what it left. Pure: reads no file, prints nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from hvdtrain.timeline.analysis import budget, carriers, communication, lanes
+from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Estimate, RankRow
+from hvdtrain.timeline.analysis.findings import find
+from hvdtrain.timeline.analysis.inputs import Facts
+from hvdtrain.timeline.analysis.lateness import median_of_others
+from hvdtrain.timeline.analysis.phases import steady, steps_of
+from hvdtrain.timeline.analysis.rank_steps import from_stamps, from_ticks, warm_up
+from hvdtrain.timeline.analysis.sampling import sample_of
+from hvdtrain.timeline.analysis.straggler_causes import causes_of
+from hvdtrain.timeline.analysis.stragglers import Verdict, judge
+from hvdtrain.timeline.columns import RunTrace, StepTable
+
+
+def analyse(run: RunTrace) -> Analysis:
+    """Explain a run, or Timelines of Horovod's by themselves."""
+    ticks = run.horovod
+    if run.steps is None and run.horovod:
+        run = _regular(run)
+    table = run.steps
+    spent = budget.of_steps(table, run.horovod) if table is not None else None
+    if spent is not None and table is not None and run.is_part:
+        spent = replace(spent, what=f"{spent.what}, last round: steps {table.step[0]} to {table.step[-1]}")
+    if spent is None:
+        spent = budget.of_timeline(run.horovod)
+    exchange = communication.of_run(run)
+    rounds = (from_stamps(table) if table is not None else None) or from_ticks(ticks)
+    verdict = judge(rounds) if rounds is not None else None
+    blame = _blame(run, verdict)
+    size = run.size or len(blame.ranks)
+    found = find(Facts(run, spent, exchange, blame, verdict))
+    return Analysis(
+        title=_title(run.path),
+        size=size,
+        budget=spent,
+        communication=exchange,
+        carriers=carriers.of_run(run),
+        blame=blame,
+        findings=found,
+        lanes=lanes.of_run(run),
+        warnings=list(run.warnings),
+        notes=[*run.notes, *_notes(run)],
+    )
+
+
+def _title(path: Path) -> str:
+    """The name that it was asked for by; of ``.`` and ``..`` the folder's own."""
+    name = path.name if path.name != ".." else ""
+    return name or path.resolve().name or str(path)
+
+
+def _regular(run: RunTrace) -> RunTrace:
+    """Timelines from their second step on; without those in which no steps can be told, if there are others."""
+    found = [trace for trace in run.horovod if steps_of(trace)] or run.horovod
+    left = [trace.path.name for trace in run.horovod if all(trace is not each for each in found)]
+    notes = [f"{name} is left out: no steps could be told in it" for name in left]
+    return replace(run, horovod=[steady(trace) for trace in found], notes=[*run.notes, *notes])
+
+
+def _blame(run: RunTrace, verdict: Verdict | None) -> Blame:
+    if verdict is None:
+        return Blame("none", 0, [], [], {}, _no_stamps(run))
+    rounds, table = verdict.rounds, run.steps if verdict.rounds.source == "stamps" else None
+    parts = _parts(table) if table is not None else {}
+    behind = np.median(rounds.work_ms - median_of_others(rounds.work_ms), axis=1)
+    rows = [
+        RankRow(
+            rank,
+            host,
+            float(verdict.last_share[rank]),
+            _not_negative(verdict.cost_ms[rank]),
+            {name: float(values[rank]) for name, values in parts.items()},
+            float(rounds.clock_error_ms[rank]),
+            float(behind[rank]),
+        )
+        for rank, host in enumerate(rounds.hosts)
+    ]
+    causes = {}
+    if table is not None:
+        late = verdict.late
+        causes = {rank: causes_of(rank, table, rounds.column, late, steady=rank in verdict.steady) for rank in late}
+    order = {rank: place for place, rank in enumerate(verdict.late)}
+    last = len(rows)
+    rows.sort(key=lambda row: (order.get(row.rank, last), -row.cost_ms.value, -row.last_share))
+    return Blame(rounds.source, rounds.work_ms.shape[1], rows, list(verdict.late), causes, verdict.reason)
+
+
+def _parts(table: StepTable) -> dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]]:
+    sample = sample_of(table)
+    _, parts = budget.step_parts(table, sample)
+    if (gc := table.parts_us.get("gc")) is not None:
+        parts["gc"] = np.nan_to_num(gc[:, sample.columns]) / 1e3
+    found = {name: np.average(values, axis=1, weights=sample.weights) for name, values in parts.items()}
+    return found
+
+
+def _not_negative(cost: Estimate) -> Estimate:
+    """A rank that is quicker than the others costs nothing."""
+    return Estimate(max(0.0, cost.value), max(0.0, cost.low), max(0.0, cost.high))
+
+
+def _no_stamps(run: RunTrace) -> str:
+    if run.size == 1:
+        return "one rank waits for nobody"
+    if run.steps is not None:
+        return "too few steps to compare ranks"
+    if any(len(trace.tick_us) for trace in run.horovod):
+        return "Horovod's ticks, which say when each rank was ready, tell of too few steps: HOROVOD_CACHE_CAPACITY=0"
+    if run.horovod:
+        return "Horovod wrote no rank's ticks: it does in the first steps only, or with HOROVOD_CACHE_CAPACITY=0"
+    return "there are no stamps of several ranks"
+
+
+def _notes(run: RunTrace) -> Iterator[str]:
+    table = run.steps
+    if table is not None and len(table.step):
+        left = warm_up(table)
+        if left:
+            yield f"the first {left} step(s) are left out: they warm up"
+        sample = sample_of(table)
+        stamped, steps = len(sample.columns), round(sample.steps.sum())
+        if stamped < steps:
+            yield f"{stamped:,} of {steps:,} steps were stamped and stand for the rest"
+        error = float(np.max(table.clock_error_us, initial=0.0))
+        if not np.isfinite(error):
+            yield "the clocks of some ranks were never compared with rank 0's: nobody can be said to be late"
+        elif error > 0:
+            yield f"the ranks' clocks agree to {error:.0f} us"
+    elif run.horovod and not all(map(steps_of, run.horovod)):
+        yield "no steps could be told: tensors come unequally often; figures are of the whole file"
+    for trace in run.horovod:
+        yield from (f"{trace.path.name}: {text}" for text in trace.dropped)

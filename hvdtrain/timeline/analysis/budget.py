@@ -1,0 +1,171 @@
+"""Where a step's wall time goes, in parts that sum to it. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from hvdtrain.timeline.analysis.analysis import Budget, Estimate, Part
+from hvdtrain.timeline.analysis.intervals import NOTHING, Span, length, partition, union, within
+from hvdtrain.timeline.analysis.phases import OTHER, PHASES, by_kind, extent, steps_of
+from hvdtrain.timeline.analysis.rank_steps import warm_up
+from hvdtrain.timeline.analysis.sampling import Sample, sample_of
+from hvdtrain.timeline.analysis.stats import mean_of, ratio_of
+from hvdtrain.timeline.columns import Floats, HorovodTrace, StepTable
+
+LATE = "waiting for late ranks"
+EXCHANGE = "exchange"
+"""What is exposed after the last rank is ready, where no Timeline of Horovod's tells more."""
+REST, ASIDE, IDLE = "rest", "evaluations and checkpoints", "nothing under way"
+OTHER_EXCHANGE = "other exchange"
+_LEAST = 1e-6
+"""Of a step: less is rounding."""
+
+_NAMES = {
+    "data": "data",
+    "copy": "data",
+    "forward": "forward",
+    "backward": "backward",
+    "clip": "optimizer",
+    "optimizer": "optimizer",
+    "aside": ASIDE,
+}
+ORDER = ("data", "forward", "backward", LATE, *reversed(PHASES), OTHER_EXCHANGE, EXCHANGE, "optimizer", ASIDE, REST)
+
+
+def of_steps(table: StepTable, horovod: Sequence[HorovodTrace] = ()) -> Budget | None:
+    """The budget of a step table: the mean over ranks, of all steps but the first ones; None without steps.
+
+    A step's wall time runs from the end of the step before to its own end, so that they add up to the run's. Of it, the
+    wait for sums (from ready to released) is cut where the last rank became ready; what is left is cut by what
+    Horovod's Timeline says of rank 0, in the same shares for steps that it does not cover. Other parts are as measured;
+    where they overlap that wait, as work of a device does, they are shortened to what is left.
+
+    Of steps between stamped ones it is known what they took in all: beyond what their neighbours take, that is
+    evaluations and checkpoints, where there are any, and else the rest.
+    """
+    sample = sample_of(table)
+    wall, parts = step_parts(table, sample)
+    if not wall.size:
+        return None
+    columns = {name: values.mean(axis=0) for name, values in parts.items()}
+    ms = {name: mean_of(values, sample.weights) for name, values in columns.items()}
+    if (sample.steps == 1).all():
+        whole = mean_of(wall.mean(axis=0))
+    else:
+        end = table.end_us[:, sample.columns].mean(axis=0)
+        since = np.diff(end, prepend=sample.begin_us[:, 0].mean()) / 1e3
+        whole = mean_of(since / sample.steps, sample.steps)
+        ms = _with_steps_between(ms, columns, sample.weights, whole)
+    exchange = ms.pop(EXCHANGE)
+    shares = exposed_shares(table, horovod)
+    ms |= {name: _product(exchange, share) for name, share in shares.items()}
+    ranks = len(table.hosts)
+    what = "rank 0" if ranks == 1 else f"mean of {ranks} ranks"
+    exposed = [name for name in ORDER if name == LATE or name in shares]
+    return _budget(what, whole, wall.shape[1], ms, exposed)
+
+
+def step_parts(table: StepTable, sample: Sample | None = None) -> tuple[Floats, dict[str, Floats]]:
+    """Wall time of each step looked at, and its parts, in ms [ranks, steps]; the parts sum to it, number by number."""
+    sample = sample or sample_of(table)
+    keep = sample.columns
+    wall = np.maximum(0.0, (table.end_us[:, keep] - sample.begin_us) / 1e3)
+    wait = np.clip((table.released_us - table.ready_us)[:, keep] / 1e3, 0.0, wall)
+    late = np.clip((table.ready_us.max(axis=0) - table.ready_us)[:, keep] / 1e3, 0.0, wait)
+    parts: dict[str, Floats] = {}
+    for name, durations in table.parts_us.items():
+        if (shown := _NAMES.get(name)) is not None:
+            known_us = sample.aside_us if shown == ASIDE else np.nan_to_num(durations[:, keep])
+            parts[shown] = parts.get(shown, 0.0) + known_us / 1e3
+    known = sum(parts.values(), np.zeros_like(wall))
+    left = wall - wait
+    fits = np.where(known > left, left / np.maximum(known, 1e-12), 1.0)
+    parts = {name: values * fits for name, values in parts.items()}
+    parts |= {LATE: late, EXCHANGE: wait - late, REST: np.maximum(0.0, left - known)}
+    return wall, parts
+
+
+def _with_steps_between(
+    ms: Mapping[str, Estimate], columns: Mapping[str, Floats], weights: Floats, whole: Estimate
+) -> dict[str, Estimate]:
+    """The parts of stamped steps, and of those between them what these took beyond their neighbours."""
+    name = ASIDE if ASIDE in ms and ms[ASIDE].value > 0 else REST
+    others = mean_of(sum((column for part, column in columns.items() if part != name), np.zeros(len(weights))), weights)
+    value = max(0.0, whole.value - others.value)
+    half = math.hypot(whole.high - whole.value, others.high - others.value)
+    scale = (whole.value - value) / others.value if others.value > 0 else 1.0
+    found = {part: Estimate(e.value * scale, e.low * scale, e.high * scale) for part, e in ms.items()}
+    return {**found, name: Estimate(value, max(0.0, value - half), value + half)}
+
+
+def _product(a: Estimate, b: Estimate) -> Estimate:
+    """Of two that are independent and not negative; without an interval where the second has none."""
+    value = a.value * b.value
+    if b.low == b.high and 0 < b.value < 1:
+        return Estimate(value, value, value)
+    low = math.hypot((a.value - a.low) * b.value, a.value * (b.value - b.low))
+    high = math.hypot((a.high - a.value) * b.value, a.value * (b.high - b.value))
+    return Estimate(value, max(0.0, value - low), value + high)
+
+
+def exposed_shares(table: StepTable, horovod: Sequence[HorovodTrace]) -> dict[str, Estimate]:
+    """What rank 0 did in the wait for sums after the last rank was ready, as shares that sum to 1.
+
+    They are of the steps in which a Timeline tells it, warmed up where there are any of these.
+    """
+    everything = {EXCHANGE: Estimate(1.0, 1.0, 1.0)}
+    start, end = table.ready_us.max(axis=0), table.released_us[0]
+    traced = np.zeros(len(start), bool)
+    for first, last in map(extent, horovod):
+        traced |= (start >= first) & (start <= last) & (end > start)
+    warm = traced & (np.arange(len(start)) >= warm_up(table))
+    start, end = (times[warm if warm.any() else traced] for times in (start, end))
+    waiting = end - start
+    if not len(waiting):
+        return everything
+    phases = by_kind(horovod)
+    cut = partition(union(start, end), {name: phases[name] for name in PHASES if name in phases})
+    cut[OTHER_EXCHANGE] = cut.pop("")
+    if length(cut[OTHER_EXCHANGE]) > 0.95 * waiting.sum():  # of other tensors, or by a clock that is not ours
+        return everything
+    return {name: ratio_of(within(part, start, end), waiting) for name, part in cut.items()}
+
+
+def of_timeline(horovod: Sequence[HorovodTrace]) -> Budget | None:
+    """The budget of Timelines by themselves: their whole extent, by what is under way for any tensor; None if empty.
+
+    Where tensors come again as often as each other, a step is one turn of them; else there are 0, and the times are of
+    the whole.
+    """
+    ends = [extent(trace) for trace in horovod]
+    wall_us = sum(end - start for start, end in ends)
+    if wall_us <= 0:
+        return None
+    steps = sum(map(steps_of, horovod)) if all(map(steps_of, horovod)) else 0
+    parts: dict[str, float] = {}
+    for trace, (start, end) in zip(horovod, ends, strict=True):
+        for name, part in cut_timeline(trace, union(np.array([start]), np.array([end]))).items():
+            parts[name] = parts.get(name, 0.0) + length(part) / max(1, steps) / 1e3
+    exact = {name: Estimate(ms, ms, ms) for name, ms in parts.items()}
+    wall = wall_us / max(1, steps) / 1e3
+    return _budget("rank 0's communication", Estimate(wall, wall, wall), steps, exact, [])
+
+
+def cut_timeline(trace: HorovodTrace, whole: Span) -> dict[str, Span]:
+    """`whole` by what is under way in a Timeline."""
+    phases = by_kind([trace])
+    rest = [phases[kind] for kind in (OTHER, "") if kind in phases] or [NOTHING]
+    phases[OTHER] = union(np.concatenate([span[0] for span in rest]), np.concatenate([span[1] for span in rest]))
+    cut = partition(whole, {name: phases[name] for name in (*PHASES, OTHER) if name in phases})
+    cut[IDLE] = cut.pop("")
+    return cut
+
+
+def _budget(what: str, whole: Estimate, steps: int, ms: Mapping[str, Estimate], exposed: Sequence[str]) -> Budget:
+    names = [*(name for name in ORDER if name in ms), *(name for name in ms if name not in ORDER)]
+    share = 1 / whole.value if whole.value else 0.0
+    parts = [Part(name, ms[name], ms[name].value * share) for name in names if ms[name].value > _LEAST * whole.value]
+    return Budget(what, whole, steps, parts, [part.name for part in parts if part.name in exposed])

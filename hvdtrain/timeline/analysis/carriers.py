@@ -1,0 +1,66 @@
+"""Buckets and tensors by what they cost, under the names of modules. Pure."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvdtrain.spans import EXCHANGE
+from hvdtrain.timeline.analysis.analysis import Carrier
+from hvdtrain.timeline.analysis.communication import payload_bytes
+from hvdtrain.timeline.analysis.intervals import common, length, union
+from hvdtrain.timeline.analysis.phases import NEGOTIATION, kind_of, recurring, steps_of
+from hvdtrain.timeline.analysis.tracks import modules_of, spans_named, tensor_module
+from hvdtrain.timeline.columns import BucketFacts, HorovodTrace, RankSpans, RunTrace
+
+MOST = 10
+
+
+def of_run(run: RunTrace) -> list[Carrier]:
+    """The most costly ten, by what is exposed and then by what they take; of our spans where there are any."""
+    ours = run.spans_of_rank_0
+    found = _of_spans(ours, run) if ours is not None else []
+    if not found:
+        found = [carrier for trace in run.horovod[-1:] for carrier in _of_timeline(trace)]
+    return sorted(found, key=lambda c: (-(c.exposed_ms or 0.0), -c.ms))[:MOST]
+
+
+def _of_spans(spans: RankSpans, run: RunTrace) -> list[Carrier]:
+    waiting = spans_named(spans, "wait")
+    found = []
+    for track in np.unique(spans.track[spans.track >= EXCHANGE]):
+        mine = spans.track == track
+        steps = max(1, len(np.unique(spans.step[mine])))
+        under_way = union(spans.start_us[mine], spans.end_us[mine])
+        facts: BucketFacts | None = spans.buckets.get(int(track))
+        found.append(
+            Carrier(
+                facts.name if facts else f"bucket {track - EXCHANGE}",
+                modules_of(facts.parameters) if facts else [],
+                payload_bytes(facts, run) if facts else None,
+                length(under_way) / 1e3 / steps,
+                length(common(under_way, waiting)) / 1e3 / steps,
+            )
+        )
+    return found
+
+
+def _of_timeline(trace: HorovodTrace) -> list[Carrier]:
+    steps = max(1, steps_of(trace))
+    kinds = np.array([kind_of(name) in ("", NEGOTIATION) for name in trace.phases], bool)
+    mine = kinds[trace.phase] if len(kinds) else np.zeros(0, bool)
+    total = np.bincount(trace.tensor[mine], weights=trace.duration_us[mine], minlength=len(trace.tensors))
+    nbytes = np.full(len(trace.tensors), -1, np.int64)
+    np.maximum.at(nbytes, trace.tensor, trace.nbytes)
+    total[~recurring(trace)] = 0.0
+    most = np.argsort(-total, kind="stable")[:MOST]
+    return [
+        Carrier(
+            trace.tensors[i],
+            [tensor_module(trace.tensors[i])],
+            int(nbytes[i]) if nbytes[i] >= 0 else None,
+            float(total[i]) / 1e3 / steps,
+            None,
+        )
+        for i in most
+        if total[i] > 0
+    ]

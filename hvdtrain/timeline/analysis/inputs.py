@@ -1,0 +1,87 @@
+"""What findings are made of. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.timeline.analysis.analysis import Blame, Budget, Communication, Part
+from hvdtrain.timeline.analysis.communication import item_bytes
+from hvdtrain.timeline.analysis.stragglers import Verdict
+from hvdtrain.timeline.columns import RunTrace
+
+_CPU_SHARE = 0.05
+"""Of a step."""
+_MOST = 0.5
+_LEAST_MIB, _USUAL_MIB, _MOST_MIB = 0.25, 32.0, 256.0
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What findings are made of."""
+
+    run: RunTrace
+    budget: Budget | None
+    communication: Communication | None
+    blame: Blame
+    verdict: Verdict | None
+
+    @property
+    def step_ms(self) -> float:
+        """Wall time of a step."""
+        return self.budget.step_ms.value if self.budget else 0.0
+
+    def part(self, name: str) -> Part | None:
+        """A part of the budget."""
+        return next((part for part in self.budget.parts if part.name == name), None) if self.budget else None
+
+    def option(self, section: str, name: str) -> Any:
+        """An option of the run; None where it is not known."""
+        values = self.run.config.get(section)
+        return values.get(name) if isinstance(values, Mapping) else None
+
+    def core_wait_ms(self) -> float | None:
+        """What every rank waited for a core, a step; None where it is little or not known."""
+        table = self.run.steps
+        if table is None or not self.step_ms:
+            return None
+        told = {
+            number: row
+            for number in np.unique(table.block)
+            if (row := table.facts[number].get("cpu_wait_us")) and None not in row
+        }
+        if not told:
+            return None
+        waited = np.sum(np.array([*told.values()], float), axis=0) / 1e3 / int(np.isin(table.block, [*told]).sum())
+        usual = float(np.median(waited))
+        return usual if usual >= _CPU_SHARE * self.step_ms else None
+
+    def cores_explain(self, cost_ms: float) -> bool:
+        """Whether waiting for cores may be most of a cost: less than half as much is another matter."""
+        return (self.core_wait_ms() or 0.0) >= _MOST * cost_ms
+
+    def for_cores(self) -> str:
+        """What to do where ranks wait for cores."""
+        advice = "end what else runs there, or start fewer ranks, or threads where OMP_NUM_THREADS is above 1"
+        return f"{advice}, --loader.workers 0" if self.option("loader", "workers") else advice
+
+    def bucket_mib(self, factor: float) -> str | None:
+        """The flag for buckets so many times those of the run; None where it would change nothing.
+
+        What they are is told by the largest, or by the option where that is less; of one alone none is made fewer.
+        """
+        count = max((len(spans.buckets) for spans in self.run.spans), default=0)
+        if factor > 1 and count == 1:
+            return None
+        buckets = [bucket for spans in self.run.spans for bucket in spans.buckets.values()]
+        size = max((bucket.length * item_bytes(bucket.dtype) for bucket in buckets), default=0) / (1 << 20)
+        asked = self.option("parallel", "bucket_mib")
+        if isinstance(asked, (int, float)) and asked > 0:
+            size = min(size or math.inf, asked)
+        size = size or _USUAL_MIB
+        nearest = max(_LEAST_MIB, min(_MOST_MIB, 2.0 ** round(math.log2(size * factor))))
+        return f"--parallel.bucket_mib {nearest:g}" if (nearest - size) * (factor - 1) > 0 else None

@@ -1,0 +1,127 @@
+"""A few steps of all ranks, as rows of a picture. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.spans import DEVICE, EXCHANGE, MAIN
+from hvdtrain.timeline.analysis.analysis import Lane, Slice
+from hvdtrain.timeline.analysis.intervals import union
+from hvdtrain.timeline.analysis.phases import TRANSFER, kind_of
+from hvdtrain.timeline.columns import Floats, HorovodTrace, RankSpans, RunTrace
+
+STEPS = 4
+_MOST_SLICES = 400
+"""In a lane; of more, the longest."""
+
+
+def of_run(run: RunTrace) -> list[Lane]:
+    """A window of four traced steps, the slowest that is no exception; or four turns of a Timeline by itself."""
+    if not run.spans:
+        return [lane for trace in run.horovod[-1:] if (lane := _alone(trace)) is not None]
+    window = _window(run.spans)
+    if window is None:
+        return []
+    first, last, begin, end = window
+    lanes = []
+    for spans in sorted(run.spans, key=lambda spans: spans.rank):
+        lanes += _of_rank(spans, first, last, begin, end)
+    transfers = [_transfer(trace, begin, end) for trace in run.horovod]
+    slices = [each for lane in transfers for each in lane]
+    return [*lanes, Lane("Horovod", slices)] if slices else lanes
+
+
+def _window(ranks: Sequence[RankSpans]) -> tuple[int, int, float, float] | None:
+    """First and last step, begin and end in us; None where no step was traced."""
+    mine = [(r.track == MAIN) & (r.step > 0) & np.isin(r.name, _numbers(r, "step")) for r in ranks]
+    step = np.concatenate([r.step[m] for r, m in zip(ranks, mine, strict=True)])
+    numbers, place = np.unique(step, return_inverse=True)
+    first, last = np.full(len(numbers), np.inf), np.full(len(numbers), -np.inf)
+    np.minimum.at(first, place, np.concatenate([r.start_us[m] for r, m in zip(ranks, mine, strict=True)]))
+    np.maximum.at(last, place, np.concatenate([r.end_us[m] for r, m in zip(ranks, mine, strict=True)]))
+    skipped = 1 if len(numbers) > STEPS + 1 else 0  # the first one of a run is unlike the others
+    numbers, first, last = numbers[skipped:], first[skipped:], last[skipped:]
+    if not len(numbers):
+        return None
+    ahead = min(STEPS, len(numbers)) - 1
+    whole = np.flatnonzero(numbers[ahead:] - numbers[: len(numbers) - ahead] == ahead)
+    if not len(whole):
+        ahead, whole = 0, np.array([0])
+    long = last[whole + ahead] - first[whole]
+    # The upper quartile: long, but there are longer ones, such as that of a pause.
+    begin = int(whole[np.argsort(long, kind="stable")[int(0.75 * (len(whole) - 1))]])
+    return int(numbers[begin]), int(numbers[begin + ahead]), float(first[begin]), float(last[begin + ahead])
+
+
+def _of_rank(spans: RankSpans, first: int, last: int, begin: float, end: float) -> list[Lane]:
+    inside = (spans.step >= first) & (spans.step <= last) & (spans.start_us < end) & (spans.end_us > begin)
+    label = f"rank {spans.rank} on {spans.host}"
+    hidden = _numbers(spans, "step")
+    lanes = [(label, inside & (spans.track == MAIN) & ~np.isin(spans.name, hidden))]
+    lanes.append((f"rank {spans.rank}, device", inside & (spans.track == DEVICE)))
+    found = [Lane(name, _slices(spans, mine, begin, end)) for name, mine in lanes if mine.any()]
+    exchange = inside & (spans.track >= EXCHANGE)
+    if exchange.any():
+        starts, ends = union(spans.start_us[exchange], spans.end_us[exchange])
+        steps = np.sort(spans.step[exchange])
+        place = np.searchsorted(np.sort(spans.start_us[exchange]), starts)
+        slices = [
+            Slice("exchange", *_inside(a, b, begin, end), int(steps[min(i, len(steps) - 1)]))
+            for a, b, i in zip(starts, ends, place, strict=True)
+        ]
+        found.append(Lane(f"rank {spans.rank}, exchange", slices))
+    return found
+
+
+def _inside(start: float, stop: float, begin: float, end: float) -> tuple[float, float]:
+    """What of a span lies in the picture, in milliseconds from its begin."""
+    return float(max(start, begin) - begin) / 1e3, float(min(stop, end) - begin) / 1e3
+
+
+def _longest(length: Floats) -> NDArray[np.intp]:
+    """Places of the longest, as many as a lane takes, in their order."""
+    return np.sort(np.argsort(-length, kind="stable")[:_MOST_SLICES])
+
+
+def _slices(spans: RankSpans, mine: NDArray[np.bool_], begin: float, end: float) -> list[Slice]:
+    places = np.flatnonzero(mine)
+    places = places[_longest(spans.end_us[places] - spans.start_us[places])]
+    places = places[np.lexsort((-spans.end_us[places], spans.start_us[places]))]
+    return [
+        Slice(
+            spans.names[spans.name[i]],
+            *_inside(spans.start_us[i], spans.end_us[i], begin, end),
+            int(spans.step[i]),
+        )
+        for i in places
+    ]
+
+
+def _transfer(trace: HorovodTrace, begin: float, end: float) -> list[Slice]:
+    kinds = [i for i, name in enumerate(trace.phases) if kind_of(name) == TRANSFER]
+    mine = np.isin(trace.phase, kinds)
+    starts, ends = union(trace.start_us[mine], (trace.start_us + trace.duration_us)[mine])
+    inside = np.flatnonzero((ends > begin) & (starts < end))
+    inside = inside[_longest((ends - starts)[inside])]
+    return [Slice("transfer", *_inside(starts[i], ends[i], begin, end), 0) for i in inside]
+
+
+def _alone(trace: HorovodTrace) -> Lane | None:
+    """The middle of a Timeline: as long as four turns of the tensor that comes most often, or a tenth of it."""
+    if not len(trace.start_us):
+        return None
+    tensor = int(np.bincount(trace.tensor).argmax())
+    turns: Floats = np.sort(trace.start_us[trace.tensor == tensor])
+    middle = len(turns) // 2
+    begin, end = float(turns[middle]), float(turns[min(len(turns) - 1, middle + STEPS)])
+    if end <= begin:
+        end = begin + float(trace.duration_us.max())
+    slices = _transfer(trace, begin, end)
+    return Lane("Horovod", slices) if slices else None
+
+
+def _numbers(spans: RankSpans, name: str) -> list[int]:
+    return [i for i, each in enumerate(spans.names) if each == name]

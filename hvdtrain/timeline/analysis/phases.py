@@ -1,0 +1,104 @@
+"""Horovod's phases in the words of a report, and the steps of a Timeline. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.timeline.analysis.intervals import Span, union
+from hvdtrain.timeline.columns import Floats, HorovodTrace
+
+TRANSFER, COPIES, QUEUE, NEGOTIATION, OTHER = "transfer", "fusion copies", "queue", "negotiation", "other"
+PHASES = (TRANSFER, COPIES, QUEUE, NEGOTIATION)
+"""In the order in which a moment that belongs to several is counted: what moves data first."""
+
+_COLLECTIVES = ("ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER", "JOIN", "BARRIER", "ADASUM")
+_MOVING = ("MPI_", "NCCL_", "GLOO_", "CCL_", "ADASUM_", "DDL_", "MLSL_", "COMMUNICATE")
+_REGULAR_SHARE = 0.5
+_FEW_STEPS = 4
+
+
+def kind_of(phase: str) -> str:
+    """What a phase of Horovod's is; "" for a collective as a whole, which contains others."""
+    if phase.startswith("NEGOTIATE_"):
+        return NEGOTIATION
+    if phase in ("QUEUE", "WAIT_FOR_DATA", "WAIT_FOR_OTHER_TENSOR_DATA"):
+        return QUEUE
+    if "MEMCPY" in phase:
+        return COPIES
+    if phase in _COLLECTIVES:
+        return ""
+    if phase.startswith(_MOVING) or phase.startswith(tuple(f"{name}_" for name in _COLLECTIVES)):
+        return TRANSFER
+    return OTHER
+
+
+def by_kind(traces: Sequence[HorovodTrace]) -> dict[str, Span]:
+    """When each kind of phase was under way for any tensor; "" for collectives as a whole."""
+    starts: dict[str, list[Floats]] = {}
+    ends: dict[str, list[Floats]] = {}
+    for trace in traces:
+        kinds = [kind_of(name) for name in trace.phases]
+        for kind in set(kinds):
+            numbers = [i for i, each in enumerate(kinds) if each == kind]
+            mine = np.isin(trace.phase, numbers)
+            starts.setdefault(kind, []).append(trace.start_us[mine])
+            ends.setdefault(kind, []).append(trace.start_us[mine] + trace.duration_us[mine])
+    return {kind: union(np.concatenate(starts[kind]), np.concatenate(ends[kind])) for kind in starts}
+
+
+def whole_collectives(trace: HorovodTrace) -> NDArray[np.bool_]:
+    """Which intervals are a collective as a whole [n]."""
+    numbers = [i for i, name in enumerate(trace.phases) if kind_of(name) == ""]
+    return np.isin(trace.phase, numbers)
+
+
+def steps_of(trace: HorovodTrace) -> int:
+    """How often most tensors come again, which is the number of steps; 0 where they don't agree.
+
+    Broadcasts are of a start or of a checkpoint, and do not count where there is anything else.
+    """
+    broadcast = [i for i, name in enumerate(trace.phases) if name == "BROADCAST"]
+    whole = whole_collectives(trace)
+    mine = whole & ~np.isin(trace.phase, broadcast)
+    counts = np.bincount(trace.tensor[mine], minlength=len(trace.tensors))
+    counts = counts[counts > 0]
+    if not len(counts):
+        return 0
+    usual = int(np.bincount(counts).argmax())
+    # The first or the last step of a file may be there by half.
+    return usual if np.mean(np.abs(counts - usual) <= 1) >= _REGULAR_SHARE and usual > 1 else 0
+
+
+def steady(trace: HorovodTrace) -> HorovodTrace:
+    """A Timeline without what lies before its second step: broadcasts of the start, and waiting for them.
+
+    Its ticks are all there. Where there are few steps, or none can be told, nothing is left out.
+    """
+    steps = steps_of(trace)
+    if steps < _FEW_STEPS:
+        return trace
+    whole = np.flatnonzero(whole_collectives(trace))
+    ends = trace.start_us[whole] + trace.duration_us[whole]
+    _, first, counts = np.unique(trace.tensor[whole], return_index=True, return_counts=True)
+    begin = float(ends[first[counts >= steps - 1]].max())  # intervals are ordered by their ends
+    later = trace.start_us >= begin
+    columns = ("tensor", "phase", "start_us", "duration_us", "nbytes")
+    return replace(trace, **{name: getattr(trace, name)[later] for name in columns})
+
+
+def recurring(trace: HorovodTrace) -> NDArray[np.bool_]:
+    """Which tensors come about once a step [tensors]; all of them where no steps can be told."""
+    steps = steps_of(trace)
+    counts = np.bincount(trace.tensor[whole_collectives(trace)], minlength=len(trace.tensors))
+    return np.asarray(counts >= max(1, steps / 2))
+
+
+def extent(trace: HorovodTrace) -> tuple[float, float]:
+    """When the first interval begins and the last one ends; zeros where there is none."""
+    if not len(trace.start_us):
+        return 0.0, 0.0
+    return float(trace.start_us.min()), float((trace.start_us + trace.duration_us).max())

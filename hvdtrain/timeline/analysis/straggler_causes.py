@@ -1,0 +1,173 @@
+"""What is different about a rank: its parts beside the others', its processor, its device, its experts. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.timeline import wording
+from hvdtrain.timeline.analysis.analysis import Cause
+from hvdtrain.timeline.analysis.lateness import tamed
+from hvdtrain.timeline.analysis.rank_steps import follows
+from hvdtrain.timeline.columns import Floats, Ints, StepTable
+
+_LEAST_MS = 0.05
+_LEAST_SHARE = 0.1
+_CLOCK_SHARE = 0.97
+_HOTTER_C = 5.0
+_MORE_TOKENS = 1.1
+_PARTS = {"data": "data", "copy": "copy", "forward": "forward", "backward": "backward"}
+_WORDS = {
+    "data": "it waits {mine} ms a step for data, others {others} ms",
+    "copy": "it copies batches for {mine} ms a step, others for {others} ms",
+    "forward": "forward takes {mine} ms a step, others {others} ms",
+    "backward": "backward takes {mine} ms a step, others {others} ms",
+    "optimizer": "clipping and the optimizer take {mine} ms a step, others {others} ms",
+    "between steps": "it spends {mine} ms between steps, others {others} ms",
+    "sums": "the sums reach it {mine} ms after the first rank, others {others} ms: its link",
+    "rest": "it spends {mine} ms a step outside of the named parts, others {others} ms",
+}
+
+
+def lateness_parts(table: StepTable, column: Ints, *, steady: bool) -> dict[str, Floats]:
+    """What lies between the sums of one step and a rank's being ready in the next, in ms [ranks], means over steps.
+
+    Args:
+        table: of all ranks.
+        column: steps that are looked at; of those whose step before is not there, it is what follows their begin.
+        steady: leave outliers of single steps out.
+    """
+    parts = {name: _mean(table, part, column, steady) for part, name in _PARTS.items()}
+    inside = (table.ready_us - table.start_us)[:, column]
+    known = [values[:, column] for part in _PARTS if (values := table.parts_us.get(part)) is not None]
+    parts["rest"] = _average(inside - sum(known, np.zeros_like(inside)), steady)
+    chained = column[follows(table)[column]]
+    if len(chained):
+        before = chained - 1
+        share = len(chained) / len(column)
+        released = table.released_us[:, before]
+        parts["sums"] = share * _average(released - released.min(axis=0), steady)
+        parts["optimizer"] = share * _average((table.end_us - table.released_us)[:, before], steady)
+        gap = table.start_us[:, chained] - table.end_us[:, before]
+        if (aside := table.parts_us.get("aside")) is not None:
+            gap = np.maximum(0.0, gap - aside[:, chained])
+        parts["between steps"] = share * _average(gap, steady)
+    return parts
+
+
+def causes_of(rank: int, table: StepTable, column: Ints, late: Collection[int], *, steady: bool = False) -> list[Cause]:
+    """What is different about a late rank, beside the median of those that are not late; largest first.
+
+    Where it is late in most steps, `steady`, what happened in single ones is no cause.
+    """
+    others = [other for other in range(len(table.hosts)) if other not in late and other != rank]
+    if not others:
+        return []
+    parts = lateness_parts(table, column, steady=steady)
+    more = {name: float(values[rank] - np.median(values[others])) for name, values in parts.items()}
+    least = max(_LEAST_MS, _LEAST_SHARE * max(more.values()))
+    found = [
+        Cause(name, ms, _WORDS[name].format(mine=_ms(parts[name][rank]), others=_ms(parts[name][others])))
+        for name, ms in more.items()
+        if ms >= least
+    ]
+    found += _collections(rank, others, table, column, least, steady) + _processor(rank, others, table, column, least)
+    found.sort(key=lambda cause: -(cause.ms or 0.0))
+    return found + _device(rank, others, table, column) + _experts(rank, others, table, column)
+
+
+def _mean(table: StepTable, part: str, column: Ints, steady: bool) -> Floats:
+    values = table.parts_us.get(part)
+    if values is None or not len(column):
+        return np.zeros(len(table.hosts))
+    return _average(np.nan_to_num(values[:, column]), steady)
+
+
+def _average(us: Floats, steady: bool) -> Floats:
+    return np.asarray((tamed(us) if steady else us).mean(axis=1) / 1e3)
+
+
+def _collections(
+    rank: int, others: Sequence[int], table: StepTable, column: Ints, least: float, steady: bool
+) -> list[Cause]:
+    spent = _mean(table, "gc", column, steady)
+    ms = float(spent[rank] - np.median(spent[others]))
+    if ms < least:
+        return []
+    text = f"Python's garbage collector runs {_ms(spent[rank])} ms a step inside of these, others {{}} ms"
+    return [Cause("gc", ms, text.format(_ms(spent[others])))]
+
+
+def _processor(rank: int, others: Sequence[int], table: StepTable, column: Ints, least: float) -> list[Cause]:
+    words = {
+        "cpu_wait_us": ("cpu", "it was ready to run and had no core for {mine} ms a step, others {others} ms"),
+        "steal_us": ("steal", "another machine had its host's cores for {mine} ms a step, others' for {others} ms"),
+    }
+    found = []
+    for fact, (name, text) in words.items():
+        total = _facts(table, column, fact, np.nansum)
+        if total is None or not np.isfinite(total[[rank, *others]]).all():
+            continue
+        told = [number for number in np.unique(table.block[column]) if table.facts[number].get(fact)]
+        spent = total / 1e3 / int(np.isin(table.block, told).sum())
+        ms = float(spent[rank] - np.median(spent[others]))
+        if ms >= least:
+            found.append(Cause(name, ms, text.format(mine=_ms(spent[rank]), others=_ms(spent[others]))))
+    return found
+
+
+def _device(rank: int, others: Sequence[int], table: StepTable, column: Ints) -> list[Cause]:
+    found = []
+    clock = _facts(table, column, "gpu_clock_mhz", np.nanmean)
+    if clock is not None and clock[rank] < _CLOCK_SHARE * np.nanmedian(clock[others]):
+        text = f"its GPU runs at {clock[rank]:.0f} MHz, others' at {np.nanmedian(clock[others]):.0f} MHz"
+        found.append(Cause("gpu clock", None, text))
+    heat = _facts(table, column, "gpu_temperature_c", np.nanmean)
+    if heat is not None and heat[rank] > np.nanmedian(heat[others]) + _HOTTER_C:
+        text = f"its GPU is at {heat[rank]:.0f} °C, others' at {np.nanmedian(heat[others]):.0f} °C"
+        found.append(Cause("gpu temperature", None, text))
+    known = [values for facts in _blocks(table, column) if (values := facts.get("gpu_throttle"))]
+    words = {each: {word for why in _slowed(known, each) for word in why.split(", ")} for each in (rank, *others)}
+    alone = {word for word in words[rank] if 2 * sum(word in words[other] for other in others) < len(others)}
+    if alone:
+        why = sorted(why for why in _slowed(known, rank) if alone & set(why.split(", ")))
+        found.append(Cause("gpu throttle", None, f"its GPU slowed itself down: {', '.join(why)}"))
+    return found
+
+
+def _slowed(blocks: Sequence[Sequence[Any]], rank: int) -> set[str]:
+    """For what reasons a rank's GPU had a lower clock, in words."""
+    values = [row[rank] for row in blocks if row[rank] and row[rank] == row[rank]]  # no NaN
+    return {value if isinstance(value, str) else f"NVML's reasons {int(value):#x}" for value in values}
+
+
+def _experts(rank: int, others: Sequence[int], table: StepTable, column: Ints) -> list[Cause]:
+    share = _facts(table, column, "expert_share", np.nanmean)
+    if share is None or not share[rank] > _MORE_TOKENS * np.nanmedian(share[others]):
+        return []
+    text = f"its busiest expert gets {share[rank]:.0%} of the tokens, others' {np.nanmedian(share[others]):.0%}"
+    return [Cause("experts", None, text)]
+
+
+def _blocks(table: StepTable, column: Ints) -> list[Mapping[str, Sequence[Any]]]:
+    """Facts of the blocks that these steps are of."""
+    return [table.facts[number] for number in np.unique(table.block[column])]
+
+
+def _facts(table: StepTable, column: Ints, name: str, how: Any) -> Floats | None:
+    """A figure of each rank over its blocks; None where no rank has it."""
+    rows = [facts[name] for facts in _blocks(table, column) if facts.get(name)]
+    numbers = np.array([[np.nan if v is None else float(v) for v in row] for row in rows], float)
+    if not numbers.size or np.isnan(numbers).all():
+        return None
+    known = ~np.isnan(numbers).all(axis=0)
+    found = np.full(numbers.shape[1], np.nan)
+    found[known] = how(numbers[:, known], axis=0)
+    return found
+
+
+def _ms(values: Any) -> str:
+    """A number, or the median of several."""
+    return wording.ms(float(np.median(values)))

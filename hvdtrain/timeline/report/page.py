@@ -1,0 +1,127 @@
+"""An analysis as one page of HTML that holds everything it needs."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+import hvdtrain
+from hvdtrain.timeline import wording
+from hvdtrain.timeline.analysis.analysis import Analysis, Lane, figures
+from hvdtrain.timeline.report.colours import MORE, hue
+from hvdtrain.timeline.report.page_lanes import packed, shown_lanes, summary
+from hvdtrain.timeline.report.page_view import (
+    blame_view,
+    budget_view,
+    carrier_rows,
+    communication_view,
+    finding_pieces,
+)
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+VERSION = 1
+"""Of the page's form; raised where a program that reads it would have to change."""
+
+_STYLE = ("report.css",)
+_SCRIPTS = ("report.js", "lanes.js")
+
+
+def to_html(analysis: Analysis) -> str:
+    """The page: it loads nothing, from nowhere, and its own policy forbids the browser to.
+
+    Every text of the analysis is shown as text, whatever it contains.
+    """
+    style, scripts = "".join(map(_read, _STYLE)), [_read(name) for name in _SCRIPTS]
+    context = {**_view(analysis), "style": style, "scripts": scripts, "policy": _policy(style, scripts)}
+    page = _environment().get_template("report.html").render(context)
+    return wording.readable(page)
+
+
+def verdict(analysis: Analysis) -> list[str]:
+    """The page's first sentence, in clauses."""
+    clauses = []
+    if (budget := analysis.budget) is not None:
+        subject = "A step takes" if budget.steps else "The Timeline, in which no steps could be told, spans"
+        clauses.append(f"{subject} {wording.ms(budget.step_ms.value)} ms")
+        exposed = [part for part in budget.parts if part.name in budget.exposed]
+        if exposed:
+            ms, share = sum(part.ms.value for part in exposed), sum(part.share for part in exposed)
+            clauses.append(f"{wording.ms(ms)} ms of it ({wording.percent(share)}) is exposed communication")
+    rows = {row.rank: row for row in analysis.blame.ranks}
+    for rank in analysis.blame.late[:1]:
+        cost = rows[rank].cost_ms
+        where = f"rank {rank}{' on ' + rows[rank].host if rows[rank].host else ''}"
+        clauses.append(f"{where} is late and costs {wording.ms(cost.value)} ms {wording.interval(cost)}".rstrip())
+    if not analysis.blame.late and analysis.blame.source != "none":
+        known = all(math.isfinite(row.clock_error_ms) for row in analysis.blame.ranks)
+        clauses.append("no rank is late" if known else "clocks were not compared, so it is not known who is late")
+    if len(analysis.blame.late) > 1:
+        clauses.append(f"{len(analysis.blame.late) - 1} more are late")
+    return clauses or ["No step was seen"]
+
+
+def _view(analysis: Analysis) -> dict[str, Any]:
+    """What the templates are given."""
+    lanes = shown_lanes(analysis)
+    names, rows = summary(lanes)
+    step_ms = analysis.budget.step_ms.value if analysis.budget else None
+    steps = analysis.budget is None or analysis.budget.steps > 0
+    pieces = [finding_pieces(finding.advice) for finding in analysis.findings]
+    costs = [None if f.cost_ms is None else wording.ms(f.cost_ms) for f in analysis.findings]
+    return {
+        "analysis": analysis,
+        "version": VERSION,
+        "program": hvdtrain.__version__,
+        "verdict": "; ".join(verdict(analysis)) + ".",
+        "budget": budget_view(analysis.budget) if analysis.budget else None,
+        "findings": list(zip(analysis.findings, costs, pieces, strict=True)),
+        "blame": blame_view(analysis.blame, step_ms),
+        "communication": communication_view(analysis.communication, steps=steps) if analysis.communication else None,
+        "each_ms": "ms a step" if steps else "ms",
+        "carriers": carrier_rows(analysis),
+        "figures": {name: f"{value:.6g}" for name, value in figures(analysis).items()},
+        "lanes": _for_script(packed(lanes)),
+        "legend": [(hue(name), name) for name in dict.fromkeys(_names(lanes)) if hue(name) not in MORE][:16],
+        "lane_names": names,
+        "lane_rows": [(label, ["" if v is None else wording.ms(v) for v in values]) for label, values in rows[:100]],
+        "lanes_shown": len(lanes),
+        "lanes_left": len(analysis.lanes) - len(lanes),
+    }
+
+
+def _names(lanes: Sequence[Lane]) -> Iterator[str]:
+    return (one.name for lane in lanes for one in lane.slices)
+
+
+def _for_script(value: Any) -> str:
+    """JSON that cannot end the element that it stands in, nor begin a comment there."""
+    text = json.dumps(value, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _policy(style: str, scripts: list[str]) -> str:
+    """What the browser may do for the page: run these scripts, use this style, and nothing else."""
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in [style, *scripts]]
+    own = [f"'sha256-{found}'" for found in hashes]
+    rest = "base-uri 'none'; form-action 'none'"
+    return f"default-src 'none'; style-src {own[0]}; script-src {' '.join(own[1:])}; {rest}"
+
+
+def _environment() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    loader = PackageLoader("hvdtrain.timeline.report", "templates")
+    found = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    found.filters["sentence"] = lambda text: text[:1].upper() + text[1:]
+    return found
+
+
+def _read(name: str) -> str:
+    return resources.files("hvdtrain.timeline.report").joinpath("templates").joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,226 @@
+"""What the page's templates show of an analysis: numbers as text, widths as shares, colours by name. Pure."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from hvdtrain.timeline import wording
+from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Budget, Communication, RankRow
+from hvdtrain.timeline.report.colours import hue
+
+MOST_RANKS = 100
+"""Rows of ranks: those that cost most, and every late one."""
+
+MOST_MODULES = 12
+_SEEN_MS = 0.0005
+_HEAT = (0.005, 0.02, 0.05)
+"""Shares of a step by which a part has to differ from the median for the first, second and third shade."""
+
+_CODE = re.compile(
+    r"`([^`]+)`"
+    r"|(hvdtrain (?:doctor|timeline [a-z]+(?: RUN)?)"
+    r"|(?:mpirun|nvidia-smi)(?: -[\w-]+(?: [A-Za-z](?:[\w,]*\w)?)?)+"
+    r"|(?:[A-Z][A-Z0-9]*_[A-Z0-9_]+=\S*[^\s.,;:)])"
+    r"|--[A-Za-z](?:[\w.-]*\w)?(?:[ =](?:(?=[^\s,;]*\d)[\w:./%+-]*[\w%]|(?:true|false|on|off|auto|none|all)\b))?)"
+)
+
+
+def budget_view(budget: Budget) -> dict[str, Any]:
+    """The bar's segments [x and width in percent], the bracket over exposed communication, the table's rows."""
+    total = sum(part.ms.value for part in budget.parts) or 1.0
+    places = wording.decimals(budget.step_ms.value)
+    rows, x = [], 0.0
+    for part in budget.parts:
+        width = 100 * part.ms.value / total
+        rows.append(
+            {
+                "name": part.name,
+                "hue": hue(part.name, exposed=part.name in budget.exposed),
+                "exposed": part.name in budget.exposed,
+                "ms": wording.ms(part.ms.value, places),
+                "interval": wording.interval(part.ms, places),
+                "share": wording.percent(part.share),
+                "x": x,
+                "width": width,
+            }
+        )
+        x += width
+    return {
+        "rows": rows,
+        "sum": wording.ms(sum(part.ms.value for part in budget.parts), places),
+        "step": wording.ms(budget.step_ms.value, places),
+        "step_interval": wording.interval(budget.step_ms, places),
+        "bracket": _bracket(rows),
+        "intervals": any(row["interval"] for row in rows),
+    }
+
+
+def _bracket(rows: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
+    """Where exposed communication lies in the bar; None where there is none, or where it lies in several places."""
+    marked = [at for at, row in enumerate(rows) if row["exposed"]]
+    if not marked or marked[-1] - marked[0] + 1 != len(marked):
+        return None
+    first, last = rows[marked[0]], rows[marked[-1]]
+    return {"x": first["x"], "end": last["x"] + last["width"]}
+
+
+def finding_pieces(advice: str) -> list[tuple[str, bool]]:
+    """The text in pieces, and of each whether it is a flag or command, to be copied."""
+    pieces, at = [], 0
+    for found in _CODE.finditer(advice):
+        if found.start() > at:
+            pieces.append((advice[at : found.start()], False))
+        pieces.append((found.group(1) or found.group(2), True))
+        at = found.end()
+    return [*pieces, (advice[at:], False)] if at < len(advice) else pieces
+
+
+def blame_view(blame: Blame, step_ms: float | None) -> dict[str, Any]:
+    """Rows of ranks with whiskers [percent of the widest] and heat, the parts that they have, and what is left out."""
+    late = set(blame.late)
+    shown = [row for at, row in enumerate(blame.ranks) if at < MOST_RANKS or row.rank in late]
+    left = [row for at, row in enumerate(blame.ranks) if at >= MOST_RANKS and row.rank not in late]
+    found = dict.fromkeys(name for row in shown for name in row.parts_ms)
+    names = [name for name in found if any(row.parts_ms.get(name, 0.0) >= _SEEN_MS for row in shown)]
+    medians = {n: median([row.parts_ms[n] for row in blame.ranks if n in row.parts_ms]) for n in names}
+    whole = step_ms or sum(medians.values()) or 1.0
+    costs = [cost for row in shown for cost in (row.cost_ms.high, row.cost_ms.value)]
+    most = max([cost for cost in costs if math.isfinite(cost)] + [1e-9])
+    return {
+        "names": names,
+        "rows": [_rank(row, row.rank in late, names, medians, whole, most, blame) for row in shown],
+        "left": len(left),
+        "left_ms": wording.ms(max([row.cost_ms.value for row in left], default=0.0)),
+        "compared": all(math.isfinite(row.clock_error_ms) for row in blame.ranks),
+        "clocks": _clocks([row.clock_error_ms for row in blame.ranks]),
+    }
+
+
+def _rank(
+    row: RankRow,
+    is_late: bool,
+    names: Sequence[str],
+    medians: Mapping[str, float],
+    whole: float,
+    most: float,
+    blame: Blame,
+) -> dict[str, Any]:
+    def at(value: float) -> float:
+        return min(100.0, max(0.0, 100 * value / most)) if math.isfinite(value) else 0.0
+
+    cells = []
+    for name in names:
+        value = row.parts_ms.get(name)
+        more = 0.0 if value is None else value - medians[name]
+        cells.append({"value": value, "text": "" if value is None else wording.ms(value), "heat": _heat(more / whole)})
+        cells[-1]["more"] = f"{more:+.2f} ms against the median" if cells[-1]["heat"] else ""
+        cells[-1]["sign"] = "\u25b4" if more > 0 else "\u25be"
+    cost = row.cost_ms
+    causes = blame.causes.get(row.rank, ())
+    return {
+        "rank": row.rank,
+        "host": row.host,
+        "late": is_late,
+        "cost": cost.value,
+        "cost_text": wording.ms(cost.value),
+        "costs": cost.value >= _SEEN_MS,
+        "interval": wording.interval(cost),
+        "bar": at(cost.value),
+        "low": at(cost.low),
+        "high": at(cost.high),
+        "last": row.last_share,
+        "last_text": wording.percent(row.last_share),
+        "cells": cells,
+        "clock": _clock(row.clock_error_ms),
+        "causes": [(c.name, None if c.ms is None else wording.ms(c.ms), c.text) for c in causes],
+    }
+
+
+def _clocks(errors_ms: Sequence[float]) -> str:
+    """How well the ranks' clocks agree."""
+    worst = max(errors_ms, default=0.0)
+    if not math.isfinite(worst):
+        return "clocks of some ranks were never compared with rank 0's"
+    return (
+        f"the ranks' clocks agree to within {wording.ms(worst)} ms" if worst >= _SEEN_MS else "the ranks share a clock"
+    )
+
+
+def _clock(error_ms: float) -> str:
+    """How well a rank's is known; empty where it is rank 0's."""
+    if not math.isfinite(error_ms):
+        return "its clock was never compared with rank 0's"
+    return f"its clock is known to within {wording.ms(error_ms)} ms" if error_ms >= _SEEN_MS else ""
+
+
+def _heat(share: float) -> str:
+    """``more-2`` or ``less-1``; empty near the median."""
+    level = sum(abs(share) >= bound for bound in _HEAT)
+    return f"{'more' if share > 0 else 'less'}-{level}" if level else ""
+
+
+def communication_view(found: Communication, *, steps: bool = True) -> dict[str, Any]:
+    """Rows of phases with the width of their bars in percent, and the measured numbers that are known.
+
+    `steps`: whether they are a step's; else they are of everything there is.
+    """
+    most = max([part.ms.value for part in found.phases] + [1e-9])
+    places = wording.decimals(most)
+    facts: list[tuple[str, str, str]] = []
+    if found.busy_ms is not None:
+        facts.append(
+            (
+                f"{wording.ms(found.busy_ms)} ms",
+                "of a step something is under way" if steps else "something is under way in all",
+                "",
+            )
+        )
+    if found.hidden_share is not None:
+        facts.append((wording.percent(found.hidden_share), "of it is hidden behind computing", ""))
+    if found.bytes_per_step is not None:
+        facts.append(
+            (
+                wording.nbytes(found.bytes_per_step),
+                "handed over by a rank in each step" if steps else "handed over by a rank in all",
+                "",
+            )
+        )
+    if found.bus_gb_per_s is not None:
+        of_link = ""
+        if found.link_gb_per_s:
+            share = wording.percent(found.bus_gb_per_s / found.link_gb_per_s)
+            of_link = f"{share} of the {wording.speed(found.link_gb_per_s)} of a large allreduce alone"
+        facts.append((wording.speed(found.bus_gb_per_s), "bus bandwidth while transferring", of_link))
+    rows = [
+        {
+            "name": part.name,
+            "hue": hue(part.name, exposed=True),
+            "ms": wording.ms(part.ms.value, places),
+            "interval": wording.interval(part.ms, places),
+            "width": 100 * part.ms.value / most,
+        }
+        for part in found.phases
+    ]
+    return {"rows": rows, "facts": facts, "intervals": any(row["interval"] for row in rows)}
+
+
+def carrier_rows(analysis: Analysis) -> list[dict[str, Any]]:
+    """Rows of buckets or tensors; the exposed part of each bar in percent of the costliest."""
+    most = max([carrier.ms for carrier in analysis.carriers] + [1e-9])
+    return [
+        {
+            "name": carrier.name,
+            "modules": list(carrier.modules[:MOST_MODULES]),
+            "more": max(0, len(carrier.modules) - MOST_MODULES),
+            "size": "" if carrier.nbytes is None else wording.nbytes(carrier.nbytes),
+            "ms": wording.ms(carrier.ms),
+            "exposed": None if carrier.exposed_ms is None else wording.ms(carrier.exposed_ms),
+            "width": 100 * carrier.ms / most,
+            "exposed_width": 100 * min(carrier.exposed_ms or 0.0, carrier.ms) / most,
+        }
+        for carrier in analysis.carriers
+    ]

@@ -1,0 +1,137 @@
+"""An analysis as lines for a terminal. Pure."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+from hvdtrain.timeline import wording
+from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Budget, Communication, Estimate
+
+_BAR = 30
+_LEAST_SHARE = 0.0005
+_MOST_LINES, _WIDTH = 40, 110
+_MOST_PARTS, _MOST_RANKS, _MOST_CARRIERS, _MOST_FINDINGS, _MOST_NOTES = 11, 4, 3, 4, 3
+
+
+def to_text(analysis: Analysis) -> str:
+    """Where the time went, who is late, what to change: 40 lines at most, none wider than 120 characters."""
+    for findings in range(_MOST_FINDINGS, 0, -1):
+        lines = list(_lines(analysis, findings))
+        if len(lines) <= _MOST_LINES:
+            break
+    return "\n".join(lines[:_MOST_LINES])
+
+
+def _lines(analysis: Analysis, findings: int) -> Iterator[str]:
+    yield _head(analysis)
+    each = "in all" if analysis.budget is not None and not analysis.budget.steps else "a step"
+    if analysis.budget is not None:
+        yield from _budget(analysis.budget)
+    if analysis.communication is not None:
+        yield from _communication(analysis.communication, each)
+    yield from _blame(analysis.blame)
+    if analysis.carriers:
+        yield f"most costly to exchange, ms {each}:"
+    for carrier in analysis.carriers[:_MOST_CARRIERS]:
+        exposed = f"  exposed {wording.ms(carrier.exposed_ms)}" if carrier.exposed_ms is not None else ""
+        modules = _short(", ".join(carrier.modules), 40)
+        yield f"  {_short(carrier.name, 36):<36} {wording.ms(carrier.ms):>7}{exposed}  {modules}".rstrip()
+    yield from _findings(analysis, findings)
+    rest = [*(f"warned: {line}" for line in analysis.warnings), *analysis.notes]
+    if rest:
+        yield "notes:"
+    yield from (f"  {_short(note, _WIDTH - 2)}" for note in rest[:_MOST_NOTES])
+    if len(rest) > _MOST_NOTES:
+        yield f"  {len(rest) - _MOST_NOTES} more: --json"
+
+
+def quantity(estimate: Estimate, places: int | None = None) -> str:
+    """A number with its interval, where there is one."""
+    return f"{wording.ms(estimate.value, places)} {wording.interval(estimate, places)}".rstrip()
+
+
+def _head(analysis: Analysis) -> str:
+    ranks = f", {analysis.size} rank(s)" if analysis.size else ""
+    title = _short(analysis.title, 40)
+    if (budget := analysis.budget) is None:
+        return f"{title}{ranks}: no step was recorded"
+    steps = f"{budget.steps} step(s)" if budget.steps else "no steps could be told"
+    return f"{title}{ranks}: {steps}, {_short(budget.what, 56)}"
+
+
+def _budget(budget: Budget) -> Iterator[str]:
+    places = wording.decimals(budget.step_ms.value)
+    yield f"{'a step takes' if budget.steps else 'it spans'} {quantity(budget.step_ms, places)} ms:"
+    shown = [part for part in budget.parts if part.share >= _LEAST_SHARE][:_MOST_PARTS]
+    width = max((len(_short(part.name, 30)) for part in shown), default=0) + 2
+    for part in shown:
+        name = _short(part.name, 30) + (" *" if part.name in budget.exposed else "")
+        bar = "#" * round(_BAR * part.share)
+        yield f"  {name:<{width}} {quantity(part.ms, places):<28} {part.share:6.1%}  {bar}".rstrip()
+    if budget.exposed:
+        share = sum(part.share for part in budget.parts if part.name in budget.exposed)
+        yield f"  * communication that nothing hides: {share:.1%} of {'the step' if budget.steps else 'it'}"
+
+
+def _communication(found: Communication, each: str) -> Iterator[str]:
+    words = []
+    if found.busy_ms is not None:
+        words.append(f"{wording.ms(found.busy_ms)} ms {each}")
+    if found.hidden_share is not None:
+        words.append(f"{found.hidden_share:.0%} of it hidden")
+    if found.bytes_per_step is not None:
+        words.append(wording.nbytes(found.bytes_per_step))
+    if found.bus_gb_per_s is not None:
+        words.append(f"{wording.speed(found.bus_gb_per_s)} of bus bandwidth")
+    if found.link_gb_per_s is not None:
+        words.append(f"the link does {wording.speed(found.link_gb_per_s)}")
+    if words:
+        yield f"communication: {', '.join(words)}"
+    if found.phases:
+        yield f"  {', '.join(f'{part.name} {wording.ms(part.ms.value)} ms' for part in found.phases)}"
+
+
+def _blame(blame: Blame) -> Iterator[str]:
+    if blame.source == "none":
+        yield f"who is late: not known{'; ' + blame.reason if blame.reason else ''}"
+        return
+    source = "our own stamps" if blame.source == "stamps" else "Horovod's ticks"
+    who = ", ".join(f"rank {rank}" for rank in blame.late[:8]) or f"nobody ({blame.reason})"
+    more = f" and {len(blame.late) - 8} more" if len(blame.late) > 8 else ""
+    yield _short(f"who is late, by {source} of {blame.steps} steps: {who}{more}", 120)
+    for row in blame.ranks[:_MOST_RANKS] if blame.late else ():
+        name = _short(f"rank {row.rank}{' on ' + row.host if row.host else ''}", 24)
+        behind = f"{wording.ms(abs(row.behind_ms))} ms {'after' if row.behind_ms >= 0 else 'before'} the others"
+        yield f"  {name:<24} ready {behind}, the last in {row.last_share:4.0%}, costs {quantity(row.cost_ms)} ms a step"
+        if row.rank in blame.late:
+            causes = list(blame.causes.get(row.rank, ()))[: 2 if len(blame.late) == 1 else 1]
+            yield from (f"    {_short(cause.text, _WIDTH - 4)}" for cause in causes)
+
+
+def _findings(analysis: Analysis, most: int) -> Iterator[str]:
+    if not analysis.findings:
+        yield "nothing stands out"
+        return
+    yield "what to change, most costly first:"
+    for finding in analysis.findings[:most]:
+        yield from _wrapped(finding.text, "  - ")
+        yield from _wrapped(finding.advice, "    > ")
+    if len(analysis.findings) > most:
+        yield f"  {len(analysis.findings) - most} more: --json"
+
+
+def _wrapped(text: str, begin: str) -> list[str]:
+    """Two lines at most, hanging below their beginning."""
+    gap = " " * len(begin)
+    return textwrap.wrap(_plain(text), _WIDTH, initial_indent=begin, subsequent_indent=gap, max_lines=2)
+
+
+def _short(text: str, width: int) -> str:
+    line = _plain(text)
+    return line if len(line) <= width else f"{line[: width - 3]}..."
+
+
+def _plain(text: str) -> str:
+    """One line, of characters that a terminal only shows."""
+    return "".join(char if char.isprintable() else "?" for char in " ".join(text.split()))

@@ -1,0 +1,76 @@
+"""A run that explains its failure: the watchdog beside it, the card after it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.comm.rounds import Rounds
+from hvdtrain.errors import UnreadableCheckpointError
+from hvdtrain.observe.failure.failure_output import FailureOutput
+from hvdtrain.observe.failure.mailbox import crash_notes, open_post
+from hvdtrain.observe.failure.reporter import TEXT, Job, Reporter, set_old_aside
+from hvdtrain.observe.failure.statement import Witness, myself
+from hvdtrain.observe.shell_commands import go_on, go_on_program, shown
+from hvdtrain.observe.watchdog import Watchdog
+from hvdtrain.runtime.environment import RankInfo
+from hvdtrain.spans import Spans
+from hvdtrain.state.store import CheckpointStore
+from hvdtrain.training.loop.notices import handlers_as_before
+from hvdtrain.training.start.resume_checks import CHECKPOINTS
+
+
+@contextmanager
+def explained(
+    directory: Path,
+    comm: Comm,
+    spans: Spans,
+    voice: FailureOutput | None,
+    stall_timeout_s: float,
+    rounds: Rounds,
+    info: RankInfo,
+) -> Iterator[Reporter]:
+    """Watch what is done inside; write the failure card if it fails. Collective: yes, at the start.
+
+    Gives who tells, with the facts that a card tells of the run, to be completed once there is a model. Errors pass
+    through; where nothing makes progress or a rank is gone, this process is ended. Without a `voice` it is a program
+    that trains, and the program is what goes on. Of an error that ends the round nothing is told as yet: see
+    `Reporter.given_up`. `info`: who this process is in the round.
+    """
+    post = open_post(directory, comm, myself(comm.rank, info.host))
+    place = post.folder.parent.parent if post.folder is not None else directory
+    if comm.rank == 0:
+        set_old_aside(place)
+    here = shown(directory, info)
+    again = go_on(directory, info) if voice is not None else go_on_program(directory, info, sys.orig_argv)
+    job = Job(here, place, again, lambda: _newest(place, here))
+    reporter = Reporter(post, Witness(post.who, spans, comm.in_flight), job, voice or FailureOutput())
+    with handlers_as_before():
+        try:
+            with crash_notes(post), Watchdog(reporter, stall_timeout_s, driven=rounds.elastic):
+                yield reporter
+        except BaseException as error:
+            if rounds.is_over(error):
+                raise
+            reporter.failed(error)
+            if hasattr(error, "add_note") and (place / TEXT).exists():  # from Python 3.11 on
+                error.add_note(f"more: {directory / TEXT}")
+            raise
+    post.leave()
+    if comm.rank == 0:
+        post.remove()
+
+
+def _newest(place: Path, directory: Path) -> str | None:
+    try:
+        found = CheckpointStore(place / CHECKPOINTS, _say_nothing).list()
+    except UnreadableCheckpointError as error:
+        return f"not known: {error.what}"
+    return str(directory / CHECKPOINTS / found[-1].path.name) if found else None
+
+
+def _say_nothing(text: str) -> None:
+    pass

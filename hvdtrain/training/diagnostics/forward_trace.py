@@ -1,0 +1,188 @@
+"""Watches a forward pass: which function, in which module, made a number that is not finite of finite ones."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from hvdtrain.training.diagnostics.origin import Origin, leaves, not_finite, place, tensors
+
+
+@dataclass(frozen=True, eq=False)
+class _Record:
+    """How one tensor came to be not finite.
+
+    Attributes:
+        number: in order of time.
+        kind: forward, parameter, buffer, input; constant where an infinity was written down, as masks are.
+        module: None outside of the model.
+        function: what made it.
+        place: file:line.
+        tensor: name of the parameter.
+        has_nan: it holds nan, not only infinities.
+        parents: those of the tensors that it was made of and that were not finite already.
+    """
+
+    number: int
+    kind: str
+    module: str | None
+    function: str | None
+    place: str | None
+    tensor: str | None
+    has_nan: bool
+    parents: list[_Record] = field(default_factory=list)
+
+
+class ForwardTrace(TorchFunctionMode):
+    """A context manager around a forward pass. It follows each call of a torch function.
+
+    A tensor that is not finite is no fault in itself: masks hold infinities, `where` may throw them away. What counts
+    is whether the loss was made of it, so each such tensor is followed back to where the first one came from.
+
+    Args:
+        model: its modules get hooks, to tell which one is at work.
+        batch: on the device.
+
+    Attributes:
+        module_of: for each node of the autograd graph, the module that made it; None for the loss function.
+    """
+
+    def __init__(self, model: nn.Module, batch: Any) -> None:
+        super().__init__()
+        self.module_of: dict[Node, str | None] = {}
+        self._names = {module: name for name, module in model.named_modules()}
+        self._sources = {id(tensor): ("input", "") for tensor in tensors(batch)}
+        self._sources |= {id(b): ("buffer", name) for name, b in model.named_buffers()}
+        self._sources |= {id(p): ("parameter", name) for name, p in model.named_parameters()}
+        self._at_work: list[str] = []
+        self._records: dict[int, tuple[Tensor, _Record]] = {}  # the tensor is kept, so that its id stays its own
+        self._count = 0
+        self._looking = False
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> ForwardTrace:
+        """Put hooks on every module."""
+        for module in self._names:
+            if not isinstance(module, torch.jit.ScriptModule):
+                self._hooks.append(module.register_forward_pre_hook(self._begin))
+                self._hooks.append(module.register_forward_hook(self._end, with_kwargs=True, always_call=True))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """Take them off."""
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        for hook in self._hooks:
+            hook.remove()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch and look at what went in and came out."""
+        if self._looking:
+            return func(*args, **(kwargs or {}))
+        bad = [t for t in tensors((args, kwargs)) if not_finite(t)]  # before: some functions write to their inputs
+        out = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        results = tensors(out)
+        if args and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))):
+            results += tensors(args[0])
+        self._claim(results)
+        if "empty" not in name:  # memory as it was found
+            infinite = any(isinstance(n, float) and math.isinf(n) for n in leaves((args, kwargs)))
+            for result in results:
+                if not any(result is t for t in bad) and not_finite(result):
+                    self._add(result, "constant" if infinite and not bad else "forward", _name(func), bad)
+        return out
+
+    def origin(self, loss: Tensor) -> Origin:
+        """Where the numbers of `loss`, which is not finite, came from."""
+        every = _ancestors(self._record(loss))
+        # Not buffers: running statistics are spoilt by the step itself, which was done before.
+        sources = [r for r in every if not r.parents and r.kind not in ("constant", "buffer")]
+        # Infinities alone that were written down: what made nan of them, as softmax does of a row that is all masked.
+        made_nan = [r for r in every if r.has_nan and not any(parent.has_nan for parent in r.parents)]
+        first = min(sources or made_nan or every, key=lambda r: r.number)
+        kind = {"constant": "forward", "buffer": "parameter"}.get(first.kind, first.kind)
+        types = {name: type(module).__name__ for module, name in self._names.items()}
+        module_type = types[first.module] if first.module is not None else None
+        return Origin(kind, first.module, module_type, first.function, first.place, first.tensor)
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        self._at_work.append(self._names[module])
+
+    def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._looking = True
+        results = tensors(output)
+        self._claim(results)
+        for result in results:  # of functions that are not torch's, such as an autograd.Function
+            if id(result) not in self._records and id(result) not in self._sources and not_finite(result):
+                bad = [t for t in tensors((args, kwargs)) if t is not result and not_finite(t)]
+                self._add(result, "forward", _gradient_name(result), bad)
+        self._at_work.pop()
+        self._looking = False
+
+    def _claim(self, results: list[Tensor]) -> None:
+        """Note that the new nodes of the graph behind `results` are those of the module at work."""
+        todo = [r.grad_fn for r in results if r.grad_fn is not None]
+        while todo:
+            node = todo.pop()
+            if node not in self.module_of:
+                self.module_of[node] = self._module()
+                todo += [following for following, _ in node.next_functions if following is not None]
+
+    def _module(self) -> str | None:
+        return self._at_work[-1] if self._at_work else None
+
+    def _add(self, tensor: Tensor, kind: str, function: str | None, bad: list[Tensor]) -> _Record:
+        parents = [self._record(parent) for parent in bad]
+        self._count += 1
+        at = place(traceback.format_stack())
+        record = _Record(self._count, kind, self._module(), function, at, None, _has_nan(tensor), parents)
+        self._records[id(tensor)] = tensor, record
+        return record
+
+    def _record(self, tensor: Tensor) -> _Record:
+        """What is known of a tensor that is not finite: made by a function, there from the start, or from nowhere."""
+        if id(tensor) in self._records:
+            return self._records[id(tensor)][1]
+        if id(tensor) not in self._sources:
+            return self._add(tensor, "forward", _gradient_name(tensor), [])
+        kind, name = self._sources[id(tensor)]
+        if kind == "buffer" and not _has_nan(tensor):
+            kind = "constant"
+        self._count += 1
+        at = place(traceback.format_stack())
+        module = name.rpartition(".")[0] if name else self._module()
+        record = _Record(self._count, kind, module, None, at, name or None, _has_nan(tensor))
+        self._records[id(tensor)] = tensor, record
+        return record
+
+
+def _ancestors(record: _Record) -> list[_Record]:
+    found, todo = {record}, [record]
+    while todo:
+        new = set(todo.pop().parents) - found
+        found |= new
+        todo += new
+    return list(found)
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    return bool(tensor.detach().isnan().any())
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return str(resolve_name(function) or getattr(function, "__name__", type(function).__name__))
+
+
+def _gradient_name(tensor: Tensor) -> str | None:
+    return tensor.grad_fn.name() if tensor.grad_fn is not None else None

@@ -1,0 +1,125 @@
+"""Loss and metrics over held-out data, shared out among the ranks. The host does not wait for the device meanwhile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.comm.objects import allgather_json
+from hvdtrain.config.schema import LoaderConfig
+from hvdtrain.data.loader import Batches, sample_seed, seed_forward
+from hvdtrain.data.order import MicroBatch, micro_batches, share
+from hvdtrain.task.base import Task
+from hvdtrain.training.loop.precision import Precision
+from hvdtrain.training.loop.step import checked_loss, checked_metrics, to_device
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Means over held-out samples, equal on all ranks.
+
+    Attributes:
+        loss: mean over the weight.
+        metrics: means by name.
+        samples: how many were looked at.
+    """
+
+    loss: float
+    metrics: dict[str, float] = field(default_factory=dict)
+    samples: int = 0
+
+
+class HeldOut:
+    """Held-out samples of a rank, in batches: `most` of all (0: all), spread evenly, each on one rank.
+
+    Samples that draw random numbers when they are made are the same each time.
+
+    Args:
+        task: whose samples.
+        comm: the ranks.
+        micro_batch: samples a batch.
+        most: samples of all ranks.
+        loader: how they are made. Loader processes start with the first evaluation, and stay.
+        on_cuda: whether batches go to a CUDA device.
+
+    Attributes:
+        count: samples of all ranks; 0 where the task holds nothing out.
+    """
+
+    def __init__(
+        self, task: Task, comm: Comm, *, micro_batch: int, most: int, loader: LoaderConfig, on_cuda: bool
+    ) -> None:
+        self.count = 0
+        if task.heldout_data is None or len(task.heldout_data) == 0:  # type: ignore[arg-type]
+            return
+        self._length = length = len(task.heldout_data)  # type: ignore[arg-type]
+        self.count = min(most, length) if most else length
+        batches = micro_batches(0, self.count, micro_batch)
+        self._mine = [batches[i] for i in share(len(batches), comm.rank, comm.size)]
+        self._batches = Batches(task.heldout_data, self._keys, loader, task.collate, on_cuda=on_cuda, stay=True)
+
+    def _keys(self) -> Iterator[list[int]]:
+        for b in self._mine:
+            yield [sample_seed(0, b), *(i * self._length // self.count for i in range(b.start, b.stop))]
+
+    def __iter__(self) -> Iterator[tuple[MicroBatch, Any]]:
+        for place, drawn in zip(self._mine, self._batches, strict=True):
+            yield place, drawn.batch
+
+
+def evaluate(
+    task: Task,
+    model: nn.Module,
+    comm: Comm,
+    precision: Precision,
+    device: torch.device,
+    held_out: HeldOut,
+    *,
+    touch: Callable[[], None] | None = None,
+) -> Evaluation | None:
+    """Mean loss over held-out samples, each used once at any number of ranks.
+
+    Collective: yes. None where there are none. Sums are in float64. Each module is left in its mode.
+    `touch` is called after each batch: it makes progress.
+    """
+    if not held_out.count:
+        return None
+    sums: dict[str, list[Tensor | float]] = {}
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    # Not inference_mode: what a model keeps from its first forward pass (positions, masks) must serve training too.
+    with torch.no_grad(), precision.autocast():
+        for place, batch in held_out:
+            seed_forward(0, place.start)
+            batch = to_device(batch, device)
+            values: dict[str, tuple[Tensor | float, Tensor | float]] = {"loss": checked_loss(task, model, batch)}
+            values |= {f"metric/{name}": pair for name, pair in checked_metrics(task, model, batch).items()}
+            for name, (value, weight) in values.items():
+                total = sums.setdefault(name, [0.0, 0.0])
+                total[0] = total[0] + _exact(value)
+                total[1] = total[1] + _exact(weight)
+            if touch is not None:
+                touch()
+    for module, training in modes.items():
+        module.training = training
+    numbers = {name: [float(part) for part in total] for name, total in sums.items()}
+    means = _means(allgather_json(comm, numbers, name="evaluate"))
+    loss = means.pop("loss")
+    return Evaluation(loss, {name.removeprefix("metric/"): mean for name, mean in means.items()}, held_out.count)
+
+
+def _exact(number: Tensor | float) -> Tensor | float:
+    """In float64, where it is: a number of the device stays there."""
+    return number.double() if isinstance(number, Tensor) else float(number)
+
+
+def _means(ranks: list[dict[str, list[float]]]) -> dict[str, float]:
+    names = sorted({name for sums in ranks for name in sums})
+    totals = {name: [sum(s[name][part] for s in ranks if name in s) for part in (0, 1)] for name in names}
+    return {name: value / weight if weight else math.nan for name, (value, weight) in totals.items()}

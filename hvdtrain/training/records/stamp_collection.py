@@ -1,0 +1,78 @@
+"""Stamps of every rank's steps, the clocks and the link, as a run's options ask for them."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.comm.link_probe import probe
+from hvdtrain.comm.objects import allgather_json, broadcast_json
+from hvdtrain.config.schema import ObserveConfig
+from hvdtrain.observe.clocks import AT_START, Clocks
+from hvdtrain.observe.host_load import Causes
+from hvdtrain.observe.monitor import Monitor, gpu_identity
+from hvdtrain.observe.recorder import Recorder
+from hvdtrain.observe.sinks import Background
+from hvdtrain.observe.step_file import NAME, StepFile, start_line, starts_so_far
+from hvdtrain.observe.step_sink import StepSink
+from hvdtrain.observe.step_stamps import StepStamps
+from hvdtrain.runtime.clock import clock_id
+from hvdtrain.spans import Spans
+from hvdtrain.training.diagnostics.experts import find_routers
+
+LINK_S = 0.08
+"""Seconds that measuring the link may take at each start."""
+
+Links = dict[tuple[str, ...], list[tuple[int, float]]]
+"""What allreduces took, by the host of each rank."""
+
+
+def add_stamps(
+    recorder: Recorder,
+    observe: ObserveConfig,
+    spans: Spans,
+    folder: Path,
+    comm: Comm,
+    model: nn.Module,
+    device: torch.device,
+    started_at: int,
+    stop: int,
+    links: Links,
+) -> tuple[int, StepStamps | None]:
+    """Gather every rank's stamps of the steps from `started_at` to `stop`; looks at clocks and link first.
+
+    Where ranks come back to an elastic job they would all wait for the link: what rank 0 knows of it from a round
+    before, of as many ranks on the same hosts, still counts. `links`: what this process knows; added to.
+    Collective: yes.
+
+    Returns:
+        Which start of the run this is, counted from 0 by those that left stamps; and what gathers them, whose last
+        block is still to be asked for, None where there are none to be.
+    """
+    if observe.timeline == "off":
+        return 0, None
+    mine = [socket.gethostname(), clock_id(), time.perf_counter_ns() / 1e3]
+    hosts, ids, now_us = zip(*allgather_json(comm, mine, name="timeline/clocks"), strict=True)
+    facts = (starts_so_far(folder / NAME), links.get(hosts)) if comm.rank == 0 else None
+    start, known = broadcast_json(comm, facts, name="timeline/start")
+    if started_at >= stop:
+        return start, None
+    clocks = Clocks(comm, ids)
+    clocks.probe(AT_START)
+    link = known if known is not None else probe(comm, device, LINK_S) if comm.size > 1 else []
+    links[hosts] = link
+    writer = None
+    if comm.rank == 0:
+        origin_us = time.perf_counter_ns() / 1e3
+        sink = StepSink(StepFile(folder / NAME, recorder.warn), clocks, origin_us, recorder.show)
+        sink.start({**start_line(start, started_at, hosts, ids, origin_us), "link": link}, now_us)
+        writer = Background(lambda: sink, NAME, recorder.warn)
+    causes = Causes(Monitor(gpu_identity(device)).device)
+    stamps = StepStamps(comm, spans, clocks, causes, find_routers(model), started_at, writer)
+    recorder.add_watcher(stamps)
+    return start, stamps

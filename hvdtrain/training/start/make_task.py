@@ -1,0 +1,123 @@
+"""Building a task under the run's seed, and seeing that it is one."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.comm.objects import allgather_json
+from hvdtrain.config.schema import Config
+from hvdtrain.data.loader import dataset_length
+from hvdtrain.data.order import mix
+from hvdtrain.errors import LaunchError, TaskError
+from hvdtrain.runtime.environment import change_variables
+from hvdtrain.task.base import Task
+from hvdtrain.training.loop.step import describe
+
+
+def make_task(build: Callable[[], Any], config: Config, variables: Mapping[str, str]) -> Task:
+    """Build the task under the run's seed, and see that it is one. `variables`: the environment of this process."""
+    value = mix(config.seed, 0)
+    torch.manual_seed(value)
+    random.seed(value)
+    np.random.seed(value & 0xFFFFFFFF)
+    if config.train.deterministic:
+        change_variables({"CUBLAS_WORKSPACE_CONFIG": variables.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")})
+        torch.use_deterministic_algorithms(True)
+    try:
+        with refusing_exit():
+            task = build()
+    except TypeError as error:
+        if error.__traceback__ and error.__traceback__.tb_next is None:  # raised by the call, and by nothing inside
+            raise TaskError(
+                "the task function cannot be called with the options that are given", found=str(error)
+            ) from error
+        raise
+    if not isinstance(task, Task):
+        raise TaskError(
+            "the task function returned the wrong thing",
+            expected="hvdtrain.Task(model, loss, train_data, ...)",
+            found=describe(task),
+        )
+    for name, kind in (("model", torch.nn.Module), ("optimizer", (Optimizer, type(None)))):
+        if not isinstance(getattr(task, name), kind):
+            raise TaskError(
+                f"the task's {name} is of the wrong type",
+                expected="torch.nn.Module" if name == "model" else "torch.optim.Optimizer or None",
+                found=describe(getattr(task, name)),
+            )
+    if not any(parameter.requires_grad for parameter in task.model.parameters()):
+        raise TaskError(
+            "the task's model has no parameter to train",
+            expected="one or more whose requires_grad is true",
+            found=f"{sum(1 for _ in task.model.parameters())} parameters, all of them frozen",
+        )
+    if task.optimizer is not None and _needs_closure(task.optimizer):
+        raise TaskError(
+            f"the task's optimizer, {type(task.optimizer).__name__}, needs a closure, which the trainer does not have",
+            next_step="write the loop yourself: hvdtrain.torch's DistributedOptimizer takes closures",
+        )
+    if not callable(task.loss):
+        raise TaskError(
+            "the task's loss is not a function",
+            expected="loss(model, batch) -> (sum of losses, weight)",
+            found=describe(task.loss),
+        )
+    return task
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+@contextmanager
+def refusing_exit() -> Iterator[None]:
+    """Turn a `sys.exit` of the task's code into an error: it would end one rank without a word.
+
+    Errors:
+        TaskError: it was called.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raise TaskError(
+            "the task's code ended this process",
+            expected="an exception where something is wrong: all ranks then end, and the failure card says why",
+            found=f"sys.exit({error.code!r}) in {where.name}, {where.filename}:{where.lineno}",
+        ) from error
+
+
+def check_same_data(task: Task, comm: Comm) -> None:
+    """See that all ranks have the same data. Collective: yes.
+
+    Errors:
+        LaunchError: on every rank, where the data of one is not that of rank 0.
+    """
+    heldout = dataset_length(task.heldout_data, least=0) if task.heldout_data is not None else 0
+    everyone = allgather_json(comm, [dataset_length(task.train_data), heldout, task.data_id], name="data/same")
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            error = LaunchError(
+                f"rank {rank} has other data than rank 0",
+                expected=_described(everyone[0]),
+                found=_described(theirs),
+                next_step="give every host the same files (for the default data: the same Python version)",
+            )
+            error.everywhere = True
+            raise error
+
+
+def _described(data: list[Any]) -> str:
+    samples, heldout, data_id = data
+    return f"{samples} training and {heldout} held-out samples" + (f" with hash {data_id[:12]}" if data_id else "")

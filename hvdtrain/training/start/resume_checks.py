@@ -1,0 +1,164 @@
+"""What is refused before a run resumes, and what is said of its learning rate; used on rank 0 alone."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from hvdtrain.config.parse import RunConfig, changes
+from hvdtrain.config.schema import Config
+from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.observe import journal
+from hvdtrain.state.store import MANIFEST, CheckpointStore
+from hvdtrain.training.elastic.worker_state import WorkerState
+from hvdtrain.training.start.run_directory import RunDirectory, refusal
+from hvdtrain.training.start.schedule import stop_step
+
+CHECKPOINTS = "checkpoints"
+
+
+def check_files(claim: RunDirectory) -> None:
+    """See that what is in the run folder can be read and added to, before anything costs time.
+
+    Errors:
+        RunDirectoryError: the config, the journal or the folder of checkpoints cannot be used.
+    """
+    claim.old_config()
+    log, folder = claim.path / journal.NAME, claim.path / CHECKPOINTS
+    try:
+        if os.path.lexists(log):
+            log.open("r+b").close()
+    except OSError as error:
+        raise refusal(f"the journal {log}", error) from error
+    try:
+        if os.path.lexists(folder):
+            list(folder.iterdir())
+            tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        link = f" (a link to {folder.readlink()})" if folder.is_symlink() else ""
+        raise refusal(f"the folder of checkpoints {folder}{link}", error) from error
+
+
+def check_end(run: RunConfig, claim: RunDirectory, horizon: int) -> None:
+    """See that there is something to train, before anything is written to the run folder.
+
+    The command of a finished run may be given again: it shows its result.
+
+    Args:
+        run: the options.
+        claim: to the run folder.
+        horizon: steps in all.
+
+    Errors:
+        ConfigError: the newest checkpoint is at the end that the options ask for, and other options have changed; or
+            beyond it.
+    """
+    train = run.config.train
+    step, is_own = newest_step(claim.resumes(run.config.resume), claim.path)
+    stop = stop_step(train, horizon)
+    if step is None or step < stop:
+        return
+    limit = f"--train.stop_at {train.stop_at}" if stop < horizon else f"--train.steps {horizon}"
+    if stop == horizon and train.epochs is not None:
+        limit = f"--train.epochs {train.epochs:g}, which are {horizon} steps"
+    if step > stop:
+        more = f"--train.steps {step + stop}"
+        if stop < horizon:
+            more = "--train.stop_at null" if horizon > step else f"--train.stop_at {step + stop}"
+        elif train.epochs is not None:
+            more = f"--train.epochs {train.epochs * (step + stop) / stop:g}"
+        raise ConfigError(
+            f"nothing to train: the checkpoint is at step {step}, beyond the end of this run ({limit})",
+            expected=f"an end after step {step}",
+            next_step=f"to train on from step {step}: {more}; for a new run from step 1: --resume never --run_dir NEW",
+        )
+    old = claim.old_config()
+    changed = changes(old, run.resolved) if old is not None else []
+    if changed or not is_own:
+        what = f"these options have changed: {'; '.join(changed)}" if changed else "there is no step left"
+        raise ConfigError(
+            f"nothing to train: the checkpoint is at step {step}, the end of this run ({limit}), and {what}",
+            expected="the options with which it was trained, or a later end",
+            next_step=f"to train on: --train.steps {2 * step}; for a new run with these options: --resume never"
+            " --run_dir NEW",
+        )
+
+
+def newest_step(resume: str, folder: Path) -> tuple[int | None, bool]:
+    """Return the step of the newest checkpoint that `resume` names, unread, and whether it is the run's own."""
+
+    def last(place: Path) -> int | None:
+        saves = CheckpointStore(place / CHECKPOINTS, lambda line: None).list()
+        return saves[-1].step if saves else None
+
+    own = last(folder)
+    if resume == "never":
+        return None, True
+    path = Path(resume)
+    is_within = path.resolve().is_relative_to(folder.resolve())
+    if resume == "auto" or (own is not None and not is_within):
+        return own, True
+    if not (path / MANIFEST).exists():
+        return last(path), is_within
+    name = path.name.removeprefix("step-").partition(".")[0]
+    return (int(name) if name.isdigit() else None), is_within
+
+
+def train_on(config: Config, kept: WorkerState) -> str:
+    """Return the options that train for as many steps again, without a jump of the learning rate.
+
+    Where the schedule has lowered it, a schedule over more steps would raise it again: then at the value of the end.
+    """
+    train = config.train
+    more = f"--train.steps {2 * kept.horizon}" if train.epochs is None else f"--train.epochs {2 * train.epochs:g}"
+    lr = kept.base_lrs[0] * float(kept.schedule(max(0, kept.horizon - 1)))
+    if kept.task.optimizer is not None or kept.task.schedule is not None or lr == config.optimizer.lr:
+        return more
+    return f"{more} --optimizer.schedule constant --optimizer.lr {lr:.6g}"
+
+
+def check_checkpoints_are_there(claim: RunDirectory, store: CheckpointStore) -> None:
+    """See that a run which has saved checkpoints is not started again because they cannot be found.
+
+    Errors:
+        CheckpointError: the journal records checkpoints, and there is none, not even a damaged one.
+    """
+    log = claim.path / journal.NAME
+    saved = 0
+    if log.exists():
+        for line in journal.journal_lines(log):
+            if line.get("event") == "checkpoint":
+                saved = max(saved, int(line.get("at_step", 0)))
+    if saved:
+        raise CheckpointError(
+            f"{claim.path} has no checkpoint, though its journal records one at step {saved}",
+            expected=f"step-... folders in {store.directory}",
+            found=f"{'an empty folder' if store.directory.is_dir() else 'no folder'}",
+            next_step="put the folder back (or its disk, if it is a link), or give --resume CHECKPOINT; to begin anew:"
+            " --resume never --run_dir NEW",
+        )
+
+
+def learning_rate_change(step: int, before: float, at: Callable[[int], float], *, by_options: bool) -> str | None:
+    """Describe how the learning rate differs from what the run would have had next; None where it does not.
+
+    Args:
+        step: optimizer steps done.
+        before: learning rate of the last of them; 0 where it is not known.
+        at: learning rate as a function of the step, 0 at the first, from now on.
+        by_options: whether `--optimizer.*` decides about it.
+    """
+    if not before or not step or abs(at(step - 1) - before) <= 1e-6 * before:
+        return None
+    after = at(step)
+    text = (
+        f"the schedule has changed: the learning rate was {before:.4g} at step {step}, and is {after:.4g} at the next"
+    )
+    if by_options and after > 1.01 * before:
+        text += (
+            f"; to train on at {before:.4g}: --optimizer.schedule constant --optimizer.lr {before:.6g}; for runs that"
+            " are to be extended: --optimizer.schedule wsd, resumed from a checkpoint before its decay"
+        )
+    return text

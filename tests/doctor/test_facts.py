@@ -1,0 +1,185 @@
+"""What is gathered: from the kernel's files, here made up, from folders, from libraries as a linker writes them."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.doctor.facts import gather
+from hvdtrain.doctor.facts.child import ask
+from hvdtrain.doctor.facts.gpu import gpu_facts
+from hvdtrain.doctor.facts.machine import machine
+from hvdtrain.doctor.facts.network import RdmaPort, network
+from hvdtrain.doctor.facts.storage import mounted, probe, storage
+from hvdtrain.runtime.environment import RankInfo
+from tests.support.launch import TIMEOUT_S
+
+GIB = 1 << 30
+
+
+def files(root: Path, texts: dict[str, str]) -> Path:
+    for name, text in texts.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("limits", "found"),
+    [
+        ({}, None),
+        ({"proc/self/cgroup": "0::/pod/c1\n", "sys/fs/cgroup/pod/c1/memory.max": "max\n"}, None),
+        ({"proc/self/cgroup": "0::/pod/c1\n", "sys/fs/cgroup/pod/c1/memory.max": f"{GIB}\n"}, GIB),
+        (
+            {
+                "proc/self/cgroup": "0::/pod/c1\n",
+                "sys/fs/cgroup/pod/c1/memory.max": f"{4 * GIB}\n",
+                "sys/fs/cgroup/pod/memory.max": f"{2 * GIB}\n",
+            },
+            2 * GIB,
+        ),
+        ({"proc/self/cgroup": "4:memory:/job\n", "sys/fs/cgroup/memory/job/memory.limit_in_bytes": f"{GIB}"}, GIB),
+        (
+            {"proc/self/cgroup": "4:memory:/\n", "sys/fs/cgroup/memory/memory.limit_in_bytes": str((1 << 63) - 4096)},
+            None,
+        ),
+    ],
+)
+def test_the_lowest_limit_of_memory_counts(limits: dict[str, str], found: int | None, tmp_path: Path) -> None:
+    assert machine({}, files(tmp_path, limits)).memory_limit_bytes == found
+
+
+def test_the_machine_is_read(tmp_path: Path) -> None:
+    root = files(
+        tmp_path,
+        {
+            "proc/cpuinfo": "processor : 0\nmodel name : Some CPU\nflags : fpu amx_bf16\n\nprocessor : 1\nflags : x\n",
+            "sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]\n",
+            "dev/shm/here": "",
+        },
+    )
+    found = machine({}, root)
+    assert found.system["cpu"] == "Some CPU" and "amx_bf16" in found.cpu_flags and "x" not in found.cpu_flags
+    assert found.huge_pages == "never"
+    assert found.shm_bytes is not None and found.shm_free_bytes is not None
+    assert 0 < found.shm_free_bytes <= found.shm_bytes
+    assert machine({}, tmp_path / "nothing").shm_bytes is None
+    assert machine({}, tmp_path / "nothing").huge_pages == ""
+
+
+def test_gpus_are_seen_without_torch(tmp_path: Path) -> None:
+    version = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (root@x)\n"
+    root = files(
+        tmp_path,
+        {
+            "dev/nvidia0": "",
+            "dev/nvidia1": "",
+            "dev/nvidiactl": "",
+            "proc/driver/nvidia/version": version,
+            "sys/bus/pci/devices/0/vendor": "0x10de\n",
+            "sys/bus/pci/devices/0/class": "0x030200\n",
+            "sys/bus/pci/devices/1/vendor": "0x10de\n",
+            "sys/bus/pci/devices/1/class": "0x068000\n",
+            "sys/bus/pci/devices/2/vendor": "0x8086\n",
+            "sys/bus/pci/devices/2/class": "0x030000\n",
+            "sys/module/nvidia_peermem/version": "580",
+        },
+    )
+    found = gpu_facts(root)
+    assert (found.devices, found.on_bus, found.driver) == (2, 1, "580.65.06")
+    assert found.peer_memory and not found.gdrcopy
+    nothing = gpu_facts(tmp_path / "nothing")
+    assert (nothing.devices, nothing.on_bus, nothing.driver, nothing.driver_cuda) == (0, 0, None, None)
+
+
+UP, DOWN, NO_LINK, LOOPBACK = 0x1043, 0x1002, 0x1003, 0x49
+FLAGS = {"lo": LOOPBACK, "eth0": UP, "eth1": NO_LINK, "eth2": DOWN, "docker0": UP, "br9": UP}
+
+
+def test_the_network_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernel(asking: object, what: int, name: bytes) -> bytes:
+        known = name.rstrip(b"\0").decode()
+        if what == 0x8913:
+            return name[:16] + struct.pack("<H", FLAGS[known]) + bytes(100)
+        if known == "eth2":
+            raise OSError("no address")
+        return name[:16] + struct.pack("<HH4B", 2, 0, 10, 0, 0, list(FLAGS).index(known)) + bytes(100)
+
+    monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(FLAGS, 1)))
+    monkeypatch.setattr(fcntl, "ioctl", kernel)
+    route = "Iface Destination Gateway Flags RefCnt Use Metric Mask MTU\n"
+    route += "eth1 00000000 0100000A 0003 0 0 200 00000000 0\neth0 00000000 0100000A 0003 0 0 100 00000000 0\n"
+    route += "eth2 0000000A 00000000 0001 0 0 0 00FFFFFF 0\n"
+    root = files(
+        tmp_path,
+        {
+            "sys/class/net/br9/bridge/x": "",
+            "proc/net/route": route,
+            "sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n",
+            "sys/class/infiniband/mlx5_0/ports/1/link_layer": "InfiniBand\n",
+            "sys/class/infiniband/mlx5_1/ports/1/state": "1: DOWN\n",
+            "sys/class/infiniband/mlx5_1/ports/1/link_layer": "Ethernet\n",
+        },
+    )
+    found = network(root)
+    there = {one.name: one for one in found.interfaces}
+    assert found.route == "eth0"
+    assert there["lo"].loopback and not there["eth0"].loopback
+    assert [there[name].up for name in ("eth0", "eth1", "eth2")] == [True, False, False]
+    assert [there[name].address for name in ("eth0", "eth2")] == ["10.0.0.1", ""]
+    assert [name for name, one in there.items() if one.virtual] == ["docker0", "br9"]
+    assert found.rdma == (RdmaPort("mlx5_0", 1, True, "InfiniBand"), RdmaPort("mlx5_1", 1, False, "Ethernet"))
+    assert not found.verbs
+
+
+def test_the_real_network_has_a_loopback_and_addresses() -> None:
+    found = network()
+    (lo,) = [one for one in found.interfaces if one.loopback]
+    assert (lo.name, lo.address) == ("lo", "127.0.0.1")
+    assert found.name == socket.gethostname()
+
+
+MOUNTS = """\
+22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
+30 22 0:40 / /home rw - nfs4 server:/home rw
+31 30 0:41 / /home/with\\040space rw shared:2 master:3 - tmpfs tmpfs rw
+32 22 0:42 / /home rw - lustre server:/new rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("folder", "kind"),
+    [("/work", "ext4"), ("/homes", "ext4"), ("/home/me/runs", "lustre"), ("/home/with space/x", "tmpfs")],
+)
+def test_what_is_mounted_last_and_deepest_is_what_a_folder_is_on(folder: str, kind: str) -> None:
+    assert mounted(Path(folder), MOUNTS) == kind
+
+
+def test_a_folder_is_measured_and_nothing_stays_there(tmp_path: Path) -> None:
+    found = probe(tmp_path / "not/yet/there", MOUNTS)
+    assert found["folder"] == str(tmp_path) and found["type"] == "ext4"
+    assert found["free_bytes"] > 0 and found["mib_per_s"] > 0 and found["sync_ms"] > 0
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_folder_that_refuses_says_why() -> None:
+    assert probe(Path("/proc/runs"), MOUNTS)["problem"]
+
+
+def test_a_folder_is_asked_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(storage.__globals__, "_TIMEOUT_S", TIMEOUT_S)
+    found = storage(tmp_path)
+    assert found.answer.error is None and found.answer.values["folder"] == str(tmp_path)
+
+
+def test_what_we_set_ourselves_is_not_taken_for_somebodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ask, "__defaults__", (TIMEOUT_S,))
+    found = gather(RankInfo(), [], {"PATH": "/bin", "A": "1", "B": "2", "HVDTRAIN_SET": '{"A": "1"}'}, tmp_path)
+    assert found.environ == {"PATH": "/bin", "B": "2"}
+    assert found.installation.python == sys.version_info[:2]
+    assert found.installation.torch.values["version"]

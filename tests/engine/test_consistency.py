@@ -1,0 +1,116 @@
+"""A model that is not the same on all ranks is named at the start, whatever differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from hvdtrain.engine.consistency import check_same
+from hvdtrain.errors import LaunchError
+from tests.support.launch import train
+from tests.support.thread_comm import ThreadComm, on_ranks
+
+Made = tuple[nn.Module, Optimizer]
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 4, *, turned: bool = False, table: int = 3) -> None:
+        super().__init__()
+        for name in ("b", "a") if turned else ("a", "b"):
+            setattr(self, name, nn.Linear(4, width if name == "a" else 4))
+        self.register_buffer("table", torch.zeros(table))
+
+
+def _made(model: nn.Module, kind: Callable[..., Optimizer] = AdamW, **options: object) -> Made:
+    return model, kind(model.parameters(), **options)
+
+
+def _frozen() -> Made:
+    model = Net()
+    model.a.bias.requires_grad_(False)
+    return _made(model)
+
+
+def _groups(count: int) -> Made:
+    model = Net()
+    parameters = list(model.parameters())
+    return model, AdamW([{"params": parameters[:count]}, {"params": parameters[count:]}])
+
+
+DIFFERENT = {
+    "shape": (lambda: _made(Net(width=5)), "a.weight differs"),
+    "dtype": (lambda: _made(Net().double()), "a.weight differs"),
+    "name": (lambda: _made(nn.Sequential(Net())), "a.weight differs"),
+    "order": (lambda: _made(Net(turned=True)), "the order of the model's parameters differs"),
+    "what is trained": (_frozen, "a.bias differs"),
+    "buffer": (lambda: _made(Net(table=2)), "table differs"),
+    "optimizer": (lambda: _made(Net(), Adam), "the optimizer differs"),
+    "momentum": (lambda: _made(Net(), SGD, lr=0.1), "the optimizer differs"),
+    "groups": (lambda: _groups(1), "the optimizer's group 0 differs"),
+    "option": (lambda: _with_option(), "what the optimizer's group 0 has beside parameters differs"),
+}
+
+
+def _with_option() -> Made:
+    model, optimizer = _made(Net())
+    optimizer.param_groups[0]["scale"] = 2.0
+    return model, optimizer
+
+
+@pytest.mark.parametrize("how", DIFFERENT)
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_every_rank_is_told_what_differs_and_where(how: str, odd: int) -> None:
+    make, said = DIFFERENT[how]
+
+    def body(comm: ThreadComm) -> str:
+        model, optimizer = make() if comm.rank == odd else _made(Net())
+        with pytest.raises(LaunchError) as caught:
+            check_same(model, optimizer, comm)
+        assert caught.value.everywhere
+        return str(caught.value)
+
+    for text in on_ranks(3, body):
+        assert said in text or odd == 0
+        assert f"rank {odd or 1} is not that of rank 0" in text
+
+
+def test_what_is_the_same_passes_and_learning_rates_and_order_in_a_group_may_differ() -> None:
+    def body(comm: ThreadComm) -> None:
+        model = Net()
+        parameters = list(model.parameters())
+        check_same(model, AdamW(parameters[:: 1 - 2 * (comm.rank == 1)], lr=0.1 * (1 + comm.rank)), comm)
+
+    on_ranks(3, body)
+
+
+TASK = """
+import os
+import torch
+from hvdtrain import Task
+
+def build():
+    odd = os.environ["OMPI_COMM_WORLD_RANK"] == "1"
+    model = torch.nn.Sequential(torch.nn.Linear(1, 2), torch.nn.Linear(2, 1))
+    WHAT
+    loss = lambda model, batch: ((model(batch[0]) ** 2).sum(), len(batch[0]))
+    return Task(model, loss, torch.utils.data.TensorDataset(torch.ones(64, 1)), optimizer=optimizer)
+"""
+ODD = {
+    "frozen": "model[0].bias.requires_grad_(not odd); optimizer = None",
+    "optimizer": "optimizer = (torch.optim.SGD if odd else torch.optim.Adam)(model.parameters(), lr=0.1)",
+    "buffer": "odd and model.register_buffer('extra', torch.zeros(2)); optimizer = None",
+}
+
+
+@pytest.mark.parametrize("how", ODD)
+@pytest.mark.slow
+def test_a_real_job_ends_and_says_so(how: str, tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text(TASK.replace("WHAT", ODD[how]))
+    done = train("--task=odd.py:build", "--train.steps=3", "--run_dir=run", size=2, cwd=tmp_path, check=False)
+    assert done.returncode != 0
+    assert "the model of rank 1 is not that of rank 0" in done.stderr + done.stdout

@@ -1,0 +1,158 @@
+"""What compression owes is not lost where parameters are frozen for a while, or ranks become others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.compression.table import parse
+from hvdtrain.engine.local import LocalEngine
+from hvdtrain.exchange.reducer import Reducer
+from hvdtrain.exchange.residual_transfer import Residuals
+from tests.support.thread_comm import ThreadComm, on_ranks
+
+TENSORS = {"a/residual": torch.ones(2), "a/powersgd_q": torch.ones(3), "b.c/residual": torch.full((2,), 2.0)}
+
+
+def test_what_is_owed_is_told_from_what_was_learned() -> None:
+    assert Residuals(TENSORS, 2).owed(3) == Residuals({k: TENSORS[k] for k in ("a/residual", "b.c/residual")}, 3)
+
+
+def test_the_rest_keeps_its_sum_over_ranks() -> None:
+    rest = Residuals(TENSORS, 4).without({"a"}, 2)
+    assert (list(rest.tensors), rest.ranks) == (["b.c/residual"], 2)
+    assert 2 * rest.tensors["b.c/residual"].sum() == 4 * TENSORS["b.c/residual"].sum()
+
+
+def test_only_what_is_owed_follows_the_loss_scale() -> None:
+    tensors = {key: t.clone() for key, t in TENSORS.items()}
+    Residuals(tensors, 2).rescale(0.5)
+    assert tensors["b.c/residual"].tolist() == [1.0, 1.0]
+    assert torch.equal(tensors["a/powersgd_q"], TENSORS["a/powersgd_q"])
+
+
+def test_a_parameter_that_was_frozen_for_a_while_gets_what_it_is_owed() -> None:
+    """Top-k of one element a step: most of the gradient is owed when the layer freezes."""
+
+    def body(comm: ThreadComm) -> float:
+        model = nn.ParameterList([nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(8))])
+        reducer = Reducer(
+            lambda: [(n, p) for n, p in model.named_parameters() if p.requires_grad], comm, parse("topk:0.01")
+        )
+        total = torch.zeros(8)
+        for step in range(60):
+            model[1].requires_grad_(not 10 <= step < 20)
+            model.zero_grad()
+            reducer.begin()
+            reducer.collect()
+            scale = 1.0 if step < 10 else 0.0
+            sum((p * scale).sum() for p in model if p.requires_grad).backward()  # type: ignore[union-attr]
+            reducer.finish()
+            if model[1].grad is not None:
+                total += model[1].grad
+            reducer.commit(applied=True)
+        return float(total.sum())
+
+    assert on_ranks(2, body) == [2 * 8 * 10.0] * 2
+
+
+def _owing(comm: ThreadComm, weight: float) -> tuple[dict[str, Tensor], dict[str, object], Tensor]:
+    """The settled state of top-k after three steps, and the sum of what it has delivered."""
+    parameter = nn.Parameter(torch.zeros(8))
+    reducer = Reducer(lambda: [("p", parameter)], comm, parse("topk:0.01"), weight=weight)
+    total = torch.zeros(8)
+    for _ in range(3):
+        total += _step(reducer, parameter, torch.arange(8.0) + comm.rank)
+    reducer.synchronize_state()
+    tensors, values = reducer.state_dict()
+    return {key: tensor.clone() for key, tensor in tensors.items()}, values, total
+
+
+def _step(reducer: Reducer, parameter: nn.Parameter, gradient: Tensor, *, applied: bool = True) -> Tensor:
+    parameter.grad = None
+    reducer.begin()
+    reducer.collect()
+    if gradient.count_nonzero():
+        (parameter * gradient).sum().backward()
+    reducer.finish()
+    reducer.commit(applied=applied)
+    assert parameter.grad is not None
+    return parameter.grad.clone()
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16", "int8"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_is_owed_is_delivered_by_whatever_compression_comes_next(compression: str, size: int) -> None:
+    """Once: a step that is not applied delivers nothing; saved meanwhile, it is still owed."""
+    saved = on_ranks(2, lambda comm: _owing(comm, 0.5))
+    tensors, values, delivered = saved[0]
+    owed = 0.5 * 3 * (2 * torch.arange(8.0) + 1) - delivered
+    assert owed.count_nonzero()
+
+    def body(comm: ThreadComm) -> list[Tensor]:
+        parameter = nn.Parameter(torch.zeros(8))
+        reducer = Reducer(lambda: [("p", parameter)], comm, parse(compression), weight=0.5)
+        reducer.load_state_dict(tensors, values)
+        found = [_step(reducer, parameter, torch.zeros(8), applied=False)]
+        assert "p/residual" in reducer.state_dict()[0]
+        found += [_step(reducer, parameter, torch.ones(8) * comm.rank) for _ in range(2)]
+        assert compression == "int8" or "p/residual" not in reducer.state_dict()[0]
+        return found
+
+    ranks = 0.5 * torch.ones(8) * sum(range(size))
+    for skipped, first, second in on_ranks(size, body):
+        torch.testing.assert_close(skipped, owed, rtol=2e-2, atol=0.2)
+        torch.testing.assert_close(first + second, owed + 2 * ranks, rtol=2e-2, atol=0.2)
+        torch.testing.assert_close(second, ranks, rtol=2e-2, atol=0.2)
+
+
+def test_one_rank_alone_delivers_what_several_owe() -> None:
+    tensors, values, delivered = on_ranks(2, lambda comm: _owing(comm, 1.0))[0]
+    parameter = nn.Parameter(torch.zeros(8))
+    engine = LocalEngine([("p", parameter)], torch.optim.SGD([parameter], lr=1.0))
+    engine.load_state_dict(tensors, values)
+    for applied in (False, True):
+        engine.begin(1)
+        engine.backward((parameter * 2).sum())
+        (gradient,) = engine.finish()
+        torch.testing.assert_close(gradient, 3 * (2 * torch.arange(8.0) + 1) - delivered + 2)
+        engine.rescale(1.0)
+        assert "p/residual" in engine.state_dict()[0]
+        engine.commit(applied=applied)
+    assert not engine.state_dict()[0]
+    engine.begin(1)
+    engine.backward((parameter * 2).sum())
+    assert torch.equal(engine.finish()[0], torch.full((8,), 2.0))
+
+
+def test_a_switch_of_compression_shares_what_is_owed_so_that_it_can_be_saved() -> None:
+    def body(comm: ThreadComm) -> Tensor:
+        parameter = nn.Parameter(torch.zeros(8))
+        reducer = Reducer(lambda: [("p", parameter)], comm, parse("topk:0.01"))
+        _step(reducer, parameter, torch.arange(8.0) * comm.rank)
+        reducer.switch(parse("none"))
+        return reducer.state_dict()[0]["p/residual"].clone()
+
+    one, other = on_ranks(2, body)
+    assert torch.equal(one, other) and one.count_nonzero()
+
+
+def test_a_saved_plan_by_another_size_of_buckets_is_made_anew() -> None:
+    def body(comm: ThreadComm, saved: dict[str, Any] | None, limit: int) -> dict[str, Any]:
+        named = [(f"p{n}", nn.Parameter(torch.zeros(64))) for n in range(4)]
+        reducer = Reducer(lambda: named, comm, bucket_bytes=limit)
+        if saved is not None:
+            reducer.load_state_dict({}, saved)
+        reducer.begin()
+        reducer.collect()
+        sum(p.sum() for _, p in named).backward()  # type: ignore[union-attr]
+        reducer.finish()
+        return reducer.state_dict()[1]
+
+    large = on_ranks(2, lambda comm: body(comm, None, 1 << 20))[0]
+    assert len(large["plan"]["buckets"]) == 1
+    assert len(on_ranks(2, lambda comm: body(comm, large, 512))[0]["plan"]["buckets"]) == 2
+    assert on_ranks(2, lambda comm: body(comm, large, 1 << 20))[0] == large

@@ -1,0 +1,136 @@
+"""Finding what is at hand: torch without importing it, an MPI by asking it, the compiler, the toolkit, NCCL."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.install import build_probe as probe
+from hvdtrain.install.build_facts import TorchAtHand
+from hvdtrain.install.versions import MpiBuild, TorchBuild
+from tests.support.launch import TIMEOUT_S
+
+
+def script(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def fake_torch(site: Path, source: str) -> TorchAtHand | None:
+    (site / "torch").mkdir(parents=True)
+    (site / "torch" / "__init__.py").write_text("raise ImportError('executed')")
+    (site / "torch" / "version.py").write_text(source)
+    return probe.torch_at_hand([site])
+
+
+def test_torch_is_read_without_running_it(tmp_path: Path) -> None:
+    source = "from typing import Optional\n__version__ = '2.12.1+cu130'\n"
+    source += "cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
+    found = fake_torch(tmp_path, source)
+    assert found == TorchAtHand(TorchBuild("2.12.1", "cu130"), tmp_path / "torch", rocm=False)
+
+
+def test_torch_for_rocm_is_told_apart(tmp_path: Path) -> None:
+    found = fake_torch(tmp_path, "__version__ = '2.12.1+rocm6.4'\ncuda = None\nhip = '6.4.1'\n")
+    assert found is not None
+    assert found.rocm
+
+
+def test_no_torch_is_none(tmp_path: Path) -> None:
+    assert probe.torch_at_hand([tmp_path]) is None
+
+
+def test_the_installed_torch_is_named_as_it_names_itself() -> None:
+    program = (
+        "import sys; from hvdtrain.install.build_probe import torch_at_hand; found = torch_at_hand(); "
+        "assert 'torch' not in sys.modules; import torch; from hvdtrain.install.versions import TorchBuild; "
+        "assert found.build == TorchBuild.from_strings(torch.__version__, torch.version.cuda), found"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_looking_around_leaves_setuptools_as_it_was() -> None:
+    """torch.compile imports it, in whatever process has looked."""
+    looked = "import os; from hvdtrain.install.build_probe import probe; assert probe(os.environ).python.has_pip"
+    program = [sys.executable, "-c", f"{looked}; import setuptools"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_mpi_is_one_folder_with_both_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "nothing"))
+    script(tmp_path / "runtime" / "mpirun", "echo 'mpirun (Open MPI) 5.0.11'")  # no mpicxx: cannot be built with
+    script(tmp_path / "full" / "mpirun", "echo 'mpirun (Open MPI) 4.1.2'")
+    script(tmp_path / "full" / "mpicxx", "")
+    found = probe.mpi_at_hand({"PATH": f"{tmp_path / 'runtime'}:{tmp_path / 'full'}:/bin"})
+    assert found is not None
+    assert (found.build, found.mpicxx) == (MpiBuild("openmpi", "4.1.2"), tmp_path / "full" / "mpicxx")
+
+
+def test_the_environments_own_mpi_goes_before_the_one_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder, version in (("env/bin", "4.1.8"), ("system", "5.0.11")):
+        script(tmp_path / folder / "mpirun", f"echo 'mpirun (Open MPI) {version}'")
+        script(tmp_path / folder / "mpicxx", "")
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "env"))
+    found = probe.mpi_at_hand({"PATH": f"{tmp_path / 'system'}:/bin"})
+    assert found is not None
+    assert found.build.version == "4.1.8"
+
+
+def test_the_compiler_of_the_user_is_asked_for_its_version(tmp_path: Path) -> None:
+    own = script(tmp_path / "my-c++", 'case "$1" in --version) echo "clang version 18.1.3";; *) echo 18.1.3;; esac')
+    found = probe.compiler_at_hand({"CXX": str(own), "PATH": "/bin"})
+    assert found is not None
+    assert (found.command, found.name, found.version, found.major) == (str(own), "clang", "18.1.3", 18)
+    assert probe.compiler_at_hand({"PATH": str(tmp_path)}) is None
+
+
+def fake_toolkit(home: Path, version: str) -> Path:
+    archs = "compute_75\\ncompute_80\\ncompute_90\\n"
+    says = f"Cuda compilation tools, release {version}, V{version}.88"
+    text = f'case "$1" in --version) echo "{says}";; *) printf "{archs}";; esac'
+    script(home / "bin" / "nvcc", text)
+    (home / "include").mkdir()
+    (home / "include" / "cuda.h").write_text("")
+    return home
+
+
+def test_the_toolkit_that_is_named_goes_before_the_one_on_path(tmp_path: Path) -> None:
+    named, on_path = fake_toolkit(tmp_path / "named", "12.8"), fake_toolkit(tmp_path / "path", "13.0")
+    path = f"{on_path / 'bin'}:/bin"
+    for environ, version in (({"PATH": path, "CUDA_HOME": str(named)}, "12.8"), ({"PATH": path}, "13.0")):
+        found = probe.cuda_at_hand(environ)
+        assert found is not None
+        assert (found.version, found.architectures) == (version, (75, 80, 90))
+
+
+def test_nccl_beside_torch_goes_before_the_systems(tmp_path: Path) -> None:
+    for home, minor in ((tmp_path / "site" / "nvidia" / "nccl", 29), (tmp_path / "system", 18)):
+        (home / "include").mkdir(parents=True)
+        (home / "lib").mkdir()
+        (home / "include" / "nccl.h").write_text(f"#define NCCL_MAJOR 2\n#define NCCL_MINOR {minor}\n")
+        (home / "lib" / "libnccl.so.2").write_text("")
+    environ = {"NCCL_HOME": str(tmp_path / "system")}
+    torch = TorchAtHand(TorchBuild("2.12.1", "cu130"), tmp_path / "site" / "torch")
+    beside, system = probe.nccl_at_hand(environ, torch), probe.nccl_at_hand(environ, None)
+    assert beside is not None
+    assert (beside.version, beside.in_site) == ("2.29", True)
+    assert system is not None
+    assert (system.version, system.in_site) == ("2.18", False)
+
+
+def test_this_machine_can_be_probed() -> None:
+    found = probe.probe(os.environ)
+    assert found.python.executable == sys.executable
+    assert found.cores == len(os.sched_getaffinity(0))
+    assert found.cache.parts[-2:] == ("hvdtrain", "horovod")
+    assert found.free_bytes > 0

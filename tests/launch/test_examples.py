@@ -1,0 +1,83 @@
+"""launchers/ holds what the package renders; its scripts are clean, and do what they say."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hvdtrain.launch.examples import files, write
+from hvdtrain.launch.hosts import parse_answer
+from tests.support.mpijob_schema import problems
+
+FOLDER = Path(__file__).parents[2] / "launchers"
+SCRIPTS = sorted(name for name, text in files().items() if text.startswith("#!"))
+
+
+def test_the_folder_is_what_is_rendered() -> None:
+    assert {path.name for path in FOLDER.iterdir()} == set(files())
+    for name, text in files().items():
+        assert (FOLDER / name).read_text() == text, f"{name}: make launchers"
+
+
+def test_what_is_to_be_run_by_hand_can_be(tmp_path: Path) -> None:
+    write(tmp_path / "new")
+    for folder in (FOLDER, tmp_path / "new"):
+        assert {path.name for path in folder.iterdir() if os.access(path, os.X_OK)} == set(SCRIPTS) - {"slurm.sbatch"}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_are_clean(name: str, shellcheck: str) -> None:
+    done = subprocess.run([shellcheck, name], cwd=FOLDER, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_operator_takes_the_manifest() -> None:
+    assert problems(yaml.safe_load((FOLDER / "mpijob.yaml").read_text())) == []
+
+
+SPY = "#!/bin/sh\nexec {python} -c 'import json, sys; print(json.dumps(sys.argv[1:]))' \"$@\"\n"
+WORDS = ["--config", "run it's.yaml", "two\nlines"]
+
+
+@pytest.fixture
+def spied(tmp_path: Path) -> dict[str, str]:
+    for name in ("mpirun", "hvdtrain"):
+        (tmp_path / name).write_text(SPY.format(python=shutil.which("python3")))
+        (tmp_path / name).chmod(0o755)
+    return {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+
+
+def _argv(name: str, variables: dict[str, str]) -> list[str]:
+    done = subprocess.run([FOLDER / name, *WORDS], env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return list(json.loads(done.stdout))
+
+
+def test_local(spied: dict[str, str]) -> None:
+    assert _argv("local.sh", spied) == ["launch", "-np", "2", "--", *WORDS]
+    assert _argv("local.sh", {**spied, "NP": "8"})[2] == "8"
+
+
+def test_mpirun(spied: dict[str, str]) -> None:
+    argv = _argv("mpirun.sh", {**spied, "NP": "8", "HOSTS": "a:4,b:4"})
+    assert (
+        argv[:4] == ["-np", "8", "--host", "a:4,b:4"]
+        and argv[-3:] == WORDS
+        and argv[-6:-3] == ["python", "-m", "hvdtrain"]
+    )
+    done = subprocess.run([FOLDER / "mpirun.sh"], env=spied, capture_output=True, text=True)
+    assert done.returncode != 0 and "such as NP=8" in done.stderr
+
+
+def test_the_discovery_script_says_what_the_file_says(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a:4\nb:2\n")
+    script = FOLDER / "elastic-discovery.sh"
+    for variables in ({"PATH": "/usr/bin:/bin"}, {"PATH": "/usr/bin:/bin", "HVDTRAIN_HOSTS": str(tmp_path / "hosts")}):
+        done = subprocess.run([script], cwd=tmp_path, env=variables, capture_output=True, text=True, check=True)
+        assert parse_answer(done.stdout) == {"a": 4, "b": 2}

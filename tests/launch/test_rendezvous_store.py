@@ -1,0 +1,137 @@
+"""The keys of a round: who asks early waits, who asks late is refused."""
+
+from __future__ import annotations
+
+import random
+import struct
+from functools import partial
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.launch import agent_lines as lines
+from hvdtrain.launch.rendezvous_store import FOUND, GONE, MOST_BYTES, Relay, RoundStore, packed, unpacked
+
+
+class Asking:
+    """A store of round 1, and what was replied to each request by its number."""
+
+    def __init__(self, number: int = 1, **keys: bytes) -> None:
+        self.store = RoundStore()
+        self.store.open(number, keys)
+        self.replies: list[tuple[int, int, bytes]] = []
+        self.asked: list[str] = []
+
+    def ask(self, key: str, number: int = 1) -> bool:
+        self.asked.append(key)
+        return self.store.get(number, key, partial(self._reply, len(self.asked) - 1))
+
+    def _reply(self, request: int, status: int, value: bytes) -> None:
+        self.replies.append((request, status, value))
+
+
+@given(st.lists(st.tuples(st.booleans(), st.sampled_from("xyz")), max_size=30))
+def test_every_request_is_answered_once_by_the_value(events: list[tuple[bool, str]]) -> None:
+    asking, put = Asking(), set()
+    for is_put, key in events:
+        if is_put:
+            assert asking.store.put(1, key, f"value of {key}".encode())
+            put.add(key)
+        else:
+            assert asking.ask(key) == (key in put)
+    found = list(asking.replies)
+    assert found == [(n, FOUND, f"value of {asking.asked[n]}".encode()) for n, _, _ in found]
+    asking.store.open(0, {})
+    gone = asking.replies[len(found) :]
+    assert gone == [(n, GONE, b"") for n, _, _ in gone] and put.isdisjoint(asking.asked[n] for n, _, _ in gone)
+    assert sorted(n for n, _, _ in asking.replies) == list(range(len(asking.asked)))
+
+
+def test_a_round_sees_nothing_of_another() -> None:
+    asking = Asking(key=b"old")
+    assert not asking.ask("other")
+    asking.store.open(2, {"own": b"new"})
+    assert asking.ask("key") and not asking.ask("key", 2) and asking.ask("own", 2)
+    assert asking.replies == [(0, GONE, b""), (1, GONE, b""), (3, FOUND, b"new")]
+    assert not asking.store.put(1, "key", b"late")
+
+
+def test_without_a_round_nothing_is_kept() -> None:
+    asking = Asking(0, key=b"value")
+    assert not asking.store.put(0, "key", b"value") and asking.ask("key", 0)
+    assert asking.replies == [(0, GONE, b"")]
+
+
+def test_a_request_that_was_taken_back_gets_no_reply() -> None:
+    asking, replies = Asking(), list[int]()
+    one, other = (lambda status, value: replies.append(1)), (lambda status, value: replies.append(2))
+    asking.store.get(1, "key", one)
+    asking.store.get(1, "key", other)
+    asking.store.forget("key", one)
+    asking.store.put(1, "key", b"")
+    asking.store.forget("key", other)
+    assert replies == [2]
+
+
+def test_the_addresses_of_a_thousand_ranks_travel_small() -> None:
+    """As Gloo puts them: the socket's address of the rank in 128 bytes, the number of the pair in 8."""
+    value = b"".join(struct.pack("<HH124xq", 2, 4711, 5000 + pair) for pair in range(1023))
+    assert 1 << 16 < len(value) <= MOST_BYTES
+    assert unpacked(packed(value)) == value and len(packed(value)) < len(value) / 10
+    assert len(unpacked(packed(bytes(MOST_BYTES + 1)))) == MOST_BYTES
+
+
+class TestRelay:
+    def test_what_is_put_goes_to_all_in_one_message(self) -> None:
+        sent = Sent()
+        relay = Relay(sent)
+        relay.open(1, {"rank_and_size/a:0": "0,2"})
+        for key in "xyz":
+            relay.put(1, key, f"value of {key}")
+        relay.put(2, "late", "of another round")
+        assert sent.take() == [("open", 1, {"rank_and_size/a:0": "0,2"})]
+        relay.flush()
+        relay.flush()
+        assert sent.take() == [("keys", 1, {key: f"value of {key}" for key in "xyz"})]
+
+    def test_only_the_end_of_the_newest_round_closes_the_stores(self) -> None:
+        sent = Sent()
+        relay = Relay(sent)
+        relay.open(2, {})
+        relay.put(2, "x", "waits")
+        relay.close(1)
+        relay.close(2)
+        relay.flush()
+        relay.put(2, "x", "late")
+        relay.flush()
+        assert sent.take() == [("open", 2, {}), ("open", 0, {})]
+
+    def test_no_message_is_longer_than_a_line_may_be(self) -> None:
+        sent = Sent()
+        relay = Relay(sent)
+        relay.open(1, {})
+        largest = packed(random.Random(0).randbytes(MOST_BYTES))
+        small = "x" * 5000
+        for number in range(250):
+            relay.put(1, f"small {number}", small)
+        relay.put(1, "largest", largest)
+        relay.flush()
+        messages = sent.take()
+        assert len(messages) > 1 and all(
+            len(lines.line(kind, {"keys": keys})) < lines.MOST_BYTES for kind, _, keys in messages
+        )
+        assert sum(len(keys) for _, _, keys in messages) == 251
+
+
+class Sent:
+    """What a relay sent."""
+
+    def __init__(self) -> None:
+        self._messages: list[tuple[str, int, dict[str, str]]] = []
+
+    def __call__(self, kind: str, *, round: int, keys: dict[str, str]) -> None:
+        self._messages.append((kind, round, keys))
+
+    def take(self) -> list[tuple[str, int, dict[str, str]]]:
+        taken, self._messages = self._messages, []
+        return taken

@@ -1,0 +1,153 @@
+"""What is run for a job: nothing of a user's reaches a shell, and what other launchers left is not believed."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.cli.launch import main
+from hvdtrain.launch.agent_lines import LineWriter, messages
+from hvdtrain.launch.commands import Limits
+from hvdtrain.launch.worker_plan import (
+    Plan,
+    agent_command,
+    agent_environment,
+    describe,
+    handed_on,
+    hello,
+    rank_environment,
+)
+from tests.support.launch import TIMEOUT_S
+
+NASTY = "a b'c\"d\n$(touch pwned);`x` -- -o"
+PLAN = Plan(
+    program=("python", "-m", "hvdtrain", NASTY),
+    limits=Limits(2, 1, 4),
+    hosts={"localhost": 2, "b": 2},
+    folder=f"/work/{NASTY}",
+    environment={"HVDTRAIN_X": NASTY, "SECRET": "s", "HOROVOD_RANK": "7", "HOROVOD_CYCLE_TIME": "2", "PATH": "/bin"},
+    python="/opt/my python/bin/python",
+    path=(NASTY,),
+)
+PLACE = {"rank": 1, "size": 2, "local_rank": 0, "local_size": 1, "cross_rank": 1, "cross_size": 2}
+
+
+def test_ssh_gets_one_word_of_constants() -> None:
+    *options, dashes, host, command = agent_command(PLAN, "b")
+    assert options[0] == "ssh" and (dashes, host) == ("--", "b")
+    assert "BatchMode=yes" in options and not any("Strict" in option for option in options)
+    assert shlex.split(command)[:3] == ["exec", PLAN.python, "-c"] and NASTY not in command
+    assert "pwned" not in " ".join(agent_command(PLAN, "localhost"))
+
+
+def test_options_of_ssh_are_whole_arguments_before_the_host() -> None:
+    plan = Plan(PLAN.program, PLAN.limits, PLAN.hosts, ssh_port=2222, ssh_options=("-F", "my config"))
+    command = agent_command(plan, "b")
+    assert command[command.index("-p") + 1] == "2222" and command[command.index("-F") + 1] == "my config"
+    assert command.index("-F") < command.index("--")
+
+
+def test_other_hosts_get_what_is_named_and_nothing_else() -> None:
+    given = hello(PLAN, "b")["environment"]
+    assert given == {"HVDTRAIN_X": NASTY, "HOROVOD_CYCLE_TIME": "2"}
+    assert hello(Plan(**{**vars(PLAN), "pass_on": ("SECRET",)}), "b")["environment"]["SECRET"] == "s"  # type: ignore[index]
+    assert hello(PLAN, "localhost")["environment"] == {}, "its agent has the environment already"
+
+
+def test_ranks_do_not_see_the_launcher_around_the_driver() -> None:
+    around = {"OMPI_COMM_WORLD_RANK": "3", "PMI_RANK": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "9"}
+    assert agent_environment({**around, "HOROVOD_RANK": "1"}) == {"SLURM_JOB_ID": "9"}
+
+
+def test_a_rank_knows_its_place_from_the_start() -> None:
+    variables = rank_environment(PLAN, "b", PLACE)
+    assert (variables["HOROVOD_RANK"], variables["HOROVOD_CROSS_SIZE"]) == ("1", "2")
+    assert variables["HOROVOD_HOSTNAME"] == "b" and variables["HOROVOD_CONTROLLER"] == "gloo"
+
+
+def test_what_is_shown_can_be_read_back() -> None:
+    lines = describe(PLAN, PLAN.hosts).splitlines()
+    assert shlex.split("\n".join(lines)).count(NASTY) == 1
+    commands = [shlex.split(line) for line in lines if line.lstrip().startswith("ssh")]
+    assert commands == [agent_command(PLAN, "b")]
+
+
+def test_what_ssh_would_run_there_works_from_any_folder(tmp_path: Path) -> None:
+    """The command goes through a shell, as sshd does it, in a home with a module that is in the way."""
+    (tmp_path / "json.py").write_text("raise SystemExit('the wrong one')")
+    root = Path(__file__).parents[2]
+    plan = Plan(("sh", "-c", 'echo "$FIRST"; pwd'), Limits(1, 1, 1), {"b": 1}, folder=str(root), python=sys.executable)
+    stream = io.BytesIO()
+    writer = LineWriter(stream)
+    writer.send("hello", **{**hello(plan, "b"), "path": [str(root)]})
+    writer.send("start", worker=1, argv=list(plan.program), environment={"FIRST": NASTY})
+    environment = {"PATH": os.environ["PATH"], "SSH_CONNECTION": "127.0.0.1 1 127.0.0.1 22"}
+    process = subprocess.Popen(
+        ["sh", "-c", agent_command(plan, "b")[-1]],
+        cwd=tmp_path,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(stream.getvalue())
+    process.stdin.flush()
+    got = []
+    for message in messages(process.stdout):
+        got.append(message)
+        if message["type"] == "exited":
+            break
+    process.stdin.close()
+    assert process.wait(TIMEOUT_S) == 0
+    ready = next(message for message in got if message["type"] == "ready")
+    assert ready["interface"] == "lo" and ready["store"].startswith("127.0.0.1:")
+    rest = [m for m in [*got, *messages(process.stdout)] if m["type"] == "line"]
+    process.stdout.close()
+    assert [m["text"] for m in rest] == [*NASTY.splitlines(), str(root)]
+    assert not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-np", "2", "--elastic", "3:4"], "MIN <= -np"),
+        (["-np", "2", "--elastic", "1-4"], "MIN:MAX"),
+        (["-np", "4", "-H", "a:1"], "more ranks than -H"),
+        (["-np", "2", "-H", "-oProxyCommand=x:2"], "expected one argument"),
+        (["-np", "2", "-H=-oProxyCommand=x:2"], "cannot be one"),
+        (["-np", "2", "--discover", "/nothing/here"], "cannot be run"),
+        (["-np", "0"], "at least 1"),
+        (["-np", "2", "--interface", "lo;x"], "network interface"),
+        (["-np", "2", "--hang-timeout", "-1"], "seconds from 0"),
+    ],
+)
+def test_wrong_options_are_named(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(arguments)
+    except SystemExit as end:
+        code = end.code  # type: ignore[assignment]
+    assert code == 2 and said in capsys.readouterr().err
+
+
+def test_dry_run_runs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--to", "hvdtrain", "-np", "2", "-H", "localhost:1,b:1", "--dry-run", "--", "--train.steps", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert "-m hvdtrain --train.steps 3" in shown and "\n  ssh " in shown
+
+
+def test_lines_that_are_no_messages_are_passed_over() -> None:
+    stream = io.BytesIO(b'{"type": "a"}\nnonsense\n[1]\n{"type": 3}\n' + json.dumps({"type": "b"}).encode())
+    assert [m["type"] for m in messages(stream)] == ["a"], "the last has no end"
+
+
+def test_variables_of_the_libraries_go_to_other_hosts() -> None:
+    """Not what a launcher told this process, nor names that no shell could set."""
+    there = {"HF_HOME": "1", "NCCL_DEBUG": "2", "HOME": "3", "HF_%": "4", "HOROVOD_RANK": "5", "OMPI_X": "6"}
+    assert handed_on(there) == ["HF_HOME", "NCCL_DEBUG"]

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import math
+import threading
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.observe.host_load import CAUSES, Causes, steal_s, throttle_text
+
+
+def _system(root: Path, wait_ns: int = 0, steal: int = 0) -> None:
+    task = root / f"proc/self/task/{threading.get_native_id()}"
+    task.mkdir(parents=True, exist_ok=True)
+    (task / "schedstat").write_text(f"123 {wait_ns} 7\n")
+    (root / "proc/stat").write_text(f"cpu  1 2 3 4 5 6 7 {steal} 0 0\ncpu0 1 2 3 4 5 6 7 8 0 0\n")
+
+
+def test_a_lap_is_what_has_come_since_the_last(tmp_path: Path) -> None:
+    _system(tmp_path, wait_ns=5_000_000)
+    causes = Causes(dict, tmp_path)
+    _system(tmp_path, wait_ns=5_750_000)
+    assert dict(zip(CAUSES, causes.lap(), strict=True))["cpu_wait_us"] == 750
+    assert causes.lap()[0] == 0
+    causes.close()
+    causes.close()
+
+
+def test_the_gpus_last_figures_are_given_without_asking_it(tmp_path: Path) -> None:
+    _system(tmp_path)
+    asked = threading.Event()
+    threads = []
+
+    def gpu() -> dict[str, object]:
+        threads.append(threading.current_thread())
+        return {"gpu_clock_mhz": 1980, "gpu_temperature_c": 61, "gpu_throttle": ["power cap", "thermal, hardware"]}
+
+    causes = Causes(gpu, tmp_path)
+    causes._ended.set()  # one look is enough
+    causes._thread.join()
+    lap = dict(zip(CAUSES, causes.lap(), strict=True))
+    assert (lap["gpu_clock_mhz"], lap["gpu_temperature_c"]) == (1980, 61)
+    assert throttle_text(lap["gpu_throttle"]) == "power cap, thermal, hardware"
+    assert threads == [causes._thread] and not asked.is_set()
+    causes.close()
+
+
+def test_what_the_machine_does_not_tell_is_unknown(tmp_path: Path) -> None:
+    causes = Causes(dict, tmp_path)
+    assert all(map(math.isnan, causes.lap()))
+    causes.close()
+    assert math.isnan(steal_s(tmp_path / "proc/stat"))
+    assert throttle_text(math.nan) is None and throttle_text(0.0) == ""
+
+
+def test_steal_is_that_of_the_whole_host(tmp_path: Path) -> None:
+    _system(tmp_path, steal=250)
+    assert steal_s(tmp_path / "proc/stat") == pytest.approx(2.5)
+
+
+def test_here_waiting_for_a_core_is_known() -> None:
+    causes = Causes(dict)
+    assert causes.lap()[0] >= 0
+    causes.close()

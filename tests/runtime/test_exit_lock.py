@@ -1,0 +1,121 @@
+"""A process is told of another's end by the kernel, whatever that end is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.runtime.exit_lock import VARIABLE, Lifeline, hold_lifeline, make_lifeline
+from tests.support.launch import TIMEOUT_S
+
+HOLDER = """
+import os, sys
+from hvdtrain.runtime.exit_lock import hold_lifeline
+print(hold_lifeline(os.environ), flush=True)
+for line in sys.stdin:
+    exec(line)
+    print("done", flush=True)
+"""
+
+
+@contextmanager
+def _holder() -> Iterator[tuple[subprocess.Popen[str], Lifeline]]:
+    made = make_lifeline()
+    assert made is not None
+    lifeline, descriptor = made
+    command = [sys.executable, "-c", HOLDER]
+    environment = {**os.environ, VARIABLE: str(descriptor)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, env=environment, pass_fds=(descriptor,), stdin=pipe, stdout=pipe, text=True
+    ) as process:
+        os.close(descriptor)
+        assert process.stdout is not None and process.stdout.readline() == "True\n"
+        yield process, lifeline
+        process.kill()
+
+
+def _watch(lifeline: Lifeline) -> tuple[threading.Event, threading.Thread]:
+    told = threading.Event()
+    watcher = threading.Thread(target=lambda: lifeline.wait() and told.set(), daemon=True)
+    watcher.start()
+    return told, watcher
+
+
+def _tell(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(line + "\n")
+    process.stdin.flush()
+
+
+@pytest.mark.parametrize(
+    "end", ["exit(3)", "os._exit(0)", "os.abort()", "os.execv('/bin/sleep', ['sleep', '9999'])", ""]
+)
+def test_any_end_is_told(end: str) -> None:
+    with _holder() as (process, lifeline):
+        told, watcher = _watch(lifeline)
+        if end:
+            _tell(process, end)
+        else:
+            process.send_signal(signal.SIGKILL)
+        watcher.join(TIMEOUT_S)
+        assert told.is_set()
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        "(pid := os.fork()) or os._exit(0); os.waitpid(pid, 0)",
+        "import subprocess; subprocess.run(['/bin/true'])",
+        "import threading; t = threading.Thread(target=int); t.start(); t.join()",
+    ],
+)
+def test_the_end_of_its_children_and_threads_is_not_its_own(act: str) -> None:
+    with _holder() as (process, lifeline):
+        told, watcher = _watch(lifeline)
+        _tell(process, act)
+        assert process.stdout is not None and process.stdout.readline() == "done\n"
+        holder = int.from_bytes(lifeline._memory[:4], sys.byteorder) & 0x3FFFFFFF  # of the lock, as glibc keeps it
+        assert holder == process.pid and not told.is_set()
+        process.kill()
+        watcher.join(TIMEOUT_S)
+        assert told.is_set()
+
+
+def test_what_nobody_holds_tells_of_no_end() -> None:
+    made = make_lifeline()
+    assert made is not None
+    os.close(made[1])
+    assert not made[0].wait()
+
+
+def test_only_the_thread_that_ends_with_the_process_holds_one() -> None:
+    made = make_lifeline()
+    assert made is not None
+    _, descriptor = made
+    held: list[bool] = []
+    other = threading.Thread(target=lambda: held.append(hold_lifeline({VARIABLE: str(descriptor)})))
+    other.start()
+    other.join()
+    os.close(descriptor)
+    assert held == [False]
+
+
+@pytest.mark.parametrize("environ", [{}, {VARIABLE: ""}, {VARIABLE: "x"}, {VARIABLE: "987654"}])
+def test_no_process_holds_what_it_was_not_given(environ: dict[str, str]) -> None:
+    assert not hold_lifeline(environ)
+
+
+def test_no_other_file_is_taken_for_one(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(4096))
+    with (tmp_path / "file").open("r+b") as file:
+        assert not hold_lifeline({VARIABLE: str(file.fileno())})
+    assert (tmp_path / "file").read_bytes() == bytes(4096)

@@ -1,0 +1,362 @@
+"""Findings: said where the data say so and not elsewhere; every flag exists."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import numpy as np
+import pytest
+
+from hvdtrain.config.schema import Config
+from hvdtrain.timeline.analysis import findings, findings_horovod, findings_ranks
+from hvdtrain.timeline.analysis import inputs as facts
+from hvdtrain.timeline.analysis.analyse import analyse
+from hvdtrain.timeline.analysis.analysis import Analysis, Cause, Finding
+from hvdtrain.timeline.columns import BucketFacts, RankSpans, RunTrace
+from hvdtrain.timeline.report.terminal import to_text
+from tests.support.step_tables import Floats, noise, run_of, table_of
+from tests.support.timelines import Turn, trace_of
+
+SHAPE = (4, 200)
+
+
+def _work(scale: float = 0.1) -> Floats:
+    found: Floats = 20 + noise(np.random.default_rng(0), SHAPE, "gaussian", scale)
+    return found
+
+
+def _each(value: float, rank: int | None = None) -> Floats:
+    found = np.zeros(SHAPE)
+    found[slice(None) if rank is None else rank] = value
+    return found
+
+
+def _kinds(analysis: Analysis) -> set[str]:
+    return {finding.kind for finding in analysis.findings}
+
+
+def _causes(analysis: Analysis, rank: int) -> list[Cause]:
+    return list(analysis.blame.causes[rank])
+
+
+def test_a_run_without_trouble_has_none() -> None:
+    quiet = {"more_ms": {"data": -0.05 * _work()}}  # no time for data at all
+    analysis = analyse(run_of(table_of(_work(), exchange_ms=0.1, **quiet)))  # type: ignore[arg-type]
+    assert _kinds(analysis) == set()
+    assert "nothing stands out" in to_text(analysis)
+
+
+@pytest.mark.parametrize("part", ["data", "copy", "forward", "backward", "optimizer"])
+def test_the_part_that_takes_longer_is_the_cause(part: str) -> None:
+    analysis = analyse(run_of(table_of(_work(), more_ms={part: _each(2.0, rank=1)})))
+    assert analysis.blame.late == [1]
+    first = _causes(analysis, 1)[0]
+    assert first.name == part and first.ms == pytest.approx(2.0, rel=0.05)
+    finding = next(f for f in analysis.findings if f.kind == "straggler")
+    assert "rank 1 on host0" in finding.text and first.text in finding.text
+
+
+def test_what_lies_beside_a_late_rank_is_told_of_it_alone() -> None:
+    facts: dict[str, list[float | None]] = {
+        "cpu_wait_us": [0.0, 100_000.0, 0.0, 0.0],
+        "steal_us": [0.0, None, 0.0, 0.0],
+        "gpu_clock_mhz": [1900.0, 1200.0, 1900.0, 1900.0],
+        "gpu_temperature_c": [60.0, 88.0, 61.0, 60.0],
+        "gpu_throttle": [0.0, float(0x40), 0.0, 0.0],
+        "expert_share": [0.12, 0.3, 0.13, 0.12],
+    }
+    late = {"forward": _each(2.0, rank=1), "gc": _each(1.0, rank=1)}
+    analysis = analyse(run_of(table_of(_work(), more_ms=late, facts=facts)))
+    causes = {cause.name: cause for cause in _causes(analysis, 1)}
+    assert set(causes) == {"forward", "gc", "cpu", "gpu clock", "gpu temperature", "gpu throttle", "experts"}
+    assert causes["cpu"].ms == pytest.approx(2.0, rel=0.05)  # 100 ms in blocks of 50 steps
+    assert causes["gc"].ms == pytest.approx(1.0)
+    assert "1200 MHz" in causes["gpu clock"].text and causes["gpu clock"].ms is None
+
+
+def test_why_a_gpu_is_slow_is_told_where_the_others_have_no_such_reason() -> None:
+    late = {"forward": _each(2.0, rank=1)}
+
+    def told(*reasons: str | None) -> list[str]:
+        facts: dict[str, list[Any]] = {"gpu_throttle": list(reasons)}
+        causes = _causes(analyse(run_of(table_of(_work(), more_ms=late, facts=facts))), 1)
+        return [cause.text for cause in causes if cause.name == "gpu throttle"]
+
+    assert told(*["power cap"] * 4) == []
+    assert told("", "power cap", "power cap, thermal, software", "power cap") == []
+    assert told("", "", "thermal, hardware", None) == []
+    for mine in ("thermal, hardware", "power cap, thermal, hardware"):
+        assert told("power cap", mine, "power cap", None) == [f"its GPU slowed itself down: {mine}"]
+
+
+def test_facts_are_those_of_their_block_where_another_is_not_known() -> None:
+    """A block without a step that all ranks know leaves its number out of the steps."""
+    whole = table_of(_work(), more_ms={"forward": _each(2.0, rank=1)})
+    keep = whole.block != 1
+    table = replace(
+        whole,
+        facts=[{"cpu_wait_us": [0.0, 1e5 * number, 0.0, 0.0]} for number in range(4)],
+        parts_us={name: values[:, keep] for name, values in whole.parts_us.items()},
+        **{name: getattr(whole, name)[keep] for name in ("step", "block")},
+        **{name: getattr(whole, name)[:, keep] for name in ("start_us", "ready_us", "released_us", "end_us")},
+    )
+    cpu = next(cause for cause in _causes(analyse(run_of(table)), 1) if cause.name == "cpu")
+    assert cpu.ms == pytest.approx((0 + 200 + 300) / 150)
+
+
+def test_cores_are_waited_for_in_the_steps_whose_facts_are_known() -> None:
+    table = table_of(_work(), block=60)  # the last one has 20
+    known = {"cpu_wait_us": [180_000.0] * 4}
+    found = analyse(run_of(replace(table, facts=[known, known, {"cpu_wait_us": [None] * 4}, {}])))
+    assert next(f for f in found.findings if f.kind == "cpu").cost_ms == pytest.approx(3.0)
+
+
+def test_a_rank_whose_sums_come_late_has_a_slow_link() -> None:
+    skew = np.array([0.0, 0.0, 2.0, 0.0])
+    analysis = analyse(run_of(table_of(_work(), skew_ms=skew)))
+    assert analysis.blame.late == [2] and _causes(analysis, 2)[0].name == "sums"
+
+
+def test_waiting_for_data_on_every_rank_is_told_with_its_flag() -> None:
+    config = {"loader": {"workers": 2}}
+    found = analyse(run_of(table_of(_work(), more_ms={"data": _each(10.0)}), config=config))
+    finding = found.findings[0]
+    assert finding.kind == "input" and "--loader.workers 4" in finding.advice
+    assert finding.cost_ms == pytest.approx(11.0, rel=0.05)
+
+
+def test_late_data_on_one_rank_is_that_ranks_affair() -> None:
+    work = _work()
+    found = analyse(run_of(table_of(work, more_ms={"data": _each(4.0, rank=0) - 0.05 * work})))
+    assert "input" not in _kinds(found) and found.blame.late == [0]
+
+
+@pytest.mark.parametrize(("workers", "advised"), [(0, 1), (4, 8)])
+def test_a_late_rank_that_waits_for_data_is_told_of_more_workers_than_it_has(workers: int, advised: int) -> None:
+    table = table_of(_work(), more_ms={"data": _each(4.0, rank=0)})
+    found = analyse(run_of(table, config={"loader": {"workers": workers}}))
+    finding = next(f for f in found.findings if f.kind == "straggler")
+    assert re.findall(r"--loader.workers (\d+)", finding.advice) == [str(advised)]
+
+
+@pytest.mark.parametrize("pinned", ["auto", "off"])
+def test_copying_to_the_device_is_not_waiting_for_data(pinned: str) -> None:
+    table = table_of(_work(), more_ms={"copy": _each(10.0), "data": -0.05 * _work()})
+    found = analyse(run_of(table, config={"loader": {"workers": 2, "pin_memory": pinned}}))
+    assert "input" not in _kinds(found)
+    finding = next(f for f in found.findings if f.kind == "copy")
+    assert finding.cost_ms == pytest.approx(10.0, rel=0.05)
+    assert "--loader.workers" not in finding.advice
+    assert ("--loader.pin_memory auto" in finding.advice) == (pinned == "off")
+
+
+def _exposed_by(phase: str, spans: list[RankSpans], size: float) -> Finding:
+    table = table_of(_work(), exchange_ms=6.0)
+    turns = [Turn("g", float(t), {phase: 6000.0}) for t in table.ready_us.max(axis=0)[5:60]]
+    config = {"parallel": {"compression": "fp16", "bucket_mib": size}}
+    found = analyse(run_of(table, horovod=[trace_of(turns)], spans=spans, config=config))
+    return next(f for f in found.findings if f.kind == "exposed")
+
+
+@pytest.mark.parametrize("phase", ["MPI_ALLREDUCE", "NEGOTIATE_ALLREDUCE", "QUEUE", "MEMCPY_IN_FUSION_BUFFER"])
+@pytest.mark.parametrize("size", [0.25, 0.3, 1, 25.0, 200, 256, 1000])
+def test_another_size_of_buckets_is_advised_than_that_in_use(size: float, phase: str) -> None:
+    advice = _exposed_by(phase, [], size).advice
+    assert advice
+    for advised in map(float, re.findall(r"--parallel.bucket_mib ([\d.]+)", advice)):
+        assert advised < size if "smaller" in advice else advised > size
+
+
+def _spans(*mib: int) -> RankSpans:
+    """A rank's, with buckets of these sizes."""
+    buckets = {
+        2 + i: BucketFacts(f"gradients/{i}", ["w"], [[size << 18]], "float32", size << 18) for i, size in enumerate(mib)
+    }
+    nothing = np.zeros(0, np.int32)
+    return RankSpans(0, "a", [], nothing.astype(np.int16), nothing, nothing, np.zeros(0), np.zeros(0), buckets)
+
+
+def test_one_bucket_is_not_to_be_made_fewer() -> None:
+    """And what is advised goes by the buckets there are, where they are smaller than they might be."""
+    assert "--parallel.bucket_mib 32" in _exposed_by("NEGOTIATE_ALLREDUCE", [_spans(8, 4)], 64.0).advice
+    assert "bucket" not in _exposed_by("NEGOTIATE_ALLREDUCE", [_spans(8)], 64.0).advice
+    assert "--parallel.bucket_mib 2" in _exposed_by("MPI_ALLREDUCE", [_spans(8)], 64.0).advice
+
+
+@pytest.mark.parametrize(("exchange_ms", "cores"), [(5.0, True), (12.0, False)])
+def test_cores_are_blamed_for_what_they_may_cost(exchange_ms: float, cores: bool) -> None:
+    facts: dict[str, list[float | None]] = {"cpu_wait_us": [150_000.0] * 4}  # 3 ms a step
+    found = analyse(run_of(table_of(_work(), exchange_ms=exchange_ms, facts=facts)))
+    finding = next(f for f in found.findings if f.kind == "exposed")
+    assert "cpu" in _kinds(found)
+    assert ("ranks wait for cores" in finding.advice) == ("start fewer ranks" in finding.advice) == cores
+    assert ("--parallel.compression auto" in finding.advice) == (not cores)
+
+
+def test_cores_are_blamed_for_jitter_that_they_may_cost() -> None:
+    work = _work()
+    work[np.random.default_rng(1).integers(0, 4, 200), np.arange(200)] += 10.0
+    for waited_us, cores in ((400_000.0, True), (100_000.0, False)):
+        facts: dict[str, list[float | None]] = {"cpu_wait_us": [waited_us] * 4}
+        found = analyse(run_of(table_of(work, facts=facts)))
+        jitter = next(f for f in found.findings if f.kind == "jitter")
+        assert "cpu" in _kinds(found)
+        assert ("ranks wait for cores" in jitter.advice) == ("start fewer ranks" in jitter.advice) == cores
+
+
+def test_jitter_of_one_rank_is_not_told_as_that_of_all() -> None:
+    work = _work()[:2, :40]
+    work[1, 3::5] += 15.0
+    found = analyse(run_of(table_of(work)))
+    assert not found.blame.late
+    jitter = next(f for f in found.findings if f.kind == "jitter")
+    assert "wait for rank 1" in jitter.text and "now another" not in jitter.text
+
+
+@pytest.mark.parametrize(
+    ("phase", "flag"),
+    [("MPI_ALLREDUCE", "--parallel.compression auto"), ("NEGOTIATE_ALLREDUCE", "--parallel.bucket_mib 128")],
+)
+def test_exposed_communication_is_told_with_what_dominates_it(phase: str, flag: str) -> None:
+    table = table_of(_work(), exchange_ms=6.0)
+    turns = [Turn("g", float(t), {phase: 6000.0}) for t in table.ready_us.max(axis=0)[5:60]]
+    found = analyse(run_of(table, horovod=[trace_of(turns)], config={"parallel": {"compression": "none"}}))
+    finding = next(f for f in found.findings if f.kind == "exposed")
+    assert finding.cost_ms == pytest.approx(6.0, rel=0.05)
+    assert flag in finding.advice
+
+
+def test_what_is_compressed_is_not_told_to_be() -> None:
+    run = run_of(table_of(_work(), exchange_ms=6.0), config={"parallel": {"compression": "fp16", "bucket_mib": 8.0}})
+    finding = next(f for f in analyse(run).findings if f.kind == "exposed")
+    assert "compression" not in finding.advice and "--parallel.bucket_mib 2" in finding.advice
+
+
+def test_where_nobody_asked_for_a_size_of_buckets_advice_goes_by_those_there_are() -> None:
+    run = run_of(table_of(_work(), exchange_ms=6.0), spans=[_spans(8)], config={"parallel": {"bucket_mib": None}})
+    finding = next(f for f in analyse(run).findings if f.kind == "exposed")
+    assert "--parallel.bucket_mib 2" in finding.advice
+
+
+def test_of_two_ranks_the_late_ones_data_is_told_once() -> None:
+    work = _work()[:2]
+    late = np.zeros_like(work)
+    late[1] = 4.0
+    found = analyse(run_of(table_of(work, more_ms={"data": late - 0.05 * work})))
+    assert found.blame.late == [1] and "input" not in _kinds(found)
+
+
+def test_evaluations_collections_and_cores_are_told() -> None:
+    aside = np.zeros(SHAPE)
+    aside[:, 9::10] = 60.0
+    facts: dict[str, list[float | None]] = {"cpu_wait_us": [150_000.0] * 4}
+    run = run_of(table_of(_work(), more_ms={"aside": aside, "gc": _each(1.5)}, facts=facts))
+    assert {"aside", "gc", "cpu"} <= _kinds(analyse(run))
+
+
+def test_stalls_and_pauses_are_told() -> None:
+    work = _work()
+    work[1, 90] += 9000.0
+    stalled = [f"Horovod stalled on rank {rank} for more than 60 s, 2 times: a, b" for rank in (1, 3)]
+    ended = "Horovod shut the job down for a stall (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS)"
+    found = analyse(run_of(table_of(work), warnings=[*stalled, ended]))
+    assert {"stall", "pause"} <= _kinds(found)
+    assert "straggler" not in _kinds(found)
+    text = next(finding.text for finding in found.findings if finding.kind == "stall")
+    assert text == f"{stalled[0]}; and on 1 more rank(s)"
+
+
+def test_other_warnings_are_no_stalls() -> None:
+    lacking = 'nothing is written for TensorBoard, which is not installed: pip install "hvdtrain[tensorboard]"'
+    assert "stall" not in _kinds(analyse(run_of(table_of(_work()), warnings=[lacking, "NCCL warned: stalled"])))
+
+
+def _pauses(work: Floats) -> list[Finding]:
+    return [finding for finding in analyse(run_of(table_of(work))).findings if finding.kind == "pause"]
+
+
+def test_pauses_are_told_a_line_a_rank_with_what_they_cost() -> None:
+    work = _work()
+    work[1, [30, 60, 90, 120]] += 10_000.0  # part of each in the step after it
+    work[3, 150] += 1000.0
+    often, once = _pauses(work)
+    assert "rank 1 on host0 paused 4 times, 40.0 s together" in often.text
+    assert often.cost_ms == pytest.approx(40_000 / 198, rel=0.05)
+    assert "rank 3 on host0 paused once: in step 151" in once.text
+
+
+def test_ranks_that_pause_at_once_are_one_pause() -> None:
+    work = np.concatenate([_work(), _work()])
+    work[4:7, 90] += 10_000.0
+    (found,) = _pauses(work)
+    assert "ranks 4, 5, 6 on host0 paused once: in step 91 they were 10.0 s later" in found.text
+    assert found.cost_ms == pytest.approx(10_000 / 198, rel=0.05)
+
+
+def test_many_ranks_that_pause_are_a_few_lines() -> None:
+    work = np.repeat(_work(), 4, axis=0)
+    for rank in range(8):
+        work[rank, 20 + 9 * rank] += 1000.0
+    assert ["more ranks paused" in finding.text for finding in _pauses(work)] == [False, False, False, True]
+
+
+def test_a_rank_that_is_late_seldom_is_usually_ready_before_the_others() -> None:
+    work = _work()
+    work[3] -= 1.0
+    work[3, ::5] += 20.0
+    text = next(f.text for f in analyse(run_of(table_of(work))).findings if f.kind == "straggler")
+    assert re.search(r"usually ready [\d.]+ ms before them", text)
+
+
+def test_a_slow_bus_is_told_beside_what_the_link_can_do() -> None:
+    table = table_of(_work(), exchange_ms=6.0)
+    turns = [Turn("g", float(t), {"MPI_ALLREDUCE": 6000.0}, 6_000_000) for t in table.ready_us.max(axis=0)]
+    trace = trace_of(turns)  # 1.5 GB/s
+    fast, slow = [(80_000_000, 0.012)], [(80_000_000, 0.06)]  # 10 and 2 GB/s
+    assert "bandwidth" in _kinds(analyse(run_of(table, horovod=[trace], link=fast)))
+    assert "bandwidth" not in _kinds(analyse(run_of(table, horovod=[trace], link=slow)))
+
+
+def _timeline(phases: dict[str, float], *, tensors: int = 4, ticks: bool = False) -> Analysis:
+    turns = []
+    for step in range(40):
+        for i in range(tensors):
+            begin = 1e5 * step + 1e5 * i / tensors
+            said = {0: begin, 1: begin + 1.0} if ticks else {}
+            turns.append(Turn(f"allreduce.t{i}.weight", begin, phases, 4000, said))
+    return analyse(RunTrace(Path("t.json"), 2, horovod=[trace_of(turns)]))
+
+
+def test_a_timeline_by_itself_is_told_by_what_fills_it() -> None:
+    assert _kinds(_timeline({"MPI_ALLREDUCE": 20_000.0})) == {"transfer"}
+    assert _kinds(_timeline({"NEGOTIATE_ALLREDUCE": 20_000.0, "MPI_ALLREDUCE": 10.0})) == {"negotiation"}
+    assert _kinds(_timeline({"MPI_ALLREDUCE": 100.0})) == {"idle"}
+    assert "cache" in _kinds(_timeline({"NEGOTIATE_ALLREDUCE": 5.0, "MPI_ALLREDUCE": 5000.0}, ticks=True))
+    small = next(f for f in _timeline({"MPI_ALLREDUCE": 900.0}, tensors=100).findings if f.kind == "small_tensors")
+    assert "FUSION_THRESHOLD" not in small.advice  # 128 MiB is what it is anyway
+    assert "fusion_copies" in _kinds(_timeline({"MEMCPY_IN_FUSION_BUFFER": 9000.0, "MPI_ALLREDUCE": 5000.0}))
+
+
+def _options(cls: Any, prefix: str = "--") -> set[str]:
+    found = set()
+    for field in fields(cls):
+        kind = get_type_hints(cls)[field.name]
+        found |= _options(kind, f"{prefix}{field.name}.") if is_dataclass(kind) else {f"{prefix}{field.name}"}
+    return found
+
+
+def test_every_flag_that_is_advised_exists() -> None:
+    text = "".join(Path(module.__file__).read_text() for module in (facts, findings, findings_horovod, findings_ranks))
+    advised = set(re.findall(r"--[a-z_]+\.[a-z_]+", text))
+    assert {"--loader.workers", "--parallel.compression"} <= advised <= _options(Config)
+
+
+def test_findings_are_ordered_by_what_they_cost() -> None:
+    found: list[Finding] = list(
+        analyse(run_of(table_of(_work(), exchange_ms=3.0, more_ms={"data": _each(9)}))).findings
+    )
+    costs = [finding.cost_ms or 0.0 for finding in found]
+    assert costs == sorted(costs, reverse=True) and len(costs) >= 2

@@ -1,0 +1,96 @@
+"""Rounds: from which moment on ranks are compared, which steps are looked at, and what ticks make of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from hvdtrain.timeline.analysis.rank_steps import from_stamps, from_ticks
+from hvdtrain.timeline.analysis.significance import latest
+from hvdtrain.timeline.columns import StepTable
+from tests.support.step_tables import table_of
+from tests.support.timelines import Turn, trace_of
+
+RANKS, STEPS, WORK_MS = 3, 40, 10.0
+
+
+def _table(**more: object) -> StepTable:
+    return table_of(np.full((RANKS, STEPS), WORK_MS), **more)  # type: ignore[arg-type]
+
+
+def _without(table: StepTable, columns: list[int]) -> StepTable:
+    """The table as it is where some steps were not stamped."""
+    keep = np.setdiff1d(np.arange(STEPS), columns)
+    times = {name: getattr(table, name)[:, keep] for name in ("start_us", "ready_us", "released_us", "end_us")}
+    parts = {name: values[:, keep] for name, values in table.parts_us.items()}
+    return replace(table, step=table.step[keep], block=table.block[keep], parts_us=parts, **times)
+
+
+def test_a_step_whose_step_before_has_no_stamps_begins_at_its_own_start() -> None:
+    """It would seem as long as the steps between otherwise."""
+    whole, thinned = from_stamps(_table()), from_stamps(_without(_table(), list(range(10, 20))))
+    assert whole is not None and thinned is not None
+    assert thinned.work_ms.max() <= whole.work_ms.max() + 1e-6
+    assert thinned.work_ms.shape[1] == whole.work_ms.shape[1] - 10
+
+
+def test_steps_after_an_evaluation_are_left_out_while_enough_others_remain() -> None:
+    aside = np.zeros((RANKS, STEPS))
+    aside[:, 20::5] = 50.0
+    found = from_stamps(_table(more_ms={"aside": aside}))
+    assert found is not None
+    assert not set(found.column.tolist()) & set(range(20, STEPS, 5))
+    assert len(found.column) == STEPS - 2 - 4, "the first two warm up"
+    everywhere = from_stamps(_table(more_ms={"aside": np.full((RANKS, STEPS), 50.0)}))
+    assert everywhere is not None and len(everywhere.column) == STEPS - 2
+
+
+def test_long_runs_are_looked_at_along_all_of_their_length() -> None:
+    steps = 300_000
+    column = np.arange(steps, dtype=np.float64) * 1e4
+    times = {name: np.tile(column + late, (2, 1)) for name, late in (("start_us", 0.0), ("ready_us", 5e3))}
+    times |= dict.fromkeys(("released_us", "end_us"), times["ready_us"] + 1000.0)
+    number = np.arange(1, steps + 1, dtype=np.int32)
+    table = replace(_table(), hosts=["a", "a"], step=number, block=number, parts_us={}, **times)
+    found = from_stamps(replace(table, clock_error_us=np.zeros(2)))
+    assert found is not None
+    assert found.work_ms.size <= 1 << 18
+    quarters = np.histogram(found.step, bins=4, range=(0, steps))[0]
+    assert quarters.min() > 0.9 * quarters.max()
+    assert found.step[-1] == steps
+    assert np.median(np.diff(found.step)) == 1, "stretches of steps that follow each other"
+
+
+def _turn(step: int, late_us: float, ranks: int = 2, first_us: float = 0.0) -> Turn:
+    begin = first_us + 1e5 * step
+    ticks = {rank: begin + 1e3 + late_us * rank for rank in range(ranks)}
+    return Turn("grad", begin, {"NEGOTIATE_ALLREDUCE": 2e3, "MPI_ALLREDUCE": 1e3}, ticks=ticks)
+
+
+def test_the_first_turn_of_ticks_is_no_round() -> None:
+    """Rank 1 came a second late to it, by what the program did before."""
+    turns = [_turn(0, 1e6), *(_turn(step, 10.0, first_us=1e6) for step in range(1, 12))]
+    found = from_ticks([trace_of(turns)])
+    assert found is not None
+    np.testing.assert_allclose(found.work_ms[1] - found.work_ms[0], 0.01, atol=1e-9)
+    np.testing.assert_allclose(found.work_ms[0], found.work_ms[0, -1], atol=1e-9)
+
+
+def test_ticks_are_read_until_a_turn_in_which_a_rank_is_missing() -> None:
+    """After it two ticks may be one rank's: who was ready for which turn is not known."""
+    turns = [_turn(step, 10.0) for step in range(20)]
+    turns[12] = replace(turns[12], ticks={0: turns[12].ticks[0]})
+    found = from_ticks([trace_of(turns)])
+    assert found is not None
+    assert found.work_ms.shape == (2, 10), "12 turns, less the first one and the one that begins there"
+
+
+def test_of_steps_that_are_all_alike_only_many_other_ranks_show_that_one_is_late() -> None:
+    """Its own scatter says nothing: what lasts may be chance."""
+    ranks = 16
+    generator = np.random.default_rng(5)
+    walk = np.cumsum(generator.normal(0, 1.0, (ranks, 12)), axis=1)
+    work = 100 + walk - walk.mean(axis=1, keepdims=True) + np.linspace(-0.1, 0.1, ranks)[:, None]
+    work[1] += 2.5
+    assert latest(work)[0] == [1]

@@ -1,0 +1,74 @@
+"""Two runs beside each other."""
+
+from __future__ import annotations
+
+import numpy as np
+import orjson
+import pytest
+
+from hvdtrain.timeline.analysis.analyse import analyse
+from hvdtrain.timeline.report.compare import Comparison, compare, to_plain, to_text
+from tests.support.step_tables import Floats, noise, run_of, table_of
+from tests.support.timelines import Turn, trace_of
+
+
+def _compared(forward_a: float, forward_b: float, late_b: float = 0.0, seed: int = 0, size_b: int = 4) -> Comparison:
+    def found(ranks: int, forward: float, late: float, seed: int):  # type: ignore[no-untyped-def]
+        generator = np.random.default_rng(seed)
+        more: Floats = np.full((ranks, 100), forward)
+        more[1] += late
+        work = 20 + noise(generator, (ranks, 100), "gaussian", 0.3)
+        return analyse(run_of(table_of(work, more_ms={"forward": more})))
+
+    config_a = {"optimizer": {"lr": 0.1}, "run_dir": "a", "parallel": {"compression": "none"}}
+    config_b = {"optimizer": {"lr": 0.1}, "run_dir": "b", "parallel": {"compression": "fp16"}}
+    a, b = found(4, forward_a, 0.0, seed), found(size_b, forward_b, late_b, seed + 1000)
+    return compare(a, b, config_a, config_b)
+
+
+def test_the_part_that_changed_is_told_apart_from_noise() -> None:
+    found = _compared(0.0, 3.0)
+    rows = {row.name: row for row in found.rows}
+    assert not rows["step"].is_noise and not rows["forward"].is_noise
+    assert rows["forward"].difference.value == pytest.approx(3.0, abs=0.1)
+    assert rows["step"].difference.value == pytest.approx(3.0, abs=0.2)
+    assert "late ranks" not in rows
+    text = to_text(found)
+    assert "* forward" in text and "--parallel.compression  none -> fp16" in text and "run_dir" not in text
+
+
+def test_the_same_twice_is_noise_nearly_always() -> None:
+    rows = [row for seed in range(30) for row in _compared(0.0, 0.0, seed=seed).rows]
+    assert np.mean([not row.is_noise for row in rows]) < 0.12
+
+
+def test_a_late_rank_of_one_of_them_is_told() -> None:
+    rows = {row.name: row for row in _compared(0.0, 0.0, late_b=4.0).rows}
+    assert not rows["late ranks"].is_noise
+    assert rows["late ranks"].difference.value == pytest.approx(rows["late ranks"].b.value)
+
+
+def test_unlike_sizes_are_said_and_json_holds_all() -> None:
+    found = _compared(0.0, 1.0, size_b=2)
+    assert any("a has 4 rank(s), b has 2" in note for note in found.notes)
+    plain = orjson.loads(orjson.dumps(to_plain(found)))
+    assert [row["name"] for row in plain["rows"]] == [row.name for row in found.rows]
+    assert plain["options"] == {"parallel.compression": ["none", "fp16"]}
+
+
+def test_a_run_without_a_timeline_is_compared_by_the_exchange_as_a_whole() -> None:
+    table = table_of(20 + noise(np.random.default_rng(0), (2, 60), "gaussian", 0.3), exchange_ms=4.0)
+    turns = [Turn("g", float(t), {"MPI_ALLREDUCE": 3000.0}) for t in table.ready_us.max(axis=0)[20:40]]
+    runs = [run_of(table), run_of(table, horovod=[trace_of(turns)])]
+    for a, b in (runs, runs[::-1]):
+        rows = {row.name: row for row in compare(analyse(a), analyse(b), {}, {}).rows}
+        assert "transfer" not in rows and all(row.is_noise for row in rows.values())
+        assert rows["exchange"].a.value == pytest.approx(rows["exchange"].b.value) == 4.0
+    same = {row.name for row in compare(analyse(runs[1]), analyse(runs[1]), {}, {}).rows}
+    assert "transfer" in same and "exchange" not in same
+
+
+def test_options_of_what_has_no_config_are_not_known() -> None:
+    found = analyse(run_of(table_of(20 + noise(np.random.default_rng(0), (2, 60), "gaussian", 0.3))))
+    compared = compare(found, found, {}, {"seed": 1})
+    assert "options: not known" in to_text(compared) and to_plain(compared)["options"] is None

@@ -1,0 +1,111 @@
+"""What a terminal shows and what JSON holds of an analysis."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import orjson
+import pytest
+
+from hvdtrain.timeline.analysis.analyse import analyse
+from hvdtrain.timeline.analysis.analysis import Analysis, figures
+from hvdtrain.timeline.report.form import dumped, schema, to_bytes, to_json
+from hvdtrain.timeline.report.terminal import to_text
+from tests.support import analyses
+from tests.support.step_tables import noise, run_of, table_of
+from tests.support.timelines import Turn, trace_of
+
+
+def _all() -> Iterator[Analysis]:
+    work = 20 + noise(np.random.default_rng(0), (4, 100), "gaussian", 0.1)
+    late = np.zeros_like(work)
+    late[2] = 2.0
+    yield analyse(run_of(table_of(work)))
+    yield analyse(run_of(table_of(work, more_ms={"data": late}, error_us=np.inf)))
+    yield analyse(run_of(table_of(work, more_ms={"data": late})))
+    yield analyse(run_of(table_of(work[:1])))
+    yield analyse(run_of(table_of(work[:, :1])))
+    turns = [Turn(f"t{i}", 1e3 * step, {"MPI_ALLREDUCE": 100.0}, 40) for step in range(9) for i in range(3)]
+    alone = replace(run_of(table_of(work)), steps=None, size=0)
+    yield analyse(alone)
+    yield analyse(replace(alone, horovod=[trace_of(turns)]))
+    yield from (analyses.analysis(64), analyses.hostile(), analyses.empty())
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_json_is_as_the_schema_says(number: int) -> None:
+    analysis = list(_all())[number]
+    form = orjson.loads(to_bytes(analysis))
+    jsonschema.Draft202012Validator.check_schema(schema())
+    jsonschema.Draft202012Validator(schema()).validate(form)
+    assert form["figures"] == pytest.approx(figures(analysis))
+
+
+def test_a_name_that_is_no_text_costs_no_report() -> None:
+    name = os.fsdecode(b"run-\xff")
+    form = orjson.loads(to_bytes(replace(next(_all()), title=name)))
+    assert form["title"] == "run-?"
+    assert orjson.loads(dumped({name: [{name: name}]})) == {"run-?": [{"run-?": "run-?"}]}
+
+
+def test_a_folder_has_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "some run" / "timeline").mkdir(parents=True)
+    (tmp_path / "latest").symlink_to("some run")
+    monkeypatch.chdir(tmp_path / "some run" / "timeline")
+    for path, title in ((Path(".."), "some run"), (Path(), "timeline"), (tmp_path / "latest", "latest")):
+        run = replace(run_of(table_of(np.full((2, 40), 20.0))), path=path)
+        assert analyse(run).title == title
+
+
+def test_the_schema_refuses_what_is_something_else() -> None:
+    good = to_json(next(_all()))
+    validator = jsonschema.Draft202012Validator(schema())
+    for name in good:
+        assert not validator.is_valid({key: value for key, value in good.items() if key != name}), name
+    assert not validator.is_valid({**good, "more": 1})
+    assert not validator.is_valid({**good, "version": 2})
+
+
+def test_the_budget_of_the_json_sums() -> None:
+    budget = to_json(next(_all()))["budget"]
+    assert sum(part["ms"]["value"] for part in budget["parts"]) == pytest.approx(budget["step_ms"]["value"], rel=0.01)
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_the_terminal_shows_forty_lines_at_most(number: int) -> None:
+    lines = to_text(list(_all())[number]).splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 120
+
+
+def test_the_terminal_shows_forty_lines_of_the_worst_run_too() -> None:
+    """Of many ranks, all that can be told at length."""
+    analysis = list(_all())[2]
+    long = "a name that does not end " * 20
+    blame = replace(
+        analysis.blame,
+        late=[row.rank for row in analysis.blame.ranks],
+        causes={row.rank: list(analysis.blame.causes.get(2, ())) * 4 for row in analysis.blame.ranks},
+    )
+    findings = [replace(finding, text=long, advice=long) for finding in analysis.findings] * 8
+    worst = replace(analysis, blame=blame, findings=findings, warnings=[long] * 30, notes=[long] * 30, title=long)
+    lines = to_text(worst).splitlines()
+    assert len(lines) <= 40 and max(map(len, lines)) <= 120
+
+
+def test_what_has_no_steps_is_not_told_as_one() -> None:
+    analysis = list(_all())[6]
+    assert analysis.budget is not None
+    text = to_text(replace(analysis, budget=replace(analysis.budget, steps=0)))
+    assert "no steps could be told" in text and "it spans " in text and "a step takes" not in text
+
+
+def test_the_text_says_who_is_late_what_it_costs_and_why() -> None:
+    text = to_text(list(_all())[2])
+    assert "who is late, by our own stamps of 98 steps: rank 2" in text
+    assert "costs 1.9" in text and "waits 3.00 ms a step for data" in text and "--loader.workers" in text

@@ -1,0 +1,115 @@
+"""What a run has left, and what is said where that is not enough."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.errors import DataError
+from hvdtrain.timeline.whatif.links import Ranks
+from hvdtrain.timeline.whatif.read_run import read_evidence
+from tests.support.whatif_run import PARTS, SHAPES, run_folder
+
+
+def test_a_typical_step_and_the_order_of_its_gradients(tmp_path: Path) -> None:
+    evidence = read_evidence(run_folder(tmp_path / "run", size=2, wait_ms=7.0))
+    assert evidence.step_s * 1e3 == pytest.approx(sum(PARTS.values()) + 7)
+    assert sum(evidence.parts_s.values()) == pytest.approx(evidence.step_s)
+    assert [g.name for g in evidence.gradients] == list(SHAPES)[::-1]
+    assert evidence.job.ranks == Ranks(2, 1)
+    assert evidence.tail_s == pytest.approx(0.02)
+    assert evidence.off_s == 0, "all steps are alike"
+
+
+def test_only_the_last_start_counts_and_none_of_its_first_steps(tmp_path: Path) -> None:
+    path = run_folder(tmp_path / "run")
+    lines = (path / "journal.jsonl").read_text().splitlines()
+    slow = [json.dumps({**json.loads(line), "step_s": 9.0}) for line in lines[1:]]
+    (path / "journal.jsonl").write_text("\n".join([lines[0], *slow, lines[0], *slow[:3], *lines[4:20]]) + "\n")
+    evidence = read_evidence(path)
+    assert evidence.step_s * 1e3 == pytest.approx(sum(PARTS.values()))
+    assert evidence.compute_s.shape == (1, 16)
+
+
+def test_a_compression_that_was_chosen_is_that_of_the_run(tmp_path: Path) -> None:
+    path = run_folder(tmp_path / "run", size=2, options={"parallel": {"compression": "auto"}})
+    chosen = json.dumps({"event": "compression_chosen", "at_step": 7, "compression": "fp16"})
+    text = (path / "journal.jsonl").read_text().splitlines()
+    (path / "journal.jsonl").write_text("\n".join([*text[:8], chosen, *text[8:]]) + "\n")
+    assert read_evidence(path).job.compression == "fp16"
+
+
+def test_what_a_probe_took_is_the_link(tmp_path: Path) -> None:
+    pairs = [(1024, 1e-4), (1 << 20, 0.0091), (1 << 23, 0.0711)]
+    fitted = read_evidence(run_folder(tmp_path / "run", size=2, link=pairs)).fitted
+    assert fitted.link is not None
+    assert 8e-9 / fitted.link.s_per_byte == pytest.approx(0.94, rel=0.02)
+    assert "probed" in fitted.source
+
+
+def test_a_link_that_has_become_slower_is_told_from_a_rank_that_is_late(tmp_path: Path) -> None:
+    """A probe says 1 Gbit/s, by which 8 MiB take some 70 ms."""
+    pairs = [(1024, 1e-4), (1 << 20, 0.0091), (1 << 23, 0.0711)]
+    slower = read_evidence(run_folder(tmp_path / "slower", size=2, wait_ms=200.0, link=pairs)).fitted
+    assert "slower than when it was probed" in slower.source
+    assert slower.link is not None
+    assert slower.link.s_per_byte * (8 << 20) == pytest.approx(0.24, rel=0.02)
+    late = read_evidence(run_folder(tmp_path / "late", size=2, wait_ms=200.0, late_ms=190.0, link=pairs))
+    assert late.late_s == pytest.approx(0.19)
+    assert "probed" in late.fitted.source
+    assert "slower" not in late.fitted.source
+
+
+@pytest.mark.parametrize(("wait_ms", "was_slower"), [(35.0, False), (50.0, True)])
+def test_it_is_so_from_a_twentieth_of_a_step_on(wait_ms: float, was_slower: bool, tmp_path: Path) -> None:
+    """The probe explains waits of 30 ms, in steps of some 210."""
+    pairs = [(1024, 1e-4), (1 << 20, 0.0091), (1 << 23, 0.0711)]
+    fitted = read_evidence(run_folder(tmp_path / "run", size=2, wait_ms=wait_ms, link=pairs)).fitted
+    assert ("slower than when it was probed" in fitted.source) is was_slower
+
+
+def test_without_a_probe_waits_tell_the_link(tmp_path: Path) -> None:
+    """80 ms into backward all 8 MiB but 4 are on their way; what is left over at its end was waited for."""
+    fitted = read_evidence(run_folder(tmp_path / "run", size=2, wait_ms=200.0)).fitted
+    assert fitted.link is not None
+    assert "waited" in fitted.source
+    assert fitted.link.s_per_byte * (8 << 20) == pytest.approx(0.24, rel=0.02)
+
+
+def test_what_is_missing_is_named_with_what_makes_it(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no folder of a run"):
+        read_evidence(tmp_path)
+    few = run_folder(tmp_path / "few", steps=6)
+    with pytest.raises(DataError, match="too few steps"):
+        read_evidence(few)
+    path = run_folder(tmp_path / "run")
+    (path / "timeline" / "gradients.json").write_text('{"version": 99}')
+    with pytest.raises(DataError, match="another version"):
+        read_evidence(path)
+    (path / "timeline" / "gradients.json").unlink()
+    with pytest.raises(DataError, match=r"--train\.stop_at"):
+        read_evidence(path)
+    (path / "journal.jsonl").unlink()
+    (path / "timeline" / "gradients.json").write_text('{"version": 1}')
+    with pytest.raises(DataError, match=r"journal\.jsonl"):
+        read_evidence(path)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "what"),
+    [
+        ("config.yaml", "[" * 3000, "no folder of a run"),
+        ("config.yaml", "&a [*a]", "no folder of a run"),
+        ("config.yaml", "a: 1", "is damaged, or was written by another program"),
+        ("timeline/gradients.json", '{"version": 1}', "is damaged"),
+        ("timeline/gradients.json", "[" * 100_000, "lacks timeline/gradients.json"),
+        ("journal.jsonl", '5\n[]\n{"step": 1}\n' * 9, "is damaged"),
+    ],
+)
+def test_a_folder_with_other_content_is_an_error(file: str, content: str, what: str, tmp_path: Path) -> None:
+    path = run_folder(tmp_path / "run")
+    (path / file).write_text(content)
+    with pytest.raises(DataError, match=what):
+        read_evidence(path)

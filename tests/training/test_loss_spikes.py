@@ -1,0 +1,78 @@
+"""Jumps of a loss: told once, none where there is only noise."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdtrain.training.diagnostics.loss_spikes import KEEP, spike
+
+
+def _told(losses: list[float]) -> list[int]:
+    return [t for t, loss in enumerate(losses) if spike(losses[max(0, t - KEEP) : t], loss) is not None]
+
+
+def _walk(rng: random.Random, steps: int, size: float) -> list[float]:
+    at, path = 0.0, []
+    for _ in range(steps):
+        at += rng.gauss(0, size)
+        path.append(at)
+    return path
+
+
+NOISE: dict[str, Callable[[random.Random, int], list[float]]] = {
+    "level": lambda rng, n: [3 + rng.gauss(0, 0.05) for _ in range(n)],
+    "falling": lambda rng, n: [1 + 9 * math.exp(-t / 200) + rng.gauss(0, 0.05) for t in range(n)],
+    "smooth": lambda rng, n: [9 * math.exp(-t / 200) for t in range(n)],
+    "a sample a step": lambda rng, n: [rng.expovariate(1) for _ in range(n)],
+    "by orders of magnitude": lambda rng, n: [math.exp(rng.gauss(0, 1)) for _ in range(n)],
+    "waves": lambda rng, n: [3 + 0.3 * math.sin(t / 20) + rng.gauss(0, 0.02) for t in range(n)],
+    "walk": lambda rng, n: [10 + x for x in _walk(rng, n, 0.01)],
+    "around zero": lambda rng, n: [rng.gauss(0, 1) for _ in range(n)],
+}
+
+
+@pytest.mark.parametrize("kind", NOISE)
+@given(seed=st.integers(0, 10**6))
+@settings(max_examples=10, derandomize=True)
+def test_noise_is_no_spike(kind: str, seed: int) -> None:
+    assert _told(NOISE[kind](random.Random(seed), 1000)) == []
+
+
+@given(seed=st.integers(0, 10**6), at=st.integers(24, 199), length=st.integers(1, 60), factor=st.floats(1.3, 100))
+@settings(max_examples=30, derandomize=True)
+def test_a_spike_is_told_once_however_long_it_lasts(seed: int, at: int, length: int, factor: float) -> None:
+    losses = NOISE["level"](random.Random(seed), 300)
+    for t in range(at, at + length):
+        losses[t] *= factor
+    assert [t for t in _told(losses) if t < at + length] == [at]
+    expected = spike(losses[max(0, at - KEEP) : at], losses[at])
+    assert expected == pytest.approx(3, abs=0.1)
+
+
+def test_the_next_spike_is_told_again() -> None:
+    losses = NOISE["level"](random.Random(0), 200)
+    losses[50] = losses[53] = losses[120] = 9.0
+    assert _told(losses) == [50, 120]
+
+
+def test_nothing_is_said_before_there_is_something_to_go_by() -> None:
+    assert _told([1.0] * 23 + [1e9]) == []
+    assert _told([1.0] * 24 + [1e9]) == [24]
+
+
+@pytest.mark.parametrize("level", [1.0, -1.0])
+def test_a_curve_without_noise_is_not_all_spikes(level: float) -> None:
+    assert _told([level] * 100 + [level + 0.07] + [level] * 50 + [level + 0.09]) == [151]
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1e9])
+def test_units_do_not_matter(scale: float) -> None:
+    losses = [scale * x for x in NOISE["level"](random.Random(1), 100)]
+    losses[70] *= 2
+    assert _told(losses) == [70]

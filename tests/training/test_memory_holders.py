@@ -1,0 +1,43 @@
+"""What holds memory is counted once."""
+
+from __future__ import annotations
+
+import torch
+
+from hvdtrain.config.schema import Config
+from hvdtrain.engine.make import make_engine
+from hvdtrain.spans import Spans
+from hvdtrain.training.diagnostics.memory_holders import held
+from tests.support.thread_comm import ThreadComm, on_ranks
+
+_MIB = 1 << 20
+_CPU = torch.device("cpu")
+
+
+def _held(comm: ThreadComm) -> dict[str, float]:
+    model = torch.nn.Linear(512, 512 * 4, bias=False)  # 4 MiB
+    model.register_buffer("mask", torch.zeros(_MIB, dtype=torch.uint8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = make_engine(optimizer, model, comm, "none", Spans())
+    engine.begin(1)
+    engine.backward(model(torch.ones(1, 512)).sum())
+    engine.finish()
+    engine.step()
+    found = held(Config(), _CPU, model, engine)
+    assert (found["where"], found["micro_batch"], found["precision"]) == ("host's", 4, "fp32")
+    mib: dict[str, float] = found["mib"]
+    return mib
+
+
+def test_each_kind_of_memory_is_counted_once() -> None:
+    for mib in on_ranks(2, _held):
+        known = {name: value for name, value in mib.items() if "rest" not in name}
+        assert known == {
+            "parameters": 4.0,
+            "buffers of the model": 1.0,
+            "exchange buckets": 4.0,
+            "gradients": 0.0,  # views of the buckets
+            "optimizer state": 8.0,
+        }
+    (alone,) = on_ranks(1, _held)
+    assert (alone["exchange buckets"], alone["gradients"]) == (0.0, 4.0)

@@ -1,0 +1,172 @@
+"""The end of a run says where the time went; nothing that fails there fails the run."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hvdtrain
+from hvdtrain.config.schema import ObserveConfig
+from hvdtrain.errors import RunDirectoryError
+from hvdtrain.observe.journal import Journal, is_finished, read_journal
+from hvdtrain.observe.recorder import Recorder
+from hvdtrain.observe.span_trace import SpanTrace
+from hvdtrain.timeline.analysis.analysis import figures
+from hvdtrain.training.records.run_report import DATA, PAGE, report
+from tests.support.analyses import analysis
+from tests.support.toy import toy
+
+
+def _train(folder: Path, **observe: Any) -> Any:
+    return hvdtrain.train({"train": {"steps": 8}, "observe": observe, "run_dir": str(folder)}, toy)
+
+
+def _events(folder: Path, event: str) -> list[dict[str, Any]]:
+    return [line for line in read_journal(folder / "journal.jsonl") if line.get("event") == event]
+
+
+def test_it_is_a_page_data_and_an_event(tmp_path: Path) -> None:
+    result = _train(tmp_path)
+    assert result.analysis.budget.step_ms.value > 0
+    assert {one.step for lane in result.analysis.lanes for one in lane.slices}, "spans are written before they are read"
+    found = json.loads((tmp_path / "timeline" / DATA).read_text())
+    assert found["figures"]["step_ms"] == pytest.approx(result.analysis.budget.step_ms.value)
+    page = (tmp_path / "timeline" / PAGE).read_text()
+    assert page.startswith("<!doctype html>") and "Where a step goes" in page
+    (event,) = _events(tmp_path, "explained")
+    assert event["at_step"] == 8
+    assert event["figures"] == pytest.approx(figures(result.analysis))
+    assert [finding["kind"] for finding in event["findings"]] == [f.kind for f in result.analysis.findings]
+    assert event["verdict"][0].startswith("A step takes ")
+    assert is_finished(tmp_path / "journal.jsonl")
+    assert [path.name for path in (tmp_path / "timeline").iterdir() if path.name.startswith(".report")] == []
+
+
+def test_tensorboard_shows_it_at_the_last_step(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: make setup")
+    from tests.support.tensorboard_run import read, series, single
+
+    result = _train(tmp_path)
+    for name, value in figures(result.analysis).items():
+        assert series(tmp_path / "tensorboard", f"report/{name}") == {8: single(value)}
+    (event,) = read(tmp_path / "tensorboard").Tensors("report/findings/text_summary")
+    assert b"A step takes" in event.tensor_proto.string_val[0]
+
+
+def test_a_later_start_tells_of_itself(tmp_path: Path) -> None:
+    for steps in (4, 8):
+        result = hvdtrain.train({"train": {"steps": 8, "stop_at": steps}, "run_dir": str(tmp_path)}, toy)
+    assert [event["at_step"] for event in _events(tmp_path, "explained")] == [4, 8]
+    assert result.analysis.budget.steps <= 4
+
+
+def test_without_traces_there_is_none(tmp_path: Path) -> None:
+    result = _train(tmp_path, timeline="off")
+    assert result.analysis is None
+    assert not (tmp_path / "timeline").exists()
+    assert _events(tmp_path, "explained") == _events(tmp_path, "warning") == []
+
+
+@pytest.mark.parametrize(
+    "broken", ["hvdtrain.timeline.analysis.analyse.analyse", "hvdtrain.timeline.report.page.to_html"]
+)
+def test_what_fails_is_a_warning(broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise ZeroDivisionError("there was nothing")
+
+    monkeypatch.setattr(broken, fail)
+    result = _train(tmp_path)
+    assert (result.reason, result.step, result.analysis) == ("finished", 8, None)
+    (warning,) = _events(tmp_path, "warning")
+    assert warning["text"] == "where the time went is not told: ZeroDivisionError: there was nothing"
+    assert not (tmp_path / "timeline" / PAGE).exists()
+    assert is_finished(tmp_path / "journal.jsonl")
+
+
+def test_large_traces_are_left_out_and_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "timeline").mkdir()
+    (tmp_path / "timeline" / "horovod-steps-1-on.json").write_text("[" + " " * 2_000_000 + "]")
+    monkeypatch.setattr("hvdtrain.training.records.run_report.MOST_BYTES", 1_000_000)
+    result = _train(tmp_path)
+    assert "horovod-steps-1-on.json, 2 MB, is left out here: hvdtrain timeline report reads it" in result.analysis.notes
+    assert result.analysis.lanes
+    monkeypatch.setattr("hvdtrain.training.records.run_report.MOST_BYTES", 1000)
+    result = hvdtrain.train({"train": {"steps": 12}, "run_dir": str(tmp_path)}, toy)
+    assert not result.analysis.lanes and result.analysis.budget is not None
+    assert any("spans of rank(s) 0 are large" in note for note in result.analysis.notes)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_files_of_all_ranks_are_closed_before_they_are_read(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    stand_in = type("Anything", (), {})()
+    stand_in.rank = rank
+    stand_in.warn = pytest.fail
+    stand_in.close_watchers = lambda: order.append("closed")
+    stand_in.event = lambda record: order.append(record["event"])
+    module = "hvdtrain.training.records.run_report"
+    monkeypatch.setattr(f"{module}.bring_spans", lambda *arguments: order.append("waited"))
+    monkeypatch.setattr(f"{module}._explain", lambda directory: order.append("read") or analysis(2))
+    found = report(ObserveConfig(), tmp_path, stand_in, stand_in, 3)
+    assert order == ["closed", "waited", *(["read", "explained"] if rank == 0 else [])]
+    assert found == (analysis(2) if rank == 0 else None)
+
+
+def test_a_full_disk_costs_the_event_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = Journal.write
+
+    def full(self: Journal, record: Mapping[str, Any]) -> None:
+        if record.get("event") == "explained":
+            raise RunDirectoryError("journal.jsonl cannot be written: no space left")
+        write(self, record)
+
+    monkeypatch.setattr(Journal, "write", full)
+    result = _train(tmp_path)
+    assert (result.reason, result.step) == ("finished", 8) and result.analysis is not None
+    (warning,) = _events(tmp_path, "warning")
+    assert warning["text"] == "journal.jsonl cannot be written: no space left"
+
+
+def test_a_trace_that_cannot_be_closed_costs_the_trace_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close = SpanTrace.close
+
+    def full(self: SpanTrace) -> None:
+        close(self)
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(SpanTrace, "close", full)
+    result = _train(tmp_path)
+    assert (result.reason, result.step) == ("finished", 8) and result.analysis is not None
+    (warning,) = _events(tmp_path, "warning")
+    assert "a trace of rank 0 is not whole" in warning["text"] and "no space left" in warning["text"]
+
+
+def test_watchers_are_ended_once() -> None:
+    class Watcher:
+        closed = 0
+
+        def begin_step(self, step: int) -> None:
+            pass
+
+        def close(self) -> None:
+            self.closed += 1
+
+    class Display:
+        def close(self) -> None:
+            pass
+
+    recorder, watcher = Recorder(None, Display()), Watcher()  # type: ignore[arg-type]
+    recorder.add_watcher(watcher)
+    recorder.close_watchers()
+    assert watcher.closed == 1
+    recorder.close()
+    assert watcher.closed == 1

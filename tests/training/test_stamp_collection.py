@@ -1,0 +1,75 @@
+"""The link between ranks is measured once for as many ranks of the same hosts, however often they meet."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from hvdtrain.config.schema import ObserveConfig
+from hvdtrain.observe.progress import Progress
+from hvdtrain.observe.recorder import Recorder
+from hvdtrain.observe.step_file import NAME
+from hvdtrain.spans import Spans
+from hvdtrain.training.records import stamp_collection as stamps
+from hvdtrain.training.records.stamp_collection import Links, add_stamps
+from tests.support.thread_comm import ThreadComm, on_ranks
+
+CPU = torch.device("cpu")
+
+
+def _meet(folder: Path, known: list[Links], started_at: int = 0) -> list[object]:
+    """A round of as many ranks as there is knowledge; the link that rank 0 left of it."""
+
+    def body(comm: ThreadComm) -> None:
+        recorder = Recorder(None, Progress("samples", 60.0, live=False, quiet=True))
+        links = known[comm.rank]
+        add_stamps(recorder, ObserveConfig(), Spans(), folder, comm, nn.Linear(1, 1), CPU, started_at, 100, links)
+        recorder.close()
+
+    on_ranks(len(known), body)
+    lines = [json.loads(line) for line in (folder / NAME).read_text().splitlines()]
+    link: list[object] = [line for line in lines if "link" in line][-1]["link"]
+    return link
+
+
+@pytest.fixture
+def probes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The ranks that measured."""
+    found: list[int] = []
+    measure = stamps.probe
+
+    def probe(comm: ThreadComm, device: torch.device, budget_s: float) -> list[tuple[int, float]]:
+        found.append(comm.rank)
+        return measure(comm, device, budget_s)
+
+    monkeypatch.setattr(stamps, "probe", probe)
+    return found
+
+
+def test_what_rank_0_knows_of_the_link_holds_for_a_rank_that_is_new(tmp_path: Path, probes: list[int]) -> None:
+    survivor: Links = {}
+    first = _meet(tmp_path, [survivor, {}])
+    assert sorted(probes) == [0, 1] and len(first) >= 2
+    assert _meet(tmp_path, [survivor]) == []
+    newcomer: Links = {}
+    assert _meet(tmp_path, [survivor, newcomer], started_at=3) == first
+    assert sorted(probes) == [0, 1]
+    assert [[list(part) for part in link] for link in newcomer.values()] == [first]
+
+
+def test_another_number_of_ranks_is_another_link(tmp_path: Path, probes: list[int]) -> None:
+    survivor: Links = {}
+    _meet(tmp_path, [survivor, {}])
+    _meet(tmp_path, [survivor, {}, {}], started_at=3)
+    assert sorted(probes) == [0, 0, 1, 1, 2]
+
+
+def test_a_rank_0_that_knows_nothing_measures_with_all(tmp_path: Path, probes: list[int]) -> None:
+    other: Links = {}
+    _meet(tmp_path, [{}, other])
+    _meet(tmp_path, [{}, other], started_at=3)
+    assert sorted(probes) == [0, 0, 1, 1]
