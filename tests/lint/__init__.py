@@ -1,0 +1,1 @@
+"""Checks of `make lint` that ruff and mypy do not have."""
