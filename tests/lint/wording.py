@@ -1,7 +1,7 @@
 """``python -m tests.lint.wording``: list words and phrases that have a plainer standard term, with their places.
 
-It reads docstrings, comments and text literals of the package, and the documents. Vale and proselint check the same kind of
-list for documents, but they do not read string literals of Python, where help texts and error messages are.
+It reads docstrings, comments and text literals of the package, and the documents. Vale and proselint check the same
+kind of list for documents, but they do not read string literals of Python, where help texts and error messages are.
 """
 
 from __future__ import annotations
