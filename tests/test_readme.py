@@ -1,4 +1,4 @@
-"""The README's commands and code, run as they stand there (for fewer steps, on the tiny model)."""
+"""The commands and code of README.md and docs/training.md, run as written (for fewer steps, on the tiny model)."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from tests.support.launch import ENVIRONMENT, TIMEOUT_S, program
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+TRAINING_PAGE = (ROOT / "docs" / "training.md").read_text()
+BOTH = README + TRAINING_PAGE
 
 
 def _blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+    return re.findall(rf"```{language}\n(.*?)```", BOTH, re.DOTALL)
 
 
 COMMANDS = [line.split("  #")[0].strip() for block in _blocks("sh") for line in block.splitlines()]
 TRAINING = [c for c in COMMANDS if "-m hvdtrain" in c]
 LAUNCHING = [c for c in COMMANDS if c.startswith("hvdtrain launch") and "--dry-run" not in c]
 SHOWN = [c for c in COMMANDS if "--dry-run" in c]
-SPIRAL, FROM_PYTHON, HOROVOD_SCRIPT = _blocks("python")
+SPIRAL, HOROVOD_SCRIPT, FROM_PYTHON = _blocks("python")
 
 
 @pytest.fixture
@@ -55,7 +57,7 @@ def _run(command: list[str], folder: Path, codes: Collection[int] = (0,)) -> str
 
 
 def test_the_commands_are_found() -> None:
-    assert len(TRAINING) >= 9 and len(LAUNCHING) == 3 and len(SHOWN) == 3
+    assert len(TRAINING) >= 9 and len(LAUNCHING) == 2 and len(SHOWN) == 3
     assert {"make train", "make test", "hvdtrain doctor", "hvdtrain doctor --json"} <= set(COMMANDS)
 
 
@@ -93,7 +95,7 @@ def test_commands_that_show_what_would_run(command: str, folder: Path) -> None:
 @pytest.mark.parametrize("command", ["hvdtrain doctor", "hvdtrain doctor --json", "hvdtrain train --help"])
 @pytest.mark.slow
 def test_other_commands(command: str, folder: Path) -> None:
-    assert command in README
+    assert command in BOTH
     codes = (0, 1) if "doctor" in command else (0,)  # it may warn of the machine that runs the tests
     assert "hvdtrain" in _run(shlex.split(command), folder, codes)
 
@@ -118,12 +120,17 @@ def test_make_knows_its_targets() -> None:
         subprocess.run(["make", "-n", target], cwd=ROOT, check=True, capture_output=True, env=environment)
 
 
-@pytest.mark.parametrize("link", re.findall(r"\]\((?!https?:)([^)]+)\)", README))
-def test_links_lead_somewhere(link: str) -> None:
-    file, _, anchor = link.partition("#")
-    assert (ROOT / file).exists()
-    headings = re.findall(r"^#+ (.*)", (ROOT / file).read_text(), re.MULTILINE) if anchor else []
-    assert not anchor or anchor in {re.sub(r"[^\w -]", "", text).lower().replace(" ", "-") for text in headings}
+@pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")], ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    dead = []
+    for link in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text()):
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
+        headings = re.findall(r"^#+ (.*)", target.read_text(), re.MULTILINE) if anchor and target.exists() else []
+        anchors = {re.sub(r"[^\w -]", "", text).lower().replace(" ", "-") for text in headings}
+        if not target.exists() or anchor and anchor not in anchors:
+            dead.append(link)
+    assert dead == []
 
 
 def test_options_in_the_table_exist() -> None:
@@ -133,7 +140,7 @@ def test_options_in_the_table_exist() -> None:
 
     parsers = [make_parser(load_task_function(name)) for name in NAMED]
     known = {option for parser in parsers for action in parser._actions for option in action.option_strings}
-    of_training = re.sub(r"^hvdtrain timeline .*", "", README, flags=re.M)  # those are test_docs.py's
+    of_training = re.sub(r"^hvdtrain timeline .*", "", BOTH, flags=re.M)  # those are test_docs.py's
     named = set(re.findall(r"--(?:[a-z_]+\.)?[a-z_]+(?=[ `=])", of_training))
     others = {"--dry-run", "--gpu", "--gloo", "--json", "--hidden", "--help", "--dry", "--logdir", "--host"}
     for of_another in (doctor.parser(), launch_parser.parser()):
@@ -148,7 +155,8 @@ def test_the_figures_are_those_of_the_results() -> None:
     render = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(render)
     results = render.read(max((ROOT / "benchmarks" / "results").glob("*-cpu-2-cores.json")))
-    assert render.BEGIN + render.table(results) + render.END in README
+    for page, text in render.pages(results).items():
+        assert render.BEGIN + text + render.END in page.read_text()
     drawn = re.findall(r">([\d.]+)</text>", render.PLOT.read_text())
     for _, between in render.CONTENDERS.values():
         assert f"{results[f'two_hosts/1gbit/{between}']['value']:.2f}" in drawn
