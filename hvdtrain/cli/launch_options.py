@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from hvdtrain.cli.launch_parser import parser
 from hvdtrain.cli.parser import Parser
 from hvdtrain.config.schema import Config
+from hvdtrain.config.spelling import declared_spelling
 from hvdtrain.errors import LaunchError
 
 _OF_HOROVODRUN = {
@@ -37,7 +38,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         LaunchError: an option that does not exist, with what was likely meant.
     """
     made = parser()
-    options, unknown = made.parse_known_args(_with_dashes(argv))
+    options, unknown = made.parse_known_args(argv)
     if unknown:
         raise _no_option(unknown[0].partition("=")[0], made)
     return options
@@ -49,23 +50,13 @@ def given(options: argparse.Namespace) -> list[str]:
     return [name for name, value in vars(options).items() if name != "arguments" and value != kept.get(name)]
 
 
-def _with_dashes(argv: Sequence[str]) -> list[str]:
-    """Take ``--gpus_per_node`` for ``--gpus-per-node``, as options of training have the one and of launch the other."""
-    end = argv.index("--") if "--" in argv else len(argv)
-    return [_with_dash(word) for word in argv[:end]] + list(argv[end:])
-
-
-def _with_dash(word: str) -> str:
-    name, equals, value = word.partition("=")
-    return f"{name.replace('_', '-')}{equals}{value}" if word.startswith("--") else word
-
-
 def _no_option(option: str, made: Parser) -> LaunchError:
+    option = declared_spelling(option, _OF_HOROVODRUN)
     if option in _OF_HOROVODRUN:
         next_step = f"{_OF_HOROVODRUN[option]} is what {option} of horovodrun is here"
     elif option.lstrip("-").partition(".")[0] in _OF_TRAINING:
         return LaunchError(f"{option} is an option of training, not of launch.", next_step=BEHIND)
     else:
-        near = made.near(option)
+        near = made.nearest_option(option)
         next_step = f"did you mean {near}? Else: {BEHIND}" if near else f"see hvdtrain launch --help; {BEHIND}"
     return LaunchError(f"there is no option {option} of launch.", next_step=next_step)

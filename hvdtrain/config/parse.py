@@ -22,6 +22,7 @@ import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 
 from hvdtrain.config.schema import Config, TrainConfig
+from hvdtrain.config.spelling import EitherSpelling, declared_spelling
 from hvdtrain.config.windows import AUTO, parse_window
 from hvdtrain.config.yaml_file import read_yaml
 from hvdtrain.errors import ConfigError
@@ -76,12 +77,16 @@ def _pairs(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _values_of(option: str, argv: Sequence[str]) -> list[str]:
-    return [value for name, value in _pairs(argv) if name == option]
+    return [value for name, value in _pairs(argv) if declared_spelling(name, (option,)) == option]
+
+
+class _Parser(EitherSpelling, ArgumentParser):
+    """The parser of options of training."""
 
 
 def make_parser(task_function: Callable[..., Any] | None) -> ArgumentParser:
     """A parser of the options of `Config` and of the parameters of `task_function`."""
-    parser = ArgumentParser(
+    parser = _Parser(
         allow_abbrev=False, prog="hvdtrain", exit_on_error=False, description="Train a model on all ranks of this job."
     )
     parser.add_argument("--config", action=ActionConfigFile, help="YAML file of options; later options win.")
@@ -254,7 +259,7 @@ def _explain(error: ArgumentError, parser: ArgumentParser, argv: Sequence[str]) 
     """Turn a parser's error into ours: the nearest option for one that does not exist."""
     known = {option for action in parser._actions for option in action.option_strings if option.startswith("--")}
     for option, place in _options_used(argv):
-        if option not in known and f"--{option}" not in known:
+        if declared_spelling(option, known) not in known and f"--{option}" not in known:
             near = difflib.get_close_matches(option, sorted(known), n=1, cutoff=0.5)
             return ConfigError(
                 f"there is no option {option}{place}",

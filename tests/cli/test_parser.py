@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hvdtrain.__main__ import main
+from hvdtrain.cli import build_horovod, doctor, launch_options
+from hvdtrain.config.parse import parse_argv
+from hvdtrain.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -12,7 +15,7 @@ from hvdtrain.__main__ import main
     [
         ("doctor --hosst a", "there is no option --hosst", "did you mean --hosts?"),
         ("doctor --host a", "there is no option --host", "did you mean --hosts?"),  # no part of a name
-        ("doctor --run-dir=x", "there is no option --run-dir", "did you mean --run_dir?"),
+        ("doctor --run.dir=x", "there is no option --run.dir", "did you mean --run_dir?"),
         ("doctor --q", "there is no option --q", "hvdtrain doctor --help"),
         ("bundle", "required: folder", "hvdtrain bundle --help"),
         ("bundle a b", "'b' is one argument too many", "hvdtrain bundle --help"),
@@ -23,12 +26,28 @@ from hvdtrain.__main__ import main
         ("completion tcsh", "invalid choice: 'tcsh'", "hvdtrain completion --help"),
     ],
 )
-def test_it_is_told_without_the_whole_usage(
-    argv: str, wrong: str, next_step: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_are_short(argv: str, wrong: str, next_step: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(argv.split())
     assert ended.value.code == 2
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith(f"hvdtrain {argv.split()[0]}") and wrong in first
     assert second == f"  next: {next_step}"
+
+
+def test_options_are_accepted_with_dashes_and_with_underscores() -> None:
+    read = doctor.parser().parse_args(["--run-dir=a-b_c", "--nccl-log", "x", "--ssh_port", "2222"])
+    assert (str(read.run_dir), str(read.nccl_log), read.ssh_port) == ("a-b_c", "x", 2222)
+    assert build_horovod.parser().parse_args(["--dry_run"]).dry_run
+    launched = launch_options.parse(["-np", "2", "--hang_timeout=5", "--", "python", "x.py", "--my_own", "--dry_run"])
+    assert launched.hang_timeout == 5 and not launched.dry_run
+    assert launched.arguments == ["--", "python", "x.py", "--my_own", "--dry_run"]
+    run = parse_argv(["--run-dir", "a", "--train.global-batch=4", "--checkpoint.every", "0"], None)
+    assert run.config.run_dir == "a" and run.config.train.global_batch == 4
+    with pytest.raises(ConfigError, match=r"--train\.global_batch has a wrong value"):
+        parse_argv(["--train.global-batch=many"], None)
+
+
+def test_help_shows_one_spelling() -> None:
+    text = doctor.parser().format_help()
+    assert "--run_dir" in text and "--run-dir" not in text
