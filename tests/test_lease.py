@@ -180,7 +180,7 @@ def test_a_job_that_was_taken_for_dead_ends_on_every_rank(
 
         def __getitem__(self, index: int) -> torch.Tensor:
             drawn.append(index)
-            if len(drawn) == 5:
+            if len(drawn) >= 5:  # again and again: a beat of the holder may replace the file just after
                 _takes_over(run)
             return torch.ones(1)
 

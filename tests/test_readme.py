@@ -128,7 +128,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = page.parent / file if file else page
         headings = re.findall(r"^#+ (.*)", target.read_text(), re.MULTILINE) if anchor and target.exists() else []
         anchors = {re.sub(r"[^\w -]", "", text).lower().replace(" ", "-") for text in headings}
-        if not target.exists() or anchor and anchor not in anchors:
+        if not target.exists() or (anchor and anchor not in anchors):
             dead.append(link)
     assert dead == []
 
