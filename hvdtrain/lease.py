@@ -12,6 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.processes import read_stat
+
 BEAT_S = 3.0
 """Between two times that a holder writes its file."""
 
@@ -120,8 +122,8 @@ def _where() -> dict[str, str]:
 def _began(pid: int) -> str | None:
     """When a process began, by the kernel's count: a number that was given anew is told apart."""
     with suppress(OSError):
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        return None if fields[0] in "ZX" else fields[19]
+        stat = read_stat(pid)
+        return None if stat.state in "ZX" else str(stat.start_ticks)
     return None
 
 

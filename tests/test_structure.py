@@ -20,10 +20,12 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = {
     "durable": 0,
     "errors": 0,
-    "lease": 0,
+    "processes": 0,
+    "programs": 0,
     "regular": 0,
     "spans": 0,
     "config": 1,
+    "lease": 1,
     "loading": 1,
     "install": 1,
     "runtime": 2,

@@ -21,6 +21,7 @@ from hvdtrain.launch.refuse import refuse_options, refuse_shape
 from hvdtrain.launch.spec import Command, JobSpec, Script
 from hvdtrain.launch.targets import TARGETS
 from hvdtrain.observe.shell_commands import command
+from hvdtrain.programs import run_program
 from hvdtrain.runtime.environment import LAUNCH_OPTIONS, environ, launch_options_text
 
 
@@ -97,12 +98,10 @@ def _takes_arguments(spec: JobSpec) -> bool:
     """Whether training takes its arguments; if not it says why. A job would find out after its time in the queue."""
     index = (spec.batch.array or "").partition("-")[0]
     words = [word.replace("{array}", index) if index else word for word in spec.program]
-    done = subprocess.run(
-        [*words, "--print_config"], cwd=spec.folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False
-    )
-    if done.returncode == USAGE:
-        sys.stderr.write(done.stderr.decode(errors="replace"))
-    return done.returncode != USAGE
+    done = run_program([*words, "--print_config"], None, folder=spec.folder)
+    if done.code == USAGE:
+        sys.stderr.write(done.err)
+    return done.code != USAGE
 
 
 def _submit(start: Script, dry_run: bool) -> int:

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterable, Mapping
@@ -25,6 +24,7 @@ from hvdtrain.install.build_facts import (
 )
 from hvdtrain.install.launcher import REMOTE_SHELL
 from hvdtrain.install.versions import MpiBuild, TorchBuild
+from hvdtrain.programs import run_program
 
 # Modules that Horovod's build and its runtime import, and the packages that bring them.
 REQUIREMENTS = {
@@ -208,15 +208,12 @@ def _program(name: str, first: list[Path], environ: Mapping[str, str]) -> str | 
 
 
 def output(argv: list[str], environ: Mapping[str, str]) -> str:
-    """What a program that is asked for its version, or the like, wrote; "" where it cannot be run."""
+    """Return what a program writes to stdout and stderr; "" where it cannot be run or takes more than a minute."""
     try:
-        settings = {"HOME": "/", **environ}  # Open MPI 5 cannot even tell its version without
-        done = subprocess.run(
-            argv, env=settings, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False
-        )
-    except (OSError, subprocess.SubprocessError):
+        done = run_program(argv, 60, {"HOME": "/", **environ})  # Open MPI 5 prints no version without HOME
+    except OSError:
         return ""
-    return done.stdout + done.stderr
+    return done.out + done.err
 
 
 def _existing(path: Path) -> Path:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from pathlib import Path
+
+import psutil
+
+from hvdtrain.processes import read_stat
 
 EVERY_S = 5.0
 """Between two looks: each reads a file of every process of this host."""
@@ -16,12 +18,12 @@ _BUSY = 0.25
 
 def processor_s(leaders: Collection[int]) -> dict[int, float]:
     """Seconds of the processor that sessions have used, by the number of the process that leads each."""
-    used, ticks_a_second = dict.fromkeys(leaders, 0.0), os.sysconf("SC_CLK_TCK")
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    used = dict.fromkeys(leaders, 0.0)
+    for pid in psutil.pids():
         with suppress(OSError):  # it has ended
-            fields = path.read_text(errors="replace").rpartition(")")[2].split()
-            if (leader := int(fields[3])) in used:
-                used[leader] += sum(map(int, fields[11:15])) / ticks_a_second  # its own, and of children it waited for
+            stat = read_stat(pid)
+            if stat.session in used:
+                used[stat.session] += stat.cpu_s
     return used
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.hosts import parse_answer
+from hvdtrain.programs import run_program
 
 TIMEOUT_S = 30.0
 _AGAIN_S = 1.0
@@ -30,16 +28,16 @@ def ask(script: Path, timeout_s: float = TIMEOUT_S, *, slots: int = 1) -> dict[s
     """
     expected = "a program that writes a line host or host:slots for each host, and exits with 0"
     try:
-        code, out, err = _run(script.absolute(), timeout_s)
-    except subprocess.TimeoutExpired:
+        code, out, err = run_program([str(script.absolute())], timeout_s)
+    except TimeoutError:
         raise LaunchError(f"{script} did not end within {timeout_s:.0f} s.", expected=expected) from None
     except OSError as error:
         hint = _hint(script)
         raise LaunchError(f"{script} cannot be run.", expected=expected, found=str(error), next_step=hint) from None
     if code != 0:
-        found = f"exit code {code}: {err.decode('utf-8', 'replace').strip()[-500:]}"
+        found = f"exit code {code}: {err.strip()[-500:]}"
         raise LaunchError(f"{script} failed.", expected=expected, found=found)
-    return parse_answer(out.decode("utf-8", "replace"), slots)
+    return parse_answer(out, slots)
 
 
 def _hint(script: Path) -> str:
@@ -54,24 +52,6 @@ def _hint(script: Path) -> str:
     if not os.access(script, os.X_OK):
         return f"chmod +x {script}"
     return "see that its first line names its interpreter, and that this is there, as in #!/bin/sh"
-
-
-def _run(script: Path, timeout_s: float) -> tuple[int, bytes, bytes]:
-    """Exit code, stdout and stderr of a script. What it started is ended with it when it takes too long."""
-    with subprocess.Popen(
-        [script],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    ) as process:
-        try:
-            out, err = process.communicate(timeout=timeout_s)
-        except BaseException:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            raise
-        return process.returncode, out, err
 
 
 def watch(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shutil
 import socket
-import subprocess
 from collections.abc import Iterable, Sequence
+
+from hvdtrain.programs import run_program
 
 _TIMEOUT_S = 5.0
 _BY_OTHERS = ("proxyjump ", "proxycommand ")
@@ -35,13 +36,9 @@ def _has_address(name: str) -> bool:
 def _by_ssh(host: str, arguments: Sequence[str]) -> bool:
     if shutil.which("ssh") is None:
         return False
-    command = ["ssh", *arguments, "-G", host]
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return True  # not for this to say
-    lines = done.stdout.splitlines()
+        lines = run_program(["ssh", *arguments, "-G", host], _TIMEOUT_S).out.splitlines()
+    except TimeoutError:
+        return True  # unknown: let the launcher try
     name = next((line.partition(" ")[2] for line in lines if line.startswith("hostname ")), "")
     return any(line.startswith(_BY_OTHERS) for line in lines) or (bool(name) and _has_address(name))

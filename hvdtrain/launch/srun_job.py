@@ -25,6 +25,7 @@ from hvdtrain.launch.node_store import LOG, ROUND, Batches
 from hvdtrain.launch.nodelist import node_names
 from hvdtrain.launch.rendezvous import Rendezvous
 from hvdtrain.launch.slurm_task import INTERFACE, STEP, STORE
+from hvdtrain.programs import run_program
 from hvdtrain.runtime.environment import environ
 
 _PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
@@ -139,10 +140,12 @@ class Tasks:
     def signal(self, name: str) -> None:
         """Send a signal, such as ``TERM``. Where that fails srun goes on, and so does this."""
         try:
-            argv = ["scancel", f"--signal={name}", f"{self._job}.{self._step}"]
-            subprocess.run(argv, check=True, timeout=_SCANCEL_S)
-        except (OSError, subprocess.SubprocessError) as error:
-            _say(f"SIG{name} did not reach the ranks: {error}")
+            done = run_program(["scancel", f"--signal={name}", f"{self._job}.{self._step}"], _SCANCEL_S)
+            found = done.err.strip() or f"scancel ended with exit code {done.code}" if done.code else ""
+        except OSError as error:
+            found = str(error)
+        if found:
+            _say(f"SIG{name} did not reach the ranks: {found}")
 
 
 def _run(srun: Sequence[str], environ: Mapping[str, str], tasks: Tasks) -> int:

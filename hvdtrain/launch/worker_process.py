@@ -10,9 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import IO, Any
 
+from hvdtrain.processes import read_stat
 from hvdtrain.runtime.channel import HELD, VARIABLE, Channel
 from hvdtrain.runtime.exit_lock import VARIABLE as LIFELINE
 from hvdtrain.runtime.exit_lock import Lifeline, make_lifeline
@@ -119,10 +119,9 @@ class WorkerProcess:
     def halted(self) -> bool:
         """Whether it is stopped by a signal."""
         try:
-            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+            return read_stat(self.pid).state == "T"
         except OSError:
             return False
-        return fields[:1] == ["T"]
 
     def _send(self, act: Callable[[], None]) -> None:
         with self._alive, suppress(ProcessLookupError, PermissionError):

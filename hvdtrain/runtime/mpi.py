@@ -209,10 +209,10 @@ def mpirun_version(program: str | None, timeout_s: float = 20) -> str | None:
 
 
 def _output(argv: list[str], timeout_s: float) -> str:
-    import subprocess  # only doctor asks; a rank that starts does not wait for this import
+    from hvdtrain.programs import run_program  # only doctor asks: ranks start without importing subprocess
 
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, check=True)
-    except (OSError, subprocess.SubprocessError):
+        done = run_program(argv, timeout_s)
+    except OSError:
         return ""
-    return done.stdout
+    return done.out if done.code == 0 else ""

@@ -144,8 +144,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _missed(
         "launch/discovery.py",
-        'return parse_answer(out.decode("utf-8", "replace"), slots)',
-        'return parse_answer(out.decode("utf-8", "replace"))',
+        "return parse_answer(out, slots)",
+        "return parse_answer(out)",
         "--slots is ignored for hosts that the script names without a number",
         "tests/launch/test_hosts.py",
     ),

@@ -8,9 +8,10 @@ import platform
 import shutil
 import socket
 import struct
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+
+from hvdtrain.programs import run_program
 
 _SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915
 _UP, _LOOPBACK, _RUNNING = 0x1, 0x8, 0x40
@@ -90,11 +91,10 @@ def _addresses(name: str) -> tuple[str, ...] | None:
     if getent is None:
         return None
     try:
-        argv = [getent, "ahosts", name]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=_NAME_TIMEOUT_S, check=False)
-    except (OSError, subprocess.SubprocessError):
+        found = run_program([getent, "ahosts", name], _NAME_TIMEOUT_S).out
+    except OSError:
         return ()
-    return tuple(dict.fromkeys(line.split()[0] for line in done.stdout.splitlines() if line.strip()))
+    return tuple(dict.fromkeys(line.split()[0] for line in found.splitlines() if line.strip()))
 
 
 def _interface(name: str, folder: Path) -> Interface:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 
 from hvdtrain.doctor.hosts.survey import Ask, Survey
 from hvdtrain.doctor.links.link_pairs import MOST_S
@@ -17,6 +15,7 @@ from hvdtrain.launch.detect import look
 from hvdtrain.launch.spec import Command, JobSpec, Mpi, join
 from hvdtrain.launch.targets import TARGETS
 from hvdtrain.launch.worker_plan import agent_environment, handed_on
+from hvdtrain.programs import run_program
 
 PROBE = ("doctor", "--probe", "--json")
 """What each rank runs."""
@@ -84,8 +83,8 @@ def measure(ask: Ask, hosts: Sequence[str], interface: str) -> Links:
     made = command(ask, hosts, interface, mpi)
     environment = {**agent_environment(ask.environment), **made.variables}
     try:
-        code, out, err = _run(made.argv, environment)
-    except (OSError, subprocess.TimeoutExpired) as error:
+        code, out, err = run_program(made.argv, MOST_S + _START_S, environment, end_s=_END_S)
+    except OSError as error:
         raise LaunchError("mpirun did not come to an end.", found=str(error), next_step=join(made.argv)) from None
     links = _links(out)
     if links is None:
@@ -93,22 +92,6 @@ def measure(ask: Ask, hosts: Sequence[str], interface: str) -> Links:
         found = f"exit code {code}: {' '.join(said[-_TAIL:])}"
         raise LaunchError("mpirun did not measure these hosts.", found=found, next_step=join(made.argv))
     return links
-
-
-def _run(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of an mpirun. One that takes too long, or is interrupted, is let end its ranks."""
-    with subprocess.Popen(
-        argv, env=dict(environment), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            out, err = process.communicate(timeout=MOST_S + _START_S)
-        except BaseException:
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=_END_S)
-            process.kill()
-            raise
-    return process.returncode, out, err
 
 
 def _links(text: str) -> Links | None:

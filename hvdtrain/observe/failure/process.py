@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from hvdtrain.processes import read_stat
+
 RUNNING, STOPPED, ZOMBIE, GONE, UNKNOWN = "running", "stopped", "zombie", "gone", "unknown"
 """States of a process; "unknown" is that of one which this host cannot see, or cannot look at now."""
 
@@ -20,23 +22,21 @@ _MIB = 1 << 20
 
 def started(pid: int, root: Path = Path("/proc")) -> int | None:
     """When a process began, in clock ticks since the host did: with it a number that was given anew is told apart."""
-    fields = _fields(_text(root / str(pid) / "stat"))
-    return int(fields[19]) if fields else None
+    try:
+        return read_stat(pid, root).start_ticks
+    except OSError:
+        return None
 
 
 def state(pid: int, began: int, root: Path = Path("/proc")) -> str:
     """How the process `pid` that began at `began` is: one of the states above."""
     try:
-        fields = _fields((root / str(pid) / "stat").read_text(errors="replace"))
+        stat = read_stat(pid, root)
     except (FileNotFoundError, ProcessLookupError):
         return GONE
     except OSError:  # this process has no file descriptor left, say: that tells nothing of the other one
         return UNKNOWN
-    if not fields:
-        return UNKNOWN
-    if int(fields[19]) != began:
-        return GONE
-    return _STATES.get(fields[0], RUNNING)
+    return _STATES.get(stat.state, RUNNING) if stat.start_ticks == began else GONE
 
 
 def memory(root: Path = Path("/proc"), *, device: bool = False) -> dict[str, float]:
@@ -66,11 +66,6 @@ def oom_kills(root: Path = Path("/proc")) -> int:
         if name == "oom_kill":
             return int(count)
     return 0
-
-
-def _fields(text: str) -> list[str]:
-    """Fields of /proc/PID/stat from the third on: a program's name, the second, may hold blanks and brackets."""
-    return text.rpartition(")")[2].split()
 
 
 def _figures(path: Path) -> dict[str, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from statistics import median
 from hvdtrain.config.yaml_file import read_yaml
 from hvdtrain.errors import LaunchError
 from hvdtrain.observe import journal
+from hvdtrain.programs import run_program
 from hvdtrain.timeline.whatif.change import Change, changed_job
 from hvdtrain.timeline.whatif.evidence import Evidence
 
@@ -129,12 +129,13 @@ def _spec(path: Path) -> str:
 
 
 def _run(argv: Sequence[str]) -> None:
-    done = subprocess.run(
-        argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
-    )
-    if done.returncode:
+    try:
+        done = run_program(argv, _TIMEOUT_S)
+    except TimeoutError as error:
+        raise LaunchError(f"a try took too long: {' '.join(argv)}", found=str(error)) from None
+    if done.code:
         raise LaunchError(
-            f"a try ended with exit code {done.returncode}: {' '.join(argv)}",
-            found=(done.stdout + done.stderr)[-_TAIL:].strip(),
+            f"a try ended with exit code {done.code}: {' '.join(argv)}",
+            found=(done.out + done.err)[-_TAIL:].strip(),
             next_step="try the command by itself, in the folder in which the run was started",
         )

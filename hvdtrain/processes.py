@@ -1,0 +1,44 @@
+"""Read state, session, CPU time and start of a process from /proc/PID/stat. A leaf.
+
+psutil reports the start as a time of the wall clock, which differs between two readers when somebody sets the clock
+between them. The kernel counts from boot, so that two processes with the same number are told apart for certain.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+PROC = Path("/proc")
+
+
+class ProcessStat(NamedTuple):
+    """Facts about one process.
+
+    Attributes:
+        state: the kernel's letter: T is stopped, Z a zombie, X dead.
+        session: number of the process that leads its session.
+        cpu_s: seconds of CPU time, its own and that of children it has waited for.
+        start_ticks: its start, in clock ticks since boot.
+    """
+
+    state: str
+    session: int
+    cpu_s: float
+    start_ticks: int
+
+
+def read_stat(pid: int, root: Path = PROC) -> ProcessStat:
+    """Read the facts about a process.
+
+    Errors:
+        FileNotFoundError, ProcessLookupError: there is no such process.
+        OSError: it cannot be read, for example because this process has no file descriptor left.
+    """
+    text = (root / str(pid) / "stat").read_text(errors="replace")
+    fields = text.rpartition(")")[2].split()  # the field before, the program's name, may hold blanks and brackets
+    if not fields:
+        raise OSError(f"{root}/{pid}/stat is empty")
+    ticks = sum(map(int, fields[11:15]))
+    return ProcessStat(fields[0], int(fields[3]), ticks / os.sysconf("SC_CLK_TCK"), int(fields[19]))

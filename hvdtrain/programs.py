@@ -1,0 +1,68 @@
+"""Run another program to its end and capture its output. A leaf."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+_AFTER_KILL_S = 1.0
+"""How long to wait for a killed process: one that hangs in the kernel, on a dead file server for example, stays."""
+
+
+class Finished(NamedTuple):
+    """Exit code, -N where signal N ended the program, and what it wrote."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run_program(
+    argv: Sequence[str],
+    timeout_s: float | None,
+    env: Mapping[str, str] | None = None,
+    *,
+    folder: Path | str | None = None,
+    end_s: float = 0,
+) -> Finished:
+    """Run a program without stdin, in a session of its own, and capture its output as text.
+
+    On a timeout or an exception, such as KeyboardInterrupt, the program and all that it started are killed.
+
+    Args:
+        argv: the command line.
+        timeout_s: None for no limit.
+        env: the whole environment (default: that of this process).
+        folder: the working directory (default: that of this process).
+        end_s: how long the program gets after SIGTERM, to end its own children, before it is killed.
+
+    Errors:
+        OSError: it cannot be started; TimeoutError, a subclass, where it does not end in time.
+    """
+    process = subprocess.Popen(
+        argv, env=env, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, encoding="utf-8", errors="replace", start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except BaseException as error:
+        if end_s:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=end_s)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_AFTER_KILL_S)
+        for pipe in (process.stdout, process.stderr):
+            if pipe:
+                pipe.close()
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise TimeoutError(f"{argv[0]} did not end within {timeout_s:g} s") from None
+        raise
+    return Finished(process.returncode, out, err)

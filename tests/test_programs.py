@@ -1,0 +1,54 @@
+"""Programs that are run to their end: what they write, and what happens to those that do not end."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.processes import read_stat
+from hvdtrain.programs import Finished, run_program
+
+
+def test_code_and_output(tmp_path: Path) -> None:
+    program = (
+        "import os, sys; print(os.getcwd()); sys.stderr.buffer.write(b'\\xff'); sys.exit(len(sys.stdin.read()) + 3)"
+    )
+    done = run_program([sys.executable, "-c", program], 60, folder=tmp_path)
+    assert done == Finished(3, f"{tmp_path}\n", "\N{REPLACEMENT CHARACTER}")
+    assert run_program(["sh", "-c", "echo $A; kill -9 $$"], 60, {"A": "a", "PATH": os.defpath}) == (-9, "a\n", "")
+
+
+def test_one_that_cannot_be_started(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        run_program([str(tmp_path / "nothing")], 60)
+
+
+@pytest.mark.parametrize("end_s", [0.0, 60.0])
+def test_one_that_does_not_end_is_killed_with_what_it_started(end_s: float, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    trap = "trap 'echo ended > ended; exit' TERM" if end_s else ":"
+    script = f"{trap}; sleep 600 & echo $$ $! > pids; wait"
+    with pytest.raises(TimeoutError, match=r"sh did not end within 0\.5 s"):
+        run_program(["sh", "-c", script], 0.5, folder=tmp_path, end_s=end_s)
+    assert (tmp_path / "ended").exists() == bool(end_s)
+    for pid in map(int, pids.read_text().split()):
+        until_s = time.monotonic() + 10
+        while _lives(pid):
+            assert time.monotonic() < until_s
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return read_stat(pid).state not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_facts_about_this_process() -> None:
+    own = read_stat(os.getpid())
+    assert own.state == "R" and own.session == os.getsid(0) and own.cpu_s > 0
+    assert read_stat(os.getpid()).start_ticks == own.start_ticks >= read_stat(os.getppid()).start_ticks
