@@ -154,7 +154,7 @@ def test_who_has_lost_it_does_not_take_it_back(tmp_path: Path, monkeypatch: pyte
 def _takes_over(folder: Path) -> None:
     """Do what another host's job does that has seen no beat of this one's."""
     (folder / "new").write_text(json.dumps(FAR))
-    (folder / "new").replace(folder / run_directory.LEASE)
+    (folder / "new").replace(folder / ".lease")
 
 
 @pytest.fixture
@@ -193,7 +193,7 @@ def test_a_job_that_was_taken_for_dead_ends_on_every_rank(
         train_on_threads(*options, f"--run_dir={run}", "--loader.workers=0", size=size, build=build)
     assert len(drawn) < 2 * steps
     assert not list(run.glob("checkpoints/step-*"))
-    assert json.loads((run / run_directory.LEASE).read_text()) == FAR
+    assert json.loads((run / ".lease").read_text()) == FAR
     assert "failed" not in (run / "journal.jsonl").read_text()
 
 

@@ -15,6 +15,7 @@ from hvdtrain.observe.failure.failure_output import FailureOutput
 from hvdtrain.observe.progress import duration, table
 from hvdtrain.observe.shell_commands import command, go_on, shown
 from hvdtrain.observe.unfailing import let_output_fail
+from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.driver_client import NoPlace
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.timeline import prepare_timeline
@@ -72,13 +73,10 @@ def _train(argv: list[str], info: RankInfo, voice: FailureOutput) -> Result:
 
 def summary(result: Result, info: RankInfo) -> str:
     """What a person wants to know at the end."""
-    from hvdtrain.observe.tensorboard import FOLDER
     from hvdtrain.timeline.report.brief import to_lines
-    from hvdtrain.training.records.observers import TIMELINE
-    from hvdtrain.training.records.run_report import PAGE
 
     run_dir = shown(result.run_dir, info)
-    curves, traces = run_dir / FOLDER, run_dir / TIMELINE
+    layout, there = RunLayout(run_dir), RunLayout(result.run_dir)
     rows = [("training loss", f"{result.first_loss:.4f} -> {result.last_loss:.4f}")]
     if not math.isnan(result.first_heldout_loss):
         rows.append(("held-out loss", f"{result.first_heldout_loss:.4f} -> {result.last_heldout_loss:.4f}"))
@@ -89,16 +87,16 @@ def summary(result: Result, info: RankInfo) -> str:
         rows.append(("ranks", f"{' -> '.join(map(str, result.sizes))}; {result.still_s:.1f} s without a step"))
     rows.append(("run", str(run_dir)))
     how = {"finished": "finished", "stop_at": "stopped as asked"}.get(result.reason, f"stopped by {result.reason}")
-    further, page = [], traces / PAGE
+    further = []
     if result.analysis is not None:
-        further.append(("more of it", f"{page}, in a browser"))
-    if (result.run_dir / FOLDER).is_dir():
+        further.append(("more of it", f"{layout.timeline.report_page}, in a browser"))
+    if there.tensorboard.is_dir():
         # The address of this machine only: whoever reaches the port reads the run.
-        further.append(("curves", command("tensorboard", "--logdir", str(curves), "--host", "127.0.0.1")))
-    if (result.run_dir / TIMELINE).is_dir():
-        further.append(("traces", f"{traces}/*.json, in https://ui.perfetto.dev or chrome://tracing"))
+        further.append(("curves", command("tensorboard", "--logdir", str(layout.tensorboard), "--host", "127.0.0.1")))
+    if there.timeline.folder.is_dir():
+        further.append(("traces", f"{layout.timeline.folder}/*.json, in https://ui.perfetto.dev or chrome://tracing"))
     further += [
-        ("each step", command("tail", "-n", "3", f"{run_dir}/journal.jsonl")),
+        ("each step", command("tail", "-n", "3", str(layout.journal))),
         ("this machine", command("hvdtrain", "doctor")),
     ]
     if result.reason == "finished":

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hvdtrain.config.options import Option, Options
-from hvdtrain.config.yaml_file import yaml_text
+from hvdtrain.yaml_file import yaml_text
 
 _WIDTH = 110
 _HEAD = """\

@@ -24,11 +24,10 @@ from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 from hvdtrain.config.schema import Config, TrainConfig
 from hvdtrain.config.spelling import EitherSpelling, declared_spelling
 from hvdtrain.config.windows import AUTO, parse_window
-from hvdtrain.config.yaml_file import read_yaml
 from hvdtrain.errors import ConfigError
+from hvdtrain.run_layout import RunLayout
+from hvdtrain.yaml_file import read_yaml
 
-CONFIG = "config.yaml"
-IDENTITY = ".identity"
 """Files of a run folder: the resolved config, and a hash of its options."""
 
 _MOST = 2**31
@@ -125,7 +124,8 @@ def run_of_config(path: Path, resume: str) -> str | None:
 
     None for any other file, and where the option `resume` is never.
     """
-    is_of_run = resume != "never" and path.name == CONFIG and (path.parent / IDENTITY).exists()
+    layout = RunLayout(path.parent)
+    is_of_run = resume != "never" and path.name == layout.config.name and layout.identity.exists()
     return str(path.parent) if is_of_run else None
 
 

@@ -17,8 +17,9 @@ from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.config.windows import Window
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.observe.trace_file import free_path
+from hvdtrain.run_layout import TimelineLayout
 
-_OPEN = "-on"
+_OPEN = "on"
 """In the name of a file whose last step nobody knows yet."""
 
 
@@ -133,7 +134,7 @@ class HorovodTimeline:
             self._warn(f"Horovod's Timeline {path} is not whole: {error}; training goes on")
 
     def _named(self, first: int, last: int | None) -> Path:
-        return self._folder / f"horovod-steps-{first}{_OPEN if last is None else f'-{last}'}.json"
+        return TimelineLayout(self._folder).horovod(first, _OPEN if last is None else last)
 
     def _rest(self, *, for_good: bool) -> None:
         if self._writer is not None:

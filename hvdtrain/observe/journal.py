@@ -20,8 +20,6 @@ from hvdtrain.observe.failure.failure_output import to_stderr
 from hvdtrain.observe.line_file import LineFile
 from hvdtrain.regular import open_regular
 
-NAME = "journal.jsonl"
-
 _ASIDE = ("warning", "machine", "explained")
 """Events that may come when the run has ended."""
 _LIMIT = 50_000

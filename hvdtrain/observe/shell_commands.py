@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvdtrain.install.launcher import NO_SHELL, REMOTE_SHELL
+from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.environment import GLOO_LAUNCHER, RankInfo, by_srun, launch_options
 
 _STARTED_BY = {
@@ -45,7 +46,7 @@ def go_on(run_dir: Path, info: RankInfo, options: str = "") -> str:
     A comment stands for what a command cannot know: how several hosts or another launcher than mpirun were started.
     """
     run_dir = shown(run_dir, info)
-    arguments = ["--config", f"{run_dir}/config.yaml", "--run_dir", str(run_dir), *options.split()]
+    arguments = ["--config", str(RunLayout(run_dir).config), "--run_dir", str(run_dir), *options.split()]
     launched = launch_options(info.variables)
     if launched is not None:
         return command("hvdtrain", "launch", *launched, "--", *arguments)

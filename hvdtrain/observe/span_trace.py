@@ -8,6 +8,7 @@ from typing import Any
 
 from hvdtrain.config.windows import Window
 from hvdtrain.observe.trace_file import TraceFile, free_path
+from hvdtrain.run_layout import TimelineLayout
 from hvdtrain.runtime.clock import clock_id, moment
 from hvdtrain.spans import CAPACITY, DEVICE, EXCHANGE, MAIN, Event, Spans
 
@@ -43,7 +44,7 @@ class SpanTrace:
         start: int = 0,
     ) -> None:
         self._spans = spans
-        self._path = folder / f"spans-rank-{rank}.json"
+        self._path = TimelineLayout(folder).spans(rank)
         self._rank = rank
         self._host = host
         self._window = window

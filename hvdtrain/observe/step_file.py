@@ -16,7 +16,6 @@ from hvdtrain.observe.journal import journal_lines
 from hvdtrain.observe.line_file import LineFile
 from hvdtrain.observe.stamps import COLUMNS, DURATIONS, MOMENTS
 
-NAME = "steps.jsonl"
 VERSION = 1
 _WRITTEN = MOMENTS[:4]
 

@@ -16,7 +16,6 @@ from hvdtrain.runtime.clock import steady_s
 if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary
 
-FOLDER = "tensorboard"
 _HISTOGRAMS = "histograms"
 
 EVERY_S = 0.25

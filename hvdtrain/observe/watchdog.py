@@ -18,8 +18,9 @@ from typing import Any
 
 from hvdtrain.observe.failure import process
 from hvdtrain.observe.failure.failure_output import to_stderr
-from hvdtrain.observe.failure.reporter import TEXT, Reporter
+from hvdtrain.observe.failure.reporter import Reporter
 from hvdtrain.observe.failure.statement import WATCHDOG_THREAD
+from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.clock import steady_s
 
 EXIT_STALLED = 124
@@ -215,5 +216,5 @@ class Watchdog:
         if self._reporter.post.told() and not self._driven:
             self._told_at = self._told_at or now
             if now - self._told_at > _TOLD_GRACE_S:
-                to_stderr(f"hvdtrain: the run has failed, see {self._reporter.job.run_dir / TEXT}\n")
+                to_stderr(f"hvdtrain: the run has failed, see {RunLayout(self._reporter.job.run_dir).failure_text}\n")
                 self._end(EXIT_FAILED)

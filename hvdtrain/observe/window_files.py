@@ -15,9 +15,9 @@ import orjson
 
 from hvdtrain.durable import write_text
 from hvdtrain.regular import read_regular
+from hvdtrain.run_layout import TimelineLayout
 
 _VERSION = 1
-_REQUEST, _ANSWER = ".window-request.json", ".window-answer.json"
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ def ask(folder: Path, request: Request) -> None:
     Errors:
         OSError: it cannot be written.
     """
-    _write(folder / _REQUEST, asdict(request))
+    _write(TimelineLayout(folder).window_request, asdict(request))
 
 
 def read_request(folder: Path) -> Request | None:
     """The last request; None where there is none, or none that makes sense."""
-    content = _read(folder / _REQUEST)
+    content = _read(TimelineLayout(folder).window_request)
     steps = content.get("steps")
     if content.get("action") not in ("start", "stop") or not isinstance(content.get("id"), str):
         return None
@@ -84,12 +84,12 @@ def answer(folder: Path, content: Answer) -> None:
     Errors:
         OSError: it cannot be written.
     """
-    _write(folder / _ANSWER, asdict(content))
+    _write(TimelineLayout(folder).window_answer, asdict(content))
 
 
 def read_answer(folder: Path) -> Answer | None:
     """The last answer; None where there is none."""
-    content = _read(folder / _ANSWER)
+    content = _read(TimelineLayout(folder).window_answer)
     try:
         return Answer(**{name: content[name] for name in Answer.__dataclass_fields__})
     except KeyError:

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import orjson
 
-FOLDER = "ledger"
 VERSION = 1
 _NAME = re.compile(r"start-(\d{4,})\.rank-(\d{5,})\.jsonl")
 

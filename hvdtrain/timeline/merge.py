@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from hvdtrain.errors import TraceError
+from hvdtrain.run_layout import RunLayout, TimelineLayout
 from hvdtrain.timeline.columns import HorovodTrace
 from hvdtrain.timeline.merging import profile, ranks, tensors
 from hvdtrain.timeline.merging.sink import Sink, opened
@@ -106,7 +107,8 @@ def _find(sources: Sequence[Path], merged: Merged) -> _Sources:
         for trace in traces:
             _note(trace, merged)
         return _Sources(Clocks(), traces, [])
-    folder = folders[0] / "timeline" if (folders[0] / "timeline").is_dir() else folders[0]
+    timeline = RunLayout(folders[0]).timeline.folder
+    folder = timeline if timeline.is_dir() else folders[0]
     clocks = read_clocks(folder)
     begin_us = min((float(s.start_us.min()) for s in clocks.spans if len(s.start_us)), default=-np.inf)
     timelines = []
@@ -139,7 +141,7 @@ def _note(trace: HorovodTrace, merged: Merged) -> None:
 
 def _profiles(folder: Path, clocks: Clocks, begin_us: float, merged: Merged) -> list[tuple[Path, int, profile.Profile]]:
     found = []
-    for path in sorted(folder.glob("torch-steps-*.json*")):
+    for path in sorted(folder.glob(f"{TimelineLayout.TORCH}*")):
         if not (named := _PROFILE.fullmatch(path.name)):
             continue
         rank = int(named[1])

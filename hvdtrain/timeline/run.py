@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.config.yaml_file import read_yaml
 from hvdtrain.errors import ConfigError, TraceError
-from hvdtrain.observe.journal import NAME as JOURNAL
 from hvdtrain.observe.journal import journal_lines
+from hvdtrain.run_layout import RunLayout, TimelineLayout
 from hvdtrain.timeline.analysis.phases import extent
 from hvdtrain.timeline.columns import HorovodTrace, RankSpans, RunTrace, StepTable
 from hvdtrain.timeline.logs import collect_lines, find_logs
@@ -21,7 +20,6 @@ from hvdtrain.timeline.read import read_files, read_horovod
 from hvdtrain.timeline.span_files import on_one_clock, read_span_files, wall_clock_us
 from hvdtrain.timeline.steps import Start, read_starts
 
-TIMELINE = "timeline"
 _WHAT = "a run's folder (with journal.jsonl), or Timeline files of Horovod"
 
 
@@ -46,7 +44,8 @@ def load(path: Path, *more: Path, logs: Sequence[Path] = (), most_bytes: float =
 
 def _load(path: Path, more: Sequence[Path], most_bytes: float) -> tuple[RunTrace, list[Path]]:
     """The trace, and files of output that belong to it."""
-    folder = path.parent if path.name == TIMELINE and (path.parent / JOURNAL).is_file() else path
+    above = RunLayout(path.parent)
+    folder = path.parent if path == above.timeline.folder and above.is_run else path
     if folder.is_dir():
         if more:
             raise TraceError("one run at a time", found=f"{path} and {more[0]}", next_step="hvdtrain timeline diff")
@@ -58,11 +57,12 @@ def _load(path: Path, more: Sequence[Path], most_bytes: float) -> tuple[RunTrace
 
 
 def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
-    timeline = folder / TIMELINE
-    if not (folder / JOURNAL).is_file() and not timeline.is_dir():
+    layout = RunLayout(folder)
+    timeline = layout.timeline.folder
+    if not layout.is_run and not timeline.is_dir():
         here = ", ".join(sorted(each.name for each in folder.iterdir())[:6]) or "nothing"
         raise TraceError(f"{folder} is no run", expected=_WHAT, found=here, next_step="name RUN, as in runs/RUN")
-    told = _journal(folder / JOURNAL)
+    told = _journal(layout.journal)
     notes: list[str] = []
     starts = read_starts(timeline) if timeline.is_dir() else []
     start = _newest(starts, told, notes)
@@ -76,7 +76,7 @@ def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
         files = read_span_files(timeline, most_bytes, start.number if start is not None and steps is not None else None)
     spans = on_one_clock(files, starts)
     this = _told_of(start, told) if steps is not None else (told or [_Told({})])[-1]
-    config = this.started.get("config") or _config(folder)
+    config = this.started.get("config") or _config(layout)
     size = len(start.steps.hosts) if start is not None else len(spans)
     if steps is None:
         size = int(this.started.get("size") or size)
@@ -85,7 +85,7 @@ def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
     if not (told or starts or files or horovod or logs):
         raise TraceError(
             f"{folder} holds nothing that can be read of a run",
-            expected=f"lines in {JOURNAL}, or files of {TIMELINE}/",
+            expected=f"lines in {layout.journal.name}, or files of {timeline.name}/",
             found="they are empty, damaged, or not there",
             next_step="name another run",
         )
@@ -153,9 +153,9 @@ def _journal(path: Path) -> list[_Told]:
     return found
 
 
-def _config(folder: Path) -> Mapping[str, Any]:
+def _config(layout: RunLayout) -> Mapping[str, Any]:
     try:
-        return read_yaml(folder / "config.yaml")
+        return layout.read_config()
     except ConfigError:
         return {}
 
@@ -164,7 +164,7 @@ def _segments(
     timeline: Path, wall_us: float | None, steps: StepTable | None, notes: list[str], most_bytes: float
 ) -> Iterator[HorovodTrace]:
     """Horovod's Timelines of that start, on the run's clock; of other starts they are left out."""
-    for path in _small_enough(timeline.glob("horovod-steps-*.json"), notes, most_bytes):
+    for path in _small_enough(timeline.glob(TimelineLayout.HOROVOD), notes, most_bytes):
         try:
             trace = read_horovod(path)
         except TraceError as error:
@@ -221,7 +221,7 @@ def _missing(
     absent = sorted(set(range(size)) - {each.rank for each in spans})
     if absent:
         which = ", ".join(map(str, absent[:8])) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
-        if (timeline / f"spans-rank-{absent[0]}.json").exists():
+        if TimelineLayout(timeline).spans(absent[0]).exists():
             yield f"spans of rank(s) {which} are large or damaged, and left out: hvdtrain timeline report reads all"
         else:
             yield f"no spans of rank(s) {which}: timeline/spans-rank-N.json, on another host perhaps"

@@ -14,6 +14,7 @@ import numpy as np
 import orjson
 
 from hvdtrain.regular import open_regular
+from hvdtrain.run_layout import RunLayout, TimelineLayout
 from hvdtrain.timeline.columns import BucketFacts, Floats, RankSpans
 from hvdtrain.timeline.steps import Start
 
@@ -196,8 +197,8 @@ def _rank(path: Path) -> int:
 
 
 def _paths(folder: Path) -> list[Path]:
-    for where in (folder, folder / "timeline"):
-        found = sorted(path for path in where.glob("spans-rank-*.json") if _FILE.fullmatch(path.name))
+    for where in (folder, RunLayout(folder).timeline.folder):
+        found = sorted(path for path in where.glob(TimelineLayout.SPANS) if _FILE.fullmatch(path.name))
         if found:
             return found
     return []

@@ -11,9 +11,9 @@ import numpy as np
 import orjson
 
 from hvdtrain.errors import DataError
+from hvdtrain.run_layout import RunLayout, TimelineLayout
 from hvdtrain.timeline.columns import PARTS, Floats, StepTable
 
-NAME = "steps.jsonl"
 _VERSION = 1
 _MOMENTS = ("start_us", "ready_us", "released_us", "end_us")
 
@@ -80,21 +80,21 @@ def read_starts(path: Path) -> list[Start]:
             if _is_start(line):
                 heads.append((line, [], []))
             else:
-                damaged = f"line {number} of {NAME}, which begins a start, is damaged: that start is left out"
+                damaged = f"line {number} of steps.jsonl, which begins a start, is damaged: that start is left out"
                 heads.append((_unknown(line), [], [damaged]))
         elif not heads or not heads[-1][0]["size"]:
             continue
         elif line.get("event") == "block" and _is_whole(line, heads[-1][0]):
             heads[-1][1].append(line)
         else:
-            heads[-1][2].append(f"line {number} of {NAME} is damaged and left out")
+            heads[-1][2].append(f"line {number} of steps.jsonl is damaged and left out")
     for head, blocks, dropped in heads:
         found.append(_start(head, blocks, dropped))
     return found
 
 
 def _lines(path: Path) -> list[bytes]:
-    for file in (path, path / NAME, path / "timeline" / NAME):
+    for file in (path, TimelineLayout(path).steps, RunLayout(path).timeline.steps):
         if file.is_file():
             return [line for line in file.read_bytes().splitlines() if line.strip()]
     return []

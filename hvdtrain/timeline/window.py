@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hvdtrain.errors import RunDirectoryError
-from hvdtrain.observe.journal import NAME, is_finished
+from hvdtrain.observe.journal import is_finished
 from hvdtrain.observe.window_files import Answer, Request, ask, read_answer
+from hvdtrain.run_layout import RunLayout
 
 SEEN_WITHIN_S = 15.0
 """A job looks for requests each half second; shared file systems may show it what is new only some seconds later."""
@@ -96,14 +97,14 @@ def _ask(
 
 
 def _folder(run: Path) -> Path:
-    log = run / NAME
-    if not log.is_file():
+    layout = RunLayout(run)
+    if not layout.is_run:
         raise RunDirectoryError(
             f"{run} is not the folder of a run",
-            expected=f"a folder with a {NAME}",
+            expected=f"a folder with a {layout.journal.name}",
             found="no such folder" if not run.exists() else "none in it",
             next_step="give the run_dir that the job printed, runs/NAME",
         )
-    if is_finished(log):
+    if is_finished(layout.journal):
         raise RunDirectoryError(f"the run in {run} is finished", next_step=f"hvdtrain timeline report {run}")
-    return run / "timeline"
+    return layout.timeline.folder

@@ -13,7 +13,6 @@ from typing import Any
 
 from hvdtrain.config import parse
 from hvdtrain.config.schema import Config
-from hvdtrain.config.yaml_file import read_yaml
 from hvdtrain.errors import ConfigError
 from hvdtrain.observe.sinks import Record, Sink
 from hvdtrain.runtime.driver_client import NoPlace
@@ -21,6 +20,7 @@ from hvdtrain.runtime.timeline import prepare_timeline
 from hvdtrain.runtime.tuning import prepare
 from hvdtrain.task.base import Task, TaskFunction, load_task_function
 from hvdtrain.training.result import Result
+from hvdtrain.yaml_file import read_yaml
 
 
 def train(

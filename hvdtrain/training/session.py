@@ -18,16 +18,16 @@ from hvdtrain.data.loader import Stream
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.engine.make import check_compression, make_engine
-from hvdtrain.observe import journal
 from hvdtrain.observe.failure.failure_output import FailureOutput
 from hvdtrain.observe.failure.reporter import Job
 from hvdtrain.observe.horovod_timeline import HorovodTimeline
 from hvdtrain.observe.recorder import Recorder
+from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.host import read_host
 from hvdtrain.runtime.timeline import TimelinePlan
 from hvdtrain.spans import Spans
-from hvdtrain.state.ledger import FOLDER, Ledger
+from hvdtrain.state.ledger import Ledger
 from hvdtrain.state.store import CheckpointStore
 from hvdtrain.training.diagnostics.drift import Drift
 from hvdtrain.training.diagnostics.failures import explained
@@ -44,7 +44,6 @@ from hvdtrain.training.loop.trainer import Trainer
 from hvdtrain.training.records.compute import FirstPass
 from hvdtrain.training.records.gradient_times import add_gradient_times
 from hvdtrain.training.records.observers import (
-    TIMELINE,
     add_horovod_timeline,
     add_listeners,
     add_monitor,
@@ -60,7 +59,7 @@ from hvdtrain.training.start.device import check_own, pick_device
 from hvdtrain.training.start.make_task import check_same_data, make_task, refusing_exit
 from hvdtrain.training.start.opening import ClaimWatch, claim_together, describe_start, open_recorder, recording
 from hvdtrain.training.start.restore import take_over
-from hvdtrain.training.start.resume_checks import CHECKPOINTS, train_on
+from hvdtrain.training.start.resume_checks import train_on
 from hvdtrain.training.start.run_directory import RunDirectory
 from hvdtrain.training.start.schedule import stop_step
 
@@ -163,7 +162,7 @@ class _Round:
         run, kept, comm, state = self.run, self.kept, self.comm, self.kept.state
         store = None
         if claim is not None:
-            store = CheckpointStore(directory / CHECKPOINTS, recorder.warn, spans.touch, claim.check)
+            store = CheckpointStore(RunLayout(directory).checkpoints, recorder.warn, spans.touch, claim.check)
         trainer = self._trainer(directory, store, recorder, spans)
         engine, observe = trainer.stepper.engine, run.config.observe
         if comm.rank == 0 and is_new:
@@ -177,7 +176,7 @@ class _Round:
             add_listeners(spans, observe, kept.device, stack)
             describe_start(run, kept, comm, directory, recorder)
             resumed = take_over(run, kept, comm, store, claim, recorder, spans.touch)
-            done, model, folder = state.progress.step, trainer.stepper.model, directory / TIMELINE
+            done, model, folder = state.progress.step, trainer.stepper.model, RunLayout(directory).timeline.folder
             start, stamps = add_stamps(
                 recorder, observe, spans, folder, comm, model, kept.device, done, trainer.stop, kept.links
             )
@@ -205,7 +204,7 @@ class _Round:
             unit=kept.task.unit,
             model=state.model,
             analysis=analysis,
-            **numbers(on_rank_0(comm, partial(losses_and_speed, directory / journal.NAME), name="figures")),
+            **numbers(on_rank_0(comm, partial(losses_and_speed, RunLayout(directory).journal), name="figures")),
         )
 
     def _loses(self, engine: Engine) -> Callable[[], bool]:
@@ -236,7 +235,7 @@ class _Round:
             kept.task, model, engine, comm, kept.precision, kept.device, train.global_batch, train.clip, spans, buffers
         )
         stream = Stream(kept.task.train_data, config.seed, train.global_batch, train.micro_batch, comm.rank, comm.size)
-        ledger, on_cuda = Ledger(directory / FOLDER, recorder.warn), kept.device.type == "cuda"
+        ledger, on_cuda = Ledger(RunLayout(directory).ledger, recorder.warn), kept.device.type == "cuda"
         feed = Feed(config, comm, stream, ledger, spans, kept.task.collate, on_cuda)
         roll_back = RollBack(
             config.elastic.roll_back, kept.commits, comm, store, recorder.event, recorder.warn, self._loses(engine)

@@ -9,10 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from hvdtrain.errors import RunDirectoryError
-from hvdtrain.observe import journal
-from hvdtrain.state.ledger import FOLDER
+from hvdtrain.run_layout import RunLayout
 from hvdtrain.state.store import CheckpointStore
-from hvdtrain.training.start.resume_checks import CHECKPOINTS
 from hvdtrain.verify.coverage import Rows, Wrong, rows_of, spans, uncovered, untold
 from hvdtrain.verify.drawn import Epochs, check_drawn
 from hvdtrain.verify.journal_starts import Past, read_past
@@ -58,15 +56,16 @@ def verify_data(run: Path) -> DataReport:
     Errors:
         RunDirectoryError: there is no ledger, or it cannot be read.
     """
+    layout = RunLayout(run)
     # In this order: what a run that goes on writes meanwhile is then never missed in what is read later.
-    saved = CheckpointStore(run / CHECKPOINTS, lambda text: None).list()
+    saved = CheckpointStore(layout.checkpoints, lambda text: None).list()
     durable = saved[-1].step if saved else 0
-    past = read_past(run / journal.NAME)
-    starts, empty = read_starts(run / FOLDER)
+    past = read_past(layout.journal)
+    starts, empty = read_starts(layout.ledger)
     if not starts:
         raise RunDirectoryError(
             f"{run} holds no ledger",
-            expected=f"files such as {run / FOLDER}/start-0000.rank-00000.jsonl",
+            expected=f"files such as {layout.ledger}/start-0000.rank-00000.jsonl",
             next_step="give the folder of a run; every run writes one",
         )
     report = DataReport(starts, windows(starts, durable), durable, past)

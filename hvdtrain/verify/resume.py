@@ -7,9 +7,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.config.yaml_file import yaml_text
+from hvdtrain.run_layout import RunLayout
 from hvdtrain.verify.equality import Compared, compare
 from hvdtrain.verify.runs import Runner, scratch_config
+from hvdtrain.yaml_file import yaml_text
 
 
 def verify_resume(
@@ -28,7 +29,7 @@ def verify_resume(
         HvdtrainError: a job failed.
     """
     config = scratch_config(resolved, steps)
-    file = folder / "config.yaml"
+    file = RunLayout(folder).config
     file.write_text(yaml_text(config), encoding="utf-8")
     runner = Runner(folder, file, steps, say)
     precision = str(config.get("precision", "fp32"))

@@ -14,13 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from hvdtrain.config.parse import CONFIG
-from hvdtrain.config.yaml_file import read_yaml
 from hvdtrain.errors import ConfigError, HvdtrainError, RunDirectoryError
 from hvdtrain.observe import journal
+from hvdtrain.run_layout import RunLayout
 from hvdtrain.state.store import CheckpointStore
 from hvdtrain.state.train_state import StateDict
-from hvdtrain.training.start.resume_checks import CHECKPOINTS
 
 _TAIL = 12
 """Lines of a failed job that are shown."""
@@ -51,7 +49,7 @@ def read_config(run: Path) -> dict[str, Any]:
         RunDirectoryError: there is none, or its task was given by a program.
     """
     try:
-        config = read_yaml(run / CONFIG)
+        config = RunLayout(run).read_config()
     except ConfigError as error:
         raise RunDirectoryError(error.what, next_step="give the folder of a run that has begun") from None
     task = config.get("task")
@@ -132,8 +130,8 @@ class Runner:
 
     def _outcome(self, name: str) -> Outcome:
         run = self.folder / name
-        steps = journal.read_steps(run / journal.NAME)
-        newest = CheckpointStore(run / CHECKPOINTS, self.say).load_newest()
+        steps = journal.read_steps(RunLayout(run).journal)
+        newest = CheckpointStore(RunLayout(run).checkpoints, self.say).load_newest()
         assert newest is not None
         lines = [steps[step] for step in sorted(steps)]
         return Outcome([line["loss"] for line in lines], [line["position"] for line in lines], newest[1])

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from hvdtrain.config.parse import changes, flatten, parse_argv, parse_object, task_spec
 from hvdtrain.config.schema import Config
-from hvdtrain.config.yaml_file import read_yaml, yaml_text
 from hvdtrain.errors import ConfigError
+from hvdtrain.yaml_file import read_yaml, yaml_text
 
 
 def build(hidden: int = 64, act: str = "relu") -> None:

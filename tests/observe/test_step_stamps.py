@@ -15,7 +15,7 @@ from hvdtrain.observe.blocks import BLOCK, is_told
 from hvdtrain.observe.clocks import Clocks
 from hvdtrain.observe.stamp_message import FACTS, Block, unpack
 from hvdtrain.observe.stamps import COLUMNS, DURATIONS, step_rows
-from hvdtrain.observe.step_file import NAME, StepFile, block_line, clock_fields, ranks_event, start_line, starts_so_far
+from hvdtrain.observe.step_file import StepFile, block_line, clock_fields, ranks_event, start_line, starts_so_far
 from hvdtrain.observe.step_stamps import StepStamps
 from hvdtrain.spans import DEVICE, EXCHANGE, PARTS, Spans
 from hvdtrain.timeline.steps import read_steps
@@ -238,8 +238,8 @@ class ThreadCommOf:
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     told = run(2, 0, 2 * BLOCK + 3)
-    _write(tmp_path / NAME, told, 2, pytest.fail)
-    assert starts_so_far(tmp_path / NAME) == 1
+    _write(tmp_path / "steps.jsonl", told, 2, pytest.fail)
+    assert starts_so_far(tmp_path / "steps.jsonl") == 1
     (table,) = read_steps(tmp_path)
     assert table.step.tolist() == list(range(1, 2 * BLOCK + 4))
     assert table.block.tolist() == [0] * BLOCK + [1] * BLOCK + [2] * 3
@@ -256,9 +256,9 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
 def test_a_full_disk_is_said_once(tmp_path: Path) -> None:
     told = run(1, 0, 2 * BLOCK)
     said: list[str] = []
-    (tmp_path / NAME).touch()
-    with room_for(tmp_path / NAME, 300):
-        _write(tmp_path / NAME, told, 1, said.append)
+    (tmp_path / "steps.jsonl").touch()
+    with room_for(tmp_path / "steps.jsonl", 300):
+        _write(tmp_path / "steps.jsonl", told, 1, said.append)
     assert len(said) == 1 and "training goes on" in said[0]
     assert read_steps(tmp_path) == []
 

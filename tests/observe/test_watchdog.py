@@ -22,7 +22,7 @@ from hvdtrain.observe.failure import reporter as reporter_module
 from hvdtrain.observe.failure.failure_output import FailureOutput
 from hvdtrain.observe.failure.mailbox import open_post
 from hvdtrain.observe.failure.process import GONE, RUNNING, UNKNOWN, started
-from hvdtrain.observe.failure.reporter import TEXT, Job, Reporter
+from hvdtrain.observe.failure.reporter import Job, Reporter
 from hvdtrain.observe.failure.statement import HERE, STALLED, Who, Witness, myself
 from hvdtrain.observe.watchdog import EXIT_FAILED, EXIT_STALLED, Patience, Watchdog
 from hvdtrain.spans import Spans
@@ -98,7 +98,7 @@ def test_under_a_driver_nobody_is_missed_and_no_card_is_written(
                 other.tell()
             for _ in range(5):
                 assert looks.acquire(timeout=TIMEOUT_S)
-    assert not ended.codes and not (reporter.job.place / TEXT).exists()
+    assert not ended.codes and not (reporter.job.place / "failure.txt").exists()
 
 
 def test_time_in_which_the_process_was_suspended_does_not_count() -> None:
@@ -184,7 +184,7 @@ def test_a_rank_that_is_gone_is_told_of(
         ended.wait()
     assert ended.codes[0] == EXIT_FAILED
     assert "rank 1 on a ended without a word" in capfd.readouterr().err
-    assert (reporter.job.place / TEXT).exists()
+    assert (reporter.job.place / "failure.txt").exists()
 
 
 def test_a_rank_that_came_to_its_end_is_not_missed(reporter: Reporter, child: subprocess.Popen[bytes]) -> None:

@@ -12,7 +12,8 @@ import numpy as np
 
 from hvdtrain.data.loader import Stream
 from hvdtrain.data.order import samples
-from hvdtrain.state.ledger import FOLDER, Head, Ledger, file_name
+from hvdtrain.run_layout import RunLayout
+from hvdtrain.state.ledger import Head, Ledger, file_name
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def write_ledger(
 
 def _write_rank(run: Path, head: Head, stretch: Stretch) -> None:
     is_ahead = head.rank < min(stretch.ahead, stretch.size - 1)
-    ledger = Ledger(run / FOLDER, print)
+    ledger = Ledger(RunLayout(run).ledger, print)
     ledger.begin(head)
     stream = Stream([], head.seed, head.global_batch, head.micro_batch, head.rank, head.size, head.left_out)
     position = head.position
@@ -109,5 +110,5 @@ def _write_rank(run: Path, head: Head, stretch: Stretch) -> None:
         position = stream.after(position)
     ledger.close()
     if is_ahead and stretch.torn:
-        path = run / FOLDER / file_name(head.start, head.rank)
+        path = RunLayout(run).ledger / file_name(head.start, head.rank)
         path.write_bytes(path.read_bytes()[: -stretch.torn])

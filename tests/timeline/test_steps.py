@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.errors import DataError
-from hvdtrain.timeline.steps import NAME, read_starts, read_steps
+from hvdtrain.timeline.steps import read_starts, read_steps
 
 ORIGIN_US = 1e9
 
@@ -47,7 +47,7 @@ def block(first: int, count: int = 2, size: int = 2, **changed: Any) -> dict[str
 
 def write(folder: Path, *lines: Any) -> Path:
     text = "".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines)
-    (folder / NAME).write_text(text)
+    (folder / "steps.jsonl").write_text(text)
     return folder
 
 
@@ -67,7 +67,7 @@ def test_a_table_a_start_in_rank_0s_clock(tmp_path: Path) -> None:
 def test_the_file_its_folder_and_the_run_are_the_same(tmp_path: Path) -> None:
     (tmp_path / "timeline").mkdir()
     write(tmp_path / "timeline", start(0), block(1))
-    for path in (tmp_path, tmp_path / "timeline", tmp_path / "timeline" / NAME):
+    for path in (tmp_path, tmp_path / "timeline", tmp_path / "timeline" / "steps.jsonl"):
         assert len(read_steps(path)) == 1
     assert read_steps(tmp_path / "nothing") == []
 
@@ -135,10 +135,10 @@ def test_what_older_starts_do_not_say_is_no_damage(absent: str, tmp_path: Path) 
 
 def test_cut_off_at_any_byte_it_gives_what_is_whole(tmp_path: Path) -> None:
     write(tmp_path, start(0), block(1), block(3))
-    content = (tmp_path / NAME).read_bytes()
+    content = (tmp_path / "steps.jsonl").read_bytes()
     ends = [n + 1 for n, byte in enumerate(content) if byte == 10]
     for cut in range(len(content)):
-        (tmp_path / NAME).write_bytes(content[:cut])
+        (tmp_path / "steps.jsonl").write_bytes(content[:cut])
         whole = sum(cut >= end - 1 for end in ends)  # a last line may lack its end
         found = read_steps(tmp_path)
         assert [len(table.step) for table in found] == ([] if whole < 2 else [2 * (whole - 1)])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import hvdtrain
-from hvdtrain.observe.failure.reporter import TEXT, Job
+from hvdtrain.observe.failure.reporter import Job
 from hvdtrain.observe.journal import read_journal
 from hvdtrain.spans import Spans
 from hvdtrain.training.result import losses_and_speed
@@ -33,7 +33,7 @@ def test_an_error_of_any_text_comes_out_and_is_told(error: ValueError, tmp_path:
     with pytest.raises(ValueError) as caught:
         hvdtrain.train(options, task)
     assert caught.value is error
-    assert f"failed: {type(error).__name__}" in (run / TEXT).read_text()
+    assert f"failed: {type(error).__name__}" in (run / "failure.txt").read_text()
     events = [line["event"] for line in read_journal(run / "journal.jsonl") if "event" in line]
     assert isinstance(error, _Mute) or events[-1] == "failed"
 

@@ -22,7 +22,6 @@ from hvdtrain.errors import (
 from hvdtrain.observe.journal import read_journal, read_steps
 from hvdtrain.training.api import _options
 from hvdtrain.training.result import Result
-from hvdtrain.training.start.resume_checks import CHECKPOINTS
 from tests.support import permissions
 from tests.support.gallery import TOY
 from tests.support.recorded import recorded
@@ -81,8 +80,8 @@ def test_a_folder_of_checkpoints_that_cannot_be_used_is_refused_at_the_start(
 ) -> None:
     if is_new:
         shutil.rmtree(run)
-        (run / CHECKPOINTS).mkdir(parents=True)
-    folder, kept = run / CHECKPOINTS, tmp_path / "kept"
+        (run / "checkpoints").mkdir(parents=True)
+    folder, kept = run / "checkpoints", tmp_path / "kept"
     if odd.startswith("a "):
         folder.rename(kept)
         folder.write_text("x") if odd == "a file" else folder.symlink_to(tmp_path / "gone")
@@ -106,12 +105,12 @@ def test_a_folder_of_checkpoints_that_cannot_be_used_is_refused_at_the_start(
 @pytest.mark.parametrize("name", ["journal.jsonl", "config.yaml", "checkpoints/step-000006/model.safetensors"])
 def test_a_file_without_permission_is_named_and_left_where_it_is(name: str, run: Path) -> None:
     (run / name).chmod(0)
-    before = set((run / CHECKPOINTS).rglob("*"))
-    expected = UnreadableCheckpointError if name.startswith(CHECKPOINTS) else UnusableRunDirectoryError
+    before = set((run / "checkpoints").rglob("*"))
+    expected = UnreadableCheckpointError if name.startswith("checkpoints") else UnusableRunDirectoryError
     with permissions.held(), pytest.raises(expected, match="Permission denied") as caught:
         _train(run, "--train.steps=8", size=2)
     assert str((run / name).parent) in caught.value.what
-    assert set((run / CHECKPOINTS).rglob("*")) == before
+    assert set((run / "checkpoints").rglob("*")) == before
     (run / name).chmod(0o600)
     assert _train(run, "--train.steps=8").resumed_at == 6
 

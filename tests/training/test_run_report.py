@@ -17,7 +17,7 @@ from hvdtrain.observe.journal import Journal, is_finished, read_journal
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.observe.span_trace import SpanTrace
 from hvdtrain.timeline.analysis.analysis import figures
-from hvdtrain.training.records.run_report import DATA, PAGE, report
+from hvdtrain.training.records.run_report import report
 from tests.support.analyses import analysis
 from tests.support.toy import toy
 
@@ -34,9 +34,9 @@ def test_it_is_a_page_data_and_an_event(tmp_path: Path) -> None:
     result = _train(tmp_path)
     assert result.analysis.budget.step_ms.value > 0
     assert {one.step for lane in result.analysis.lanes for one in lane.slices}, "spans are written before they are read"
-    found = json.loads((tmp_path / "timeline" / DATA).read_text())
+    found = json.loads((tmp_path / "timeline" / "report.json").read_text())
     assert found["figures"]["step_ms"] == pytest.approx(result.analysis.budget.step_ms.value)
-    page = (tmp_path / "timeline" / PAGE).read_text()
+    page = (tmp_path / "timeline" / "report.html").read_text()
     assert page.startswith("<!doctype html>") and "Where a step goes" in page
     (event,) = _events(tmp_path, "explained")
     assert event["at_step"] == 8
@@ -84,7 +84,7 @@ def test_what_fails_is_a_warning(broken: str, tmp_path: Path, monkeypatch: pytes
     assert (result.reason, result.step, result.analysis) == ("finished", 8, None)
     (warning,) = _events(tmp_path, "warning")
     assert warning["text"] == "where the time went is not told: ZeroDivisionError: there was nothing"
-    assert not (tmp_path / "timeline" / PAGE).exists()
+    assert not (tmp_path / "timeline" / "report.html").exists()
     assert is_finished(tmp_path / "journal.jsonl")
 
 

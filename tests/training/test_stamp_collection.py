@@ -12,7 +12,6 @@ from torch import nn
 from hvdtrain.config.schema import ObserveConfig
 from hvdtrain.observe.progress import Progress
 from hvdtrain.observe.recorder import Recorder
-from hvdtrain.observe.step_file import NAME
 from hvdtrain.spans import Spans
 from hvdtrain.training.records import stamp_collection as stamps
 from hvdtrain.training.records.stamp_collection import Links, add_stamps
@@ -31,7 +30,7 @@ def _meet(folder: Path, known: list[Links], started_at: int = 0) -> list[object]
         recorder.close()
 
     on_ranks(len(known), body)
-    lines = [json.loads(line) for line in (folder / NAME).read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
     link: list[object] = [line for line in lines if "link" in line][-1]["link"]
     return link
 

@@ -30,8 +30,8 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json, on_rank_0
 from hvdtrain.observe.failure import process
 from hvdtrain.observe.failure.statement import FAILED, HERE, STALLED, Statement, Who, from_json
+from hvdtrain.run_layout import RunLayout
 
-FOLDER = ".ranks"
 _LOOKS_A_SECOND = 200
 """Of all ranks together."""
 _PARTS = ("said", "alive", "left", "fatal")
@@ -203,7 +203,7 @@ def open_post(directory: Path, comm: Comm, who: Who) -> Mailbox:
 
 def _make(directory: Path) -> str:
     """On rank 0. A folder that cannot be made is done without: telling of a failure is no reason for one."""
-    folder = directory.resolve() / FOLDER / secrets.token_hex(8)
+    folder = RunLayout(directory.resolve()).ranks / secrets.token_hex(8)
     try:
         _remove(folder.parent)
         for part in _PARTS:
@@ -214,10 +214,10 @@ def _make(directory: Path) -> str:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a `FOLDER`. Renamed first: in one that is half removed, ranks would seem not to have come to their end."""
+    """Rename ``RUN/.ranks``, then remove it: in a half removed one, ranks would seem not to have ended."""
     with suppress(OSError):
-        folder.rename(folder.with_name(f"{FOLDER}.removing-{secrets.token_hex(4)}"))
-    for leftover in folder.parent.glob(f"{FOLDER}.removing-*"):
+        folder.rename(folder.with_name(f"{folder.name}.removing-{secrets.token_hex(4)}"))
+    for leftover in folder.parent.glob(f"{folder.name}.removing-*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
 

@@ -20,10 +20,9 @@ from hvdtrain.observe.failure.failure_output import FailureOutput, to_stderr
 from hvdtrain.observe.failure.mailbox import Mailbox
 from hvdtrain.observe.failure.statement import FAILED, HERE, STALLED, Statement, Witness
 from hvdtrain.observe.failure.verdict import Silent
+from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.clock import steady_s
 
-TEXT, JSON = "failure.txt", "failure.json"
-OLD = "failures"
 _OTHERS_COME_S = 2.0
 _SILENT_COME_S = 0.4
 """mpirun kills those that are left one second after it has told them to end."""
@@ -161,11 +160,12 @@ class Reporter:
         self.tell(self.say(STALLED), self._others_come_s(), to_stderr)
 
     def _write(self, own: Statement, patience_s: float, number: int) -> str:
+        layout = RunLayout(self.job.place)
         statements, silent = self._gather(own, patience_s, number)
         kills = process.oom_kills() - self._oom_kills_before
         verdict = blame.judge(statements, silent, oom_kills=kills, shared=self.post.folder is not None)
         waited = blame.waited_for(statements, silent, self.job.parts()) if verdict.kind == blame.STALL else []
-        config = (self.job.place / "config.yaml").exists()
+        config = layout.config.exists()
         facts = card.make_card(
             verdict,
             statements,
@@ -177,10 +177,10 @@ class Reporter:
             checkpoint=self.job.checkpoint(),
             resume=self.job.resume if config else None,
         )
-        text = encodable(card.render(verdict, statements, silent, facts, str(self.job.run_dir / JSON)))
+        text = encodable(card.render(verdict, statements, silent, facts, str(RunLayout(self.job.run_dir).failure_json)))
         with suppress(OSError):  # a full disk may be what is to be told
-            write_text(self.job.place / TEXT, text)
-            write_text(self.job.place / JSON, json.dumps(facts, indent=1))
+            write_text(layout.failure_text, text)
+            write_text(layout.failure_json, json.dumps(facts, indent=1))
         return text
 
     def _gather(self, own: Statement, patience_s: float, number: int) -> tuple[list[Statement], list[Silent]]:
@@ -220,9 +220,9 @@ def set_old_aside(run_dir: Path) -> None:
 
     ``failure.json`` in a run folder thus always tells of the run's last start.
     """
-    for name in (TEXT, JSON):
-        path = run_dir / name
+    layout = RunLayout(run_dir)
+    for path in (layout.failure_text, layout.failure_json):
         with suppress(OSError):
             when = time.strftime("%Y%m%d-%H%M%S", time.gmtime(path.stat().st_mtime))
-            (run_dir / OLD).mkdir(exist_ok=True)
-            path.replace(run_dir / OLD / f"{when}{path.suffix}")
+            layout.old_failures.mkdir(exist_ok=True)
+            path.replace(layout.old_failures / f"{when}{path.suffix}")

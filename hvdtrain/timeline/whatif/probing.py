@@ -17,12 +17,12 @@ from hvdtrain.compression.table import Compression, parse
 from hvdtrain.durable import write_text
 from hvdtrain.errors import LaunchError
 from hvdtrain.regular import read_regular
+from hvdtrain.run_layout import RunLayout
 from hvdtrain.timeline.whatif.assemble import buckets_of
 from hvdtrain.timeline.whatif.bucket_plan import Planned
 from hvdtrain.timeline.whatif.coding import Cost, of_probe
 from hvdtrain.timeline.whatif.evidence import Evidence, Job
 
-PROBE = Path("timeline") / "probe.json"
 VERSION = 1
 _TIMEOUT_S = 300
 
@@ -35,7 +35,7 @@ class Probed:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path / PROBE
+        self._file = RunLayout(path).timeline.link_probe
         self._found = _read(self._file)
 
     def __call__(self, compression: Compression, bucket: Planned, ranks: int) -> Cost | None:

@@ -14,10 +14,10 @@ import orjson
 from numpy.typing import NDArray
 
 from hvdtrain.compression.table import parse
-from hvdtrain.config.yaml_file import read_yaml
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.observe import journal
 from hvdtrain.regular import read_regular
+from hvdtrain.run_layout import RunLayout
 from hvdtrain.timeline.steps import Start, read_starts
 from hvdtrain.timeline.whatif.bucket_plan import Gradient
 from hvdtrain.timeline.whatif.evidence import Evidence, Fitted, Job
@@ -27,7 +27,6 @@ from hvdtrain.timeline.whatif.links import Ranks
 from hvdtrain.timeline.whatif.predict import wait_and_wire
 from hvdtrain.timeline.whatif.taken import taken
 
-GRADIENTS = Path("timeline") / "gradients.json"
 VERSION = 1
 _WARM = 3
 """First steps of a start, which learn and warm up."""
@@ -140,7 +139,7 @@ def _late_s(start: Start | None, steps: Sequence[Mapping[str, float]]) -> float:
 
 def _config(path: Path) -> Mapping[str, Any]:
     try:
-        return read_yaml(path / "config.yaml")
+        return RunLayout(path).read_config()
     except ConfigError as error:
         raise DataError(
             f"{path} is no folder of a run of hvdtrain",
@@ -151,19 +150,20 @@ def _config(path: Path) -> Mapping[str, Any]:
 
 
 def _gradients(path: Path) -> dict[str, Any]:
+    file = RunLayout(path).timeline.gradients
     missing = DataError(
-        f"{path} lacks {GRADIENTS}: when backward has each gradient ready",
+        f"{path} lacks {file.relative_to(path)}: when backward has each gradient ready",
         expected="that file, written by rank 0 at step 8 of a run, unless --observe.timeline is off",
-        next_step=f"run 15 steps of it anew: python -m hvdtrain --config {shlex.quote(f'{path}/config.yaml')}"
+        next_step=f"run 15 steps of it anew: python -m hvdtrain --config {shlex.quote(str(RunLayout(path).config))}"
         " --run_dir NEW --train.stop_at 15",
     )
     try:
-        found = orjson.loads(read_regular(path / GRADIENTS))
+        found = orjson.loads(read_regular(file))
     except (OSError, ValueError):
         raise missing from None
     if not isinstance(found, dict) or found.get("version") != VERSION:
         raise DataError(
-            f"{path / GRADIENTS} is of another version",
+            f"{file} is of another version",
             expected=str(VERSION),
             found=str(found.get("version")) if isinstance(found, dict) else "no object",
             next_step="use the hvdtrain that wrote it",
@@ -176,7 +176,7 @@ def _steps(path: Path, accept: Callable[[Mapping[str, Any]], bool]) -> list[dict
     found: list[dict[str, float]] = []
     warm = 0
     try:
-        for line in journal.journal_lines(path / journal.NAME):
+        for line in journal.journal_lines(RunLayout(path).journal):
             event = line.get("event")
             if event in ("started", "compression_chosen"):
                 found.clear()
@@ -188,14 +188,14 @@ def _steps(path: Path, accept: Callable[[Mapping[str, Any]], bool]) -> list[dict
                 named = {name: line[f"{name}_s"] for name in _PARTS if name != "wait"}
                 found.append({**named, "wait": line["exposed_comm_s"], "step": line["step_s"], "number": line["step"]})
     except OSError:
-        raise DataError(f"{path} has no {journal.NAME}", next_step="name the folder of a run") from None
+        raise DataError(f"{path} has no journal.jsonl", next_step="name the folder of a run") from None
     return found
 
 
 def _compression(path: Path, config: Mapping[str, Any], seen: Mapping[str, Any]) -> str:
     chosen = [
         line["compression"]
-        for line in journal.journal_lines(path / journal.NAME)
+        for line in journal.journal_lines(RunLayout(path).journal)
         if line.get("event") == "compression_chosen"
     ]
     asked = config["parallel"]["compression"]

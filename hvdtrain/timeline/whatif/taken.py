@@ -8,17 +8,17 @@ from statistics import median
 import numpy as np
 
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.run_layout import RunLayout, TimelineLayout
 from hvdtrain.timeline.columns import HorovodTrace
 from hvdtrain.timeline.read import read_horovod
 
-_FILES = "horovod-steps-*.json"
 _WHOLE, _CARRIED_OUT = "ALLREDUCE", "_ALLREDUCE"
 """The phase that says how many bytes, and how those end that carry it out: MPI_ALLREDUCE, NCCL_ALLREDUCE."""
 
 
 def taken(path: Path) -> list[tuple[int, float]]:
     """Bytes and median seconds of allreduces of a run's newest window; nothing where there is none that can be read."""
-    files = sorted((path / "timeline").glob(_FILES), key=lambda file: file.stat().st_mtime)
+    files = sorted(RunLayout(path).timeline.folder.glob(TimelineLayout.HOROVOD), key=lambda file: file.stat().st_mtime)
     if not files:
         return []
     try:

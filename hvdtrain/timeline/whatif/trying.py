@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from hvdtrain.config.yaml_file import read_yaml
 from hvdtrain.errors import LaunchError
 from hvdtrain.observe import journal
 from hvdtrain.programs import run_program
+from hvdtrain.run_layout import RunLayout
 from hvdtrain.timeline.whatif.change import Change, changed_job
 from hvdtrain.timeline.whatif.evidence import Evidence
 
@@ -87,7 +87,7 @@ def try_here(evidence: Evidence, change: Change, folder: Path, told: Callable[[s
         size, options = ways[name]
         run_dir = folder / f"{number}-{name}"
         _run(command(evidence.path, run_dir, size, options))
-        steps = list(journal.read_steps(run_dir / journal.NAME).values())[_WARM:]
+        steps = list(journal.read_steps(RunLayout(run_dir).journal).values())[_WARM:]
         seconds[name].append(median(step["step_s"] for step in steps))
         folders[name].append(run_dir)
         told(f"{name}: {seconds[name][-1] * 1e3:.1f} ms a step, the median of {len(steps)}")
@@ -98,7 +98,7 @@ def command(path: Path, run_dir: Path, size: int, options: Sequence[str]) -> lis
     """What runs some steps of a run's configuration on this machine."""
     program = ["hvdtrain.cli.start", "-np", str(size), "--"] if size > 1 else ["hvdtrain"]
     return [
-        *(sys.executable, "-m", *program, "--config", str(path / "config.yaml"), f"--run_dir={run_dir}"),
+        *(sys.executable, "-m", *program, "--config", str(RunLayout(path).config), f"--run_dir={run_dir}"),
         *("--resume=never", f"--train.stop_at={STEPS}", "--checkpoint.every=0", "--train.eval_samples=1"),
         *("--observe.tensorboard=false", "--observe.timeline=auto", "--observe.profile=off", *options),
     ]
@@ -125,7 +125,7 @@ def _options(evidence: Evidence, change: Change, folder: Path) -> list[str]:
 
 
 def _spec(path: Path) -> str:
-    return str(read_yaml(path / "config.yaml")["task"])
+    return str(RunLayout(path).read_config()["task"])
 
 
 def _run(argv: Sequence[str]) -> None:

@@ -12,15 +12,15 @@ from hvdtrain.comm.rounds import Rounds
 from hvdtrain.errors import UnreadableCheckpointError
 from hvdtrain.observe.failure.failure_output import FailureOutput
 from hvdtrain.observe.failure.mailbox import crash_notes, open_post
-from hvdtrain.observe.failure.reporter import TEXT, Job, Reporter, set_old_aside
+from hvdtrain.observe.failure.reporter import Job, Reporter, set_old_aside
 from hvdtrain.observe.failure.statement import Witness, myself
 from hvdtrain.observe.shell_commands import go_on, go_on_program, shown
 from hvdtrain.observe.watchdog import Watchdog
+from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.spans import Spans
 from hvdtrain.state.store import CheckpointStore
 from hvdtrain.training.loop.notices import handlers_as_before
-from hvdtrain.training.start.resume_checks import CHECKPOINTS
 
 
 @contextmanager
@@ -56,8 +56,8 @@ def explained(
             if rounds.is_over(error):
                 raise
             reporter.failed(error)
-            if hasattr(error, "add_note") and (place / TEXT).exists():  # from Python 3.11 on
-                error.add_note(f"more: {directory / TEXT}")
+            if hasattr(error, "add_note") and RunLayout(place).failure_text.exists():  # from Python 3.11 on
+                error.add_note(f"more: {RunLayout(directory).failure_text}")
             raise
     post.leave()
     if comm.rank == 0:
@@ -66,10 +66,10 @@ def explained(
 
 def _newest(place: Path, directory: Path) -> str | None:
     try:
-        found = CheckpointStore(place / CHECKPOINTS, _say_nothing).list()
+        found = CheckpointStore(RunLayout(place).checkpoints, _say_nothing).list()
     except UnreadableCheckpointError as error:
         return f"not known: {error.what}"
-    return str(directory / CHECKPOINTS / found[-1].path.name) if found else None
+    return str(RunLayout(directory).checkpoints / found[-1].path.name) if found else None
 
 
 def _say_nothing(text: str) -> None:

@@ -17,12 +17,12 @@ from hvdtrain.durable import write_text
 from hvdtrain.engine.base import Engine
 from hvdtrain.exchange.rows import touched
 from hvdtrain.observe.recorder import Recorder
+from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.host import HostFacts
 from hvdtrain.runtime.threads import read_use
 from hvdtrain.spans import Spans
 from hvdtrain.training.records.device_spans import timing_event
 
-NAME = "gradients.json"
 VERSION = 1
 _LOOK, _FIRST, _LAST = 3, 4, 7
 """Steps of a start: in the first its rows are counted, the others are timed. Step 1 learns the buckets, 2 is the first
@@ -43,7 +43,7 @@ def add_gradient_times(
     if comm.rank != 0 or observe.timeline == "off":
         return None
     event = timing_event if device.type == "cuda" else None
-    times = GradientTimes(model, comm, spans, directory / "timeline" / NAME, recorder.warn, host, event)
+    times = GradientTimes(model, comm, spans, RunLayout(directory).timeline.gradients, recorder.warn, host, event)
     recorder.add_watcher(times)
     return times
 

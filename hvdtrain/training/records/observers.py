@@ -17,14 +17,14 @@ from hvdtrain.config.schema import ObserveConfig
 from hvdtrain.config.windows import AUTO, Window, parse_window
 from hvdtrain.errors import ConfigError
 from hvdtrain.loading import load
-from hvdtrain.observe import journal
 from hvdtrain.observe.horovod_timeline import HorovodTimeline
 from hvdtrain.observe.live_window import LiveWindow, Requests
 from hvdtrain.observe.monitor import Monitor, MonitorThread, gpu_identity
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.observe.sinks import sink_maker
 from hvdtrain.observe.span_trace import SpanTrace
-from hvdtrain.observe.tensorboard import FOLDER, TensorBoard, is_installed
+from hvdtrain.observe.tensorboard import TensorBoard, is_installed
+from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.threads import Spinner, find_spinner
 from hvdtrain.runtime.timeline import ASK, TimelinePlan
 from hvdtrain.spans import Spans
@@ -32,7 +32,6 @@ from hvdtrain.training.records.device_spans import DeviceSpans
 from hvdtrain.training.records.profiler_ranges import NvtxRanges
 from hvdtrain.training.records.torch_profile import TorchProfile
 
-TIMELINE = "timeline"
 _FIRST_STEPS = 20
 """Steps of each start of a run whose spans are written under ``--observe.timeline auto``."""
 
@@ -61,7 +60,8 @@ def add_tensorboard(
     if comm.rank != 0 or not observe.tensorboard:
         return
     if is_installed():
-        make = partial(TensorBoard, directory / FOLDER, directory / journal.NAME, gpu=device.type == "cuda")
+        layout = RunLayout(directory)
+        make = partial(TensorBoard, layout.tensorboard, layout.journal, gpu=device.type == "cuda")
         recorder.add_sink(make, "TensorBoard")
     else:
         recorder.warn('nothing is written for TensorBoard, which is not installed: pip install "hvdtrain[tensorboard]"')
@@ -87,7 +87,7 @@ def add_horovod_timeline(
     horovod = comm if comm.rank == 0 and isinstance(comm, TimelineComm) else None
     thread = find_spinner(horovod.started_threads) if horovod is not None and not plan.quiet else None
     writer = Spinner(thread) if thread is not None else None
-    timeline = HorovodTimeline(comm, horovod, writer, window, directory / TIMELINE, recorder.warn)
+    timeline = HorovodTimeline(comm, horovod, writer, window, RunLayout(directory).timeline.folder, recorder.warn)
     recorder.add_watcher(timeline)
     return timeline
 
@@ -120,7 +120,7 @@ def add_watchers(
     `start` is the number of this start of the run.
     What is returned lets all of them, `horovod` included, record further steps while the run goes on.
     """
-    folder = directory / TIMELINE
+    folder = RunLayout(directory).timeline.folder
     if observe.timeline == AUTO:
         window = Window(started_at + 1, started_at + _FIRST_STEPS)
     else:

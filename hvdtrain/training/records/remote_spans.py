@@ -13,6 +13,7 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json, broadcast_json
 from hvdtrain.durable import write_text
 from hvdtrain.observe.trace_file import free_path
+from hvdtrain.run_layout import TimelineLayout
 
 MOST_BYTES = 8 << 20
 """Of one rank's file; what comes later is left out."""
@@ -51,7 +52,7 @@ def bring_spans(comm: Comm, folder: Path, warn: Callable[[str], None]) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             text = zlib.decompress(came[rank].numpy().tobytes()).decode()
-            write_text(free_path(folder / f"spans-rank-{rank}.json"), text)
+            write_text(free_path(TimelineLayout(folder).spans(rank)), text)
         except (OSError, zlib.error) as error:
             warn(f"the trace of rank {rank} stays on its host, in {folder}: {error}")
 
@@ -65,7 +66,8 @@ def whole_lines(content: bytes, most: int) -> bytes:
 
 def _newest(folder: Path, rank: int) -> Path | None:
     try:
-        files = [folder / f"spans-rank-{rank}.json", *folder.glob(f"spans-rank-{rank}-*.json")]
+        first = TimelineLayout(folder).spans(rank)
+        files = [first, *folder.glob(f"{first.stem}-*.json")]
         return max((path for path in files if path.exists()), key=lambda path: path.stat().st_mtime_ns, default=None)
     except OSError:
         return None

@@ -11,11 +11,9 @@ from hvdtrain.config.schema import ObserveConfig
 from hvdtrain.durable import write_text
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.observe.recorder import Recorder
+from hvdtrain.run_layout import RunLayout
 from hvdtrain.timeline.analysis.analysis import Analysis, figures
-from hvdtrain.training.records.observers import TIMELINE
 from hvdtrain.training.records.remote_spans import bring_spans
-
-PAGE, DATA = "report.html", "report.json"
 
 MOST_BYTES = 1 << 25
 """Of spans, of Timelines and of output, that is read at the end of a run, where all of its steps may have been traced:
@@ -43,7 +41,9 @@ def report(observe: ObserveConfig, directory: Path, recorder: Recorder, comm: Co
         recorder.close_watchers()
     except Exception as error:  # as of a disk that is full when a file is closed; the other ranks go on to what follows
         recorder.warn(f"a trace of rank {comm.rank} is not whole: {type(error).__name__}: {error}")
-    bring_spans(comm, directory / TIMELINE, recorder.warn)  # waits for all ranks: their files are closed then
+    bring_spans(
+        comm, RunLayout(directory).timeline.folder, recorder.warn
+    )  # waits for all ranks: their files are closed then
     if comm.rank != 0:
         return None
     try:
@@ -66,10 +66,10 @@ def _explain(directory: Path) -> Analysis:
     from hvdtrain.timeline.run import load
 
     analysis = analyse(load(directory, most_bytes=MOST_BYTES))
-    folder = directory / TIMELINE
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / PAGE, to_html(analysis))
-    write_text(folder / DATA, to_bytes(analysis).decode())
+    timeline = RunLayout(directory).timeline
+    timeline.folder.mkdir(parents=True, exist_ok=True)
+    write_text(timeline.report_page, to_html(analysis))
+    write_text(timeline.report_data, to_bytes(analysis).decode())
     return analysis
 
 

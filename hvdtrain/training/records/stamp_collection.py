@@ -18,9 +18,10 @@ from hvdtrain.observe.host_load import Causes
 from hvdtrain.observe.monitor import Monitor, gpu_identity
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.observe.sinks import Background
-from hvdtrain.observe.step_file import NAME, StepFile, start_line, starts_so_far
+from hvdtrain.observe.step_file import StepFile, start_line, starts_so_far
 from hvdtrain.observe.step_sink import StepSink
 from hvdtrain.observe.step_stamps import StepStamps
+from hvdtrain.run_layout import TimelineLayout
 from hvdtrain.runtime.clock import clock_id
 from hvdtrain.spans import Spans
 from hvdtrain.training.diagnostics.experts import find_routers
@@ -56,9 +57,10 @@ def add_stamps(
     """
     if observe.timeline == "off":
         return 0, None
+    path = TimelineLayout(folder).steps
     mine = [socket.gethostname(), clock_id(), time.perf_counter_ns() / 1e3]
     hosts, ids, now_us = zip(*allgather_json(comm, mine, name="timeline/clocks"), strict=True)
-    facts = (starts_so_far(folder / NAME), links.get(hosts)) if comm.rank == 0 else None
+    facts = (starts_so_far(path), links.get(hosts)) if comm.rank == 0 else None
     start, known = broadcast_json(comm, facts, name="timeline/start")
     if started_at >= stop:
         return start, None
@@ -69,9 +71,9 @@ def add_stamps(
     writer = None
     if comm.rank == 0:
         origin_us = time.perf_counter_ns() / 1e3
-        sink = StepSink(StepFile(folder / NAME, recorder.warn), clocks, origin_us, recorder.show)
+        sink = StepSink(StepFile(path, recorder.warn), clocks, origin_us, recorder.show)
         sink.start({**start_line(start, started_at, hosts, ids, origin_us), "link": link}, now_us)
-        writer = Background(lambda: sink, NAME, recorder.warn)
+        writer = Background(lambda: sink, path.name, recorder.warn)
     causes = Causes(Monitor(gpu_identity(device)).device)
     stamps = StepStamps(comm, spans, clocks, causes, find_routers(model), started_at, writer)
     recorder.add_watcher(stamps)

@@ -10,6 +10,7 @@ import torch
 
 from hvdtrain.config.windows import OFF, Window
 from hvdtrain.observe.trace_file import free_path
+from hvdtrain.run_layout import TimelineLayout
 from hvdtrain.spans import Spans
 from hvdtrain.training.records.profiler_ranges import TorchRanges
 
@@ -71,7 +72,7 @@ class TorchProfile:
     def _end(self, last: int) -> None:
         profile, self._profile = self._profile, None
         self._spans.listeners.remove(self._ranges)
-        path = free_path(self._folder / f"torch-steps-{self._first}-{last}-rank-{self._rank}.json")
+        path = free_path(TimelineLayout(self._folder).torch_profile(self._first, last, self._rank))
         try:
             profile.stop()
             self._folder.mkdir(parents=True, exist_ok=True)

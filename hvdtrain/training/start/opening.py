@@ -18,6 +18,7 @@ from hvdtrain.observe import journal
 from hvdtrain.observe.failure.fault import first_of_device
 from hvdtrain.observe.progress import Progress as ProgressDisplay
 from hvdtrain.observe.recorder import Recorder
+from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.environment import JOB, NO_LAUNCHER
 from hvdtrain.runtime.exposure import exposed
 from hvdtrain.training.diagnostics.health import batch_statistics
@@ -111,7 +112,7 @@ def open_recorder(run: RunConfig, kept: WorkerState, comm: Comm, directory: Path
         kept.close_recorder()
         launched = kept.info.launcher != NO_LAUNCHER
         display = ProgressDisplay(kept.task.unit, run.config.observe.line_every_s, live=not launched, quiet=not leads)
-        recorder = Recorder(journal.Journal(directory / journal.NAME, display.say) if leads else None, display)
+        recorder = Recorder(journal.Journal(RunLayout(directory).journal, display.say) if leads else None, display)
         kept.recorder = recorder
     return is_new
 

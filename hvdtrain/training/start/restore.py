@@ -11,18 +11,19 @@ from typing import Any
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json, broadcast_json, on_rank_0
-from hvdtrain.config.parse import CONFIG, RunConfig, changes
+from hvdtrain.config.parse import RunConfig, changes
 from hvdtrain.errors import CheckpointError
-from hvdtrain.observe.journal import NAME, last_step
+from hvdtrain.observe.journal import last_step
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.observe.shell_commands import shown
+from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.clock import steady_s
 from hvdtrain.state.store import MANIFEST, CheckpointStore, Saved, load
 from hvdtrain.state.sync import broadcast_state
 from hvdtrain.state.train_state import StateDict
 from hvdtrain.training.diagnostics.health import check_equal
 from hvdtrain.training.elastic.worker_state import NOTHING, WorkerState
-from hvdtrain.training.start.resume_checks import CHECKPOINTS, check_checkpoints_are_there, learning_rate_change
+from hvdtrain.training.start.resume_checks import check_checkpoints_are_there, learning_rate_change
 from hvdtrain.training.start.run_directory import RunDirectory
 from hvdtrain.training.start.schedule import stop_step
 
@@ -64,7 +65,7 @@ def take_over(
         if offers.count(offers[source]) < comm.size:
             broadcast_state(state, comm, touch, root=source)
         last = broadcast_json(comm, kept.last, name="state/last", root=source) if steps[0] < newest else kept.last
-        if claim is not None and last and last_step(claim.path / NAME) < newest == last["step"]:
+        if claim is not None and last and last_step(claim.layout.journal) < newest == last["step"]:
             recorder.step(dict(last))  # it was done, but rank 0 had not come so far, or another was rank 0 and is gone
         if claim is not None:
             _move_in(run, claim, recorder)
@@ -77,7 +78,7 @@ def take_over(
 
 def _move_in(run: RunConfig, claim: RunDirectory, recorder: Recorder) -> None:
     """On rank 0: see that the folder is that of the run, also where it is new, on a disk that no other host sees."""
-    if (claim.path / CONFIG).exists():
+    if claim.layout.config.exists():
         return
     recorder.warn(
         f"{claim.path} is new on {socket.gethostname()}, where rank 0 is now: what the run wrote so far is on the host"
@@ -175,7 +176,7 @@ def _checkpoint(resume: str, store: CheckpointStore, recorder: Recorder) -> tupl
     if (path / MANIFEST).exists():
         snapshot = load(path, store.progress)
         return next((s for s in store.list() if s.path.resolve() == path.resolve()), _foreign(path, snapshot)), snapshot
-    found = CheckpointStore(path / CHECKPOINTS, recorder.warn, store.progress).load_newest()
+    found = CheckpointStore(RunLayout(path).checkpoints, recorder.warn, store.progress).load_newest()
     if found is None:
         raise CheckpointError(
             f"--resume {resume}: no whole checkpoint there",

@@ -11,12 +11,11 @@ from hvdtrain.config.parse import RunConfig, changes
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.observe import journal
+from hvdtrain.run_layout import RunLayout
 from hvdtrain.state.store import MANIFEST, CheckpointStore
 from hvdtrain.training.elastic.worker_state import WorkerState
 from hvdtrain.training.start.run_directory import RunDirectory, refusal
 from hvdtrain.training.start.schedule import stop_step
-
-CHECKPOINTS = "checkpoints"
 
 
 def check_files(claim: RunDirectory) -> None:
@@ -26,7 +25,7 @@ def check_files(claim: RunDirectory) -> None:
         RunDirectoryError: the config, the journal or the folder of checkpoints cannot be used.
     """
     claim.old_config()
-    log, folder = claim.path / journal.NAME, claim.path / CHECKPOINTS
+    log, folder = claim.layout.journal, claim.layout.checkpoints
     try:
         if os.path.lexists(log):
             log.open("r+b").close()
@@ -90,7 +89,7 @@ def newest_step(resume: str, folder: Path) -> tuple[int | None, bool]:
     """Return the step of the newest checkpoint that `resume` names, unread, and whether it is the run's own."""
 
     def last(place: Path) -> int | None:
-        saves = CheckpointStore(place / CHECKPOINTS, lambda line: None).list()
+        saves = CheckpointStore(RunLayout(place).checkpoints, lambda line: None).list()
         return saves[-1].step if saves else None
 
     own = last(folder)
@@ -125,7 +124,7 @@ def check_checkpoints_are_there(claim: RunDirectory, store: CheckpointStore) -> 
     Errors:
         CheckpointError: the journal records checkpoints, and there is none, not even a damaged one.
     """
-    log = claim.path / journal.NAME
+    log = claim.layout.journal
     saved = 0
     if log.exists():
         for line in journal.journal_lines(log):

@@ -10,16 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from hvdtrain.config.parse import CONFIG, IDENTITY, RunConfig
-from hvdtrain.config.yaml_file import read_yaml, yaml_text
+from hvdtrain.config.parse import RunConfig
 from hvdtrain.durable import write_text
 from hvdtrain.errors import ConfigError, RunDirectoryError, UnusableRunDirectoryError
 from hvdtrain.lease import BEAT_S, Lease, take_lease
 from hvdtrain.observe import journal
+from hvdtrain.run_layout import RunLayout
+from hvdtrain.yaml_file import yaml_text
 
 RUNS = Path("runs")
-LEASE = ".lease"
-_JOB = ".job"
 _NEXT = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room, or give another --run_dir"),
     errno.ENOENT: "put it back (if it is a link: what it leads to), or give another --run_dir",
@@ -44,6 +43,7 @@ class RunDirectory:
 
     def __init__(self, path: Path, lock: IO[bytes], lease: Lease | None = None) -> None:
         self.path = path
+        self.layout = RunLayout(path)
         self._lock = lock
         self._lease = lease
 
@@ -67,18 +67,18 @@ class RunDirectory:
         if self._lease is not None and self._lease.look():
             raise RunDirectoryError(
                 f"another job has taken over {self.path}, and this one ends",
-                expected=f"a sign of life in {self.path / LEASE} every {BEAT_S:.0f} s: the disk has no locks",
+                expected=f"a sign of life in {self.layout.lease} every {BEAT_S:.0f} s: the disk has no locks",
                 found="none for so long that this job was taken for dead: it was suspended, or the file system hung",
                 next_step="nothing, if the other job is to go on; else stop that one and start this one again",
             )
 
     def old_config(self) -> Mapping[str, Any] | None:
         """The resolved config that the run had so far, None for a new one."""
-        file = self.path / CONFIG
+        file = self.layout.config
         if not file.exists():
             return None
         try:
-            return read_yaml(file) or None
+            return self.layout.read_config() or None
         except ConfigError as error:
             raise UnusableRunDirectoryError(
                 error.what,
@@ -95,7 +95,7 @@ class RunDirectory:
     def mark(self) -> None:
         """What is here from now on is the work of this job."""
         if self.job:
-            write_text(self.path / _JOB, self.job)
+            write_text(self.layout.job, self.job)
 
     def write_config(self, run: RunConfig) -> None:
         """Write the resolved config, whole or not at all; as one to go on with, so it resumes by itself.
@@ -105,8 +105,8 @@ class RunDirectory:
         """
         try:
             self.mark()
-            write_text(self.path / CONFIG, yaml_text({**run.resolved, "resume": "auto"}))
-            write_text(self.path / IDENTITY, run.identity())
+            write_text(self.layout.config, yaml_text({**run.resolved, "resume": "auto"}))
+            write_text(self.layout.identity, run.identity())
         except OSError as error:
             raise refusal(f"the run directory {self.path}", error) from error
 
@@ -140,7 +140,7 @@ def refusal(what: str, error: OSError) -> RunDirectoryError:
 
 
 def _wanted(path: Path, job: str, *, never: bool) -> RunDirectory:
-    if never and (path / journal.NAME).exists() and not _is_of_job(path, job):
+    if never and RunLayout(path).journal.exists() and not _is_of_job(path, job):
         raise UnusableRunDirectoryError(
             f"{path} holds a run already, and --resume never would mix another into it",
             next_step="give another --run_dir, or --resume auto to go on with it",
@@ -155,7 +155,7 @@ def _wanted(path: Path, job: str, *, never: bool) -> RunDirectory:
 
 def _is_of_job(path: Path, job: str) -> bool:
     try:
-        return bool(job) and (path / _JOB).read_text() == job
+        return bool(job) and RunLayout(path).job.read_text() == job
     except OSError:
         return False
 
@@ -165,7 +165,7 @@ def _unfinished(run: RunConfig, runs: Path) -> RunDirectory | None:
         return None
     identity = run.identity()
     for path in sorted((p for p in runs.iterdir() if p.is_dir()), key=lambda p: p.name, reverse=True):
-        file, log = path / IDENTITY, path / journal.NAME
+        file, log = RunLayout(path).identity, RunLayout(path).journal
         try:
             if file.read_bytes() != identity.encode():
                 continue
@@ -197,7 +197,7 @@ def _new(run: RunConfig, runs: Path) -> RunDirectory:
 def _claim(path: Path) -> RunDirectory | None:
     try:
         path.mkdir(parents=True, exist_ok=True)
-        lock = (path / ".lock").open("ab")
+        lock = RunLayout(path).lock.open("ab")
     except OSError as error:
         raise refusal(f"the run directory {path}", error) from error
     try:
@@ -208,7 +208,7 @@ def _claim(path: Path) -> RunDirectory | None:
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # those: a file system without locks
             raise
-        lease = take_lease(path / LEASE)
+        lease = take_lease(RunLayout(path).lease)
         if lease is None:
             lock.close()
             return None

@@ -16,7 +16,7 @@ from hvdtrain.observe.failure import reporter as module
 from hvdtrain.observe.failure.failure_output import FailureOutput
 from hvdtrain.observe.failure.mailbox import Mailbox, open_post
 from hvdtrain.observe.failure.process import UNKNOWN, UNREACHABLE
-from hvdtrain.observe.failure.reporter import JSON, TEXT, Job, Reporter, set_old_aside
+from hvdtrain.observe.failure.reporter import Job, Reporter, set_old_aside
 from hvdtrain.observe.failure.statement import STALLED, Witness, myself
 from hvdtrain.spans import Spans
 from tests.support.launch import TIMEOUT_S
@@ -50,8 +50,8 @@ def test_one_card_of_ranks_that_fail_together(tmp_path: Path, monkeypatch: pytes
         list(pool.map(_fail, reporters))
     assert len(shown) == 1
     assert all(reporter.voice.told for reporter in reporters)
-    assert (tmp_path / TEXT).read_text() == shown[0]
-    card = json.loads((tmp_path / JSON).read_text())
+    assert (tmp_path / "failure.txt").read_text() == shown[0]
+    card = json.loads((tmp_path / "failure.json").read_text())
     assert sorted(s["who"]["rank"] for s in card["statements"]) == [0, 1, 2, 3]
     assert card["size"] == 4 and card["kind"] == "exception"
 
@@ -72,7 +72,7 @@ def test_what_the_others_said_stands_on_it(tmp_path: Path) -> None:
     thread.start()
     thread.join()
     _fail(first)
-    card = json.loads((tmp_path / JSON).read_text())
+    card = json.loads((tmp_path / "failure.json").read_text())
     assert card["ranks"] == [0]
     assert [s["kind"] for s in card["statements"]] == ["failed", "here"]
 
@@ -81,7 +81,7 @@ def test_an_interrupt_by_hand_is_no_failure(tmp_path: Path) -> None:
     shown: list[str] = []
     reporter = _reporters(tmp_path, 1, shown)[0]
     reporter.failed(KeyboardInterrupt())
-    assert not shown and not reporter.voice.told and not (tmp_path / TEXT).exists()
+    assert not shown and not reporter.voice.told and not (tmp_path / "failure.txt").exists()
     assert reporter.post.has_left(0)
 
 
@@ -126,7 +126,7 @@ def test_the_card_of_an_earlier_start_is_set_aside(tmp_path: Path) -> None:
     shown: list[str] = []
     _fail(_reporters(tmp_path, 1, shown)[0])
     set_old_aside(tmp_path)
-    assert not (tmp_path / TEXT).exists() and not (tmp_path / JSON).exists()
+    assert not (tmp_path / "failure.txt").exists() and not (tmp_path / "failure.json").exists()
     assert sorted(path.suffix for path in (tmp_path / "failures").iterdir()) == [".json", ".txt"]
     set_old_aside(tmp_path)
 
@@ -142,7 +142,7 @@ def test_an_error_of_any_text_is_told(tmp_path: Path) -> None:
         reporter = _reporters(tmp_path / str(number), 1, shown)[0]
         reporter.failed(error)
         assert f"failed: {type(error).__name__}" in shown[0] and "could not be written" not in shown[0]
-        assert (tmp_path / str(number) / TEXT).read_text() == shown[0]
+        assert (tmp_path / str(number) / "failure.txt").read_text() == shown[0]
 
 
 def test_what_cannot_be_told_of_a_failure_leaves_the_least(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,14 +163,14 @@ def test_ranks_that_share_no_folder_are_neither_blamed_nor_awaited(tmp_path: Pat
     reporter = _reporters(tmp_path, 3, shown)[0]
     reporter.post = dataclasses.replace(reporter.post, reachable=frozenset({0, 1}), visible=frozenset())
     reporter.tell(reporter.say(STALLED), 0.0, shown.append)
-    card = json.loads((tmp_path / JSON).read_text())
+    card = json.loads((tmp_path / "failure.json").read_text())
     assert {s["who"]["rank"]: s["state"] for s in card["silent"]} == {1: UNKNOWN, 2: UNREACHABLE}
     assert card["ranks"] == [1]
     assert "speaks for itself" in shown[0]
-    (tmp_path / JSON).unlink()
+    (tmp_path / "failure.json").unlink()
     reporter.post = dataclasses.replace(reporter.post, folder=None)
     reporter.tell(reporter.say(STALLED), 1000.0, shown.append)
-    card = json.loads((tmp_path / JSON).read_text())
+    card = json.loads((tmp_path / "failure.json").read_text())
     assert {s["state"] for s in card["silent"]} == {UNREACHABLE} and card["ranks"] == [0, 1, 2]
 
 
