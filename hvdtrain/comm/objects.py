@@ -1,4 +1,4 @@
-"""Plain values and errors over a Comm: JSON in uint8 tensors, never pickle."""
+"""Exchange plain values and errors over a Comm: JSON in uint8 tensors, never pickle."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def broadcast_json(comm: Comm, value: Any, *, name: str, root: int = 0) -> Any:
-    """The value of `root`, on every rank: what JSON can hold. Collective: yes."""
+    """Return the value of `root` on every rank. JSON must be able to hold it. Collective: yes."""
     data = _bytes(value) if comm.rank == root else torch.empty(0, dtype=torch.uint8)
     length = torch.tensor([len(data)], dtype=torch.int64)
     comm.broadcast(length, name=f"{name}/length", root=root).wait()
@@ -25,7 +25,7 @@ def broadcast_json(comm: Comm, value: Any, *, name: str, root: int = 0) -> Any:
 
 
 def allgather_json(comm: Comm, value: Any, *, name: str) -> list[Any]:
-    """The values of all ranks, in rank order. Collective: yes."""
+    """Return the values of all ranks, in rank order. Collective: yes."""
     data = _bytes(value)
     lengths = comm.allgather(torch.tensor([len(data)], dtype=torch.int64), name=f"{name}/length").wait().tolist()
     everything = comm.allgather(data, name=name).wait()
@@ -33,29 +33,35 @@ def allgather_json(comm: Comm, value: Any, *, name: str) -> list[Any]:
 
 
 def on_rank_0(comm: Comm, action: Callable[[], T], *, name: str) -> T:
-    """Do `action` on rank 0 and give its result, which JSON can hold, to every rank. Collective: yes.
+    """Run `action` on rank 0 and return its result, which JSON can hold, on every rank. Collective: yes.
 
     Errors:
-        An `HvdtrainError` or `OSError` of `action` is raised on every rank, so that all end together.
+        Every Exception of `action` ends the call on every rank, so that no rank waits for a result. All ranks raise
+        an `HvdtrainError` with its type and texts, and an OSError as an `HvdtrainError`. Of any other error, rank 0
+        raises the original; the other ranks raise an `HvdtrainError` that names its type and message.
     """
     outcome: dict[str, Any] = {}
+    original: Exception | None = None
     if comm.rank == 0:
         try:
             outcome = {"result": action()}
-        except (errors.HvdtrainError, OSError) as error:
-            outcome = {"error": _describe(error)}
+            json.dumps(outcome)  # a result that JSON cannot hold is an error of the action, on every rank
+        except Exception as error:
+            original, outcome = error, {"error": _describe(error)}
     outcome = broadcast_json(comm, outcome, name=name)
-    if "error" in outcome:
-        raise _error(outcome["error"])
-    return outcome["result"]  # type: ignore[no-any-return]
+    if "error" not in outcome:
+        return outcome["result"]  # type: ignore[no-any-return]
+    if original is not None and not isinstance(original, errors.HvdtrainError | OSError):
+        raise original
+    raise _error(outcome["error"])
 
 
 def _describe(error: Exception) -> dict[str, str | None]:
     if isinstance(error, errors.HvdtrainError):
-        return {"type": type(error).__name__} | {
-            part: getattr(error, part) for part in ("what", "expected", "found", "next_step")
-        }
-    return {"type": "HvdtrainError", "what": str(error), "expected": None, "found": None, "next_step": None}
+        known = next(kind.__name__ for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind)
+        return {"type": known} | {part: getattr(error, part) for part in ("what", "expected", "found", "next_step")}
+    what = str(error) if isinstance(error, OSError) else f"rank 0 failed: {type(error).__name__}: {error}"
+    return {"type": "HvdtrainError", "what": what, "expected": None, "found": None, "next_step": None}
 
 
 def _error(parts: dict[str, Any]) -> errors.HvdtrainError:
