@@ -1,4 +1,4 @@
-"""A YAML file of options: read strictly, and written so that it reads back as it was."""
+"""Read YAML files of options strictly, and write them so that they read back unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DEPTH = f"at most {_DEEPEST} levels"
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts text into quotes that the parser of options takes for a number, and PyYAML does not: 1e3."""
+    """Quote text such as 1e3, which the option parser reads as a number but PyYAML does not."""
 
 
 _Dumper.add_implicit_resolver(
@@ -26,7 +26,7 @@ _Dumper.add_implicit_resolver(
 
 
 def yaml_text(options: Mapping[str, Any], **layout: Any) -> str:
-    """Return nested options as YAML, in their order. `layout`: see `yaml.dump`."""
+    """Return nested options as YAML in the same order. For `layout` see `yaml.dump`."""
     return str(yaml.dump(dict(options), Dumper=_Dumper, sort_keys=False, **layout))
 
 
@@ -34,7 +34,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Return the options in a YAML file.
 
     Errors:
-        ConfigError: it cannot be read, is not YAML, has a key twice, is nested too deep, or is not a mapping.
+        ConfigError: it cannot be read, is not YAML, has a duplicate key, is nested too deeply, or is not a mapping.
     """
     try:
         loader = yaml.SafeLoader(read_regular(path).decode("utf-8"))
@@ -46,11 +46,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
         finally:
             loader.dispose()
     except OSError as error:
-        raise ConfigError(f"the config file {str(path)!r} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"cannot read the config file {str(path)!r}: {error.strerror}") from None
     except ConfigError:
         raise
     except RecursionError:
-        raise ConfigError(f"the config file {str(path)!r} is nested too deep", expected=_DEPTH) from None
+        raise ConfigError(f"the config file {str(path)!r} is nested too deeply", expected=_DEPTH) from None
     except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
         raise ConfigError(f"the config file {str(path)!r} is not YAML: {' '.join(str(error).split())}") from None
     if content is None:
@@ -63,17 +63,17 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _check_nodes(root: yaml.Node, path: Path) -> None:
-    """Refuse duplicate keys, dotted ones included, and endless nesting. PyYAML silently takes the last of two keys."""
-    left = [(root, 0, "")]
-    seen = 0
+    """Reject duplicate keys, also dotted ones, and endless nesting. PyYAML would silently use the last duplicate."""
+    pending = [(root, 0, "")]
+    visited = 0
     keys = set()
-    while left:
-        node, depth, prefix = left.pop()
-        seen += 1
-        if depth > _DEEPEST or seen > 100_000:  # recursive aliases, or ones that expand exponentially
-            raise ConfigError(f"the config file {str(path)!r} is nested too deep", expected=_DEPTH)
+    while pending:
+        node, depth, prefix = pending.pop()
+        visited += 1
+        if depth > _DEEPEST or visited > 100_000:  # recursive aliases, or ones that expand exponentially
+            raise ConfigError(f"the config file {str(path)!r} is nested too deeply", expected=_DEPTH)
         if isinstance(node, yaml.SequenceNode):
-            left += [(value, depth + 1, f"{prefix}{place}.") for place, value in enumerate(node.value)]
+            pending += [(value, depth + 1, f"{prefix}{place}.") for place, value in enumerate(node.value)]
         elif isinstance(node, yaml.MappingNode):
             for place, (key, value) in enumerate(node.value):
                 name = prefix + (key.value if isinstance(key, yaml.ScalarNode) else f"[{place}]")
@@ -81,7 +81,7 @@ def _check_nodes(root: yaml.Node, path: Path) -> None:
                     raise ConfigError(
                         f"the config file {str(path)!r} has the key {name} twice",
                         expected="each option once",
-                        found=f"once more in line {key.start_mark.line + 1}",
+                        found=f"a second one in line {key.start_mark.line + 1}",
                     )
                 keys.add(name)
-                left += [(key, depth + 1, f"{name}?"), (value, depth + 1, f"{name}.")]
+                pending += [(key, depth + 1, f"{name}?"), (value, depth + 1, f"{name}.")]

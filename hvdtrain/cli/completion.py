@@ -89,14 +89,15 @@ def everything(task_function: Callable[..., Any]) -> ArgumentParser:
     """Give one parser with all commands and options; without a command they are train's."""
     from hvdtrain.__main__ import COMMANDS
 
-    whole = ArgumentParser(prog="hvdtrain", parents=[_training(task_function)], add_help=False)
+    training = [_training(task_function)]
+    whole = ArgumentParser(prog="hvdtrain", parents=training, add_help=False, conflict_handler="resolve")
     whole.add_argument("-h", "--help", action="help", help="all commands")
     whole.add_argument("--version", action="store_true", help="of hvdtrain")
     commands = whole.add_subparsers()
     for name, (module, text) in COMMANDS.items():
         own = import_module(_PARSERS.get(name, module))
         if name == "train":
-            commands.add_parser(name, help=text, parents=[_training(task_function)])
+            commands.add_parser(name, help=text, parents=[_training(task_function)], add_help=False)
         elif hasattr(own, "COMMANDS"):
             group = commands.add_parser(name, help=text).add_subparsers()
             for inner, what in own.COMMANDS.items():
@@ -123,12 +124,11 @@ def _add(place: Any, name: str, text: str, declared: ArgumentParser) -> None:
 def _training(task_function: Callable[..., Any]) -> ArgumentParser:
     import shtab
 
-    from hvdtrain.config.options import options
+    from hvdtrain.config.options import list_options, plain_parser
+    from hvdtrain.config.parse import make_parser
 
-    made = ArgumentParser(add_help=False)
-    made.add_argument("--config", metavar="FILE", help="YAML file of options").complete = shtab.FILE  # type: ignore[attr-defined]
-    made.add_argument("--print_config", action="store_true", help="print all options as YAML")
-    for option in options(task_function).options:
-        choices = option.choices or None
-        made.add_argument(f"--{option.name}", choices=choices, help=option.effect.replace("%", "%%") or option.values)
+    made = plain_parser(list_options(make_parser(task_function)))
+    for action in made._actions:
+        if action.dest == "config":
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
     return made

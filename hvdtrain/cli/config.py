@@ -46,13 +46,14 @@ def _call(name: str, argv: list[str]) -> int:
         )
 
     from hvdtrain.config.commented import to_yaml
-    from hvdtrain.config.options import options as all_options
+    from hvdtrain.config.options import list_options
+    from hvdtrain.config.parse import make_parser
     from hvdtrain.config.schema import Config
     from hvdtrain.durable import write_text
     from hvdtrain.task.base import load_task_function
 
     task = options.task or Config.task
-    text = to_yaml(all_options(load_task_function(task)), task)
+    text = to_yaml(list_options(make_parser(load_task_function(task))), task)
     try:
         write_text(file, text)
     except OSError as error:

@@ -1,1 +1,1 @@
-"""What a run is made of: the options, and how they are parsed."""
+"""The options of a run and their parsing."""

@@ -1,9 +1,8 @@
-"""The options of training as a YAML file in which each says what it does: what `hvdtrain config init` writes."""
+"""Write the options of training as a YAML file with a comment for each, for `hvdtrain config init`."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hvdtrain.config.options import Option, Options
@@ -11,41 +10,38 @@ from hvdtrain.yaml_file import yaml_text
 
 _WIDTH = 110
 _HEAD = """\
-Options of `hvdtrain train`, each with its default: hvdtrain train --config FILE
-Options of the command line win over those in here. Lines that are left as they are may be deleted.
+# Options of `hvdtrain train`, each with its default. Use: hvdtrain train --config FILE
+# Options on the command line override this file. You may delete lines that you do not change.
 """
 
 
 def to_yaml(options: Options, task: str) -> str:
-    """All options with their defaults, each below a comment of what it does; reads back as these defaults.
+    """Return all options with their defaults, each below a comment; reading it gives these defaults.
 
     Args:
-        options: of `Config` and of the function that `task` names.
-        task: the task to write into it.
+        options: options of `Config` and of the function that `task` names.
+        task: the value to write for the option `task`.
     """
-    lines = [*(f"# {line}" for line in _HEAD.splitlines()), ""]
+    lines = [_HEAD]
     before: list[str] = []
     for option in options.options:
         *sections, _ = option.name.split(".")
-        for depth in range(len(sections)):
-            if sections[: depth + 1] != before[: depth + 1]:
-                lines += ["", *_section(sections[: depth + 1], options.titles)]
+        for depth, name in enumerate(sections):
+            path = sections[: depth + 1]
+            if path != before[: depth + 1]:
+                margin = "  " * depth
+                lines += ["", *_comment(options.titles.get(".".join(path), ""), margin), f"{margin}{name}:"]
         before = sections
         lines += _entry(replace(option, default=task) if option.name == "task" else option)
     return "\n".join(lines) + "\n"
-
-
-def _section(path: Sequence[str], titles: Mapping[str, str]) -> list[str]:
-    margin = "  " * (len(path) - 1)
-    return [*_comment(titles.get(".".join(path), ""), margin), f"{margin}{path[-1]}:"]
 
 
 def _entry(option: Option) -> list[str]:
     *sections, name = option.name.split(".")
     margin = "  " * len(sections)
     about = " ".join(filter(None, [" ".join(option.effect.split()), f"({option.values})"]))
-    if option.required:  # without a value it reads as null, which would hide that it is missing
-        return _comment(f"{about} It has to be given: {name}: ...", margin)
+    if option.required:  # an empty value would read as null, and hide that it is missing
+        return _comment(f"{about} (required) {name}: ...", margin)
     value = yaml_text({name: option.default}, allow_unicode=True, width=1 << 20)
     return [*_comment(about, margin), *(margin + line for line in value.splitlines())]
 

@@ -1,23 +1,30 @@
-"""The options of training as a list: name, effect, default, values. What tells of them reads it here."""
+"""The options of training as a list, which help, completion and `hvdtrain config init` are made from."""
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from argparse import ArgumentParser
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any, Literal, Union, get_args, get_origin
 
+import jsonargparse
 import yaml
 
-from hvdtrain.config.parse import make_parser
+from hvdtrain.config.schema import Config
 
-_WORDS: Mapping[Any, str] = {
+_TYPE_NAMES: Mapping[Any, str] = {
     bool: "true or false",
     int: "whole number",
     float: "number",
     str: "text",
     type(None): "null",
 }
+_SECTIONS = (
+    *("", "model", "data", "train", "optimizer", "parallel"),
+    *("checkpoint", "loader", "elastic", "observe"),
+)
+"""The order in which a newcomer needs the sections. Other sections of a task come last."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +32,13 @@ class Option:
     """One option of training.
 
     Attributes:
-        name: as it stands behind ``--``: ``train.steps``.
-        effect: what its docstring says.
-        default: as YAML gives it.
-        required: whether it has no default, and must be given.
-        values: what may be given, in words.
-        choices: all that may be given, where these are few.
+        name: the name after ``--``, such as ``train.steps``.
+        effect: the description from its docstring.
+        default: the default as YAML would give it.
+        required: True if it has no default.
+        values: the accepted values in words.
+        choices: all accepted values, if they are few.
+        metavar: the placeholder for its value in help.
     """
 
     name: str
@@ -39,73 +47,143 @@ class Option:
     required: bool
     values: str
     choices: tuple[str, ...]
+    metavar: str
 
     @property
     def section(self) -> str:
         """The part of the name before the last dot; empty for options without one."""
         return self.name.rpartition(".")[0]
 
+    def help_text(self) -> str:
+        """Return the description with the default, which is shown once."""
+        if self.required:
+            return f"{self.effect} (required)".strip()
+        if "(default: " in self.effect:
+            return self.effect
+        return f"{self.effect} (default: {_shown(self.default)})".strip()
+
 
 @dataclass(frozen=True)
 class Options:
-    """All options, in the order of their declaration, and what each section is about."""
+    """All options in the order of help, and the titles of their sections."""
 
     options: tuple[Option, ...]
     titles: Mapping[str, str]
 
 
-def options(task_function: Callable[..., Any] | None) -> Options:
-    """All options of `Config` and of the parameters of `task_function`."""
-    parser = make_parser(task_function)
+def list_options(parser: jsonargparse.ArgumentParser) -> Options:
+    """List the options that `make_parser` declared."""
     defaults = parser.get_defaults(skip_validation=True)
     plain = yaml.safe_load(parser.dump(defaults, skip_validation=True))
     leaves = defaults.as_flat()
-    found = [
-        Option(
-            name=action.dest,
-            effect=(action.help or "").strip(),
-            default=_value(plain, action.dest),
-            required=action.required,
-            values=_words(getattr(action, "_typehint", None)),
-            choices=_choices(getattr(action, "_typehint", None)),
-        )
-        for action in parser._actions
-        if hasattr(leaves, action.dest) or hasattr(action, "_typehint")
-    ]
+    found = []
+    for action in parser._actions:
+        hint = getattr(action, "_typehint", None)
+        if action.dest != "config" and (hasattr(leaves, action.dest) or hint is not None):
+            found.append(
+                Option(
+                    name=action.dest,
+                    effect=(action.help or "").strip(),
+                    default=_lookup(plain, action.dest),
+                    required=action.required,
+                    values=_in_words(hint),
+                    choices=_choices(hint),
+                    metavar=_metavar(hint, action.dest),
+                )
+            )
+    sections = {option.section for option in found}
     titles = {
         action.dest: group.title or ""
         for group in parser._action_groups
         for action in group._group_actions
-        if any(option.section == action.dest for option in found)
+        if action.dest in sections
     }
-    return Options(tuple(option for option in found if option.name != "config"), titles)
+    return Options(tuple(sorted(found, key=_order)), titles)
 
 
-def _value(tree: Any, name: str) -> Any:
+def plain_parser(options: Options) -> ArgumentParser:
+    """Declare the options with argparse, for help and completion."""
+    made = ArgumentParser(
+        prog="hvdtrain train",
+        usage="hvdtrain train [--config FILE] [--task TASK] [--OPTION VALUE ...]",
+        description="Train a model on all ranks of this job.",
+        epilog="Options of other tasks: hvdtrain train --task TASK --help",
+        add_help=False,
+    )
+    groups = {"": made.add_argument_group("task and run")}
+    groups[""].add_argument("-h", "--help", action="help", help="show this help and exit")
+    groups[""].add_argument("--config", metavar="FILE", help="YAML file of options; later options override it")
+    groups[""].add_argument("--print_config", action="store_true", help="print all options as YAML and exit")
+    for option in options.options:
+        section = option.section
+        if section not in groups:
+            title = options.titles.get(section, "")
+            groups[section] = made.add_argument_group(f"{section} ({title})" if title else section)
+        groups[section].add_argument(
+            f"--{option.name}",
+            choices=option.choices or None,
+            metavar=None if option.choices else option.metavar,
+            help=option.help_text().replace("%", "%%"),
+        )
+    return made
+
+
+def _order(option: Option) -> tuple[int, bool]:
+    section = option.section.partition(".")[0]
+    known = {field.name for field in fields(Config)}
+    place = _SECTIONS.index(section) if section in _SECTIONS else len(_SECTIONS)
+    return place, not section and option.name not in known
+
+
+def _lookup(tree: Any, name: str) -> Any:
     for key in name.split("."):
         tree = tree.get(key) if isinstance(tree, Mapping) else None
     return tree
 
 
+def _shown(default: Any) -> str:
+    if isinstance(default, bool) or default is None:
+        return {True: "true", False: "false", None: "none"}[default]
+    if isinstance(default, list) and not default:
+        return "none"
+    return str(default)
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    """Return the types of a union, or the type itself."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
 def _choices(hint: Any) -> tuple[str, ...]:
-    if hint is bool:
-        return ("true", "false")
-    if get_origin(hint) is Literal:
-        return tuple(map(str, get_args(hint)))
-    if get_origin(hint) in (Union, types.UnionType):
-        return tuple(choice for part in get_args(hint) for choice in _choices(part))
-    return ()
+    found: list[str] = []
+    for part in _members(hint):
+        if part is bool:
+            found += ["true", "false"]
+        elif get_origin(part) is Literal:
+            found += map(str, get_args(part))
+    return tuple(found)
 
 
-def _words(hint: Any) -> str:
-    """A type in words, as a person would say what may be given."""
-    if hint in _WORDS:
-        return _WORDS[hint]
+def _metavar(hint: Any, name: str) -> str:
+    members = [part for part in _members(hint) if part is not type(None)]
+    if len(members) == 1:
+        if get_origin(members[0]) is list:
+            return "[A,B,...]"
+        if members[0] in (int, float):
+            return "N" if members[0] is int else "X"
+    return name.rpartition(".")[2].upper()
+
+
+def _in_words(hint: Any) -> str:
+    """Describe a type as a person would."""
+    if hint in _TYPE_NAMES:
+        return _TYPE_NAMES[hint]
     if get_origin(hint) is Literal:
-        return " or ".join(filter(None, [", ".join(map(str, get_args(hint)[:-1])), str(get_args(hint)[-1])]))
-    if get_origin(hint) in (Union, types.UnionType):
-        return " or ".join(map(_words, get_args(hint)))
+        *others, last = map(str, get_args(hint))
+        return " or ".join(filter(None, [", ".join(others), last]))
+    if len(members := _members(hint)) > 1:
+        return " or ".join(map(_in_words, members))
     if get_origin(hint) is list:
-        return f"list of {_words(get_args(hint)[0])}"
+        return f"list of {_in_words(get_args(hint)[0])}"
     name = str(getattr(hint, "__name__", hint))
     return "anything" if name in ("Any", "None", "Untyped") else name

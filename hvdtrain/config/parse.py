@@ -1,6 +1,6 @@
-"""From command line, YAML or dict to a `RunConfig`, by jsonargparse. Imports no torch of its own.
+"""Parse a command line, YAML files or a dict into a `RunConfig`, by jsonargparse. Does not import torch.
 
-The parameters of the task's function become top-level keys beside those of `Config`: a parameter that is a
+The parameters of the task's function become top-level keys next to those of `Config`. A parameter that is a
 dataclass becomes a section.
 """
 
@@ -10,7 +10,6 @@ import difflib
 import hashlib
 import inspect
 import json
-import math
 import re
 from argparse import ArgumentError
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,30 +20,26 @@ from typing import Any
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 
-from hvdtrain.config.schema import Config, TrainConfig
+from hvdtrain.config.checks import check_values
+from hvdtrain.config.options import list_options, plain_parser
+from hvdtrain.config.schema import Config
 from hvdtrain.config.spelling import EitherSpelling, declared_spelling
-from hvdtrain.config.windows import AUTO, parse_window
 from hvdtrain.errors import ConfigError
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.yaml_file import read_yaml
 
-"""Files of a run folder: the resolved config, and a hash of its options."""
-
-_MOST = 2**31
-"""No count of steps, samples or batches reaches it but by a slip."""
-
 NOT_IDENTITY = ("run_dir", "resume", "log_level", "train.stop_at", "observe.")
-"""How options begin in which two stretches of one run may differ."""
+"""Prefixes of options that may change when a run resumes."""
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A config with the arguments of its task.
+    """A config and the arguments of its task.
 
     Attributes:
         config: the options that every run has.
         task_args: arguments for the task's function, by parameter name.
-        resolved: all of it as plain values, as it is written to `config.yaml`.
+        resolved: all options as plain values, as in `config.yaml`.
     """
 
     config: Config
@@ -52,15 +47,15 @@ class RunConfig:
     resolved: Mapping[str, Any]
 
     def identity(self) -> str:
-        """A hash that is equal for two configs which may go on with the same run."""
+        """Return a hash. Two configs with the same hash may continue the same run."""
         flat = {k: v for k, v in flatten(self.resolved).items() if not k.startswith(NOT_IDENTITY)}
         return hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def task_spec(argv: Sequence[str]) -> str:
-    """The task that `argv` asks for, itself or by its config file: whichever comes last, as for other options."""
+    """Return the task that `argv` or a config file names. The last one counts, as for other options."""
     spec = Config.task
-    for name, value in _pairs(argv):
+    for name, value in _name_value_pairs(argv):
         if name == "--task":
             spec = value
         elif name == "--config":
@@ -68,27 +63,28 @@ def task_spec(argv: Sequence[str]) -> str:
     return spec
 
 
-def _pairs(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Each argument as an option: its name, and what comes behind "=" or as the next argument."""
+def _name_value_pairs(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Read each argument as an option, with the value after "=" or in the next argument."""
     for argument, following in zip(argv, [*argv[1:], ""], strict=False):
         name, equals, value = argument.partition("=")
         yield name, value if equals else following
 
 
-def _values_of(option: str, argv: Sequence[str]) -> list[str]:
-    return [value for name, value in _pairs(argv) if declared_spelling(name, (option,)) == option]
+def _values(option: str, argv: Sequence[str]) -> list[str]:
+    return [value for name, value in _name_value_pairs(argv) if declared_spelling(name, (option,)) == option]
 
 
 class _Parser(EitherSpelling, ArgumentParser):
-    """The parser of options of training."""
+    """The parser of training. Its help omits options such as ``--train CONFIG``, which set a whole section."""
+
+    def format_help(self, formatter: Any = None) -> str:
+        return plain_parser(list_options(self)).format_help()
 
 
 def make_parser(task_function: Callable[..., Any] | None) -> ArgumentParser:
-    """A parser of the options of `Config` and of the parameters of `task_function`."""
-    parser = _Parser(
-        allow_abbrev=False, prog="hvdtrain", exit_on_error=False, description="Train a model on all ranks of this job."
-    )
-    parser.add_argument("--config", action=ActionConfigFile, help="YAML file of options; later options win.")
+    """Make a parser of the options of `Config` and of the parameters of `task_function`."""
+    parser = _Parser(allow_abbrev=False, prog="hvdtrain train", exit_on_error=False)
+    parser.add_argument("--config", action=ActionConfigFile)
     parser.add_class_arguments(Config, as_group=False)
     if task_function is not None:
         _check_parameters(task_function)
@@ -100,29 +96,29 @@ def parse_argv(argv: Sequence[str], task_function: Callable[..., Any] | None) ->
     """Parse a command line.
 
     Errors:
-        ConfigError: an unknown option (the nearest is named), a wrong value (what was expected is said).
+        ConfigError: an option is unknown (the message names the nearest), or a value is invalid.
     """
     parser = make_parser(task_function)
-    for path in map(Path, _values_of("--config", argv)):
-        if "config" in read_yaml(path):  # the parser reads it too, and is less strict
+    paths = _values("--config", argv)
+    for path in map(Path, paths):
+        if "config" in read_yaml(path):  # the parser would accept it
             raise ConfigError(
-                f"the config file {str(path)!r} names another one",
-                next_step="give both on the command line: --config A --config B; later options win",
+                f"the config file {str(path)!r} refers to another config file",
+                next_step="pass both on the command line: --config A --config B; options in B override those in A",
             )
     try:
         namespace = parser.parse_args(list(argv))
     except ArgumentError as error:
-        raise _explain(error, parser, argv) from None
-    paths = _values_of("--config", argv)
-    if paths and not _values_of("--run_dir", argv):
-        namespace.run_dir = run_of_config(Path(paths[-1]), namespace.resume) or namespace.run_dir
-    return _finish(parser, namespace)
+        raise _convert_error(error, parser, argv) from None
+    if paths and not _values("--run_dir", argv):
+        namespace.run_dir = run_folder_of_config(Path(paths[-1]), namespace.resume) or namespace.run_dir
+    return _resolve(parser, namespace)
 
 
-def run_of_config(path: Path, resume: str) -> str | None:
-    """Return the run folder that a config file belongs to, which it resumes.
+def run_folder_of_config(path: Path, resume: str) -> str | None:
+    """Return the run folder that contains a config file, so that training resumes that run.
 
-    None for any other file, and where the option `resume` is never.
+    None if the file is not in a run folder, or if the option `resume` is never.
     """
     layout = RunLayout(path.parent)
     is_of_run = resume != "never" and path.name == layout.config.name and layout.identity.exists()
@@ -135,12 +131,12 @@ def parse_object(options: Mapping[str, Any], task_function: Callable[..., Any] |
     try:
         namespace = parser.parse_object(dict(options))
     except ArgumentError as error:
-        raise _explain(error, parser, [f"--{key}" for key in flatten(options)]) from None
-    return _finish(parser, namespace)
+        raise _convert_error(error, parser, [f"--{key}" for key in flatten(options)]) from None
+    return _resolve(parser, namespace)
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """``{"train": {"steps": 5}}`` as ``{"train.steps": 5}``."""
+    """Turn ``{"train": {"steps": 5}}`` into ``{"train.steps": 5}``."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
@@ -150,8 +146,8 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """One line for each option in which two resolved configs differ, but for those of `NOT_IDENTITY`."""
+def list_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Return one line per option in which two resolved configs differ, except those in `NOT_IDENTITY`."""
     before, after = flatten(old), flatten(new)
     return [
         f"{key}: {before.get(key)} -> {after.get(key)}"
@@ -161,102 +157,36 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def _check_parameters(task_function: Callable[..., Any]) -> None:
-    taken = {field.name for field in fields(Config)} | {"config"}
-    clash = sorted(taken & inspect.signature(task_function).parameters.keys())
+    reserved = {field.name for field in fields(Config)} | {"config"}
+    clash = sorted(reserved & inspect.signature(task_function).parameters.keys())
     if clash:
         raise ConfigError(
-            f"the task function's parameter {clash[0]!r} is also the name of an option that every run has",
-            next_step="rename it (torch's random state is already seeded from --seed);"
-            f" taken are {', '.join(sorted(taken))}",
+            f"the task function has a parameter {clash[0]!r}, which is an option of every run",
+            next_step="rename the parameter (--seed already seeds torch's random state);"
+            f" reserved names: {', '.join(sorted(reserved))}",
         )
 
 
-def _finish(parser: ArgumentParser, namespace: Namespace) -> RunConfig:
+def _resolve(parser: ArgumentParser, namespace: Namespace) -> RunConfig:
     for section in parser.groups or ():
         if not isinstance(found := namespace.get(section), Namespace):
             raise ConfigError(
-                f"{section} is a section, and has one value",
-                expected=f"options below it, such as {section}: {{...}}",
+                f"{section} is a section, but has a single value",
+                expected=f"options in the section, such as {section}: {{...}}",
                 found=str(found),
-                next_step=f"leave {section} out for the defaults",
+                next_step=f"omit {section} to use the defaults",
             )
     resolved = yaml.safe_load(parser.dump(namespace))
     values = vars(parser.instantiate(namespace))
     names = {field.name for field in fields(Config)}
     config = Config(**{name: values[name] for name in names})
-    _check(config)
+    check_values(flatten(asdict(config)), config)
     task_args = {k: v for k, v in values.items() if k not in names and k != "config"}
     return RunConfig(config, task_args, resolved)
 
 
-def _check(config: Config) -> None:
-    train, observe, bucket_mib = config.train, config.observe, config.parallel.bucket_mib
-    optimizer = config.optimizer
-    rules: list[tuple[bool, str, str, object]] = [
-        *(
-            (math.isfinite(value), name, "a finite number", value)
-            for name, value in flatten(asdict(config)).items()
-            if isinstance(value, float)
-        ),
-        (1 <= train.steps < _MOST, "train.steps", "1 to 2^31 - 1", train.steps),
-        (train.epochs is None or train.epochs > 0, "train.epochs", "more than 0", train.epochs),
-        (train.stop_at is None or train.stop_at >= 1, "train.stop_at", "1 or more", train.stop_at),
-        (1 <= train.global_batch < _MOST, "train.global_batch", "1 to 2^31 - 1", train.global_batch),
-        (
-            1 <= train.micro_batch <= train.global_batch,
-            "train.micro_batch",
-            f"1 to train.global_batch ({train.global_batch})",
-            train.micro_batch,
-        ),
-        (train.clip >= 0, "train.clip", "0 (off) or more", train.clip),
-        (train.eval_every is None or train.eval_every >= 1, "train.eval_every", "1 or more", train.eval_every),
-        (train.eval_samples >= 0, "train.eval_samples", "0 (all) or more", train.eval_samples),
-        (train.check_every >= 0, "train.check_every", "0 (at checkpoints only) or more", train.check_every),
-        (train.max_skipped >= 1, "train.max_skipped", "1 or more", train.max_skipped),
-        (optimizer.lr > 0, "optimizer.lr", "more than 0", optimizer.lr),
-        (optimizer.weight_decay >= 0, "optimizer.weight_decay", "0 (off) or more", optimizer.weight_decay),
-        (0 <= optimizer.beta1 < 1, "optimizer.beta1", "0 or more, and less than 1", optimizer.beta1),
-        (0 <= optimizer.beta2 < 1, "optimizer.beta2", "0 or more, and less than 1", optimizer.beta2),
-        (optimizer.eps > 0, "optimizer.eps", "more than 0", optimizer.eps),
-        (0 <= optimizer.momentum < 1, "optimizer.momentum", "0 (off) or more, and less than 1", optimizer.momentum),
-        (optimizer.warmup_steps >= 0, "optimizer.warmup_steps", "0 or more", optimizer.warmup_steps),
-        (0 <= optimizer.min_lr <= 1, "optimizer.min_lr", "0 to 1, a share of optimizer.lr", optimizer.min_lr),
-        (0 <= optimizer.decay <= 1, "optimizer.decay", "0 to 1, a share of all steps", optimizer.decay),
-        (config.elastic.loss_s >= 0, "elastic.loss_s", "0 (nothing) or more", config.elastic.loss_s),
-        (observe.line_every_s >= 0, "observe.line_every_s", "0 (each step) or more", observe.line_every_s),
-        (config.run_dir != "", "run_dir", "a folder, or null for one under runs/", "''"),
-        (bucket_mib is None or bucket_mib > 0, "parallel.bucket_mib", "more than 0", bucket_mib),
-        (0 <= config.loader.workers <= 1024, "loader.workers", "0 to 1024 processes a rank", config.loader.workers),
-        (1 <= config.loader.prefetch < _MOST, "loader.prefetch", "1 to 2^31 - 1", config.loader.prefetch),
-        (config.checkpoint.every >= 0, "checkpoint.every", "0 (at the end only) or more", config.checkpoint.every),
-        (config.checkpoint.keep >= 1, "checkpoint.keep", "1 or more", config.checkpoint.keep),
-        (observe.histograms_every >= 0, "observe.histograms_every", "0 (off) or more", observe.histograms_every),
-        (
-            observe.peak_tflops is None or observe.peak_tflops > 0,
-            "observe.peak_tflops",
-            "more than 0",
-            observe.peak_tflops,
-        ),
-        (observe.stall_timeout_s >= 0, "observe.stall_timeout_s", "0 (never) or more", observe.stall_timeout_s),
-        (0 <= config.seed < 2**63, "seed", "0 to 2^63 - 1", config.seed),
-    ]
-    for holds, name, expected, found in rules:
-        if not holds:
-            raise ConfigError(f"--{name} has a value that makes no sense", expected=expected, found=str(found))
-    if train.epochs is not None and train.steps != TrainConfig.steps:
-        raise ConfigError(
-            "--train.steps and --train.epochs both say how long to train",
-            expected="one of them",
-            found=f"--train.steps {train.steps} and --train.epochs {train.epochs:g}",
-            next_step="leave one out; a config file's epochs are taken back by --train.epochs null",
-        )
-    if config.observe.timeline != AUTO:
-        parse_window(config.observe.timeline, "observe.timeline", AUTO)
-    parse_window(config.observe.profile, "observe.profile")
-
-
-def _explain(error: ArgumentError, parser: ArgumentParser, argv: Sequence[str]) -> ConfigError:
-    """Turn a parser's error into ours: the nearest option for one that does not exist."""
+def _convert_error(error: ArgumentError, parser: ArgumentParser, argv: Sequence[str]) -> ConfigError:
+    """Convert the parser's error into ours. For an unknown option it names the nearest one."""
     known = {option for action in parser._actions for option in action.option_strings if option.startswith("--")}
     for option, place in _options_used(argv):
         if declared_spelling(option, known) not in known and f"--{option}" not in known:
@@ -269,15 +199,14 @@ def _explain(error: ArgumentError, parser: ArgumentParser, argv: Sequence[str]) 
     wrong = re.match(r'Parser key "(?P<key>.+?)": Expected an? (?P<type>.+?)\. Got value: (?P<found>.*)', text)
     if wrong:
         expected = re.sub(r"<class '(\w+)'>|typing\.", r"\1", wrong["type"]).replace("Literal", "one of ")
-        quotes = "where it stands in YAML, write it in quotes: 'off', '10:20'" if expected == "str" else None
-        return ConfigError(
-            f"--{wrong['key']} has a wrong value", expected=expected, found=wrong["found"], next_step=quotes
-        )
-    return ConfigError(f"the options do not fit: {text}", next_step="see what there is: hvdtrain train --help")
+        quotes = "in a YAML file, put text into quotes: 'off', '10:20'" if expected == "str" else None
+        return ConfigError(f"invalid --{wrong['key']}", expected=expected, found=wrong["found"], next_step=quotes)
+    return ConfigError(f"invalid options: {text}", next_step="see all options: hvdtrain train --help")
 
 
 def _options_used(argv: Sequence[str]) -> list[tuple[str, str]]:
+    """Return each option in use, and the config file that it comes from in words, or ""."""
     used = [(argument.partition("=")[0], "") for argument in argv if argument.startswith("--")]
-    for path in map(Path, _values_of("--config", argv)):
+    for path in map(Path, _values("--config", argv)):
         used += [(f"--{key}", f" (in {path})") for key in flatten(read_yaml(path))]
     return used

@@ -1,4 +1,4 @@
-"""The options of a run, declared once: YAML keys, flags, help and `config.yaml` all derive from these classes."""
+"""The options of a run, declared once: YAML keys, flags, help texts and `config.yaml` derive from these classes."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """How parameters follow gradients; unused where the task brings its own optimizer.
+    """Optimizer and learning rate; unused if the task brings its own optimizer.
 
     Attributes:
-        name: The update rule: adamw, or sgd with momentum.
-        lr: Peak learning rate. Never scaled by the number of ranks.
-        weight_decay: Decoupled for adamw. Norms, biases and other one-dimensional parameters are left out.
-        beta1: Decay of AdamW's first moment.
-        beta2: Decay of AdamW's second moment.
-        eps: Added to AdamW's denominator.
-        momentum: SGD's momentum.
-        schedule: After the warm-up, follow a cosine down to min_lr; stay constant; or stay constant and fall linearly
-            to min_lr at the end (wsd: warmup, stable, decay).
-        warmup_steps: Steps over which the learning rate rises linearly from near zero.
-        min_lr: Where cosine and wsd end, as a share of lr.
-        decay: The part of all steps over which wsd falls.
+        name: update rule: AdamW, or SGD with momentum
+        lr: peak learning rate; never scaled by the number of ranks
+        weight_decay: weight decay (decoupled for AdamW); norms, biases and other one-dimensional parameters get none
+        beta1: decay rate of AdamW's first moment
+        beta2: decay rate of AdamW's second moment
+        eps: number added to AdamW's denominator
+        momentum: momentum of SGD
+        schedule: learning rate after the warm-up: cosine decays to min_lr; constant does not change; wsd (warmup,
+            stable, decay) is constant, then falls linearly to min_lr
+        warmup_steps: number of steps in which the learning rate rises linearly from near zero
+        min_lr: final learning rate of cosine and wsd, as a fraction of lr
+        decay: fraction of all steps in which wsd decays
     """
 
     name: Literal["adamw", "sgd"] = "adamw"
@@ -40,15 +40,16 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the ranks exchange gradients.
+    """Exchange of gradients between ranks.
 
     Attributes:
-        compression: What travels: none for gradients as they are, fp16, bf16, int8, topk:SHARE, powersgd:RANK, or auto
-            for the one that pays, found out in the first steps.
-        bucket_mib: Gradients are exchanged in buckets of at most so many MiB; without it, by where the ranks are.
-        buffers: Persistent buffers that differ between ranks, such as running statistics: mean averages them after
-            every step, broadcast takes those of rank 0, check ends the run with an error that names them.
-        device: cuda takes the device of the rank's local_rank; auto takes it where there is one.
+        compression: compression of the exchanged gradients: none, fp16, bf16, int8, topk:FRACTION, powersgd:RANK, or
+            auto (measure in the first steps, then choose the fastest)
+        bucket_mib: largest bucket of gradients to exchange at once, in MiB (default: depends on whether the ranks share
+            a host)
+        buffers: persistent buffers that differ between ranks, such as running statistics: mean averages them after
+            every step, broadcast copies those of rank 0, check ends the run with an error that names them
+        device: device of a rank: cuda is the GPU numbered by its local rank; auto is cuda if available, otherwise cpu
     """
 
     compression: str = "none"
@@ -59,25 +60,24 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How long to train, on how much at a time.
+    """Length of training and batch sizes.
 
     Attributes:
-        steps: Optimizer steps in all, which is the schedule's horizon.
-        epochs: Passes over the training data, instead of steps. May be a fraction.
-        stop_at: Stop after this step; the schedule's horizon stays where it is.
-        global_batch: Samples an optimizer step, over all ranks. The number of ranks does not change it.
-        micro_batch: Samples a forward pass. Ranks share out whole micro-batches.
-        clip: Largest L2 norm of the gradient; 0 turns clipping off.
-        eval_every: Evaluate every this many steps, at the start and at the end; without it, at each checkpoint that
-            is due. Of the checkpoints, one saved at a step with an evaluation can be kept as the best.
-        eval_samples: Held-out samples looked at in an evaluation; 0 for all of them.
-        check_every: See by a hash that parameters are equal on all ranks, every this many steps and at each checkpoint;
-            0 for checkpoints only.
-        max_skipped: End the run after this many steps in a row with a loss or gradient that is not finite.
-        deterministic: Ask torch for deterministic kernels (slower on CUDA; the CPU's are deterministic anyway).
-        compile: Compile the model's blocks with torch.compile, each by itself, so that gradients still travel while
-            backward runs. The first evaluation and the first step take long, in later runs less; a C++ compiler is
-            needed on CPUs. There the default model then takes about 0.9 of the time; a very small one can take more.
+        steps: number of optimizer steps; the learning rate schedule spans them
+        epochs: passes over the training data, also fractions (default: train.steps instead)
+        stop_at: stop after this step without changing the schedule (default: the last step)
+        global_batch: samples per optimizer step over all ranks; independent of the number of ranks
+        micro_batch: samples per forward pass; ranks divide whole micro-batches among themselves
+        clip: largest L2 norm of the gradient; 0 disables clipping
+        eval_every: evaluate every N steps, and at the start and the end; only checkpoints saved at such steps can be
+            kept as the best (default: at each periodic checkpoint)
+        eval_samples: number of held-out samples per evaluation; 0 means all
+        check_every: compare a hash of the parameters across ranks every N steps, and at each checkpoint; 0 means at
+            checkpoints only
+        max_skipped: end the run after N steps in a row with a loss or gradient that is not finite
+        deterministic: use deterministic torch kernels; slower on CUDA, no change on CPUs
+        compile: compile each block of the model with torch.compile; the exchange still overlaps backward. The first
+            evaluation and first step take longer. CPUs need a C++ compiler
     """
 
     steps: int = 200
@@ -96,13 +96,13 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class LoaderConfig:
-    """How samples reach the device.
+    """Loading of samples.
 
     Attributes:
-        workers: Loader processes a rank, and as many for evaluation; 0 loads in the training process, best where
-            samples are cheap to make.
-        prefetch: Micro-batches that each worker keeps ready.
-        pin_memory: Page-locked host memory, so that copies to the device do not block; auto means with CUDA.
+        workers: loader processes per rank, and as many again for evaluation; 0 loads in the rank itself, which is best
+            for samples that are cheap to make
+        prefetch: micro-batches that each loader process keeps ready
+        pin_memory: use page-locked host memory, so that copies to the device do not block; auto means on with CUDA
     """
 
     workers: int = 0
@@ -112,11 +112,11 @@ class LoaderConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When to save, what to keep.
+    """Checkpoints.
 
     Attributes:
-        every: Save (and evaluate) every this many steps; 0 saves at the end and on signals only.
-        keep: The newest so many checkpoints are kept, and the one with the lowest held-out loss beside them.
+        every: save and evaluate every N steps; 0 saves only at the end and on signals
+        keep: number of newest checkpoints to keep; the one with the lowest held-out loss is kept as well
     """
 
     every: int = 50
@@ -125,13 +125,12 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class ElasticConfig:
-    """What becomes of a run whose ranks come and go.
+    """Recovery from lost ranks and bad steps.
 
     Attributes:
-        loss_s: At most so many seconds of training are lost where the state has to be taken back to the last commit:
-            a copy of it in memory.
-        roll_back: Take the state back to the last commit, and go on past the samples that did it, when the loss
-            jumps (spikes), when the run would end for steps that are not finite (non_finite), or both.
+        loss_s: most seconds of training to lose when the state rolls back to the last commit, a copy in memory
+        roll_back: when to roll back to the last commit and skip the samples that caused it: spikes (the loss jumps),
+            non_finite (instead of ending the run), both, or never
     """
 
     loss_s: float = 60.0
@@ -140,22 +139,22 @@ class ElasticConfig:
 
 @dataclass(frozen=True)
 class ObserveConfig:
-    """What is shown and recorded of a run.
+    """Output and recording.
 
     Attributes:
-        line_every_s: Seconds between lines where output is no terminal (a file, mpirun).
-        sinks: Where each step and event goes beside the journal: functions of one record, or classes with
-            write(record) and close(), named file.py:name or module:name.
-        timeline: Steps that Horovod's own Timeline records into timeline/ of the run: FIRST:LAST, all or off. auto
-            takes some early steps where that costs next to nothing, and leaves it elsewhere.
-        profile: Steps that torch.profiler records, a file a rank: FIRST:LAST, all or off.
-        nvtx: Name each part of a step to Nsight Systems.
-        tensorboard: Write what TensorBoard shows into tensorboard/ of the run.
-        histograms_every: Give TensorBoard histograms of parameters and gradients every this many steps; 0 for none.
-        peak_tflops: What a device can do at most, for the share of it that is used; without it, a table of known
-            devices says.
-        stall_timeout_s: End the run, and say which rank is to blame, when no rank has made progress for so many
-            seconds; 0 for never. Above the longest that a single thing may take: a batch of data, a compilation.
+        line_every_s: seconds between progress lines if the output is no terminal, but a file or mpirun
+        sinks: extra receivers of each step and event: functions of one record, or classes with write(record) and
+            close(), as file.py:name or module:name
+        timeline: steps that Horovod's Timeline records into RUN/timeline: FIRST:LAST, all, off, or auto (a few early
+            steps where recording costs next to nothing)
+        profile: steps that torch.profiler records, one file per rank: FIRST:LAST, all or off
+        nvtx: mark the parts of each step for Nsight Systems
+        tensorboard: write TensorBoard files to RUN/tensorboard
+        histograms_every: write TensorBoard histograms of parameters and gradients every N steps; 0 means never
+        peak_tflops: peak TFLOP/s of the device, from which utilization is computed (default: from a table of known
+            devices)
+        stall_timeout_s: end the run and name the responsible rank if no rank makes progress for this many seconds; 0
+            means never. Set it above the longest single operation, such as a batch or a compilation
     """
 
     line_every_s: float = 5.0
@@ -171,24 +170,24 @@ class ObserveConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """The options that every run has; the parameters of the task come beside them.
+    """Options of every run; the parameters of the task are added to them.
 
     Attributes:
-        task: What to train: a name, file.py:function or module:function.
-        precision: Number format of forward and backward. bf16 and fp16 are autocast over fp32 weights.
-        seed: Of initial weights, sample order and dropout.
-        run_dir: Where everything the run writes goes. Without it: the newest unfinished run of the same
-            config under runs/, or a new one.
-        resume: auto goes on from the newest whole checkpoint of run_dir, never starts anew, a path names a
-            checkpoint or another run.
-        log_level: How much is said on stderr.
-        optimizer: How parameters follow gradients.
-        parallel: How the ranks exchange gradients.
-        train: How long to train, on how much at a time.
-        loader: How samples reach the device.
-        checkpoint: When to save, what to keep.
-        elastic: What becomes of a run whose ranks come and go.
-        observe: What is shown and recorded of a run.
+        task: what to train: image, language_model, file.py:function or module:function
+        precision: number format of forward and backward; bf16 and fp16 use autocast over fp32 weights
+        seed: seed of initial weights, sample order and dropout
+        run_dir: folder for everything that the run writes, RUN in this help (default: the newest unfinished run of the
+            same config under runs/, otherwise a new one)
+        resume: checkpoint to resume from: auto (newest complete one in run_dir), never, or the path of a checkpoint or
+            of another run
+        log_level: lowest level of messages on stderr
+        optimizer: update rule and learning rate; unused if the task brings its own
+        parallel: exchange of gradients between ranks
+        train: length of training and batch sizes
+        loader: loading of samples
+        checkpoint: when to save and what to keep
+        elastic: recovery from lost ranks and bad steps
+        observe: output and recording
     """
 
     task: str = "language_model"

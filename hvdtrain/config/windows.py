@@ -1,4 +1,4 @@
-"""Stretches of steps: what ``FIRST:LAST``, ``all`` and ``off`` mean in options that record a part of a run."""
+"""Windows of steps: the values ``FIRST:LAST``, ``all`` and ``off`` of options that record a part of a run."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 from hvdtrain.errors import ConfigError
 
-FORM = "off, all or FIRST:LAST (numbers of steps, 1 <= FIRST <= LAST)"
+FORM = "off, all or FIRST:LAST (step numbers, 1 <= FIRST <= LAST)"
 AUTO = "auto"
 
 
 @dataclass(frozen=True)
 class Window:
-    """Steps `first` to `last`, both of them included; steps count from 1.
+    """Steps `first` to `last`, both included. Steps count from 1.
 
     Attributes:
-        first: the first step of the window.
-        last: its last step; None for the run's last. Below `first`, no step is in it, and it is false.
+        first: first step of the window.
+        last: last step of the window; None means the run's last. If it is below `first`, the window is empty and false.
     """
 
     first: int = 1
@@ -30,7 +30,7 @@ class Window:
         return not self.is_over(self.first)
 
     def is_over(self, step: int) -> bool:
-        """Whether `step` comes after the window."""
+        """Return whether `step` is after the window."""
         return self.last is not None and step > self.last
 
 
@@ -43,15 +43,15 @@ def parse_window(text: str, option: str, *words: str) -> Window:
 
     Args:
         text: ``off``, ``all`` or ``FIRST:LAST``.
-        option: whose value it is, named in the error.
-        words: what else the option may be, which the caller has looked for already.
+        option: name of the option, for the error.
+        words: other values of the option, which the caller handles; for the error.
 
     Errors:
-        ConfigError: it is none of them, or FIRST is 0 or after LAST.
+        ConfigError: it is none of these, FIRST is 0, or FIRST is after LAST.
     """
     if text in ("off", "all"):
         return OFF if text == "off" else ALL
     found = re.fullmatch(r"([1-9][0-9]{0,17}):([1-9][0-9]{0,17})", text)
     if found and int(found[1]) <= int(found[2]):
         return Window(int(found[1]), int(found[2]))
-    raise ConfigError(f"--{option} has a value that makes no sense", expected=", ".join((*words, FORM)), found=text)
+    raise ConfigError(f"invalid --{option}", expected=", ".join((*words, FORM)), found=text)

@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model.
+    """Architecture and initial weights.
 
     Attributes:
-        preset: A DeepSeek-V3 in small: latent attention, shared and routed experts. small has about 7 million
-            parameters, tiny is for tests. Its vocabulary follows the data.
-        config: A config.json of any causal language model that transformers knows, with new weights, in place of
-            the preset.
-        pretrained: A folder with config.json and safetensors, whose weights are trained on, in place of the preset.
-        dropout: Share of the attention weights that is dropped in training, in place of the model's own.
+        preset: small DeepSeek-V3 with latent attention and a mixture of experts: small has about 7 million parameters,
+            tiny is for tests; the vocabulary size depends on the data
+        config: train another architecture with new weights: config.json of any causal language model that transformers
+            supports (default: model.preset)
+        pretrained: train from existing weights: folder with config.json and safetensors files (default: model.preset)
+        dropout: dropout rate of the attention weights (default: the model's own)
     """
 
     preset: Literal["small", "tiny"] = "small"

@@ -23,18 +23,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TextConfig:
-    """What to read. Without text, tokens or dataset: the source files of Python's standard library, as bytes.
+    """Training data. The default is the source code of Python's standard library, as bytes.
 
     Attributes:
-        text: Files of your own, as names or patterns in quotes ('books/**/*.txt'). Some files are held out; of a
-            single one the end.
-        tokens: A .npy of token ids (one dimension, integers). The end is held out.
-        dataset: A folder written by datasets' save_to_disk, with a column text or input_ids. Its validation or
-            test split is held out; without one, the end.
-        tokenizer: A tokenizer.json that makes tokens of the text. Without it: that of model.pretrained, or else
-            every byte is a token.
-        seq_len: Tokens a sample; the weight of a sample.
-        heldout: Share of the data that is only evaluated on.
+        text: train on text files: names or quoted patterns such as 'books/**/*.txt'. Some files are held out, or the
+            end of a single file (default: source code of Python's standard library)
+        tokens: train on token ids: a .npy file with one dimension of integers. Its end is held out (default: use
+            data.text)
+        dataset: train on a folder written by datasets' save_to_disk, with a column text or input_ids. Its validation or
+            test split is held out, otherwise its end (default: use data.text)
+        tokenizer: tokenizer.json for the text (default: the tokenizer of model.pretrained, otherwise each byte is a
+            token)
+        seq_len: tokens per sample, which is also its weight in the loss
+        heldout: fraction of the data to hold out for evaluation
     """
 
     text: list[str] | str | None = None

@@ -1,4 +1,4 @@
-"""The task `image`: tell what an image shows."""
+"""The task `image`: image classification."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def image(model: ResNetConfig = ResNetConfig(), data: ImageConfig = ImageConfig(
     """Train a ResNet to classify images.
 
     Args:
-        model: Which model.
-        data: What it looks at.
+        model: architecture
+        data: training data
 
     Errors:
-        TaskError: a library of the extra `image` is missing.
-        ConfigError: an option that makes no sense.
+        TaskError: a library from the extra `image` is missing.
+        ConfigError: an option has an invalid value.
     """
     images = open_images(data)
     return Task(
@@ -53,7 +53,7 @@ def label_loss(model: nn.Module, batch: Any) -> tuple[Tensor, float]:
 
 
 def accuracy(model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, float]]:
-    """How many labels were given the largest logit, and of how many. Arguments as for `label_loss`."""
+    """Return the number of correct predictions and of images. Arguments as for `label_loss`."""
     images, labels = batch
     guesses = model(pixel_values=images).logits.argmax(-1)
     return {"accuracy": ((guesses == labels).sum(), float(len(labels)))}

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ImageConfig:
-    """What to look at.
+    """Training data.
 
     Attributes:
-        source: digits are the 1797 handwritten ones that come with scikit-learn; synthetic are random images of
-            1000 random classes, which cost nothing to read, for measuring speed.
-        size: Height and width of synthetic images in pixels.
-        heldout: Share of the digits that is only evaluated on.
+        source: images to train on: digits are scikit-learn's 1797 handwritten digits; synthetic are random images of
+            1000 random classes, for measuring speed without reading data
+        size: height and width of synthetic images in pixels
+        heldout: fraction of the digits to hold out for evaluation
     """
 
     source: Literal["digits", "synthetic"] = "digits"

@@ -17,8 +17,8 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
     """Train a causal language model on text.
 
     Args:
-        model: Which model.
-        data: What it reads.
+        model: architecture and initial weights
+        data: training data
 
     Errors:
         TaskError: a library of the extra `lm` is missing, or cannot make the model.

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ResNetConfig:
-    """Which model.
+    """Architecture.
 
     Attributes:
-        preset: A ResNet (He et al., 2015) with group norm: tiny has 0.08 million parameters, enough for
-            digits; resnet18 has 12 and resnet50 26 million.
+        preset: ResNet (He et al., 2015) with group norm: tiny has 0.08 million parameters, enough for digits; resnet18
+            has 12 million and resnet50 26 million
     """
 
     preset: Literal["tiny", "resnet18", "resnet50"] = "tiny"

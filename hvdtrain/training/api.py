@@ -90,7 +90,7 @@ def _options(config: Config | Mapping[str, Any] | str | Path | None) -> dict[str
         return dict(config)
     if isinstance(config, (str, Path)):
         options = read_yaml(Path(config))
-        folder = parse.run_of_config(Path(config), options.get("resume", Config.resume))
+        folder = parse.run_folder_of_config(Path(config), options.get("resume", Config.resume))
         return {**options, "run_dir": folder} if folder else options
     raise ConfigError(
         "config is of the wrong type",

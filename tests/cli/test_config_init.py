@@ -1,4 +1,4 @@
-"""``hvdtrain config init``: what it writes is the defaults, and says of each option what it does."""
+"""``hvdtrain config init`` writes the defaults, each with a description."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import yaml
 
 from hvdtrain.cli.config import main
 from hvdtrain.config.commented import to_yaml
-from hvdtrain.config.options import options
+from hvdtrain.config.options import Options, list_options
 from hvdtrain.config.parse import flatten, make_parser, parse_argv
 from hvdtrain.config.schema import Config, ObserveConfig
 from hvdtrain.errors import ConfigError
@@ -67,13 +67,17 @@ def plain() -> None:
     """A task without parameters."""
 
 
+def _options(function: Callable[..., Any]) -> Options:
+    return list_options(make_parser(function))
+
+
 _TASKS: list[Callable[..., Any]] = [load_task_function("language_model"), load_task_function("image"), hard, plain]
 
 
 @pytest.mark.parametrize("function", _TASKS, ids=lambda function: function.__name__)
 def test_what_is_written_reads_back_as_the_defaults(function: Callable[..., Any], tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text(to_yaml(options(function), "a task"))
+    file.write_text(to_yaml(_options(function), "a task"))
     written = parse_argv(["--config", str(file)], function)
     assert written == parse_argv(["--task", "a task"], function)
     assert written.identity() == parse_argv(["--task", "a task"], function).identity()
@@ -83,9 +87,9 @@ def test_what_is_written_reads_back_as_the_defaults(function: Callable[..., Any]
 
 
 @pytest.mark.parametrize("function", _TASKS, ids=lambda function: function.__name__)
-def test_each_option_stands_below_what_it_does(function: Callable[..., Any]) -> None:
-    lines = to_yaml(options(function), "a task").splitlines()
-    known = {option.name.rpartition(".")[2]: option for option in options(function).options}
+def test_each_option_comes_after_its_description(function: Callable[..., Any]) -> None:
+    lines = to_yaml(_options(function), "a task").splitlines()
+    known = {option.name.rpartition(".")[2]: option for option in _options(function).options}
     seen = 0
     for before, line in pairwise(lines):
         name = line.strip().partition(":")[0]
@@ -98,12 +102,12 @@ def test_each_option_stands_below_what_it_does(function: Callable[..., Any]) -> 
 
 
 def test_comments_are_what_the_classes_say() -> None:
-    text = to_yaml(options(plain), "t")
+    text = to_yaml(_options(plain), "t")
     assert text.startswith("# Options of")
-    assert "\n# What is shown and recorded of a run\nobserve:\n" in text
+    assert "\n# output and recording\nobserve:\n" in text
     nvtx = str(ObserveConfig.nvtx).lower()
-    assert f"  # Name each part of a step to Nsight Systems. (true or false)\n  nvtx: {nvtx}" in text
-    assert "\n# Number format of forward and backward." in text
+    assert f"  # mark the parts of each step for Nsight Systems (true or false)\n  nvtx: {nvtx}" in text
+    assert "\n# number format of forward and backward;" in text
     assert "(fp32, bf16 or fp16)\nprecision: fp32\n" in text
     assert "(number or null)\n  epochs: null\n" in text
     assert f"\nseed: {Config.seed}\n" in text
@@ -113,8 +117,8 @@ def test_an_option_that_has_to_be_given_is_missed_until_it_is(tmp_path: Path) ->
     def needs(path: str, size: int = 3) -> None: ...
 
     file = tmp_path / "run.yaml"
-    file.write_text(to_yaml(options(needs), "t"))
-    assert "\n# (text) It has to be given: path: ...\n" in file.read_text()
+    file.write_text(to_yaml(_options(needs), "t"))
+    assert "\n# (text) (required) path: ...\n" in file.read_text()
     with pytest.raises(ConfigError, match="path"):
         parse_argv(["--config", str(file)], needs)
     file.write_text(file.read_text() + "path: x\n")
@@ -132,7 +136,7 @@ def test_the_command_writes_the_task_and_its_parameters(
     assert "hvdtrain train --config 'my run.yaml'" in capsys.readouterr().out
     text = Path("my run.yaml").read_text()
     assert "\ntask: own.py:build\n" in text
-    assert text.endswith("# Units. (whole number)\nhidden: 64\n")
+    assert "\n# Units. (whole number)\nhidden: 64\n" in text
     assert "preset" not in text
     assert main(["init"]) == 0
     assert "\ntask: language_model\n" in Path("run.yaml").read_text()

@@ -265,7 +265,7 @@ LOSS = "    loss = lambda model, batch: (model(batch[0]).sum(), 1)\n"
             )
             for metrics in ("None", "{'right': 1.0}", "{'right': (1, 'two')}")
         ),
-        ("def build(seed: int = 3):\n    return 3\n", "'seed' is also the name of an option"),
+        ("def build(seed: int = 3):\n    return 3\n", "a parameter 'seed', which is an option"),
     ],
 )
 def test_a_task_that_returns_the_wrong_thing(body: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.config.parse import changes, flatten, parse_argv, parse_object, task_spec
+from hvdtrain.config.parse import flatten, list_changes, parse_argv, parse_object, task_spec
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import ConfigError
 from hvdtrain.yaml_file import read_yaml, yaml_text
@@ -111,14 +111,14 @@ def test_a_misspelt_key_in_a_file_names_file_and_nearest(tmp_path: Path) -> None
         ("--optimizer.eps=-1", "more than 0", "-1.0"),
         ("--optimizer.beta1=1.5", "0 or more, and less than 1", "1.5"),
         ("--optimizer.beta2=1", "0 or more, and less than 1", "1.0"),
-        ("--optimizer.momentum=-1", "0 (off) or more, and less than 1", "-1.0"),
-        ("--optimizer.min_lr=-5", "0 to 1, a share of optimizer.lr", "-5.0"),
-        ("--optimizer.decay=2", "0 to 1, a share of all steps", "2.0"),
+        ("--optimizer.momentum=-1", "0 or more, and less than 1", "-1.0"),
+        ("--optimizer.min_lr=-5", "0 to 1, a fraction of optimizer.lr", "-5.0"),
+        ("--optimizer.decay=2", "0 to 1, a fraction of all steps", "2.0"),
         ("--optimizer.weight_decay=-3", "0 (off) or more", "-3.0"),
-        ("--elastic.loss_s=-1", "0 (nothing) or more", "-1.0"),
+        ("--elastic.loss_s=-1", "0 (lose nothing) or more", "-1.0"),
         ("--observe.line_every_s=-1", "0 (each step) or more", "-1.0"),
         ("--run_dir=", "a folder, or null for one under runs/", "''"),
-        ("--observe.timeline=0:5", "auto, off, all or FIRST:LAST (numbers of steps, 1 <= FIRST <= LAST)", "0:5"),
+        ("--observe.timeline=0:5", "auto, off, all or FIRST:LAST (step numbers, 1 <= FIRST <= LAST)", "0:5"),
     ],
 )
 def test_a_wrong_value_says_what_was_expected(flag: str, expected: str, found: str) -> None:
@@ -149,7 +149,7 @@ def test_a_window_that_yaml_takes_for_something_else_asks_for_quotes(window: str
 
 
 def test_steps_and_epochs_exclude_each_other() -> None:
-    with pytest.raises(ConfigError, match="both say how long to train"):
+    with pytest.raises(ConfigError, match="both set the length of training"):
         parse_argv(["--train.steps=400", "--train.epochs=2"], build)
     assert parse_argv(["--train.epochs=2", "--train.steps=400", "--train.epochs=null"], build).config.train.steps == 400
 
@@ -161,8 +161,8 @@ def test_steps_and_epochs_exclude_each_other() -> None:
         ("train:\n  steps: 4\n  steps: 5", "has the key train.steps twice"),
         ("train.steps: 4\ntrain: {steps: 5}", "has the key train.steps twice"),
         ("train: {steps: 4}\ntrain: {clip: 5}", "has the key train twice"),
-        ("train: &t {again: *t}", "nested too deep"),
-        ("train: " + "[" * 3000 + "]" * 3000, "nested too deep"),
+        ("train: &t {again: *t}", "nested too deeply"),
+        ("train: " + "[" * 3000 + "]" * 3000, "nested too deeply"),
         (
             "a: &a [1, 1]\n"
             + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 20)}]\n" for a, b in ("ab", "bc", "cd", "de")),
@@ -180,7 +180,7 @@ def test_yaml_that_says_two_things_or_has_no_end_is_refused(content: str, what: 
 
 def test_a_config_file_names_no_other_one(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("config: other.yaml")
-    with pytest.raises(ConfigError, match="names another one"):
+    with pytest.raises(ConfigError, match="refers to another config file"):
         parse_argv(["--config", str(tmp_path / "run.yaml")], build)
 
 
@@ -192,7 +192,7 @@ def test_a_section_with_a_value_is_refused(value: object) -> None:
 
 @pytest.mark.parametrize("option", ["train.steps", "train.global_batch", "loader.workers", "loader.prefetch"])
 def test_counts_that_no_machine_holds_are_refused(option: str) -> None:
-    with pytest.raises(ConfigError, match=f"--{option} has a value that makes no sense"):
+    with pytest.raises(ConfigError, match=f"invalid --{option}"):
         parse_argv([f"--{option}=99999999999"], build)
 
 
@@ -202,7 +202,7 @@ def test_a_mapping_may_be_used_twice(tmp_path: Path) -> None:
 
 
 def test_files_that_are_no_config(tmp_path: Path) -> None:
-    for content, words in (("- a\n- b", "not a mapping"), ("a: [", "not YAML"), (None, "cannot be read")):
+    for content, words in (("- a\n- b", "not a mapping"), ("a: [", "not YAML"), (None, "cannot read")):
         file = tmp_path / "run.yaml"
         file.unlink(missing_ok=True)
         if content is not None:
@@ -214,7 +214,7 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
 def test_a_parameter_named_like_an_option_is_refused() -> None:
     def clash(seed: int = 0) -> None: ...
 
-    with pytest.raises(ConfigError, match="'seed' is also the name of an option"):
+    with pytest.raises(ConfigError, match="a parameter 'seed', which is an option"):
         parse_argv([], clash)
 
 
@@ -243,4 +243,4 @@ def test_identity_ignores_only_what_may_change(steps: int, lr: float, other: str
 
 def test_changes_are_told_by_option() -> None:
     old, new = parse_argv(["--hidden=3"], build), parse_argv(["--hidden=4", "--run_dir=x"], build)
-    assert changes(old.resolved, new.resolved) == ["hidden: 3 -> 4"]
+    assert list_changes(old.resolved, new.resolved) == ["hidden: 3 -> 4"]

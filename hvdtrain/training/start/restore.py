@@ -11,7 +11,7 @@ from typing import Any
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json, broadcast_json, on_rank_0
-from hvdtrain.config.parse import RunConfig, changes
+from hvdtrain.config.parse import RunConfig, list_changes
 from hvdtrain.errors import CheckpointError
 from hvdtrain.observe.journal import last_step
 from hvdtrain.observe.recorder import Recorder
@@ -156,7 +156,7 @@ def _tell_learning_rate(run: RunConfig, kept: WorkerState, recorder: Recorder) -
 
 
 def _say_changes(old: Mapping[str, Any] | None, new: Mapping[str, Any], recorder: Recorder) -> None:
-    changed = changes(old, new) if old is not None else []
+    changed = list_changes(old, new) if old is not None else []
     if changed:
         recorder.event({"event": "config_changed", "changes": changed})
         recorder.warn("the config is not that of the run so far:\n  " + "\n  ".join(changed))

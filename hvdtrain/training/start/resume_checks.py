@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from hvdtrain.config.parse import RunConfig, changes
+from hvdtrain.config.parse import RunConfig, list_changes
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.observe import journal
@@ -74,7 +74,7 @@ def check_end(run: RunConfig, claim: RunDirectory, horizon: int) -> None:
             next_step=f"to train on from step {step}: {more}; for a new run from step 1: --resume never --run_dir NEW",
         )
     old = claim.old_config()
-    changed = changes(old, run.resolved) if old is not None else []
+    changed = list_changes(old, run.resolved) if old is not None else []
     if changed or not is_own:
         what = f"these options have changed: {'; '.join(changed)}" if changed else "there is no step left"
         raise ConfigError(

@@ -1,0 +1,93 @@
+"""Checks of option values that types cannot express."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hvdtrain.config.schema import Config, TrainConfig
+from hvdtrain.config.windows import AUTO, parse_window
+from hvdtrain.errors import ConfigError
+
+_LIMIT = 2**31
+"""No real count of steps, samples or batches is as large."""
+
+_Rule = tuple[Callable[[Any], bool], str]
+_COUNT: _Rule = (lambda value: 1 <= value < _LIMIT, "1 to 2^31 - 1")
+_AT_LEAST_1: _Rule = (lambda value: value >= 1, "1 or more")
+_POSITIVE: _Rule = (lambda value: value > 0, "more than 0")
+_DECAY_RATE: _Rule = (lambda value: 0 <= value < 1, "0 or more, and less than 1")
+
+
+def _not_negative(meaning_of_0: str) -> _Rule:
+    return lambda value: value >= 0, f"0 ({meaning_of_0}) or more"
+
+
+def _fraction(of: str) -> _Rule:
+    return lambda value: 0 <= value <= 1, f"0 to 1, a fraction of {of}"
+
+
+_RULES: Mapping[str, _Rule] = {
+    "train.steps": _COUNT,
+    "train.epochs": _POSITIVE,
+    "train.stop_at": _AT_LEAST_1,
+    "train.global_batch": _COUNT,
+    "train.clip": _not_negative("off"),
+    "train.eval_every": _AT_LEAST_1,
+    "train.eval_samples": _not_negative("all"),
+    "train.check_every": _not_negative("at checkpoints only"),
+    "train.max_skipped": _AT_LEAST_1,
+    "optimizer.lr": _POSITIVE,
+    "optimizer.weight_decay": _not_negative("off"),
+    "optimizer.beta1": _DECAY_RATE,
+    "optimizer.beta2": _DECAY_RATE,
+    "optimizer.eps": _POSITIVE,
+    "optimizer.momentum": _DECAY_RATE,
+    "optimizer.warmup_steps": _not_negative("no warm-up"),
+    "optimizer.min_lr": _fraction("optimizer.lr"),
+    "optimizer.decay": _fraction("all steps"),
+    "parallel.bucket_mib": _POSITIVE,
+    "loader.workers": (lambda value: 0 <= value <= 1024, "0 to 1024 processes per rank"),
+    "loader.prefetch": _COUNT,
+    "checkpoint.every": _not_negative("at the end only"),
+    "checkpoint.keep": _AT_LEAST_1,
+    "elastic.loss_s": _not_negative("lose nothing"),
+    "observe.line_every_s": _not_negative("each step"),
+    "observe.histograms_every": _not_negative("off"),
+    "observe.peak_tflops": _POSITIVE,
+    "observe.stall_timeout_s": _not_negative("never"),
+    "run_dir": (bool, "a folder, or null for one under runs/"),
+    "seed": (lambda value: 0 <= value < 2**63, "0 to 2^63 - 1"),
+}
+
+
+def check_values(flat: Mapping[str, Any], config: Config) -> None:
+    """Check the values of the options that every run has.
+
+    Args:
+        flat: the values of `config` by name, such as ``train.steps``.
+        config: the options.
+
+    Errors:
+        ConfigError: a value is out of range, or two options contradict each other.
+    """
+    train = config.train
+    up_to_batch = (lambda value: 1 <= value <= train.global_batch, f"1 to train.global_batch ({train.global_batch})")
+    for name, value in flat.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"invalid --{name}", expected="a finite number", found=str(value))
+    for name, (is_valid, expected) in {**_RULES, "train.micro_batch": up_to_batch}.items():
+        value = flat[name]
+        if value is not None and not is_valid(value):
+            raise ConfigError(f"invalid --{name}", expected=expected, found=str(value) or "''")
+    if train.epochs is not None and train.steps != TrainConfig.steps:
+        raise ConfigError(
+            "--train.steps and --train.epochs both set the length of training",
+            expected="one of them",
+            found=f"--train.steps {train.steps} and --train.epochs {train.epochs:g}",
+            next_step="omit one; --train.epochs null overrides the epochs of a config file",
+        )
+    if config.observe.timeline != AUTO:
+        parse_window(config.observe.timeline, "observe.timeline", AUTO)
+    parse_window(config.observe.profile, "observe.profile")
