@@ -1,4 +1,4 @@
-"""Read YAML files of options strictly, and write them so that they read back unchanged."""
+"""Read YAML files of nested options strictly, and write them so that they read back unchanged."""
 
 from __future__ import annotations
 
@@ -28,6 +28,17 @@ _Dumper.add_implicit_resolver(
 def yaml_text(options: Mapping[str, Any], **layout: Any) -> str:
     """Return nested options as YAML in the same order. For `layout` see `yaml.dump`."""
     return str(yaml.dump(dict(options), Dumper=_Dumper, sort_keys=False, **layout))
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested options by dotted name: ``{"train": {"steps": 5}}`` as ``{"train.steps": 5}``."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.config.spelling import EitherSpelling, declared_spelling
 from hvdtrain.errors import ConfigError
 from hvdtrain.run_layout import RunLayout
-from hvdtrain.yaml_file import read_yaml
+from hvdtrain.yaml_file import flatten, read_yaml
 
 NOT_IDENTITY = ("run_dir", "resume", "log_level", "train.stop_at", "observe.")
 """Prefixes of options that may change when a run resumes."""
@@ -133,17 +133,6 @@ def parse_object(options: Mapping[str, Any], task_function: Callable[..., Any] |
     except ArgumentError as error:
         raise _convert_error(error, parser, [f"--{key}" for key in flatten(options)]) from None
     return _resolve(parser, namespace)
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Turn ``{"train": {"steps": 5}}`` into ``{"train.steps": 5}``."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            flat.update(flatten(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def list_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

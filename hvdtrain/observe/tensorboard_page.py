@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from hvdtrain.yaml_file import flatten
+
 if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -108,7 +110,7 @@ def _tensor(tag: str, plugin: str, content: bytes) -> Summary:
 def config_table(started: Mapping[str, Any]) -> str:
     """A markdown table of ranks, parameters and every option, from the record of the run's start."""
     rows = [(name, started[name]) for name in ("size", "parameters", "unit") if name in started]
-    rows += flat(started.get("config") or {}).items()
+    rows += flatten(started.get("config") or {}).items()
     lines = [f"| {name} | {_cell(value)} |" for name, value in rows]
     return "\n".join(["| option | value |", "|---|---|", *lines])
 
@@ -128,22 +130,11 @@ def findings(explained: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested options by dotted name: ``{"train": {"steps": 5}}`` as ``{"train.steps": 5}``."""
-    found: dict[str, Any] = {}
-    for name, value in nested.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value
-    return found
-
-
 def hyperparameters(config: Mapping[str, Any]) -> list[Summary]:
     """The run as a row of the HParams page; where the run lies and how it was resumed are left out."""
     from torch.utils.tensorboard import summary
 
-    found = {name: v for name, v in flat(config).items() if isinstance(v, (bool, int, float, str))}
+    found = {name: v for name, v in flatten(config).items() if isinstance(v, (bool, int, float, str))}
     for name in ("run_dir", "resume", "log_level"):
         found.pop(name, None)
     experiment, start, _ = summary.hparams(found, dict.fromkeys(METRICS, 0.0))  # type: ignore[no-untyped-call]

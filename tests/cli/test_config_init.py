@@ -14,10 +14,11 @@ import yaml
 from hvdtrain.cli.config import main
 from hvdtrain.config.commented import to_yaml
 from hvdtrain.config.options import Options, list_options
-from hvdtrain.config.parse import flatten, make_parser, parse_argv
+from hvdtrain.config.parse import make_parser, parse_argv
 from hvdtrain.config.schema import Config, ObserveConfig
 from hvdtrain.errors import ConfigError
 from hvdtrain.task.base import load_task_function
+from hvdtrain.yaml_file import flatten
 
 
 @dataclass(frozen=True)

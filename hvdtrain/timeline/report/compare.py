@@ -11,6 +11,7 @@ from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Analysis, Estimate
 from hvdtrain.timeline.analysis.budget import EXCHANGE, OTHER_EXCHANGE
 from hvdtrain.timeline.analysis.phases import PHASES
+from hvdtrain.yaml_file import flatten
 
 _NOTHING = Estimate(0.0, 0.0, 0.0)
 _SHOWN = 20
@@ -69,7 +70,7 @@ def compare(a: Analysis, b: Analysis, config_a: Mapping[str, Any], config_b: Map
     late = [_late(analysis) for analysis in (a, b)]
     if any(each.value for each in late):
         rows.append(_row("late ranks", *late))
-    left, right = dict(_flat(config_a)), dict(_flat(config_b))
+    left, right = flatten(config_a), flatten(config_b)
     differ = {
         name: (left.get(name), right.get(name))
         for name in sorted({*left, *right})
@@ -157,14 +158,6 @@ def _late(analysis: Analysis) -> Estimate:
     """What the ranks that are late cost together."""
     costs = [row.cost_ms for row in analysis.blame.ranks if row.rank in analysis.blame.late]
     return Estimate(sum(c.value for c in costs), sum(c.low for c in costs), sum(c.high for c in costs))
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _notes(a: Analysis, b: Analysis) -> Iterator[str]:
