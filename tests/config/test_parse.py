@@ -9,11 +9,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-<<<<<<< HEAD
 from hvdtrain.config.parse import list_changes, parse_argv, parse_object, task_spec
-=======
-from hvdtrain.config.parse import changes, parse_argv, parse_object, task_spec
->>>>>>> f77308b (One function flattens nested options)
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import ConfigError
 from hvdtrain.yaml_file import flatten, read_yaml, yaml_text
