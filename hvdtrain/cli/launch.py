@@ -14,8 +14,8 @@ from hvdtrain.cli.launch_options import given, parse
 from hvdtrain.cli.launch_own import say
 from hvdtrain.cli.launch_spec import spec_of
 from hvdtrain.errors import USAGE, HvdtrainError, LaunchError
-from hvdtrain.launch.choose import OWN, choose, has_to_look, name_of
-from hvdtrain.launch.detect import Here, look, search_path
+from hvdtrain.launch.choose import OWN, choose, needs_machine
+from hvdtrain.launch.detect import Machine, detect_machine, search_path
 from hvdtrain.launch.host_names import nowhere
 from hvdtrain.launch.refuse import refuse_options, refuse_shape
 from hvdtrain.launch.spec import Command, JobSpec, Script
@@ -34,14 +34,14 @@ def main(argv: list[str], program: Sequence[str] | None = None) -> int:
     try:
         options = parse(argv)
         to = OWN if program is not None else options.to
-        here = look(environ()) if has_to_look(to, given(options)) else Here()
-        choice = choose(to, given(options), here)
+        machine = detect_machine(environ()) if needs_machine(to, given(options)) else Machine()
+        choice = choose(to, given(options), machine)
         refuse_options(choice.target, given(options))
-        spec = spec_of(options, choice, here, environ())
+        spec = spec_of(options, choice, machine, environ())
         refuse_shape(spec, choice.target)
         own = argv[: len(argv) - len(options.arguments)]
         if program is None:
-            say(f"--to {choice.target}{f' ({name_of(choice.mpi)})' if choice.mpi else ''}: {choice.why}")
+            say(f"--to {choice.target}{f' ({choice.mpi})' if choice.mpi else ''}: {choice.why}")
         if choice.target == OWN:
             return launch_own.start(own, options, spec, program)
         start = TARGETS[choice.target].render(spec)

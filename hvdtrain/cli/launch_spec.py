@@ -14,9 +14,9 @@ from pathlib import Path
 
 from hvdtrain.cli.launch_options import BEHIND
 from hvdtrain.errors import LaunchError
-from hvdtrain.install.build_probe import has_remote_shell
+from hvdtrain.install.open_mpi import has_remote_shell
 from hvdtrain.launch.choose import OWN, Choice
-from hvdtrain.launch.detect import Here
+from hvdtrain.launch.detect import Machine
 from hvdtrain.launch.hosts import parse_hosts
 from hvdtrain.launch.nodelist import slots
 from hvdtrain.launch.software import as_shell, setup_lines
@@ -34,7 +34,7 @@ _FOUND_BY = ("PATH", "LD_LIBRARY_PATH")
 """Variables by which ranks on other hosts find what this process finds."""
 
 
-def spec_of(options: argparse.Namespace, choice: Choice, here: Here, environ: Mapping[str, str]) -> JobSpec:
+def spec_of(options: argparse.Namespace, choice: Choice, machine: Machine, environ: Mapping[str, str]) -> JobSpec:
     """Make the job.
 
     Errors:
@@ -66,11 +66,11 @@ def spec_of(options: argparse.Namespace, choice: Choice, here: Here, environ: Ma
         ssh_port=options.ssh_port,
         ssh_options=tuple(options.ssh_option),
         mpi=choice.mpi,
-        slurm_mpi=here.slurm_mpi_for(choice.mpi),
+        slurm_mpi=machine.slurm_mpi_for(choice.mpi),
         is_program=is_program,
         is_root=os.geteuid() == 0,
         remote_shell=has_remote_shell(environ),
-        batch=_batch(options, here, environ, is_program),
+        batch=_batch(options, machine, environ, is_program),
     )
 
 
@@ -94,7 +94,7 @@ def _allocated(target: str, options: argparse.Namespace, environ: Mapping[str, s
     return dict(Counter(Path(file).read_text().split())) if file else {}
 
 
-def _batch(options: argparse.Namespace, here: Here, environ: Mapping[str, str], is_program: bool) -> Batch:
+def _batch(options: argparse.Namespace, machine: Machine, environ: Mapping[str, str], is_program: bool) -> Batch:
     return Batch(
         time_s=options.time,
         queue=options.queue,
@@ -106,7 +106,7 @@ def _batch(options: argparse.Namespace, here: Here, environ: Mapping[str, str], 
         image=options.image,
         namespace=options.namespace,
         setup=tuple(as_shell([line]).removesuffix("\n") for line in setup_lines(environ)),
-        jsrun="jsrun" in here.programs,
+        jsrun="jsrun" in machine.programs,
     )
 
 
@@ -120,7 +120,7 @@ def _ranks(options: argparse.Namespace, slots: int) -> int:
 
 
 def _arguments(words: Sequence[str]) -> tuple[str, ...]:
-    """What stands behind ``--``; without it only words that are no options of launch come here."""
+    """What stands behind ``--``; without it only words that are no options of launch come machine."""
     if words and words[0] != "--":
         raise LaunchError(f"{words[0]!r} is no option of launch.", next_step=BEHIND)
     return tuple(words[1:])
@@ -145,7 +145,7 @@ def _refuse_missing(words: Sequence[str]) -> None:
     next_step = (
         f"-- python {name}" if name.endswith(".py") else "its path, -- ./NAME; options of training begin with --"
     )
-    raise LaunchError(f"There is no program {name} here.", expected=f"{name} on PATH", next_step=next_step)
+    raise LaunchError(f"There is no program {name} machine.", expected=f"{name} on PATH", next_step=next_step)
 
 
 def _range(text: str | None) -> tuple[int, int] | None:

@@ -1,17 +1,22 @@
-"""``python -m hvdtrain.cli.start -np 2 -- ARGS``, which `make train` calls: ``python -m hvdtrain ARGS`` as a job."""
+"""``python -m hvdtrain.cli.start -np 2 -- ARGS``, for `make train`: run ``python -m hvdtrain ARGS`` on this machine."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import shlex
+import shutil
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from hvdtrain.errors import HvdtrainError
+from hvdtrain.errors import HvdtrainError, LaunchError
 from hvdtrain.install import record
-from hvdtrain.install.build_probe import has_remote_shell, mpi_at_hand
-from hvdtrain.install.launcher import launch
+from hvdtrain.install.open_mpi import has_remote_shell
+from hvdtrain.launch.choose import AUTO, choose
+from hvdtrain.launch.detect import detect_machine
+from hvdtrain.launch.spec import Command, JobSpec
+from hvdtrain.launch.targets import TARGETS
 from hvdtrain.runtime.environment import environ
 
 
@@ -25,21 +30,54 @@ def main(argv: list[str]) -> int:
     variables = dict(environ())
     try:
         record.check()
-        mpi = mpi_at_hand(variables)
-        program = ["python", "-m", "hvdtrain", *arguments]
-        shell = has_remote_shell(variables)
-        chosen = launch(mpi.build if mpi else None, options.np, program, not os.geteuid(), remote_shell=shell)
+        start = _start(options.np, arguments, variables)
     except HvdtrainError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    assert mpi is not None
-    if chosen.reason:
-        print(chosen.reason)
-    added = [f"{name}={value}" for name, value in chosen.environment]
-    print("+", shlex.join([*added, *chosen.argv]), flush=True)
-    folders = [str(Path(sys.executable).parent), str(mpi.mpirun.parent), variables.get("PATH", os.defpath)]
-    variables.update(chosen.environment, PATH=os.pathsep.join(folders))
-    os.execvpe(chosen.argv[0], chosen.argv, variables)  # noqa: S606  (no shell, by intent)
+    print("+", start, flush=True)
+    variables |= start.variables
+    os.execvpe(start.argv[0], start.argv, variables)  # noqa: S606  (no shell, by intent)
+
+
+def _start(ranks: int, arguments: Sequence[str], variables: dict[str, str]) -> Command:
+    """Return the start by horovodrun, or by mpirun where horovodrun cannot drive the MPI; complete PATH for it.
+
+    Errors:
+        LaunchError: there is no MPI, or `ranks` is below 1.
+    """
+    if ranks < 1:
+        raise LaunchError("A job has at least one rank.", expected="NP=1 or more", found=f"NP={ranks}")
+    machine = replace(detect_machine(variables), in_slurm=False)  # the ranks are on this machine
+    choice = choose("horovodrun", (), machine)
+    if choice.mpi is None:
+        choice = choose(AUTO, (), machine)
+    if choice.mpi is None:
+        raise LaunchError(
+            "There is no MPI to start ranks with.",
+            expected="mpirun of Open MPI, MPICH or Intel MPI, on PATH or in the environment",
+            next_step="make setup   (or start one process without MPI: python -m hvdtrain)",
+        )
+    if choice.target != "horovodrun":
+        print(f"horovodrun drives no MPI but Open MPI 4: using mpirun of {choice.mpi}")
+    variables["PATH"] = _path(choice.mpi.mpirun, variables)
+    spec = JobSpec(
+        arguments=tuple(arguments),
+        ranks=ranks,
+        python="python",
+        mpi=choice.mpi,
+        is_root=os.geteuid() == 0,
+        remote_shell=has_remote_shell(variables),
+    )
+    start = TARGETS[choice.target].render(spec)
+    assert isinstance(start, Command)
+    return start
+
+
+def _path(mpirun: str, variables: Mapping[str, str]) -> str:
+    """Return PATH with this Python and the mpirun first."""
+    path = variables.get("PATH", os.defpath)
+    found = shutil.which(mpirun, path=path) or mpirun
+    return os.pathsep.join([str(Path(sys.executable).parent), str(Path(found).parent), path])
 
 
 if __name__ == "__main__":

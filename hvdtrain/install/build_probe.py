@@ -22,8 +22,9 @@ from hvdtrain.install.build_facts import (
     PythonAtHand,
     TorchAtHand,
 )
-from hvdtrain.install.launcher import REMOTE_SHELL
-from hvdtrain.install.versions import MpiBuild, TorchBuild
+from hvdtrain.install.mpirun import identify_mpi
+from hvdtrain.install.open_mpi import has_remote_shell
+from hvdtrain.install.versions import TorchBuild
 from hvdtrain.programs import run_program
 
 # Modules that Horovod's build and its runtime import, and the packages that bring them.
@@ -113,19 +114,9 @@ def mpi_at_hand(environ: Mapping[str, str]) -> MpiAtHand | None:
         folders.append(torch.root.parents[3] / "bin")  # PREFIX/lib/pythonX.Y/site-packages/torch
     for folder in folders:
         mpicxx, mpirun = folder / "mpicxx", folder / "mpirun"
-        if os.access(mpicxx, os.X_OK) and os.access(mpirun, os.X_OK):
-            build = MpiBuild.from_words(output([str(mpirun), "--version"], environ))
-            if build:
-                return MpiAtHand(build, mpicxx, mpirun)
+        if os.access(mpicxx, os.X_OK) and (build := identify_mpi(mpirun, environ)):
+            return MpiAtHand(build, mpicxx, mpirun)
     return None
-
-
-def has_remote_shell(environ: Mapping[str, str]) -> bool:
-    """Whether mpirun of Open MPI finds ssh or rsh, or was told of something else."""
-    if {"OMPI_MCA_plm", *REMOTE_SHELL} & {*environ}:
-        return True
-    path = environ.get("PATH", os.defpath)
-    return any(shutil.which(name, path=path) is not None for name in ("ssh", "rsh"))
 
 
 def _constants(source: str) -> dict[str, str | None]:
@@ -210,7 +201,7 @@ def _program(name: str, first: list[Path], environ: Mapping[str, str]) -> str | 
 def output(argv: list[str], environ: Mapping[str, str]) -> str:
     """Return what a program writes to stdout and stderr; "" where it cannot be run or takes more than a minute."""
     try:
-        done = run_program(argv, 60, {"HOME": "/", **environ})  # Open MPI 5 prints no version without HOME
+        done = run_program(argv, 60, environ)
     except OSError:
         return ""
     return done.out + done.err

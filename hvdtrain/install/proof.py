@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from hvdtrain.errors import BuildError
 from hvdtrain.install.build_facts import MpiAtHand, Probe
-from hvdtrain.install.launcher import ROOT_MAY_RUN, without_ssh
+from hvdtrain.install.open_mpi import start_variables
 
 RANKS = 2
 _MARK = "hvdtrain-proof "
@@ -44,10 +44,10 @@ def environment(probe: Probe) -> dict[str, str]:
         "OMPI_MCA_oob_tcp_if_include": "lo",
         "HOROVOD_GLOO_IFACE": "lo",
     }
-    values |= ROOT_MAY_RUN if probe.is_root else {}
-    if probe.mpi is not None and not probe.remote_shell:
-        values |= without_ssh(probe.mpi.build.flavour, probe.mpi.build.major)
-    return values
+    if probe.mpi is None:
+        return values
+    build = probe.mpi.build
+    return values | start_variables(build.flavour, build.major, is_root=probe.is_root, remote_shell=probe.remote_shell)
 
 
 def judge(output: str) -> None:

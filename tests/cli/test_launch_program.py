@@ -18,7 +18,7 @@ from hvdtrain.cli.launch_options import parse
 from hvdtrain.cli.launch_own import _plan
 from hvdtrain.cli.launch_spec import spec_of
 from hvdtrain.launch.choose import OWN, Choice
-from hvdtrain.launch.detect import Here
+from hvdtrain.launch.detect import Machine
 from hvdtrain.launch.spec import JobSpec
 from hvdtrain.launch.targets import TARGETS
 from hvdtrain.runtime.channel import VARIABLE
@@ -32,7 +32,7 @@ WAITS_FOR_SIGNAL = "trap 'echo heard; exit 0' TERM; echo ready; while :; do slee
 
 
 def spec(*words: str, target: str = OWN, options: Sequence[str] = ()) -> JobSpec:
-    return spec_of(parse(["-np", "2", *options, "--", *words]), Choice(target, None, ""), Here(), {})
+    return spec_of(parse(["-np", "2", *options, "--", *words]), Choice(target, None, ""), Machine(), {})
 
 
 def launch(folder: Path, *words: str, to: str = OWN, options: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
@@ -94,7 +94,7 @@ def test_the_others_may_work_on_when_one_has_ended() -> None:
 
 def test_with_elastic_it_speaks_to_the_driver_itself() -> None:
     words = ["-np", "2", "--elastic", "1:2", "--", "python", "script.py"]
-    made = spec_of(parse(words), Choice(OWN, None, ""), Here(), {})
+    made = spec_of(parse(words), Choice(OWN, None, ""), Machine(), {})
     assert _plan(words, parse(words), made, None).program == (sys.executable, "script.py")
 
 

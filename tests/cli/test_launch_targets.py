@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hvdtrain.install.launcher import REMOTE_SHELL
+from hvdtrain.install.open_mpi import REMOTE_SHELL
 from hvdtrain.runtime.mpi import horovod_library, mpi_library
 from tests.support.gallery import Gallery
 from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S
@@ -170,9 +170,9 @@ def test_lsf_with_jsrun(spied: dict[str, str], tmp_path: Path) -> None:
 
 
 def test_ranks_train_by_what_is_here(gallery: Gallery) -> None:
-    """Without --to, by the MPI that Horovod speaks; the way to go on is launch again."""
+    """Without --to, by the MPI that Horovod uses; the command to resume is launch again."""
     job = gallery["launched"]
-    assert "hvdtrain launch: --to openmpi (Open MPI" in job.err and "Horovod speaks Open MPI" in job.err
+    assert "hvdtrain launch: --to openmpi (Open MPI" in job.err and "Horovod uses Open MPI" in job.err
     assert "on 2 rank(s)" in job.out
     go_on = next(line for line in job.out.splitlines() if line.strip().startswith("train on"))
     assert shlex.split(go_on)[3:6] == ["launch", "-np", "2"]

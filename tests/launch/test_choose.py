@@ -7,37 +7,37 @@ from dataclasses import replace
 import pytest
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.launch.choose import AUTO, OWN, choose, has_to_look
-from hvdtrain.launch.detect import Here
+from hvdtrain.launch.choose import AUTO, OWN, choose, needs_machine
+from hvdtrain.launch.detect import Machine
 from hvdtrain.launch.refuse import refuse_options, refuse_shape
 from hvdtrain.launch.spec import Batch, JobSpec, Mpi
 from hvdtrain.launch.targets import TARGETS
 from tests.support.jobs import INTEL, MPICH, OPEN_MPI_4, OPEN_MPI_5
 
-ON_OPEN_MPI = Here(mpis=(OPEN_MPI_4, MPICH), family="openmpi", programs={"horovodrun": "/venv/bin/horovodrun"})
-ON_MPICH = Here(mpis=(INTEL, MPICH), family="mpich")
+ON_OPEN_MPI = Machine(mpis=(OPEN_MPI_4, MPICH), family="openmpi", programs={"horovodrun": "/venv/bin/horovodrun"})
+ON_MPICH = Machine(mpis=(INTEL, MPICH), family="mpich")
 IN_SLURM = replace(ON_OPEN_MPI, in_slurm=True, programs={"srun": "srun"}, slurm_mpi=("none",))
-GLOO_ONLY = Here(mpis=(OPEN_MPI_4,), family=None)
+GLOO_ONLY = Machine(mpis=(OPEN_MPI_4,), family=None)
 
 
 @pytest.mark.parametrize(
     ("here", "given", "target", "mpi", "why"),
     [
-        (ON_OPEN_MPI, ["np"], "openmpi", OPEN_MPI_4, "Horovod speaks Open MPI 4.1.8"),
-        (replace(ON_OPEN_MPI, mpis=(MPICH, OPEN_MPI_5)), ["np"], "openmpi", OPEN_MPI_5, "speaks Open MPI 5.0.11"),
-        (ON_MPICH, ["np"], "intelmpi", INTEL, "Horovod speaks Intel MPI"),
+        (ON_OPEN_MPI, ["np"], "openmpi", OPEN_MPI_4, "Horovod uses Open MPI 4.1.8"),
+        (replace(ON_OPEN_MPI, mpis=(MPICH, OPEN_MPI_5)), ["np"], "openmpi", OPEN_MPI_5, "uses Open MPI 5.0.11"),
+        (ON_MPICH, ["np"], "intelmpi", INTEL, "Horovod uses Intel MPI"),
         (GLOO_ONLY, ["np"], OWN, None, "Horovod has no MPI"),
         (replace(ON_OPEN_MPI, mpis=(MPICH,)), ["np"], OWN, None, "found: MPICH 5.0.2"),
-        (IN_SLURM, [], "srun", OPEN_MPI_4, "over Gloo, for srun has no PMI of Open MPI 4.1.8 (srun --mpi=list: none)"),
+        (IN_SLURM, [], "srun", OPEN_MPI_4, "over Gloo, as srun has no PMI of Open MPI 4.1.8 (srun --mpi=list: none)"),
         (replace(IN_SLURM, slurm_mpi=("pmix_v4",)), [], "srun", OPEN_MPI_4, "inside an allocation of Slurm"),
-        (replace(ON_OPEN_MPI, in_slurm=True), ["np"], "openmpi", OPEN_MPI_4, "Horovod speaks"),
-        (ON_OPEN_MPI, ["np", "elastic"], OWN, None, "--elastic is of our own driver"),
+        (replace(ON_OPEN_MPI, in_slurm=True), ["np"], "openmpi", OPEN_MPI_4, "Horovod uses"),
+        (ON_OPEN_MPI, ["np", "elastic"], OWN, None, "--elastic is an option of our own driver"),
         (ON_OPEN_MPI, ["np", "discover"], OWN, None, "--discover is"),
         (ON_OPEN_MPI, ["np", "restarts"], OWN, None, "--restarts is"),
         (ON_OPEN_MPI, ["np", "tag"], OWN, None, "--tag is"),
     ],
 )
-def test_what_fits_is_taken(here: Here, given: list[str], target: str, mpi: object, why: str) -> None:
+def test_what_fits_is_taken(here: Machine, given: list[str], target: str, mpi: object, why: str) -> None:
     choice = choose(AUTO, given, here)
     assert (choice.target, choice.mpi) == (target, mpi)
     assert why in choice.why
@@ -46,13 +46,13 @@ def test_what_fits_is_taken(here: Here, given: list[str], target: str, mpi: obje
 @pytest.mark.parametrize(
     ("to", "here", "said"),
     [
-        ("mpich", ON_OPEN_MPI, ["Horovod speaks another MPI than MPICH 5.0.2", "one that speaks Open MPI"]),
+        ("mpich", ON_OPEN_MPI, ["Horovod uses another MPI than MPICH 5.0.2", "one built for Open MPI"]),
         ("openmpi", ON_MPICH, ["needs mpirun of Open MPI", "Intel MPI 2021.17 (/opt/intel/bin/mpirun)"]),
-        ("openmpi", GLOO_ONLY, ["one that speaks no MPI"]),
+        ("openmpi", GLOO_ONLY, ["one built for no MPI"]),
         ("intelmpi", ON_OPEN_MPI, ["needs mpirun of Intel MPI"]),
     ],
 )
-def test_an_mpi_of_another_build_is_refused(to: str, here: Here, said: list[str]) -> None:
+def test_an_mpi_of_another_build_is_refused(to: str, here: Machine, said: list[str]) -> None:
     with pytest.raises(LaunchError) as wrong:
         choose(to, [], here)
     assert all(part in str(wrong.value) for part in said) and wrong.value.next_step
@@ -61,7 +61,7 @@ def test_an_mpi_of_another_build_is_refused(to: str, here: Here, said: list[str]
 @pytest.mark.parametrize("to", ["srun", "slurm"])
 def test_that_ranks_of_slurm_talk_by_gloo_is_said(to: str) -> None:
     assert "over Gloo" in choose(to, [], IN_SLURM).why
-    assert choose(to, [], replace(IN_SLURM, slurm_mpi=("pmix",))).why == "asked for"
+    assert choose(to, [], replace(IN_SLURM, slurm_mpi=("pmix",))).why == "requested"
 
 
 def test_horovodrun_goes_over_gloo_where_it_cannot_drive_the_mpi() -> None:
@@ -82,18 +82,18 @@ def test_horovodrun_goes_over_gloo_where_it_cannot_drive_the_mpi() -> None:
     ],
 )
 def test_how_srun_connects_an_mpi(mpi: Mpi | None, kinds: tuple[str, ...], kind: str) -> None:
-    assert Here(slurm_mpi=kinds).slurm_mpi_for(mpi) == kind
+    assert Machine(slurm_mpi=kinds).slurm_mpi_for(mpi) == kind
 
 
 def test_our_own_driver_waits_for_no_program_of_mpi() -> None:
-    assert not has_to_look(OWN, ["np"]) and not has_to_look(AUTO, ["np", "elastic"])
-    assert has_to_look(AUTO, ["np"]) and has_to_look("horovodrun", ["np", "elastic"])
+    assert not needs_machine(OWN, ["np"]) and not needs_machine(AUTO, ["np", "elastic"])
+    assert needs_machine(AUTO, ["np"]) and needs_machine("horovodrun", ["np", "elastic"])
 
 
 def test_schedulers_are_asked_for_where_horovod_is_not() -> None:
     """A script may be written anywhere."""
     for target in ("pbs", "lsf", "mpijob"):
-        assert choose(target, [], Here(horovod=False)).target == target
+        assert choose(target, [], Machine(horovod=False)).target == target
 
 
 @pytest.mark.parametrize("target", [OWN, *TARGETS])

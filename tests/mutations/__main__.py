@@ -23,8 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.install.build_probe import has_remote_shell
-from hvdtrain.install.launcher import NO_SHELL, REMOTE_SHELL, ROOT_MAY_RUN
+from hvdtrain.install.open_mpi import NO_SHELL, REMOTE_SHELL, ROOT_MAY_RUN, has_remote_shell
 from tests.mutations.table import MUTATIONS, Mutation
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,8 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from hvdtrain.install.build_probe import has_remote_shell
-from hvdtrain.install.launcher import REMOTE_SHELL
+from hvdtrain.install.open_mpi import REMOTE_SHELL, has_remote_shell
 from hvdtrain.observe.journal import read_journal
 
 ROOT = Path(__file__).parents[2]

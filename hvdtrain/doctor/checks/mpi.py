@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hvdtrain.doctor.facts import Gathered
 from hvdtrain.doctor.finding import Finding
-from hvdtrain.install.launcher import ROOT_MAY_RUN, without_ssh
+from hvdtrain.install.open_mpi import ROOT_MAY_RUN, start_variables
 from hvdtrain.install.record import BUILD_COMMAND
 from hvdtrain.install.versions import MpiBuild
 from hvdtrain.runtime.environment import NO_LAUNCHER
@@ -130,7 +130,8 @@ def remote_shell(facts: Gathered) -> Finding | None:
     why = "mpirun and horovodrun look for them first, and end, also where all ranks are on this host"
     if starts.major >= 5:
         why = "mpirun then starts no more ranks on this host than it has cores, whatever it is told"
-    variables = " ".join(f"{name}={value}" for name, value in without_ssh(starts.flavour, starts.major).items())
+    needed = start_variables(starts.flavour, starts.major, is_root=False, remote_shell=False)
+    variables = " ".join(f"{name}={value}" for name, value in needed.items())
     mend = f"sudo apt-get install openssh-client; for this host alone: export {variables}, as hvdtrain launch does"
     return Finding("remote_shell", "warning", "there is neither ssh nor rsh", why, mend)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hvdtrain.install.build_probe import has_remote_shell
+from hvdtrain.install.open_mpi import has_remote_shell
 from hvdtrain.runtime.host import HostFacts, read_host
 
 UNLIMITED = resource.RLIM_INFINITY

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hvdtrain.doctor.facts.child import LOADED, Answer, ask
 from hvdtrain.errors import LaunchError
+from hvdtrain.install.mpirun import own_mpirun
 from hvdtrain.runtime import mpi
 from hvdtrain.runtime.elf import read_linkage
 from hvdtrain.runtime.environment import RankInfo
@@ -94,7 +95,7 @@ def mpi_facts(
         library=library,
         library_version=library_says.result(),
         file=path.resolve() if path else None,
-        programs=_programs(path),
+        programs=mpirun_of_library.parent if (mpirun_of_library := own_mpirun(path)) else None,
         prefix=Path(prefix).resolve() if prefix else None,
         gone=_gone(horovod) if library and path is None else (),
         mpirun=mpirun,
@@ -123,11 +124,6 @@ def _mpi4py() -> Mpi4py | None:
     says = ask(_MPI4PY)
     path = says.values.get("path")
     return Mpi4py(says, Path(path).resolve() if path else None, (Path(found.origin).parent / "_mpiabi.py").exists())
-
-
-def _programs(libmpi: Path | None) -> Path | None:
-    folder = libmpi.parent.parent / "bin" if libmpi else None
-    return folder if folder and (folder / "mpirun").exists() else None
 
 
 def _gone(horovod: Path | None) -> tuple[Path, ...]:

@@ -11,7 +11,7 @@ from hvdtrain.doctor.links.link_pairs import MOST_S
 from hvdtrain.doctor.links.measured import Links
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.choose import AUTO, choose
-from hvdtrain.launch.detect import look
+from hvdtrain.launch.detect import detect_machine
 from hvdtrain.launch.spec import Command, JobSpec, Mpi, join
 from hvdtrain.launch.targets import TARGETS
 from hvdtrain.launch.worker_plan import agent_environment, handed_on
@@ -77,7 +77,7 @@ def measure(ask: Ask, hosts: Sequence[str], interface: str) -> Links:
     Errors:
         LaunchError: there is nothing to start it with, or it failed.
     """
-    mpi = choose(AUTO, (), look(ask.environment)).mpi
+    mpi = choose(AUTO, (), detect_machine(ask.environment)).mpi
     if mpi is None:
         raise LaunchError("There is no mpirun of the MPI that Horovod speaks.", next_step="hvdtrain doctor")
     made = command(ask, hosts, interface, mpi)

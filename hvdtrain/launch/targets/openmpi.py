@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hvdtrain.install.launcher import ROOT_MAY_RUN, without_ssh
+from hvdtrain.install.open_mpi import start_variables
 from hvdtrain.launch.spec import Command, JobSpec, Mpi
 from hvdtrain.launch.targets.base import BY_MPI, Target, for_ssh
 
@@ -33,11 +33,10 @@ def argv(spec: JobSpec, where: Sequence[str]) -> tuple[str, ...]:
 
 
 def variables(spec: JobSpec) -> dict[str, str]:
-    """What mpirun's environment gets."""
-    values = dict(ROOT_MAY_RUN) if spec.is_root else {}
-    if not spec.remote_shell and not spec.remote and spec.mpi is not None:
-        values |= without_ssh(spec.mpi.flavour, spec.mpi.major)
-    return values
+    """Variables for mpirun's environment."""
+    assert spec.mpi is not None
+    shell = spec.remote_shell or spec.remote
+    return start_variables(spec.mpi.flavour, spec.mpi.major, is_root=spec.is_root, remote_shell=shell)
 
 
 def _between_hosts(spec: JobSpec, mpi: Mpi) -> Iterator[str]:
