@@ -20,14 +20,14 @@ EXIT_OF_SIGNAL = {"SIGTERM": 143, "SIGINT": 130}
 _OTHERS_SPEAK_S = 5.0
 
 
-def end(error: BaseException, info: RankInfo | None, voice: FailureOutput) -> int:
+def end(error: BaseException, info: RankInfo | None, output: FailureOutput) -> int:
     """Say why on stderr, unless the failure card has; among several ranks end at once, and the launcher ends the rest.
 
     Before there is a run folder, or where the ranks don't share it, each speaks for itself; what every rank would say,
     rank 0 says.
     """
     several = info is not None and info.size > 1
-    if not voice.told:
+    if not output.reported:
         if several and info is not None and _left_to_others(error, info):
             # The other's end is ours; going first could end it before it has spoken. Who is still there after that was
             # alone with the error. A launcher that ends the rest by SIGTERM may give their exit code as the job's.

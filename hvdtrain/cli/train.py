@@ -36,18 +36,18 @@ def main(argv: list[str]) -> int:
     """
     let_output_fail()
     info: RankInfo | None = None
-    voice = FailureOutput(show)
+    output = FailureOutput(show)
     try:
         info, _ = prepare()
-        result = _train(argv, info, voice)
+        result = _train(argv, info, output)
     except NoPlace:  # the driver says why
         return 0
     except (Exception, KeyboardInterrupt) as error:
-        return end(error, info, voice)
+        return end(error, info, output)
     except SystemExit as error:
-        if not voice.told:  # argparse's own, after --help
+        if not output.reported:  # argparse's own, after --help
             raise
-        return end(error, info, voice)
+        return end(error, info, output)
     if result.reason in EXIT_OF_SIGNAL:  # all is saved; srun may send it as soon as another rank has ended
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if info.rank == 0:
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     return EXIT_OF_SIGNAL.get(result.reason, 0)
 
 
-def _train(argv: list[str], info: RankInfo, voice: FailureOutput) -> Result:
+def _train(argv: list[str], info: RankInfo, output: FailureOutput) -> Result:
     from hvdtrain.config.parse import parse_argv, task_spec
     from hvdtrain.task.base import load_task_function
 
@@ -68,7 +68,7 @@ def _train(argv: list[str], info: RankInfo, voice: FailureOutput) -> Result:
     from hvdtrain.training.session import run_training
 
     timeline = prepare_timeline(run.config.observe.timeline, info)
-    return run_training(run, partial(function, **run.task_args), start_rounds(info), timeline, info, voice=voice)
+    return run_training(run, partial(function, **run.task_args), start_rounds(info), timeline, info, output=output)
 
 
 def summary(result: Result, info: RankInfo) -> str:

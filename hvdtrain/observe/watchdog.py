@@ -1,7 +1,7 @@
-"""A thread in each rank that sees when the run makes no progress, when a rank is gone, and when one has failed.
+"""A thread in each rank that detects a stalled run, a dead rank and a failed rank.
 
-It works while the training thread is blocked: Horovod lets go of Python's interpreter lock while it waits. Horovod's
-own stall inspector does not speak when a rank is stopped, since that blocks the exchange it is part of.
+It works while the training thread is blocked: Horovod releases Python's interpreter lock while it waits. Horovod's own
+stall inspector reports nothing when a rank is stopped, because that blocks the exchange which the inspector is part of.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from hvdtrain.observe.failure import process
+from hvdtrain.observe.failure import process_states
 from hvdtrain.observe.failure.failure_output import to_stderr
 from hvdtrain.observe.failure.reporter import Reporter
 from hvdtrain.observe.failure.statement import WATCHDOG_THREAD
@@ -24,77 +24,77 @@ from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.clock import steady_s
 
 EXIT_STALLED = 124
-"""Exit code of a rank that ended because there was no progress: that of timeout(1)."""
+"""Exit code of a rank that ended because there was no progress, as of timeout(1)."""
 EXIT_FAILED = 1
 
-_LOOK_EVERY_S = 0.5
-_LOOK_AGAIN_S = 0.05
-_FAULTS = 5
-"""So many looks in a row that do not succeed, and the watchdog gives up."""
-_BEAT_EVERY_S = 10.0
+_POLL_S = 0.5
+_FAST_POLL_S = 0.05
+_MAX_ERRORS = 5
+"""Failed polls in a row after which the watchdog gives up."""
+_HEARTBEAT_S = 10.0
 _SUSPENDED_S = 5.0
-_TOLD_GRACE_S = 10.0
+_REPORTED_GRACE_S = 10.0
 
 
 class Patience:
-    """How long ranks have made no progress, less what they could not: a job that was suspended as a whole and goes on.
+    """Measures how long ranks have made no progress, without the time in which the whole job was suspended.
 
-    All of it by this rank's own clock, which never jumps: of other ranks it counts when a new beat of theirs was found.
+    It uses this rank's monotonic clock only: another rank's progress counts from when its new heartbeat was read.
 
     Args:
-        timeout_s: how long is too long; 0 for never.
-        now_s: the time at the start, by a clock that goes on while the process is stopped.
-        look_every_s: how often it is asked.
+        timeout_s: seconds without progress that end the run; 0 for never.
+        now_s: the time at the start, by a clock that also advances while the process is stopped.
+        poll_s: seconds between calls.
     """
 
-    def __init__(self, timeout_s: float, now_s: float, look_every_s: float = 0.0) -> None:
+    def __init__(self, timeout_s: float, now_s: float, poll_s: float = 0.0) -> None:
         self.timeout_s = timeout_s
-        self._suspended_s = max(_SUSPENDED_S, 5 * look_every_s)
-        self._looked = now_s
+        self._suspended_s = max(_SUSPENDED_S, 5 * poll_s)
+        self._last_poll = now_s
         self._since = now_s
-        self._moved: dict[int, tuple[Any, float]] = {}
+        self._progress: dict[int, tuple[Any, float]] = {}
 
     def idle_s(self, idle_s: float, now_s: float) -> float:
-        """Seconds without progress that count, where the training thread has made none for `idle_s`."""
-        if now_s - self._looked > self._suspended_s:  # this thread looks far oftener: the whole process stood still
+        """Return the seconds without progress that count, of the `idle_s` of the training thread."""
+        if now_s - self._last_poll > self._suspended_s:  # polls are far more frequent: all was suspended
             self._since = now_s
-            self._moved.clear()
-        self._looked = now_s
+            self._progress.clear()
+        self._last_poll = now_s
         return min(idle_s, now_s - self._since)
 
-    def over(self, idle_s: float, beats: dict[int, dict[str, Any]], now_s: float) -> bool:
-        """Whether to end the run: idle for too long, and no other rank has moved since.
+    def is_over(self, idle_s: float, beats: dict[int, dict[str, Any]], now_s: float) -> bool:
+        """Return whether to end the run: idle for too long, and no other rank has made progress since.
 
-        To be asked from before that on, as often as others leave word of themselves: of a beat found for the first
-        time nobody knows how old it is, and it counts as new.
+        Call it as often as heartbeats are written, and begin before the timeout: the age of a heartbeat that is read
+        for the first time is unknown, so it counts as new.
 
         Args:
-            idle_s: of this rank, as counted above.
-            beats: what the other ranks last left of themselves: "beat", another number each time; "idle_s", for how
-                long they had made no progress then.
+            idle_s: of this rank, from `idle_s()`.
+            beats: last heartbeats of the other ranks: "beat", a number that changes each time; "idle_s", how long the
+                rank had made no progress then.
             now_s: by the clock of `idle_s`.
         """
         for rank, beat in beats.items():
             number, idle = beat.get("beat"), beat.get("idle_s")
-            if idle is not None and (rank not in self._moved or self._moved[rank][0] != number):
-                self._moved[rank] = number, now_s - idle
+            if idle is not None and (rank not in self._progress or self._progress[rank][0] != number):
+                self._progress[rank] = number, now_s - idle
         if not self.timeout_s or idle_s < self.timeout_s:
             return False
-        return not any(now_s - moved_s < self.timeout_s for _, moved_s in self._moved.values())
+        return not any(now_s - progress_s < self.timeout_s for _, progress_s in self._progress.values())
 
 
 class Watchdog:
-    """A context manager: watches while the run is in it.
+    """Context manager that watches the run inside it.
 
-    On SIGTERM it is woken at once: mpirun sends it to those that are left when a rank died, and kills them a second
-    later, while their training threads are blocked. The signal itself stays the training thread's.
+    SIGTERM wakes it at once: when a rank dies, mpirun sends SIGTERM to the other ranks and kills them a second later,
+    while their training threads are blocked. The training thread still handles the signal.
 
     Args:
-        reporter: tells.
-        stall_timeout_s: seconds without progress on every rank after which the run is ended; 0 for never.
+        reporter: reports failures.
+        stall_timeout_s: seconds without progress on every rank that end the run; 0 for never.
         end: ends this process.
-        driven: whether a driver looks after ranks that are gone or have failed. Then nobody is missed here and no card
-            is written for it, and another rank's failure does not end this one.
+        driven: whether a driver handles dead and failed ranks. Then this rank reports no dead ranks, and does not end
+            when another rank fails.
     """
 
     def __init__(
@@ -106,28 +106,28 @@ class Watchdog:
         driven: bool = False,
     ) -> None:
         self._reporter = reporter
-        self._look_every_s = reporter.post.every_s(_LOOK_EVERY_S)
-        self._patience = Patience(stall_timeout_s, time.monotonic(), self._look_every_s)
-        beat_every_s = max(_BEAT_EVERY_S, 2 * self._look_every_s)
-        self._beat_every_s = min(beat_every_s, stall_timeout_s / 4 or beat_every_s)
+        self._poll_s = reporter.mailbox.poll_interval_s(_POLL_S)
+        self._patience = Patience(stall_timeout_s, time.monotonic(), self._poll_s)
+        heartbeat_s = max(_HEARTBEAT_S, 2 * self._poll_s)
+        self._heartbeat_s = min(heartbeat_s, stall_timeout_s / 4 or heartbeat_s)
         self._end = end
         self._driven = driven
-        self._woken, self._wake = os.pipe()
+        self._wake_read, self._wake_write = os.pipe()
         self._former_wake: int | None = None
         self._stop = threading.Event()
         self._next_beat = 0.0
         self._beats = 0
-        self._next_question = 0.0
-        self._spoken = False
+        self._next_check = 0.0
+        self._posted = False
         self._suspects: set[int] = set()
-        self._told_at: float | None = None
+        self._reported_at: float | None = None
         self._thread = threading.Thread(target=self._run, name=WATCHDOG_THREAD, daemon=True)
 
     def __enter__(self) -> Watchdog:
-        for end in (self._woken, self._wake):
+        for end in (self._wake_read, self._wake_write):
             os.set_blocking(end, False)
         if threading.current_thread() is threading.main_thread():
-            self._former_wake = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+            self._former_wake = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         self._thread.start()
         return self
 
@@ -136,85 +136,85 @@ class Watchdog:
         if self._former_wake is not None:
             signal.set_wakeup_fd(self._former_wake)
         with suppress(OSError):
-            os.write(self._wake, b"\0")
+            os.write(self._wake_write, b"\0")
         self._thread.join()
-        os.close(self._woken)
-        os.close(self._wake)
+        os.close(self._wake_read)
+        os.close(self._wake_write)
 
     def _run(self) -> None:
-        faults = 0
+        errors = 0
         while not self._stop.is_set():
             try:
                 with self._reporter.lock:
-                    if self._reporter.over:
+                    if self._reporter.error_raised:
                         return
-                    self._look()  # at once: a rank that is killed soon has left word of itself before
-                faults = 0
+                    self._poll()  # at once, so that a rank that is killed soon has written a heartbeat
+                errors = 0
                 self._sleep()
-            except Exception:  # what watches over the training must not harm it
-                faults += 1
-                if faults == _FAULTS:
-                    to_stderr(f"hvdtrain: the watchdog has failed and watches no more:\n{traceback.format_exc()}")
+            except Exception:  # the watchdog must not harm the training
+                errors += 1
+                if errors == _MAX_ERRORS:
+                    to_stderr(f"hvdtrain: the watchdog failed and has stopped:\n{traceback.format_exc()}")
                     return
-                self._stop.wait(self._look_every_s)
+                self._stop.wait(self._poll_s)
 
     def _sleep(self) -> None:
-        """Until the next look, or a signal."""
-        poll = select.poll()  # select() takes no file descriptor beyond 1023
-        poll.register(self._woken, select.POLLIN)
-        if poll.poll(1000 * (_LOOK_AGAIN_S if self._suspects else self._look_every_s)):
+        """Sleep until the next poll or a signal."""
+        poll = select.poll()  # select() accepts no file descriptor above 1023
+        poll.register(self._wake_read, select.POLLIN)
+        if poll.poll(1000 * (_FAST_POLL_S if self._suspects else self._poll_s)):
             with suppress(OSError):
-                os.read(self._woken, 1024)
+                os.read(self._wake_read, 1024)
 
-    def _look(self) -> None:
-        post, spans = self._reporter.post, self._reporter.witness.spans
+    def _poll(self) -> None:
+        mailbox, spans = self._reporter.mailbox, self._reporter.statements.spans
         now = time.monotonic()
         idle_s = self._patience.idle_s(spans.idle_s(), now)
-        if not self._driven and self._anyone_missing() and not post.told():
-            self._reporter.missing()
+        if not self._driven and self._is_rank_dead() and not mailbox.is_reported():
+            self._reporter.report_missing_rank()
             self._end(EXIT_FAILED)
-        elif post.anyone_spoke():
+        elif mailbox.has_statements():
             self._answer(now)
         elif now >= self._next_beat:
-            self._next_beat = now + self._beat_every_s
+            self._next_beat = now + self._heartbeat_s
             self._beats += 1
-            about = {"time": steady_s(), "beat": self._beats, "idle_s": idle_s, "step": spans.step}
-            post.beat(process.memory() | about)
-        # Soon enough to know by the timeout which of the others' beats are old.
-        early_s = min(self._patience.timeout_s, 2 * self._beat_every_s)
-        if not early_s or idle_s < early_s or now < self._next_question:
+            state = {"time": steady_s(), "beat": self._beats, "idle_s": idle_s, "step": spans.step}
+            mailbox.post_heartbeat(process_states.memory() | state)
+        # Early enough to know at the timeout which heartbeats of other ranks are old.
+        early_s = min(self._patience.timeout_s, 2 * self._heartbeat_s)
+        if not early_s or idle_s < early_s or now < self._next_check:
             return
-        self._next_question = now + self._beat_every_s  # what the others leave of themselves is not newer
-        if self._patience.over(idle_s, self._others(), now):
-            self._reporter.stalled()
+        self._next_check = now + self._heartbeat_s  # heartbeats of other ranks are not newer
+        if self._patience.is_over(idle_s, self._other_heartbeats(), now):
+            self._reporter.report_stall()
             self._end(EXIT_STALLED)
 
-    def _anyone_missing(self) -> bool:
-        """Whether a rank was found dead twice in a row, and it is this rank's to say so.
+    def _is_rank_dead(self) -> bool:
+        """Return whether two polls in a row found a dead rank that this rank must report.
 
-        Without a folder nobody leaves word of its end, nor that a card is written: then no rank is missed in the end,
-        and of those of a host the first that is left speaks.
+        Without a shared folder ranks cannot record that they have finished or that a card is written. Then the first
+        living rank of a host reports, and only before the run's end.
         """
-        post, before = self._reporter.post, self._suspects
-        states = post.states()
-        self._suspects = {rank for rank, state in states.items() if state in process.DEAD}
-        missing = bool(before & self._suspects)
-        if post.folder is None:
-            first = all(rank > post.who.rank for rank in states.keys() - self._suspects)
-            return missing and first and not self._reporter.job.ending
-        return missing
+        mailbox, before = self._reporter.mailbox, self._suspects
+        states = mailbox.states()
+        self._suspects = {rank for rank, state in states.items() if state in process_states.DEAD}
+        dead = bool(before & self._suspects)
+        if mailbox.folder is None:
+            first = all(rank > mailbox.process.rank for rank in states.keys() - self._suspects)
+            return dead and first and not self._reporter.job.ending
+        return dead
 
-    def _others(self) -> dict[int, dict[str, Any]]:
-        own = self._reporter.witness.who.rank
-        return {rank: beat for rank, beat in self._reporter.post.beats().items() if rank != own}
+    def _other_heartbeats(self) -> dict[int, dict[str, Any]]:
+        own = self._reporter.statements.process.rank
+        return {rank: beat for rank, beat in self._reporter.mailbox.heartbeats().items() if rank != own}
 
     def _answer(self, now: float) -> None:
-        """Another rank spoke: say where this one is, once. If it is left behind by a failure, it ends too."""
-        if not self._spoken:
-            self._spoken = True
-            self._reporter.say()
-        if self._reporter.post.told() and not self._driven:
-            self._told_at = self._told_at or now
-            if now - self._told_at > _TOLD_GRACE_S:
-                to_stderr(f"hvdtrain: the run has failed, see {RunLayout(self._reporter.job.run_dir).failure_text}\n")
+        """Write this rank's statement once, after another rank has. End this rank some seconds after the card."""
+        if not self._posted:
+            self._posted = True
+            self._reporter.post_state()
+        if self._reporter.mailbox.is_reported() and not self._driven:
+            self._reported_at = self._reported_at or now
+            if now - self._reported_at > _REPORTED_GRACE_S:
+                to_stderr(f"hvdtrain: the run failed, see {RunLayout(self._reporter.job.run_dir).failure_text}\n")
                 self._end(EXIT_FAILED)

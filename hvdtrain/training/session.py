@@ -19,7 +19,7 @@ from hvdtrain.engine.base import Engine
 from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.engine.make import check_compression, make_engine
 from hvdtrain.observe.failure.failure_output import FailureOutput
-from hvdtrain.observe.failure.reporter import Job
+from hvdtrain.observe.failure.reporter import JobFacts
 from hvdtrain.observe.horovod_timeline import HorovodTimeline
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.run_layout import RunLayout
@@ -71,11 +71,11 @@ def run_training(
     timeline: TimelinePlan,
     info: RankInfo,
     sinks: Sequence[Any] = (),
-    voice: FailureOutput | None = None,
+    output: FailureOutput | None = None,
 ) -> Result:
     """Train what `build` makes. Collective: yes. Errors and `sinks`: those of `hvdtrain.train`.
 
-    `info` is who this process was at its start. Without a `voice` the failure card is written to the run folder only.
+    `info` is who this process was at its start. Without a `output` the failure card is written to the run folder only.
     """
     check_compression(run.config.parallel.compression)  # before anything costs time
     device = pick_device(run.config.parallel.device, rounds.local_rank, rounds.local_size)
@@ -85,7 +85,7 @@ def run_training(
         while True:
             comm = kept.enter(rounds, why, text)
             try:
-                result = _Round(run, kept, rounds, comm, timeline, sinks, voice).train()
+                result = _Round(run, kept, rounds, comm, timeline, sinks, output).train()
             except BaseException as error:
                 if not rounds.is_over(error):
                     raise
@@ -111,7 +111,7 @@ class _Round:
         comm: the ranks.
         timeline: of Horovod, as planned before it was initialised.
         sinks: of a program.
-        voice: of the failure card.
+        output: of the failure card.
     """
 
     run: RunConfig
@@ -120,7 +120,7 @@ class _Round:
     comm: Comm
     timeline: TimelinePlan
     sinks: Sequence[Any]
-    voice: FailureOutput | None
+    output: FailureOutput | None
 
     def train(self) -> Result | None:
         """Train; None where the ranks are about to change. Collective: yes."""
@@ -133,8 +133,8 @@ class _Round:
         info = replace(kept.info, **ranks)
         try:
             stall_s = run.config.observe.stall_timeout_s
-            with explained(directory, comm, spans, self.voice, stall_s, self.rounds, info) as reporter:
-                kept.given_up = reporter.given_up
+            with explained(directory, comm, spans, self.output, stall_s, self.rounds, info) as reporter:
+                kept.given_up = reporter.report_no_new_round
                 is_new = open_recorder(run, kept, comm, directory)
                 with recording(kept, self.rounds.is_over) as recorder:
                     if is_new:
@@ -154,7 +154,7 @@ class _Round:
         claim: RunDirectory | None,
         recorder: Recorder,
         spans: Spans,
-        job: Job,
+        job: JobFacts,
         horovod: HorovodTimeline | None,
         *,
         is_new: bool,
@@ -167,8 +167,8 @@ class _Round:
         engine, observe = trainer.stepper.engine, run.config.observe
         if comm.rank == 0 and is_new:
             trainer.stepper.around = FirstPass(run.config, kept.device, comm.size, recorder.event)
-        job.held = partial(held, run.config, kept.device, trainer.stepper.model, engine)
-        job.parts = engine.carried
+        job.memory_holders = partial(held, run.config, kept.device, trainer.stepper.model, engine)
+        job.collective_parameters = engine.carried
         with ExitStack() as stack:
             stack.callback(engine.close)
             stack.callback(self._remember, trainer)

@@ -20,10 +20,10 @@ from hvdtrain.comm.solo import SoloComm
 from hvdtrain.observe import watchdog as module
 from hvdtrain.observe.failure import reporter as reporter_module
 from hvdtrain.observe.failure.failure_output import FailureOutput
-from hvdtrain.observe.failure.mailbox import open_post
-from hvdtrain.observe.failure.process import GONE, RUNNING, UNKNOWN, started
-from hvdtrain.observe.failure.reporter import Job, Reporter
-from hvdtrain.observe.failure.statement import HERE, STALLED, Who, Witness, myself
+from hvdtrain.observe.failure.mailbox import open_mailbox
+from hvdtrain.observe.failure.process_states import GONE, RUNNING, UNKNOWN, started
+from hvdtrain.observe.failure.reporter import JobFacts, Reporter
+from hvdtrain.observe.failure.statement import CURRENT, STALLED, RankProcess, StatementMaker, this_process
 from hvdtrain.observe.watchdog import EXIT_FAILED, EXIT_STALLED, Patience, Watchdog
 from hvdtrain.spans import Spans
 from tests.support.launch import TIMEOUT_S
@@ -34,19 +34,19 @@ def _beat(number: int, idle_s: float) -> dict[str, float]:
 
 
 def test_patience_ends_where_nobody_moves() -> None:
-    assert not Patience(600.0, 0.0).over(599.0, {}, 1000.0)
-    assert Patience(600.0, 0.0).over(601.0, {}, 1000.0)
-    assert Patience(600.0, 0.0).over(601.0, {1: _beat(1, 700.0), 2: {}}, 1000.0)
-    assert not Patience(600.0, 0.0).over(601.0, {1: _beat(1, 700.0), 2: _beat(1, 100.0)}, 1000.0), "rank 2 goes on"
-    assert not Patience(0.0, 0.0).over(1e9, {}, 1000.0)
+    assert not Patience(600.0, 0.0).is_over(599.0, {}, 1000.0)
+    assert Patience(600.0, 0.0).is_over(601.0, {}, 1000.0)
+    assert Patience(600.0, 0.0).is_over(601.0, {1: _beat(1, 700.0), 2: {}}, 1000.0)
+    assert not Patience(600.0, 0.0).is_over(601.0, {1: _beat(1, 700.0), 2: _beat(1, 100.0)}, 1000.0), "rank 2 goes on"
+    assert not Patience(0.0, 0.0).is_over(1e9, {}, 1000.0)
 
 
 def test_a_beat_that_stays_the_same_grows_old() -> None:
     """A rank that was stopped says no more; its last word was that it made progress."""
     patience = Patience(600.0, 0.0)
     stopped = {1: _beat(7, 0.0)}
-    assert [patience.over(t, stopped, t) for t in (20.0, 30.0, 601.0, 619.0, 620.0)] == [False] * 4 + [True]
-    assert not patience.over(630.0, {1: _beat(8, 1.0)}, 630.0), "it goes on"
+    assert [patience.is_over(t, stopped, t) for t in (20.0, 30.0, 601.0, 619.0, 620.0)] == [False] * 4 + [True]
+    assert not patience.is_over(630.0, {1: _beat(8, 1.0)}, 630.0), "it goes on"
 
 
 @pytest.mark.parametrize("jump_s", [-1e7, -7200.0, 7200.0, 1e7])
@@ -59,46 +59,48 @@ def test_a_clock_that_is_set_ends_nothing_and_keeps_nothing_alive(
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     watchdog = Watchdog(reporter, 600.0, ended)
     since = now[0]
-    reporter.witness.spans.idle_s = lambda: now[0] - since  # type: ignore[method-assign]
+    reporter.statements.spans.idle_s = lambda: now[0] - since  # type: ignore[method-assign]
     wall = time.time()
     while now[0] < since + 590.0:
         now[0] += 2.0
         jumped = jump_s if now[0] > since + 300.0 else 0.0
         monkeypatch.setattr(module.time, "time", lambda jumped=jumped: wall + jumped + now[0])  # type: ignore[misc]
-        watchdog._look()
+        watchdog._poll()
     assert not ended.codes
     monkeypatch.setattr(reporter, "stalled", lambda: None)
     while now[0] < since + 640.0:
         now[0] += 2.0
-        watchdog._look()
+        watchdog._poll()
     assert ended.codes[0] == EXIT_STALLED
 
 
 def _alone_with_a_beat_of_rank_1(reporter: Reporter, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 has left a beat and is stopped; it runs on another host, so that its process is not seen."""
-    other = Who(1, "b", 1, 1)
-    reporter.post = dataclasses.replace(reporter.post, ranks=(reporter.post.who, other), reachable=frozenset({0, 1}))
-    dataclasses.replace(reporter.post, who=other).beat({"beat": 3, "idle_s": 0.0, "time": time.time()})
+    other = RankProcess(1, "b", 1, 1)
+    reporter.mailbox = dataclasses.replace(
+        reporter.mailbox, ranks=(reporter.mailbox.process, other), reachable=frozenset({0, 1})
+    )
+    dataclasses.replace(reporter.mailbox, process=other).post_heartbeat({"beat": 3, "idle_s": 0.0, "time": time.time()})
 
 
 def test_under_a_driver_nobody_is_missed_and_no_card_is_written(
     reporter: Reporter, child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_TOLD_GRACE_S", 0.0)
+    monkeypatch.setattr(module, "_REPORTED_GRACE_S", 0.0)
     ended, looks = _Ended(), threading.Semaphore(0)
     _with(reporter, child)
     child.kill()
     child.wait()
-    other = dataclasses.replace(reporter.post, who=reporter.post.ranks[1])
-    reporter.witness.spans.idle_s = lambda: looks.release() or 0.0  # type: ignore[method-assign,func-returns-value]
+    other = dataclasses.replace(reporter.mailbox, process=reporter.mailbox.ranks[1])
+    reporter.statements.spans.idle_s = lambda: looks.release() or 0.0  # type: ignore[method-assign,func-returns-value]
     with Watchdog(reporter, 0.0, ended, driven=True):
         for told in (False, True):
             if told:
-                other.say(dataclasses.replace(reporter.witness.here(), who=other.who))
-                other.tell()
+                other.post_statement(dataclasses.replace(reporter.statements.current(), process=other.process))
+                other.mark_reported()
             for _ in range(5):
                 assert looks.acquire(timeout=TIMEOUT_S)
-    assert not ended.codes and not (reporter.job.place / "failure.txt").exists()
+    assert not ended.codes and not (reporter.job.absolute_dir / "failure.txt").exists()
 
 
 def test_time_in_which_the_process_was_suspended_does_not_count() -> None:
@@ -126,16 +128,16 @@ class _Ended:
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(reporter_module, "_OTHERS_COME_S", 0.1)
-    monkeypatch.setattr(reporter_module, "_SILENT_COME_S", 0.1)
+    monkeypatch.setattr(module, "_POLL_S", 0.01)
+    monkeypatch.setattr(reporter_module, "_STATEMENTS_WAIT_S", 0.1)
+    monkeypatch.setattr(reporter_module, "_DEAD_RANK_WAIT_S", 0.1)
 
 
 @pytest.fixture
 def reporter(tmp_path: Path) -> Reporter:
-    post = open_post(tmp_path, SoloComm(), myself(0, "a"))
-    job = Job(tmp_path, tmp_path, "again", lambda: None)
-    return Reporter(post, Witness(post.who, Spans(), {}), job, FailureOutput())
+    mailbox = open_mailbox(tmp_path, SoloComm(), this_process(0, "a"))
+    job = JobFacts(tmp_path, tmp_path, "again", lambda: None)
+    return Reporter(mailbox, StatementMaker(mailbox.process, Spans(), {}), job, FailureOutput())
 
 
 @pytest.fixture
@@ -147,31 +149,31 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 
 def _with(reporter: Reporter, child: subprocess.Popen[bytes]) -> Reporter:
     """The reporter of rank 0, whose rank 1 is `child`."""
-    other = Who(1, "a", child.pid, started(child.pid) or 0)
-    reporter.post = dataclasses.replace(
-        reporter.post, ranks=(reporter.post.who, other), visible=frozenset({1}), reachable=frozenset({0, 1})
+    other = RankProcess(1, "a", child.pid, started(child.pid) or 0)
+    reporter.mailbox = dataclasses.replace(
+        reporter.mailbox, ranks=(reporter.mailbox.process, other), visible=frozenset({1}), reachable=frozenset({0, 1})
     )
     return reporter
 
 
 def test_a_run_that_makes_no_progress_is_ended_and_told(reporter: Reporter, capfd: pytest.CaptureFixture[str]) -> None:
     ended = _Ended()
-    with reporter.witness.spans("data"), Watchdog(reporter, 0.05, ended):
+    with reporter.statements.spans("data"), Watchdog(reporter, 0.05, ended):
         ended.wait()
     assert ended.codes[0] == EXIT_STALLED
     assert "in data before the first step" in capfd.readouterr().err
-    assert reporter.post.statements()[0].kind == STALLED
+    assert reporter.mailbox.statements()[0].kind == STALLED
 
 
 def test_a_run_that_makes_progress_is_left_alone(reporter: Reporter) -> None:
     ended, looks = _Ended(), threading.Semaphore(0)
-    spans = reporter.witness.spans
+    spans = reporter.statements.spans
     spans.idle_s = lambda: looks.release() or 0.0  # type: ignore[method-assign,func-returns-value]
     with Watchdog(reporter, 0.001, ended):
         for _ in range(5):
             assert looks.acquire(timeout=TIMEOUT_S)
-    assert not ended.codes and not reporter.post.anyone_spoke()
-    assert reporter.post.beats()[0]["step"] == 0
+    assert not ended.codes and not reporter.mailbox.has_statements()
+    assert reporter.mailbox.heartbeats()[0]["step"] == 0
 
 
 def test_a_rank_that_is_gone_is_told_of(
@@ -184,15 +186,15 @@ def test_a_rank_that_is_gone_is_told_of(
         ended.wait()
     assert ended.codes[0] == EXIT_FAILED
     assert "rank 1 on a ended without a word" in capfd.readouterr().err
-    assert (reporter.job.place / "failure.txt").exists()
+    assert (reporter.job.absolute_dir / "failure.txt").exists()
 
 
 def test_a_rank_that_came_to_its_end_is_not_missed(reporter: Reporter, child: subprocess.Popen[bytes]) -> None:
     ended, looks = _Ended(), threading.Semaphore(0)
     _with(reporter, child)
-    reporter.witness.spans.idle_s = lambda: looks.release() or 0.0  # type: ignore[method-assign,func-returns-value]
+    reporter.statements.spans.idle_s = lambda: looks.release() or 0.0  # type: ignore[method-assign,func-returns-value]
     with Watchdog(reporter, 0.0, ended):
-        dataclasses.replace(reporter.post, who=reporter.post.ranks[1]).leave()
+        dataclasses.replace(reporter.mailbox, process=reporter.mailbox.ranks[1]).mark_finished()
         child.communicate(b"\n")
         for _ in range(5):
             assert looks.acquire(timeout=TIMEOUT_S)
@@ -205,16 +207,16 @@ def test_another_ranks_failure_is_answered_once_and_followed(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(module, "_TOLD_GRACE_S", 0.0)
+    monkeypatch.setattr(module, "_REPORTED_GRACE_S", 0.0)
     ended = _Ended()
     _with(reporter, child)
-    other = dataclasses.replace(reporter.post, who=reporter.post.ranks[1])
+    other = dataclasses.replace(reporter.mailbox, process=reporter.mailbox.ranks[1])
     with Watchdog(reporter, 0.0, ended):
-        other.say(dataclasses.replace(reporter.witness.here(), who=other.who))
-        other.tell()
+        other.post_statement(dataclasses.replace(reporter.statements.current(), process=other.process))
+        other.mark_reported()
         ended.wait()
     assert ended.codes[0] == EXIT_FAILED
-    assert {s.who.rank: s.kind for s in reporter.post.statements()} == {0: HERE, 1: HERE}
+    assert {s.process.rank: s.kind for s in reporter.mailbox.statements()} == {0: CURRENT, 1: CURRENT}
     assert "the run has failed, see" in capfd.readouterr().err
 
 
@@ -222,7 +224,7 @@ def test_a_signal_wakes_it_at_once(
     reporter: Reporter, child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """mpirun leaves a second; the training thread's handler runs too."""
-    monkeypatch.setattr(module, "_LOOK_EVERY_S", 1000.0)
+    monkeypatch.setattr(module, "_POLL_S", 1000.0)
     ended, noted = _Ended(), []
     former = signal.signal(signal.SIGTERM, lambda number, frame: noted.append(number))
     try:
@@ -239,7 +241,7 @@ def test_a_signal_wakes_it_at_once(
 
 def test_a_fault_of_its_own_harms_nobody(reporter: Reporter, capfd: pytest.CaptureFixture[str]) -> None:
     ended = _Ended()
-    reporter.witness.spans.idle_s = lambda: 1 // 0  # type: ignore[method-assign]
+    reporter.statements.spans.idle_s = lambda: 1 // 0  # type: ignore[method-assign]
     with Watchdog(reporter, 0.0, ended) as watchdog:
         watchdog._thread.join(TIMEOUT_S)
     assert "the watchdog has failed" in capfd.readouterr().err
@@ -248,7 +250,7 @@ def test_a_fault_of_its_own_harms_nobody(reporter: Reporter, capfd: pytest.Captu
 
 def test_it_is_silent_once_an_error_was_raised(reporter: Reporter) -> None:
     ended = _Ended()
-    reporter.over = True
+    reporter.error_raised = True
     with Watchdog(reporter, 0.001, ended) as watchdog:
         watchdog._thread.join(TIMEOUT_S)
     assert not ended.codes
@@ -263,7 +265,7 @@ def test_one_fault_is_not_the_end_of_it(reporter: Reporter, capfd: pytest.Captur
             raise OSError("too many open files")
         return 1000.0 if len(looks) > 20 else 0.0
 
-    reporter.witness.spans.idle_s = sometimes  # type: ignore[method-assign]
+    reporter.statements.spans.idle_s = sometimes  # type: ignore[method-assign]
     with Watchdog(reporter, 0.05, ended):
         ended.wait()
     assert ended.codes[0] == EXIT_STALLED
@@ -274,9 +276,9 @@ def test_a_rank_is_missed_only_when_it_is_found_dead_twice(
     reporter: Reporter, child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = iter([{1: GONE}, {1: RUNNING}, {1: GONE}, {}, {1: UNKNOWN}, {1: GONE}, {1: GONE}])
-    monkeypatch.setattr(type(reporter.post), "states", lambda post: next(found, {1: GONE}))
+    monkeypatch.setattr(type(reporter.mailbox), "states", lambda mailbox: next(found, {1: GONE}))
     watchdog = Watchdog(_with(reporter, child), 0.0, _Ended())
-    assert [watchdog._anyone_missing() for _ in range(7)] == [False] * 6 + [True]
+    assert [watchdog._is_rank_dead() for _ in range(7)] == [False] * 6 + [True]
 
 
 def test_it_works_with_file_descriptors_beyond_1023(
@@ -288,7 +290,7 @@ def test_it_works_with_file_descriptors_beyond_1023(
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1100), hard))
     ended = _Ended()
     watchdog = Watchdog(_with(reporter, child), 0.0, ended)
-    low, watchdog._woken = watchdog._woken, fcntl.fcntl(watchdog._woken, fcntl.F_DUPFD, 1050)
+    low, watchdog._wake_read = watchdog._wake_read, fcntl.fcntl(watchdog._woken, fcntl.F_DUPFD, 1050)
     try:
         with watchdog:
             child.kill()
@@ -304,16 +306,20 @@ def test_it_works_with_file_descriptors_beyond_1023(
 def test_without_a_folder_a_dead_neighbour_is_seen_by_the_first_that_is_left_but_not_in_the_end(
     reporter: Reporter, child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _with(reporter, child).post = dataclasses.replace(reporter.post, folder=None)
+    _with(reporter, child).mailbox = dataclasses.replace(reporter.mailbox, folder=None)
     watchdog = Watchdog(reporter, 0.0, _Ended())
 
     def missing(**states: str) -> bool:
         watchdog._suspects.clear()
-        monkeypatch.setattr(type(reporter.post), "states", lambda post: {int(r[1:]): s for r, s in states.items()})
-        return [watchdog._anyone_missing() for _ in range(2)][1]
+        monkeypatch.setattr(
+            type(reporter.mailbox), "states", lambda mailbox: {int(r[1:]): s for r, s in states.items()}
+        )
+        return [watchdog._is_rank_dead() for _ in range(2)][1]
 
     assert missing(_1=GONE, _2=RUNNING)
-    reporter.post = dataclasses.replace(reporter.post, who=dataclasses.replace(reporter.post.who, rank=2))
+    reporter.mailbox = dataclasses.replace(
+        reporter.mailbox, process=dataclasses.replace(reporter.mailbox.process, rank=2)
+    )
     assert missing(_0=GONE, _1=GONE)
     assert not missing(_0=RUNNING, _1=GONE), "rank 0 says it"
     reporter.job.ending = True
@@ -321,17 +327,17 @@ def test_without_a_folder_a_dead_neighbour_is_seen_by_the_first_that_is_left_but
 
 
 def test_looking_seldom_is_not_being_suspended() -> None:
-    patience = Patience(600.0, 0.0, look_every_s=20.0)
+    patience = Patience(600.0, 0.0, poll_s=20.0)
     assert [patience.idle_s(t, t) for t in (20.0, 40.0, 60.0)] == [20.0, 40.0, 60.0]
     assert patience.idle_s(5000.0, 5000.0) == 0.0
 
 
 def test_others_are_asked_no_oftener_than_they_say_something(reporter: Reporter) -> None:
     watchdog, asked = Watchdog(reporter, 40.0, _Ended()), list[int]()
-    reporter.witness.spans.idle_s = lambda: 1000.0  # type: ignore[method-assign]
+    reporter.statements.spans.idle_s = lambda: 1000.0  # type: ignore[method-assign]
     watchdog._patience.idle_s = lambda idle_s, now_s: idle_s  # type: ignore[method-assign]
     moving = {1: _beat(1, 0.0)}
-    watchdog._others = lambda: asked.append(1) or moving  # type: ignore[method-assign,func-returns-value]
+    watchdog._other_heartbeats = lambda: asked.append(1) or moving  # type: ignore[method-assign,func-returns-value]
     for _ in range(5):
-        watchdog._look()
+        watchdog._poll()
     assert len(asked) == 1

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import hvdtrain
-from hvdtrain.observe.failure.reporter import Job
+from hvdtrain.observe.failure.reporter import JobFacts
 from hvdtrain.observe.journal import read_journal
 from hvdtrain.spans import Spans
 from hvdtrain.training.result import losses_and_speed
@@ -52,9 +52,9 @@ def test_saving_and_loading_count_as_progress(tmp_path: Path, monkeypatch: pytes
 
 def test_at_its_end_a_rank_waits_for_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once it has the last numbers a rank may be gone before its neighbours are."""
-    jobs: list[Job] = []
-    make = Job.__init__
-    monkeypatch.setattr(Job, "__init__", lambda job, *a, **k: jobs.append(job) or make(job, *a, **k))
+    jobs: list[JobFacts] = []
+    make = JobFacts.__init__
+    monkeypatch.setattr(JobFacts, "__init__", lambda job, *a, **k: jobs.append(job) or make(job, *a, **k))
     seen: list[bool] = []
     monkeypatch.setattr(
         "hvdtrain.training.session.losses_and_speed", lambda *a: seen.append(jobs[0].ending) or losses_and_speed(*a)

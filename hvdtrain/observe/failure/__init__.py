@@ -1,1 +1,1 @@
-"""How a run that fails explains itself: statements of ranks, who is to blame, one card."""
+"""Explain why a run failed: statements of the ranks, the cause, one failure card."""

@@ -1,4 +1,4 @@
-"""The failure card: what `failure.json` holds, and the text made of it. Pure.
+"""The failure card: the content of `failure.json`, and its text. Pure.
 
 ``failure.json``, format 1::
 
@@ -6,18 +6,18 @@
     time         seconds since 1970
     kind         "exception", "killed" or "stall"
     sentence     what happened
-    hint         what it may come from, what to do; may be empty
-    ranks        the ranks to blame
+    hint         possible causes and what to do; may be empty
+    ranks        the ranks that caused it
     size         number of ranks
-    run_dir      as the run was given it
-    statements   one a rank that spoke, see `statement.Statement`: place, error, memory in MiB, stacks
-    silent       one a rank that did not, see `blame.Silent`
+    run_dir      as the user gave it
+    statements   one for each rank that made one, see `statement.Statement`: place, error, memory in MiB, stacks
+    silent       one for each other rank, see `verdict.SilentRank`
     waited_for   collectives that some ranks started and others did not: name, on, not_on, parameters
-    checkpoint   what the run goes on from, or null
-    resume       the command that goes on, with a shell's comment where it is not all of it (a Python program, several
-                 hosts), or null where the run had not come so far
+    checkpoint   the checkpoint that a resume starts from, or null
+    resume       the command that resumes, or null if there is no config yet; a shell comment names what it lacks
+                 (a Python program, several hosts)
 
-Nothing of it is taken from the environment's variables.
+The card contains no environment variables.
 """
 
 from __future__ import annotations
@@ -30,12 +30,17 @@ from typing import Any
 from hvdtrain.observe.failure import rank_names as naming
 from hvdtrain.observe.failure import verdict as blame
 from hvdtrain.observe.failure.fault import Fault
-from hvdtrain.observe.failure.process import UNREACHABLE
-from hvdtrain.observe.failure.statement import TRAINING, Statement
-from hvdtrain.observe.failure.verdict import Silent, Verdict
+from hvdtrain.observe.failure.process_states import UNREACHABLE
+from hvdtrain.observe.failure.statement import TRAINING, Statement, renamed
+from hvdtrain.observe.failure.user_code import user_frame
+from hvdtrain.observe.failure.verdict import SilentRank, Verdict
 from hvdtrain.observe.progress import table
 
 FORMAT = 1
+_WIDTH = 80
+_ESSENTIAL_LINES = 14
+"""Lines at most of the cause. With rules, checkpoint and command the essential block has 20."""
+_MESSAGE_LINES = 5
 _FRAMES = 8
 _STACKS = 4
 _NAMES = 4
@@ -44,84 +49,136 @@ _NAMES = 4
 def make_card(
     verdict: Verdict,
     statements: Sequence[Statement],
-    silent: Sequence[Silent],
+    silent: Sequence[SilentRank],
     waited_for: Sequence[Mapping[str, Any]],
     **facts: Any,
 ) -> dict[str, Any]:
-    """What `failure.json` holds. `facts`: time, size, run_dir, checkpoint, resume."""
+    """Return the content of `failure.json`. `facts`: time, size, run_dir, checkpoint, resume."""
     return {
         "format": FORMAT,
         **asdict(verdict),
         **facts,
         "waited_for": list(waited_for),
         "statements": [statement.to_json() for statement in statements],
-        "silent": [asdict(s) for s in silent],
+        "silent": [renamed(asdict(s)) for s in silent],
     }
 
 
 def render(
-    verdict: Verdict, statements: Sequence[Statement], silent: Sequence[Silent], card: Mapping[str, Any], files: str
+    verdict: Verdict,
+    statements: Sequence[Statement],
+    silent: Sequence[SilentRank],
+    card: Mapping[str, Any],
+    json_path: str,
 ) -> str:
-    """The card as text. `files`: where the whole of it is."""
-    blamed = [s for s in statements if s.who.rank in verdict.ranks]
-    parts = [_head(verdict, blamed, silent)]
+    """Return the card as text: details first, the essentials last, because the end is what stays on the screen."""
+    blamed = [s for s in statements if s.process.rank in verdict.ranks]
+    cause = _cause(verdict, blamed, silent)
+    details = ["", *cause] if len(cause) > _ESSENTIAL_LINES else []
+    details += _details(verdict, blamed, statements, silent, card)
+    if len(cause) > _ESSENTIAL_LINES:
+        cause = [*cause[: _ESSENTIAL_LINES - 1], "  ... (the rest is in the details)"]
+    end = [("last checkpoint", card["checkpoint"] or "none yet")]
+    end += [("resume", card["resume"])] if card["resume"] else []
+    end.append(("details", f"{'above, and in ' if details else ''}{json_path}"))
+    lines = ["", "-" * 23 + " failure details " + "-" * 24, *details] if details else [""]
+    lines += ["=" * 24 + " the run failed " + "=" * 24, *cause, table(end)]
+    lines += ["The launcher's own messages follow this line."] if card["size"] > 1 else []
+    return "\n".join([*lines, "=" * 64, ""])
+
+
+def _details(
+    verdict: Verdict,
+    blamed: Sequence[Statement],
+    statements: Sequence[Statement],
+    silent: Sequence[SilentRank],
+    card: Mapping[str, Any],
+) -> list[str]:
+    first = _raised(verdict, blamed)
+    parts = ["", first.traceback.rstrip()] if first and not first.parts else []
     rows = _others(verdict, statements, silent)
     some = len(verdict.ranks) < len(statements) + len(silent)
-    parts += [_section("where the others were" if some else "where the ranks were", rows)] if rows else []
-    parts += (
-        [_section("what is waited for", [_collective(c) for c in card["waited_for"]])] if card["waited_for"] else []
-    )
+    parts += [_section("where the other ranks were" if some else "where the ranks were", rows)] if rows else []
+    if card["waited_for"]:
+        parts.append(
+            _section("collectives that not all ranks have started", [_collective(c) for c in card["waited_for"]])
+        )
     parts += _stacks(verdict, statements, silent)
     parts += [_section("memory", rows)] if (rows := _memory(blamed, silent)) else []
-    parts += [text for s in blamed[:1] if s.fault and s.fault.memory and (text := _held(s.held, s.memory))]
-    end = [("last checkpoint", card["checkpoint"] or "none yet")]
-    end += [("go on", card["resume"])] if card["resume"] else []
-    parts.append(_section("", [*end, ("all of this", files)]))
-    return "\n".join(["", "=" * 24 + " the run failed " + "=" * 24, *parts, "=" * 64, ""])
+    parts += [
+        text for s in blamed[:1] if s.fault and s.fault.memory and (text := _memory_holders(s.memory_holders, s.memory))
+    ]
+    return [*parts, ""] if parts else []
 
 
-def _head(verdict: Verdict, blamed: Sequence[Statement], silent: Sequence[Silent]) -> str:
-    fault = next((s.fault for s in blamed if s.fault), None)
-    if verdict.kind != blame.EXCEPTION or fault is None:
-        lines = [verdict.sentence]
-        lines += [f"  {naming.label(s.who)} was {_last(s)}" for s in silent if s.last and s.who.rank in verdict.ranks]
+def _raised(verdict: Verdict, blamed: Sequence[Statement]) -> Fault | None:
+    """Return the error that caused the failure."""
+    return next((s.fault for s in blamed if s.fault), None) if verdict.kind == blame.EXCEPTION else None
+
+
+def _cause(verdict: Verdict, blamed: Sequence[Statement], silent: Sequence[SilentRank]) -> list[str]:
+    """Return lines for what happened, the error's message, the user's own line, and the hint."""
+    first = _raised(verdict, blamed)
+    if first is None:
+        lines = _wrapped(verdict.sentence, "")
+        dead = [s for s in silent if s.process.rank in verdict.ranks]
+        lines += [f"  {naming.label(s.process)} was {_last_seen(s)}" for s in dead if s.last][:_STACKS]
+        traces = [user_frame(_crash(s.crash), innermost_first=True) for s in dead]
+        traces += [user_frame("\n".join(s.stacks.get(TRAINING, []))) for s in blamed]
+        frame = next(filter(None, traces), "")
     else:
-        lines = [f"{verdict.sentence}, {naming.place(blamed[0])}", *_said(fault)]
-    return "\n".join([*lines, *textwrap.wrap(verdict.hint, 100, initial_indent="  ", subsequent_indent="  ")])
+        lines = _wrapped(f"{verdict.sentence}, {naming.place(blamed[0])}", "") + _error(first)
+        frame = first.frame
+    return [*lines, *([f"  in {frame}"] if frame else []), *_wrapped(verdict.hint)]
 
 
-def _said(fault: Fault) -> list[str]:
-    """A user's error by its parts, any other by its traceback."""
-    if not fault.parts:
-        return ["", fault.traceback.rstrip()]
-    rest = [f"  {name}: {text}" for name, text in fault.parts.items() if name != "what"]
-    return [f"  {fault.parts.get('what', fault.message)}", *rest]
+def _error(fault: Fault) -> list[str]:
+    """Return an error's message; of an hvdtrain error each part on a line of its own."""
+    if fault.parts:
+        what = _wrapped(fault.parts.get("what", fault.message))
+        rest = [_wrapped(f"{name}: {text}") for name, text in fault.parts.items() if name != "what"]
+        return [*what, *(line for lines in rest for line in lines)]
+    lines = [line for text in fault.message.splitlines() for line in _wrapped(text)]
+    if len(lines) > _MESSAGE_LINES:  # a DataLoader's worker puts its traceback there: the end names the error
+        lines = [lines[0], "  ...", *lines[2 - _MESSAGE_LINES :]]
+    return lines
 
 
-def _others(verdict: Verdict, statements: Sequence[Statement], silent: Sequence[Silent]) -> list[tuple[str, str]]:
+def _wrapped(text: str, indent: str = "  ") -> list[str]:
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _others(verdict: Verdict, statements: Sequence[Statement], silent: Sequence[SilentRank]) -> list[tuple[str, str]]:
     alone = len(verdict.ranks) < len(statements) + len(silent)
-    there = [s for s in statements if s.who.rank not in verdict.ranks or not alone]
+    there = [s for s in statements if s.process.rank not in verdict.ranks or not alone]
     if not alone and (verdict.kind == blame.EXCEPTION or len(verdict.ranks) == 1):
         return []
     rows = []
     for who, statement in naming.grouped(there):
         error = f"; then {statement.fault.type}" if statement.fault else ""
         rows.append((who, naming.place(statement) + error))
-    rest = [s for s in silent if s.who.rank not in verdict.ranks]
-    return rows + [(naming.label(s.who), _silence(s)) for s in rest]
+    rest = [s for s in silent if s.process.rank not in verdict.ranks]
+    return rows + [(naming.label(s.process), _silence(s)) for s in rest]
 
 
-def _silence(silent: Silent) -> str:
+def _silence(silent: SilentRank) -> str:
     if silent.state == UNREACHABLE:
-        return "speaks for itself: the run folder is not shared with it"
-    return f"said nothing; its process is {silent.state}; {_last(silent)}"
+        return "reports for itself, because it does not share the run folder"
+    return f"made no statement; its process is {silent.state}; {_last_seen(silent)}"
 
 
-def _last(silent: Silent) -> str:
+def _last_seen(silent: SilentRank) -> str:
     if not silent.last:
-        return "never heard of"
+        return "never seen alive"
     step = silent.last["step"]
-    return f"last heard of {silent.last['ago_s']:.0f} s before{f', at step {step}' if step else ''}"
+    return f"last seen alive {silent.last['ago_s']:.0f} s before{f', at step {step}' if step else ''}"
 
 
 def _collective(entry: Mapping[str, Any]) -> tuple[str, str]:
@@ -131,41 +188,43 @@ def _collective(entry: Mapping[str, Any]) -> tuple[str, str]:
     return entry["name"], ranks + (of if names else "")
 
 
-def _stacks(verdict: Verdict, statements: Sequence[Statement], silent: Sequence[Silent]) -> list[str]:
-    """Of a crash what Python wrote; of a run without progress the training threads' stacks, equal ones together."""
-    texts = [f"\n{naming.label(s.who)}\n{_indented(_crash(s.crash))}" for s in silent if s.crash][:_STACKS]
+def _stacks(verdict: Verdict, statements: Sequence[Statement], silent: Sequence[SilentRank]) -> list[str]:
+    """Return the trace of a crash; of a stall the training threads' stacks, each different one once."""
+    texts = [f"\n{naming.label(s.process)}\n{textwrap.indent(_crash(s.crash), '  ')}" for s in silent if s.crash][
+        :_STACKS
+    ]
     if verdict.kind == blame.STALL:
         groups: dict[tuple[str, ...], list[Statement]] = {}
-        for s in sorted(statements, key=lambda s: s.who.rank not in verdict.ranks):
+        for s in sorted(statements, key=lambda s: s.process.rank not in verdict.ranks):
             groups.setdefault(tuple(s.stacks.get(TRAINING, [])[-_FRAMES:]), []).append(s)
         for stack, group in list(groups.items())[:_STACKS]:
             if stack:
-                texts.append(f"\n{naming.labels(s.who for s in group)}, innermost last\n" + "\n".join(stack))
+                texts.append(f"\n{naming.labels(s.process for s in group)}, innermost last\n" + "\n".join(stack))
     return texts
 
 
 def _crash(text: str) -> str:
-    """Of what Python's faulthandler wrote, what happened and the thread that it happened in."""
+    """Return the signal and the crashed thread from a trace of faulthandler."""
     blocks = text.split("\n\n")
     return "\n".join([blocks[0], *(block for block in blocks[1:] if block.startswith("Current thread"))])
 
 
-def _memory(blamed: Sequence[Statement], silent: Sequence[Silent]) -> list[tuple[str, str]]:
+def _memory(blamed: Sequence[Statement], silent: Sequence[SilentRank]) -> list[tuple[str, str]]:
     rows = []
     for s in blamed[:_STACKS]:
         if "rss" in s.memory and not (s.fault and s.fault.parts):
-            text = _mib(s.memory, "rss", "{} MiB") + _mib(s.memory, "peak_rss", ", {} MiB at most")
-            text += _mib(s.memory, "host_available", "; {} MiB left") + _mib(
+            text = _mib(s.memory, "rss", "{} MiB") + _mib(s.memory, "peak_rss", ", peak {} MiB")
+            text += _mib(s.memory, "host_available", "; {} MiB available") + _mib(
                 s.memory, "host_total", " of the host's {}"
             )
             text += _mib(s.memory, "cuda_allocated", "; on the GPU {} MiB") + _mib(s.memory, "cuda_reserved", " of {}")
-            rows.append((naming.label(s.who), text))
-    for gone in silent[:_STACKS]:
-        if "rss" in gone.last:
-            text = _mib(gone.last, "rss", "{} MiB when last heard of") + _mib(
-                gone.last, "host_available", "; {} MiB left of the host's"
+            rows.append((naming.label(s.process), text))
+    for lost in silent[:_STACKS]:
+        if "rss" in lost.last:
+            text = _mib(lost.last, "rss", "{} MiB when last seen alive") + _mib(
+                lost.last, "host_available", "; {} MiB available of the host's"
             )
-            rows.append((naming.label(gone.who), text + _mib(gone.last, "host_total", " {}")))
+            rows.append((naming.label(lost.process), text + _mib(lost.last, "host_total", " {}")))
     return rows
 
 
@@ -173,38 +232,36 @@ def _mib(figures: Mapping[str, float], name: str, form: str) -> str:
     return form.format(f"{figures[name]:,.0f}") if name in figures else ""
 
 
-def _held(held: Mapping[str, Any], memory: Mapping[str, float]) -> str:
-    """What held the memory that ran out, and what to set."""
+def _memory_holders(held: Mapping[str, Any], memory: Mapping[str, float]) -> str:
+    """Say what held the memory that ran out, and which options to change."""
     if not held:
         return ""
     rows = [(name, f"{mib:>10,.1f} MiB") for name, mib in held["mib"].items()]
     advice: list[Callable[[], str | None]] = [
-        lambda: _less_at_a_time(held),
-        lambda: "--precision bf16: activations take half" if held["precision"] == "fp32" else None,
+        lambda: _smaller_micro_batch(held),
+        lambda: "--precision bf16: halves the memory of activations" if held["precision"] == "fp32" else None,
         lambda: _fragmented(memory),
-        lambda: "fewer ranks on this host: each holds all of this" if held["where"] == "host's" else None,
+        lambda: "fewer ranks on this host: each rank holds all of this" if held["where"] == "host's" else None,
     ]
     found = [text for line in advice if (text := line())]
-    return _section(f"what held the {held['where']} memory", rows) + "\nto set\n" + "\n".join(f"  {t}" for t in found)
+    return (
+        _section(f"use of the {held['where']} memory", rows) + "\nwhat to change\n" + "\n".join(f"  {t}" for t in found)
+    )
 
 
-def _less_at_a_time(held: Mapping[str, Any]) -> str | None:
+def _smaller_micro_batch(held: Mapping[str, Any]) -> str | None:
     size = held["micro_batch"]
     if size <= 1:
         return None
-    return f"--train.micro_batch {size // 2} (is {size}): the global batch stays, and with it the loss curve"
+    return f"--train.micro_batch {size // 2} (is {size}): the global batch and the loss curve stay the same"
 
 
 def _fragmented(memory: Mapping[str, float]) -> str | None:
     allocated, reserved = memory.get("cuda_allocated", 0.0), memory.get("cuda_reserved", 0.0)
     if reserved > 1.2 * allocated + 256:
-        return "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment: what is reserved lies in pieces"
+        return "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment: the reserved memory is fragmented"
     return None
 
 
 def _section(title: str, rows: Sequence[tuple[str, str]]) -> str:
-    return f"\n{title}\n{table(rows)}" if title else f"\n{table(rows)}"
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.splitlines())
+    return f"\n{title}\n{table(rows)}"

@@ -1,4 +1,4 @@
-"""How the text of a failure reaches a person."""
+"""Show the text of a failure on the screen."""
 
 from __future__ import annotations
 
@@ -9,23 +9,19 @@ from dataclasses import dataclass
 
 
 def to_stderr(text: str) -> None:
-    """Show a text at once and whole: by one write, past Python's buffers, whose locks a stuck thread may hold."""
+    """Write a text by one system call: a stuck thread may hold the locks of Python's own buffers."""
     with suppress(OSError):
         os.write(2, text.encode(errors="replace"))
 
 
-def nowhere(text: str) -> None:
-    """Show nothing."""
-
-
 @dataclass
 class FailureOutput:
-    """How an error that a rank raises is shown: by the command, last on the screen; not at all where Python will.
+    """Where the card of a raised error is shown.
 
     Attributes:
-        show: shows the card.
-        told: whether an error that was raised has been told, by this rank or another: the caller stays silent then.
+        show: shows the card. The command line prints it last; the Python API does not, because Python prints the error.
+        reported: whether this rank or another one has reported the raised error. Then the caller prints nothing.
     """
 
-    show: Callable[[str], None] = nowhere
-    told: bool = False
+    show: Callable[[str], None] = lambda text: None
+    reported: bool = False

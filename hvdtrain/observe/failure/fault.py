@@ -1,4 +1,4 @@
-"""An error by its parts, as a statement holds it; made of any error, however strange."""
+"""An error by its parts, as a statement holds it. Works for errors of any class, even with a broken ``__str__``."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from types import TracebackType
 
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.observe.encodable import encodable
+from hvdtrain.observe.failure.user_code import user_frame
 
 _OUTER = ("hvdtrain.training.diagnostics.failures", "hvdtrain.training.session")
 _LONGEST = 20_000
-"""Characters of a message or a traceback; the middle of a longer one is left out."""
+"""Characters of a message or a traceback. The middle of a longer one is left out."""
 
 
-_OF_DEVICE = ("CUDA error", "CUBLAS_STATUS_", "CUDNN_STATUS_", "CUSPARSE_STATUS_", "cuDNN error")
-"""In the text of the errors that torch raises where the device has failed."""
+_DEVICE_ERRORS = ("CUDA error", "CUBLAS_STATUS_", "CUDNN_STATUS_", "CUSPARSE_STATUS_", "cuDNN error")
+"""Parts of the messages that torch raises when the device has failed."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,12 @@ class Fault:
     Attributes:
         type: name of its class.
         message: its text.
-        parts: what, expected, found and next of an `HvdtrainError`; empty for others.
-        everywhere: every rank raises the same.
-        consequence: it tells only that another rank went, or Horovod ended.
-        memory: it was raised for want of memory.
+        parts: what, expected, found and next of an `HvdtrainError`; empty for other errors.
+        everywhere: every rank raises the same error.
+        consequence: the error only reports that another rank died or Horovod ended.
+        memory: memory ran out.
         traceback: as Python prints it.
+        frame: the user's innermost frame, see `user_frame`.
     """
 
     type: str
@@ -39,15 +41,17 @@ class Fault:
     consequence: bool = False
     memory: bool = False
     traceback: str = ""
+    frame: str = ""
 
 
 def fault(error: BaseException) -> Fault:
-    """An error by its parts; of several faults of the device the first."""
+    """Describe an error. If the device failed several times, describe the first failure."""
     error = first_of_device(error)
     parts = {}
     if isinstance(error, HvdtrainError):
         named = {"what": error.what, "expected": error.expected, "found": error.found, "next": error.next_step}
         parts = {name: encodable(str(text)) for name, text in named.items() if text}
+    trace = "".join(traceback.format_exception(type(error), error, _inner(error.__traceback__)))
     return Fault(
         type=type(error).__name__,
         message=_shortened(_message(error)),
@@ -55,31 +59,32 @@ def fault(error: BaseException) -> Fault:
         everywhere=getattr(error, "everywhere", False),
         consequence=any(type(e).__name__ == "HorovodInternalError" for e in _chain(error)),
         memory=out_of_memory(error),
-        traceback=_shortened("".join(traceback.format_exception(type(error), error, _inner(error.__traceback__)))),
+        traceback=_shortened(trace),
+        frame=encodable(user_frame(trace)),
     )
 
 
 def first_of_device(error: BaseException) -> BaseException:
-    """Return the fault of the device that came first, where `error` was raised while another was handled.
+    """Return the first failure of the device, where `error` was raised while another one was handled.
 
-    After one fault every call of the device fails, those that clean up too. Any other error is returned as it is.
+    After one failure every call of the device fails, also in cleanup. Other errors are returned unchanged.
     """
-    faults = [found for found in _chain(error) if _is_of_device(found)]
+    faults = [one for one in _chain(error) if _is_of_device(one)]
     return faults[-1] if faults and faults[0] is error else error
 
 
 def _is_of_device(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and any(sign in _message(error) for sign in _OF_DEVICE)
+    return isinstance(error, RuntimeError) and any(sign in _message(error) for sign in _DEVICE_ERRORS)
 
 
 def bare_fault(error: BaseException) -> Fault:
-    """An error by its class alone."""
+    """Describe an error by its class alone."""
     name = type(error).__name__
-    return Fault(name, "", memory=isinstance(error, MemoryError), traceback=f"{name} (nothing more can be told of it)")
+    return Fault(name, "", memory=isinstance(error, MemoryError), traceback=f"{name} (no details available)")
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, the host's or the device's."""
+    """Return whether memory of the host or the device ran out."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     text = _message(error).lower()
@@ -91,24 +96,24 @@ def out_of_memory(error: BaseException) -> bool:
 def _message(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # a __str__ of a user's own
-        return "(its text cannot be made)"
+    except Exception:  # the user's own __str__ may raise
+        return "(its __str__ failed)"
 
 
 def _inner(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback without the frames that every run goes through, unless the error is of these."""
+    """Drop the outer frames that every run has, unless the error was raised in one of them."""
     while trace is not None and trace.tb_next and trace.tb_frame.f_globals.get("__name__") in _OUTER:
         trace = trace.tb_next
     return trace
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:
-    """An error, what it was raised from or while handling, and so on."""
-    found: list[BaseException] = []
-    while error is not None and not any(error is one for one in found):
-        found.append(error)
+    """Return an error, the error that it was raised from or while handling, and so on."""
+    chain: list[BaseException] = []
+    while error is not None and not any(error is one for one in chain):
+        chain.append(error)
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return found
+    return chain
 
 
 def _shortened(text: str) -> str:

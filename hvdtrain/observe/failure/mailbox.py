@@ -1,17 +1,17 @@
-"""Where the ranks of a job leave word for each other when they cannot talk: files in the run folder.
+"""Exchange statements between the ranks of a failed job, through files in the run folder.
 
 ::
 
-    RUN/.ranks/NONCE/        made anew by rank 0 at each start
-        said/00001.failed    a rank's statement, see `statement`; this folder is empty while all is well
-        alive/00001          what a rank is at, written again every few seconds
-        left/00001           a rank that has come to its end
-        fatal/00001          what Python's faulthandler wrote when a rank crashed in native code
-        card.0               taken by the rank that writes the card; card.1 by the next, should that one not get through
+    RUN/.ranks/NONCE/        created by rank 0 at each start
+        said/00001.failed    a rank's statement, see `statement`; this folder is empty until a rank fails
+        alive/00001          a rank's heartbeat, rewritten every few seconds
+        left/00001           the rank has finished
+        fatal/00001          the trace that Python's faulthandler wrote when the rank crashed in native code
+        card.0               claimed by the rank that writes the card; card.1 by the next one if the first one dies
         told                 the card is written and shown
 
-There is no server and no socket: when ranks die, hang or are stopped, a file is what remains readable. Each rank finds
-out at start whether it sees what rank 0 made; who does not, for want of a shared file system, speaks for itself alone.
+Files and no sockets: files stay readable when ranks die, hang or are stopped. Each rank checks at the start whether it
+sees the folder that rank 0 created. A rank without a shared file system reports for itself only.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from typing import Any
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json, on_rank_0
-from hvdtrain.observe.failure import process
-from hvdtrain.observe.failure.statement import FAILED, HERE, STALLED, Statement, Who, from_json
+from hvdtrain.observe.failure import process_states
+from hvdtrain.observe.failure.statement import CURRENT, FAILED, STALLED, RankProcess, Statement, from_json
 from hvdtrain.run_layout import RunLayout
 
 _LOOKS_A_SECOND = 200
-"""Of all ranks together."""
+"""Polls of the folder by all ranks together."""
 _PARTS = ("said", "alive", "left", "fatal")
 
 
@@ -43,125 +43,129 @@ class Mailbox:
 
     Attributes:
         folder: RUN/.ranks/NONCE, absolute; None where this rank does not see it.
-        who: this rank.
+        process: this rank.
         ranks: every rank, this one included.
-        visible: ranks whose processes this one sees in /proc.
+        visible: ranks with processes that this rank sees in /proc.
         reachable: ranks that see the folder.
     """
 
     folder: Path | None
-    who: Who
-    ranks: tuple[Who, ...]
+    process: RankProcess
+    ranks: tuple[RankProcess, ...]
     visible: frozenset[int]
     reachable: frozenset[int]
 
-    def say(self, statement: Statement) -> None:
-        """Leave a statement; what this rank has said of the same kind is replaced."""
-        self._put(f"said/{self.who.rank:05d}.{statement.kind}", statement.to_json())
+    def post_statement(self, statement: Statement) -> None:
+        """Write a statement. It replaces this rank's earlier statement of the same kind."""
+        self._put(f"said/{self.process.rank:05d}.{statement.kind}", statement.to_json())
 
-    def anyone_spoke(self) -> bool:
-        """Whether any rank has left a statement.
+    def has_statements(self) -> bool:
+        """Return whether any rank has written a statement.
 
-        Listing an empty folder costs microseconds, and unlike asking for a file it makes a network file system look.
+        Listing an empty folder takes microseconds. Unlike a check for one file, it makes a network file system refresh.
         """
         return any(True for _ in self._names("said"))
 
     def statements(self, known: dict[str, Statement] | None = None) -> list[Statement]:
-        """The statement of each rank that made one: of several, the one that says more.
+        """Return one statement for each rank that made one: the most informative kind.
 
         Args:
-            known: those that were read before, by file; they are not read again, and new ones are added.
+            known: statements that were read before, by file. They are not read again; new ones are added.
         """
         known = {} if known is None else known
         for name in self._names("said"):
             if name not in known and (value := self._get(f"said/{name}")):
                 known[name] = from_json(value)
         found: dict[int, Statement] = {}
-        for kind in (HERE, STALLED, FAILED):
-            found |= {s.who.rank: s for name, s in known.items() if name.endswith(f".{kind}")}
+        for kind in (CURRENT, STALLED, FAILED):
+            found |= {s.process.rank: s for name, s in known.items() if name.endswith(f".{kind}")}
         return [found[rank] for rank in sorted(found)]
 
-    def beat(self, facts: dict[str, Any]) -> None:
-        """Leave word that this rank lives, and what it is at."""
-        self._put(f"alive/{self.who.rank:05d}", facts)
+    def post_heartbeat(self, facts: dict[str, Any]) -> None:
+        """Write this rank's heartbeat: that it is alive, and what it does."""
+        self._put(f"alive/{self.process.rank:05d}", facts)
 
-    def beats(self) -> dict[int, dict[str, Any]]:
-        """What each rank last left of itself."""
+    def heartbeats(self) -> dict[int, dict[str, Any]]:
+        """Return the last heartbeat of each rank."""
         return {int(name): value for name in self._names("alive") if (value := self._get(f"alive/{name}"))}
 
-    def leave(self) -> None:
-        """Leave word that this rank has come to its end, so that nobody misses it."""
-        self._touch(f"left/{self.who.rank:05d}")
+    def mark_finished(self) -> None:
+        """Record that this rank has finished, so that no other rank reports it as dead."""
+        self._touch(f"left/{self.process.rank:05d}")
 
-    def has_left(self, rank: int) -> bool:
-        """Whether a rank has come to its end; all have where the folder is gone, which the end of a run removes.
+    def has_finished(self, rank: int) -> bool:
+        """Return whether a rank has finished. All have once rank 0 has removed the folder at the end of the run.
 
-        Without a folder nobody can say so.
+        False where this rank sees no folder.
         """
         return self.folder is not None and ((self.folder / f"left/{rank:05d}").exists() or not self.folder.exists())
 
     def states(self) -> dict[int, str]:
-        """How the processes of the other ranks are that this one sees; those that came to their end are left out."""
-        found = {r.rank: process.state(r.pid, r.began) for r in self.ranks if r.rank in self.visible}
-        return {rank: state for rank, state in found.items() if state not in process.DEAD or not self.has_left(rank)}
+        """Return the state of each visible process of another rank, except of finished ranks."""
+        found = {r.rank: process_states.state(r.pid, r.began) for r in self.ranks if r.rank in self.visible}
+        return {
+            rank: state
+            for rank, state in found.items()
+            if state not in process_states.DEAD or not self.has_finished(rank)
+        }
 
-    def hears(self, rank: int) -> bool:
-        """Whether this rank sees what that one says."""
+    def can_reach(self, rank: int) -> bool:
+        """Return whether this rank sees the statements of `rank`."""
         return self.folder is not None and rank in self.reachable
 
-    def fatal(self, rank: int) -> str:
-        """What Python wrote when the rank crashed."""
+    def crash_text(self, rank: int) -> str:
+        """Return the trace that Python wrote when the rank crashed."""
         if self.folder is not None:
             with suppress(OSError):
                 return (self.folder / f"fatal/{rank:05d}").read_text(errors="replace").strip()
         return ""
 
-    def fatal_file(self) -> Path | None:
-        """Where Python shall write if this rank crashes."""
-        return self.folder / f"fatal/{self.who.rank:05d}" if self.folder is not None else None
+    def crash_file(self) -> Path | None:
+        """Return the file that Python writes to if this rank crashes."""
+        return self.folder / f"fatal/{self.process.rank:05d}" if self.folder is not None else None
 
-    def claim(self, number: int) -> bool:
-        """Whether this rank is the one to write the card, at the `number`-th try, from 0."""
+    def claim_card(self, number: int) -> bool:
+        """Return whether this rank is the one to write the card, at attempt `number` (from 0)."""
         if self.folder is None:
             return True
         try:
             os.close(os.open(self.folder / f"card.{number}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
         except FileExistsError:
             return False
-        except OSError:  # a disk that is full or went away: better two cards than none
+        except OSError:  # the disk is full or lost: two cards are better than none
             return True
         return True
 
-    def go_on_claiming(self, number: int) -> None:
-        """Leave word that this rank, who claimed the card, is still at it."""
+    def renew_claim(self, number: int) -> None:
+        """Record that this rank still works on the card that it has claimed."""
         self._touch(f"card.{number}")
 
-    def claimed_at(self, number: int) -> int:
-        """When who claimed a card last said so: a number that changes."""
+    def claim_time_ns(self, number: int) -> int:
+        """Return when the claim of a card was last renewed. Only changes of the number matter."""
         if self.folder is not None:
             with suppress(OSError):
                 return (self.folder / f"card.{number}").stat().st_mtime_ns
         return 0
 
-    def every_s(self, least_s: float) -> float:
-        """How often to look at the folder, where each rank does: so many looks a second that one server stands it."""
+    def poll_interval_s(self, least_s: float) -> float:
+        """Return the seconds between polls of the folder, so that all ranks do not overload one file server."""
         return max(least_s, len(self.ranks) / _LOOKS_A_SECOND)
 
-    def told(self) -> bool:
-        """Whether the card is written and shown."""
+    def is_reported(self) -> bool:
+        """Return whether the card is written and shown."""
         return self.folder is not None and (self.folder / "told").exists()
 
-    def tell(self) -> None:
-        """Leave word that the card is written and shown."""
+    def mark_reported(self) -> None:
+        """Record that the card is written and shown."""
         self._touch("told")
 
     def remove(self) -> None:
-        """At the good end of a run, on rank 0."""
+        """Remove the folder. Called by rank 0 when the run ends without a failure."""
         if self.folder is not None:
             _remove(self.folder.parent)
 
     def _put(self, name: str, value: dict[str, Any]) -> None:
-        """Write a file, whole or not at all. What cannot be written is lost: the card says which ranks are missing."""
+        """Write a file atomically. A failed write is ignored: the card says which ranks are missing."""
         if self.folder is None:
             return
         path = self.folder / name
@@ -189,20 +193,24 @@ class Mailbox:
                 (self.folder / name).touch()
 
 
-def open_post(directory: Path, comm: Comm, who: Who) -> Mailbox:
-    """Make the files of this start in the run folder `directory`, which rank 0 knows. Collective: yes."""
-    place = on_rank_0(comm, lambda: _make(directory), name="post")
+def open_mailbox(directory: Path, comm: Comm, process: RankProcess) -> Mailbox:
+    """Create the files of this start in the run folder `directory`, which rank 0 knows. Collective: yes."""
+    place = on_rank_0(comm, lambda: _make(directory), name="mailbox")
     folder = Path(place) if place and (Path(place) / "said").is_dir() else None
-    everyone = allgather_json(comm, {**asdict(who), "sees": folder is not None}, name="post/ranks")
+    everyone = allgather_json(comm, {**asdict(process), "sees": folder is not None}, name="mailbox/ranks")
     reachable = frozenset(rank for rank, facts in enumerate(everyone) if facts.pop("sees"))
-    ranks = tuple(Who(**facts) for facts in everyone)
-    # A container of its own may share the host's name and not its numbers: only who is found now is looked for later.
-    seen = {r.rank for r in ranks if r.rank != who.rank and r.host == who.host and process.started(r.pid) == r.began}
-    return Mailbox(folder, who, ranks, frozenset(seen), reachable)
+    ranks = tuple(RankProcess(**facts) for facts in everyone)
+    # A container may share the host's name, but not its process IDs: only processes found now are looked up later.
+    visible = {
+        r.rank
+        for r in ranks
+        if r.rank != process.rank and r.host == process.host and process_states.started(r.pid) == r.began
+    }
+    return Mailbox(folder, process, ranks, frozenset(visible), reachable)
 
 
 def _make(directory: Path) -> str:
-    """On rank 0. A folder that cannot be made is done without: telling of a failure is no reason for one."""
+    """Create the folder on rank 0. Empty where that fails: the run must not fail because of its failure report."""
     folder = RunLayout(directory.resolve()).ranks / secrets.token_hex(8)
     try:
         _remove(folder.parent)
@@ -214,7 +222,7 @@ def _make(directory: Path) -> str:
 
 
 def _remove(folder: Path) -> None:
-    """Rename ``RUN/.ranks``, then remove it: in a half removed one, ranks would seem not to have ended."""
+    """Rename ``RUN/.ranks``, then remove it: in a half removed one, ranks would seem not to have finished."""
     with suppress(OSError):
         folder.rename(folder.with_name(f"{folder.name}.removing-{secrets.token_hex(4)}"))
     for leftover in folder.parent.glob(f"{folder.name}.removing-*"):
@@ -222,11 +230,11 @@ def _remove(folder: Path) -> None:
 
 
 @contextmanager
-def crash_notes(post: Mailbox) -> Iterator[None]:
-    """Have Python's faulthandler write to the post if native code crashes, unless somebody uses it already."""
+def crash_notes(mailbox: Mailbox) -> Iterator[None]:
+    """Let Python's faulthandler write to the mailbox if native code crashes, unless it is already in use."""
     import faulthandler
 
-    path = post.fatal_file()
+    path = mailbox.crash_file()
     if path is None or faulthandler.is_enabled():
         yield
         return

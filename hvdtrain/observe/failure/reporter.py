@@ -1,4 +1,4 @@
-"""One rank's part in telling of a failure: its statement, and the card if it is the one to write it."""
+"""Report a failure: write this rank's statement, and the card if this rank claims it."""
 
 from __future__ import annotations
 
@@ -14,157 +14,156 @@ from typing import Any
 
 from hvdtrain.durable import write_text
 from hvdtrain.observe.encodable import encodable
-from hvdtrain.observe.failure import card, process
-from hvdtrain.observe.failure import verdict as blame
+from hvdtrain.observe.failure import card
 from hvdtrain.observe.failure.failure_output import FailureOutput, to_stderr
 from hvdtrain.observe.failure.mailbox import Mailbox
-from hvdtrain.observe.failure.statement import FAILED, HERE, STALLED, Statement, Witness
-from hvdtrain.observe.failure.verdict import Silent
+from hvdtrain.observe.failure.process_states import DEAD, STOPPED, UNKNOWN, UNREACHABLE, memory, oom_kills
+from hvdtrain.observe.failure.statement import CURRENT, FAILED, STALLED, Statement, StatementMaker
+from hvdtrain.observe.failure.verdict import STALL, SilentRank, find_cause, pending_collectives
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.clock import steady_s
 
-_OTHERS_COME_S = 2.0
-_SILENT_COME_S = 0.4
-"""mpirun kills those that are left one second after it has told them to end."""
-_CARD_COMES_S = 6.0
-_LOOK_EVERY_S = 0.05
+_STATEMENTS_WAIT_S = 2.0
+_DEAD_RANK_WAIT_S = 0.4
+"""mpirun kills the other ranks one second after it has sent them SIGTERM."""
+_CARD_WAIT_S = 6.0
+_POLL_S = 0.05
 
 
 @dataclass
-class Job:
-    """What a card says of the run.
+class JobFacts:
+    """Facts about the run for the card.
 
     Attributes:
-        run_dir: as the run was given it.
-        place: the same, absolute.
-        resume: the command that goes on.
+        run_dir: as the user gave it.
+        absolute_dir: the same, absolute.
+        resume: the command that resumes the run.
         checkpoint: finds the newest checkpoint.
-        held: what holds memory; asked where that ran out.
-        parts: parameters by the collective that carries their gradients.
-        ending: no rank is waited for any more: each may end when it wants to.
+        memory_holders: says what holds memory; called if memory ran out.
+        collective_parameters: parameters by the collective with their gradients.
+        ending: whether each rank may end when it wants to, because no other rank waits for it.
     """
 
     run_dir: Path
-    place: Path
+    absolute_dir: Path
     resume: str
     checkpoint: Callable[[], str | None]
-    held: Callable[[], dict[str, Any]] = dict
-    parts: Callable[[], Mapping[str, Sequence[str]]] = dict
+    memory_holders: Callable[[], dict[str, Any]] = dict
+    collective_parameters: Callable[[], Mapping[str, Sequence[str]]] = dict
     ending: bool = False
 
 
 @dataclass
 class Reporter:
-    """Says what happened, once for all ranks.
+    """Reports a failure once for all ranks.
 
-    Whichever rank first needs a card claims it, whether it is to blame or not: the others leave their statements and
-    wait until it is written, because a launcher ends every rank soon after the first one has ended. A card that does
-    not come is written by the next.
+    The first rank that needs a card claims it, whether it caused the failure or not. The other ranks write their
+    statements and wait for the card, because a launcher ends every rank soon after the first one has ended. If the
+    card does not appear, the next rank writes it.
 
     Attributes:
-        post: between the ranks.
-        witness: of this rank.
+        mailbox: between the ranks.
+        statements: makes those of this rank.
         job: the run.
-        voice: for errors that are raised; what the watchdog says goes to stderr.
-        over: whether an error was raised, so that the watchdog has nothing to say any more.
+        output: shows the card of a raised error; the watchdog writes to stderr.
+        error_raised: whether an error was raised; the watchdog reports nothing from then on.
     """
 
-    post: Mailbox
-    witness: Witness
-    job: Job
-    voice: FailureOutput
+    mailbox: Mailbox
+    statements: StatementMaker
+    job: JobFacts
+    output: FailureOutput
     lock: threading.Lock = field(default_factory=threading.Lock)
-    over: bool = False
-    _oom_kills_before: int = field(default_factory=process.oom_kills)
+    error_raised: bool = False
+    _oom_kills_before: int = field(default_factory=oom_kills)
 
-    def failed(self, error: BaseException) -> None:
-        """In the training thread: tell of an error, and note in the voice that it is told.
+    def report_error(self, error: BaseException) -> None:
+        """Report a raised error, and mark the output as reported. Called in the training thread.
 
-        Not where this rank is one of several and does not reach the others: then it is for the caller to say it.
+        If this is one of several ranks and does not share the run folder, the caller must report the error.
         """
-        with self.lock:  # held for good by a watchdog that is ending this process
-            self.over = True
+        with self.lock:  # a watchdog that ends this process never releases it
+            self.error_raised = True
             if isinstance(error, KeyboardInterrupt):
-                self.post.leave()
+                self.mailbox.mark_finished()
                 return
-            held: dict[str, Any] = {}
-            statement = self.witness.barely(FAILED, error)
-            with suppress(Exception):  # what is told of an error must not replace it
-                statement = self.witness.failed(error)
+            statement = self.statements.minimal(FAILED, error)
+            with suppress(Exception):  # a failed report must not replace the error
+                statement = self.statements.failure(error)
             if statement.fault is not None and statement.fault.memory:
                 with suppress(Exception):
-                    held = self.job.held()
-                with suppress(Exception):
-                    statement = self.witness.failed(error, held)
-            if self.post.folder is None and len(self.post.ranks) > 1:
+                    statement = replace(statement, memory_holders=self.job.memory_holders())
+            if self.mailbox.folder is None and len(self.mailbox.ranks) > 1:
                 return
-            self.post.say(statement)
-            self.tell(statement, self._others_come_s(), self.voice.show)
-            self.voice.told = True
+            self.mailbox.post_statement(statement)
+            self.report(statement, self._statements_wait_s(), self.output.show)
+            self.output.reported = True
 
-    def say(self, kind: str = HERE) -> Statement:
-        """In another thread: leave word where this rank is."""
+    def post_state(self, kind: str = CURRENT) -> Statement:
+        """Write a statement about where this rank is. Called outside the training thread."""
         try:
-            statement = self.witness.here(kind)
-        except Exception:  # no memory for the stacks, say: a rank that stands still must be told of still
-            statement = self.witness.barely(kind)
-        self.post.say(statement)
+            statement = self.statements.current(kind)
+        except Exception:  # such as no memory for the stacks: a stalled rank must be reported all the same
+            statement = self.statements.minimal(kind)
+        self.mailbox.post_statement(statement)
         return statement
 
-    def tell(self, own: Statement, patience_s: float, show: Callable[[str], None]) -> None:
-        """Write and show the card, or wait until another rank has."""
+    def report(self, own: Statement, wait_s: float, show: Callable[[str], None]) -> None:
+        """Write and show the card, or wait until another rank has done so."""
         number = 0
-        while not self.post.claim(number):
-            if self._another_tells(number):
+        while not self.mailbox.claim_card(number):
+            if self._another_reports(number):
                 return
             number += 1
         try:
-            text = self._write(own, patience_s, number)
-        except Exception:  # a fault of this code must not leave a failure untold, nor a job that hangs
+            text = self._write(own, wait_s, number)
+        except Exception:  # a bug here must not hide the failure, nor let the job hang
             why = own.fault.traceback if own.fault else f"{own.kind}: {own.stacks}"
             text = f"{why}\nhvdtrain: the failure card could not be written:\n{traceback.format_exc()}"
         show(text)
-        self.post.tell()
+        self.mailbox.mark_reported()
 
-    def _others_come_s(self) -> float:
-        """How long to wait for the others' statements: their watchdogs look the seldomer, the more they are."""
-        return max(_OTHERS_COME_S, 2 * self.post.every_s(0.0))
+    def _statements_wait_s(self) -> float:
+        """Return how long to wait for statements. With more ranks, each watchdog polls less often."""
+        return max(_STATEMENTS_WAIT_S, 2 * self.mailbox.poll_interval_s(0.0))
 
-    def _another_tells(self, number: int) -> bool:
-        """Wait until the rank that claimed the `number`-th try has told; False if it is not at it any more."""
-        look_s = self.post.every_s(_LOOK_EVERY_S)
-        patience_s = max(_CARD_COMES_S, 3 * look_s)
-        seen, since = self.post.claimed_at(number), time.monotonic()
-        while not self.post.told():
-            if (claimed := self.post.claimed_at(number)) != seen:
-                seen, since = claimed, time.monotonic()
+    def _another_reports(self, number: int) -> bool:
+        """Wait for the card of the rank that claimed attempt `number`; False if that rank stopped working on it."""
+        poll_s = self.mailbox.poll_interval_s(_POLL_S)
+        patience_s = max(_CARD_WAIT_S, 3 * poll_s)
+        claimed_ns, since = self.mailbox.claim_time_ns(number), time.monotonic()
+        while not self.mailbox.is_reported():
+            if (renewed_ns := self.mailbox.claim_time_ns(number)) != claimed_ns:
+                claimed_ns, since = renewed_ns, time.monotonic()
             elif time.monotonic() - since > patience_s:
                 return False
-            time.sleep(look_s)
+            time.sleep(poll_s)
         return True
 
-    def missing(self) -> None:
-        """In the watchdog: a rank of this host is gone. Say so, within the second that the launcher leaves."""
-        self.tell(self.say(), _SILENT_COME_S, to_stderr)
+    def report_missing_rank(self) -> None:
+        """Report a dead rank of this host, within the second before the launcher kills this one. For the watchdog."""
+        self.report(self.post_state(), _DEAD_RANK_WAIT_S, to_stderr)
 
-    def given_up(self) -> None:
-        """In the training thread: a rank is gone, and there is no round without it any more. Say so, once for all."""
-        if self.post.folder is None and len(self.post.ranks) > 1:
+    def report_no_new_round(self) -> None:
+        """Report a dead rank for which there is no new round. Called in the training thread."""
+        if self.mailbox.folder is None and len(self.mailbox.ranks) > 1:
             return
-        own = replace(self.witness.barely(HERE), memory=process.memory())
-        self.post.say(own)
-        self.tell(own, _SILENT_COME_S, self.voice.show)
+        own = replace(self.statements.minimal(CURRENT), memory=memory())
+        self.mailbox.post_statement(own)
+        self.report(own, _DEAD_RANK_WAIT_S, self.output.show)
 
-    def stalled(self) -> None:
-        """In the watchdog: no progress."""
-        self.tell(self.say(STALLED), self._others_come_s(), to_stderr)
+    def report_stall(self) -> None:
+        """Report that there is no progress. For the watchdog."""
+        self.report(self.post_state(STALLED), self._statements_wait_s(), to_stderr)
 
-    def _write(self, own: Statement, patience_s: float, number: int) -> str:
-        layout = RunLayout(self.job.place)
-        statements, silent = self._gather(own, patience_s, number)
-        kills = process.oom_kills() - self._oom_kills_before
-        verdict = blame.judge(statements, silent, oom_kills=kills, shared=self.post.folder is not None)
-        waited = blame.waited_for(statements, silent, self.job.parts()) if verdict.kind == blame.STALL else []
+    def _write(self, own: Statement, wait_s: float, number: int) -> str:
+        layout = RunLayout(self.job.absolute_dir)
+        statements, silent = self._gather(own, wait_s, number)
+        kills = oom_kills() - self._oom_kills_before
+        verdict = find_cause(statements, silent, oom_kills=kills, shared=self.mailbox.folder is not None)
+        waited = (
+            pending_collectives(statements, silent, self.job.collective_parameters()) if verdict.kind == STALL else []
+        )
         config = layout.config.exists()
         facts = card.make_card(
             verdict,
@@ -172,53 +171,54 @@ class Reporter:
             silent,
             waited,
             time=steady_s(),
-            size=len(self.post.ranks),
+            size=len(self.mailbox.ranks),
             run_dir=str(self.job.run_dir),
             checkpoint=self.job.checkpoint(),
             resume=self.job.resume if config else None,
         )
         text = encodable(card.render(verdict, statements, silent, facts, str(RunLayout(self.job.run_dir).failure_json)))
-        with suppress(OSError):  # a full disk may be what is to be told
+        with suppress(OSError):  # a full disk may be the failure
             write_text(layout.failure_text, text)
             write_text(layout.failure_json, json.dumps(facts, indent=1))
         return text
 
-    def _gather(self, own: Statement, patience_s: float, number: int) -> tuple[list[Statement], list[Silent]]:
-        """What all ranks said, and of those that said nothing what is known; waits for them a little."""
-        deadline = time.monotonic() + patience_s
+    def _gather(self, own: Statement, wait_s: float, number: int) -> tuple[list[Statement], list[SilentRank]]:
+        """Wait up to `wait_s` for statements. Return them, and what is known of the ranks without one."""
+        deadline = time.monotonic() + wait_s
         known: dict[str, Statement] = {}
         while True:
-            self.post.go_on_claiming(number)
-            found = {s.who.rank: s for s in self.post.statements(known)}
-            found.setdefault(own.who.rank, own)
-            states = self.post.states()
+            self.mailbox.renew_claim(number)
+            found = {s.process.rank: s for s in self.mailbox.statements(known)}
+            found.setdefault(own.process.rank, own)
+            states = self.mailbox.states()
             awaited = [
                 rank
-                for rank in self.post.reachable
-                if self.post.hears(rank)
+                for rank in self.mailbox.reachable
+                if self.mailbox.can_reach(rank)
                 and rank not in found
-                and states.get(rank, process.UNKNOWN) not in (*process.DEAD, process.STOPPED)
+                and states.get(rank, UNKNOWN) not in (*DEAD, STOPPED)
             ]
             if not awaited or time.monotonic() >= deadline:
                 break
-            time.sleep(_LOOK_EVERY_S)
-        beats, now = self.post.beats(), steady_s()
+            time.sleep(_POLL_S)
+        beats, now = self.mailbox.heartbeats(), steady_s()
         silent = []
-        for who in self.post.ranks:
-            if who.rank not in found and not self.post.has_left(who.rank):
-                last = beats.get(who.rank, {})
+        for process in self.mailbox.ranks:
+            rank = process.rank
+            if rank not in found and not self.mailbox.has_finished(rank):
+                last = beats.get(rank, {})
                 last = {**last, "ago_s": max(0.0, round(now - last["time"], 1))} if "time" in last else {}
-                state = states.get(who.rank, process.UNKNOWN)
-                if state not in (*process.DEAD, process.STOPPED) and not self.post.hears(who.rank):
-                    state = process.UNREACHABLE
-                silent.append(Silent(who, state, self.post.fatal(who.rank), last))
+                state = states.get(rank, UNKNOWN)
+                if state not in (*DEAD, STOPPED) and not self.mailbox.can_reach(rank):
+                    state = UNREACHABLE
+                silent.append(SilentRank(process, state, self.mailbox.crash_text(rank), last))
         return [found[rank] for rank in sorted(found)], silent
 
 
-def set_old_aside(run_dir: Path) -> None:
-    """Move the card of an earlier failure to RUN/failures/, named by when it was, as the run goes on after it.
+def archive_old_card(run_dir: Path) -> None:
+    """Move the card of an earlier failure to RUN/failures/, named by its time.
 
-    ``failure.json`` in a run folder thus always tells of the run's last start.
+    So ``failure.json`` in a run folder always belongs to the run's last start.
     """
     layout = RunLayout(run_dir)
     for path in (layout.failure_text, layout.failure_json):

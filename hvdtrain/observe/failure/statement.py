@@ -1,4 +1,4 @@
-"""What one rank says of itself when a run fails: where it is, what went wrong there, its memory, its stacks."""
+"""A rank's statement when a run fails: where it is, its error, its memory, its stacks."""
 
 from __future__ import annotations
 
@@ -13,27 +13,36 @@ from typing import Any
 
 from hvdtrain.comm.waiting import in_collective
 from hvdtrain.observe.encodable import encodable
-from hvdtrain.observe.failure import process
+from hvdtrain.observe.failure import process_states
 from hvdtrain.observe.failure.fault import Fault, bare_fault, fault
 from hvdtrain.runtime.clock import steady_s
 from hvdtrain.spans import MAIN, Spans
 
-FAILED, STALLED, HERE = "failed", "stalled", "here"
-"""Kinds: an error was raised; no progress for too long; asked by another rank's statement."""
+FAILED, STALLED, CURRENT = "failed", "stalled", "here"
+"""Kinds: an error was raised; no progress for too long; where a rank is when another one has made a statement."""
 
 TRAINING = "training"
 WATCHDOG_THREAD = "hvdtrain watchdog"
 
+_JSON_NAMES = {
+    "process": "who",
+    "open_spans": "open",
+    "last_span": "last",
+    "is_waiting": "waits",
+    "memory_holders": "held",
+}
+"""Keys of `failure.json` (format 1) that differ from the attributes of `Statement`."""
+
 
 @dataclass(frozen=True)
-class Who:
-    """A rank as a process.
+class RankProcess:
+    """A rank and its process.
 
     Attributes:
         rank: 0 to size - 1.
         host: name of its host.
-        pid: its number there.
-        began: when the process began, see `process.started`.
+        pid: process ID on that host.
+        began: when the process began, see `process_states.started`.
     """
 
     rank: int
@@ -44,115 +53,125 @@ class Who:
 
 @dataclass(frozen=True)
 class Statement:
-    """What one rank says.
+    """The state of one rank.
 
     Attributes:
-        kind: FAILED, STALLED or HERE.
+        kind: FAILED, STALLED or CURRENT.
         time: seconds since 1970.
-        who: the rank.
-        step: the optimizer step being done, counted from 1; 0 before the first.
-        open: names of the spans that the training thread is in, outermost first, with the seconds since they began.
-        last: the span that ended last.
+        process: the rank.
+        step: the current optimizer step, counted from 1; 0 before the first.
+        open_spans: spans that the training thread is in, outermost first: name, and seconds since it began.
+        last_span: the span that ended last.
         idle_s: seconds since a span began or ended.
-        in_flight: collectives started and not yet waited for, with the seconds since they began.
-        waits: whether the training thread waits in a collective.
-        memory: in MiB, see `process.memory`.
-        fault: of FAILED.
-        stacks: of each thread by name, the innermost frame last; the one that trains is called TRAINING.
-        held: what holds memory, where that ran out; see `hvdtrain.training.diagnostics.memory_holders`.
+        in_flight: collectives that were started and not yet waited for, with the seconds since they began.
+        is_waiting: whether the training thread waits in a collective.
+        memory: in MiB, see `process_states.memory`.
+        fault: the error, if the kind is FAILED.
+        stacks: by name of thread, innermost frame last. The training thread is called TRAINING.
+        memory_holders: what holds memory, if it ran out; see `hvdtrain.training.diagnostics.memory_holders`.
     """
 
     kind: str
     time: float
-    who: Who
+    process: RankProcess
     step: int = 0
-    open: list[tuple[str, float]] = field(default_factory=list)
-    last: str = ""
+    open_spans: list[tuple[str, float]] = field(default_factory=list)
+    last_span: str = ""
     idle_s: float = 0.0
     in_flight: dict[str, float] = field(default_factory=dict)
-    waits: bool = False
+    is_waiting: bool = False
     memory: dict[str, float] = field(default_factory=dict)
     fault: Fault | None = None
     stacks: dict[str, list[str]] = field(default_factory=dict)
-    held: dict[str, Any] = field(default_factory=dict)
+    memory_holders: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON holds it."""
-        return asdict(self)
+        """Return the statement as `failure.json` holds it."""
+        return renamed(asdict(self))
+
+
+def renamed(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Give attributes of `Statement` and of `SilentRank` their names in `failure.json`."""
+    return {_JSON_NAMES.get(name, name): value for name, value in fields.items()}
 
 
 def from_json(value: Mapping[str, Any]) -> Statement:
-    """The statement that `to_json` gave."""
-    known = {f.name: value[f.name] for f in fields(Statement) if f.name in value}
-    known["who"] = Who(**value["who"])
+    """Return the statement that `to_json` encoded."""
+    known = {f.name: value[key] for f in fields(Statement) if (key := _JSON_NAMES.get(f.name, f.name)) in value}
+    known["process"] = RankProcess(**value["who"])
     known["fault"] = Fault(**value["fault"]) if value.get("fault") else None
-    known["open"] = [(name, seconds) for name, seconds in value.get("open", [])]
+    known["open_spans"] = [(name, seconds) for name, seconds in value.get("open", [])]
     return Statement(**known)
 
 
 @dataclass(frozen=True)
-class Witness:
-    """What a rank makes its statements from; its thread is the one that trains.
+class StatementMaker:
+    """Makes the statements of one rank. Constructed in the training thread.
 
     Attributes:
-        who: the rank.
+        process: the rank.
         spans: of the training thread.
         in_flight: of the communicator.
         thread: identity of the training thread.
     """
 
-    who: Who
+    process: RankProcess
     spans: Spans
     in_flight: Mapping[str, float]
     thread: int = field(default_factory=threading.get_ident)
 
-    def here(self, kind: str = HERE) -> Statement:
-        """Where this rank is now. To be called from another thread than the one that trains."""
-        stacks, waits = self._stacks()
+    def current(self, kind: str = CURRENT) -> Statement:
+        """Say where this rank is now. Called from a thread other than the training thread."""
+        stacks, is_waiting = self._stacks()
         return Statement(
-            kind, steady_s(), self.who, **self._place(), waits=waits, memory=process.memory(), stacks=stacks
+            kind,
+            steady_s(),
+            self.process,
+            **self._position(),
+            is_waiting=is_waiting,
+            memory=process_states.memory(),
+            stacks=stacks,
         )
 
-    def failed(self, error: BaseException, held: dict[str, Any] | None = None) -> Statement:
-        """What went wrong. To be called from the training thread: what it was in has been left by then."""
+    def failure(self, error: BaseException) -> Statement:
+        """Describe an error. Called from the training thread, which has left its spans by then."""
         events = reversed(self.spans.events(self.spans.step))
         last = next((e.name for e in events if e.track == MAIN and e.name not in ("gc", "step")), "")
         return Statement(
             FAILED,
             steady_s(),
-            self.who,
-            **self._place(),
-            last=last,
-            memory=process.memory(device=True),
+            self.process,
+            **self._position(),
+            last_span=last,
+            memory=process_states.memory(device=True),
             fault=fault(error),
-            held=held or {},
         )
 
-    def barely(self, kind: str, error: BaseException | None = None) -> Statement:
-        """The least that can be said, where the rest cannot: an error of strange parts, no memory for a traceback."""
-        return Statement(kind, steady_s(), self.who, self.spans.step, fault=bare_fault(error) if error else None)
+    def minimal(self, kind: str, error: BaseException | None = None) -> Statement:
+        """Say the minimum, where the rest fails: an error with broken methods, no memory for a traceback."""
+        return Statement(kind, steady_s(), self.process, self.spans.step, fault=bare_fault(error) if error else None)
 
-    def _place(self) -> dict[str, Any]:
+    def _position(self) -> dict[str, Any]:
         now = time.monotonic()
         return {
             "step": self.spans.step,
-            "open": [(name, round(seconds, 3)) for name, seconds in self.spans.open()],
+            "open_spans": [(name, round(seconds, 3)) for name, seconds in self.spans.open()],
             "idle_s": round(self.spans.idle_s(), 3),
             "in_flight": {name: round(now - began, 3) for name, began in dict(self.in_flight).items()},
         }
 
     def _stacks(self) -> tuple[dict[str, list[str]], bool]:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        stacks, waits = {}, False
+        stacks, is_waiting = {}, False
         for ident, frame in sys._current_frames().items():
             name = names.get(ident, f"thread {ident}")
             if name != WATCHDOG_THREAD:
                 lines = [encodable(line.rstrip()) for line in traceback.format_stack(frame)]
                 stacks[TRAINING if ident == self.thread else name] = lines
-            waits = waits or (ident == self.thread and in_collective(frame))
-        return stacks, waits
+            is_waiting = is_waiting or (ident == self.thread and in_collective(frame))
+        return stacks, is_waiting
 
 
-def myself(rank: int, host: str) -> Who:
+def this_process(rank: int, host: str) -> RankProcess:
     """Describe this process."""
-    return Who(rank, host, os.getpid(), process.started(os.getpid()) or 0)
+    return RankProcess(rank, host, os.getpid(), process_states.started(os.getpid()) or 0)

@@ -1,4 +1,4 @@
-"""Who is to blame: from what ranks said, and from the silence of others, one verdict. Pure."""
+"""Find the cause of a failure from the statements of ranks and the silence of others. Pure."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdtrain.observe.failure.process import DEAD, RUNNING, STOPPED, UNKNOWN, UNREACHABLE
+from hvdtrain.observe.failure.process_states import DEAD, RUNNING, STOPPED, UNKNOWN, UNREACHABLE
 from hvdtrain.observe.failure.rank_names import agree, grouped, label, labels, place
-from hvdtrain.observe.failure.statement import STALLED, Statement, Who
+from hvdtrain.observe.failure.statement import STALLED, RankProcess, Statement
 
 EXCEPTION, KILLED, STALL = "exception", "killed", "stall"
-"""Kinds of failures: an error was raised; a process ended without a word; no progress."""
+"""Kinds of failures: an error was raised; a process ended without a statement; no progress."""
 
 
 @dataclass(frozen=True)
-class Silent:
-    """A rank that said nothing.
+class SilentRank:
+    """A rank without a statement.
 
     Attributes:
-        who: the rank.
-        state: of its process, see `process`.
-        crash: what Python's faulthandler wrote of it.
-        last: what it last left of itself: time, step, rss.
+        process: the rank.
+        state: of its process, see `process_states`.
+        crash: the trace that Python's faulthandler wrote.
+        last: its last heartbeat: time, step, rss.
     """
 
-    who: Who
+    process: RankProcess
     state: str = UNKNOWN
     crash: str = ""
     last: dict[str, Any] = field(default_factory=dict)
@@ -33,13 +33,13 @@ class Silent:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is to be said first.
+    """The cause of a failure.
 
     Attributes:
         kind: EXCEPTION, KILLED or STALL.
-        ranks: those to blame; all of them where none stands out.
+        ranks: the ranks that caused it; all ranks if none differs from the others.
         sentence: what happened.
-        hint: what it may come from, and what to do.
+        hint: possible causes, and what to do.
     """
 
     kind: str
@@ -48,21 +48,21 @@ class Verdict:
     hint: str = ""
 
 
-def judge(
-    statements: Sequence[Statement], silent: Sequence[Silent], *, oom_kills: int = 0, shared: bool = True
+def find_cause(
+    statements: Sequence[Statement], silent: Sequence[SilentRank], *, oom_kills: int = 0, shared: bool = True
 ) -> Verdict:
-    """The verdict.
+    """Return the cause of a failure.
 
-    An error that is no mere consequence of another comes before processes that are gone (the launcher ends what is
-    left once a rank has failed), these before stopped ones, and these before ranks that do something else than wait for
-    the others. Of several errors the earliest counts, by the hosts' clocks.
+    Causes in order of priority: an error that is not the consequence of another one; dead processes (the launcher
+    kills the other ranks after one has failed); stopped processes; ranks that do not wait for the others. The earliest
+    error counts, by the clocks of the hosts.
 
     Args:
-        statements: one a rank at most, one at least.
+        statements: at least one, at most one for each rank.
         silent: all other ranks.
-        oom_kills: processes of this host that its kernel killed for want of memory since the run began.
-        shared: whether this rank sees the folder in which ranks leave word; without it those that are gone may have
-            spoken for themselves.
+        oom_kills: processes that the kernel of this host killed because memory ran out, since the run began.
+        shared: whether this rank sees the folder of the statements. Without it, dead ranks may have reported for
+            themselves.
     """
     errors = sorted((s for s in statements if s.fault is not None), key=lambda s: s.time)
     original = [s for s in errors if s.fault is not None and not s.fault.consequence]
@@ -83,139 +83,146 @@ def _error(errors: Sequence[Statement], size: int) -> Verdict:
     first = errors[0]
     assert first.fault is not None
     if size > 1 and (first.fault.everywhere or (len(errors) == size and len({_text(s) for s in errors}) == 1)):
-        return Verdict(EXCEPTION, [s.who.rank for s in errors], f"every rank failed: {first.fault.type}")
+        return Verdict(EXCEPTION, [s.process.rank for s in errors], f"every rank failed: {first.fault.type}")
     ahead = " first" if len(errors) > 1 else ""
     how = "ran out of memory" if first.fault.memory else "failed"
-    return Verdict(EXCEPTION, [first.who.rank], f"{label(first.who)} {how}{ahead}: {first.fault.type}")
+    return Verdict(EXCEPTION, [first.process.rank], f"{label(first.process)} {how}{ahead}: {first.fault.type}")
 
 
 def _text(statement: Statement) -> str:
     return f"{statement.fault.type}: {statement.fault.message}" if statement.fault else ""
 
 
-def _killed(dead: Sequence[Silent], oom_kills: int, shared: bool) -> Verdict:
-    ranks = [s.who.rank for s in dead]
-    whom = labels(s.who for s in dead)
+def _killed(dead: Sequence[SilentRank], oom_kills: int, shared: bool) -> Verdict:
+    ranks = [s.process.rank for s in dead]
+    whom = labels(s.process for s in dead)
     if any(s.crash for s in dead):
-        return Verdict(KILLED, ranks, f"{whom} crashed in native code", "where in Python stands below")
+        return Verdict(KILLED, ranks, f"{whom} crashed in native code", "the Python stack is in the details")
     if oom_kills:
         hint = (
-            f"the kernel's out-of-memory killer has ended {oom_kills} process(es) of this host since the run began:"
-            " lower --train.micro_batch or --loader.workers, or run fewer ranks a host"
+            f"the kernel's out-of-memory killer has killed {oom_kills} process(es) on this host since the run began:"
+            " lower --train.micro_batch or --loader.workers, or run fewer ranks on each host"
         )
     else:
         hint = (
-            "killed (SIGKILL) or ended by native code; the launcher says by which signal. If nobody did it on purpose,"
-            " see dmesg and the scheduler's log: a memory limit ends processes in this way"
+            "it was killed (SIGKILL) or native code ended it; the launcher prints the signal. If nobody killed it on"
+            " purpose, check dmesg and the scheduler's log: a memory limit kills processes this way"
         )
     if not shared:
-        hint = f"what it said itself may stand above, as the run folder is not shared. If nothing does: {hint}"
-        return Verdict(KILLED, ranks, f"{whom} {agree(dead, 'is', 'are')} gone", hint)
-    return Verdict(KILLED, ranks, f"{whom} ended without a word", hint)
+        hint = f"the run folder is not shared, so its own report may be above. If there is none: {hint}"
+        return Verdict(KILLED, ranks, f"{whom} {agree(dead, 'is', 'are')} dead", hint)
+    return Verdict(KILLED, ranks, f"{whom} ended without an error message", hint)
 
 
-def _stopped(stopped: Sequence[Silent]) -> Verdict:
-    hint = "something sent SIGSTOP (a debugger, a shell's Ctrl-Z, a scheduler that suspends jobs)"
+def _stopped(stopped: Sequence[SilentRank]) -> Verdict:
+    hint = "something sent SIGSTOP: a debugger, Ctrl-Z in a shell, or a scheduler that suspends jobs"
     return Verdict(
         STALL,
-        [s.who.rank for s in stopped],
-        f"{labels(s.who for s in stopped)} {agree(stopped, 'is', 'are')} stopped",
+        [s.process.rank for s in stopped],
+        f"{labels(s.process for s in stopped)} {agree(stopped, 'is', 'are')} stopped",
         hint,
     )
 
 
-def _ended(first: Statement, silent: Sequence[Silent]) -> Verdict:
+def _ended(first: Statement, silent: Sequence[SilentRank]) -> Verdict:
     lost = [s for s in silent if s.state != UNREACHABLE]
-    sentence = "communication ended, and no rank says why"
-    hint = "see what the launcher and Horovod print around this"
+    sentence = "communication ended, and no rank reported an error"
+    hint = "see the messages of the launcher and of Horovod around this one"
     if lost:
-        whom = labels(s.who for s in lost)
-        return Verdict(KILLED, [s.who.rank for s in lost], f"{sentence}; nothing was heard of {whom}", hint)
+        whom = labels(s.process for s in lost)
+        return Verdict(KILLED, [s.process.rank for s in lost], f"{sentence}; no statement came from {whom}", hint)
     if silent:
-        hint = f"see what {labels(s.who for s in silent)} say themselves: the run folder is not shared with them"
-        return Verdict(EXCEPTION, [first.who.rank], "communication ended, and no rank that is heard says why", hint)
-    return Verdict(EXCEPTION, [first.who.rank], sentence, hint)
+        hint = f"see the output of {labels(s.process for s in silent)}: the run folder is not shared with them"
+        return Verdict(
+            EXCEPTION,
+            [first.process.rank],
+            "communication ended, and no rank that shares the run folder reported an error",
+            hint,
+        )
+    return Verdict(EXCEPTION, [first.process.rank], sentence, hint)
 
 
-def _stall(statements: Sequence[Statement], silent: Sequence[Silent]) -> Verdict:
+def _stall(statements: Sequence[Statement], silent: Sequence[SilentRank]) -> Verdict:
     seconds = max((s.idle_s for s in statements if s.kind == STALLED), default=0.0)
     none = f"no progress for {seconds:.0f} s"
-    unheard = [s for s in silent if s.state == UNREACHABLE]
+    unreachable = [s for s in silent if s.state == UNREACHABLE]
     silent = [s for s in silent if s.state != UNREACHABLE]
     if silent:
         alive = all(s.state == RUNNING for s in silent)
         hint = (
-            "the process runs: native code holds Python's interpreter lock there"
+            "the process runs: native code there holds Python's interpreter lock"
             if alive
-            else "the host or its storage is gone, or native code holds Python's interpreter lock there"
+            else "the host or its storage is lost, or native code there holds Python's interpreter lock"
         )
-        whom = f"{labels(s.who for s in silent)} {agree(silent, 'says', 'say')}"
-        return Verdict(STALL, [s.who.rank for s in silent], f"{none}: {whom} nothing any more", hint)
-    busy = [s for s in statements if not s.waits]
-    if unheard:
-        return _half_heard(none, busy or statements, unheard)
+        whom = f"{labels(s.process for s in silent)} {agree(silent, 'does', 'do')}"
+        return Verdict(STALL, [s.process.rank for s in silent], f"{none}: {whom} not respond", hint)
+    working = [s for s in statements if not s.is_waiting]
+    if unreachable:
+        return _stall_unshared(none, working or statements, unreachable)
     if len(statements) == 1:
-        return Verdict(STALL, [statements[0].who.rank], f"{none}, {place(statements[0])}")
-    if busy and len(busy) < len(statements):
-        where = "; ".join(f"{who} {place(s)}" for who, s in grouped(busy))
-        they = agree(busy, "it", "them")
-        return Verdict(STALL, [s.who.rank for s in busy], f"{none}: {where}, and the others wait for {they}")
-    everyone = [s.who.rank for s in statements]
-    if busy:
-        return Verdict(STALL, everyone, f"{none} on any rank, and none waits for another")
-    stuck = "the network between the hosts or MPI is stuck; the launcher's and the network's logs may tell"
+        return Verdict(STALL, [statements[0].process.rank], f"{none}, {place(statements[0])}")
+    if working and len(working) < len(statements):
+        where = "; ".join(f"{ranks} {place(s)}" for ranks, s in grouped(working))
+        they = agree(working, "it", "them")
+        return Verdict(STALL, [s.process.rank for s in working], f"{none}: {where}, and the others wait for {they}")
+    everyone = [s.process.rank for s in statements]
+    if working:
+        return Verdict(STALL, everyone, f"{none} on any rank, and no rank waits for another one")
+    stuck = "the network between the hosts or MPI is stuck; check the logs of the launcher and the network"
     if len({frozenset(s.in_flight) for s in statements}) == 1:
-        return Verdict(STALL, everyone, f"{none}: all ranks wait in the same collective, and it does not end", stuck)
+        return Verdict(STALL, everyone, f"{none}: all ranks wait in the same collective, which does not end", stuck)
     if _started_by_all(statements):
         return Verdict(STALL, everyone, f"{none}: a collective that all ranks have started does not end", stuck)
     return Verdict(
         STALL,
         everyone,
-        f"{none}: the ranks wait for different things",
-        "they took different ways through the program: look for a branch that depends on the rank or on its data",
+        f"{none}: the ranks wait in different collectives",
+        "they took different branches of the program: look for one that depends on the rank or on its data",
     )
 
 
 def _started_by_all(statements: Sequence[Statement]) -> bool:
-    """Whether what the rank that is furthest waits for is under way on every rank: what it lacks has ended there."""
+    """Return whether every rank has started the collectives that the furthest rank waits for.
+
+    Collectives that the furthest rank no longer has in flight have ended there.
+    """
     furthest = min(statements, key=lambda s: len(s.in_flight))
     return bool(furthest.in_flight) and all(
-        s.waits and s.step == furthest.step and furthest.in_flight.keys() <= s.in_flight.keys() for s in statements
+        s.is_waiting and s.step == furthest.step and furthest.in_flight.keys() <= s.in_flight.keys() for s in statements
     )
 
 
-def _half_heard(none: str, there: Sequence[Statement], unheard: Sequence[Silent]) -> Verdict:
-    """Where some ranks don't share the run folder: what is known of those that do."""
-    where = "; ".join(f"{who} {place(s)}" for who, s in grouped(there))
-    hint = f"see what {labels(s.who for s in unheard)} say themselves: the run folder is not shared with them"
-    ranks = sorted([*(s.who.rank for s in there), *(s.who.rank for s in unheard)])
-    return Verdict(STALL, ranks, f"{none} that is heard of: {where}", hint)
+def _stall_unshared(none: str, there: Sequence[Statement], unreachable: Sequence[SilentRank]) -> Verdict:
+    """Return the cause as far as known, where some ranks do not share the run folder."""
+    where = "; ".join(f"{ranks} {place(s)}" for ranks, s in grouped(there))
+    hint = f"see the output of {labels(s.process for s in unreachable)}: the run folder is not shared with them"
+    ranks = sorted([*(s.process.rank for s in there), *(s.process.rank for s in unreachable)])
+    return Verdict(STALL, ranks, f"{none} on the ranks that share the run folder: {where}", hint)
 
 
-def waited_for(
-    statements: Sequence[Statement], silent: Sequence[Silent], parts: Mapping[str, Sequence[str]]
+def pending_collectives(
+    statements: Sequence[Statement], silent: Sequence[SilentRank], parameters: Mapping[str, Sequence[str]]
 ) -> list[dict[str, Any]]:
-    """Collectives that some ranks have started and others have not: [{name, on, not_on, parameters}].
+    """Return the collectives that some ranks have started and others have not: [{name, on, not_on, parameters}].
 
     Args:
-        statements: of ranks that spoke.
-        silent: ranks that did not, of which it is not known: they stand among those that have not, but for those that
-            cannot be heard.
-        parts: names of the parameters whose gradients a collective carries, by what its name begins with.
+        statements: of ranks that made one.
+        silent: the other ranks. They count as not started, except for ranks that are not reachable.
+        parameters: names of the parameters with gradients in a collective, by the beginning of the collective's name.
     """
     if not silent and _started_by_all(statements):
         return []
     names = list(dict.fromkeys(name for s in statements for name in s.in_flight))
-    mute = [s.who.rank for s in silent if s.state != UNREACHABLE]
+    mute = [s.process.rank for s in silent if s.state != UNREACHABLE]
     table = []
     for name in names:
-        on = [s.who.rank for s in statements if name in s.in_flight]
-        absent = sorted([s.who.rank for s in statements if name not in s.in_flight] + mute)
+        on = [s.process.rank for s in statements if name in s.in_flight]
+        absent = sorted([s.process.rank for s in statements if name not in s.in_flight] + mute)
         if absent:
-            table.append({"name": name, "on": on, "not_on": absent, "parameters": _carried(parts, name)})
+            table.append({"name": name, "on": on, "not_on": absent, "parameters": _parameters(parameters, name)})
     return table
 
 
-def _carried(parts: Mapping[str, Sequence[str]], name: str) -> list[str]:
-    """What a collective carries; one of several phases has a name of its own behind that of the bucket."""
-    return list(parts.get(name) or parts.get(name.rpartition("/")[0]) or [])
+def _parameters(parameters: Mapping[str, Sequence[str]], name: str) -> list[str]:
+    """Return the parameters of a collective. The name of a later phase has a suffix after the name of its bucket."""
+    return list(parameters.get(name) or parameters.get(name.rpartition("/")[0]) or [])

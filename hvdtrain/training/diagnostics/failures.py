@@ -11,9 +11,9 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.comm.rounds import Rounds
 from hvdtrain.errors import UnreadableCheckpointError
 from hvdtrain.observe.failure.failure_output import FailureOutput
-from hvdtrain.observe.failure.mailbox import crash_notes, open_post
-from hvdtrain.observe.failure.reporter import Job, Reporter, set_old_aside
-from hvdtrain.observe.failure.statement import Witness, myself
+from hvdtrain.observe.failure.mailbox import crash_notes, open_mailbox
+from hvdtrain.observe.failure.reporter import JobFacts, Reporter, archive_old_card
+from hvdtrain.observe.failure.statement import StatementMaker, this_process
 from hvdtrain.observe.shell_commands import go_on, go_on_program, shown
 from hvdtrain.observe.watchdog import Watchdog
 from hvdtrain.run_layout import RunLayout
@@ -28,7 +28,7 @@ def explained(
     directory: Path,
     comm: Comm,
     spans: Spans,
-    voice: FailureOutput | None,
+    output: FailureOutput | None,
     stall_timeout_s: float,
     rounds: Rounds,
     info: RankInfo,
@@ -36,32 +36,32 @@ def explained(
     """Watch what is done inside; write the failure card if it fails. Collective: yes, at the start.
 
     Gives who tells, with the facts that a card tells of the run, to be completed once there is a model. Errors pass
-    through; where nothing makes progress or a rank is gone, this process is ended. Without a `voice` it is a program
+    through; where nothing makes progress or a rank is gone, this process is ended. Without a `output` it is a program
     that trains, and the program is what goes on. Of an error that ends the round nothing is told as yet: see
-    `Reporter.given_up`. `info`: who this process is in the round.
+    `Reporter.report_no_new_round`. `info`: who this process is in the round.
     """
-    post = open_post(directory, comm, myself(comm.rank, info.host))
-    place = post.folder.parent.parent if post.folder is not None else directory
+    mailbox = open_mailbox(directory, comm, this_process(comm.rank, info.host))
+    place = mailbox.folder.parent.parent if mailbox.folder is not None else directory
     if comm.rank == 0:
-        set_old_aside(place)
+        archive_old_card(place)
     here = shown(directory, info)
-    again = go_on(directory, info) if voice is not None else go_on_program(directory, info, sys.orig_argv)
-    job = Job(here, place, again, lambda: _newest(place, here))
-    reporter = Reporter(post, Witness(post.who, spans, comm.in_flight), job, voice or FailureOutput())
+    again = go_on(directory, info) if output is not None else go_on_program(directory, info, sys.orig_argv)
+    job = JobFacts(here, place, again, lambda: _newest(place, here))
+    reporter = Reporter(mailbox, StatementMaker(mailbox.process, spans, comm.in_flight), job, output or FailureOutput())
     with handlers_as_before():
         try:
-            with crash_notes(post), Watchdog(reporter, stall_timeout_s, driven=rounds.elastic):
+            with crash_notes(mailbox), Watchdog(reporter, stall_timeout_s, driven=rounds.elastic):
                 yield reporter
         except BaseException as error:
             if rounds.is_over(error):
                 raise
-            reporter.failed(error)
+            reporter.report_error(error)
             if hasattr(error, "add_note") and RunLayout(place).failure_text.exists():  # from Python 3.11 on
                 error.add_note(f"more: {RunLayout(directory).failure_text}")
             raise
-    post.leave()
+    mailbox.mark_finished()
     if comm.rank == 0:
-        post.remove()
+        mailbox.remove()
 
 
 def _newest(place: Path, directory: Path) -> str | None:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from hvdtrain.config.schema import Config
 from hvdtrain.engine.base import Engine
-from hvdtrain.observe.failure.process import memory
+from hvdtrain.observe.failure.process_states import memory
 
 _MIB = 1 << 20
 

@@ -9,16 +9,16 @@ from typing import Any
 from hvdtrain.errors import DataError
 from hvdtrain.observe.failure.card import make_card, render
 from hvdtrain.observe.failure.fault import fault
-from hvdtrain.observe.failure.process import GONE
-from hvdtrain.observe.failure.statement import FAILED, HERE, STALLED, Statement, Who, from_json
-from hvdtrain.observe.failure.verdict import Silent, Verdict, judge, waited_for
+from hvdtrain.observe.failure.process_states import GONE
+from hvdtrain.observe.failure.statement import CURRENT, FAILED, STALLED, RankProcess, Statement, from_json
+from hvdtrain.observe.failure.verdict import SilentRank, Verdict, find_cause, pending_collectives
 
 FACTS = {"time": 1.0, "size": 2, "run_dir": "run", "checkpoint": "run/checkpoints/step-000100", "resume": "again"}
 MEMORY = {"rss": 400.0, "peak_rss": 500.0, "host_available": 1000.0, "host_total": 2000.0}
 
 
-def _statement(rank: int, kind: str = HERE, **facts: Any) -> Statement:
-    return Statement(kind, 0.0, Who(rank, "a", 100 + rank, 7), step=3, memory=MEMORY, **facts)
+def _statement(rank: int, kind: str = CURRENT, **facts: Any) -> Statement:
+    return Statement(kind, 0.0, RankProcess(rank, "a", 100 + rank, 7), step=3, memory=MEMORY, **facts)
 
 
 def _failed(error: Exception, rank: int = 1, **facts: Any) -> Statement:
@@ -28,15 +28,15 @@ def _failed(error: Exception, rank: int = 1, **facts: Any) -> Statement:
         return _statement(rank, FAILED, fault=fault(caught), **facts)
 
 
-def _text(statements: list[Statement], silent: list[Silent] | None = None) -> str:
-    verdict = judge(statements, silent or [])
-    waited = waited_for(statements, silent or [], {"gradients/0": ["a", "b"]})
+def _text(statements: list[Statement], silent: list[SilentRank] | None = None) -> str:
+    verdict = find_cause(statements, silent or [])
+    waited = pending_collectives(statements, silent or [], {"gradients/0": ["a", "b"]})
     return render(verdict, statements, silent or [], make_card(verdict, statements, silent or [], waited, **FACTS), "F")
 
 
 def test_json_holds_everything_and_gives_the_same_statements_again() -> None:
-    statements = [_failed(ValueError("no"), in_flight={"x": 1.0}), _statement(0, open=[("wait", 1.0)])]
-    card = make_card(judge(statements, []), statements, [], [], **FACTS)
+    statements = [_failed(ValueError("no"), in_flight={"x": 1.0}), _statement(0, open_spans=[("wait", 1.0)])]
+    card = make_card(find_cause(statements, []), statements, [], [], **FACTS)
     again = json.loads(json.dumps(card))
     assert again == json.loads(json.dumps(again))
     assert [from_json(value) for value in again["statements"]] == statements
@@ -54,7 +54,9 @@ def test_a_users_error_is_told_by_its_parts_and_another_by_its_traceback() -> No
 
 
 def test_where_the_others_were_memory_checkpoint_and_command() -> None:
-    told = _text([_failed(ValueError("no")), _statement(0, open=[("wait", 2.0)], in_flight={"x": 2.0}, waits=True)])
+    told = _text(
+        [_failed(ValueError("no")), _statement(0, open_spans=[("wait", 2.0)], in_flight={"x": 2.0}, is_waiting=True)]
+    )
     assert "rank 0 on a  in wait at step 3 for 2.0 s, waiting for x" in told
     assert "rank 1 on a  400 MiB, 500 MiB at most; 1,000 MiB left of the host's 2,000" in told
     assert "last checkpoint  run/checkpoints/step-000100" in told
@@ -63,9 +65,11 @@ def test_where_the_others_were_memory_checkpoint_and_command() -> None:
 
 
 def test_a_stall_shows_what_is_waited_for_and_the_stacks_of_equal_ranks_once() -> None:
-    waits = {"waits": True, "in_flight": {"gradients/0": 600.0}, "stacks": {"training": ["  in synchronize"]}}
+    waits = {"is_waiting": True, "in_flight": {"gradients/0": 600.0}, "stacks": {"training": ["  in synchronize"]}}
     statements = [_statement(rank, STALLED, **waits) for rank in (0, 2)]
-    told = _text([*statements, _statement(1, STALLED, stacks={"training": ["  in sleep"]}, open=[("data", 600.0)])])
+    told = _text(
+        [*statements, _statement(1, STALLED, stacks={"training": ["  in sleep"]}, open_spans=[("data", 600.0)])]
+    )
     assert "gradients/0  started by rank(s) 0, 2, not by 1 (a, b)" in told
     assert told.count("in synchronize") == 1 and told.count("in sleep") == 1
     assert told.index("in sleep") < told.index("in synchronize"), "the one to blame comes first"
@@ -75,7 +79,7 @@ def test_a_crash_shows_the_thread_it_happened_in() -> None:
     crash = (
         "Fatal Python error: Segmentation fault\n\nThread 0x1:\n  idle\n\nCurrent thread 0x2:\n  at fault\n\nExtension"
     )
-    silent = Silent(Who(1, "a", 101, 7), GONE, crash, {"ago_s": 4.0, "step": 2, "rss": 300.0})
+    silent = SilentRank(RankProcess(1, "a", 101, 7), GONE, crash, {"ago_s": 4.0, "step": 2, "rss": 300.0})
     told = _text([_statement(0)], [silent])
     assert "Segmentation fault" in told and "at fault" in told
     assert "idle" not in told and "Extension" not in told
@@ -87,7 +91,7 @@ HELD = {"where": "GPU's", "mib": {"parameters": 100.0, "the rest": 900.0}, "micr
 
 
 def test_memory_that_ran_out_is_explained() -> None:
-    statement = _failed(MemoryError("no"), held=HELD)
+    statement = _failed(MemoryError("no"), memory_holders=HELD)
     told = _text([replace(statement, memory={**MEMORY, "cuda_allocated": 1000.0, "cuda_reserved": 3000.0})])
     assert "rank 1 on a ran out of memory: MemoryError" in told
     assert "100.0 MiB" in told and "900.0 MiB" in told
@@ -97,7 +101,7 @@ def test_memory_that_ran_out_is_explained() -> None:
     assert "fewer ranks on this host" not in told
     full = replace(statement, memory={**MEMORY, "cuda_allocated": 2900.0, "cuda_reserved": 3000.0})
     small = {**HELD, "micro_batch": 1, "precision": "bf16", "where": "host's"}
-    told = _text([replace(full, held=small)])
+    told = _text([replace(full, memory_holders=small)])
     assert "--train.micro_batch" not in told and "bf16" not in told and "expandable" not in told
     assert "fewer ranks on this host" in told
 
@@ -109,8 +113,8 @@ def test_a_long_hint_is_wrapped() -> None:
 
 
 def test_a_rank_that_is_alone_stands_in_the_first_line_only() -> None:
-    alone = _statement(0, STALLED, open=[("data", 600.0)], idle_s=600.0)
+    alone = _statement(0, STALLED, open_spans=[("data", 600.0)], idle_s=600.0)
     text = _text([alone])
     assert "where the" not in text and text.count("in data at step 3 for 600.0 s") == 1
-    both = [_statement(rank, STALLED, open=[("data", 600.0)], idle_s=600.0) for rank in (0, 1)]
+    both = [_statement(rank, STALLED, open_spans=[("data", 600.0)], idle_s=600.0) for rank in (0, 1)]
     assert "where the ranks were" in _text(both)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hvdtrain.observe.failure.rank_names import agree, grouped, labels, place, ranges
-from hvdtrain.observe.failure.statement import HERE, Statement
+from hvdtrain.observe.failure.statement import CURRENT, Statement
 from tests.observe.failure.test_verdict import busy, failed, waiting, who
 
 
@@ -25,6 +25,6 @@ def test_names() -> None:
     assert ranges([0]) == "0"
     assert ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
     assert labels([who(2, "b"), who(1, "a")]) == "ranks 1-2"
-    assert place(Statement(HERE, 0.0, who(0))) == "before the first step"
-    assert place(replace(failed(0), last="forward")) == "at step 3, last in forward"
+    assert place(Statement(CURRENT, 0.0, who(0))) == "before the first step"
+    assert place(replace(failed(0), last_span="forward")) == "at step 3, last in forward"
     assert (agree([1], "is", "are"), agree([1, 2], "is", "are")) == ("is", "are")

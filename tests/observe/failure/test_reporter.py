@@ -14,10 +14,10 @@ import pytest
 from hvdtrain.comm.base import Comm
 from hvdtrain.observe.failure import reporter as module
 from hvdtrain.observe.failure.failure_output import FailureOutput
-from hvdtrain.observe.failure.mailbox import Mailbox, open_post
-from hvdtrain.observe.failure.process import UNKNOWN, UNREACHABLE
-from hvdtrain.observe.failure.reporter import Job, Reporter, set_old_aside
-from hvdtrain.observe.failure.statement import STALLED, Witness, myself
+from hvdtrain.observe.failure.mailbox import Mailbox, open_mailbox
+from hvdtrain.observe.failure.process_states import UNKNOWN, UNREACHABLE
+from hvdtrain.observe.failure.reporter import JobFacts, Reporter, archive_old_card
+from hvdtrain.observe.failure.statement import STALLED, StatementMaker, this_process
 from hvdtrain.spans import Spans
 from tests.support.launch import TIMEOUT_S
 from tests.support.thread_comm import on_ranks
@@ -25,31 +25,31 @@ from tests.support.thread_comm import on_ranks
 
 @pytest.fixture(autouse=True)
 def _no_long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_OTHERS_COME_S", 0.2)
+    monkeypatch.setattr(module, "_STATEMENTS_WAIT_S", 0.2)
 
 
 def _reporters(place: Path, size: int, shown: list[str]) -> list[Reporter]:
     def body(comm: Comm) -> Reporter:
-        post = open_post(place, comm, myself(comm.rank, "a"))
-        job = Job(place, place, "again", lambda: None)
-        return Reporter(post, Witness(post.who, Spans(), {}), job, FailureOutput(shown.append))
+        mailbox = open_mailbox(place, comm, this_process(comm.rank, "a"))
+        job = JobFacts(place, place, "again", lambda: None)
+        return Reporter(mailbox, StatementMaker(mailbox.process, Spans(), {}), job, FailureOutput(shown.append))
 
     return on_ranks(size, body)
 
 
 def _fail(reporter: Reporter) -> None:
-    reporter.failed(ValueError(f"rank {reporter.post.who.rank}"))
+    reporter.report_error(ValueError(f"rank {reporter.mailbox.process.rank}"))
 
 
 def test_one_card_of_ranks_that_fail_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_OTHERS_COME_S", "_CARD_COMES_S"):
+    for name in ("_STATEMENTS_WAIT_S", "_CARD_WAIT_S"):
         monkeypatch.setattr(module, name, TIMEOUT_S)
     shown: list[str] = []
     reporters = _reporters(tmp_path, 4, shown)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(_fail, reporters))
     assert len(shown) == 1
-    assert all(reporter.voice.told for reporter in reporters)
+    assert all(reporter.output.reported for reporter in reporters)
     assert (tmp_path / "failure.txt").read_text() == shown[0]
     card = json.loads((tmp_path / "failure.json").read_text())
     assert sorted(s["who"]["rank"] for s in card["statements"]) == [0, 1, 2, 3]
@@ -57,18 +57,18 @@ def test_one_card_of_ranks_that_fail_together(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_card_that_does_not_come_is_written_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_CARD_COMES_S", 0.1)
+    monkeypatch.setattr(module, "_CARD_WAIT_S", 0.1)
     shown: list[str] = []
     first, second = _reporters(tmp_path, 2, shown)
-    assert first.post.claim(0), "and then it is killed"
+    assert first.mailbox.claim_card(0), "and then it is killed"
     _fail(second)
-    assert len(shown) == 1 and second.voice.told
+    assert len(shown) == 1 and second.output.reported
 
 
 def test_what_the_others_said_stands_on_it(tmp_path: Path) -> None:
     shown: list[str] = []
     first, second = _reporters(tmp_path, 2, shown)
-    thread = threading.Thread(target=second.say)  # as its watchdog does
+    thread = threading.Thread(target=second.post_state)  # as its watchdog does
     thread.start()
     thread.join()
     _fail(first)
@@ -80,16 +80,16 @@ def test_what_the_others_said_stands_on_it(tmp_path: Path) -> None:
 def test_an_interrupt_by_hand_is_no_failure(tmp_path: Path) -> None:
     shown: list[str] = []
     reporter = _reporters(tmp_path, 1, shown)[0]
-    reporter.failed(KeyboardInterrupt())
-    assert not shown and not reporter.voice.told and not (tmp_path / "failure.txt").exists()
-    assert reporter.post.has_left(0)
+    reporter.report_error(KeyboardInterrupt())
+    assert not shown and not reporter.output.reported and not (tmp_path / "failure.txt").exists()
+    assert reporter.mailbox.has_finished(0)
 
 
 def test_a_disk_that_is_gone_leaves_the_screen(tmp_path: Path) -> None:
     shown: list[str] = []
     reporter = _reporters(tmp_path, 1, shown)[0]
-    reporter.job.place = tmp_path / "nowhere"
-    reporter.post = dataclasses.replace(reporter.post, folder=None)
+    reporter.job.absolute_dir = tmp_path / "nowhere"
+    reporter.mailbox = dataclasses.replace(reporter.mailbox, folder=None)
     _fail(reporter)
     assert "rank 0 on a failed: ValueError" in shown[0] and "ValueError: rank 0" in shown[0]
     assert "could not be written" not in shown[0]
@@ -101,7 +101,7 @@ def test_a_fault_in_the_card_still_tells_the_error(tmp_path: Path) -> None:
     reporter.job.checkpoint = lambda: 1 // 0  # type: ignore[assignment,return-value]
     _fail(reporter)
     assert "ValueError: rank 0" in shown[0] and "ZeroDivisionError" in shown[0]
-    assert reporter.post.told()
+    assert reporter.mailbox.is_reported()
 
 
 def test_memory_is_asked_for_only_where_it_ran_out(tmp_path: Path) -> None:
@@ -113,22 +113,22 @@ def test_memory_is_asked_for_only_where_it_ran_out(tmp_path: Path) -> None:
         asked.append("how much")
         return {"where": "host's", "mib": {"x": 1.0}, "micro_batch": 4, "precision": "fp32"}
 
-    reporter.job.held = held
+    reporter.job.memory_holders = held
     _fail(reporter)
     assert "what held" not in shown[0] and not asked
     again = _reporters(tmp_path, 1, shown)[0]
-    again.job.held = reporter.job.held
-    again.failed(MemoryError("no"))
+    again.job.memory_holders = reporter.job.memory_holders
+    again.report_error(MemoryError("no"))
     assert "what held the host's memory" in shown[1]
 
 
 def test_the_card_of_an_earlier_start_is_set_aside(tmp_path: Path) -> None:
     shown: list[str] = []
     _fail(_reporters(tmp_path, 1, shown)[0])
-    set_old_aside(tmp_path)
+    archive_old_card(tmp_path)
     assert not (tmp_path / "failure.txt").exists() and not (tmp_path / "failure.json").exists()
     assert sorted(path.suffix for path in (tmp_path / "failures").iterdir()) == [".json", ".txt"]
-    set_old_aside(tmp_path)
+    archive_old_card(tmp_path)
 
 
 class _Mute(ValueError):
@@ -140,7 +140,7 @@ def test_an_error_of_any_text_is_told(tmp_path: Path) -> None:
     for number, error in enumerate((_Mute(), ValueError(b"caf\xe9".decode("utf-8", errors="surrogateescape")))):
         shown: list[str] = []
         reporter = _reporters(tmp_path / str(number), 1, shown)[0]
-        reporter.failed(error)
+        reporter.report_error(error)
         assert f"failed: {type(error).__name__}" in shown[0] and "could not be written" not in shown[0]
         assert (tmp_path / str(number) / "failure.txt").read_text() == shown[0]
 
@@ -151,59 +151,59 @@ def test_what_cannot_be_told_of_a_failure_leaves_the_least(tmp_path: Path, monke
 
     shown: list[str] = []
     reporter = _reporters(tmp_path, 1, shown)[0]
-    monkeypatch.setattr(Witness, "failed", fails)
-    monkeypatch.setattr(Witness, "here", fails)
-    reporter.failed(ValueError("no"))
-    assert "rank 0 on a failed: ValueError" in shown[0] and reporter.voice.told
-    assert reporter.say().kind == "here"
+    monkeypatch.setattr(StatementMaker, "failed", fails)
+    monkeypatch.setattr(StatementMaker, "here", fails)
+    reporter.report_error(ValueError("no"))
+    assert "rank 0 on a failed: ValueError" in shown[0] and reporter.output.reported
+    assert reporter.post_state().kind == "here"
 
 
 def test_ranks_that_share_no_folder_are_neither_blamed_nor_awaited(tmp_path: Path) -> None:
     shown: list[str] = []
     reporter = _reporters(tmp_path, 3, shown)[0]
-    reporter.post = dataclasses.replace(reporter.post, reachable=frozenset({0, 1}), visible=frozenset())
-    reporter.tell(reporter.say(STALLED), 0.0, shown.append)
+    reporter.mailbox = dataclasses.replace(reporter.mailbox, reachable=frozenset({0, 1}), visible=frozenset())
+    reporter.report(reporter.post_state(STALLED), 0.0, shown.append)
     card = json.loads((tmp_path / "failure.json").read_text())
     assert {s["who"]["rank"]: s["state"] for s in card["silent"]} == {1: UNKNOWN, 2: UNREACHABLE}
     assert card["ranks"] == [1]
-    assert "speaks for itself" in shown[0]
+    assert "reports for itself" in shown[0]
     (tmp_path / "failure.json").unlink()
-    reporter.post = dataclasses.replace(reporter.post, folder=None)
-    reporter.tell(reporter.say(STALLED), 1000.0, shown.append)
+    reporter.mailbox = dataclasses.replace(reporter.mailbox, folder=None)
+    reporter.report(reporter.post_state(STALLED), 1000.0, shown.append)
     card = json.loads((tmp_path / "failure.json").read_text())
     assert {s["state"] for s in card["silent"]} == {UNREACHABLE} and card["ranks"] == [0, 1, 2]
 
 
 def test_who_is_still_at_the_card_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_CARD_COMES_S", 0.05)
-    monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(module, "_CARD_WAIT_S", 0.05)
+    monkeypatch.setattr(module, "_POLL_S", 0.02)
     shown: list[str] = []
     first, second = _reporters(tmp_path, 2, shown)
-    assert first.post.claim(0)
+    assert first.mailbox.claim_card(0)
     looks = 0
 
-    def told(post: Mailbox) -> bool:
+    def told(mailbox: Mailbox) -> bool:
         nonlocal looks
         looks += 1
-        first.post.go_on_claiming(0)
+        first.mailbox.renew_claim(0)
         return looks > 10
 
     monkeypatch.setattr(Mailbox, "told", told)
     _fail(second)
-    assert not shown and second.voice.told
+    assert not shown and second.output.reported
 
 
-def test_many_ranks_are_waited_for_as_long_as_they_need_to_look(tmp_path: Path) -> None:
+def test_many_ranks_are_waited_for_as_long_as_they_need_to_poll(tmp_path: Path) -> None:
     reporter = _reporters(tmp_path, 1, [])[0]
     for size in (1, 100, 10_000):
-        reporter.post = dataclasses.replace(reporter.post, ranks=reporter.post.ranks[:1] * size)
-        assert reporter._others_come_s() > reporter.post.every_s(0.0)
+        reporter.mailbox = dataclasses.replace(reporter.mailbox, ranks=reporter.mailbox.ranks[:1] * size)
+        assert reporter._statements_wait_s() > reporter.mailbox.poll_interval_s(0.0)
 
 
 def test_who_writes_the_card_says_so_while_it_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said, now_s = list[int](), [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now_s[0])
     monkeypatch.setattr(module.time, "sleep", lambda seconds: now_s.__setitem__(0, now_s[0] + seconds))
-    monkeypatch.setattr(Mailbox, "go_on_claiming", lambda post, number: said.append(number))
+    monkeypatch.setattr(Mailbox, "renew_claim", lambda mailbox, number: said.append(number))
     _fail(_reporters(tmp_path, 2, [])[0])
     assert len(said) > 1, "the other rank never speaks"

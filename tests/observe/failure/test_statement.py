@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from hvdtrain.observe.failure.statement import STALLED, TRAINING, Witness, myself
+from hvdtrain.observe.failure.statement import STALLED, TRAINING, StatementMaker, this_process
 from hvdtrain.spans import Spans
 from tests.support.launch import TIMEOUT_S
 
@@ -19,11 +19,11 @@ def _waits(release: threading.Event) -> None:
 @pytest.mark.parametrize("module", ["hvdtrain.comm.horovod", "elsewhere"])
 def test_another_thread_sees_where_the_training_thread_is_and_whether_it_waits_for_others(module: str) -> None:
     spans, flight, release, ready = Spans(), {"gradients/0": 0.0}, threading.Event(), threading.Event()
-    witnesses: list[Witness] = []
+    makers: list[StatementMaker] = []
     blocked = types.FunctionType(_waits.__code__, {"__name__": module})
 
     def train() -> None:
-        witnesses.append(Witness(myself(1, "a"), spans, flight))
+        makers.append(StatementMaker(this_process(1, "a"), spans, flight))
         spans.step = 7
         with spans("wait"):
             ready.set()
@@ -33,15 +33,15 @@ def test_another_thread_sees_where_the_training_thread_is_and_whether_it_waits_f
     thread.start()
     assert ready.wait(TIMEOUT_S)
     try:
-        statement = witnesses[0].here(STALLED)
+        statement = makers[0].current(STALLED)
         while "release.wait()" not in "".join(statement.stacks[TRAINING]):
-            statement = witnesses[0].here(STALLED)
+            statement = makers[0].current(STALLED)
     finally:
         release.set()
         thread.join()
-    assert (statement.kind, statement.step, statement.who.rank) == (STALLED, 7, 1)
-    assert statement.waits == (module == "hvdtrain.comm.horovod")
-    assert [name for name, _ in statement.open] == ["wait"]
+    assert (statement.kind, statement.step, statement.process.rank) == (STALLED, 7, 1)
+    assert statement.is_waiting == (module == "hvdtrain.comm.horovod")
+    assert [name for name, _ in statement.open_spans] == ["wait"]
     assert list(statement.in_flight) == ["gradients/0"]
     assert statement.memory["rss"] > 0
     assert "".join(statement.stacks[TRAINING]).count("blocked(release)") == 1
@@ -54,5 +54,5 @@ def test_a_failed_rank_says_what_it_was_in() -> None:
         with spans("forward"):
             raise ValueError("no")
     except ValueError as error:
-        statement = Witness(myself(0, "a"), spans, {}).failed(error)
-    assert (statement.last, statement.open, statement.step) == ("forward", [], 2)
+        statement = StatementMaker(this_process(0, "a"), spans, {}).failure(error)
+    assert (statement.last_span, statement.open_spans, statement.step) == ("forward", [], 2)

@@ -1,4 +1,4 @@
-"""Who is to blame, as tables; what is waited for; how ranks and places are named."""
+"""RankProcess is to blame, as tables; what is waited for; how ranks and places are named."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from hvdtrain.observe.failure.fault import Fault
-from hvdtrain.observe.failure.process import GONE, RUNNING, STOPPED, UNKNOWN, UNREACHABLE, ZOMBIE
-from hvdtrain.observe.failure.statement import FAILED, HERE, STALLED, Statement, Who
-from hvdtrain.observe.failure.verdict import EXCEPTION, KILLED, STALL, Silent, judge, waited_for
+from hvdtrain.observe.failure.process_states import GONE, RUNNING, STOPPED, UNKNOWN, UNREACHABLE, ZOMBIE
+from hvdtrain.observe.failure.statement import CURRENT, FAILED, STALLED, RankProcess, Statement
+from hvdtrain.observe.failure.verdict import EXCEPTION, KILLED, STALL, SilentRank, find_cause, pending_collectives
 
 
-def who(rank: int, host: str = "a") -> Who:
-    return Who(rank, host, 100 + rank, 7)
+def who(rank: int, host: str = "a") -> RankProcess:
+    return RankProcess(rank, host, 100 + rank, 7)
 
 
 def failed(rank: int, at_s: float = 0.0, **fault: object) -> Statement:
@@ -23,21 +23,21 @@ def failed(rank: int, at_s: float = 0.0, **fault: object) -> Statement:
 def waiting(rank: int, *names: str, kind: str = STALLED, idle_s: float = 600.0) -> Statement:
     flight = dict.fromkeys(names, idle_s)
     spans = [("wait", idle_s)]
-    return Statement(kind, 0.0, who(rank), step=12, open=spans, idle_s=idle_s, in_flight=flight, waits=True)
+    return Statement(kind, 0.0, who(rank), step=12, open_spans=spans, idle_s=idle_s, in_flight=flight, is_waiting=True)
 
 
 def busy(rank: int, span: str = "data", idle_s: float = 612.0) -> Statement:
-    return Statement(STALLED, 0.0, who(rank), step=12, open=[(span, idle_s)], idle_s=idle_s)
+    return Statement(STALLED, 0.0, who(rank), step=12, open_spans=[(span, idle_s)], idle_s=idle_s)
 
 
-def silent(rank: int, state: str, **facts: object) -> Silent:
-    return Silent(who(rank), state, **facts)  # type: ignore[arg-type]
+def silent(rank: int, state: str, **facts: object) -> SilentRank:
+    return SilentRank(who(rank), state, **facts)  # type: ignore[arg-type]
 
 
 CONSEQUENCE = {"consequence": True}
 
 TABLE = {
-    "an error": ([failed(1), waiting(0, kind=HERE)], [], EXCEPTION, [1], "rank 1 on a failed: ValueError"),
+    "an error": ([failed(1), waiting(0, kind=CURRENT)], [], EXCEPTION, [1], "rank 1 on a failed: ValueError"),
     "the earliest error": ([failed(0, 2.0), failed(1, 1.0), waiting(2)], [], EXCEPTION, [1], "failed first"),
     "an error before its consequences": (
         [failed(0, 1.0, **CONSEQUENCE), failed(1, 2.0)],
@@ -55,7 +55,7 @@ TABLE = {
         "every rank failed: ValueError",
     ),
     "memory": ([failed(1, memory=True)], [silent(0, RUNNING)], EXCEPTION, [1], "ran out of memory"),
-    "a death": ([waiting(0, kind=HERE)], [silent(1, GONE)], KILLED, [1], "rank 1 on a ended without a word"),
+    "a death": ([waiting(0, kind=CURRENT)], [silent(1, GONE)], KILLED, [1], "rank 1 on a ended without a word"),
     "a death that Horovod noticed": ([failed(0, **CONSEQUENCE)], [silent(1, ZOMBIE)], KILLED, [1], "without a word"),
     "a crash": ([waiting(0)], [silent(1, GONE, crash="Fatal Python error")], KILLED, [1], "crashed in native code"),
     "a stopped process": ([waiting(0)], [silent(1, STOPPED)], STALL, [1], "rank 1 on a is stopped"),
@@ -130,48 +130,50 @@ TABLE = {
 
 
 @pytest.mark.parametrize("case", TABLE.values(), ids=TABLE.keys())
-def test_the_verdict(case: tuple[list[Statement], list[Silent], str, list[int], str]) -> None:
+def test_the_verdict(case: tuple[list[Statement], list[SilentRank], str, list[int], str]) -> None:
     statements, quiet, kind, ranks, words = case
-    verdict = judge(statements, quiet)
+    verdict = find_cause(statements, quiet)
     assert (verdict.kind, verdict.ranks) == (kind, ranks)
     assert words in verdict.sentence
 
 
 def test_the_out_of_memory_killer_is_named_only_where_it_was_at_work() -> None:
     quiet = [silent(1, GONE)]
-    assert "has ended 2 process(es)" in judge([waiting(0)], quiet, oom_kills=2).hint
-    assert "out-of-memory killer has" not in judge([waiting(0)], quiet).hint
+    assert "has ended 2 process(es)" in find_cause([waiting(0)], quiet, oom_kills=2).hint
+    assert "out-of-memory killer has" not in find_cause([waiting(0)], quiet).hint
 
 
 def test_who_may_have_spoken_for_himself_did_not_end_without_a_word() -> None:
-    verdict = judge([waiting(0)], [silent(1, GONE)], shared=False)
+    verdict = find_cause([waiting(0)], [silent(1, GONE)], shared=False)
     assert verdict.sentence == "rank 1 on a is gone" and "may stand above" in verdict.hint
-    assert "see what ranks 1-2 on a say" in judge([waiting(0)], [silent(n, UNREACHABLE) for n in (1, 2)]).hint
+    assert "see what ranks 1-2 on a say" in find_cause([waiting(0)], [silent(n, UNREACHABLE) for n in (1, 2)]).hint
 
 
 def test_unlike_errors_on_all_ranks_are_not_one() -> None:
     other = replace(failed(0), fault=Fault("KeyError", "yes"))
-    assert judge([other, failed(1, 1.0)], []).ranks == [0]
-    assert judge([failed(0), failed(1, 1.0)], []).ranks == [0, 1]
+    assert find_cause([other, failed(1, 1.0)], []).ranks == [0]
+    assert find_cause([failed(0), failed(1, 1.0)], []).ranks == [0, 1]
 
 
 def test_what_is_waited_for() -> None:
     statements = [waiting(0, "gradients/0", "gradients/1"), waiting(1, "gradients/1", "totals")]
     parts = {"gradients/0": ["a", "b"]}
-    assert waited_for(statements, [], parts) == [
+    assert pending_collectives(statements, [], parts) == [
         {"name": "gradients/0", "on": [0], "not_on": [1], "parameters": ["a", "b"]},
         {"name": "totals", "on": [1], "not_on": [0], "parameters": []},
     ]
-    missing = {entry["name"]: entry["not_on"] for entry in waited_for(statements[:1], [silent(2, STOPPED)], {})}
+    missing = {
+        entry["name"]: entry["not_on"] for entry in pending_collectives(statements[:1], [silent(2, STOPPED)], {})
+    }
     assert missing == {"gradients/0": [2], "gradients/1": [2]}
-    assert waited_for(statements[:1], [silent(2, UNREACHABLE)], {}) == [], "of that one nothing is known"
+    assert pending_collectives(statements[:1], [silent(2, UNREACHABLE)], {}) == [], "of that one nothing is known"
 
 
 def test_a_later_phase_carries_what_its_bucket_does() -> None:
     statements = [waiting(0, "gradients/0/shares"), waiting(1, "step/totals")]
-    found = {e["name"]: e["parameters"] for e in waited_for(statements, [], {"gradients/0": ["a", "b"]})}
+    found = {e["name"]: e["parameters"] for e in pending_collectives(statements, [], {"gradients/0": ["a", "b"]})}
     assert found == {"gradients/0/shares": ["a", "b"], "step/totals": []}
 
 
 def test_what_has_ended_on_one_rank_was_started_there() -> None:
-    assert waited_for([waiting(0, "gradients/0", "gradients/1"), waiting(1, "gradients/1")], [], {}) == []
+    assert pending_collectives([waiting(0, "gradients/0", "gradients/1"), waiting(1, "gradients/1")], [], {}) == []

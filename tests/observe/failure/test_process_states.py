@@ -11,7 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.observe.failure.process import GONE, RUNNING, STOPPED, UNKNOWN, ZOMBIE, memory, oom_kills, started, state
+from hvdtrain.observe.failure.process_states import (
+    GONE,
+    RUNNING,
+    STOPPED,
+    UNKNOWN,
+    ZOMBIE,
+    memory,
+    oom_kills,
+    started,
+    state,
+)
 
 
 def _stat(root: Path, pid: int, letter: str, began: int) -> None:

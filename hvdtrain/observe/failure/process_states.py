@@ -1,4 +1,4 @@
-"""What the kernel knows of processes of this host: whether they live, and their memory. Read from /proc."""
+"""Read states and memory of processes of this host from /proc."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 from hvdtrain.processes import read_stat
 
 RUNNING, STOPPED, ZOMBIE, GONE, UNKNOWN = "running", "stopped", "zombie", "gone", "unknown"
-"""States of a process; "unknown" is that of one which this host cannot see, or cannot look at now."""
+"""States of a process. "unknown": this host cannot see the process, or cannot read its state now."""
 
 UNREACHABLE = "unreachable"
-"""In the place of "unknown": no run folder is shared with that rank, and its silence means nothing."""
+"""Used instead of "unknown" for a rank that does not share the run folder: its silence means nothing."""
 
 DEAD = (ZOMBIE, GONE)
 
@@ -21,7 +21,7 @@ _MIB = 1 << 20
 
 
 def started(pid: int, root: Path = Path("/proc")) -> int | None:
-    """When a process began, in clock ticks since the host did: with it a number that was given anew is told apart."""
+    """Return when a process began, in clock ticks since boot. It identifies a process whose ID was reused."""
     try:
         return read_stat(pid, root).start_ticks
     except OSError:
@@ -29,23 +29,23 @@ def started(pid: int, root: Path = Path("/proc")) -> int | None:
 
 
 def state(pid: int, began: int, root: Path = Path("/proc")) -> str:
-    """How the process `pid` that began at `began` is: one of the states above."""
+    """Return the state of the process `pid` that began at `began`."""
     try:
         stat = read_stat(pid, root)
     except (FileNotFoundError, ProcessLookupError):
         return GONE
-    except OSError:  # this process has no file descriptor left, say: that tells nothing of the other one
+    except OSError:  # such as no file descriptor left in this process: says nothing about the other one
         return UNKNOWN
     return _STATES.get(stat.state, RUNNING) if stat.start_ticks == began else GONE
 
 
 def memory(root: Path = Path("/proc"), *, device: bool = False) -> dict[str, float]:
-    """Memory of this process and host, in MiB: rss, peak_rss, host_total, host_available; what is unknown is left out.
+    """Return rss, peak_rss, host_total, host_available in MiB, of this process and host. Unknown ones are absent.
 
     Args:
-        root: where the kernel's figures are.
-        device: cuda_allocated, cuda_peak and cuda_reserved too. Not for a thread beside one that may hang in CUDA:
-            the allocator's lock could be held there.
+        root: replaces /proc.
+        device: add cuda_allocated, cuda_peak and cuda_reserved. Not allowed while another thread may hang in CUDA:
+            it may hold the allocator's lock.
     """
     own, host = _figures(root / "self/status"), _figures(root / "meminfo")
     names = {"rss": (own, "VmRSS"), "peak_rss": (own, "VmHWM")}
@@ -60,7 +60,7 @@ def memory(root: Path = Path("/proc"), *, device: bool = False) -> dict[str, flo
 
 
 def oom_kills(root: Path = Path("/proc")) -> int:
-    """How many processes this host's kernel has killed for want of memory since it began, containers' included."""
+    """Return how many processes the kernel has killed since boot because memory ran out, containers included."""
     for line in _text(root / "vmstat").splitlines():
         name, _, count = line.partition(" ")
         if name == "oom_kill":
@@ -69,7 +69,7 @@ def oom_kills(root: Path = Path("/proc")) -> int:
 
 
 def _figures(path: Path) -> dict[str, int]:
-    """Lines such as ``VmRSS:  1024 kB``, in KiB."""
+    """Parse lines such as ``VmRSS:  1024 kB``, in KiB."""
     found = {}
     for line in _text(path).splitlines():
         name, _, rest = line.partition(":")
