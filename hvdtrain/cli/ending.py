@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import sysconfig
 import time
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
 from types import TracebackType
 
 from hvdtrain.errors import USAGE, ConfigError, HvdtrainError, TaskError, UnusableRunDirectoryError
 from hvdtrain.observe.failure.failure_output import FailureOutput
+from hvdtrain.observe.failure.user_code import is_installed
 from hvdtrain.runtime.environment import RankInfo, rank_label
 
 EXIT_OF_SIGNAL = {"SIGTERM": 143, "SIGINT": 130}
@@ -64,10 +63,10 @@ def _report(error: BaseException, info: RankInfo | None) -> str:
         return f"hvdtrain: {type(error).__name__}{label}: {error}\n"
     if isinstance(error, KeyboardInterrupt):
         return "hvdtrain: interrupted\n"
-    if isinstance(error, SyntaxError) and error.filename and not _is_installed(error.filename):
+    if isinstance(error, SyntaxError) and error.filename and not is_installed(error.filename):
         text = "".join(traceback.format_exception_only(error))
         return f"{text}hvdtrain: {error.filename} cannot be imported{label}, see above\n"
-    users = [trace for trace in _traces(error) if not _is_installed(trace.tb_frame.f_code.co_filename)]
+    users = [trace for trace in _traces(error) if not is_installed(trace.tb_frame.f_code.co_filename)]
     if users:
         code, line = users[-1].tb_frame.f_code, users[-1].tb_lineno
         text = "".join(traceback.format_exception(type(error), error, users[0]))
@@ -81,10 +80,3 @@ def _traces(error: BaseException) -> Iterator[TracebackType]:
     while trace is not None:
         yield trace
         trace = trace.tb_next
-
-
-def _is_installed(file: str) -> bool:
-    """Whether a source is hvdtrain's, Python's or an installed library's, and not the user's."""
-    ours = str(Path(__file__).parents[1])
-    folders = [ours, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))]
-    return file.startswith(("<", *(folder + os.sep for folder in folders)))

@@ -129,7 +129,7 @@ def test_a_program_that_calls_exit_has_failed(tmp_path: Path) -> None:
 
 
 def _named_as_killed(card: dict[str, Any], output: str) -> None:
-    assert "ended without a word" in output
+    assert "ended without an error message" in output
     assert (card["kind"], card["ranks"]) == ("killed", [1])
     assert [s["who"]["rank"] for s in card["statements"]] == [0]
     assert card["silent"][0]["last"]["rss"] > 0

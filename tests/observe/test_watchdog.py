@@ -67,7 +67,7 @@ def test_a_clock_that_is_set_ends_nothing_and_keeps_nothing_alive(
         monkeypatch.setattr(module.time, "time", lambda jumped=jumped: wall + jumped + now[0])  # type: ignore[misc]
         watchdog._poll()
     assert not ended.codes
-    monkeypatch.setattr(reporter, "stalled", lambda: None)
+    monkeypatch.setattr(reporter, "report_stall", lambda: None)
     while now[0] < since + 640.0:
         now[0] += 2.0
         watchdog._poll()
@@ -185,7 +185,7 @@ def test_a_rank_that_is_gone_is_told_of(
         child.wait()
         ended.wait()
     assert ended.codes[0] == EXIT_FAILED
-    assert "rank 1 on a ended without a word" in capfd.readouterr().err
+    assert "rank 1 on a ended without an error message" in capfd.readouterr().err
     assert (reporter.job.absolute_dir / "failure.txt").exists()
 
 
@@ -217,7 +217,7 @@ def test_another_ranks_failure_is_answered_once_and_followed(
         ended.wait()
     assert ended.codes[0] == EXIT_FAILED
     assert {s.process.rank: s.kind for s in reporter.mailbox.statements()} == {0: CURRENT, 1: CURRENT}
-    assert "the run has failed, see" in capfd.readouterr().err
+    assert "the run failed, see" in capfd.readouterr().err
 
 
 def test_a_signal_wakes_it_at_once(
@@ -244,7 +244,7 @@ def test_a_fault_of_its_own_harms_nobody(reporter: Reporter, capfd: pytest.Captu
     reporter.statements.spans.idle_s = lambda: 1 // 0  # type: ignore[method-assign]
     with Watchdog(reporter, 0.0, ended) as watchdog:
         watchdog._thread.join(TIMEOUT_S)
-    assert "the watchdog has failed" in capfd.readouterr().err
+    assert "the watchdog failed" in capfd.readouterr().err
     assert not ended.codes
 
 
@@ -290,7 +290,7 @@ def test_it_works_with_file_descriptors_beyond_1023(
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1100), hard))
     ended = _Ended()
     watchdog = Watchdog(_with(reporter, child), 0.0, ended)
-    low, watchdog._wake_read = watchdog._wake_read, fcntl.fcntl(watchdog._woken, fcntl.F_DUPFD, 1050)
+    low, watchdog._wake_read = watchdog._wake_read, fcntl.fcntl(watchdog._wake_read, fcntl.F_DUPFD, 1050)
     try:
         with watchdog:
             child.kill()

@@ -19,13 +19,12 @@ def is_installed(file: str) -> bool:
 
 
 def user_frame(trace: str, *, innermost_first: bool = False) -> str:
-    """Return the innermost frame of the user's code in a trace's text, as ``my_loss, /home/me/own.py:13``.
+    """Return the innermost frame of the user's code in a trace, as ``my_loss, /home/me/own.py:13``; empty without one.
 
-    The innermost frame of all where none is the user's; empty where the text has no frame. A text and not a traceback
-    object, because the error of a DataLoader's worker process carries its trace in its message only.
+    It reads text, because an error of a DataLoader's worker process has its trace only in its message.
     """
-    frames = list(_FRAME.finditer(trace))
-    if not innermost_first:
-        frames.reverse()
-    own = [frame for frame in frames if not is_installed(frame["file"])]
-    return next((f"{f['name']}, {f['file']}:{f['line']}" for f in [*own, *frames]), "")
+    own = [frame for frame in _FRAME.finditer(trace) if not is_installed(frame["file"])]
+    if not own:
+        return ""
+    frame = own[0 if innermost_first else -1]
+    return f"{frame['name']}, {frame['file']}:{frame['line']}"

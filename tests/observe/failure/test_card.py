@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
+
+import pytest
 
 from hvdtrain.errors import DataError
 from hvdtrain.observe.failure.card import make_card, render
@@ -58,10 +60,10 @@ def test_where_the_others_were_memory_checkpoint_and_command() -> None:
         [_failed(ValueError("no")), _statement(0, open_spans=[("wait", 2.0)], in_flight={"x": 2.0}, is_waiting=True)]
     )
     assert "rank 0 on a  in wait at step 3 for 2.0 s, waiting for x" in told
-    assert "rank 1 on a  400 MiB, 500 MiB at most; 1,000 MiB left of the host's 2,000" in told
+    assert "rank 1 on a  400 MiB, peak 500 MiB; 1,000 MiB available of the host's 2,000" in told
     assert "last checkpoint  run/checkpoints/step-000100" in told
-    assert "go on            again" in told
-    assert told.index("rank 1 on a failed") < told.index("rank 0 on a") < told.index("last checkpoint")
+    assert "resume           again" in told
+    assert told.index("rank 0 on a") < told.index("rank 1 on a failed") < told.index("last checkpoint")
 
 
 def test_a_stall_shows_what_is_waited_for_and_the_stacks_of_equal_ranks_once() -> None:
@@ -83,8 +85,8 @@ def test_a_crash_shows_the_thread_it_happened_in() -> None:
     told = _text([_statement(0)], [silent])
     assert "Segmentation fault" in told and "at fault" in told
     assert "idle" not in told and "Extension" not in told
-    assert "rank 1 on a was last heard of 4 s before, at step 2" in told
-    assert "300 MiB when last heard of" in told
+    assert "rank 1 on a was last seen alive 4 s before, at step 2" in told
+    assert "300 MiB when last seen alive" in told
 
 
 HELD = {"where": "GPU's", "mib": {"parameters": 100.0, "the rest": 900.0}, "micro_batch": 4, "precision": "fp32"}
@@ -106,10 +108,61 @@ def test_memory_that_ran_out_is_explained() -> None:
     assert "fewer ranks on this host" in told
 
 
-def test_a_long_hint_is_wrapped() -> None:
-    verdict = Verdict("killed", [1], "rank 1 ended", "word " * 60)
-    told = render(verdict, [_statement(0)], [], make_card(verdict, [], [], [], **FACTS), "F")
-    assert max(len(line) for line in told.splitlines()) <= 100
+@dataclass(frozen=True)
+class _Long:
+    kind: str
+    sentence: str = "rank 1 on a failed"
+    hint: str = ""
+    error: Exception | None = None
+    dead: int = 0
+
+
+def _essentials(text: str) -> list[str]:
+    lines = text.splitlines()
+    return lines[next(n for n, line in enumerate(lines) if " the run failed " in line) :]
+
+
+LONG = {
+    "hint": _Long("killed", hint="word " * 60),
+    "sentence": _Long("stall", sentence="word " * 300),
+    "parts": _Long("exception", error=DataError("what " * 80, expected="this " * 80, next_step="that " * 80)),
+    "message": _Long("exception", error=ValueError("line\n" * 100 + "the end")),
+    "dead ranks": _Long("killed", dead=100),
+}
+
+
+@pytest.mark.parametrize("case", LONG.values(), ids=LONG.keys())
+def test_the_essentials_are_last_and_fit_a_small_terminal(case: _Long) -> None:
+    """A terminal has 25 lines of 80 columns, and mpirun prints up to 10 lines after the card."""
+    silent = [
+        SilentRank(RankProcess(n, "a", n, 7), GONE, "", {"ago_s": 1.0, "step": 2}) for n in range(2, 2 + case.dead)
+    ]
+    verdict = Verdict(case.kind, [1, *(s.process.rank for s in silent)], case.sentence, case.hint)
+    statements = [_failed(case.error or ValueError("no")), _statement(0)]
+    text = render(verdict, statements, silent, make_card(verdict, statements, silent, [], **FACTS), "run/failure.json")
+    essentials = _essentials(text)
+    assert len(essentials) <= 20 and max(map(len, essentials)) <= 80
+    for part in ("last checkpoint  run/checkpoints/step-000100", "resume           again", "run/failure.json"):
+        assert any(part in line for line in essentials), part
+    assert "word " not in case.sentence or text.count("word") >= 300, "the details have the whole sentence"
+
+
+def test_the_last_lines_of_a_users_error() -> None:
+    """What a person sees first: rank, message, the user's own line, checkpoint and command."""
+    error = _failed(ValueError("the labels are out of range"))
+    assert error.fault is not None
+    frame = f"_failed, {__file__}:{_failed.__code__.co_firstlineno + 2}"
+    assert error.fault.frame == frame
+    assert _essentials(_text([error, _statement(0)]))[1:] == [
+        "rank 1 on a failed: ValueError, at step 3",
+        "  the labels are out of range",
+        f"  in {frame}",
+        "  last checkpoint  run/checkpoints/step-000100",
+        "  resume           again",
+        "  details          above, and in F",
+        "The launcher's own messages follow this line.",
+        "=" * 64,
+    ]
 
 
 def test_a_rank_that_is_alone_stands_in_the_first_line_only() -> None:

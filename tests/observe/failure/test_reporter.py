@@ -115,11 +115,11 @@ def test_memory_is_asked_for_only_where_it_ran_out(tmp_path: Path) -> None:
 
     reporter.job.memory_holders = held
     _fail(reporter)
-    assert "what held" not in shown[0] and not asked
+    assert "use of the host" not in shown[0] and not asked
     again = _reporters(tmp_path, 1, shown)[0]
     again.job.memory_holders = reporter.job.memory_holders
     again.report_error(MemoryError("no"))
-    assert "what held the host's memory" in shown[1]
+    assert "use of the host's memory" in shown[1]
 
 
 def test_the_card_of_an_earlier_start_is_set_aside(tmp_path: Path) -> None:
@@ -151,8 +151,8 @@ def test_what_cannot_be_told_of_a_failure_leaves_the_least(tmp_path: Path, monke
 
     shown: list[str] = []
     reporter = _reporters(tmp_path, 1, shown)[0]
-    monkeypatch.setattr(StatementMaker, "failed", fails)
-    monkeypatch.setattr(StatementMaker, "here", fails)
+    monkeypatch.setattr(StatementMaker, "failure", fails)
+    monkeypatch.setattr(StatementMaker, "current", fails)
     reporter.report_error(ValueError("no"))
     assert "rank 0 on a failed: ValueError" in shown[0] and reporter.output.reported
     assert reporter.post_state().kind == "here"
@@ -188,7 +188,7 @@ def test_who_is_still_at_the_card_is_waited_for(tmp_path: Path, monkeypatch: pyt
         first.mailbox.renew_claim(0)
         return looks > 10
 
-    monkeypatch.setattr(Mailbox, "told", told)
+    monkeypatch.setattr(Mailbox, "is_reported", told)
     _fail(second)
     assert not shown and second.output.reported
 

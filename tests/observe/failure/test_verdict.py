@@ -55,12 +55,24 @@ TABLE = {
         "every rank failed: ValueError",
     ),
     "memory": ([failed(1, memory=True)], [silent(0, RUNNING)], EXCEPTION, [1], "ran out of memory"),
-    "a death": ([waiting(0, kind=CURRENT)], [silent(1, GONE)], KILLED, [1], "rank 1 on a ended without a word"),
-    "a death that Horovod noticed": ([failed(0, **CONSEQUENCE)], [silent(1, ZOMBIE)], KILLED, [1], "without a word"),
+    "a death": (
+        [waiting(0, kind=CURRENT)],
+        [silent(1, GONE)],
+        KILLED,
+        [1],
+        "rank 1 on a ended without an error message",
+    ),
+    "a death that Horovod noticed": (
+        [failed(0, **CONSEQUENCE)],
+        [silent(1, ZOMBIE)],
+        KILLED,
+        [1],
+        "without an error message",
+    ),
     "a crash": ([waiting(0)], [silent(1, GONE, crash="Fatal Python error")], KILLED, [1], "crashed in native code"),
     "a stopped process": ([waiting(0)], [silent(1, STOPPED)], STALL, [1], "rank 1 on a is stopped"),
     "a death before a stopped process": ([waiting(0)], [silent(1, STOPPED), silent(2, GONE)], KILLED, [2], "rank 2"),
-    "silence": ([waiting(0)], [silent(1, UNKNOWN)], STALL, [1], "says nothing any more"),
+    "silence": ([waiting(0)], [silent(1, UNKNOWN)], STALL, [1], "does not respond"),
     "silence before those who wait": ([waiting(0), busy(2)], [silent(1, RUNNING)], STALL, [1], "rank 1"),
     "one that does something else": (
         [waiting(0, "gradients/0"), busy(1)],
@@ -69,7 +81,7 @@ TABLE = {
         [1],
         "no progress for 612 s: rank 1 on a in data at step 12 for 612.0 s, and the others wait for it",
     ),
-    "different collectives": ([waiting(0, "x"), waiting(1, "y")], [], STALL, [0, 1], "wait for different things"),
+    "different collectives": ([waiting(0, "x"), waiting(1, "y")], [], STALL, [0, 1], "wait in different collectives"),
     "a link that was lost when one rank had its sum already": (
         [waiting(0, "y"), waiting(1, "x", "y")],
         [],
@@ -82,28 +94,28 @@ TABLE = {
         [],
         STALL,
         [0, 1],
-        "wait for different things",
+        "wait in different collectives",
     ),
     "one collective": ([waiting(0, "x"), waiting(1, "x")], [], STALL, [0, 1], "wait in the same collective"),
-    "nobody waits": ([busy(0), busy(1)], [], STALL, [0, 1], "none waits for another"),
+    "nobody waits": ([busy(0), busy(1)], [], STALL, [0, 1], "no rank waits for another one"),
     "one rank alone": ([busy(0)], [], STALL, [0], "no progress for 612 s, in data at step 12"),
-    "communication that ended": ([failed(0, **CONSEQUENCE)], [], EXCEPTION, [0], "no rank says why"),
+    "communication that ended": ([failed(0, **CONSEQUENCE)], [], EXCEPTION, [0], "no rank reported an error"),
     "several stopped": ([waiting(0)], [silent(1, STOPPED), silent(2, STOPPED)], STALL, [1, 2], "ranks 1-2 on a are st"),
-    "several silent": ([waiting(0)], [silent(1, UNKNOWN), silent(2, UNKNOWN)], STALL, [1, 2], "ranks 1-2 on a say not"),
+    "several silent": ([waiting(0)], [silent(1, UNKNOWN), silent(2, UNKNOWN)], STALL, [1, 2], "ranks 1-2 on a do not"),
     "several others": ([waiting(0), busy(1), busy(2)], [], STALL, [1, 2], "and the others wait for them"),
     "no folder is shared": (
         [waiting(0, "x")],
         [silent(1, UNREACHABLE), silent(2, UNREACHABLE)],
         STALL,
         [0, 1, 2],
-        "no progress for 600 s that is heard of: rank 0 on a in wait at step 12",
+        "no progress for 600 s on the ranks that share the run folder: rank 0 on a in wait at step 12",
     ),
     "one that works where no folder is shared": (
         [waiting(0, "x"), busy(1)],
         [silent(2, UNREACHABLE)],
         STALL,
         [1, 2],
-        "heard of: rank 1 on a in data",
+        "share the run folder: rank 1 on a in data",
     ),
     "a death where no folder is shared": (
         [waiting(0)],
@@ -117,14 +129,14 @@ TABLE = {
         [silent(1, UNREACHABLE)],
         EXCEPTION,
         [0],
-        "no rank that is heard says why",
+        "no rank that shares the run folder reported",
     ),
     "a host that was lost": (
         [failed(0, **CONSEQUENCE)],
         [silent(1, UNKNOWN)],
         KILLED,
         [1],
-        "nothing was heard of rank 1",
+        "no statement came from rank 1",
     ),
 }
 
@@ -139,14 +151,16 @@ def test_the_verdict(case: tuple[list[Statement], list[SilentRank], str, list[in
 
 def test_the_out_of_memory_killer_is_named_only_where_it_was_at_work() -> None:
     quiet = [silent(1, GONE)]
-    assert "has ended 2 process(es)" in find_cause([waiting(0)], quiet, oom_kills=2).hint
+    assert "has killed 2 process(es)" in find_cause([waiting(0)], quiet, oom_kills=2).hint
     assert "out-of-memory killer has" not in find_cause([waiting(0)], quiet).hint
 
 
 def test_who_may_have_spoken_for_himself_did_not_end_without_a_word() -> None:
     verdict = find_cause([waiting(0)], [silent(1, GONE)], shared=False)
-    assert verdict.sentence == "rank 1 on a is gone" and "may stand above" in verdict.hint
-    assert "see what ranks 1-2 on a say" in find_cause([waiting(0)], [silent(n, UNREACHABLE) for n in (1, 2)]).hint
+    assert verdict.sentence == "rank 1 on a is dead" and "may be above" in verdict.hint
+    assert (
+        "see the output of ranks 1-2 on a:" in find_cause([waiting(0)], [silent(n, UNREACHABLE) for n in (1, 2)]).hint
+    )
 
 
 def test_unlike_errors_on_all_ranks_are_not_one() -> None:
