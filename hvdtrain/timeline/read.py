@@ -1,132 +1,129 @@
-"""Horovod's Timeline, read into columns: any size, gzip'd or not, whole, broken off or damaged.
+"""Reader of Horovod's Timelines: any size, plain or gzip, complete, truncated or damaged.
 
-The file is looked at a few MiB at a time. Of each such chunk the tensors' names come first, since they may hold
-anything (`reading.naming`); then what Horovod's writer wrote, by array operations (`reading.written`); then what is
-left between, as JSON (`reading.salvage`). Beginnings and ends are put together while it goes on (`reading.pairs`), and
-the columns grow on the disk where they get large (`reading.growing`), so that memory does not grow with the file.
+The file is read in chunks that end between two events. Tensor names come first, because they may hold any text. Then
+msgspec decodes the chunk; if that fails, the damaged part is searched object by object. Large columns are on disk, so
+memory does not grow with the file.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from hvdtrain.errors import TraceError
 from hvdtrain.timeline.columns import HorovodTrace
-from hvdtrain.timeline.reading import tensor_names as naming
-from hvdtrain.timeline.reading import written
-from hvdtrain.timeline.reading.chunk import Intake
-from hvdtrain.timeline.reading.source import pieces
+from hvdtrain.timeline.reading import tensor_names
+from hvdtrain.timeline.reading.events import LONGEST_BYTES
+from hvdtrain.timeline.reading.source import read_pieces
+from hvdtrain.timeline.reading.trace_builder import TraceBuilder, last_boundary
 
-CHUNK_BYTES = 1 << 22
+CHUNK_BYTES = 1 << 20
 
 _FOREIGN_BYTES = 1 << 20
-_STRANGE_BYTES = 1 << 27
-"""After so much without an event of Horovod the rest is not looked at: of other programs' events, and of anything else,
-such as a tensor's name of some MB."""
+"""Reading stops after this many bytes of another program's events."""
 
-_OPENING = b"[\n" + naming.HEAD
-_NEXT = re.compile(rb'\[\n\{"name": "process_name", "ph": "M", "pid": [01],')
-"""A Timeline begins: more than one where files were put one behind the other."""
+_STRANGE_BYTES = 1 << 27
+"""Reading stops after this many bytes without an event of Horovod. A tensor's name may have some MB."""
+
+_OPENING = b"[\n" + tensor_names.HEAD
+"""The first bytes of a Timeline. A file has several where Timelines were concatenated."""
+
+_FIRST_EVENT = b'{"ph": "'
 
 
 def read_files(paths: Sequence[Path]) -> list[HorovodTrace]:
-    """Read the Timelines that somebody names.
+    """Read the Timelines that the user names.
 
     Errors:
-        TraceError: one cannot be opened, or is no Timeline of Horovod; there is not one event in all of them.
+        TraceError: a file cannot be opened or is no Timeline of Horovod, or none has an event.
     """
-    found = [read_horovod(path) for path in paths]
-    if not any(len(trace.phase) or len(trace.tick_us) for trace in found):
+    traces = [read_horovod(path) for path in paths]
+    if not any(len(trace.phase) or len(trace.tick_us) for trace in traces):
         raise TraceError(
             f"there is no event in {', '.join(map(str, paths))}",
-            expected="a Timeline that Horovod has written some operations into",
-            found="; ".join(dict.fromkeys(line for trace in found for line in trace.dropped)) or None,
-            next_step="let the program do some steps, and end it by itself: Horovod writes late",
+            expected="a Timeline with at least one operation",
+            found="; ".join(dict.fromkeys(line for trace in traces for line in trace.dropped)) or None,
+            next_step="train some steps, and let the program exit by itself: Horovod writes with a delay",
         )
-    return found
+    return traces
 
 
 def read_horovod(path: Path, chunk_bytes: int = CHUNK_BYTES) -> HorovodTrace:
-    """Read a Timeline of Horovod, of any program.
-
-    Args:
-        path: the file.
-        chunk_bytes: how much is looked at together.
+    """Read a Timeline that Horovod wrote in any program.
 
     Returns:
-        All that can be read; `dropped` says what could not. An empty file is an empty Timeline.
+        All that is readable; `dropped` lists the rest. An empty file is an empty Timeline.
 
     Errors:
         TraceError: it cannot be opened, or is no Timeline of Horovod.
     """
-    intake = Intake()
+    builder = TraceBuilder()
     rest, offset = b"", 0
     try:
-        for piece in pieces(path, chunk_bytes, intake.damage.notes):
+        for piece in read_pieces(path, chunk_bytes, builder.damage.notes):
             text = rest + piece
-            done = _feed(intake, text, offset, final=False)
-            rest, offset = text[done:], offset + done
-            if offset > (_FOREIGN_BYTES if intake.damage.foreign else _STRANGE_BYTES) and not intake.is_horovod:
+            used = _add_chunk(builder, text, offset, _chunk_end(text))
+            rest, offset = text[used:], offset + used
+            if offset > (_FOREIGN_BYTES if builder.damage.foreign else _STRANGE_BYTES) and not builder.is_horovod:
                 break
         else:
-            _feed(intake, rest, offset, final=True)
-            offset += len(rest)
+            offset += _add_chunk(builder, rest, offset, len(rest))
     except OSError as error:
         raise TraceError(
-            f"the trace {path} cannot be read", found=error.strerror or str(error), next_step="check path and rights"
+            f"the trace {path} cannot be read",
+            found=error.strerror or str(error),
+            next_step="check the path and its permissions",
         ) from None
-    if not intake.is_horovod:
-        _check_empty(path, intake)
-    return intake.finish(path, offset)
+    if not builder.is_horovod:
+        _check_empty(path, builder)
+    return builder.finish(path, offset)
 
 
-def _feed(intake: Intake, text: bytes, offset: int, *, final: bool) -> int:
-    """Take in the events of `text` that are whole, or all of it; how many bytes that was."""
-    end = len(text) if final else _cut(text)
-    begin = 0
-    view = memoryview(text)
-    while (following := _next(text, begin + 1, end)) >= 0:
-        intake.add(view[begin:following], offset + begin, final=True)
-        intake.begin_another()
-        begin = following
-    return begin + intake.add(view[begin:end], offset + begin, final=final or end < len(text))
+def _chunk_end(text: bytes) -> int:
+    """Return where the last event begins, or metadata that may be incomplete; 0 if there is no such place."""
+    end = last_boundary(text, len(text))
+    head = tensor_names.unfinished_name(text, end or len(text))
+    if head < 0:
+        return end
+    return head - 2 if text[head - 2 : head] == b"[\n" else head
 
 
-def _next(text: bytes, begin: int, end: int) -> int:
-    """Where the next Timeline begins; -1 where none does."""
-    at = text.find(_OPENING, begin, end)
-    while at >= 0 and not _NEXT.match(text, at):
-        at = text.find(_OPENING, at + 1, end)
-    return at
+def _add_chunk(builder: TraceBuilder, text: bytes, offset: int, end: int) -> int:
+    """Add the events before `end`; return how many bytes were used."""
+    begin, following = 0, text.find(_OPENING, 0, end)
+    while following >= 0:
+        if _is_opening(text, following):
+            builder.add(text[begin:following], offset + begin)
+            builder.start_timeline()
+            begin = following
+        following = text.find(_OPENING, following + 1, end)
+    builder.add(text[begin:end], offset + begin)
+    if end == 0 and len(text) > 2 * LONGEST_BYTES:
+        return builder.add_damaged(text, offset)
+    return end
 
 
-def _cut(text: bytes) -> int:
-    """Where the last event of Horovod's form begins, or the metadata before it; all of it where there is none."""
-    last = text.rfind(written.START)
-    end = last if last > 0 else len(text)
-    head = text.rfind(naming.HEAD, 0, end)
-    unfinished = head >= 0 and end - head < naming.LONGEST and not naming.is_whole(text, head, end)
-    return head if unfinished else end
+def _is_opening(text: bytes, at: int) -> bool:
+    return text.startswith((b', "ph": "M", "pid": 0,', b', "ph": "M", "pid": 1,'), at + len(_OPENING))
 
 
-def _check_empty(path: Path, intake: Intake) -> None:
-    """See that a file without events is one that Horovod began to write.
+def _check_empty(path: Path, builder: TraceBuilder) -> None:
+    """Check that a file without events is one that Horovod began to write.
 
     Errors:
         TraceError: it is not.
     """
-    beginning = intake.beginning.lstrip(b" \t\r\n\xef\xbb\xbf")
+    beginning = builder.beginning.lstrip(b" \t\r\n\xef\xbb\xbf")
     rest = beginning.strip(b"[] \t\r\n")
     if not rest:
-        intake.damage.notes.append("the file holds no events")
-    if not rest or (beginning[:1] == b"[" and any(s.startswith(rest[: len(s)]) for s in (naming.HEAD, written.START))):
+        builder.damage.notes.append("the file has no events")
+    starts = (tensor_names.HEAD, _FIRST_EVENT)
+    if not rest or (beginning[:1] == b"[" and any(start.startswith(rest[: len(start)]) for start in starts)):
         return
-    what = "events of another program" if intake.damage.foreign else repr(beginning[:40].decode("utf-8", "replace"))
+    is_foreign = builder.damage.foreign
     raise TraceError(
         f"{path} is not a Timeline of Horovod",
         expected="a JSON array of events, as HOROVOD_TIMELINE=FILE, start_timeline() or --observe.timeline write it",
-        found=what,
+        found="events of another program" if is_foreign else repr(beginning[:40].decode("utf-8", "replace")),
         next_step="name such a file, or the run's folder: hvdtrain timeline report RUN",
     )

@@ -741,7 +741,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/training/test_drift.py",
     ),
     _new(
-        "timeline/reading/tensor_sizes.py",
+        "timeline/reading/events.py",
         '    "bfloat16": 2,\n',
         '    "bfloat16": 4,\n',
         "the bytes of bfloat16 tensors are counted twice",

@@ -19,7 +19,7 @@ from hvdtrain.errors import TraceError
 from hvdtrain.timeline.columns import HorovodTrace
 from hvdtrain.timeline.read import read_files, read_horovod
 from hvdtrain.timeline.reading import growing
-from hvdtrain.timeline.reading.tensor_sizes import nbytes
+from hvdtrain.timeline.reading.events import nbytes
 from tests.timeline.plain_reader import read_plainly, spans_of, ticks_of
 
 TRACES = sorted((Path(__file__).parent / "traces").glob("*.gz"))
@@ -147,7 +147,7 @@ def test_any_bytes_are_read_or_refused(content: bytes) -> None:
 def test_a_file_without_events_is_an_empty_timeline(content: bytes, tmp_path: Path) -> None:
     trace = read(content, tmp_path)
     assert len(trace.phase) == len(trace.tick_us) == 0
-    assert trace.dropped == ["the file holds no events"]
+    assert trace.dropped == ["the file has no events"]
 
 
 TORCH = {"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "mm", "pid": 1, "tid": 1, "ts": 1.5, "dur": 2}] * 99}
@@ -259,12 +259,12 @@ def test_what_was_dropped_is_said(tmp_path: Path) -> None:
     damaged = content[:place] + b"#" + content[place + 1 :]
     (line, *_) = read(damaged, tmp_path).dropped
     assert line.startswith("1 damaged place") and f"byte {content.rindex(b'{', 0, place)}" in line
-    assert any("breaks off in the middle" in line for line in read(content[:-30], tmp_path).dropped)
-    assert any("without an end" in line for line in read(content[:-300], tmp_path).dropped)
+    assert any("ends in the middle" in line for line in read(content[:-30], tmp_path).dropped)
+    assert any("without an end event" in line for line in read(content[:-300], tmp_path).dropped)
     start = content.index(b'{"ph": "E"')
-    assert any("without a beginning" in line for line in read(b"[\n" + content[start:], tmp_path).dropped)
+    assert any("without a begin event" in line for line in read(b"[\n" + content[start:], tmp_path).dropped)
     packed = gzip.compress(content)
-    assert any("compressed content breaks off" in line for line in read(packed[:-20], tmp_path).dropped)
+    assert any("compressed content is truncated" in line for line in read(packed[:-20], tmp_path).dropped)
     assert any(
         "compressed content is damaged" in line
         for line in read(packed[:1500] + b"\xff" * 50 + packed[1550:], tmp_path).dropped

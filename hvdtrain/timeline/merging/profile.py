@@ -14,7 +14,7 @@ from typing import Any
 from hvdtrain.timeline.merging.ranks import metadata
 from hvdtrain.timeline.merging.sink import Event
 from hvdtrain.timeline.reading.salvage import salvage
-from hvdtrain.timeline.reading.source import pieces
+from hvdtrain.timeline.reading.source import read_pieces
 
 _PIECE_BYTES = 1 << 20
 _BASE = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(\d+)')
@@ -120,7 +120,7 @@ def _is_shown(item: Event) -> bool:
 def _items(path: Path, notes: list[str]) -> Iterator[dict[str, Any] | float]:
     """The base in microseconds, where it is said, and the events."""
     rest, begun, lost = b"", False, 0
-    for piece in pieces(path, _PIECE_BYTES, notes):
+    for piece in read_pieces(path, _PIECE_BYTES, notes):
         rest += piece
         if not begun:
             found = _EVENTS.search(rest)

@@ -1,1 +1,1 @@
-"""How a Timeline of Horovod is read; `hvdtrain.timeline.read` is the way in."""
+"""The parts of Horovod's Timeline reader. `hvdtrain.timeline.read` is the entry point."""

@@ -1,4 +1,4 @@
-"""What of a Timeline could not be read, counted, and told in plain words."""
+"""What could not be read from a Timeline: counts, and a sentence for each."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ class Damage:
     """Counts of one file.
 
     Attributes:
-        places: that were passed over.
-        total_bytes: of them.
-        first: where the first begins, and its text.
-        last_end: where the last one ends.
+        places: stretches of bytes that were skipped.
+        skipped_bytes: their total size.
+        first: offset and text of the first one.
+        last_end: the offset after the last one.
         foreign: events of other programs.
         backwards: spans that end before they begin.
-        orphans: ends without a beginning.
-        still_open: beginnings without an end.
+        orphans: end events without a begin event.
+        still_open: begin events without an end event.
         unnamed: tensors without a name.
         notes: other lines.
     """
 
     places: int = 0
-    total_bytes: int = 0
+    skipped_bytes: int = 0
     first: tuple[int, bytes] = (0, b"")
     last_end: int = -1
     foreign: int = 0
@@ -35,35 +35,33 @@ class Damage:
     unnamed: int = 0
     notes: list[str] = field(default_factory=list)
 
-    def pass_over(self, offset: int, text: bytes) -> None:
-        """A place that holds no event of Horovod."""
+    def skip(self, offset: int, text: bytes) -> None:
+        """Count bytes without an event of Horovod; adjacent ones are one place."""
         if not self.places:
             self.first = (offset, text[:_EXCERPT_BYTES])
         self.places += offset != self.last_end
-        self.total_bytes += len(text)
+        self.skipped_bytes += len(text)
         self.last_end = offset + len(text)
 
     def lines(self, file_bytes: int) -> list[str]:
-        """In plain words; empty where all was read."""
-        found = list(self.notes)
-        broken_off = self.places > 0 and self.last_end == file_bytes
-        if inside := self.places - broken_off:
+        """Return a sentence for each kind of damage; none if everything was read."""
+        lines = list(self.notes)
+        is_truncated = self.places > 0 and self.last_end == file_bytes
+        if inside := self.places - is_truncated:
             where = f"byte {self.first[0]}, {self.first[1].decode('utf-8', 'replace')!r}"
-            found.append(
-                f"{_count(inside, 'damaged place')} passed over, {self.total_bytes} bytes; the first at {where}"
-            )
-        if broken_off:
-            found.append("the file breaks off in the middle of an event, as that of a killed job does")
+            lines.append(f"{_count(inside, 'damaged place')} skipped, {self.skipped_bytes} bytes; the first is {where}")
+        if is_truncated:
+            lines.append("the file ends in the middle of an event, as after a killed job")
         if self.orphans:
-            found.append(f"{_count(self.orphans, 'end')} without a beginning left out: of what was under way before")
+            lines.append(f"{_count(self.orphans, 'end event')} without a begin event ignored: begun before the trace")
         if self.still_open:
-            found.append(f"{_count(self.still_open, 'beginning')} without an end left out: of what was under way then")
+            lines.append(f"{_count(self.still_open, 'begin event')} without an end event ignored: still open")
         if self.backwards:
-            found.append(f"{_count(self.backwards, 'span')} left out that ended before it began")
+            lines.append(f"{_count(self.backwards, 'span')} ignored: the end is before the beginning")
         if self.unnamed:
-            found.append(f"{_count(self.unnamed, 'tensor')} without a name, called by the number in the file")
-        return found
+            lines.append(f"{_count(self.unnamed, 'tensor')} without a name: listed by number")
+        return lines
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -1,98 +1,150 @@
-"""Which JSON objects are events of Horovod, whoever wrote them down."""
+"""Events of Horovod's Timeline, as horovod/common/timeline.cc writes them, decoded by msgspec.
+
+An event with other fields, or with values out of range, is an error of the decoder.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from functools import lru_cache
+from typing import Annotated, Any
 
-from hvdtrain.timeline.reading.tensor_names import MOST
-from hvdtrain.timeline.reading.tensor_sizes import nbytes
-from hvdtrain.timeline.reading.written import Names
+import msgspec
+from msgspec import Meta
 
-_LATEST_US = 1e16
-_BEYOND_US = 1e18
+LONGEST_BYTES = 1 << 16
+"""A longer event, or a longer tensor name, counts as damage."""
 
+SEPARATORS = b" \t\r\n,[]\xef\xbb\xbf"
+"""Bytes between events, the byte order mark included."""
 
-@dataclass(frozen=True)
-class Found:
-    """An event, as the columns of `hvdtrain.timeline.reading.written.Events` have it."""
-
-    offset: int
-    end: int
-    kind: int
-    ts: float
-    pid: int
-    name: int = 0
-    nbytes: int = -1
+_Us = Annotated[float, Meta(ge=0, lt=1e16)]
+_Pid = Annotated[int, Meta(ge=0, lt=1 << 24)]
 
 
-@dataclass(frozen=True)
-class Metadata:
-    """What an event of metadata says.
-
-    Attributes:
-        pid: the tensor; 0 is the file itself.
-        name: of the tensor, if it is said.
-        epoch_us: the wall clock at time 0, if it is said.
-    """
-
-    pid: int
-    name: str | None
-    epoch_us: float | None
+class _Event(msgspec.Struct, gc=False, tag_field="ph", forbid_unknown_fields=True):
+    """What all kinds of events share: `ph` names the kind."""
 
 
-def as_found(
-    event: Mapping[str, Any], offset: int, end: int, names: Names
-) -> Found | Metadata | Literal["foreign"] | None:
-    """An object as an event of Horovod.
+class Begin(_Event, tag="B"):
+    """An operation on tensor `pid` begins."""
 
-    Args:
-        event: with ``ph``.
-        offset: where it stands.
-        end: and ends.
-        names: takes in the operation's name.
+    name: Annotated[str, Meta(min_length=1, max_length=LONGEST_BYTES)]
+    ts: _Us
+    pid: _Pid
 
-    Returns:
-        "foreign": it is another program's; None: it is none.
-    """
-    kind, pid, name = event["ph"], event.get("pid"), event.get("name")
-    if "tid" in event or "cat" in event:
-        return "foreign"
-    if kind == "M":
-        return _as_metadata(event, pid)
-    ts = _number(event.get("ts"))
-    if ts is None or not 0 <= ts < _LATEST_US:
+
+class End(_Event, tag="E"):
+    """The last operation on tensor `pid` that is still open ends."""
+
+    ts: _Us
+    pid: _Pid
+    args: Any = None
+
+
+class Tick(_Event, tag="X"):
+    """Rank `name` is ready for the collective on tensor `pid`."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=7)]
+    ts: _Us
+    pid: _Pid
+    dur: Any = 0
+
+
+class Mark(_Event, tag="i"):
+    """A cycle of Horovod's background thread starts."""
+
+    ts: _Us
+    name: Any = None
+    s: Any = None
+
+
+class Metadata(_Event, tag="M"):
+    """The name of tensor `pid`, or for pid 0 the wall clock at time 0."""
+
+    pid: _Pid
+    args: dict[str, Annotated[str, Meta(max_length=LONGEST_BYTES)] | float | bool | None]
+    name: Any = None
+
+    @property
+    def tensor(self) -> str | None:
+        """The name of the tensor, if this event has it."""
+        name = self.args.get("name") if self.name == "process_name" else None
+        return name if isinstance(name, str) else None
+
+    @property
+    def epoch_us(self) -> float | None:
+        """The wall clock at time 0, if this event has it."""
+        value = self.args.get("start_time_since_epoch_in_micros")
+        is_clock = self.name == "process_name" and self.pid == 0
+        return value if is_clock and isinstance(value, float) and abs(value) < 1e18 else None
+
+
+Event = Begin | End | Tick | Mark | Metadata
+_KINDS: dict[object, type[Event]] = {"B": Begin, "E": End, "X": Tick, "i": Mark, "M": Metadata}
+_DECODER = msgspec.json.Decoder(list[Event])
+
+
+def decode(text: bytes) -> list[Event] | None:
+    """Decode consecutive events; None if anything else is between them."""
+    try:
+        events = _DECODER.decode(b"[%s]" % text.strip(SEPARATORS))
+    except (msgspec.DecodeError, ValueError, RecursionError):
         return None
-    if kind == "i":
-        return Found(offset, end, ord("i"), ts, -1)
-    if type(pid) is not int or not 0 <= pid < MOST:
+    ranks = "".join([event.name for event in events if type(event) is Tick])
+    return events if _are_digits(ranks or "0") else None
+
+
+def _are_digits(text: str) -> bool:
+    return text.isascii() and text.isdigit()
+
+
+def is_foreign(fields: Mapping[str, Any]) -> bool:
+    """Whether another program wrote this event: Horovod writes neither threads nor categories."""
+    return "tid" in fields or "cat" in fields
+
+
+def as_event(fields: Mapping[str, Any]) -> Event | None:
+    """Return an event from its JSON object, unknown fields ignored; None if it is not one of Horovod's."""
+    kind = _KINDS.get(fields["ph"]) if isinstance(fields["ph"], str) else None
+    if kind is None or is_foreign(fields):
         return None
-    if kind == "B" and isinstance(name, str) and name:
-        return Found(offset, end, ord("B"), ts, pid, names.number(name))
-    if kind == "X" and isinstance(name, str) and name.isascii() and name.isdigit() and len(name) < 8:
-        return Found(offset, end, ord("X"), ts, pid, int(name))
-    if kind == "E":
-        arguments = event.get("args")
-        return Found(offset, end, ord("E"), ts, pid, 0, nbytes(arguments) if isinstance(arguments, dict) else -1)
-    return None
-
-
-def _as_metadata(event: Mapping[str, Any], pid: object) -> Metadata | None:
-    arguments = event.get("args")
-    if type(pid) is not int or not 0 <= pid < MOST or not isinstance(arguments, dict):
+    try:
+        event = msgspec.convert({key: fields[key] for key in ("ph", *kind.__struct_fields__) if key in fields}, kind)
+    except (msgspec.ValidationError, OverflowError):
         return None
-    if event.get("name") != "process_name":
-        return Metadata(pid, None, None)
-    name, epoch_us = arguments.get("name"), _number(arguments.get("start_time_since_epoch_in_micros"))
-    return Metadata(
-        pid,
-        name if isinstance(name, str) else None,
-        epoch_us if pid == 0 else None,
-    )
+    return None if isinstance(event, Tick) and not _are_digits(event.name) else event
 
 
-def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if abs(value) < _BEYOND_US else None
+_ITEM_BYTES = {
+    "uint8": 1,
+    "int8": 1,
+    "bool": 1,
+    "uint16": 2,
+    "int16": 2,
+    "float16": 2,
+    "bfloat16": 2,
+    "int32": 4,
+    "float32": 4,
+    "int64": 8,
+    "float64": 8,
+}
+_SHAPE = re.compile(r"\[\s*(?:\d{1,18}\s*(?:,\s*\d{1,18}\s*)*)?\]")
+
+
+def nbytes(arguments: object) -> int:
+    """Return the bytes of a tensor from ``{"dtype": "float32", "shape": "[2, 3]"}``; -1 if unknown."""
+    if not isinstance(arguments, dict):
+        return -1
+    return _nbytes(str(arguments.get("dtype")), str(arguments.get("shape")))
+
+
+@lru_cache(1 << 14)
+def _nbytes(dtype: str, shape: str) -> int:
+    if dtype not in _ITEM_BYTES or not _SHAPE.fullmatch(shape):
+        return -1
+    total = _ITEM_BYTES[dtype]
+    for length in re.findall(r"\d+", shape):
+        total *= int(length)
+    return total if total < 1 << 62 else -1

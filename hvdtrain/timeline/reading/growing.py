@@ -1,4 +1,4 @@
-"""Columns that grow: in memory while they are small, in files without a name when not."""
+"""Columns that grow: in memory while small, else in temporary files."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 IN_MEMORY_BYTES = 1 << 23
-"""Of a column; more than that goes to the disk, so that gigabytes of trace cost no gigabytes of memory."""
+"""A larger column is written to disk, to bound memory."""
 
 
 class Column:
     """A column to which arrays are added.
 
     Args:
-        dtype: of its elements.
-        in_memory_bytes: how large it may be before it goes to the disk.
+        dtype: of the elements.
+        in_memory_bytes: a larger column is written to disk.
     """
 
     def __init__(self, dtype: str, in_memory_bytes: int = IN_MEMORY_BYTES) -> None:
@@ -29,14 +29,14 @@ class Column:
         self._on_disk = 0
 
     def add(self, values: NDArray[Any]) -> None:
-        """Add elements; they are copied."""
+        """Append a copy of `values`."""
         self._parts.append(values.astype(self._dtype))
         self._in_memory += self._parts[-1].nbytes
         if self._in_memory > self._limit:
             self._spill()
 
     def finish(self) -> NDArray[Any]:
-        """All of it: an array, or one whose pages are read from the disk when they are looked at."""
+        """Return the whole column: an array in memory, or one that maps the file."""
         if self._file is None:
             return np.concatenate([np.empty(0, self._dtype), *self._parts])
         self._spill()
@@ -48,7 +48,7 @@ class Column:
             return mapped.view(np.ndarray)
 
     def _spill(self) -> None:
-        """Move what is in memory to the disk; it stays in memory where that cannot be."""
+        """Move the elements in memory to disk; they stay in memory if the disk is full."""
         try:
             if self._file is None:
                 self._file = tempfile.TemporaryFile(prefix="hvdtrain-", buffering=0)  # noqa: SIM115 - until `finish`

@@ -1,4 +1,4 @@
-"""Events out of text that Horovod's writer would not have written so: damaged, or written again by another program."""
+"""JSON objects out of damaged text, one at a time. Slow: `hvdtrain.timeline.reading.events.decode` is tried first."""
 
 from __future__ import annotations
 
@@ -6,25 +6,23 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-WINDOW = 1 << 16
-"""Bytes within which an event has to end."""
+from hvdtrain.timeline.reading.events import LONGEST_BYTES, SEPARATORS
 
-_SEPARATORS = b" \t\r\n,[]\xef\xbb\xbf"  # and a byte order mark
 _DECODER = json.JSONDecoder(strict=False)
-_USUAL = 1 << 11
-"""What is tried first: a failure takes as long as what is before it."""
+_USUAL_BYTES = 1 << 11
+"""Tried first: the cost of a JSON error grows with the text before it."""
 
-_CLOSE = 16
-"""Bytes before the end of what is tried; a failure there may be due to the end."""
+_CLOSE_BYTES = 16
+"""An error this close to the end of the window may be due to the end of the window."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A JSON object that is an event, or a place where there is none.
+    """A JSON object with a key "ph", or text without one.
 
     Attributes:
-        offset, end: in the text.
-        event: None where nothing could be read.
+        offset, end: position in the text.
+        event: None for text without an event.
     """
 
     offset: int
@@ -33,53 +31,52 @@ class Piece:
 
 
 def salvage(text: bytes, *, final: bool) -> tuple[list[Piece], int]:
-    """What `text` holds, in its order.
+    """Find the events in `text`, in order.
 
-    An object that is no event counts as text that cannot be read, and so does an event inside of another object.
+    Other objects count as text without an event, and so do events inside another object.
 
     Args:
-        text: between two events, or all of it.
-        final: nothing comes after it.
+        text: any bytes.
+        final: nothing follows `text`.
 
     Returns:
-        The pieces, and how much of the text they tell of: all of it where `final`, else what comes before an object
-        that may end behind it.
+        The pieces, and how many bytes they cover: all if `final`, else up to an object that may continue after `text`.
     """
     pieces: list[Piece] = []
-    if not text.strip(_SEPARATORS):
+    if not text.strip(SEPARATORS):
         return pieces, len(text)
-    seen, at = 0, 0
-    while (at := _next_start(text, at, final=final)) >= 0:
-        found = _decode(text, at)
-        if found is None and not final and len(text) - at < WINDOW:
+    covered, at = 0, 0
+    while (at := _next_object(text, at, final=final)) >= 0:
+        decoded = _decode(text, at)
+        if decoded is None and not final and len(text) - at < LONGEST_BYTES:
             break
-        event, end = found or ({}, at + 1)
+        event, end = decoded or ({}, at + 1)
         if "ph" in event:
-            _add_damage(pieces, text, seen, at)
-            seen = end
-            pieces.append(Piece(at, seen, event))
+            _add_damage(pieces, text, covered, at)
+            covered = end
+            pieces.append(Piece(at, covered, event))
         at = end
     taken = len(text) if at < 0 else at
-    _add_damage(pieces, text, seen, taken)
+    _add_damage(pieces, text, covered, taken)
     return pieces, taken
 
 
-def _next_start(text: bytes, at: int, *, final: bool) -> int:
-    """Where the next object begins that may be an event or hold one; -1 where there is none."""
+def _next_object(text: bytes, at: int, *, final: bool) -> int:
+    """Return where the next object begins that may contain an event; -1 if there is none."""
     key = text.find(b'"ph"', at)
     if key < 0 and final:
         return -1
-    return text.find(b"{", max(at, (key if key >= 0 else len(text)) - WINDOW))
+    return text.find(b"{", max(at, (key if key >= 0 else len(text)) - LONGEST_BYTES))
 
 
 def _decode(text: bytes, at: int) -> tuple[dict[str, Any], int] | None:
-    """The object that begins at `at`, and where it ends."""
-    for size in (_USUAL, WINDOW):
-        window = text[at : at + size].decode("latin-1")  # a character a byte
+    """Return the object that begins at `at`, and where it ends."""
+    for size in (_USUAL_BYTES, LONGEST_BYTES):
+        window = text[at : at + size].decode("latin-1")  # one character per byte
         try:
             event, length = _DECODER.raw_decode(window)
         except json.JSONDecodeError as error:
-            if error.pos < len(window) - _CLOSE and not error.msg.startswith("Unterminated"):
+            if error.pos < len(window) - _CLOSE_BYTES and not error.msg.startswith("Unterminated"):
                 return None
             continue
         except (ValueError, RecursionError):
@@ -91,8 +88,8 @@ def _decode(text: bytes, at: int) -> tuple[dict[str, Any], int] | None:
 
 
 def _add_damage(pieces: list[Piece], text: bytes, start: int, end: int) -> None:
-    """The place between two events, if anything but separators stands there."""
-    left = text[start:end].lstrip(_SEPARATORS)
-    if kept := left.rstrip(_SEPARATORS):
+    """Add the text between two events, unless it consists of separators."""
+    left = text[start:end].lstrip(SEPARATORS)
+    if damaged := left.rstrip(SEPARATORS):
         begin = end - len(left)
-        pieces.append(Piece(begin, begin + len(kept), None))
+        pieces.append(Piece(begin, begin + len(damaged), None))

@@ -1,4 +1,4 @@
-"""A file's bytes in pieces, gzip'd or not; what cannot be read of it is said, not raised."""
+"""The bytes of a plain or gzip file, in pieces. Damaged compressed content gives a note, not an error."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _GZIP = b"\x1f\x8b"
 _READ_BYTES = 1 << 18
 
 
-def pieces(path: Path, size: int, notes: list[str]) -> Iterator[bytes]:
-    """The content of `path`, some `size` bytes at a time, whatever its name ends in.
+def read_pieces(path: Path, size: int, notes: list[str]) -> Iterator[bytes]:
+    """Yield the content of a file in pieces of about `size` bytes. It may be gzip under any name.
 
     Args:
-        path: a file, gzip'd or not; one of several gzip'd parts too.
-        size: bytes of a piece, about.
-        notes: takes in a line where compressed content breaks off or is damaged; what came before it is given.
+        path: a plain file, or one or several concatenated gzip streams.
+        size: bytes.
+        notes: appended to if compressed content is truncated or damaged; the content before that is yielded.
 
     Errors:
         OSError: it cannot be opened or read, or is no regular file.
@@ -40,7 +40,7 @@ def _inflated(compressed: Iterator[bytes], size: int, notes: list[str]) -> Itera
         rest = given
         while rest:
             if engine.eof:
-                rest = rest.lstrip(b"\0")  # what some tools fill the last block with
+                rest = rest.lstrip(b"\0")  # some tools pad the last block with zeros
                 if not rest:
                     break
                 engine = zlib.decompressobj(zlib.MAX_WBITS | 16)
@@ -48,18 +48,18 @@ def _inflated(compressed: Iterator[bytes], size: int, notes: list[str]) -> Itera
             try:
                 piece = engine.decompress(rest, size)
             except zlib.error as error:
-                notes.append(f"the compressed content is damaged ({error}): the rest of the file is not read")
+                notes.append(f"the compressed content is damaged ({error}): the rest of the file was not read")
                 yield from _up_to_damage(before, rest, size)
                 return
             rest = engine.unused_data if engine.eof else engine.unconsumed_tail
             if piece:
                 yield piece
     if not engine.eof:
-        notes.append("the compressed content breaks off: the end of the file is missing")
+        notes.append("the compressed content is truncated: the end of the file is missing")
 
 
 def _up_to_damage(engine: zlib._Decompress, damaged: bytes, size: int) -> Iterator[bytes]:
-    """What comes before the damage, byte by byte: a call that meets it gives nothing of what it has read before."""
+    """Yield the content before the damage, byte by byte: a call that fails returns nothing of the bytes before."""
     piece = bytearray()
     with suppress(zlib.error):
         for at in range(len(damaged)):
