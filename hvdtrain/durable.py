@@ -1,4 +1,4 @@
-"""Files that survive a power cut: what is renamed into place has reached the disk before. A leaf."""
+"""Write files that survive a power cut: a file reaches the disk before it is renamed into place. A leaf."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def fsync(path: Path) -> None:
-    """Wait until a file, or a directory's list of names, is on the disk."""
+    """Wait until a file, or a directory's list of names, is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -17,18 +17,18 @@ def fsync(path: Path) -> None:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Wait for every file in a folder, and for the folder."""
+    """Wait until every file in a folder, and the folder itself, are on disk."""
     for path in folder.iterdir():
         fsync(path)
     fsync(folder)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file, whole or not at all; where it cannot be, nothing is left.
+    """Write a file completely or not at all. An error leaves no temporary file.
 
     Errors:
-        OSError: it cannot be written there.
-        UnicodeEncodeError: `text` is none.
+        OSError: the file cannot be written.
+        UnicodeEncodeError: `text` cannot be encoded as UTF-8.
     """
     temporary = path.with_name(f".{path.name}.writing")
     try:

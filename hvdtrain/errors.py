@@ -1,48 +1,48 @@
-"""Every error that a user can cause.
+"""All errors that a user can cause.
 
 ::
 
     HvdtrainError
-    ├── ConfigError          an option or a config file
-    ├── TaskError            what a task function returned or raised
-    │   ├── CallOrderError   backward, step and so on were called in an order that cannot be right
-    │   └── JoinedError      a rank has called Horovod's join, and more than sums is to be exchanged
-    ├── DataError            data that is missing, empty or unreadable
-    ├── LaunchError          ranks that do not fit together: launcher, MPI, size
-    ├── HorovodError         Horovod is missing, or built for something else
-    ├── BuildError           building Horovod did not succeed
-    ├── RunDirectoryError    a run directory that cannot be used
-    │   └── UnusableRunDirectoryError  nor could it be the next time
-    ├── CheckpointError      a checkpoint that cannot be read or does not fit
-    │   └── UnreadableCheckpointError  one that may be whole: its files cannot be opened
-    ├── TraceError           a trace that cannot be read, or is another program's
-    ├── NonFiniteError       loss or gradient kept being inf or nan
-    └── DriftError           parameters are not equal on all ranks
+    ├── ConfigError          an option or a config file is wrong
+    ├── TaskError            a task function cannot be loaded, or returned or raised something wrong
+    │   ├── CallOrderError   backward, step and so on were called in the wrong order
+    │   └── JoinedError      a rank has called Horovod's join, so only sums can be exchanged
+    ├── DataError            data is missing, empty or unreadable
+    ├── LaunchError          the ranks do not match: launcher, MPI or world size
+    ├── HorovodError         Horovod is missing, or built for another torch or MPI
+    ├── BuildError           building Horovod failed
+    ├── RunDirectoryError    a run directory cannot be used
+    │   └── UnusableRunDirectoryError  trying again would fail, too
+    ├── CheckpointError      a checkpoint cannot be read or does not match the model
+    │   └── UnreadableCheckpointError  its files cannot be opened; it may be complete
+    ├── TraceError           a trace cannot be read, or is from another program
+    ├── NonFiniteError       loss or gradient was inf or nan too many times in a row
+    └── DriftError           parameters differ between ranks
 """
 
 from __future__ import annotations
 
 USAGE = 2
-"""What the command exits with on a `ConfigError`, a `TaskError`, an `UnusableRunDirectoryError` or a SyntaxError.
+"""Exit code on a `ConfigError`, a `TaskError`, an `UnusableRunDirectoryError` or a SyntaxError.
 
-They would come again each time: nothing that started them tries it again.
+These errors would recur, so launchers do not restart the job.
 """
 
 CANNOT_START = 127
-"""What a shell says of a program that cannot be started, and so do we."""
+"""Exit code if a program cannot be started, as in a shell."""
 
 
 class HvdtrainError(Exception):
-    """What went wrong, what was expected, what was found, what to do next.
+    """An error with the expected and the found value, and what to do next.
 
     Args:
-        what: one sentence naming the thing that is wrong.
-        expected: what would have been right.
-        found: what was there instead.
-        next_step: the command or the change that mends it.
+        what: the problem in one sentence.
+        expected: a correct value or state.
+        found: the actual value or state.
+        next_step: the command or change that solves the problem.
 
     Attributes:
-        everywhere: every rank raises this same error, so that one of them may speak for all.
+        everywhere: every rank raises this same error, so that one rank reports it for all.
     """
 
     everywhere = False
@@ -54,12 +54,8 @@ class HvdtrainError(Exception):
         self.expected = expected
         self.found = found
         self.next_step = next_step
-        parts = [what]
-        parts += [f"  {label}: {text}" for label, text in self._labelled() if text]
-        super().__init__("\n".join(parts))
-
-    def _labelled(self) -> list[tuple[str, str | None]]:
-        return [("expected", self.expected), ("found", self.found), ("next", self.next_step)]
+        labelled = {"expected": expected, "found": found, "next": next_step}
+        super().__init__("\n".join([what, *(f"  {label}: {text}" for label, text in labelled.items() if text)]))
 
 
 class ConfigError(HvdtrainError, ValueError):
@@ -69,18 +65,18 @@ class ConfigError(HvdtrainError, ValueError):
 
 
 class TaskError(HvdtrainError):
-    """A task function cannot be loaded, or returned the wrong thing."""
+    """A task function cannot be loaded, or returned or raised something wrong."""
 
 
 class CallOrderError(TaskError, AssertionError):
-    """The methods of a distributed optimizer, or backward, were called in an order that cannot be right.
+    """The methods of a distributed optimizer, or backward, were called in the wrong order.
 
-    An AssertionError too, as Horovod's own optimizer raises.
+    Also an AssertionError, which Horovod's own optimizer raises.
     """
 
 
 class JoinedError(TaskError):
-    """A rank has called Horovod's join: it takes part in sums, and in no other exchange."""
+    """A rank has called Horovod's join. It takes part in sums, but in no other exchange."""
 
     everywhere = True
 
@@ -90,15 +86,15 @@ class DataError(HvdtrainError):
 
 
 class LaunchError(HvdtrainError):
-    """The ranks of the job do not fit together."""
+    """The ranks of the job do not match: launcher, MPI or world size."""
 
 
 class HorovodError(HvdtrainError):
-    """Horovod is missing, or was built for another torch or MPI."""
+    """Horovod is missing, or built for another torch or MPI."""
 
 
 class BuildError(HvdtrainError):
-    """Horovod could not be built."""
+    """Building Horovod failed."""
 
 
 class RunDirectoryError(HvdtrainError):
@@ -106,28 +102,28 @@ class RunDirectoryError(HvdtrainError):
 
 
 class UnusableRunDirectoryError(RunDirectoryError):
-    """A run directory that would be refused again: none that can be written, or one with a run to be left alone."""
+    """A run directory would be rejected again: it is not writable, or holds a run that must not change."""
 
 
 class CheckpointError(HvdtrainError):
-    """A checkpoint cannot be read, or does not fit the model."""
+    """A checkpoint cannot be read, or does not match the model."""
 
 
 class UnreadableCheckpointError(CheckpointError):
-    """The files of a checkpoint cannot be opened, for want of permission, say: it may be whole, and stays as it is."""
+    """The files of a checkpoint cannot be opened, such as without permission. It may be complete, so it is kept."""
 
 
 class TraceError(HvdtrainError):
-    """A trace cannot be read, or is not of the kind that is wanted."""
+    """A trace cannot be read, or is of another kind."""
 
 
 class NonFiniteError(HvdtrainError):
-    """Loss or gradient was not finite too many times in a row."""
+    """Loss or gradient was inf or nan too many times in a row."""
 
     everywhere = True
 
 
 class DriftError(HvdtrainError):
-    """Parameters are not equal on all ranks."""
+    """Parameters differ between ranks."""
 
     everywhere = True

@@ -1,4 +1,4 @@
-"""Functions and classes of the user's, found by name: ``file.py:name`` or ``module:name``."""
+"""Load a user's functions and classes by name: ``file.py:name`` or ``module:name``."""
 
 from __future__ import annotations
 
@@ -12,32 +12,30 @@ from hvdtrain.errors import HvdtrainError
 
 
 def load(spec: str, error: type[HvdtrainError], expected: str, folder: Path = Path()) -> Any:
-    """Find what `spec` names; something that can be called.
+    """Return the function or class that `spec` names.
 
     Args:
         spec: ``file.py:name`` or ``module:name``.
-        error: raised when there is nothing of that name, with the names there are.
-        expected: what it should be, for that error.
-        folder: what the place of a file is relative to.
+        error: class of the error if there is no such function; the message lists the existing ones.
+        expected: the expected kind of function, for that error.
+        folder: the folder that file names are relative to.
     """
     place, colon, name = spec.rpartition(":")
     if not colon or not place.strip(".") or not name:
-        raise error(f"{spec!r} names nothing", expected=f"file.py:name or module:name: {expected}")
+        raise error(f"invalid name {spec!r}", expected=f"file.py:name or module:name: {expected}")
     try:
         module = _import_file(folder / place, error) if place.endswith(".py") else _import_module(place, error)
     except SystemExit as ended:
         raise error(
-            f"importing {place} ended this process",
+            f"{place} exits when it is imported",
             expected=f"a file that can be imported: {expected}",
             found=f"sys.exit({ended.code!r})",
-            next_step="let what runs at once stand below: if __name__ == '__main__':",
+            next_step="move code that runs on import below: if __name__ == '__main__':",
         ) from ended
     found = getattr(module, name, None)
     if not callable(found):
         own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
-        raise error(
-            f"{place} has no function {name!r}", expected=expected, found=", ".join(own) or "no function at all"
-        )
+        raise error(f"{place} has no function {name!r}", expected=expected, found=", ".join(own) or "no functions")
     return found
 
 
@@ -50,26 +48,26 @@ def _import_module(name: str, error: type[HvdtrainError]) -> Any:
         if missing.name and name.startswith(missing.name):
             raise error(
                 f"there is no module {name!r} to import",
-                next_step="give file.py:name for a file, or install the module into this environment",
+                next_step="use file.py:name for a file, or install the module into this environment",
             ) from missing
         raise
 
 
 def _import_file(path: Path, error: type[HvdtrainError]) -> Any:
     if not path.is_file():
-        raise error(f"there is no file {str(path)!r} to import", found=f"working in {Path.cwd()}")
-    # Its own folder comes first on the path, as it would for `python file.py`: it may import its neighbours, and
-    # loader workers import it again by its name.
+        raise error(f"there is no file {str(path)!r} to import", found=f"working directory {Path.cwd()}")
+    # Its folder comes first on the path, as with `python file.py`: the file may import its neighbours, and
+    # loader processes import it again by its name.
     sys.path.insert(0, str(path.resolve().parent))
     if path.stem not in sys.modules and path.stem.isidentifier():
         module = importlib.import_module(path.stem)
         if module.__file__ and Path(module.__file__).samefile(path):
             return module
-    # Imported once, also when several names of it are asked for.
+    # Import it once, also if several of its names are loaded.
     name = f"loaded_{path.stem}"
-    known = sys.modules.get(name)
-    if known is not None and known.__file__ and Path(known.__file__).samefile(path):
-        return known
+    loaded = sys.modules.get(name)
+    if loaded is not None and loaded.__file__ and Path(loaded.__file__).samefile(path):
+        return loaded
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)

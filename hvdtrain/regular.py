@@ -1,4 +1,4 @@
-"""Regular files, opened for reading: a FIFO or a device, which can keep its reader waiting, is refused. A leaf."""
+"""Open regular files for reading, but no FIFOs or devices, which can block the reader. A leaf."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def open_regular(path: Path) -> BinaryIO:
     """Open a regular file, or a link to one, for reading.
 
     Errors:
-        OSError: it cannot be opened, or is of another kind: `strerror` says of which.
+        OSError: it cannot be opened, or is no regular file; `strerror` names the kind.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # which returns at once from a FIFO too
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # does not block on a FIFO
     try:
         mode = os.fstat(descriptor).st_mode
         if stat.S_ISDIR(mode):

@@ -1,1 +1,1 @@
-"""What is trained: a model, its loss and its data."""
+"""Tasks: a model, its loss and its data."""

@@ -1,4 +1,4 @@
-"""The contract of a task, and how one is found by name. Imports no torch of its own."""
+"""The contract of a task, and loading one by name. Does not import torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMED = {
     "image": "hvdtrain.task.image:image",
     "language_model": "hvdtrain.task.language_model:language_model",
 }
-"""Tasks that `--task` knows by a short name."""
+"""Short names of `--task`."""
 
 TaskFunction = Callable[..., "Task"]
 
@@ -28,22 +28,22 @@ class Task:
     """A model, its loss and its data.
 
     Args:
-        model: parameters on the CPU; the trainer moves it to the rank's device.
-        loss: takes the model and a batch on the device, returns the sum of the losses (a scalar tensor with
-            gradient) and its weight: how many samples, tokens or the like were summed. What is minimised is
-            the sum over the global batch divided by the weight over the global batch.
+        model: parameters on the CPU. The trainer moves the model to the rank's device.
+        loss: takes the model and a batch on the device. Returns the sum of the losses (a scalar tensor with
+            gradient) and its weight, the number of samples, tokens or the like in the sum. Training minimises the
+            sum over the global batch divided by the weight over the global batch.
         train_data: map-style dataset (`__len__`, `__getitem__`).
-        heldout_data: map-style dataset that is only evaluated on.
-        optimizer: of the model's parameters. Without one the options under `optimizer` make it.
-        schedule: factor on the optimizer's learning rates as a function of the step, 0 at the first. Without
-            one the options under `optimizer` say, or the rate stays as it is where the task brings an optimizer.
-        metrics: takes the model and a batch in evaluation, returns sum and weight by name.
-        collate: makes a batch from a list of samples; torch's default without it.
-        nominal_weight: weight of a typical sample; keeps gradients near the size of a mean. The mean itself is
-            exact whatever stands here.
-        unit: what `weight` counts, in the plural, as shown beside the speed.
-        data_id: tells this training data from other data of the same length, such as a hash of it. Ranks whose
-            data differ, and a resume with other data, are noticed by it.
+        heldout_data: map-style dataset for evaluation only.
+        optimizer: optimizer of the model's parameters (default: made from the options under `optimizer`).
+        schedule: factor on the optimizer's learning rates as a function of the step, counted from 0. By default
+            the options under `optimizer` decide, or the rate is constant if the task brings an optimizer.
+        metrics: takes the model and a batch in evaluation. Returns a sum and a weight by name.
+        collate: makes a batch from a list of samples (default: torch's).
+        nominal_weight: weight of a typical sample. It keeps gradients near the size of a mean; the mean is exact
+            with any value.
+        unit: the unit of `weight` in the plural, to show the speed.
+        data_id: distinguishes this training data from other data of the same length, such as a hash. It reveals
+            ranks with different data, and a resume with other data.
     """
 
     model: nn.Module
@@ -60,10 +60,10 @@ class Task:
 
 
 def load_task_function(spec: str) -> TaskFunction:
-    """Find the function that `spec` names: a short name, ``file.py:function`` or ``module:function``.
+    """Load the function that `spec` names: a short name, ``file.py:function`` or ``module:function``.
 
     Errors:
-        TaskError: nothing of that name, with the names there are.
+        TaskError: there is no such function; the message lists the existing ones.
     """
     target = NAMED.get(spec, spec)
     place, colon, function_name = target.rpartition(":")

@@ -1,4 +1,4 @@
-"""Causal language models by transformers: presets, a config.json, a pretrained folder."""
+"""Causal language models from transformers: presets, a config.json or a pretrained folder."""
 
 from __future__ import annotations
 
@@ -80,17 +80,17 @@ _DROPOUT_NAMES = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_pr
 
 
 def causal_lm(config: ModelConfig, *, vocabulary: int, seq_len: int) -> nn.Module:
-    """Make the model, in float32 on the CPU. New weights follow from torch's global seed alone.
+    """Create the model in float32 on the CPU. New weights depend only on torch's global seed.
 
     Args:
-        config: which model.
+        config: architecture and initial weights.
         vocabulary: one more than the largest id in the data.
-        seq_len: tokens that come at a time.
+        seq_len: tokens per sample.
 
     Errors:
-        TaskError: transformers is missing, or cannot make the model.
-        ConfigError: options that do not go together, files that describe no model.
-        DataError: the data's tokens, or as many at a time, do not fit the model.
+        TaskError: transformers is missing, or cannot create the model.
+        ConfigError: options conflict, or a file does not describe a model.
+        DataError: the data's token ids or the sequence length are too large for the model.
     """
     try:
         import transformers  # noqa: F401
@@ -100,8 +100,8 @@ def causal_lm(config: ModelConfig, *, vocabulary: int, seq_len: int) -> nn.Modul
         ) from error
     if config.config and config.pretrained:
         raise ConfigError(
-            "model.config and model.pretrained do not go together",
-            expected="a config.json for new weights, or a folder that has its own",
+            "model.config and model.pretrained conflict",
+            expected="one of them: a config.json for new weights, or a folder with weights",
         )
     model_config = _model_config(config, vocabulary, seq_len)
     _set_dropout(model_config, config.dropout)
@@ -110,9 +110,9 @@ def causal_lm(config: ModelConfig, *, vocabulary: int, seq_len: int) -> nn.Modul
         model = _pretrained(Path(config.pretrained), model_config) if config.pretrained else _new(model_config)
     except TaskError:
         raise
-    except Exception as error:  # transformers raises whatever its many models do
+    except Exception as error:  # each model of transformers raises its own errors
         raise TaskError(
-            f"transformers cannot make the model of {config.pretrained or config.config or config.preset}",
+            f"transformers cannot create the model of {config.pretrained or config.config or config.preset}",
             found=f"{type(error).__name__}: {error}",
         ) from error
     model.train()
@@ -124,13 +124,13 @@ def _model_config(config: ModelConfig, vocabulary: int, seq_len: int) -> Any:
         return _read_config(Path(config.config) if config.config else Path(config.pretrained or "") / "config.json")
     if vocabulary > _LARGEST_PRESET_VOCABULARY:
         raise DataError(
-            "the data's ids are too large for tokens",
-            expected=f"below {_LARGEST_PRESET_VOCABULARY}",
-            found=str(vocabulary - 1),
+            "the data contains ids that are too large for tokens",
+            expected=f"ids below {_LARGEST_PRESET_VOCABULARY}",
+            found=f"ids up to {vocabulary - 1}",
         )
     from transformers import DeepseekV3Config
 
-    rounded = -(-vocabulary // 64) * 64  # rows in multiples of 64 multiply faster
+    rounded = -(-vocabulary // 64) * 64  # matrix products are faster with a multiple of 64 rows
     return DeepseekV3Config(
         **_SHARED, **PRESETS[config.preset], vocab_size=rounded, max_position_embeddings=max(1024, seq_len)
     )
@@ -142,10 +142,10 @@ def _read_config(path: Path) -> Any:
     try:
         content = json.loads(read_regular(path.expanduser()))
         return AutoConfig.for_model(content.pop("model_type"), **content)
-    except Exception as error:  # no file, no JSON, a model that is not known, a value that it refuses
+    except Exception as error:  # no file, no JSON, an unknown model, an invalid value
         raise ConfigError(
-            f"{path} describes no model",
-            expected="a config.json of a causal language model that transformers knows, on this machine",
+            f"{path} does not describe a model",
+            expected="a config.json of a causal language model that the installed transformers supports",
             found=f"{type(error).__name__}: {error}",
         ) from error
 
@@ -154,12 +154,12 @@ def _set_dropout(model_config: Any, dropout: float | None) -> None:
     if dropout is None:
         return
     if not 0 <= dropout < 1:
-        raise ConfigError("model.dropout is no share", expected="from 0 to below 1", found=str(dropout))
+        raise ConfigError("invalid --model.dropout", expected="0 or more, and less than 1", found=str(dropout))
     name = next((name for name in _DROPOUT_NAMES if hasattr(model_config, name)), None)
     if not name:
         raise ConfigError(
             f"a model of type {model_config.model_type} has no dropout of attention weights",
-            next_step="leave --model.dropout away",
+            next_step="omit --model.dropout",
         )
     setattr(model_config, name, dropout)
 
@@ -167,19 +167,20 @@ def _set_dropout(model_config: Any, dropout: float | None) -> None:
 def _check_fit(model_config: Any, vocabulary: int, seq_len: int) -> None:
     text_config = model_config.get_text_config()
     ids = getattr(text_config, "vocab_size", None)
-    if ids and vocabulary > ids:  # a model that has no vocabulary is told of when it is made
+    if ids and vocabulary > ids:  # a model without a vocabulary fails later, when it is created
         raise DataError(
             "the model's vocabulary is too small for the data",
             expected=f"ids below {ids}",
             found=f"ids up to {vocabulary - 1}",
-            next_step="give the model's own tokenizer (--data.tokenizer), or a model with a larger vocabulary",
+            next_step="use the model's own tokenizer (--data.tokenizer), or a model with a larger vocabulary",
         )
     positions = getattr(text_config, "max_position_embeddings", None)
     if positions and seq_len > positions:
         raise DataError(
-            "data.seq_len is too long for the model",
+            "data.seq_len is too large for the model",
             expected=f"at most {positions}",
             found=str(seq_len),
+            next_step=f"use --data.seq_len {positions}",
         )
 
 
@@ -209,8 +210,8 @@ def _pretrained(folder: Path, model_config: Any) -> nn.Module:
     )
     if missing := sorted(report["missing_keys"]):
         raise TaskError(
-            f"the pretrained folder {folder} is not whole",
-            expected=f"weights of every parameter of a {model_config.model_type}",
-            found=f"none of {', '.join(missing[:3])}" + (f" and {len(missing) - 3} more" if missing[3:] else ""),
+            f"the pretrained folder {folder} is incomplete",
+            expected=f"weights of all parameters of a {model_config.model_type} model",
+            found=f"no weights of {', '.join(missing[:3])}" + (f" and {len(missing) - 3} more" if missing[3:] else ""),
         )
     return model

@@ -1,4 +1,4 @@
-"""What a language model is trained on: options, and the windows of tokens that they name."""
+"""Training data of a language model: options, and the windows of tokens that they select."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class Corpus:
     """Tokens, split and cut into windows.
 
     Args:
-        name: what messages call it.
+        name: name of the data in messages.
         train: windows to train on, at least one.
-        heldout: windows that are held out, None where there is not enough for one.
+        heldout: held-out windows; None if there are too few tokens for one.
         vocabulary: one more than the largest id.
-        digest: equal on all hosts that have the same tokens.
+        digest: a hash of the tokens, equal on all hosts with the same tokens.
     """
 
     name: str
@@ -66,33 +66,33 @@ class Corpus:
 
 
 def open_corpus(config: TextConfig, own_tokenizer: str | None = None) -> Corpus:
-    """Map the tokens into memory, made once a host.
+    """Prepare the tokens once per host, and map them into memory.
 
     Args:
-        config: what to read.
-        own_tokenizer: the model's tokenizer.json, for text where the config names none.
+        config: the data to read.
+        own_tokenizer: the model's tokenizer.json, used for text if the config names none.
 
     Errors:
-        ConfigError: options that do not go together.
-        DataError: data that is missing, unreadable, empty or too short.
+        ConfigError: options conflict.
+        DataError: data is missing, unreadable, empty or too short.
     """
     _check(config)
     if config.tokens:
-        name, file = config.tokens, _npy(config.tokens, config.heldout)
+        name, file = config.tokens, _describe_npy_once(config.tokens, config.heldout)
     else:
         source = _source(config, own_tokenizer)
-        name, file = source.name, _written_once(source, config.heldout)
+        name, file = source.name, _tokenize_once(source, config.heldout)
     train = Windows(file, 0, file.train, config.seq_len)
     heldout = Windows(file, file.train, file.heldout, config.seq_len)
     if not len(train):
         raise DataError(
             f"there are too few tokens in {name}",
             expected=f"at least {config.seq_len + 1} to train on, one more than data.seq_len",
-            found=f"{file.train}, beside {file.heldout} held out",
-            next_step="give more data, or a smaller --data.seq_len",
+            found=f"{file.train}, and {file.heldout} held out",
+            next_step="provide more data, or a smaller --data.seq_len",
         )
     if not len(heldout) and config.heldout:
-        log.warning("%s: %d tokens held out are too few for one sample: no evaluation", name, file.heldout)
+        log.warning("%s: the %d held-out tokens are too few for one sample: no evaluation", name, file.heldout)
     return Corpus(name, train, heldout if len(heldout) else None, file.vocabulary, file.digest)
 
 
@@ -100,20 +100,20 @@ def _check(config: TextConfig) -> None:
     given = [name for name in ("text", "tokens", "dataset") if getattr(config, name)]
     if len(given) > 1:
         raise ConfigError(
-            "there is more than one source of data",
+            "more than one source of data is set",
             expected="one of data.text, data.tokens, data.dataset, or none for the standard library",
             found=" and ".join(f"data.{name}" for name in given),
         )
     if config.tokens and config.tokenizer:
         raise ConfigError(
-            "data.tokens and data.tokenizer do not go together",
-            expected="a tokenizer for text, or ids that are tokens already",
-            next_step="leave --data.tokenizer away",
+            "data.tokens and data.tokenizer conflict",
+            expected="a tokenizer only for text; data.tokens contains ids",
+            next_step="omit --data.tokenizer",
         )
     if config.seq_len < 1:
-        raise ConfigError("data.seq_len is too small", expected="1 and more", found=str(config.seq_len))
+        raise ConfigError("invalid --data.seq_len", expected="1 or more", found=str(config.seq_len))
     if not 0 <= config.heldout < 1:
-        raise ConfigError("data.heldout is no share", expected="from 0 to below 1", found=str(config.heldout))
+        raise ConfigError("invalid --data.heldout", expected="0 or more, and less than 1", found=str(config.heldout))
 
 
 def _source(config: TextConfig, own_tokenizer: str | None) -> Source:
@@ -127,19 +127,19 @@ def _source(config: TextConfig, own_tokenizer: str | None) -> Source:
     return replace(text_source(standard_library(), encoder, config.heldout), name="the standard library")
 
 
-def _written_once(source: Source, heldout: float) -> TokenFile:
+def _tokenize_once(source: Source, heldout: float) -> TokenFile:
     def build(folder: Path) -> None:
-        log.info("making tokens of %s", source.name)
+        log.info("tokenizing %s", source.name)
         vocabulary = source.vocabulary()
         held = source.heldout() if source.heldout else None
         file = write_tokens(folder, source.train(), held, tail=heldout, vocabulary=vocabulary)
         if not file.train + file.heldout:
-            raise DataError(f"{source.name} is empty", expected="something to train on", found="no tokens")
+            raise DataError(f"{source.name} is empty", expected="tokens to train on", found="no tokens")
 
-    return _once(build, [source.identity, heldout])
+    return _cached(build, [source.identity, heldout])
 
 
-def _npy(tokens: str, heldout: float) -> TokenFile:
+def _describe_npy_once(tokens: str, heldout: float) -> TokenFile:
     path = Path(tokens).expanduser().resolve()
     try:
         about = path.stat()
@@ -147,16 +147,16 @@ def _npy(tokens: str, heldout: float) -> TokenFile:
         raise DataError(
             f"there are no tokens in {tokens!r}",
             expected="a .npy of token ids",
-            found=f"{error.strerror}, working in {Path.cwd()}",
-            next_step="mend --data.tokens",
+            found=f"{error.strerror}; working directory {Path.cwd()}",
+            next_step="correct --data.tokens",
         ) from error
-    return _once(
+    return _cached(
         lambda folder: describe_npy(path, heldout).save(folder),
         [str(path), about.st_size, about.st_mtime_ns, heldout],
     )
 
 
-def _once(build: Callable[[Path], None], identity: list[Any]) -> TokenFile:
+def _cached(build: Callable[[Path], None], identity: list[Any]) -> TokenFile:
     key = hashlib.sha256(json.dumps([FORMAT, identity]).encode()).hexdigest()[:24]
     folder = once_per_host("corpus", key, build, lambda folder: TokenFile.load(folder) is not None)
     file = TokenFile.load(folder)

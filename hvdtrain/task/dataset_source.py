@@ -1,4 +1,4 @@
-"""A folder written by datasets' `save_to_disk`, as ids."""
+"""Read token ids from a folder written by datasets' `save_to_disk`."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ _ROWS = 1000
 
 
 def dataset_source(folder: str, encoder: Encoder, *, wants_text: bool) -> Source:
-    """The rows of column `input_ids` as they are, or of column `text` encoded.
+    """Read the ids in column `input_ids`, or encode the column `text`.
 
-    A DatasetDict's `train` is trained on, its `validation` or else `test` held out; otherwise the end of the rows.
+    Of a DatasetDict, `train` is for training, and `validation`, otherwise `test`, is held out. Without these, the
+    last rows are held out.
 
     Args:
-        folder: what `save_to_disk` wrote.
-        encoder: of the column `text`.
-        wants_text: the user named a tokenizer: `input_ids` will not do.
+        folder: the folder that `save_to_disk` wrote.
+        encoder: encoder of the column `text`.
+        wants_text: the user named a tokenizer, so `text` is required.
 
     Errors:
-        DataError: no such folder, or no column of use.
+        DataError: there is no such folder, or no usable column.
     """
     path = Path(folder).expanduser()
     files = sorted(file for file in path.rglob("*") if file.is_file())
@@ -43,8 +44,8 @@ def dataset_source(folder: str, encoder: Encoder, *, wants_text: bool) -> Source
         raise DataError(
             f"there is no dataset in {folder!r}",
             expected=_EXPECTED,
-            found=f"working in {Path.cwd()}",
-            next_step="mend --data.dataset",
+            found=f"no files; working directory {Path.cwd()}",
+            next_step="correct --data.dataset",
         )
     rows = _Rows(path, encoder, wants_text)
     about = [(file, file.stat()) for file in files]
@@ -65,12 +66,12 @@ def _has_heldout_split(path: Path) -> bool:
     try:
         splits = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
     except (OSError, ValueError, KeyError, TypeError):
-        return False  # no DatasetDict; a damaged one is told of when it is opened
+        return False  # no DatasetDict; opening a damaged one fails later
     return any(name in splits for name in _HELDOUT_SPLITS)
 
 
 class _Rows:
-    """The rows of a dataset, opened when first needed."""
+    """The rows of a dataset, which is opened on first use."""
 
     def __init__(self, path: Path, encoder: Encoder, wants_text: bool) -> None:
         self.path = path
@@ -79,36 +80,38 @@ class _Rows:
 
     @cached_property
     def splits(self) -> tuple[Any, Any]:
-        """The dataset to train on, and the one held out if there is one."""
+        """The dataset to train on, and the held-out one or None."""
         try:
             import datasets
         except ModuleNotFoundError as error:
             raise TaskError(
-                "a folder of a dataset needs the datasets library", next_step='pip install "hvdtrain[datasets]"'
+                "--data.dataset needs the datasets library", next_step='pip install "hvdtrain[datasets]"'
             ) from error
         try:
             loaded = datasets.load_from_disk(str(self.path))
-        except Exception as error:  # whatever is wrong with the files shows as any of many classes
+        except Exception as error:  # damaged files raise errors of many classes
             raise DataError(
-                f"the dataset {self.path} cannot be read", expected=_EXPECTED, found=f"{type(error).__name__}: {error}"
+                f"cannot read the dataset {self.path}", expected=_EXPECTED, found=f"{type(error).__name__}: {error}"
             ) from error
         if not isinstance(loaded, datasets.DatasetDict):
             return loaded, None
         if "train" not in loaded:
             raise DataError(
-                f"the dataset {self.path} has no split to train on", expected="a split train", found=", ".join(loaded)
+                f"the dataset {self.path} has no split to train on",
+                expected="a split train",
+                found=", ".join(loaded),
             )
         return loaded["train"], next((loaded[name] for name in _HELDOUT_SPLITS if name in loaded), None)
 
     def vocabulary(self) -> int:
-        """The encoder's, or one more than the largest id there is."""
+        """Return the encoder's vocabulary, or one more than the largest id."""
         if self._column(self.splits[0]) == "text":
             return self.encoder.vocabulary()
         largest = (int(ids.max()) for split in self.splits for ids in self.ids(split) if len(ids))
         return max(largest, default=-1) + 1
 
     def ids(self, split: Any) -> Iterator[Ids]:
-        """The ids of the rows of one split, in order."""
+        """Yield the ids of the rows of a split, in order."""
         import numpy as np
 
         if split is None:
@@ -124,7 +127,7 @@ class _Rows:
     def _checked(self, ids: Ids) -> Ids:
         if ids.size and int(ids.min()) < 0:
             raise DataError(
-                f"the dataset {self.path} holds ids that are no tokens", expected="0 and more", found=str(ids.min())
+                f"the dataset {self.path} contains negative ids", expected="ids of 0 or more", found=str(ids.min())
             )
         return ids.reshape(-1)
 
@@ -134,8 +137,8 @@ class _Rows:
             return "text"
         if "input_ids" not in columns:
             raise DataError(
-                f"the dataset {self.path} has no column of use",
-                expected="text or input_ids",
+                f"the dataset {self.path} has no usable column",
+                expected="a column text or input_ids",
                 found=", ".join(columns),
                 next_step="rename the column (Dataset.rename_column) and save again",
             )
@@ -144,6 +147,6 @@ class _Rows:
                 f"the dataset {self.path} has no text for the tokenizer",
                 expected="a column text",
                 found=", ".join(columns),
-                next_step="leave --data.tokenizer away: input_ids are tokens already",
+                next_step="omit --data.tokenizer, as input_ids are tokens",
             )
         return "input_ids"

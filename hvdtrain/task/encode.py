@@ -1,4 +1,4 @@
-"""From the bytes of documents to token ids."""
+"""Encode the bytes of documents as token ids."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
     Ids = NDArray[np.integer[Any]]
 
 SEPARATOR = 256
-"""Stands after each document where tokens are bytes."""
+"""Id after each document if tokens are bytes."""
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "[SEP]")
-"""What a tokenizer's vocabulary may call the end of a document; the first that it has is used."""
+"""Names of the token at the end of a document. The first one in a vocabulary is used."""
 
 
 class Encoder(Protocol):
-    """Makes token ids of documents."""
+    """Encodes documents as token ids."""
 
     def identity(self) -> str:
-        """Changes whenever the same text may get other ids."""
+        """Return text that changes whenever the same document may get other ids."""
         ...
 
     def vocabulary(self) -> int:
-        """One more than the largest id that may come."""
+        """Return one more than the largest possible id."""
         ...
 
     def encode(self, pieces: Iterable[bytes], name: str) -> Iterator[Ids]:
-        """The ids of one document, then the end of a document. `name` is for messages."""
+        """Yield the ids of one document, then those of its end. `name` is for messages."""
         ...
 
 
@@ -43,15 +43,15 @@ class ByteEncoder:
     """Every byte is a token."""
 
     def identity(self) -> str:
-        """Always the same."""
+        """Return a constant."""
         return "bytes"
 
     def vocabulary(self) -> int:
-        """The bytes and the separator."""
+        """Return the number of byte values and the separator."""
         return SEPARATOR + 1
 
     def encode(self, pieces: Iterable[bytes], name: str) -> Iterator[Ids]:
-        """The bytes as they are, then the separator."""
+        """Yield the bytes, then the separator."""
         import numpy as np
 
         for piece in pieces:
@@ -60,10 +60,10 @@ class ByteEncoder:
 
 
 class TokenizerEncoder:
-    """A tokenizer.json of the tokenizers library, read when first needed.
+    """A tokenizer.json of the tokenizers library, read on first use.
 
-    A document is encoded in pieces that end at line ends, so that its size does not matter. Special tokens are
-    not added, but for the end of a document where the vocabulary has one.
+    It encodes a document in pieces that end at line ends, so large documents need little memory. The only special
+    token that it adds is the end of a document, if the vocabulary has one.
 
     Errors:
         DataError: the file cannot be read, or is no tokenizer.
@@ -74,15 +74,15 @@ class TokenizerEncoder:
         self._tokenizer: Any = None
 
     def identity(self) -> str:
-        """A hash of the file's content."""
+        """Return a hash of the file's content."""
         return hashlib.sha256(self._content()).hexdigest()
 
     def vocabulary(self) -> int:
-        """One more than the largest id of the vocabulary, added tokens included."""
+        """Return one more than the largest id of the vocabulary, added tokens included."""
         return int(max(self._load().get_vocab(with_added_tokens=True).values(), default=-1)) + 1
 
     def encode(self, pieces: Iterable[bytes], name: str) -> Iterator[Ids]:
-        """The ids of UTF-8 text; DataError where it is none."""
+        """Yield the ids of UTF-8 text. Errors: DataError: it is not UTF-8."""
         import numpy as np
 
         tokenizer = self._load()
@@ -105,7 +105,7 @@ class TokenizerEncoder:
             except Exception as error:  # the library raises bare Exceptions and ValueErrors
                 raise DataError(
                     f"{self.path} is not a tokenizer",
-                    expected="a tokenizer.json as the tokenizers library saves it",
+                    expected="a tokenizer.json saved by the tokenizers library",
                     found=str(error),
                 ) from error
         return self._tokenizer
@@ -115,15 +115,15 @@ class TokenizerEncoder:
             return read_regular(self.path)
         except OSError as error:
             raise DataError(
-                f"the tokenizer {self.path} cannot be read",
+                f"cannot read the tokenizer {self.path}",
                 expected="a tokenizer.json of the tokenizers library",
                 found=error.strerror,
-                next_step="mend --data.tokenizer",
+                next_step="correct --data.tokenizer",
             ) from error
 
 
 def _whole_lines(pieces: Iterable[bytes], name: str) -> Iterator[str]:
-    """Cut anew at line ends, which stand inside of no UTF-8 sequence, and decode."""
+    """Cut at line ends, which no UTF-8 sequence contains, and decode."""
     rest, done_bytes = b"", 0
     for piece in pieces:
         head, newline, tail = piece.rpartition(b"\n")
@@ -143,7 +143,7 @@ def _decode(content: bytes, at_bytes: int, name: str) -> str:
     except UnicodeDecodeError as error:
         raise DataError(
             f"{name} is not text in UTF-8",
-            expected="UTF-8, since a tokenizer reads text",
+            expected="UTF-8, because a tokenizer reads text",
             found=f"byte 0x{content[error.start]:02x} at {at_bytes + error.start}",
-            next_step="convert or leave out the file, or leave --data.tokenizer away to train on bytes",
+            next_step="convert or exclude the file, or omit --data.tokenizer to train on bytes",
         ) from error

@@ -36,14 +36,14 @@ def image(model: ResNetConfig = ResNetConfig(), data: ImageConfig = ImageConfig(
 
 
 def label_loss(model: nn.Module, batch: Any) -> tuple[Tensor, float]:
-    """Cross entropy of the labels.
+    """Return the summed cross entropy of the labels.
 
     Args:
         model: takes `pixel_values`, returns an object with `logits` (B, classes).
         batch: images (B, C, H, W), float32, and labels (B,), int64.
 
     Returns:
-        The sum over B images in nats, float32 whatever the logits are; and B.
+        The sum over B images in nats, in float32 for any dtype of logits; and B.
     """
     from torch.nn.functional import cross_entropy
 

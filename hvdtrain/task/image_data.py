@@ -1,4 +1,4 @@
-"""What an image model is trained on: options, and the images that they name."""
+"""Training data of an image model: options, and the images that they select."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Images:
     """Images with labels, split.
 
     Args:
-        train: pairs of an image (C, H, W) float32 and a label, int64, to train on.
-        heldout: pairs that are held out, None where there are none.
-        channels: of an image.
-        classes: labels are below it.
-        digest: equal on all hosts that have the same images.
+        train: pairs of an image (C, H, W), float32, and a label, int64.
+        heldout: held-out pairs, or None.
+        channels: channels of an image.
+        classes: number of classes; labels are smaller.
+        digest: a hash of the images, equal on all hosts with the same images.
     """
 
     train: Dataset[Any]
@@ -49,34 +49,34 @@ class Images:
 
 
 _SPLIT_SEED = 0
-"""Not the run's: what is held out is the same in every run."""
+"""Constant, so that every run holds out the same images."""
 
 _ZOOM = 4
-"""A ResNet's first two layers halve an image twice: digits come to its stages as they are, 8 x 8."""
+"""A ResNet's first two layers halve an image twice, so its stages see digits in their original size, 8 x 8."""
 
 _SYNTHETIC, _SYNTHETIC_CLASSES = 64, 1000
 _SMALLEST = 32
 
 
 def open_images(config: ImageConfig) -> Images:
-    """Read, or make, the images.
+    """Read or generate the images.
 
     Errors:
-        ConfigError: a value that makes no sense.
+        ConfigError: an option has an invalid value.
         TaskError: scikit-learn is missing.
     """
     if not 0 <= config.heldout < 1:
-        raise ConfigError("data.heldout is no share", expected="from 0 to below 1", found=str(config.heldout))
+        raise ConfigError("invalid --data.heldout", expected="0 or more, and less than 1", found=str(config.heldout))
     if config.size < _SMALLEST:
-        raise ConfigError("data.size is too small", expected=f"{_SMALLEST} pixels or more", found=str(config.size))
+        raise ConfigError("invalid --data.size", expected=f"{_SMALLEST} pixels or more", found=str(config.size))
     return _digits(config.heldout) if config.source == "digits" else _synthetic(config.size)
 
 
 def split(count: int, heldout: float) -> tuple[list[int], list[int]]:
-    """Indices to train on and indices held out, at random: a function of its arguments alone."""
+    """Return random indices to train on, and to hold out. They depend only on the arguments."""
     import numpy as np
 
-    # RandomState, whose stream numpy promises never to change.
+    # numpy guarantees that the stream of RandomState never changes.
     order = np.random.RandomState(_SPLIT_SEED).permutation(count).tolist()
     held = min(round(count * heldout), count - 1)
     return order[held:], order[:held]
@@ -87,16 +87,16 @@ def _digits(heldout: float) -> Images:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:
         raise TaskError(
-            "the digits of the image task need scikit-learn",
+            "--data.source digits needs scikit-learn",
             next_step='pip install "hvdtrain[image]", or train on --data.source synthetic',
         ) from error
     import torch
     from torch.utils.data import TensorDataset
 
-    found = load_digits()  # pixels of 0 to 16
-    pixels = torch.tensor(found.images, dtype=torch.float32) / 8 - 1
+    digits = load_digits()  # pixels of 0 to 16
+    pixels = torch.tensor(digits.images, dtype=torch.float32) / 8 - 1
     images = pixels[:, None].repeat_interleave(_ZOOM, 2).repeat_interleave(_ZOOM, 3)
-    labels = torch.tensor(found.target, dtype=torch.int64)
+    labels = torch.tensor(digits.target, dtype=torch.int64)
     train, held = split(len(labels), heldout)
     return Images(
         train=TensorDataset(images[train], labels[train]),
@@ -118,7 +118,7 @@ def _synthetic(size: int) -> Images:
 
 
 def _digest(*tensors: Tensor) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for tensor in tensors:
-        found.update(tensor.numpy().data)
-    return found.hexdigest()
+        digest.update(tensor.numpy().data)
+    return digest.hexdigest()

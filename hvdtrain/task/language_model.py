@@ -1,4 +1,4 @@
-"""The task `language_model`: predict the next token of a text."""
+"""The task `language_model`: next-token prediction on text."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
         data: training data
 
     Errors:
-        TaskError: a library of the extra `lm` is missing, or cannot make the model.
-        ConfigError: options that do not go together.
-        DataError: data that is missing, unreadable, empty, too short, or that does not fit the model.
+        TaskError: a library from the extra `lm` is missing, or cannot create the model.
+        ConfigError: options conflict.
+        DataError: data is missing, unreadable, empty, too short, or does not match the model.
     """
-    corpus = open_corpus(data, own_tokenizer=_tokenizer_beside(model))
+    corpus = open_corpus(data, own_tokenizer=_own_tokenizer(model))
     return Task(
         model=causal_lm(model, vocabulary=corpus.vocabulary, seq_len=data.seq_len),
         loss=next_token_loss,
@@ -38,25 +38,25 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
 
 
 def next_token_loss(model: nn.Module, tokens_BT: Any) -> tuple[Tensor, float]:
-    """Cross entropy of each token given those before it.
+    """Return the summed cross entropy of each token, given the tokens before it.
 
     Args:
         model: takes `input_ids`, returns an object with `logits`.
         tokens_BT: ids (B, T + 1), int64.
 
     Returns:
-        The sum over B * T predicted tokens in nats, float32 whatever the logits are; and B * T.
+        The sum over B * T predicted tokens in nats, in float32 for any dtype of logits; and B * T.
     """
     from torch.nn.functional import cross_entropy
 
     inputs_BT, targets_BT = tokens_BT[:, :-1], tokens_BT[:, 1:]
     logits_BTV = model(input_ids=inputs_BT, use_cache=False).logits
-    # The ids are cut, not the logits: these are as large as all the rest, and stay where they are.
+    # Slice the ids, not the logits: these are as large as all other memory, and slicing would copy them.
     loss = cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction="sum")
     return loss, float(targets_BT.numel())
 
 
-def _tokenizer_beside(model: ModelConfig) -> str | None:
-    """A pretrained model reads text by the tokenizer that lies beside it."""
-    beside = Path(model.pretrained or "").expanduser() / "tokenizer.json"
-    return str(beside) if model.pretrained and beside.is_file() else None
+def _own_tokenizer(model: ModelConfig) -> str | None:
+    """Return the tokenizer in the folder of a pretrained model, or None."""
+    file = Path(model.pretrained or "").expanduser() / "tokenizer.json"
+    return str(file) if model.pretrained and file.is_file() else None

@@ -1,4 +1,4 @@
-"""A folder that the processes of a host make together once, and all find whole afterwards."""
+"""Build a folder once per host, for all of its processes."""
 
 from __future__ import annotations
 
@@ -21,86 +21,86 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
 def cache_folder(name: str) -> Path:
-    """The user's cache folder for `name`. Creates nothing."""
+    """Return the user's cache folder for `name`, without creating it."""
     from hvdtrain.runtime.environment import environ
 
     return Path(environ().get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdtrain" / name
 
 
 def once_per_host(name: str, key: str, build: Callable[[Path], None], is_whole: Callable[[Path], bool]) -> Path:
-    """The folder `key` of the cache `name`, built if it is not there yet.
+    """Return the folder `key` of the cache `name`; build it if it does not exist.
 
-    One process builds, the others of the host wait for it. The folder is built under another name, fsynced and
-    renamed, so that it is whole whenever it is there, whoever was killed. Where the cache cannot be written, a
-    folder of the user's in the system's temporary folder takes its place.
+    One process builds while the others on the host wait. It builds under another name, fsyncs and renames, so an
+    existing folder is complete even if a process was killed. If the cache is not writable, a folder of the user in
+    the system's temporary folder is used instead.
 
     Args:
         name: a folder in the cache.
-        key: says all that the content depends on.
-        build: fills the empty folder that it gets; DataError leaves nothing behind.
-        is_whole: whether a folder holds what `build` writes.
+        key: a hash of everything that the content depends on.
+        build: fills the empty folder that it gets. If it raises, no folder remains.
+        is_whole: returns whether a folder holds everything that `build` writes.
 
     Errors:
-        DataError: there is no place to write to.
+        DataError: neither folder is writable.
     """
     own, substitute = cache_folder(name), Path(gettempdir()) / f"hvdtrain-{os.getuid()}" / name
 
-    def found() -> Path | None:
+    def find_whole() -> Path | None:
         if is_whole(own / key):
             return own / key
         return substitute / key if _is_mine(substitute) and is_whole(substitute / key) else None
 
-    if whole := found():
+    if whole := find_whole():
         return whole
     problems = []
     for place in (own, substitute):
         try:
-            for folder in (place.parent, place):  # the mode holds for the last folder alone
+            for folder in (place.parent, place):  # mkdir applies the mode to the last folder only
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if place == substitute and not _is_mine(place):
                 raise PermissionError(errno.EPERM, "it belongs to another user")
-            return _build_in(place, key, build, found)
+            return _build_in(place, key, build, find_whole)
         except OSError as error:
-            log.warning("cannot keep data in %s: %s", place, error.strerror or error)
+            log.warning("cannot store data in %s: %s", place, error.strerror or error)
             problems.append(f"{place}: {error.strerror or error}")
     raise DataError(
-        "there is no place to keep the prepared data",
-        expected="a folder with room that can be written to",
+        "no folder can store the prepared data",
+        expected="a writable folder with free space",
         found="; ".join(problems),
-        next_step="make room, or point XDG_CACHE_HOME to a folder with room",
+        next_step="free some space, or set XDG_CACHE_HOME to a folder with free space",
     )
 
 
-def _build_in(place: Path, key: str, build: Callable[[Path], None], found: Callable[[], Path | None]) -> Path:
+def _build_in(place: Path, key: str, build: Callable[[Path], None], find_whole: Callable[[], Path | None]) -> Path:
     final = place / key
     with _locked(place / f"{key}.lock") as alone:
-        if whole := found():
+        if whole := find_whole():
             return whole
-        if alone:  # what stands here was left by a process that was killed, or damaged since
+        if alone:  # left by a killed process, or damaged since
             for left in [*place.glob(f"{key}.tmp-*"), final]:
                 shutil.rmtree(left, ignore_errors=True)
         temporary = Path(mkdtemp(prefix=f"{key}.tmp-", dir=place))
         try:
             build(temporary)
             fsync_folder(temporary)
-            _rename(temporary, final, found)
+            _rename(temporary, final, find_whole)
             fsync(place)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     return final
 
 
-def _rename(temporary: Path, final: Path, found: Callable[[], Path | None]) -> None:
+def _rename(temporary: Path, final: Path, find_whole: Callable[[], Path | None]) -> None:
     try:
         temporary.rename(final)
     except OSError:
-        if not found():  # without locks another process may have been first: as good
+        if not find_whole():  # without locks another process may have been first, which is fine
             raise
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Hold the lock until the end, the process's death included. False: this file system has no locks."""
+    """Hold the lock until the end, or until the process dies. Yield False if the file system has no locks."""
     with path.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -114,7 +114,7 @@ def _locked(path: Path) -> Iterator[bool]:
 
 
 def _is_mine(place: Path) -> bool:
-    """Others may write to the system's temporary folder: trust only what is the user's own, up to there."""
+    """Return whether the user owns a folder and its parent. Others may write to the system's temporary folder."""
     try:
         return all(folder.lstat().st_uid == os.getuid() for folder in (place, place.parent))
     except OSError:

@@ -1,4 +1,4 @@
-"""Residual networks by transformers, with group norm in the place of batch norm."""
+"""Residual networks from transformers, with group norm instead of batch norm."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ _MOST_GROUPS, _LEAST_CHANNELS = 32, 2
 
 
 def resnet(config: ResNetConfig, *, channels: int, classes: int) -> nn.Module:
-    """Make the model, in float32 on the CPU. Weights follow from torch's global seed alone.
+    """Create the model in float32 on the CPU. The weights depend only on torch's global seed.
 
     Args:
-        config: which model.
-        channels: of the images.
+        config: architecture.
+        channels: channels of the images.
         classes: number of labels.
 
     Errors:
@@ -65,24 +65,24 @@ def resnet(config: ResNetConfig, *, channels: int, classes: int) -> nn.Module:
 
 
 def with_group_norm(model: nn.Module) -> nn.Module:
-    """Put a group norm (Wu and He, 2018) in the place of each batch norm of `model`, which is changed.
+    """Replace each batch norm in `model` by a group norm (Wu and He, 2018). Changes `model`.
 
-    A batch norm's output depends on which samples share a forward pass, and so on micro-batch and ranks; a group
-    norm's on the sample alone.
+    The output of a batch norm depends on the samples in the same forward pass, and so on micro-batch and world size.
+    The output of a group norm depends only on the sample.
 
     Returns:
-        `model`, or a group norm where it is itself a batch norm.
+        `model`, or a group norm if `model` is itself a batch norm.
     """
     from torch import nn
 
     if isinstance(model, nn.BatchNorm2d):
-        return nn.GroupNorm(groups(model.num_features), model.num_features, eps=model.eps, affine=model.affine)
+        return nn.GroupNorm(count_groups(model.num_features), model.num_features, eps=model.eps, affine=model.affine)
     for name, child in model.named_children():
         setattr(model, name, with_group_norm(child))
     return model
 
 
-def groups(channels: int) -> int:
-    """Most groups, 32 or fewer, that divide `channels` into parts of two or more; else 1."""
+def count_groups(channels: int) -> int:
+    """Return the most groups, at most 32, that divide `channels` into parts of two or more; otherwise 1."""
     most = min(_MOST_GROUPS, channels // _LEAST_CHANNELS)
     return max((n for n in range(1, most + 1) if channels % n == 0), default=1)

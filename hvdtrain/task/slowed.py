@@ -1,4 +1,4 @@
-"""A task of which one rank is slower than it has to be: to try what that costs."""
+"""Slow down one rank of a task, to try out the cost of a straggler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvdtrain.task.base import Task, load_task_function
 
 
 def slowed(spec: str, rank: int, sleep_s: float) -> Callable[..., Task]:
-    """The function that `spec` names, with the same parameters; its task sleeps on `rank` before each loss."""
+    """Return the function that `spec` names, but its task sleeps on `rank` before each loss in training."""
     function = load_task_function(spec)
 
     @wraps(function)

@@ -1,4 +1,4 @@
-"""The documents of a corpus: files of the standard library, the user's files, a folder of datasets."""
+"""The documents of a corpus: source files of the standard library, or the user's files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _PIECE_BYTES = 1 << 20
-_MARKS = {  # the longer ones first, as one begins with a shorter one
+_MARKS = {  # longer ones first, because one begins with a shorter one
     codecs.BOM_UTF32_LE: "UTF-32",
     codecs.BOM_UTF32_BE: "UTF-32",
     codecs.BOM_UTF16_LE: "UTF-16",
@@ -34,14 +34,14 @@ _MARKS = {  # the longer ones first, as one begins with a shorter one
 
 @dataclass(frozen=True)
 class Source:
-    """Documents as ids, and what they depend on.
+    """Documents as ids.
 
     Args:
-        name: what messages call it.
-        identity: for JSON; changes with the documents' content, their order and their split.
-        train: begins the ids to train on, piece by piece.
-        heldout: likewise those that are held out; None: the end of `train` is.
-        vocabulary: one more than the largest id, asked for when the ids are written.
+        name: name of the documents in messages.
+        identity: JSON values that change with the documents' content, order or split.
+        train: starts to yield the ids to train on, in pieces.
+        heldout: starts to yield the held-out ids; None to hold out the end of `train`.
+        vocabulary: returns one more than the largest id; called when the ids are written.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Source:
 
 @dataclass(frozen=True)
 class TextFile:
-    """A file, named by its place under the folder that all have in common: the same on every host."""
+    """A file. Its name is relative to the common folder of all files, so it is the same on every host."""
 
     path: Path
     name: str
@@ -62,7 +62,7 @@ class TextFile:
 
 
 def standard_library() -> list[TextFile]:
-    """The source files of the running interpreter's standard library, without its tests, by name."""
+    """List the source files of the interpreter's standard library without its tests, by name."""
     folder = Path(sysconfig.get_path("stdlib"))
     files = []
     for place, folders, names in os.walk(folder):
@@ -72,16 +72,16 @@ def standard_library() -> list[TextFile]:
         raise DataError(
             "this Python has no source files of its standard library to train on",
             expected=f"*.py in {folder}",
-            next_step="give a text of your own: --data.text 'FILES'",
+            next_step="use your own text: --data.text 'FILES'",
         )
-    return _described(files, folder)
+    return _text_files(files, folder)
 
 
 def files_matching(patterns: Sequence[str]) -> list[TextFile]:
-    """The files that any of the patterns matches, ** included, by name.
+    """List the files that match any of the patterns, which may contain **, by name.
 
     Errors:
-        DataError: a pattern that matches no file, a file that cannot be looked at, nothing in any of them.
+        DataError: a pattern matches no file, a file is not accessible, or all files are empty.
     """
     files: set[Path] = set()
     for pattern in patterns:
@@ -91,12 +91,12 @@ def files_matching(patterns: Sequence[str]) -> list[TextFile]:
             raise DataError(
                 f"no file matches {pattern!r}",
                 expected="text files, by name or by a pattern such as 'books/**/*.txt' in quotes",
-                found=f"working in {Path.cwd()}",
-                next_step="mend --data.text",
+                found=f"nothing; working directory {Path.cwd()}",
+                next_step="correct --data.text",
             )
         files.update(found)
     folder = Path(os.path.commonpath([path.parent for path in files]))
-    described = _described(sorted(files), folder)
+    described = _text_files(sorted(files), folder)
     if not sum(file.size_bytes for file in described):
         raise DataError(
             "the text is empty", expected="text to train on", found=f"{len(described)} files of 0 bytes in {folder}"
@@ -104,7 +104,7 @@ def files_matching(patterns: Sequence[str]) -> list[TextFile]:
     return described
 
 
-def _described(paths: list[Path], folder: Path) -> list[TextFile]:
+def _text_files(paths: list[Path], folder: Path) -> list[TextFile]:
     files = []
     for path in paths:
         try:
@@ -116,8 +116,8 @@ def _described(paths: list[Path], folder: Path) -> list[TextFile]:
 
 
 def text_source(files: list[TextFile], encoder: Encoder, heldout: float) -> Source:
-    """Whole files are held out, chosen by a hash of their name; the end of the text where there is only one."""
-    held = _held_out(files, heldout)
+    """Make a source that holds out whole files, by a hash of their name, or the end of a single file."""
+    held = _choose_heldout(files, heldout)
     train = [file for file in files if file not in held]
     return Source(
         name=files[0].name if len(files) == 1 else f"{len(files)} files",
@@ -128,12 +128,12 @@ def text_source(files: list[TextFile], encoder: Encoder, heldout: float) -> Sour
     )
 
 
-def _held_out(files: list[TextFile], share: float) -> set[TextFile]:
-    """Files whose hashed name falls into the share. Never all of them, nor none where a share is asked for."""
+def _choose_heldout(files: list[TextFile], share: float) -> set[TextFile]:
+    """Choose files by their hashed names: never all, and at least one if `share` is not 0."""
     if len(files) == 1 or not share:
         return set()
     held = {file for file in files if _hash01(file.name) < share}
-    if not held:  # few files: the one whose size comes nearest to the share
+    if not held:  # few files: choose the one with the size nearest to the share
         wanted_bytes = share * sum(file.size_bytes for file in files)
         held = {min(files, key=lambda file: (abs(file.size_bytes - wanted_bytes), file.name))}
     if not sum(file.size_bytes for file in files if file not in held):
@@ -152,7 +152,7 @@ def _encoded(files: list[TextFile], encoder: Encoder) -> Iterator[Ids]:
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
-    """The content of a file of text. Errors: DataError: it cannot be read, or is no text."""
+    """Yield the content of a text file. Errors: DataError: it cannot be read, or is not text."""
     at_bytes = 0
     try:
         with path.open("rb") as file:
@@ -162,11 +162,11 @@ def _pieces(path: Path) -> Iterator[bytes]:
                     convert = f"iconv -f {mark or 'UTF-16LE'} -t UTF-8"
                     raise DataError(
                         f"{path} is not text that can be trained on",
-                        expected="text in UTF-8, or in another encoding that uses no zero bytes",
-                        found=f"{mark}, by its first bytes"
+                        expected="UTF-8, or another encoding without zero bytes",
+                        found=f"{mark}, according to its first bytes"
                         if mark
                         else f"a zero byte at {at_bytes + piece.index(0)}: a binary file, or UTF-16 without its mark",
-                        next_step=f"convert it ({convert}), or leave it out of --data.text",
+                        next_step=f"convert it ({convert}), or exclude it from --data.text",
                     )
                 yield piece
                 at_bytes += len(piece)
@@ -176,8 +176,8 @@ def _pieces(path: Path) -> Iterator[bytes]:
 
 def _unreadable(path: Path, error: OSError) -> DataError:
     return DataError(
-        f"the file {path} cannot be read",
-        expected="a file that may be read",
+        f"cannot read the file {path}",
+        expected="a readable file",
         found=error.strerror,
-        next_step="check its permissions, or leave it out of --data.text",
+        next_step="check its permissions, or exclude it from --data.text",
     )

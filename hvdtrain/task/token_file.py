@@ -1,4 +1,4 @@
-"""Token ids in one file, mapped into memory, and the windows of it that a model is trained on."""
+"""Token ids in one memory-mapped file, and the windows of it that a model trains on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ else:
     TensorDataset = object
 
 FORMAT = 1
-"""Version of what stands in the cache; another one is built anew."""
+"""Version of the cached files; others are built again."""
 
 _ABOUT = "about.json"
 _TOKENS = "tokens.bin"
@@ -29,16 +29,16 @@ _TOKENS = "tokens.bin"
 
 @dataclass(frozen=True)
 class TokenFile:
-    """Where the ids stand.
+    """A file of ids: those to train on, then the held-out ones.
 
     Args:
         path: the file.
-        dtype: numpy's name of the ids' type, byte order included.
-        offset_bytes: where the first id begins.
-        train: how many ids, from the first on, are trained on.
-        heldout: how many ids after those are held out.
+        dtype: numpy's name of the ids' type, with byte order.
+        offset_bytes: offset of the first id.
+        train: number of ids to train on.
+        heldout: number of held-out ids.
         vocabulary: one more than the largest id.
-        digest: SHA-256 of the ids as they stand in the file: equal on all hosts where the data is.
+        digest: SHA-256 of the ids as stored, equal on all hosts with the same data.
     """
 
     path: str
@@ -50,12 +50,12 @@ class TokenFile:
     digest: str
 
     def save(self, folder: Path) -> None:
-        """Describe the file inside of `folder`; a file of that folder is named relative to it."""
+        """Write this description into `folder`. A file in that folder has a relative path."""
         (folder / _ABOUT).write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1), encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path) -> TokenFile | None:
-        """What `save` described, None where that is not whole."""
+        """Read the description that `save` wrote; None if it or the file is incomplete."""
         try:
             about = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
             if about.pop("format") != FORMAT:
@@ -67,31 +67,31 @@ class TokenFile:
             return None
 
     def size_bytes(self) -> int:
-        """How long the file has to be at least."""
+        """Return the least size of the file."""
         import numpy as np
 
         return self.offset_bytes + (self.train + self.heldout) * np.dtype(self.dtype).itemsize
 
     def map(self) -> Ids:
-        """All ids (train + heldout,), read where they are touched."""
+        """Map all ids, of shape (train + heldout,). Pages load on access."""
         import numpy as np
 
         mapped = np.memmap(
             self.path, np.dtype(self.dtype), mode="r", offset=self.offset_bytes, shape=(self.train + self.heldout,)
         )
-        return np.asarray(mapped)  # a plain array over the map: slicing a memmap costs microseconds
+        return np.asarray(mapped)  # a plain array: slicing a memmap takes microseconds
 
 
 def write_tokens(
     folder: Path, train: Iterable[Ids], heldout: Iterable[Ids] | None, *, tail: float, vocabulary: int
 ) -> TokenFile:
-    """Write ids as they come to a file in `folder`.
+    """Write ids to a file in `folder`, and describe it there.
 
     Args:
-        folder: holds the file and its description afterwards.
-        train: ids (n,), piece by piece.
-        heldout: likewise; without it the last of `train` are held out.
-        tail: what share of `train` is held out where `heldout` is None.
+        folder: folder of the file and its description.
+        train: ids to train on, in pieces of shape (n,).
+        heldout: held-out ids, likewise; None to hold out the last ids of `train`.
+        tail: fraction of `train` to hold out if `heldout` is None.
         vocabulary: one more than the largest id.
     """
     import numpy as np
@@ -99,7 +99,7 @@ def write_tokens(
     dtype = np.dtype("<u2" if vocabulary <= 1 << 16 else "<u4")
     digest = hashlib.sha256()
 
-    def written(pieces: Iterable[Ids]) -> int:
+    def write(pieces: Iterable[Ids]) -> int:
         count = 0
         for piece in pieces:
             content = piece.astype(dtype).tobytes()
@@ -109,8 +109,8 @@ def write_tokens(
         return count
 
     with (folder / _TOKENS).open("wb") as file:
-        train_count = written(train)
-        heldout_count = int(train_count * tail) if heldout is None else written(heldout)
+        train_count = write(train)
+        heldout_count = int(train_count * tail) if heldout is None else write(heldout)
         if heldout is None:
             train_count -= heldout_count
     about = TokenFile(_TOKENS, dtype.str, 0, train_count, heldout_count, vocabulary, digest.hexdigest())
@@ -119,16 +119,16 @@ def write_tokens(
 
 
 class Windows(TensorDataset):
-    """Windows of seq_len + 1 ids, one seq_len after the other: each token is predicted once, but for a tail.
+    """Windows of seq_len + 1 ids at distances of seq_len. Each token is a target once, except the first and a tail.
 
-    Windows overlap in one id, the last target of one being the first input of the next. Pickles as the place of
-    the file, which is mapped anew.
+    Windows overlap in one id: the last target of one is the first input of the next. A pickle contains the path of
+    the file, not the ids.
 
     Args:
-        file: where the ids stand.
-        start: the first id.
-        count: how many ids.
-        seq_len: ids that are predicted in a window.
+        file: the file of ids.
+        start: index of the first id.
+        count: number of ids.
+        seq_len: number of targets in a window.
     """
 
     def __init__(self, file: TokenFile, start: int, count: int, seq_len: int) -> None:
@@ -142,7 +142,7 @@ class Windows(TensorDataset):
         return max(0, (self.count - 1) // self.seq_len)
 
     def __getitem__(self, index: int) -> Tensor:
-        """The ids (seq_len + 1,), int64."""
+        """Return the ids of a window: (seq_len + 1,), int64."""
         import torch
 
         if not 0 <= index < len(self):

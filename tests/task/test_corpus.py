@@ -161,9 +161,9 @@ def test_arrays_that_are_no_tokens(tmp_path, kind):
 @pytest.mark.parametrize(
     ("content", "found"),
     [
-        ("Text.\n".encode("utf-16"), "UTF-16, by its first bytes"),
-        ("文字\n".encode("utf-16-be").join([codecs.BOM_UTF16_BE, b""]), "UTF-16, by its first bytes"),
-        ("Text.\n".encode("utf-32"), "UTF-32, by its first bytes"),
+        ("Text.\n".encode("utf-16"), "UTF-16, according to its first bytes"),
+        ("文字\n".encode("utf-16-be").join([codecs.BOM_UTF16_BE, b""]), "UTF-16, according to its first bytes"),
+        ("Text.\n".encode("utf-32"), "UTF-32, according to its first bytes"),
         ("Text.\n".encode("utf-16-le"), "a zero byte at 1: a binary file, or UTF-16 without its mark"),
         (b"It looks well.\n" * 100 + b"\x7fELF\0", "a zero byte at 1504: a binary file, or UTF-16 without its mark"),
     ],
@@ -184,14 +184,14 @@ def test_what_is_no_text_is_refused(tmp_path, monkeypatch, content, found, piece
 @pytest.mark.parametrize("content", [b"", b"not an array", b"\x93NUMPY\x01\x00"])
 def test_files_that_are_no_arrays(tmp_path, content):
     (tmp_path / "t.npy").write_bytes(content)
-    with pytest.raises(DataError, match="holds no tokens"):
+    with pytest.raises(DataError, match="contains no tokens"):
         open_corpus(TextConfig(tokens=str(tmp_path / "t.npy")))
 
 
 def test_an_array_cut_short(tmp_path):
     np.save(tmp_path / "t.npy", np.arange(1000))
     os.truncate(tmp_path / "t.npy", 4000)
-    with pytest.raises(DataError, match="holds no tokens"):
+    with pytest.raises(DataError, match="contains no tokens"):
         open_corpus(TextConfig(tokens=str(tmp_path / "t.npy")))
 
 
@@ -224,7 +224,7 @@ def test_no_pickle_is_ever_loaded(tmp_path):
         ({"tokenizer": "/nowhere.json"}, DataError, "No such file"),
         ({"text": "a", "tokens": "b"}, ConfigError, r"data\.text and data\.tokens"),
         ({"text": "a", "tokens": "b", "dataset": "c"}, ConfigError, r"data\.dataset"),
-        ({"tokens": "a", "tokenizer": "b"}, ConfigError, "do not go together"),
+        ({"tokens": "a", "tokenizer": "b"}, ConfigError, "data.tokens and data.tokenizer conflict"),
         ({"seq_len": 0}, ConfigError, r"data\.seq_len"),
         ({"heldout": 1.0}, ConfigError, r"data\.heldout"),
         ({"heldout": -0.1}, ConfigError, r"data\.heldout"),

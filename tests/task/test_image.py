@@ -15,7 +15,7 @@ from hvdtrain.observe.journal import read_journal
 from hvdtrain.task.base import load_task_function
 from hvdtrain.task.image import accuracy, image, label_loss
 from hvdtrain.task.image_data import ImageConfig, open_images, split
-from hvdtrain.task.resnet import PRESETS, ResNetConfig, groups, resnet, with_group_norm
+from hvdtrain.task.resnet import PRESETS, ResNetConfig, count_groups, resnet, with_group_norm
 
 pytest.importorskip("transformers", reason="the transformers library is not installed")
 sklearn_datasets = pytest.importorskip("sklearn.datasets", reason="scikit-learn is not installed")
@@ -54,7 +54,7 @@ def test_every_parameter_can_learn(preset):
 def test_the_groups_divide_the_channels():
     for channels in [*range(1, 300), 512, 1000, 1024, 2048]:
         possible = [n for n in range(1, 33) if channels % n == 0 and channels // n >= 2]
-        assert groups(channels) == (possible[-1] if possible else 1)
+        assert count_groups(channels) == (possible[-1] if possible else 1)
 
 
 def test_the_swap_of_norms_changes_nothing_else():

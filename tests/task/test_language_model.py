@@ -233,7 +233,7 @@ def test_code_beside_a_config_is_not_run(tmp_path, text):
     auto = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": auto}))
     for options in ({"config": str(tmp_path / "config.json")}, {"pretrained": str(tmp_path)}):
-        with pytest.raises(ConfigError, match="describes no model"):
+        with pytest.raises(ConfigError, match="does not describe a model"):
             language_model(ModelConfig(**options), TextConfig(text=text, seq_len=32))
     assert not (tmp_path / "ran").exists()
 
@@ -243,7 +243,7 @@ def test_code_beside_a_config_is_not_run(tmp_path, text):
     [
         (None, "No such file"),
         ("{", "JSONDecodeError"),
-        ("[]", "describes no model"),
+        ("[]", "does not describe a model"),
         ("{}", "model_type"),
         ('{"model_type": "no such"}', "no such"),
         ('{"model_type": "deepseek_v3", "hidden_size": "large"}', "hidden_size"),
@@ -325,5 +325,5 @@ def test_options_become_flags():
     listed = parser.parse_args(["--data.text", "[a, b]"])
     assert parser.instantiate(listed).data.text == ["a", "b"]
     text = " ".join(parser.format_help().split())
-    for promise in ("data.heldout", "only evaluated on", "every byte is a token", "safetensors"):
+    for promise in ("data.heldout", "hold out for evaluation", "each byte is a token", "safetensors"):
         assert promise in text

@@ -142,7 +142,7 @@ def test_no_room_is_an_error_that_leaves_nothing(texts, tmp_path, cache):
         say(error)
     """
     answer = start(script, texts, tmp_path).communicate()[0]
-    assert "no place to keep" in answer
+    assert "no folder can store" in answer
     assert str(cache) in answer
     assert "XDG_CACHE_HOME" in answer
     assert list(tmp_path.rglob("*.bin")) == []

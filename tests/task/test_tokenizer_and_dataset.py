@@ -145,7 +145,7 @@ def test_a_damaged_dataset(tmp_path, datasets):
     datasets.Dataset.from_dict({"text": ["a"] * 100}).save_to_disk(str(tmp_path / "d"))
     for path in Path(tmp_path / "d").glob("*.arrow"):
         path.write_bytes(b"broken")
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="cannot read"):
         open_corpus(TextConfig(dataset=str(tmp_path / "d")))
 
 
