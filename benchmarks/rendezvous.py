@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import psutil
 from common import Figure, figure, options, report
 
-from hvdtrain.launch.agent_lines import line
 from hvdtrain.launch.agent_link import AgentLink
 from hvdtrain.launch.rendezvous_store import Relay
 from hvdtrain.launch.worker_plan import AGENT
+from hvdtrain.runtime.json_lines import encode_message
 
 ADDRESS_BYTES = 136
 ROUND = 1
@@ -127,7 +127,7 @@ class Hosts:
             link.close()
 
     def _send(self, kind: str, **facts: Any) -> None:
-        data = line(kind, facts)
+        data = encode_message(kind, facts)
         for link in self._links:
             self.sent_bytes += len(data)
             link.write(data)

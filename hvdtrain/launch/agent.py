@@ -34,7 +34,6 @@ from functools import partial
 from typing import IO, Any
 
 from hvdtrain.errors import CANNOT_START
-from hvdtrain.launch.agent_lines import LineWriter, messages
 from hvdtrain.launch.cpu_use import Work
 from hvdtrain.launch.interfaces import interface_of
 from hvdtrain.launch.rendezvous import Rendezvous
@@ -42,6 +41,7 @@ from hvdtrain.launch.rendezvous_store import packed, unpacked
 from hvdtrain.launch.worker_process import WorkerProcess
 from hvdtrain.runtime.channel import BEAT_S
 from hvdtrain.runtime.environment import environ
+from hvdtrain.runtime.json_lines import MessageWriter, read_messages
 
 TERM_S = 5.0
 """Between SIGTERM and SIGKILL where the driver is gone."""
@@ -56,7 +56,7 @@ _OF_THIS_HOST = "local_"
 class Agent:
     """One host's side of a job."""
 
-    def __init__(self, hello: Mapping[str, Any], writer: LineWriter) -> None:
+    def __init__(self, hello: Mapping[str, Any], writer: MessageWriter) -> None:
         self._folder = str(hello["folder"])
         self._environment = {**environ(), **hello["environment"]}
         self._remote = bool(hello["remote"])
@@ -77,7 +77,7 @@ class Agent:
         self._writer.send("ready", pid=os.getpid(), store=self.rendezvous.address, **place)
         for run in (self._beat, self._look):
             threading.Thread(target=run, daemon=True).start()
-        for message in messages(source):
+        for message in read_messages(source):
             self._heard_s = time.monotonic()
             self._hear(message)
         self.end()
@@ -180,11 +180,11 @@ def main(hello: Mapping[str, Any] | None = None) -> int:
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # nothing else may write between the lines
     if hello is None:
-        hello = next(messages(source), None)
+        hello = next(read_messages(source), None)
     if hello is None or hello["type"] != "hello":
         sys.stderr.write("hvdtrain.launch.agent is started by hvdtrain launch, not by hand\n")
         return 2
-    agent = Agent(hello, LineWriter(sink))
+    agent = Agent(hello, MessageWriter(sink))
     threading.excepthook = agent.complain
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
-from hvdtrain.launch.agent_lines import LineWriter, line, messages
+from hvdtrain.runtime.json_lines import MessageWriter, encode_message, read_messages
 
 END_S = 12.0
 """For an agent whose pipe was closed: it ends its workers before itself."""
@@ -61,7 +61,7 @@ class AgentLink:
 
     def send(self, kind: str, **facts: Any) -> None:
         """Say something to it, without waiting."""
-        self.write(line(kind, facts))
+        self.write(encode_message(kind, facts))
 
     def write(self, data: bytes) -> None:
         """Say whole lines to it, without waiting."""
@@ -91,7 +91,7 @@ class AgentLink:
 
     def _write(self) -> None:
         assert self._process.stdin is not None
-        writer = LineWriter(self._process.stdin)
+        writer = MessageWriter(self._process.stdin)
         while (data := self._outbox.get()) is not None:
             writer.write(data)
         with suppress(OSError):
@@ -104,7 +104,7 @@ class AgentLink:
     def _read(self) -> None:
         assert self._process.stdout is not None
         with self._process.stdout as stream:
-            for message in messages(stream):
+            for message in read_messages(stream):
                 self._inbox((self, message))
         self._outbox.put(None)
         self._threads[2].join(1.0)

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 from hvdtrain.launch import discovery
-from hvdtrain.launch.agent_lines import line
 from hvdtrain.launch.agent_link import END_S, AgentLink
 from hvdtrain.launch.commands import (
     CloseRound,
@@ -35,10 +34,11 @@ from hvdtrain.launch.rendezvous_store import Relay
 from hvdtrain.launch.screen import Screen
 from hvdtrain.launch.worker_plan import Plan, agent_command, agent_environment, hello, rank_environment
 from hvdtrain.runtime.channel import BEAT_S
+from hvdtrain.runtime.json_lines import encode_message
 
 _TICK_S = 0.1
 
-EvaluationProgress = tuple[AgentLink | None, dict[str, Any]]
+AgentMessage = tuple[AgentLink | None, dict[str, Any]]
 
 
 class Driver:
@@ -54,7 +54,7 @@ class Driver:
         self._plan = plan
         self._screen = Screen(say, show)
         self._say = self._screen.say
-        self._inbox: queue.SimpleQueue[EvaluationProgress] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[AgentMessage] = queue.SimpleQueue()
         self._members = Membership(plan.limits, plan.local, time.monotonic())
         self._links: dict[str, AgentLink] = {}
         self._old: list[AgentLink] = []
@@ -151,7 +151,7 @@ class Driver:
         elif kind == "gone":
             self._do(self._members.agent_lost(host, message["why"], now))
 
-    def _take(self, seen: EvaluationProgress) -> None:
+    def _take(self, seen: AgentMessage) -> None:
         """Take what an agent says, in a thread of its link: what ranks write is none of the deciding thread's."""
         message = seen[1]
         if message["type"] != "line":
@@ -233,7 +233,7 @@ class Driver:
             link.send(kind, **facts)
 
     def _send_all(self, kind: str, **facts: Any) -> None:
-        data = line(kind, facts)
+        data = encode_message(kind, facts)
         for link in self._links.values():
             link.write(data)
 

@@ -43,7 +43,7 @@ class Rendezvous:
         put: called with round, key and value of each PUT, which is kept here in any case.
     """
 
-    def __init__(self, log: Callable[[str], None], host: str = "127.0.0.1", put: Put | None = None) -> None:
+    def __init__(self, log: Callable[[str], object], host: str = "127.0.0.1", put: Put | None = None) -> None:
         self.token = secrets.token_urlsafe(32)
         self._log, self._put = log, put
         self._store = RoundStore()

@@ -154,7 +154,7 @@ class WorkerProcess:
 
     def _watch(self, lifeline: Lifeline) -> None:
         if lifeline.wait():
-            self._channel.hear_no_more()
+            self._channel.stop_reading()
 
     def _read(self, stream: IO[bytes], err: bool) -> None:
         with stream:

@@ -15,10 +15,10 @@ from http.client import HTTPConnection
 
 import pytest
 
-from hvdtrain.launch import agent_lines as lines
 from hvdtrain.launch import request
 from hvdtrain.launch.rendezvous import MOST_STRANGERS, Rendezvous
 from hvdtrain.launch.rendezvous_store import MOST_BYTES
+from hvdtrain.runtime import json_lines as lines
 from tests.support.launch import TIMEOUT_S
 
 

@@ -9,8 +9,8 @@ from functools import partial
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.launch import agent_lines as lines
 from hvdtrain.launch.rendezvous_store import FOUND, GONE, MOST_BYTES, Relay, RoundStore, packed, unpacked
+from hvdtrain.runtime import json_lines as lines
 
 
 class Asking:
@@ -118,7 +118,7 @@ class TestRelay:
         relay.flush()
         messages = sent.take()
         assert len(messages) > 1 and all(
-            len(lines.line(kind, {"keys": keys})) < lines.MOST_BYTES for kind, _, keys in messages
+            len(lines.encode_message(kind, {"keys": keys})) < lines.MOST_BYTES for kind, _, keys in messages
         )
         assert sum(len(keys) for _, _, keys in messages) == 251
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.cli.launch import main
-from hvdtrain.launch.agent_lines import LineWriter, messages
 from hvdtrain.launch.commands import Limits
 from hvdtrain.launch.worker_plan import (
     Plan,
@@ -24,6 +23,7 @@ from hvdtrain.launch.worker_plan import (
     hello,
     rank_environment,
 )
+from hvdtrain.runtime.json_lines import MessageWriter, read_messages
 from tests.support.launch import TIMEOUT_S
 
 NASTY = "a b'c\"d\n$(touch pwned);`x` -- -o"
@@ -85,7 +85,7 @@ def test_what_ssh_would_run_there_works_from_any_folder(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     plan = Plan(("sh", "-c", 'echo "$FIRST"; pwd'), Limits(1, 1, 1), {"b": 1}, folder=str(root), python=sys.executable)
     stream = io.BytesIO()
-    writer = LineWriter(stream)
+    writer = MessageWriter(stream)
     writer.send("hello", **{**hello(plan, "b"), "path": [str(root)]})
     writer.send("start", worker=1, argv=list(plan.program), environment={"FIRST": NASTY})
     environment = {"PATH": os.environ["PATH"], "SSH_CONNECTION": "127.0.0.1 1 127.0.0.1 22"}
@@ -100,7 +100,7 @@ def test_what_ssh_would_run_there_works_from_any_folder(tmp_path: Path) -> None:
     process.stdin.write(stream.getvalue())
     process.stdin.flush()
     got = []
-    for message in messages(process.stdout):
+    for message in read_messages(process.stdout):
         got.append(message)
         if message["type"] == "exited":
             break
@@ -108,7 +108,7 @@ def test_what_ssh_would_run_there_works_from_any_folder(tmp_path: Path) -> None:
     assert process.wait(TIMEOUT_S) == 0
     ready = next(message for message in got if message["type"] == "ready")
     assert ready["interface"] == "lo" and ready["store"].startswith("127.0.0.1:")
-    rest = [m for m in [*got, *messages(process.stdout)] if m["type"] == "line"]
+    rest = [m for m in [*got, *read_messages(process.stdout)] if m["type"] == "line"]
     process.stdout.close()
     assert [m["text"] for m in rest] == [*NASTY.splitlines(), str(root)]
     assert not (tmp_path / "pwned").exists()
@@ -144,7 +144,7 @@ def test_dry_run_runs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_lines_that_are_no_messages_are_passed_over() -> None:
     stream = io.BytesIO(b'{"type": "a"}\nnonsense\n[1]\n{"type": 3}\n' + json.dumps({"type": "b"}).encode())
-    assert [m["type"] for m in messages(stream)] == ["a"], "the last has no end"
+    assert [m["type"] for m in read_messages(stream)] == ["a"], "the last has no end"
 
 
 def test_variables_of_the_libraries_go_to_other_hosts() -> None:

@@ -21,8 +21,8 @@ from typing import Any
 from hvdtrain.doctor.hosts.host_facts import host_says
 from hvdtrain.doctor.hosts.network import address_toward, route_to
 from hvdtrain.doctor.hosts.peers import Door, Tried, measure, open_door, try_door
-from hvdtrain.launch.agent_lines import LineWriter, messages
 from hvdtrain.runtime.environment import environ
+from hvdtrain.runtime.json_lines import MessageWriter, read_messages
 
 MOST_S = 600.0
 """A probe whose doctor does not let go of it, because the link is cut, ends by itself."""
@@ -101,13 +101,13 @@ def main(hello: Mapping[str, Any] | None = None) -> int:
     limit.daemon = True
     limit.start()
     if hello is None:
-        hello = next(messages(source), None)
+        hello = next(read_messages(source), None)
     if hello is None or hello["type"] != "hello":
         sys.stderr.write("hvdtrain.doctor.hosts.host_probe is started by hvdtrain doctor, not by hand\n")
         return 2
-    writer = LineWriter(sink)
+    writer = MessageWriter(sink)
     writer.send("says", facts=asdict(host_says(environ(), hello["folder"])))
-    for asked in messages(source):
+    for asked in read_messages(source):
         try:
             writer.send("answer", number=asked["number"], value=ANSWERS[asked["what"]](asked))
         except OSError as error:
