@@ -98,7 +98,9 @@ def parser(command: str) -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("path", nargs="+", type=Path, metavar="PATH", help="a run's folder, or Horovod's Timeline")
-    made.add_argument("--json", action="store_true", help="print JSON, as report.schema.json describes it")
+    made.add_argument(
+        "--json", action="store_true", help="print JSON (schema: python -m hvdtrain.timeline.report.form)"
+    )
     made.add_argument("--html", type=Path, metavar="FILE", help="write a page that needs nothing else")
     made.add_argument("--log", type=Path, metavar="FILE", action="append", default=[], help="output of the job")
     made.add_argument("--fail_if", metavar="CONDITION", help="exit with 1 where this holds: NAME OP NUMBER [and ...]")

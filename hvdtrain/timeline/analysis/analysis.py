@@ -1,10 +1,20 @@
-"""What an analysis says: the one form that terminal, JSON, HTML and TensorBoard show. Times in milliseconds a step."""
+"""The result of an analysis, which the terminal, JSON, HTML and TensorBoard show. Times are milliseconds per step.
+
+The JSON Schema of the report is generated from these types.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+Count = Annotated[int, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1.000001)]
+Bound = Annotated[float, Meta(extra_json_schema={"nullable": True})]
+"""A number that may be infinite or NaN, which is null in JSON."""
 
 
 @dataclass(frozen=True)
@@ -12,8 +22,8 @@ class Estimate:
     """A mean with its 95% confidence interval."""
 
     value: float
-    low: float
-    high: float
+    low: Bound
+    high: Bound
 
 
 @dataclass(frozen=True)
@@ -22,48 +32,48 @@ class Part:
 
     Attributes:
         name: as shown.
-        ms: a step.
+        ms: per step.
         share: of the whole, 0 to 1.
     """
 
     name: str
     ms: Estimate
-    share: float
+    share: Share
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Where a step's wall time goes; the parts sum to it.
+    """The parts of a step's wall time. They sum to it.
 
     Attributes:
-        what: whose steps: "rank 0", "mean of 4 ranks", with their numbers where a run did others before; for a Timeline
-            by itself "rank 0's communication".
+        what: the ranks measured: "rank 0", "mean of 4 ranks", or for a Timeline alone "rank 0's communication"; with
+            step numbers if the run has other rounds.
         step_ms: wall time of a step.
-        steps: how many were looked at; 0 where a Timeline's could not be told: then times are those of all of it.
-        parts: data, forward, backward, exposed communication in its pieces (waiting for late ranks, negotiation, queue,
-            fusion copies, transfer, other), optimizer, evaluations and checkpoints, rest; only those that are not 0.
-        exposed: names of those parts that are exposed communication.
+        steps: number of steps measured. 0 if a Timeline has no recognisable steps: then times are totals.
+        parts: data, forward, backward, exposed communication (waiting for late ranks, negotiation, queue, fusion
+            copies, transfer, other), optimizer, evaluations and checkpoints, rest. Parts of 0 ms are omitted.
+        exposed: names of the parts that are exposed communication.
     """
 
     what: str
     step_ms: Estimate
-    steps: int
+    steps: Count
     parts: Sequence[Part]
     exposed: Sequence[str]
 
 
 @dataclass(frozen=True)
 class Communication:
-    """The exchange, hidden behind backward or not; None where nothing tells.
+    """The gradient exchange, hidden or exposed. None means unknown.
 
     Attributes:
-        phases: negotiation, queue, fusion copies, transfer: milliseconds a step of each, overlapping ones counted once.
-        busy_ms: a step, any of them.
-        hidden_share: of `busy_ms`, what lies behind computing, 0 to 1.
-        bytes_per_step: handed to collectives by a rank.
-        bus_gb_per_s: bus bandwidth while transferring: what a rank has to send and take in of an allreduce,
-            2 (n - 1) / n of its bytes, a second (NCCL's definition, in 1e9 bytes).
-        link_gb_per_s: the same for a large allreduce alone, measured by a probe.
+        phases: negotiation, queue, fusion copies, transfer. Overlapping operations count once.
+        busy_ms: union of all phases, per step.
+        hidden_share: share of `busy_ms` that overlaps with computation, 0 to 1.
+        bytes_per_step: bytes that a rank passes to collectives.
+        bus_gb_per_s: bus bandwidth during transfers, as NCCL defines it: 2 (n - 1) / n of the bytes of an allreduce per
+            second, in units of 1e9 bytes.
+        link_gb_per_s: the same for a large allreduce without other load, measured by a probe.
     """
 
     phases: Sequence[Part]
@@ -76,31 +86,31 @@ class Communication:
 
 @dataclass(frozen=True)
 class Carrier:
-    """A bucket or tensor, by what it costs.
+    """The cost of a bucket or a tensor.
 
     Attributes:
         name: of the collective.
-        modules: whose gradients it carries, by module name.
-        nbytes: of one exchange.
-        ms: a step, from the first rank being ready to the sum being there.
-        exposed_ms: of it, what was not hidden.
+        modules: names of the modules that own its gradients.
+        nbytes: per exchange.
+        ms: per step, from the first rank being ready to the result.
+        exposed_ms: the exposed part of `ms`.
     """
 
     name: str
     modules: Sequence[str]
     nbytes: int | None
-    ms: float
+    ms: Annotated[float, Meta(ge=0)]
     exposed_ms: float | None
 
 
 @dataclass(frozen=True)
 class Cause:
-    """What is different about a late rank.
+    """A difference between a late rank and the others.
 
     Attributes:
         name: data, forward, backward, optimizer, gc, cpu (no core was free), steal, gpu clock, gpu throttle, experts.
-        ms: a step more than the median of the others; None where it is no time.
-        text: in plain words, with the numbers.
+        ms: per step, more than the median of the other ranks; None if the cause is not a time.
+        text: a sentence with the numbers.
     """
 
     name: str
@@ -110,56 +120,57 @@ class Cause:
 
 @dataclass(frozen=True)
 class RankRow:
-    """One rank beside the others.
+    """One rank in comparison with the others.
 
     Attributes:
-        rank, host: which.
-        last_share: of the steps in which it was the last to be ready, 0 to 1.
-        cost_ms: what a step would be shorter by, were it like the others.
-        parts_ms: mean milliseconds a step by part.
-        clock_error_ms: by how much its times may be off rank 0's.
-        behind_ms: by how much it is usually ready after the others: the median over steps, of the median of the others.
+        rank: number.
+        host: name.
+        last_share: share of the steps in which the rank was the last to be ready, 0 to 1.
+        cost_ms: how much shorter a step would be if the rank were like the others.
+        parts_ms: mean milliseconds per step, by part.
+        clock_error_ms: bound of the error of the rank's times, compared with rank 0's.
+        behind_ms: how much later the rank is ready than the median of the others: median over steps.
     """
 
-    rank: int
+    rank: Count
     host: str
-    last_share: float
+    last_share: Share
     cost_ms: Estimate
     parts_ms: Mapping[str, float]
-    clock_error_ms: float
+    clock_error_ms: Bound
     behind_ms: float = 0.0
 
 
 @dataclass(frozen=True)
 class Blame:
-    """Which rank the others wait for.
+    """The stragglers: ranks for which the others wait.
 
     Attributes:
-        source: stamps: our own, on every rank; ticks: Horovod's, of the steps in which it wrote them; none.
-        steps: that were looked at.
-        ranks: all of them, most costly first.
-        late: ranks of which the evidence is not noise, most costly first.
-        causes: of each late rank, largest first.
-        reason: why nobody is named, where nobody is.
+        source: stamps: ours, of all ranks; ticks: Horovod's, of the steps in which it wrote them; none: no data.
+        steps: number of steps measured.
+        ranks: all ranks, most costly first.
+        late: stragglers whose cost is statistically significant, most costly first.
+        causes: of each straggler, largest first.
+        reason: why there is no straggler.
     """
 
     source: Literal["stamps", "ticks", "none"]
-    steps: int
+    steps: Count
     ranks: Sequence[RankRow]
-    late: Sequence[int]
-    causes: Mapping[int, Sequence[Cause]]
+    late: Sequence[Count]
+    causes: Annotated[Mapping[int, Sequence[Cause]], Meta(extra_json_schema={"propertyNames": {"pattern": "^[0-9]+$"}})]
     reason: str = ""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a person should know.
+    """A problem worth knowing.
 
     Attributes:
-        kind: a short fixed name: straggler, exposed, input, gc, small_buckets, bandwidth, stall, ...
-        text: a sentence in plain words with its number.
-        cost_ms: a step, what is to be won at most; None where unknown. Findings are ordered by it.
-        advice: what to do, with the flag to try.
+        kind: a fixed short name: straggler, exposed, input, gc, small_buckets, bandwidth, stall, ...
+        text: a sentence with the number.
+        cost_ms: upper bound of the gain per step; None if unknown. Findings are ordered by it.
+        advice: what to do, with the option to try.
     """
 
     kind: str
@@ -170,12 +181,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Slice:
-    """A span in a lane: name, milliseconds from the first step shown, step."""
+    """A span in a lane. Milliseconds count from the first step shown."""
 
     name: str
     start_ms: float
     end_ms: float
-    step: int
+    step: Count
 
 
 @dataclass(frozen=True)
@@ -184,7 +195,7 @@ class Lane:
 
     Attributes:
         label: "rank 3 on host", "rank 0, exchange", "Horovod".
-        slices: beside or inside of each other, ordered by start.
+        slices: one after the other or nested, ordered by start.
     """
 
     label: str
@@ -193,38 +204,38 @@ class Lane:
 
 @dataclass(frozen=True)
 class Analysis:
-    """Everything that is told of a run.
+    """The analysis of a run.
 
     Attributes:
         title: the run's name.
-        size: ranks; 0 where nothing says.
-        budget: None where no step was seen.
-        communication: None where nothing tells.
+        size: number of ranks; 0 if unknown.
+        budget: None if no step was measured.
+        communication: None if unknown.
         carriers: most costly first, ten at most.
-        blame: of ranks.
+        blame: stragglers.
         findings: most costly first.
         lanes: a few steps.
         warnings: lines of Horovod, NCCL and the run.
-        notes: what is missing, what was dropped, how sure the clocks are.
+        notes: data that is missing or was dropped, and the precision of the clocks.
     """
 
     title: str
-    size: int
+    size: Count
     budget: Budget | None
     communication: Communication | None
-    carriers: Sequence[Carrier]
+    carriers: Annotated[Sequence[Carrier], Meta(max_length=10)]
     blame: Blame
     findings: Sequence[Finding]
     lanes: Sequence[Lane] = ()
     warnings: Sequence[str] = ()
-    notes: Sequence[str] = field(default=())
+    notes: Sequence[str] = ()
 
 
 def figures(analysis: Analysis) -> dict[str, float]:
-    """Numbers by name, as ``--fail_if`` and TensorBoard know them; only those that are known.
+    """Return the figures that ``--fail_if`` and TensorBoard use, by name. Unknown ones are absent.
 
-    step_ms, straggler_ms (0 where nobody is late), straggler_rank, exposed_ms, exposed_share, hidden_share,
-    bus_gb_per_s, and PART_ms for each part of the budget (spaces as underscores).
+    step_ms, straggler_ms (0 without a straggler), straggler_rank, exposed_ms, exposed_share, hidden_share,
+    bus_gb_per_s, and PART_ms for each part of the budget (underscores for spaces).
     """
     found: dict[str, float] = {}
     if analysis.blame.source != "none":

@@ -1,26 +1,40 @@
-"""An analysis as JSON, described by `report.schema.json` beside this file."""
+"""An analysis as JSON. `python -m hvdtrain.timeline.report.form` prints the JSON Schema."""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
-from dataclasses import asdict
-from importlib.resources import files
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
+import msgspec
 import orjson
 
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Analysis, figures
 
-VERSION = 1
+VERSION: Literal[1] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(Analysis):
+    """The output of `hvdtrain timeline report --json` and `timeline/report.json` of a run. Times are ms per step.
+
+    Attributes:
+        version: of this format.
+        figures: numbers by name, as --fail_if uses them.
+    """
+
+    version: Literal[1] = VERSION
+    figures: Mapping[str, float]
 
 
 def to_json(analysis: Analysis) -> dict[str, Any]:
-    """Plain values: all of an analysis, and its figures by the names that ``--fail_if`` knows.
+    """Return the fields of a `Report` as plain values.
 
-    Numbers that are not finite, such as the interval of a single step, stand as null; what a name holds that is no
-    text, as a folder's can, as a question mark.
+    Numbers that are not finite, such as the interval of a single step, become null. Bytes of a name that are not text
+    become question marks.
     """
     values = {"version": VERSION, "figures": figures(analysis), **asdict(analysis)}
     plain: dict[str, Any] = _plain(values)
@@ -28,19 +42,26 @@ def to_json(analysis: Analysis) -> dict[str, Any]:
 
 
 def to_bytes(analysis: Analysis) -> bytes:
-    """The same as a file holds it."""
+    """Return the JSON text of a report."""
     return dumped(to_json(analysis))
 
 
 def dumped(values: Mapping[str, Any]) -> bytes:
-    """Any plain values as a file or a terminal gets them, whatever their texts hold."""
+    """Return plain values as JSON text."""
     return orjson.dumps(_plain(values), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
 
 
 def schema() -> dict[str, Any]:
-    """What `to_json` makes, as a JSON Schema (2020-12)."""
-    found: dict[str, Any] = orjson.loads(files("hvdtrain.timeline.report").joinpath("report.schema.json").read_bytes())
-    return found
+    """Return the JSON Schema (2020-12) of a `Report`. Every field is required, and there are no others."""
+    (top,), types = msgspec.json.schema_components([Report], ref_template="#/$defs/{name}")
+    for each in types.values():
+        each["description"] = each.get("description", "").partition("\n")[0]
+        each |= {"required": list(each["properties"]), "additionalProperties": False}
+        for field in each["properties"].values():
+            field.pop("default", None)
+            if field.pop("nullable", False):  # `Bound`
+                field["type"] = [field["type"], "null"]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **top, "$defs": types}
 
 
 def _plain(value: Any) -> Any:
@@ -53,3 +74,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, str):
         return wording.readable(value)
     return value
+
+
+if __name__ == "__main__":
+    sys.stdout.buffer.write(dumped(schema()))

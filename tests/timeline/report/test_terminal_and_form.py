@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import jsonschema
@@ -13,8 +13,8 @@ import orjson
 import pytest
 
 from hvdtrain.timeline.analysis.analyse import analyse
-from hvdtrain.timeline.analysis.analysis import Analysis, figures
-from hvdtrain.timeline.report.form import dumped, schema, to_bytes, to_json
+from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Finding, RankRow, figures
+from hvdtrain.timeline.report.form import Report, dumped, schema, to_bytes, to_json
 from hvdtrain.timeline.report.terminal import to_text
 from tests.support import analyses
 from tests.support.step_tables import noise, run_of, table_of
@@ -69,6 +69,20 @@ def test_the_schema_refuses_what_is_something_else() -> None:
         assert not validator.is_valid({key: value for key, value in good.items() if key != name}), name
     assert not validator.is_valid({**good, "more": 1})
     assert not validator.is_valid({**good, "version": 2})
+
+
+def test_the_schema_comes_from_the_types() -> None:
+    types = schema()["$defs"]
+    estimate = types["Estimate"]["properties"]
+    assert estimate == {
+        "value": {"type": "number"},
+        "low": {"type": ["number", "null"]},
+        "high": {"type": ["number", "null"]},
+    }
+    for each in (Report, Blame, RankRow, Finding):
+        names = [field.name for field in fields(each)]
+        assert sorted(types[each.__name__]["required"]) == sorted(types[each.__name__]["properties"]) == sorted(names)
+    assert types["Part"]["properties"]["share"] == {"type": "number", "minimum": 0, "maximum": 1.000001}
 
 
 def test_the_budget_of_the_json_sums() -> None:
