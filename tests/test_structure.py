@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -234,3 +235,30 @@ def test_importing_the_package_imports_no_torch() -> None:
 def test_each_mutation_finds_the_text_that_it_replaces() -> None:
     wrong = [m for m in MUTATIONS if (PACKAGE / m.file).read_text(encoding="utf-8").count(m.old) != 1]
     assert not wrong, "tests/mutations/table.py is to follow the source"
+
+
+def test_programs_in_texts_import_what_there_is() -> None:
+    """Tests start programs that they hold as text, which no type checker reads; so does the package."""
+    wrong = []
+    for file in sorted(ROOT.rglob("*.py")):
+        if file.relative_to(ROOT).parts[0] not in ("hvdtrain", "tests", "benchmarks"):
+            continue
+        for node in ast.walk(_tree(file)):
+            if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
+                continue
+            for module, names in re.findall(r"from (hvdtrain[\w.]*) import ([\w ,]+)", node.value):
+                wanted = [name.split(" as ")[0].strip() for name in names.split(",")]
+                wrong += [f"{file}:{node.lineno}: {module}.{n}" for n in wanted if not _has(module, n)]
+            for module in re.findall(r"(?<![\w.])-m (hvdtrain[\w.]+)", node.value):
+                wrong += [] if _file(module) else [f"{file}:{node.lineno}: {module}"]
+    assert wrong == []
+
+
+def _file(module: str) -> Path | None:
+    path = ROOT.joinpath(*module.split("."))
+    return next((f for f in (path.with_suffix(".py"), path / "__init__.py", path / "__main__.py") if f.exists()), None)
+
+
+def _has(module: str, name: str) -> bool:
+    file = _file(module)
+    return bool(file and (_file(f"{module}.{name}") or re.search(rf"\b{name}\b", file.read_text())))

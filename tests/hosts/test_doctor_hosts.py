@@ -154,7 +154,7 @@ def test_links_are_measured_by_mpi_as_fast_as_they_are(hosts: TwoHosts, rate: in
 def test_without_mpi_links_are_measured_by_tcp(hosts: TwoHosts, tmp_path: Path) -> None:
     """As if mpi4py were not there: a slow way back is told from a fast way there."""
     program = (
-        "import sys; from hvdtrain.doctor.links import start; start.cannot = lambda *_: 'no mpi4py'\n"
+        "import sys; from hvdtrain.doctor.links import start_probe as s; s.cannot = lambda *_: 'no mpi4py'\n"
         "from hvdtrain.__main__ import main; sys.exit(main(sys.argv[1:]))"
     )
     slow = ("tbf", "rate", "100mbit", "burst", "256kb", "latency", "50ms")
