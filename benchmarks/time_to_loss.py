@@ -27,11 +27,11 @@ from host_jobs import TwoHosts, two_hosts
 from models import MODELS
 
 from hvdtrain.compression.base import BucketShape
+from hvdtrain.compression.coding_probe import measure_coding
 from hvdtrain.compression.sizes import sent_bytes
 from hvdtrain.compression.table import parse
 from hvdtrain.exchange.buckets import lay_out, plan
 from hvdtrain.exchange.reducer import BUCKET_BYTES
-from hvdtrain.exchange.trial import cost_s
 from hvdtrain.observe.journal import read_journal
 
 STOCK = "stock_horovod"
@@ -134,7 +134,7 @@ def _bytes_and_cost(name: str, shapes: Sequence[BucketShape]) -> tuple[float, fl
     compression = parse(name)
     sent = sum(sent_bytes(compression.payload(shape.sizes, 2), 2) for shape in shapes)
     gradients = [[part.view(shape.zeros().normal_()) for part in shape.parts] for shape in shapes]
-    return sent, sum(cost_s(compression, shape, own) for shape, own in zip(shapes, gradients, strict=True))
+    return sent, sum(cost.total_s for cost in measure_coding(compression, shapes, gradients, 2))
 
 
 if __name__ == "__main__":

@@ -117,6 +117,11 @@ class Compressor(ABC):
         self.work = work
         self.places = [part.view(work) for part in self.shape.parts]
 
+    def make_out(self) -> Tensor:
+        """Return a buffer for the sums: `work` itself where `exchange` may overwrite it, to save memory."""
+        in_place = not self.keeps_error and self.work.dtype == self.shape.dtype and len(self.work) == self.shape.length
+        return self.work if in_place else self.shape.zeros()
+
     def pack(self, index: int, gradient: Tensor | None, weight: float = 1.0) -> None:
         """Put the gradient of part `index` times `weight` into its place, zero where there is none."""
         place = self.places[index]

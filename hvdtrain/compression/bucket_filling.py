@@ -1,11 +1,13 @@
-"""Which gradients share a bucket, and how long that is: the rule, without torch; the exchange itself goes by it."""
+"""The rule that assigns gradients to buckets, shared by the exchange and by predictions. Needs no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable
 
+FEW_ROWS = 1 / 4
+"""A gradient may be sent as rows if at most this share of its rows is not zero."""
 _ALIGNMENT = 64
-"""Bytes: a view starts where vector instructions and cache lines do."""
+"""Bytes. A gradient's view starts at a cache line, where vector instructions are fast."""
 
 
 def fill(
@@ -15,14 +17,14 @@ def fill(
     kind_of: Callable[[str], Hashable],
     alone: Collection[str] = (),
 ) -> list[list[str]]:
-    """Divide gradients, as they come, into buckets of at most `limit_bytes`, a larger one alone.
+    """Assign gradients in order to buckets of at most `limit_bytes`. A larger gradient gets a bucket of its own.
 
     Args:
-        names: in the order in which they come.
-        limit_bytes: of a bucket.
+        names: in the order in which backward finishes them.
+        limit_bytes: size limit of a bucket.
         size_of: bytes of a gradient.
-        kind_of: only those of one kind (dtype, device) share a bucket.
-        alone: those that share one with no other.
+        kind_of: only gradients of the same kind (dtype, device) share a bucket.
+        alone: gradients that get a bucket of their own.
     """
     buckets: list[list[str]] = []
     open_: dict[Hashable, tuple[list[str], int]] = {}
@@ -31,16 +33,16 @@ def fill(
             buckets.append([name])
             continue
         kind, length = kind_of(name), size_of(name)
-        bucket, held = open_.get(kind, ([], 0))
-        if not bucket or held + length > limit_bytes:
-            bucket, held = [], 0
+        bucket, used = open_.get(kind, ([], 0))
+        if not bucket or used + length > limit_bytes:
+            bucket, used = [], 0
             buckets.append(bucket)
         bucket.append(name)
-        open_[kind] = (bucket, held + length)
+        open_[kind] = (bucket, used + length)
     return buckets
 
 
 def padded(count: int, item_bytes: int) -> int:
-    """Elements that a gradient of `count` takes in a bucket, with the gap behind it."""
+    """Return the elements that a gradient of `count` takes in a bucket, with the gap behind it."""
     step = max(1, _ALIGNMENT // item_bytes)
     return -(-count // step) * step

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 Payload = dict[str, int]
 """Bytes that a rank hands to each kind of collective in one exchange of a bucket."""
 
-_ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 _LINE = 64
 """Elements: shares of ranks start where cache lines do, whatever the dtype."""
 
@@ -36,7 +36,7 @@ def share(length: int, ranks: int, multiple: int = _LINE) -> int:
 
 def plain(bucket: Bucket, ranks: int, number: float) -> Payload:
     """As they are; bfloat16 as fp32."""
-    return {"allreduce": bucket.length * (4 if bucket.dtype == "bfloat16" else _ITEM_BYTES[bucket.dtype])}
+    return {"allreduce": bucket.length * (4 if bucket.dtype == "bfloat16" else ITEM_BYTES[bucket.dtype])}
 
 
 def fp16(bucket: Bucket, ranks: int, number: float) -> Payload:

@@ -1,16 +1,17 @@
-"""The compressors by name, each with what it sends: needs no torch.
+"""The compressors by name, with what each one sends and costs. Needs no torch.
 
-A compression is written ``name``, or ``name:number`` where it takes a number that is not to be the default.
+A compression is written ``name``, or ``name:number`` to change the default of its number.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.compression import sizes
+from hvdtrain.compression.coding_cost import UNMEASURED, CodingCost, Copies
 from hvdtrain.compression.sizes import Bucket, Payload
 from hvdtrain.errors import ConfigError
 
@@ -20,20 +21,20 @@ if TYPE_CHECKING:
 
 
 ONE_HOST_MIB = 32
-"""Where ranks fill their cores, an exchange beside backward only makes both wait: 1.05 of a step without exchange with
-buckets of 8 MiB, 1.03 with one of 27 MiB (the default model, 2 ranks on 2 cores)."""
+"""Bucket size on one host, where an exchange during backward takes its time from backward: the default model on 2 ranks
+and 2 cores took 1.05 of a step without exchange with buckets of 8 MiB, and 1.03 with one bucket of 27 MiB."""
 
 
 @dataclass(frozen=True)
 class Number:
-    """What follows the colon.
+    """The number after the colon.
 
     Attributes:
-        keyword: of the compressor's constructor.
-        default: where none is written.
-        low: the smallest.
-        high: the largest.
-        whole: whether it counts something.
+        keyword: argument of the compressor's constructor.
+        default: value if none is written.
+        low: smallest valid value.
+        high: largest valid value.
+        whole: whether it must be an integer.
     """
 
     keyword: str
@@ -42,8 +43,8 @@ class Number:
     high: float
     whole: bool = False
 
-    def holds(self, value: float) -> bool:
-        """Whether `value` may stand there."""
+    def accepts(self, value: float) -> bool:
+        """Whether `value` is valid."""
         return self.low <= value <= self.high and (not self.whole or value == int(value))
 
 
@@ -52,18 +53,21 @@ class Kind:
     """One line of the table.
 
     Attributes:
-        name: how it is called in options.
+        name: its name in options.
         make: "module:name" of the `Compressor` in this package.
-        payload: by bucket, ranks and number.
-        tolerance: of the law in `base.Compressor`, over the sum over ranks of the largest magnitude packed.
-        floor: what may be lost of an element beside that, however small all are.
-        number: None where it takes none.
-        feedback: whether what an exchange leaves behind is added to the next gradient.
-        bulk: whether so much is left to send that between hosts computing has to make room for it.
-        between_hosts_mib: gradients in a bucket there: small enough that the first is soon on its way and the last is
-            short, large enough for few collectives.
-        turns: collectives of a kind that follow one another in an exchange, and share out its payload.
-        without_halves: what takes its place where a sum of halves is slow.
+        payload: bytes sent, as a function of bucket, world size and number.
+        tolerance: of the law in `base.Compressor`, relative to the sum over ranks of the largest magnitude packed.
+        floor: error allowed per element in addition, however small all elements are.
+        copies: estimated cost of coding; the default suits any compressor until `coding_probe` has measured it.
+        copies_bfloat16: the same for bfloat16 gradients, if they are sent in another way.
+        number: None if it takes no number.
+        feedback: whether it uses error feedback.
+        auto: whether `--parallel.compression auto` considers it. The table lists compressors that lose least first.
+        bulk: whether it sends so much that, between hosts, the training thread must leave the exchange processor time.
+        between_hosts_mib: bucket size between hosts: small enough that the first bucket starts early and the last one
+            is short, large enough for few collectives.
+        rounds: collectives of each kind in one exchange, which share its payload.
+        without_halves: the line to use where an allreduce of 16-bit floats is slow.
     """
 
     name: str
@@ -71,22 +75,25 @@ class Kind:
     payload: Callable[[Bucket, int, float], Payload]
     tolerance: float
     floor: float = 0.0
+    copies: Copies = UNMEASURED
+    copies_bfloat16: Copies | None = None
     number: Number | None = None
     feedback: bool = False
+    auto: bool = False
     bulk: bool = False
     between_hosts_mib: int = 8
-    turns: int = 1
+    rounds: int = 1
     without_halves: Kind | None = None
 
 
 @dataclass(frozen=True)
 class Compression:
-    """A line of the table and its number (0 where it takes none).
+    """A line of the table with its number.
 
     Attributes:
-        kind: the line, or what takes its place.
-        number: what follows the colon.
-        halves: whether an allreduce of halves takes less time than one of fp32.
+        kind: the line, or its `without_halves`.
+        number: the value after the colon; 0 if it takes none.
+        halves: whether an allreduce of 16-bit floats is faster than one of fp32.
     """
 
     kind: Kind
@@ -97,36 +104,52 @@ class Compression:
         return f"{self.kind.name}:{self.number:g}" if self.kind.number else self.kind.name
 
     def bucket_bytes(self, *, one_host: bool) -> int:
-        """Of the largest bucket."""
+        """Return the size limit of a bucket."""
         return (ONE_HOST_MIB if one_host else self.kind.between_hosts_mib) << 20
 
     @classmethod
     def none(cls) -> Compression:
-        """Gradients as they are."""
+        """Return the compression that changes nothing."""
         return cls(TABLE["none"])
 
     def where_halves_are_slow(self) -> Compression:
-        """The same among ranks of which Gloo sums halves on CPUs: 54 ms of 4 MiB, and 9 of 8 MiB of fp32."""
+        """Return the variant for Gloo on CPUs, which sums fp16 slowly: 4 MiB in 54 ms, but 8 MiB of fp32 in 9 ms."""
         return replace(self, kind=self.kind.without_halves or self.kind, halves=False)
 
     def payload(self, bucket: Bucket, ranks: int) -> Payload:
-        """Bytes that each rank hands to Comm in one exchange, by kind of collective."""
+        """Return the bytes that each rank hands to each kind of collective in one exchange."""
         return self.kind.payload(bucket, ranks, self.number)
+
+    def collectives(self, bucket: Bucket, ranks: int) -> list[tuple[str, float]]:
+        """Return kind and bytes of each collective in one exchange, in order."""
+        rounds = self.kind.rounds
+        return [(kind, size / rounds) for kind, size in self.payload(bucket, ranks).items() for _ in range(rounds)]
+
+    def estimate_coding(self, bucket: Bucket, gradient_bytes: Sequence[int], ranks: int, copy_s: float) -> CodingCost:
+        """Estimate the cost of coding one bucket; for the arguments see `Copies.estimate`."""
+        other = self.kind.copies_bfloat16 if bucket.dtype == "bfloat16" else None
+        collectives = len(self.collectives(bucket, ranks))
+        return (other or self.kind.copies).estimate(gradient_bytes, collectives, ranks, copy_s)
 
     @property
     def exact(self) -> bool:
-        """Whether gradients travel as they are."""
+        """Whether gradients are sent uncompressed."""
         return self.kind.name == "none"
 
     @property
     def exact_rows(self) -> bool:
-        """Whether those gradients of which only rows are sent do."""
+        """Whether gradients that are sent as rows are sent uncompressed."""
         return self.exact or not self.halves
 
     def leaves_to_rows(self, bucket: Bucket, count: int, ranks: int) -> bool:
-        """Whether the one gradient of a bucket is better sent as those `count` of its rows that are not zero on a rank.
+        """Whether to send a gradient as the `count` rows that are not zero on some rank, instead of compressing it.
 
-        A little more on the way is worth not coding all of it, and losing less.
+        Rows may be slightly larger: they need no coding of the whole gradient and lose less.
+
+        Args:
+            bucket: holds this one gradient.
+            count: rows, over all ranks.
+            ranks: world size.
         """
         plain, coded, sent = (
             sizes.sent_bytes(payload, ranks)
@@ -139,81 +162,121 @@ class Compression:
         return sent < min(plain / 2, coded + plain / 50)
 
     def load(self) -> Callable[[BucketShape, Comm], Compressor]:
-        """What makes the compressor of a bucket; imports torch."""
+        """Return the function that makes the compressor of a bucket. Imports torch."""
         number = self.kind.number
         keywords = {number.keyword: int(self.number) if number.whole else self.number} if number else {}
-        make = _named(self.kind.make)
+        make = _load_name(self.kind.make)
         if not self.kind.feedback:
             return lambda shape, comm: make(shape, comm, **keywords)
-        feedback = _named("feedback:Feedback")
+        feedback = _load_name("feedback:Feedback")
         return lambda shape, comm: feedback(make(shape, comm, keep_error=True, **keywords))
 
 
-_FP16_BY_OWNERS = Kind("fp16", "cast:fp16_by_owners", sizes.bf16, 2e-3, floor=1e-6, bulk=True, between_hosts_mib=2)
+_BF16_COPIES = Copies(0.6, (0.0, 2.2), after=0.9)
+_FP16_BY_OWNERS = Kind(
+    "fp16",
+    "cast:fp16_by_owners",
+    sizes.bf16,
+    2e-3,
+    floor=1e-6,
+    copies=_BF16_COPIES,
+    bulk=True,
+    between_hosts_mib=2,
+)
 
 TABLE = {
     kind.name: kind
     for kind in (
-        Kind("none", "none:Plain", sizes.plain, 1e-6, bulk=True),
+        Kind("none", "none:Plain", sizes.plain, 1e-6, copies=Copies(1.0, (), after=0.0), bulk=True),
         Kind(
             "fp16",
             "cast:fp16",
             sizes.fp16,
             2e-3,
             floor=1e-6,
+            copies=Copies(1.1, (), after=2.1, commit=0.1),
+            copies_bfloat16=_BF16_COPIES,
+            auto=True,
             bulk=True,
             between_hosts_mib=2,
             without_halves=_FP16_BY_OWNERS,
         ),
-        Kind("bf16", "cast:Bf16", sizes.bf16, 1e-2, bulk=True, between_hosts_mib=2),
-        Kind("int8", "int8:Int8", sizes.int8, 1e-6, feedback=True, bulk=True),
-        Kind("int8-stochastic", "int8:stochastic", sizes.int8, 2e-2, bulk=True),
-        Kind("topk", "topk:TopK", sizes.topk, 1e-6, number=Number("share", 0.01, 1e-5, 1), feedback=True),
+        Kind("bf16", "cast:Bf16", sizes.bf16, 1e-2, copies=_BF16_COPIES, bulk=True, between_hosts_mib=2),
+        Kind(
+            "int8",
+            "int8:Int8",
+            sizes.int8,
+            1e-6,
+            copies=Copies(1.5, (5.3, 2.0), after=1.6, commit=0.3),
+            feedback=True,
+            auto=True,
+            bulk=True,
+        ),
+        Kind(
+            "int8-stochastic",
+            "int8:stochastic",
+            sizes.int8,
+            2e-2,
+            copies=Copies(1.0, (5.3, 2.0), after=1.6),
+            bulk=True,
+        ),
+        Kind(
+            "topk",
+            "topk:TopK",
+            sizes.topk,
+            1e-6,
+            copies=Copies(1.5, (6.4,), after=1.5, after_per_rank=0.05, commit=0.3),
+            number=Number("share", 0.01, 1e-5, 1),
+            feedback=True,
+        ),
         Kind(
             "powersgd",
             "powersgd:PowerSGD",
             sizes.powersgd,
             1e-5,
+            copies=Copies(1.5, (1.2, 1.2), (0.0, 0.8), after=2.0, commit=0.3),
             number=Number("rank", 4, 1, 128, True),
             feedback=True,
-            turns=2,
+            auto=True,
+            rounds=2,
         ),
     )
 }
 
 
 def choices() -> list[str]:
-    """How each is written."""
+    """Return how each compression is written, with the range of its number."""
     return [
         f"{kind.name}[:{kind.number.keyword} {kind.number.low:g} to {kind.number.high:g}]" if kind.number else kind.name
         for kind in TABLE.values()
     ]
 
 
+def auto_candidates() -> list[str]:
+    """Return the compressions that `--parallel.compression auto` considers, those that lose least first."""
+    return [str(parse(kind.name)) for kind in TABLE.values() if kind.auto]
+
+
 def parse(text: str) -> Compression:
-    """What `text` means: "fp16", "topk:0.01".
+    """Return the compression that `text` names, such as "fp16" or "topk:0.01".
 
     Errors:
-        ConfigError: there is no such compression, or its number is none that it takes.
+        ConfigError: there is no such compression, or its number is invalid.
     """
     name, colon, written = text.partition(":")
     kind = TABLE.get(name)
     if kind is not None:
         if not colon:
             return Compression(kind, kind.number.default if kind.number else 0.0)
-        value = _number(written)
-        if kind.number and value is not None and kind.number.holds(value):
+        try:
+            value = float(written)
+        except ValueError:
+            value = float("nan")  # which no range accepts
+        if kind.number and kind.number.accepts(value):
             return Compression(kind, value)
-    raise ConfigError(f"{text!r} is no compression", expected=", ".join(choices()), next_step="choose one of these")
+    raise ConfigError(f"invalid compression {text!r}", expected=", ".join(choices()), next_step="choose one of these")
 
 
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
-def _named(spec: str) -> Any:
+def _load_name(spec: str) -> Any:
     module, _, name = spec.partition(":")
     return getattr(importlib.import_module(f"hvdtrain.compression.{module}"), name)

@@ -28,10 +28,8 @@ class DenseBucket(Bucket):
     def __init__(self, layout: Layout, compressor: Compressor, factor: float = 1.0, *, as_views: bool = True) -> None:
         super().__init__(layout, as_views=as_views)
         self.compressor = compressor
-        shape, work = layout.shape, compressor.work
-        in_place = not compressor.keeps_error and work.dtype == shape.dtype and len(work) == shape.length
-        self.out = work if in_place else shape.zeros()
-        self._views = [part.view(self.out) for part in shape.parts]
+        self.out = compressor.make_out()
+        self._views = [part.view(self.out) for part in layout.shape.parts]
         self._factor = factor
         self.owed: dict[int, Tensor] = {}
 

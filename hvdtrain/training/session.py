@@ -184,7 +184,12 @@ class _Round:
             drift = Drift(state, comm, run.config.train.check_every, trainer.stepper.buffers, recorder.warn)
             trainer.live = CombinedSums(live, drift, ClaimWatch(claim, comm))
             if isinstance(engine, ExchangeEngine) and engine.undecided:
-                trainer.saw_step = CompressionTrial(engine, comm, kept.device, recorder.event, recorder.say).saw
+                batch, host = (
+                    (run.config.train.global_batch, run.config.train.micro_batch),
+                    read_host(kept.info.variables),
+                )
+                trial = CompressionTrial(engine, comm, kept.device, host, batch, recorder.event, recorder.say)
+                trainer.saw_step = trial.add_step
             recorder.begin(trainer.stop)
             with kept.notices:
                 reason = trainer.run(kept.notices)

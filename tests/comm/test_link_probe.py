@@ -9,7 +9,7 @@ CPU = torch.device("cpu")
 
 
 def test_every_size_where_there_is_time() -> None:
-    found = on_ranks(2, lambda comm: link.probe(comm, CPU, 1e9))
+    found = on_ranks(2, lambda comm: link.probe_link(comm, CPU, 1e9))
     for mine in found:
         assert [size for size, _ in mine] == list(link.SIZES)
         assert all(seconds > 0 for _, seconds in mine)
@@ -17,6 +17,6 @@ def test_every_size_where_there_is_time() -> None:
 
 def test_all_ranks_end_where_rank_0_does() -> None:
     def body(comm: ThreadComm) -> list[int]:
-        return [size for size, _ in link.probe(comm, CPU, 0.0 if comm.rank == 0 else 1e9)]
+        return [size for size, _ in link.probe_link(comm, CPU, 0.0 if comm.rank == 0 else 1e9)]
 
     assert on_ranks(3, body) == [list(link.SIZES[:2])] * 3

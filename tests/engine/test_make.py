@@ -43,7 +43,7 @@ def test_buckets_and_priority(
 def test_an_option_that_names_no_compression_is_told_all_that_there_are() -> None:
     check_compression("auto")
     check_compression("topk:0.1")
-    with pytest.raises(ConfigError, match="'powersgd:x' is no compression") as caught:
+    with pytest.raises(ConfigError, match="invalid compression 'powersgd:x'") as caught:
         check_compression("powersgd:x")
     assert caught.value.expected is not None and caught.value.expected.endswith("powersgd[:rank 1 to 128], auto")
 

@@ -426,8 +426,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _missed(
         "timeline/whatif/jitter.py",
-        "return max(seen, self._tail_s(ranks))",
-        "return seen",
+        "return max(measured, self._tail_s(ranks))",
+        "return measured",
         "the slowest of many ranks is never later than what was measured",
         "tests/timeline/whatif/test_jitter.py",
     ),
@@ -446,11 +446,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/timeline/whatif/test_read_run.py",
     ),
     _missed(
-        "timeline/whatif/taken.py",
-        'elif name.endswith(_CARRIED_OUT) and not name.startswith("NEGOTIATE"):',
-        "elif name.endswith(_CARRIED_OUT):",
+        "timeline/whatif/traced_allreduces.py",
+        'elif name.endswith(_OPERATION) and not name.startswith("NEGOTIATE"):',
+        "elif name.endswith(_OPERATION):",
         "the wait for late ranks counts as time on the link",
-        "tests/timeline/whatif/test_taken.py",
+        "tests/timeline/whatif/test_traced_allreduces.py",
     ),
     _missed(
         "timeline/analysis/budget.py",

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from hvdtrain.compression.table import auto_candidates
 from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.engine.make import make_engine
 from hvdtrain.observe.journal import read_journal
+from hvdtrain.runtime.host import HostFacts
 from hvdtrain.training.start import auto_compression
 from hvdtrain.training.start.auto_compression import CompressionTrial
 from tests.support.thread_comm import ThreadComm, on_ranks
@@ -27,7 +29,7 @@ def _run(comm: ThreadComm, exposed_s: float, steps: int = 10) -> tuple[str, list
     assert isinstance(engine, ExchangeEngine) and engine.undecided and engine.compression == "none"
     events: list[dict[str, Any]] = []
     lines: list[str] = []
-    trial = CompressionTrial(engine, comm, CPU, events.append, lines.append)
+    trial = CompressionTrial(engine, comm, CPU, HostFacts(cores=8, own_cores=8), (2, 1), events.append, lines.append)
     for step in range(steps):
         engine.begin(1)
         engine.backward(model(torch.ones(2, 8)).sum())
@@ -36,7 +38,10 @@ def _run(comm: ThreadComm, exposed_s: float, steps: int = 10) -> tuple[str, list
         engine.step()
         engine.commit(applied=True)
         # Ranks see unlike times: they must choose alike.
-        trial.saw(step + 1, 0.5 + 0.01 * comm.rank, exposed_s * (1 + comm.rank))
+        waited_s = exposed_s * (1 + comm.rank)
+        parts = dict.fromkeys(("data_s", "copy_s", "forward_s", "clip_s", "optimizer_s"), 0.0)
+        times = {"backward_s": 0.01, "exposed_comm_s": waited_s, "step_s": 0.5 + 0.01 * comm.rank}
+        trial.add_step({"step": step + 1, **parts, **times})
     assert not engine.undecided
     return engine.compression, events, lines
 
@@ -46,17 +51,18 @@ def test_it_stays_with_none_where_nothing_waits() -> None:
         assert chosen == "none"
         assert [e["event"] for e in events] == ["compression_chosen"]
         assert "none pays" in lines[0]
-        assert events[0]["predicted_step_s"].keys() == {"none", *auto_compression.CANDIDATES}
+        assert events[0]["predicted_step_s"].keys() == {"none", *auto_candidates()}
 
 
 def test_it_takes_what_pays_on_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """A link of 10 kB/s stands in, and coding that costs nothing; the rest is as it is."""
-    cost_s = auto_compression.cost_s
-    monkeypatch.setattr(auto_compression, "cost_s", lambda *what: 0.0 * cost_s(*what))
-    monkeypatch.setattr(auto_compression, "link", lambda comm, device: (1e-4, 1e4))
+    measure = auto_compression.measure_coding
+    monkeypatch.setattr(auto_compression, "measure_coding", lambda *given: [c.scaled(0.0) for c in measure(*given)])
+    slow = [(4, 1e-4), (1 << 12, 0.4), (1 << 14, 1.6)]
+    monkeypatch.setattr(auto_compression, "probe_link", lambda comm, device, budget_s: slow)
     results = on_ranks(2, lambda comm: _run(comm, 0.3))
     assert {chosen for chosen, _, _ in results} == {"int8"} or {c for c, _, _ in results} == {"powersgd:4"}
-    assert "from here on" in results[0][2][0] and "0.08 Mbit" not in results[0][2][0]
+    assert "from now on" in results[0][2][0] and "0.08 Mbit" not in results[0][2][0]
 
 
 def test_what_was_chosen_is_chosen_after_a_resume() -> None:

@@ -39,13 +39,13 @@ def _meet(folder: Path, known: list[Links], started_at: int = 0) -> list[object]
 def probes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The ranks that measured."""
     found: list[int] = []
-    measure = stamps.probe
+    measure = stamps.probe_link
 
     def probe(comm: ThreadComm, device: torch.device, budget_s: float) -> list[tuple[int, float]]:
         found.append(comm.rank)
         return measure(comm, device, budget_s)
 
-    monkeypatch.setattr(stamps, "probe", probe)
+    monkeypatch.setattr(stamps, "probe_link", probe)
     return found
 
 

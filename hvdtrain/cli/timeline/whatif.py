@@ -14,25 +14,25 @@ from hvdtrain.errors import ConfigError
 if TYPE_CHECKING:
     from hvdtrain.timeline.whatif.change import Change
     from hvdtrain.timeline.whatif.evidence import Evidence
-    from hvdtrain.timeline.whatif.probing import Probed
+    from hvdtrain.timeline.whatif.probing import CodingProbe
 
 
 def main(command: str, argv: list[str]) -> int:
     """Predict, print, and try where asked to; 0, 2 on a wrong option.
 
     Errors:
-        ConfigError, DataError, LaunchError: see `predict`, `read_evidence` and `try_here`.
+        ConfigError, DataError, LaunchError: see `predict`, `read_evidence` and `try_change`.
     """
     options = parser(command).parse_args(argv)
     from hvdtrain.timeline.whatif.change import Change
     from hvdtrain.timeline.whatif.predict import predict
     from hvdtrain.timeline.whatif.prediction_text import as_data, lines
-    from hvdtrain.timeline.whatif.probing import Probed
+    from hvdtrain.timeline.whatif.probing import CodingProbe
     from hvdtrain.timeline.whatif.read_run import read_evidence
 
     change = Change(**{field.name: getattr(options, field.name) for field in fields(Change)})
     evidence = read_evidence(options.run)
-    probed = Probed(options.run)
+    probed = CodingProbe(options.run)
     prediction = predict(evidence, change, probed)
     if options.probe or options.check:
         probed.measure(evidence, (evidence.job, prediction.job))
@@ -47,18 +47,18 @@ def main(command: str, argv: list[str]) -> int:
     return 0
 
 
-def _check(evidence: Evidence, change: Change, probed: Probed, *, quiet: bool) -> dict[str, object]:
+def _check(evidence: Evidence, change: Change, probed: CodingProbe, *, quiet: bool) -> dict[str, object]:
     """Try the change, predicted anew from what the unchanged job does now: other work slows both alike."""
     from hvdtrain.timeline.whatif.predict import predict
-    from hvdtrain.timeline.whatif.prediction_text import compared
+    from hvdtrain.timeline.whatif.prediction_text import comparison_lines
     from hvdtrain.timeline.whatif.read_run import read_evidence
-    from hvdtrain.timeline.whatif.trying import cannot, try_here
+    from hvdtrain.timeline.whatif.trying import reasons_against, try_change
 
     def told(line: str) -> None:
         if not quiet:
             print(line, flush=True)
 
-    reasons = cannot(evidence, change)
+    reasons = reasons_against(evidence, change)
     if reasons:
         raise ConfigError(
             "this change cannot be tried here",
@@ -67,9 +67,9 @@ def _check(evidence: Evidence, change: Change, probed: Probed, *, quiet: bool) -
         )
     told("\ntrying it here, in turns:")
     with tempfile.TemporaryDirectory(prefix="hvdtrain-whatif-") as folder:
-        tried = try_here(evidence, change, Path(folder), told)
+        tried = try_change(evidence, change, Path(folder), told)
         found = [predict(read_evidence(run), change, probed) for run in tried.unchanged]
-    for line in compared(found, tried.unchanged_s, tried.changed_s):
+    for line in comparison_lines(found, tried.unchanged_s, tried.changed_s):
         told(line)
     return {
         "unchanged_s": tried.unchanged_s,

@@ -5,21 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from hvdtrain.compression.table import auto_candidates
 from hvdtrain.doctor.links.measured import Links, gbit, microseconds
-from hvdtrain.timeline.whatif.bucket_plan import Gradient
+from hvdtrain.timeline.whatif.bucket_plan import Gradient, spread_evenly
 from hvdtrain.timeline.whatif.change import Change
-from hvdtrain.timeline.whatif.evidence import Evidence, Fitted, Job
-from hvdtrain.timeline.whatif.jitter import Jitter
+from hvdtrain.timeline.whatif.evidence import Evidence, FittedLink, Job
 from hvdtrain.timeline.whatif.links import ETHERNET, ONE_HOST, Link, Ranks
 from hvdtrain.timeline.whatif.predict import predict
 from hvdtrain.timeline.whatif.prediction_text import UNKNOWN
 
-COMPRESSIONS = ("none", "fp16", "int8", "powersgd:4")
+COMPRESSIONS = ("none", *auto_candidates())
 _FURTHER = (2, 4, 8)
 """Times as many hosts as were measured."""
 _LAYERS = 32
@@ -72,23 +69,17 @@ def of_model(parameters: int, step_s: float, cores: int, threads: int, *, on_cpu
     side = max(1, math.isqrt(int(each)))
     shape = (max(1, round(each / side)), side)
     backward_s = _BACKWARD * step_s
-    gradients = [Gradient(f"layer{i}", shape, ready_s=backward_s * (i + 1) / layers) for i in range(layers)]
+    gradients = spread_evenly([Gradient(f"layer{i}", shape) for i in range(layers)], backward_s)
     parts = dict.fromkeys(("data", "copy", "wait", "clip", "optimizer", "rest"), 0.0)
     return Evidence(
-        path=Path(),
         job=Job(Ranks(1, 1), "none", None, 1, 1),
         cores=cores,
         own_cores=cores,
         threads=threads,
         on_cpu=on_cpu,
         gradients=gradients,
-        tail_s=0.0,
         step_s=step_s,
         parts_s={**parts, "forward": step_s - backward_s, "backward": backward_s},
-        off_s=0.0,
-        compute_s=np.full((1, 1), step_s),
-        jitter=Jitter(np.zeros(1)),
-        fitted=Fitted(None, "nothing was exchanged", 0.0),
         notes=[
             f"the model: {parameters:,} parameters in fp32, in {layers} gradients of one size that backward has one "
             f"after another; backward is two thirds of {step_s * 1e3:g} ms; all ranks are equally fast: --run RUN "
@@ -108,7 +99,7 @@ def outlook(evidence: Evidence, links: Links, per_host: int, compressions: Seque
     """
     inside, between = _inside(evidence, links), _between(links)
     if inside is not None:
-        evidence = replace(evidence, fitted=Fitted(inside, "measured", _OFF))
+        evidence = replace(evidence, fitted=FittedLink(inside, "measured", _OFF))
     work = evidence.job.micro_batch * evidence.job.passes
 
     def step_s(ranks: Ranks, compression: str) -> float:

@@ -1,29 +1,25 @@
-"""Which buckets a job would have, and what travels of each: by the rules of the exchange itself. Pure."""
+"""Plan the buckets of a job by the rules of the exchange. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from hvdtrain.compression.bucket_filling import fill, padded
-from hvdtrain.compression.sizes import Bucket
+from hvdtrain.compression.bucket_filling import FEW_ROWS, fill, padded
+from hvdtrain.compression.sizes import ITEM_BYTES, Bucket
 from hvdtrain.compression.table import Compression
-
-_ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-_FEW = 1 / 4
-"""Of the rows of a gradient, as in `exchange.agreement`."""
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """One parameter's.
+    """The gradient of one parameter.
 
     Attributes:
         name, shape, dtype: of the parameter.
-        ready_s: since the last backward pass began; None where it left it out.
-        pack_s: what putting it into its bucket took.
-        rows: of it, not zero on one rank; None where nobody has looked.
+        ready_s: when it is ready, from the start of the last backward pass; None if backward skips it.
+        pack_s: time to pack it into its bucket.
+        rows: rows that are not zero on one rank; None if nobody counted them.
     """
 
     name: str
@@ -35,19 +31,28 @@ class Gradient:
 
     @property
     def nbytes(self) -> int:
-        """Of all its elements."""
-        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+        """Size in bytes."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+def spread_evenly(gradients: Sequence[Gradient], backward_s: float) -> list[Gradient]:
+    """Let backward finish the gradients in this order, each after a time in proportion to its size."""
+    whole, size, spread = sum(gradient.nbytes for gradient in gradients), 0, []
+    for gradient in gradients:
+        size += gradient.nbytes
+        spread.append(replace(gradient, ready_s=backward_s * size / max(whole, 1)))
+    return spread
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedBucket:
     """A bucket.
 
     Attributes:
-        names: of its gradients, in the order in which backward has them.
-        shape: what payloads depend on.
-        starts: where each begins.
-        rows: how many rows travel in the place of all, over all ranks; 0 where all do.
+        names: of its gradients, in the order in which backward finishes them.
+        shape: what the size of its payloads depends on.
+        starts: first element of each gradient.
+        rows: rows sent instead of the whole gradient, over all ranks; 0 to send all of it.
     """
 
     names: Sequence[str]
@@ -56,53 +61,51 @@ class Planned:
     rows: int = 0
 
     def collectives(self, compression: Compression, ranks: int) -> list[tuple[str, float]]:
-        """Kind and bytes that each rank hands over, one after another."""
+        """Return kind and bytes of each collective in one exchange, in order."""
         if self.rows:
-            item = _ITEM_BYTES[self.shape.dtype] if compression.exact else 2
+            item = ITEM_BYTES[self.shape.dtype] if compression.exact else 2
             width = math.prod(self.shape.shapes[0][1:])
             return [("allgather", 4.0 * self.rows / ranks), ("allreduce", float(item * self.rows * width))]
-        payload = compression.payload(self.shape, ranks)
-        turns = compression.kind.turns
-        return [(kind, size / turns) for kind, size in payload.items() for _ in range(turns)]
+        return compression.collectives(self.shape, ranks)
 
 
-def planned(
+def plan_buckets(
     gradients: Sequence[Gradient], limit_bytes: int, compression: Compression, ranks: int, work: float = 1.0
-) -> list[Planned]:
-    """The buckets of a job.
+) -> list[PlannedBucket]:
+    """Plan the buckets of a job.
 
     Args:
-        gradients: those that backward has first come first; what it leaves out comes last.
-        limit_bytes: of a bucket.
-        compression: how they travel.
-        ranks: that exchange.
-        work: of a rank, over that of the one whose rows were counted.
+        gradients: in the order in which backward finishes them; those that it skips come last.
+        limit_bytes: size limit of a bucket.
+        compression: of the job.
+        ranks: world size.
+        work: samples per rank, relative to the rank whose rows were counted.
     """
-    of = {gradient.name: gradient for gradient in gradients}
-    few = _few(of, compression, ranks, work)
-    found = []
-    for left_out in (False, True):
-        names = [g.name for g in gradients if (g.ready_s is None) == left_out]
-        found += fill(names, limit_bytes, lambda name: of[name].nbytes, lambda name: of[name].dtype, few)
-    return [_laid_out([of[name] for name in bucket], few.get(bucket[0], 0)) for bucket in found]
+    by_name = {gradient.name: gradient for gradient in gradients}
+    rows = _rows_to_send(by_name, compression, ranks, work)
+    names = []
+    for skipped in (False, True):
+        group = [g.name for g in gradients if (g.ready_s is None) == skipped]
+        names += fill(group, limit_bytes, lambda name: by_name[name].nbytes, lambda name: by_name[name].dtype, rows)
+    return [_lay_out([by_name[name] for name in bucket], rows.get(bucket[0], 0)) for bucket in names]
 
 
-def _few(of: Mapping[str, Gradient], compression: Compression, ranks: int, work: float) -> dict[str, int]:
-    """Rows over all ranks, of gradients that travel as rows."""
-    found = {}
-    for name, gradient in of.items():
+def _rows_to_send(by_name: Mapping[str, Gradient], compression: Compression, ranks: int, work: float) -> dict[str, int]:
+    """Return the number of rows, over all ranks, of each gradient that is sent as rows."""
+    rows = {}
+    for name, gradient in by_name.items():
         count = math.ceil((gradient.rows or 0) * work) * ranks
-        if 0 < count <= _FEW * gradient.shape[0]:
-            bucket = _laid_out([gradient]).shape
+        if 0 < count <= FEW_ROWS * gradient.shape[0]:
+            bucket = _lay_out([gradient]).shape
             if compression.leaves_to_rows(bucket, count, ranks):
-                found[name] = count
-    return found
+                rows[name] = count
+    return rows
 
 
-def _laid_out(gradients: Sequence[Gradient], rows: int = 0) -> Planned:
-    item, starts, length = _ITEM_BYTES[gradients[0].dtype], [], 0
+def _lay_out(gradients: Sequence[Gradient], rows: int = 0) -> PlannedBucket:
+    item, starts, length = ITEM_BYTES[gradients[0].dtype], [], 0
     for gradient in gradients:
         starts.append(length)
         length += padded(math.prod(gradient.shape), item)
     shape = Bucket([gradient.shape for gradient in gradients], gradients[0].dtype, length)
-    return Planned([gradient.name for gradient in gradients], shape, starts, rows)
+    return PlannedBucket([gradient.name for gradient in gradients], shape, starts, rows)

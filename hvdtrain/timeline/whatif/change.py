@@ -1,4 +1,4 @@
-"""What is to be different from a run, and the job that this makes. Pure."""
+"""The change that a prediction is about, and the job that it results in. Pure."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from hvdtrain.timeline.whatif.links import Algorithm, Ranks
 
 @dataclass(frozen=True)
 class Change:
-    """What is to be different; None where it stays.
+    """The settings to change; None keeps a setting.
 
     Attributes:
-        size: ranks.
-        ranks_per_host: of them on a host.
-        bandwidth_gbit: of each host's link.
-        latency_us: of a small message between two ranks.
+        size: world size.
+        ranks_per_host: ranks on each host.
+        bandwidth_gbit: bandwidth of each host's link.
+        latency_us: time of a small message between two ranks.
         algorithm: of allreduces.
-        compression: as the option has it.
-        bucket_mib: as the option has it.
-        global_batch: samples a step.
-        data_ms: of a step, loading.
-        slow_rank_percent: by which one rank computes more slowly than the others.
+        compression: as `--parallel.compression`.
+        bucket_mib: as `--parallel.bucket_mib`.
+        global_batch: samples per step.
+        data_ms: time per step to load data.
+        slow_rank_percent: how much slower than the others one rank computes.
     """
 
     size: int | None = None
@@ -41,16 +41,16 @@ class Change:
 
 
 def changed_job(evidence: Evidence, change: Change) -> Job:
-    """The job with the change.
+    """Return the job after the change.
 
     Errors:
-        ConfigError: it cannot be.
+        ConfigError: a number is out of range, or the compression does not exist.
     """
     was = evidence.job
-    _check(change)
+    _check_ranges(change)
     size = change.size or was.ranks.size
-    room = max(was.ranks.per_host, evidence.cores // max(1, evidence.threads))
-    per_host = change.ranks_per_host or (was.ranks.per_host if was.ranks.hosts > 1 else room)
+    fitting = max(was.ranks.per_host, evidence.cores // max(1, evidence.threads))
+    per_host = change.ranks_per_host or (was.ranks.per_host if was.ranks.hosts > 1 else fitting)
     compression = was.compression if change.compression is None else str(parse(change.compression))
     return Job(
         Ranks(size, min(per_host, size)),
@@ -61,12 +61,12 @@ def changed_job(evidence: Evidence, change: Change) -> Job:
     )
 
 
-def _check(change: Change) -> None:
+def _check_ranges(change: Change) -> None:
     above_zero = ("size", "ranks_per_host", "bandwidth_gbit", "bucket_mib", "global_batch")
     for name in (*above_zero, "latency_us", "data_ms", "slow_rank_percent"):
         value = getattr(change, name)
         if value is None:
             continue
         if not math.isfinite(value) or value < 0 or (name in above_zero and value == 0):
-            wanted = "a number above 0" if name in above_zero else "a number from 0 on"
-            raise ConfigError(f"--{name} is out of range", expected=wanted, found=str(value))
+            expected = "a number > 0" if name in above_zero else "a number >= 0"
+            raise ConfigError(f"--{name} is out of range", expected=expected, found=str(value))

@@ -1,27 +1,32 @@
-"""What a run has left that a prediction is made of."""
+"""The measurements of a run that a prediction is based on."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from hvdtrain.timeline.whatif.bucket_plan import Gradient
+from hvdtrain.compression.table import Compression, parse
+from hvdtrain.timeline.whatif.bucket_plan import Gradient, PlannedBucket
 from hvdtrain.timeline.whatif.jitter import Jitter
 from hvdtrain.timeline.whatif.links import Link, Ranks
+
+PARTS = ("data", "copy", "forward", "backward", "wait", "clip", "optimizer")
+"""Parts of a step that the journal times; "rest" is everything else."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """How a job is made: what a prediction may change.
+    """The settings of a job that a prediction may change.
 
     Attributes:
-        ranks: how many, and on how many hosts.
-        compression: as options name it.
-        bucket_mib: as the option has it; None for what suits the ranks.
+        ranks: world size and hosts.
+        compression: name in options.
+        bucket_mib: bucket size as in options; None for the default of the compression.
         global_batch, micro_batch: samples.
     """
 
@@ -33,73 +38,87 @@ class Job:
 
     @property
     def passes(self) -> int:
-        """Forward passes a step of the rank that has most."""
+        """Forward passes per step of the rank with the most micro-batches."""
         return -(-self.micro_batches // self.ranks.size)
 
     @property
     def micro_batches(self) -> int:
-        """Of a step, of all ranks."""
+        """Micro-batches per step over all ranks."""
         return -(-self.global_batch // self.micro_batch)
 
 
 @dataclass(frozen=True)
-class Fitted:
-    """A link, and how far it is known.
+class FittedLink:
+    """A link and how well it is known.
 
     Attributes:
-        link: None where nothing was exchanged.
-        source: what it follows from, in words.
-        off: by how much its speed may be off, as a share of it.
+        link: None if nothing was exchanged.
+        source: what it was derived from, as text.
+        uncertainty: of its speed, as a share.
     """
 
     link: Link | None
     source: str
-    off: float
+    uncertainty: float
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """A run as it was measured. Seconds of a typical step (medians).
+    """The measurements of a run. Seconds are medians over steps.
 
     Attributes:
-        path: of the run.
-        job: as it ran.
-        cores: of rank 0's host.
-        own_cores: of them, those that rank 0 may use: fewer where its launcher bound it.
-        threads: that a rank computes with.
-        on_cpu: whether gradients are made where Python runs.
-        gradients: those that backward has first come first; what it leaves out comes last.
-        tail_s: of backward, after the last gradient.
-        step_s: of a step.
-        parts_s: of it, rank 0's by name of their spans.
-        off_s: by how much `step_s` may be off for the spread of steps (95%).
-        compute_s: of all ranks that are known, from a step's start to the end of backward [ranks, steps].
-        jitter: of that.
+        job: its settings.
+        cores: cores of rank 0's host.
+        own_cores: cores that rank 0 may use; fewer than `cores` if its launcher bound it.
+        threads: that each rank computes with.
+        on_cpu: whether the model computes on the CPU.
+        gradients: in the order in which backward finishes them; those that it skips come last.
+        step_s: duration of a step.
+        parts_s: duration of each of `PARTS` and of "rest" on rank 0.
+        path: folder of the run.
+        tail_s: backward after the last gradient.
+        step_uncertainty_s: 95% interval of `step_s` from the spread of steps.
+        jitter: how much ranks' computing times differ from step to step.
         fitted: the link.
-        late_s: by which the last rank is ready after rank 0, where stamps of all ranks tell.
-        copy_s_per_byte: packing as they are; None where nothing was packed.
+        late_s: how much later than rank 0 the slowest rank is ready, if all ranks recorded it.
+        copy_s_per_byte: to pack a gradient uncompressed; None if not measured.
+        buckets: the buckets if they stay as they are; empty to plan them from the job's settings.
+        compression_of: what the name of a compression means in this job.
         notes: what is missing.
     """
 
-    path: Path
     job: Job
     cores: int
     own_cores: int
     threads: int
     on_cpu: bool
     gradients: Sequence[Gradient]
-    tail_s: float
     step_s: float
     parts_s: Mapping[str, float]
-    off_s: float
-    compute_s: NDArray[np.float64]
-    jitter: Jitter
-    fitted: Fitted
+    path: Path = Path()
+    tail_s: float = 0.0
+    step_uncertainty_s: float = 0.0
+    jitter: Jitter = field(default_factory=lambda: Jitter(np.zeros(1)))
+    fitted: FittedLink = FittedLink(None, "nothing was exchanged", 0.0)
     late_s: float = 0.0
     copy_s_per_byte: float | None = None
-    notes: Sequence[str] = field(default=())
+    buckets: Sequence[PlannedBucket] = ()
+    compression_of: Callable[[str], Compression] = parse
+    notes: Sequence[str] = ()
 
     def cores_are_full(self, ranks: Ranks) -> bool:
-        """Whether a rank that computes leaves no core to the thread that exchanges."""
+        """Whether the thread that exchanges has no core of its own while the rank computes."""
         bound = self.own_cores < self.cores and self.threads >= self.own_cores
         return self.on_cpu and (bound or ranks.per_host * self.threads >= self.cores)
+
+
+def read_parts(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the parts of a step from its line in the journal, and the whole as "step"; seconds."""
+    named = {name: record[f"{name}_s"] for name in PARTS if name != "wait"}
+    return {**named, "wait": record["exposed_comm_s"], "step": record["step_s"]}
+
+
+def median_parts(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the median of each part over the steps that `read_parts` returned, and what they leave as "rest"."""
+    parts = {name: median(step[name] for step in steps) for name in PARTS}
+    return {**parts, "rest": max(0.0, median(step["step"] for step in steps) - sum(parts.values()))}

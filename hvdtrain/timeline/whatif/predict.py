@@ -1,4 +1,4 @@
-"""How long a step would take, were one thing or another different. Pure."""
+"""Predict how long a step would take after a change. Pure."""
 
 from __future__ import annotations
 
@@ -6,36 +6,36 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from hvdtrain.timeline.whatif.assemble import Assembled, Costs, Setting, assemble, stretched
+from hvdtrain.timeline.whatif.assemble import AssembledStep, Costs, Setting, assemble_step, stretch_backward
 from hvdtrain.timeline.whatif.change import Change, changed_job
 from hvdtrain.timeline.whatif.evidence import Evidence, Job
-from hvdtrain.timeline.whatif.fitting import known_link
-from hvdtrain.timeline.whatif.links import Link, of_bandwidth
+from hvdtrain.timeline.whatif.fitting import KnownLink, link_between
+from hvdtrain.timeline.whatif.links import Link, with_bandwidth
 from hvdtrain.timeline.whatif.replay import Replayed, replay
 
-_CODING_OFF = (0.5, 0.3)
-"""By how much costs of coding may be off: estimated, measured."""
-_ASKED_OFF = 0.1
-"""By how much a link may carry less than the bandwidth that was asked for: through a token bucket of 100 Mbit/s
-allreduces of 8 MB got 0.95 of it by TCP's CUBIC, by BBR 0.83 to 0.9."""
-_JITTER_OFF = 0.5
-_RESIDUAL_OFF = 0.3
-_MOST_STRETCHED, _CLOSE = 64.0, 1e-7
-"""What early steps may have been faster than typical ones, and to what share it is found."""
+_CODING_UNCERTAINTY = (0.5, 0.3)
+"""Of the cost of coding, as a share: estimated, measured."""
+_BANDWIDTH_UNCERTAINTY = 0.1
+"""How much less than a given bandwidth a link may carry. Through a token bucket of 100 Mbit/s, allreduces of 8 MB got
+0.95 of it with TCP's CUBIC, and 0.83 to 0.9 with BBR."""
+_JITTER_UNCERTAINTY = 0.5
+_RESIDUAL_UNCERTAINTY = 0.3
+_MAX_STRETCH, _PRECISION = 64.0, 1e-7
+"""How much faster early steps may have been than typical ones, and the precision to which that is found."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A step, in seconds.
+    """A step; seconds.
 
     Attributes:
-        step_s: all of it.
+        step_s: duration.
         compute_s: the training thread's own work.
-        exposed_s: waiting for gradients, and for other ranks.
-        wire_s: the exchange, hidden or not.
+        exposed_s: waiting for gradients and for other ranks.
+        wire_s: the exchange, hidden or exposed.
         handed_bytes: that a rank hands to collectives.
         buckets: how many.
-        replayed_wait_s: of `exposed_s`, what the replay has; the rest is what it does not explain.
+        replayed_wait_s: the part of `exposed_s` that the replay explains.
     """
 
     step_s: float
@@ -49,14 +49,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is predicted, and how sure that is.
+    """A predicted step with its uncertainty.
 
     Attributes:
-        job: how it would be made.
-        now: as measured, its parts as the model has them.
-        then: with the change.
-        low_s, high_s: where `then.step_s` lies in 19 of 20 cases, if the model holds.
-        notes: on what it rests, and what it leaves out.
+        job: settings after the change.
+        now: the measured step, divided into parts by the model.
+        then: the step after the change.
+        low_s, high_s: 95% interval of `then.step_s`, if the model holds.
+        notes: what the prediction is based on, and what it leaves out.
     """
 
     job: Job
@@ -68,35 +68,40 @@ class Prediction:
 
 
 def nothing_measured(*_: object) -> None:
-    """Stands for `Costs` where no probe was made."""
+    """`Costs` for a run without a coding probe."""
 
 
 def predict(evidence: Evidence, change: Change, costs: Costs = nothing_measured) -> Prediction:
     """Replay the step as it was and as it would be.
 
     Errors:
-        ConfigError: the change is none that can be, or nothing is known of what it needs.
+        ConfigError: the change is invalid, or the run lacks a measurement that it needs.
     """
     job = changed_job(evidence, change)
     model = _Model(evidence, job, change, costs)
     now, then = model.outcomes()
     swings = [
-        evidence.off_s * max(1.0, then.compute_s / max(now.compute_s, 1e-9)),
-        model.swing(lambda off: replace(model, link_off=off), model.link_uncertainty),
-        model.swing(lambda off: replace(model, coding_off=off), _CODING_OFF[model.coding_is_measured]),
-        _JITTER_OFF * abs(model.jitter_s),
-        _RESIDUAL_OFF * abs(now.step_s - now.compute_s - now.replayed_wait_s) * (job != evidence.job),
+        evidence.step_uncertainty_s * max(1.0, then.compute_s / max(now.compute_s, 1e-9)),
+        model.swing(lambda error: replace(model, link_error=error), model.link_uncertainty),
+        model.swing(lambda error: replace(model, coding_error=error), _CODING_UNCERTAINTY[model.coding_measured]),
+        _JITTER_UNCERTAINTY * abs(model.jitter_s),
+        _RESIDUAL_UNCERTAINTY * abs(now.step_s - now.compute_s - now.replayed_wait_s) * (job != evidence.job),
     ]
-    off_s = math.sqrt(math.fsum(swing**2 for swing in swings))
-    low_s = max(then.step_s - off_s, 0.0)
-    return Prediction(job, now, then, low_s, then.step_s + off_s, model.notes())
+    uncertainty_s = math.sqrt(math.fsum(swing**2 for swing in swings))
+    low_s = max(then.step_s - uncertainty_s, 0.0)
+    return Prediction(job, now, then, low_s, then.step_s + uncertainty_s, model.notes())
+
+
+def outcomes(evidence: Evidence, change: Change, costs: Costs = nothing_measured) -> tuple[Outcome, Outcome]:
+    """Return the step as it was and as it would be, without the uncertainty: a fifth of the time of `predict`."""
+    return _Model(evidence, changed_job(evidence, change), change, costs).outcomes()
 
 
 def wait_and_wire(evidence: Evidence) -> tuple[float, float]:
-    """What of a step as it was is waited for, and on the way."""
+    """Return the seconds of the measured step that the replay waits for gradients, and that the exchange takes."""
     model = _Model(evidence, evidence.job, Change(), nothing_measured)
-    base = assemble(evidence, model._was(), nothing_measured)
-    found = replay(stretched(base.step, model._stretch(base)))
+    base = assemble_step(evidence, model.setting_now(), nothing_measured)
+    found = replay(stretch_backward(base.step, model.stretch(base)))
     return found.wait_s, found.wire_s
 
 
@@ -106,22 +111,24 @@ class _Model:
     job: Job
     change: Change
     costs: Costs
-    link_off: float = 0.0
-    coding_off: float = 0.0
+    link_error: float = 0.0
+    coding_error: float = 0.0
 
     def outcomes(self) -> tuple[Outcome, Outcome]:
-        """As it was, and as it would be."""
-        now, then = (assemble(self.evidence, setting, self.costs) for setting in (self._was(), self._would_be()))
-        stretch = self._stretch(now)
-        base, changed = (replay(stretched(assembled.step, stretch)) for assembled in (now, then))
+        """Return the step as it was and as it would be."""
+        now, then = (
+            assemble_step(self.evidence, setting, self.costs) for setting in (self.setting_now(), self._setting_then())
+        )
+        stretch = self.stretch(now)
+        base, changed = (replay(stretch_backward(assembled.step, stretch)) for assembled in (now, then))
         added_s = self.residual_s(base, changed) + self.jitter_s
         return _outcome(now, base, self.evidence.step_s - base.step_s), _outcome(then, changed, added_s)
 
     def residual_s(self, base: Replayed, changed: Replayed) -> float:
-        """What the measured step has more or less than the replayed one, of which it stays.
+        """Return the part of the measured step that the replay does not explain, as it is after the change.
 
-        What is replayed as waited for and was not shrinks with what is waited for; waiting for others ends where there
-        are none.
+        It stays the same if the measured step is longer. If it is shorter, because less was waited for, it shrinks in
+        proportion to the wait. A rank that trains alone does not wait for others.
         """
         residual_s = self.evidence.step_s - base.step_s
         if self.job.ranks.size == 1 < self.evidence.job.ranks.size:
@@ -132,109 +139,113 @@ class _Model:
 
     @property
     def jitter_s(self) -> float:
-        """What waiting for the slowest of other ranks adds."""
+        """The change of the time that a rank waits for the slowest rank."""
         jitter, was = self.evidence.jitter, self.evidence.job.ranks.size
         work = self.job.passes / self.evidence.job.passes
         added_s = jitter.expected_maximum_s(self.job.ranks.size) * work - jitter.expected_maximum_s(was)
         return added_s if self.job.ranks.size > 1 else 0.0
 
     @property
-    def coding_is_measured(self) -> bool:
-        """Whether nothing of coding was estimated."""
-        return assemble(self.evidence, self._would_be(), self.costs).measured
+    def coding_measured(self) -> bool:
+        """Whether no cost of coding is an estimate."""
+        return assemble_step(self.evidence, self._setting_then(), self.costs).coding_measured
 
     @property
     def link_uncertainty(self) -> float:
-        """By how much the link's speed may be off."""
-        return _ASKED_OFF if self.change.bandwidth_gbit is not None else self._known()[1]
+        """The uncertainty of the link's speed, as a share."""
+        return _BANDWIDTH_UNCERTAINTY if self.change.bandwidth_gbit is not None else self._link().uncertainty
 
-    def swing(self, other: Callable[[float], _Model], off: float) -> float:
-        """By how much the prediction changes where a number is off by so much."""
-        up, down = (other(sign * off).outcomes()[1].step_s for sign in (1.0, -1.0))
+    def swing(self, with_error: Callable[[float], _Model], error: float) -> float:
+        """Return how much an error in one number changes the prediction."""
+        up, down = (with_error(sign * error).outcomes()[1].step_s for sign in (1.0, -1.0))
         return abs(up - down) / 2
 
     def notes(self) -> list[str]:
-        """On what this rests."""
+        """Return what the prediction is based on."""
         evidence, size = self.evidence, self.job.ranks.size
         found = list(evidence.notes)
         if size > 1:
-            found.append(f"link: {self._known()[2]}")
-        if not self.coding_is_measured and (size > 1 or self.job.compression != "none"):
-            found.append("cost of coding: by a table of another machine; --probe measures it here")
+            found.append(f"link: {self._link().source}")
+        if not self.coding_measured and (size > 1 or self.job.compression != "none"):
+            found.append("cost of coding: estimated from another machine; --probe measures it on this one")
         if size > 1 and not evidence.jitter.reaches(size):
-            seen = len(evidence.jitter.deviations)
-            found.append(f"extrapolated: how late the slowest of {size} ranks is, from {seen} measured steps of ranks")
+            measured = len(evidence.jitter.deviations)
+            found.append(f"extrapolated: the delay of the slowest of {size} ranks, from {measured} measured rank-steps")
         if size > 4 * evidence.job.ranks.size:
             found.append(
-                f"extrapolated: from {evidence.job.ranks.size} to {size} ranks; switches and what others send through"
-                " them are not in the model"
+                f"extrapolated: from {evidence.job.ranks.size} to {size} ranks; the model has no switches and no"
+                " traffic of other jobs"
             )
         idle = size - self.job.micro_batches
         if idle > 0:
             found.append(
-                f"{idle} of {size} ranks would have nothing to do: a global batch of {self.job.global_batch} has"
-                f" {self.job.micro_batches} micro-batch(es); for as many a rank as now: --global_batch"
+                f"{idle} of {size} ranks would be idle: a global batch of {self.job.global_batch} has"
+                f" {self.job.micro_batches} micro-batch(es); to keep the work per rank: --global_batch"
                 f" {self.job.micro_batch * evidence.job.passes * size}"
             )
         if size > evidence.job.ranks.size and self.job.ranks.per_host > evidence.job.ranks.per_host:
             found.append(
-                "more ranks on a host than were measured: what they take from each other of its memory's and"
-                " caches' speed is not in the model"
+                "more ranks on a host than were measured: the model leaves out that they share memory bandwidth and"
+                " caches"
             )
         return found
 
-    def _was(self) -> Setting:
+    def setting_now(self) -> Setting:
+        """Return the setting of the measured step."""
         link = self.evidence.fitted.link or Link(0.0, 0.0)
         return Setting(
             self.evidence.job,
-            replace(link, s_per_byte=link.s_per_byte * (1 + self.link_off)),
-            full=self.evidence.cores_are_full(self.evidence.job.ranks),
-            coding=1 + self.coding_off,
+            self._with_error(link),
+            cores_full=self.evidence.cores_are_full(self.evidence.job.ranks),
+            coding=1 + self.coding_error,
         )
 
-    def _would_be(self) -> Setting:
+    def _setting_then(self) -> Setting:
         evidence, change, job = self.evidence, self.change, self.job
-        link, *_ = self._known()
+        link = self._link().link
         if change.bandwidth_gbit is not None:
-            link = of_bandwidth(link, change.bandwidth_gbit)
+            link = with_bandwidth(link, change.bandwidth_gbit)
         if change.latency_us is not None:
             link = replace(link, hop_s=change.latency_us * 1e-6)
         return Setting(
             job,
-            replace(link, s_per_byte=link.s_per_byte * (1 + self.link_off)),
+            self._with_error(link),
             change.algorithm or "auto",
             evidence.cores_are_full(job.ranks),
             None if change.data_ms is None else change.data_ms / 1e3,
             1 + (change.slow_rank_percent or 0.0) / 100,
-            1 + self.coding_off,
+            1 + self.coding_error,
         )
 
-    def _known(self) -> tuple[Link, float, str]:
-        return known_link(self.evidence, self.job.ranks, self.change.bandwidth_gbit)
+    def _with_error(self, link: Link) -> Link:
+        return replace(link, s_per_byte=link.s_per_byte * (1 + self.link_error))
 
-    def _stretch(self, base: Assembled) -> float:
-        """What times between gradients have to be multiplied by for backward to take what it took."""
+    def _link(self) -> KnownLink:
+        return link_between(self.evidence, self.job.ranks, self.change.bandwidth_gbit)
+
+    def stretch(self, base: AssembledStep) -> float:
+        """Return the factor on the time between gradients with which the replayed backward takes the measured time."""
         measured_s = self.evidence.parts_s["backward"] / self.evidence.job.passes
-        low, high = 0.0, _MOST_STRETCHED
-        while high - low > _CLOSE * high:
+        low, high = 0.0, _MAX_STRETCH
+        while high - low > _PRECISION * high:
             middle = (low + high) / 2
-            shorter = replay(stretched(base.step, middle)).backward_s < measured_s
+            shorter = replay(stretch_backward(base.step, middle)).backward_s < measured_s
             low, high = (middle, high) if shorter else (low, middle)
         return (low + high) / 2
 
 
 def _waited_s(replayed: Replayed) -> float:
-    """What of a step is not the training thread's own work."""
+    """Return the part of a step that is not the training thread's own work."""
     return replayed.step_s - replayed.compute_s
 
 
-def _outcome(assembled: Assembled, replayed: Replayed, added_s: float) -> Outcome:
+def _outcome(assembled: AssembledStep, replayed: Replayed, added_s: float) -> Outcome:
     return Outcome(
         replayed.step_s + added_s,
         replayed.compute_s,
         max(0.0, replayed.step_s + added_s - replayed.compute_s),
         replayed.wire_s,
-        assembled.handed_bytes,
+        assembled.payload_bytes,
         len(assembled.buckets),
         _waited_s(replayed),
     )

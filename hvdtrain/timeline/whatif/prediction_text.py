@@ -1,4 +1,4 @@
-"""A prediction in words and as plain data."""
+"""A prediction as text and as data for programs."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from hvdtrain.timeline.wording import ms, nbytes
 
 VERSION = 1
 UNKNOWN = (
-    "what other jobs take of the link, the hosts and the storage",
-    "switches, and how hosts are placed among them",
-    "how much slower ranks get that share a memory and its caches with more others than now",
-    "what loading data costs when more ranks read at once",
-    "how many steps training then needs: another compression or global batch learns otherwise",
+    "other jobs on the link, the hosts and the storage",
+    "switches, and where hosts are connected to them",
+    "how much slower ranks get if more of them share memory and caches",
+    "how much slower data loads if more ranks read at once",
+    "how many steps training needs: another compression or global batch may learn more slowly",
 )
-"""Nothing that a run leaves tells these."""
+"""Effects that a run's measurements cannot show."""
 
 
 def lines(evidence: Evidence, change: Change, prediction: Prediction) -> list[str]:
-    """What a person reads."""
+    """Return the text."""
     now, then = prediction.now, prediction.then
-    off = (prediction.high_s - prediction.low_s) / 2 / max(then.step_s, 1e-9)
+    share = (prediction.high_s - prediction.low_s) / 2 / max(then.step_s, 1e-9)
     rows = [
         ("", "now", "then"),
         ("step", _ms(now.step_s), _ms(then.step_s)),
         ("computing, packing, coding", _ms(now.compute_s), _ms(then.compute_s)),
-        ("waiting for the exchange and for others", _ms(now.exposed_s), _ms(then.exposed_s)),
-        ("the exchange, hidden or not", _ms(now.wire_s), _ms(then.wire_s)),
-        ("handed over by a rank", nbytes(now.handed_bytes), nbytes(then.handed_bytes)),
+        ("waiting for the exchange and other ranks", _ms(now.exposed_s), _ms(then.exposed_s)),
+        ("exchange, hidden or exposed", _ms(now.wire_s), _ms(then.wire_s)),
+        ("sent by a rank to collectives", nbytes(now.handed_bytes), nbytes(then.handed_bytes)),
         ("buckets", str(now.buckets), str(then.buckets)),
     ]
     wide = max(len(row[0]) for row in rows)
     return [
         f"{evidence.path}: {_job(evidence.job)}",
-        f"what if: {asked(change) or 'nothing were changed'}: {_job(prediction.job)}",
+        f"what if: {change_options(change) or 'nothing changes'}: {_job(prediction.job)}",
         "",
-        f"a step: {_ms(then.step_s)}, {_share(then.step_s / now.step_s)} of now;"
-        f" [{ms(prediction.low_s * 1e3)} .. {ms(prediction.high_s * 1e3)} ms] in 19 of 20 cases if the model holds"
-        f" (+- {off:.0%})",
-        f"samples a second: {_speed(evidence.job, now)} now, {_speed(prediction.job, then)} then",
+        f"a step: {_ms(then.step_s)}, {_ratio(then.step_s / now.step_s)} of now;"
+        f" 95% interval [{ms(prediction.low_s * 1e3)} .. {ms(prediction.high_s * 1e3)} ms] if the model holds"
+        f" (+- {share:.0%})",
+        f"samples per second: {_speed(evidence.job, now)} now, {_speed(prediction.job, then)} then",
         "",
         *(f"  {name:<{wide}}  {before:>10}  {after:>10}" for name, before, after in rows),
         "",
@@ -54,7 +54,7 @@ def lines(evidence: Evidence, change: Change, prediction: Prediction) -> list[st
 
 
 def as_data(evidence: Evidence, change: Change, prediction: Prediction) -> dict[str, Any]:
-    """The same for programs. Seconds and bytes."""
+    """Return the data for programs, in seconds and bytes."""
     return {
         "version": VERSION,
         "run": str(evidence.path),
@@ -69,23 +69,25 @@ def as_data(evidence: Evidence, change: Change, prediction: Prediction) -> dict[
     }
 
 
-def asked(change: Change) -> str:
-    """The options that say it."""
+def change_options(change: Change) -> str:
+    """Return the options that describe the change."""
     given = {name: value for name, value in asdict(change).items() if value is not None}
     return " ".join(
         f"--{name} {value:g}" if isinstance(value, float) else f"--{name} {value}" for name, value in given.items()
     )
 
 
-def compared(found: Sequence[Prediction], unchanged_s: Sequence[float], measured_s: Sequence[float]) -> list[str]:
-    """What was tried beside what was predicted of it, from each try of the unchanged job."""
+def comparison_lines(
+    found: Sequence[Prediction], unchanged_s: Sequence[float], measured_s: Sequence[float]
+) -> list[str]:
+    """Compare measured steps of a trial with the predictions from each run of the unchanged job."""
     predicted_s = fmean(prediction.then.step_s for prediction in found)
-    middle = fmean(measured_s)
+    mean_s = fmean(measured_s)
     low_s, high_s = min(p.low_s for p in found), max(p.high_s for p in found)
     return [
-        f"tried here: unchanged {_range(unchanged_s)}, changed {_range(measured_s)}",
-        f"predicted from the unchanged {_ms(predicted_s)}, measured {_ms(middle)}: {predicted_s / middle - 1:+.1%},"
-        f" {'inside' if low_s <= middle <= high_s else 'outside'} of [{ms(low_s * 1e3)} .. {ms(high_s * 1e3)} ms]",
+        f"measured on this machine: unchanged {_range(unchanged_s)}, changed {_range(measured_s)}",
+        f"predicted from unchanged runs {_ms(predicted_s)}, measured {_ms(mean_s)}: {predicted_s / mean_s - 1:+.1%},"
+        f" {'inside' if low_s <= mean_s <= high_s else 'outside'} [{ms(low_s * 1e3)} .. {ms(high_s * 1e3)} ms]",
     ]
 
 
@@ -106,8 +108,8 @@ def _ms(seconds: float) -> str:
     return f"{ms(seconds * 1e3)} ms"
 
 
-def _share(share: float) -> str:
-    return f"{share:.2f}" if share < 10 else f"{share:.0f} times"
+def _ratio(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f} times"
 
 
 def _range(seconds: Sequence[float]) -> str:

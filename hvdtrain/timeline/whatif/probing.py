@@ -1,4 +1,4 @@
-"""Measure the cost of coding on this machine, by `hvdtrain.exchange.coding_probe`; results stay with the run."""
+"""Measure the cost of coding on this machine with `hvdtrain.compression.coding_probe`, and keep it with the run."""
 
 from __future__ import annotations
 
@@ -7,28 +7,29 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from statistics import fmean
 
 import orjson
 
-from hvdtrain.compression.table import Compression, parse
+from hvdtrain.compression.coding_cost import CodingCost
+from hvdtrain.compression.table import Compression
 from hvdtrain.durable import write_text
 from hvdtrain.errors import LaunchError
 from hvdtrain.regular import read_regular
 from hvdtrain.run_layout import RunLayout
-from hvdtrain.timeline.whatif.assemble import buckets_of
-from hvdtrain.timeline.whatif.bucket_plan import Planned
-from hvdtrain.timeline.whatif.coding import Cost, of_probe
+from hvdtrain.timeline.whatif.assemble import job_buckets
+from hvdtrain.timeline.whatif.bucket_plan import PlannedBucket
 from hvdtrain.timeline.whatif.evidence import Evidence, Job
 
 VERSION = 1
 _TIMEOUT_S = 300
 
 
-class Probed:
-    """What was measured of coding, as `timeline/probe.json` of a run keeps it.
+class CodingProbe:
+    """The measured costs of coding, stored in `timeline/probe.json` of a run. Can be used as `Costs`.
 
     Args:
         path: of the run.
@@ -36,53 +37,49 @@ class Probed:
 
     def __init__(self, path: Path) -> None:
         self._file = RunLayout(path).timeline.link_probe
-        self._found = _read(self._file)
+        self._costs = _read(self._file)
 
-    def __call__(self, compression: Compression, bucket: Planned, ranks: int) -> Cost | None:
-        """Of a bucket; None where it was not measured."""
-        found = self._found.get(_key(compression, bucket, ranks))
-        return None if found is None else of_probe(found)
+    def __call__(self, compression: Compression, bucket: PlannedBucket, ranks: int) -> CodingCost | None:
+        """Return the cost of a bucket; None if it was not measured."""
+        return self._costs.get(_key(compression, bucket, ranks))
 
     def measure(self, evidence: Evidence, jobs: Sequence[Job]) -> None:
-        """Measure what is missing for these, with as many processes at once as there are ranks on a host.
+        """Measure the missing costs of these jobs, with one process for each rank on a host.
 
         Errors:
-            LaunchError: it does not work here, as without torch.
+            LaunchError: a process failed, for example because there is no torch.
         """
         for job in jobs:
-            compression, size = parse(job.compression), job.ranks.size
-            buckets = [b for b in buckets_of(evidence, job) if not b.rows and self(compression, b, size) is None]
+            compression, size = evidence.compression_of(job.compression), job.ranks.size
+            buckets = [b for b in job_buckets(evidence, job) if not b.rows and self(compression, b, size) is None]
             if not buckets or (size == 1 and job.compression == "none"):
                 continue
-            answers = _ask(compression, size, buckets, evidence.threads, beside=min(job.ranks.per_host, evidence.cores))
-            self._found |= {_key(compression, b, size): a for b, a in zip(buckets, answers, strict=True)}
-        write_text(self._file, json.dumps({"version": VERSION, "buckets": self._found}) + "\n")
+            processes = min(job.ranks.per_host, evidence.cores)
+            costs = _measure(compression, size, buckets, evidence.threads, processes)
+            self._costs |= {_key(compression, b, size): cost for b, cost in zip(buckets, costs, strict=True)}
+        content = {"version": VERSION, "buckets": {key: asdict(cost) for key, cost in self._costs.items()}}
+        write_text(self._file, json.dumps(content) + "\n")
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(file: Path) -> dict[str, CodingCost]:
     try:
         found = orjson.loads(read_regular(file))
-    except (OSError, ValueError):
+        if found["version"] != VERSION:
+            return {}
+        return {key: CodingCost(**cost) for key, cost in found["buckets"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
-    if not isinstance(found, dict) or found.get("version") != VERSION:
-        return {}
-    try:
-        for cost in found["buckets"].values():
-            of_probe(cost)
-    except (KeyError, TypeError, AttributeError):
-        return {}
-    return dict(found["buckets"])
 
 
-def _key(compression: Compression, bucket: Planned, ranks: int) -> str:
-    what = [str(compression), ranks, [list(shape) for shape in bucket.shape.shapes], bucket.shape.dtype]
-    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+def _key(compression: Compression, bucket: PlannedBucket, ranks: int) -> str:
+    facts = [str(compression), ranks, [list(shape) for shape in bucket.shape.shapes], bucket.shape.dtype]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
-def _ask(
-    compression: Compression, ranks: int, buckets: Sequence[Planned], threads: int, beside: int
-) -> list[Mapping[str, Any]]:
-    """The mean over processes that measure at the same time."""
+def _measure(
+    compression: Compression, ranks: int, buckets: Sequence[PlannedBucket], threads: int, processes: int
+) -> list[CodingCost]:
+    """Return the mean over processes that measure at the same time."""
     question = {
         "compression": str(compression),
         "ranks": ranks,
@@ -100,35 +97,26 @@ def _ask(
         ],
     }
     with tempfile.TemporaryDirectory() as folder:
-        asked = Path(folder) / "asked.json"
+        asked = Path(folder) / "question.json"
         asked.write_text(json.dumps(question))
-        answers = [Path(folder) / f"answer-{number}.json" for number in range(beside)]
-        processes = [
+        answers = [Path(folder) / f"answer-{number}.json" for number in range(processes)]
+        started = [
             subprocess.Popen(
-                [sys.executable, "-m", "hvdtrain.exchange.coding_probe", str(asked), str(answer)],
+                [sys.executable, "-m", "hvdtrain.compression.coding_probe", str(asked), str(answer)],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
             )
             for answer in answers
         ]
-        said = [process.communicate(timeout=_TIMEOUT_S)[0] for process in processes]
-        for process, text in zip(processes, said, strict=True):
+        outputs = [process.communicate(timeout=_TIMEOUT_S)[0] for process in started]
+        for process, output in zip(started, outputs, strict=True):
             if process.returncode:
                 raise LaunchError(
-                    "what coding costs cannot be measured here",
-                    found=text.strip().splitlines()[-1] if text.strip() else f"exit code {process.returncode}",
-                    next_step="measure where the run was: torch is needed; or leave --probe and --check out",
+                    "the cost of coding cannot be measured on this machine",
+                    found=output.strip().splitlines()[-1] if output.strip() else f"exit code {process.returncode}",
+                    next_step="run the command where the run was trained (it needs torch), or leave out --probe and"
+                    " --check",
                 )
-        found = [json.loads(answer.read_text()) for answer in answers]
-    return [_mean(costs) for costs in zip(*found, strict=True)]
-
-
-def _mean(costs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    def of(key: str) -> Any:
-        values = [cost[key] for cost in costs]
-        if isinstance(values[0], list):
-            return [sum(column) / len(column) for column in zip(*values, strict=True)]
-        return sum(values) / len(values)
-
-    return {key: of(key) for key in costs[0]}
+        found = [[CodingCost(**cost) for cost in json.loads(answer.read_text())] for answer in answers]
+    return [CodingCost.combine(costs, fmean) for costs in zip(*found, strict=True)]

@@ -1,8 +1,8 @@
-"""One step of a rank, replayed: what the training thread does, and the one that exchanges meanwhile. Pure.
+"""Replay one step of a rank: its training thread, and the thread that exchanges gradients next to it. Pure.
 
-The order of things is that of `exchange.flight`: a gradient is packed when backward has it; a bucket is started when it
-is full; exchanges of several collectives are taken on from the next gradient's arrival, and after backward until all
-are over. Collectives are carried out one after another, in the order in which they were handed over. All times are in
+The order is that of `exchange.bucket_exchange`. A gradient is packed when backward has finished it. A bucket starts
+when it is full. An exchange of several collectives continues when the next gradient arrives, and after backward until
+all exchanges have finished. Collectives run one after another, in the order in which they started. All times are in
 seconds.
 """
 
@@ -19,10 +19,10 @@ class Collective:
     """One collective.
 
     Attributes:
-        before_s: of the training thread, to make what is sent.
-        wire_s: from being handed over to its end, with nothing before it.
-        cpu_s: of the core that computes, where both share it; at most `wire_s`.
-        during_s: of the training thread, what it does as soon as it has handed it over.
+        before_s: work of the training thread to make the payload.
+        wire_s: from its start to its end if no other collective is ahead of it.
+        cpu_s: processor time that it takes from computing, if both share a core; at most `wire_s`.
+        during_s: work of the training thread right after the start.
     """
 
     before_s: float
@@ -33,11 +33,11 @@ class Collective:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A bucket's way.
+    """The exchange of a bucket.
 
     Attributes:
-        collectives: each begins when the one before is over and what it sends is made.
-        after_s: of the training thread, to decode what the last one brought.
+        collectives: each one starts when the previous one has finished and its own payload is made.
+        after_s: work of the training thread to decode the last result.
     """
 
     collectives: Sequence[Collective]
@@ -49,9 +49,9 @@ class Arrival:
     """A gradient.
 
     Attributes:
-        gap_s: computing since the one before, or since backward began.
-        pack_s: to put it into its bucket.
-        bucket: which.
+        gap_s: computing since the previous gradient, or since backward began.
+        pack_s: time to pack it into its bucket.
+        bucket: number of its bucket.
     """
 
     gap_s: float
@@ -65,11 +65,11 @@ class Step:
 
     Attributes:
         before_s: until the last backward pass begins.
-        arrivals: in the order in which backward has them.
-        tail_s: of backward, after the last of them.
+        arrivals: gradients in the order in which backward finishes them.
+        tail_s: backward after the last gradient.
         exchanges: of the buckets.
-        late_s: packing what backward leaves out, by bucket; those buckets start after it.
-        after_s: when all sums are there: clipping, optimizer, all else.
+        late_s: time to pack the gradients that backward skips, by bucket; those buckets start after backward.
+        after_s: from the last sum to the end of the step: clipping, optimizer, everything else.
     """
 
     before_s: float
@@ -82,14 +82,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What came of it.
+    """The durations of a replayed step.
 
     Attributes:
-        step_s: all of it.
+        step_s: the whole step.
         compute_s: the training thread's own work.
-        backward_s: the last backward pass, with what was packed and coded meanwhile.
-        wait_s: from the end of backward until all sums were there.
-        wire_s: the exchanging thread's time, in all.
+        backward_s: the last backward pass, with packing and coding during it.
+        wait_s: from the end of backward to the last sum.
+        wire_s: the exchanging thread's work.
     """
 
     step_s: float
@@ -100,17 +100,17 @@ class Replayed:
 
 
 def replay(step: Step) -> Replayed:
-    """Carry it out."""
+    """Return the durations of a step."""
     return _Replay(step).run()
 
 
 @dataclass
-class _Way:
-    """A collective that was handed over; of its time, what is left."""
+class _Running:
+    """A collective that has started, and the seconds that it still needs."""
 
     bucket: int
     left_s: float
-    share: float
+    cpu_share: float
 
 
 class _Replay:
@@ -119,12 +119,12 @@ class _Replay:
         self._now = 0.0
         self._worked = 0.0
         self._wire_s = 0.0
-        self._queue: deque[_Way] = deque()
-        """Collectives that are not over; the first is on its way."""
+        self._queue: deque[_Running] = deque()
+        """Collectives that have not finished; the first one is in progress."""
         self._phase = [0] * len(step.exchanges)
-        """Collectives of each bucket that were handed over, and one more when the last was decoded."""
-        self._running: dict[int, bool] = {}
-        """Buckets of which a collective was handed over, and whether it is over."""
+        """Collectives of each bucket that have started, plus one when the last result was decoded."""
+        self._finished: dict[int, bool] = {}
+        """Buckets with a collective that has started, and whether it has finished."""
 
     def run(self) -> Replayed:
         step = self._step
@@ -137,70 +137,70 @@ class _Replay:
             self._work(arrival.gap_s + arrival.pack_s)
             missing[arrival.bucket] -= 1
             if not missing[arrival.bucket]:
-                self._send(arrival.bucket)
-            self._advance()
+                self._advance(arrival.bucket)
+            self._advance_finished()
         self._work(step.tail_s)
         backward_end = self._now
         for bucket, phase in enumerate(list(self._phase)):
             if not phase:
                 self._work(step.late_s[bucket] if bucket < len(step.late_s) else 0.0)
-                self._send(bucket)
-        while self._running:
-            if not self._advance():
-                self._wait_for(min(self._running))
+                self._advance(bucket)
+        while self._finished:
+            if not self._advance_finished():
+                self._wait_for(min(self._finished))
         wait_s = self._now - backward_end
         self._work(step.after_s)
         return Replayed(self._now, self._worked, backward_end - backward_began, wait_s, self._wire_s)
 
-    def _advance(self) -> bool:
-        """Take on what can be; whether anything could."""
-        moved = sorted(bucket for bucket, over in self._running.items() if over)
+    def _advance_finished(self) -> bool:
+        """Advance every bucket with a finished collective; return whether there was one."""
+        moved = sorted(bucket for bucket, finished in self._finished.items() if finished)
         for bucket in moved:
-            self._send(bucket)
+            self._advance(bucket)
         return bool(moved)
 
-    def _send(self, bucket: int) -> None:
-        """Hand over the next collective of a bucket, or decode what the last one brought."""
+    def _advance(self, bucket: int) -> None:
+        """Start the next collective of a bucket, or decode the last result."""
         exchange, phase = self._step.exchanges[bucket], self._phase[bucket]
-        self._running.pop(bucket, None)
+        self._finished.pop(bucket, None)
         self._phase[bucket] += 1
         if phase == len(exchange.collectives):
             self._work(exchange.after_s)
             return
         collective = exchange.collectives[phase]
         self._work(collective.before_s)
-        self._running[bucket] = not collective.wire_s
+        self._finished[bucket] = not collective.wire_s
         if collective.wire_s:
             share = min(1.0, collective.cpu_s / collective.wire_s)
-            self._queue.append(_Way(bucket, collective.wire_s, share))
+            self._queue.append(_Running(bucket, collective.wire_s, share))
         self._work(collective.during_s)
 
     def _work(self, seconds: float) -> None:
-        """Let the training thread work so long, at less than full speed where the exchange takes from its core."""
+        """Let the training thread work, more slowly while the exchange takes time from its core."""
         self._worked += seconds
         while seconds > 0:
             if not self._queue:
                 self._now += seconds
                 return
-            way = self._queue[0]
-            rate = 1.0 - way.share
-            here_s = seconds / rate if rate > 0 else math.inf
-            took_s = min(here_s, way.left_s)
-            seconds = 0.0 if here_s <= way.left_s else seconds - took_s * rate
-            self._carry(took_s)
+            first = self._queue[0]
+            rate = 1.0 - first.cpu_share
+            needed_s = seconds / rate if rate > 0 else math.inf
+            took_s = min(needed_s, first.left_s)
+            seconds = 0.0 if needed_s <= first.left_s else seconds - took_s * rate
+            self._pass_time(took_s)
 
     def _wait_for(self, bucket: int) -> None:
-        """Stand still until the collective of a bucket is over."""
-        while not self._running[bucket]:
-            self._carry(self._queue[0].left_s)
+        """Wait until the collective of a bucket has finished."""
+        while not self._finished[bucket]:
+            self._pass_time(self._queue[0].left_s)
 
-    def _carry(self, took_s: float) -> None:
-        """Let time pass, and as much of the first collective be done."""
+    def _pass_time(self, took_s: float) -> None:
+        """Let time pass and the first collective progress."""
         self._now += took_s
         self._wire_s += took_s
-        way = self._queue[0]
-        if took_s >= way.left_s:
+        first = self._queue[0]
+        if took_s >= first.left_s:
             self._queue.popleft()
-            self._running[way.bucket] = True
+            self._finished[first.bucket] = True
         else:
-            way.left_s -= took_s
+            first.left_s -= took_s

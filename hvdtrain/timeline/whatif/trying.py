@@ -1,4 +1,4 @@
-"""Trying a change on this machine: the run's own configuration for some steps, unchanged and changed, in turns."""
+"""Try a change on this machine: train some steps of the run's configuration, unchanged and changed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hvdtrain.timeline.whatif.change import Change, changed_job
 from hvdtrain.timeline.whatif.evidence import Evidence
 
 STEPS = 24
-"""Of each try; those of the first `_WARM` are not counted."""
-_WARM = 7
+"""Steps of each trial run; the first `_WARM_UP` are not counted."""
+_WARM_UP = 7
 _TIMEOUT_S = 1800
 _TAIL = 2000
-_SLOWED = '''"""One rank of a task is slower than it has to be."""
+_SLOWED = '''"""A task with one rank slowed down."""
 
 from hvdtrain.task.slowed import slowed
 
@@ -29,12 +29,12 @@ task = slowed({spec!r}, {rank}, {sleep_s!r})
 
 
 @dataclass(frozen=True)
-class Tried:
-    """What came of it.
+class Trial:
+    """The measurements of a trial.
 
     Attributes:
-        unchanged: folders of the runs as they were.
-        unchanged_s, changed_s: of a median step of each.
+        unchanged: folders of the unchanged runs.
+        unchanged_s, changed_s: median step of each run.
     """
 
     unchanged: Sequence[Path]
@@ -42,60 +42,60 @@ class Tried:
     changed_s: Sequence[float]
 
 
-def cannot(evidence: Evidence, change: Change) -> list[str]:
-    """Why a change cannot be tried here; empty where it can."""
+def reasons_against(evidence: Evidence, change: Change) -> list[str]:
+    """Return why a change cannot be tried on this machine; empty if it can."""
     job = changed_job(evidence, change)
     found = [
         f"--{name}: {why}"
         for name, why in (
-            ("bandwidth_gbit", "needs other hosts, or one whose link is throttled"),
+            ("bandwidth_gbit", "needs other hosts or a throttled link"),
             ("latency_us", "needs another link"),
-            ("algorithm", "is for MPI to choose"),
+            ("algorithm", "is chosen by MPI"),
             ("data_ms", "needs other data"),
         )
         if getattr(change, name) is not None
     ]
-    for what, ranks in (("the run", evidence.job.ranks), ("the change", job.ranks)):
+    for name, ranks in (("the run", evidence.job.ranks), ("the change", job.ranks)):
         if ranks.hosts > 1:
-            found.append(f"{what} is on {ranks.hosts} hosts, and this command starts jobs on one")
+            found.append(f"{name} needs {ranks.hosts} hosts, but this command starts jobs on one")
         elif ranks.size * evidence.threads > evidence.cores:
             found.append(
-                f"{what}: {ranks.size} ranks of {evidence.threads} thread(s) are more than {evidence.cores} core(s)"
+                f"{name}: {ranks.size} ranks of {evidence.threads} thread(s) need more than {evidence.cores} core(s)"
             )
     return found
 
 
-def try_here(evidence: Evidence, change: Change, folder: Path, told: Callable[[str], None]) -> Tried:
+def try_change(evidence: Evidence, change: Change, folder: Path, report: Callable[[str], None]) -> Trial:
     """Run unchanged, changed, changed, unchanged.
 
     Args:
         evidence: of the run.
-        change: one for which `cannot` says nothing.
-        folder: for what the tries write; empty.
-        told: takes a line for each try.
+        change: one without `reasons_against` it.
+        folder: empty; the runs write to it.
+        report: takes a line for each run.
 
     Errors:
-        LaunchError: a try failed.
+        LaunchError: a run failed.
     """
-    ways = {
+    jobs = {
         "unchanged": (evidence.job.ranks.size, []),
         "changed": (changed_job(evidence, change).ranks.size, _options(evidence, change, folder)),
     }
     seconds: dict[str, list[float]] = {"unchanged": [], "changed": []}
     folders: dict[str, list[Path]] = {"unchanged": [], "changed": []}
     for number, name in enumerate(("unchanged", "changed", "changed", "unchanged")):
-        size, options = ways[name]
+        size, options = jobs[name]
         run_dir = folder / f"{number}-{name}"
-        _run(command(evidence.path, run_dir, size, options))
-        steps = list(journal.read_steps(RunLayout(run_dir).journal).values())[_WARM:]
+        _run(trial_command(evidence.path, run_dir, size, options))
+        steps = list(journal.read_steps(RunLayout(run_dir).journal).values())[_WARM_UP:]
         seconds[name].append(median(step["step_s"] for step in steps))
         folders[name].append(run_dir)
-        told(f"{name}: {seconds[name][-1] * 1e3:.1f} ms a step, the median of {len(steps)}")
-    return Tried(folders["unchanged"], seconds["unchanged"], seconds["changed"])
+        report(f"{name}: {seconds[name][-1] * 1e3:.1f} ms per step, the median of {len(steps)}")
+    return Trial(folders["unchanged"], seconds["unchanged"], seconds["changed"])
 
 
-def command(path: Path, run_dir: Path, size: int, options: Sequence[str]) -> list[str]:
-    """What runs some steps of a run's configuration on this machine."""
+def trial_command(path: Path, run_dir: Path, size: int, options: Sequence[str]) -> list[str]:
+    """Return the command that trains some steps of a run's configuration on this machine."""
     program = ["hvdtrain.cli.start", "-np", str(size), "--"] if size > 1 else ["hvdtrain"]
     return [
         *(sys.executable, "-m", *program, "--config", str(RunLayout(path).config), f"--run_dir={run_dir}"),
@@ -132,10 +132,10 @@ def _run(argv: Sequence[str]) -> None:
     try:
         done = run_program(argv, _TIMEOUT_S)
     except TimeoutError as error:
-        raise LaunchError(f"a try took too long: {' '.join(argv)}", found=str(error)) from None
+        raise LaunchError(f"a trial run took too long: {' '.join(argv)}", found=str(error)) from None
     if done.code:
         raise LaunchError(
-            f"a try ended with exit code {done.code}: {' '.join(argv)}",
+            f"a trial run ended with exit code {done.code}: {' '.join(argv)}",
             found=(done.out + done.err)[-_TAIL:].strip(),
-            next_step="try the command by itself, in the folder in which the run was started",
+            next_step="run this command in the folder in which the run was started",
         )

@@ -91,8 +91,7 @@ class Trainer:
         observer: told on every rank; it records and shows on rank 0.
         sanity: looks at the numbers of each step.
         roll_back: what becomes of training that was spoiled.
-        saw_step: told of each step that was done, of its seconds and of those that waited for gradients; it may change
-            how they are exchanged.
+        saw_step: called with each step's line of the journal; it may change how gradients are exchanged.
         live: asked before each step, told of what the ranks agreed on after it.
         last: what the journal holds of the newest step; empty before the first.
     """
@@ -111,7 +110,7 @@ class Trainer:
     observer: Observer
     sanity: StepChecks
     roll_back: RollBack
-    saw_step: Callable[[int, float, float], None] = lambda step, step_s, exposed_s: None
+    saw_step: Callable[[dict[str, Any]], None] = lambda record: None
     live: Live | None = None
     last: dict[str, Any] = field(default_factory=dict)
 
@@ -241,7 +240,7 @@ class Trainer:
             "skipped": not result.applied,
         }
         self.observer.step(self.last)
-        self.saw_step(self.state.progress.step, step_s, seconds.get("wait", 0.0))
+        self.saw_step(self.last)
 
     def _observe_values(self) -> None:
         every, step = self.config.observe.histograms_every, self.state.progress.step

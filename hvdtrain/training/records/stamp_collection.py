@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.comm.link_probe import probe
+from hvdtrain.comm.link_probe import probe_link
 from hvdtrain.comm.objects import allgather_json, broadcast_json
 from hvdtrain.config.schema import ObserveConfig
 from hvdtrain.observe.clocks import AT_START, Clocks
@@ -66,7 +66,7 @@ def add_stamps(
         return start, None
     clocks = Clocks(comm, ids)
     clocks.probe(AT_START)
-    link = known if known is not None else probe(comm, device, LINK_S) if comm.size > 1 else []
+    link = known if known is not None else probe_link(comm, device, LINK_S) if comm.size > 1 else []
     links[hosts] = link
     writer = None
     if comm.rank == 0:

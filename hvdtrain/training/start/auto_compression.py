@@ -1,34 +1,47 @@
-"""`--parallel.compression auto`: steps without it, a look at the link and at what coding costs, a choice, and why."""
+"""`--parallel.compression auto`: train some steps without compression, measure link and coding, choose what pays."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from statistics import median
 from typing import Any
 
 import torch
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.comm.objects import allgather_json
+from hvdtrain.comm.link_probe import probe_link
+from hvdtrain.comm.objects import allgather_json, on_rank_0
+from hvdtrain.compression.coding_cost import CodingCost
+from hvdtrain.compression.coding_probe import measure_coding
+from hvdtrain.compression.table import auto_candidates
 from hvdtrain.engine.exchange import ExchangeEngine
-from hvdtrain.exchange.choice import WORTH, Measured, Prediction, choose
-from hvdtrain.exchange.trial import cost_s, link
+from hvdtrain.exchange.buckets import Layout
+from hvdtrain.runtime.host import HostFacts
+from hvdtrain.timeline.whatif.bucket_plan import Gradient, PlannedBucket, spread_evenly
+from hvdtrain.timeline.whatif.choice import WORTH, choose_compression
+from hvdtrain.timeline.whatif.evidence import Evidence, Job, median_parts, read_parts
+from hvdtrain.timeline.whatif.fitting import fit_link
+from hvdtrain.timeline.whatif.links import Ranks
+from hvdtrain.timeline.whatif.predict import wait_and_wire
 
-CANDIDATES = ("fp16", "int8", "powersgd:4")
-"""What `auto` looks at, that which loses least first."""
 _FIRST, _COUNT = 3, 5
-"""Steps that are measured: not the first, which learns the buckets, nor the second, the first to use them."""
+"""Steps to measure. The first step learns the buckets, and the second one is the first to use them."""
+_LINK_S = 0.5
+"""Time to probe the link. At 1 Gbit/s the largest allreduces take 70 ms."""
 
 
 class CompressionTrial:
-    """Looks at steps, then decides for the engine.
+    """Measures steps, then chooses the compression of an engine.
 
     Args:
-        engine: undecided.
+        engine: its compression is undecided.
         comm: the ranks.
         device: where gradients are.
-        event: takes what the journal holds of it.
-        say: takes a line for a person.
+        host: facts about this rank's host.
+        batch: (global batch, micro-batch) in samples.
+        event: takes an event for the journal.
+        say: takes a line for the user.
     """
 
     def __init__(
@@ -36,79 +49,135 @@ class CompressionTrial:
         engine: ExchangeEngine,
         comm: Comm,
         device: torch.device,
+        host: HostFacts,
+        batch: tuple[int, int],
         event: Callable[[dict[str, Any]], None],
         say: Callable[[str], None],
     ) -> None:
         self._engine = engine
         self._comm = comm
         self._device = device
+        self._host = host
+        self._batch = batch
         self._event = event
         self._say = say
-        self._seen = 0
-        self._steps: list[tuple[float, float]] = []
+        self._count = 0
+        self._steps: list[dict[str, float]] = []
 
-    def saw(self, step: int, step_s: float, exposed_s: float) -> None:
-        """Take a step's duration and the part of it that waited for gradients. Collective: yes."""
+    def add_step(self, record: Mapping[str, Any]) -> None:
+        """Take a step's line of the journal; after the last one, choose. Collective: yes."""
         if not self._engine.undecided:
             return
-        self._seen += 1
-        if self._seen >= _FIRST:
-            self._steps.append((step_s, exposed_s))
+        self._count += 1
+        if self._count >= _FIRST:
+            self._steps.append(read_parts(record))
         if len(self._steps) == _COUNT:
-            self._decide(step)
+            self._choose(record["step"])
 
-    def _decide(self, step: int) -> None:
-        measured = self._measure()
-        chosen, predictions = choose(measured, [self._engine.meant(name) for name in CANDIDATES])
-        # Of numbers that all ranks have in common, so that all choose alike.
-        self._engine.decide(chosen)
-        self._event(
-            {
-                "event": "compression_chosen",
-                "at_step": step,
-                "compression": chosen,
-                "step_s": measured.step_s,
-                "exposed_s": measured.exposed_s,
-                "latency_s": measured.latency_s,
-                "bytes_per_s": measured.bytes_per_s,
-                "predicted_step_s": {p.compression: p.step_s for p in predictions},
-                "cost_s": dict(measured.cost_s),
-            }
-        )
-        self._say(_sentence(measured, chosen, predictions))
+    def _choose(self, step: int) -> None:
+        layouts, names = self._engine.layouts(), ("none", *auto_candidates())
+        measured = {
+            "step_s": median(step["step"] for step in self._steps),
+            "parts_s": median_parts(self._steps),
+            "allreduces": probe_link(self._comm, self._device, _LINK_S),
+            "coding": {name: [asdict(cost) for cost in self._measure_coding(name, layouts)] for name in names},
+        }
+        everyone = allgather_json(self._comm, measured, name="auto_compression")
+        # Rank 0 predicts for all ranks, which must make the same choice.
+        event, line = on_rank_0(self._comm, lambda: self._predict(layouts, everyone), name="auto_compression/choice")
+        self._engine.decide(event["compression"])
+        self._event({"event": "compression_chosen", "at_step": step, **event})
+        self._say(line)
 
-    def _measure(self) -> Measured:
-        latency_s, bytes_per_s = link(self._comm, self._device)
-        layouts = self._engine.layouts()
-        costs: dict[str, float] = {}
-        for name in ("none", *CANDIDATES):
-            meant = self._engine.meant(name)
-            costs[name] = sum(
-                cost_s(meant, layout.shape, [p.grad for p in layout.parameters if p.grad is not None])
-                for layout in layouts
+    def _measure_coding(self, name: str, layouts: Sequence[Layout]) -> Iterator[CodingCost]:
+        """Measure one bucket at a time, so that buffers for all buckets need not fit next to the model."""
+        compression, size = self._engine.meant(name), self._comm.size
+        for layout in layouts:
+            yield from measure_coding(compression, [layout.shape], [[p.grad for p in layout.parameters]], size)
+
+    def _predict(self, layouts: Sequence[Layout], everyone: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], str]:
+        """Return the journal's event without its step, and the line for the user."""
+        # The rank that waits least is the slowest one. The others wait for it, whatever the compression.
+        parts_s = min((measured["parts_s"] for measured in everyone), key=lambda parts: parts["wait"])
+        step_s = max(measured["step_s"] for measured in everyone)
+        allreduces = [
+            (column[0][0], max(seconds for _, seconds in column))
+            for column in zip(*(measured["allreduces"] for measured in everyone), strict=True)
+        ]
+        coding = {
+            name: max(
+                ([CodingCost(**cost) for cost in measured["coding"][name]] for measured in everyone), key=_total_s
             )
-        mine = [median(s for s, _ in self._steps), median(e for _, e in self._steps), latency_s, bytes_per_s, costs]
-        everyone = allgather_json(self._comm, mine, name="auto_compression")
-        return Measured(
-            step_s=max(other[0] for other in everyone),
-            # The rank that waits least is the slowest: the others wait for it, which no compression mends.
-            exposed_s=min(other[1] for other in everyone),
-            latency_s=max(other[2] for other in everyone),
-            bytes_per_s=min(other[3] for other in everyone),
-            ranks=self._comm.size,
-            buckets=[layout.shape.sizes for layout in layouts],
-            cost_s={name: max(other[4][name] for other in everyone) for name in costs},
+            for name in everyone[0]["coding"]
+        }
+        evidence = self._evidence(layouts, step_s, parts_s, allreduces)
+        by_bucket = {
+            (name, bucket.names[0]): cost
+            for name, costs in coding.items()
+            for bucket, cost in zip(evidence.buckets, costs, strict=True)
+        }
+        chosen, predicted = choose_compression(
+            evidence,
+            [name for name in coding if name != "none"],
+            lambda compression, bucket, ranks: by_bucket[str(compression), bucket.names[0]],
         )
+        link = evidence.fitted.link
+        assert link is not None, "there are several ranks"
+        event = {
+            "compression": chosen,
+            "step_s": step_s,
+            "exposed_s": parts_s["wait"],
+            "latency_s": allreduces[0][1],
+            "bytes_per_s": 1 / link.s_per_byte,
+            "predicted_step_s": {name: outcome.step_s for name, outcome in predicted.items()} | {"none": step_s},
+            "cost_s": {name: _total_s(costs) for name, costs in coding.items()},
+        }
+        return event, _line(event, predicted["none"].wire_s)
+
+    def _evidence(
+        self,
+        layouts: Sequence[Layout],
+        step_s: float,
+        parts_s: Mapping[str, float],
+        allreduces: Sequence[tuple[int, float]],
+    ) -> Evidence:
+        """Return the steps without compression in what-if's terms: backward finishes gradients at an even pace."""
+        buckets = [
+            PlannedBucket([part.name for part in shape.parts], shape.sizes, [part.start for part in shape.parts])
+            for shape in (layout.shape for layout in layouts)
+        ]
+        gradients = [
+            Gradient(name, tuple(sizes), bucket.shape.dtype)
+            for bucket in buckets
+            for name, sizes in zip(bucket.names, bucket.shape.shapes, strict=True)
+        ]
+        job = Job(Ranks(self._comm.size, self._comm.local_size), "none", None, *self._batch)
+        evidence = Evidence(
+            job=job,
+            cores=self._host.cores,
+            own_cores=self._host.own_cores,
+            threads=torch.get_num_threads(),
+            on_cpu=self._device.type == "cpu",
+            gradients=spread_evenly(gradients, parts_s["backward"] / job.passes),
+            step_s=step_s,
+            parts_s=parts_s,
+            buckets=buckets,
+            compression_of=self._engine.meant,
+        )
+        return replace(evidence, fitted=fit_link(evidence, allreduces, (), None, wait_and_wire))
 
 
-def _sentence(measured: Measured, chosen: str, predictions: list[Prediction]) -> str:
-    plain, *others = predictions
-    table = ", ".join(f"{p.compression} {p.step_s * 1e3:.0f} ms" for p in others)
+def _total_s(costs: Sequence[CodingCost]) -> float:
+    return sum(cost.total_s for cost in costs)
+
+
+def _line(event: Mapping[str, Any], wire_s: float) -> str:
+    others = ", ".join(f"{name} {s * 1e3:.0f} ms" for name, s in event["predicted_step_s"].items() if name != "none")
     found = (
-        f"a step takes {measured.step_s * 1e3:.0f} ms, {measured.exposed_s * 1e3:.0f} of them waiting for gradients;"
-        f" the link carries {measured.bytes_per_s * 8e-9:.2g} Gbit/s, so that they are {plain.wire_s * 1e3:.0f} ms on"
-        f" their way; predicted with {table}"
+        f"a step takes {event['step_s'] * 1e3:.0f} ms, {event['exposed_s'] * 1e3:.0f} ms of it waiting for gradients;"
+        f" the link carries {event['bytes_per_s'] * 8e-9:.2g} Gbit/s, so the exchange takes {wire_s * 1e3:.0f} ms;"
+        f" predicted steps: {others}"
     )
-    if chosen == "none":
-        return f"compression: none pays (less than {1 - WORTH:.0%} to win): {found}"
-    return f"compression: {chosen} from here on: {found}"
+    if event["compression"] == "none":
+        return f"compression: none pays (a step would be less than {1 - WORTH:.0%} shorter): {found}"
+    return f"compression: {event['compression']} from now on: {found}"

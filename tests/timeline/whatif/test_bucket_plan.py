@@ -8,11 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from hvdtrain.compression.coding_probe import answer
 from hvdtrain.compression.table import TABLE, parse
 from hvdtrain.exchange.buckets import lay_out, plan
-from hvdtrain.exchange.coding_probe import costs
-from hvdtrain.timeline.whatif.bucket_plan import Gradient, planned
-from hvdtrain.timeline.whatif.coding import estimated, of_probe
+from hvdtrain.timeline.whatif.bucket_plan import Gradient, plan_buckets
 
 SHAPES = st.lists(st.tuples(st.lists(st.integers(1, 9), max_size=3), st.booleans()), min_size=1, max_size=12)
 
@@ -28,7 +27,7 @@ def test_buckets_and_bytes_are_those_of_the_exchange(
     gradients = [Gradient(n, tuple(p.shape), ready_s=times.get(n)) for n, p in named if n in times]
     gradients += [Gradient(n, tuple(p.shape)) for n, p in reversed(named) if n not in times]
     compression = parse(name)
-    found = planned(gradients, limit_bytes, compression, ranks)
+    found = plan_buckets(gradients, limit_bytes, compression, ranks)
     assert [list(b.names) for b in found] == [[part.name for part in layout.shape.parts] for layout in layouts]
     for bucket, layout in zip(found, layouts, strict=True):
         assert list(bucket.starts) == [part.start for part in layout.shape.parts]
@@ -41,13 +40,13 @@ def test_buckets_and_bytes_are_those_of_the_exchange(
 
 def test_a_gradient_of_few_rows_travels_as_these_until_there_are_too_many() -> None:
     embedding = Gradient("e", (8192, 320), ready_s=1.0, rows=100)
-    (rows,) = planned([embedding], 1 << 25, parse("none"), 2)
+    (rows,) = plan_buckets([embedding], 1 << 25, parse("none"), 2)
     assert rows.rows == 200
     assert rows.collectives(parse("none"), 2) == [("allgather", 400.0), ("allreduce", 4.0 * 200 * 320)]
     assert rows.collectives(parse("fp16"), 2)[1] == ("allreduce", 2.0 * 200 * 320)
-    (half,) = planned([embedding], 1 << 25, parse("none"), 2, work=0.5)
+    (half,) = plan_buckets([embedding], 1 << 25, parse("none"), 2, work=0.5)
     assert half.rows == 100
-    (all_of_it,) = planned([embedding], 1 << 25, parse("none"), 64)
+    (all_of_it,) = plan_buckets([embedding], 1 << 25, parse("none"), 64)
     assert all_of_it.rows == 0
 
 
@@ -56,17 +55,16 @@ def test_as_many_collectives_are_predicted_as_there_are(name: str) -> None:
     """In a probe, which drives the real compressor."""
     compression = parse(name)
     gradients = [Gradient("m", (64, 64), ready_s=1.0), Gradient("v", (10,), ready_s=2.0)]
-    (bucket,) = planned(gradients, 1 << 20, compression, 3)
+    (bucket,) = plan_buckets(gradients, 1 << 20, compression, 3)
     parts = [
         [n, list(shape), start]
         for n, shape, start in zip(bucket.names, bucket.shape.shapes, bucket.starts, strict=True)
     ]
     asked = {"parts": parts, "length": bucket.shape.length, "dtype": "float32"}
-    (answer,) = costs(name, 3, [asked])
-    cost = of_probe(answer)
-    guess = estimated(compression, bucket.shape, [g.nbytes for g in gradients], 3, 1e-10)
+    (cost,) = answer({"compression": name, "ranks": 3, "buckets": [asked]})
+    guess = compression.estimate_coding(bucket.shape, [g.nbytes for g in gradients], 3, 1e-10)
     ways = len(bucket.collectives(compression, 3))
     assert len(cost.before_s) == len(cost.during_s) == len(guess.before_s) == len(guess.during_s) == ways
     assert len(cost.pack_s) == len(guess.pack_s) == 2
     assert all(seconds >= 0 for seconds in (*cost.pack_s, *cost.before_s, *cost.during_s, cost.after_s, cost.commit_s))
-    assert cost.times(2).total_s == pytest.approx(2 * cost.total_s)
+    assert cost.scaled(2).total_s == pytest.approx(2 * cost.total_s)

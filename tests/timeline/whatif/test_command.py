@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.cli.timeline import main
+from hvdtrain.compression.coding_cost import CodingCost
+from hvdtrain.compression.coding_probe import main as probe
 from hvdtrain.compression.table import parse
-from hvdtrain.exchange.coding_probe import main as probe
 from hvdtrain.timeline.whatif import probing
-from hvdtrain.timeline.whatif.assemble import buckets_of
+from hvdtrain.timeline.whatif.assemble import job_buckets
 from hvdtrain.timeline.whatif.change import Change, changed_job
 from hvdtrain.timeline.whatif.read_run import read_evidence
-from hvdtrain.timeline.whatif.trying import cannot, command
+from hvdtrain.timeline.whatif.trying import reasons_against, trial_command
 from tests.support.launch import ROOT, run, train
 from tests.support.whatif_run import run_folder
 
@@ -44,7 +45,7 @@ def test_text_and_json_say_the_same(pair: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("options", "code", "said"),
     [
-        (["--compression", "zip"], 1, "'zip' is no compression"),
+        (["--compression", "zip"], 1, "invalid compression 'zip'"),
         (["--size", "0"], 1, "--size"),
         (["--bandwidth_gbit", "1", "--check"], 1, "--bandwidth_gbit: needs other hosts"),
         (["--size", "many"], 2, "invalid int value"),
@@ -54,7 +55,7 @@ def test_text_and_json_say_the_same(pair: Path, capsys: pytest.CaptureFixture[st
 def test_what_is_wrong_is_said(
     pair: Path, options: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str], monkeypatch
 ) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(probing.Probed, "measure", lambda *_: None)
+    monkeypatch.setattr(probing.CodingProbe, "measure", lambda *_: None)
     try:
         assert main(["whatif", str(pair), *options]) == code
     except SystemExit as ended:
@@ -63,19 +64,19 @@ def test_what_is_wrong_is_said(
 
 
 def test_what_cannot_be_tried_here_is_known_before(pair: Path, tmp_path: Path) -> None:
-    reasons = cannot(read_evidence(pair), Change(latency_us=5.0, data_ms=0.0, algorithm="ring"))
+    reasons = reasons_against(read_evidence(pair), Change(latency_us=5.0, data_ms=0.0, algorithm="ring"))
     assert len(reasons) == 5, "three options, and two jobs on two hosts"
     here = read_evidence(run_folder(tmp_path / "here", cores=2))
-    assert cannot(here, Change(size=2, compression="int8", bucket_mib=1.0, slow_rank_percent=10.0)) == []
-    assert cannot(here, Change(size=3, ranks_per_host=3)) != []
+    assert reasons_against(here, Change(size=2, compression="int8", bucket_mib=1.0, slow_rank_percent=10.0)) == []
+    assert reasons_against(here, Change(size=3, ranks_per_host=3)) != []
 
 
 def test_a_try_is_an_argument_list(tmp_path: Path) -> None:
-    found = command(tmp_path / "a run", tmp_path / "try", 2, ["--parallel.compression=int8"])
+    found = trial_command(tmp_path / "a run", tmp_path / "try", 2, ["--parallel.compression=int8"])
     assert found[1:6] == ["-m", "hvdtrain.cli.start", "-np", "2", "--"]
     assert str(tmp_path / "a run" / "config.yaml") in found
     assert found[-1] == "--parallel.compression=int8"
-    assert command(tmp_path, tmp_path / "try", 1, [])[1:4] == ["-m", "hvdtrain", "--config"]
+    assert trial_command(tmp_path, tmp_path / "try", 1, [])[1:4] == ["-m", "hvdtrain", "--config"]
 
 
 def test_costs_are_measured_once_and_kept(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,39 +86,33 @@ def test_costs_are_measured_once_and_kept(pair: Path, monkeypatch: pytest.Monkey
         asked.append(len(buckets))
         ways = [len(bucket.collectives(compression, ranks)) for bucket in buckets]
         return [
-            {
-                "pack_s": [1e-3] * len(b.names),
-                "before_s": [0.0] * n,
-                "during_s": [0.0] * n,
-                "after_s": 0.01,
-                "commit_s": 0.0,
-            }
+            CodingCost([1e-3] * len(b.names), [0.0] * n, [0.0] * n, 0.01, 0.0)
             for b, n in zip(buckets, ways, strict=True)
         ]
 
-    monkeypatch.setattr(probing, "_ask", ask)
+    monkeypatch.setattr(probing, "_measure", ask)
     evidence = read_evidence(pair)
-    probing.Probed(pair).measure(evidence, [evidence.job])
-    probing.Probed(pair).measure(evidence, [evidence.job])
+    probing.CodingProbe(pair).measure(evidence, [evidence.job])
+    probing.CodingProbe(pair).measure(evidence, [evidence.job])
     assert len(asked) == 1
     coded, plain = (changed_job(evidence, Change(compression=name)) for name in ("int8", "none"))
-    probing.Probed(pair).measure(evidence, [coded, plain])
+    probing.CodingProbe(pair).measure(evidence, [coded, plain])
     after_s = [
         cost.after_s
         for job in (coded, plain)
-        if (cost := probing.Probed(pair)(parse(job.compression), buckets_of(evidence, job)[0], 2)) is not None
+        if (cost := probing.CodingProbe(pair)(parse(job.compression), job_buckets(evidence, job)[0], 2)) is not None
     ]
     assert after_s == pytest.approx([0.01, 0.01])
     assert main(["whatif", str(pair), "--json"]) == 0
     (pair / "timeline" / "probe.json").write_text('{"version": 0}')
-    probing.Probed(pair).measure(evidence, [evidence.job])
-    assert probing.Probed(pair)(parse("none"), buckets_of(evidence, evidence.job)[0], 2) is not None, "made anew"
+    probing.CodingProbe(pair).measure(evidence, [evidence.job])
+    assert probing.CodingProbe(pair)(parse("none"), job_buckets(evidence, evidence.job)[0], 2) is not None, "made anew"
 
 
 def test_without_torch_measuring_says_what_to_do(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probing.sys, "executable", "/bin/false")
     with pytest.raises(Exception, match="--probe"):
-        probing.Probed(pair).measure(read_evidence(pair), [read_evidence(pair).job])
+        probing.CodingProbe(pair).measure(read_evidence(pair), [read_evidence(pair).job])
 
 
 def test_a_probe_answers_what_it_is_asked(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.compression.sizes import sent_bytes
-from hvdtrain.timeline.whatif.links import Link, Ranks, collective_s, fit, of_bandwidth
+from hvdtrain.timeline.whatif.links import Link, Ranks, collective_s, fit_allreduces, with_bandwidth
 
 LINK = Link(1e-5, 1e-9)
 KINDS = st.sampled_from(["allreduce", "allgather", "alltoall"])
@@ -44,7 +44,7 @@ def test_ranks_of_a_host_share_its_link() -> None:
 @given(KINDS, st.integers(2, 4096), st.integers(1, 1 << 30), st.floats(0.01, 400), st.floats(1, 10))
 def test_a_faster_link_takes_no_longer(kind: str, size: int, nbytes: int, gbit: float, factor: float) -> None:
     ranks = Ranks(size, 1)
-    slow, fast = (collective_s(of_bandwidth(LINK, g), ranks, kind, nbytes)[0] for g in (gbit, gbit * factor))
+    slow, fast = (collective_s(with_bandwidth(LINK, g), ranks, kind, nbytes)[0] for g in (gbit, gbit * factor))
     assert fast <= slow * (1 + 1e-9)
     without = Link(LINK.hop_s, 0.0)
     assert collective_s(without, ranks, kind, nbytes)[0] == pytest.approx(collective_s(without, ranks, kind, 0)[0])
@@ -68,23 +68,23 @@ def test_a_link_is_found_again_in_what_it_took(hop_s: float, s_per_byte: float, 
     ranks, link = Ranks(size, 1), Link(hop_s, s_per_byte)
     sizes = [4 << exponent for exponent in (0, 10, 15, 18, 21)]
     pairs = [(n, 3 * math.ceil(math.log2(size)) * hop_s + 2 * (size - 1) / size * n * s_per_byte) for n in sizes]
-    found = fit(pairs, ranks)
+    found = fit_allreduces(pairs, ranks)
     assert found is not None
     assert found.s_per_byte == pytest.approx(link.s_per_byte, rel=1e-3)
     assert found.hop_s >= hop_s
 
 
 def test_nothing_is_fitted_to_nothing() -> None:
-    assert fit([], Ranks(2, 1)) is None
-    assert fit([(1, 1.0)], Ranks(2, 1)) is None
-    assert fit([(1, 1.0), (1, 1.0)], Ranks(2, 1)) is None
-    assert fit([(1, 1.0), (2, 2.0)], Ranks(1, 1)) is None
+    assert fit_allreduces([], Ranks(2, 1)) is None
+    assert fit_allreduces([(1, 1.0)], Ranks(2, 1)) is None
+    assert fit_allreduces([(1, 1.0), (1, 1.0)], Ranks(2, 1)) is None
+    assert fit_allreduces([(1, 1.0), (2, 2.0)], Ranks(1, 1)) is None
 
 
 def test_what_a_link_lets_pass_at_once_makes_it_no_faster() -> None:
     """1 Gbit/s after 200 KB at once, as a shaper or a switch's buffer has it."""
     burst, s_per_byte = 200_000, 8e-9
     seconds = [(n, 1e-4 + max(0, n - burst) * s_per_byte) for n in (1 << 10, 1 << 18, 1 << 20)]
-    between = fit(seconds, Ranks(2, 1))
+    between = fit_allreduces(seconds, Ranks(2, 1))
     assert between is not None
     assert between.s_per_byte == pytest.approx(s_per_byte)

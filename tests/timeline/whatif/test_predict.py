@@ -88,7 +88,7 @@ def test_ranks_share_out_the_global_batch(alone: Path) -> None:
     spread_ms = PARTS["forward"] + PARTS["backward"] + PARTS["data"] + PARTS["copy"]
     assert two.compute_s * 1e3 == pytest.approx(COMPUTE_S * 1e3 - spread_ms / 2, abs=2)
     idle = predict(read_evidence(alone), Change(size=8))
-    assert any("4 of 8 ranks would have nothing to do" in note for note in idle.notes)
+    assert any("4 of 8 ranks would be idle" in note for note in idle.notes)
 
 
 def test_data_and_a_slow_rank_count_as_they_are_asked(pair: Path) -> None:
@@ -123,7 +123,7 @@ def test_what_is_not_known_is_said_and_widens_the_interval(pair: Path, tmp_path:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (Change(compression="zip"), "no compression"),
+        (Change(compression="zip"), "invalid compression"),
         (Change(size=0), "--size"),
         (Change(bandwidth_gbit=0.0), "--bandwidth_gbit"),
         (Change(bandwidth_gbit=float("nan")), "--bandwidth_gbit"),

@@ -20,7 +20,7 @@ def test_a_typical_step_and_the_order_of_its_gradients(tmp_path: Path) -> None:
     assert [g.name for g in evidence.gradients] == list(SHAPES)[::-1]
     assert evidence.job.ranks == Ranks(2, 1)
     assert evidence.tail_s == pytest.approx(0.02)
-    assert evidence.off_s == 0, "all steps are alike"
+    assert evidence.step_uncertainty_s == 0, "all steps are alike"
 
 
 def test_only_the_last_start_counts_and_none_of_its_first_steps(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_only_the_last_start_counts_and_none_of_its_first_steps(tmp_path: Path) 
     (path / "journal.jsonl").write_text("\n".join([lines[0], *slow, lines[0], *slow[:3], *lines[4:20]]) + "\n")
     evidence = read_evidence(path)
     assert evidence.step_s * 1e3 == pytest.approx(sum(PARTS.values()))
-    assert evidence.compute_s.shape == (1, 16)
+    assert len(evidence.jitter.deviations) == 16
 
 
 def test_a_compression_that_was_chosen_is_that_of_the_run(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_without_a_probe_waits_tell_the_link(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_named_with_what_makes_it(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no folder of a run"):
+    with pytest.raises(DataError, match="not the folder of an hvdtrain run"):
         read_evidence(tmp_path)
     few = run_folder(tmp_path / "few", steps=6)
     with pytest.raises(DataError, match="too few steps"):
@@ -100,8 +100,8 @@ def test_what_is_missing_is_named_with_what_makes_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "content", "what"),
     [
-        ("config.yaml", "[" * 3000, "no folder of a run"),
-        ("config.yaml", "&a [*a]", "no folder of a run"),
+        ("config.yaml", "[" * 3000, "not the folder of an hvdtrain run"),
+        ("config.yaml", "&a [*a]", "not the folder of an hvdtrain run"),
         ("config.yaml", "a: 1", "is damaged, or was written by another program"),
         ("timeline/gradients.json", '{"version": 1}', "is damaged"),
         ("timeline/gradients.json", "[" * 100_000, "lacks timeline/gradients.json"),

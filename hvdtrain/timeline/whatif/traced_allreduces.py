@@ -1,4 +1,4 @@
-"""What allreduces took while the run trained, of Horovod's Timeline where it was recorded."""
+"""The duration of allreduces during training, from Horovod's Timeline if it was recorded."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from hvdtrain.run_layout import RunLayout, TimelineLayout
 from hvdtrain.timeline.columns import HorovodTrace
 from hvdtrain.timeline.read import read_horovod
 
-_WHOLE, _CARRIED_OUT = "ALLREDUCE", "_ALLREDUCE"
-"""The phase that says how many bytes, and how those end that carry it out: MPI_ALLREDUCE, NCCL_ALLREDUCE."""
+_WHOLE, _OPERATION = "ALLREDUCE", "_ALLREDUCE"
+"""The phase that has the size, and the suffix of phases that carry an allreduce out: MPI_ALLREDUCE, NCCL_ALLREDUCE."""
 
 
-def taken(path: Path) -> list[tuple[int, float]]:
-    """Bytes and median seconds of allreduces of a run's newest window; nothing where there is none that can be read."""
+def read_allreduces(path: Path) -> list[tuple[int, float]]:
+    """Return bytes and median seconds of allreduces in the newest window of a run; empty if none can be read."""
     files = sorted(RunLayout(path).timeline.folder.glob(TimelineLayout.HOROVOD), key=lambda file: file.stat().st_mtime)
     if not files:
         return []
     try:
-        return of_trace(read_horovod(files[-1]))
+        return trace_allreduces(read_horovod(files[-1]))
     except (HvdtrainError, OSError):
         return []
 
 
-def of_trace(trace: HorovodTrace) -> list[tuple[int, float]]:
-    """The same of a trace. What a collective waits for ranks that are late is not in it."""
+def trace_allreduces(trace: HorovodTrace) -> list[tuple[int, float]]:
+    """Return bytes and median seconds of the allreduces in a trace, without the time that they wait for late ranks."""
     sizes: dict[int, int] = {}
     seconds: dict[int, list[float]] = {}
     for tensor, phase, nbytes, us in zip(trace.tensor, trace.phase, trace.nbytes, trace.duration_us, strict=True):
         name = trace.phases[phase]
         if name == _WHOLE and nbytes > 0:
             sizes[int(tensor)] = int(nbytes)
-        elif name.endswith(_CARRIED_OUT) and not name.startswith("NEGOTIATE"):
+        elif name.endswith(_OPERATION) and not name.startswith("NEGOTIATE"):
             seconds.setdefault(int(tensor), []).append(float(us) * 1e-6)
     found: dict[int, list[float]] = {}
     for tensor, durations in seconds.items():

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from hvdtrain.timeline.whatif.read_run import read_evidence
-from hvdtrain.timeline.whatif.taken import taken
+from hvdtrain.timeline.whatif.traced_allreduces import read_allreduces
 from tests.support.whatif_run import run_folder
 
 
@@ -31,13 +31,13 @@ def _window(path: Path, file: str, factor: float) -> None:
 
 def test_the_newest_window_tells_without_what_was_waited_for_ranks(tmp_path: Path) -> None:
     path = run_folder(tmp_path / "run", size=2, wait_ms=9.0)
-    assert taken(path) == []
+    assert read_allreduces(path) == []
     _window(path, "horovod-steps-10-20.json", 1.0)
-    assert taken(path) == [(1 << 20, 0.001), (1 << 22, 0.004)]
+    assert read_allreduces(path) == [(1 << 20, 0.001), (1 << 22, 0.004)]
     fitted = read_evidence(path).fitted
     assert "Horovod's Timeline" in fitted.source
     (path / "timeline" / "horovod-steps-30-40.json").write_text("no trace")
-    assert taken(path) == []
+    assert read_allreduces(path) == []
 
 
 def test_a_probe_is_believed_before_it(tmp_path: Path) -> None:

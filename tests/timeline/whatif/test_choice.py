@@ -1,0 +1,108 @@
+"""The choice of a compression follows from the measurements, and stays with none where nothing pays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdtrain.compression.coding_cost import CodingCost
+from hvdtrain.compression.sizes import sent_bytes
+from hvdtrain.compression.table import Compression, parse
+from hvdtrain.timeline.whatif.assemble import Costs
+from hvdtrain.timeline.whatif.bucket_plan import Gradient, plan_buckets, spread_evenly
+from hvdtrain.timeline.whatif.choice import choose_compression
+from hvdtrain.timeline.whatif.evidence import Evidence, FittedLink, Job
+from hvdtrain.timeline.whatif.links import Link, Ranks
+
+BUCKETS = 4
+GRADIENTS = [Gradient(f"g{number}", (1024, 1024)) for number in range(BUCKETS)]
+"""16 MiB: 16.8 MB, which 2 ranks send in 134 ms at 1 Gbit/s."""
+CANDIDATES = ["fp16", "int8"]
+CODING_S = {"none": 0.005, "fp16": 0.006, "int8": 0.02}
+
+
+def evidence(bytes_per_s: float, wait_s: float, ranks: int = 2, backward_s: float = 0.05) -> Evidence:
+    """A step of 450 ms and what it waited, on hosts of one rank each."""
+    parts = {"data": 0.0, "copy": 0.0, "forward": 0.4 - backward_s, "clip": 0.0, "optimizer": 0.05, "rest": 0.0}
+    return Evidence(
+        job=Job(Ranks(ranks, 1), "none", None, ranks, 1),
+        cores=8,
+        own_cores=8,
+        threads=1,
+        on_cpu=True,
+        gradients=spread_evenly(GRADIENTS, backward_s),
+        step_s=0.45 + wait_s,
+        parts_s={**parts, "backward": backward_s, "wait": wait_s},
+        buckets=plan_buckets(spread_evenly(GRADIENTS, backward_s), 4 << 20, parse("none"), ranks),
+        fitted=FittedLink(Link(1e-6, 1 / bytes_per_s), "", 0.0),
+    )
+
+
+def coding(seconds: dict[str, float]) -> Costs:
+    """All of it when the buckets are decoded."""
+
+    def costs(compression: Compression, bucket: object, ranks: int) -> CodingCost:
+        return CodingCost([0.0], [0.0] * 2, [0.0] * 2, seconds[str(compression)] / BUCKETS, 0.0)
+
+    return costs
+
+
+SLOW = evidence(125e6, 0.1)
+COSTS = coding(CODING_S)
+
+
+def test_a_fast_link_needs_none() -> None:
+    assert choose_compression(evidence(1e10, 0.001), CANDIDATES, COSTS)[0] == "none"
+
+
+def test_a_slow_link_is_worth_it_and_of_equals_the_first_is_taken() -> None:
+    chosen, predicted = choose_compression(SLOW, CANDIDATES, COSTS)
+    assert list(predicted) == ["none", "fp16", "int8"]
+    assert chosen == "fp16"
+    assert choose_compression(evidence(10e6, 1.55), CANDIDATES, COSTS)[0] == "int8"
+
+
+def test_a_costly_coding_does_not_pay() -> None:
+    assert choose_compression(SLOW, CANDIDATES, coding({"none": 0.005, "fp16": 0.2, "int8": 0.5}))[0] == "none"
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.1, 2.0])
+def test_none_is_predicted_as_it_was_measured(wait_s: float) -> None:
+    measured = evidence(125e6, wait_s)
+    assert choose_compression(measured, CANDIDATES, COSTS)[1]["none"].step_s == pytest.approx(measured.step_s)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_bytes_are_those_of_the_algorithms_that_send_least(ranks: int) -> None:
+    assert sent_bytes({"allreduce": 1000}, ranks) == pytest.approx(2000 * (ranks - 1) / ranks)
+    # An alltoall of everything and an allgather of the shares are such an allreduce in two halves.
+    halves = {"alltoall": 1000, "allgather": 1000 // ranks}
+    assert sent_bytes(halves, ranks) == pytest.approx(sent_bytes({"allreduce": 1000}, ranks), rel=0.01)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.floats(1e7, 1e10), st.floats(0.01, 0.4), st.sampled_from([2, 4, 16]))
+def test_a_slower_link_never_makes_compression_worse_than_before(
+    bytes_per_s: float, backward_s: float, ranks: int
+) -> None:
+    """What fp16 wins does not shrink as the link gets slower, if steps wait for as long as the link explains."""
+
+    def gain(rate: float) -> float:
+        measured = evidence(rate, 0.0, ranks, backward_s)
+        waited_s = choose_compression(measured, [], COSTS)[1]["none"].replayed_wait_s
+        measured = replace(measured, step_s=measured.step_s + waited_s)
+        predicted = choose_compression(measured, ["fp16"], COSTS)[1]
+        return predicted["none"].step_s - predicted["fp16"].step_s
+
+    assert gain(bytes_per_s / 2) >= gain(bytes_per_s) - CODING_S["fp16"], "decoding may no longer hide"
+
+
+@given(st.floats(1e7, 1e11), st.floats(0, 2), st.sampled_from(CANDIDATES))
+def test_no_more_is_won_than_the_exchange_gets_shorter(bytes_per_s: float, wait_s: float, candidate: str) -> None:
+    """A wait for a rank that is late is not a wait for the link."""
+    predicted = choose_compression(evidence(bytes_per_s, wait_s), [candidate], COSTS)[1]
+    plain, own = predicted["none"], predicted[candidate]
+    assert plain.step_s - own.step_s <= plain.wire_s - own.wire_s + CODING_S["none"] + 1e-6
