@@ -1,4 +1,4 @@
-"""``python -m hvdtrain`` and the command ``hvdtrain``: picks the subcommand, `train` without one."""
+"""``python -m hvdtrain`` and the command ``hvdtrain``: run a subcommand, by default `train`."""
 
 from __future__ import annotations
 
@@ -8,41 +8,48 @@ from importlib import import_module
 from hvdtrain import __version__
 
 COMMANDS = {
-    "train": ("hvdtrain.cli.train", "train on all ranks of this job (the default)"),
-    "launch": ("hvdtrain.cli.launch", "start ranks by what is here: MPI, Slurm, Kubernetes, our own elastic driver"),
-    "doctor": ("hvdtrain.cli.doctor", "what does not fit on this machine, with its cure; the tuning chosen"),
-    "timeline": ("hvdtrain.cli.timeline", "explain a run: report, merge, diff, whatif; start and stop a window"),
-    "verify": ("hvdtrain.cli.verify", "prove a run: every sample once; a resumed run equals one that went through"),
-    "config": ("hvdtrain.cli.config", "init: write a file of all options of training, each with what it does"),
-    "completion": ("hvdtrain.cli.completion", "completion of commands and options by TAB, for bash, zsh and fish"),
-    "build-horovod": ("hvdtrain.cli.build_horovod", "build Horovod for the torch and MPI at hand"),
-    "bundle": ("hvdtrain.cli.bundle", "a folder with everything to install where no registry is reached"),
+    "train": ("hvdtrain.cli.train", "train on all ranks of this job (default)"),
+    "launch": ("hvdtrain.cli.launch", "start ranks with MPI, Slurm, Kubernetes or our elastic driver"),
+    "doctor": ("hvdtrain.cli.doctor", "check this machine and installation; show how to fix it"),
+    "timeline": ("hvdtrain.cli.timeline", "explain where a run spent its time; predict changes"),
+    "verify": ("hvdtrain.cli.verify", "prove that a run lost no sample and resumes exactly"),
+    "config": ("hvdtrain.cli.config", "write a config file with all options of train"),
+    "completion": ("hvdtrain.cli.completion", "print shell completion for bash, zsh or fish"),
+    "build-horovod": ("hvdtrain.cli.build_horovod", "build Horovod for the installed torch and MPI"),
+    "bundle": ("hvdtrain.cli.bundle", "make a folder to install from without a network"),
 }
 
 USAGE = """\
 usage: hvdtrain [COMMAND] [OPTIONS]
-       horovodrun -np 2 python -m hvdtrain [OPTIONS]
-       mpirun -np 2 python -m hvdtrain [OPTIONS]
-       hvdtrain launch -np 2 -- [OPTIONS]
+
+Train a PyTorch model on one process or on many ranks.
+
+examples:
+  hvdtrain --train.steps 100                     train in one process
+  hvdtrain launch -np 2 -- --train.steps 100     train on 2 ranks on this host
+  mpirun -np 2 python -m hvdtrain [OPTIONS]      the same with your own mpirun
+  horovodrun -np 2 python -m hvdtrain [OPTIONS]  the same with horovodrun
 
 commands:
 {commands}
 
-options of train that are wanted most:
-  --task NAME|file.py:function|module:function   what to train (language_model)
-  --config FILE          options from a YAML file; hvdtrain config init writes one
-  --train.steps N        optimizer steps; --train.epochs E instead
-  --train.global_batch N samples a step over all ranks
-  --optimizer.lr LR      peak learning rate
-  --precision fp32|bf16|fp16
-  --run_dir DIR          where the run is kept; the same command goes on where it was
+common options of train:
+  --task TASK             what to train: language_model (default), image,
+                          file.py:function or module:function
+  --config FILE           read options from a YAML file
+                          (hvdtrain config init FILE writes one)
+  --train.steps N         number of optimizer steps; or --train.epochs E
+  --train.global_batch N  samples per step, summed over all ranks
+  --optimizer.lr LR       peak learning rate
+  --precision P           fp32, bf16 or fp16
+  --run_dir DIR           folder of the run; the same command resumes it
 
-all of them:  hvdtrain train --help
+hvdtrain COMMAND --help lists the options of a command.
 """
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a subcommand; its exit code."""
+    """Run a subcommand and return its exit code."""
     arguments = sys.argv[1:] if argv is None else argv
     if arguments in (["--help"], ["-h"], ["help"]):
         lines = "\n".join(f"  {name:<14} {text}" for name, (_, text) in COMMANDS.items())
@@ -55,11 +62,11 @@ def main(argv: list[str] | None = None) -> int:
     if arguments and not arguments[0].startswith("-"):
         name, *arguments = arguments
     if name not in COMMANDS:
-        sys.stderr.write(f"hvdtrain: there is no command {name!r}; there are {', '.join(COMMANDS)}\n")
+        sys.stderr.write(f"hvdtrain: there is no command {name!r}; the commands are {', '.join(COMMANDS)}\n")
         return 2
     try:
         code: int = import_module(COMMANDS[name][0]).main(arguments)
-    except Exception as error:  # of a user's code above all, which some commands import
+    except Exception as error:  # mostly of the user's code, which some commands import
         from hvdtrain.cli.ending import end, show
         from hvdtrain.observe.failure.failure_output import FailureOutput
 

@@ -33,3 +33,11 @@ def read_regular(path: Path) -> bytes:
     """Read all of a regular file. Errors: see `open_regular`."""
     with open_regular(path) as file:
         return file.read()
+
+
+def read_text_or_empty(path: Path) -> str:
+    """Read a small text file, such as one of the kernel's; "" if it cannot be read."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -1,1 +1,1 @@
-"""The command line: one file a subcommand."""
+"""The command line: one file for each subcommand."""

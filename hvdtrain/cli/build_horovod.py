@@ -1,4 +1,4 @@
-"""``hvdtrain build-horovod``: build Horovod for the torch and MPI at hand."""
+"""``hvdtrain build-horovod``: build Horovod for the installed torch and MPI."""
 
 from __future__ import annotations
 
@@ -16,20 +16,25 @@ from hvdtrain.runtime.environment import environ
 
 def parser() -> Parser:
     """Declare the options."""
-    description = f"Build Horovod {HOROVOD} for the torch and MPI at hand, install it, and prove it by an allreduce."
+    description = (
+        f"Build Horovod {HOROVOD} for the installed torch and MPI, install it, and test an allreduce on 2 ranks."
+    )
     made = Parser(prog="hvdtrain build-horovod", description=description)
     made.add_argument(
         "--gpu",
         choices=GPU_CHOICES,
         default="auto",
-        help="how GPU tensors go: nccl; none (by the CPU); auto: nccl where torch has CUDA and nvcc is found",
+        help="how to exchange GPU tensors: with NCCL (nccl), through CPU memory (none), or with NCCL if torch has CUDA "
+        "and nvcc is found (auto, the default)",
     )
-    made.add_argument("--dry-run", action="store_true", help="print what would be set, written and run, and stop")
+    made.add_argument(
+        "--dry-run", action="store_true", help="print the settings, files and commands of the build, then exit"
+    )
     return made
 
 
 def main(argv: list[str]) -> int:
-    """Run the subcommand; gives the exit status."""
+    """Run the subcommand and return its exit status."""
     options = parser().parse_args(argv)
     try:
         variables = environ()
@@ -42,12 +47,12 @@ def main(argv: list[str]) -> int:
     except HvdtrainError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"Horovod {planned.version} is installed, and two ranks have summed a tensor by {planned.label.mpi}.")
+    print(f"Horovod {planned.version} is installed. Two ranks summed a tensor with {planned.label.mpi}.")
     return 0
 
 
 def _progress(text: str) -> None:
-    """Write over the line before; nothing where nobody watches."""
+    """Overwrite the last line on a terminal; print nothing elsewhere."""
     if sys.stdout.isatty():
         print(f"  {text}", end="\r", flush=True)
 

@@ -1,4 +1,4 @@
-"""``hvdtrain bundle``: a folder with everything to install where no registry is reached."""
+"""``hvdtrain bundle``: make a folder that installs everything without a network."""
 
 from __future__ import annotations
 
@@ -17,22 +17,28 @@ def parser() -> Parser:
     """Declare the options."""
     made = Parser(
         prog="hvdtrain bundle",
-        description="Make a folder with hvdtrain, torch, everything else that is needed, the source of Horovod and one "
-        "script, install.sh, that installs it all where no registry is reached. Begun again, it goes on where it was.",
+        description="Make a folder with hvdtrain, torch, all their dependencies, Horovod's source, and a script, "
+        "install.sh, that installs them without a package registry. After an interrupt, the same command continues.",
     )
-    made.add_argument("folder", type=Path, help="where the bundle is made")
-    made.add_argument("--python", metavar="3.X", help="the Python there (this one's version)")
-    made.add_argument("--torch", metavar="VERSION", help="such as 2.13.0 or 2.13.0+cpu (the one at hand, else the pin)")
+    made.add_argument("folder", type=Path, help="folder of the bundle")
+    made.add_argument(
+        "--python", metavar="3.X", help="Python version of the target machine (default: that of this Python)"
+    )
+    made.add_argument(
+        "--torch",
+        metavar="VERSION",
+        help="such as 2.13.0 or 2.13.0+cpu (default: the installed version, else the pinned one)",
+    )
     made.add_argument(
         "--platform",
         metavar="NAME",
-        help="such as manylinux_2_28_x86_64: Linux with glibc 2.28 or newer (this machine's)",
+        help="such as manylinux_2_28_x86_64: Linux with glibc 2.28 or newer (default: this machine)",
     )
     return made
 
 
 def main(argv: list[str]) -> int:
-    """Run the subcommand; gives the exit status."""
+    """Run the subcommand and return its exit status."""
     options = parser().parse_args(argv)
     started = time.monotonic()
     try:
@@ -41,10 +47,10 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on", file=sys.stderr)
+        print("interrupted; the same command continues", file=sys.stderr)
         return 130
     print(f"{options.folder} is ready after {time.monotonic() - started:.0f} s: {size / 2**20:,.0f} MiB")
-    print(f"carry it there, and run: {options.folder.resolve().name}/install.sh VENV")
+    print(f"copy it to the target machine and run: {options.folder.resolve().name}/install.sh VENV")
     return 0
 
 
@@ -60,14 +66,14 @@ def _make(out: Path, python: str | None, platform: str | None, torch: str | None
     target = Target(python or python_here(), platform or platform_here(), torch or "0")
     if torch is None:
         pins = closure.pins((project / "constraints.txt").read_text(), target.markers)
-        target = Target(target.python, target.platform, _torch_here() or pins["torch"])
+        target = Target(target.python, target.platform, _installed_torch() or pins["torch"])
     cache.mkdir(parents=True, exist_ok=True)
     source = bundle.Source(project, cache / "horovod" / "sdist" / SDIST, cache / "bundle.log", variables)
-    print(f"a bundle for {target}   (log: {source.log})", flush=True)
+    print(f"making a bundle for {target}   (log: {source.log})", flush=True)
     return bundle.make(source, out, target, lambda line: print(f"  {line}", flush=True))
 
 
-def _torch_here() -> str | None:
+def _installed_torch() -> str | None:
     try:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:

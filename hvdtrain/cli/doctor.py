@@ -1,4 +1,4 @@
-"""``hvdtrain doctor``: what is installed, whether it fits together, and the settings chosen, each with its reason."""
+"""``hvdtrain doctor``: check the installation and this machine, and show the settings that hvdtrain chooses."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ def parser() -> Parser:
     """Declare the options."""
     made = Parser(
         prog="hvdtrain doctor",
-        description="Look at this machine and installation: versions, what Horovod is built with, MPI, the launcher, "
-        "GPUs, network, limits, the run folder, the settings chosen; name what does not fit, with its cure. Under a "
-        "launcher rank 0 speaks for all. Exit status: 0 all is well, 1 warnings, 2 something is broken.",
+        description="Check this machine and installation: versions, the build of Horovod, MPI, launcher, GPUs, "
+        "network, limits, run folder, and the settings that hvdtrain chooses. Each problem is shown with its fix. "
+        "Under a launcher, rank 0 reports. Exit status: 0 no problem, 1 warnings, 2 something is broken.",
     )
-    made.add_argument("--json", action="store_true", help="print one JSON object")
+    made.add_argument("--json", action="store_true", help="print the report as one JSON object")
     made.add_argument(
-        "--run_dir", metavar="DIR", type=Path, default=Path("runs"), help="the folder that runs are written to; runs"
+        "--run_dir", metavar="DIR", type=Path, default=Path("runs"), help="folder of the runs (default: runs)"
     )
     made.add_argument(
-        "--nccl_log", metavar="FILE", type=Path, help="read also what NCCL wrote there under NCCL_DEBUG=INFO"
+        "--nccl_log", metavar="FILE", type=Path, help="also check this log, which NCCL wrote with NCCL_DEBUG=INFO"
     )
     doctor_hosts.add_options(made)
     return made
 
 
 def main(argv: list[str]) -> int:
-    """Run the subcommand; gives the exit status: 0 all is well, 1 warnings, 2 something is broken."""
+    """Run the subcommand and return its exit status: 0 no problem, 1 warnings, 2 something is broken."""
     options = parser().parse_args(argv)
     try:
         doctor_hosts.check_options(options)
         if options.hosts:
-            return doctor_hosts.show(doctor_hosts.look(options), as_json=options.json)
+            return doctor_hosts.show(doctor_hosts.check_hosts(options), as_json=options.json)
         log = _read(options.nccl_log) if options.nccl_log else None
-        info, choices, refusal = _prepared(options)
+        info, choices, refusal = _prepare(options)
         if options.probe:
-            found = doctor_hosts.probe(options, info)
-            return doctor_hosts.show(found, as_json=options.json) if info.rank == 0 else 0
+            probed = doctor_hosts.probe_ranks(options, info)
+            return doctor_hosts.show(probed, as_json=options.json) if info.rank == 0 else 0
     except HvdtrainError as error:
         print(json.dumps({"error": str(error)}) if options.json else f"error: {error}")
         return 2
@@ -75,11 +75,11 @@ def main(argv: list[str]) -> int:
     return worst(findings)
 
 
-def _prepared(options: argparse.Namespace) -> tuple[RankInfo, Sequence[Choice], LaunchError | None]:
-    """Which rank this is, the settings, and why the launcher's variables make no sense where they do not.
+def _prepare(options: argparse.Namespace) -> tuple[RankInfo, Sequence[Choice], LaunchError | None]:
+    """Return the rank, the settings, and the error of the launcher's variables, if they are inconsistent.
 
     Errors:
-        LaunchError: they do not, and ranks are needed.
+        LaunchError: they are inconsistent, and --probe needs ranks.
     """
     try:
         return *prepare(), None
@@ -96,7 +96,7 @@ def _read(path: Path) -> NcclLog:
     except OSError as error:
         raise ConfigError(
             f"--nccl_log {path} cannot be read.",
-            expected="a file with what a job wrote under NCCL_DEBUG=INFO",
+            expected="the output of a job with NCCL_DEBUG=INFO",
             found=error.strerror,
         ) from error
 
@@ -118,7 +118,7 @@ def _print_table(findings: Sequence[Finding], choices: Sequence[Choice]) -> None
 
     show(list(report.entries(findings)))
     if choices:
-        console.print(Text("\nSettings, in place before torch and MPI are loaded", style="bold"))
+        console.print(Text("\nSettings made before torch and MPI are loaded", style="bold"))
         show(list(report.settings(choices)))
     console.print(Text("\n" + report.summary(findings), style=_STYLES[LEVELS[worst(findings)]]))
 

@@ -1,4 +1,4 @@
-"""``hvdtrain doctor --hosts a,b`` and ``--probe``: several hosts, the links between them, and what they allow."""
+"""``hvdtrain doctor --hosts a,b`` and ``--probe``: check several hosts and measure the links between them."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import argparse
 import json
 import platform
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.cli.launch_parser import add_network
 from hvdtrain.doctor.finding import LEVELS, Finding, worst
 from hvdtrain.doctor.hosts.checks import examine
-from hvdtrain.doctor.hosts.survey import Ask, Hosts, Survey, asked
+from hvdtrain.doctor.hosts.survey import Hosts, HostsRequest, Survey, connected
 from hvdtrain.doctor.links import by_tcp
 from hvdtrain.doctor.links import link_table as table
-from hvdtrain.doctor.links.measured import Links, judge
-from hvdtrain.doctor.report import summary, told
+from hvdtrain.doctor.links.measured import Links, check_links
+from hvdtrain.doctor.report import finding_lines, summary
 from hvdtrain.errors import ConfigError, HvdtrainError
 from hvdtrain.launch.hosts import LOCAL_NAMES, parse_hosts
 from hvdtrain.runtime.environment import GLOO_LAUNCHER, NO_LAUNCHER, RankInfo, environ
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Report:
-    """What is printed."""
+    """Findings, measured links, and predicted step times."""
 
     findings: list[Finding] = field(default_factory=list)
     links: Links | None = None
@@ -39,37 +39,43 @@ class Report:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     several = parser.add_argument_group("several hosts")
-    several.add_argument("--hosts", metavar="a:4,b:4", help="ask these by ssh too, and compare them; ranks of each (1)")
+    several.add_argument(
+        "--hosts", metavar="a:4,b:4", help="check and compare these hosts over ssh; HOST:N for N ranks (default: 1)"
+    )
     add_network(several.add_argument)
-    links = parser.add_argument_group("links, of --hosts or of the ranks that a launcher has started")
-    links.add_argument("--probe", action="store_true", help="measure bandwidth and latency of all pairs of hosts")
-    links.add_argument("--run", type=Path, metavar="RUN", help="say what a step of this run would take on more ranks")
-    links.add_argument("--model_parameters", type=_count, metavar="15e6", help="so of a model, with --step_ms")
-    links.add_argument("--step_ms", type=_positive, metavar="X", help="of one rank, computing alone")
+    links = parser.add_argument_group("links between --hosts, or between the ranks that a launcher started")
+    links.add_argument("--probe", action="store_true", help="measure bandwidth and latency between all pairs of hosts")
+    links.add_argument("--run", type=Path, metavar="RUN", help="predict the step time of this run on more ranks")
+    links.add_argument(
+        "--model_parameters", type=_count, metavar="N", help="the same for a model with N parameters; needs --step_ms"
+    )
+    links.add_argument("--step_ms", type=_positive, metavar="X", help="milliseconds of a step on one rank")
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Refuse what does not go together.
+    """Refuse combinations of options that make no sense.
 
     Errors:
-        ConfigError: an option without another that it needs.
+        ConfigError: an option needs another one, or excludes it.
     """
     model = options.model_parameters is not None
     if model != (options.step_ms is not None):
-        raise ConfigError("--model_parameters and --step_ms go together.", next_step="give both, or --run RUN alone")
+        raise ConfigError("--model_parameters and --step_ms need each other.", next_step="give both, or only --run RUN")
     if model and options.run:
-        raise ConfigError("--run tells what --model_parameters and --step_ms say.", next_step="leave these away")
+        raise ConfigError(
+            "--run excludes --model_parameters and --step_ms.", next_step="remove these two, or remove --run"
+        )
     if (model or options.run) and not options.probe:
-        raise ConfigError("What to expect follows from the links.", next_step="add --probe")
+        raise ConfigError("The prediction needs measured links.", next_step="add --probe")
 
 
-def look(options: argparse.Namespace) -> Report:
-    """Ask all hosts of ``--hosts``.
+def check_hosts(options: argparse.Namespace) -> Report:
+    """Check all hosts of ``--hosts``.
 
     Errors:
-        HvdtrainError: hosts or a run that cannot be.
+        HvdtrainError: --hosts or --run is invalid.
     """
-    ask = Ask(
+    request = HostsRequest(
         hosts=parse_hosts(options.hosts),
         local=frozenset({*LOCAL_NAMES, platform.node()}),
         folder=str(Path.cwd()),
@@ -78,38 +84,38 @@ def look(options: argparse.Namespace) -> Report:
         ssh_port=options.ssh_port,
         ssh_options=tuple(options.ssh_option),
     )
-    with asked(ask) as hosts:
+    with connected(request) as hosts:
         survey = hosts.survey()
         report = Report(examine(survey))
         if options.probe:
-            _probe(report, options, ask, survey, hosts)
+            _probe(report, options, request, survey, hosts)
     if report.links is not None:
-        plugs = {host: _plug(survey, host) for host in report.links.hosts if host in survey.says}
-        report.findings += judge(report.links, plugs)
-        said = next(iter(survey.says.values()))
-        per_host = max(ask.hosts.values())
-        report.outlook = _outlook(options, report.links, per_host, said.cores, on_cpu=not said.gpus)
+        interface_mbit = {host: _interface_mbit(survey, host) for host in report.links.hosts if host in survey.facts}
+        report.findings += check_links(report.links, interface_mbit)
+        first = next(iter(survey.facts.values()))
+        per_host = max(request.hosts.values())
+        report.outlook = _outlook(options, report.links, per_host, first.cores, on_cpu=not first.gpus)
     return report
 
 
-def probe(options: argparse.Namespace, info: RankInfo) -> Report:
-    """Measure between the ranks that a launcher has started; on rank 0 what was found. Collective: yes.
+def probe_ranks(options: argparse.Namespace, info: RankInfo) -> Report:
+    """Measure the links between the ranks of this job. The report is empty except on rank 0. Collective: yes.
 
     Errors:
-        HvdtrainError: no launcher of the MPI that Horovod speaks, no mpi4py, or a run that cannot be.
+        HvdtrainError: the ranks were not started by Horovod's MPI, mpi4py is missing, or --run is invalid.
     """
     from hvdtrain.doctor.links import by_mpi
     from hvdtrain.runtime.host import read_host
 
     if info.launcher == NO_LAUNCHER:
         raise ConfigError(
-            "--probe measures between hosts or ranks, and there is one process.",
+            "--probe measures links between hosts or ranks, but this is a single process.",
             next_step="hvdtrain doctor --hosts a,b --probe, or under mpirun: python -m hvdtrain doctor --probe",
         )
     if info.launcher == GLOO_LAUNCHER:
         raise ConfigError(
-            "--probe measures by MPI, and these ranks were started without.",
-            next_step="start it by mpirun, or once: hvdtrain doctor --hosts a,b --probe",
+            "--probe needs MPI, but these ranks were started without it.",
+            next_step="start the ranks with mpirun, or run once: hvdtrain doctor --hosts a,b --probe",
         )
     check_launch(info)
     links = by_mpi.measure(info)
@@ -117,15 +123,15 @@ def probe(options: argparse.Namespace, info: RankInfo) -> Report:
         return Report()
     facts = read_host(environ())
     outlook = _outlook(options, links, info.local_size, facts.cores, on_cpu=not facts.gpus)
-    return Report(judge(links), links, outlook)
+    return Report(check_links(links), links, outlook)
 
 
 def show(report: Report, *, as_json: bool) -> int:
-    """Print it; the exit status."""
+    """Print the report and return the exit status."""
     if as_json:
         print(json.dumps(data(report)))
         return worst(report.findings)
-    print("\n".join(told(report.findings)))
+    print("\n".join(finding_lines(report.findings)))
     if report.links is not None:
         print("\n".join(["", *table.lines(report.links)]))
     if report.outlook is not None:
@@ -137,67 +143,69 @@ def show(report: Report, *, as_json: bool) -> int:
 
 
 def data(report: Report) -> dict[str, Any]:
-    """All of it as one object; ``format`` changes when a name in it does."""
-    found: dict[str, Any] = {
+    """Return the report for JSON. Raise ``format`` when a key changes."""
+    content: dict[str, Any] = {
         "format": 1,
         "level": LEVELS[worst(report.findings)],
-        "checks": [asdict(finding) for finding in report.findings],
+        "checks": [finding.as_data() for finding in report.findings],
     }
     if report.links is not None:
-        found["links"] = report.links.as_data()
+        content["links"] = report.links.as_data()
     if report.outlook is not None:
-        found["outlook"] = report.outlook.as_data()
-    return found
+        content["outlook"] = report.outlook.as_data()
+    return content
 
 
-def _probe(report: Report, options: argparse.Namespace, ask: Ask, survey: Survey, hosts: Hosts) -> None:
-    """Measure by MPI where that can be, by TCP elsewhere."""
+def _probe(report: Report, options: argparse.Namespace, request: HostsRequest, survey: Survey, hosts: Hosts) -> None:
+    """Measure with MPI if possible, else with TCP."""
     from hvdtrain.doctor.links import start_probe as start
 
     names = _reachable(survey)
     left_out = [host for host in survey.slots if host not in names]
     if left_out:
-        there, why = f"without {', '.join(left_out)}", "what cannot be reached cannot be measured"
-        report.findings.append(Finding("probe", "warning", there, why, "mend what is broken above, then once more"))
+        found, why = f"not measured: {', '.join(left_out)}", "not all other hosts reach them"
+        report.findings.append(
+            Finding("probe", "warning", found, why, "fix the broken findings above, then run it again")
+        )
     if not names or (len(names) == 1 and left_out):
         return
-    why = start.cannot(survey, names)
+    why = start.obstacle(survey, names)
     if not why:
         try:
-            report.links = start.measure(ask, names, options.interface or start.network(survey, names))
+            report.links = start.measure(request, names, options.interface or start.common_interface(survey, names))
             return
         except HvdtrainError as error:
-            mend = error.next_step or ""
-            why = f"{error.what} {error.found or ''}".strip()
-            report.findings.append(Finding("probe", "warning", why, "links are measured by TCP instead", mend))
+            found = f"{error.what} {error.found or ''}".strip()
+            why = "links are measured with TCP instead of MPI"
+            report.findings.append(Finding("probe", "warning", found, why, error.next_step or ""))
     else:
-        report.findings.append(Finding("probe", "ok", "by TCP", why))
+        report.findings.append(Finding("probe", "ok", "measured with TCP", why))
     if len(names) > 1:
         report.links = by_tcp.measure(hosts, names)
 
 
 def _reachable(survey: Survey) -> list[str]:
-    """Hosts that all others of them reach."""
-    faulty = {host for host, there in survey.tried.items() for tried in there.values() if tried.fault}
-    return [host for host in survey.tried if host not in faulty]
+    """Return the hosts that reach all others."""
+    faulty = {host for host, attempts in survey.attempts.items() for attempt in attempts.values() if attempt.fault}
+    return [host for host in survey.attempts if host not in faulty]
 
 
-def _plug(survey: Survey, host: str) -> int:
+def _interface_mbit(survey: Survey, host: str) -> int:
     address = survey.addresses.get(host, "")
-    return next((each.mbit for each in survey.says[host].interfaces if each.address == address), 0)
+    return next((each.mbit for each in survey.facts[host].interfaces if each.address == address), 0)
 
 
 def _outlook(options: argparse.Namespace, links: Links, per_host: int, cores: int, *, on_cpu: bool) -> Outlook | None:
     if options.run is None and options.model_parameters is None:
         return None
-    from hvdtrain.doctor.links.expected import of_model, outlook
+    from hvdtrain.doctor.links.expected import assumed_run, outlook
     from hvdtrain.timeline.whatif.read_run import read_evidence
 
     if options.run is not None:
         return outlook(read_evidence(options.run), links, per_host)
     threads = max(1, cores // per_host)
     step_s = options.step_ms * 1e-3
-    return outlook(of_model(options.model_parameters, step_s, cores, threads, on_cpu=on_cpu), links, per_host)
+    return outlook(assumed_run(options.model_parameters, step_s, cores, threads, on_cpu=on_cpu), links, per_host)
 
 
 def _positive(text: str) -> float:
@@ -206,7 +214,7 @@ def _positive(text: str) -> float:
     except ValueError:
         number = 0.0
     if not 0 < number < 1e15:
-        raise argparse.ArgumentTypeError(f"a number above 0, not {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a number above 0, found {text!r}")
     return number
 
 

@@ -1,4 +1,4 @@
-"""How the command ends when there is no result."""
+"""How a command ends after an error: the message and the exit code."""
 
 from __future__ import annotations
 
@@ -16,38 +16,39 @@ from hvdtrain.observe.failure.user_code import is_installed
 from hvdtrain.runtime.environment import RankInfo, rank_label
 
 EXIT_OF_SIGNAL = {"SIGTERM": 143, "SIGINT": 130}
-_OTHERS_SPEAK_S = 5.0
+_WAIT_FOR_OTHERS_S = 5.0
 
 
 def end(error: BaseException, info: RankInfo | None, output: FailureOutput) -> int:
-    """Say why on stderr, unless the failure card has; among several ranks end at once, and the launcher ends the rest.
+    """Print the error to stderr, unless the failure card did, and return the exit code.
 
-    Before there is a run folder, or where the ranks don't share it, each speaks for itself; what every rank would say,
-    rank 0 says.
+    In a job of several ranks, end this process immediately; the launcher ends the others. Each rank prints its own
+    error if there is no shared run folder yet. Rank 0 prints an error that all ranks have.
     """
     several = info is not None and info.size > 1
     if not output.reported:
-        if several and info is not None and _left_to_others(error, info):
-            # The other's end is ours; going first could end it before it has spoken. Who is still there after that was
-            # alone with the error. A launcher that ends the rest by SIGTERM may give their exit code as the job's.
+        if several and info is not None and _is_reported_by_others(error, info):
+            # Let the other rank print first: the launcher ends it as soon as this one exits. If nothing ends this rank
+            # in the meantime, it was the only one with the error. A launcher that ends ranks by SIGTERM may report
+            # their exit code as that of the job.
             signal.signal(signal.SIGTERM, lambda *_: os._exit(_code(error)))
-            time.sleep(_OTHERS_SPEAK_S)
+            time.sleep(_WAIT_FOR_OTHERS_S)
         show(_report(error, info))
     sys.stdout.flush()
     if several:
-        # Leaving the usual way would wait for the other ranks in Horovod's shutdown, and they for this one.
+        # A normal exit would wait for the other ranks in Horovod's shutdown, while they wait for this one.
         os._exit(_code(error))
     return _code(error)
 
 
 def show(text: str) -> None:
-    """Write to stderr, at once."""
+    """Write to stderr and flush."""
     sys.stderr.write(text)
     sys.stderr.flush()
 
 
-def _left_to_others(error: BaseException, info: RankInfo) -> bool:
-    """Whether another rank has the same to say, or more."""
+def _is_reported_by_others(error: BaseException, info: RankInfo) -> bool:
+    """Tell whether another rank has the same error, or a more specific one."""
     return (getattr(error, "everywhere", False) and info.rank != 0) or type(error).__name__ == "HorovodInternalError"
 
 

@@ -1,4 +1,4 @@
-"""A group of commands, such as ``hvdtrain timeline``: which of them is meant, and how it ends."""
+"""A group of commands such as ``hvdtrain timeline``: choose the command, run it, handle its errors."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ from hvdtrain.errors import HvdtrainError
 def run(
     group: str, operands: str, commands: Mapping[str, str], argv: list[str], call: Callable[[str, list[str]], int]
 ) -> int:
-    """Run a command of a group; its exit code, 1 where an error came, 2 where there is no such command.
+    """Run a command of a group and return its exit code.
 
-    130 where it was interrupted, 141 where nobody reads on.
+    The code is 1 after an error, 2 for an unknown command, 130 after an interrupt, 141 if the reader of stdout closed
+    it.
 
     Args:
-        group: its name.
-        operands: what the usage shows behind the command.
-        commands: what each does, by name.
+        group: name of the group.
+        operands: text that the usage shows after the command.
+        commands: description of each command, by name.
         argv: the command and its arguments.
-        call: runs the command of a name.
+        call: function that runs a command, given its name and arguments.
     """
     if not argv or argv[0] in ("--help", "-h", "help"):
         lines = "\n".join(f"  {name:<8} {text}" for name, text in commands.items())
-        sys.stdout.write(f"usage: hvdtrain {group} COMMAND {operands}\n\n{lines}\n\neach has --help\n")
+        sys.stdout.write(f"usage: hvdtrain {group} COMMAND {operands}\n\n{lines}\n\n")
+        sys.stdout.write(f"hvdtrain {group} COMMAND --help lists the options of a command.\n")
         return 0
     name, *rest = argv
     if name not in commands:
-        sys.stderr.write(f"hvdtrain: there is no command {name!r} of {group}; there are {', '.join(commands)}\n")
+        sys.stderr.write(f"hvdtrain: there is no command {name!r} of {group}; the commands are {', '.join(commands)}\n")
         return 2
     try:
         code = call(name, rest)
@@ -41,7 +43,7 @@ def run(
     except KeyboardInterrupt:
         sys.stderr.write("hvdtrain: interrupted\n")
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # whoever reads, `head` say, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's last flush
+    except BrokenPipeError:  # the reader, such as `head`, has exited
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's flush at exit
         return 128 + signal.SIGPIPE
     return code

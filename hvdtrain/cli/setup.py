@@ -1,4 +1,4 @@
-"""``python3 -m hvdtrain.cli.setup``, which `make setup` calls: the environment that the other targets work in."""
+"""``python3 -m hvdtrain.cli.setup``, called by `make setup`: create the virtual environment for the other targets."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hvdtrain.runtime.environment import environ
 
 
 def main(argv: list[str]) -> int:
-    """Set up what is not set up; gives the exit status."""
+    """Bring the environment up to date and return the exit status."""
     parser = argparse.ArgumentParser(prog="python3 -m hvdtrain.cli.setup")
     parser.add_argument("--venv", type=Path, default=Path(".venv"))
-    parser.add_argument("--chosen", action="store_true", help="the user named this interpreter (make PYTHON=...)")
+    parser.add_argument("--chosen", action="store_true", help="the user chose this interpreter (make PYTHON=...)")
     options = parser.parse_args(argv)
     project, venv = Path.cwd(), Path.cwd() / options.venv
     _become_the_right_interpreter(venv, argv, options.chosen)
@@ -39,9 +39,9 @@ def main(argv: list[str]) -> int:
 
 
 def _become_the_right_interpreter(venv: Path, argv: list[str], chosen: bool) -> None:
-    """Go on in the interpreter that the environment was made with, unless the user named another one.
+    """Continue in the interpreter that created the environment, unless the user chose another one.
 
-    Never go on in the environment's own: it may have to be removed.
+    Never continue in the environment's own interpreter: the environment may have to be removed.
     """
     inside = Path(sys.prefix).resolve() == venv.resolve()
     if chosen and not inside:

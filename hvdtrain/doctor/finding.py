@@ -1,37 +1,41 @@
-"""What one check found: the value that all checks give."""
+"""The result of a check."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Level = Literal["ok", "warning", "broken"]
 LEVELS: tuple[Level, ...] = ("ok", "warning", "broken")
-"""From good to bad: the index is the exit status."""
+"""Levels from best to worst. The index is the exit status."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found.
+    """The result of a check.
 
     Attributes:
-        name: what was looked at.
-        level: broken: training cannot run so; warning: it can, with less.
-        found: what is there.
-        why: what is wrong with it and why that matters, or what to know about it.
-        mend: the command or the change that mends it.
-        minor: while it is well, nobody needs to read more than its name.
+        name: name of the check.
+        level: broken: training cannot run; warning: it runs slower, or with fewer features.
+        found: the facts.
+        why: what is wrong and why it matters, or a note.
+        fix: the command or the change that fixes it.
+        minor: while the level is ok, the report shows the name only.
     """
 
     name: str
     level: Level
     found: str
     why: str = ""
-    mend: str = ""
+    fix: str = ""
     minor: bool = False
+
+    def as_data(self) -> dict[str, Any]:
+        """Return the finding as in the JSON report, where ``mend`` is the key of the fix."""
+        return {"mend" if name == "fix" else name: value for name, value in vars(self).items()}
 
 
 def worst(findings: Iterable[Finding]) -> int:
-    """Give the exit status: 0 all is well, 1 warnings, 2 something is broken."""
+    """Return the exit status: 0 no problem, 1 warnings, 2 something is broken."""
     return max((LEVELS.index(finding.level) for finding in findings), default=0)

@@ -1,7 +1,6 @@
-"""What NCCL wrote of itself under ``NCCL_DEBUG=INFO``: how GPUs reach each other, and what it warned of. Pure.
+"""Read a log that NCCL wrote with ``NCCL_DEBUG=INFO``: how GPUs are connected, and warnings. Pure.
 
-The lines were read in logs of NCCL 2.4 to 2.29, each as ``host:pid:tid [device] NCCL INFO text``; what is not known is
-passed over.
+The format is that of NCCL 2.4 to 2.29: ``host:pid:tid [device] NCCL INFO text``. Unknown lines are ignored.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ _P2P_OFF = "P2P is disabled between connected GPUs"
 
 @dataclass(frozen=True)
 class NcclLog:
-    """What a log tells.
+    """The content of a log.
 
     Attributes:
-        name: of the file.
-        versions: of NCCL, all that were named.
-        hosts: that wrote lines.
-        ranks, nodes: of the largest communicator; 0 where that is not told.
-        channels: how many connections of each kind: P2P, SHM, NET/IB, NET/Socket and so on.
-        direct: how many of those by network reach GPU memory without the host's.
-        interfaces: names of those by which NCCL talks TCP.
-        no_ib: whether it looked for InfiniBand and found none.
-        p2p_off: whether GPUs that have a link are kept from using it.
-        settings: of NCCL's variables that were set.
-        warnings: texts of its warnings, each once.
+        name: name of the file.
+        versions: all versions of NCCL in the log.
+        hosts: hosts that wrote lines.
+        ranks, nodes: size of the largest communicator; 0 if unknown.
+        channels: number of connections by kind: P2P, SHM, NET/IB, NET/Socket and so on.
+        direct: number of network connections that access GPU memory directly.
+        interfaces: interfaces that NCCL uses for TCP.
+        no_ib: whether NCCL searched for InfiniBand and found none.
+        p2p_off: whether NCCL may not use an existing link between GPUs.
+        settings: variables of NCCL that were set.
+        warnings: texts of the warnings, without repetitions.
     """
 
     name: str = "NCCL's log"
@@ -55,12 +54,12 @@ class NcclLog:
 
     @property
     def between_hosts(self) -> bool:
-        """Whether it is of a job of several hosts."""
+        """Whether the job had several hosts."""
         return max(self.nodes, len(self.hosts)) > 1
 
 
 def read_nccl_log(lines: Iterable[str], name: str) -> NcclLog:
-    """Read a log, of any number of ranks and with the lines of other programs in between."""
+    """Read a log of any number of ranks. It may contain lines of other programs."""
     own = [line for line in lines if "NCCL" in line]
     found = [line for line in map(_LINE.search, own) if line]
     texts = [line["text"].strip() for line in found]
@@ -70,19 +69,19 @@ def read_nccl_log(lines: Iterable[str], name: str) -> NcclLog:
     ranks, nodes = max(sizes, default=(0, 0))
     return NcclLog(
         name,
-        versions=_each_once(version for line in own for version in _VERSION.findall(line)),
-        hosts=_each_once(line["host"] for line in found if line["host"]),
+        versions=_unique(version for line in own for version in _VERSION.findall(line)),
+        hosts=_unique(line["host"] for line in found if line["host"]),
         ranks=ranks,
         nodes=nodes,
         channels=Counter(channel[1] or f"NET/{channel[2].strip()}" for channel, _ in channels),
         direct=sum("GDRDMA" in text for _, text in channels),
-        interfaces=_each_once(interface for part in addresses for interface in _NAME.findall(part)),
+        interfaces=_unique(interface for part in addresses for interface in _NAME.findall(part)),
         no_ib=any(_NO_IB in text for text in texts),
         p2p_off=any(_P2P_OFF in text for text in texts),
         settings={setting[1]: setting[2] for setting in map(_SET.search, texts) if setting},
-        warnings=_each_once(text for line, text in zip(found, texts, strict=True) if line["level"] != "INFO"),
+        warnings=_unique(text for line, text in zip(found, texts, strict=True) if line["level"] != "INFO"),
     )
 
 
-def _each_once(texts: Iterable[str]) -> tuple[str, ...]:
+def _unique(texts: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(texts))

@@ -1,4 +1,4 @@
-"""What the checks found, as text and as JSON: what is wrong first, and how many at the end. Pure."""
+"""The report of all findings, as text and as JSON: problems first, a count last. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvdtrain.runtime.tuning import Choice
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What stands together: a mark such as a level, a name, a line, and remarks below it."""
+    """One entry of the report: a mark such as a level, a name, a line of text, and remarks below it."""
 
     mark: str
     name: str
@@ -20,17 +20,17 @@ class Entry:
     remarks: tuple[str, ...] = ()
 
 
-_OF_RANK = ("launcher", "rank", "size", "local_rank", "local_size", "host")
-"""Not its environment, which holds secrets."""
+_RANK_FIELDS = ("launcher", "rank", "size", "local_rank", "local_size", "host")
+"""The environment is left out because it may hold secrets."""
 
 
 def as_json(info: RankInfo, findings: Sequence[Finding], choices: Sequence[Choice]) -> dict[str, object]:
-    """Give all that is printed as one object; ``format`` changes when a name in it does."""
+    """Return the whole report for JSON. Raise ``format`` when a key changes."""
     return {
         "format": 1,
         "level": LEVELS[worst(findings)],
-        "rank": {name: value for name, value in vars(info).items() if name in _OF_RANK},
-        "checks": [dataclasses.asdict(finding) for finding in findings],
+        "rank": {name: value for name, value in vars(info).items() if name in _RANK_FIELDS},
+        "checks": [finding.as_data() for finding in findings],
         "tuning": [
             {**dataclasses.asdict(choice.setting), "applied": choice.applied, "kept": choice.kept} for choice in choices
         ],
@@ -38,32 +38,32 @@ def as_json(info: RankInfo, findings: Sequence[Finding], choices: Sequence[Choic
 
 
 def entries(findings: Sequence[Finding]) -> Iterator[Entry]:
-    """Order findings: what is wrong, worst first, what is well, and by their names alone what is well and minor."""
+    """Yield the findings, worst first. Minor findings without a problem share one entry that lists their names."""
     brief = [finding.name for finding in findings if finding.minor and finding.level == "ok"]
     for level in reversed(LEVELS):
         for finding in findings:
             if finding.level == level and not (finding.minor and level == "ok"):
-                mend = (f"mend: {finding.mend}",) if finding.mend else ()
-                yield Entry(level, finding.name, finding.found, (finding.why,) * bool(finding.why) + mend)
+                fix = (f"fix: {finding.fix}",) if finding.fix else ()
+                yield Entry(level, finding.name, finding.found, (finding.why,) * bool(finding.why) + fix)
     if brief:
-        yield Entry("ok", "also", f"{', '.join(brief)} (what was found: --json)")
+        yield Entry("ok", "also", f"{', '.join(brief)} (details: --json)")
 
 
 def settings(choices: Sequence[Choice]) -> Iterator[Entry]:
-    """Say what was set before torch and MPI are loaded, and what was left."""
+    """Yield the settings made before torch and MPI are loaded, and those left as they were."""
     for choice in choices:
         setting = choice.setting
-        wish = "" if choice.applied else f"{setting.value} would be set: "
+        preferred = "" if choice.applied else f"{setting.value} would be set: "
         yield Entry(
             "set" if choice.applied else "left",
             "",
             f"{setting.variable}={setting.value}" if choice.applied else f"{setting.variable}: {choice.kept}",
-            (f"because: {wish}{setting.reason}", f"effect: {setting.effect}"),
+            (f"because: {preferred}{setting.reason}", f"effect: {setting.effect}"),
         )
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """Say in one line how many things are wrong, and which."""
+    """Return one line with the number and the names of the problems."""
     wrong: dict[Level, list[str]] = {level: [] for level in reversed(LEVELS)}
     for finding in findings:
         wrong[finding.level].append(finding.name)
@@ -71,22 +71,22 @@ def summary(findings: Sequence[Finding]) -> str:
     parts = [f"{len(broken)} broken: {', '.join(broken)}"] if broken else []
     if warnings:
         parts.append(f"{len(warnings)} warning{'s' * (len(warnings) > 1)}: {', '.join(warnings)}")
-    return "; ".join(parts) or f"all is well: {len(findings)} checks"
+    return "; ".join(parts) or f"no problems: {len(findings)} checks"
 
 
-def told(findings: Sequence[Finding]) -> Iterator[str]:
-    """Give findings as plain lines."""
-    wide = max((len(entry.name) for entry in entries(findings)), default=0)
+def finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
+    """Yield the findings as plain lines."""
+    width = max((len(entry.name) for entry in entries(findings)), default=0)
     for entry in entries(findings):
-        yield f"{entry.mark:<8} {entry.name:<{wide}} {entry.text}"
-        yield from (f"{'':<{wide + 9}} {remark}" for remark in entry.remarks)
+        yield f"{entry.mark:<8} {entry.name:<{width}} {entry.text}"
+        yield from (f"{'':<{width + 9}} {remark}" for remark in entry.remarks)
 
 
 def lines(findings: Sequence[Finding], choices: Sequence[Choice]) -> Iterator[str]:
-    """Give the report as plain lines."""
-    yield from told(findings)
+    """Yield the report as plain lines."""
+    yield from finding_lines(findings)
     if choices:
-        yield "settings, in place before torch and MPI are loaded:"
+        yield "settings made before torch and MPI are loaded:"
     for entry in settings(choices):
         yield f"{entry.mark:<8} {entry.text}"
         yield from (f"{'':<8} {remark}" for remark in entry.remarks)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from hvdtrain.regular import read_text_or_empty
+
 
 @dataclass(frozen=True)
 class HostFacts:
@@ -56,23 +58,18 @@ def cpu_list(text: str) -> frozenset[int]:
     return frozenset(cpus)
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
-
-
 def _physical(root: Path, cpus: frozenset[int]) -> int:
     """Count cores; the hardware threads of one are taken together."""
     folder = root / "sys/devices/system/cpu"
-    return len({_text(folder / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in cpus})
+    return len({read_text_or_empty(folder / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in cpus})
 
 
 def _cgroup(root: Path, controller: str) -> list[Path]:
     """List the folders that limit this process, the innermost first: cgroup v2, then v1 as containers mount it."""
     base = root / "sys/fs/cgroup"
-    groups = dict.fromkeys(line.split(":", 2)[2].strip("/") for line in _text(root / "proc/self/cgroup").splitlines())
+    groups = dict.fromkeys(
+        line.split(":", 2)[2].strip("/") for line in read_text_or_empty(root / "proc/self/cgroup").splitlines()
+    )
     nested = [base / kind / group for group in groups if group for kind in ("", controller)]
     return [*nested, base, base / controller]
 
@@ -80,7 +77,7 @@ def _cgroup(root: Path, controller: str) -> list[Path]:
 def _cpuset(root: Path) -> frozenset[int]:
     for folder in _cgroup(root, "cpuset"):
         for name in ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus"):
-            if cpus := cpu_list(_text(folder / name)):
+            if cpus := cpu_list(read_text_or_empty(folder / name)):
                 return cpus
     return frozenset()
 
@@ -88,9 +85,12 @@ def _cpuset(root: Path) -> frozenset[int]:
 def _quota(root: Path) -> int | None:
     """Processors' worth of time that a container may use, as Kubernetes and ``docker --cpus`` limit it."""
     for folder in _cgroup(root, "cpu"):
-        quota, _, period = _text(folder / "cpu.max").partition(" ")
+        quota, _, period = read_text_or_empty(folder / "cpu.max").partition(" ")
         if not quota:
-            quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
+            quota, period = (
+                read_text_or_empty(folder / "cpu.cfs_quota_us"),
+                read_text_or_empty(folder / "cpu.cfs_period_us"),
+            )
         if quota.strip().isdigit() and period.strip().isdigit():
             return max(1, int(quota) // int(period))
     return None
@@ -108,7 +108,7 @@ def _gpus(environ: Mapping[str, str], root: Path) -> int:
 
 
 def _huge_pages(root: Path) -> bool:
-    return "[never]" not in _text(root / "sys/kernel/mm/transparent_hugepage/enabled")
+    return "[never]" not in read_text_or_empty(root / "sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def _fabric(root: Path) -> bool:

@@ -35,7 +35,9 @@ def test_it_is_for_this_machine(made: list[tuple[Source, Target]], capsys: pytes
     ((source, target),) = made
     assert target == Target(python_here(), platform_here(), metadata.version("torch"))
     assert source.project == ROOT
-    assert capsys.readouterr().out.endswith("s: 3 MiB\ncarry it there, and run: offline/install.sh VENV\n")
+    assert capsys.readouterr().out.endswith(
+        "s: 3 MiB\ncopy it to the target machine and run: offline/install.sh VENV\n"
+    )
 
 
 def test_without_torch_it_has_the_pinned_one(
@@ -66,7 +68,7 @@ def test_interrupted_it_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch, capsy
 
     monkeypatch.setattr(bundle, "make", stopped)
     assert main(["/nowhere"]) == 130
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "the same command continues" in capsys.readouterr().err
 
 
 def test_the_page_names_the_options_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:

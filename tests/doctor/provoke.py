@@ -33,7 +33,7 @@ def fake(**changes: Any) -> Provoke:
 
 
 def told(facts: Gathered) -> Findings:
-    return {finding.name: dataclasses.asdict(finding) for finding in examine(facts)}
+    return {finding.name: finding.as_data() for finding in examine(facts)}
 
 
 def really(*options: str, **how: Any) -> Provoke:

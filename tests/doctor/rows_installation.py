@@ -43,7 +43,7 @@ ROWS: list[Any] = [
         horovod_says("ImportError: libnccl.so.2: cannot open shared object file"),
         "horovod",
         "broken",
-        "--gpu nccl, which uses the NCCL beside torch",
+        "--gpu nccl, which uses the NCCL of torch",
     ),
     (
         "the NCCL of the build is gone, as its file says",
@@ -74,7 +74,7 @@ ROWS: list[Any] = [
     ),
     (
         "Horovod's wheel names the environment in which it was built, which is gone",
-        fake(mpi={"library": dataclasses.replace(MPICH, path=None), "gone": (Path("/gone/lib"),)}),
+        fake(mpi={"library": dataclasses.replace(MPICH, path=None), "missing_folders": (Path("/gone/lib"),)}),
         "libmpi",
         "warning",
         "load the module",
@@ -121,7 +121,7 @@ ROWS: list[Any] = [
         "warning",
         "--gpu nccl",
     ),
-    ("GPUs, and a torch for the CPU", fake(gpu={"devices": 8}), "gpus", "warning", "pip install torch with CUDA"),
+    ("GPUs, and a torch for the CPU", fake(gpu={"devices": 8}), "gpus", "warning", "install a torch with CUDA"),
     (
         "GPUs that a variable hides",
         fake(

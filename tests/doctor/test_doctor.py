@@ -106,7 +106,7 @@ def test_horovod_for_another_torch_is_broken(tmp_path: Path) -> None:
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("broken") and "horovod" in line]
     assert version in line
     assert "another torch" in done.stdout
-    assert "mend: hvdtrain build-horovod" in done.stdout
+    assert "fix: hvdtrain build-horovod" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -135,16 +135,16 @@ def test_lines_say_all_there_is_and_first_what_is_wrong() -> None:
         ["ok", "also"],
     ]
     whole = "\n".join(text)
-    for part in ("more than one rank needs it", "mend: hvdtrain build-horovod", "A_VARIABLE=1", "because: it helps"):
+    for part in ("more than one rank needs it", "fix: hvdtrain build-horovod", "A_VARIABLE=1", "because: it helps"):
         assert part in whole
     for part in ("effect: 10 ms without, 5 with", "kept B_VARIABLE=3 of the environment", "2 would be set: so too"):
         assert part in whole
-    assert "also    shm (what" in whole and "3.0 GiB" not in whole
+    assert "also    shm (details" in whole and "3.0 GiB" not in whole
     assert text[-1] == "1 broken: mpirun; 1 warning: horovod"
 
 
 def test_the_last_line_counts() -> None:
-    assert report.summary(FINDINGS[:1]) == "all is well: 1 checks"
+    assert report.summary(FINDINGS[:1]) == "no problems: 1 checks"
     assert report.summary([FINDINGS[1], FINDINGS[1]]) == "2 warnings: horovod, horovod"
 
 

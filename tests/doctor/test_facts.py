@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import socket
-import struct
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from hvdtrain.doctor.facts import gather
@@ -15,7 +15,7 @@ from hvdtrain.doctor.facts.child import ask
 from hvdtrain.doctor.facts.gpu import gpu_facts
 from hvdtrain.doctor.facts.machine import machine
 from hvdtrain.doctor.facts.network import RdmaPort, network
-from hvdtrain.doctor.facts.storage import mounted, probe, storage
+from hvdtrain.doctor.facts.storage import file_system_type, probe, storage
 from hvdtrain.runtime.environment import RankInfo
 from tests.support.launch import TIMEOUT_S
 
@@ -97,21 +97,21 @@ def test_gpus_are_seen_without_torch(tmp_path: Path) -> None:
     assert (nothing.devices, nothing.on_bus, nothing.driver, nothing.driver_cuda) == (0, 0, None, None)
 
 
-UP, DOWN, NO_LINK, LOOPBACK = 0x1043, 0x1002, 0x1003, 0x49
-FLAGS = {"lo": LOOPBACK, "eth0": UP, "eth1": NO_LINK, "eth2": DOWN, "docker0": UP, "br9": UP}
+def state(up: bool = True, speed: int = 0) -> SimpleNamespace:
+    return SimpleNamespace(isup=up, speed=speed, mtu=1500)
 
 
 def test_the_network_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def kernel(asking: object, what: int, name: bytes) -> bytes:
-        known = name.rstrip(b"\0").decode()
-        if what == 0x8913:
-            return name[:16] + struct.pack("<H", FLAGS[known]) + bytes(100)
-        if known == "eth2":
-            raise OSError("no address")
-        return name[:16] + struct.pack("<HH4B", 2, 0, 10, 0, 0, list(FLAGS).index(known)) + bytes(100)
-
-    monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(FLAGS, 1)))
-    monkeypatch.setattr(fcntl, "ioctl", kernel)
+    states = {"lo": state(), "eth0": state(speed=10000), "eth1": state(up=False), "eth2": state(up=False)}
+    states |= {"docker0": state(speed=10), "br9": state()}
+    addresses = {"lo": "127.0.0.1", "eth0": "10.0.0.1", "eth1": "10.0.0.2", "docker0": "10.0.0.4", "br9": "10.0.0.5"}
+    packet = SimpleNamespace(family=socket.AF_PACKET, address="00:00:00:00:00:01", netmask=None)
+    ipv4 = {
+        name: [packet, SimpleNamespace(family=socket.AF_INET, address=address, netmask="255.255.255.0")]
+        for name, address in addresses.items()
+    }
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: states)
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {**ipv4, "eth2": [packet]})
     route = "Iface Destination Gateway Flags RefCnt Use Metric Mask MTU\n"
     route += "eth1 00000000 0100000A 0003 0 0 200 00000000 0\neth0 00000000 0100000A 0003 0 0 100 00000000 0\n"
     route += "eth2 0000000A 00000000 0001 0 0 0 00FFFFFF 0\n"
@@ -119,6 +119,7 @@ def test_the_network_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         tmp_path,
         {
             "sys/class/net/br9/bridge/x": "",
+            "sys/class/net/eth0/device/x": "",
             "proc/net/route": route,
             "sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n",
             "sys/class/infiniband/mlx5_0/ports/1/link_layer": "InfiniBand\n",
@@ -132,6 +133,8 @@ def test_the_network_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert there["lo"].loopback and not there["eth0"].loopback
     assert [there[name].up for name in ("eth0", "eth1", "eth2")] == [True, False, False]
     assert [there[name].address for name in ("eth0", "eth2")] == ["10.0.0.1", ""]
+    assert [there[name].network for name in ("eth0", "eth2")] == ["10.0.0.0/24", ""]
+    assert [there[name].mbit for name in ("eth0", "docker0")] == [10000, 0], "the speed of hardware only"
     assert [name for name, one in there.items() if one.virtual] == ["docker0", "br9"]
     assert found.rdma == (RdmaPort("mlx5_0", 1, True, "InfiniBand"), RdmaPort("mlx5_1", 1, False, "Ethernet"))
     assert not found.verbs
@@ -157,7 +160,7 @@ MOUNTS = """\
     [("/work", "ext4"), ("/homes", "ext4"), ("/home/me/runs", "lustre"), ("/home/with space/x", "tmpfs")],
 )
 def test_what_is_mounted_last_and_deepest_is_what_a_folder_is_on(folder: str, kind: str) -> None:
-    assert mounted(Path(folder), MOUNTS) == kind
+    assert file_system_type(Path(folder), MOUNTS) == kind
 
 
 def test_a_folder_is_measured_and_nothing_stays_there(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.doctor.facts.installation import needed
+from hvdtrain.doctor.facts.installation import find_linked
 from hvdtrain.doctor.facts.mpi import MpiFacts, mpi_facts
 from hvdtrain.runtime.environment import RankInfo
 from tests.runtime.libraries import horovod, open_mpi, write_library
@@ -23,7 +23,7 @@ def test_folders_of_the_build_that_are_gone(monkeypatch: pytest.MonkeyPatch, tmp
     found = facts_of(monkeypatch, horovod(tmp_path, runpath="/gone/lib:/usr", soname="libmpi.so.12"))
     assert found.library is not None
     if found.library.path is None:  # this machine has no MPICH
-        assert found.gone == (Path("/gone/lib"),)
+        assert found.missing_folders == (Path("/gone/lib"),)
     assert found.mpirun is None and not found.horovodrun
 
 
@@ -36,7 +36,7 @@ def test_an_mpi_is_seen_from_all_its_sides(monkeypatch: pytest.MonkeyPatch, tmp_
     found = facts_of(monkeypatch, library, {"OPAL_PREFIX": str(tmp_path / "link")})
     assert found.file == libmpi and found.prefix == tmp_path / "real"
     assert found.programs == tmp_path / "real/bin"
-    assert found.ucx is False and found.gone == ()
+    assert found.ucx is False and found.missing_folders == ()
     (libmpi.parent / "openmpi").mkdir()
     (libmpi.parent / "openmpi/mca_pml_ucx.so").touch()
     assert facts_of(monkeypatch, library).ucx is True
@@ -52,13 +52,13 @@ def test_an_nccl_that_is_gone(tmp_path: Path) -> None:
     write_library(tmp_path / "here/libnccl.so.2", [])
     there = write_library(tmp_path / "a.so", ["libc.so.6", "libnccl.so.2"], runpath=f"{tmp_path}/here")
     gone = write_library(tmp_path / "b.so", ["libnccl.so.2"], runpath=f"{tmp_path}/gone")
-    found, missing = needed(there, "libnccl.so", {}), needed(gone, "libnccl.so", {})
+    found, missing = find_linked(there, "libnccl.so", {}), find_linked(gone, "libnccl.so", {})
     assert found is not None and found.path == tmp_path / "here/libnccl.so.2"
     assert missing is not None and missing.folders == (tmp_path / "gone",)
     if missing.path:  # this machine has one of its own
         assert not missing.path.is_relative_to(tmp_path)
-    assert needed(write_library(tmp_path / "c.so", ["libc.so.6"]), "libnccl.so", {}) is None
-    assert needed(None, "libnccl.so", {}) is None
+    assert find_linked(write_library(tmp_path / "c.so", ["libc.so.6"]), "libnccl.so", {}) is None
+    assert find_linked(None, "libnccl.so", {}) is None
 
 
 def test_a_rank_of_another_mpi_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

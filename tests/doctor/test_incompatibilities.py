@@ -34,14 +34,14 @@ SAID = {
     "the rendezvous server of horovodrun --gloo listens to all": "replace the ranks' addresses",
     "horovodrun --gloo writes secrets on command lines": "HF_TOKEN",
     "an upgraded torch gives undefined symbols": "built for another torch",
-    "bf16, which Horovod does not know": "a route of our own",
+    "bf16, which Horovod does not know": "exchanges bf16 gradients itself",
     "Horovod's wheel names the environment in which it was built, which is gone": "/gone/lib",
     "a Timeline that was never switched off": "HOROVOD_TIMELINE=/tmp/timeline.json",
     "an interface that is not there": "NCCL_SOCKET_IFNAME names =ib7",
     "an interface that is not there, in a site's file": "names ib0",
     "torch was changed after the build": "torch 1.13.0+cu117",
     "mpirun of a wheel needs its prefix between hosts": "--prefix /venv",
-    "more ranks than cores": "quota gives of 64",
+    "more ranks than cores": "the machine has 64",
     "a host name that does not resolve": "nobody-knows-me does not resolve",
 }
 """Words of the finding itself, where its name and cure could be those of another."""

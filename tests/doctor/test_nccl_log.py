@@ -84,7 +84,7 @@ def test_without_a_log_nothing_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "name", "level", "said", "mend"),
+    ("text", "name", "level", "said", "fix"),
     [
         ("nothing of interest", "nccl_log", "warning", "nccl.log", "NCCL_DEBUG=INFO"),
         (HEAD + "NCCL version 2.18.3+cuda12.1", "nccl_version", "broken", "2.29.2, 2.18.3", "same torch"),
@@ -101,12 +101,18 @@ def test_without_a_log_nothing_is_said() -> None:
         ),
         (HEAD + INFINIBAND.replace("(1)/GDRDMA", "(1)"), "nccl_gpudirect", "warning", "1 of 2", "nvidia_peermem"),
         (HEAD + COPIES, "nccl_peers", "warning", "NCCL_P2P_DISABLE is set", "unset NCCL_P2P_DISABLE"),
-        (COPIES.replace("to 1", "to 0"), "nccl_peers", "warning", "1 connections by shared memory", "nvidia-smi topo"),
+        (
+            COPIES.replace("to 1", "to 0"),
+            "nccl_peers",
+            "warning",
+            "1 connections through shared memory",
+            "nvidia-smi topo",
+        ),
         (
             "a:1:2 [0] NCCL INFO P2P is disabled between connected GPUs 0 and 1. You can repress this message",
             "nccl_peers",
             "warning",
-            "may not use it",
+            "that it may not use",
             "ACS",
         ),
         (
@@ -118,15 +124,15 @@ def test_without_a_log_nothing_is_said() -> None:
         ),
         ("a:1:2 [0] NCCL WARN Call to connect returned Connection refused", "nccl_warnings", "broken", "", "IFNAME"),
         ("a:1:2 [0] NCCL WARN Call to ibv_reg_mr failed", "nccl_warnings", "broken", "ibv_reg_mr", "ulimit -l"),
-        ("a:1:2 [1] NCCL WARN Duplicate GPU detected : rank 0", "nccl_warnings", "broken", "", "as it has GPUs"),
+        ("a:1:2 [1] NCCL WARN Duplicate GPU detected : rank 0", "nccl_warnings", "broken", "", "than it has GPUs"),
         ("a:1:2 [1] NCCL WARN Message truncated : received 1024 bytes", "nccl_warnings", "broken", "", "same torch"),
         ("a:1:2 [1] NCCL WARN nobody knows this one", "nccl_warnings", "broken", "nobody knows", "first warning"),
     ],
 )
-def test_what_is_wrong_is_named(text: str, name: str, level: str, said: str, mend: str) -> None:
+def test_what_is_wrong_is_named(text: str, name: str, level: str, said: str, fix: str) -> None:
     found = judged(text)
     assert found[name][0] == level
-    assert said in found[name][1] and mend in found[name][2]
+    assert said in found[name][1] and fix in found[name][2]
 
 
 def test_a_log_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,10 +78,10 @@ def with_nccl(version: str) -> dict[str, Any]:
         ("half", "and fp16 as fp32", {}),
         ("gpudirect", "without GDRCopy", {"network": {"rdma": IB}, "installation": GPUS, "gpu": {"peer_memory": True}}),
         ("rdma", "mlx5_0:1 InfiniBand, active", {"network": {"rdma": IB}}),
-        ("host_name", "of no matter on one host", {"network": {"addresses": ("127.0.1.1", "::1")}}),
+        ("host_name", "harmless on one host", {"network": {"addresses": ("127.0.1.1", "::1")}}),
         ("host_name", "10.0.0.1", {"network": {"addresses": ("127.0.1.1", "10.0.0.1")}, "info": HOSTS}),
         ("interfaces", "docker0", {"network": {"interfaces": (LO, ETH0, DOCKER0)}}),
-        ("interfaces", "eth0 10.0.0.1 (way out)", {"info": HOSTS}),
+        ("interfaces", "eth0 10.0.0.1 (default route)", {"info": HOSTS}),
         (
             "interfaces",
             "docker0",
@@ -100,7 +100,7 @@ def with_nccl(version: str) -> dict[str, Any]:
 )
 def test_it_is_well(name: str, said: str, changes: dict[str, Any]) -> None:
     found = finding(name, changed(**changes))
-    assert (found.level, found.mend) == ("ok", "")
+    assert (found.level, found.fix) == ("ok", "")
     assert said in f"{found.found} {found.why}"
 
 
@@ -194,12 +194,12 @@ def test_it_is_not_spoken_of(name: str, changes: dict[str, Any]) -> None:
         ("run_dir", "warning", "in memory", {"storage": {"answer": Answer(DISK | {"type": "tmpfs"})}}),
         ("run_dir", "broken", "read-only", {"storage": {"answer": Answer(DISK | {"problem": "read-only"})}}),
         ("shm", "warning", "no /dev/shm", {"machine": {"shm_bytes": None, "shm_free_bytes": None}}),
-        ("shm", "warning", "does without shared memory", {"machine": {"shm_free_bytes": 7 << 20}}),
-        ("btl", "warning", "by TCP", {"mpi": {"site": {"OMPI_MCA_btl": ("^vader,sm", Path("/etc/x"))}}}),
+        ("shm", "warning", "falls back to TCP", {"machine": {"shm_free_bytes": 7 << 20}}),
+        ("btl", "warning", "over TCP", {"mpi": {"site": {"OMPI_MCA_btl": ("^vader,sm", Path("/etc/x"))}}}),
         ("host_name", "warning", "does not resolve", {"network": {"addresses": ()}}),
         ("host_name", "broken", "does not resolve", {"network": {"addresses": ()}, "info": GLOO}),
         ("binding", "warning", "its share is 4", {"machine": {"host": HostFacts(8, 1)}}),
-        ("controller", "broken", "by mpi", {"environ": {"HOROVOD_CONTROLLER": "gloo"}}),
+        ("controller", "broken", "for mpi", {"environ": {"HOROVOD_CONTROLLER": "gloo"}}),
         ("secrets", "warning", "HF_TOKEN", {"info": GLOO, "environ": {**RENDEZVOUS, "HF_TOKEN": "x", "A": "y"}}),
         ("launcher_variables", "broken", "of 4", {"info": GLOO, "environ": {**OMPI, "OMPI_COMM_WORLD_SIZE": "4"}}),
         (
@@ -216,11 +216,11 @@ def test_it_is_not_spoken_of(name: str, changes: dict[str, Any]) -> None:
 )
 def test_the_other_side_of_each_limit(name: str, level: str, said: str, changes: dict[str, Any]) -> None:
     found = finding(name, changed(**changes))
-    assert found.level == level and said in f"{found.found} {found.why}" and found.mend
+    assert found.level == level and said in f"{found.found} {found.why}" and found.fix
 
 
 def test_how_full_shared_memory_is_decides_what_is_said() -> None:
     some, little = (finding("shm", changed(machine={"shm_free_bytes": count})) for count in (100 << 20, 7 << 20))
     container = finding("shm", changed(machine={"shm_bytes": 64 << 20, "shm_free_bytes": 64 << 20}))
     assert "Open MPI" in little.why and "Open MPI" not in some.why
-    assert "rm what is left" in some.mend and "rm what is left" not in container.mend
+    assert "remove the files" in some.fix and "remove the files" not in container.fix

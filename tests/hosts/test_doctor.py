@@ -31,7 +31,7 @@ def test_doctor_names_what_one_host_would_not_mind(hosts: TwoHosts) -> None:
     found = {check["name"]: check for check in said["checks"]}
     assert said["rank"]["host"] == "a" and said["rank"]["local_size"] == 1
     assert f"{LINK} {hosts.a.address}" in found["interfaces"]["found"]
-    assert "docker0" in found["interfaces"]["found"].partition("this host alone:")[2]
+    assert "docker0" in found["interfaces"]["found"].partition("this host only:")[2]
     assert found["named_interfaces"]["level"] == "broken"
     assert LINK in found["named_interfaces"]["mend"] and "docker0" not in found["named_interfaces"]["mend"]
     assert hosts.a.address in found["host_name"]["found"]

@@ -57,14 +57,14 @@ def test_two_hosts_that_are_alike(hosts: TwoHosts, tmp_path: Path) -> None:
     assert found["hosts"]["found"] == "a, b"
     assert {"hvdtrain", "python", "torch", "horovod", "libmpi", "mpirun", "cores", "clocks"} <= found.keys()
     assert found["folder"]["found"] == f"{tmp_path}, shared" and not list(tmp_path.iterdir())
-    assert found["connections"]["found"].startswith("each host reaches each other, 2 way(s)")
+    assert found["connections"]["found"].startswith("each host reaches all others (2 connections)")
     assert (found["interface"]["found"], found["mtu"]["found"]) == (LINK, "1500")
     until(lambda: not _probes(hosts), "no process of doctor's is left")
 
 
 def _probes(hosts: TwoHosts) -> list[list[str]]:
     commands = map(command_of, hosts.a.processes() | hosts.b.processes())
-    return [words for words in commands if any("doctor.hosts.probe" in word for word in words)]
+    return [words for words in commands if any("doctor.hosts.host_probe" in word for word in words)]
 
 
 def test_each_way_in_which_ssh_fails_is_told_with_its_cure(hosts: TwoHosts) -> None:
@@ -75,16 +75,16 @@ def test_each_way_in_which_ssh_fails_is_told_with_its_cure(hosts: TwoHosts) -> N
     said = doctor(hosts.a, "--hosts", names, "--ssh-option=-F", f"--ssh-option={CONFIG}")
     found = checks(said)
     assert found["hosts"]["found"] == "a, b", "the others are compared all the same"
-    for name, why, mend in (
+    for name, why, fix in (
         ("nowhere", "no address", "/etc/hosts"),
         ("refused", "no ssh server on that port", "--ssh-port"),
-        ("unknown", "not known here", "ssh unknown true"),
-        ("changed", "not the one that is known", f"ssh-keygen -R changed -f {OWN}/wrong_hosts"),
-        ("denied", "does not let this user in", "ssh-copy-id denied"),
-        ("silent", "nothing comes back", "ping silent"),
+        ("unknown", "is not known", "ssh unknown true"),
+        ("changed", "differs from the known one", f"ssh-keygen -R changed -f {OWN}/wrong_hosts"),
+        ("denied", "does not accept this user", "ssh-copy-id denied"),
+        ("silent", "no answer", "ping silent"),
     ):
         finding = found[f"ssh {name}"]
-        assert finding["level"] == "broken" and why in finding["why"] and mend in finding["mend"], finding
+        assert finding["level"] == "broken" and why in finding["why"] and fix in finding["mend"], finding
     assert found["connections"]["level"] == "ok"
 
 
@@ -103,14 +103,14 @@ def test_a_firewall_that_drops_connections_is_told_from_all_else(hosts: TwoHosts
     finding = found["connections"]
     assert finding["level"] == "broken"
     assert finding["found"] == f"a to b ({hosts.b.address})", "the other direction is open"
-    assert found["probe"]["found"] == "without a", "it would hang"
+    assert found["probe"]["found"] == "not measured: a", "it would hang"
     assert "firewall" in finding["why"] and "10.77.0.0/24" in finding["mend"]
 
 
 def test_a_folder_of_each_host_alone_is_no_shared_one(hosts: TwoHosts) -> None:
     found = checks(doctor(hosts.a, "--hosts", "a,b", cwd=OWN))
     assert found["folder"]["level"] == "warning"
-    assert found["folder"]["found"].endswith("not shared") and found["folder"]["why"].startswith("b: ")
+    assert found["folder"]["found"].endswith("not shared") and found["folder"]["why"].startswith("b cannot see ")
 
 
 def test_packets_of_another_size_are_named(hosts: TwoHosts) -> None:
@@ -154,7 +154,7 @@ def test_links_are_measured_by_mpi_as_fast_as_they_are(hosts: TwoHosts, rate: in
 def test_without_mpi_links_are_measured_by_tcp(hosts: TwoHosts, tmp_path: Path) -> None:
     """As if mpi4py were not there: a slow way back is told from a fast way there."""
     program = (
-        "import sys; from hvdtrain.doctor.links import start_probe as s; s.cannot = lambda *_: 'no mpi4py'\n"
+        "import sys; from hvdtrain.doctor.links import start_probe as s; s.obstacle = lambda *_: 'no mpi4py'\n"
         "from hvdtrain.__main__ import main; sys.exit(main(sys.argv[1:]))"
     )
     slow = ("tbf", "rate", "100mbit", "burst", "256kb", "latency", "50ms")

@@ -468,9 +468,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # doctor
     _missed(
-        "doctor/hosts/alike.py",
-        "if said.fabric and said.locked_bytes >= 0}",
-        "if said.locked_bytes >= 0}",
+        "doctor/hosts/comparisons.py",
+        "if facts.fabric and facts.locked_bytes >= 0}",
+        "if facts.locked_bytes >= 0}",
         "doctor warns of locked memory where only TCP is used",
         "tests/doctor/hosts/test_checks.py",
     ),

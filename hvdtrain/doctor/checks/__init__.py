@@ -1,4 +1,4 @@
-"""The checks: each a small function of what was gathered, and a line in `CHECKS`."""
+"""The checks. Each is a function of the gathered facts and one line in `CHECKS`."""
 
 from __future__ import annotations
 
@@ -68,5 +68,5 @@ CHECKS: tuple[Callable[[Gathered], Finding | None], ...] = (
 
 
 def examine(facts: Gathered) -> list[Finding]:
-    """Run all checks; one that does not apply gives nothing."""
+    """Run all checks and return their findings. A check that does not apply returns None."""
     return [finding for check in CHECKS if (finding := check(facts)) is not None]

@@ -1,4 +1,4 @@
-"""Whether what is installed in this Python fits together."""
+"""Checks of the packages in this Python environment."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _RUNTIME = {
 _IMPORT_ERRORS = (
     (
         r"undefined symbol",
-        "it was built for another torch (or compiler): torch is not checked when Horovod is loaded",
+        "it was built for another torch or with another compiler; Horovod does not check torch when it loads",
         BUILD_COMMAND,
     ),
     (
         r"libnccl\S*: cannot open",
-        "the NCCL that it was built with is gone: HOROVOD_NCCL_HOME named a folder that has to last",
-        f"{BUILD_COMMAND} --gpu nccl, which uses the NCCL beside torch",
+        "the NCCL that it was built with is missing: the folder of HOROVOD_NCCL_HOME must not be removed",
+        f"{BUILD_COMMAND} --gpu nccl, which uses the NCCL of torch",
     ),
     (
         r"lib(mpi|open-)\S*: cannot open",
-        "the MPI that it was built with is not found: its module is not loaded, or its environment is gone",
-        f"load the module of that MPI; or for the one that is here: {BUILD_COMMAND}",
+        "the MPI that it was built with is missing: its module is not loaded, or its environment was removed",
+        f"load the module of that MPI; or rebuild for the MPI of this machine: {BUILD_COMMAND}",
     ),
-    (r"lib(cuda|cu\w+)\S*: cannot open", "it was built with CUDA, which is not found here", BUILD_COMMAND),
+    (r"lib(cuda|cu\w+)\S*: cannot open", "it was built with CUDA, which is missing here", BUILD_COMMAND),
     (
         r"lib(torch|c10)\S*: cannot open",
-        "it was built for a torch with other libraries, most often one with CUDA",
+        "it was built for a torch with other libraries, usually one with CUDA",
         BUILD_COMMAND,
     ),
     (
@@ -47,108 +47,108 @@ _IMPORT_ERRORS = (
     (r"No module named 'distutils", "Python 3.12 and newer have no distutils", "pip install setuptools"),
     (
         r"has not been built|Extension \S+ has not",
-        "it was built without PyTorch, as by pip install horovod with no torch in sight",
+        "it was built without PyTorch, because torch was not visible to pip install horovod",
         BUILD_COMMAND,
     ),
 )
-"""Of errors by which importing Horovod ends: a pattern, what it means, what mends it."""
+"""Errors of importing Horovod: pattern, cause, fix."""
 
 
 def hvdtrain(facts: Gathered) -> Finding:
-    """Name the version of this package and of the interpreter."""
+    """Report the versions of hvdtrain and Python."""
     version, python = facts.installation.packages["hvdtrain"], facts.machine.system["python"]
-    return Finding("hvdtrain", "ok", f"{version or 'not installed,'} on Python {python}")
+    return Finding("hvdtrain", "ok", f"{version or 'not installed'} on Python {python}")
 
 
 def torch(facts: Gathered) -> Finding:
-    """Import torch."""
+    """Check that torch can be imported."""
     answer = facts.installation.torch
     if answer.error:
         return Finding("torch", "broken", answer.error, "torch cannot be imported", "pip install torch")
     values = answer.values
     cuda = f"CUDA {values['cuda']}" if values["cuda"] else "CPU only"
-    return Finding("torch", "ok", f"{values['version']}, {cuda}, {values['threads']} threads in one process")
+    return Finding("torch", "ok", f"{values['version']}, {cuda}, {values['threads']} threads per process")
 
 
 def horovod(facts: Gathered) -> Finding:
-    """Import Horovod, built for this torch."""
+    """Check that Horovod is built for this torch and can be imported."""
     record, answer = facts.installation.record, facts.installation.horovod
     if record is None:
-        why = "more than one rank needs it; one process trains without"
+        why = "a job of several ranks needs it; a single process does not"
         return Finding("horovod", "warning", "not installed", why, BUILD_COMMAND)
     if facts.installation.mismatch:
         why = " ".join(facts.installation.mismatch.split())
         return Finding("horovod", "broken", record.version, why, BUILD_COMMAND)
     if answer.error:
-        why, mend = _why_not(answer.error)
-        return Finding("horovod", "broken", record.version, f"cannot be imported: {answer.error}{why}", mend)
+        why, fix = _explain_import_error(answer.error)
+        return Finding("horovod", "broken", record.version, f"cannot be imported: {answer.error}{why}", fix)
     parts = ", ".join(name for key, name in _NAMES.items() if answer.values[key])
     target = f", built for {record.torch}" if record.torch else ""
-    return Finding("horovod", "ok", f"{record.version} with {parts}{target}", _changes(record))
+    return Finding("horovod", "ok", f"{record.version} with {parts}{target}", _features(record))
 
 
-def _why_not(error: str) -> tuple[str, str]:
+def _explain_import_error(error: str) -> tuple[str, str]:
     if missing := re.search(r"No module named '(\w+)", error):
         package = _RUNTIME.get(missing[1])
         if package:
-            return "; Horovod does not name all that it needs", f"pip install {package}"
-    for pattern, why, mend in _IMPORT_ERRORS:
+            return "; Horovod does not declare this dependency", f"pip install {package}"
+    for pattern, why, fix in _IMPORT_ERRORS:
         if re.search(pattern, error):
-            return f"; {why}", mend
+            return f"; {why}", fix
     return "", BUILD_COMMAND
 
 
-def _changes(record: BuildRecord) -> str:
+def _features(record: BuildRecord) -> str:
     parts = {
-        "the writer of its Timeline sleeps when idle": record.quiet,
-        "its threads wake when there is something to do": record.prompt,
-        "its faults at ranks that are lost or join are mended": record.mended,
+        "its Timeline thread sleeps when idle": record.quiet,
+        "its threads wake as soon as there is work": record.prompt,
+        "its bugs with lost and joining ranks are fixed": record.mended,
     }
-    return ", ".join(text for text, is_so in parts.items() if is_so)
+    return ", ".join(text for text, applies in parts.items() if applies)
 
 
 def stock_build(facts: Gathered) -> Finding | None:
-    """Say what a Horovod lacks that was built by other means, or by an older version of ours."""
+    """Report what a Horovod lacks that `hvdtrain build-horovod` of this version did not build."""
     record = facts.installation.record
     if record is None or facts.installation.horovod.error or (record.quiet and record.prompt and record.mended):
         return None
     lacks = {
-        "a thread of rank 0 spins wherever a Timeline is made possible": not record.quiet,
-        "its threads look for work once a millisecond, and who waits spins": not record.prompt,
-        "when a rank is lost or joins, another one may wait until a timeout, deadlock or crash": not record.mended,
+        "a thread of rank 0 keeps a core busy whenever the Timeline is enabled": not record.quiet,
+        "its threads poll for work once per millisecond, and waiting threads keep a core busy": not record.prompt,
+        "when a rank is lost or joins, other ranks may wait for a timeout, deadlock or crash": not record.mended,
     }
-    why = "; ".join(text for text, is_so in lacks.items() if is_so)
-    return Finding("horovod_build", "warning", "not as hvdtrain builds it now", why, BUILD_COMMAND)
+    why = "; ".join(text for text, applies in lacks.items() if applies)
+    return Finding("horovod_build", "warning", "not built by this version of hvdtrain", why, BUILD_COMMAND)
 
 
 def distutils(facts: Gathered) -> Finding | None:
-    """See that horovodrun finds distutils, which Python lacks from 3.12 on."""
+    """Check that horovodrun finds distutils, which Python 3.12 removed."""
     installed = facts.installation
     if installed.record is None or installed.python < (3, 12) or installed.distutils:
         return None
     major, minor = installed.python
-    why = "horovodrun and Horovod's build import it; setuptools brings it"
-    return Finding("distutils", "warning", f"not in Python {major}.{minor}", why, "pip install setuptools")
+    why = "horovodrun and the build of Horovod import it; setuptools provides it"
+    return Finding("distutils", "warning", f"missing in Python {major}.{minor}", why, "pip install setuptools")
 
 
 def packages(facts: Gathered) -> Finding:
-    """See that the default task's packages are there."""
-    there = facts.installation.packages
-    found = ", ".join(f"{name} {there[name] or 'not installed'}" for name in ("transformers", "numpy"))
-    if there["transformers"] is None:
+    """Check that the packages of the default task are installed."""
+    versions = facts.installation.packages
+    found = ", ".join(f"{name} {versions[name] or 'not installed'}" for name in ("transformers", "numpy"))
+    if versions["transformers"] is None:
         why = "the task language_model needs it"
         return Finding("packages", "warning", found, why, "pip install 'hvdtrain[lm]'")
     return Finding("packages", "ok", found)
 
 
 def torch_files(facts: Gathered) -> Finding | None:
-    """Name a torch whose ``torch.load(weights_only=True)`` runs code of the file's maker."""
+    """Warn of a torch with a ``torch.load(weights_only=True)`` that can execute code from the file."""
     version = re.match(r"(\d+)\.(\d+)", str(facts.installation.torch.values.get("version", "")))
     if version is None or (int(version[1]), int(version[2])) >= (2, 10):
         return None
     why = (
-        "torch.load(weights_only=True) of versions before 2.10 can run code that stands in the file (CVE-2026-24747);"
-        " hvdtrain loads no such files, your own task may"
+        "before version 2.10, torch.load(weights_only=True) can execute code from the file (CVE-2026-24747);"
+        " hvdtrain loads no such files, but your task may"
     )
-    mend = f"pip install 'torch>=2.10', then {BUILD_COMMAND}"
-    return Finding("torch_load", "warning", f"torch {version[0]}", why, mend)
+    fix = f"pip install 'torch>=2.10', then {BUILD_COMMAND}"
+    return Finding("torch_load", "warning", f"torch {version[0]}", why, fix)

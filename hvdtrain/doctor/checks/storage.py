@@ -1,4 +1,4 @@
-"""Whether the folder that runs are written to serves."""
+"""Checks of the run folder: space, speed, and sharing between hosts."""
 
 from __future__ import annotations
 
@@ -8,61 +8,71 @@ from hvdtrain.doctor.facts import Gathered
 from hvdtrain.doctor.finding import Finding
 
 _GIB = 1 << 30
-_LITTLE, _SLOW_MIB_PER_S, _SLOW_SYNC_MS = _GIB, 20, 250
+_LITTLE_BYTES, _SLOW_MIB_PER_S, _SLOW_SYNC_MS = _GIB, 20, 250
 _ON_SERVERS = re.compile(
     r"nfs4?|lustre|beegfs|gpfs|wekafs|ceph|cifs|smb3|smbfs|glusterfs|afs|pvfs2|orangefs|panfs|9p|virtiofs"
     r"|fuse\.(glusterfs|sshfs|juicefs|s3fs|gcsfuse|ceph|beegfs)"
 )
-"""Types of file systems that several hosts can see."""
+"""Types of file systems that several hosts can mount."""
 _IN_MEMORY = frozenset(("tmpfs", "ramfs"))
 
 
 def run_dir(facts: Gathered) -> Finding:
-    """See that the folder can be written to and has room."""
+    """Check that the run folder is writable and has enough space."""
     wanted, answer = facts.storage.wanted, facts.storage.answer
     if answer.error:
-        why = f"looking at it ended so: {answer.error}; a file server that hangs stops every save"
-        return Finding("run_dir", "broken", wanted, why, "df on that folder; --run_dir on another file system")
+        why = f"checking it failed: {answer.error}; a file server that hangs blocks every save"
+        return Finding(
+            "run_dir", "broken", wanted, why, "run df on that folder; or use --run_dir on another file system"
+        )
     values = answer.values
     folder, kind, free = values["folder"], values["type"], int(values["free_bytes"])
     found = f"{folder} ({kind}), {free / _GIB:.1f} GiB free"
     if problem := values.get("problem"):
-        return Finding("run_dir", "broken", found, f"cannot be written to: {problem}", "--run_dir in another folder")
-    if free < _LITTLE:
-        why = "a checkpoint of a model with AdamW takes 12 bytes a parameter, and several are kept"
-        return Finding("run_dir", "warning", found, why, "free some, --run_dir on another disk, or --checkpoint.keep 1")
+        return Finding(
+            "run_dir", "broken", found, f"it is not writable: {problem}", "use --run_dir with another folder"
+        )
+    if free < _LITTLE_BYTES:
+        why = "a checkpoint with AdamW takes 12 bytes per parameter, and several are kept"
+        return Finding(
+            "run_dir", "warning", found, why, "free some space, or use --run_dir on another disk or --checkpoint.keep 1"
+        )
     if kind in _IN_MEMORY:
-        why = "it is in memory: runs and checkpoints are gone when the machine starts anew, and they take its memory"
-        return Finding("run_dir", "warning", found, why, "--run_dir on a disk")
+        why = "it is in memory: checkpoints take memory and are lost when the machine reboots"
+        return Finding("run_dir", "warning", found, why, "use --run_dir on a disk")
     return Finding("run_dir", "ok", found)
 
 
 def run_dir_speed(facts: Gathered) -> Finding | None:
-    """See how fast data gets onto the disk."""
+    """Check the write speed of the run folder."""
     values = facts.storage.answer.values
     if "mib_per_s" not in values:
         return None
     rate, sync_ms = float(values["mib_per_s"]), float(values["sync_ms"])
-    found = f"{rate:.0f} MiB/s onto the disk, {sync_ms:.1f} ms for one byte"
+    found = f"{rate:.0f} MiB/s written and synced, {sync_ms:.1f} ms for one byte"
     if rate >= _SLOW_MIB_PER_S and sync_ms < _SLOW_SYNC_MS:
         return Finding("run_dir_speed", "ok", found, minor=True)
-    why = "checkpoints are written beside training, but the next one waits for the one before"
-    mend = "--run_dir on a faster file system, or --checkpoint.every larger"
-    return Finding("run_dir_speed", "warning", found, why, mend)
+    why = "checkpoints are written in the background, but each one waits for the previous one"
+    fix = "use --run_dir on a faster file system, or a larger --checkpoint.every"
+    return Finding("run_dir_speed", "warning", found, why, fix)
 
 
 def run_dir_shared(facts: Gathered) -> Finding | None:
-    """See that a job of several hosts writes where all of them can read."""
+    """Check that all hosts of a job share the run folder."""
     values = facts.storage.answer.values
     if facts.info.one_host or "type" not in values:
         return None
     kind = str(values["type"])
     if _ON_SERVERS.fullmatch(kind):
-        return Finding("run_dir_shared", "ok", f"{kind}: a file server's", minor=True)
+        return Finding("run_dir_shared", "ok", f"{kind}: a file system for several hosts", minor=True)
     why = (
-        "the ranks are on several hosts: rank 0 then writes alone what all could write together, and the run goes on"
-        " only where rank 0 is on this host again"
+        "the job has several hosts: rank 0 then writes all checkpoints alone, and a resumed run needs rank 0 on this"
+        " host"
     )
     return Finding(
-        "run_dir_shared", "warning", f"{kind}: this host's own", why, "--run_dir on a file system of all hosts"
+        "run_dir_shared",
+        "warning",
+        f"{kind}: local to this host",
+        why,
+        "use --run_dir on a file system that all hosts mount",
     )

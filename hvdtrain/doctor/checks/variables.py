@@ -1,4 +1,4 @@
-"""Variables that somebody set for another purpose and that are still there. Our own settings yield to them."""
+"""Checks of environment variables that slow training down. They take precedence over the settings of hvdtrain."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvdtrain.doctor.finding import Finding
 
 @dataclass(frozen=True)
 class Leftover:
-    """A variable that does harm: ``hurts`` its value, or with `only_gpu` that value where there are GPUs."""
+    """A harmful variable: ``hurts`` tells whether its value harms; with `only_gpu`, only on machines with GPUs."""
 
     name: str
     hurts: Callable[[str], bool]
@@ -39,34 +39,41 @@ _LEFTOVERS = (
     Leftover(
         "HOROVOD_TIMELINE",
         _on,
-        "a thread of rank 0 is busy, GPUs are waited for at each exchange, and a file gets gigabytes in a long run",
+        "a thread of rank 0 is busy, each exchange waits for the GPU, and a long run writes a file of gigabytes",
     ),
-    Leftover("HOROVOD_LOG_LEVEL", _one_of("trace", "debug"), "Horovod writes lines for each tensor of each step"),
+    Leftover("HOROVOD_LOG_LEVEL", _one_of("trace", "debug"), "Horovod logs every tensor of every step"),
     Leftover(
         "HOROVOD_FUSION_THRESHOLD",
         _other_than("0"),
-        "gradients lie in flat buckets already: Horovod copies them twice more, and timing decides what it sums first",
+        "gradients are already in flat buckets: Horovod copies them twice more, and sums depend on timing",
     ),
-    Leftover("HOROVOD_CACHE_CAPACITY", _one_of("0"), "all ranks negotiate each tensor anew in each step"),
-    Leftover("HOROVOD_AUTOTUNE", _on, "its trials make steps slower, and its measure is off by some 8%"),
+    Leftover("HOROVOD_CACHE_CAPACITY", _one_of("0"), "all ranks negotiate every tensor again in every step"),
+    Leftover("HOROVOD_AUTOTUNE", _on, "its trials slow steps down, and its measurement is off by about 8%"),
     Leftover(
         "HOROVOD_ENABLE_ASYNC_COMPLETION",
         _on,
-        "the device's default stream then waits for each exchange, and backward runs on it",
+        "the default stream of the device, which runs backward, waits for each exchange",
         only_gpu=True,
     ),
-    Leftover("THP_MEM_ALLOC_ENABLE", _off, "an exchange of 33.5 MB takes 4.9 to 5.4 ms, with huge pages 3.5 to 3.7"),
-    Leftover("CUDA_LAUNCH_BLOCKING", _on, "each kernel is waited for: nothing overlaps", only_gpu=True),
-    Leftover("NCCL_P2P_DISABLE", _on, "GPUs of one host exchange by its memory, not by their link", only_gpu=True),
-    Leftover("NCCL_SHM_DISABLE", _on, "GPUs of one host without a link exchange by the network", only_gpu=True),
-    Leftover("NCCL_IB_DISABLE", _on, "hosts exchange by TCP and the CPU, not by InfiniBand or RoCE", only_gpu=True),
-    Leftover("NCCL_NET_GDR_LEVEL", _one_of("0", "loc"), "network cards do not reach GPU memory", only_gpu=True),
-    Leftover("NCCL_DEBUG", _one_of("trace"), "NCCL writes lines for each call", only_gpu=True),
+    Leftover("THP_MEM_ALLOC_ENABLE", _off, "exchanges of large tensors take 1.4 times as long as with huge pages"),
+    Leftover("CUDA_LAUNCH_BLOCKING", _on, "the CPU waits for each kernel: nothing overlaps", only_gpu=True),
+    Leftover(
+        "NCCL_P2P_DISABLE",
+        _on,
+        "GPUs of one host exchange data through host memory instead of their link",
+        only_gpu=True,
+    ),
+    Leftover("NCCL_SHM_DISABLE", _on, "GPUs of one host without a link exchange data over the network", only_gpu=True),
+    Leftover("NCCL_IB_DISABLE", _on, "hosts exchange data over TCP instead of InfiniBand or RoCE", only_gpu=True),
+    Leftover(
+        "NCCL_NET_GDR_LEVEL", _one_of("0", "loc"), "network cards cannot access GPU memory directly", only_gpu=True
+    ),
+    Leftover("NCCL_DEBUG", _one_of("trace"), "NCCL logs every call", only_gpu=True),
 )
 
 
 def leftovers(facts: Gathered) -> Finding | None:
-    """Name variables that make training slow, or fill the disk."""
+    """Warn of variables that slow training down or fill the disk."""
     gpus = bool(facts.installation.torch.values.get("gpus"))
     found = [
         (leftover, facts.environ[leftover.name])
@@ -82,13 +89,13 @@ def leftovers(facts: Gathered) -> Finding | None:
 
 
 def shared_memory_off(facts: Gathered) -> Finding | None:
-    """See that Open MPI may use shared memory between ranks of a host."""
+    """Check that Open MPI may use shared memory between ranks of a host."""
     value = facts.environ.get("OMPI_MCA_btl") or facts.mpi.site.get("OMPI_MCA_btl", ("", None))[0]
     library = facts.mpi.library
     if not value or library is None or library.family != "openmpi" or _allows_shared_memory(value):
         return None
-    why = "ranks of one host talk by TCP, as if they were on two"
-    return Finding("btl", "warning", f"OMPI_MCA_btl={value}", why, "OMPI_MCA_btl=^openib, or unset it")
+    why = "ranks on one host communicate over TCP instead of shared memory"
+    return Finding("btl", "warning", f"OMPI_MCA_btl={value}", why, "set OMPI_MCA_btl=^openib, or unset it")
 
 
 def _allows_shared_memory(value: str) -> bool:

@@ -1,4 +1,4 @@
-"""What the checks look at, found out once, a file a topic; all at the same time, all of it plain values."""
+"""The facts that the checks use: gathered once, in parallel, one file per topic, as plain values."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.tuning import Choice, of_others
 
 _WORKERS = 16
-"""More than there are probes that wait for others of them."""
+"""More threads than there are probes that wait for other probes."""
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """Everything that the checks look at.
+    """All facts that the checks use.
 
     Attributes:
         info, choices: from `runtime.tuning.prepare`.
-        environ: of this process, without what we ourselves wrote there.
-        installation, mpi, machine, gpu, network, storage: each from the file of its name.
-        nccl_log: what was read of a log, where one was given.
+        environ: environment of this process, without the variables that hvdtrain set.
+        installation, mpi, machine, gpu, network, storage: facts from the file of the same name.
+        nccl_log: content of NCCL's log, if the user named one.
     """
 
     info: RankInfo
@@ -53,15 +53,15 @@ def gather(
     nccl_log: NcclLog | None = None,
     refusal: LaunchError | None = None,
 ) -> Gathered:
-    """Find out everything; takes as long as importing torch and Horovod. Collective: no.
+    """Gather all facts. This takes as long as importing torch and Horovod. Collective: no.
 
     Args:
         info: as in `Gathered`.
-        choices: so too.
-        environ: of this process.
-        run_dir: the folder that runs are written to.
+        choices: as in `Gathered`.
+        environ: environment of this process.
+        run_dir: folder of the runs.
         nccl_log: as in `Gathered`.
-        refusal: why the launcher's variables do not say which rank this is, where they do not.
+        refusal: error of the launcher's variables, if they are inconsistent.
     """
     before = of_others(environ)
     with ThreadPoolExecutor(_WORKERS) as pool:

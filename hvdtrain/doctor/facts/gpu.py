@@ -1,4 +1,4 @@
-"""What the system says of GPUs and their driver, whatever torch can do with them."""
+"""Facts about GPUs and their driver, read from the system without torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.doctor.facts.child import ask
+from hvdtrain.regular import read_text_or_empty
 
 _DRIVER = """
 import ctypes, json
@@ -18,15 +19,15 @@ print(json.dumps({"cuda": version.value}))
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """NVIDIA's GPUs.
+    """NVIDIA GPUs.
 
     Attributes:
-        on_bus: GPUs that the PCI bus shows.
-        devices: those of them for which there is a device file.
-        driver: version of the kernel's driver; None where it is not loaded.
-        driver_cuda: newest CUDA that the driver's library can serve, such as (12, 4); None where that is not found.
-        peer_memory: whether the kernel's module by which network cards reach GPU memory is loaded.
-        gdrcopy: whether that of GDRCopy is.
+        on_bus: number of GPUs on the PCI bus.
+        devices: number of GPUs with a device file.
+        driver: version of the kernel driver; None if it is not loaded.
+        driver_cuda: newest CUDA version that the driver supports, such as (12, 4); None if its library is missing.
+        peer_memory: whether the kernel module that lets network cards access GPU memory is loaded.
+        gdrcopy: whether the kernel module of GDRCopy is loaded.
     """
 
     on_bus: int = 0
@@ -38,28 +39,36 @@ class GpuFacts:
 
 
 def gpu_facts(root: Path = Path("/")) -> GpuFacts:
-    """Look for GPUs and their driver. ``root``: the file system whose ``sys``, ``proc`` and ``dev`` are asked."""
+    """Gather the facts. ``root``: root folder of ``sys``, ``proc`` and ``dev``."""
     devices = sum(path.name[6:].isdigit() for path in (root / "dev").glob("nvidia*"))
-    version = re.search(r"Kernel Module.*?\s(\d+\.\d[\d.]*)", _text(root / "proc/driver/nvidia/version"))
-    number = int(ask(_DRIVER, timeout_s=20).values.get("cuda", 0)) if devices or version else 0
+    driver = driver_version(root)
+    number = int(ask(_DRIVER, timeout_s=20).values.get("cuda", 0)) if devices or driver else 0
     modules = root / "sys/module"
     return GpuFacts(
         on_bus=sum(_is_gpu(device) for device in (root / "sys/bus/pci/devices").glob("*")),
         devices=devices,
-        driver=version[1] if version else None,
+        driver=driver,
         driver_cuda=(number // 1000, number % 1000 // 10) if number else None,
         peer_memory=any((modules / name).exists() for name in ("nvidia_peermem", "nv_peer_mem")),
         gdrcopy=(modules / "gdrdrv").exists(),
     )
 
 
+def driver_version(root: Path = Path("/")) -> str | None:
+    """Return the version of NVIDIA's kernel driver; None if it is not loaded."""
+    text = read_text_or_empty(root / "proc/driver/nvidia/version")
+    version = re.search(r"Kernel Module.*?\s(\d+\.\d[\d.]*)", text)
+    return version[1] if version else None
+
+
+def gpu_models(root: Path = Path("/")) -> tuple[str, ...]:
+    """Return the model of each GPU, as the driver lists them."""
+    files = sorted(root.glob("proc/driver/nvidia/gpus/*/information"))
+    models = (re.search(r"^Model:[ \t]*(\S.*?)\s*$", read_text_or_empty(file), re.M) for file in files)
+    return tuple(model[1] if model else "a GPU" for model in models)
+
+
 def _is_gpu(device: Path) -> bool:
-    """A display or 3D controller of NVIDIA's."""
-    return _text(device / "vendor").strip() == "0x10de" and _text(device / "class").startswith("0x03")
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
+    """Tell whether a PCI device is a display or 3D controller of NVIDIA."""
+    vendor, kind = (read_text_or_empty(device / name) for name in ("vendor", "class"))
+    return vendor.strip() == "0x10de" and kind.startswith("0x03")

@@ -1,4 +1,4 @@
-"""What is installed in this Python: torch, Horovod, for what that was built, and what else they need."""
+"""Facts about the packages in this Python environment: torch, Horovod, and what Horovod was built for."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ PACKAGES = ("hvdtrain", "numpy", "transformers")
 
 _TORCH = """
 import json, warnings
-with warnings.catch_warnings(record=True) as told:
+with warnings.catch_warnings(record=True) as messages:
     warnings.simplefilter("always")
     import torch
     torch.cuda.is_available()
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 values = {"version": torch.__version__, "cuda": torch.version.cuda, "threads": torch.get_num_threads(), "gpus": gpus,
-          "told": [str(warning.message) for warning in told if "driver" in str(warning.message).lower()]}
+          "driver_warnings": [str(warning.message) for warning in messages if "driver" in str(warning.message).lower()]}
 if torch.version.cuda:
     try:
         values["nccl"] = ".".join(map(str, torch.cuda.nccl.version()[:2]))
-    except (AttributeError, RuntimeError):  # a torch built without
+    except (AttributeError, RuntimeError):  # a torch that was built without NCCL
         pass
 if gpus:
     values["capability"] = min(torch.cuda.get_device_capability(index) for index in range(len(gpus)))
@@ -51,7 +51,7 @@ print(json.dumps({{"version": horovod.__version__, "mpi": bool(hvd.mpi_built()),
 
 @dataclass(frozen=True)
 class Needed:
-    """A library that Horovod's is linked to; ``path`` None where it is not found, ``folders`` where Horovod looks."""
+    """A library that Horovod is linked to. ``path`` is None if it is missing; Horovod searches ``folders``."""
 
     soname: str
     path: Path | None
@@ -60,16 +60,16 @@ class Needed:
 
 @dataclass(frozen=True)
 class Installation:
-    """Packages of this Python.
+    """The packages in this Python environment.
 
     Attributes:
-        packages: versions, None where not installed.
-        torch, horovod: what they say of themselves, each in a process of its own.
+        packages: version by name; None if not installed.
+        torch, horovod: their answers about themselves, each from a child process.
         record: what the installed Horovod was built for.
-        mismatch: why that cannot run here.
-        nccl: the libnccl that Horovod's library asks for.
+        mismatch: why this Horovod cannot run here.
+        nccl: the libnccl that Horovod's library needs.
         python: major and minor version of the interpreter.
-        distutils: whether a module of that name is there.
+        distutils: whether a module of that name exists.
     """
 
     packages: Mapping[str, str | None]
@@ -83,13 +83,13 @@ class Installation:
 
 
 def installation(environ: Mapping[str, str], pool: Executor) -> Installation:
-    """Find out what is installed; takes as long as importing torch and Horovod."""
+    """Gather the facts. This takes as long as importing torch and Horovod."""
     torch, horovod = pool.submit(ask, _TORCH), pool.submit(ask, _HOROVOD)
     return Installation(
-        packages={name: _version(name) for name in PACKAGES},
+        packages={name: package_version(name) for name in PACKAGES},
         record=record.installed(),
-        mismatch=_mismatch(),
-        nccl=needed(horovod_library(), "libnccl.so", environ),
+        mismatch=horovod_mismatch(),
+        nccl=find_linked(horovod_library(), "libnccl.so", environ),
         python=sys.version_info[:2],
         distutils=sys.version_info < (3, 12) or importlib.util.find_spec("distutils") is not None,
         torch=torch.result(),
@@ -97,8 +97,8 @@ def installation(environ: Mapping[str, str], pool: Executor) -> Installation:
     )
 
 
-def needed(library: Path | None, beginning: str, environ: Mapping[str, str]) -> Needed | None:
-    """Find a library that another one is linked to, by how its name begins."""
+def find_linked(library: Path | None, beginning: str, environ: Mapping[str, str]) -> Needed | None:
+    """Find a library that another one is linked to, by the beginning of its name."""
     if library is None:
         return None
     linkage = read_linkage(library)
@@ -109,14 +109,16 @@ def needed(library: Path | None, beginning: str, environ: Mapping[str, str]) -> 
     return None
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """Return the version of an installed package, or None."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
 
 
-def _mismatch() -> str | None:
+def horovod_mismatch() -> str | None:
+    """Return why the installed Horovod cannot run here, or None."""
     try:
         record.check()
     except HorovodError as error:

@@ -1,4 +1,4 @@
-"""What this machine is and what it gives to a process: cores, memory, limits. Read from the system, without torch."""
+"""Facts about this machine: cores, memory, limits of a process. Read from the system, without torch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvdtrain.install.open_mpi import has_remote_shell
+from hvdtrain.regular import read_text_or_empty
 from hvdtrain.runtime.host import HostFacts, read_host
 
 UNLIMITED = resource.RLIM_INFINITY
@@ -19,7 +20,7 @@ _V1_NO_LIMIT = 1 << 60
 
 @dataclass(frozen=True)
 class Limits:
-    """Soft limits of this process, `UNLIMITED` where there is none; ``most_files`` is what it may raise its own to."""
+    """Soft limits of this process, or `UNLIMITED`. It may raise ``files`` to ``most_files``."""
 
     files: int = UNLIMITED
     most_files: int = UNLIMITED
@@ -33,14 +34,14 @@ class Machine:
 
     Attributes:
         host: cores and GPUs.
-        system: what the operating system says of itself: kernel, cpu, memory, python.
-        processors: hardware threads that the machine has, whatever this process may use.
-        cpu_flags: what the processor can do, as the kernel names it.
-        memory_bytes: of the machine.
-        memory_limit_bytes: of the container or job that this process is in.
-        shm_bytes, shm_free_bytes: of /dev/shm; None where there is none.
-        huge_pages: the kernel's setting: always, madvise, never; "" where it has none.
-        is_root: whether this process is the superuser's.
+        system: descriptions of kernel, cpu, memory and python.
+        processors: hardware threads of the machine, including those that this process may not use.
+        cpu_flags: features of the processor, as the kernel names them.
+        memory_bytes: memory of the machine.
+        memory_limit_bytes: memory limit of the container or job; None if there is none.
+        shm_bytes, shm_free_bytes: size and free space of /dev/shm; None if it does not exist.
+        huge_pages: the kernel's setting: always, madvise or never; "" if it has none.
+        is_root: whether this process runs as root.
         remote_shell: whether Open MPI's mpirun finds ssh or rsh.
     """
 
@@ -59,7 +60,7 @@ class Machine:
 
 
 def machine(environ: Mapping[str, str], root: Path = Path("/")) -> Machine:
-    """Ask the operating system. ``root``: the file system whose ``sys``, ``proc`` and ``dev`` are asked."""
+    """Gather the facts. ``root``: root folder of ``sys``, ``proc`` and ``dev``."""
     cpu = _cpu(root)
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     total, free = _space(root / "dev/shm")
@@ -77,23 +78,16 @@ def machine(environ: Mapping[str, str], root: Path = Path("/")) -> Machine:
         memory_limit_bytes=_memory_limit(root),
         shm_bytes=total,
         shm_free_bytes=free,
-        huge_pages=_chosen(_text(root / "sys/kernel/mm/transparent_hugepage/enabled")),
-        limits=_limits(),
+        huge_pages=_chosen(read_text_or_empty(root / "sys/kernel/mm/transparent_hugepage/enabled")),
+        limits=limits(),
         is_root=os.geteuid() == 0,
         remote_shell=has_remote_shell(environ),
     )
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
-
-
 def _cpu(root: Path) -> dict[str, str]:
-    """What /proc/cpuinfo says of the first processor."""
-    first = _text(root / "proc/cpuinfo").partition("\n\n")[0]
+    """Return the fields of the first processor in /proc/cpuinfo."""
+    first = read_text_or_empty(root / "proc/cpuinfo").partition("\n\n")[0]
     pairs = (line.partition(":") for line in first.splitlines())
     return {name.strip(): value.strip() for name, _, value in pairs}
 
@@ -107,22 +101,26 @@ def _space(folder: Path) -> tuple[int | None, int | None]:
 
 
 def _chosen(text: str) -> str:
-    """Read the kernel's way to show a choice, such as ``always [madvise] never``."""
+    """Return the selected word of a kernel setting such as ``always [madvise] never``."""
     return text.partition("[")[2].partition("]")[0]
 
 
 def _memory_limit(root: Path) -> int | None:
-    """Give the lowest limit of the control groups around this process: version 2, then 1."""
-    base, limits = root / "sys/fs/cgroup", []
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    """Return the lowest memory limit of the control groups around this process, of versions 1 and 2."""
+    base, found = root / "sys/fs/cgroup", []
+    for line in read_text_or_empty(root / "proc/self/cgroup").splitlines():
         group = Path(line.split(":", 2)[2].strip("/"))
         for part in (group, *group.parents):
-            limits += [_text(base / part / "memory.max"), _text(base / "memory" / part / "memory.limit_in_bytes")]
-    numbers = [int(text) for text in limits if text.strip().isdigit()]
+            found += [
+                read_text_or_empty(base / part / "memory.max"),
+                read_text_or_empty(base / "memory" / part / "memory.limit_in_bytes"),
+            ]
+    numbers = [int(text) for text in found if text.strip().isdigit()]
     return min((number for number in numbers if number < _V1_NO_LIMIT), default=None)
 
 
-def _limits() -> Limits:
+def limits() -> Limits:
+    """Return the limits of this process."""
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     return Limits(
         files, most, resource.getrlimit(resource.RLIMIT_NPROC)[0], resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]

@@ -1,4 +1,4 @@
-"""Which MPI Horovod loads, which one would start the ranks, and which one mpi4py loads."""
+"""Facts about MPI: the library that Horovod loads, the mpirun on PATH, and the library that mpi4py loads."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Mpi4py:
     """mpi4py.
 
     Attributes:
-        answer: ``version``, and what its MPI ``says`` of itself.
-        library: the libmpi that it loads, links followed.
-        wheel: whether it looks for an MPI when it is imported; else it was compiled for one.
+        answer: its ``version``, and the version text of its MPI (``says``).
+        library: the libmpi that it loads, with links resolved.
+        wheel: whether it searches for an MPI when it is imported; otherwise it was compiled for one.
     """
 
     answer: Answer
@@ -47,30 +47,30 @@ class Mpi4py:
 
 @dataclass(frozen=True)
 class MpiFacts:
-    """MPI, from all its sides.
+    """Everything about MPI.
 
     Attributes:
         library, library_version: the libmpi that Horovod loads.
-        file: its path, links followed.
-        programs: the folder of its own mpirun, where that is found.
-        prefix: what OPAL_PREFIX names, links followed.
-        gone: folders where Horovod's library was built to look for libmpi, and that are not there.
         mpirun, mpirun_version: the mpirun on PATH.
+        file: path of that library, with links resolved.
+        programs: folder of that MPI's own mpirun, if it exists.
+        prefix: folder in OPAL_PREFIX, with links resolved.
+        missing_folders: folders that Horovod's library searches for libmpi and that do not exist.
         horovodrun: whether it is on PATH.
-        refusal: why the ranks that the launcher started cannot join.
-        mpi4py: None where it is not installed.
-        ucx: whether that Open MPI can use UCX; None where that cannot be known.
-        site: what Open MPI's parameter files set, as `runtime.site.site_settings` gives it.
+        refusal: why the ranks of the launcher cannot form a job.
+        mpi4py: None if it is not installed.
+        ucx: whether that Open MPI can use UCX; None if unknown.
+        site: settings in Open MPI's parameter files, from `runtime.site.site_settings`.
     """
 
     library: MpiLibrary | None = None
     library_version: str | None = None
+    mpirun: str | None = None
+    mpirun_version: str | None = None
     file: Path | None = None
     programs: Path | None = None
     prefix: Path | None = None
-    gone: tuple[Path, ...] = ()
-    mpirun: str | None = None
-    mpirun_version: str | None = None
+    missing_folders: tuple[Path, ...] = ()
     horovodrun: bool = True
     refusal: LaunchError | None = None
     mpi4py: Mpi4py | None = None
@@ -81,31 +81,40 @@ class MpiFacts:
 def mpi_facts(
     info: RankInfo, environ: Mapping[str, str], pool: Executor, refusal: LaunchError | None = None
 ) -> MpiFacts:
-    """Find the MPIs and ask them for their versions."""
-    horovod = mpi.horovod_library()
-    library = mpi.mpi_library(horovod, environ)
+    """Gather the facts."""
+    mpi4py = pool.submit(_mpi4py)
+    known = mpi_versions(environ, pool)
+    library = known.library
     path = library.path if library else None
-    places = environ.get("PATH", os.defpath)
     prefix = environ.get("OPAL_PREFIX")
-    mpirun = shutil.which("mpirun", path=places)
-    mpi4py_says = pool.submit(_mpi4py)
-    library_says = pool.submit(mpi.library_version, path)
-    mpirun_says = pool.submit(mpi.mpirun_version, mpirun)
-    return MpiFacts(
-        library=library,
-        library_version=library_says.result(),
+    return replace(
+        known,
         file=path.resolve() if path else None,
         programs=mpirun_of_library.parent if (mpirun_of_library := own_mpirun(path)) else None,
         prefix=Path(prefix).resolve() if prefix else None,
-        gone=_gone(horovod) if library and path is None else (),
-        mpirun=mpirun,
-        mpirun_version=mpirun_says.result(),
-        horovodrun=shutil.which("horovodrun", path=places) is not None,
+        missing_folders=_missing_folders(mpi.horovod_library()) if library and path is None else (),
+        horovodrun=shutil.which("horovodrun", path=environ.get("PATH", os.defpath)) is not None,
         refusal=refusal or _refusal(info, environ),
-        mpi4py=mpi4py_says.result(),
+        mpi4py=mpi4py.result(),
         ucx=_ucx(path) if library and library.family == "openmpi" and path else None,
         site=site_settings(environ, path) if library and library.family == "openmpi" else {},
     )
+
+
+def mpi_versions(environ: Mapping[str, str], pool: Executor, programs: Path | None = None) -> MpiFacts:
+    """Find the libmpi that Horovod loads and an mpirun, and ask both for their versions.
+
+    Args:
+        environ: environment of this process.
+        pool: runs the two programs.
+        programs: folder to search for mpirun after PATH.
+    """
+    library = mpi.mpi_library(mpi.horovod_library(), environ)
+    folders = [environ.get("PATH", os.defpath), *([str(programs)] if programs else [])]
+    mpirun = shutil.which("mpirun", path=os.pathsep.join(folders))
+    library_version = pool.submit(mpi.library_version, library.path if library else None)
+    mpirun_version = pool.submit(mpi.mpirun_version, mpirun)
+    return MpiFacts(library, library_version.result(), mpirun, mpirun_version.result())
 
 
 def _refusal(info: RankInfo, environ: Mapping[str, str]) -> LaunchError | None:
@@ -121,12 +130,12 @@ def _mpi4py() -> Mpi4py | None:
     found = importlib.util.find_spec("mpi4py")
     if found is None or found.origin is None:
         return None
-    says = ask(_MPI4PY)
-    path = says.values.get("path")
-    return Mpi4py(says, Path(path).resolve() if path else None, (Path(found.origin).parent / "_mpiabi.py").exists())
+    answer = ask(_MPI4PY)
+    path = answer.values.get("path")
+    return Mpi4py(answer, Path(path).resolve() if path else None, (Path(found.origin).parent / "_mpiabi.py").exists())
 
 
-def _gone(horovod: Path | None) -> tuple[Path, ...]:
+def _missing_folders(horovod: Path | None) -> tuple[Path, ...]:
     if horovod is None:
         return ()
     linkage = read_linkage(horovod)
@@ -135,7 +144,7 @@ def _gone(horovod: Path | None) -> tuple[Path, ...]:
 
 
 def _ucx(libmpi: Path) -> bool:
-    """Look for Open MPI's component for UCX: a file of its own, or part of its libraries, as in version 5."""
+    """Look for Open MPI's UCX component: a separate file, or part of its libraries as in version 5."""
     folder = libmpi.resolve().parent
     parts = [libmpi, *folder.glob("libopen-pal.so.*")]
     return any(folder.glob("openmpi*/mca_pml_ucx.so")) or any(

@@ -1,21 +1,22 @@
-"""The network as this host has it: its name, interfaces, the way out, cards that MPI may use without TCP. Linux."""
+"""Facts about this host's network: name, interfaces, default route, RDMA cards. Linux."""
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import platform
 import shutil
 import socket
-import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.programs import run_program
+import psutil
 
-_SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915
-_UP, _LOOPBACK, _RUNNING = 0x1, 0x8, 0x40
+from hvdtrain.programs import run_program
+from hvdtrain.regular import read_text_or_empty
+
 _NAME_TIMEOUT_S = 5
+_VIRTUAL = ("docker", "veth", "virbr", "cni", "flannel", "cali", "lxc")
 
 
 @dataclass(frozen=True)
@@ -24,14 +25,20 @@ class Interface:
 
     Attributes:
         name: such as eth0.
-        address: of IP version 4; "" where it has none.
+        address: its first IPv4 address; "" if it has none.
+        network: network of that address, such as ``10.0.0.0/24``; "" without an address.
+        mtu: largest packet in bytes.
+        mbit: speed of the hardware in Mbit/s; 0 for virtual interfaces, or if unknown.
         up: whether it is switched on and has a link.
-        loopback: whether it leads to this host alone.
-        virtual: whether it leads to containers and virtual machines of this host alone.
+        loopback: whether it leads to this host only.
+        virtual: whether it leads to containers and virtual machines of this host only.
     """
 
     name: str
     address: str = ""
+    network: str = ""
+    mtu: int = 0
+    mbit: int = 0
     up: bool = True
     loopback: bool = False
     virtual: bool = False
@@ -39,7 +46,7 @@ class Interface:
 
 @dataclass(frozen=True)
 class RdmaPort:
-    """A port of a card that reaches memory of other hosts: ``layer`` is InfiniBand or Ethernet (RoCE)."""
+    """A port of an RDMA card. ``layer`` is InfiniBand or Ethernet (RoCE)."""
 
     device: str
     port: int
@@ -52,12 +59,12 @@ class Network:
     """The network of this host.
 
     Attributes:
-        name: of this host.
-        addresses: what the name resolves to; none where it does not, None where nobody could be asked.
-        interfaces: all that there are.
-        route: the interface by which packets to unknown places leave, "" where there is none.
-        rdma: ports of InfiniBand and the like.
-        verbs: whether programs get at these cards.
+        name: name of this host.
+        addresses: addresses that the name resolves to; None if there is no program to resolve it.
+        interfaces: all network interfaces.
+        route: interface of the default route; "" if there is none.
+        rdma: ports of InfiniBand and RoCE cards.
+        verbs: whether programs can use these cards.
     """
 
     name: str = "localhost"
@@ -69,74 +76,59 @@ class Network:
 
 
 def network(root: Path = Path("/")) -> Network:
-    """Look at the network; nothing is sent but the question for the address of this host's name.
+    """Gather the facts. The only packets sent are those that resolve this host's name.
 
     Args:
-        root: the file system whose ``sys``, ``proc`` and ``dev`` are asked.
+        root: root folder of ``sys``, ``proc`` and ``dev``.
     """
     name = platform.node()
     return Network(
         name=name,
         addresses=_addresses(name),
-        interfaces=tuple(_interface(each, root / "sys/class/net" / each) for _, each in socket.if_nameindex()),
-        route=_route(_text(root / "proc/net/route")),
-        rdma=tuple(_rdma(folder) for folder in sorted((root / "sys/class/infiniband").glob("*/ports/*"))),
+        interfaces=tuple(interfaces(root)),
+        route=_default_route(read_text_or_empty(root / "proc/net/route")),
+        rdma=tuple(_rdma_port(folder) for folder in sorted((root / "sys/class/infiniband").glob("*/ports/*"))),
         verbs=any((root / "dev/infiniband").glob("uverbs*")),
     )
 
 
+def interfaces(root: Path = Path("/")) -> Iterator[Interface]:
+    """Yield all network interfaces of this host."""
+    addresses = psutil.net_if_addrs()
+    for name, state in psutil.net_if_stats().items():
+        folder = root / "sys/class/net" / name
+        ipv4 = next((one for one in addresses.get(name, ()) if one.family == socket.AF_INET), None)
+        yield Interface(
+            name,
+            address=ipv4.address if ipv4 else "",
+            network=str(ipaddress.ip_network(f"{ipv4.address}/{ipv4.netmask}", strict=False)) if ipv4 else "",
+            mtu=state.mtu,
+            mbit=state.speed if (folder / "device").exists() else 0,  # virtual interfaces report a meaningless speed
+            up=state.isup,
+            loopback=ipaddress.ip_address(ipv4.address).is_loopback if ipv4 else name == "lo",
+            virtual=any((folder / kind).exists() for kind in ("bridge", "tun_flags")) or name.startswith(_VIRTUAL),
+        )
+
+
 def _addresses(name: str) -> tuple[str, ...] | None:
-    """Ask as programs do. A name server that does not answer holds a process of its own, for a while."""
+    """Resolve a name as other programs do. In a child process, because a dead name server blocks its caller."""
     getent = shutil.which("getent")
     if getent is None:
         return None
     try:
-        found = run_program([getent, "ahosts", name], _NAME_TIMEOUT_S).out
+        text = run_program([getent, "ahosts", name], _NAME_TIMEOUT_S).out
     except OSError:
         return ()
-    return tuple(dict.fromkeys(line.split()[0] for line in found.splitlines() if line.strip()))
+    return tuple(dict.fromkeys(line.split()[0] for line in text.splitlines() if line.strip()))
 
 
-def _interface(name: str, folder: Path) -> Interface:
-    """Ask the kernel; ``folder`` may be another network's, and then tells nothing of this name."""
-    answer = _ask(name, _SIOCGIFFLAGS)
-    flags = struct.unpack_from("<H", answer)[0] if answer else 0
-    address = _ask(name, _SIOCGIFADDR)
-    kin = [(folder / kind).exists() for kind in ("bridge", "tun_flags")]
-    return Interface(
-        name,
-        address=str(ipaddress.ip_address(address[4:8])) if address else "",
-        up=bool(flags & _UP and flags & _RUNNING),
-        loopback=bool(flags & _LOOPBACK),
-        virtual=any(kin) or name.startswith(("docker", "veth", "virbr", "cni", "flannel", "cali", "lxc")),
-    )
-
-
-def _ask(name: str, what: int) -> bytes:
-    """Ask for something of an interface: what stands behind its name in the kernel's answer, empty without one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        try:
-            return fcntl.ioctl(asking, what, struct.pack("256s", name.encode()[:15]))[16:]
-        except OSError:
-            return b""
-
-
-def _route(table: str) -> str:
-    """Read the kernel's table of routes: the interface of the one that fits all addresses, with the lowest metric."""
+def _default_route(table: str) -> str:
+    """Return the interface of the default route with the lowest metric, from the kernel's table."""
     rows = [line.split() for line in table.splitlines()[1:]]
-    found = [(int(row[6]), row[0]) for row in rows if len(row) > 7 and row[1] == row[7] == "00000000"]
-    return min(found)[1] if found else ""
+    defaults = [(int(row[6]), row[0]) for row in rows if len(row) > 7 and row[1] == row[7] == "00000000"]
+    return min(defaults)[1] if defaults else ""
 
 
-def _rdma(folder: Path) -> RdmaPort:
-    state = _text(folder / "state").strip()
-    return RdmaPort(
-        folder.parent.parent.name, int(folder.name), state.endswith("ACTIVE"), _text(folder / "link_layer").strip()
-    )
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
+def _rdma_port(folder: Path) -> RdmaPort:
+    state, layer = (read_text_or_empty(folder / name).strip() for name in ("state", "link_layer"))
+    return RdmaPort(folder.parent.parent.name, int(folder.name), state.endswith("ACTIVE"), layer)

@@ -1,4 +1,4 @@
-"""The folder that runs are written to. All of it is asked in a child process: a file server may not answer."""
+"""Facts about the run folder. A child process gathers them, because a dead file server blocks its caller."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _ENOUGH_S = 1.0
 
 @dataclass(frozen=True)
 class Storage:
-    """A folder.
+    """The run folder.
 
     Attributes:
-        wanted: as it was named.
-        answer: of the nearest folder that is there: ``folder``, ``type`` of its file system, ``free_bytes``,
-            ``mib_per_s`` of writing with all of it on the disk, ``sync_ms`` of a small file, or ``problem``.
+        wanted: the folder as the user named it.
+        answer: facts about the nearest existing folder: ``folder``, ``type`` of its file system, ``free_bytes``,
+            ``mib_per_s`` of synced writing, ``sync_ms`` of a small file, or ``problem``.
     """
 
     wanted: str
@@ -34,32 +34,36 @@ class Storage:
 
 
 def storage(folder: Path) -> Storage:
-    """Look at a folder and write up to 32 MiB there, for a second or so; the file has no name that could be left."""
+    """Check a folder. It writes up to 32 MiB for about a second, into a file without a name."""
     argv = [sys.executable, "-m", "hvdtrain.doctor.facts.storage", str(folder)]
     return Storage(str(folder), answer(argv, _TIMEOUT_S))
 
 
 def probe(wanted: Path, mounts: str) -> dict[str, Any]:
-    """Look at a folder. ``mounts``: the kernel's list of what is mounted where, /proc/self/mountinfo."""
+    """Check a folder in this process. ``mounts``: content of /proc/self/mountinfo."""
     folder = wanted.resolve()
     while not folder.is_dir():
         folder = folder.parent
     space = os.statvfs(folder)
-    found = {"folder": str(folder), "type": mounted(folder, mounts), "free_bytes": space.f_bavail * space.f_frsize}
+    found = {
+        "folder": str(folder),
+        "type": file_system_type(folder, mounts),
+        "free_bytes": space.f_bavail * space.f_frsize,
+    }
     try:
         return {**found, **_speed(folder)}
     except OSError as error:
         return {**found, "problem": error.strerror or str(error)}
 
 
-def mounted(folder: Path, mounts: str) -> str:
-    """Say of which type the file system of a folder is; the last one mounted over a place is what is seen there."""
-    best, kind = -1, "unknown"
+def file_system_type(folder: Path, mounts: str) -> str:
+    """Return the file system type of a folder. A later mount on the same folder hides an earlier one."""
+    deepest, kind = -1, "unknown"
     for line in mounts.splitlines():
         fields, _, rest = line.partition(" - ")
         place = Path(fields.split()[4].replace(r"\040", " "))
-        if folder.is_relative_to(place) and len(place.parts) >= best:
-            best, kind = len(place.parts), rest.split()[0]
+        if folder.is_relative_to(place) and len(place.parts) >= deepest:
+            deepest, kind = len(place.parts), rest.split()[0]
     return kind
 
 

@@ -1,1 +1,1 @@
-"""Several hosts: whether ssh gets there, whether they are alike, and whether they reach each other."""
+"""Checks of several hosts: differences between them, connections, clocks."""

@@ -1,4 +1,4 @@
-"""How far the clock of another host is from this one's, from questions and answers. Pure."""
+"""Estimate the clock offset between hosts from questions and answers. Pure."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Offset:
-    """A host's clock less this one's, in seconds, and by how much that may be off."""
+    """By how many seconds another clock is ahead of this host's clock, and the error bound."""
 
     ahead_s: float
     error_s: float
 
 
-def offset(looks: Sequence[tuple[int, int, int]]) -> Offset:
-    """Of looks: sent, by the other host's clock, and come back, in nanoseconds.
+def estimate_offset(samples: Sequence[tuple[int, int, int]]) -> Offset:
+    """Estimate the offset from samples: time sent, time on the other clock, time received, in nanoseconds.
 
-    The other clock was read somewhere between sending and coming back: the quickest look says most (Cristian,
+    The other clock was read between sending and receiving, so the fastest sample has the smallest error (Cristian,
     "Probabilistic clock synchronization", 1989).
     """
-    sent, there, came = min(looks, key=lambda look: look[2] - look[0])
+    sent, there, came = min(samples, key=lambda sample: sample[2] - sample[0])
     return Offset((there - (sent + came) / 2) * 1e-9, (came - sent) / 2e9)
 
 
-def furthest(offsets: Mapping[str, Offset]) -> tuple[str, str, Offset]:
-    """The two hosts whose clocks are furthest apart: the one behind, the one ahead, and how far."""
+def largest_offset(offsets: Mapping[str, Offset]) -> tuple[str, str, Offset]:
+    """Return the hosts with the slowest and the fastest clock, and the offset between them."""
     behind = min(offsets, key=lambda host: offsets[host].ahead_s)
     ahead = max(offsets, key=lambda host: offsets[host].ahead_s)
     low, high = offsets[behind], offsets[ahead]

@@ -1,9 +1,9 @@
-"""What `hvdtrain doctor --hosts` runs on each host: answers its questions, and ends with it.
+"""The program that `hvdtrain doctor --hosts` runs on each host. It answers questions and ends with the doctor.
 
-Messages, by stdin and stdout as `hvdtrain.launch.agent_lines` has them; no port is opened that was not asked for:
+Messages on stdin and stdout, in the format of `hvdtrain.launch.agent_lines`. No port is opened unless requested:
 
-    hello   {"path", "folder"}          the first; answered by  says {"facts"}
-    ask     {"number", "what", ...}     answered by  answer {"number", "value"}  or  answer {"number", "error"}
+    hello   {"path", "folder"}          the first message; the reply is  says {"facts"}
+    ask     {"number", "what", ...}     the reply is  answer {"number", "value"}  or  answer {"number", "error"}
 """
 
 from __future__ import annotations
@@ -18,86 +18,82 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.doctor.hosts.host_facts import host_says
-from hvdtrain.doctor.hosts.network import address_toward, route_to
-from hvdtrain.doctor.hosts.peers import Door, Tried, measure, open_door, try_door
+import psutil
+
+from hvdtrain.doctor.hosts.host_report import report_host
+from hvdtrain.doctor.hosts.peers import Attempt, Listener, listen, measure, try_connection
+from hvdtrain.launch.interfaces import interface_to, source_to
 from hvdtrain.runtime.environment import environ
 from hvdtrain.runtime.json_lines import MessageWriter, read_messages
 
-MOST_S = 600.0
-"""A probe whose doctor does not let go of it, because the link is cut, ends by itself."""
+LIFETIME_S = 600.0
+"""A probe that loses its doctor, because the link is cut, ends after this time."""
 
 _THREADS = 64
-_LOOK_S = 3.0
-"""For what was written on one host to be seen on another, whose file system may look for news now and then only."""
+_VISIBLE_WITHIN_S = 3.0
+"""How long a file written on one host may take to appear on another: network file systems cache their folders."""
 
 
 def now_ns() -> int:
-    """The clock of this host."""
+    """Return the wall clock of this host."""
     return time.time_ns()
 
 
-def _toward(asked: Mapping[str, Any]) -> str:
-    return address_toward(str(asked["address"]))
-
-
-def _listen(asked: Mapping[str, Any]) -> dict[str, Any]:
-    return asdict(open_door(str(asked["address"])))
-
-
-def _reach(asked: Mapping[str, Any]) -> dict[str, Any]:
-    doors = {name: Door(**door) for name, door in asked["doors"].items()}
+def _reach(question: Mapping[str, Any]) -> dict[str, Any]:
+    listeners = {name: Listener(**listener) for name, listener in question["doors"].items()}
     with ThreadPoolExecutor(_THREADS) as pool:
-        faults = list(pool.map(try_door, doors.values()))
-    return {
-        name: asdict(Tried(fault, *route_to(door.address)))
-        for (name, door), fault in zip(doors.items(), faults, strict=True)
-    }
+        faults = pool.map(try_connection, listeners.values())
+    attempts = {}
+    for (name, listener), fault in zip(listeners.items(), faults, strict=True):
+        interface = interface_to(listener.address)
+        state = psutil.net_if_stats().get(interface)
+        attempts[name] = asdict(Attempt(fault, interface, state.mtu if state else 0))
+    return attempts
 
 
-def _measure(asked: Mapping[str, Any]) -> dict[str, Any]:
-    return asdict(measure(Door(**asked["door"]), float(asked["budget_s"])))
+def _measure(question: Mapping[str, Any]) -> dict[str, Any]:
+    return asdict(measure(Listener(**question["door"]), float(question["budget_s"])))
 
 
-def _write(asked: Mapping[str, Any]) -> None:
-    Path(asked["file"]).write_text(asked["text"])
+def _write(question: Mapping[str, Any]) -> None:
+    Path(question["file"]).write_text(question["text"])
 
 
-def _remove(asked: Mapping[str, Any]) -> None:
-    Path(asked["file"]).unlink(missing_ok=True)
+def _remove(question: Mapping[str, Any]) -> None:
+    Path(question["file"]).unlink(missing_ok=True)
 
 
-def _look(asked: Mapping[str, Any]) -> bool:
-    """Whether a file is there with what was written into it."""
-    until_s = time.monotonic() + _LOOK_S
+def _sees_file(question: Mapping[str, Any]) -> bool:
+    """Tell whether a file exists and has the expected content."""
+    deadline_s = time.monotonic() + _VISIBLE_WITHIN_S
     while True:
         try:
-            if Path(asked["file"]).read_text() == asked["text"]:
+            if Path(question["file"]).read_text() == question["text"]:
                 return True
         except OSError:
             pass
-        if time.monotonic() > until_s:
+        if time.monotonic() > deadline_s:
             return False
         time.sleep(0.1)
 
 
 ANSWERS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
-    "clock": lambda asked: now_ns(),
-    "toward": _toward,
-    "listen": _listen,
+    "clock": lambda question: now_ns(),
+    "toward": lambda question: source_to(str(question["address"])),
+    "listen": lambda question: asdict(listen(str(question["address"]))),
     "reach": _reach,
     "measure": _measure,
     "write": _write,
     "remove": _remove,
-    "look": _look,
+    "look": _sees_file,
 }
 
 
 def main(hello: Mapping[str, Any] | None = None) -> int:
-    """Serve the doctor at the other end of stdin and stdout. `hello`: its first message, if that was read already."""
+    """Answer the doctor at the other end of stdin and stdout. `hello`: its first message, if already read."""
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # nothing else may write between the lines
-    limit = threading.Timer(MOST_S, os._exit, (1,))
+    os.dup2(2, 1)  # keeps other output out of the messages
+    limit = threading.Timer(LIFETIME_S, os._exit, (1,))
     limit.daemon = True
     limit.start()
     if hello is None:
@@ -106,15 +102,15 @@ def main(hello: Mapping[str, Any] | None = None) -> int:
         sys.stderr.write("hvdtrain.doctor.hosts.host_probe is started by hvdtrain doctor, not by hand\n")
         return 2
     writer = MessageWriter(sink)
-    writer.send("says", facts=asdict(host_says(environ(), hello["folder"])))
-    for asked in read_messages(source):
+    writer.send("says", facts=asdict(report_host(environ(), hello["folder"])))
+    for question in read_messages(source):
         try:
-            writer.send("answer", number=asked["number"], value=ANSWERS[asked["what"]](asked))
+            writer.send("answer", number=question["number"], value=ANSWERS[question["what"]](question))
         except OSError as error:
-            writer.send("answer", number=asked["number"], error=str(error))
+            writer.send("answer", number=question["number"], error=str(error))
     sink.close()
     sys.stderr.flush()
-    os._exit(0)  # threads that listen hold nobody up
+    os._exit(0)  # does not wait for threads that listen
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Hosts and what they have, in few words. Pure."""
+"""Short texts for lists of hosts and their values. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _MOST = 6
 
 
 def names(hosts: Iterable[str]) -> str:
-    """``a, b and 3 more``."""
+    """Join names, shortened as in ``a, b and 3 more``."""
     found = list(hosts)
     if len(found) <= _MOST:
         return ", ".join(found)
@@ -16,7 +16,7 @@ def names(hosts: Iterable[str]) -> str:
 
 
 def by_value(values: Mapping[str, object]) -> str:
-    """``2.13 on a, b; 2.12 on c``, what most have first; the value alone where all have it."""
+    """Group hosts by value, most frequent first: ``2.13 on a, b; 2.12 on c``. One common value stands alone."""
     hosts: dict[str, list[str]] = {}
     for host, value in values.items():
         hosts.setdefault(str(value) or "none", []).append(host)

@@ -1,4 +1,4 @@
-"""Clocks, ways between hosts, and networks that only look like one. Pure."""
+"""Checks of clocks, connections, routes and addresses of several hosts. Pure."""
 
 from __future__ import annotations
 
@@ -6,82 +6,87 @@ import ipaddress
 from collections.abc import Callable
 
 from hvdtrain.doctor.finding import Finding
-from hvdtrain.doctor.hosts.clock_offset import furthest
+from hvdtrain.doctor.hosts.clock_offset import largest_offset
 from hvdtrain.doctor.hosts.host_text import by_value, names
 from hvdtrain.doctor.hosts.survey import Survey
 
 _CLOCK_S = 1.0
-"""What file times and log lines of two hosts may differ, and still be put in order by hand."""
+"""Up to this offset, file times and log lines of two hosts can be compared."""
 _REFUSED_S = 300.0
-"""What munge (Slurm) and Kerberos allow."""
+"""The largest offset that munge (Slurm) and Kerberos accept."""
 
 _OPEN = (
-    "ranks listen on ports that the system picks: let all TCP of the job's hosts through to each other ({example}); or "
-    "hold them to ports that are open: Gloo by sysctl net.ipv4.ip_local_port_range='46000 47999', Open MPI 4 by "
+    "allow all TCP between the job's hosts, because ranks listen on ports that the system picks ({example}); or "
+    "restrict ranks to open ports: Gloo by sysctl net.ipv4.ip_local_port_range='46000 47999', Open MPI 4 by "
     "--mca btl_tcp_port_min_v4 46000 --mca btl_tcp_port_range_v4 1000 --mca oob_tcp_dynamic_ipv4_ports 47000-47999"
 )
 
 
 def clocks(survey: Survey) -> list[Finding]:
-    """See that clocks agree as far as it matters; runs themselves align their timelines by messages."""
+    """Check that clocks agree. Runs do not depend on it: they align their timelines by messages."""
     if len(survey.offsets) < 2:
         return []
-    behind, ahead, off = furthest(survey.offsets)
-    told = f"{ahead} is {_seconds(off.ahead_s)} ahead of {behind} (give or take {_seconds(off.error_s)})"
+    behind, ahead, off = largest_offset(survey.offsets)
+    found = f"{ahead} is {_seconds(off.ahead_s)} ahead of {behind} (+- {_seconds(off.error_s)})"
     if off.ahead_s - off.error_s <= _CLOCK_S:
-        return [Finding("clocks", "ok", told)]
-    why = "times of files and of log lines of these hosts do not follow one another"
+        return [Finding("clocks", "ok", found)]
+    why = "file times and log lines of these hosts cannot be compared"
     if off.ahead_s - off.error_s > _REFUSED_S:
-        why += "; Slurm's munge and Kerberos refuse each other beyond 5 minutes, TLS finds certificates not yet valid"
-    return [Finding("clocks", "warning", told, why, "on both: timedatectl set-ntp true (chronyc tracking shows it)")]
+        why += (
+            "; beyond 5 minutes Slurm's munge and Kerberos refuse connections, and TLS certificates seem not yet valid"
+        )
+    return [
+        Finding("clocks", "warning", found, why, "on both hosts: timedatectl set-ntp true (verify: chronyc tracking)")
+    ]
 
 
-def ways(survey: Survey) -> list[Finding]:
-    """See that each host gets a connection to each other."""
+def connections(survey: Survey) -> list[Finding]:
+    """Check that each host can connect to all others."""
     faults: dict[str, list[tuple[str, str]]] = {}
-    for source, there in survey.tried.items():
-        for target, tried in there.items():
-            if tried.fault:
-                faults.setdefault(tried.fault, []).append((source, target))
+    for source, attempts in survey.attempts.items():
+        for target, attempt in attempts.items():
+            if attempt.fault:
+                faults.setdefault(attempt.fault, []).append((source, target))
     found = []
     for fault, pairs in faults.items():
-        told = names(f"{source} to {target} ({survey.addresses[target]})" for source, target in pairs)
-        why, mend = _FAULTS.get(fault, _other)(survey, *pairs[0])
-        found.append(Finding("connections", "broken", told, f"{why}: {fault}" if fault not in _FAULTS else why, mend))
-    if not found and any(survey.tried.values()):
-        count = sum(map(len, survey.tried.values()))
-        found.append(Finding("connections", "ok", f"each host reaches each other, {count} way(s), on any port"))
+        found_text = names(f"{source} to {target} ({survey.addresses[target]})" for source, target in pairs)
+        why, fix = _FAULTS.get(fault, _other)(survey, *pairs[0])
+        found.append(
+            Finding("connections", "broken", found_text, f"{why}: {fault}" if fault not in _FAULTS else why, fix)
+        )
+    if not found and any(survey.attempts.values()):
+        count = sum(map(len, survey.attempts.values()))
+        found.append(Finding("connections", "ok", f"each host reaches all others ({count} connections) on any port"))
     return found
 
 
 def _dropped(survey: Survey, source: str, target: str) -> tuple[str, str]:
     cidr = _network(survey, source)
     example = f"on {target}: firewall-cmd --zone=trusted --add-source={cidr}, or ufw allow from {cidr}"
-    why = "connections are not answered: a firewall drops them, or no route leads back; mpirun and Gloo would hang"
+    why = "no answer: a firewall drops connections, or there is no route back; mpirun and Gloo would hang"
     return why, _OPEN.format(example=example)
 
 
 def _refused(survey: Survey, source: str, target: str) -> tuple[str, str]:
     cidr = _network(survey, source)
     example = f"on {target}: nft list ruleset, or iptables -L; ufw allow from {cidr}"
-    return "something refuses what the other host listens for: a firewall, or a host of the same address", _OPEN.format(
-        example=example
-    )
+    why = "the connection is refused although the other host listens: by a firewall, or a host with the same address"
+    return why, _OPEN.format(example=example)
 
 
 def _no_route(survey: Survey, source: str, target: str) -> tuple[str, str]:
     address = survey.addresses[target]
-    return f"no route leads from {source} to {address}", f"on {source}: ip route get {address}"
+    return f"{source} has no route to {address}", f"on {source}: ip route get {address}"
 
 
 def _stranger(survey: Survey, source: str, target: str) -> tuple[str, str]:
     address = survey.addresses[target]
-    why = f"something else answers at {address} when {source} asks: the address is not {target}'s alone"
-    return why, f"on {source}: ip route get {address}; give each host an address of its own in --hosts"
+    why = f"another program answers {source} at {address}: {target} is not the only host with this address"
+    return why, f"on {source}: ip route get {address}; name hosts with different addresses in --hosts"
 
 
 def _other(survey: Survey, source: str, target: str) -> tuple[str, str]:
-    return "the system says", f"on {source}: ip route get {survey.addresses[target]}"
+    return "error of the system", f"on {source}: ip route get {survey.addresses[target]}"
 
 
 _FAULTS: dict[str, Callable[[Survey, str, str], tuple[str, str]]] = {
@@ -93,19 +98,21 @@ _FAULTS: dict[str, Callable[[Survey, str, str], tuple[str, str]]] = {
 
 
 def routes(survey: Survey) -> list[Finding]:
-    """Name the interface by which each host goes to the others, and compare how large packets may be."""
+    """Report the interface to the other hosts, and compare packet sizes."""
     used, sizes = {}, {}
-    for host, there in survey.tried.items():
-        if there:
-            used[host] = " and ".join(dict.fromkeys(tried.interface or "no interface" for tried in there.values()))
-            sizes[host] = " and ".join(dict.fromkeys(str(tried.mtu) for tried in there.values()))
+    for host, attempts in survey.attempts.items():
+        if attempts:
+            used[host] = " and ".join(
+                dict.fromkeys(attempt.interface or "no interface" for attempt in attempts.values())
+            )
+            sizes[host] = " and ".join(dict.fromkeys(str(attempt.mtu) for attempt in attempts.values()))
     if not used:
         return []
     found = [Finding("interface", "ok", by_value(used), _by_network(survey, used))]
     if len(set(sizes.values())) > 1:
-        why = "packets of the larger size are lost on the way where no router tells: small messages pass, large hang"
-        mend = "ip link set dev IF mtu 1500 on all, or 9000 on all hosts and switches"
-        found.append(Finding("mtu", "warning", by_value(sizes), why, mend))
+        why = "larger packets may be lost without an error: small messages pass, large ones hang"
+        fix = "ip link set dev IF mtu 1500 on all hosts, or 9000 on all hosts and switches"
+        found.append(Finding("mtu", "warning", by_value(sizes), why, fix))
     else:
         found.append(Finding("mtu", "ok", by_value(sizes), minor=True))
     return found
@@ -116,32 +123,32 @@ def _by_network(survey: Survey, used: dict[str, str]) -> str:
         return ""
     networks = {_network(survey, host) for host in used}
     if len(networks) > 1:
-        return "names differ: where an option wants one interface for all, none will do"
-    return f"names differ: Open MPI takes the network for them, --mca btl_tcp_if_include {networks.pop()}"
+        return "the names differ: options that name one interface for all hosts cannot be used"
+    return f"the names differ: name the network instead, as in --mca btl_tcp_if_include {networks.pop()}"
 
 
-def impostors(survey: Survey) -> list[Finding]:
-    """Notice addresses that several hosts have, as bridges of containers do: MPI tries them, and meets itself."""
+def shared_addresses(survey: Survey) -> list[Finding]:
+    """Warn of addresses that several hosts have, such as container bridges: MPI tries them and reaches itself."""
     where: dict[str, dict[str, str]] = {}
-    for host, said in survey.says.items():
-        for interface in said.interfaces:
+    for host, facts in survey.facts.items():
+        for interface in facts.interfaces:
             where.setdefault(interface.address, {})[host] = interface.name
     found = []
     for address, hosts in where.items():
-        distinct = {(survey.says[host].name, survey.addresses.get(host)) for host in hosts}
+        distinct = {(survey.facts[host].name, survey.addresses.get(host)) for host in hosts}
         if len(distinct) > 1:
-            why = "Open MPI tries every network that looks common to two hosts, and waits on this one for ever"
+            why = "Open MPI tries every network that two hosts seem to share, and waits forever on this one"
             network = {_network(survey, host) for host in hosts}
-            mend = f"--mca btl_tcp_if_include {min(network)} --mca oob_tcp_if_include {min(network)}"
-            told = f"{address} is {by_value(hosts)}, on each of {names(hosts)}"
-            found.append(Finding("address", "warning", told, why, mend))
+            fix = f"--mca btl_tcp_if_include {min(network)} --mca oob_tcp_if_include {min(network)}"
+            text = f"{address} is {by_value(hosts)}, on each of {names(hosts)}"
+            found.append(Finding("address", "warning", text, why, fix))
     return found
 
 
 def _network(survey: Survey, host: str) -> str:
-    """The network that a host's address is in."""
+    """Return the network of a host's address."""
     address = survey.addresses[host]
-    for interface in survey.says[host].interfaces:
+    for interface in survey.facts[host].interfaces:
         if interface.address == address:
             return interface.network
     return str(ipaddress.ip_network(address.partition("%")[0]))

@@ -1,10 +1,10 @@
-"""Connections between two hosts: a port that answers who knows its token, and what tries it from elsewhere.
+"""Test connections between two hosts: a listener protected by a token, and the client that connects to it.
 
-A connection begins with the token, which goes from host to host by way of the doctor alone, and one letter:
+A connection begins with the token, which hosts receive only through the doctor, and one letter:
 
-    H   says that the other host has come, and ends
-    E   gives 8 bytes back for 8 bytes, until the other end is closed
-    S   takes what comes until the other end is closed, then tells in 8 bytes how many came
+    H   only checks the connection
+    E   echoes each 8 bytes, until the client closes
+    S   reads until the client closes, then sends the number of bytes in 8 bytes
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from statistics import median
 
 CONNECT_S = 5.0
 _WAIT_S = 20.0
-"""For the next bytes of a connection."""
+"""How long to wait for the next bytes of a connection."""
 _BLOCK = bytes(1 << 18)
 _TOKEN_BYTES = 32
 _COUNT = struct.Struct("!Q")
@@ -30,8 +30,8 @@ _WARM = 20
 
 
 @dataclass(frozen=True)
-class Door:
-    """Where a host listens: on one address, on a port that the system chose."""
+class Listener:
+    """Where a host listens: one address, and a port that the system chose."""
 
     address: str
     port: int
@@ -39,12 +39,12 @@ class Door:
 
 
 @dataclass(frozen=True)
-class Tried:
-    """A connection that was tried.
+class Attempt:
+    """The result of a connection attempt.
 
     Attributes:
-        fault: "" where it was made; else "timeout", "refused", "route", "stranger" or what the system says.
-        interface, mtu: by which packets leave.
+        fault: "" if it succeeded; else "timeout", "refused", "route", "stranger" or the system's error.
+        interface, mtu: interface of outgoing packets, and its largest packet in bytes.
     """
 
     fault: str
@@ -54,58 +54,58 @@ class Tried:
 
 @dataclass(frozen=True)
 class Speed:
-    """Of one way between two hosts.
+    """The speed of one direction between two hosts.
 
     Attributes:
-        latency_s: of a few bytes, one way.
-        bytes_per_s: of many.
+        latency_s: one-way time of a few bytes.
+        bytes_per_s: bandwidth.
     """
 
     latency_s: float
     bytes_per_s: float
 
 
-def open_door(address: str) -> Door:
-    """Listen on one address, in threads of their own, until this process ends.
+def listen(address: str) -> Listener:
+    """Listen on one address, in background threads, until this process ends.
 
     Errors:
-        OSError: this host has no such address.
+        OSError: this host does not have the address.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listening = socket.create_server((address, 0), family=family, backlog=1024)
-    door = Door(address, listening.getsockname()[1], secrets.token_hex(_TOKEN_BYTES // 2))
+    listener = Listener(address, listening.getsockname()[1], secrets.token_hex(_TOKEN_BYTES // 2))
 
     def serve() -> None:
         while True:
-            came, _ = listening.accept()
-            threading.Thread(target=_answer, args=(came, door.token), daemon=True).start()
+            connection, _ = listening.accept()
+            threading.Thread(target=_answer, args=(connection, listener.token), daemon=True).start()
 
-    threading.Thread(target=serve, name="door", daemon=True).start()
-    return door
+    threading.Thread(target=serve, name="listener", daemon=True).start()
+    return listener
 
 
-def _answer(came: socket.socket, token: str) -> None:
-    with came, suppress(OSError):
-        came.settimeout(_WAIT_S)
-        came.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        said = _exactly(came, _TOKEN_BYTES + 1)
-        if not secrets.compare_digest(said[:-1], token.encode()):
+def _answer(connection: socket.socket, token: str) -> None:
+    with connection, suppress(OSError):
+        connection.settimeout(_WAIT_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        request = _exactly(connection, _TOKEN_BYTES + 1)
+        if not secrets.compare_digest(request[:-1], token.encode()):
             return
-        came.sendall(_proof(token))
-        if said[-1:] == b"E":
-            while ping := came.recv(_COUNT.size):
-                came.sendall(ping)
-        elif said[-1:] == b"S":
-            count, room = 0, bytearray(len(_BLOCK))
-            while size := came.recv_into(room):
+        connection.sendall(_proof(token))
+        if request[-1:] == b"E":
+            while ping := connection.recv(_COUNT.size):
+                connection.sendall(ping)
+        elif request[-1:] == b"S":
+            count, buffer = 0, bytearray(len(_BLOCK))
+            while size := connection.recv_into(buffer):
                 count += size
-            came.sendall(_COUNT.pack(count))
+            connection.sendall(_COUNT.pack(count))
 
 
-def try_door(door: Door) -> str:
-    """Go to a door and back; the fault, as `Tried` has it."""
+def try_connection(listener: Listener) -> str:
+    """Connect to a listener and return the fault, as in `Attempt`."""
     try:
-        with _enter(door, b"H"):
+        with _connect(listener, b"H"):
             return ""
     except TimeoutError:
         return "timeout"
@@ -117,41 +117,41 @@ def try_door(door: Door) -> str:
         return "stranger" if isinstance(error, _StrangerError) else str(error)
 
 
-def measure(door: Door, budget_s: float) -> Speed:
-    """How fast the way to a door is, in about the time that is given.
+def measure(listener: Listener, budget_s: float) -> Speed:
+    """Measure latency and bandwidth to a listener in about `budget_s` seconds.
 
     Errors:
-        OSError: nobody answers, or not any more.
+        OSError: the listener does not answer.
     """
-    with _enter(door, b"E") as end:
-        taken: list[float] = []
-        until_s = time.perf_counter() + budget_s / 2
-        while len(taken) <= _WARM or (len(taken) < _PINGS and time.perf_counter() < until_s):
-            before_s = time.perf_counter()
+    with _connect(listener, b"E") as end:
+        times_s: list[float] = []
+        deadline_s = time.perf_counter() + budget_s / 2
+        while len(times_s) <= _WARM or (len(times_s) < _PINGS and time.perf_counter() < deadline_s):
+            start_s = time.perf_counter()
             end.sendall(bytes(_COUNT.size))
             _exactly(end, _COUNT.size)
-            taken.append(time.perf_counter() - before_s)
-    with _enter(door, b"S") as end:
-        began_s = time.perf_counter()
-        while time.perf_counter() - began_s < budget_s / 2:
+            times_s.append(time.perf_counter() - start_s)
+    with _connect(listener, b"S") as end:
+        start_s = time.perf_counter()
+        while time.perf_counter() - start_s < budget_s / 2:
             end.sendall(_BLOCK)
         end.shutdown(socket.SHUT_WR)
         (count,) = _COUNT.unpack(_exactly(end, _COUNT.size))
-        took_s = time.perf_counter() - began_s
-    return Speed(median(taken[_WARM:]) / 2, count / took_s)
+        elapsed_s = time.perf_counter() - start_s
+    return Speed(median(times_s[_WARM:]) / 2, count / elapsed_s)
 
 
 class _StrangerError(OSError):
-    """Something else answers there."""
+    """Another program answers on that port."""
 
 
-def _enter(door: Door, letter: bytes) -> socket.socket:
-    end = socket.create_connection((door.address, door.port), CONNECT_S)
+def _connect(listener: Listener, letter: bytes) -> socket.socket:
+    end = socket.create_connection((listener.address, listener.port), CONNECT_S)
     try:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        end.sendall(door.token.encode() + letter)
-        if _exactly(end, _TOKEN_BYTES) != _proof(door.token):
-            raise _StrangerError("something else answers there")
+        end.sendall(listener.token.encode() + letter)
+        if _exactly(end, _TOKEN_BYTES) != _proof(listener.token):
+            raise _StrangerError("another program answers on that port")
         end.settimeout(_WAIT_S)
     except BaseException:
         end.close()

@@ -1,4 +1,4 @@
-"""Asking all hosts, each thing on all of them at once."""
+"""Survey several hosts: start a probe on each, and ask all of them in parallel."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
-from hvdtrain.doctor.hosts.asking import Asked, SilentError
-from hvdtrain.doctor.hosts.clock_offset import Offset, offset
-from hvdtrain.doctor.hosts.host_facts import HostSays
-from hvdtrain.doctor.hosts.peers import CONNECT_S, Door, Speed, Tried
+from hvdtrain.doctor.hosts.clock_offset import Offset, estimate_offset
+from hvdtrain.doctor.hosts.host_report import HostReport
+from hvdtrain.doctor.hosts.peers import CONNECT_S, Attempt, Listener, Speed
+from hvdtrain.doctor.hosts.probe_client import NoAnswerError, ProbeClient
 from hvdtrain.launch.worker_plan import agent_environment, on_host, python_path
 
 MODULE = "hvdtrain.doctor.hosts.host_probe"
 GREET_S = 30.0
-"""For ssh, Python, and what a host says of itself."""
+"""Time limit for ssh, Python, and the facts about a host."""
 _ASK_S = 15.0
 _CONNECT = ("-o", "ConnectTimeout=10")
-_LOOKS = 8
+_CLOCK_SAMPLES = 8
 _ANYWHERE = "192.0.2.1"
-"""An address that nobody has (RFC 5737): its route is that of all that is not near."""
+"""An address that no host has (RFC 5737). Its route is the default route."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Ask:
-    """What is asked of whom.
+class HostsRequest:
+    """The hosts to survey, and how to reach them.
 
     Attributes:
         hosts: slots by host, in the user's order.
-        local: names that are this host.
-        folder: where ranks will work.
-        python: this Python.
-        environment: of this process.
-        ssh_port, ssh_options: as of `hvdtrain launch`.
+        local: names of this host.
+        folder: working folder of the ranks.
+        python: path of this Python.
+        environment: environment of this process.
+        ssh_port, ssh_options: as in `hvdtrain launch`.
     """
 
     hosts: Mapping[str, int]
@@ -52,178 +52,180 @@ class Ask:
 
 @dataclass(frozen=True)
 class Survey:
-    """What all hosts have said; hosts in the user's order.
+    """The answers of all hosts, in the user's order.
 
     Attributes:
-        slots: by host, of all that were asked for.
-        folder: where ranks will work.
-        writer: the host that wrote a file there; "" where none could.
-        lost: why a host could not be asked, or not any more.
-        says: of itself.
-        addresses: by which others reach it.
-        offsets: of its clock.
-        tried: connections from each host to each other.
-        sees: whether it sees the file that `writer` wrote.
+        slots: slots by host, also of hosts that do not answer.
+        folder: working folder of the ranks.
+        writer: host that wrote a test file into the folder; "" if none could.
+        lost: why a host does not answer, or no longer.
+        facts: facts about each host that answers.
+        addresses: address by which other hosts reach a host.
+        offsets: clock offset of each host.
+        attempts: connection attempts, by source and target.
+        sees_file: whether a host sees the file of `writer`.
     """
 
     slots: Mapping[str, int]
     folder: str
     writer: str = ""
     lost: Mapping[str, str] = field(default_factory=dict)
-    says: Mapping[str, HostSays] = field(default_factory=dict)
+    facts: Mapping[str, HostReport] = field(default_factory=dict)
     addresses: Mapping[str, str] = field(default_factory=dict)
     offsets: Mapping[str, Offset] = field(default_factory=dict)
-    tried: Mapping[str, Mapping[str, Tried]] = field(default_factory=dict)
-    sees: Mapping[str, bool] = field(default_factory=dict)
+    attempts: Mapping[str, Mapping[str, Attempt]] = field(default_factory=dict)
+    sees_file: Mapping[str, bool] = field(default_factory=dict)
 
 
 class Hosts:
-    """Hosts whose probes run. Whoever falls silent is asked no more, and stands in `lost`."""
+    """Hosts with a running probe. A host that fails to answer moves to `lost` and is asked no more."""
 
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, request: HostsRequest) -> None:
         self.lost: dict[str, str] = {}
-        self.doors: dict[str, Door] = {}
-        self._ask = ask
-        self._links: dict[str, Asked] = {}
-        self._pool = ThreadPoolExecutor(max(1, len(ask.hosts)))
+        self._listeners: dict[str, Listener] = {}
+        self._request = request
+        self._probes: dict[str, ProbeClient] = {}
+        self._pool = ThreadPoolExecutor(max(1, len(request.hosts)))
 
     def survey(self) -> Survey:
-        """Ask all that there is to know."""
+        """Start the probes and ask all questions."""
         self._start()
-        says = self._of_all(self._greet)
-        addresses = self._addresses(says)
-        offsets = self._of_all(self._offset)
-        found = Survey(dict(self._ask.hosts), self._ask.folder, says=says, addresses=addresses, offsets=offsets)
-        writer, sees = self._sharing()
-        tried = self._reach(addresses)
-        return replace(found, writer=writer, sees=sees, tried=tried, lost=dict(self.lost))
+        facts = self._ask_all(self._greet)
+        addresses = self._addresses(facts)
+        offsets = self._ask_all(self._offset)
+        survey = Survey(
+            dict(self._request.hosts), self._request.folder, facts=facts, addresses=addresses, offsets=offsets
+        )
+        writer, sees_file = self._share_file()
+        attempts = self._try_connections(addresses)
+        return replace(survey, writer=writer, sees_file=sees_file, attempts=attempts, lost=dict(self.lost))
 
     def measure(self, source: str, target: str, budget_s: float) -> Speed:
-        """How fast the way from one host to another is.
+        """Measure the speed from one host to another.
 
         Errors:
-            SilentError: it cannot be measured.
+            NoAnswerError: it cannot be measured.
         """
-        door = asdict(self.doors[target])
-        answer = self._links[source].ask("measure", 60.0 + budget_s, door=door, budget_s=budget_s)
+        listener = asdict(self._listeners[target])
+        answer = self._probes[source].ask("measure", 60.0 + budget_s, door=listener, budget_s=budget_s)
         return Speed(**answer.value)
 
-    def together(self, work: Callable[[T], Any], items: Sequence[T]) -> list[Any]:
-        """Do something for several at once."""
+    def in_parallel(self, work: Callable[[T], Any], items: Sequence[T]) -> list[Any]:
+        """Call a function for all items in parallel."""
         return list(self._pool.map(work, items))
 
     def close(self) -> None:
         """Let all probes end."""
-        for link in self._links.values():
-            link.let_go()
+        for probe in self._probes.values():
+            probe.close()
         self._pool.shutdown()
 
-    def give_up(self) -> None:
-        """End all that waits for a host: somebody wants to stop."""
-        for link in self._links.values():
-            link.kill()
+    def kill(self) -> None:
+        """Kill all connections, so that no thread waits for a host."""
+        for probe in self._probes.values():
+            probe.kill()
 
     def _start(self) -> None:
-        ask = self._ask
-        for host in ask.hosts:
-            if host in ask.local:
-                argv = [ask.python, "-m", MODULE]
+        request = self._request
+        for host in request.hosts:
+            if host in request.local:
+                argv = [request.python, "-m", MODULE]
             else:
-                argv = on_host(host, MODULE, ask.python, ask.ssh_port, [*ask.ssh_options, *_CONNECT])
+                argv = on_host(host, MODULE, request.python, request.ssh_port, [*request.ssh_options, *_CONNECT])
             try:
-                self._links[host] = Asked(host, argv, agent_environment(ask.environment))
+                self._probes[host] = ProbeClient(host, argv, agent_environment(request.environment))
             except OSError as error:
                 self.lost[host] = str(error)
 
-    def _greet(self, host: str) -> HostSays:
-        hello = {"folder": self._ask.folder, "path": list(python_path(self._ask.environment))}
-        found = self._links[host].greet(hello, GREET_S)
+    def _greet(self, host: str) -> HostReport:
+        hello = {"folder": self._request.folder, "path": list(python_path(self._request.environment))}
+        facts = self._probes[host].greet(hello, GREET_S)
         try:
-            return HostSays.of_json(found)
+            return HostReport.from_json(facts)
         except (KeyError, TypeError):
-            raise SilentError(f"another hvdtrain is there: {found.get('hvdtrain', '?')}") from None
+            raise NoAnswerError(f"another version of hvdtrain answers: {facts.get('hvdtrain', '?')}") from None
 
     def _offset(self, host: str) -> Offset:
-        looks = []
-        for _ in range(_LOOKS):
-            answer = self._links[host].ask("clock", _ASK_S)
-            looks.append((answer.sent_ns, int(answer.value), answer.came_ns))
-        return offset(looks)
+        answers = [self._probes[host].ask("clock", _ASK_S) for _ in range(_CLOCK_SAMPLES)]
+        return estimate_offset([(answer.sent_ns, int(answer.value), answer.received_ns) for answer in answers])
 
-    def _addresses(self, says: Mapping[str, HostSays]) -> dict[str, str]:
-        """By which hosts reach each other: by which ssh came; of this host, by which it goes to the first of them."""
-        far = next((said.address for said in says.values() if not _near(said.address)), _ANYWHERE)
+    def _addresses(self, facts: Mapping[str, HostReport]) -> dict[str, str]:
+        """Return the address of each host.
+
+        Remote hosts have the address that ssh connected to. This host has that of its route to the first of them.
+        """
+        remote = next((one.address for one in facts.values() if not _is_local(one.address)), _ANYWHERE)
 
         def address(host: str) -> str:
-            if not _near(says[host].address):
-                return says[host].address
-            return str(self._links[host].ask("toward", _ASK_S, address=far).value) or "127.0.0.1"
+            if not _is_local(facts[host].address):
+                return facts[host].address
+            return str(self._probes[host].ask("toward", _ASK_S, address=remote).value) or "127.0.0.1"
 
-        return self._of_all(address)
+        return self._ask_all(address)
 
-    def _sharing(self) -> tuple[str, dict[str, bool]]:
-        """Which host wrote a file into the working folder, and which others see it."""
-        name, text = f"{self._ask.folder}/.hvdtrain-doctor-{secrets.token_hex(8)}", secrets.token_hex(16)
-        for writer in list(self._links):
+    def _share_file(self) -> tuple[str, dict[str, bool]]:
+        """Write a file into the working folder. Return the host that wrote it, and which hosts see it."""
+        name, text = f"{self._request.folder}/.hvdtrain-doctor-{secrets.token_hex(8)}", secrets.token_hex(16)
+        for writer in list(self._probes):
             try:
-                self._links[writer].ask("write", _ASK_S, file=name, text=text)
-            except SilentError:
+                self._probes[writer].ask("write", _ASK_S, file=name, text=text)
+            except NoAnswerError:
                 continue
             try:
-                return writer, self._of_all(
-                    lambda host: bool(self._links[host].ask("look", _ASK_S, file=name, text=text).value)
+                return writer, self._ask_all(
+                    lambda host: bool(self._probes[host].ask("look", _ASK_S, file=name, text=text).value)
                 )
             finally:
-                with suppress(SilentError, KeyError):  # it may have been lost meanwhile
-                    self._links[writer].ask("remove", _ASK_S, file=name)
+                with suppress(NoAnswerError, KeyError):  # the writer may be lost by now
+                    self._probes[writer].ask("remove", _ASK_S, file=name)
         return "", {}
 
-    def _reach(self, addresses: Mapping[str, str]) -> dict[str, Mapping[str, Tried]]:
-        """Have each host try a connection to each other."""
+    def _try_connections(self, addresses: Mapping[str, str]) -> dict[str, Mapping[str, Attempt]]:
+        """Let each host connect to all others."""
 
-        def listen(host: str) -> Door:
-            return Door(**self._links[host].ask("listen", _ASK_S, address=addresses[host]).value)
+        def listen(host: str) -> Listener:
+            return Listener(**self._probes[host].ask("listen", _ASK_S, address=addresses[host]).value)
 
-        self.doors = self._of_all(listen)
+        self._listeners = self._ask_all(listen)
 
-        def reach(host: str) -> Mapping[str, Tried]:
-            doors = {other: asdict(door) for other, door in self.doors.items() if other != host}
-            timeout_s = _ASK_S + CONNECT_S * (1 + len(doors) / 32)
-            found = self._links[host].ask("reach", timeout_s, doors=doors).value
-            return {other: Tried(**tried) for other, tried in found.items()}
+        def reach(host: str) -> Mapping[str, Attempt]:
+            listeners = {other: asdict(one) for other, one in self._listeners.items() if other != host}
+            timeout_s = _ASK_S + CONNECT_S * (1 + len(listeners) / 32)
+            attempts = self._probes[host].ask("reach", timeout_s, doors=listeners).value
+            return {other: Attempt(**attempt) for other, attempt in attempts.items()}
 
-        return self._of_all(reach)
+        return self._ask_all(reach)
 
-    def _of_all(self, work: Callable[[str], T]) -> dict[str, T]:
-        """Do something for each host that still answers, all at once."""
-        hosts = list(self._links)
+    def _ask_all(self, work: Callable[[str], T]) -> dict[str, T]:
+        """Call a function for each host that still answers, in parallel."""
+        hosts = list(self._probes)
 
-        def done(host: str) -> T | SilentError:
+        def ask(host: str) -> T | NoAnswerError:
             try:
                 return work(host)
-            except SilentError as error:
+            except NoAnswerError as error:
                 return error
 
-        found = dict(zip(hosts, self.together(done, hosts), strict=True))
-        for host, value in found.items():
-            if isinstance(value, SilentError):
+        answers = dict(zip(hosts, self.in_parallel(ask, hosts), strict=True))
+        for host, value in answers.items():
+            if isinstance(value, NoAnswerError):
                 self.lost[host] = str(value)
-                self._links.pop(host).kill()
-        return {host: value for host, value in found.items() if not isinstance(value, SilentError)}
+                self._probes.pop(host).kill()
+        return {host: value for host, value in answers.items() if not isinstance(value, NoAnswerError)}
 
 
 @contextmanager
-def asked(ask: Ask) -> Iterator[Hosts]:
-    """The hosts, until the end of the block."""
-    hosts = Hosts(ask)
+def connected(request: HostsRequest) -> Iterator[Hosts]:
+    """Return the hosts; their probes run until the end of the block."""
+    hosts = Hosts(request)
     try:
         yield hosts
     except BaseException:
-        hosts.give_up()
+        hosts.kill()
         raise
     finally:
         hosts.close()
 
 
-def _near(address: str) -> bool:
+def _is_local(address: str) -> bool:
     return not address or ipaddress.ip_address(address.partition("%")[0]).is_loopback

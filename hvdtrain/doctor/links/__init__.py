@@ -1,1 +1,1 @@
-"""How fast the links between and within hosts are, and what a job may expect of them."""
+"""Link speed between and within hosts, and predicted step times."""

@@ -1,4 +1,4 @@
-"""What steps would take on more ranks and hosts, by the links that were measured: what-if, asked in a row. Pure."""
+"""Predict step times on more ranks and hosts, by what-if with the measured links. Pure."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from hvdtrain.timeline.whatif.predict import predict
 from hvdtrain.timeline.whatif.prediction_text import UNKNOWN
 
 COMPRESSIONS = ("none", *auto_candidates())
-_FURTHER = (2, 4, 8)
-"""Times as many hosts as were measured."""
+_MULTIPLES = (2, 4, 8)
+"""Multiples of the measured number of hosts."""
 _LAYERS = 32
 _BACKWARD = 2 / 3
-"""Of a step: going back costs two products of matrices for each one of going forward."""
+"""Part of a step: backward computes two matrix products for each one of forward."""
 _OFF = 0.1
 
 
 @dataclass(frozen=True)
-class Expected:
-    """A number of ranks.
+class Prediction:
+    """The prediction for a number of ranks.
 
     Attributes:
-        ranks: how many, and how many of them on a host.
-        step_s: of a step, by compression.
-        efficiency: a rank's speed beside that of one alone, by compression.
-        beyond: whether there are more hosts than were measured.
+        ranks: number of ranks, and ranks per host.
+        step_s: step time by compression.
+        efficiency: speed of a rank relative to a single rank, by compression.
+        beyond: whether it has more hosts than were measured.
     """
 
     ranks: Ranks
@@ -44,25 +44,25 @@ class Expected:
 
 @dataclass(frozen=True)
 class Outlook:
-    """The table, and what it rests on."""
+    """A table of predictions, and its assumptions."""
 
-    rows: Sequence[Expected]
+    rows: Sequence[Prediction]
     notes: Sequence[str]
 
     def as_data(self) -> dict[str, Any]:
-        """The same for programs."""
+        """Return the table for JSON."""
         return {"rows": [asdict(row) for row in self.rows], "notes": list(self.notes)}
 
 
-def of_model(parameters: int, step_s: float, cores: int, threads: int, *, on_cpu: bool) -> Evidence:
-    """What is known of a model of which nobody has a run.
+def assumed_run(parameters: int, step_s: float, cores: int, threads: int, *, on_cpu: bool) -> Evidence:
+    """Return assumed evidence for a model without a recorded run.
 
     Args:
-        parameters: how many, in fp32.
-        step_s: of one rank, computing alone.
-        cores: of a host.
-        threads: that a rank computes with.
-        on_cpu: whether it computes there.
+        parameters: number of fp32 parameters.
+        step_s: step time of a single rank.
+        cores: cores per host.
+        threads: compute threads per rank.
+        on_cpu: whether ranks compute on the CPU.
     """
     layers = max(1, min(_LAYERS, parameters // 1024))
     each = parameters / layers
@@ -81,21 +81,21 @@ def of_model(parameters: int, step_s: float, cores: int, threads: int, *, on_cpu
         step_s=step_s,
         parts_s={**parts, "forward": step_s - backward_s, "backward": backward_s},
         notes=[
-            f"the model: {parameters:,} parameters in fp32, in {layers} gradients of one size that backward has one "
-            f"after another; backward is two thirds of {step_s * 1e3:g} ms; all ranks are equally fast: --run RUN "
-            "takes all of it from a run"
+            f"assumed model: {parameters:,} fp32 parameters in {layers} gradients of equal size, computed one after "
+            f"another; backward takes two thirds of {step_s * 1e3:g} ms; all ranks are equally fast. --run RUN "
+            "uses the measurements of a run instead"
         ],
     )
 
 
 def outlook(evidence: Evidence, links: Links, per_host: int, compressions: Sequence[str] = COMPRESSIONS) -> Outlook:
-    """Predict a step by ranks, each with the work of one, and by compression.
+    """Predict the step time by number of ranks and compression. Each rank has the work of a single one.
 
     Args:
-        evidence: of a run, or `of_model`.
-        links: as measured.
-        per_host: ranks on a host.
-        compressions: as options name them.
+        evidence: evidence of a run, or from `assumed_run`.
+        links: measured links.
+        per_host: ranks per host.
+        compressions: names of compressions, as in options.
     """
     inside, between = _inside(evidence, links), _between(links)
     if inside is not None:
@@ -114,39 +114,39 @@ def outlook(evidence: Evidence, links: Links, per_host: int, compressions: Seque
     rows = []
     for ranks in _sizes(len(links.hosts), per_host, several=between is not None):
         steps = {name: step_s(ranks, name) if ranks.size > 1 else alone_s for name in compressions}
-        efficiency = {name: alone_s / taken_s for name, taken_s in steps.items()}
-        rows.append(Expected(ranks, steps, efficiency, ranks.hosts > len(links.hosts)))
+        efficiency = {name: alone_s / seconds for name, seconds in steps.items()}
+        rows.append(Prediction(ranks, steps, efficiency, ranks.hosts > len(links.hosts)))
     return Outlook(rows, _notes(evidence, links, per_host, inside, between))
 
 
 def _inside(evidence: Evidence, links: Links) -> Link | None:
-    """What ranks of a host exchange by, where the run has not told: as measured, but not faster than they can sum."""
+    """Return the link within a host if the run has none: as measured, but not faster than ranks can sum."""
     if evidence.job.ranks.size > 1 or not links.inside:
         return None
-    s_per_byte = max(ONE_HOST.s_per_byte, *(1 / way.bytes_per_s for way in links.inside))
-    return Link(max(way.latency_s for way in links.inside), s_per_byte, s_per_byte)
+    s_per_byte = max(ONE_HOST.s_per_byte, *(1 / one.bytes_per_s for one in links.inside))
+    return Link(max(one.latency_s for one in links.inside), s_per_byte, s_per_byte)
 
 
 def _between(links: Links) -> Link | None:
-    """The slowest link between hosts: an allreduce is as fast as that."""
+    """Return the slowest link between hosts, which limits an allreduce."""
     if not links.between:
         return None
-    slowest = min(way.bytes_per_s for way in links.between)
-    return Link(max(way.latency_s for way in links.between), 1 / slowest)
+    slowest = min(one.bytes_per_s for one in links.between)
+    return Link(max(one.latency_s for one in links.between), 1 / slowest)
 
 
 def _notes(evidence: Evidence, links: Links, per_host: int, inside: Link | None, between: Link | None) -> Sequence[str]:
     found = [
-        "a rank's work stays, so the global batch grows with the ranks; efficiency is its speed beside one alone",
+        "each rank keeps its work, so the global batch grows with the ranks; efficiency compares with a single rank",
         *evidence.notes,
     ]
     if inside is not None:
-        found.append(f"within a host: {_told(inside)}; not faster than gradients are summed")
+        found.append(f"within a host: {_link_text(inside)}; limited by the speed of summing gradients")
     if between is None:
-        found.append("between hosts: nothing was measured: hvdtrain doctor --hosts a,b --probe")
+        found.append("between hosts: not measured: hvdtrain doctor --hosts a,b --probe")
     else:
         found.append(
-            f"between hosts: {_told(between)}, the slowest of all ways by {links.by}; ranks of a host share it"
+            f"between hosts: {_link_text(between)}, the slowest of all ways by {links.by}; ranks of a host share it"
         )
     if per_host > evidence.job.ranks.per_host:
         found.append("more ranks on a host than were measured: that they share its memory's speed is not in the model")
@@ -154,38 +154,38 @@ def _notes(evidence: Evidence, links: Links, per_host: int, inside: Link | None,
         found.append(
             f"how late the slowest rank is: from the run's {evidence.job.ranks.size} ranks, beyond extrapolated"
         )
-    found.append("what coding costs is by a table of another machine: hvdtrain timeline whatif RUN --probe measures it")
+    found.append("compression cost is from another machine; measure it with: hvdtrain timeline whatif RUN --probe")
     return [*found, f"not in the model: {'; '.join(UNKNOWN)}"]
 
 
-def _told(link: Link) -> str:
-    return f"{gbit(8e-9 / link.s_per_byte)}, {microseconds(link.hop_s)} a small message"
+def _link_text(link: Link) -> str:
+    return f"{gbit(8e-9 / link.s_per_byte)}, {microseconds(link.hop_s)} per small message"
 
 
 def _sizes(hosts: int, per_host: int, *, several: bool) -> Iterator[Ranks]:
-    """One rank, one host, and hosts by twos up to several times those that there are."""
+    """Yield one rank, one host, and growing numbers of hosts up to several times the measured ones."""
     yield Ranks(1, 1)
     if per_host > 1:
         yield Ranks(per_host, per_host)
     if several:
         doubling = [1 << power for power in range(1, hosts.bit_length()) if 1 << power < hosts]
-        for count in [*doubling, hosts, *(hosts * times for times in _FURTHER)]:
+        for count in [*doubling, hosts, *(hosts * times for times in _MULTIPLES)]:
             yield Ranks(count * per_host, per_host)
 
 
-def lines(found: Outlook) -> list[str]:
-    """The table in words."""
-    names = list(found.rows[0].step_s)
+def lines(outlook: Outlook) -> list[str]:
+    """Return the table as plain lines."""
+    names = list(outlook.rows[0].step_s)
     rows = [["hosts", "ranks", *names]]
-    for row in found.rows:
+    for row in outlook.rows:
         cells = [f"{_ms(row.step_s[name])} {row.efficiency[name]:4.0%}" for name in names]
         rows.append([f"{row.ranks.hosts}{'*' if row.beyond else ''}", str(row.ranks.size), *cells])
-    wide = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    told = ["a step to expect, and the efficiency, by --parallel.compression:"]
-    told += ["  " + "  ".join(cell.rjust(size) for cell, size in zip(row, wide, strict=True)) for row in rows]
-    if any(row.beyond for row in found.rows):
-        told.append("  * more hosts than were measured")
-    return told + [f"- {note}" for note in found.notes]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    text = ["predicted step time and efficiency, by --parallel.compression:"]
+    text += ["  " + "  ".join(cell.rjust(size) for cell, size in zip(row, widths, strict=True)) for row in rows]
+    if any(row.beyond for row in outlook.rows):
+        text.append("  * more hosts than were measured")
+    return text + [f"- {note}" for note in outlook.notes]
 
 
 def _ms(seconds: float) -> str:

@@ -1,17 +1,17 @@
-"""Which hosts measure at the same time, so that no link is used by two pairs. Pure."""
+"""Choose pairs of hosts that measure at the same time without sharing a link. Pure."""
 
 from __future__ import annotations
 
 MOST_S = 20.0
-"""For measuring all of it, about."""
+"""Approximate limit for measuring all links."""
 MOST_ROUNDS = 64
-"""More would take minutes: of larger clusters each host is measured with so many others."""
+"""More rounds would take minutes. In larger clusters each host is measured with this many others."""
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """All pairs of so many, in rounds in which nobody stands twice: a tournament by the circle method.
+    """Return all pairs of `count` hosts, in rounds where no host occurs twice (circle method).
 
-    Of more than `MOST_ROUNDS` rounds those are left that lie evenly among them.
+    If there are more than `MOST_ROUNDS` rounds, return that many, evenly spread.
     """
     if count < 2:
         return []
@@ -28,5 +28,5 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
 
 
 def budget_s(count: int) -> float:
-    """Seconds that one way between two of so many hosts may be measured, so that all of it takes `MOST_S` at most."""
+    """Return seconds for one direction between two of `count` hosts, so that everything takes `MOST_S` at most."""
     return min(1.0, MOST_S / (2 * len(rounds(count)) + 1))

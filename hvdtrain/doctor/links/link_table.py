@@ -1,25 +1,25 @@
-"""Links as a table: a line a host it is from, a column a host it goes to. Pure."""
+"""Print links as a table: one row per source, one column per target. Pure."""
 
 from __future__ import annotations
 
-from hvdtrain.doctor.links.measured import Links, Way
+from hvdtrain.doctor.links.measured import Direction, Links
 
 _MOST = 12
-"""Hosts; of more the slowest ways are listed."""
+"""Largest number of hosts in the table. With more, the slowest links are listed."""
 
 
 def lines(links: Links) -> list[str]:
-    """The table: Gbit/s and microseconds."""
+    """Return the table as plain lines, in Gbit/s and microseconds."""
     if len(links.hosts) > _MOST:
-        slowest = sorted(links.between, key=lambda way: way.bytes_per_s)[:_MOST]
-        return [f"the slowest of {len(links.between)} ways:", *(f"  {way}: {_cell(way)}" for way in slowest)]
-    of = {(way.source, way.target): way for way in links.ways}
+        slowest = sorted(links.between, key=lambda one: one.bytes_per_s)[:_MOST]
+        return [f"the slowest of {len(links.between)} directions:", *(f"  {one}: {_cell(one)}" for one in slowest)]
+    by_pair = {(one.source, one.target): one for one in links.directions}
     rows = [["from / to", *links.hosts]]
-    rows += [[source, *(_cell(of.get((source, target))) for target in links.hosts)] for source in links.hosts]
-    wide = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    told = ["Gbit/s, and microseconds of a small message:"]
-    return told + ["  " + "  ".join(cell.rjust(size) for cell, size in zip(row, wide, strict=True)) for row in rows]
+    rows += [[source, *(_cell(by_pair.get((source, target))) for target in links.hosts)] for source in links.hosts]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    text = ["Gbit/s, and microseconds per small message:"]
+    return text + ["  " + "  ".join(cell.rjust(size) for cell, size in zip(row, widths, strict=True)) for row in rows]
 
 
-def _cell(way: Way | None) -> str:
-    return "-" if way is None else f"{way.gbit:.3g} {way.latency_s * 1e6:.3g}us"
+def _cell(direction: Direction | None) -> str:
+    return "-" if direction is None else f"{direction.gbit:.3g} {direction.latency_s * 1e6:.3g}us"

@@ -1,4 +1,4 @@
-"""What was measured between hosts, and what stands out of it. Pure."""
+"""Measured links, and the checks that find slow ones. Pure."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from hvdtrain.doctor.finding import Finding
 from hvdtrain.doctor.hosts.host_text import names
 
 _SLOW = 0.5
-"""Of the median: what is below stands out."""
+"""A link is slow below this part of the median bandwidth."""
 _LATE, _LATE_S = 3.0, 50e-6
-"""Times the median, and at least so much more."""
-_SLOW_PLUG = 0.6
-"""Of what the interface has agreed on with its switch: one stream of TCP gets more where nothing is wrong."""
+"""Latency is high above this multiple of the median, and if it exceeds the median by this time."""
+_SLOW_INTERFACE = 0.6
+"""Part of the interface's speed that a single TCP stream exceeds if nothing is wrong."""
 
 
 @dataclass(frozen=True)
-class Way:
-    """From one host to another, or between two ranks of one.
+class Direction:
+    """One direction of a link between two hosts, or between two ranks of a host.
 
     Attributes:
         source, target: hosts.
-        latency_s: of a few bytes, one way.
-        bytes_per_s: of many, in this direction.
+        latency_s: one-way time of a small message.
+        bytes_per_s: bandwidth in this direction.
     """
 
     source: str
@@ -35,12 +35,12 @@ class Way:
 
     @property
     def gbit(self) -> float:
-        """Bits a second, in 10^9."""
+        """Bandwidth in Gbit/s."""
         return self.bytes_per_s * 8e-9
 
     @property
     def inside(self) -> bool:
-        """Whether it is within a host."""
+        """Whether both ranks are on the same host."""
         return self.source == self.target
 
     def __str__(self) -> str:
@@ -49,124 +49,124 @@ class Way:
 
 @dataclass(frozen=True)
 class Links:
-    """All that was measured.
+    """All measured links.
 
     Attributes:
-        hosts: in the user's order, or that of the ranks.
-        ways: of every pair in both directions, and within hosts where ranks share one.
-        by: what carried it.
+        hosts: hosts in the user's order, or in that of the ranks.
+        directions: both directions of every pair of hosts, and links within hosts that have several ranks.
+        by: protocol of the measurement.
     """
 
     hosts: Sequence[str]
-    ways: Sequence[Way]
+    directions: Sequence[Direction]
     by: str
 
     @property
-    def between(self) -> list[Way]:
-        """Ways from a host to another."""
-        return [way for way in self.ways if not way.inside]
+    def between(self) -> list[Direction]:
+        """Links between hosts."""
+        return [one for one in self.directions if not one.inside]
 
     @property
-    def inside(self) -> list[Way]:
-        """Ways within hosts."""
-        return [way for way in self.ways if way.inside]
+    def inside(self) -> list[Direction]:
+        """Links within hosts."""
+        return [one for one in self.directions if one.inside]
 
     def as_data(self) -> dict[str, Any]:
-        """The same for programs; seconds and bytes."""
-        return {"hosts": list(self.hosts), "by": self.by, "ways": [asdict(way) for way in self.ways]}
+        """Return the links for JSON, in seconds and bytes."""
+        return {"hosts": list(self.hosts), "by": self.by, "ways": [asdict(one) for one in self.directions]}
 
     @classmethod
-    def of_data(cls, data: Mapping[str, Any]) -> Links:
-        """What `as_data` gave."""
-        return cls(data["hosts"], [Way(**way) for way in data["ways"]], data["by"])
+    def from_data(cls, data: Mapping[str, Any]) -> Links:
+        """Restore the links from `as_data`."""
+        return cls(data["hosts"], [Direction(**one) for one in data["ways"]], data["by"])
 
 
-def middle_gbit(ways: Iterable[Way]) -> float:
-    """The median bandwidth."""
-    return median(way.gbit for way in ways)
+def median_gbit(directions: Iterable[Direction]) -> float:
+    """Return the median bandwidth."""
+    return median(one.gbit for one in directions)
 
 
-def middle_s(ways: Iterable[Way]) -> float:
-    """The median latency."""
-    return median(way.latency_s for way in ways)
+def median_latency_s(directions: Iterable[Direction]) -> float:
+    """Return the median latency."""
+    return median(one.latency_s for one in directions)
 
 
-def judge(links: Links, plugs_mbit: Mapping[str, int] | None = None) -> list[Finding]:
-    """Name what was measured, and each link that is much worse than the others.
+def check_links(links: Links, interface_mbit: Mapping[str, int] | None = None) -> list[Finding]:
+    """Report the measured links, and each link that is much slower than the others.
 
     Args:
-        links: what was measured.
-        plugs_mbit: bits a second that a host's interface has agreed on, where known.
+        links: measured links.
+        interface_mbit: speed of each host's interface in Mbit/s, if known.
     """
     found = []
-    for name, ways in (("links", links.between), ("in a host", links.inside)):
-        if ways:
-            found.append(Finding(name, "ok", _summary(ways), f"by {links.by}"))
-            found += _slow(ways)
-            found += _late(ways)
-    return found + _slow_plugs(links, plugs_mbit or {})
+    for name, directions in (("links", links.between), ("in a host", links.inside)):
+        if directions:
+            found.append(Finding(name, "ok", _summary(directions), f"measured with {links.by}"))
+            found += _slow(directions)
+            found += _late(directions)
+    return found + _slow_interfaces(links, interface_mbit or {})
 
 
-def _summary(ways: Sequence[Way]) -> str:
-    speeds = sorted(way.gbit for way in ways)
-    spread = f" ({gbit(speeds[0])} to {gbit(speeds[-1])})" if len(ways) > 1 else ""
-    return f"{gbit(middle_gbit(ways))}{spread}, {microseconds(middle_s(ways))} a small message"
+def _summary(directions: Sequence[Direction]) -> str:
+    speeds = sorted(one.gbit for one in directions)
+    spread = f" ({gbit(speeds[0])} to {gbit(speeds[-1])})" if len(directions) > 1 else ""
+    return f"{gbit(median_gbit(directions))}{spread}, {microseconds(median_latency_s(directions))} per small message"
 
 
-def _slow(ways: Sequence[Way]) -> list[Finding]:
-    usual = middle_gbit(ways)
-    why = "every allreduce goes at the speed of its slowest link"
+def _slow(directions: Sequence[Direction]) -> list[Finding]:
+    usual = median_gbit(directions)
+    why = "every allreduce is as slow as its slowest link"
     found = []
-    slow_hosts = [] if ways[0].inside else _slow_hosts(ways, usual)
+    slow_hosts = [] if directions[0].inside else _slow_hosts(directions, usual)
     for host in slow_hosts:
-        mine = [way for way in ways if host in (way.source, way.target)]
-        mend = f"on {host}: ethtool IF (speed, duplex, errors); its cable, port and switch; or leave it out"
-        told = f"{gbit(middle_gbit(mine))} to all others, where the median is {gbit(usual)}"
-        found.append(Finding(f"slow {host}", "warning", told, why, mend))
-    for way in ways:
-        if way.gbit < _SLOW * usual and not {way.source, way.target} & set(slow_hosts):
-            mend = f"on {way.source}: ethtool IF, ip -s link, tc qdisc show; " + (
-                "numactl --hardware and what else runs there" if way.inside else f"the route to {way.target}"
+        mine = [one for one in directions if host in (one.source, one.target)]
+        fix = f"on {host}: check ethtool IF (speed, duplex, errors), cable, port and switch; or leave the host out"
+        text = f"{gbit(median_gbit(mine))} to the other hosts; the median is {gbit(usual)}"
+        found.append(Finding(f"slow {host}", "warning", text, why, fix))
+    for one in directions:
+        if one.gbit < _SLOW * usual and not {one.source, one.target} & set(slow_hosts):
+            fix = f"on {one.source}: check ethtool IF, ip -s link, tc qdisc show, " + (
+                "numactl --hardware and other programs" if one.inside else f"and the route to {one.target}"
             )
-            told = f"{gbit(way.gbit)}, where the median is {gbit(usual)}"
-            found.append(Finding(f"slow {way}", "warning", told, why, mend))
+            text = f"{gbit(one.gbit)}; the median is {gbit(usual)}"
+            found.append(Finding(f"slow {one}", "warning", text, why, fix))
     return found
 
 
-def _slow_hosts(ways: Sequence[Way], usual: float) -> list[str]:
-    """Hosts of which most links are slow; none of two, which share theirs."""
-    hosts = dict.fromkeys(name for way in ways for name in (way.source, way.target))
-    return [h for h in hosts if middle_gbit(w for w in ways if h in (w.source, w.target)) < _SLOW * usual]
+def _slow_hosts(directions: Sequence[Direction], usual: float) -> list[str]:
+    """Return the hosts with mostly slow links. With only two hosts there are none, because they share their links."""
+    hosts = dict.fromkeys(name for one in directions for name in (one.source, one.target))
+    return [h for h in hosts if median_gbit(w for w in directions if h in (w.source, w.target)) < _SLOW * usual]
 
 
-def _late(ways: Sequence[Way]) -> list[Finding]:
-    usual = middle_s(ways)
-    late = [way for way in ways if way.latency_s > max(_LATE * usual, usual + _LATE_S)]
+def _late(directions: Sequence[Direction]) -> list[Finding]:
+    usual = median_latency_s(directions)
+    late = [one for one in directions if one.latency_s > max(_LATE * usual, usual + _LATE_S)]
     if not late:
         return []
-    told = names(f"{way}: {microseconds(way.latency_s)}" for way in late)
-    why = f"the median is {microseconds(usual)}; small messages agree on every tensor before it is sent"
-    mend = "see that these hosts are on one switch, that nothing else runs there, and ethtool -c IF"
-    return [Finding("late links", "warning", told, why, mend)]
+    text = names(f"{one}: {microseconds(one.latency_s)}" for one in late)
+    why = f"the median is {microseconds(usual)}; ranks agree on every tensor with small messages before they send it"
+    fix = "check that these hosts share a switch and run no other programs; check ethtool -c IF"
+    return [Finding("late links", "warning", text, why, fix)]
 
 
-def _slow_plugs(links: Links, plugs_mbit: Mapping[str, int]) -> list[Finding]:
+def _slow_interfaces(links: Links, interface_mbit: Mapping[str, int]) -> list[Finding]:
     found = []
-    for host, mbit in plugs_mbit.items():
-        mine = [way for way in links.between if host in (way.source, way.target)]
-        if mine and mbit and max(way.gbit for way in mine) < _SLOW_PLUG * mbit * 1e-3:
-            told = f"{gbit(max(way.gbit for way in mine))} at best, of {gbit(mbit * 1e-3)} that its interface has"
-            why = "one stream does not fill the link, something on the way is slower, or others use it too"
-            mend = f"on {host}: iperf3 -P 4; sysctl net.ipv4.tcp_rmem net.ipv4.tcp_wmem; the switches between"
-            found.append(Finding(f"link of {host}", "warning", told, why, mend))
+    for host, mbit in interface_mbit.items():
+        mine = [one for one in links.between if host in (one.source, one.target)]
+        if mine and mbit and max(one.gbit for one in mine) < _SLOW_INTERFACE * mbit * 1e-3:
+            text = f"{gbit(max(one.gbit for one in mine))} at best; its interface has {gbit(mbit * 1e-3)}"
+            why = "one TCP stream does not fill the link, a part of the path is slower, or other traffic uses it"
+            fix = f"on {host}: check iperf3 -P 4, sysctl net.ipv4.tcp_rmem net.ipv4.tcp_wmem, and the switches"
+            found.append(Finding(f"link of {host}", "warning", text, why, fix))
     return found
 
 
 def gbit(number: float) -> str:
-    """A bandwidth in words."""
+    """Format a bandwidth."""
     return f"{number:.3g} Gbit/s" if number >= 0.9995 else f"{number * 1e3:.3g} Mbit/s"
 
 
 def microseconds(seconds: float) -> str:
-    """A latency in words."""
+    """Format a latency."""
     return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"

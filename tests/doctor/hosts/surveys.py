@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hvdtrain.doctor.facts.network import Interface
 from hvdtrain.doctor.hosts.clock_offset import Offset
-from hvdtrain.doctor.hosts.host_facts import HostSays
-from hvdtrain.doctor.hosts.network import Interface
-from hvdtrain.doctor.hosts.peers import Tried
+from hvdtrain.doctor.hosts.host_report import HostReport
+from hvdtrain.doctor.hosts.peers import Attempt
 from hvdtrain.doctor.hosts.survey import Survey
 
-A = HostSays(
+A = HostReport(
     name="node-a",
     address="10.0.0.1",
     hvdtrain="1.0",
@@ -43,19 +43,19 @@ WELL = Survey(
     slots={"a": 2, "b": 2},
     folder="/work",
     writer="a",
-    says={"a": A, "b": B},
+    facts={"a": A, "b": B},
     addresses={"a": "10.0.0.1", "b": "10.0.0.2"},
     offsets={"a": Offset(0.0, 1e-4), "b": Offset(1e-5, 2e-4)},
-    tried={"a": {"b": Tried("", "eth0", 1500)}, "b": {"a": Tried("", "eth0", 1500)}},
-    sees={"a": True, "b": True},
+    attempts={"a": {"b": Attempt("", "eth0", 1500)}, "b": {"a": Attempt("", "eth0", 1500)}},
+    sees_file={"a": True, "b": True},
 )
 
 
 def other(**changes: object) -> Survey:
     """The same, b being another."""
-    return replace(WELL, says={"a": A, "b": replace(B, **changes)})  # type: ignore[arg-type]
+    return replace(WELL, facts={"a": A, "b": replace(B, **changes)})  # type: ignore[arg-type]
 
 
 def tried(fault: str) -> Survey:
     """The same, but for the way from a to b."""
-    return replace(WELL, tried={**WELL.tried, "a": {"b": Tried(fault, "eth0", 1500)}})
+    return replace(WELL, attempts={**WELL.attempts, "a": {"b": Attempt(fault, "eth0", 1500)}})

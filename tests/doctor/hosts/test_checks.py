@@ -7,13 +7,13 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from hvdtrain.doctor.facts.network import Interface
 from hvdtrain.doctor.finding import Finding, worst
 from hvdtrain.doctor.hosts.checks import examine
 from hvdtrain.doctor.hosts.clock_offset import Offset
-from hvdtrain.doctor.hosts.host_facts import HostSays
+from hvdtrain.doctor.hosts.host_report import HostReport
 from hvdtrain.doctor.hosts.host_text import by_value, names
-from hvdtrain.doctor.hosts.network import Interface
-from hvdtrain.doctor.hosts.peers import Tried
+from hvdtrain.doctor.hosts.peers import Attempt
 from hvdtrain.doctor.hosts.survey import Survey
 from tests.doctor.hosts.surveys import WELL, A, B, other, tried
 
@@ -26,12 +26,12 @@ def skewed(seconds: float) -> Survey:
 
 def test_all_is_well() -> None:
     assert worst(examine(WELL)) == 0
-    alone = Survey({"a": 1}, "/work", "a", says={"a": A}, addresses={"a": "10.0.0.1"}, sees={"a": True})
+    alone = Survey({"a": 1}, "/work", "a", facts={"a": A}, addresses={"a": "10.0.0.1"}, sees_file={"a": True})
     assert worst(examine(alone)) == 0
 
 
 @pytest.mark.parametrize(
-    ("survey", "name", "level", "said", "mend"),
+    ("survey", "name", "level", "said", "fix"),
     [
         (replace(WELL, lost={"c": "Connection refused"}), "ssh c", "broken", "Connection refused", "systemctl"),
         (other(hvdtrain="2.0"), "hvdtrain", "broken", "1.0 on a; 2.0 on b", "same"),
@@ -44,36 +44,36 @@ def test_all_is_well() -> None:
         (other(machine="aarch64"), "machine", "broken", "aarch64 on b", "same"),
         (other(kernel="Linux 5"), "kernel", "ok", "Linux 5 on b", ""),
         (other(cores=4), "cores", "warning", "8 on a; 4 on b", "a:4,b:2"),
-        (other(gpus=("H200", "H200")), "gpus", "warning", "2 x H200 on b", "one rank for each"),
+        (other(gpus=("H200", "H200")), "gpus", "warning", "2 x H200 on b", "one rank per GPU"),
         (other(open_files=256), "open files", "warning", "256", "nofile"),
         (other(fabric=True, locked_bytes=65536), "locked memory", "warning", "65536", "memlock"),
         (other(folder=False), "folder", "broken", "b", "mkdir"),
-        (replace(WELL, writer="", sees={}), "folder", "broken", "no host can write", "written"),
-        (replace(WELL, sees={"a": True, "b": False}), "folder", "warning", "/work, not shared", "mount"),
+        (replace(WELL, writer="", sees_file={}), "folder", "broken", "no host can write", "writable"),
+        (replace(WELL, sees_file={"a": True, "b": False}), "folder", "warning", "/work, not shared", "mount"),
         (skewed(0.9), "clocks", "ok", "b is 900 ms ahead of a", ""),
         (skewed(-2.0), "clocks", "warning", "a is 2 s ahead of b", "set-ntp"),
         (skewed(400.0), "clocks", "warning", "munge", "set-ntp"),
         (tried("timeout"), "connections", "broken", "a to b (10.0.0.2)", "--add-source=10.0.0.0/24"),
-        (tried("refused"), "connections", "broken", "refuses", "nft list ruleset"),
-        (tried("route"), "connections", "broken", "no route leads from a", "ip route get 10.0.0.2"),
-        (tried("stranger"), "connections", "broken", "not b's alone", "address of its own"),
+        (tried("refused"), "connections", "broken", "refused", "nft list ruleset"),
+        (tried("route"), "connections", "broken", "a has no route to", "ip route get 10.0.0.2"),
+        (tried("stranger"), "connections", "broken", "b is not the only host", "different addresses"),
         (tried("Odd thing"), "connections", "broken", "Odd thing", "ip route get"),
     ],
 )
-def test_a_difference(survey: Survey, name: str, level: str, said: str, mend: str) -> None:
+def test_a_difference(survey: Survey, name: str, level: str, said: str, fix: str) -> None:
     found = [finding for finding in examine(survey) if finding.name == name]
     (finding,) = found
-    assert finding.level == level and said in f"{finding.found} {finding.why}" and mend in finding.mend, finding
-    assert bool(finding.mend) == (level != "ok")
+    assert finding.level == level and said in f"{finding.found} {finding.why}" and fix in finding.fix, finding
+    assert bool(finding.fix) == (level != "ok")
 
 
 def test_of_hosts_that_do_not_answer_nothing_else_is_said() -> None:
-    survey = replace(WELL, says={}, writer="", sees={}, addresses={}, tried={})
+    survey = replace(WELL, facts={}, writer="", sees_file={}, addresses={}, attempts={})
     assert [finding.name for finding in examine(survey) if finding.level != "ok"] == []
 
 
 def test_one_host_under_two_names_is_noticed() -> None:
-    survey = replace(WELL, says={"a": A, "b": A}, addresses={"a": "10.0.0.1", "b": "10.0.0.1"})
+    survey = replace(WELL, facts={"a": A, "b": A}, addresses={"a": "10.0.0.1", "b": "10.0.0.1"})
     (finding,) = [finding for finding in examine(survey) if finding.name == "same host"]
     assert finding.found == "a, b"
 
@@ -87,15 +87,15 @@ def _named(survey: Survey, name: str) -> list[Finding]:
 
 
 def test_a_bridge_that_all_hosts_have_is_kept_from_mpi() -> None:
-    both = {host: replace(said, interfaces=(*said.interfaces, BRIDGE)) for host, said in WELL.says.items()}
-    (finding,) = _named(replace(WELL, says=both), "address")
+    both = {host: replace(said, interfaces=(*said.interfaces, BRIDGE)) for host, said in WELL.facts.items()}
+    (finding,) = _named(replace(WELL, facts=both), "address")
     assert finding.level == "warning" and "172.17.0.1 is docker0" in finding.found
-    assert "btl_tcp_if_include 10.0.0.0/24" in finding.mend
-    assert not _named(replace(WELL, says={**WELL.says, "a": both["a"]}), "address")
+    assert "btl_tcp_if_include 10.0.0.0/24" in finding.fix
+    assert not _named(replace(WELL, facts={**WELL.facts, "a": both["a"]}), "address")
 
 
 def test_interfaces_of_other_names_and_packets_of_other_sizes() -> None:
-    way = replace(WELL, tried={"a": {"b": Tried("", "eth0", 9000)}, "b": {"a": Tried("", "ens5", 1500)}})
+    way = replace(WELL, attempts={"a": {"b": Attempt("", "eth0", 9000)}, "b": {"a": Attempt("", "ens5", 1500)}})
     (interface,), (mtu,) = _named(way, "interface"), _named(way, "mtu")
     assert "btl_tcp_if_include 10.0.0.0/24" in interface.why
     assert mtu.level == "warning" and "9000 on a; 1500 on b" in mtu.found
@@ -109,6 +109,6 @@ def test_what_most_hosts_have_comes_first_and_many_are_counted() -> None:
 
 def test_what_a_host_says_survives_json() -> None:
     said = replace(B, gpus=("H200",))
-    assert HostSays.of_json(json.loads(json.dumps(asdict(said)))) == said
+    assert HostReport.from_json(json.loads(json.dumps(asdict(said)))) == said
     with pytest.raises(KeyError):
-        HostSays.of_json({"hvdtrain": "0.0.1"})
+        HostReport.from_json({"hvdtrain": "0.0.1"})

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from hvdtrain.doctor.hosts import peers
-from hvdtrain.doctor.hosts.peers import Door, measure, open_door, try_door
+from hvdtrain.doctor.hosts.peers import Listener, listen, measure, try_connection
 from tests.support.launch import TIMEOUT_S
 
 HERE = "127.0.0.1"
@@ -24,7 +24,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def listening(say: bytes | None) -> Iterator[Door]:
+def listening(say: bytes | None) -> Iterator[Listener]:
     """Something else that listens: says something to whoever comes, or nothing at all."""
     with socket.socket() as server:
         server.bind((HERE, 0))
@@ -42,15 +42,15 @@ def listening(say: bytes | None) -> Iterator[Door]:
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
-        yield Door(HERE, server.getsockname()[1], "x" * 32)
+        yield Listener(HERE, server.getsockname()[1], "x" * 32)
         thread.join(TIMEOUT_S)
 
 
 def test_who_knows_the_token_is_answered() -> None:
-    door = open_door(HERE)
-    assert try_door(door) == ""
-    assert try_door(replace(door, token="0" * 32)) == "stranger"
-    assert open_door(HERE).token != door.token
+    door = listen(HERE)
+    assert try_connection(door) == ""
+    assert try_connection(replace(door, token="0" * 32)) == "stranger"
+    assert listen(HERE).token != door.token
     with socket.create_connection((HERE, door.port)) as end:
         end.sendall(b"0" * 33)
         assert end.recv(100) == b"", "a stranger is told nothing"
@@ -58,20 +58,20 @@ def test_who_knows_the_token_is_answered() -> None:
 
 def test_a_door_is_on_its_address_alone() -> None:
     with pytest.raises(OSError):
-        socket.create_connection(("127.0.0.2", open_door(HERE).port))
+        socket.create_connection(("127.0.0.2", listen(HERE).port))
     with pytest.raises(OSError):
-        open_door("192.0.2.1")
+        listen("192.0.2.1")
 
 
 def test_each_fault_is_told_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as closed:
         closed.bind((HERE, 0))
-        assert try_door(Door(HERE, closed.getsockname()[1], "x" * 32)) == "refused"
+        assert try_connection(Listener(HERE, closed.getsockname()[1], "x" * 32)) == "refused"
     with listening(b"SSH-2.0-OpenSSH_9.6 and more than was asked for") as door:
-        assert try_door(door) == "stranger"
+        assert try_connection(door) == "stranger"
     monkeypatch.setattr(peers, "CONNECT_S", 0.2)
     with listening(None) as door:
-        assert try_door(door) == "timeout"
+        assert try_connection(door) == "timeout"
 
 
 def test_a_way_is_as_slow_as_it_is_and_measured_in_about_the_time_that_is_given(
@@ -87,7 +87,7 @@ def test_a_way_is_as_slow_as_it_is_and_measured_in_about_the_time_that_is_given(
 
     monkeypatch.setattr(peers.socket, "socket", Slow)
     monkeypatch.setattr(peers.time, "perf_counter", lambda: now[0])
-    found = measure(open_door(HERE), 1.0)
+    found = measure(listen(HERE), 1.0)
     assert found.latency_s == pytest.approx(0.005)
     assert found.bytes_per_s == pytest.approx(len(peers._BLOCK) / 0.01)
     assert now[0] == pytest.approx(1.0, abs=0.05)

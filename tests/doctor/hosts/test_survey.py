@@ -15,7 +15,7 @@ import pytest
 
 from hvdtrain.doctor.hosts import survey
 from hvdtrain.doctor.hosts.checks import examine
-from hvdtrain.doctor.hosts.survey import Ask, Survey, asked
+from hvdtrain.doctor.hosts.survey import HostsRequest, Survey, connected
 from tests.support.launch import TIMEOUT_S
 
 ROOT = Path(__file__).parents[3]
@@ -48,10 +48,10 @@ def with_ssh(tmp_path: Path) -> dict[str, str]:
 def found_of(tmp_path: Path, *hosts: str, folder: str = "") -> Survey:
     """What these say."""
     environment = with_ssh(tmp_path)
-    ask = Ask(dict.fromkeys(hosts, 1), frozenset(), folder or str(tmp_path), sys.executable, environment)
+    ask = HostsRequest(dict.fromkeys(hosts, 1), frozenset(), folder or str(tmp_path), sys.executable, environment)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", environment["PATH"])  # where programs are looked for
-        with asked(ask) as open_hosts:
+        with connected(ask) as open_hosts:
             return open_hosts.survey()
 
 
@@ -71,30 +71,30 @@ def test_a_host_that_says_nothing_is_let_go(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(survey, "GREET_S", 0.5)
     before = psutil.Process().children(recursive=True)
     found = found_of(tmp_path, "mute")
-    assert "timed out" in found.lost["mute"] and not found.says
+    assert "timed out" in found.lost["mute"] and not found.facts
     left = [process for process in psutil.Process().children(recursive=True) if process not in before]
     assert not psutil.wait_procs(left, timeout=TIMEOUT_S)[1]
 
 
 def test_what_login_scripts_write_is_passed_over(tmp_path: Path) -> None:
     found = found_of(tmp_path, "noisy")
-    assert list(found.says) == ["noisy"] and not found.lost
+    assert list(found.facts) == ["noisy"] and not found.lost
 
 
 def test_a_folder_that_no_host_has_loses_no_host(tmp_path: Path) -> None:
     found = found_of(tmp_path, "here", "there", folder=str(tmp_path / "gone"))
-    assert not found.lost and not found.writer and not found.sees
+    assert not found.lost and not found.writer and not found.sees_file
     (folder,) = [finding for finding in examine(found) if finding.name == "folder"]
     assert folder.level == "broken" and "here, there" in folder.why
 
 
 def test_ssh_that_is_not_there_is_told(tmp_path: Path) -> None:
-    ask = Ask({"b": 1}, frozenset(), str(tmp_path), sys.executable, {})
+    ask = HostsRequest({"b": 1}, frozenset(), str(tmp_path), sys.executable, {})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", str(tmp_path))
-        with asked(ask) as open_hosts:
+        with connected(ask) as open_hosts:
             found = open_hosts.survey()
-    assert "ssh" in found.lost["b"] and not found.says
+    assert "ssh" in found.lost["b"] and not found.facts
     assert examine(found)[0].level == "broken"
 
 

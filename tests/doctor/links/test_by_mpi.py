@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.cli.doctor import main
-from hvdtrain.doctor.links.by_mpi import wrong_library
-from hvdtrain.doctor.links.start_probe import cannot, command, network
+from hvdtrain.doctor.links.by_mpi import other_library
+from hvdtrain.doctor.links.start_probe import command, common_interface, obstacle
 from hvdtrain.launch.spec import Mpi
 from tests.doctor.hosts.surveys import WELL, other
 from tests.support.launch import run
@@ -67,30 +67,32 @@ def test_ranks_that_were_started_without_mpi_are_told_so(tmp_path: Path) -> None
 
 
 def test_an_mpi_that_is_not_horovods_is_found_among_what_is_loaded(tmp_path: Path) -> None:
-    assert wrong_library(MAPS, Path("/v/lib/libmpi.so.40.30.8")) is None
-    assert wrong_library(MAPS, Path("/other/lib/libmpi.so.40")) == "/v/lib/libmpi.so.40.30.8"
-    assert wrong_library("", Path("/other/lib/libmpi.so.40")) is None, "nothing is known of it"
+    assert other_library(MAPS, Path("/v/lib/libmpi.so.40.30.8")) is None
+    assert other_library(MAPS, Path("/other/lib/libmpi.so.40")) == "/v/lib/libmpi.so.40.30.8"
+    assert other_library("", Path("/other/lib/libmpi.so.40")) is None, "nothing is known of it"
     link = tmp_path / "libmpi.so.40"
     link.symlink_to("/v/lib/libmpi.so.40.30.8")
-    assert wrong_library(MAPS, link) is None
+    assert other_library(MAPS, link) is None
 
 
 def test_where_something_is_missing_on_a_host_it_is_named() -> None:
-    assert cannot(WELL, ["a", "b"]) == ""
-    assert "on b" in cannot(other(mpi4py=""), ["a", "b"]) and "hvdtrain[bench]" in cannot(other(mpi4py=""), ["b"])
-    assert cannot(other(mpi4py=""), ["a"]) == ""
-    assert "on b" in cannot(other(libmpi=""), ["a", "b"])
+    assert obstacle(WELL, ["a", "b"]) == ""
+    assert "on b" in obstacle(other(mpi4py=""), ["a", "b"]) and "hvdtrain[bench]" in obstacle(other(mpi4py=""), ["b"])
+    assert obstacle(other(mpi4py=""), ["a"]) == ""
+    assert "on b" in obstacle(other(libmpi=""), ["a", "b"])
 
 
 def test_the_network_between_hosts_is_that_of_their_routes() -> None:
-    assert network(WELL, ["a", "b"]) == "eth0"
-    assert network(WELL, ["a"]) == ""
+    assert common_interface(WELL, ["a", "b"]) == "eth0"
+    assert common_interface(WELL, ["a"]) == ""
 
 
 def test_what_starts_it_is_what_starts_any_job(tmp_path: Path) -> None:
-    from hvdtrain.doctor.hosts.survey import Ask
+    from hvdtrain.doctor.hosts.survey import HostsRequest
 
-    ask = Ask({"a": 8, "b": 8}, frozenset({"a"}), str(tmp_path), sys.executable, {"PATH": "/bin", "SECRET": "s"}, 2222)
+    ask = HostsRequest(
+        {"a": 8, "b": 8}, frozenset({"a"}), str(tmp_path), sys.executable, {"PATH": "/bin", "SECRET": "s"}, 2222
+    )
     argv = command(ask, ["a", "b"], "eth0", Mpi("openmpi", "4.1.8")).argv
     words = " ".join(argv)
     assert words.startswith("mpirun -np 4 --host a:2,b:2") and "btl_tcp_if_include eth0" in words

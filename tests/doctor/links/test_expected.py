@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.doctor.links.expected import COMPRESSIONS, lines, of_model, outlook
-from hvdtrain.doctor.links.measured import Links, Way
+from hvdtrain.doctor.links.expected import COMPRESSIONS, assumed_run, lines, outlook
+from hvdtrain.doctor.links.measured import Direction, Links
 from hvdtrain.timeline.whatif.links import Ranks
 from hvdtrain.timeline.whatif.read_run import read_evidence
 from tests.support.whatif_run import run_folder
@@ -19,12 +19,12 @@ from tests.support.whatif_run import run_folder
 
 def links(gbit: float = 10.0, latency_us: float = 20.0, hosts: int = 2) -> Links:
     names = [f"n{i}" for i in range(hosts)]
-    ways = [Way(a, b, latency_us * 1e-6, gbit / 8e-9) for a in names for b in names if a != b]
-    return Links(names, [*ways, *(Way(a, a, 1e-6, 1e10) for a in names)], "MPI")
+    ways = [Direction(a, b, latency_us * 1e-6, gbit / 8e-9) for a in names for b in names if a != b]
+    return Links(names, [*ways, *(Direction(a, a, 1e-6, 1e10) for a in names)], "MPI")
 
 
 def model(parameters: int = 15_000_000, step_s: float = 0.45, on_cpu: bool = False):  # type: ignore[no-untyped-def]
-    return of_model(parameters, step_s, 8, 4, on_cpu=on_cpu)
+    return assumed_run(parameters, step_s, 8, 4, on_cpu=on_cpu)
 
 
 SIZES = st.tuples(st.integers(10_000, 10**9), st.floats(1e-3, 10.0), st.floats(0.01, 400.0), st.integers(1, 8))
@@ -70,8 +70,8 @@ def test_halves_take_half_of_what_is_sent_and_the_slowest_link_decides() -> None
     even = outlook(model(10**8, 0.01), links(0.1), 1, ["none", "fp16"]).rows[1]
     assert even.step_s["fp16"] == pytest.approx(even.step_s["none"] / 2, rel=0.05)
     found = links(0.1)
-    fast = [replace(way, bytes_per_s=1e9) if way.source == "n0" else way for way in found.ways]
-    lame = outlook(model(10**8, 0.01), replace(found, ways=fast), 1, ["none"]).rows[1]
+    fast = [replace(way, bytes_per_s=1e9) if way.source == "n0" else way for way in found.directions]
+    lame = outlook(model(10**8, 0.01), replace(found, directions=fast), 1, ["none"]).rows[1]
     assert lame.step_s["none"] == pytest.approx(even.step_s["none"])
 
 

@@ -8,31 +8,34 @@ from itertools import permutations
 import pytest
 
 from hvdtrain.doctor.links import link_table as table
-from hvdtrain.doctor.links.measured import Links, Way, gbit, judge
+from hvdtrain.doctor.links.measured import Direction, Links, check_links, gbit
 
 GBIT = 1.25e8
 
 
 def links(hosts: str = "abcd", slow: dict[tuple[str, str], float] | None = None, **late: float) -> Links:
     """All at 10 Gbit/s and 20 us, but for some; within a host 80 Gbit/s and 1 us."""
-    ways = [Way(a, b, late.get(a + b, 20e-6), (slow or {}).get((a, b), 10.0) * GBIT) for a, b in permutations(hosts, 2)]
-    ways += [Way(a, a, 1e-6, (slow or {}).get((a, a), 80.0) * GBIT) for a in hosts]
+    ways = [
+        Direction(a, b, late.get(a + b, 20e-6), (slow or {}).get((a, b), 10.0) * GBIT)
+        for a, b in permutations(hosts, 2)
+    ]
+    ways += [Direction(a, a, 1e-6, (slow or {}).get((a, a), 80.0) * GBIT) for a in hosts]
     return Links(list(hosts), ways, "MPI")
 
 
 def wrong(found: Links, **plugs: int) -> dict[str, str]:
-    return {finding.name: finding.found for finding in judge(found, plugs) if finding.level != "ok"}
+    return {finding.name: finding.found for finding in check_links(found, plugs) if finding.level != "ok"}
 
 
 def test_nothing_stands_out_of_what_is_alike() -> None:
     assert not wrong(links(), a=10000)
-    (between, inside) = judge(links())
+    (between, inside) = check_links(links())
     assert "10 Gbit/s" in between.found and "20 us" in between.found and "80 Gbit/s" in inside.found
 
 
 def test_a_slow_way_is_named_against_the_median() -> None:
     found = wrong(links(slow={("a", "b"): 4.0}))
-    assert found == {"slow a to b": "4 Gbit/s, where the median is 10 Gbit/s"}
+    assert found == {"slow a to b": "4 Gbit/s; the median is 10 Gbit/s"}
     assert not wrong(links(slow={("a", "b"): 6.0}))
 
 
@@ -57,7 +60,7 @@ def test_a_link_that_is_slower_than_its_plug_is_named() -> None:
 
 def test_what_was_measured_survives_json() -> None:
     found = links()
-    assert Links.of_data(json.loads(json.dumps(found.as_data()))) == found
+    assert Links.from_data(json.loads(json.dumps(found.as_data()))) == found
 
 
 def test_a_table_has_a_cell_for_each_pair() -> None:
@@ -68,7 +71,7 @@ def test_a_table_has_a_cell_for_each_pair() -> None:
         ["a", "80", "1us", "0.095", "20us"],
         ["b", "10", "20us", "80", "1us"],
     ]
-    missing = Links(["a", "b"], found.ways[:1], "TCP")
+    missing = Links(["a", "b"], found.directions[:1], "TCP")
     assert table.lines(missing)[-1].split() == ["b", "-", "-"]
 
 

@@ -1,0 +1,109 @@
+"""Facts about a host, gathered on it without importing torch or Horovod."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from hvdtrain import __version__
+from hvdtrain.doctor.facts.gpu import driver_version, gpu_models
+from hvdtrain.doctor.facts.installation import horovod_mismatch, package_version
+from hvdtrain.doctor.facts.machine import limits
+from hvdtrain.doctor.facts.mpi import mpi_versions
+from hvdtrain.doctor.facts.network import Interface, interfaces
+from hvdtrain.runtime.host import read_host
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """Facts about a host, sent as JSON. A text is "" and a tuple is empty if there is nothing.
+
+    Attributes:
+        name: host name of the system.
+        address: address that ssh connected to; "" for the doctor's own host.
+        hvdtrain, python, torch, horovod, mpi4py: versions.
+        horovod_wrong: why this Horovod cannot run on this host.
+        libmpi, libmpi_path: the MPI library that Horovod loads.
+        mpirun: version of the mpirun on PATH, or next to Python.
+        kernel, machine: operating system and processor type.
+        cores: cores that ranks may use.
+        gpus, driver: GPU models, and version of NVIDIA's driver.
+        fabric: whether MPI may use a network other than TCP.
+        open_files, locked_bytes: limits of a process; -1 for no limit.
+        folder: whether the working folder exists.
+        interfaces: network interfaces with an IPv4 address, except the loopback.
+    """
+
+    name: str
+    address: str
+    hvdtrain: str
+    python: str
+    torch: str
+    horovod: str
+    horovod_wrong: str
+    mpi4py: str
+    libmpi: str
+    libmpi_path: str
+    mpirun: str
+    kernel: str
+    machine: str
+    cores: int
+    gpus: tuple[str, ...]
+    driver: str
+    fabric: bool
+    open_files: int
+    locked_bytes: int
+    folder: bool
+    interfaces: tuple[Interface, ...]
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> HostReport:
+        """Restore a report from JSON.
+
+        Errors:
+            KeyError, TypeError: another version of hvdtrain wrote it.
+        """
+        values = {field.name: data[field.name] for field in fields(cls)}
+        own = tuple(Interface(**each) for each in values["interfaces"])
+        return cls(**{**values, "gpus": tuple(values["gpus"]), "interfaces": own})
+
+
+def report_host(environ: Mapping[str, str], folder: str) -> HostReport:
+    """Gather the facts about this host, in a second or two.
+
+    Args:
+        environ: environment of this process.
+        folder: working folder of the ranks.
+    """
+    with ThreadPoolExecutor(2) as pool:
+        mpi = mpi_versions(environ, pool, Path(sys.executable).parent)
+    library, host, limit = mpi.library, read_host(environ), limits()
+    connection = environ.get("SSH_CONNECTION", "").split()
+    return HostReport(
+        name=platform.node(),
+        address=connection[2] if len(connection) == 4 else "",
+        hvdtrain=__version__,
+        python=platform.python_version(),
+        torch=package_version("torch") or "",
+        horovod=package_version("horovod") or "",
+        horovod_wrong=" ".join((horovod_mismatch() or "").split()) if package_version("horovod") else "",
+        mpi4py=package_version("mpi4py") or "",
+        libmpi=mpi.library_version or "",
+        libmpi_path=str(library.path or library.soname) if library else "",
+        mpirun=mpi.mpirun_version or "",
+        kernel=f"{platform.system()} {platform.release()}",
+        machine=platform.machine(),
+        cores=host.cores,
+        gpus=gpu_models(),
+        driver=driver_version() or "",
+        fabric=host.fabric,
+        open_files=limit.files,
+        locked_bytes=limit.locked_bytes,
+        folder=Path(folder).is_dir(),
+        interfaces=tuple(one for one in interfaces() if one.address and not one.loopback),
+    )
