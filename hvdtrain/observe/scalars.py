@@ -1,4 +1,4 @@
-"""What a run's records come to as named numbers: means over the steps between two points of a chart."""
+"""Named numbers for charts: means over the steps between two points."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BANDS = {
     "5_optimizer": ("clip", "optimizer"),
     "6_other": (),
 }
-"""Bands of the stacked view from the bottom up, and their parts; the last is what is left of the step."""
+"""Bands of the stacked chart from the bottom up, and their parts. The last band is the rest of the step."""
 
 MACHINE = {
     "host_cpu_percent": ("machine/host_cpu_percent", 1.0),
@@ -40,7 +40,7 @@ MACHINE = {
     "cuda_allocated_peak_bytes": ("memory/cuda_allocated_peak_gib", 2.0**-30),
     "cuda_reserved_peak_bytes": ("memory/cuda_reserved_peak_gib", 2.0**-30),
 }
-"""Fields of a machine sample: tag, and the factor that brings it to the tag's unit."""
+"""Fields of a machine sample: tag, and the factor to the unit of the tag."""
 
 
 class Interval:
@@ -63,7 +63,7 @@ class Interval:
         self._parts = dict.fromkeys(PARTS, 0.0)
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Take the record of a step."""
+        """Add the record of a step."""
         self.last = record
         self._steps += 1
         self._samples += record["position"] - self.position
@@ -74,13 +74,13 @@ class Interval:
         for field in PARTS:
             self._parts[field] += record.get(field) or 0.0
 
-    def take(self, flops_per_sample: float | None = None, peak_flops_per_s: float | None = None) -> dict[str, float]:
-        """Numbers by tag; starts anew.
+    def scalars(self, flops_per_sample: float | None = None, peak_flops_per_s: float | None = None) -> dict[str, float]:
+        """Return the numbers by tag, and begin a new interval.
 
-        Loss, learning rate and gradient norm are the newest step's; times are means a step.
+        Loss, learning rate and gradient norm are of the newest step. Times are means per step.
 
         Args:
-            flops_per_sample: of training on a sample, forward and backward.
+            flops_per_sample: of forward and backward.
             peak_flops_per_s: of all devices together.
         """
         assert self.last is not None
@@ -108,7 +108,7 @@ class Interval:
 
 
 def stacked(values: Mapping[str, float]) -> dict[str, tuple[float, float]]:
-    """For each band its lower and its upper edge, in ms: the sums of the parts below it, and with it."""
+    """Return the lower and upper edge of each band in ms: the sum of the parts below it, and that with the band."""
     edges, low = {}, 0.0
     for band, parts in BANDS.items():
         high = low + sum(values[f"step_ms/{part}"] for part in parts) if parts else max(low, values["step_ms/step"])
@@ -118,10 +118,10 @@ def stacked(values: Mapping[str, float]) -> dict[str, tuple[float, float]]:
 
 
 def rank_scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """By how much the last rank is later than the last but one, which it is, and what is exposed; in ms a step.
+    """Return the delay of the slowest rank after the next slowest, its number, and exposed communication (ms per step).
 
     Args:
-        record: an event ``ranks``: means over some steps, a number a rank.
+        record: an event ``ranks``: means over some steps, one number per rank.
     """
     late = {rank: ms for rank, ms in enumerate(record["late_ms"]) if isinstance(ms, (int, float))}
     exposed = [ms for ms in record["exposed_ms"] if isinstance(ms, (int, float))]
@@ -135,12 +135,12 @@ def rank_scalars(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """What of it is a number, inf and nan included."""
+    """Return the values that are numbers, inf and nan included."""
     return {tag: float(v) for tag, v in values.items() if isinstance(v, (int, float))}
 
 
 def machine_scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """A machine sample's numbers by tag; those that the machine lacks are absent."""
+    """Return the numbers of a machine sample by tag. Numbers that the machine does not have are absent."""
     found = numbers({field: record.get(field) for field in MACHINE})
     scaled = {MACHINE[field][0]: value * MACHINE[field][1] for field, value in found.items()}
     if "gpu_throttle" in record:

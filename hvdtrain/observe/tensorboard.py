@@ -1,4 +1,4 @@
-"""The sink for TensorBoard: one folder a run, read by ``tensorboard --logdir RUN/tensorboard``."""
+"""The TensorBoard sink: one folder per run, read by ``tensorboard --logdir RUN/tensorboard``."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ if TYPE_CHECKING:
 _HISTOGRAMS = "histograms"
 
 EVERY_S = 0.25
-"""Seconds between points: TensorBoard's checksums are computed in Python, some 0.1 ms a point under the lock that the
-training thread needs too."""
+"""Seconds between points. TensorBoard computes checksums in Python: 0.1 ms a point, under the interpreter lock."""
 
 _REPLAYED_S = 30.0
-"""Seconds before a checkpoint of which a killed process may not have written all."""
+"""Seconds before a checkpoint in which a killed process may have lost points."""
 
-_TOLD = (
+_SHOWN_AS_TEXT = (
     "warning",
     "checkpoint_failed",
     "loss_spike",
@@ -35,24 +34,24 @@ _TOLD = (
     "stopped",
     "config_changed",
 )
-"""Events that stand on the text page."""
+"""Events on the text page."""
 
 
 def is_installed() -> bool:
-    """Whether what the sink needs beside torch is there."""
+    """Return whether TensorBoard is installed."""
     return find_spec("tensorboard") is not None
 
 
 class TensorBoard:
-    """Writes what TensorBoard shows of a run. Called from one thread, on rank 0.
+    """Writes the files of TensorBoard. Called from one thread, on rank 0.
 
-    Loss stands in three runs, since TensorBoard has one axis a run: by step, by samples consumed, and by seconds of
-    training (whole ones; pauses between stretches left out). Where steps come fast, a point stands for several
-    of them; the first and the last of a stretch, and each that was saved, have one of their own.
+    The loss is in three of TensorBoard's runs, because a run has one axis: steps, samples consumed, and whole seconds
+    of training without pauses. The held-out loss is in three more, because a run has one colour. Several fast steps
+    share a point. The first step and the last step of a start and each saved step have a point of their own.
 
     Args:
-        directory: `RUN/tensorboard`. What it holds of steps that are done again is replaced.
-        journal: tells of earlier stretches; it may be missing.
+        directory: `RUN/tensorboard`. Points of repeated steps are replaced.
+        journal: of the run's earlier starts; may be missing.
         gpu: show charts of a GPU.
     """
 
@@ -74,10 +73,10 @@ class TensorBoard:
         self._has_page = False
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Take a record of the run.
+        """Write a record of the run.
 
         Errors:
-            OSError: the disk is full or went away.
+            OSError: the disk is full or lost.
         """
         event = record.get("event")
         if event is None:
@@ -99,16 +98,16 @@ class TensorBoard:
         elif event == "explained":
             self._explained(record)
         elif event == "rolled_back":
-            self._go_back(record)
+            self._roll_back(record)
         elif event == "checkpoint":
-            self._point()  # what a resumed run follows on is there
+            self._point()  # so that a resumed run finds the points up to here
         elif event == "finished":
             self._opened()["."].add([page.hyperparameters_end()], self._step, _time(record))
-        elif event in _TOLD:
-            self._tell(record)
+        elif event in _SHOWN_AS_TEXT:
+            self._add_text(record)
 
     def close(self) -> None:
-        """Write what is left, and close the files."""
+        """Write the last point, and close the files."""
         try:
             self._point()
         finally:
@@ -116,14 +115,14 @@ class TensorBoard:
                 file.close()
             self._files = {}
 
-    def _go_back(self, record: Mapping[str, Any]) -> None:
-        """Follow on from the step that training was taken back to: what comes after it there is replaced."""
+    def _roll_back(self, record: Mapping[str, Any]) -> None:
+        """Continue after the step that training was rolled back to. Later points are replaced."""
         self.close()
         self._resumed = {"step": record["to_step"]}
-        self._tell(record)
+        self._add_text(record)
 
     def _opened(self) -> dict[str, EventFile]:
-        """The files, made once it is known whether the run is resumed and what a sample takes."""
+        """Return the open files. They are created once it is known whether the run is resumed."""
         if not self._files:
             if self._resumed is None:
                 self._open(0, 0, 0.0)
@@ -132,13 +131,13 @@ class TensorBoard:
         return self._files
 
     def _resume(self, record: Mapping[str, Any]) -> None:
-        """Go on after the step of `record`. What the journal has of the seconds before it is written again.
+        """Continue after the step of `record`. Points of the seconds before it are written again from the journal.
 
-        A process that was killed has told its journal of more than it has written here.
+        The journal of a killed process has more steps than its TensorBoard files.
         """
         step = record["step"]
         past = Past(self._journal).read()
-        if step not in past:  # the checkpoint is another run's
+        if step not in past:  # the checkpoint is from another run
             self._open(step, record.get("position", 0), 0.0)
             return
         first = past.before(step, _REPLAYED_S)
@@ -148,49 +147,47 @@ class TensorBoard:
         self._point()
 
     def _open(self, step: int, position: int, seconds: float) -> None:
-        """Begin files that follow on from `step`; what others hold of later ones is dropped, at step 0 everything."""
+        """Begin files after `step`. They make readers drop later points of earlier files: at step 0 all points."""
         config = self._started.get("config") or {}
         self._step, self._seconds = step, seconds
         self._interval = Interval(self._started.get("unit", "tokens"), position)
         again = step > 0
-        self._last_x = dict.fromkeys(("train", "heldout"), int(seconds)) if again else {}
-        self._files = {
-            ".": EventFile(self._directory, step + again),
-            "by_samples": EventFile(self._directory / "by_samples", position + again),
-            "by_seconds": EventFile(self._directory / "by_seconds", int(seconds) + again),
-            **{band: EventFile(self._directory / "step" / band, step + again) for band in BANDS},
-        }
+        self._last_x = dict.fromkeys((".", "heldout"), int(seconds)) if again else {}
+        starts = {f"step/{band}": step for band in BANDS}
+        for run in (".", "heldout"):
+            starts |= {run: step, f"{run}/by_samples": position, f"{run}/by_seconds": int(seconds)}
+        self._files = {run: EventFile(self._directory / run, start + again) for run, start in starts.items()}
         if (self._directory / _HISTOGRAMS).exists():
-            self._own_file()
+            self._histogram_file()
         first = [page.text("config", page.config_table(self._started)), *page.hyperparameters(config)]
         self._files["."].add(first, step + again, _time(self._started))
         early, self._early = self._early, []
         for record in early:
-            self._tell(record)
+            self._add_text(record)
 
     def _take_step(self, record: Mapping[str, Any]) -> None:
         self._opened()
         self._interval.add(record)
         self._step = record["step"]
         self._seconds += record["step_s"]
-        if not 0 <= record["time"] - self._written_s < EVERY_S:  # negative: the clock was set between two starts
+        if not 0 <= record["time"] - self._written_s < EVERY_S:  # negative: the clock was changed between two starts
             self._point()
 
     def _point(self) -> None:
-        """Write the steps since the last point, with the newest sample of the machine."""
+        """Write a point for the steps since the last one, with the newest sample of the machine."""
         last = self._interval.last
         if last is None:
             return
         files, time_s = self._opened(), last["time"]
         self._written_s = time_s
         per_sample, peak = self._flops.get("per_sample"), self._flops.get("peak_per_s")
-        values = {**self._interval.take(per_sample, peak), **self._machine}
+        values = {**self._interval.scalars(per_sample, peak), **self._machine}
         self._machine = {}
         files["."].add([page.scalars(values)], last["step"], time_s)
-        self._elsewhere("train", values.get("loss/train"), time_s)
+        self._add_loss(".", values.get("loss/train"), last["step"], time_s)
         for band, (low, high) in stacked(values).items():
             edges = {page.STACK_FROM: low, page.STACK_TO: high}
-            files[band].add([page.scalars(edges)], last["step"], time_s)
+            files[f"step/{band}"].add([page.scalars(edges)], last["step"], time_s)
         if not self._has_page:
             self._has_page = True
             unit = self._started.get("unit", "tokens")
@@ -204,26 +201,28 @@ class TensorBoard:
         values = {f"heldout/{name}": value for name, value in (record.get("metrics") or {}).items()}
         values["loss/heldout"] = record["loss"]
         self._opened()["."].add([page.scalars(numbers(values))], step, time_s)
-        self._elsewhere("heldout", numbers(values).get("loss/heldout"), time_s)
+        self._add_loss("heldout", numbers(values).get("loss/heldout"), step, time_s)
 
-    def _elsewhere(self, kind: str, loss: float | None, time_s: float) -> None:
-        """The loss by samples, and by seconds: at most one point a second there."""
+    def _add_loss(self, run: str, loss: float | None, step: int, time_s: float) -> None:
+        """Write a loss by steps, by samples, and by seconds (at most one point a second)."""
         if loss is None:
             return
-        summary = page.scalars({f"loss_by_samples/{kind}": loss})
-        self._files["by_samples"].add([summary], self._interval.position, time_s)
+        self._files[run].add([page.scalars({page.LOSS_BY_STEP: loss})], step, time_s)
+        self._files[f"{run}/by_samples"].add(
+            [page.scalars({page.LOSS_BY_SAMPLES: loss})], self._interval.position, time_s
+        )
         x = int(self._seconds)
-        if x > self._last_x.get(kind, -1):
-            self._last_x[kind] = x
-            self._files["by_seconds"].add([page.scalars({f"loss_by_seconds/{kind}": loss})], x, time_s)
+        if x > self._last_x.get(run, -1):
+            self._last_x[run] = x
+            self._files[f"{run}/by_seconds"].add([page.scalars({page.LOSS_BY_SECONDS: loss})], x, time_s)
 
     def _histograms(self, record: Mapping[str, Any]) -> None:
         found = [page.histogram_values(kind, record[kind]) for kind in ("parameters", "gradients")]
         self._opened()
-        self._own_file().add(found, record.get("at_step", self._step), _time(record))
+        self._histogram_file().add(found, record.get("at_step", self._step), _time(record))
 
     def _explained(self, record: Mapping[str, Any]) -> None:
-        """What the end of the run says of it: figures as points of its last step, findings as text."""
+        """Write the report of the run's end: figures as points of the last step, findings as text."""
         self._point()
         figures = {f"report/{name}": value for name, value in record["figures"].items()}
         self._add(page.scalars(numbers(figures)), record)
@@ -232,20 +231,20 @@ class TensorBoard:
     def _add(self, summary: Summary, record: Mapping[str, Any]) -> None:
         self._opened()["."].add([summary], record.get("at_step", self._step), _time(record))
 
-    def _own_file(self) -> EventFile:
-        """That of histograms, which no journal can tell again: those up to the checkpoint stay."""
+    def _histogram_file(self) -> EventFile:
+        """Return the file of histograms. Those up to the checkpoint stay, because the journal has no histograms."""
         if _HISTOGRAMS not in self._files:
             first = 0 if self._resumed is None else self._resumed["step"] + 1
             self._files[_HISTOGRAMS] = EventFile(self._directory / _HISTOGRAMS, first)
         return self._files[_HISTOGRAMS]
 
-    def _tell(self, record: Mapping[str, Any]) -> None:
-        if not self._files:  # only the next records tell whether the run is resumed
+    def _add_text(self, record: Mapping[str, Any]) -> None:
+        if not self._files:  # later records say whether the run is resumed
             self._early.append(record)
             return
         facts = {name: value for name, value in record.items() if name not in ("event", "time", "at_step")}
-        told = page.text(f"events/{record['event']}", "; ".join(f"{name}: {value}" for name, value in facts.items()))
-        self._files["."].add([told], record.get("at_step", self._step), _time(record))
+        summary = page.text(f"events/{record['event']}", "; ".join(f"{name}: {value}" for name, value in facts.items()))
+        self._files["."].add([summary], record.get("at_step", self._step), _time(record))
 
 
 def _time(record: Mapping[str, Any]) -> float:

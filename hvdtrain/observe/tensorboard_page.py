@@ -1,4 +1,4 @@
-"""What TensorBoard shows beside plain scalars: the page of charts, the config as text, hyperparameters."""
+"""TensorBoard's prepared page of charts, the config as text, hyperparameters and histograms."""
 
 from __future__ import annotations
 
@@ -12,86 +12,98 @@ if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary
 
 STACK_FROM, STACK_TO = "step_stacked_ms/from", "step_stacked_ms/to"
-"""Tags of the edges of a band."""
+"""Tags of the lower and upper edge of a band."""
 
 STACK_TITLE = "where a step's time goes (ms, stacked)"
 
-RANKS_TITLE = "the last rank after the last but one, and exposed communication (ms a step)"
+STRAGGLER_TITLE = "delay of the slowest rank after the next slowest (ms per step)"
 
 METRICS = ("loss/train", "loss/heldout")
-"""Tags whose last value stands beside a run's hyperparameters."""
+"""Tags with values that the hyperparameters page shows."""
 
-Charts = dict[str, list[str]]
+LOSS_BY_STEP, LOSS_BY_SAMPLES, LOSS_BY_SECONDS = "loss_by_step/loss", "loss_by_samples/loss", "loss_by_seconds/loss"
+"""Tags of both the training loss and the held-out loss, which is in other runs and so has another colour."""
+
+LOSS_CHARTS = {
+    "loss by seconds of training": LOSS_BY_SECONDS,
+    "loss by samples": LOSS_BY_SAMPLES,
+    "loss: training (run .), held-out (run heldout)": LOSS_BY_STEP,
+}
+"""Titles and tags of the charts of losses. TensorBoard shows margin charts last first."""
 
 
-def _categories(unit: str, *, gpu: bool, several: bool, flops: bool, peak: bool) -> dict[str, Charts]:
-    """Titles of charts, and the tags that each draws, by category."""
+def _categories(unit: str, *, gpu: bool, several: bool, flops: bool, peak: bool) -> dict[str, dict[str, str]]:
+    """Return titles and tags of charts by category.
+
+    Each has one tag: a line's colour depends on its run only, so two tags of a run look the same.
+    """
     overview = {
-        "loss": ["loss/train", "loss/heldout"],
-        f"{unit} per second": [f"speed/{unit}_per_s"],
-        "exposed communication (% of a step)": ["communication/exposed_percent"],
+        f"{unit} per second": f"speed/{unit}_per_s",
+        "exposed communication (% of a step)": "communication/exposed_percent",
     }
     if several:
-        overview[RANKS_TITLE] = ["straggler/cost_ms", "straggler/exposed_ms"]
+        overview[STRAGGLER_TITLE] = "straggler/cost_ms"
+        overview["exposed communication, mean over ranks (ms per step)"] = "straggler/exposed_ms"
     training = {
-        "loss by samples": ["loss_by_samples/train", "loss_by_samples/heldout"],
-        "loss by seconds of training": ["loss_by_seconds/train", "loss_by_seconds/heldout"],
-        "learning rate": ["optimizer/learning_rate"],
-        "gradient norm": ["optimizer/gradient_norm"],
+        "learning rate": "optimizer/learning_rate",
+        "gradient norm": "optimizer/gradient_norm",
     }
-    compute = {}
+    machine = {}
     if flops:
-        compute["TFLOP/s"] = ["speed/tflops_per_s"]
+        machine["TFLOP/s"] = "speed/tflops_per_s"
     if peak:
-        compute["FLOPs utilisation (%)"] = ["speed/flops_utilisation_percent"]
+        machine["FLOPs utilisation (%)"] = "speed/flops_utilisation_percent"
     if gpu:
-        compute["GPU (%)"] = ["machine/gpu_percent"]
-        compute["GPU clock (MHz)"] = ["machine/gpu_clock_mhz"]
-        compute["GPU temperature (°C)"] = ["machine/gpu_temperature_c"]
-        compute["GPU power (W)"] = ["machine/gpu_power_w"]
-    compute["host CPU (%)"] = ["machine/host_cpu_percent"]
-    compute["memory (GiB)"] = ["memory/process_gib", "memory/host_used_gib"]
-    if gpu:
-        compute["memory (GiB)"] += [
-            "memory/gpu_used_gib",
-            "memory/cuda_allocated_peak_gib",
-            "memory/cuda_reserved_peak_gib",
-        ]
-    return {"overview": overview, "training": training, "machine": compute}
+        machine["GPU (%)"] = "machine/gpu_percent"
+        machine["GPU clock (MHz)"] = "machine/gpu_clock_mhz"
+        machine["GPU temperature (°C)"] = "machine/gpu_temperature_c"
+        machine["GPU power (W)"] = "machine/gpu_power_w"
+        machine["GPU memory in use (GiB)"] = "memory/gpu_used_gib"
+        machine["GPU memory, peak allocated by torch (GiB)"] = "memory/cuda_allocated_peak_gib"
+        machine["GPU memory, peak reserved by torch (GiB)"] = "memory/cuda_reserved_peak_gib"
+    machine["host CPU (%)"] = "machine/host_cpu_percent"
+    machine["host memory, process of rank 0 (GiB)"] = "memory/process_gib"
+    machine["host memory in use, all processes (GiB)"] = "memory/host_used_gib"
+    return {"overview": overview, "training": training, "machine": machine}
 
 
 def layout(unit: str, *, gpu: bool, several: bool, flops: bool, peak: bool) -> Summary:
-    """The custom scalars page.
+    """Return the layout of the custom scalars page.
 
-    TensorBoard has no stacked chart, but its margin chart fills between two series: with one run a band, each between
-    the sum of the parts below it and that with its own, the bands lie on each other, each in its run's colour.
+    TensorBoard smooths multiline charts by 0.6, which draws a few points of held-out loss far from their values. Margin
+    charts are not smoothed, so losses have margin charts without a margin. In a category of their own: in each category
+    TensorBoard shows margin charts after the others.
+
+    TensorBoard has no stacked chart either. A margin chart fills the area between two tags: with one run per band, each
+    band between the sum of the parts below it and the sum that includes it, the bands form a stack.
 
     Args:
         unit: what a step's `tokens` counts.
         gpu: whether the run has one.
         several: whether it has several ranks.
-        flops: whether a sample's FLOPs are known.
-        peak: whether the devices' peak is known too.
+        flops: whether the FLOPs per sample are known.
+        peak: whether the peak FLOP/s of the devices are known too.
     """
     from tensorboard.plugins.custom_scalar import layout_pb2
 
-    def chart(title: str, tags: list[str]) -> Any:
-        exact = [f"^{re.escape(tag)}$" for tag in tags]
-        return layout_pb2.Chart(title=title, multiline=layout_pb2.MultilineChartContent(tag=exact))
+    def margin(title: str, low: str, high: str) -> Any:
+        series = layout_pb2.MarginChartContent.Series(value=high, lower=low, upper=high)
+        return layout_pb2.Chart(title=title, margin=layout_pb2.MarginChartContent(series=[series]))
 
-    categories = [
-        layout_pb2.Category(title=title, chart=[chart(*item) for item in charts.items()])
-        for title, charts in _categories(unit, gpu=gpu, several=several, flops=flops, peak=peak).items()
-    ]
-    band = layout_pb2.MarginChartContent.Series(value=STACK_TO, lower=STACK_FROM, upper=STACK_TO)
-    stack = layout_pb2.MarginChartContent(series=[band])
-    categories[0].chart.append(layout_pb2.Chart(title=STACK_TITLE, margin=stack))
+    def line(title: str, tag: str) -> Any:
+        return layout_pb2.Chart(title=title, multiline=layout_pb2.MultilineChartContent(tag=[f"^{re.escape(tag)}$"]))
+
+    charts = {"loss": [margin(title, tag, tag) for title, tag in LOSS_CHARTS.items()]}
+    for category, tags in _categories(unit, gpu=gpu, several=several, flops=flops, peak=peak).items():
+        charts[category] = [line(title, tag) for title, tag in tags.items()]
+    charts["overview"].append(margin(STACK_TITLE, STACK_FROM, STACK_TO))
+    categories = [layout_pb2.Category(title=title, chart=members) for title, members in charts.items()]
     content = layout_pb2.Layout(category=categories).SerializeToString()
     return _tensor("custom_scalars__config__", "custom_scalars", content)
 
 
 def text(tag: str, markdown: str) -> Summary:
-    """Markdown for the text page."""
+    """Return Markdown for the text page."""
     from torch.utils.tensorboard import summary
 
     return summary.text(tag, markdown)  # type: ignore[no-untyped-call]
@@ -108,7 +120,7 @@ def _tensor(tag: str, plugin: str, content: bytes) -> Summary:
 
 
 def config_table(started: Mapping[str, Any]) -> str:
-    """A markdown table of ranks, parameters and every option, from the record of the run's start."""
+    """Return a Markdown table of ranks, parameters and all options, from the record of the run's start."""
     rows = [(name, started[name]) for name in ("size", "parameters", "unit") if name in started]
     rows += flatten(started.get("config") or {}).items()
     lines = [f"| {name} | {_cell(value)} |" for name, value in rows]
@@ -120,10 +132,10 @@ def _cell(value: Any) -> str:
 
 
 def findings(explained: Mapping[str, Any]) -> str:
-    """Markdown of what the end of a run says: the verdict, and a table of findings."""
+    """Return Markdown of the report at the run's end: the verdict, and a table of findings."""
     lines = [f"**{_cell('; '.join(explained['verdict']))}.**", ""]
     if explained["findings"]:
-        lines += ["| ms a step, at most | what | try |", "|---|---|---|"]
+        lines += ["| cost, at most (ms per step) | finding | what to try |", "|---|---|---|"]
     for found in explained["findings"]:
         cost = "" if found["cost_ms"] is None else f"{found['cost_ms']:.3g}"
         lines.append(f"| {cost} | {_cell(found['text'])} | {_cell(found['advice'])} |")
@@ -131,7 +143,7 @@ def findings(explained: Mapping[str, Any]) -> str:
 
 
 def hyperparameters(config: Mapping[str, Any]) -> list[Summary]:
-    """The run as a row of the HParams page; where the run lies and how it was resumed are left out."""
+    """Return the run as a row of the HParams page, without options that say where the run is and how it resumed."""
     from torch.utils.tensorboard import summary
 
     found = {name: v for name, v in flatten(config).items() if isinstance(v, (bool, int, float, str))}
@@ -142,7 +154,7 @@ def hyperparameters(config: Mapping[str, Any]) -> list[Summary]:
 
 
 def hyperparameters_end() -> Summary:
-    """What marks a run of the HParams page as finished."""
+    """Return the mark of a finished run for the HParams page."""
     from torch.utils.tensorboard import summary
 
     _, _, end = summary.hparams({}, {})  # type: ignore[no-untyped-call]
@@ -150,7 +162,7 @@ def hyperparameters_end() -> Summary:
 
 
 def histogram_values(kind: str, found: Mapping[str, Any]) -> Summary:
-    """Histograms by name, as `hvdtrain.observe.histograms.histogram` makes them, under ``kind/NAME``."""
+    """Return histograms, as `hvdtrain.observe.histograms.histogram` makes them, under ``kind/NAME``."""
     from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
 
     values = [
@@ -172,7 +184,7 @@ def histogram_values(kind: str, found: Mapping[str, Any]) -> Summary:
 
 
 def scalars(values: Mapping[str, float]) -> Summary:
-    """All numbers of a point as one summary."""
+    """Return all numbers of a point as one summary."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     return Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])

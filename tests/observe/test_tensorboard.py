@@ -21,11 +21,15 @@ from hvdtrain.observe.journal import read_steps
 from hvdtrain.observe.scalars import BANDS, MACHINE
 from hvdtrain.observe.tensorboard import EVERY_S, TensorBoard, is_installed
 from hvdtrain.observe.tensorboard_page import (
+    LOSS_BY_SAMPLES,
+    LOSS_BY_SECONDS,
+    LOSS_BY_STEP,
+    LOSS_CHARTS,
     METRICS,
-    RANKS_TITLE,
     STACK_FROM,
     STACK_TITLE,
     STACK_TO,
+    STRAGGLER_TITLE,
     config_table,
     scalars,
 )
@@ -48,9 +52,9 @@ def test_every_slow_step_has_the_journals_values(tmp_path: Path) -> None:
     assert series(run.folder, "speed/words_per_s") == pytest.approx(speed)
     assert series(run.folder, "communication/exposed_percent") == pytest.approx(dict.fromkeys(steps, 15.0))
     assert series(run.folder, "communication/exposed_ms") == pytest.approx(dict.fromkeys(steps, 75.0))
-    by_samples = series(run.folder / "by_samples", "loss_by_samples/train")
+    by_samples = series(run.folder / "by_samples", LOSS_BY_SAMPLES)
     assert by_samples == {line["position"]: single(line["loss"]) for line in steps.values()}
-    by_seconds = series(run.folder / "by_seconds", "loss_by_seconds/train")
+    by_seconds = series(run.folder / "by_seconds", LOSS_BY_SECONDS)
     assert by_seconds == {n // 2: single(steps[n]["loss"]) for n in (1, 2, 4, 6)}
 
 
@@ -111,13 +115,13 @@ def test_no_point_twice_and_none_lost(
     for before, after in pairwise(ordered):
         between = sum(steps[n]["step_s"] for n in range(before + 1, after))
         assert between <= EVERY_S + 1e-6, (before, after)
-    samples = series(run.folder / "by_samples", "loss_by_samples/train")
+    samples = series(run.folder / "by_samples", LOSS_BY_SAMPLES)
     assert samples == {BATCH * n: value for n, value in shown.items()}
     total, second = 0.0, {}
     for n in sorted(steps):
         total += steps[n]["step_s"] if n <= done else 0.0
         second[n] = int(total)
-    seconds = series(run.folder / "by_seconds", "loss_by_seconds/train")
+    seconds = series(run.folder / "by_seconds", LOSS_BY_SECONDS)
     for x, loss in seconds.items():
         assert loss in {single(steps[n]["loss"]) for n in second if second[n] == x}
     for band in BANDS:
@@ -158,8 +162,8 @@ def test_of_a_long_run_the_older_points_stay(tmp_path: Path) -> None:
     before = read(run.folder).Scalars("loss/train")[:40]
     run.stretch(90, [1.0] * 6, save_every=10)
     assert list(series(run.folder, "loss/train")) == list(range(1, 97))
-    assert list(series(run.folder / "by_samples", "loss_by_samples/train")) == [BATCH * n for n in range(1, 97)]
-    assert list(series(run.folder / "by_seconds", "loss_by_seconds/train")) == list(range(1, 97))
+    assert list(series(run.folder / "by_samples", LOSS_BY_SAMPLES)) == [BATCH * n for n in range(1, 97)]
+    assert list(series(run.folder / "by_seconds", LOSS_BY_SECONDS)) == list(range(1, 97))
     assert list(series(run.folder, "loss/heldout")) == list(range(10, 91, 10))
     assert read(run.folder).Scalars("loss/train")[:40] == before
     newest = max(run.folder.glob("events*"))
@@ -195,7 +199,10 @@ def test_held_out_loss_and_metrics(tmp_path: Path) -> None:
     )
     assert list(series(tmp_path, "loss/heldout")) == [0, 1]
     assert series(tmp_path, "heldout/accuracy") == {0: 0.75}
-    assert list(series(tmp_path / "by_samples", "loss_by_samples/heldout")) == [0, BATCH]
+    assert list(series(tmp_path / "heldout", LOSS_BY_STEP)) == [0, 1]
+    assert list(series(tmp_path / "heldout/by_samples", LOSS_BY_SAMPLES)) == [0, BATCH]
+    assert series(tmp_path / "heldout/by_seconds", LOSS_BY_SECONDS) == {0: 0.5}
+    assert series(tmp_path, LOSS_BY_STEP) == series(tmp_path, "loss/train"), "the training loss is in another run"
 
 
 @pytest.mark.parametrize(("peak", "percent"), [(None, None), (1e12, 40.0)])
@@ -281,7 +288,7 @@ def test_the_straggler_while_the_run_goes_on(tmp_path: Path) -> None:
 def test_one_rank_has_no_chart_of_ranks(tmp_path: Path) -> None:
     found = _write(tmp_path, {**STARTED, "size": 1}, step_record(1, 1e9))
     (event,) = found.Tensors("custom_scalars__config__")
-    assert RANKS_TITLE.encode() not in event.tensor_proto.string_val[0]
+    assert STRAGGLER_TITLE.encode() not in event.tensor_proto.string_val[0]
 
 
 EXPLAINED = {
@@ -337,7 +344,9 @@ def test_the_page_of_charts_names_tags_that_are_written(tmp_path: Path, gpu: boo
             assert any(re.match(pattern, tag) for tag in written), pattern
         for band in chart.margin.series:
             assert {band.value, band.lower, band.upper} <= written
-    assert {chart.title for chart in page.category[0].chart} >= {"loss", "words per second", STACK_TITLE, RANKS_TITLE}
+    assert [chart.title for chart in page.category[0].chart] == [*LOSS_CHARTS]
+    assert {chart.title for chart in page.category[1].chart} >= {"words per second", STACK_TITLE, STRAGGLER_TITLE}
+    assert all(len(chart.multiline.tag) + len(chart.margin.series) == 1 for chart in charts), "one colour, one line"
     assert ("GPU (%)" in {chart.title for chart in charts}) == gpu
 
 

@@ -20,7 +20,14 @@ import pytest
 pytest.importorskip("tensorboard", reason="tensorboard is not installed: make setup")
 
 from hvdtrain.observe.journal import read_steps
-from hvdtrain.observe.tensorboard_page import RANKS_TITLE, STACK_TITLE
+from hvdtrain.observe.tensorboard_page import (
+    LOSS_BY_SAMPLES,
+    LOSS_BY_SECONDS,
+    LOSS_BY_STEP,
+    LOSS_CHARTS,
+    STACK_TITLE,
+    STRAGGLER_TITLE,
+)
 from tests.support.browser import browser, deep_text, severe, until
 from tests.support.launch import TIMEOUT_S
 from tests.support.tensorboard_run import BATCH, Run
@@ -28,17 +35,16 @@ from tests.support.tensorboard_run import BATCH, Run
 pytestmark = pytest.mark.slow
 
 TITLES = [
-    "loss",
+    *LOSS_CHARTS,
     "words per second",
     "exposed communication (% of a step)",
-    RANKS_TITLE,
+    STRAGGLER_TITLE,
     STACK_TITLE,
-    "loss by samples",
-    "loss by seconds of training",
     "learning rate",
     "gradient norm",
     "host CPU (%)",
-    "memory (GiB)",
+    "host memory, process of rank 0 (GiB)",
+    "host memory in use, all processes (GiB)",
 ]
 
 
@@ -84,16 +90,17 @@ def test_the_page_of_charts_after_a_kill_and_a_resume(tmp_path: Path) -> None:
 
         def is_read() -> bool:
             tags = _get(f"{address}/data/plugin/scalars/tags")
-            return bool(tags) and "loss_by_samples/train" in tags.get("by_samples", {}) and len(tags) == 9
+            return bool(tags) and LOSS_BY_SAMPLES in tags.get("by_samples", {}) and len(tags) == 12
 
         until(opened, is_read)
         until(opened, lambda: len(_points(address, ".", "loss/train")) >= 16)
         assert [point[1] for point in _points(address, ".", "loss/train")] == sorted(steps)
-        assert [point[1] for point in _points(address, "by_samples", "loss_by_samples/train")] == [
+        assert [point[1] for point in _points(address, "by_samples", LOSS_BY_SAMPLES)] == [
             BATCH * step for step in sorted(steps)
         ]
-        assert [point[1] for point in _points(address, "by_seconds", "loss_by_seconds/train")] == list(range(9))
+        assert [point[1] for point in _points(address, "by_seconds", LOSS_BY_SECONDS)] == list(range(9))
         opened.get(f"{address}/#custom_scalars")
         until(opened, lambda: all(title in deep_text(opened) for title in TITLES))
-        assert "loss by samples" in deep_text(opened)
+        assert "Missing Tags" not in deep_text(opened)
+        assert [point[1] for point in _points(address, "heldout", LOSS_BY_STEP)] == [5, 10, 15]
         assert severe(opened) == []

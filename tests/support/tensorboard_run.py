@@ -62,7 +62,8 @@ class Run:
 
     def folders(self) -> list[str]:
         """TensorBoard's runs."""
-        return [".", "by_samples", "by_seconds", *(f"step/{band}" for band in BANDS)]
+        losses = [f"{run}{axis}" for run in (".", "heldout") for axis in ("", "/by_samples", "/by_seconds")]
+        return [*losses, *(f"step/{band}" for band in BANDS)]
 
     def everything(self, folder: str) -> dict[str, dict[int, float]]:
         """All series of one of them."""
