@@ -16,7 +16,7 @@ from hvdtrain.cli.launch_spec import spec_of
 from hvdtrain.errors import USAGE, HvdtrainError, LaunchError
 from hvdtrain.launch.choose import OWN, choose, needs_machine
 from hvdtrain.launch.detect import Machine, detect_machine, search_path
-from hvdtrain.launch.host_names import nowhere
+from hvdtrain.launch.host_names import find_unknown_host
 from hvdtrain.launch.refuse import refuse_options, refuse_shape
 from hvdtrain.launch.spec import Command, JobSpec, Script
 from hvdtrain.launch.targets import TARGETS
@@ -47,7 +47,7 @@ def main(argv: list[str], program: Sequence[str] | None = None) -> int:
         start = TARGETS[choice.target].render(spec)
         if isinstance(start, Command):
             command = _found(start)
-            if options.hosts and not options.dry_run and (host := nowhere(spec.hosts, spec.ssh_arguments)):
+            if options.hosts and not options.dry_run and (host := find_unknown_host(spec.hosts, spec.ssh_arguments)):
                 say(f"{host} has no address here, nor in ssh's configuration; if it fails: {_doctor(spec)}")
             return _run(own, command, options.dry_run)
         unknown = spec.is_program or TARGETS[choice.target].elsewhere

@@ -17,7 +17,7 @@ from hvdtrain.launch.commands import Limits
 from hvdtrain.launch.driver import Driver
 from hvdtrain.launch.hosts import LOCAL_NAMES
 from hvdtrain.launch.spec import JobSpec
-from hvdtrain.launch.worker_plan import Plan, describe, python_path
+from hvdtrain.launch.worker_plan import Plan, describe_plan, python_path
 from hvdtrain.runtime.environment import JOB, LAUNCH_OPTIONS, environ, launch_options_text
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
@@ -34,12 +34,12 @@ def start(own: Sequence[str], options: argparse.Namespace, spec: JobSpec, progra
     """
     plan = _plan(own, options, spec, program)
     if options.dry_run:
-        hosts = discovery.ask(plan.script, slots=plan.slots) if plan.script else plan.hosts
-        print(describe(plan, hosts))
+        hosts = discovery.run_script(plan.script, slots=plan.slots) if plan.script else plan.hosts
+        print(describe_plan(plan, hosts))
         return 0
     driver = Driver(plan, say, _show)
     code = _run(driver)
-    if code and spec.is_program and spec.elastic and not driver.began:
+    if code and spec.is_program and spec.elastic and not driver.had_round:
         say("with --elastic a program gets its place by hvdtrain.torch: init, elastic.run; else --to horovodrun")
     return code
 

@@ -18,11 +18,11 @@ from hvdtrain.install.open_mpi import has_remote_shell
 from hvdtrain.launch.choose import OWN, Choice
 from hvdtrain.launch.detect import Machine
 from hvdtrain.launch.hosts import parse_hosts
-from hvdtrain.launch.nodelist import slots
+from hvdtrain.launch.nodelist import slots_by_node
 from hvdtrain.launch.software import as_shell, setup_lines
 from hvdtrain.launch.spec import PYTHON, Batch, JobSpec
 from hvdtrain.launch.targets import TARGETS
-from hvdtrain.launch.worker_plan import handed_on
+from hvdtrain.launch.worker_plan import passed_variables
 
 REQUEUES = 20
 """How often a training job goes back into the queue. A program may not resume, so it does only where asked."""
@@ -79,7 +79,7 @@ def _passed(asked: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]
     missing = next((name for name in asked if name not in environ), None)
     if missing is not None:
         raise LaunchError(f"--env {missing}: there is no such variable.", next_step=f"export {missing}=...")
-    names = dict.fromkeys([*_FOUND_BY, *handed_on(environ), *asked])
+    names = dict.fromkeys([*_FOUND_BY, *passed_variables(environ), *asked])
     return tuple(name for name in names if name in environ)
 
 
@@ -89,7 +89,7 @@ def _allocated(target: str, options: argparse.Namespace, environ: Mapping[str, s
     if not inside or options.discover is not None:
         return {}
     if "SLURM_JOB_NODELIST" in environ:
-        return slots(environ["SLURM_JOB_NODELIST"], environ.get("SLURM_TASKS_PER_NODE", ""))
+        return slots_by_node(environ["SLURM_JOB_NODELIST"], environ.get("SLURM_TASKS_PER_NODE", ""))
     file = next((environ[name] for name in _FILES if name in environ), None)
     return dict(Counter(Path(file).read_text().split())) if file else {}
 

@@ -62,7 +62,7 @@ def on_host_updates(listener: Any) -> None:
     notification_manager.register_listener(listener)
 
 
-def tell_host_update(number: int) -> None:
+def notify_host_update(number: int) -> None:
     """Let the next commit of a `State` that trains end the round. `number`: grows with each round."""
     from horovod.common.elastic import notification_manager
     from horovod.runner.elastic.worker import HostUpdateResult

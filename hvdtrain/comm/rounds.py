@@ -7,8 +7,8 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from hvdtrain.comm.waiting import waits
-from hvdtrain.runtime.driver_client import DriverClient, Place, Pulse
+from hvdtrain.comm.waiting import waits_in_collective
+from hvdtrain.runtime.driver_client import DriverClient, Heartbeat, Place
 from hvdtrain.runtime.environment import RankInfo, change_variables
 from hvdtrain.runtime.gloo import refuse_without_address
 from hvdtrain.runtime.sockets import cut, open_sockets
@@ -27,7 +27,7 @@ _AGAIN_S = 0.05
 """Between two looks at what ranks that meet have opened, once one of them is gone."""
 
 
-def lost_a_rank(error: BaseException) -> bool:
+def is_lost_rank(error: BaseException) -> bool:
     """Whether an error is Horovod's own for a rank that is gone, or one that follows from cutting its connections."""
     from hvdtrain.comm.horovod import HorovodInternalError
 
@@ -68,15 +68,15 @@ class Rounds(Protocol):
         """Return this rank's requests at its next step: end the round, or the run (`DriverClient.notices`)."""
         ...
 
-    def unless_over(self, parts: Iterable[T]) -> Iterable[T]:
+    def guard_parts(self, parts: Iterable[T]) -> Iterable[T]:
         """The micro-batches of a step, and an error as soon as the step cannot be done: `is_over` is true of it."""
         ...
 
-    def watch(self, spans: Spans) -> None:
+    def report_progress(self, spans: Spans) -> None:
         """Let others know of the progress of this thread."""
         ...
 
-    def leaving(self, why: str) -> None:
+    def report_leaving(self, why: str) -> None:
         """Training is over; this process comes to its end."""
         ...
 
@@ -107,14 +107,14 @@ class OneRound:
         """As they came."""
         return notices
 
-    def unless_over(self, parts: Iterable[T]) -> Iterable[T]:
+    def guard_parts(self, parts: Iterable[T]) -> Iterable[T]:
         """All of them."""
         return parts
 
-    def watch(self, spans: Spans) -> None:
+    def report_progress(self, spans: Spans) -> None:
         """Do nothing."""
 
-    def leaving(self, why: str) -> None:
+    def report_leaving(self, why: str) -> None:
         """Do nothing."""
 
 
@@ -122,14 +122,14 @@ class DriverRounds:
     """A job of our own elastic driver.
 
     Args:
-        seat: this process's.
+        client: this process's.
         info: who it is by the environment, before the first round.
     """
 
     elastic = True
 
-    def __init__(self, seat: DriverClient, info: RankInfo) -> None:
-        self._seat = seat
+    def __init__(self, client: DriverClient, info: RankInfo) -> None:
+        self._client = client
         self.local_rank = info.local_rank
         self.local_size = info.local_size
 
@@ -137,8 +137,8 @@ class DriverRounds:
         """Join the next round, and the one after it where that does not come about. Collective: yes."""
         while True:
             self._leave()
-            place = self._seat.join(why, text, step)
-            self._seat.pulse = Pulse()
+            place = self._client.join(why, text, step)
+            self._client.heartbeat = Heartbeat()
             try:
                 return self._meet(place)
             except Exception as error:
@@ -147,9 +147,9 @@ class DriverRounds:
     def _leave(self) -> None:
         from hvdtrain.comm.horovod import hvd
 
-        self._seat.cut = lambda: None
+        self._client.wake = lambda: None
         began_s = time.monotonic()
-        self._seat.pulse = Pulse(idle_s=lambda: time.monotonic() - began_s)  # Horovod may never come to its end
+        self._client.heartbeat = Heartbeat(idle_s=lambda: time.monotonic() - began_s)  # shutdown may hang
         hvd.shutdown()  # also what init has left that failed; nothing where there was none
 
     def _meet(self, place: Place) -> HorovodComm:
@@ -165,9 +165,9 @@ class DriverRounds:
         change_variables(variables)
         before, met = open_sockets().keys(), threading.Event()
         cutter = threading.Thread(target=_cut_all, args=(before, met), daemon=True)
-        self._seat.cut = cutter.start
+        self._client.wake = cutter.start
         try:
-            self._see_whole()
+            self._check_whole()
             begin_session()
             comm = HorovodComm()
         finally:
@@ -175,39 +175,39 @@ class DriverRounds:
             if cutter.is_alive():
                 cutter.join()  # what the next round opens is not to be cut
         opened = open_sockets().keys() - before
-        self._seat.cut = lambda: cut(opened)
-        self._see_whole()  # told before there was all of it to cut
+        self._client.wake = lambda: cut(opened)
+        self._check_whole()  # told before there was all of it to cut
         return comm
 
-    def _see_whole(self) -> None:
-        if self._seat.is_broken():
+    def _check_whole(self) -> None:
+        if self._client.is_broken():
             raise ConnectionError("a rank of the round was gone before it began")
 
     def is_over(self, error: BaseException) -> bool:
         """Whether Horovod lost a rank."""
-        return lost_a_rank(error)
+        return is_lost_rank(error)
 
     def notices(self, notices: list[int], changed: int, terminate: int) -> list[int]:
         """A SIGTERM that came to this rank alone lets it go and the others train on."""
-        return self._seat.notices(notices, changed, terminate)
+        return self._client.notices(notices, changed, terminate)
 
-    def unless_over(self, parts: Iterable[T]) -> Iterator[T]:
+    def guard_parts(self, parts: Iterable[T]) -> Iterator[T]:
         """Those that come before the driver says that a rank is gone; Horovod would tell only in the last backward."""
         from hvdtrain.comm.horovod import HorovodInternalError
 
         for part in parts:
-            if self._seat.is_broken():
+            if self._client.is_broken():
                 raise HorovodInternalError("a rank of the round is gone")
             yield part
 
-    def watch(self, spans: Spans) -> None:
+    def report_progress(self, spans: Spans) -> None:
         """Tell the driver once a second."""
         thread = threading.get_ident()
-        self._seat.pulse = Pulse(lambda: spans.step, spans.idle_s, lambda: waits(thread))
+        self._client.heartbeat = Heartbeat(lambda: spans.step, spans.idle_s, lambda: waits_in_collective(thread))
 
-    def leaving(self, why: str) -> None:
+    def report_leaving(self, why: str) -> None:
         """Tell the driver."""
-        self._seat.leaving(why)
+        self._client.leaving(why)
 
 
 def _cut_all(before: Collection[int], met: threading.Event) -> None:

@@ -25,9 +25,9 @@ def start_rounds(info: RankInfo) -> Rounds:
     Collective: yes, unless of our own elastic driver. Errors: those of `start_comm`.
     """
     refuse_unused_launcher(info)
-    seat = connect_to_driver(info.variables)
-    if seat is not None:
-        return DriverRounds(seat, info)
+    client = connect_to_driver(info.variables)
+    if client is not None:
+        return DriverRounds(client, info)
     comm = start_comm(info)
     if info.launcher == GLOO_LAUNCHER and info.variables.get(STOCK_ELASTIC) == "1":
         from hvdtrain.comm.horovod import HorovodComm

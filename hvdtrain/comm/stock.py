@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hvdtrain.comm.rounds import lost_a_rank
+from hvdtrain.comm.rounds import is_lost_rank
 from hvdtrain.errors import HorovodError
 from hvdtrain.runtime.environment import change_variables, horovod_numbers
 
@@ -69,7 +69,7 @@ class StockRounds:
 
     def is_over(self, error: BaseException) -> bool:
         """Whether Horovod lost a rank."""
-        return lost_a_rank(error)
+        return is_lost_rank(error)
 
     def notices(self, notices: list[int], changed: int, terminate: int) -> list[int]:
         """What came, and whether hosts have changed."""
@@ -77,12 +77,12 @@ class StockRounds:
         found[changed] = int(self._changed)
         return found
 
-    def unless_over(self, parts: Iterable[T]) -> Iterable[T]:
+    def guard_parts(self, parts: Iterable[T]) -> Iterable[T]:
         """All of them: only Horovod knows, and says so when it is asked for a collective."""
         return parts
 
-    def watch(self, spans: Spans) -> None:
+    def report_progress(self, spans: Spans) -> None:
         """Do nothing: Horovod's driver does not look."""
 
-    def leaving(self, why: str) -> None:
+    def report_leaving(self, why: str) -> None:
         """Do nothing: it is the exit code that counts."""

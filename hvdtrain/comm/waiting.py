@@ -18,6 +18,6 @@ def in_collective(frame: FrameType | None) -> bool:
     return False
 
 
-def waits(thread: int) -> bool:
+def waits_in_collective(thread: int) -> bool:
     """Whether the thread of this identity waits in a collective. To be called from another one."""
     return in_collective(sys._current_frames().get(thread))

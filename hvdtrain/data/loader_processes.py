@@ -16,7 +16,7 @@ from typing import TypeVar
 from weakref import WeakSet
 
 from hvdtrain.errors import DataError
-from hvdtrain.launch.job_end import said_of_code
+from hvdtrain.launch.job_end import describe_exit
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ def _watched(batches: Iterator[T], processes: Sequence[BaseProcess]) -> Iterator
             raise DataError(
                 "a loader process has ended amid its work",
                 expected="samples, or an exception",
-                found=", ".join(map(said_of_code, ended)),
+                found=", ".join(map(describe_exit, ended)),
                 next_step="--loader.workers 0 makes samples in the rank itself, where it shows what ends them",
             ) from error
         yield drawn

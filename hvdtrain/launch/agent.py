@@ -16,7 +16,7 @@ To the driver:
     said     {"worker", "message"}   line  {"worker", "text", "err"}   dying  {"worker"}   exited  {"worker", "code"}
     put      {"round", "key", "value"}
     log      {"text"}
-    beat     {"halted": {worker: bool}, "busy": [worker]}   each second; busy: those that `Work` has found to compute
+    beat     {"halted": {worker: bool}, "busy": [worker]}   each second; busy: by `BusyWorkers`
 When the driver's end is closed, the agent ends all workers and itself. SIGTERM it hands on to its workers: batch
 systems send it to all processes at once, and one that ended by it would take from ranks the time to save.
 """
@@ -34,7 +34,7 @@ from functools import partial
 from typing import IO, Any
 
 from hvdtrain.errors import CANNOT_START
-from hvdtrain.launch.cpu_use import Work
+from hvdtrain.launch.cpu_use import BusyWorkers
 from hvdtrain.launch.interfaces import interface_of
 from hvdtrain.launch.rendezvous import Rendezvous
 from hvdtrain.launch.rendezvous_store import packed, unpacked
@@ -64,7 +64,7 @@ class Agent:
         self._workers: dict[int, WorkerProcess] = {}
         self._ended: list[WorkerProcess] = []
         self._lock = threading.Lock()
-        self._heard_s = time.monotonic()
+        self._last_message_s = time.monotonic()
         self._ending = threading.Lock()
         self.rendezvous = Rendezvous(lambda text: writer.send("log", text=text), put=self._put)
 
@@ -75,11 +75,11 @@ class Agent:
         address = came_by[2] if self._remote and len(came_by) == 4 else ""
         place = {"address": address, "interface": interface_of(address)}
         self._writer.send("ready", pid=os.getpid(), store=self.rendezvous.address, **place)
-        for run in (self._beat, self._look):
+        for run in (self._beat, self._watch_link):
             threading.Thread(target=run, daemon=True).start()
         for message in read_messages(source):
-            self._heard_s = time.monotonic()
-            self._hear(message)
+            self._last_message_s = time.monotonic()
+            self._handle(message)
         self.end()
 
     def end(self) -> None:
@@ -88,7 +88,7 @@ class Agent:
             with self._lock:
                 workers = list(self._workers.values())
             for worker in workers:
-                worker.hang_up()
+                worker.close_channel()
                 worker.kill(signal.SIGTERM)
             until = time.monotonic() + TERM_S
             while self._workers and time.monotonic() < until:
@@ -98,18 +98,18 @@ class Agent:
             for worker in [*workers, *self._ended]:  # the last words of a rank that failed say why
                 worker.drain(max(0.0, until - time.monotonic()) + 1.0)
 
-    def pass_on(self) -> None:
+    def forward_sigterm(self) -> None:
         """Hand SIGTERM on: ranks ask the driver whether to go or to save, and this stays as long as one of them."""
         for worker in list(self._workers.values()):
             worker.send_signal("SIGTERM")
 
-    def complain(self, failed: threading.ExceptHookArgs) -> None:
+    def report_thread_failure(self, failed: threading.ExceptHookArgs) -> None:
         """Say that a thread of this has failed: what it did is done no more."""
         lines = traceback.format_exception(failed.exc_type, failed.exc_value, failed.exc_traceback)
         name = failed.thread.name if failed.thread is not None else "?"
         self._writer.send("log", text=f"thread {name} of the agent has failed:\n{''.join(lines)}")
 
-    def _hear(self, message: Mapping[str, Any]) -> None:
+    def _handle(self, message: Mapping[str, Any]) -> None:
         kind = message["type"]
         if kind == "start":
             self._start(int(message["worker"]), message)
@@ -123,7 +123,7 @@ class Agent:
             if worker is None:
                 return
             if kind == "tell":
-                worker.tell(message["what"], message["facts"])
+                worker.send(message["what"], message["facts"])
             elif kind == "kill":
                 worker.kill_after(float(message["after_s"]))
             else:
@@ -145,28 +145,28 @@ class Agent:
         if kind == "exited":
             with self._lock:
                 ended = [*self._ended, self._workers.pop(number)] if number in self._workers else self._ended
-                self._ended = [worker for worker in ended if not worker.drained()]
+                self._ended = [worker for worker in ended if not worker.is_drained()]
         self._writer.send(kind, worker=number, **facts)
 
     def _beat(self) -> None:
-        work = Work()
+        work = BusyWorkers()
         while True:
             time.sleep(BEAT_S)
             with self._lock:
-                halted = {number: worker.halted() for number, worker in self._workers.items()}
+                halted = {number: worker.is_stopped() for number, worker in self._workers.items()}
                 processes = {number: worker.pid for number, worker in self._workers.items()}
-            self._writer.send("beat", halted=halted, busy=work.look(processes, time.monotonic()))
+            self._writer.send("beat", halted=halted, busy=work.find_busy(processes, time.monotonic()))
 
-    def _look(self) -> None:
+    def _watch_link(self) -> None:
         """End all where the link is cut. Says nothing: what is said to a cut link may wait for ever."""
         before = time.monotonic()
         while True:
             time.sleep(BEAT_S)
             now = time.monotonic()
             if now - before > _CUT_S / 2:
-                self._heard_s = now  # this host was suspended: the driver is not to blame
+                self._last_message_s = now  # this host was suspended: the driver is not to blame
             before = now
-            if self._remote and now - self._heard_s > _CUT_S:
+            if self._remote and now - self._last_message_s > _CUT_S:
                 self.end()
                 os._exit(1)
 
@@ -185,11 +185,11 @@ def main(hello: Mapping[str, Any] | None = None) -> int:
         sys.stderr.write("hvdtrain.launch.agent is started by hvdtrain launch, not by hand\n")
         return 2
     agent = Agent(hello, MessageWriter(sink))
-    threading.excepthook = agent.complain
+    threading.excepthook = agent.report_thread_failure
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # The handler may stand amid what holds a lock: another thread is what waits for it.
-    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=agent.pass_on, daemon=True).start())
+    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=agent.forward_sigterm, daemon=True).start())
     agent.run(source)
     sink.close()
     sys.stderr.flush()

@@ -52,7 +52,7 @@ class AgentLink:
         )
         self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
         self._errors: deque[str] = deque(maxlen=8)
-        self._threads = [threading.Thread(target=w, daemon=True) for w in (self._write, self._read, self._complain)]
+        self._threads = [threading.Thread(target=w, daemon=True) for w in (self._write, self._read, self._read_errors)]
 
     def start(self) -> None:
         """Read and write from now on."""
@@ -111,7 +111,7 @@ class AgentLink:
         said = "; ".join(self._errors)
         self._inbox((self, {"type": "gone", "why": said or "its agent has ended"}))
 
-    def _complain(self) -> None:
+    def _read_errors(self) -> None:
         assert self._process.stderr is not None
         with self._process.stderr as stream:
             for read in stream:

@@ -39,7 +39,7 @@ class KillWorker:
 
 
 @dataclass(frozen=True)
-class Tell:
+class SendMessage:
     """Send a message of `hvdtrain.runtime.channel` to a worker."""
 
     worker: int
@@ -79,7 +79,7 @@ class End:
     code: int
 
 
-Command = StartAgent | StopAgent | StartWorker | KillWorker | Tell | OpenRound | CloseRound | Event | End
+Command = StartAgent | StopAgent | StartWorker | KillWorker | SendMessage | OpenRound | CloseRound | Event | End
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Limits:
         debounce_most_s: after the first change, however many follow.
         cooldown_s: before a slot or host that failed is tried again; doubled with each failure.
         cooldown_most_s: never longer than this.
-        settled_s: in rounds after which a slot's failures are forgotten.
+        forgive_after_s: in rounds after which a slot's failures are forgotten.
         silent_s: without a sign of life, which comes each second.
         lost_s: without a sign of an agent, after which its host is lost.
         agent_s: for an agent that was started until it can be told something.
@@ -126,7 +126,7 @@ class Limits:
     debounce_most_s: float = 5.0
     cooldown_s: float = 1.0
     cooldown_most_s: float = 60.0
-    settled_s: float = 30.0
+    forgive_after_s: float = 30.0
     silent_s: float = 5.0
     lost_s: float = 10.0
     agent_s: float = 120.0

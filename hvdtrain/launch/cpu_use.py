@@ -16,7 +16,7 @@ _BUSY = 0.25
 """Of one core, over the time between two looks: Horovod's threads use some hundredths while all wait."""
 
 
-def processor_s(leaders: Collection[int]) -> dict[int, float]:
+def cpu_seconds(leaders: Collection[int]) -> dict[int, float]:
     """Seconds of the processor that sessions have used, by the number of the process that leads each."""
     used = dict.fromkeys(leaders, 0.0)
     for pid in psutil.pids():
@@ -27,19 +27,19 @@ def processor_s(leaders: Collection[int]) -> dict[int, float]:
     return used
 
 
-class Work:
+class BusyWorkers:
     """Finds workers that compute, they or what they have started, such as compilers.
 
     Args:
-        read: as `processor_s`; each worker leads a session.
+        read: as `cpu_seconds`; each worker leads a session.
     """
 
-    def __init__(self, read: Callable[[Collection[int]], Mapping[int, float]] = processor_s) -> None:
+    def __init__(self, read: Callable[[Collection[int]], Mapping[int, float]] = cpu_seconds) -> None:
         self._read = read
         self._used: Mapping[int, float] = {}
         self._looked_s = 0.0
 
-    def look(self, workers: Mapping[int, int], now_s: float) -> list[int]:
+    def find_busy(self, workers: Mapping[int, int], now_s: float) -> list[int]:
         """Numbers of the workers that have computed since the last look; nothing where that was just now.
 
         Args:

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.launch.hosts import parse_answer
+from hvdtrain.launch.hosts import parse_discovered
 from hvdtrain.programs import run_program
 
 TIMEOUT_S = 30.0
 _AGAIN_S = 1.0
 
 
-def ask(script: Path, timeout_s: float = TIMEOUT_S, *, slots: int = 1) -> dict[str, int]:
+def run_script(script: Path, timeout_s: float = TIMEOUT_S, *, slots: int = 1) -> dict[str, int]:
     """Run the script, which is executed itself and never read by a shell; the slots of each host it names.
 
     Args:
@@ -37,7 +37,7 @@ def ask(script: Path, timeout_s: float = TIMEOUT_S, *, slots: int = 1) -> dict[s
     if code != 0:
         found = f"exit code {code}: {err.strip()[-500:]}"
         raise LaunchError(f"{script} failed.", expected=expected, found=found)
-    return parse_answer(out, slots)
+    return parse_discovered(out, slots)
 
 
 def _hint(script: Path) -> str:
@@ -54,8 +54,8 @@ def _hint(script: Path) -> str:
     return "see that its first line names its interpreter, and that this is there, as in #!/bin/sh"
 
 
-def watch(
-    asked: Callable[[], dict[str, int]],
+def watch_script(
+    ask: Callable[[], dict[str, int]],
     over: threading.Event,
     found: Callable[[dict[str, int]], None],
     say: Callable[[str], None],
@@ -63,7 +63,7 @@ def watch(
     """Ask again and again until it is over; the last answer stands while there is none.
 
     Args:
-        asked: gives the answer, as `ask`.
+        ask: gives the answer, as `run_script`.
         over: set when nobody wants to know any more.
         found: called with each answer that is another than the one before.
         say: called with each error that is another than the one before.
@@ -72,7 +72,7 @@ def watch(
     error = ""
     while not over.wait(_AGAIN_S):
         try:
-            hosts = asked()
+            hosts = ask()
         except LaunchError as wrong:
             if str(wrong) != error:
                 error = str(wrong)

@@ -1,4 +1,4 @@
-"""The driver of an elastic job: carries out what its `Membership` decides, and tells it what is seen.
+"""The driver of an elastic job: carries out what its `Membership` decides, and tells it what is item.
 
 One thread decides; others read the agents, write to them, show lines, and ask for hosts. The job's state is in this
 process alone, so that there is nobody to agree with.
@@ -22,17 +22,17 @@ from hvdtrain.launch.commands import (
     Event,
     KillWorker,
     OpenRound,
+    SendMessage,
     StartAgent,
     StartWorker,
     StopAgent,
-    Tell,
 )
 from hvdtrain.launch.event_log import EventLog
 from hvdtrain.launch.interfaces import interface_to
 from hvdtrain.launch.membership import Membership
 from hvdtrain.launch.rendezvous_store import Relay
 from hvdtrain.launch.screen import Screen
-from hvdtrain.launch.worker_plan import Plan, agent_command, agent_environment, hello, rank_environment
+from hvdtrain.launch.worker_plan import Plan, agent_command, agent_environment, hello_message, rank_environment
 from hvdtrain.runtime.channel import BEAT_S
 from hvdtrain.runtime.json_lines import encode_message
 
@@ -66,7 +66,7 @@ class Driver:
         self._over = threading.Event()
 
     @property
-    def began(self) -> bool:
+    def had_round(self) -> bool:
         """Whether there was a round."""
         return self._members.job.round > 0
 
@@ -83,8 +83,8 @@ class Driver:
         try:
             self._find_hosts()
             while self._code is None:
-                self._hear_all()
-                self._do(self._members.tick(time.monotonic()))
+                self._handle_all()
+                self._execute(self._members.tick(time.monotonic()))
                 self._beat()
             return self._code
         finally:
@@ -94,18 +94,18 @@ class Driver:
     def _find_hosts(self) -> None:
         script = self._plan.script
         if script is None:
-            self._do(self._members.discovered(dict(self._plan.hosts), time.monotonic()))
+            self._execute(self._members.hosts_discovered(dict(self._plan.hosts), time.monotonic()))
             return
-        asked = partial(discovery.ask, script, slots=self._plan.slots)
-        self._do(self._members.discovered(asked(), time.monotonic()))
+        ask = partial(discovery.run_script, script, slots=self._plan.slots)
+        self._execute(self._members.hosts_discovered(ask(), time.monotonic()))
 
         def found(hosts: dict[str, int]) -> None:
             self._inbox.put((None, {"type": "hosts", "hosts": hosts}))
 
-        watch = partial(discovery.watch, asked, self._over, found, self._say)
+        watch = partial(discovery.watch_script, ask, self._over, found, self._say)
         threading.Thread(target=watch, name="discovery", daemon=True).start()
 
-    def _hear_all(self) -> None:
+    def _handle_all(self) -> None:
         """Wait a moment for what comes, then take all that is there."""
         wait: float | None = _TICK_S
         while True:
@@ -115,57 +115,57 @@ class Driver:
                 return self._relay.flush()
             wait = None
             if link is None:
-                self._hear_own(message)
+                self._handle_own(message)
             elif self._links.get(link.host) is link:
-                self._hear(link, message)
+                self._handle(link, message)
             if self._code is not None:
                 return
 
-    def _hear_own(self, message: dict[str, Any]) -> None:
+    def _handle_own(self, message: dict[str, Any]) -> None:
         now = time.monotonic()
         if message["type"] == "hosts":
-            self._do(self._members.discovered(message["hosts"], now))
+            self._execute(self._members.hosts_discovered(message["hosts"], now))
         elif message["name"] in ("SIGUSR1", "SIGUSR2"):
             for worker in self._members.job.workers.values():
                 self._send(worker.host, "signal", worker=worker.number, name=message["name"])
         else:
-            self._do(self._members.signal(message["name"], now))
+            self._execute(self._members.signal_received(message["name"], now))
 
-    def _hear(self, link: AgentLink, message: dict[str, Any]) -> None:
+    def _handle(self, link: AgentLink, message: dict[str, Any]) -> None:
         now, kind, host = time.monotonic(), message["type"], link.host
         if kind == "said":
-            self._do(self._members.said(message["worker"], message["message"], now))
+            self._execute(self._members.worker_message(message["worker"], message["message"], now))
         elif kind == "dying":
-            self._do(self._members.dying(message["worker"], now))
+            self._execute(self._members.worker_dying(message["worker"], now))
         elif kind == "exited":
-            self._do(self._members.exited(message["worker"], message["code"], now))
+            self._execute(self._members.worker_exited(message["worker"], message["code"], now))
         elif kind == "put":
             self._relay.put(message["round"], message["key"], message["value"])
         elif kind == "beat":
-            self._members.heard(host, {int(k): v for k, v in message["halted"].items()}, now, message["busy"])
+            self._members.agent_heartbeat(host, {int(k): v for k, v in message["halted"].items()}, now, message["busy"])
         elif kind == "log":
             self._say(f"{host}: {message['text']}")
         elif kind == "ready":
             link.store, link.address, link.interface = message["store"], message["address"], message["interface"]
-            self._do(self._members.agent_up(host, now))
+            self._execute(self._members.agent_ready(host, now))
         elif kind == "gone":
-            self._do(self._members.agent_lost(host, message["why"], now))
+            self._execute(self._members.agent_lost(host, message["why"], now))
 
-    def _take(self, seen: AgentMessage) -> None:
+    def _receive(self, item: AgentMessage) -> None:
         """Take what an agent says, in a thread of its link: what ranks write is none of the deciding thread's."""
-        message = seen[1]
+        message = item[1]
         if message["type"] != "line":
-            return self._inbox.put(seen)
+            return self._inbox.put(item)
         rank = self._ranks.get(message["worker"], 0)
         tag = f"[{rank}] " if rank or self._plan.tag else ""
         self._screen.show(tag + message["text"], message["err"])
 
-    def _do(self, commands: Iterable[Command]) -> None:
+    def _execute(self, commands: Iterable[Command]) -> None:
         commands = list(commands)
-        chosen = [c.host for c in commands if isinstance(c, Tell) and c.kind == "round"]
+        chosen = [c.host for c in commands if isinstance(c, SendMessage) and c.kind == "round"]
         for command in commands:
-            if isinstance(command, Tell):
-                self._tell(command, chosen)
+            if isinstance(command, SendMessage):
+                self._send_to_worker(command, chosen)
             elif isinstance(command, Event):
                 self._log.write(command.name, {**command.facts, **({"text": command.text} if command.text else {})})
                 if command.text:
@@ -186,7 +186,7 @@ class Driver:
                 assert isinstance(command, End)
                 self._code = command.code
 
-    def _tell(self, command: Tell, chosen: list[str]) -> None:
+    def _send_to_worker(self, command: SendMessage, chosen: list[str]) -> None:
         facts = command.facts
         if command.kind == "round":
             self._ranks[command.worker] = facts["rank"]
@@ -212,14 +212,14 @@ class Driver:
     def _start_agent(self, host: str) -> None:
         try:
             link = AgentLink(
-                host, agent_command(self._plan, host), agent_environment(self._plan.environment), self._take
+                host, agent_command(self._plan, host), agent_environment(self._plan.environment), self._receive
             )
         except OSError as error:
-            self._do(self._members.agent_lost(host, str(error), time.monotonic()))
+            self._execute(self._members.agent_lost(host, str(error), time.monotonic()))
             return
         self._links[host] = link
         link.start()
-        link.send("hello", **hello(self._plan, host))
+        link.send("hello", **hello_message(self._plan, host))
 
     def _stop_agent(self, host: str) -> None:
         link = self._links.pop(host, None)

@@ -5,106 +5,111 @@ from __future__ import annotations
 from hvdtrain.errors import USAGE
 from hvdtrain.launch.commands import StopAgent
 from hvdtrain.launch.job import Host, Job, Phase, Worker
-from hvdtrain.launch.job_end import fail, left, lost, said_of_code
+from hvdtrain.launch.job_end import describe_exit, fail, finish_leaving, restart_or_fail
 from hvdtrain.launch.round_changes import break_round
-from hvdtrain.launch.worker_starts import cool
+from hvdtrain.launch.worker_starts import start_cooldown
 
 
-def dying(job: Job, worker: Worker) -> None:
+def mark_dying(job: Job, worker: Worker) -> None:
     """A worker is as good as gone, for its round and the next one; its slot is still taken."""
-    inside = job.is_inside(worker)
+    inside = job.is_in_round(worker)
     worker.dying = True
-    worker.until_s = min(worker.until_s, job.now_s + job.limits.end_s)  # one that cannot end is told of
+    worker.deadline_s = min(worker.deadline_s, job.now_s + job.limits.end_s)  # one that cannot end is told of
     if inside:
-        job.note("dying", f"{worker.label} is gone", worker=worker.number)
+        job.log_event("dying", f"{worker.label} is gone", worker=worker.number)
         break_round(job, f"{worker.label} is gone")
 
 
-def exited(job: Job, worker: Worker, code: int, text: str = "") -> None:
+def handle_exit(job: Job, worker: Worker, code: int, text: str = "") -> None:
     """A worker is gone. `text`: why, where its exit code does not say."""
-    said = text or said_of_code(code)
-    member = worker.round == job.round and job.round > 0 and not job.fresh
-    inside = job.is_inside(worker)
+    said = text or describe_exit(code)
+    member = worker.round == job.round and job.round > 0 and not job.is_fresh
+    inside = job.is_in_round(worker)
     del job.workers[worker.number]
-    job.note("exited", worker=worker.number, host=worker.host, code=code, member=member, why=worker.ended)
+    job.log_event("exited", worker=worker.number, host=worker.host, code=code, member=member, why=worker.dismissed)
     if inside:
         break_round(job, f"{worker.label} {said}")
     if worker.leaving:
-        left(job, worker, code)
-    elif worker.ended:
+        finish_leaving(job, worker, code)
+    elif worker.dismissed:
         if worker.drained:
-            job.hosts[worker.host].place(worker.slot).free_s = job.now_s + job.limits.cooldown_most_s
+            job.hosts[worker.host].slot_at(worker.slot).free_s = job.now_s + job.limits.cooldown_most_s
     elif job.phase is Phase.RUNNING and code == 0 and not worker.joined and _nobody_ever_joined(job):
-        _without_a_word(job, worker)
+        _end_without_joining(job, worker)
     else:
         _failed(job, worker, code, said)
 
 
 def _failed(job: Job, worker: Worker, code: int, said: str) -> None:
-    place = job.hosts[worker.host].place(worker.slot)
-    seconds = cool(job, place)
+    place = job.hosts[worker.host].slot_at(worker.slot)
+    seconds = start_cooldown(job, place)
     text = f"{worker.label} {said}"
-    job.remember(text)
-    final = code == USAGE and (job.fresh or not any(w.step > 0 for w in (worker, *job.members())))
-    again = job.limits.elastic and not final and _goes_on(job) and (job.fresh or any(w.present for w in job.members()))
-    job.note("fault", f"{text}; started again in {seconds:.0f} s" if again else text)
+    job.remember_failure(text)
+    final = code == USAGE and (job.is_fresh or not any(w.step > 0 for w in (worker, *job.members())))
+    again = (
+        job.limits.elastic
+        and not final
+        and _can_continue(job)
+        and (job.is_fresh or any(w.present for w in job.members()))
+    )
+    job.log_event("fault", f"{text}; started again in {seconds:.0f} s" if again else text)
     if job.phase is not Phase.RUNNING:
         if job.phase is Phase.FINISHING and (worker.rank == 0 or not job.limits.elastic):
-            job.spoilt = text
+            job.spoiled = text
         return
     job.last_code = code
     if final:  # it would come again each time, and nobody has done a step yet
         fail(job, text, USAGE)
     elif not job.limits.elastic:
-        lost(job, text)
+        restart_or_fail(job, text)
 
 
 def _nobody_ever_joined(job: Job) -> bool:
     return not job.rounds and not any(w.joined for w in job.workers.values())
 
 
-def _without_a_word(job: Job, worker: Worker) -> None:
+def _end_without_joining(job: Job, worker: Worker) -> None:
     """It ended well before it asked for a place: a program that has nothing to train, such as one asked for help."""
     worker.leaving = "finished"
     job.phase = Phase.FINISHING
-    job.until_s = job.now_s + job.limits.grace_s
+    job.deadline_s = job.now_s + job.limits.grace_s
 
 
-def agent_lost(job: Job, host: Host, why: str) -> None:
+def lose_host(job: Job, host: Host, why: str) -> None:
     """The agent of a host is gone, and with it all that it started."""
     if not host.agent:
         return
     host.agent = ""
-    job.out.append(StopAgent(host.name))
-    seconds = cool(job, host)
+    job.commands.append(StopAgent(host.name))
+    seconds = start_cooldown(job, host)
     text = f"{host.name} is lost: {why}"
-    job.remember(text)
-    again = job.limits.elastic and _goes_on(job, without=host)
-    job.note("host_lost", f"{text}; tried again in {seconds:.0f} s" if again else text, host=host.name)
+    job.remember_failure(text)
+    again = job.limits.elastic and _can_continue(job, without=host)
+    job.log_event("host_lost", f"{text}; tried again in {seconds:.0f} s" if again else text, host=host.name)
     for worker in [w for w in job.workers.values() if w.host == host.name]:
-        exited(job, worker, 1, "is lost with its host")
+        handle_exit(job, worker, 1, "is lost with its host")
     if not job.limits.elastic and job.phase is Phase.RUNNING:
-        lost(job, text)
+        restart_or_fail(job, text)
 
 
-def nobody(job: Job) -> None:
+def check_survivors(job: Job) -> None:
     """End, or start again, when no rank is left that holds the state, or none ever came so far."""
     if job.phase is not Phase.RUNNING:
         return
-    if not _goes_on(job):
-        lost(job, "no process came so far as to join" if job.fresh else "no rank is left")
+    if not _can_continue(job):
+        restart_or_fail(job, "no process came so far as to join" if job.is_fresh else "no rank is left")
 
 
-def _goes_on(job: Job, without: Host | None = None) -> bool:
+def _can_continue(job: Job, without: Host | None = None) -> bool:
     """Whether there is a rank that holds the state, or one may still come so far. `without`: a host that is lost."""
     if job.phase is not Phase.RUNNING:
         return False
     left = [w for w in job.workers.values() if without is None or w.host != without.name]
-    return bool(left) or _untried(job) if job.fresh else any(map(job.is_member, left))
+    return bool(left) or _untried(job) if job.is_fresh else any(map(job.is_member, left))
 
 
 def _untried(job: Job) -> bool:
     """Whether there is a slot that has not failed since all was started, or none at all."""
     hosts = [h for h in job.hosts.values() if h.slots]
-    failed = [h.failed or h.place(i).failed for h in hosts for i in range(h.slots)]
+    failed = [h.failed or h.slot_at(i).failed for h in hosts for i in range(h.slots)]
     return not all(failed) or not failed

@@ -13,7 +13,7 @@ _BY_OTHERS = ("proxyjump ", "proxycommand ")
 """Of ssh's configuration: another machine looks the name up."""
 
 
-def nowhere(hosts: Iterable[str], ssh_arguments: Sequence[str] = ()) -> str | None:
+def find_unknown_host(hosts: Iterable[str], ssh_arguments: Sequence[str] = ()) -> str | None:
     """The first host that has no address here, nor any other name or way in ssh's configuration; None where all have.
 
     Args:

@@ -23,7 +23,7 @@ def parse_hosts(text: str) -> dict[str, int]:
     return hosts
 
 
-def parse_answer(text: str, slots: int = 1) -> dict[str, int]:
+def parse_discovered(text: str, slots: int = 1) -> dict[str, int]:
     """Read what a discovery script wrote: a line ``host`` or ``host:slots`` each; empty lines say nothing.
 
     Args:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from hvdtrain.launch.commands import Command, Event, Limits, Tell
+from hvdtrain.launch.commands import Command, Event, Limits, SendMessage
 
 NEVER = float("-inf")
 
@@ -49,11 +49,11 @@ class Host:
     free_s: float = NEVER
     failed: bool = False
     heard_s: float = NEVER
-    places: dict[int, Slot] = field(default_factory=dict)
+    slots_by_index: dict[int, Slot] = field(default_factory=dict)
 
-    def place(self, index: int) -> Slot:
+    def slot_at(self, index: int) -> Slot:
         """The slot of a number."""
-        return self.places.setdefault(index, Slot())
+        return self.slots_by_index.setdefault(index, Slot())
 
 
 @dataclass(eq=False)
@@ -73,7 +73,7 @@ class Worker:
         ended: why it was told to end, "" if it wasn't; gone by `until_s`, else it is killed.
         heard_s: when it gave a sign of life last, None before the first.
         idle_s, waiting: as it said then.
-        halted_s: since when its process is stopped, as by SIGSTOP; None while it is not.
+        stopped_s: since when its process is stopped, as by SIGSTOP; None while it is not.
         busy_s: when it was found to compute last, whatever it says.
         entered_s: when its round began.
         first_round: seniority.
@@ -87,29 +87,29 @@ class Worker:
     rank: int = -1
     joined: bool = False
     step: int = -1
-    going: str = ""
+    leave_reason: str = ""
     drained: bool = False
     leaving: str = ""
     dying: bool = False
-    ended: str = ""
-    until_s: float = float("inf")
+    dismissed: str = ""
+    deadline_s: float = float("inf")
     heard_s: float | None = None
     idle_s: float = 0.0
     waiting: bool = False
-    halted_s: float | None = None
+    stopped_s: float | None = None
     busy_s: float = NEVER
     entered_s: float = NEVER
     first_round: int = 0
 
     @property
-    def stays(self) -> bool:
+    def can_stay(self) -> bool:
         """Whether it may be in the next round."""
-        return not self.going and self.present
+        return not self.leave_reason and self.present
 
     @property
     def present(self) -> bool:
         """Whether it has not begun to end, nor was told to."""
-        return not (self.leaving or self.dying or self.ended)
+        return not (self.leaving or self.dying or self.dismissed)
 
     @property
     def label(self) -> str:
@@ -126,16 +126,16 @@ class Job:
     phase: Phase = Phase.RUNNING
     hosts: dict[str, Host] = field(default_factory=dict)
     workers: dict[int, Worker] = field(default_factory=dict)
-    out: list[Command] = field(default_factory=list)
-    numbers: int = 0
+    commands: list[Command] = field(default_factory=list)
+    workers_started: int = 0
     round: int = 0
-    fresh: bool = True
+    is_fresh: bool = True
     """No round since it was started, or started again: nobody holds a state."""
     broken: bool = False
     changed: bool = False
     rounds: int = 0
     restarts: int = 0
-    fruitless: int = 0
+    fruitless_rounds: int = 0
     began_step: int = -1
     began_s: float = 0.0
     """When it was started, or started again."""
@@ -146,17 +146,17 @@ class Job:
     wished_s: float = 0.0
     short_s: float | None = None
     code: int = 0
-    until_s: float = float("inf")
+    deadline_s: float = float("inf")
     size: int = 0
     trained: bool = False
     """A rank has told of a step: there may be a checkpoint."""
-    spoilt: str = ""
+    spoiled: str = ""
     last_code: int = 0
     """What the rank that failed last exited with."""
     failures: list[str] = field(default_factory=list)
     """The last ones, for the message that ends the job."""
 
-    def remember(self, failure: str) -> None:
+    def remember_failure(self, failure: str) -> None:
         """Keep a failure for the message that ends the job."""
         self.failures = [*self.failures[-9:], failure]
 
@@ -164,29 +164,29 @@ class Job:
         """Workers that live and were in the last round, whether they have joined anew or not."""
         return [w for w in self.workers.values() if self.is_member(w)]
 
-    def inside(self) -> list[Worker]:
+    def in_round(self) -> list[Worker]:
         """Members that have not left the round, as far as is known."""
-        return [w for w in self.workers.values() if self.is_inside(w)]
+        return [w for w in self.workers.values() if self.is_in_round(w)]
 
     def staying(self) -> list[Worker]:
         """Workers that may be in the next round."""
-        return [w for w in self.workers.values() if w.stays]
+        return [w for w in self.workers.values() if w.can_stay]
 
     def is_member(self, worker: Worker) -> bool:
         """Whether one that lives is among `members`."""
         return worker.round == self.round > 0
 
-    def is_inside(self, worker: Worker) -> bool:
+    def is_in_round(self, worker: Worker) -> bool:
         """Whether one that lives is `inside`."""
         return worker.round == self.round > 0 and not worker.joined and worker.present
 
-    def tell(self, worker: Worker, kind: str, **facts: Any) -> None:
+    def send(self, worker: Worker, kind: str, **facts: Any) -> None:
         """Send a message."""
-        self.out.append(Tell(worker.number, worker.host, kind, facts))
+        self.commands.append(SendMessage(worker.number, worker.host, kind, facts))
 
-    def note(self, name: str, text: str = "", **facts: Any) -> None:
+    def log_event(self, name: str, text: str = "", **facts: Any) -> None:
         """Write down what happened, and say it if there is a text."""
-        self.out.append(Event(name, facts, text))
+        self.commands.append(Event(name, facts, text))
 
     def step(self) -> int:
         """The newest step that a living worker holds."""

@@ -11,21 +11,21 @@ from hvdtrain.launch.job import Job, Phase, Worker
 
 def dismiss(job: Job, worker: Worker, why: str) -> None:
     """There is no place for a worker any more: it is told so, and killed if it stays."""
-    if worker.ended or worker.dying:  # of one that is dying it is still to be told how it ended
+    if worker.dismissed or worker.dying:  # of one that is dying it is still to be told how it ended
         return
-    inside = job.is_inside(worker)
-    worker.ended, worker.until_s = why, job.now_s + job.limits.end_s
+    inside = job.is_in_round(worker)
+    worker.dismissed, worker.deadline_s = why, job.now_s + job.limits.end_s
     if worker.joined:
-        end(job, worker)
-        worker.until_s = job.now_s + job.limits.grace_s
+        send_end(job, worker)
+        worker.deadline_s = job.now_s + job.limits.grace_s
     elif not (inside and job.broken):  # who was told that the round is over comes to ask for the next, and is told then
-        job.out.append(KillWorker(worker.number, worker.host))
-    job.note("dismissed", worker=worker.number, why=why)
+        job.commands.append(KillWorker(worker.number, worker.host))
+    job.log_event("dismissed", worker=worker.number, why=why)
 
 
-def end(job: Job, worker: Worker) -> None:
-    """Tell one that has asked for a place that there is none."""
-    job.tell(worker, "end", why=worker.ended, failed=job.phase is Phase.ENDING)
+def send_end(job: Job, worker: Worker) -> None:
+    """SendMessage one that has asked for a place that there is none."""
+    job.send(worker, "end", why=worker.dismissed, failed=job.phase is Phase.ENDING)
 
 
 def last_failures(job: Job) -> str:
@@ -38,46 +38,46 @@ def fail(job: Job, why: str, code: int = 1, *, save: bool = False) -> None:
     if job.phase in (Phase.ENDING, Phase.OVER):
         return
     job.phase, job.code = Phase.ENDING, code
-    job.note("failed", f"the job ends: {why}", why=why, code=code)
+    job.log_event("failed", f"the job ends: {why}", why=why, code=code)
     for worker in list(job.workers.values()):
         if save and not worker.joined and worker.round == job.round and job.round:
-            job.tell(worker, "stop", signal="SIGTERM")
-            worker.ended, worker.until_s = why, job.now_s + job.limits.stop_s
+            job.send(worker, "stop", signal="SIGTERM")
+            worker.dismissed, worker.deadline_s = why, job.now_s + job.limits.stop_s
         else:
             dismiss(job, worker, why)
 
 
-def stop(job: Job, name: str) -> None:
+def stop_job(job: Job, name: str) -> None:
     """A signal came: all save and end; a second one kills."""
     number = signal.Signals[name].value
     if job.phase in (Phase.STOPPING, Phase.ENDING):
-        job.note("signal", f"{name} again: every rank is killed")
+        job.log_event("signal", f"{name} again: every rank is killed")
         for worker in job.workers.values():
-            worker.ended = worker.ended or name
-            job.out.append(KillWorker(worker.number, worker.host))
+            worker.dismissed = worker.dismissed or name
+            job.commands.append(KillWorker(worker.number, worker.host))
         job.code = job.code or 128 + number
         return
     if job.phase is Phase.OVER:
         return
-    job.phase, job.code, job.until_s = Phase.STOPPING, 128 + number, job.now_s + job.limits.stop_s
-    job.note(
+    job.phase, job.code, job.deadline_s = Phase.STOPPING, 128 + number, job.now_s + job.limits.stop_s
+    job.log_event(
         "signal", f"{name}: all ranks save and end; {job.limits.stop_s:.0f} s, or the signal again, and they are killed"
     )
     for worker in job.workers.values():
         if worker.round != job.round or not job.round:
             dismiss(job, worker, name)
         elif not worker.joined and not worker.leaving:
-            job.tell(worker, "stop", signal=name)
+            job.send(worker, "stop", signal=name)
 
 
-def leave(job: Job, worker: Worker, why: str) -> None:
+def mark_leaving(job: Job, worker: Worker, why: str) -> None:
     """A rank has come to the end of training; the job is about to be over."""
-    worker.leaving, worker.until_s = why, job.now_s + job.limits.leave_s
+    worker.leaving, worker.deadline_s = why, job.now_s + job.limits.leave_s
     if job.phase is Phase.RUNNING:
         job.phase = Phase.FINISHING
         job.code = _code_of(why)
-        job.note("finishing", why=why)
-    job.until_s = job.now_s + job.limits.grace_s
+        job.log_event("finishing", why=why)
+    job.deadline_s = job.now_s + job.limits.grace_s
 
 
 def _code_of(why: str) -> int:
@@ -85,16 +85,16 @@ def _code_of(why: str) -> int:
     return 128 + signal.Signals[why].value if why in signal.Signals.__members__ else 0
 
 
-def left(job: Job, worker: Worker, code: int) -> None:
+def finish_leaving(job: Job, worker: Worker, code: int) -> None:
     """A rank that had said so is gone: only by itself and with the right code is the work done."""
     if code not in (0, _code_of(worker.leaving)):
-        job.spoilt = f"{worker.label} had come to the end of training, and then {said_of_code(code)}"
-        job.note("spoilt", job.spoilt)
+        job.spoiled = f"{worker.label} had come to the end of training, and then {describe_exit(code)}"
+        job.log_event("spoilt", job.spoiled)
     if job.phase is Phase.FINISHING:
-        job.until_s = job.now_s + job.limits.grace_s
+        job.deadline_s = job.now_s + job.limits.grace_s
 
 
-def lost(job: Job, why: str) -> None:
+def restart_or_fail(job: Job, why: str) -> None:
     """No rank is left that holds the state: start all again, if that may be, or end."""
     if job.last_code == USAGE:
         return fail(job, f"{why}{last_failures(job)}", USAGE)
@@ -105,41 +105,41 @@ def lost(job: Job, why: str) -> None:
         return fail(job, f"{why}{offered}{last_failures(job)}{hint}")
     job.restarts += 1
     job.short_s = None
-    job.phase, job.code, job.spoilt, job.last_code = Phase.RUNNING, 0, "", 0
-    job.fresh, job.broken, job.changed, job.began_s = True, False, False, job.now_s
+    job.phase, job.code, job.spoiled, job.last_code = Phase.RUNNING, 0, "", 0
+    job.is_fresh, job.broken, job.changed, job.began_s = True, False, False, job.now_s
     for host in job.hosts.values():
         host.failed = False
-        for place in host.places.values():
+        for place in host.slots_by_index.values():
             place.failed = False
     for worker in job.workers.values():
         if worker.round or worker.leaving:
             dismiss(job, worker, "all is started again")
     where = ", from the last checkpoint" if job.trained else ""
     text = f"{why}: all is started again ({job.restarts} of {job.limits.restarts}){where}"
-    job.note("restart", text, restart=job.restarts)
+    job.log_event("restart", text, restart=job.restarts)
 
 
-def advance(job: Job) -> None:
+def end_overdue(job: Job) -> None:
     """Let go of who stays too long, and tell when the job is over."""
     for worker in list(job.workers.values()):
-        if job.now_s >= worker.until_s:
-            worker.until_s = job.now_s + job.limits.end_s
-            job.out.append(KillWorker(worker.number, worker.host))
-            job.note("overdue", f"{worker.label} did not end in time, and is killed", worker=worker.number)
+        if job.now_s >= worker.deadline_s:
+            worker.deadline_s = job.now_s + job.limits.end_s
+            job.commands.append(KillWorker(worker.number, worker.host))
+            job.log_event("overdue", f"{worker.label} did not end in time, and is killed", worker=worker.number)
     if job.phase is Phase.FINISHING:
         _finishing(job)
-    if job.phase in (Phase.FINISHING, Phase.STOPPING) and job.now_s >= job.until_s:
-        job.until_s = job.now_s + job.limits.end_s
+    if job.phase in (Phase.FINISHING, Phase.STOPPING) and job.now_s >= job.deadline_s:
+        job.deadline_s = job.now_s + job.limits.end_s
         for worker in job.workers.values():
             if job.phase is Phase.STOPPING or not worker.leaving:
-                worker.ended = worker.ended or "the job is over"
-                job.out.append(KillWorker(worker.number, worker.host))
-    if job.phase is Phase.FINISHING and not job.workers and job.spoilt:
-        lost(job, job.spoilt)
+                worker.dismissed = worker.dismissed or "the job is over"
+                job.commands.append(KillWorker(worker.number, worker.host))
+    if job.phase is Phase.FINISHING and not job.workers and job.spoiled:
+        restart_or_fail(job, job.spoiled)
     if job.phase in (Phase.FINISHING, Phase.STOPPING, Phase.ENDING) and not job.workers:
         job.phase = Phase.OVER
-        job.note("over", code=job.code)
-        job.out.append(End(job.code))
+        job.log_event("over", code=job.code)
+        job.commands.append(End(job.code))
 
 
 def _finishing(job: Job) -> None:
@@ -150,7 +150,7 @@ def _finishing(job: Job) -> None:
             dismiss(job, worker, "training is finished")
 
 
-def said_of_code(code: int) -> str:
+def describe_exit(code: int) -> str:
     """What became of a process, in words."""
     if code >= 0:
         return f"ended with exit code {code}"

@@ -15,10 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from hvdtrain.launch import faults, hangs, shortage
-from hvdtrain.launch import job_end as ends
-from hvdtrain.launch import round_changes as rounds
-from hvdtrain.launch import worker_starts as filling
+from hvdtrain.launch import faults, hangs, job_end, round_changes, shortage, worker_starts
 from hvdtrain.launch.commands import Command, Limits
 from hvdtrain.launch.job import Job, Phase, Worker
 
@@ -39,23 +36,23 @@ class Membership:
         self.job = Job(limits, now_s, began_s=now_s)
         self._local = local
 
-    def discovered(self, hosts: dict[str, int], now_s: float) -> list[Command]:
+    def hosts_discovered(self, hosts: dict[str, int], now_s: float) -> list[Command]:
         """Slots by host that may be used from now on."""
         self._begin(now_s)
-        filling.discovered(self.job, hosts, self._local)
+        worker_starts.set_hosts(self.job, hosts, self._local)
         return self._advance()
 
-    def agent_up(self, host: str, now_s: float) -> list[Command]:
+    def agent_ready(self, host: str, now_s: float) -> list[Command]:
         """The agent of a host can be told to start workers."""
         self._begin(now_s)
         known = self.job.hosts.get(host)
         if known is not None and known.agent == "starting":
             known.agent = "ready"
-            self.job.note("host", host=host)
-        self.heard(host, {}, now_s)
+            self.job.log_event("host", host=host)
+        self.agent_heartbeat(host, {}, now_s)
         return self._advance()
 
-    def heard(self, host: str, halted: Mapping[int, bool], now_s: float, busy: Collection[int] = ()) -> None:
+    def agent_heartbeat(self, host: str, halted: Mapping[int, bool], now_s: float, busy: Collection[int] = ()) -> None:
         """An agent gave a sign of life.
 
         `halted`: which of its processes are stopped, as by SIGSTOP; `busy`: workers that were found to compute.
@@ -67,7 +64,7 @@ class Membership:
         for number, is_halted in halted.items():
             worker = self.job.workers.get(number)
             if worker is not None:
-                worker.halted_s = (worker.halted_s or now_s) if is_halted else None
+                worker.stopped_s = (worker.stopped_s or now_s) if is_halted else None
         for number in busy:
             if number in self.job.workers:
                 self.job.workers[number].busy_s = now_s
@@ -76,26 +73,26 @@ class Membership:
         """The agent of a host is gone."""
         self._begin(now_s)
         if host in self.job.hosts:
-            faults.agent_lost(self.job, self.job.hosts[host], why)
+            faults.lose_host(self.job, self.job.hosts[host], why)
         return self._advance()
 
-    def dying(self, number: int, now_s: float) -> list[Command]:
+    def worker_dying(self, number: int, now_s: float) -> list[Command]:
         """The kernel has begun to end a worker's process; how it ended is told when that is done."""
         self._begin(now_s)
         worker = self.job.workers.get(number)
         if worker is not None:
-            faults.dying(self.job, worker)
+            faults.mark_dying(self.job, worker)
         return self._advance()
 
-    def exited(self, number: int, code: int, now_s: float) -> list[Command]:
+    def worker_exited(self, number: int, code: int, now_s: float) -> list[Command]:
         """A worker's process is gone. `code`: negative for the signal that ended it."""
         self._begin(now_s)
         worker = self.job.workers.get(number)
         if worker is not None:
-            faults.exited(self.job, worker, code)
+            faults.handle_exit(self.job, worker, code)
         return self._advance()
 
-    def said(self, number: int, message: Mapping[str, Any], now_s: float) -> list[Command]:
+    def worker_message(self, number: int, message: Mapping[str, Any], now_s: float) -> list[Command]:
         """A worker said something by its channel. What follows from a sign of life is found at the next tick."""
         self._begin(now_s)
         worker = self.job.workers.get(number)
@@ -106,10 +103,10 @@ class Membership:
             hear(self.job, worker, message)
         return [] if hear is _alive else self._advance()
 
-    def signal(self, name: str, now_s: float) -> list[Command]:
+    def signal_received(self, name: str, now_s: float) -> list[Command]:
         """The driver was told to end by SIGTERM or SIGINT."""
         self._begin(now_s)
-        ends.stop(self.job, name)
+        job_end.stop_job(self.job, name)
         return self._advance()
 
     def tick(self, now_s: float) -> list[Command]:
@@ -121,47 +118,47 @@ class Membership:
         away = now_s - self.job.now_s > _GAP_S
         self.job.now_s = now_s
         if away:
-            hangs.forgive(self.job)
+            hangs.reset_heartbeats(self.job)
 
     def _advance(self) -> list[Command]:
         """Do all that follows from what is known now."""
         job = self.job
-        hangs.watch(job)
-        filling.synchronize_state(job)
-        faults.nobody(job)
-        shortage.short(job)
-        rounds.form(job)
-        rounds.wish_change(job)
+        hangs.check_hangs(job)
+        worker_starts.forget_old_failures(job)
+        faults.check_survivors(job)
+        shortage.check_shortage(job)
+        round_changes.start_next_round(job)
+        round_changes.request_change(job)
         for worker in list(job.workers.values()):
-            if job.phase is Phase.RUNNING and worker.going and not worker.round:
-                ends.dismiss(job, worker, worker.going)
-        filling.fill(job)
-        ends.advance(job)
-        out, job.out = job.out, []
-        return out
+            if job.phase is Phase.RUNNING and worker.leave_reason and not worker.round:
+                job_end.dismiss(job, worker, worker.leave_reason)
+        worker_starts.start_missing(job)
+        job_end.end_overdue(job)
+        commands, job.commands = job.commands, []
+        return commands
 
 
 def _join(job: Job, worker: Worker, message: Mapping[str, Any]) -> None:
-    inside = job.is_inside(worker)
+    inside = job.is_in_round(worker)
     worker.step = _number(message.get("step"), -1)
     job.trained = job.trained or worker.step > 0
     worker.idle_s, worker.waiting = 0.0, False
     worker.joined, job.joined_s = True, job.now_s
     why, text = str(message.get("why")), str(message.get("text", ""))
-    job.note("join", worker=worker.number, why=why, step=worker.step, after=message.get("after"), error=text)
-    if worker.ended or worker.leaving:
-        ends.end(job, worker)
+    job.log_event("join", worker=worker.number, why=why, step=worker.step, after=message.get("after"), error=text)
+    if worker.dismissed or worker.leaving:
+        job_end.send_end(job, worker)
     elif inside and why == "failed":
         if text and not job.broken:
-            job.remember(f"{worker.label}: {text}")
-        rounds.break_round(job, f"{worker.label} has failed: {text}" if text else f"{worker.label} has failed")
+            job.remember_failure(f"{worker.label}: {text}")
+        round_changes.break_round(job, f"{worker.label} has failed: {text}" if text else f"{worker.label} has failed")
     elif inside and not job.changed:
-        rounds.change(job, f"{worker.label} has left the round")
+        round_changes.request_leave(job, f"{worker.label} has left the round")
 
 
 def _alive(job: Job, worker: Worker, message: Mapping[str, Any]) -> None:
     worker.heard_s = job.now_s
-    worker.halted_s = None
+    worker.stopped_s = None
     if message.get("round") == worker.round:
         idle_s = float(_number(message.get("idle_s"), 0))
         worker.idle_s = min(idle_s, job.now_s - worker.entered_s)  # what was before its round says nothing
@@ -171,18 +168,18 @@ def _alive(job: Job, worker: Worker, message: Mapping[str, Any]) -> None:
 
 
 def _drain(job: Job, worker: Worker, message: Mapping[str, Any]) -> None:
-    if worker.going or job.phase is not Phase.RUNNING:
+    if worker.leave_reason or job.phase is not Phase.RUNNING:
         return
     if not job.limits.elastic:
-        job.note("drain", f"{worker.label} was told to go, and the job is not elastic", worker=worker.number)
-        return ends.stop(job, "SIGTERM")
-    worker.going, worker.drained = "it was told to go", True
+        job.log_event("drain", f"{worker.label} was told to go, and the job is not elastic", worker=worker.number)
+        return job_end.stop_job(job, "SIGTERM")
+    worker.leave_reason, worker.drained = "it was told to go", True
     text = f"{worker.label} was told to go: the others go on, and its slot rests for {job.limits.cooldown_most_s:.0f} s"
-    job.note("drain", text, worker=worker.number)
+    job.log_event("drain", text, worker=worker.number)
 
 
 def _leaving(job: Job, worker: Worker, message: Mapping[str, Any]) -> None:
-    ends.leave(job, worker, str(message.get("why")))
+    job_end.mark_leaving(job, worker, str(message.get("why")))
 
 
 def _number(value: object, default: int) -> Any:

@@ -51,12 +51,12 @@ class Batches:
     def run(self) -> None:
         """Hand on what comes."""
         while True:
-            self._take(*self._inbox.get())
+            self._put(*self._inbox.get())
             while not self._inbox.empty():
-                self._take(*self._inbox.get())
+                self._put(*self._inbox.get())
             self._relay.flush()
 
-    def _take(self, key: str, value: bytes) -> None:
+    def _put(self, key: str, value: bytes) -> None:
         self._relay.put(ROUND, key, packed(value))
 
     def _send(self, kind: str, *, round: int, keys: dict[str, Any]) -> None:
@@ -64,7 +64,7 @@ class Batches:
             self._add(round, {f"{BATCH}{next(self._numbers)}": json.dumps(keys).encode()})
 
 
-def ask(store: str, method: str, key: str, body: bytes | None = None) -> bytes | None:
+def request(store: str, method: str, key: str, body: bytes | None = None) -> bytes | None:
     """A request to a store, as Horovod is given it; None where it has no such key as yet.
 
     Errors:
@@ -84,7 +84,7 @@ def ask(store: str, method: str, key: str, body: bytes | None = None) -> bytes |
     return None
 
 
-def fork(store: str, node: str) -> None:
+def start_node_store(store: str, node: str) -> None:
     """Start the store of this node, in a process that lives as long as this one and what this one becomes."""
     parent = os.getpid()
     if os.fork():
@@ -122,10 +122,10 @@ class NodeStore:
         self._rendezvous.start()
         self._rendezvous.open(ROUND, {})
         threading.Thread(target=self._hand_on, daemon=True).start()
-        ask(self._store, "PUT", f"{NODE}{self._node}", f"{self._rendezvous.address}/{ROUND}".encode())
+        request(self._store, "PUT", f"{NODE}{self._node}", f"{self._rendezvous.address}/{ROUND}".encode())
         number = 0
         while wanted():
-            batch = ask(self._store, "GET", f"{BATCH}{number}")
+            batch = request(self._store, "GET", f"{BATCH}{number}")
             if batch is not None:
                 number += 1
                 self._rendezvous.add(ROUND, {key: unpacked(value) for key, value in json.loads(batch).items()})
@@ -136,17 +136,17 @@ class NodeStore:
 
     def _hand_on(self) -> None:
         while True:
-            ask(self._store, "PUT", *self._outbox.get())
+            request(self._store, "PUT", *self._outbox.get())
 
 
-def find(store: str, node: str) -> str:
+def find_node_store(store: str, node: str) -> str:
     """The store of this node, waited for a moment; `store` itself where there is none.
 
     Errors:
         OSError, HTTPException: `store` is not reached.
     """
     for _ in range(5):  # each waits for the key
-        found = ask(store, "GET", f"{NODE}{node}")
+        found = request(store, "GET", f"{NODE}{node}")
         if found is not None:
             return found.decode()
     return store

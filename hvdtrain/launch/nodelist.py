@@ -37,7 +37,7 @@ def node_names(text: str) -> list[str]:
     return names
 
 
-def slots(nodes: str, tasks: str) -> dict[str, int]:
+def slots_by_node(nodes: str, tasks: str) -> dict[str, int]:
     """How many ranks each host of an allocation may have.
 
     Args:

@@ -24,8 +24,8 @@ _NOT_FOR_IT = (VARIABLE, LIFELINE, "HOROVOD_ELASTIC")
 def main(program: Sequence[str]) -> int:
     """Run the program; its exit code, 128 + number where a signal ended it."""
     now = environ()
-    seat = connect_to_driver(now)
-    if seat is None:
+    client = connect_to_driver(now)
+    if client is None:
         return _say("no driver of hvdtrain started this process: hvdtrain launch --to hvdtrain", USAGE)
     received: list[signal.Signals] = []
     process: subprocess.Popen[bytes] | None = None
@@ -38,7 +38,7 @@ def main(program: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, forward)
     try:
-        given = seat.join("started").variables()
+        given = client.join("started").variables()
         refuse_without_address(given)
     except NoPlace:
         return 0  # the driver has said why
@@ -51,14 +51,14 @@ def main(program: Sequence[str]) -> int:
         return _say(f"{program[0]} cannot be started: {error.strerror}", CANNOT_START)
     for number in received:  # before it was there
         process.send_signal(number)
-    seat.cut = process.terminate
-    if seat.is_broken():
+    client.wake = process.terminate
+    if client.is_broken():
         process.terminate()
     code = process.wait()
     if code == 0:
-        seat.leaving("finished")
+        client.leaving("finished")
     elif received and code in (-received[-1], 128 + received[-1]):
-        seat.leaving(received[-1].name)
+        client.leaving(received[-1].name)
     return code if code >= 0 else 128 - code
 
 

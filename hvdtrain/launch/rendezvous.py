@@ -30,7 +30,7 @@ MOST_STRANGERS = 128
 _TICK_S = 0.25
 _ACCEPTED_AT_ONCE = 32
 """Fewer than strangers have places: what a rank has sent is read before it could have to go."""
-_TOLD = 20
+_LOGGED = 20
 """Requests that are refused of which each is told; then each power of two."""
 
 
@@ -72,18 +72,18 @@ class Rendezvous:
 
     def close(self) -> None:
         """Serve no longer."""
-        self._tell(None)
+        self._run_in_thread(None)
         self._thread.join()
 
     def open(self, number: int, keys: Mapping[str, bytes]) -> None:
         """Begin a round with `keys`; those of the round before are dropped. Number 0: there is no round."""
-        self._tell(lambda: self._store.open(number, keys))
+        self._run_in_thread(lambda: self._store.open(number, keys))
 
     def add(self, number: int, keys: Mapping[str, bytes]) -> None:
         """Keep what ranks of other hosts have put."""
-        self._tell(lambda: [self._store.put(number, key, value) for key, value in keys.items()])
+        self._run_in_thread(lambda: [self._store.put(number, key, value) for key, value in keys.items()])
 
-    def _tell(self, act: Callable[[], object] | None) -> None:
+    def _run_in_thread(self, act: Callable[[], object] | None) -> None:
         self._todo.put(act)
         with suppress(OSError):
             self._wake.send(b"\0")
@@ -101,7 +101,7 @@ class Rendezvous:
             if (now := time.monotonic()) - ticked_s >= _TICK_S:
                 ticked_s = now
                 for connection in [c for c in self._open if now >= c.until_s]:
-                    connection.late()
+                    connection.time_out()
                 self._listen()
             for key, events in self._selector.select(_TICK_S):
                 key.data(events)
@@ -122,7 +122,7 @@ class Rendezvous:
             except (BlockingIOError, ConnectionError):
                 return
             except OSError as error:  # no file descriptor is left, most often
-                self.say("crowd", f"no connection can be accepted: {error.strerror}", self._who)
+                self.log_limited("crowd", f"no connection can be accepted: {error.strerror}", self._describe_owners)
                 if self._strangers:
                     return next(iter(self._strangers)).close()
                 self._selector.unregister(self._listener)  # for a tick: select would return at once
@@ -130,12 +130,14 @@ class Rendezvous:
                 return
             connection = Request(self, peer, sender[0])
             self._open[connection] = self._strangers[connection] = None
-            connection.go_on()
+            connection.advance()
             if len(self._strangers) > MOST_STRANGERS:
                 next(iter(self._strangers)).close()
-                self.say("crowd", f"more than {MOST_STRANGERS} connections have sent no request", self._who)
+                self.log_limited(
+                    "crowd", f"more than {MOST_STRANGERS} connections have sent no request", self._describe_owners
+                )
 
-    def _who(self) -> str:
+    def _describe_owners(self) -> str:
         """Whose the connections are that hold the places, in words."""
         port = self._listener.getsockname()[1]
         owners = ", ".join(f"{number} of uid {uid}" for uid, number in _owners(port).most_common(3))
@@ -144,26 +146,26 @@ class Rendezvous:
             f" ({owners or 'from elsewhere'}), see: ss -tnp dport = :{port}"
         )
 
-    def became_known(self, connection: Request) -> None:
+    def mark_authenticated(self, connection: Request) -> None:
         """It has shown the token."""
         self._strangers.pop(connection, None)
 
-    def closed(self, connection: Request) -> None:
+    def forget(self, connection: Request) -> None:
         """It is closed."""
         self._open.pop(connection, None)
         self._strangers.pop(connection, None)
 
-    def watch(self, connection: Request, events: int) -> None:
+    def select_events(self, connection: Request, events: int) -> None:
         """Have a connection go on at these events; 0: at none."""
-        if connection.watched == events:
+        if connection.events == events:
             return
-        if connection.watched and events:
-            self._selector.modify(connection.peer, events, connection.go_on)
+        if connection.events and events:
+            self._selector.modify(connection.peer, events, connection.advance)
         elif events:
-            self._selector.register(connection.peer, events, connection.go_on)
-        elif connection.watched:
+            self._selector.register(connection.peer, events, connection.advance)
+        elif connection.events:
             self._selector.unregister(connection.peer)
-        connection.watched = events
+        connection.events = events
 
     def put(self, number: int, key: str, value: bytes) -> None:
         """Keep the value of a rank of this host."""
@@ -174,12 +176,12 @@ class Rendezvous:
         """Reply now or later; what takes a request back that waits."""
         return None if self._store.get(number, key, reply) else partial(self._store.forget, key, reply)
 
-    def say(self, kind: str, text: str, more: Callable[[], str] = str) -> None:
+    def log_limited(self, kind: str, text: str, more: Callable[[], str] = str) -> None:
         """Log a line. Of many of a kind ever fewer are."""
         self._counts[kind] += 1
         number = self._counts[kind]
-        few = number <= (_TOLD if kind == "refused" else 1)
-        if few or (number > _TOLD and number & (number - 1) == 0):
+        few = number <= (_LOGGED if kind == "refused" else 1)
+        if few or (number > _LOGGED and number & (number - 1) == 0):
             self._log(f"rendezvous: {text}{'' if few else f', the {number}th'}{more()}")
 
 

@@ -49,15 +49,15 @@ class Request:
         peer.setblocking(False)
         self.peer, self._sender, self._server = peer, sender, server
         self.until_s = time.monotonic() + STRANGER_S
-        self.watched = 0
+        self.events = 0
         self._data = b""
         self._need = -1
         self._wants: tuple[int, str] | None = None
-        self._take_back: Callable[[], None] | None = None
+        self._cancel: Callable[[], None] | None = None
         self._left: memoryview | None = None
         self._refused = self._closed = False
 
-    def go_on(self, events: int = selectors.EVENT_READ) -> None:
+    def advance(self, events: int = selectors.EVENT_READ) -> None:
         """Read or write what can be without waiting."""
         try:
             if self._left is None:
@@ -71,33 +71,33 @@ class Request:
         except OSError:
             self.close()
         if not self._closed:
-            self._server.watch(self, selectors.EVENT_WRITE if self._left else selectors.EVENT_READ)
+            self._server.select_events(self, selectors.EVENT_WRITE if self._left else selectors.EVENT_READ)
 
-    def late(self) -> None:
+    def time_out(self) -> None:
         """Its time is over."""
-        if self._take_back is not None:
-            self._take_back()
+        if self._cancel is not None:
+            self._cancel()
             return self._answer(ABSENT, b"")
         if self._need < 0 and not self._refused:
             text = f"closed a connection of {self._sender}, which has sent no request in {STRANGER_S:.0f} s"
-            self._server.say("late", text)
+            self._server.log_limited("late", text)
         self.close()
 
     def close(self) -> None:
         """Close it."""
         self._closed = True
-        if self._take_back is not None:
-            self._take_back()
-        if self.watched:
-            self._server.watch(self, 0)
+        if self._cancel is not None:
+            self._cancel()
+        if self.events:
+            self._server.select_events(self, 0)
         self.peer.close()
-        self._server.closed(self)
+        self._server.forget(self)
 
     def _read(self) -> None:
         data = self.peer.recv(1 << 16)
         if not data:
             return self.close()
-        if self._take_back is not None:
+        if self._cancel is not None:
             return  # it waits for its answer, and has nothing more to say
         self._data += data
         if self._need < 0:
@@ -115,7 +115,7 @@ class Request:
             return
         found = _HEAD.match(head + b"\r\n")
         if found is None:
-            self._server.say("refused", f"refused what is no request, of {self._sender}")
+            self._server.log_limited("refused", f"refused what is no request, of {self._sender}")
             return self.close()
         method, path = found[1].decode(), found[2]
         part = _PATH.fullmatch(path)
@@ -125,13 +125,13 @@ class Request:
             return self._refuse(method, 404)
         if not hmac.compare_digest(part[1], self._server.token.encode()):
             return self._refuse(method, 403)
-        self._server.became_known(self)
+        self._server.mark_authenticated(self)
         self.until_s = time.monotonic() + _REQUEST_S
         number, key = int(part[2]), part[3].decode()
         self._need, self._data = 0, rest
         if method == "GET":
-            self._take_back = self._server.get(number, key, self._answer)
-            if self._take_back is not None:
+            self._cancel = self._server.get(number, key, self._answer)
+            if self._cancel is not None:
                 self.until_s = time.monotonic() + _POLL_S
         elif method == "DELETE":
             self._answer(200, b"")
@@ -144,16 +144,16 @@ class Request:
     def _refuse(self, method: str, status: int) -> None:
         """Refuse it and log it, without the path: that may hold the token."""
         self._refused = True
-        self._server.say("refused", f"refused a {method} of {self._sender} with {status}")
+        self._server.log_limited("refused", f"refused a {method} of {self._sender} with {status}")
         self._answer(status, b"")
 
     def _answer(self, status: int, body: bytes) -> None:
-        self._take_back = self._wants = None
+        self._cancel = self._wants = None
         if not self._refused:
             self.until_s = time.monotonic() + _REQUEST_S
         head = f"HTTP/1.1 {status} \r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         self._left = memoryview(head.encode() + body)
-        self.go_on()
+        self.advance()
 
     def _write(self) -> None:
         assert self._left is not None

@@ -14,18 +14,18 @@ def break_round(job: Job, why: str) -> None:
         return
     job.broken = True
     job.fault_s = job.now_s
-    job.out.append(CloseRound(job.round))
-    for worker in job.inside():
-        job.tell(worker, "broken", round=job.round, why=why)
-    job.note("broken", round=job.round, why=why)
+    job.commands.append(CloseRound(job.round))
+    for worker in job.in_round():
+        job.send(worker, "broken", round=job.round, why=why)
+    job.log_event("broken", round=job.round, why=why)
 
 
-def wish_change(job: Job) -> None:
+def request_change(job: Job) -> None:
     """Ask all to leave the round when others wait to join or some are to go, a moment after the last such wish."""
-    inside = job.inside()
+    inside = job.in_round()
     if job.phase is not Phase.RUNNING or job.broken or job.changed or not inside:
         return
-    why, who = _wish(job)
+    why, who = _wanted_change(job)
     if who != job.wish:
         job.wish_s = job.now_s
         if not job.wish:
@@ -35,53 +35,53 @@ def wish_change(job: Job) -> None:
         return
     limits = job.limits
     if job.now_s - job.wish_s >= limits.debounce_s or job.now_s - job.wished_s >= limits.debounce_most_s:
-        change(job, why)
+        request_leave(job, why)
 
 
-def change(job: Job, why: str) -> None:
+def request_leave(job: Job, why: str) -> None:
     """Ask all to leave the round at the next step boundary."""
     if job.changed or job.broken or not job.round:
         return
     job.changed = True
-    for worker in job.inside():
-        job.tell(worker, "changed", why=why)
-    job.note("changed", f"{why}: at the next step a new round begins", round=job.round)
+    for worker in job.in_round():
+        job.send(worker, "changed", why=why)
+    job.log_event("changed", f"{why}: at the next step a new round begins", round=job.round)
 
 
-def _wish(job: Job) -> tuple[str, frozenset[int]]:
+def _wanted_change(job: Job) -> tuple[str, frozenset[int]]:
     """Why the round should end, and the workers it is about."""
-    staying = [w for w in job.members() if w.stays]
+    staying = [w for w in job.members() if w.can_stay]
     waiting = [w for w in job.staying() if w.joined and not job.is_member(w)]
     waiting = waiting[: max(0, job.limits.most - len(staying))]
-    going = [w for w in job.members() if w.going and not (w.ended or w.dying)]
+    going = [w for w in job.members() if w.leave_reason and not (w.dismissed or w.dying)]
     if not staying or len(staying) + len(waiting) < job.limits.least:
         going = []
     reasons = []
     if waiting:
         reasons.append(f"{len(waiting)} rank(s) wait to join")
     if going:
-        reasons.append(f"{len(going)} rank(s) are to go ({going[0].going})")
+        reasons.append(f"{len(going)} rank(s) are to go ({going[0].leave_reason})")
     return " and ".join(reasons), frozenset(w.number for w in (*waiting, *going))
 
 
-def form(job: Job) -> None:
+def start_next_round(job: Job) -> None:
     """Announce the next round as soon as all who are left of the last have joined anew, and enough are there."""
     if job.phase is Phase.STOPPING:
-        _form_to_save(job)
-    if job.phase is not Phase.RUNNING or job.inside():
+        _start_round_to_save(job)
+    if job.phase is not Phase.RUNNING or job.in_round():
         return
     joined = [w for w in job.workers.values() if w.joined and w.present]
-    if not joined or not (_gathered(job, joined) if job.fresh else any(map(job.is_member, joined))):
+    if not joined or not (_gathered(job, joined) if job.is_fresh else any(map(job.is_member, joined))):
         return  # nobody who has asked holds the state: the last who does is dying
-    staying = [w for w in joined if not w.going]
+    staying = [w for w in joined if not w.leave_reason]
     survivors = [w for w in staying if w.round]
-    if len(staying) >= job.limits.least and (job.fresh or survivors):
+    if len(staying) >= job.limits.least and (job.is_fresh or survivors):
         for worker in joined:
-            if worker.going:
-                dismiss(job, worker, worker.going)
+            if worker.leave_reason:
+                dismiss(job, worker, worker.leave_reason)
         joined = staying
     if len(joined) >= job.limits.least:
-        announce(job, order(joined, job.hosts)[: job.limits.most])
+        start_round(job, order(joined, job.hosts)[: job.limits.most])
 
 
 def _gathered(job: Job, joined: list[Worker]) -> bool:
@@ -98,28 +98,28 @@ def _gathered(job: Job, joined: list[Worker]) -> bool:
     return len(joined) == len(job.staying()) or job.now_s - job.joined_s >= limits.debounce_s
 
 
-def _form_to_save(job: Job) -> None:
+def _start_round_to_save(job: Job) -> None:
     """Survivors between two rounds when the job was told to stop get a last one, in which they save."""
-    between = [w for w in job.members() if w.joined and not (w.ended or w.dying)]
-    if between and not job.inside() and not any(w.leaving for w in job.members()):
-        announce(job, order(between, job.hosts))
+    between = [w for w in job.members() if w.joined and not (w.dismissed or w.dying)]
+    if between and not job.in_round() and not any(w.leaving for w in job.members()):
+        start_round(job, order(between, job.hosts))
         for worker in between:
-            job.tell(worker, "stop", signal=_SIGNALS.get(job.code, "SIGTERM"))
+            job.send(worker, "stop", signal=_SIGNALS.get(job.code, "SIGTERM"))
 
 
 _SIGNALS = {130: "SIGINT", 143: "SIGTERM"}
 
 
-def announce(job: Job, chosen: list[Worker]) -> None:
+def start_round(job: Job, chosen: list[Worker]) -> None:
     """Begin a round of these workers, in the order of their ranks."""
     limits = job.limits
     if job.rounds and limits.reset_limit is not None and job.rounds > limits.reset_limit:
         return fail(job, f"this would be reset {job.rounds}, and --reset-limit allows {limits.reset_limit}")
     step = max(w.step for w in chosen)
-    job.fruitless = job.fruitless + 1 if job.broken and step <= job.began_step else 0
-    if job.fruitless >= limits.fruitless:
-        return fail(job, f"{job.fruitless} rounds in a row broke before one step was done{last_failures(job)}")
-    old = job.size if not job.fresh else 0
+    job.fruitless_rounds = job.fruitless_rounds + 1 if job.broken and step <= job.began_step else 0
+    if job.fruitless_rounds >= limits.fruitless:
+        return fail(job, f"{job.fruitless_rounds} rounds in a row broke before one step was done{last_failures(job)}")
+    old = job.size if not job.is_fresh else 0
     job.round += 1
     job.rounds += 1
     job.began_step = step
@@ -127,19 +127,19 @@ def announce(job: Job, chosen: list[Worker]) -> None:
     keys = {}
     for worker, place in zip(chosen, numbers, strict=True):
         keys[f"rank_and_size/{worker.host}:{place['local_rank']}"] = ",".join(map(str, place.values()))
-    job.out.append(OpenRound(job.round, keys))
+    job.commands.append(OpenRound(job.round, keys))
     for worker, place in zip(chosen, numbers, strict=True):
         worker.round, worker.rank, worker.joined = job.round, place["rank"], False
         worker.first_round = worker.first_round or job.round
         worker.idle_s, worker.waiting, worker.entered_s = 0.0, False, job.now_s
         facts = {"round": job.round, **place, "host": worker.host, "timeout_s": limits.gloo_timeout(len(chosen))}
-        job.tell(worker, "round", **facts)
-    _say(job, chosen, old)
-    job.size, job.fresh, job.broken, job.changed = len(chosen), False, False, False
+        job.send(worker, "round", **facts)
+    _report_round(job, chosen, old)
+    job.size, job.is_fresh, job.broken, job.changed = len(chosen), False, False, False
     job.fault_s, job.short_s, job.wish = None, None, frozenset()
 
 
-def _say(job: Job, chosen: list[Worker], old: int) -> None:
+def _report_round(job: Job, chosen: list[Worker], old: int) -> None:
     hosts = len({w.host for w in chosen})
     what = f"round {job.round}: {len(chosen)} rank(s) on {hosts} host(s)"
     if job.fault_s is not None:
@@ -147,4 +147,4 @@ def _say(job: Job, chosen: list[Worker], old: int) -> None:
     elif old:
         what += f", {old} before"
     facts = {"round": job.round, "size": len(chosen), "workers": [w.number for w in chosen]}
-    job.note("round", what, **facts)
+    job.log_event("round", what, **facts)

@@ -9,46 +9,46 @@ _STALLED_S = 10.0
 """Without another rank that is ready, before it is said who is waited for at the start."""
 
 
-def short(job: Job) -> None:
+def check_shortage(job: Job) -> None:
     """End the job when fewer workers than it needs have been there for too long; they hold the state so long."""
     if job.phase is not Phase.RUNNING:
         return
     limits = job.limits
-    if job.fresh:
-        _wanting(job)
+    if job.is_fresh:
+        _report_wait(job)
         if job.now_s - job.began_s >= limits.start_timeout_s and len(job.staying()) < limits.least:
             _give_up(job, limits.start_timeout_s, "--start-timeout", limits.least)
         elif job.now_s - job.began_s >= 2 * limits.start_timeout_s:
             _give_up(job, 2 * limits.start_timeout_s, "--start-timeout", limits.least)
         return
-    here = [w for w in job.staying() if w.joined or job.is_member(w)]
-    if len(here) >= limits.least or not limits.elastic:  # then the first that is lost ends it
+    present = [w for w in job.staying() if w.joined or job.is_member(w)]
+    if len(present) >= limits.least or not limits.elastic:  # else the first loss ends it
         job.short_s = None
     elif job.short_s is None:
         job.short_s = job.now_s
-        job.note("short", _short_text(job, here), here=len(here))
+        job.log_event("short", _short_text(job, present), here=len(present))
     elif job.now_s - job.short_s >= limits.elastic_timeout_s:
         _give_up(job, limits.elastic_timeout_s, "--elastic-timeout", limits.least)
 
 
-def _short_text(job: Job, here: list[Worker]) -> str:
+def _short_text(job: Job, present: list[Worker]) -> str:
     """What is said when there are too few; nothing where nobody is left who could wait."""
     least, seconds = job.limits.least, f"{job.limits.elastic_timeout_s:.0f} s"
     training = _training(job)
-    going = [w for w in training if w.going]
+    going = [w for w in training if w.leave_reason]
     if going:
-        who = f"{len(training)} rank(s) train on, though {len(going)} of them are to go ({going[0].going})"
+        who = f"{len(training)} rank(s) train on, though {len(going)} of them are to go ({going[0].leave_reason})"
         return f"{who}: at least {least} are needed; the job ends in {seconds} (--elastic-timeout) unless others come"
     if not any(w.present for w in job.members()):
         return ""
-    return f"{len(here)} rank(s), and at least {least} are needed: waiting up to {seconds}"
+    return f"{len(present)} rank(s), and at least {least} are needed: waiting up to {seconds}"
 
 
 def _training(job: Job) -> list[Worker]:
-    return [] if job.broken else job.inside()
+    return [] if job.broken else job.in_round()
 
 
-def _wanting(job: Job) -> None:
+def _report_wait(job: Job) -> None:
     """Say once what the start waits for: more slots, or ranks that don't come. Hosts are still being named."""
     limits, room = job.limits, sum(host.slots for host in job.hosts.values())
     wanted = limits.least if job.restarts else limits.start
@@ -58,7 +58,10 @@ def _wanting(job: Job) -> None:
         after_s, hosts = limits.debounce_s, len([host for host in job.hosts.values() if host.slots])
         what = f"{room} slot(s) on {hosts} host(s), and {wanted} ranks are wanted"
     elif 0 < len(ready) < wanted and not _starting(job):
-        after_s, absent = _STALLED_S, [name for name, host in job.hosts.items() if _lacks(job, name, host.slots)]
+        after_s, absent = (
+            _STALLED_S,
+            [name for name, host in job.hosts.items() if _has_free_slot(job, name, host.slots)],
+        )
         what = f"{len(ready)} rank(s) ready of {wanted} that are wanted, missing on {', '.join(absent)}"
     else:
         job.short_s = None
@@ -67,27 +70,27 @@ def _wanting(job: Job) -> None:
         job.short_s = job.now_s
         wait = f"waiting up to {max(0.0, job.began_s + limits.start_timeout_s - job.now_s):.0f} s (--start-timeout)"
         then = f", then {limits.least} will do" if limits.least <= room and limits.least < wanted else ""
-        job.note("short", f"{what}: {wait}{then}", here=min(room, len(ready)))
+        job.log_event("short", f"{what}: {wait}{then}", here=min(room, len(ready)))
 
 
 def _starting(job: Job) -> bool:
     """Whether something that has not failed yet is on its way."""
     hosts = [h for h in job.hosts.values() if h.slots and not h.failures]
-    slow = [w for w in job.staying() if not w.joined and not job.hosts[w.host].place(w.slot).failures]
+    slow = [w for w in job.staying() if not w.joined and not job.hosts[w.host].slot_at(w.slot).failures]
     return bool(slow) or any(host.agent != "ready" for host in hosts)
 
 
-def _lacks(job: Job, name: str, slots: int) -> bool:
+def _has_free_slot(job: Job, name: str, slots: int) -> bool:
     """Whether a host has slots without a rank that is ready."""
     return slots > len([w for w in job.staying() if w.joined and w.host == name])
 
 
 def _give_up(job: Job, seconds: float, option: str, wanted: int) -> None:
-    here = [w for w in job.staying() if w.joined or (job.is_member(w) and not job.fresh)]
+    present = [w for w in job.staying() if w.joined or (job.is_member(w) and not job.is_fresh)]
     state = ", ".join(
         f"{h.name}: {h.slots} slot(s){'' if h.agent == 'ready' else ', not reached'}" for h in job.hosts.values()
     )
-    why = f"after {seconds:.0f} s ({option}) there are {len(here)} of at least {wanted} ranks"
+    why = f"after {seconds:.0f} s ({option}) there are {len(present)} of at least {wanted} ranks"
     told = len(_training(job))
     saving = f"\n  the {told} rank(s) that train are told by SIGTERM to save and end" if told else ""
     fail(job, f"{why}\n  hosts: {state or 'none was named'}{saving}{last_failures(job)}", save=True)

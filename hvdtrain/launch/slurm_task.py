@@ -14,7 +14,7 @@ from http.client import HTTPException
 
 from hvdtrain.errors import CANNOT_START, USAGE, LaunchError
 from hvdtrain.launch.interfaces import interface_of, interface_to
-from hvdtrain.launch.node_store import ask, find, fork
+from hvdtrain.launch.node_store import find_node_store, request, start_node_store
 from hvdtrain.runtime.environment import environ, horovod_numbers, rank_info, tasks_per_node
 
 STORE = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
@@ -27,7 +27,7 @@ START_S = 600
 packages from one file system, and not equally fast."""
 
 
-def place(environ: Mapping[str, str]) -> dict[str, int]:
+def task_numbers(environ: Mapping[str, str]) -> dict[str, int]:
     """Horovod's numbers of this task. A rank's cross_rank counts the nodes before its own that have its local_rank.
 
     Errors:
@@ -62,7 +62,7 @@ def variables(environ: Mapping[str, str], host: str) -> dict[str, str]:
     Errors:
         LaunchError: as of `place`; or there is no store.
     """
-    numbers = place(environ)
+    numbers = task_numbers(environ)
     if STORE not in environ:
         raise LaunchError(
             "Nobody keeps the addresses of the ranks.",
@@ -95,12 +95,12 @@ def _meet(environ: Mapping[str, str], given: Mapping[str, str]) -> str:
     store, node = environ[STORE], environ["SLURM_NODEID"]
     try:
         if given["HOROVOD_RANK"] == "0" and (step := environ.get("SLURM_STEP_ID")):
-            ask(store, "PUT", STEP, step.encode())
+            request(store, "PUT", STEP, step.encode())
         if given["HOROVOD_LOCAL_SIZE"] == given["HOROVOD_SIZE"]:
             return store
         if given["HOROVOD_LOCAL_RANK"] == "0":
-            fork(store, node)
-        return find(store, node)
+            start_node_store(store, node)
+        return find_node_store(store, node)
     except (OSError, HTTPException) as error:
         sys.stderr.write(f"hvdtrain.launch.slurm_task: srun_job does not answer: {error}\n")
         return store

@@ -30,11 +30,11 @@ from hvdtrain.runtime.environment import environ
 
 _PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
 _LOOPBACK = "127.0.0.1"
-_HANDED_ON = {signal.SIGTERM: "TERM", signal.SIGHUP: "TERM", signal.SIGINT: "INT", signal.SIGUSR1: "USR1"}
+_FORWARDED = {signal.SIGTERM: "TERM", signal.SIGHUP: "TERM", signal.SIGINT: "INT", signal.SIGUSR1: "USR1"}
 _SCANCEL_S = 30
 
 
-def job_of(environ: Mapping[str, str]) -> str:
+def scancel_id(environ: Mapping[str, str]) -> str:
     """What scancel calls this job alone. The id of one job of an array is that of the array: it would mean them all.
 
     Errors:
@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
     interface, srun = (argv[1], argv[2:]) if argv[:1] == ["--interface"] else ("", argv)
     now = environ()
     try:
-        job = job_of(now)
+        job = scancel_id(now)
         address = store_address(other_node(now, platform.node()), interface)
     except LaunchError as error:
         _say(f"error: {error}")
@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
 
     def put(number: int, key: str, value: bytes) -> None:
         if key == STEP:
-            tasks.are(value)
+            tasks.set_step(value)
         elif key == LOG:
             _say(value.decode("ascii", "backslashreplace"))
         else:
@@ -128,11 +128,11 @@ class Tasks:
         self._job, self._step = job, ""
 
     @property
-    def known(self) -> bool:
+    def has_step(self) -> bool:
         """Whether they have said which step they are."""
         return bool(self._step)
 
-    def are(self, step: bytes) -> None:
+    def set_step(self, step: bytes) -> None:
         """Take the number of the step, in text. Anything else is passed over: it becomes a word of scancel's."""
         if re.fullmatch(rb"[0-9]{1,9}", step):
             self._step = step.decode()
@@ -156,12 +156,12 @@ def _run(srun: Sequence[str], environ: Mapping[str, str], tasks: Tasks) -> int:
     def heard(number: int, frame: FrameType | None) -> None:
         if process is None:
             early.append(signal.Signals(number))
-        elif tasks.known:
-            tasks.signal(_HANDED_ON[signal.Signals(number)])
+        elif tasks.has_step:
+            tasks.signal(_FORWARDED[signal.Signals(number)])
         elif number != signal.SIGUSR1:
             process.terminate()
 
-    for number in _HANDED_ON:
+    for number in _FORWARDED:
         signal.signal(number, heard)
     try:
         process = subprocess.Popen(list(srun), env=dict(environ))

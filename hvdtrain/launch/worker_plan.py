@@ -19,7 +19,7 @@ BOOT = (
 )
 """What Python runs on another host. Where to look for hvdtrain comes with the first message, by stdin."""
 
-_HANDED_ON = ("HVDTRAIN_", "HOROVOD_", "OMP_", "MKL_", "TORCH_", "GLOO_", "NCCL_", "PYTHON", "HF_", "TOKENIZERS_")
+_PASSED = ("HVDTRAIN_", "HOROVOD_", "OMP_", "MKL_", "TORCH_", "GLOO_", "NCCL_", "PYTHON", "HF_", "TOKENIZERS_")
 _FOREIGN = (
     "OMPI_",
     "PMIX_",
@@ -76,27 +76,27 @@ def agent_command(plan: Plan, host: str) -> list[str]:
     """What starts the agent of a host."""
     if host in plan.local:
         return [plan.python, "-m", AGENT]
-    return on_host(host, AGENT, plan.python, plan.ssh_port, plan.ssh_options)
+    return ssh_command(host, AGENT, plan.python, plan.ssh_port, plan.ssh_options)
 
 
-def on_host(host: str, module: str, python: str, ssh_port: int | None, ssh_options: Sequence[str]) -> list[str]:
+def ssh_command(host: str, module: str, python: str, ssh_port: int | None, ssh_options: Sequence[str]) -> list[str]:
     """What runs `main` of a module of ours on another host: `main` gets the first line of stdin, read as JSON."""
     port = ["-p", str(ssh_port)] if ssh_port else []
     options = ["-T", "-o", "BatchMode=yes", *port, *ssh_options, "-o", "ServerAliveInterval=5"]  # the first wins
     return ["ssh", *options, "--", host, f"exec {shlex.join([python, '-c', BOOT.format(module=module)])}"]
 
 
-def hello(plan: Plan, host: str) -> dict[str, object]:
+def hello_message(plan: Plan, host: str) -> dict[str, object]:
     """The first message to the agent of a host."""
     remote = host not in plan.local
-    names = {*handed_on(plan.environment), *plan.pass_on} if remote else set()
+    names = {*passed_variables(plan.environment), *plan.pass_on} if remote else set()
     variables = {k: v for k, v in plan.environment.items() if k in names}
     return {"host": host, "folder": plan.folder, "environment": variables, "remote": remote, "path": list(plan.path)}
 
 
-def handed_on(environment: Mapping[str, str]) -> list[str]:
+def passed_variables(environment: Mapping[str, str]) -> list[str]:
     """Names of the variables that ranks on other hosts get without being asked for: those of the libraries they use."""
-    names = [name for name in environment if name.startswith(_HANDED_ON) and not name.startswith(_FOREIGN)]
+    names = [name for name in environment if name.startswith(_PASSED) and not name.startswith(_FOREIGN)]
     return [name for name in names if re.fullmatch("[A-Za-z0-9_]+", name)]
 
 
@@ -119,7 +119,7 @@ def rank_environment(plan: Plan, host: str, place: Mapping[str, int]) -> dict[st
     }
 
 
-def describe(plan: Plan, hosts: Mapping[str, int]) -> str:
+def describe_plan(plan: Plan, hosts: Mapping[str, int]) -> str:
     """What would be run, for ``--dry-run``."""
     lines = []
     for host, slots in hosts.items():

@@ -68,7 +68,7 @@ class WorkerProcess:
         self._channel = Channel(ours)
         self._report = report
         self._alive = threading.Lock()
-        self._gone = False
+        self._reaped = False
         self._readers: list[threading.Thread] = []
         self._listener = threading.Thread(target=self._listen, daemon=True)
 
@@ -82,7 +82,7 @@ class WorkerProcess:
         for thread in (*self._readers, self._listener, threading.Thread(target=self._wait, daemon=True)):
             thread.start()
 
-    def tell(self, kind: str, facts: Mapping[str, Any]) -> None:
+    def send(self, kind: str, facts: Mapping[str, Any]) -> None:
         """Send it a message."""
         self._channel.send(kind, **facts)
 
@@ -102,7 +102,7 @@ class WorkerProcess:
         timer.daemon = True
         timer.start()
 
-    def hang_up(self) -> None:
+    def close_channel(self) -> None:
         """Close its channel, by which it knows that there is no job any more."""
         self._channel.close()
 
@@ -112,11 +112,11 @@ class WorkerProcess:
         for reader in self._readers:
             reader.join(max(0.0, until_s - time.monotonic()))
 
-    def drained(self) -> bool:
+    def is_drained(self) -> bool:
         """Whether it was."""
         return not any(reader.is_alive() for reader in self._readers)
 
-    def halted(self) -> bool:
+    def is_stopped(self) -> bool:
         """Whether it is stopped by a signal."""
         try:
             return read_stat(self.pid).state == "T"
@@ -125,7 +125,7 @@ class WorkerProcess:
 
     def _send(self, act: Callable[[], None]) -> None:
         with self._alive, suppress(ProcessLookupError, PermissionError):
-            if not self._gone:  # once it is waited for, its number may be another's
+            if not self._reaped:  # once it is waited for, its number may be another's
                 act()
 
     def _wait(self) -> None:
@@ -136,7 +136,7 @@ class WorkerProcess:
         self._listener.join(_LAST_WORDS_S)  # what it said last is told before its end
         self._report("exited", code=code)
         with self._alive:
-            self._gone = True
+            self._reaped = True
             self._process.wait()
         self._channel.close()
 

@@ -7,42 +7,44 @@ from hvdtrain.launch.job import Host, Job, Phase, Slot, Worker
 from hvdtrain.launch.rank_assignment import order, places
 
 
-def discovered(job: Job, hosts: dict[str, int], local: frozenset[str]) -> None:
+def set_hosts(job: Job, hosts: dict[str, int], local: frozenset[str]) -> None:
     """Take over what may be used from now on. Workers on what is gone make room at the next round."""
     for name, slots in hosts.items():
         host = job.hosts.setdefault(name, Host(name, name in local))
         if host.slots != slots:
-            job.note("slots", f"{name}: {host.slots} -> {slots} slot(s)" if job.rounds else "", host=name, slots=slots)
+            job.log_event(
+                "slots", f"{name}: {host.slots} -> {slots} slot(s)" if job.rounds else "", host=name, slots=slots
+            )
         host.slots = slots
     for name, host in job.hosts.items():
         if name not in hosts and host.slots:
-            job.note("slots", f"{name} is no longer to be used", host=name, slots=0)
+            job.log_event("slots", f"{name} is no longer to be used", host=name, slots=0)
             host.slots = 0
     for worker in job.workers.values():
         fits = worker.slot < job.hosts[worker.host].slots
-        if not fits and not worker.going:
-            worker.going = f"{worker.host} has no slot for it any more"
+        if not fits and not worker.leave_reason:
+            worker.leave_reason = f"{worker.host} has no slot for it any more"
         elif fits and not worker.drained:
-            worker.going = ""
+            worker.leave_reason = ""
 
 
-def fill(job: Job) -> None:
+def start_missing(job: Job) -> None:
     """Start agents and workers where there is room, and let go of agents without use."""
     if job.phase is not Phase.RUNNING:
         return
     for host in job.hosts.values():
         if host.slots and not host.agent and job.now_s >= host.free_s:
             host.agent, host.heard_s = "starting", job.now_s
-            job.out.append(StartAgent(host.name))
+            job.commands.append(StartAgent(host.name))
         elif host.agent == "ready" and not host.slots and not any(w.host == host.name for w in job.workers.values()):
             host.agent = ""
-            job.out.append(StopAgent(host.name))
+            job.commands.append(StopAgent(host.name))
     taken = {(w.host, w.slot) for w in job.workers.values()}
     count = len(job.staying())
     started = []
     for host in job.hosts.values():
         for index in range(host.slots if host.agent == "ready" else 0):
-            if count < job.limits.most and (host.name, index) not in taken and job.now_s >= host.place(index).free_s:
+            if count < job.limits.most and (host.name, index) not in taken and job.now_s >= host.slot_at(index).free_s:
                 started.append(_worker(job, host, index))
                 count += 1
     if started:
@@ -50,8 +52,8 @@ def fill(job: Job) -> None:
 
 
 def _worker(job: Job, host: Host, index: int) -> Worker:
-    job.numbers += 1
-    worker = Worker(job.numbers, host.name, index, job.now_s)
+    job.workers_started += 1
+    worker = Worker(job.workers_started, host.name, index, job.now_s)
     job.workers[worker.number] = worker
     return worker
 
@@ -69,21 +71,21 @@ def _start(job: Job, started: list[Worker]) -> None:
         if worker in started:
             local_size = max(place["local_size"], min(job.hosts[worker.host].slots, size))
             place |= {"size": size, "local_size": local_size}
-            job.out.append(StartWorker(worker.number, worker.host, place))
-            job.note("started", worker=worker.number, host=worker.host, slot=worker.slot)
+            job.commands.append(StartWorker(worker.number, worker.host, place))
+            job.log_event("started", worker=worker.number, host=worker.host, slot=worker.slot)
 
 
-def cool(job: Job, what: Host | Slot) -> float:
+def start_cooldown(job: Job, place: Host | Slot) -> float:
     """Seconds for which a host or slot that failed again is left alone; sets them."""
-    what.failures += 1
-    seconds = min(job.limits.cooldown_most_s, job.limits.cooldown_s * 2.0 ** min(what.failures - 1, 30))
-    what.failed, what.free_s = True, job.now_s + seconds
+    place.failures += 1
+    seconds = min(job.limits.cooldown_most_s, job.limits.cooldown_s * 2.0 ** min(place.failures - 1, 30))
+    place.failed, place.free_s = True, job.now_s + seconds
     return seconds
 
 
-def synchronize_state(job: Job) -> None:
+def forget_old_failures(job: Job) -> None:
     """Forget the failures of slots whose workers have been in rounds for a while."""
-    for worker in job.inside():
-        if job.now_s - worker.entered_s >= job.limits.settled_s:
+    for worker in job.in_round():
+        if job.now_s - worker.entered_s >= job.limits.forgive_after_s:
             host = job.hosts[worker.host]
-            host.failures = host.place(worker.slot).failures = 0
+            host.failures = host.slot_at(worker.slot).failures = 0

@@ -20,7 +20,7 @@ from hvdtrain.runtime.exit_lock import hold_lifeline
 EXIT_ALONE = 1
 """Exit code of a rank whose driver is gone."""
 
-_MOST_CHARACTERS = 4000
+_MOST_ERROR_CHARACTERS = 4000
 """Of an error that the driver is told."""
 
 _NUMBERS = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
@@ -30,7 +30,7 @@ class NoPlace(Exception):
     """The job goes on, or ends, without this rank."""
 
 
-class GivenUp(NoPlace):
+class JobFailed(NoPlace):
     """The job ends, for it has failed."""
 
 
@@ -73,7 +73,7 @@ class Place:
 
 
 @dataclass
-class Pulse:
+class Heartbeat:
     """What a rank says of itself once a second.
 
     Attributes:
@@ -96,16 +96,16 @@ class DriverClient:
 
     Attributes:
         round: the one this rank is in, or was in last; 0 before the first.
-        pulse: what it says of itself.
+        heartbeat: what it says of itself.
         cut: wakes the training thread where it waits for a rank that is gone.
-        change: called, in a thread of the seat, when the round is to end.
+        change: called, in a thread of the client, when the round is to end.
     """
 
     def __init__(self, channel: Channel, exit: Callable[[int], Any] = os._exit) -> None:
         self.round = 0
-        self.pulse = Pulse()
-        self.cut: Callable[[], object] = lambda: None
-        self.change: Callable[[], object] = lambda: None
+        self.heartbeat = Heartbeat()
+        self.wake: Callable[[], object] = lambda: None
+        self.on_change: Callable[[], object] = lambda: None
         self._channel = channel
         self._exit = exit
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -119,8 +119,8 @@ class DriverClient:
 
     def start(self) -> DriverClient:
         """Listen, and tell."""
-        for run in (self._listen, self._tell):
-            threading.Thread(target=run, name=f"seat {run.__name__}", daemon=True).start()
+        for run in (self._listen, self._send_heartbeats):
+            threading.Thread(target=run, name=f"client {run.__name__}", daemon=True).start()
         return self
 
     def join(self, why: str, text: str = "", step: int = -1) -> Place:
@@ -132,16 +132,16 @@ class DriverClient:
             step: optimizer steps that this process's memory holds; -1 for nothing.
 
         Errors:
-            NoPlace: there is none; as `GivenUp` where the job has failed.
+            NoPlace: there is none; as `JobFailed` where the job has failed.
         """
-        self._channel.send("join", after=self.round, why=why, text=text[:_MOST_CHARACTERS], step=step)
+        self._channel.send("join", after=self.round, why=why, text=text[:_MOST_ERROR_CHARACTERS], step=step)
         while True:
             try:
                 answer = self._answers.get(timeout=0.2)  # with a timeout, so that signals are heard
             except queue.Empty:
                 continue
             if answer["type"] == "end":
-                raise (GivenUp if answer.get("failed") is True else NoPlace)(str(answer.get("why", "")))
+                raise (JobFailed if answer.get("failed") is True else NoPlace)(str(answer.get("why", "")))
             place = Place(**{name: answer[name] for name in Place.__dataclass_fields__})
             with self._lock:
                 self.round = place.round
@@ -186,23 +186,23 @@ class DriverClient:
 
     def _listen(self) -> None:
         for message in self._channel.messages():
-            self._hear(message)
+            self._handle(message)
         if not self._leaving:
             self._exit(EXIT_ALONE)
 
-    def _hear(self, message: Mapping[str, Any]) -> None:
+    def _handle(self, message: Mapping[str, Any]) -> None:
         kind = message["type"]
         if kind in ("round", "end"):
             self._changed = False  # here, in the order of messages: what comes behind it is of the new round
             self._answers.put(dict(message))
         elif kind == "changed":
             self._changed = True
-            self.change()
+            self.on_change()
         elif kind == "broken":
             with self._lock:
                 self._broken = int(message["round"])
                 if self._broken == self.round:
-                    self.cut()
+                    self.wake()
         elif kind == "stacks":
             sys.stderr.write(f"hvdtrain: where this rank hangs:\n{_main_stack()}")
             sys.stderr.flush()
@@ -210,15 +210,15 @@ class DriverClient:
             self._stopping = True
             os.kill(os.getpid(), signal.Signals[str(message["signal"])])
 
-    def _tell(self) -> None:
+    def _send_heartbeats(self) -> None:
         while not self._closed.wait(BEAT_S):
-            pulse = self.pulse
+            heartbeat = self.heartbeat
             self._channel.send(
                 "alive",
                 round=self.round,
-                step=pulse.step(),
-                idle_s=round(pulse.idle_s(), 3),
-                waiting=pulse.waiting(),
+                step=heartbeat.step(),
+                idle_s=round(heartbeat.idle_s(), 3),
+                waiting=heartbeat.waiting(),
             )
 
 
@@ -228,7 +228,7 @@ def _main_stack() -> str:
 
 
 def connect_to_driver(environ: Mapping[str, str]) -> DriverClient | None:
-    """The seat of this process in an elastic job; None where no driver of ours started it."""
+    """The client of this process in an elastic job; None where no driver of ours started it."""
     text = environ.get(VARIABLE, "")
     if not text.isdigit():
         return None

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hvdtrain.comm import horovod
 from hvdtrain.comm.horovod import HorovodInternalError, hvd
 from hvdtrain.comm.rounds import CHANGED, FAILED, STARTED, DriverRounds
-from hvdtrain.runtime.driver_client import DriverClient, GivenUp, NoPlace, Pulse, connect_to_driver
+from hvdtrain.runtime.driver_client import DriverClient, Heartbeat, JobFailed, NoPlace, connect_to_driver
 from hvdtrain.runtime.environment import RankInfo, change_variables
 
 
@@ -28,16 +28,16 @@ class ElasticProgram:
     """A rank of a job of our own elastic driver, whose program is the user's.
 
     Args:
-        seat: its own.
+        client: its own.
         info: who it is by the environment.
     """
 
-    def __init__(self, seat: DriverClient, info: RankInfo) -> None:
-        self._seat = seat
-        self._rounds = DriverRounds(seat, info)
+    def __init__(self, client: DriverClient, info: RankInfo) -> None:
+        self._client = client
+        self._rounds = DriverRounds(client, info)
         self._steps = -1
         self._why, self._text = STARTED, ""
-        seat.change = lambda: horovod.tell_host_update(seat.round)
+        client.on_change = lambda: horovod.notify_host_update(client.round)
         register_optimizer_step_post_hook(self._count)
         atexit.register(self._leave)
 
@@ -50,16 +50,16 @@ class ElasticProgram:
         try:
             self._rounds.enter(self._why, self._text, self._steps)
         except NoPlace as error:
-            raise SystemExit(int(isinstance(error, GivenUp))) from None
+            raise SystemExit(int(isinstance(error, JobFailed))) from None
         # Horovod would look there for a driver of its own, and open a port to everybody for what that tells.
         change_variables({"HOROVOD_GLOO_RENDEZVOUS_ADDR": None})
-        self._seat.pulse = Pulse(step=lambda: self._steps)
+        self._client.heartbeat = Heartbeat(step=lambda: self._steps)
         self._why, self._text = FAILED, ""
 
     def train(self, function: Callable[..., Any], state: Any, *arguments: Any, **keywords: Any) -> Any:
         """Call a training function, and remember why it ended."""
-        if self._seat.is_changed():  # before the state was there to be told
-            horovod.tell_host_update(self._seat.round)
+        if self._client.is_changed():  # before the state was there to be told
+            horovod.notify_host_update(self._client.round)
         try:
             return function(state, *arguments, **keywords)
         except HorovodInternalError as error:
@@ -74,7 +74,7 @@ class ElasticProgram:
 
     def _leave(self) -> None:
         if not hasattr(sys, "last_value"):  # what ended the program
-            self._seat.leaving("finished")
+            self._client.leaving("finished")
 
 
 _seated: ElasticProgram | None = None
@@ -83,8 +83,8 @@ _seated: ElasticProgram | None = None
 def seated(info: RankInfo) -> ElasticProgram | None:
     """The rank that this process is in a job of our own elastic driver; None in other jobs."""
     global _seated
-    if _seated is None and (seat := connect_to_driver(info.variables)) is not None:
-        _seated = ElasticProgram(seat, info)
+    if _seated is None and (client := connect_to_driver(info.variables)) is not None:
+        _seated = ElasticProgram(client, info)
     return _seated
 
 

@@ -94,7 +94,7 @@ def run_training(
                 continue
             if result is not None:
                 kept.close_recorder()
-                rounds.leaving(result.reason)
+                rounds.report_leaving(result.reason)
                 return result
             kept.round_is_over(settled=True)
             why, text = CHANGED, ""
@@ -128,7 +128,7 @@ class _Round:
         check_own(kept.device, comm)
         check_same_data(kept.task, comm)
         directory, claim = claim_together(run, kept, comm)
-        self.rounds.watch(spans := Spans())
+        self.rounds.report_progress(spans := Spans())
         ranks = {name: getattr(comm, name) for name in ("rank", "size", "local_rank", "local_size")}
         info = replace(kept.info, **ranks)
         try:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.launch import request
-from hvdtrain.launch.node_store import ROUND, Batches, NodeStore, find
+from hvdtrain.launch.node_store import ROUND, Batches, NodeStore, find_node_store
 from hvdtrain.launch.rendezvous import Rendezvous
 from hvdtrain.launch.rendezvous_store import Relay, packed, unpacked
 from tests.support.launch import ROOT
@@ -87,7 +87,7 @@ def test_all_ranks_of_an_srun_do_so_by_the_copies_of_its_store(
             if node != without
         ]
         try:
-            stores = [store if node == without else find(store, str(node)) for node in range(HOSTS)]
+            stores = [store if node == without else find_node_store(store, str(node)) for node in range(HOSTS)]
             assert len({*stores, store}) == HOSTS + (without is None)
             meet(simulation, stores)
         finally:

@@ -9,7 +9,7 @@ import pytest
 from hvdtrain.cli.launch import main
 from hvdtrain.cli.launch_options import parse, parser
 from hvdtrain.errors import LaunchError
-from hvdtrain.launch.discovery import ask
+from hvdtrain.launch.discovery import run_script
 
 
 @pytest.mark.parametrize(
@@ -56,5 +56,5 @@ def test_what_to_do_about_a_script_is_fit_for_what_is_wrong(
     Path("headless").write_text("echo a\n")
     Path("headless").chmod(0o755)
     with pytest.raises(LaunchError) as wrong:
-        ask(Path(name))
+        run_script(Path(name))
     assert said in str(wrong.value.next_step) and unsaid not in str(wrong.value.next_step)

@@ -12,7 +12,7 @@ from hvdtrain.runtime.environment import rank_info
 from tests.support.launch import TIMEOUT_S
 
 
-class _Seat:
+class _Client:
     """Told of a lost rank when so many micro-batches have been asked for."""
 
     def __init__(self, after: int) -> None:
@@ -25,17 +25,17 @@ class _Seat:
 
 @pytest.mark.parametrize("after", [0, 1, 4])
 def test_no_micro_batch_is_begun_once_a_rank_is_gone(after: int) -> None:
-    rounds = DriverRounds(_Seat(after), rank_info({}))  # type: ignore[arg-type]
+    rounds = DriverRounds(_Client(after), rank_info({}))  # type: ignore[arg-type]
     begun: list[int] = []
     with pytest.raises(Exception, match="gone") as caught:
-        begun.extend(rounds.unless_over(range(8)))
+        begun.extend(rounds.guard_parts(range(8)))
     assert rounds.is_over(caught.value)
     assert begun == list(range(after))
 
 
 def test_a_round_that_is_whole_gives_all_of_them() -> None:
-    rounds = DriverRounds(_Seat(8), rank_info({}))  # type: ignore[arg-type]
-    assert list(rounds.unless_over(range(8))) == list(range(8))
+    rounds = DriverRounds(_Client(8), rank_info({}))  # type: ignore[arg-type]
+    assert list(rounds.guard_parts(range(8))) == list(range(8))
 
 
 class _Breaking:
@@ -49,12 +49,12 @@ class _Breaking:
 
 
 def test_connections_that_are_opened_once_a_rank_is_gone_are_cut_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    seat = _Breaking()
-    rounds = DriverRounds(seat, rank_info({}))  # type: ignore[arg-type]
+    client = _Breaking()
+    rounds = DriverRounds(client, rank_info({}))  # type: ignore[arg-type]
     ends: list[bytes] = []
 
     def begin_session() -> None:
-        seat.cut()  # type: ignore[attr-defined]
+        client.wake()  # type: ignore[attr-defined]
         for _ in range(2):
             with socket.create_connection(server.getsockname(), timeout=TIMEOUT_S) as mine, server.accept()[0]:
                 ends.append(mine.recv(1))  # of a rank that will never speak
@@ -63,20 +63,20 @@ def test_connections_that_are_opened_once_a_rank_is_gone_are_cut_too(monkeypatch
     monkeypatch.setattr("hvdtrain.comm.horovod.begin_session", begin_session)
     monkeypatch.setattr("hvdtrain.comm.rounds.change_variables", lambda variables: None)
     with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(ConnectionError, match="the end"):
-        rounds._meet(seat.join("", "", 0))
+        rounds._meet(client.join("", "", 0))
     assert ends == [b"", b""]
 
 
 def test_who_does_not_come_out_of_a_round_is_seen_to_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
     """Horovod's shutdown may never end: the driver goes by what this rank says of its progress."""
-    seat = _Breaking()
-    rounds = DriverRounds(seat, rank_info({}))  # type: ignore[arg-type]
+    client = _Breaking()
+    rounds = DriverRounds(client, rank_info({}))  # type: ignore[arg-type]
     now_s, seen = [100.0], []
     monkeypatch.setattr("hvdtrain.comm.rounds.time.monotonic", lambda: now_s[0])
 
     def shutdown() -> None:
         now_s[0] += 61.0
-        seen.append(seat.pulse.idle_s())  # type: ignore[attr-defined]
+        seen.append(client.heartbeat.idle_s())  # type: ignore[attr-defined]
 
     monkeypatch.setattr("hvdtrain.comm.horovod.hvd.shutdown", shutdown)
     rounds._leave()

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from hvdtrain.launch.examples import files, write
-from hvdtrain.launch.hosts import parse_answer
+from hvdtrain.launch.hosts import parse_discovered
 from tests.support.mpijob_schema import problems
 
 FOLDER = Path(__file__).parents[2] / "launchers"
@@ -80,4 +80,4 @@ def test_the_discovery_script_says_what_the_file_says(tmp_path: Path) -> None:
     script = FOLDER / "elastic-discovery.sh"
     for variables in ({"PATH": "/usr/bin:/bin"}, {"PATH": "/usr/bin:/bin", "HVDTRAIN_HOSTS": str(tmp_path / "hosts")}):
         done = subprocess.run([script], cwd=tmp_path, env=variables, capture_output=True, text=True, check=True)
-        assert parse_answer(done.stdout) == {"a": 4, "b": 2}
+        assert parse_discovered(done.stdout) == {"a": 4, "b": 2}

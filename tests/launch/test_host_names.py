@@ -1,4 +1,4 @@
-"""Names of hosts that lead nowhere are known before MPI tries them."""
+"""Names of hosts that lead find_unknown_host are known before MPI tries them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from hvdtrain.cli.launch import main
-from hvdtrain.launch.host_names import nowhere
+from hvdtrain.launch.host_names import find_unknown_host
 
 needs_ssh = pytest.mark.skipif(
     shutil.which("ssh") is None and "CI" not in os.environ, reason="there is no ssh: apt-get install openssh-client"
@@ -16,22 +16,22 @@ needs_ssh = pytest.mark.skipif(
 
 
 def test_the_first_that_has_no_address_is_named() -> None:
-    assert nowhere([]) is None
-    assert nowhere(["localhost", "me@127.0.0.1"]) is None
-    assert nowhere(["localhost", "me@a.invalid", "b.invalid"]) == "me@a.invalid"
+    assert find_unknown_host([]) is None
+    assert find_unknown_host(["localhost", "me@127.0.0.1"]) is None
+    assert find_unknown_host(["localhost", "me@a.invalid", "b.invalid"]) == "me@a.invalid"
 
 
 @needs_ssh
 @pytest.mark.parametrize("option", ["HostName=127.0.0.1", "ProxyJump=gate.invalid", "ProxyCommand=nc %h %p"])
 def test_a_name_or_a_way_that_ssh_knows_is_enough(option: str) -> None:
-    assert nowhere(["a.invalid"], ["-o", option]) is None
-    assert nowhere(["a.invalid"], ["-o", "HostName=b.invalid"]) == "a.invalid"
+    assert find_unknown_host(["a.invalid"], ["-o", option]) is None
+    assert find_unknown_host(["a.invalid"], ["-o", "HostName=b.invalid"]) == "a.invalid"
 
 
 def test_what_ssh_cannot_answer_is_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert nowhere(["a.invalid"], ["--no-such-option"]) == "a.invalid"
+    assert find_unknown_host(["a.invalid"], ["--no-such-option"]) == "a.invalid"
     monkeypatch.setenv("PATH", "")
-    assert nowhere(["me@127.0.0.1", "a.invalid"]) == "a.invalid"
+    assert find_unknown_host(["me@127.0.0.1", "a.invalid"]) == "a.invalid"
 
 
 def test_it_is_said_before_mpi_does_it_in_many_words(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch import discovery
-from hvdtrain.launch.hosts import parse_answer, parse_hosts
+from hvdtrain.launch.hosts import parse_discovered, parse_hosts
 from tests.support.launch import TIMEOUT_S
 
 BAD = [
@@ -40,8 +40,8 @@ def test_hosts_keep_their_order() -> None:
 
 
 def test_an_answer_may_have_empty_lines_and_hosts_without_slots() -> None:
-    assert parse_answer("b:2\n\n  a  \r\nc:0\n") == {"b": 2, "a": 1, "c": 0}
-    assert parse_answer("") == {}
+    assert parse_discovered("b:2\n\n  a  \r\nc:0\n") == {"b": 2, "a": 1, "c": 0}
+    assert parse_discovered("") == {}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -51,7 +51,7 @@ def test_names_that_are_none_are_refused_and_shown(name: str) -> None:
     assert repr(f"{name}:2") in str(wrong.value)
     if name.strip() and "\n" not in name:
         with pytest.raises(LaunchError, match="line 2 of the discovery script"):
-            parse_answer(f"ok:1\n{name}:2\n")
+            parse_discovered(f"ok:1\n{name}:2\n")
 
 
 @pytest.mark.parametrize("text", ["a:0", "a:-1", "a:x", "a:1.5", "a:", "a:99999", "a:1,a:2", "a:1,"])
@@ -63,7 +63,7 @@ def test_numbers_and_hosts_named_twice_are_refused(text: str) -> None:
 @given(st.text(max_size=30))
 def test_no_text_gets_an_option_or_a_shell_word_through(text: str) -> None:
     try:
-        names = [*parse_hosts(text), *parse_answer(text)]
+        names = [*parse_hosts(text), *parse_discovered(text)]
     except LaunchError:
         return
     for name in names:
@@ -80,8 +80,8 @@ def script(folder: Path, text: str, mode: int = 0o755) -> Path:
 
 def test_a_script_is_run_by_its_path(tmp_path: Path) -> None:
     asked = script(tmp_path, "#!/bin/sh\necho a:2\necho b\n")
-    assert discovery.ask(asked) == {"a": 2, "b": 1}
-    assert discovery.ask(asked, slots=8) == {"a": 2, "b": 8}
+    assert discovery.run_script(asked) == {"a": 2, "b": 1}
+    assert discovery.run_script(asked, slots=8) == {"a": 2, "b": 8}
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_script_is_run_by_its_path(tmp_path: Path) -> None:
 )
 def test_what_is_wrong_with_a_script_is_said(tmp_path: Path, text: str, mode: int, said: str) -> None:
     with pytest.raises(LaunchError) as wrong:
-        discovery.ask(script(tmp_path, text, mode), timeout_s=0.2 if "sleep" in text else TIMEOUT_S)
+        discovery.run_script(script(tmp_path, text, mode), timeout_s=0.2 if "sleep" in text else TIMEOUT_S)
     assert said in str(wrong.value)
 
 
@@ -108,7 +108,7 @@ def test_a_script_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path
     while not number.exists():  # a machine may be so slow that it has started nothing until then
         patience_s *= 2
         with pytest.raises(LaunchError, match="did not end within"):
-            discovery.ask(script, patience_s)
+            discovery.run_script(script, patience_s)
     with suppress(psutil.NoSuchProcess):
         child = psutil.Process(int(number.read_text()))
         while child.status() != psutil.STATUS_ZOMBIE:

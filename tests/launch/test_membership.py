@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hvdtrain.launch.commands import KillWorker, Limits, Tell
+from hvdtrain.launch.commands import KillWorker, Limits, SendMessage
 from tests.support.job_world import World
 
 ELASTIC = Limits(start=4, least=2, most=4)
@@ -654,7 +654,7 @@ class TestEnd:
     def test_a_signal_lets_all_save(self, name: str, code: int) -> None:
         job = world()
         everybody = job.round()
-        job.do(job.members.signal(name, job.now_s))
+        job.do(job.members.signal_received(name, job.now_s))
         assert job.code == code and all(w.told == ["round", "stop"] for w in everybody)
 
     def test_ranks_that_end_by_a_signal_of_their_own_end_the_job_by_it(self) -> None:
@@ -668,9 +668,9 @@ class TestEnd:
         job = world(replace(ELASTIC, restarts=restarts))
         first, *others = job.round()
         job.say(first, "leaving", why="finished")
-        job.do(job.members.signal("SIGTERM", job.now_s))
+        job.do(job.members.signal_received("SIGTERM", job.now_s))
         assert first.alive and first.told == ["round"] and all(w.told == ["round", "stop"] for w in others)
-        job.do(job.members.signal("SIGTERM", job.now_s))
+        job.do(job.members.signal_received("SIGTERM", job.now_s))
         assert job.code == 143 and not job.living() and not any("started again" in text for text in job.said)
 
     def test_who_saves_as_the_job_fails_has_not_spoilt_anything(self) -> None:
@@ -683,16 +683,16 @@ class TestEnd:
         job = world()
         for worker in job.round():
             worker.deaf = True
-        job.do(job.members.signal("SIGINT", job.now_s))
+        job.do(job.members.signal_received("SIGINT", job.now_s))
         assert job.living()
-        job.do(job.members.signal("SIGINT", job.now_s))
+        job.do(job.members.signal_received("SIGINT", job.now_s))
         assert not job.living() and job.code == 130
 
     def test_who_does_not_stop_is_killed(self) -> None:
         job = world()
         for worker in job.round():
             worker.deaf = True
-        job.do(job.members.signal("SIGTERM", job.now_s))
+        job.do(job.members.signal_received("SIGTERM", job.now_s))
         job.wait(ELASTIC.stop_s - 1)
         assert len(job.living()) == 4
         job.wait(2)
@@ -703,7 +703,7 @@ class TestEnd:
         late = job.by_rank(3)
         late.deaf = True
         job.exit(job.by_rank(0))
-        job.do(job.members.signal("SIGTERM", job.now_s))
+        job.do(job.members.signal_received("SIGTERM", job.now_s))
         late.deaf = False
         job.join(late, "failed")
         assert job.code == 143 and len(job.rounds[1]) == 3 and late.told[-2:] == ["round", "stop"]
@@ -724,7 +724,7 @@ class TestHangs:
         stopped.deaf = True
         job.alive(stopped)
         job.wait(3)
-        job.members.heard("b", {stopped.number: True}, job.now_s)
+        job.members.agent_heartbeat("b", {stopped.number: True}, job.now_s)
         assert stopped.alive
         job.wait(3)
         assert not stopped.alive and len(job.round()) == 3
@@ -737,7 +737,7 @@ class TestHangs:
         stopped.deaf = True
         for _ in range(4):
             job.alive(other)
-            job.members.heard("a", {stopped.number: True}, job.now_s)
+            job.members.agent_heartbeat("a", {stopped.number: True}, job.now_s)
             job.wait(1)
         assert stopped.alive
         job.wait(3)
@@ -751,15 +751,15 @@ class TestHangs:
             for worker in job.round():
                 idle_s = job.now_s - 1000.0
                 facts = {"round": worker.round, "step": 5, "idle_s": idle_s, "waiting": worker is not held}
-                job.members.said(worker.number, {"type": "alive", **facts}, job.now_s)
+                job.members.worker_message(worker.number, {"type": "alive", **facts}, job.now_s)
             job.now_s += 1
             for host in job.agents:
-                job.members.heard(host, {}, job.now_s)
+                job.members.agent_heartbeat(host, {}, job.now_s)
             asked = job.members.tick(job.now_s)
             kills += [command for command in asked if isinstance(command, KillWorker)]
             if kills:
                 break
-        assert [c.kind for c in asked if isinstance(c, Tell)] == ["stacks"]
+        assert [c.kind for c in asked if isinstance(c, SendMessage)] == ["stacks"]
         assert [c.worker for c in kills] == [held.number] and kills[0].after_s > 0
 
     def test_a_job_that_is_stopped_as_a_whole_is_left_alone(self) -> None:
@@ -769,7 +769,7 @@ class TestHangs:
             worker.deaf = True
         job.wait(2)
         for worker in job.round():
-            job.members.heard(worker.host, {worker.number: True}, job.now_s)
+            job.members.agent_heartbeat(worker.host, {worker.number: True}, job.now_s)
         job.wait(100)
         assert len(job.round()) == 4
 
@@ -835,7 +835,7 @@ class TestHangs:
             for worker in filter(lambda worker: worker.alive, others):
                 job.alive(worker, idle_s=second, waiting=True)
             if at_work.alive:
-                job.members.heard(at_work.host, {}, job.now_s, [at_work.number])
+                job.members.agent_heartbeat(at_work.host, {}, job.now_s, [at_work.number])
                 if says:
                     job.alive(at_work, idle_s=second)
             job.wait(5)
@@ -846,7 +846,7 @@ class TestHangs:
         job.wait(200)
         *others, hung = job.round()
         hung.deaf = True
-        job.members.heard(hung.host, {}, job.now_s, [hung.number])
+        job.members.agent_heartbeat(hung.host, {}, job.now_s, [hung.number])
         for idle_s in (61, 70):
             for worker in others:
                 job.alive(worker, idle_s=idle_s, waiting=True)
@@ -858,7 +858,7 @@ class TestHangs:
         job = world(replace(ELASTIC, hang_timeout_s=1))
         job.wait(20)
         *others, hung = job.round()
-        job.members.heard(hung.host, {}, job.now_s, [hung.number])
+        job.members.agent_heartbeat(hung.host, {}, job.now_s, [hung.number])
         for worker in others:
             job.alive(worker, idle_s=2, waiting=True)
         job.alive(hung, idle_s=2)
@@ -925,7 +925,7 @@ class TestHangs:
         job = world()
         for worker in job.round():
             job.alive(worker)
-        job.members.heard("b", {job.by_rank(3).number: True}, job.now_s)
+        job.members.agent_heartbeat("b", {job.by_rank(3).number: True}, job.now_s)
         job.tick(1000)
         assert len(job.round()) == 4 and len(job.agents) == 2
 
@@ -943,7 +943,7 @@ class TestHangs:
         for _ in range(int(ELASTIC.lost_s) + 5):
             for worker in job.round():
                 job.alive(worker)
-            job.members.heard("a", {}, job.now_s)  # what watches the ranks of b says nothing any more
+            job.members.agent_heartbeat("a", {}, job.now_s)  # what watches the ranks of b says nothing any more
             job.tick(1)
         assert [len(r) for r in job.rounds] == [4]
 

@@ -37,9 +37,9 @@ def job(size: int) -> World:
 
 DEEDS: dict[str, Callable[[World], object]] = {
     "a moment goes by": lambda world: world.members.tick(world.now_s),
-    "a rank is gone": lambda world: world.members.exited(world.by_rank(9).number, -9, world.now_s),
+    "a rank is gone": lambda world: world.members.worker_exited(world.by_rank(9).number, -9, world.now_s),
     "a host is gone": lambda world: world.members.agent_lost("b1", "why", world.now_s),
-    "one leaves the round": lambda world: world.members.said(
+    "one leaves the round": lambda world: world.members.worker_message(
         world.by_rank(9).number, {"type": "join", "why": "changed"}, world.now_s
     ),
 }
@@ -56,5 +56,5 @@ def test_a_sign_of_life_costs_the_same_among_any_number() -> None:
     for world in (job(32), job(128)):
         message = {"type": "alive", "round": 1, "step": 1, "idle_s": 0.1, "waiting": True}
         number, members, now_s = world.by_rank(9).number, world.members, world.now_s
-        costs.append(calls(lambda: members.said(number, message, now_s)))  # noqa: B023
+        costs.append(calls(lambda: members.worker_message(number, message, now_s)))  # noqa: B023
     assert costs[0] == costs[1]

@@ -165,7 +165,7 @@ def test_a_signal_always_ends_the_job(
         return
     for worker in job.living():
         worker.deaf = worker.deaf or deaf
-    job.do(job.members.signal(name, job.now_s))
+    job.do(job.members.signal_received(name, job.now_s))
     job.wait(LIMITS.stop_s + LIMITS.end_s + 1)
     assert job.code is not None and job.code > 0 and not job.living()
 

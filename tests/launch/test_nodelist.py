@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.launch.nodelist import node_names, slots
+from hvdtrain.launch.nodelist import node_names, slots_by_node
 
 
 def test_names_keep_their_zeros_and_their_order() -> None:
@@ -36,10 +36,10 @@ def test_what_is_no_list_is_refused(text: str) -> None:
 
 
 def test_slots_go_to_their_nodes() -> None:
-    assert slots("n[1-3],m", "2(x3),1") == {"n1": 2, "n2": 2, "n3": 2, "m": 1}
+    assert slots_by_node("n[1-3],m", "2(x3),1") == {"n1": 2, "n2": 2, "n3": 2, "m": 1}
 
 
 @pytest.mark.parametrize("tasks", ["2", "2(x3)", "", "2,2,x"])
 def test_counts_of_another_allocation_are_refused(tasks: str) -> None:
     with pytest.raises(LaunchError, match="counts of tasks"):
-        slots("n[1-4]", tasks)
+        slots_by_node("n[1-4]", tasks)

@@ -150,7 +150,7 @@ def test_a_head_without_end_is_cut_off(served: Served) -> None:
 
 def test_who_is_refused_ever_again_fills_no_log(served: Served) -> None:
     for _ in range(200):
-        served.server.say("refused", "refused a GET")
+        served.server.log_limited("refused", "refused a GET")
     assert len(served.log) == 20 + len([32, 64, 128]) and served.log[-1].endswith("the 128th")
 
 

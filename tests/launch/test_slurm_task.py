@@ -8,8 +8,8 @@ import pytest
 
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch import slurm_task
-from hvdtrain.launch.slurm_task import main, place, variables
-from hvdtrain.launch.srun_job import Tasks, job_of, other_node, store_address
+from hvdtrain.launch.slurm_task import main, task_numbers, variables
+from hvdtrain.launch.srun_job import Tasks, other_node, scancel_id, store_address
 from hvdtrain.runtime.environment import by_gloo, rank_info, tasks_per_node
 
 STORE = {slurm_task.STORE: "127.0.0.1:4711/secret/1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "0"}
@@ -34,7 +34,7 @@ def tasks(per_node: str) -> list[dict[str, str]]:
 @pytest.mark.parametrize("per_node", ["1", "2", "2(x3)", "2(x2),1", "1,3,2", "4,1(x3),2"])
 def test_ranks_of_a_local_rank_form_a_row_across_nodes(per_node: str) -> None:
     """Horovod makes a communicator of all with one local_rank: its ranks are 0 to size - 1, in the order of nodes."""
-    places = [place(variables) for variables in tasks(per_node)]
+    places = [task_numbers(variables) for variables in tasks(per_node)]
     assert [p["rank"] for p in places] == list(range(len(places)))
     for local in {p["local_rank"] for p in places}:
         row = [p for p in places if p["local_rank"] == local]
@@ -93,14 +93,14 @@ def test_the_store_of_one_node_is_reached_on_that_node_alone() -> None:
 def test_only_a_number_is_taken_for_that_of_a_step() -> None:
     tasks = Tasks("7")
     for text in (b"", b"0 --user=root", b"-1", b"1\n", b"batch"):
-        tasks.are(text)
-        assert not tasks.known
-    tasks.are(b"12")
-    assert tasks.known
+        tasks.set_step(text)
+        assert not tasks.has_step
+    tasks.set_step(b"12")
+    assert tasks.has_step
 
 
 def test_a_job_of_an_array_is_named_alone() -> None:
-    assert job_of({"SLURM_JOB_ID": "7"}) == "7"
-    assert job_of({"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}) == "7_2"
+    assert scancel_id({"SLURM_JOB_ID": "7"}) == "7"
+    assert scancel_id({"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}) == "7_2"
     with pytest.raises(LaunchError, match="salloc"):
-        job_of({})
+        scancel_id({})

@@ -15,7 +15,7 @@ import yaml
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.spec import Command, JobSpec, Script, Shell
 from hvdtrain.launch.targets import TARGETS
-from hvdtrain.launch.targets.in_hosts import indexed
+from hvdtrain.launch.targets.in_hosts import insert_array_index
 from tests.launch.test_real_mpis import AWKWARD
 from tests.support import jobs
 from tests.support.jobs import JOBS
@@ -138,8 +138,8 @@ def test_an_array_of_lsf_counts_from_one() -> None:
     ],
 )
 def test_the_index_stands_where_it_was_asked_for(word: str, shown: str) -> None:
-    assert indexed(word, "I") == shown
-    assert isinstance(indexed(word, "I"), Shell) == ("{array}" in word)
+    assert insert_array_index(word, "I") == shown
+    assert isinstance(insert_array_index(word, "I"), Shell) == ("{array}" in word)
 
 
 def test_commands_and_scripts_are_shown_as_they_are() -> None:

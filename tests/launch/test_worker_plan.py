@@ -18,9 +18,9 @@ from hvdtrain.launch.worker_plan import (
     Plan,
     agent_command,
     agent_environment,
-    describe,
-    handed_on,
-    hello,
+    describe_plan,
+    hello_message,
+    passed_variables,
     rank_environment,
 )
 from hvdtrain.runtime.json_lines import MessageWriter, read_messages
@@ -55,10 +55,10 @@ def test_options_of_ssh_are_whole_arguments_before_the_host() -> None:
 
 
 def test_other_hosts_get_what_is_named_and_nothing_else() -> None:
-    given = hello(PLAN, "b")["environment"]
+    given = hello_message(PLAN, "b")["environment"]
     assert given == {"HVDTRAIN_X": NASTY, "HOROVOD_CYCLE_TIME": "2"}
-    assert hello(Plan(**{**vars(PLAN), "pass_on": ("SECRET",)}), "b")["environment"]["SECRET"] == "s"  # type: ignore[index]
-    assert hello(PLAN, "localhost")["environment"] == {}, "its agent has the environment already"
+    assert hello_message(Plan(**{**vars(PLAN), "pass_on": ("SECRET",)}), "b")["environment"]["SECRET"] == "s"  # type: ignore[index]
+    assert hello_message(PLAN, "localhost")["environment"] == {}, "its agent has the environment already"
 
 
 def test_ranks_do_not_see_the_launcher_around_the_driver() -> None:
@@ -73,7 +73,7 @@ def test_a_rank_knows_its_place_from_the_start() -> None:
 
 
 def test_what_is_shown_can_be_read_back() -> None:
-    lines = describe(PLAN, PLAN.hosts).splitlines()
+    lines = describe_plan(PLAN, PLAN.hosts).splitlines()
     assert shlex.split("\n".join(lines)).count(NASTY) == 1
     commands = [shlex.split(line) for line in lines if line.lstrip().startswith("ssh")]
     assert commands == [agent_command(PLAN, "b")]
@@ -86,7 +86,7 @@ def test_what_ssh_would_run_there_works_from_any_folder(tmp_path: Path) -> None:
     plan = Plan(("sh", "-c", 'echo "$FIRST"; pwd'), Limits(1, 1, 1), {"b": 1}, folder=str(root), python=sys.executable)
     stream = io.BytesIO()
     writer = MessageWriter(stream)
-    writer.send("hello", **{**hello(plan, "b"), "path": [str(root)]})
+    writer.send("hello", **{**hello_message(plan, "b"), "path": [str(root)]})
     writer.send("start", worker=1, argv=list(plan.program), environment={"FIRST": NASTY})
     environment = {"PATH": os.environ["PATH"], "SSH_CONNECTION": "127.0.0.1 1 127.0.0.1 22"}
     process = subprocess.Popen(
@@ -150,4 +150,4 @@ def test_lines_that_are_no_messages_are_passed_over() -> None:
 def test_variables_of_the_libraries_go_to_other_hosts() -> None:
     """Not what a launcher told this process, nor names that no shell could set."""
     there = {"HF_HOME": "1", "NCCL_DEBUG": "2", "HOME": "3", "HF_%": "4", "HOROVOD_RANK": "5", "OMPI_X": "6"}
-    assert handed_on(there) == ["HF_HOME", "NCCL_DEBUG"]
+    assert passed_variables(there) == ["HF_HOME", "NCCL_DEBUG"]

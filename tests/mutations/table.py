@@ -55,16 +55,16 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _missed(
         "launch/worker_starts.py",
-        "job.limits.cooldown_s * 2.0 ** min(what.failures - 1, 30)",
-        "job.limits.cooldown_s * 4.0 ** min(what.failures - 1, 30)",
+        "job.limits.cooldown_s * 2.0 ** min(place.failures - 1, 30)",
+        "job.limits.cooldown_s * 4.0 ** min(place.failures - 1, 30)",
         "the cooldown of a slot that fails again grows by 4 instead of 2",
         MEMBERSHIP,
     ),
     _missed(
         "launch/shortage.py",
-        "if len(here) >= limits.least or not limits.elastic:  # then the first that is lost ends it\n"
+        "if len(present) >= limits.least or not limits.elastic:  # else the first loss ends it\n"
         "        job.short_s = None\n",
-        "if len(here) >= limits.least or not limits.elastic:  # then the first that is lost ends it\n        return\n",
+        "if len(present) >= limits.least or not limits.elastic:  # else the first loss ends it\n        return\n",
         "the time below the least ranks goes on though enough are there again",
         MEMBERSHIP,
     ),
@@ -77,8 +77,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _missed(
         "launch/job_end.py",
-        '        job.note("finishing", why=why)\n    job.until_s = job.now_s + job.limits.grace_s\n',
-        '        job.note("finishing", why=why)\n',
+        '        job.log_event("finishing", why=why)\n    job.deadline_s = job.now_s + job.limits.grace_s\n',
+        '        job.log_event("finishing", why=why)\n',
         "ranks that stay are killed at once while the first still writes",
         MEMBERSHIP,
     ),
@@ -91,10 +91,10 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _missed(
         "launch/membership.py",
-        "            if job.phase is Phase.RUNNING and worker.going and not worker.round:\n"
-        "                ends.dismiss(job, worker, worker.going)\n",
-        "            if job.phase is Phase.RUNNING and worker.going and worker.joined and not worker.round:\n"
-        "                ends.dismiss(job, worker, worker.going)\n",
+        "            if job.phase is Phase.RUNNING and worker.leave_reason and not worker.round:\n"
+        "                job_end.dismiss(job, worker, worker.leave_reason)\n",
+        "            if job.phase is Phase.RUNNING and worker.leave_reason and worker.joined and not worker.round:\n"
+        "                job_end.dismiss(job, worker, worker.leave_reason)\n",
         "a worker that is still starting where it may not be is not ended",
         MEMBERSHIP,
     ),
@@ -121,7 +121,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _missed(
         "launch/hangs.py",
-        "if not timeout or not (waiting or overdue) or len(waiting) + len(held) < len(members):",
+        "if not timeout or not (waiting or overdue) or len(waiting) + len(blocking) < len(members):",
         "if not timeout or not (waiting or overdue):",
         "a rank counts as hanging while another still computes",
         MEMBERSHIP,
@@ -144,8 +144,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _missed(
         "launch/discovery.py",
-        "return parse_answer(out, slots)",
-        "return parse_answer(out)",
+        "return parse_discovered(out, slots)",
+        "return parse_discovered(out)",
         "--slots is ignored for hosts that the script names without a number",
         "tests/launch/test_hosts.py",
     ),
@@ -628,11 +628,11 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _new(
         "comm/rounds.py",
-        "            if self._seat.is_broken():\n"
+        "            if self._client.is_broken():\n"
         '                raise HorovodInternalError("a rank of the round is gone")\n'
         "            yield part\n",
         "            yield part\n"
-        "            if self._seat.is_broken():\n"
+        "            if self._client.is_broken():\n"
         '                raise HorovodInternalError("a rank of the round is gone")\n',
         "a survivor computes another micro-batch before it gives the step up",
         "tests/comm/test_rounds.py",

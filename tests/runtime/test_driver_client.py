@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.runtime import driver_client as seat_module
+from hvdtrain.runtime import driver_client as client_module
 from hvdtrain.runtime.channel import Channel
-from hvdtrain.runtime.driver_client import EXIT_ALONE, DriverClient, GivenUp, NoPlace, Pulse, connect_to_driver
+from hvdtrain.runtime.driver_client import EXIT_ALONE, DriverClient, Heartbeat, JobFailed, NoPlace, connect_to_driver
 from tests.support.launch import TIMEOUT_S
 
 SAVE, TERMINATE, INTERRUPT, CHANGED = range(4)
@@ -35,8 +35,8 @@ PLACE = {
 class Driver:
     """The other end, and what was heard there."""
 
-    def __init__(self, seat: DriverClient, channel: Channel) -> None:
-        self.seat = seat
+    def __init__(self, client: DriverClient, channel: Channel) -> None:
+        self.client = client
         self.channel = channel
         self.messages = channel.messages()
 
@@ -48,24 +48,24 @@ class Driver:
         """Return once what was sent before was heard: answers come in order."""
         self.channel.send("end", why="settled")
         with pytest.raises(NoPlace, match="settled"):
-            self.seat.join("failed")
+            self.client.join("failed")
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
-    monkeypatch.setattr(seat_module, "BEAT_S", 0.01)
+    monkeypatch.setattr(client_module, "BEAT_S", 0.01)
     ours, theirs = socket.socketpair()
     exits: list[int] = []
-    seat = DriverClient(Channel(ours), exits.append).start()
-    yield Driver(seat, Channel(theirs))
-    seat.close()
+    client = DriverClient(Channel(ours), exits.append).start()
+    yield Driver(client, Channel(theirs))
+    client.close()
     theirs.close()
     assert exits == []
 
 
 def test_a_place_is_asked_for_and_given(driver: Driver) -> None:
     driver.channel.send("round", **PLACE)
-    place = driver.seat.join("started", step=-1)
+    place = driver.client.join("started", step=-1)
     asked = driver.hear("join")
     assert (asked["after"], asked["why"], asked["step"]) == (0, "started", -1)
     variables = place.variables()
@@ -74,16 +74,16 @@ def test_a_place_is_asked_for_and_given(driver: Driver) -> None:
     assert variables["HOROVOD_GLOO_IFACE"] == "eth0"
     driver.channel.send("end", why="too many")
     with pytest.raises(NoPlace, match="too many") as none:
-        driver.seat.join("failed", "gone", 17)
-    assert not isinstance(none.value, GivenUp)
+        driver.client.join("failed", "gone", 17)
+    assert not isinstance(none.value, JobFailed)
     asked = driver.hear("join")
     assert (asked["after"], asked["text"], asked["step"]) == (3, "gone", 17)
 
 
 def test_no_place_in_a_job_that_failed_is_told_apart(driver: Driver) -> None:
     driver.channel.send("end", why="rank 1 was killed", failed=True)
-    with pytest.raises(GivenUp, match="rank 1 was killed"):
-        driver.seat.join("failed")
+    with pytest.raises(JobFailed, match="rank 1 was killed"):
+        driver.client.join("failed")
 
 
 def test_a_rank_that_hangs_says_where(driver: Driver, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,58 +95,58 @@ def test_a_rank_that_hangs_says_where(driver: Driver, capsys: pytest.CaptureFixt
 
 def test_any_interface_is_none_in_the_environment(driver: Driver) -> None:
     driver.channel.send("round", **{**PLACE, "interface": ""})
-    assert driver.seat.join("started").variables()["HOROVOD_GLOO_IFACE"] is None
+    assert driver.client.join("started").variables()["HOROVOD_GLOO_IFACE"] is None
 
 
 def test_a_broken_round_wakes_who_waits_in_it(driver: Driver) -> None:
     cuts: list[int] = []
-    driver.seat.cut = lambda: cuts.append(driver.seat.round)
+    driver.client.wake = lambda: cuts.append(driver.client.round)
     driver.channel.send("round", **PLACE)
-    driver.seat.join("started")
-    assert not driver.seat.is_broken()
+    driver.client.join("started")
+    assert not driver.client.is_broken()
     driver.channel.send("broken", round=2, why="of an earlier one")
     driver.channel.send("broken", round=3, why="rank 0 is gone")
     driver.synchronize_state()
     assert cuts == [3]
-    assert driver.seat.is_broken()
+    assert driver.client.is_broken()
 
 
 def test_what_the_driver_wants_to_change_ends_the_round_at_a_step_boundary(driver: Driver) -> None:
     driver.channel.send("round", **PLACE)
-    driver.seat.join("started")
-    assert driver.seat.notices(NOTHING, CHANGED, TERMINATE) == NOTHING
+    driver.client.join("started")
+    assert driver.client.notices(NOTHING, CHANGED, TERMINATE) == NOTHING
     driver.channel.send("changed", why="one more")
-    while not driver.seat.notices(NOTHING, CHANGED, TERMINATE)[CHANGED]:
+    while not driver.client.notices(NOTHING, CHANGED, TERMINATE)[CHANGED]:
         pass  # it is heard in another thread
     driver.channel.send("changed", why="another one more")  # crosses the rank's message that it has left
     driver.channel.send("round", **{**PLACE, "round": 4})
-    driver.seat.join("changed")
-    assert driver.seat.notices(NOTHING, CHANGED, TERMINATE) == NOTHING  # that was of the round before
+    driver.client.join("changed")
+    assert driver.client.notices(NOTHING, CHANGED, TERMINATE) == NOTHING  # that was of the round before
 
 
 def test_a_change_just_behind_the_place_is_of_the_new_round(driver: Driver) -> None:
     """It is never said twice: who has not looked at its place yet must not take it for an old one."""
     driver.channel.send("round", **PLACE)
     driver.channel.send("changed", why="one more")
-    while not driver.seat.notices(NOTHING, CHANGED, TERMINATE)[CHANGED]:
+    while not driver.client.notices(NOTHING, CHANGED, TERMINATE)[CHANGED]:
         pass
-    driver.seat.join("started")
-    assert driver.seat.notices(NOTHING, CHANGED, TERMINATE)[CHANGED] == 1
+    driver.client.join("started")
+    assert driver.client.notices(NOTHING, CHANGED, TERMINATE)[CHANGED] == 1
 
 
 def test_an_error_without_end_is_told_in_part(driver: Driver) -> None:
     driver.channel.send("round", **PLACE)
-    driver.seat.join("failed", "x" * (1 << 21))
+    driver.client.join("failed", "x" * (1 << 21))
     assert 1000 < len(driver.hear("join")["text"]) < 10_000
 
 
 def test_sigterm_to_one_rank_lets_it_go_and_the_run_live(driver: Driver) -> None:
-    assert driver.seat.notices([0, 1, 0, 0], CHANGED, TERMINATE) == [0, 0, 0, 1]
+    assert driver.client.notices([0, 1, 0, 0], CHANGED, TERMINATE) == [0, 0, 0, 1]
     driver.hear("drain")
-    assert driver.seat.notices(NOTHING, CHANGED, TERMINATE) == [0, 0, 0, 1]  # until it has left
+    assert driver.client.notices(NOTHING, CHANGED, TERMINATE) == [0, 0, 0, 1]  # until it has left
     driver.channel.send("round", **PLACE)
-    driver.seat.join("changed")  # there are too few without it: it stays until the driver says so
-    assert driver.seat.notices(NOTHING, CHANGED, TERMINATE) == NOTHING
+    driver.client.join("changed")  # there are too few without it: it stays until the driver says so
+    assert driver.client.notices(NOTHING, CHANGED, TERMINATE) == NOTHING
 
 
 def test_a_stop_of_the_job_reaches_the_rank_as_the_signal(driver: Driver) -> None:
@@ -158,11 +158,11 @@ def test_a_stop_of_the_job_reaches_the_rank_as_the_signal(driver: Driver) -> Non
             pass  # handlers run in this thread
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert driver.seat.notices([0, 1, 0, 0], CHANGED, TERMINATE) == [0, 1, 0, 0]
+    assert driver.client.notices([0, 1, 0, 0], CHANGED, TERMINATE) == [0, 1, 0, 0]
 
 
 def test_it_says_that_it_lives(driver: Driver) -> None:
-    driver.seat.pulse = Pulse(lambda: 12, lambda: 0.25, lambda: True)
+    driver.client.heartbeat = Heartbeat(lambda: 12, lambda: 0.25, lambda: True)
     while True:
         beat = driver.hear("alive")
         if beat["step"]:
@@ -179,28 +179,28 @@ def test_without_its_driver_a_rank_ends() -> None:
         codes.append(code)
         ended.set()
 
-    seat = DriverClient(Channel(ours), end).start()
+    client = DriverClient(Channel(ours), end).start()
     theirs.close()
     assert ended.wait(TIMEOUT_S)
     assert codes == [EXIT_ALONE]
-    seat.close()
+    client.close()
 
 
 def test_who_is_leaving_needs_no_driver() -> None:
     ours, theirs = socket.socketpair()
     codes: list[int] = []
-    seat = DriverClient(Channel(ours), codes.append)
-    seat.leaving("finished")
+    client = DriverClient(Channel(ours), codes.append)
+    client.leaving("finished")
     theirs.close()
-    seat._listen()
+    client._listen()
     assert codes == []
-    seat.close()
+    client.close()
 
 
 def test_messages_of_no_known_type_and_lines_that_are_none_are_passed_over(driver: Driver) -> None:
     driver.channel._end.sendall(b'not json\n[1]\n{"kind": 1}\n{"type": "weather"}\n')
     driver.channel.send("round", **PLACE)
-    assert driver.seat.join("started").round == 3
+    assert driver.client.join("started").round == 3
 
 
 @pytest.mark.parametrize("value", ["", "x", "-1"])

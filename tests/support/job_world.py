@@ -12,10 +12,10 @@ from hvdtrain.launch.commands import (
     KillWorker,
     Limits,
     OpenRound,
+    SendMessage,
     StartAgent,
     StartWorker,
     StopAgent,
-    Tell,
 )
 from hvdtrain.launch.membership import Membership
 
@@ -57,7 +57,7 @@ class World:
         self.hosts(hosts)
 
     def hosts(self, hosts: dict[str, int]) -> None:
-        self.do(self.members.discovered(hosts, self.now_s))
+        self.do(self.members.hosts_discovered(hosts, self.now_s))
 
     def tick(self, seconds: float = 0.1) -> None:
         self.now_s += seconds
@@ -69,7 +69,7 @@ class World:
         while self.now_s < until and self.code is None:
             self.tick(min(0.5, until - self.now_s))
             for host in list(self.agents - self.unreachable):
-                self.members.heard(host, {}, self.now_s)
+                self.members.agent_heartbeat(host, {}, self.now_s)
             for worker in self.living():
                 if not (worker.deaf or worker.dying or worker.host in self.unreachable):
                     self.alive(worker)
@@ -84,16 +84,16 @@ class World:
         self.say(worker, "join", after=worker.round, why=why, text=text, step=worker.step)
 
     def say(self, worker: FakeWorker, kind: str, **facts: Any) -> None:
-        self.do(self.members.said(worker.number, {"type": kind, **facts}, self.now_s))
+        self.do(self.members.worker_message(worker.number, {"type": kind, **facts}, self.now_s))
 
     def die(self, worker: FakeWorker) -> None:
         """The kernel begins to end it."""
         worker.dying, worker.inside = True, False
-        self.do(self.members.dying(worker.number, self.now_s))
+        self.do(self.members.worker_dying(worker.number, self.now_s))
 
     def exit(self, worker: FakeWorker, code: int = -9) -> None:
         worker.alive = worker.inside = False
-        self.do(self.members.exited(worker.number, code, self.now_s))
+        self.do(self.members.worker_exited(worker.number, code, self.now_s))
 
     def cut(self, host: str) -> None:
         """The agent of a host is gone, with its workers."""
@@ -145,7 +145,7 @@ class World:
                     self.exit(worker, -9)
             elif isinstance(command, OpenRound):
                 self.rounds.append([])
-            elif isinstance(command, Tell):
+            elif isinstance(command, SendMessage):
                 self._tell(self.workers[command.worker], command)
             elif isinstance(command, Event):
                 self.events.append(command)
@@ -159,9 +159,9 @@ class World:
             self.do(self.members.agent_lost(host, "Connection refused", self.now_s))
         else:
             self.agents.add(host)
-            self.do(self.members.agent_up(host, self.now_s))
+            self.do(self.members.agent_ready(host, self.now_s))
 
-    def _tell(self, worker: FakeWorker, command: Tell) -> None:
+    def _tell(self, worker: FakeWorker, command: SendMessage) -> None:
         if not worker.alive or worker.dying:
             return
         worker.told.append(command.kind)

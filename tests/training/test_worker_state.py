@@ -15,7 +15,7 @@ from hvdtrain.config.parse import parse_object
 from hvdtrain.engine.make import make_engine
 from hvdtrain.observe.progress import Progress as Display
 from hvdtrain.observe.recorder import Recorder
-from hvdtrain.runtime.driver_client import GivenUp
+from hvdtrain.runtime.driver_client import JobFailed
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.training.elastic.worker_state import NOTHING, WorkerState, keep
 from tests.support.toy import toy
@@ -141,7 +141,7 @@ class _NoRounds:
     """A driver that has given up."""
 
     def enter(self, why: str, text: str, step: int) -> Comm:
-        raise GivenUp("too many rounds")
+        raise JobFailed("too many rounds")
 
 
 @pytest.mark.parametrize("kept", ["none"], indirect=True)
@@ -150,6 +150,6 @@ def test_a_card_is_written_of_a_round_that_broke_alone(kept: WorkerState, settle
     told: list[int] = []
     kept.given_up = lambda: told.append(1)
     kept.round_is_over(settled=settled)
-    with pytest.raises(GivenUp):
+    with pytest.raises(JobFailed):
         kept.enter(_NoRounds(), "failed", "")  # type: ignore[arg-type]
     assert len(told) == cards

@@ -14,7 +14,7 @@ from hvdtrain.doctor.hosts.clock_offset import Offset, estimate_offset
 from hvdtrain.doctor.hosts.host_report import HostReport
 from hvdtrain.doctor.hosts.peers import CONNECT_S, Attempt, Listener, Speed
 from hvdtrain.doctor.hosts.probe_client import NoAnswerError, ProbeClient
-from hvdtrain.launch.worker_plan import agent_environment, on_host, python_path
+from hvdtrain.launch.worker_plan import agent_environment, python_path, ssh_command
 
 MODULE = "hvdtrain.doctor.hosts.host_probe"
 GREET_S = 30.0
@@ -131,7 +131,7 @@ class Hosts:
             if host in request.local:
                 argv = [request.python, "-m", MODULE]
             else:
-                argv = on_host(host, MODULE, request.python, request.ssh_port, [*request.ssh_options, *_CONNECT])
+                argv = ssh_command(host, MODULE, request.python, request.ssh_port, [*request.ssh_options, *_CONNECT])
             try:
                 self._probes[host] = ProbeClient(host, argv, agent_environment(request.environment))
             except OSError as error:

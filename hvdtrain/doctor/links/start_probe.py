@@ -14,7 +14,7 @@ from hvdtrain.launch.choose import AUTO, choose
 from hvdtrain.launch.detect import detect_machine
 from hvdtrain.launch.spec import Command, JobSpec, Mpi, join
 from hvdtrain.launch.targets import TARGETS
-from hvdtrain.launch.worker_plan import agent_environment, handed_on
+from hvdtrain.launch.worker_plan import agent_environment, passed_variables
 from hvdtrain.programs import run_program
 
 PROBE = ("doctor", "--probe", "--json")
@@ -45,7 +45,7 @@ def command(request: HostsRequest, hosts: Sequence[str], interface: str, mpi: Mp
         interface: interface between the hosts, or their network; "" lets MPI choose.
         mpi: the MPI of Horovod.
     """
-    names = ("PATH", "LD_LIBRARY_PATH", *handed_on(request.environment))
+    names = ("PATH", "LD_LIBRARY_PATH", *passed_variables(request.environment))
     spec = JobSpec(
         arguments=PROBE,
         ranks=EACH * len(hosts),

@@ -12,7 +12,7 @@ COUNTS = """'{ slots[$1]++ } END { for (host in slots) { printf "%s%s:%d", comma
 """Of lines that name a host for each slot, ``a:4,b:4``: a program of awk."""
 
 
-def started(spec: JobSpec, file: str, index: str) -> Mapping[str, Any]:
+def start_values(spec: JobSpec, file: str, index: str) -> Mapping[str, Any]:
     """What the templates need to start the ranks.
 
     Args:
@@ -35,12 +35,12 @@ def started(spec: JobSpec, file: str, index: str) -> Mapping[str, Any]:
         "batch": batch,
         "names": ",".join(spec.pass_on),
         "variables": variables,
-        "line": join(indexed(word, index) for word in words),
+        "line": join(insert_array_index(word, index) for word in words),
         "notice_after_s": batch.time_s - batch.notice_s if batch.time_s and not spec.is_program else None,
     }
 
 
-def indexed(word: str, index: str) -> str:
+def insert_array_index(word: str, index: str) -> str:
     """A word in which ``{array}`` is the index of this job in its array."""
     if isinstance(word, Shell) or "{array}" not in word:
         return word

@@ -10,7 +10,7 @@ from hvdtrain.errors import LaunchError
 from hvdtrain.launch.render import fill
 from hvdtrain.launch.spec import JobSpec, Script, join
 from hvdtrain.launch.targets.base import SCHEDULED, Target
-from hvdtrain.launch.targets.in_hosts import indexed, started
+from hvdtrain.launch.targets.in_hosts import insert_array_index, start_values
 
 
 def render(spec: JobSpec) -> Script:
@@ -18,9 +18,9 @@ def render(spec: JobSpec) -> Script:
     array, time_s = spec.batch.array, spec.batch.time_s
     if array and int(array.split("-")[0]) < 1:
         raise LaunchError("LSF counts the jobs of an array from 1.", expected="--array 1-4", found=f"--array {array}")
-    values = dict(started(spec, "LSB_DJOB_HOSTFILE", "LSB_JOBINDEX"))
+    values = dict(start_values(spec, "LSB_DJOB_HOSTFILE", "LSB_JOBINDEX"))
     if spec.batch.jsrun:
-        values["line"] = join(indexed(word, "LSB_JOBINDEX") for word in _by_jsrun(spec))
+        values["line"] = join(insert_array_index(word, "LSB_JOBINDEX") for word in _by_jsrun(spec))
         values["variables"] = {}
     return Script(fill("lsf.sh.j2", **values, minutes=-(-time_s // 60) if time_s else None), ("bsub",))
 

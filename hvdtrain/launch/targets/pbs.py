@@ -8,13 +8,13 @@ from __future__ import annotations
 from hvdtrain.launch.render import clock, fill
 from hvdtrain.launch.spec import JobSpec, Script
 from hvdtrain.launch.targets.base import SCHEDULED, Target
-from hvdtrain.launch.targets.in_hosts import started
+from hvdtrain.launch.targets.in_hosts import start_values
 
 
 def render(spec: JobSpec) -> Script:
     """Write the script of a job."""
     cores = (spec.cpus_per_rank or 1) * spec.ranks_per_node
-    values = started(spec, "PBS_NODEFILE", "PBS_ARRAY_INDEX")
+    values = start_values(spec, "PBS_NODEFILE", "PBS_ARRAY_INDEX")
     return Script(fill("pbs.sh.j2", **values, cores=cores, clock=clock), ("qsub",))
 
 

@@ -9,13 +9,13 @@ from hvdtrain.launch.render import clock, fill
 from hvdtrain.launch.spec import JobSpec, Script, join
 from hvdtrain.launch.targets import srun
 from hvdtrain.launch.targets.base import SCHEDULED, Target
-from hvdtrain.launch.targets.in_hosts import indexed
+from hvdtrain.launch.targets.in_hosts import insert_array_index
 
 
 def render(spec: JobSpec) -> Script:
     """Write the script of a job."""
     batch = spec.batch
-    line = join(indexed(word, "SLURM_ARRAY_TASK_ID") for word in srun.argv(spec))
+    line = join(insert_array_index(word, "SLURM_ARRAY_TASK_ID") for word in srun.argv(spec))
     return Script(fill("slurm.sh.j2", spec=spec, batch=batch, line=line, clock=clock), ("sbatch",))
 
 

@@ -18,7 +18,7 @@ from hvdtrain.config.parse import RunConfig
 from hvdtrain.data.loader import dataset_length
 from hvdtrain.exchange.residual_transfer import is_owed
 from hvdtrain.observe.recorder import Recorder
-from hvdtrain.runtime.driver_client import GivenUp
+from hvdtrain.runtime.driver_client import JobFailed
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.state.commits import Commits
 from hvdtrain.state.train_state import Progress, TrainState
@@ -91,11 +91,11 @@ class WorkerState:
         """Join the ranks of the next round. Collective: yes.
 
         Errors:
-            NoPlace: there is none; as `GivenUp` where the job has failed, which was told then.
+            NoPlace: there is none; as `JobFailed` where the job has failed, which was told then.
         """
         try:
             comm = rounds.enter(why, text, self.step)
-        except GivenUp:
+        except JobFailed:
             self.given_up()
             raise
         self.given_up = _nothing

@@ -184,8 +184,8 @@ def checked_loss(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, Tens
         if isinstance(weight, Real):  # numpy's numbers as well, which the journal could not hold
             weight = float(weight)
         scalar_weight = isinstance(weight, float) or (isinstance(weight, Tensor) and weight.numel() == 1)
-        on_host = isinstance(weight, float) or (scalar_weight and not weight.is_cuda)
-        if on_host and not 0 <= float(weight) < math.inf:  # on a GPU the sum over the global batch is looked at
+        ssh_command = isinstance(weight, float) or (scalar_weight and not weight.is_cuda)
+        if ssh_command and not 0 <= float(weight) < math.inf:  # on a GPU the sum over the global batch is looked at
             raise TaskError(
                 "the task's loss function returned a weight that makes no sense",
                 expected="how many samples or tokens the loss sums: 0 or more, and finite",

@@ -193,7 +193,7 @@ class Trainer:
         lr_factor = self._lr_factor(progress.step)
         self._set_lr(lr_factor)
         mine = self.feed.micro_batches(progress.position)
-        parts = self.rounds.unless_over(self.feed.draw(mine, progress.step + 1))
+        parts = self.rounds.guard_parts(self.feed.draw(mine, progress.step + 1))
         result = self.stepper.run(parts, len(mine), notices)
         progress.step += 1
         progress.position = self.feed.stream.after(progress.position)
