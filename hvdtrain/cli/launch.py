@@ -20,7 +20,7 @@ from hvdtrain.launch.host_names import find_unknown_host
 from hvdtrain.launch.refuse import refuse_options, refuse_shape
 from hvdtrain.launch.spec import Command, JobSpec, Script
 from hvdtrain.launch.targets import TARGETS
-from hvdtrain.observe.shell_commands import command
+from hvdtrain.observe.shell_commands import command_line
 from hvdtrain.programs import run_program
 from hvdtrain.runtime.environment import LAUNCH_OPTIONS, environ, launch_options_text
 
@@ -78,7 +78,7 @@ def _doctor(spec: JobSpec) -> str:
     words = ["--hosts", ",".join(spec.hosts)]
     words += ["--ssh-port", str(spec.ssh_port)] if spec.ssh_port else []
     words += [f"--ssh-option={option}" for option in spec.ssh_options]  # which begin with a dash
-    return command("hvdtrain", "doctor", *words)
+    return command_line("hvdtrain", "doctor", *words)
 
 
 def _run(own: Sequence[str], start: Command, dry_run: bool) -> int:

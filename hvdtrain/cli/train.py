@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from hvdtrain.cli.ending import EXIT_OF_SIGNAL, end, show
 from hvdtrain.observe.failure.failure_output import FailureOutput
 from hvdtrain.observe.progress import duration, table
-from hvdtrain.observe.shell_commands import command, go_on, shown
-from hvdtrain.observe.unfailing import let_output_fail
+from hvdtrain.observe.shell_commands import command_line, relative_to_start, resume_command
+from hvdtrain.observe.unfailing import make_output_unfailing
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.driver_client import NoPlace
 from hvdtrain.runtime.environment import RankInfo
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     2 on what would come again each time: a wrong option, task or run folder (`hvdtrain.errors.USAGE`). 124 where the
     watchdog ended a run that made no progress.
     """
-    let_output_fail()
+    make_output_unfailing()
     info: RankInfo | None = None
     output = FailureOutput(show)
     try:
@@ -75,7 +75,7 @@ def summary(result: Result, info: RankInfo) -> str:
     """What a person wants to know at the end."""
     from hvdtrain.timeline.report.brief import to_lines
 
-    run_dir = shown(result.run_dir, info)
+    run_dir = relative_to_start(result.run_dir, info)
     layout, there = RunLayout(run_dir), RunLayout(result.run_dir)
     rows = [("training loss", f"{result.first_loss:.4f} -> {result.last_loss:.4f}")]
     if not math.isnan(result.first_heldout_loss):
@@ -92,19 +92,21 @@ def summary(result: Result, info: RankInfo) -> str:
         further.append(("more of it", f"{layout.timeline.report_page}, in a browser"))
     if there.tensorboard.is_dir():
         # The address of this machine only: whoever reaches the port reads the run.
-        further.append(("curves", command("tensorboard", "--logdir", str(layout.tensorboard), "--host", "127.0.0.1")))
+        further.append(
+            ("curves", command_line("tensorboard", "--logdir", str(layout.tensorboard), "--host", "127.0.0.1"))
+        )
     if there.timeline.folder.is_dir():
         further.append(("traces", f"{layout.timeline.folder}/*.json, in https://ui.perfetto.dev or chrome://tracing"))
     further += [
-        ("each step", command("tail", "-n", "3", str(layout.journal))),
-        ("this machine", command("hvdtrain", "doctor")),
+        ("each step", command_line("tail", "-n", "3", str(layout.journal))),
+        ("this machine", command_line("hvdtrain", "doctor")),
     ]
     if result.reason == "finished":
-        further.append(("train on", go_on(result.run_dir, info, result.train_on)))
+        further.append(("train on", resume_command(result.run_dir, info, result.train_on)))
     elif result.reason == "stop_at":  # the config of the run says where to stop: the command takes that back
-        further.append(("go on beyond it", go_on(result.run_dir, info, "--train.stop_at null")))
+        further.append(("go on beyond it", resume_command(result.run_dir, info, "--train.stop_at null")))
     else:
-        further.append(("go on", go_on(result.run_dir, info)))
+        further.append(("go on", resume_command(result.run_dir, info)))
     head = f"{how} at step {result.step} of {result.total_steps} after {duration(result.seconds)}"
     told = to_lines(result.analysis) if result.analysis is not None else _where_it_went(result.budget)
     return "\n".join(["", head, table(rows), *told, "look further:", table(further)])

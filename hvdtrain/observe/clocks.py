@@ -77,9 +77,9 @@ class Clocks:
         everyone = self._comm.allgather(times, name="timeline/probes").wait().numpy()
         self._probed_us = self._now_ns() / 1e3
         for number in range(count):
-            self.saw(everyone[:, 0, number : number + 1], everyone[:, 1, number : number + 1])
+            self.add_bounds(everyone[:, 0, number : number + 1], everyone[:, 1, number : number + 1])
 
-    def saw(self, sent_us: Floats, received_us: Floats) -> None:
+    def add_bounds(self, sent_us: Floats, received_us: Floats) -> None:
         """Take bounds from collectives that followed each other soon.
 
         Args:

@@ -27,7 +27,7 @@ class Histograms:
         self._warn = warn
         self._has_warned = False
 
-    def of(self, model: nn.Module) -> dict[str, dict[str, Any]]:
+    def summaries(self, model: nn.Module) -> dict[str, dict[str, Any]]:
         """Of each parameter and of each gradient as they are now, under ``parameters`` and ``gradients``, by name.
 
         Nothing is changed; on CUDA the device is waited for.

@@ -18,7 +18,7 @@ CAUSES = ("cpu_wait_us", "steal_us", "gpu_clock_mhz", "gpu_temperature_c", "gpu_
 _EVERY_S = 2.0
 
 
-class Causes:
+class HostLoad:
     """Figures of this rank, to be asked for in the thread that made it: the one that trains.
 
     Where asking may take long, of the whole host and of the GPU, a thread of its own asks every two seconds.
@@ -39,7 +39,7 @@ class Causes:
         self._thread = threading.Thread(target=self._run, name="causes of lateness", daemon=True)
         self._thread.start()
 
-    def lap(self) -> list[float]:
+    def read(self) -> list[float]:
         """`CAUSES` since the last lap, NaN where unknown; takes some microseconds."""
         waited_us, now_s = self._wait_us(), time.monotonic()
         since_us, since_s = waited_us - self._waited_us, now_s - self._began_s

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Protocol
 
 from hvdtrain.config.windows import OFF, Window
-from hvdtrain.observe.window_files import Answer, Request, answer, read_request
+from hvdtrain.observe.window_files import Answer, Request, read_request, write_answer
 
-_LOOK_EVERY_S = 0.5
+_POLL_S = 0.5
 _ENDED = "it has ended"
 FOREVER = 1 << 40
 """Steps of a window that nobody has given an end."""
@@ -33,7 +33,7 @@ class Requests:
         every_s: between two looks.
     """
 
-    def __init__(self, folder: Path, every_s: float = _LOOK_EVERY_S) -> None:
+    def __init__(self, folder: Path, every_s: float = _POLL_S) -> None:
         self._folder = folder
         self._every_s = every_s
         self._old = read_request(folder)  # of an earlier start of the run
@@ -42,7 +42,7 @@ class Requests:
         self._thread = threading.Thread(target=self._run, name="window requests", daemon=True)
         self._thread.start()
 
-    def take(self) -> Request | None:
+    def next_request(self) -> Request | None:
         """The request that came since last time."""
         request, self._new = self._new, None
         return request
@@ -52,18 +52,18 @@ class Requests:
         self._ended.set()
         self._thread.join(1.0)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """See whether there is a request, once."""
         request = read_request(self._folder)
         if request is not None and request != self._old:
             self._old = request
             with suppress(OSError):
-                answer(self._folder, Answer(request.id, "seen"))
+                write_answer(self._folder, Answer(request.id, "seen"))
             self._new = request
 
     def _run(self) -> None:
         while not self._ended.wait(self._every_s):
-            self.look()
+            self.poll()
 
 
 class LiveWindow:
@@ -107,7 +107,7 @@ class LiveWindow:
 
     def notices(self) -> list[int]:
         """What this rank puts into the sums of the step that comes."""
-        request = self._requests.take() if self._requests is not None else None
+        request = self._requests.next_request() if self._requests is not None else None
         if request is None:
             return [0] * self.NOTICES
         self._taken = request.id
@@ -148,7 +148,7 @@ class LiveWindow:
         late = None
         if self._requests is not None:
             self._requests.close()
-            late = self._requests.take()
+            late = self._requests.next_request()
         if late is not None:
             self._id = late.id
         if self._window and self._window.first <= self._step:
@@ -183,4 +183,4 @@ class LiveWindow:
     def _reply(self, content: Answer) -> None:
         if self._requests is not None:
             with suppress(OSError):
-                answer(self._folder, content)
+                write_answer(self._folder, content)

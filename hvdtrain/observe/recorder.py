@@ -39,7 +39,7 @@ class Recorder:
 
     def __init__(self, journal: Journal | None, display: Progress) -> None:
         self._journal = journal
-        self._leads = journal is not None
+        self._is_rank_0 = journal is not None
         self._display = display
         self._sinks: list[Background] = []
         self._watchers: list[Watcher] = []
@@ -47,9 +47,9 @@ class Recorder:
         self._patience_s = _PATIENCE_S
 
     @property
-    def leads(self) -> bool:
+    def is_rank_0(self) -> bool:
         """Whether this is the recorder of rank 0."""
-        return self._leads
+        return self._is_rank_0
 
     def add_sink(self, make: Callable[[], Sink], name: str) -> None:
         """Give the sink that `make` makes every record from now on, in a thread of its own."""

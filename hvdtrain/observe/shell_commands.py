@@ -22,7 +22,7 @@ _LONGEST = 400
 """Characters of a program's command line; a longer one, or one of several lines, is not repeated."""
 
 
-def beside(name: str) -> str:
+def program_path(name: str) -> str:
     """A program as a shell finds it that is not in the environment: beside this interpreter, where it is there."""
     path = Path(sys.executable).with_name(name)
     if not path.exists():
@@ -30,30 +30,30 @@ def beside(name: str) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def command(name: str, *arguments: str) -> str:
-    """Return a command line for a shell: the program as `beside` finds it, words quoted where they have to be."""
-    return shlex.join([beside(name), *arguments])
+def command_line(name: str, *arguments: str) -> str:
+    """Return a command line for a shell: the program as `program_path` finds it, words quoted where they have to be."""
+    return shlex.join([program_path(name), *arguments])
 
 
-def shown(path: Path, info: RankInfo) -> Path:
+def relative_to_start(path: Path, info: RankInfo) -> Path:
     """Return a path as it is typed in the folder in which the program was started."""
     return path.relative_to(info.folder) if path.is_relative_to(info.folder) else path
 
 
-def go_on(run_dir: Path, info: RankInfo, options: str = "") -> str:
+def resume_command(run_dir: Path, info: RankInfo, options: str = "") -> str:
     """What goes on with a run on as many ranks: from its last checkpoint, or from the start where it has none.
 
     A comment stands for what a command cannot know: how several hosts or another launcher than mpirun were started.
     """
-    run_dir = shown(run_dir, info)
+    run_dir = relative_to_start(run_dir, info)
     arguments = ["--config", str(RunLayout(run_dir).config), "--run_dir", str(run_dir), *options.split()]
     launched = launch_options(info.variables)
     if launched is not None:
-        return command("hvdtrain", "launch", *launched, "--", *arguments)
-    return _launched(command("python", "-m", "hvdtrain", *arguments), info)
+        return command_line("hvdtrain", "launch", *launched, "--", *arguments)
+    return _launched(command_line("python", "-m", "hvdtrain", *arguments), info)
 
 
-def go_on_program(run_dir: Path, info: RankInfo, argv: Sequence[str]) -> str:
+def resume_program(run_dir: Path, info: RankInfo, argv: Sequence[str]) -> str:
     """The same of a program that calls `hvdtrain.train`: the program again, as no command line holds its task.
 
     Args:
@@ -61,10 +61,10 @@ def go_on_program(run_dir: Path, info: RankInfo, argv: Sequence[str]) -> str:
         info: of this process.
         argv: with which the interpreter was started, its own name first: `sys.orig_argv`.
     """
-    again = command("python", *argv[1:])
+    again = command_line("python", *argv[1:])
     if len(argv) < 2 or "\n" in again or len(again) > _LONGEST:
         again = "# the same program again"
-    return _launched(again, info, f"with run_dir set to {shlex.quote(str(shown(run_dir, info)))}")
+    return _launched(again, info, f"with run_dir set to {shlex.quote(str(relative_to_start(run_dir, info)))}")
 
 
 def _launched(line: str, info: RankInfo, note: str = "") -> str:
@@ -73,7 +73,7 @@ def _launched(line: str, info: RankInfo, note: str = "") -> str:
         if info.launcher == "openmpi" and info.one_host and not line.startswith("#"):
             as_root = "" if os.geteuid() else " --allow-run-as-root"
             settings = "".join(f"{name}={NO_SHELL} " for name in REMOTE_SHELL if info.variables.get(name) == NO_SHELL)
-            line = f"{settings}{shlex.quote(beside('mpirun'))}{as_root} -np {info.size} {line}"
+            line = f"{settings}{shlex.quote(program_path('mpirun'))}{as_root} -np {info.size} {line}"
         else:
             over_gloo_by_srun = info.launcher == GLOO_LAUNCHER and by_srun(info.variables)
             started_by = "srun" if over_gloo_by_srun else _STARTED_BY.get(info.launcher, info.launcher)

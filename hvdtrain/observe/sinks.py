@@ -16,7 +16,7 @@ from hvdtrain.errors import ConfigError
 Record = Mapping[str, Any]
 
 _LIMIT = 10_000
-_LOOK_EVERY_S = 0.5
+_POLL_S = 0.5
 _FAILURES = 3
 _REST_S = 60.0
 
@@ -124,7 +124,7 @@ class Background:
             sink, self._rests_until = FunctionSink(lambda record: None), math.inf
         ended = False
         while not ended:
-            ended = self._ended.wait(_LOOK_EVERY_S)
+            ended = self._ended.wait(_POLL_S)
             self._drain(sink)
         self._attempt(sink.close)
 

@@ -39,7 +39,7 @@ class StepSink:
         first, stamps, facts = unpack(record["told"])
         ranks, steps, _ = stamps.shape
         sent, received = (stamps[:, :, MOMENTS.index(name)] for name in ("sent", "received"))
-        self._clocks.saw(sent, received)
+        self._clocks.add_bounds(sent, received)
         offsets = self._offsets(stamps[:, -1, MOMENTS.index("end")].tolist())
         self._file.write(block_line(first, stamps, facts, offsets, self._origin_us))
         if ranks > 1:

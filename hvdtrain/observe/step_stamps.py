@@ -35,7 +35,7 @@ class Writer(Protocol):
 class Laps(Protocol):
     """Gives figures since it was last asked (`causes.Causes`)."""
 
-    def lap(self) -> list[float]:
+    def read(self) -> list[float]:
         """`causes.CAUSES`, NaN where unknown."""
         ...
 
@@ -148,7 +148,7 @@ class StepStamps:
 
     def _lap(self) -> list[float]:
         share = math.nan if self._experts is None else self._experts.take()
-        self._facts = [*self._causes.lap(), share]
+        self._facts = [*self._causes.read(), share]
         return self._facts
 
     def _gather(self, first: int, count: int, facts: Sequence[float]) -> None:

@@ -43,7 +43,7 @@ def unfailing(stream: TextIO) -> TextIO:
     return cast("TextIO", stream if isinstance(stream, Unfailing) else Unfailing(stream))
 
 
-def let_output_fail() -> None:
+def make_output_unfailing() -> None:
     """Make standard output and error of this process unfailing, until its end.
 
     Where they are closed, they lead nowhere from now on: a file that is opened would take their numbers, and get what a

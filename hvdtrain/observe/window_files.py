@@ -58,7 +58,7 @@ class Answer:
     lacks: str = ""
 
 
-def ask(folder: Path, request: Request) -> None:
+def write_request(folder: Path, request: Request) -> None:
     """Leave a request.
 
     Errors:
@@ -78,7 +78,7 @@ def read_request(folder: Path) -> Request | None:
     return Request(content["id"], content["action"], steps, content.get("profile") is True)
 
 
-def answer(folder: Path, content: Answer) -> None:
+def write_answer(folder: Path, content: Answer) -> None:
     """Leave an answer.
 
     Errors:

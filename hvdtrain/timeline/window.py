@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hvdtrain.errors import RunDirectoryError
 from hvdtrain.observe.journal import is_finished
-from hvdtrain.observe.window_files import Answer, Request, ask, read_answer
+from hvdtrain.observe.window_files import Answer, Request, read_answer, write_request
 from hvdtrain.run_layout import RunLayout
 
 SEEN_WITHIN_S = 15.0
@@ -71,7 +71,7 @@ def _ask(
     folder = _folder(run)
     try:
         folder.mkdir(exist_ok=True)
-        ask(folder, request)
+        write_request(folder, request)
     except OSError as error:
         raise RunDirectoryError(f"{folder} cannot be written: {error.strerror}") from error
     waited_s, seen = 0.0, False

@@ -44,7 +44,7 @@ def test_planted_offsets_and_drifts_are_within_the_stated_error() -> None:
         true_us = HOUR_US + 1e6 * block
         steps = [collective(rng, true_us + 1e5 * n, late=rng.randrange(4)) for n in range(8)]
         sent, received = (np.array([step[n] for step in steps]).T for n in range(2))
-        clocks.saw(sent, received)
+        clocks.add_bounds(sent, received)
         if block > 20:
             for rank in range(4):
                 mine_us = own_us(rank, true_us)
@@ -104,5 +104,5 @@ def test_an_offset_that_was_never_bounded_is_not_known() -> None:
 
 def test_unknown_times_bound_nothing() -> None:
     clocks = Clocks(Solo(), IDS)  # type: ignore[arg-type]
-    clocks.saw(np.full((4, 3), np.nan), np.full((4, 3), np.nan))
+    clocks.add_bounds(np.full((4, 3), np.nan), np.full((4, 3), np.nan))
     assert clocks.offset(2, 5.0).error_us == float("inf")

@@ -86,7 +86,10 @@ def test_memory_that_runs_out_costs_the_histogram_and_is_told_once(
     made = Histograms(told.append)
     monkeypatch.setattr(histograms, "histogram", small)
     for _ in range(2):
-        assert made.of(nn.Sequential(nn.Linear(3, 2), nn.Linear(4, 2)))["parameters"].keys() == {"0.bias", "1.bias"}
+        assert made.summaries(nn.Sequential(nn.Linear(3, 2), nn.Linear(4, 2)))["parameters"].keys() == {
+            "0.bias",
+            "1.bias",
+        }
     (line,) = told
     assert "0.weight" in line and "--observe.histograms_every 0" in line
 
@@ -97,7 +100,7 @@ def test_another_error_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(histograms, "histogram", fails)
     with pytest.raises(RuntimeError, match="a kernel is missing"):
-        Histograms(pytest.fail).of(nn.Linear(3, 2))
+        Histograms(pytest.fail).summaries(nn.Linear(3, 2))
 
 
 def test_counts_lie_where_the_values_do() -> None:
@@ -137,7 +140,7 @@ def test_of_a_model_with_and_without_gradients() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     model[0](torch.ones(3)).sum().backward()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    found = Histograms(pytest.fail).of(model)
+    found = Histograms(pytest.fail).summaries(model)
     assert found["parameters"].keys() == before.keys()
     assert found["gradients"].keys() == {"0.weight", "0.bias"}
     assert found["gradients"]["0.bias"]["min"] == 1.0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.observe.host_load import CAUSES, Causes, steal_s, throttle_text
+from hvdtrain.observe.host_load import CAUSES, HostLoad, steal_s, throttle_text
 
 
 def _system(root: Path, wait_ns: int = 0, steal: int = 0) -> None:
@@ -18,10 +18,10 @@ def _system(root: Path, wait_ns: int = 0, steal: int = 0) -> None:
 
 def test_a_lap_is_what_has_come_since_the_last(tmp_path: Path) -> None:
     _system(tmp_path, wait_ns=5_000_000)
-    causes = Causes(dict, tmp_path)
+    causes = HostLoad(dict, tmp_path)
     _system(tmp_path, wait_ns=5_750_000)
-    assert dict(zip(CAUSES, causes.lap(), strict=True))["cpu_wait_us"] == 750
-    assert causes.lap()[0] == 0
+    assert dict(zip(CAUSES, causes.read(), strict=True))["cpu_wait_us"] == 750
+    assert causes.read()[0] == 0
     causes.close()
     causes.close()
 
@@ -35,10 +35,10 @@ def test_the_gpus_last_figures_are_given_without_asking_it(tmp_path: Path) -> No
         threads.append(threading.current_thread())
         return {"gpu_clock_mhz": 1980, "gpu_temperature_c": 61, "gpu_throttle": ["power cap", "thermal, hardware"]}
 
-    causes = Causes(gpu, tmp_path)
+    causes = HostLoad(gpu, tmp_path)
     causes._ended.set()  # one look is enough
     causes._thread.join()
-    lap = dict(zip(CAUSES, causes.lap(), strict=True))
+    lap = dict(zip(CAUSES, causes.read(), strict=True))
     assert (lap["gpu_clock_mhz"], lap["gpu_temperature_c"]) == (1980, 61)
     assert throttle_text(lap["gpu_throttle"]) == "power cap, thermal, hardware"
     assert threads == [causes._thread] and not asked.is_set()
@@ -46,8 +46,8 @@ def test_the_gpus_last_figures_are_given_without_asking_it(tmp_path: Path) -> No
 
 
 def test_what_the_machine_does_not_tell_is_unknown(tmp_path: Path) -> None:
-    causes = Causes(dict, tmp_path)
-    assert all(map(math.isnan, causes.lap()))
+    causes = HostLoad(dict, tmp_path)
+    assert all(map(math.isnan, causes.read()))
     causes.close()
     assert math.isnan(steal_s(tmp_path / "proc/stat"))
     assert throttle_text(math.nan) is None and throttle_text(0.0) == ""
@@ -59,6 +59,6 @@ def test_steal_is_that_of_the_whole_host(tmp_path: Path) -> None:
 
 
 def test_here_waiting_for_a_core_is_known() -> None:
-    causes = Causes(dict)
-    assert causes.lap()[0] >= 0
+    causes = HostLoad(dict)
+    assert causes.read()[0] >= 0
     causes.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.observe.shell_commands import go_on, go_on_program
+from hvdtrain.observe.shell_commands import resume_command, resume_program
 from hvdtrain.runtime.environment import GLOO_LAUNCHER, LAUNCH_OPTIONS, RankInfo
 
 RUN = Path("runs/my run")
@@ -29,23 +29,23 @@ def _nobody_special(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_host_under_open_mpi_is_a_whole_command() -> None:
-    words = _words(go_on(RUN, ONE_HOST, "--train.steps 9"))
+    words = _words(resume_command(RUN, ONE_HOST, "--train.steps 9"))
     assert Path(words[0]).name == "mpirun" and words[1:3] == ["-np", "4"]
     assert words[4:7] == ["-m", "hvdtrain", "--config"]
     assert words[7:] == [f"{RUN}/config.yaml", "--run_dir", str(RUN), "--train.steps", "9"]
-    assert _words(go_on(RUN, ALONE, "--train.steps 9")) == words[3:]
-    assert "#" not in go_on(RUN, ONE_HOST) + go_on(RUN, ALONE)
+    assert _words(resume_command(RUN, ALONE, "--train.steps 9")) == words[3:]
+    assert "#" not in resume_command(RUN, ONE_HOST) + resume_command(RUN, ALONE)
 
 
 def test_open_mpi_is_told_that_root_means_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 0)
-    assert _words(go_on(RUN, ONE_HOST))[1:4] == ["--allow-run-as-root", "-np", "4"]
-    assert "root" not in go_on(RUN, ALONE) + go_on(RUN, TWO_HOSTS)
+    assert _words(resume_command(RUN, ONE_HOST))[1:4] == ["--allow-run-as-root", "-np", "4"]
+    assert "root" not in resume_command(RUN, ALONE) + resume_command(RUN, TWO_HOSTS)
 
 
 def test_open_mpi_that_was_told_to_do_without_ssh_is_told_again() -> None:
     def told(info: RankInfo, shell: str) -> str:
-        return go_on(RUN, replace(info, variables={"OMPI_MCA_plm_rsh_agent": shell}))
+        return resume_command(RUN, replace(info, variables={"OMPI_MCA_plm_rsh_agent": shell}))
 
     assert "rsh" not in told(ONE_HOST, "docker exec")
     assert told(ONE_HOST, "/bin/false").startswith("OMPI_MCA_plm_rsh_agent=/bin/false ")
@@ -54,22 +54,22 @@ def test_open_mpi_that_was_told_to_do_without_ssh_is_told_again() -> None:
 
 @pytest.mark.parametrize("info", OTHERS, ids=lambda info: f"{info.launcher}-{info.hosts}")
 def test_another_start_is_named_and_not_guessed(info: RankInfo) -> None:
-    for command in (go_on(RUN, info, "--a b"), go_on_program(RUN, info, [sys.executable, "train.py"])):
+    for command in (resume_command(RUN, info, "--a b"), resume_program(RUN, info, [sys.executable, "train.py"])):
         assert "mpirun" not in _words(command)[0]
         assert "on 4 ranks, started by" in command and "as before" in command
-    assert _words(go_on(RUN, info, "--a b")) == _words(go_on(RUN, ALONE, "--a b"))
+    assert _words(resume_command(RUN, info, "--a b")) == _words(resume_command(RUN, ALONE, "--a b"))
 
 
 def test_ranks_of_srun_over_gloo_are_started_by_srun() -> None:
     over_gloo = RankInfo(GLOO_LAUNCHER, size=4, local_size=4)
-    assert "started by horovodrun --gloo as before" in go_on(RUN, over_gloo)
+    assert "started by horovodrun --gloo as before" in resume_command(RUN, over_gloo)
     by_srun = replace(over_gloo, variables={"SLURM_STEP_NUM_TASKS": "4"})
-    assert "started by srun as before" in go_on(RUN, by_srun)
+    assert "started by srun as before" in resume_command(RUN, by_srun)
 
 
 def test_a_program_is_started_again_as_it_was() -> None:
     argv = [sys.executable, "-W", "ignore", "train it.py", "--name=a b"]
-    alone, four = (go_on_program(RUN, info, argv) for info in (ALONE, ONE_HOST))
+    alone, four = (resume_program(RUN, info, argv) for info in (ALONE, ONE_HOST))
     assert _words(alone)[1:] == argv[1:]
     assert _words(four)[1:3] == ["-np", "4"] and _words(four)[3:] == _words(alone)
     assert alone.endswith(f"# with run_dir set to '{RUN}'")
@@ -78,14 +78,14 @@ def test_a_program_is_started_again_as_it_was() -> None:
 @pytest.mark.parametrize("argv", [[sys.executable], [sys.executable, "-c", "a\nb"], [sys.executable, "x" * 1000]])
 def test_a_program_without_a_command_line_of_its_own_is_no_command(argv: list[str]) -> None:
     for info in (ALONE, ONE_HOST, TWO_HOSTS):
-        text = go_on_program(RUN, info, argv)
+        text = resume_program(RUN, info, argv)
         assert _words(text) == [] and text.startswith("# the same program again, with run_dir")
 
 
 def test_a_job_of_our_own_launcher_is_launched_again() -> None:
     launched = {LAUNCH_OPTIONS: '["-np", "2", "--discover", "my hosts.sh"]'}
-    words = _words(go_on(RUN, replace(ONE_HOST, variables=launched), "--train.steps 9"))
+    words = _words(resume_command(RUN, replace(ONE_HOST, variables=launched), "--train.steps 9"))
     assert words[1:7] == ["launch", "-np", "2", "--discover", "my hosts.sh", "--"]
     assert words[7] == "--config" and words[-2:] == ["--train.steps", "9"]
     for other in ("no json", '{"a": 1}', "[1]"):
-        assert "launch" not in _words(go_on(RUN, replace(ALONE, variables={LAUNCH_OPTIONS: other})))
+        assert "launch" not in _words(resume_command(RUN, replace(ALONE, variables={LAUNCH_OPTIONS: other})))

@@ -44,7 +44,7 @@ class NoCauses:
     def __init__(self) -> None:
         self.closed = False
 
-    def lap(self) -> list[float]:
+    def read(self) -> list[float]:
         return [7.0, *[math.nan] * (len(FACTS) - 2)]
 
     def close(self) -> None:

@@ -367,7 +367,7 @@ def test_histograms(tmp_path: Path) -> None:
         tmp_path,
         STARTED,
         step_record(1, 1e9),
-        {"event": "histograms", "at_step": 1, **Histograms(pytest.fail).of(model)},
+        {"event": "histograms", "at_step": 1, **Histograms(pytest.fail).summaries(model)},
     )
     found = read(tmp_path / "histograms")
     (event,) = found.Histograms("parameters/weight")

@@ -13,7 +13,7 @@ import pytest
 
 from hvdtrain.__main__ import main
 from hvdtrain.observe.journal import read_journal, read_steps
-from hvdtrain.observe.shell_commands import go_on
+from hvdtrain.observe.shell_commands import resume_command
 from hvdtrain.runtime.environment import RankInfo
 from tests.support.audited import audited, seen
 from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S, train
@@ -60,7 +60,7 @@ def test_a_run_and_a_task_of_any_name(folder: Path, size: int) -> None:
 def test_the_command_that_is_shown_can_be_pasted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)  # it is for who is there
     train(f"--task={NASTY}.py:toy", f"--run_dir={NASTY}/run", "--train.stop_at=2", *OPTIONS, cwd=folder)
-    command = go_on(Path(NASTY) / "run", RankInfo(), "--train.stop_at null")
+    command = resume_command(Path(NASTY) / "run", RankInfo(), "--train.stop_at null")
     done = subprocess.run(
         ["/bin/sh", "-c", command],
         cwd=folder,

@@ -11,7 +11,7 @@ import pytest
 from hvdtrain.config.windows import Window
 from hvdtrain.errors import RunDirectoryError
 from hvdtrain.observe.live_window import LiveWindow, Requests
-from hvdtrain.observe.window_files import Answer, Request, answer, ask, read_answer, read_request
+from hvdtrain.observe.window_files import Answer, Request, read_answer, read_request, write_answer, write_request
 from hvdtrain.timeline.window import request_window, stop_window
 
 
@@ -28,7 +28,7 @@ def job(folder: Path, states: list[Answer]) -> Callable[[float], None]:
         request = read_request(folder / "timeline")
         assert request is not None
         if states:
-            answer(folder / "timeline", Answer(**{**vars(states.pop(0)), "id": request.id}))
+            write_answer(folder / "timeline", Answer(**{**vars(states.pop(0)), "id": request.id}))
 
     return sleep
 
@@ -44,7 +44,7 @@ def test_a_job_that_has_seen_it_and_does_no_step(tmp_path: Path) -> None:
 
 
 def test_an_answer_to_another_request_is_none_to_this_one(tmp_path: Path) -> None:
-    answer(run_folder(tmp_path) / "timeline", Answer("other", "open", 7))
+    write_answer(run_folder(tmp_path) / "timeline", Answer("other", "open", 7))
     found = request_window(tmp_path, patience_s=1.0, sleep=job(tmp_path, [Answer("", "seen"), Answer("", "open", 9)]))
     assert found.first == 9
 
@@ -81,15 +81,15 @@ class Told:
 
 
 def test_what_was_asked_of_an_earlier_start_is_not_done_again(tmp_path: Path) -> None:
-    ask(tmp_path, Request("old", "start"))
+    write_request(tmp_path, Request("old", "start"))
     requests = Requests(tmp_path, every_s=1000.0)
-    requests.look()
-    assert requests.take() is None
-    ask(tmp_path, new := Request("new", "start", 5))
-    requests.look()
-    assert requests.take() == new
-    requests.look()
-    assert requests.take() is None
+    requests.poll()
+    assert requests.next_request() is None
+    write_request(tmp_path, new := Request("new", "start", 5))
+    requests.poll()
+    assert requests.next_request() == new
+    requests.poll()
+    assert requests.next_request() is None
     requests.close()
 
 
@@ -125,7 +125,7 @@ def job_of(folder: Path) -> LiveWindow:
 
 def taken(window: LiveWindow, folder: Path, request: Request) -> list[int]:
     """What the step that comes sums when this is asked."""
-    ask(folder, request)
+    write_request(folder, request)
     while not any(asked := window.notices()):
         pass
     return asked
@@ -150,7 +150,7 @@ def test_a_run_that_ends_says_so_to_who_asked_too_late(tmp_path: Path) -> None:
     assert read_answer(tmp_path) == Answer("last step", "none", files=[], lacks="it has ended")
     window = job_of(tmp_path)
     window.begin_step(3)
-    ask(tmp_path, Request("later", "stop"))
+    write_request(tmp_path, Request("later", "stop"))
     while (seen := read_answer(tmp_path)) is None or seen.id != "later":
         pass
     window.close()
@@ -171,10 +171,10 @@ def test_a_trace_that_goes_away_meanwhile_is_nobodys_failure(tmp_path: Path) -> 
 def test_the_answer_says_what_was_written(tmp_path: Path) -> None:
     (tmp_path / "old.json").write_text("[]")
     (tmp_path / "spans.json").write_text("[]")
-    ask(tmp_path, Request("before", "stop"))
+    write_request(tmp_path, Request("before", "stop"))
     requests = Requests(tmp_path, every_s=0.001)
     window = LiveWindow(tmp_path, requests, [Told()], Told(), "nothing", lambda text: None)
-    ask(tmp_path, Request("now", "start", 2))
+    write_request(tmp_path, Request("now", "start", 2))
     while not any(asked := window.notices()):
         pass
     window.agreed(3, asked)

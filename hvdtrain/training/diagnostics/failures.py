@@ -14,7 +14,7 @@ from hvdtrain.observe.failure.failure_output import FailureOutput
 from hvdtrain.observe.failure.mailbox import crash_notes, open_mailbox
 from hvdtrain.observe.failure.reporter import JobFacts, Reporter, archive_old_card
 from hvdtrain.observe.failure.statement import StatementMaker, this_process
-from hvdtrain.observe.shell_commands import go_on, go_on_program, shown
+from hvdtrain.observe.shell_commands import relative_to_start, resume_command, resume_program
 from hvdtrain.observe.watchdog import Watchdog
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.environment import RankInfo
@@ -44,8 +44,8 @@ def explained(
     place = mailbox.folder.parent.parent if mailbox.folder is not None else directory
     if comm.rank == 0:
         archive_old_card(place)
-    here = shown(directory, info)
-    again = go_on(directory, info) if output is not None else go_on_program(directory, info, sys.orig_argv)
+    here = relative_to_start(directory, info)
+    again = resume_command(directory, info) if output is not None else resume_program(directory, info, sys.orig_argv)
     job = JobFacts(here, place, again, lambda: _newest(place, here))
     reporter = Reporter(mailbox, StatementMaker(mailbox.process, spans, comm.in_flight), job, output or FailureOutput())
     with handlers_as_before():

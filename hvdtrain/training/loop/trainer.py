@@ -245,7 +245,7 @@ class Trainer:
     def _observe_values(self) -> None:
         every, step = self.config.observe.histograms_every, self.state.progress.step
         if every and step % every == 0 and self.comm.rank == 0:
-            self.observer.show({"event": "histograms", "at_step": step, **self._histograms.of(self.state.model)})
+            self.observer.show({"event": "histograms", "at_step": step, **self._histograms.summaries(self.state.model)})
 
     def _event(self, event: str, **facts: Any) -> None:
         self.observer.event({"event": event, "at_step": self.state.progress.step, **facts})

@@ -14,7 +14,7 @@ from hvdtrain.comm.link_probe import probe_link
 from hvdtrain.comm.objects import allgather_json, broadcast_json
 from hvdtrain.config.schema import ObserveConfig
 from hvdtrain.observe.clocks import AT_START, Clocks
-from hvdtrain.observe.host_load import Causes
+from hvdtrain.observe.host_load import HostLoad
 from hvdtrain.observe.monitor import Monitor, gpu_identity
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.observe.sinks import Background
@@ -74,7 +74,7 @@ def add_stamps(
         sink = StepSink(StepFile(path, recorder.warn), clocks, origin_us, recorder.show)
         sink.start({**start_line(start, started_at, hosts, ids, origin_us), "link": link}, now_us)
         writer = Background(lambda: sink, path.name, recorder.warn)
-    causes = Causes(Monitor(gpu_identity(device)).device)
+    causes = HostLoad(Monitor(gpu_identity(device)).device)
     stamps = StepStamps(comm, spans, clocks, causes, find_routers(model), started_at, writer)
     recorder.add_watcher(stamps)
     return start, stamps

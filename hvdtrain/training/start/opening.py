@@ -108,7 +108,7 @@ def open_recorder(run: RunConfig, kept: WorkerState, comm: Comm, directory: Path
     """
     leads = comm.rank == 0
     recorder = kept.recorder
-    if is_new := recorder is None or recorder.leads != leads or kept.went_back():
+    if is_new := recorder is None or recorder.is_rank_0 != leads or kept.went_back():
         kept.close_recorder()
         launched = kept.info.launcher != NO_LAUNCHER
         display = ProgressDisplay(kept.task.unit, run.config.observe.line_every_s, live=not launched, quiet=not leads)

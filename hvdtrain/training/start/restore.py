@@ -15,7 +15,7 @@ from hvdtrain.config.parse import RunConfig, list_changes
 from hvdtrain.errors import CheckpointError
 from hvdtrain.observe.journal import last_step
 from hvdtrain.observe.recorder import Recorder
-from hvdtrain.observe.shell_commands import shown
+from hvdtrain.observe.shell_commands import relative_to_start
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.clock import steady_s
 from hvdtrain.state.store import MANIFEST, CheckpointStore, Saved, load
@@ -123,7 +123,7 @@ def restore(
         recorder.event(
             {"event": "resumed", "from": str(saved.path), "step": saved.step, "position": state.progress.position}
         )
-        recorder.say(f"going on from step {saved.step} ({shown(saved.path, kept.info)})")
+        recorder.say(f"going on from step {saved.step} ({relative_to_start(saved.path, kept.info)})")
         _tell_learning_rate(run, kept, recorder)
         if (state.progress.samples, state.progress.data_id) != (samples, data_id):
             recorder.warn(
