@@ -102,7 +102,7 @@ class ExchangeEngine:
 
     def carried(self) -> dict[str, list[str]]:
         """Names of the parameters by bucket."""
-        return self._reducer.carried()
+        return self._reducer.parameter_names()
 
     def buffers(self) -> list[Tensor]:
         """The buckets."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hvdtrain.exchange.residual_transfer import Residuals, owed_key
+from hvdtrain.exchange.residual_transfer import DetachedState, residual_key
 from hvdtrain.exchange.sparse import zero_rows
 
 
@@ -23,7 +23,7 @@ class LocalEngine:
         self.optimizer = optimizer
         self._parameters = named_parameters
         self._sparse: set[str] = set()
-        self._kept = Residuals({}, 1)
+        self._kept = DetachedState({}, 1)
         self._delivered: list[str] = []
         self._values: Mapping[str, Any] = {"plan": None, "ranks": 1}
 
@@ -44,8 +44,8 @@ class LocalEngine:
                 continue
             if parameter.grad is None:
                 parameter.grad = zero_rows(parameter) if name in self._sparse else torch.zeros_like(parameter)
-            if self._kept.owes(name) and not parameter.grad.is_sparse:
-                self._delivered.append(key := owed_key(name))
+            if self._kept.has_residual(name) and not parameter.grad.is_sparse:
+                self._delivered.append(key := residual_key(name))
                 parameter.grad.add_(self._kept.tensors[key].to(parameter.device) * self._kept.ranks)
             if parameter.grad.is_sparse:
                 self._sparse.add(name)
@@ -58,7 +58,7 @@ class LocalEngine:
     def commit(self, *, applied: bool) -> None:
         """Forget what was delivered, where the step was applied."""
         if applied and self._delivered:
-            self._kept = self._kept.less(self._delivered)
+            self._kept = self._kept.without_keys(self._delivered)
 
     def rescale(self, factor: float) -> None:
         """Multiply what several ranks have left to be delivered."""
@@ -77,7 +77,7 @@ class LocalEngine:
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Keep it: one rank exchanges nothing, but what several have not delivered is added to the next gradients."""
-        self._kept = Residuals({name: tensor.clone() for name, tensor in tensors.items()}, int(values["ranks"]))
+        self._kept = DetachedState({name: tensor.clone() for name, tensor in tensors.items()}, int(values["ranks"]))
         self._values = values
 
     def step(self) -> None:

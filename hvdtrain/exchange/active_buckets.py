@@ -1,4 +1,4 @@
-"""The buckets in force, and what compression carries from one set of buckets to the next."""
+"""The buckets in use, and the state of compressors that survives a change of buckets."""
 
 from __future__ import annotations
 
@@ -11,113 +11,113 @@ from torch import Tensor
 from hvdtrain.compression.base import Compressor
 from hvdtrain.exchange.bucket_exchange import BucketExchange
 from hvdtrain.exchange.buckets import Named, Plan
-from hvdtrain.exchange.residual_transfer import Residuals, owed_key
+from hvdtrain.exchange.residual_transfer import DetachedState, residual_key
 
 
 class ActiveBuckets:
-    """A flight, or none while its plan is being learned, and the state of compressors that are not its own.
+    """The buckets in use; none until their plan is known.
 
     Args:
-        make: a flight of a plan, for the ranks and the parameters that there are then.
-        ranks: how many there are.
+        make: makes the exchange of a plan, for the current ranks and parameters.
+        ranks: world size.
 
     Attributes:
-        flight: the buckets in force.
-        carried: what no bucket holds.
+        exchange: the exchange of the buckets in use.
+        detached: state of compressors that belongs to no bucket.
     """
 
     def __init__(self, make: Callable[[Plan], BucketExchange], ranks: int) -> None:
         self._make = make
         self._ranks = ranks
-        self.flight: BucketExchange | None = None
-        self.carried = Residuals({}, ranks)
+        self.exchange: BucketExchange | None = None
+        self.detached = DetachedState({}, ranks)
         self._delivered: list[str] = []
 
-    def adopt(self, agreed: Plan, parameters: Collection[str]) -> BucketExchange:
-        """Make the buckets of a plan; what compressors knew of these parameters goes with them.
+    def adopt(self, plan: Plan, parameters: Collection[str]) -> BucketExchange:
+        """Make the buckets of a plan and give their compressors the state of these parameters.
 
-        What is owed to those whose compressor keeps no error is delivered by the next exchange.
+        A compressor without error feedback cannot take over a residual: the next exchange adds it to the gradient.
         """
         self.drop()
-        flight = self.flight = self._make(agreed)
-        for compressor in flight.compressors:
-            compressor.load_state_dict(self.carried.tensors, self.carried.ranks)
-        lossless = [compressor for compressor in flight.compressors if not compressor.keeps_error]
-        owed = [p.name for c in lossless for p in c.shape.parts if self.carried.owes(p.name)]
-        self._delivered = [owed_key(name) for name in owed]
-        # What was frozen may be freed again.
-        self.carried = self.carried.without(parameters, self._ranks, keep=self._delivered)
-        flight.deliver({name: self.carried.tensors[owed_key(name)] for name in owed})
-        return flight
+        exchange = self.exchange = self._make(plan)
+        for compressor in exchange.compressors:
+            compressor.load_state_dict(self.detached.tensors, self.detached.ranks)
+        lossless = [compressor for compressor in exchange.compressors if not compressor.keeps_error]
+        names = [p.name for c in lossless for p in c.shape.parts if self.detached.has_residual(p.name)]
+        self._delivered = [residual_key(name) for name in names]
+        # State of other parameters stays: a frozen parameter may be freed again.
+        self.detached = self.detached.without_parameters(parameters, self._ranks, keep=self._delivered)
+        exchange.add_residuals({name: self.detached.tensors[residual_key(name)] for name in names})
+        return exchange
 
     def drop(self) -> None:
-        """Have no buckets, but all that they carried."""
-        self.carried = self._all()
-        self.flight = None
+        """Remove the buckets and keep the state of their compressors."""
+        self.detached = self._state()
+        self.exchange = None
 
     def restart(self, ranks: int) -> None:
-        """The same among other ranks: what this rank still owes it owes there.
+        """Remove the buckets and keep this rank's residuals, for a job of another world size.
 
-        All else that compression has learned starts anew: it is equal on all ranks, and one that joins lacks it.
+        Other state of compressors must be equal on all ranks. A rank that joins has none, so it is dropped.
         """
-        self.carried = self._all().owed(ranks)
-        self.flight = None
+        self.detached = self._state().residuals_only(ranks)
+        self.exchange = None
         self._ranks = ranks
 
     def finite(self) -> bool:
-        """Whether compressors that keep or lose something found what came finite; equal on all ranks."""
+        """Whether the sums are finite, as far as compressors with state or loss check it. Equal on all ranks."""
         return all(compressor.finite() for compressor in self._compressors())
 
     def commit(self, *, applied: bool) -> None:
-        """Keep what the exchange changed in the compressors' state; if the step was not applied, forget it."""
+        """Keep the changes of the exchange to compressors' state; drop them if the step was not applied."""
         for compressor in self._compressors():
             compressor.commit(applied=applied)
-        if applied and self._delivered and self.flight is not None:
-            self.carried = self.carried.less(self._delivered)
+        if applied and self._delivered and self.exchange is not None:
+            self.detached = self.detached.without_keys(self._delivered)
             self._delivered = []
-            self.flight.deliver({})
+            self.exchange.add_residuals({})
 
     def rescale(self, factor: float) -> None:
-        """Gradients are multiplied by `factor` from now on, and so is what compressors carry to the next step."""
-        self.carried.rescale(factor)
+        """Multiply all residuals, because gradients are multiplied by `factor` from now on."""
+        self.detached.rescale(factor)
         for compressor in self._compressors():
             compressor.rescale(factor)
 
     def synchronize_state(self) -> None:
-        """Make the state the same on all ranks, so that it can be saved by one. Collective: yes."""
+        """Make the state equal on all ranks, so that one rank can save it. Collective: yes."""
         for compressor in self._compressors():
             compressor.synchronize_state()
 
     def synchronized_state(self) -> dict[str, Tensor]:
-        """The tensors as `synchronize_state` would make them, which stay as they are. Collective: yes.
+        """Return the tensors that `synchronize_state` would make, without changing the state. Collective: yes.
 
-        To be read before the next step.
+        They are valid until the next step.
         """
-        held = {k: t for compressor in self._compressors() for k, t in compressor.synchronized_state().items()}
-        return {**self.carried.tensors, **held}
+        attached = {k: t for compressor in self._compressors() for k, t in compressor.synchronized_state().items()}
+        return {**self.detached.tensors, **attached}
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors and plain values; after `synchronize_state` equal on all ranks. Tensors are not copied."""
-        carried = self._all()
-        return dict(carried.tensors), {"plan": self.flight and asdict(self.flight.plan), "ranks": carried.ranks}
+        """Return tensors (not copied) and plain values; equal on all ranks after `synchronize_state`."""
+        state = self._state()
+        return dict(state.tensors), {"plan": self.exchange and asdict(self.exchange.plan), "ranks": state.ranks}
 
     def load_state_dict(
         self, tensors: Mapping[str, Tensor], values: Mapping[str, Any], known: Named, limit_bytes: int
     ) -> None:
-        """Take over a state; a plan that is not of the known parameters, or by another limit, is left aside."""
-        self.flight = None
-        self.carried = Residuals(tensors, int(values["ranks"]))
+        """Load a state. Its plan is ignored if it has other parameters than `known` or another size of buckets."""
+        self.exchange = None
+        self.detached = DetachedState(tensors, int(values["ranks"]))
         if (saved := values["plan"]) is not None:
-            agreed = Plan.of_saved(saved)
-            if agreed.fits(known) and agreed.limit_bytes == limit_bytes:
-                owed = [name for name in agreed.rows if self.carried.owes(name)]
-                self.adopt(agreed.without_rows(owed), dict(known))
+            plan = Plan.from_saved(saved)
+            if plan.fits(known) and plan.limit_bytes == limit_bytes:
+                with_residual = [name for name in plan.rows if self.detached.has_residual(name)]
+                self.adopt(plan.without_rows(with_residual), dict(known))
 
-    def _all(self) -> Residuals:
-        if self.flight is None:
-            return self.carried
-        held = {k: t for compressor in self._compressors() for k, t in compressor.state_dict().items()}
-        return Residuals({**self.carried.tensors, **held}, self._ranks)
+    def _state(self) -> DetachedState:
+        if self.exchange is None:
+            return self.detached
+        attached = {k: t for compressor in self._compressors() for k, t in compressor.state_dict().items()}
+        return DetachedState({**self.detached.tensors, **attached}, self._ranks)
 
     def _compressors(self) -> Sequence[Compressor]:
-        return self.flight.compressors if self.flight else ()
+        return self.exchange.compressors if self.exchange else ()

@@ -1,4 +1,4 @@
-"""What the ranks settle once, before gradients travel: that they hold the same parameters, and one plan for all."""
+"""Make one plan of buckets for all ranks, and check that they have the same parameters."""
 
 from __future__ import annotations
 
@@ -9,69 +9,68 @@ from collections.abc import Callable, Sequence
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json, broadcast_json
+from hvdtrain.compression.bucket_filling import FEW_ROWS
 from hvdtrain.errors import LaunchError
 from hvdtrain.exchange.buckets import Named, Plan
-from hvdtrain.exchange.rows import touched
-
-_FEW = 1 / 4
-"""Of the rows of a gradient."""
+from hvdtrain.exchange.rows import count_rows
 
 
-def agree(
+def agree_on_plan(
     comm: Comm,
     named: Named,
-    draft: Callable[..., Plan],
+    make_plan: Callable[..., Plan],
     finished: Sequence[str],
-    owed: Callable[[str], bool],
+    has_residual: Callable[[str], bool],
     name: str,
     *,
     sparse_as_dense: bool = False,
 ) -> Plan:
-    """Make the plan that all ranks use: by the order in which rank 0 finished its gradients. Collective: yes.
+    """Return the plan that all ranks use, in the order in which rank 0 finished its gradients. Collective: yes.
 
     Args:
         comm: the ranks.
         named: this rank's parameters.
-        draft: makes a plan of `named`, `finished`, the names of sparse gradients, and those of which few rows are not
-            zero.
-        finished: names in the order in which this rank's backward finished.
-        owed: whether compression owes something to a parameter, so that it has to be packed with its gradient.
-        name: what the collectives' names begin with.
-        sparse_as_dense: treat sparse gradients like others; otherwise what is sparse on one rank is sparse for all.
+        make_plan: makes a plan of `named`, `finished`, the names of sparse gradients, and the row counts of gradients
+            with few rows.
+        finished: names in the order in which this rank's backward finished them.
+        has_residual: whether a parameter has a residual, which must be packed with the whole gradient.
+        name: prefix of the collectives' names.
+        sparse_as_dense: treat sparse gradients like dense ones. Otherwise a gradient that is sparse on one rank is
+            sparse on all.
 
     Errors:
-        LaunchError: on every rank, where the parameters of one are not those of rank 0.
+        LaunchError: a rank has other parameters than rank 0; raised on every rank.
     """
     described: list[list[object]] = [[n, list(p.shape), str(p.dtype)] for n, p in named]
     digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()
     sparse = [n for n, p in named if p.grad is not None and p.grad.is_sparse and not sparse_as_dense]
-    # On one host, what it takes to learn from a GPU how many rows there are does not pay.
-    asked = [(n, p) for n, p in named if p.device.type == "cpu" or comm.local_size < comm.size]
-    rows = {n: sys.maxsize if owed(n) else count for n, count in touched(asked).items()}
+    # On one host, sending rows does not save the time that counting them on a GPU takes.
+    counted = [(n, p) for n, p in named if p.device.type == "cpu" or comm.local_size < comm.size]
+    rows = {n: sys.maxsize if has_residual(n) else count for n, count in count_rows(counted).items()}
     answers = allgather_json(comm, [digest, sparse, rows], name=f"{name}/plan")
     if any(other != answers[0][0] for other, *_ in answers):
-        _name_the_difference(comm, described, name)
+        _raise_difference(comm, described, name)
     order = broadcast_json(comm, list(finished), name=f"{name}/order")
-    alone = {n for _, names, _ in answers for n in names}
-    counts = {n: sum(here.get(n, 0) for *_, here in answers) for n in rows}  # no fewer than some rank has touched
-    # Of one that was zero throughout, such as that behind weights that begin at zero, nothing is known.
-    few = {n: count for n, p in named if n not in alone and 0 < (count := counts.get(n, 0)) <= _FEW * len(p)}
-    return draft(named, finished=order, sparse=alone, rows=few)
+    any_sparse = {n for _, names, _ in answers for n in names}
+    counts = {n: sum(own.get(n, 0) for *_, own in answers) for n in rows}  # at least the rows touched on some rank
+    # A gradient of zeros, for example behind weights that start at zero, says nothing about later steps.
+    few = {n: c for n, p in named if n not in any_sparse and 0 < (c := counts.get(n, 0)) <= FEW_ROWS * len(p)}
+    return make_plan(named, finished=order, sparse=any_sparse, rows=few)
 
 
-def _name_the_difference(comm: Comm, described: list[list[object]], name: str) -> None:
+def _raise_difference(comm: Comm, described: list[list[object]], name: str) -> None:
     everyone = allgather_json(comm, described, name=f"{name}/parameters")
     for rank, other in enumerate(everyone):
         if other == everyone[0]:
             continue
         length = min(len(other), len(everyone[0]))
         at = next((i for i in range(length) if other[i] != everyone[0][i]), length)
-        there, here = (parts[at] if at < len(parts) else "none" for parts in (other, everyone[0]))
+        found, expected = (parts[at] if at < len(parts) else "none" for parts in (other, everyone[0]))
         error = LaunchError(
-            f"the parameters of rank {rank} are not those of rank 0: number {at} differs",
-            expected=f"{here}, as on rank 0 (of {len(everyone[0])})",
-            found=f"{there} (of {len(other)})",
-            next_step="build, freeze and give the optimizer the same parameters in the same order on every rank",
+            f"rank {rank} has other parameters than rank 0: the first difference is parameter {at}",
+            expected=f"{expected}, as on rank 0 (which has {len(everyone[0])} parameters)",
+            found=f"{found} (of {len(other)} parameters)",
+            next_step="build, freeze and pass to the optimizer the same parameters in the same order on every rank",
         )
         error.everywhere = True
         raise error

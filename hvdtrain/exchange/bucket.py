@@ -1,4 +1,4 @@
-"""What travels together: packed by backward's hooks, then driven from one collective to the next."""
+"""A bucket of gradients: packed by backward's hooks, then driven from one collective to the next."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Bucket(ABC):
     """Gradients that are exchanged together.
 
     Args:
-        layout: what it holds.
-        as_views: whether the parameters' gradients are views of it; they stay the tensors that they are otherwise.
+        layout: of the bucket.
+        as_views: whether the parameters' gradients become views of the bucket. Otherwise they stay the same tensors.
 
     Attributes:
         layout: as given.
-        missing: how many gradients of this step are not packed yet.
-        eager: whether it starts as soon as it is full: its exchange does not wait for the device.
+        missing: number of gradients of this step that are not packed yet.
+        eager: whether it starts as soon as it is full, because its exchange does not wait for the device.
     """
 
     eager = True
@@ -40,20 +40,20 @@ class Bucket(ABC):
         self.begin()
 
     def begin(self) -> None:
-        """Expect the gradients of another step."""
+        """Start another step."""
         self._packed = [False] * len(self.layout.parameters)
         self.missing = len(self._packed)
         self._phases: Phases | None = None
         self._handle: Handle | None = None
 
-    def holds(self, index: int) -> bool:
-        """Whether a gradient of this step is packed."""
+    def is_packed(self, index: int) -> bool:
+        """Whether a parameter's gradient of this step is packed."""
         return self._packed[index]
 
-    def put(self, index: int, weight: float) -> None:
-        """Pack the gradient of a parameter, times `weight`, zero where it has none.
+    def pack(self, index: int, weight: float) -> None:
+        """Pack the gradient of a parameter, times `weight`; zero if it has none.
 
-        Where gradients are views, the parameter has none until `give`, and its memory is free.
+        If gradients are views, the parameter then has none until `set_gradients`, so that its memory is free.
         """
         parameter = self.layout.parameters[index]
         self._pack(index, parameter.grad, weight)
@@ -62,11 +62,11 @@ class Bucket(ABC):
         self._packed[index] = True
         self.missing -= 1
 
-    def put_rest(self, weight: float) -> None:
-        """Pack what backward did not."""
+    def pack_missing(self, weight: float) -> None:
+        """Pack the gradients that backward skipped."""
         for index, packed in enumerate(self._packed):
             if not packed:
-                self.put(index, weight)
+                self.pack(index, weight)
 
     @abstractmethod
     def _pack(self, index: int, gradient: Tensor | None, weight: float) -> None: ...
@@ -76,12 +76,12 @@ class Bucket(ABC):
 
     @abstractmethod
     def _sums(self) -> list[Tensor]:
-        """Of each parameter; where views are allowed, these."""
+        """Return the sum for each parameter; views of the bucket, if it has a buffer."""
 
-    def give(self) -> list[Tensor]:
-        """Make the sums the parameters' gradients; what of them clipping has to multiply."""
+    def set_gradients(self) -> list[Tensor]:
+        """Make the sums the parameters' gradients; return the tensors that clipping has to multiply."""
         sums = self._sums()
-        own, came = [], []
+        own, received = [], []
         for parameter, total in zip(self.layout.parameters, sums, strict=True):
             gradient = parameter.grad
             if gradient is not None and gradient.is_sparse and not total.is_sparse:
@@ -92,70 +92,70 @@ class Bucket(ABC):
                 gradient.copy_(total)
             elif gradient is not total:
                 own.append(gradient)
-                came.append(total)
+                received.append(total)
         if own:
-            torch._foreach_copy_(own, came)
+            torch._foreach_copy_(own, received)
         return [total._values() if total.is_sparse else total for total in sums]
 
     @property
     def started(self) -> bool:
-        """Whether the exchange of this step has begun."""
+        """Whether the exchange of this step has started."""
         return self._phases is not None
 
     @property
     def running(self) -> bool:
-        """Whether it has begun and is not over."""
+        """Whether the exchange has started and not finished."""
         return self._handle is not None
 
     def start(self) -> None:
-        """Begin the exchange. Collective: yes, with the same bucket of the other ranks, in any order."""
+        """Start the exchange. Collective: yes, with the same bucket of the other ranks, in any order."""
         self._phases = phases = self._exchange()
-        self._go_on(lambda: next(phases))
+        self._continue(lambda: next(phases))
 
     def advance(self) -> bool:
-        """Take the next step if what it waits for is there; whether it was."""
+        """Continue if the current collective has finished; return whether it had."""
         if self._handle is None or not self._handle.done():
             return False
         self.wait()
         return True
 
     def wait(self) -> None:
-        """Take the next step as soon as what it waits for is there."""
+        """Wait for the current collective, then continue."""
         assert self._handle is not None and self._phases is not None
         try:
             result = self._handle.wait()
         except JoinedError as error:
-            self._go_on(partial(self._phases.throw, error))  # it may know another way
+            self._continue(partial(self._phases.throw, error))  # the exchange may have a fallback
             return
-        if result.is_cuda:  # it may have been made for another stream, to whose memory it goes back
+        if result.is_cuda:  # its memory may belong to another stream
             result.record_stream(torch.cuda.current_stream(result.device))
-        self._go_on(partial(self._phases.send, result))
+        self._continue(partial(self._phases.send, result))
 
-    def _go_on(self, take: Callable[[], Handle]) -> None:
+    def _continue(self, resume: Callable[[], Handle]) -> None:
         try:
-            self._handle = take()
+            self._handle = resume()
         except StopIteration:
             self._handle = None
 
 
 class SideStream:
-    """Where a device carries out what compressors ask for: beside backward, not in its way.
+    """The CUDA stream that compressors run on, so that they do not delay backward. On the CPU it does nothing.
 
-    On CUDA a stream of its own. An exchange begins after what has packed its bucket, and `join` makes the current
-    stream wait for all of it; the host waits for neither. On the CPU, nothing.
+    An exchange starts after its bucket is packed, and `join` makes the current stream wait for the exchange. The host
+    waits for neither.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = _stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._packed: set[torch.cuda.Stream] = set()
 
-    def packed(self) -> None:
-        """Note that a gradient was packed on the current stream."""
+    def record_packed(self) -> None:
+        """Record that a gradient was packed on the current stream."""
         if self._stream is not None:
             self._packed.add(torch.cuda.current_stream(self._stream.device))
 
     def run(self, action: Callable[[], T]) -> T:
-        """Do `action` there, after what was packed."""
+        """Run `action` on this stream, after the recorded packing."""
         if self._stream is None:
             return action()
         for stream in self._packed:
@@ -166,10 +166,6 @@ class SideStream:
             return action()
 
     def join(self) -> None:
-        """Let what the current stream is given from now on come after what was done here."""
+        """Make the current stream wait for this stream."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-
-
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

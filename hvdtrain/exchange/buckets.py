@@ -1,4 +1,4 @@
-"""Which parameter's gradient lies where: flat buckets, planned from the order in which backward finishes. Pure."""
+"""Assign gradients to flat buckets, in the order in which backward finishes them. Pure."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ Named = Sequence[tuple[str, nn.Parameter]]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is exchanged together; the same on all ranks, and kept with a run so that its sums are always grouped alike.
+    """The gradients that are exchanged together.
+
+    It is equal on all ranks, and saved with a run so that a resumed run groups its sums in the same way.
 
     Attributes:
         buckets: names of parameters of one dtype and device, in the order in which backward finishes them.
-        sparse: names of parameters whose gradients are sparse; each travels alone.
-        rows: names of dense ones of which few rows were not zero, each alone in a bucket, and how many rows that were.
-        limit_bytes: of a bucket, by which they were divided; 0 where it is not known.
+        sparse: names of parameters with sparse gradients; each is exchanged alone.
+        rows: number of non-zero rows of dense gradients with few of them, by name; each is alone in a bucket.
+        limit_bytes: size limit of a bucket with which the plan was made; 0 if unknown.
     """
 
     buckets: tuple[tuple[str, ...], ...]
@@ -33,21 +35,21 @@ class Plan:
     limit_bytes: int = 0
 
     @classmethod
-    def of_saved(cls, saved: Mapping[str, Any]) -> Plan:
-        """The plan whose fields, as JSON, are these."""
+    def from_saved(cls, saved: Mapping[str, Any]) -> Plan:
+        """Return the plan with these fields, as read from JSON."""
         buckets, sparse = tuple(map(tuple, saved["buckets"])), tuple(saved["sparse"])
         return cls(buckets, sparse, dict(saved.get("rows", {})), int(saved.get("limit_bytes", 0)))
 
     def without_rows(self, names: Collection[str]) -> Plan:
-        """With all rows of these."""
+        """Return the plan that sends all rows of these gradients."""
         return replace(self, rows={name: count for name, count in self.rows.items() if name not in names})
 
     def fits(self, named: Named) -> bool:
-        """Whether it holds exactly these parameters, and each bucket those of one dtype and device."""
-        of = dict(named)
+        """Whether it has exactly these parameters, and each bucket has one dtype and device."""
+        by_name = dict(named)
         names = [*(name for bucket in self.buckets for name in bucket), *self.sparse]
-        return sorted(names) == sorted(of) and all(
-            len({(of[name].dtype, of[name].device) for name in bucket}) == 1 for bucket in self.buckets
+        return sorted(names) == sorted(by_name) and all(
+            len({(by_name[name].dtype, by_name[name].device) for name in bucket}) == 1 for bucket in self.buckets
         )
 
 
@@ -59,21 +61,21 @@ def plan(
     groups: Sequence[Sequence[str]] = (),
     rows: Mapping[str, int] | None = None,
 ) -> Plan:
-    """Divide parameters into buckets of at most `limit_bytes`, a larger one alone.
+    """Assign parameters to buckets of at most `limit_bytes`. A larger parameter gets a bucket of its own.
 
     Args:
-        named: parameters, in the model's order.
-        limit_bytes: of a bucket.
-        finished: names in the order in which a backward pass finished their gradients. Those that it left out come
-            last, apart from the others: a bucket is exchanged when all of it is there. Without it, the reverse of the
-            model's order, which is about the same.
-        sparse: names of those that have sparse gradients.
+        named: parameters in the model's order.
+        limit_bytes: size limit of a bucket.
+        finished: names in the order in which a backward pass finished their gradients. Parameters that it skipped come
+            last and in buckets of their own, because a bucket starts when it is full. If it is empty, the reverse of
+            the model's order is used, which is similar.
+        sparse: names of parameters with sparse gradients.
         groups: names that share a bucket for each dtype and device, whatever their size.
-        rows: how many rows are not zero, by name of those of which these are few; what is of a group stays there.
+        rows: number of non-zero rows, by name, of gradients with few of them. Ignored for parameters in a group.
     """
-    of = dict(named)
+    by_name = dict(named)
     alone = set(sparse)
-    first = dict.fromkeys(name for name in finished if name in of)
+    first = dict.fromkeys(name for name in finished if name in by_name)
     order = [*first, *(name for name, _ in reversed(named) if name not in first)]
     rest = set(order) - first.keys()
     buckets: list[list[str]] = []
@@ -85,8 +87,8 @@ def plan(
         buckets += fill(
             [name for name in names if name not in alone],
             limit,
-            lambda name: of[name].numel() * of[name].dtype.itemsize,
-            lambda name: (of[name].dtype, of[name].device),
+            lambda name: by_name[name].numel() * by_name[name].dtype.itemsize,
+            lambda name: (by_name[name].dtype, by_name[name].device),
             few,
         )
     return Plan(tuple(map(tuple, buckets)), tuple(name for name, _ in named if name in alone), few, limit_bytes)
@@ -94,30 +96,30 @@ def plan(
 
 @dataclass(frozen=True)
 class Layout:
-    """One bucket.
+    """The layout of one bucket.
 
     Attributes:
-        parameters: those whose gradients it holds, as `shape.parts` lists them.
-        shape: where each lies.
+        parameters: of its gradients, in the order of `shape.parts`.
+        shape: where each gradient is.
     """
 
     parameters: tuple[nn.Parameter, ...]
     shape: BucketShape
 
 
-def lay_out(agreed: Plan, of: Mapping[str, nn.Parameter], name: str) -> list[Layout]:
-    """Give each gradient its place; buckets are called ``name/0`` and so on, sparse ones after their parameters."""
-    dense = [_lay_out_one(names, of, f"{name}/{number}") for number, names in enumerate(agreed.buckets)]
-    return [*dense, *(_lay_out_one((sparse,), of, f"{name}/{sparse}") for sparse in agreed.sparse)]
+def lay_out(agreed: Plan, by_name: Mapping[str, nn.Parameter], name: str) -> list[Layout]:
+    """Return the layout of each bucket; dense ones are called ``name/0`` and so on, sparse ones ``name/parameter``."""
+    dense = [_lay_out_one(names, by_name, f"{name}/{number}") for number, names in enumerate(agreed.buckets)]
+    return [*dense, *(_lay_out_one((sparse,), by_name, f"{name}/{sparse}") for sparse in agreed.sparse)]
 
 
-def _lay_out_one(names: Sequence[str], of: Mapping[str, nn.Parameter], name: str) -> Layout:
-    parameters = tuple(of[n] for n in names)
+def _lay_out_one(names: Sequence[str], by_name: Mapping[str, nn.Parameter], name: str) -> Layout:
+    parameters = tuple(by_name[n] for n in names)
     dtype, device = parameters[0].dtype, parameters[0].device
     parts = []
     length = 0
     for parameter_name, parameter in zip(names, parameters, strict=True):
-        # torch's fused optimizers ignore strides: a gradient must be stored as its parameter is.
+        # A gradient needs the strides of its parameter, because torch's fused optimizers ignore strides.
         stride = None if parameter.is_contiguous() else torch.empty_like(parameter, device="meta").stride()
         parts.append(Part(parameter_name, parameter.shape, length, stride))
         length += padded(parameter.numel(), dtype.itemsize)

@@ -1,4 +1,4 @@
-"""Dense gradients, side by side in a flat buffer, by a compressor."""
+"""The bucket of dense gradients, which a compressor sums in one flat buffer."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ class DenseBucket(Bucket):
     """Gradients that a compressor sums.
 
     Args:
-        layout: what lies where.
-        compressor: how it travels.
-        factor: what the sum is multiplied by.
+        layout: of the bucket.
+        compressor: sums them.
+        factor: applied to the sum.
         as_views: as for `Bucket`.
 
     Attributes:
         compressor: as given.
-        owed: by index, what earlier exchanges of this rank have not delivered, and the compressor has no place for: it
-            is packed with the gradient.
-        out: (length,) the sums, of the gradients' dtype.
+        residuals: by index, residuals that the compressor cannot take over; each is packed with its gradient.
+        out: (length,) the sums, in the dtype of the gradients.
     """
 
     def __init__(self, layout: Layout, compressor: Compressor, factor: float = 1.0, *, as_views: bool = True) -> None:
@@ -31,14 +30,14 @@ class DenseBucket(Bucket):
         self.out = compressor.make_out()
         self._views = [part.view(self.out) for part in layout.shape.parts]
         self._factor = factor
-        self.owed: dict[int, Tensor] = {}
+        self.residuals: dict[int, Tensor] = {}
 
     def _pack(self, index: int, gradient: Tensor | None, weight: float) -> None:
         if gradient is not None and gradient.is_sparse:
             gradient = gradient.to_dense()
-        if (owed := self.owed.get(index)) is not None:
-            owed = owed.to(self.layout.shape.device) / weight
-            gradient = (owed if gradient is None else owed + gradient).to(self.layout.shape.dtype)
+        if (residual := self.residuals.get(index)) is not None:
+            residual = residual.to(self.layout.shape.device) / weight
+            gradient = (residual if gradient is None else residual + gradient).to(self.layout.shape.dtype)
         self.compressor.pack(index, gradient, weight)
 
     def _exchange(self) -> Phases:
@@ -47,5 +46,5 @@ class DenseBucket(Bucket):
             self.out.mul_(self._factor)
 
     def _sums(self) -> list[Tensor]:
-        # Not the whole of them: a norm over 30 MB summed in fp32 is off by 2e-4, that of the parts by 6e-6.
+        # One view per parameter: a norm over 30 MB summed in fp32 is off by 2e-4, that of the parts by 6e-6.
         return self._views

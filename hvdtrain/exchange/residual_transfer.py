@@ -1,4 +1,4 @@
-"""What compression carries from one set of buckets to the next."""
+"""The state of compressors on its way from one set of buckets to the next."""
 
 from __future__ import annotations
 
@@ -11,50 +11,54 @@ from hvdtrain.compression.feedback import RESIDUAL
 
 
 @dataclass(frozen=True)
-class Residuals:
-    """State of compressors that no bucket holds.
+class DetachedState:
+    """State of compressors that belongs to no bucket: residuals, and what the compressors have learned.
 
     Attributes:
-        tensors: by ``parameter/what``.
-        ranks: how many a job had whose ranks hold equal ones.
+        tensors: by ``parameter/kind``.
+        ranks: world size of the job in which all ranks hold this state.
     """
 
     tensors: Mapping[str, Tensor]
     ranks: int
 
-    def owed(self, ranks: int) -> Residuals:
-        """What this rank has yet to deliver, now a matter among so many ranks; all else is forgotten."""
-        return Residuals({key: t for key, t in self.tensors.items() if is_owed(key)}, ranks)
+    def residuals_only(self, ranks: int) -> DetachedState:
+        """Return this rank's residuals alone, for a job of another world size."""
+        return DetachedState({key: t for key, t in self.tensors.items() if is_residual(key)}, ranks)
 
-    def less(self, keys: Collection[str]) -> Residuals:
-        """What is left without these keys."""
-        return Residuals({key: t for key, t in self.tensors.items() if key not in keys}, self.ranks)
+    def without_keys(self, keys: Collection[str]) -> DetachedState:
+        """Return the state without these keys."""
+        return DetachedState({key: t for key, t in self.tensors.items() if key not in keys}, self.ranks)
 
-    def without(self, parameters: Collection[str], ranks: int, keep: Collection[str] = ()) -> Residuals:
-        """What is not of these parameters, for a job of so many ranks: what is owed keeps its sum over them.
+    def without_parameters(self, parameters: Collection[str], ranks: int, keep: Collection[str] = ()) -> DetachedState:
+        """Return the state of other parameters, for `ranks`: the sum of a residual over ranks stays the same.
 
-        `keep`: keys that stay, whatever they are of.
+        Args:
+            parameters: names to leave out.
+            ranks: new world size.
+            keep: keys to keep in any case.
         """
         scale = self.ranks / ranks
         rest = {k: t for k, t in self.tensors.items() if k in keep or k.rpartition("/")[0] not in parameters}
-        return Residuals({key: t * scale if is_owed(key) and scale != 1.0 else t for key, t in rest.items()}, ranks)
+        scaled = {key: t * scale if is_residual(key) and scale != 1.0 else t for key, t in rest.items()}
+        return DetachedState(scaled, ranks)
 
-    def owes(self, parameter: str) -> bool:
-        """Whether something of its gradients is yet to be delivered."""
-        return owed_key(parameter) in self.tensors
+    def has_residual(self, parameter: str) -> bool:
+        """Whether there is a residual of this parameter."""
+        return residual_key(parameter) in self.tensors
 
     def rescale(self, factor: float) -> None:
-        """Multiply what is owed."""
+        """Multiply the residuals."""
         for key, tensor in self.tensors.items():
-            if is_owed(key):
+            if is_residual(key):
                 tensor.mul_(factor)
 
 
-def owed_key(parameter: str) -> str:
-    """Return the key of what is owed to a parameter."""
+def residual_key(parameter: str) -> str:
+    """Return the key of a parameter's residual."""
     return f"{parameter}/{RESIDUAL}"
 
 
-def is_owed(key: str) -> bool:
-    """Whether a tensor of compressors, by its key, is what is yet to be delivered."""
+def is_residual(key: str) -> bool:
+    """Whether a key in the state of compressors is that of a residual."""
     return key.endswith(f"/{RESIDUAL}")

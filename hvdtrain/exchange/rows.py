@@ -1,4 +1,4 @@
-"""Dense gradients of which few rows are not zero, such as those of an embedding that a batch uses few entries of."""
+"""The bucket of a dense gradient with few non-zero rows, such as that of an embedding with few entries in a batch."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from hvdtrain.errors import JoinedError
 from hvdtrain.exchange.bucket import Bucket
 from hvdtrain.exchange.buckets import Layout, Named
 
-_LEAST_ROWS, _LEAST_BYTES = 256, 1 << 20
-"""Below these, looking for rows costs more than it saves."""
-_HALF = 15
-"""fp16 holds what is below two to that."""
-_NOTHING, _NOT_FINITE = -200, 128
-"""Exponents of a gradient of zeros, and of one that holds inf or nan."""
-_SCALES = 100
-"""The largest exponent of a scale: what is smaller than fp32's normal range is lost."""
+_MIN_ROWS, _MIN_BYTES = 256, 1 << 20
+"""In smaller gradients, searching for rows costs more than it saves."""
+_FP16_EXPONENT = 15
+"""fp16 holds numbers below two to this power."""
+_ZERO, _NOT_FINITE = -200, 128
+"""Exponents of a gradient of zeros, and of one with inf or nan."""
+_MAX_SCALE = 100
+"""The largest exponent of a scale. Values below fp32's normal range are lost."""
 
 
 class RowBucket(Bucket):
-    """The gradient of one parameter: only rows that are not zero on some rank are sent, and summed, where they lie.
+    """The gradient of one parameter, of which only rows that are not zero on some rank are sent and summed.
 
-    An allgather of which rows they are and how large the largest element is, then an allreduce of these rows. Where
-    compression is asked for they travel as fp16, scaled so that their sum fits, whatever the compression. While a rank
-    has joined, which has no rows, the whole gradient is summed.
+    An allgather of the row numbers and of the largest magnitude, then an allreduce of these rows. With any compression
+    rows are sent as fp16, scaled so that their sum fits. After a rank has joined, the whole gradient is summed, because
+    that rank has no rows.
 
     Args:
         layout: of this parameter alone.
         comm: the ranks.
-        factor: what the sum is multiplied by.
-        exact: send rows as they are (bfloat16, which Horovod cannot sum, as fp32).
+        factor: applied to the sum.
+        exact: send rows uncompressed (bfloat16 as fp32, because Horovod cannot sum it).
         as_views: as for `Bucket`.
 
     Attributes:
-        count: how many rows some rank has touched in the last exchange: equal on all ranks.
+        count: rows that were not zero on some rank in the last exchange. Equal on all ranks.
     """
 
     def __init__(self, layout: Layout, comm: Comm, factor: float = 1.0, *, exact: bool, as_views: bool = True) -> None:
@@ -49,7 +49,7 @@ class RowBucket(Bucket):
         self._wire = (torch.float32 if dtype == torch.bfloat16 else dtype) if exact else torch.float16
         self._exact = exact
         self._weight = 1.0
-        self.eager = layout.shape.device.type == "cpu"  # how many rows there are, the host has to be told
+        self.eager = layout.shape.device.type == "cpu"  # on a GPU, the host waits for the number of rows
         self.count = 0
         self._whole: Tensor | None = None
 
@@ -63,25 +63,26 @@ class RowBucket(Bucket):
     def _exchange(self) -> Phases:
         name, gradient = self.layout.shape.name, self._gradient
         self.count, self._whole = 0, None
-        largest = _largest(gradient)
-        mine = largest.nonzero().view(-1)
+        largest = _largest_by_row(gradient)
+        own_rows = largest.nonzero().view(-1)
         exponent = _exponent(float(largest.max()) * abs(self._weight))
-        # Below zero, so that it is told from rows; the largest exponent is the smallest of these.
-        said = torch.cat([mine.new_tensor([_NOTHING - 1 - exponent]), mine]).int()
+        # The exponent is sent as a negative number, unlike rows. The smallest of these is the largest exponent.
+        header = torch.cat([own_rows.new_tensor([_ZERO - 1 - exponent]), own_rows]).int()
         try:
-            said = yield self._comm.allgather(said, name=f"{name}/rows")
+            headers = yield self._comm.allgather(header, name=f"{name}/rows")
         except JoinedError:
             whole = gradient.to(self._wire if self._exact else torch.float32) * self._weight
             self._whole = yield self._comm.allreduce(whole, name=f"{name}/all")
             return
-        rows = self._rows = torch.unique(said[said >= 0]).long()
+        rows = self._rows = torch.unique(headers[headers >= 0]).long()
         self.count = len(rows)
         if not self.count:
             return
         scale = 1.0
         if not self._exact:
-            largest_of_all = _NOTHING - 1 - int(said.min())
-            scale = math.ldexp(1.0, min(_SCALES, _HALF - (self._comm.size - 1).bit_length() - largest_of_all))
+            largest_exponent = _ZERO - 1 - int(headers.min())
+            fitting = _FP16_EXPONENT - (self._comm.size - 1).bit_length() - largest_exponent
+            scale = math.ldexp(1.0, min(_MAX_SCALE, fitting))
         values = gradient.index_select(0, rows)
         if (before := self._weight * scale) != 1.0:
             values.mul_(before)
@@ -94,34 +95,34 @@ class RowBucket(Bucket):
     def _sums(self) -> list[Tensor]:
         if self._whole is not None:
             self._gradient.copy_(self._whole.mul_(self._factor))
-        elif self.count:  # not before: until then a gradient of the user's stays as it was
+        elif self.count:  # only now: a gradient of the user must not change before
             self._gradient.index_copy_(0, self._rows, self._values)
         return [self._gradient]
 
 
-def touched(named: Named) -> dict[str, int]:
-    """How many rows of each gradient are not zero, of those parameters that are large enough to ask."""
+def count_rows(named: Named) -> dict[str, int]:
+    """Return the number of non-zero rows of each gradient, for parameters that are large enough to count them."""
     return {
         name: 0 if parameter.grad is None else _rows(parameter.grad)
         for name, parameter in named
         if parameter.dim() > 1
-        and len(parameter) >= _LEAST_ROWS
-        and parameter.numel() * parameter.dtype.itemsize >= _LEAST_BYTES
+        and len(parameter) >= _MIN_ROWS
+        and parameter.numel() * parameter.dtype.itemsize >= _MIN_BYTES
     }
 
 
 def _rows(gradient: Tensor) -> int:
-    return gradient._indices().shape[1] if gradient.is_sparse else int(_largest(gradient).count_nonzero())
+    return gradient._indices().shape[1] if gradient.is_sparse else int(_largest_by_row(gradient).count_nonzero())
 
 
-def _largest(gradient: Tensor) -> Tensor:
-    """(rows,) the largest magnitude of each; at twice the speed of asking for what is not zero."""
+def _largest_by_row(gradient: Tensor) -> Tensor:
+    """Return (rows,) the largest magnitude of each row, in half the time of comparing elements with zero."""
     across = tuple(range(1, gradient.dim()))
     return torch.maximum(gradient.amax(across), -gradient.amin(across))
 
 
 def _exponent(magnitude: float) -> int:
-    """The smallest e with magnitude < 2^e."""
+    """Return the smallest e with magnitude < 2^e."""
     if not math.isfinite(magnitude):
         return _NOT_FINITE
-    return max(_NOTHING, math.frexp(magnitude)[1]) if magnitude else _NOTHING
+    return max(_ZERO, math.frexp(magnitude)[1]) if magnitude else _ZERO

@@ -1,4 +1,4 @@
-"""Sparse gradients: the rows that any rank has touched, gathered and added up."""
+"""The bucket of a sparse gradient: the rows of all ranks, gathered and summed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hvdtrain.exchange.buckets import Layout
 class SparseBucket(Bucket):
     """The gradient of one parameter, such as that of ``nn.Embedding(sparse=True)``.
 
-    Every rank sends its rows as they are and adds up those of all in rank order, so that bits are equal.
+    Every rank sends its rows uncompressed and sums those of all ranks in rank order, so bits are equal on all ranks.
 
     Args:
         layout: of this parameter alone.
         comm: the ranks.
-        factor: what the sum is multiplied by.
-        sparse_dim: leading dimensions that are sparse.
+        factor: applied to the sum.
+        sparse_dim: number of leading dimensions that are sparse.
         as_views: as for `Bucket`.
     """
 
@@ -33,7 +33,7 @@ class SparseBucket(Bucket):
         self._dim = sparse_dim
 
     def _pack(self, index: int, gradient: Tensor | None, weight: float) -> None:
-        rows = _empty(self.layout.parameters[0], self._dim) if gradient is None else gradient
+        rows = _without_rows(self.layout.parameters[0], self._dim) if gradient is None else gradient
         if not rows.is_sparse:
             rows = rows.to_sparse(self._dim)
         self._indices = rows._indices().t().contiguous()
@@ -41,10 +41,10 @@ class SparseBucket(Bucket):
 
     def _exchange(self) -> Phases:
         name = self.layout.shape.name
-        where = self._comm.allgather(self._indices, name=f"{name}/rows")
-        what = self._comm.allgather(self._values, name=f"{name}/values")
-        indices = yield where
-        values = yield what
+        all_indices = self._comm.allgather(self._indices, name=f"{name}/rows")
+        all_values = self._comm.allgather(self._values, name=f"{name}/values")
+        indices = yield all_indices
+        values = yield all_values
         size = self.layout.parameters[0].shape
         self._sum = torch.sparse_coo_tensor(indices.t(), values, size, check_invariants=False).coalesce()
         if self._factor != 1.0:
@@ -55,11 +55,11 @@ class SparseBucket(Bucket):
 
 
 def zero_rows(parameter: nn.Parameter) -> Tensor:
-    """A sparse gradient without rows."""
-    return _empty(parameter, 1).coalesce()
+    """Return a sparse gradient without rows."""
+    return _without_rows(parameter, 1).coalesce()
 
 
-def _empty(parameter: nn.Parameter, dim: int) -> Tensor:
+def _without_rows(parameter: nn.Parameter, dim: int) -> Tensor:
     indices = torch.zeros((dim, 0), dtype=torch.int64, device=parameter.device)
     values = parameter.new_zeros((0, *parameter.shape[dim:])).detach()
     return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)

@@ -11,25 +11,27 @@ from torch import Tensor, nn
 from hvdtrain.compression.table import parse
 from hvdtrain.engine.local import LocalEngine
 from hvdtrain.exchange.reducer import Reducer
-from hvdtrain.exchange.residual_transfer import Residuals
+from hvdtrain.exchange.residual_transfer import DetachedState
 from tests.support.thread_comm import ThreadComm, on_ranks
 
 TENSORS = {"a/residual": torch.ones(2), "a/powersgd_q": torch.ones(3), "b.c/residual": torch.full((2,), 2.0)}
 
 
 def test_what_is_owed_is_told_from_what_was_learned() -> None:
-    assert Residuals(TENSORS, 2).owed(3) == Residuals({k: TENSORS[k] for k in ("a/residual", "b.c/residual")}, 3)
+    assert DetachedState(TENSORS, 2).residuals_only(3) == DetachedState(
+        {k: TENSORS[k] for k in ("a/residual", "b.c/residual")}, 3
+    )
 
 
 def test_the_rest_keeps_its_sum_over_ranks() -> None:
-    rest = Residuals(TENSORS, 4).without({"a"}, 2)
+    rest = DetachedState(TENSORS, 4).without_parameters({"a"}, 2)
     assert (list(rest.tensors), rest.ranks) == (["b.c/residual"], 2)
     assert 2 * rest.tensors["b.c/residual"].sum() == 4 * TENSORS["b.c/residual"].sum()
 
 
 def test_only_what_is_owed_follows_the_loss_scale() -> None:
     tensors = {key: t.clone() for key, t in TENSORS.items()}
-    Residuals(tensors, 2).rescale(0.5)
+    DetachedState(tensors, 2).rescale(0.5)
     assert tensors["b.c/residual"].tolist() == [1.0, 1.0]
     assert torch.equal(tensors["a/powersgd_q"], TENSORS["a/powersgd_q"])
 

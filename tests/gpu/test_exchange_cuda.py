@@ -98,14 +98,14 @@ def test_rows_are_exchanged_after_what_made_them(exact: bool) -> None:
     expected[5:4096:500] = torch.linspace(-1, 1, 130, device="cuda")
     torch.cuda._sleep(20_000_000)
     parameter.grad = expected * 2
-    bucket.put(0, 0.5)
-    side.packed()
+    bucket.pack(0, 0.5)
+    side.record_packed()
     assert not bucket.eager, "it asks the host how many rows there are"
     side.run(bucket.start)
     while bucket.running:
         side.run(bucket.wait)
     side.join()
-    bucket.give()
+    bucket.set_gradients()
     assert parameter.grad is not None
     torch.testing.assert_close(parameter.grad, 3 * expected, rtol=1e-3, atol=1e-3)
     assert bucket.count == 9

@@ -457,7 +457,7 @@ def test_the_optimizer_stays_what_it_was(both: list[Any]) -> None:
     other = hvd.DistributedOptimizer(_sgd(_model()))
     other.load_state_dict(saved)
     _same(other.state_dict(), saved)
-    with pytest.raises(TaskError, match="made distributed before"):
+    with pytest.raises(TaskError, match="is distributed already"):
         hvd.DistributedOptimizer(optimizer)
 
 

@@ -16,7 +16,7 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.comm.rounds import Rounds
 from hvdtrain.config.parse import RunConfig
 from hvdtrain.data.loader import dataset_length
-from hvdtrain.exchange.residual_transfer import is_owed
+from hvdtrain.exchange.residual_transfer import is_residual
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.runtime.driver_client import JobFailed
 from hvdtrain.runtime.environment import RankInfo
@@ -143,7 +143,7 @@ class WorkerState:
 
     def _owes(self) -> bool:
         exchange = self.state.exchange
-        return exchange is not None and any(map(is_owed, exchange.state_dict()[0]))
+        return exchange is not None and any(map(is_residual, exchange.state_dict()[0]))
 
 
 def keep(run: RunConfig, task: Task, device: torch.device, info: RankInfo) -> WorkerState:

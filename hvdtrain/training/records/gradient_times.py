@@ -15,7 +15,7 @@ from hvdtrain.comm.base import Comm, TimelineComm
 from hvdtrain.config.schema import ObserveConfig
 from hvdtrain.durable import write_text
 from hvdtrain.engine.base import Engine
-from hvdtrain.exchange.rows import touched
+from hvdtrain.exchange.rows import count_rows
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.host import HostFacts
@@ -155,7 +155,7 @@ class GradientTimes:
     def _on_ready(self, index: int, parameter: nn.Parameter) -> None:
         self._ready[index] = self._mark()
         if self._spans.step - self._began + 1 == _LOOK and parameter.grad is not None:
-            self._rows.update(touched([(self._named[index][0], parameter)]))
+            self._rows.update(count_rows([(self._named[index][0], parameter)]))
 
     def _on_packed(self, index: int, parameter: nn.Parameter) -> None:
         self._packed[index] = self._mark()

@@ -1,0 +1,101 @@
+"""The backward passes of a step: which one is the last, and which gradients it has finished."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hvdtrain.errors import CallOrderError
+from hvdtrain.exchange.buckets import Named
+
+
+class BackwardPasses:
+    """Recognizes the last backward pass of a step, whose gradients are exchanged.
+
+    Args:
+        count: backward passes per step, counted by the gradients that arrive: the parameter that was reached most often
+            gives the number of the pass. 0 if `announce_last` says that the next pass is the last one.
+
+    Attributes:
+        count: as given.
+        last: whether the current pass is the last one.
+    """
+
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+        self._by_name: dict[str, int] = {}
+        self._most = 0
+        self.last = count == 1
+
+    def begin(self) -> None:
+        """Start a step."""
+        self._by_name.clear()
+        self._most = 0
+        self.last = self.count == 1
+
+    def announce_last(self) -> None:
+        """Make the next pass the last one."""
+        self.last = True
+
+    def end(self) -> None:
+        """Expect no further pass in this step."""
+        self.last = False
+
+    def record_gradient(self, name: str) -> bool:
+        """Record that a parameter got a gradient; return whether it is from the last pass."""
+        if self.count > 1:
+            number = self._by_name[name] = self._by_name.get(name, 0) + 1
+            if number > self._most:
+                self._most = number
+                self.last = number >= self.count
+        return self.last
+
+
+class FinishedGradients:
+    """The gradients that the last backward pass has finished, in order.
+
+    Args:
+        detect_changes: whether they stay the parameters' gradients during the exchange, so that a program can change
+            them.
+    """
+
+    def __init__(self, *, detect_changes: bool) -> None:
+        self._detect_changes = detect_changes
+        self._finished: dict[str, tuple[Tensor | None, int]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._finished)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of their parameters, in the order in which backward finished them."""
+        return list(self._finished)
+
+    def add(self, name: str, gradient: Tensor | None) -> None:
+        """Add the gradient of a parameter."""
+        kept = gradient if self._detect_changes else None
+        self._finished[name] = (kept, 0 if kept is None else _version(kept))
+
+    def clear(self) -> None:
+        """Start another step."""
+        self._finished.clear()
+
+    def check_unchanged(self, named: Named) -> None:
+        """Check that no gradient has changed since it was added.
+
+        Errors:
+            CallOrderError: one was written to or replaced.
+        """
+        for name, parameter in named:
+            gradient, version = self._finished.get(name, (None, 0))
+            if gradient is not None and (parameter.grad is not gradient or _version(gradient) != version):
+                raise CallOrderError(
+                    f"the gradient of {name} was changed after backward, during its exchange",
+                    next_step="call optimizer.synchronize() before you clip, scale or clear gradients, then"
+                    " optimizer.step() within optimizer.skip_synchronize()",
+                )
+
+
+def _version(gradient: Tensor) -> int:
+    """Return a number that grows with each write; 0 for a part of a buffer, because parts share one number."""
+    alone = not gradient.is_sparse and gradient.untyped_storage().nbytes() == gradient.nbytes
+    return gradient._version if alone else 0
