@@ -25,8 +25,8 @@ import torch.distributed.checkpoint as dcp
 from common import Figure, figure, main, ratios
 from torch import Tensor
 
+from hvdtrain.state.checkpoint_store import CheckpointStore, load
 from hvdtrain.state.snapshot import Snapshot
-from hvdtrain.state.store import CheckpointStore, load
 from hvdtrain.state.train_state import StateDict
 
 GB = 1e9
@@ -54,10 +54,10 @@ def blocked(full: StateDict, size: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of a snapshot and of a copy, in turns."""
     snapshot = Snapshot()
     source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
-    snapshot.take(full, 1)
+    snapshot.capture(full, 1)
     found: dict[str, list[float]] = {"take": [], "memcpy": []}
     for _ in range(rounds):
-        found["take"].append(seconds(lambda: snapshot.take(full, 1)))
+        found["take"].append(seconds(lambda: snapshot.capture(full, 1)))
         found["memcpy"].append(seconds(lambda: target.copy_(source)))
     return found
 

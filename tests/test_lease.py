@@ -16,7 +16,7 @@ import torch
 from hvdtrain import lease
 from hvdtrain.errors import RunDirectoryError
 from hvdtrain.lease import Lease, take_lease
-from hvdtrain.state.store import CheckpointStore
+from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.task.base import Task
 from hvdtrain.training.start import run_directory
 from hvdtrain.training.start.run_directory import RunDirectory

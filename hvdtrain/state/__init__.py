@@ -1,1 +1,1 @@
-"""What a run is, and how it is kept."""
+"""The state of a run, its copies in memory and its checkpoints on disk."""

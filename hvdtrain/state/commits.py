@@ -1,4 +1,4 @@
-"""Commits: copies of the state in memory, to go back to; as often as they cost next to nothing."""
+"""Commits: copies of the state in memory to roll back to, as often as their cost is negligible."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from collections.abc import Callable
 from hvdtrain.state.snapshot import Snapshot
 from hvdtrain.state.train_state import StateDict, TrainState
 
-SHARE = 0.01
-"""Of the time, that commits may take."""
+MAX_COST = 0.01
+"""Largest fraction of the time to spend on commits."""
 
 
-class Interval:
-    """When the next commit is due, by one rank's clock: pure.
+class CommitInterval:
+    """Decides when the next commit is due, from one rank's clock. Pure.
 
-    As soon as commits then take no more than `SHARE` of the time; earlier where more than `loss_s` would be lost
-    otherwise, whatever it costs.
+    A commit is due when commits take at most `MAX_COST` of the time, or if more than `loss_s` could be lost otherwise.
 
     Args:
         loss_s: seconds of training that may be lost.
@@ -27,14 +26,14 @@ class Interval:
         self._at_s = 0.0
         self._cost_s = 0.0
 
-    def took(self, at_s: float, cost_s: float) -> None:
-        """A commit was taken at `at_s`, in `cost_s` seconds."""
+    def record(self, at_s: float, cost_s: float) -> None:
+        """Record a commit at `at_s` that took `cost_s` seconds."""
         self._at_s, self._cost_s = at_s, cost_s
 
     def due(self, now_s: float, step_s: float) -> bool:
-        """Whether the step that comes, and takes about `step_s` seconds, is to end with a commit."""
+        """Return whether the next step, which takes about `step_s` seconds, should end with a commit."""
         since_s = now_s - self._at_s
-        return since_s + step_s >= self._cost_s / SHARE or since_s + 2 * step_s >= self._loss_s
+        return since_s + step_s >= self._cost_s / MAX_COST or since_s + 2 * step_s >= self._loss_s
 
 
 class Commits:
@@ -42,48 +41,50 @@ class Commits:
 
     Args:
         loss_s: seconds of training that may be lost.
-        clock: seconds.
+        clock: returns seconds.
     """
 
     def __init__(self, loss_s: float, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._interval = Interval(loss_s)
+        self._interval = CommitInterval(loss_s)
         self._clock = clock
         self._asked_s = clock()
         self._snapshot = Snapshot()
 
     @property
     def step(self) -> int:
-        """Optimizer steps done when it was taken; -1 before."""
+        """Optimizer steps done at the commit; -1 before the first."""
         return self._snapshot.step
 
     def due(self) -> bool:
-        """Whether the step that comes is to end with a commit, by this rank's clock; asked before each step.
+        """Return whether the next step should end with a commit, by this rank's clock. Call it before each step.
 
-        One rank's answer has to go for all: through the numbers that a step sums over ranks.
+        All ranks must follow one rank's answer, which travels with the numbers that a step sums over ranks.
         """
         before_s, self._asked_s = self._asked_s, self._clock()
         return self.step < 0 or self._interval.due(self._asked_s, self._asked_s - before_s)
 
-    def take(self, state: TrainState, *, settled: bool = False) -> None:
-        """Copy the state, with the exchange's state equal on all ranks. Collective: yes, unless `settled`.
+    def commit(self, state: TrainState, *, synchronized: bool = False) -> None:
+        """Copy the state, with exchange state equal on all ranks. Collective: yes, unless `synchronized`.
 
-        The state stays as it is: when commits are taken depends on clocks, and what is trained must not.
+        It does not change the state: the time of a commit depends on clocks, but training must not.
 
         Args:
-            state: of this rank.
-            settled: its exchange was made equal on all ranks before.
+            state: the state of this rank.
+            synchronized: the exchange state is equal on all ranks already.
         """
         began_s = self._clock()
-        taken = state.state_dict()
-        if not settled and state.exchange is not None and (carried := state.exchange.synchronized_state()):
-            taken = StateDict({**taken.tensors, "exchange": carried}, taken.values)
-        self._snapshot.take(taken, state.progress.step)
+        copied = state.state_dict()
+        if not synchronized and state.exchange is not None and (exchange := state.exchange.synchronized_state()):
+            copied = StateDict({**copied.tensors, "exchange": exchange}, copied.values)
+        self._snapshot.capture(copied, state.progress.step)
         now_s = self._clock()
-        self._interval.took(now_s, now_s - began_s)
+        self._interval.record(now_s, now_s - began_s)
 
     def restore(self, state: TrainState) -> None:
-        """Make the state what it was."""
-        taken = self._snapshot.state
-        # What compression carries on is not copied by who takes it over, and the next commit is taken into this memory.
-        carried = {name: tensor.clone() for name, tensor in taken.tensors.get("exchange", {}).items()}
-        state.load_state_dict(StateDict({**taken.tensors, **({"exchange": carried} if carried else {})}, taken.values))
+        """Load the newest commit into `state`."""
+        saved = self._snapshot.state
+        # The exchange keeps these tensors without a copy, and the next commit overwrites the buffer.
+        exchange = {name: tensor.clone() for name, tensor in saved.tensors.get("exchange", {}).items()}
+        state.load_state_dict(
+            StateDict({**saved.tensors, **({"exchange": exchange} if exchange else {})}, saved.values)
+        )

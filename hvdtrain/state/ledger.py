@@ -1,10 +1,10 @@
-"""``RUN/ledger/``: which samples each rank has drawn for each step, a file a start and rank.
+"""``RUN/ledger/``: the samples that each rank used in each step, one file per start and rank.
 
-A file's first line says what the start is (`Head`); each line after it is one step of the rank:
-``[step, [[begin, end], ...], checksum]``: ranges of positions, merged, and the CRC-32 of the indices into the data set
-(int64, little endian) that the loader drew for them. A line stands before its rank takes part in the step's exchange:
-so every step that any state holds is told of by all its ranks. What counts is what a later start, or a checkpoint,
-went on from: a start that begins after step t makes void what earlier ones say of later steps.
+The first line of a file describes the start (`StartHeader`). Each further line is one step of the rank:
+``[step, [[begin, end], ...], checksum]``: merged ranges of positions, and the CRC-32 of the indices into the data set
+(int64, little endian) that the loader read at them. A rank writes the line before it takes part in the step's exchange,
+so all ranks have a line for each step that is in any state. A start that resumes after step t invalidates the lines of
+earlier starts for later steps.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ _NAME = re.compile(r"start-(\d{4,})\.rank-(\d{5,})\.jsonl")
 
 
 @dataclass(frozen=True)
-class Head:
-    """What a start of a run is: by a command, by a round of an elastic job, or by a roll back.
+class StartHeader:
+    """Description of a start: of a command, a round of an elastic job, or a roll back.
 
     Attributes:
         start: its number, counted from 0.
         why: started, round, or rolled_back.
-        from_step: the step that it goes on from.
-        position: in the stream, after that step.
+        from_step: the step that it resumes from.
+        position: position in the stream after that step.
         size: number of ranks.
-        rank: of this file.
-        host: where that ran.
-        seed: of the order.
-        global_batch: samples a step.
-        micro_batch: samples a forward pass.
-        samples: in an epoch.
-        data_id: of the task.
-        left_out: ranges [begin, end) of positions that are left out on purpose, in order.
+        rank: rank of this file.
+        host: host of that rank.
+        seed: seed of the sample order.
+        global_batch: samples per step.
+        micro_batch: samples per forward pass.
+        samples: samples per epoch.
+        data_id: see `Task`.
+        left_out: ranges [begin, end) of positions that are skipped on purpose, in order.
     """
 
     start: int
@@ -58,20 +58,20 @@ class Head:
     left_out: list[list[int]] = field(default_factory=list)
 
 
-def file_name(start: int, rank: int) -> str:
-    """Of the file of a start and a rank."""
+def ledger_file_name(start: int, rank: int) -> str:
+    """Return the name of the file of a start and a rank."""
     return f"start-{start:04d}.rank-{rank:05d}.jsonl"
 
 
 def ledger_files(folder: Path) -> list[tuple[int, int, Path]]:
-    """Start, rank and path of each file, in this order; none where there is no folder."""
+    """List start, rank and path of each file, sorted by start and rank. Empty if there is no folder."""
     paths = folder.iterdir() if folder.is_dir() else []
     matches = [(match, path) for path in paths if (match := _NAME.fullmatch(path.name))]
     return sorted((int(match[1]), int(match[2]), path) for match, path in matches)
 
 
 def next_start(folder: Path) -> int:
-    """The number of the start that comes, by the files in the folder."""
+    """Return the number of the next start, from the files in the folder."""
     try:
         return max((start for start, _, _ in ledger_files(folder)), default=-1) + 1
     except OSError:
@@ -79,13 +79,13 @@ def next_start(folder: Path) -> int:
 
 
 class Ledger:
-    """Appends a rank's lines, each by one call to the kernel, so that a killed process loses none.
+    """Appends a rank's lines, each with one system call, so that a killed process loses none.
 
-    A disk that fails costs the ledger, not the training: it is told once.
+    If the disk fails, the ledger ends with one warning, and training continues.
 
     Args:
-        folder: `RUN/ledger`; made when the first start begins.
-        warn: told where it ends.
+        folder: `RUN/ledger`; created by the first start.
+        warn: shows a warning.
     """
 
     def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
@@ -95,21 +95,21 @@ class Ledger:
         self._ranges: list[list[int]] = []
         self._checksum = 0
 
-    def begin(self, head: Head) -> None:
-        """A start of the run begins; lines are its own from now on."""
+    def begin_start(self, header: StartHeader) -> None:
+        """Begin the file of a start."""
         self.close()
         self._clear()
-        path = self.folder / file_name(head.start, head.rank)
+        path = self.folder / ledger_file_name(header.start, header.rank)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         except OSError as error:
             self._failed(error)
             return
-        self._append(orjson.dumps({"version": VERSION, **asdict(head)}, option=orjson.OPT_APPEND_NEWLINE))
+        self._append(orjson.dumps({"version": VERSION, **asdict(header)}, option=orjson.OPT_APPEND_NEWLINE))
 
-    def drew(self, begin: int, end: int, indices: bytes) -> None:
-        """The loader has drawn the samples at positions [begin, end): their indices as int64."""
+    def add_samples(self, begin: int, end: int, indices: bytes) -> None:
+        """Record the samples at positions [begin, end), with their indices as int64."""
         if self._ranges and self._ranges[-1][1] == begin:
             self._ranges[-1][1] = end
         else:
@@ -117,14 +117,14 @@ class Ledger:
         self._checksum = zlib.crc32(indices, self._checksum)
 
     def write(self, step: int) -> None:
-        """Tell of step `step` what was drawn since the last one; before this rank has its part in the exchange."""
+        """Write the samples since the last step as those of `step`. Call it before the exchange of the step."""
         if self._file is not None:
             ranges = ",".join([f"[{begin},{end}]" for begin, end in self._ranges])
             self._append(f"[{step},[{ranges}],{self._checksum}]\n".encode())
         self._clear()
 
     def sync(self) -> None:
-        """Wait until all of it is on the disk: before a checkpoint is that counts on it."""
+        """Wait until all lines are on disk. Call it before a checkpoint of these steps."""
         if self._file is not None:
             try:
                 os.fsync(self._file)
@@ -146,13 +146,13 @@ class Ledger:
         assert self._file is not None
         try:
             if os.write(self._file, line) < len(line):
-                raise OSError("no room for a whole line")
+                raise OSError("no space for a complete line")
         except OSError as error:
             self._failed(error)
 
     def _failed(self, error: OSError) -> None:
         self.close()
         self._warn(
-            f"the ledger in {self.folder} ends here: {error.strerror or error}; training goes on, but hvdtrain verify"
-            " data will not be able to prove what these steps took"
+            f"the ledger in {self.folder} ends here: {error.strerror or error}. Training continues, but hvdtrain verify"
+            " data cannot check the samples of the following steps"
         )

@@ -1,12 +1,12 @@
-"""What a checkpoint says of itself: `manifest.json`, with a checksum a file and one of its own.
+"""The manifest of a checkpoint: `manifest.json`, with a checksum of each file and of itself.
 
 Format 2::
 
     {"format": 2, "step": 100, "heldout_loss": 1.5,
      "files": {"model.safetensors": {"bytes": 1234, "xxh3_128": "..."}, ...},
-     "xxh3_128": "..."}        of all the rest, as JSON with sorted keys and without blanks
+     "xxh3_128": "..."}        of all other keys, as JSON with sorted keys and without blanks
 
-Format 1 had SHA-256 of each file and none of its own. It is read, not written.
+Format 1 has the SHA-256 of each file, and no checksum of itself. It can be read, but is no longer written.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 
 from hvdtrain.errors import CheckpointError, UnreadableCheckpointError
 from hvdtrain.regular import read_regular
-from hvdtrain.state.shards import group_of
-from hvdtrain.state.tensor_file import CHECKSUM, Facts, checksum, read, read_tensors
+from hvdtrain.state.shard_plan import file_group
+from hvdtrain.state.tensor_file import CHECKSUM, FileDigest, checksum, read_tensors, read_verified
 from hvdtrain.state.train_state import StateDict
 
 FORMAT = 2
@@ -30,57 +30,59 @@ MANIFEST = "manifest.json"
 VALUES = "state.json"
 _FORMAT_1_CHECKSUM = "sha256"
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.ELOOP)
-"""Errors that speak of what is on the disk. Others (no permission, too many open files) say nothing of the bytes."""
+"""Errors that mean damage on the disk. Others, such as no permission or too many open files, do not."""
 
 
-def manifest_text(step: int, notes: Mapping[str, Any], files: Mapping[str, Facts]) -> str:
-    """What is written into `MANIFEST`."""
+def manifest_text(step: int, notes: Mapping[str, Any], files: Mapping[str, FileDigest]) -> str:
+    """Return the content of `MANIFEST`."""
     content = {
         "format": FORMAT,
         "step": step,
         **notes,
-        "files": {name: {"bytes": facts.size_bytes, CHECKSUM: facts.checksum} for name, facts in sorted(files.items())},
+        "files": {
+            name: {"bytes": digest.size_bytes, CHECKSUM: digest.checksum} for name, digest in sorted(files.items())
+        },
     }
     return json.dumps({**content, CHECKSUM: _own_checksum(content)}, indent=1)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint in the directory `path`, verified.
+    """Read and verify the manifest of a checkpoint in the directory `path`.
 
     Errors:
-        CheckpointError: there is none, it was changed, or it is of a format that is not known.
-        UnreadableCheckpointError: see `readable`.
+        CheckpointError: it is missing or changed, or has an unknown format.
+        UnreadableCheckpointError: see `detect_unreadable`.
     """
     file = path / MANIFEST
     try:
-        with readable(path):
+        with detect_unreadable(path):
             manifest = json.loads(read_regular(file))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is damaged: its {MANIFEST} cannot be read",
             found=str(error),
-            next_step="give the directory of a checkpoint, such as RUN/checkpoints/step-000100",
+            next_step="name the directory of a checkpoint, such as RUN/checkpoints/step-000100",
         ) from None
-    told = manifest if isinstance(manifest, dict) else {}
-    form = told.get("format")
-    content = {key: value for key, value in told.items() if key != CHECKSUM}
-    # First: a number that was changed says nothing of a format.
-    if (CHECKSUM in told or form == FORMAT) and told.get(CHECKSUM) != _own_checksum(content):
+    manifest = manifest if isinstance(manifest, dict) else {}
+    form = manifest.get("format")
+    content = {key: value for key, value in manifest.items() if key != CHECKSUM}
+    # First, because the format number itself may have changed.
+    if (CHECKSUM in manifest or form == FORMAT) and manifest.get(CHECKSUM) != _own_checksum(content):
         raise CheckpointError(
-            f"{file} is damaged: it was changed since it was written",
-            expected=f"{CHECKSUM} {str(told.get(CHECKSUM))[:12]}...",
+            f"{file} is damaged: it has changed since it was written",
+            expected=f"{CHECKSUM} {str(manifest.get(CHECKSUM))[:12]}...",
             found=_own_checksum(content)[:12] + "...",
             next_step="resume from another checkpoint",
         )
     if form is None:
         raise CheckpointError(
-            f"{file} is damaged: it does not say of which format it is",
+            f"{file} is damaged: it has no format number",
             expected=f"format 1 or {FORMAT}",
             next_step="resume from another checkpoint",
         )
     if form not in (1, FORMAT) or isinstance(form, (bool, float)):
         raise CheckpointError(
-            f"{path} has a format that this version does not read",
+            f"{path} has a format that this version cannot read",
             expected=f"{MANIFEST} of format 1 or {FORMAT}",
             found=str(form)[:80],
             next_step="read it with the version of hvdtrain that wrote it",
@@ -89,11 +91,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """Tell files that cannot be opened from damaged ones; `path` is that of the checkpoint, or of all of them.
+def detect_unreadable(path: Path) -> Iterator[None]:
+    """Distinguish files that cannot be opened from damaged ones. `path` is a checkpoint, or the folder of all.
 
     Errors:
-        UnreadableCheckpointError: an OSError that says nothing of what is on the disk.
+        UnreadableCheckpointError: an OSError that does not mean damage on the disk.
     """
     try:
         yield
@@ -103,25 +105,25 @@ def readable(path: Path) -> Iterator[None]:
         raise UnreadableCheckpointError(
             f"{path} cannot be read: {error.strerror or error}",
             found=f"{error.filename or path}",
-            next_step="it may be whole, and was left as it is: see that this user may read it (ls -l), and start again",
+            next_step="allow this user to read it (see ls -l), then start again; it may be complete, and is unchanged",
         ) from error
 
 
 def read_state(path: Path, progress: Callable[[], None]) -> StateDict:
-    """Read and verify all of a checkpoint. Tensors on the CPU; those of a file share one buffer.
+    """Read and verify all of a checkpoint. Tensors are on the CPU; those of a file share one buffer.
 
     Errors:
-        CheckpointError: a file is missing or holds other bytes than were written.
-        Others: what is there is no checkpoint of ours.
+        CheckpointError: a file is missing or changed.
+        Others: the directory is no checkpoint of hvdtrain.
     """
     manifest = read_manifest(path)
     values: dict[str, Any] | None = None
     tensors: dict[str, dict[str, Any]] = {}
-    for name, file, facts in _files(path, manifest, progress):
+    for name, file, digest in _files(path, manifest, progress):
         if name == VALUES:
-            values = json.loads(read(file, facts, progress).numpy().tobytes())
+            values = json.loads(read_verified(file, digest, progress).numpy().tobytes())
         elif name.endswith(".safetensors"):
-            tensors.setdefault(group_of(name), {}).update(read_tensors(file, facts, progress))
+            tensors.setdefault(file_group(name), {}).update(read_tensors(file, digest, progress))
         progress()
     if not isinstance(values, dict):
         raise ValueError(f"no {VALUES}")
@@ -130,27 +132,27 @@ def read_state(path: Path, progress: Callable[[], None]) -> StateDict:
 
 def verify(path: Path, progress: Callable[[], None]) -> None:
     """Read every byte of a checkpoint. Errors: see `read_state`."""
-    for _, file, facts in _files(path, read_manifest(path), progress):
-        read(file, facts, progress)
+    for _, file, digest in _files(path, read_manifest(path), progress):
+        read_verified(file, digest, progress)
 
 
-def _files(path: Path, manifest: Mapping[str, Any], progress: Callable[[], None]) -> list[tuple[str, Path, Facts]]:
+def _files(path: Path, manifest: Mapping[str, Any], progress: Callable[[], None]) -> list[tuple[str, Path, FileDigest]]:
     found = []
     for name, entry in manifest["files"].items():
         if name != Path(name).name:
-            raise ValueError(f"{name!r} is no name of a file")
+            raise ValueError(f"{name!r} is not a file name")
         file, size = path / name, int(entry["bytes"])
         if manifest["format"] == 1:
-            found.append((name, file, _facts_of_format_1(file, size, entry[_FORMAT_1_CHECKSUM], progress)))
+            found.append((name, file, _digest_of_format_1(file, size, entry[_FORMAT_1_CHECKSUM], progress)))
         else:
-            found.append((name, file, Facts(size, entry[CHECKSUM])))
+            found.append((name, file, FileDigest(size, entry[CHECKSUM])))
     return found
 
 
-def _facts_of_format_1(file: Path, size_bytes: int, sha256: str, progress: Callable[[], None]) -> Facts:
-    """Verify a file by its SHA-256; its facts as format 2 would have them."""
+def _digest_of_format_1(file: Path, size_bytes: int, sha256: str, progress: Callable[[], None]) -> FileDigest:
+    """Verify a file by its SHA-256, and return its digest as in format 2."""
     if not file.is_file() or file.stat().st_size != size_bytes:
-        return Facts(size_bytes, "")  # whoever reads it says what is wrong
+        return FileDigest(size_bytes, "")  # reading the file raises the error
     data = file.read_bytes()
     progress()
     if hashlib.sha256(data).hexdigest() != sha256:
@@ -160,7 +162,7 @@ def _facts_of_format_1(file: Path, size_bytes: int, sha256: str, progress: Calla
             found="other bytes",
             next_step="resume from another checkpoint",
         )
-    return Facts(size_bytes, checksum(data))
+    return FileDigest(size_bytes, checksum(data))
 
 
 def _own_checksum(content: Mapping[str, Any]) -> str:

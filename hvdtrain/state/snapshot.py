@@ -1,4 +1,4 @@
-"""A copy of a state, in memory that is allocated once: to write a checkpoint from, and to go back to."""
+"""A copy of a state in memory that is allocated once, to write a checkpoint or to roll back."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _Layout = list[tuple[str, str, torch.Size, torch.dtype]]
 
 
 class Snapshot:
-    """One state, taken again and again.
+    """A copy of the newest captured state.
 
-    All tensors lie in one buffer on the host, page-locked where the state is on CUDA; so it costs the bytes of the
-    state once. The buffer is made when the first is taken, and again when tensors come or change their shape, as the
-    state of an optimizer does in the first step. On 2 cores 1 GB is taken at the speed of a copy of one tensor of 1 GB.
+    All tensors share one buffer on the host, which is page-locked if the state is on CUDA. The buffer is allocated by
+    the first `capture`, and again when tensors are added or change shape, such as optimizer state in the first step.
+    Copying is as fast as copying one tensor of the same size.
 
-    Views of an earlier `state` show the newer one after `take`: who still reads them has to be done before.
+    `capture` overwrites the tensors that `state` returned before. Finish reading them first.
 
     Attributes:
-        step: optimizer steps done when it was taken; -1 before.
+        step: optimizer steps done at the capture; -1 before.
     """
 
     def __init__(self) -> None:
@@ -37,22 +37,22 @@ class Snapshot:
         self._values = "{}"
         self._copied: torch.cuda.Event | None = None
 
-    def take(self, state: StateDict, step: int) -> None:
+    def capture(self, state: StateDict, step: int) -> None:
         """Copy a state.
 
-        On CUDA this returns before the copies are done: they stand in the stream that training uses, before whatever
-        changes the tensors next, and `state` waits for them.
+        On CUDA this returns before the copies are done. They are on the stream of training, ahead of any change of
+        the tensors, and `state` waits for them.
 
         Args:
-            state: tensors on any devices, of any layout; plain values that JSON holds.
+            state: tensors on any devices, of any layout; values that JSON supports.
             step: optimizer steps done.
         """
         named = [(group, name, t.detach()) for group, tensors in state.tensors.items() for name, t in tensors.items()]
         layout = [(group, name, tensor.shape, tensor.dtype) for group, name, tensor in named]
         sources = [tensor for _, _, tensor in named]
         device = next((tensor.device for tensor in sources if tensor.is_cuda), None)
-        self.step = -1  # should it fail
-        self._values = json.dumps(dict(state.values))  # a copy of all that it holds, as a file would hold it
+        self.step = -1  # in case the copy fails
+        self._values = json.dumps(dict(state.values))  # a deep copy, as in a file
         self._groups = list(state.tensors)
         if layout != self._layout or (device is not None) != self._pinned:
             self._allocate(layout, device is not None)
@@ -65,8 +65,8 @@ class Snapshot:
 
     @property
     def state(self) -> StateDict:
-        """What was taken: views of the buffer, on the CPU, and values of the caller's own."""
-        assert self.step >= 0, "nothing was taken"
+        """The captured state: views of the buffer, on the CPU, and a new copy of the values."""
+        assert self.step >= 0, "nothing was captured"
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None
@@ -77,16 +77,19 @@ class Snapshot:
 
     @property
     def size_bytes(self) -> int:
-        """Of the buffer."""
+        """Size of the buffer."""
         return self._buffer.numel()
 
     def _allocate(self, layout: _Layout, pinned: bool) -> None:
-        self._views, self._buffer = [], torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
+        self._views, self._buffer = (
+            [],
+            torch.empty(0, dtype=torch.uint8),
+        )  # frees the old one first
         places, end = [], 0
         for _, _, shape, dtype in layout:
             places.append(end)
             end += -(-shape.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        self._buffer = torch.zeros(end, dtype=torch.uint8, pin_memory=pinned)  # zeros: the pages are there from now on
+        self._buffer = torch.zeros(end, dtype=torch.uint8, pin_memory=pinned)  # zeros allocate the pages
         for place, (_, _, shape, dtype) in zip(places, layout, strict=True):
             part = self._buffer[place : place + shape.numel() * dtype.itemsize]
             self._views.append(part.view(dtype).reshape(shape))

@@ -1,4 +1,4 @@
-"""Making the state of all ranks that of rank 0."""
+"""Broadcast the state of one rank to all ranks."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dty
 
 
 def broadcast_state(state: TrainState, comm: Comm, progress: Callable[[], None] | None = None, root: int = 0) -> None:
-    """Parameters, buffers, optimizer state and progress of rank `root`, on every rank. Collective: yes.
+    """Copy parameters, buffers, optimizer state and progress from rank `root` to every rank. Collective: yes.
 
     Args:
-        state: on `root` read, elsewhere changed.
+        state: read on `root`, changed elsewhere.
         comm: the ranks.
-        progress: called with each tensor that has come.
-        root: the rank whose state it is.
+        progress: called after each tensor.
+        root: the rank to copy from.
 
     Errors:
-        LaunchError: on every rank, where the model of one has other tensors than that of `root`.
+        LaunchError: on every rank, if the model of one rank has other tensors than that of `root`.
     """
     is_root = comm.rank == root
-    mine = state.state_dict()
-    spec = broadcast_json(comm, _spec(mine), name="state/spec", root=root)
-    _check_same_model(_spec(mine), spec, comm, root)
+    own_state = state.state_dict()
+    spec = broadcast_json(comm, _spec(own_state), name="state/spec", root=root)
+    _check_same_model(_spec(own_state), spec, comm, root)
     tensors: dict[str, dict[str, Tensor]] = {}
     for group, entries in spec["tensors"].items():
-        own = mine.tensors[group] if is_root else {}
+        own = own_state.tensors[group] if is_root else {}
         tensors[group] = {
             name: own[name].detach().contiguous() if is_root else torch.empty(shape, dtype=_DTYPES[dtype])
             for name, (shape, dtype) in entries.items()
         }
-    # As bytes: Horovod lacks some dtypes. The CPU is as good as any device for what happens once.
+    # As bytes, because Horovod does not support all dtypes. On the CPU, because it happens only once.
     handles = [
         comm.broadcast(_flat_bytes(tensor), name=f"state/{group}/{name}", root=root)
         for group, entries in tensors.items()
@@ -72,12 +72,12 @@ def _check_same_model(mine: dict[str, Any], wanted: dict[str, Any], comm: Comm, 
     difference = (names[0], ours.get(names[0]), theirs.get(names[0])) if names else None
     for rank, found in enumerate(allgather_json(comm, difference, name="state/same")):
         if found is not None:
-            name, there, here = found
+            name, found_tensor, wanted_tensor = found
             error = LaunchError(
-                f"the model of rank {rank} is not that of rank {root}: {name} differs",
-                expected=f"{here or 'no such tensor'} as on rank {root}",
-                found=str(there or "no such tensor"),
-                next_step="build the model from the config alone, the same on every rank and host",
+                f"the model of rank {rank} differs from that of rank {root}: {name}",
+                expected=f"{wanted_tensor or 'no such tensor'} as on rank {root}",
+                found=str(found_tensor or "no such tensor"),
+                next_step="build the model only from the config, equal on every rank and host",
             )
             error.everywhere = True
             raise error

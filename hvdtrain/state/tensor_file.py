@@ -1,11 +1,10 @@
-"""Files of a checkpoint: written in one pass, with a checksum made on the way; read in one pass, and checked.
+"""Files of a checkpoint: one pass writes a file and computes its checksum, one pass reads and verifies it.
 
-A tensor file is a safetensors file: 8 bytes of length (little endian), a JSON header, raw data. It is written by hand,
-because the library wants all of it in memory once more, and gives no checksum.
+A tensor file is a safetensors file: 8 bytes of length (little endian), a JSON header, raw data. The safetensors library
+is not used, because it needs all data in memory again and computes no checksum.
 
-The checksum is XXH3 of 128 bits: it finds what disks, cables and hands do to a file. On 2 cores it runs at 18 GB/s,
-zlib.crc32 at 7, SHA-256 at 2 and BLAKE2b at 1.3; a disk that takes 1.5 to 2 GB/s is not held up by the first alone,
-and a second thread for it costs more than it gains where ranks fill the cores.
+The checksum is XXH3 with 128 bits. It detects damage by disks, cables and people, and is the only candidate that does
+not slow down a disk of 1.5 to 2 GB/s (zlib.crc32, SHA-256 and BLAKE2b do, and ranks leave no core for another thread).
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ CHECKSUM = "xxh3_128"
 
 _BLOCK = 1 << 20
 _BUFFER = 1 << 16
-"""Small tensors are gathered in it; larger ones go past it."""
+"""Bytes of the buffer for small tensors; larger ones bypass it."""
 
 _READ = 4 << 20
 _FLUSH = 16 << 20
-"""Bytes after which the kernel is asked to begin writing to the disk, instead of all at the end: 1.4 times as fast."""
+"""Bytes after which the kernel starts to write to disk. Writing everything at the end takes 1.4 times as long."""
 
 _DTYPES = {
     "F64": torch.float64,
@@ -62,11 +61,11 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What a file was when it was written.
+class FileDigest:
+    """Size and checksum of a file when it was written.
 
     Attributes:
-        size_bytes: of the file.
+        size_bytes: size of the file.
         checksum: hexadecimal.
     """
 
@@ -74,33 +73,33 @@ class Facts:
     checksum: str
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], progress: Callable[[], None]) -> Facts:
-    """Write a safetensors file; the kernel has begun to bring it to the disk, and an fsync is still to come.
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], progress: Callable[[], None]) -> FileDigest:
+    """Write a safetensors file. The kernel has started to write it to disk; the caller must fsync.
 
     Args:
-        path: of a file that does not exist yet.
-        tensors: on any device, of any layout.
-        progress: called with each MiB.
+        path: a file that does not exist yet.
+        tensors: tensors on any device, of any layout.
+        progress: called for each MiB.
 
     Errors:
-        CheckpointError: a dtype that the format does not have.
-        OSError: it cannot be written.
+        CheckpointError: the format does not support a dtype.
+        OSError: the file cannot be written.
     """
-    # As the format wants it: without gaps, and aligned by having the widest first.
+    # The format requires data without gaps; the widest dtypes come first for alignment.
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     return _write(path, _parts(_header(names, tensors), (tensors[name] for name in names)), progress)
 
 
-def write_text(path: Path, text: str) -> Facts:
-    """Write a text file and wait until it is on the disk. Errors: OSError."""
-    facts = _write(path, [memoryview(text.encode())], lambda: None)
+def write_text(path: Path, text: str) -> FileDigest:
+    """Write a text file and wait until it is on disk. Errors: OSError."""
+    digest = _write(path, [memoryview(text.encode())], lambda: None)
     fsync(path)
-    return facts
+    return digest
 
 
-def read_tensors(path: Path, facts: Facts, progress: Callable[[], None]) -> dict[str, Tensor]:
-    """Read a safetensors file and verify every byte; the tensors share one buffer. Errors: see `read`."""
-    data = read(path, facts, progress)
+def read_tensors(path: Path, digest: FileDigest, progress: Callable[[], None]) -> dict[str, Tensor]:
+    """Read a safetensors file and verify every byte. The tensors share one buffer. Errors: see `read_verified`."""
+    data = read_verified(path, digest, progress)
     if len(data) < 8:
         raise ValueError("shorter than a header")
     (length,) = struct.unpack("<Q", data[:8].numpy().tobytes())
@@ -120,41 +119,41 @@ def read_tensors(path: Path, facts: Facts, progress: Callable[[], None]) -> dict
     return {name: _view(body, entry) for name, entry in header.items()}
 
 
-def read(path: Path, facts: Facts, progress: Callable[[], None]) -> Tensor:
-    """All bytes of a file, verified.
+def read_verified(path: Path, digest: FileDigest, progress: Callable[[], None]) -> Tensor:
+    """Read and verify all bytes of a file.
 
     Errors:
-        CheckpointError: it is missing, or holds other bytes than were written.
-        OSError: it cannot be read.
+        CheckpointError: the file is missing or changed.
+        OSError: the file cannot be read.
     """
     try:
         size = path.stat().st_size
     except (FileNotFoundError, NotADirectoryError):
-        raise _damaged(path, facts, "no file") from None
-    if size != facts.size_bytes:
-        raise _damaged(path, facts, f"{size} bytes")
+        raise _damaged(path, digest, "no file") from None
+    if size != digest.size_bytes:
+        raise _damaged(path, digest, f"{size} bytes")
     data = torch.empty(size, dtype=torch.uint8)
-    digest = xxhash.xxh3_128()
+    hasher = xxhash.xxh3_128()
     view = data.numpy().data
     with path.open("rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)  # the kernel reads further ahead
         while view and (count := file.readinto(view[:_READ])):
             for begin in range(0, count, _BLOCK):
-                digest.update(view[begin : min(begin + _BLOCK, count)])
+                hasher.update(view[begin : min(begin + _BLOCK, count)])
                 progress()
             view = view[count:]
-    if digest.hexdigest() != facts.checksum:
-        raise _damaged(path, facts, f"{CHECKSUM} {digest.hexdigest()[:12]}...")
+    if hasher.hexdigest() != digest.checksum:
+        raise _damaged(path, digest, f"{CHECKSUM} {hasher.hexdigest()[:12]}...")
     return data
 
 
 def checksum(data: bytes) -> str:
-    """That of bytes in memory, hexadecimal."""
+    """Return the checksum of bytes in memory, hexadecimal."""
     return xxhash.xxh3_128(data).hexdigest()
 
 
 def check_dtypes(state: StateDict) -> None:
-    """See that every tensor has a dtype that files can hold. Errors: CheckpointError."""
+    """Check that the format supports the dtype of every tensor. Errors: CheckpointError."""
     for tensors in state.tensors.values():
         for name, tensor in tensors.items():
             _check_dtype(name, tensor)
@@ -167,10 +166,10 @@ def _check_dtype(name: str, tensor: Tensor) -> None:
         )
 
 
-def _damaged(path: Path, facts: Facts, found: str) -> CheckpointError:
+def _damaged(path: Path, digest: FileDigest, found: str) -> CheckpointError:
     return CheckpointError(
         f"{path} is damaged",
-        expected=f"{facts.size_bytes} bytes with {CHECKSUM} {facts.checksum[:12]}...",
+        expected=f"{digest.size_bytes} bytes with {CHECKSUM} {digest.checksum[:12]}...",
         found=found,
         next_step="resume from another checkpoint",
     )
@@ -201,19 +200,19 @@ def _view(data: Tensor, entry: Mapping[str, Any]) -> Tensor:
     begin, end = entry["data_offsets"]
     dtype = _DTYPES[entry["dtype"]]
     part = data[begin:end]
-    if part.data_ptr() % dtype.itemsize:  # a file of somebody else's
+    if part.data_ptr() % dtype.itemsize:  # a file from another program
         part = part.clone()
     return part.view(dtype).reshape(entry["shape"])
 
 
-def _write(path: Path, parts: Iterable[memoryview], progress: Callable[[], None]) -> Facts:
-    digest = xxhash.xxh3_128()
+def _write(path: Path, parts: Iterable[memoryview], progress: Callable[[], None]) -> FileDigest:
+    hasher = xxhash.xxh3_128()
     size, flushed = 0, 0
     with path.open("xb", buffering=_BUFFER) as file:
         for part in parts:
             for begin in range(0, len(part), _BLOCK):
                 block = part[begin : begin + _BLOCK]
-                digest.update(block)  # what it brings into the cache is what is written next
+                hasher.update(block)  # brings the block into the cache, from where it is written next
                 file.write(block)
                 size += len(block)
                 progress()
@@ -222,10 +221,10 @@ def _write(path: Path, parts: Iterable[memoryview], progress: Callable[[], None]
                     flushed = size
         file.flush()
         _begin_flush(file.fileno(), flushed, size - flushed)
-    return Facts(size, digest.hexdigest())
+    return FileDigest(size, hasher.hexdigest())
 
 
 def _begin_flush(descriptor: int, begin: int, count: int) -> None:
-    """Have the kernel write what it holds of a file. It also forgets what is on the disk, of which nobody has a use."""
+    """Let the kernel write its pages of a file to disk. It also drops those on disk, which nobody reads."""
     with suppress(OSError):
         os.posix_fadvise(descriptor, begin, count, os.POSIX_FADV_DONTNEED)

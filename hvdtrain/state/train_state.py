@@ -1,4 +1,4 @@
-"""Everything that a run is at a step: one `state_dict`, used to save, to resume and to make ranks equal."""
+"""The whole state of a run at a step: one `state_dict` to save, to resume and to make ranks equal."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from hvdtrain.errors import CheckpointError, TaskError
 
 @dataclass
 class Progress:
-    """How far a run has come.
+    """The progress of a run.
 
     Attributes:
-        step: optimizer steps done, skipped ones included.
+        step: optimizer steps done, including skipped ones.
         position: samples consumed.
-        skipped: steps whose loss or gradient was not finite.
-        skipped_in_row: how many of them came last.
-        samples: in an epoch.
-        data_id: of the task, see there.
-        losses: of the newest steps that were applied, as many as a jump is measured against.
-        left_out: ranges [begin, end) of positions that are passed over, in order: what roll backs went past.
-        rolled_back: steps that were taken back for it.
-        lr: learning rate of the last step, of the optimizer's first group; 0 before, and in older checkpoints.
+        skipped: number of steps with a loss or gradient that was not finite.
+        skipped_in_row: number of these at the end.
+        samples: samples per epoch.
+        data_id: see `Task`.
+        losses: losses of the newest applied steps, from which a loss spike is detected.
+        left_out: ranges [begin, end) of positions that roll backs have skipped, in order.
+        rolled_back: steps that were rolled back because of them.
+        lr: learning rate of the last step in the optimizer's first group; 0 before, and in older checkpoints.
     """
 
     step: int = 0
@@ -43,36 +43,36 @@ class Progress:
 
 
 class Exchange(Protocol):
-    """What keeps state between the exchanges of gradients: the plan of buckets, and what compression carries on."""
+    """State between exchanges of gradients: the bucket plan, and the residuals of compression."""
 
     def synchronize_state(self) -> None:
-        """Make the state the same on all ranks. Collective: yes."""
+        """Make the state equal on all ranks. Collective: yes."""
         ...
 
     def synchronized_state(self) -> dict[str, Tensor]:
-        """The tensors as `synchronize_state` would make them, which stay as they are. Collective: yes.
+        """Return the tensors that `synchronize_state` would produce, without changing any. Collective: yes.
 
-        To be read before the next step.
+        They are valid until the next step.
         """
         ...
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors by name, and plain values."""
+        """Return tensors by name, and plain values."""
         ...
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Take them over."""
+        """Load them, possibly without a copy."""
         ...
 
 
 @dataclass(frozen=True)
 class StateDict:
-    """A snapshot: tensors by group and name, and what JSON holds.
+    """A state: tensors by group and name, and plain values.
 
     Attributes:
-        tensors: {"model": {name: tensor}, "optimizer": {"name/slot": tensor}, "exchange": {"name/what": tensor}}; the
-            last only where there is any.
-        values: plain values.
+        tensors: {"model": {name: tensor}, "optimizer": {"name/slot": tensor}, "exchange": {"name/kind": tensor}}; the
+            last group only if it is not empty.
+        values: values that JSON supports.
     """
 
     tensors: Mapping[str, Mapping[str, Tensor]]
@@ -80,7 +80,7 @@ class StateDict:
 
     @property
     def count(self) -> int:
-        """Of the tensors, in all groups."""
+        """Number of tensors in all groups."""
         return sum(len(tensors) for tensors in self.tensors.values())
 
 
@@ -89,11 +89,11 @@ class TrainState:
     """The parts of a run that training changes.
 
     Attributes:
-        model: its parameters and buffers.
-        optimizer: its state, kept by parameter name: free of groups, of their order and of the number of ranks.
-        scaler: fp16's loss scale.
-        progress: how far the run has come.
-        exchange: of the gradients; settled before it is saved. None where there is none.
+        model: model with its parameters and buffers.
+        optimizer: optimizer. Its state is saved by parameter name, independent of groups, order and world size.
+        scaler: loss scaler of fp16.
+        progress: progress of the run.
+        exchange: exchange of gradients, synchronized before it is saved; None if there is none.
     """
 
     model: nn.Module
@@ -103,10 +103,10 @@ class TrainState:
     exchange: Exchange | None = None
 
     def state_dict(self) -> StateDict:
-        """The state, without copying tensors."""
-        model, aliases = _unaliased(self.model.state_dict())
+        """Return the state without copying tensors."""
+        model, aliases = _split_aliases(self.model.state_dict())
         slots, plain, groups = self._optimizer_state()
-        carried, exchange = self.exchange.state_dict() if self.exchange is not None else ({}, None)
+        residuals, exchange = self.exchange.state_dict() if self.exchange is not None else ({}, None)
         values = {
             "progress": vars(self.progress).copy(),
             "aliases": aliases,
@@ -115,18 +115,18 @@ class TrainState:
             "scaler": self.scaler.state_dict(),
             "exchange": exchange,
         }
-        tensors = {"model": model, "optimizer": slots, **({"exchange": carried} if carried else {})}
+        tensors = {"model": model, "optimizer": slots, **({"exchange": residuals} if residuals else {})}
         return StateDict(tensors, values)
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Take over a state; tensors are copied.
+        """Load a state; tensors are copied.
 
         Errors:
-            CheckpointError: it is the state of another model or optimizer; nothing was changed.
+            CheckpointError: it is the state of another model or optimizer. Nothing was changed.
         """
         model = dict(state.tensors["model"])
         model |= {alias: model[name] for alias, name in state.values["aliases"].items()}
-        _check_fits(self.model.state_dict(), model)
+        _check_shapes(self.model.state_dict(), model)
         self._check_optimizer(state)
         self.model.load_state_dict(model)
         self._load_optimizer(state.tensors["optimizer"], state.values["optimizer"])
@@ -136,16 +136,16 @@ class TrainState:
             self.optimizer.param_groups[int(number)].update(values)
         if state.values["scaler"]:
             self.scaler.load_state_dict(state.values["scaler"])
-        if self.exchange is not None and state.values.get("exchange"):  # checkpoints of 0.1 have none
+        if self.exchange is not None and state.values.get("exchange"):  # missing in checkpoints of version 0.1
             self.exchange.load_state_dict(state.tensors.get("exchange", {}), state.values["exchange"])
         self.progress = Progress(**state.values["progress"])
 
     def _names(self) -> dict[str, nn.Parameter]:
-        of = {parameter: name for name, parameter in self.model.named_parameters()}
-        return {of[p]: p for group in self.optimizer.param_groups for p in group["params"]}
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        return {names[p]: p for group in self.optimizer.param_groups for p in group["params"]}
 
     def __post_init__(self) -> None:
-        """Note what the optimizer's groups hold before training."""
+        """Record the values in the optimizer's groups before training."""
         self._groups_at_start = [self._group_values(group) for group in self.optimizer.param_groups]
 
     @staticmethod
@@ -153,10 +153,10 @@ class TrainState:
         return {k: v for k, v in group.items() if k not in ("params", "lr") and isinstance(v, (int, float, str, bool))}
 
     def _optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, dict[str, Any]]]:
-        """Tensors and plain values by parameter and slot; what training has changed in each group.
+        """Return tensors and plain values by parameter and slot, and the values in groups that training has changed.
 
         Errors:
-            TaskError: the optimizer keeps state that cannot be saved.
+            TaskError: the optimizer has state that cannot be saved.
         """
         slots: dict[str, Tensor] = {}
         plain: dict[str, Any] = {}
@@ -168,12 +168,12 @@ class TrainState:
                     plain[f"{name}/{slot}"] = value
                 else:
                     raise TaskError(
-                        f"{type(self.optimizer).__name__} keeps state that cannot be saved: {slot} of {name}",
+                        f"{type(self.optimizer).__name__} has state that cannot be saved: {slot} of {name}",
                         expected="tensors, numbers and strings",
                         found=type(value).__name__,
                         next_step="use an optimizer with flat state",
                     )
-        # Some optimizers count in their groups. What the options set there stays the options' own.
+        # Some optimizers count in their groups. Values that options set there are not saved.
         groups = {
             str(number): changed
             for number, (group, start) in enumerate(
@@ -185,18 +185,18 @@ class TrainState:
 
     def _check_optimizer(self, state: StateDict) -> None:
         keys = [*state.tensors["optimizer"], *state.values["optimizer"]]
-        strangers = {key.rpartition("/")[0] for key in keys} - self._names().keys()
+        unknown = {key.rpartition("/")[0] for key in keys} - self._names().keys()
         numbers = {str(number) for number in range(len(self.optimizer.param_groups))}
-        strangers |= {f"group {number}" for number in state.values["groups"].keys() - numbers}
-        if strangers:
+        unknown |= {f"group {number}" for number in state.values["groups"].keys() - numbers}
+        if unknown:
             raise CheckpointError(
-                "the checkpoint holds state of parameters or groups that the optimizer does not have",
-                found=", ".join(sorted(strangers)[:3]),
-                next_step="resume with the optimizer of the run, or start anew: --resume never --run_dir DIR",
+                "the checkpoint contains parameters or groups that the optimizer does not have",
+                found=", ".join(sorted(unknown)[:3]),
+                next_step="resume with the optimizer of the run, or start a new run: --resume never --run_dir DIR",
             )
 
     def _load_optimizer(self, slots: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
-        # torch's own load_state_dict wants numbers for parameters; it casts and moves state as each optimizer needs.
+        # torch's load_state_dict expects numbers for parameters. It casts and moves state as each optimizer needs.
         names = {name: (index, parameter) for index, (name, parameter) in enumerate(self._names().items())}
         entries: dict[int, dict[str, Any]] = {}
         for key, value in [*slots.items(), *plain.items()]:
@@ -214,8 +214,8 @@ def _stored_as(parameter: nn.Parameter, value: Tensor) -> Tensor:
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)
 
 
-def _unaliased(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tied tensors once, and which names stand for them too."""
+def _split_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return tied tensors once, and their other names as aliases."""
     kept: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
@@ -229,7 +229,7 @@ def _unaliased(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[s
     return kept, aliases
 
 
-def _check_fits(model: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+def _check_shapes(model: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
     ours, theirs = ({name: tuple(t.shape) for name, t in tensors.items()} for tensors in (model, saved))
     if ours == theirs:
         return
@@ -239,5 +239,5 @@ def _check_fits(model: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> Non
         "the checkpoint is of another model",
         expected="; ".join(f"{n}: {ours.get(n, 'no such tensor')}" for n in differing[:3]),
         found=f"{shown} ({len(differing)} of {len(ours)} tensors differ)",
-        next_step="give the options of the model the run was started with, or another --run_dir",
+        next_step="use the model options of the run, or another --run_dir",
     )

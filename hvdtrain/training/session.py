@@ -27,8 +27,8 @@ from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.host import read_host
 from hvdtrain.runtime.timeline import TimelinePlan
 from hvdtrain.spans import Spans
+from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.state.ledger import Ledger
-from hvdtrain.state.store import CheckpointStore
 from hvdtrain.training.diagnostics.drift import Drift
 from hvdtrain.training.diagnostics.failures import explained
 from hvdtrain.training.diagnostics.memory_holders import held

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.state.ledger import Head
+from hvdtrain.state.ledger import StartHeader
 from hvdtrain.verify.starts import Window
 
 _MOST_RANGES = 3
@@ -155,7 +155,7 @@ class _Holes:
         return np.concatenate([np.zeros(1, np.int64), np.cumsum((self.ends - self.begins)[:-1])])
 
 
-def _holes(head: Head) -> _Holes:
+def _holes(head: StartHeader) -> _Holes:
     end = np.iinfo(np.int64).max
     pairs = np.array([*head.left_out, [end, end]], np.int64)
     return _Holes(pairs[:, 0], pairs[:, 1])

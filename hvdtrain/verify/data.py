@@ -10,7 +10,7 @@ import numpy as np
 
 from hvdtrain.errors import RunDirectoryError
 from hvdtrain.run_layout import RunLayout
-from hvdtrain.state.store import CheckpointStore
+from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.verify.coverage import Rows, Wrong, rows_of, spans, uncovered, untold
 from hvdtrain.verify.drawn import Epochs, check_drawn
 from hvdtrain.verify.journal_starts import Past, read_past

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.data.order import samples
-from hvdtrain.state.ledger import Head
+from hvdtrain.state.ledger import StartHeader
 from hvdtrain.verify.coverage import Rows, Wrong, bounds
 from hvdtrain.verify.starts import Window
 
@@ -62,7 +62,7 @@ class Epochs:
         self._seen = np.zeros(0, np.bool_)
         self._taken = self._left_out = 0
 
-    def add(self, head: Head, positions: NDArray[np.int64], indices: NDArray[np.int64]) -> None:
+    def add(self, head: StartHeader, positions: NDArray[np.int64], indices: NDArray[np.int64]) -> None:
         """Samples that were taken, and their indices; by the order of `head`."""
         numbers = positions // head.samples
         cuts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
@@ -76,7 +76,7 @@ class Epochs:
         """No more comes."""
         self._close(is_last=True)
 
-    def _begin(self, head: Head, number: int) -> None:
+    def _begin(self, head: StartHeader, number: int) -> None:
         key = (number, head.samples, head.seed, head.data_id)
         if key == self._key:
             return

@@ -12,7 +12,7 @@ import orjson
 from numpy.typing import NDArray
 
 from hvdtrain.errors import RunDirectoryError
-from hvdtrain.state.ledger import VERSION, Head
+from hvdtrain.state.ledger import VERSION, StartHeader
 
 _LINES_AT_ONCE = 1 << 16
 """Parsed by one call, which is several times as fast as one call a line."""
@@ -45,7 +45,7 @@ class Entries:
         return np.repeat(self.steps[low:high], counts), self.begins[part], self.ends[part]
 
 
-def read_file(path: Path) -> tuple[Head, Entries] | None:
+def read_file(path: Path) -> tuple[StartHeader, Entries] | None:
     """A file of a ledger; None where its first line is cut off: its rank was killed before it did anything.
 
     Errors:
@@ -59,7 +59,7 @@ def read_file(path: Path) -> tuple[Head, Entries] | None:
         raise RunDirectoryError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _head(path: Path, line: bytes) -> Head | None:
+def _head(path: Path, line: bytes) -> StartHeader | None:
     try:
         values = orjson.loads(line)
         version = values.pop("version")
@@ -70,7 +70,7 @@ def _head(path: Path, line: bytes) -> Head | None:
             f"{path} is of a version that is not known", expected=f"version {VERSION}", found=str(version)
         )
     try:
-        return Head(**values)
+        return StartHeader(**values)
     except TypeError:
         return None
 

@@ -17,7 +17,7 @@ from typing import IO, Any
 from hvdtrain.errors import ConfigError, HvdtrainError, RunDirectoryError
 from hvdtrain.observe import journal
 from hvdtrain.run_layout import RunLayout
-from hvdtrain.state.store import CheckpointStore
+from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.state.train_state import StateDict
 
 _TAIL = 12

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hvdtrain.state.ledger import Head, ledger_files
+from hvdtrain.state.ledger import StartHeader, ledger_files
 from hvdtrain.verify.ledger_columns import Entries, read_file
 
 
@@ -20,8 +20,8 @@ class Start:
         entries: of each rank whose file is there.
     """
 
-    head: Head
-    heads: Mapping[int, Head]
+    head: StartHeader
+    heads: Mapping[int, StartHeader]
     entries: Mapping[int, Entries]
 
     @property
@@ -64,7 +64,7 @@ def read_starts(folder: Path) -> tuple[list[Start], list[Path]]:
 
     Errors: those of `read_file`.
     """
-    found: dict[int, dict[int, tuple[Head, Entries]]] = {}
+    found: dict[int, dict[int, tuple[StartHeader, Entries]]] = {}
     empty: list[Path] = []
     for start, rank, path in ledger_files(folder):
         told = read_file(path)

@@ -193,7 +193,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_taken(capsys: pytest.Cap
     file.write_bytes(file.read_bytes()[:-1])
     assert main([*SHORT, "--run_dir=run"]) == 0
     out = capsys.readouterr().out
-    assert f"passing over a checkpoint: {file.absolute()} is damaged" in out
+    assert f"skipping a checkpoint: {file.absolute()} is damaged" in out
     assert "going on from step 2" in out
     assert sorted(read_steps(Path("run/journal.jsonl"))) == [1, 2, 3, 4, 5, 6]
 

@@ -18,7 +18,7 @@ def test_what_is_queued_after_it_changes_nothing_in_it() -> None:
     tensors = {"w": torch.zeros(64 << 20, device="cuda"), "step": torch.tensor(0.0), "turned": torch.zeros(3, 2).t()}
     snapshot = Snapshot()
     for step in range(5):
-        snapshot.take(StateDict({"model": tensors}, {"step": step}), step)
+        snapshot.capture(StateDict({"model": tensors}, {"step": step}), step)
         for tensor in tensors.values():
             tensor.add_(1)
         found = snapshot.state

@@ -345,18 +345,18 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # state
     _missed(
-        "state/store.py",
-        "        if doomed:\n            self._check(just_saved, progress or self.progress)\n",
+        "state/checkpoint_store.py",
+        "        if obsolete:\n            self._verify(just_saved, progress or self.progress)\n",
         "",
         "old checkpoints are removed before the new one is verified",
-        "tests/state/test_store.py",
+        "tests/state/test_checkpoint_store.py",
     ),
     _missed(
         "state/manifest.py",
         "if hashlib.sha256(data).hexdigest() != sha256:",
         "if not sha256:",
         "a damaged checkpoint of format 1 is accepted",
-        "tests/state/test_store.py",
+        "tests/state/test_checkpoint_store.py",
     ),
     # observe
     _missed(
@@ -557,14 +557,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         '            self.scaler.load_state_dict(state.values["scaler"])\n',
         "            pass\n",
         "a resume forgets the loss scale of fp16",
-        "tests/state/test_store.py",
+        "tests/state/test_checkpoint_store.py",
     ),
     _new(
         "state/train_state.py",
         "for key, value in [*slots.items(), *plain.items()]:",
         "for key, value in slots.items():",
         "a resume loses the optimizer's counters that are plain numbers",
-        "tests/state/test_store.py",
+        "tests/state/test_checkpoint_store.py",
     ),
     _new(
         "compression/feedback.py",
@@ -576,26 +576,26 @@ MUTATIONS: tuple[Mutation, ...] = (
     # state: a damaged checkpoint is refused
     _new(
         "state/manifest.py",
-        "if (CHECKSUM in told or form == FORMAT) and told.get(CHECKSUM) != _own_checksum(content):",
-        "if CHECKSUM in told and told.get(CHECKSUM) != _own_checksum(content):",
+        "if (CHECKSUM in manifest or form == FORMAT) and manifest.get(CHECKSUM) != _own_checksum(content):",
+        "if CHECKSUM in manifest and manifest.get(CHECKSUM) != _own_checksum(content):",
         "a manifest that lost its own checksum is accepted",
         "tests/state/test_damage.py",
-        "tests/state/test_store.py",
+        "tests/state/test_checkpoint_store.py",
     ),
     _new(
         "state/tensor_file.py",
-        "    if digest.hexdigest() != facts.checksum:\n",
-        "    if len(digest.hexdigest()) != len(facts.checksum):\n",
+        "    if hasher.hexdigest() != digest.checksum:\n",
+        "    if len(hasher.hexdigest()) != len(digest.checksum):\n",
         "a file with other bytes of the same size is accepted",
         "tests/state/test_damage.py",
-        "tests/state/test_store.py",
+        "tests/state/test_checkpoint_store.py",
     ),
     _new(
-        "state/writing.py",
+        "state/shard_files.py",
         "    if found != tensors:\n",
         "    if found > tensors:\n",
         "a checkpoint that lacks tensors of another rank is kept",
-        "tests/state/test_writer.py",
+        "tests/state/test_background_writer.py",
     ),
     # elastic: a killed rank costs no more than itself
     _new(
@@ -621,8 +621,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _new(
         "state/commits.py",
-        "if not settled and state.exchange is not None and (carried := state.exchange.synchronized_state()):",
-        "if settled and state.exchange is not None and (carried := state.exchange.synchronized_state()):",
+        "if not synchronized and state.exchange is not None and (exchange := state.exchange.synchronized_state()):",
+        "if synchronized and state.exchange is not None and (exchange := state.exchange.synchronized_state()):",
         "a commit holds one rank's residuals instead of the mean",
         "tests/state/test_commits.py",
     ),

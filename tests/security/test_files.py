@@ -12,7 +12,7 @@ import pytest
 
 from hvdtrain.__main__ import main
 from hvdtrain.errors import CheckpointError, ConfigError, DataError, TaskError
-from hvdtrain.state.store import MANIFEST, load
+from hvdtrain.state.checkpoint_store import MANIFEST, load
 from tests.support.launch import ROOT
 from tests.support.payload import MakesFolder
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hvdtrain.engine.make import make_engine
-from hvdtrain.state.commits import SHARE, Commits, Interval
+from hvdtrain.state.commits import MAX_COST, CommitInterval, Commits
 from hvdtrain.state.train_state import Progress, TrainState
 from tests.support.thread_comm import ThreadComm, on_ranks
 
@@ -19,22 +19,22 @@ SECONDS = st.floats(1e-4, 10.0)
 
 @given(SECONDS, st.floats(0.0, 2.0), st.floats(0.1, 1000.0))
 def test_commits_take_their_share_or_lose_no_more_than_is_allowed(step_s: float, cost_s: float, loss_s: float) -> None:
-    interval = Interval(loss_s)
-    interval.took(0.0, cost_s)
+    interval = CommitInterval(loss_s)
+    interval.record(0.0, cost_s)
     now_s, steps = 0.0, 0
     while not interval.due(now_s, step_s) and steps < 100_000:
         now_s, steps = now_s + step_s, steps + 1
     now_s += step_s  # the step that ends with it
-    assert cost_s <= SHARE * now_s * 1.001 or now_s + step_s >= loss_s * 0.999 or steps == 100_000
+    assert cost_s <= MAX_COST * now_s * 1.001 or now_s + step_s >= loss_s * 0.999 or steps == 100_000
     assert now_s <= max(loss_s, 2 * step_s) * 1.001, "so much is lost at most"
 
 
 @given(SECONDS, st.floats(0.0, 0.5))
 def test_no_commit_waits_for_longer_than_it_has_to(step_s: float, cost_s: float) -> None:
-    interval = Interval(1e9)
-    interval.took(5.0, cost_s)
-    assert interval.due(5.0 + cost_s / SHARE, step_s)
-    assert not interval.due(5.0 + cost_s / SHARE - 2 * step_s, step_s) or cost_s / SHARE <= step_s
+    interval = CommitInterval(1e9)
+    interval.record(5.0, cost_s)
+    assert interval.due(5.0 + cost_s / MAX_COST, step_s)
+    assert not interval.due(5.0 + cost_s / MAX_COST - 2 * step_s, step_s) or cost_s / MAX_COST <= step_s
 
 
 def _state(model: nn.Linear | None = None) -> TrainState:
@@ -56,7 +56,7 @@ def test_a_commit_gives_back_all_of_the_state_more_than_once() -> None:
     assert commits.due()
     for _ in range(3):
         _step(state)
-    commits.take(state)
+    commits.commit(state)
     assert commits.step == 3
     kept = copy.deepcopy(state.state_dict())
     for _ in range(2):
@@ -78,7 +78,7 @@ def test_a_step_that_is_long_brings_the_next_commit_forward() -> None:
         return now[0]
 
     commits._clock = slow
-    commits.take(state)
+    commits.commit(state)
     commits._clock = lambda: now[0]
     commits.due()
     now[0] += 10.0
@@ -101,7 +101,7 @@ def test_commits_change_nothing_of_what_is_trained_and_are_equal_on_all_ranks() 
             engine.step()
             engine.commit(applied=True)
             if commits is not None:
-                commits.take(state)
+                commits.commit(state)
         trained = [t.detach().clone() for tensors in state.state_dict().tensors.values() for t in tensors.values()]
         if commits is not None:
             commits.restore(state)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from hvdtrain.errors import CheckpointError
+from hvdtrain.state.checkpoint_store import CheckpointStore, load
 from hvdtrain.state.manifest import MANIFEST
-from hvdtrain.state.shards import shard
-from hvdtrain.state.store import CheckpointStore, load
+from hvdtrain.state.shard_files import write_shard
+from hvdtrain.state.shard_plan import select_shard
 from hvdtrain.state.train_state import StateDict
-from hvdtrain.state.writing import write_shard
 from tests.support.damage import DAMAGES
 
 
@@ -38,7 +38,7 @@ def _save(folder: Path, seed: int, writers: int) -> Path:
     temporary = store.begin(7, 1)
     files = {}
     for number in range(writers):
-        part = shard(state, number, writers)
+        part = select_shard(state, number, writers)
         files |= write_shard(temporary, number, writers, part, lambda: None)
     return store.finish(temporary, 7, state.values, {"heldout_loss": 0.5 + seed}, files)
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import orjson
 import pytest
 
-from hvdtrain.state.ledger import Head, Ledger, file_name, ledger_files, next_start
+from hvdtrain.state.ledger import Ledger, StartHeader, ledger_file_name, ledger_files, next_start
 
 
-def _head(start: int = 0, rank: int = 0) -> Head:
-    return Head(start, "started", 0, 0, 2, rank, "here", 7, 8, 2, 100, "data")
+def _head(start: int = 0, rank: int = 0) -> StartHeader:
+    return StartHeader(start, "started", 0, 0, 2, rank, "here", 7, 8, 2, 100, "data")
 
 
 def _bytes(*indices: int) -> bytes:
@@ -26,13 +26,13 @@ def _bytes(*indices: int) -> bytes:
 
 def test_ranges_are_merged_and_the_checksum_is_of_all_indices(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path, pytest.fail)
-    ledger.begin(_head())
-    ledger.drew(0, 2, _bytes(5, 3))
-    ledger.drew(2, 4, _bytes(1, 9))
-    ledger.drew(6, 7, _bytes(4))
+    ledger.begin_start(_head())
+    ledger.add_samples(0, 2, _bytes(5, 3))
+    ledger.add_samples(2, 4, _bytes(1, 9))
+    ledger.add_samples(6, 7, _bytes(4))
     ledger.write(1)
     ledger.write(2)
-    head, *lines = map(orjson.loads, (tmp_path / file_name(0, 0)).read_bytes().splitlines())
+    head, *lines = map(orjson.loads, (tmp_path / ledger_file_name(0, 0)).read_bytes().splitlines())
     assert (head["seed"], head["global_batch"], head["left_out"]) == (7, 8, [])
     assert lines == [[1, [[0, 4], [6, 7]], zlib.crc32(_bytes(5, 3, 1, 9, 4))], [2, [], 0]]
 
@@ -42,7 +42,7 @@ def test_each_start_has_files_of_its_own(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path, pytest.fail)
     for start in (0, 1, 12345):
         assert next_start(tmp_path) <= start
-        ledger.begin(_head(start, rank=1))
+        ledger.begin_start(_head(start, rank=1))
         ledger.write(1)
     assert [(start, rank) for start, rank, _ in ledger_files(tmp_path)] == [(0, 1), (1, 1), (12345, 1)]
     assert next_start(tmp_path) == 12346
@@ -51,14 +51,14 @@ def test_each_start_has_files_of_its_own(tmp_path: Path) -> None:
 def test_a_killed_process_loses_no_line(tmp_path: Path) -> None:
     program = (
         "import os, pathlib, signal\nfrom tests.state.test_ledger import Ledger, _head\n"
-        f"ledger = Ledger(pathlib.Path({str(tmp_path)!r}), print)\nledger.begin(_head())\n"
-        "for step in range(1, 1001):\n    ledger.drew(step, step + 1, b'')\n    ledger.write(step)\n"
+        f"ledger = Ledger(pathlib.Path({str(tmp_path)!r}), print)\nledger.begin_start(_head())\n"
+        "for step in range(1, 1001):\n    ledger.add_samples(step, step + 1, b'')\n    ledger.write(step)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", program], env=environment)
     assert done.returncode == -signal.SIGKILL
-    assert len((tmp_path / file_name(0, 0)).read_bytes().splitlines()) == 1001
+    assert len((tmp_path / ledger_file_name(0, 0)).read_bytes().splitlines()) == 1001
 
 
 @pytest.mark.parametrize("where", ["begin", "write", "sync"])
@@ -68,16 +68,16 @@ def test_a_disk_that_fails_is_told_once(where: str, tmp_path: Path, monkeypatch:
         (tmp_path / "ledger").write_text("a file where the folder should be")
     ledger = Ledger(tmp_path / "ledger", told.append)
     if where == "write":
-        ledger.begin(_head())
+        ledger.begin_start(_head())
         monkeypatch.setattr(os, "write", lambda file, line: len(line) // 2)
     elif where == "sync":
-        ledger.begin(_head())
+        ledger.begin_start(_head())
         monkeypatch.setattr(os, "fsync", lambda file: os.close(-1))
     else:
-        ledger.begin(_head())
+        ledger.begin_start(_head())
     for step in (1, 2):
-        ledger.drew(step, step + 1, b"")
+        ledger.add_samples(step, step + 1, b"")
         ledger.write(step)
         ledger.sync()
     (text,) = told
-    assert "training goes on" in text
+    assert "Training continues" in text

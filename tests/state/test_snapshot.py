@@ -32,7 +32,7 @@ def _state(seed: int, width: int = 5) -> StateDict:
 def test_what_was_taken_stays_when_the_state_changes() -> None:
     state, snapshot = _state(1), Snapshot()
     before = _bits(state)
-    snapshot.take(state, 7)
+    snapshot.capture(state, 7)
     for tensor in state.tensors["model"].values():
         tensor.detach().zero_()
     state.values["progress"]["losses"].append(3.0)
@@ -43,7 +43,7 @@ def test_what_was_taken_stays_when_the_state_changes() -> None:
 
 def test_values_that_are_handed_out_are_the_callers_own() -> None:
     snapshot = Snapshot()
-    snapshot.take(_state(1), 1)
+    snapshot.capture(_state(1), 1)
     snapshot.state.values["progress"]["losses"].clear()
     assert snapshot.state.values["progress"]["losses"] == [0.1, 1.0]
 
@@ -52,7 +52,7 @@ def test_the_memory_is_allocated_once() -> None:
     snapshot = Snapshot()
     places = set()
     for seed in range(3):
-        snapshot.take(_state(seed), seed)
+        snapshot.capture(_state(seed), seed)
         assert _bits(snapshot.state) == _bits(_state(seed))
         places.add(snapshot.state.tensors["model"]["parameter"].data_ptr())
     assert len(places) == 1
@@ -61,24 +61,24 @@ def test_the_memory_is_allocated_once() -> None:
 @pytest.mark.parametrize("width", [0, 3, 9])
 def test_another_shape_is_taken_too(width: int) -> None:
     snapshot = Snapshot()
-    snapshot.take(_state(1), 1)
-    snapshot.take(_state(2, width), 2)
+    snapshot.capture(_state(1), 1)
+    snapshot.capture(_state(2, width), 2)
     assert _bits(snapshot.state) == _bits(_state(2, width))
 
 
 def test_state_that_comes_with_the_first_step() -> None:
     snapshot, state = Snapshot(), _state(1)
-    snapshot.take(state, 0)
+    snapshot.capture(state, 0)
     grown = StateDict({**state.tensors, "optimizer": {"w/exp_avg": torch.ones(3)}}, state.values)
-    snapshot.take(grown, 1)
+    snapshot.capture(grown, 1)
     assert _bits(snapshot.state) == _bits(grown)
-    snapshot.take(StateDict({"model": {}}, {}), 2)
+    snapshot.capture(StateDict({"model": {}}, {}), 2)
     assert snapshot.state == StateDict({"model": {}}, {})
 
 
 def test_tensors_do_not_overlap() -> None:
     snapshot = Snapshot()
-    snapshot.take(_state(1), 1)
+    snapshot.capture(_state(1), 1)
     tensors = [tensor for tensor in snapshot.state.tensors["model"].values() if tensor.numel()]
     spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.dtype.itemsize) for t in tensors)
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
@@ -87,8 +87,8 @@ def test_tensors_do_not_overlap() -> None:
 
 def test_nothing_is_handed_out_that_could_not_be_taken() -> None:
     snapshot = Snapshot()
-    snapshot.take(_state(1), 1)
+    snapshot.capture(_state(1), 1)
     with pytest.raises(TypeError):
-        snapshot.take(StateDict({"model": {}}, {"no JSON": {1, 2}}), 2)
+        snapshot.capture(StateDict({"model": {}}, {"no JSON": {1, 2}}), 2)
     with pytest.raises(AssertionError):
         _ = snapshot.state

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.errors import CheckpointError
-from hvdtrain.state.tensor_file import _DTYPES, Facts, checksum, read_tensors, write_tensors
+from hvdtrain.state.tensor_file import _DTYPES, FileDigest, checksum, read_tensors, write_tensors
 
 SHAPES: list[tuple[int, ...]] = [(), (0,), (3, 0, 2), (1,), (7,), (5, 3, 2)]
 
@@ -48,7 +48,7 @@ def _one(data_offsets: list[int | None], shape: list[int]) -> str:
     return json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": data_offsets}})
 
 
-def _write(path: Path, tensors: dict[str, Tensor]) -> Facts:
+def _write(path: Path, tensors: dict[str, Tensor]) -> FileDigest:
     return write_tensors(path, tensors, lambda: None)
 
 
@@ -68,7 +68,7 @@ def test_what_the_library_wrote_is_read(tmp_path: Path) -> None:
     tensors = {name: tensor.detach().contiguous() for name, tensor in _all().items()}
     safetensors.torch.save_file(tensors, tmp_path / "library", metadata={"format": "pt"})
     content = (tmp_path / "library").read_bytes()
-    assert _same(read_tensors(tmp_path / "library", Facts(len(content), checksum(content)), lambda: None), tensors)
+    assert _same(read_tensors(tmp_path / "library", FileDigest(len(content), checksum(content)), lambda: None), tensors)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_header_that_does_not_fit_the_file_is_refused(header: str, length: int
     content = struct.pack("<Q", len(text) if length is None else length) + text + b" " * 8
     (tmp_path / "t").write_bytes(content)
     with pytest.raises((ValueError, TypeError)):
-        read_tensors(tmp_path / "t", Facts(len(content), checksum(content)), lambda: None)
+        read_tensors(tmp_path / "t", FileDigest(len(content), checksum(content)), lambda: None)
 
 
 def test_a_dtype_that_the_format_lacks_is_named(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 from filelock import FileLock
 
 from hvdtrain.observe.journal import read_journal, read_steps
-from hvdtrain.state.store import CheckpointStore
+from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.state.train_state import StateDict
 from tests.support.audited import audited
 from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S, run, stop_by_sigterm, train, training

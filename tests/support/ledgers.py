@@ -13,7 +13,7 @@ import numpy as np
 from hvdtrain.data.loader import Stream
 from hvdtrain.data.order import samples
 from hvdtrain.run_layout import RunLayout
-from hvdtrain.state.ledger import Head, Ledger, file_name
+from hvdtrain.state.ledger import Ledger, StartHeader, ledger_file_name
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def write_ledger(
             journal.append({"event": "rolled_back", "positions": left_out[-1]})
         else:
             journal.append({"event": "started"})
-        head = Head(
+        head = StartHeader(
             number, "started", first, position, stretch.size, 0, "here", seed, stretch.global_batch, micro_batch,
             length, "data", left_out,
         )  # fmt: skip
@@ -96,19 +96,19 @@ def write_ledger(
     return done
 
 
-def _write_rank(run: Path, head: Head, stretch: Stretch) -> None:
+def _write_rank(run: Path, head: StartHeader, stretch: Stretch) -> None:
     is_ahead = head.rank < min(stretch.ahead, stretch.size - 1)
     ledger = Ledger(RunLayout(run).ledger, print)
-    ledger.begin(head)
+    ledger.begin_start(head)
     stream = Stream([], head.seed, head.global_batch, head.micro_batch, head.rank, head.size, head.left_out)
     position = head.position
     for step in range(head.from_step + 1, head.from_step + stretch.steps + is_ahead + 1):
         for part in stream.step(position):
             indices = samples(np.arange(part.start, part.stop), head.samples, head.seed)
-            ledger.drew(part.start, part.stop, array("q", indices.tolist()).tobytes())
+            ledger.add_samples(part.start, part.stop, array("q", indices.tolist()).tobytes())
         ledger.write(step)
         position = stream.after(position)
     ledger.close()
     if is_ahead and stretch.torn:
-        path = RunLayout(run).ledger / file_name(head.start, head.rank)
+        path = RunLayout(run).ledger / ledger_file_name(head.start, head.rank)
         path.write_bytes(path.read_bytes()[: -stretch.torn])

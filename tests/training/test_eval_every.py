@@ -11,7 +11,7 @@ import pytest
 
 import hvdtrain
 from hvdtrain.observe.journal import read_journal, read_steps
-from hvdtrain.state.store import MANIFEST
+from hvdtrain.state.checkpoint_store import MANIFEST
 from tests.support.toy import toy
 
 

@@ -17,8 +17,8 @@ from hvdtrain.comm.solo import SoloComm
 from hvdtrain.data.order import passing_over
 from hvdtrain.errors import NonFiniteError
 from hvdtrain.observe.journal import read_journal, read_steps
+from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.state.commits import Commits
-from hvdtrain.state.store import CheckpointStore
 from hvdtrain.state.train_state import Progress, TrainState
 from hvdtrain.training.elastic.roll_back import RollBack, SpoiledSteps, began_at, merged
 from hvdtrain.verify.data import verify_data
@@ -130,7 +130,7 @@ def _after_two_skipped(comm: ThreadComm) -> str:
     commits = Commits(60.0)
     roll_back = RollBack("both", commits, comm, store, lambda event: None, lambda text: None)
     if comm.rank == 0:
-        commits.take(state)
+        commits.commit(state)
     state.progress = Progress(step=5, position=40, skipped_in_row=2)
     roll_back.begin(state)
     state.progress = Progress(step=6, position=48, skipped_in_row=3)
@@ -152,7 +152,7 @@ def test_where_a_rank_is_lost_while_others_go_back_the_journal_knows_what_they_l
     events: list[dict[str, Any]] = []
     commits = Commits(60.0)
     roll_back = RollBack("both", commits, SoloComm(), None, events.append, lambda text: None)
-    commits.take(state)
+    commits.commit(state)
     state.progress = Progress(step=5, position=40)
 
     def lost() -> None:

@@ -16,9 +16,9 @@ import hvdtrain
 from hvdtrain.errors import CheckpointError
 from hvdtrain.observe.journal import read_journal, read_steps
 from hvdtrain.spans import Spans
-from hvdtrain.state import attempt, writer
-from hvdtrain.state.store import CheckpointStore, load
-from hvdtrain.state.writer import CheckpointWriter
+from hvdtrain.state import background_writer, shard_files
+from hvdtrain.state.background_writer import CheckpointWriter
+from hvdtrain.state.checkpoint_store import CheckpointStore, load
 from hvdtrain.training.loop import saving
 from hvdtrain.training.loop.saving import EvaluationProgress, Saving
 from tests.support.thread_comm import ThreadComm, on_ranks
@@ -29,7 +29,7 @@ TRAIN = {"steps": 12, "global_batch": 4, "micro_batch": 2, "eval_every": 100}
 
 def _fail(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     """The disk is full for so many saves."""
-    real, left = attempt.write_shard, [times]
+    real, left = shard_files.write_shard, [times]
 
     def write(*arguments: Any) -> Any:
         if left[0]:
@@ -37,7 +37,7 @@ def _fail(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(*arguments)
 
-    monkeypatch.setattr(attempt, "write_shard", write)
+    monkeypatch.setattr(shard_files, "write_shard", write)
 
 
 def _events(run: Path) -> list[tuple[str, int]]:
@@ -49,7 +49,7 @@ def test_a_full_disk_ends_no_training_and_changes_no_number(tmp_path: Path, monk
     options = {"train": TRAIN, "checkpoint": {"every": 4}}
     hvdtrain.train({**options, "run_dir": str(tmp_path / "whole")}, toy)
     _fail(monkeypatch, 1)
-    monkeypatch.setattr(writer, "_FIRST_RETRY_S", 1e9)
+    monkeypatch.setattr(background_writer, "_FIRST_RETRY_S", 1e9)
     result = hvdtrain.train({**options, "run_dir": str(tmp_path / "full")}, toy)
     assert result.reason == "finished"
     assert _events(tmp_path / "full") == [("checkpoint_failed", 4), ("checkpoint", 8), ("checkpoint", 12)]
@@ -59,9 +59,9 @@ def test_a_full_disk_ends_no_training_and_changes_no_number(tmp_path: Path, monk
 
 def test_a_failed_save_is_tried_again_before_the_next_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _fail(monkeypatch, 1)
-    monkeypatch.setattr(writer, "_FIRST_RETRY_S", 0.0)
-    look = CheckpointWriter.look
-    monkeypatch.setattr(CheckpointWriter, "look", lambda one: (one._join(), look(one))[1])  # as if each save were quick
+    monkeypatch.setattr(background_writer, "_FIRST_RETRY_S", 0.0)
+    poll = CheckpointWriter.poll
+    monkeypatch.setattr(CheckpointWriter, "poll", lambda one: (one._join(), poll(one))[1])  # as if each save were quick
     hvdtrain.train({"train": TRAIN, "checkpoint": {"every": 6}, "run_dir": str(tmp_path)}, toy)
     failed, again, *rest = _events(tmp_path)
     assert failed == ("checkpoint_failed", 6)

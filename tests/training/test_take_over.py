@@ -14,7 +14,7 @@ from hvdtrain.observe.journal import Journal, read_journal
 from hvdtrain.observe.progress import Progress as Display
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.runtime.environment import RankInfo
-from hvdtrain.state.store import CheckpointStore
+from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.training.elastic.worker_state import keep
 from hvdtrain.training.start.restore import take_over
 from hvdtrain.training.start.run_directory import claim_run_directory

@@ -56,7 +56,7 @@ def _residuals(kept: WorkerState) -> torch.Tensor:
 
 @pytest.mark.parametrize("kept", ["none", "bf16"], indirect=True)
 def test_without_residuals_nothing_is_lost_with_a_rank(kept: WorkerState) -> None:
-    kept.commits.take(kept.state)
+    kept.commits.commit(kept.state)
     _step(kept)
     now = _weights(kept)
     kept.round_is_over(settled=False)
@@ -66,7 +66,7 @@ def test_without_residuals_nothing_is_lost_with_a_rank(kept: WorkerState) -> Non
 
 @pytest.mark.parametrize("kept", ["topk:0.2", "powersgd:2"], indirect=True)
 def test_what_a_rank_owed_is_that_of_the_newest_commit(kept: WorkerState) -> None:
-    kept.commits.take(kept.state)
+    kept.commits.commit(kept.state)
     weights, residuals = _weights(kept).clone(), _residuals(kept)
     assert residuals.abs().sum() > 0
     _step(kept)
@@ -79,7 +79,7 @@ def test_what_a_rank_owed_is_that_of_the_newest_commit(kept: WorkerState) -> Non
 
 @pytest.mark.parametrize("kept", ["topk:0.2"], indirect=True)
 def test_what_was_settled_is_kept(kept: WorkerState) -> None:
-    kept.commits.take(kept.state)
+    kept.commits.commit(kept.state)
     _step(kept)
     weights, residuals = _weights(kept), _residuals(kept)
     kept.round_is_over(settled=True)
@@ -90,7 +90,7 @@ def test_what_was_settled_is_kept(kept: WorkerState) -> None:
 
 @pytest.mark.parametrize("kept", ["topk:0.2"], indirect=True)
 def test_a_round_that_breaks_before_its_first_step_costs_nothing_of_the_one_before(kept: WorkerState) -> None:
-    kept.commits.take(kept.state)
+    kept.commits.commit(kept.state)
     _step(kept)  # a commit is long ago, as where one rank is left that exchanges nothing
     weights, residuals = _weights(kept).clone(), _residuals(kept)
     kept.round_is_over(settled=True)
@@ -125,7 +125,7 @@ def test_offers_are_equal_where_all_but_tensors_is(kept: WorkerState) -> None:
 @pytest.mark.parametrize("kept", ["topk:0.2"], indirect=True)
 def test_records_of_steps_that_are_done_again_are_begun_anew(kept: WorkerState, tmp_path: Path) -> None:
     kept.recorder = Recorder(None, Display("samples", 5.0, live=False, quiet=True))
-    kept.commits.take(kept.state)
+    kept.commits.commit(kept.state)
     kept.last = {"step": 1}
     kept.round_is_over(settled=True)
     assert not kept.went_back()

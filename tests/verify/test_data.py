@@ -16,7 +16,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.errors import RunDirectoryError
-from hvdtrain.state.ledger import file_name
+from hvdtrain.state.ledger import ledger_file_name
 from hvdtrain.verify.data import DataReport, verify_data
 from hvdtrain.verify.data_text import to_text
 from tests.support.ledgers import Stretch, Written, write_ledger
@@ -113,7 +113,7 @@ def test_any_single_thing_that_is_wrong_is_found(
             at = next(number for number, line in enumerate(lines) if number and line[0] == step)
             CORRUPTIONS[how](lines, at, by)
 
-        path = done.run / "ledger" / file_name(start, rank)
+        path = done.run / "ledger" / ledger_file_name(start, rank)
         if stretches[start].torn:  # its last line is none
             whole = path.read_bytes().rpartition(b"\n")
             path.write_bytes(whole[0] + whole[1])
@@ -131,7 +131,7 @@ def _report(change: Callable[[Path], None], stretches: list[Stretch] = TWO) -> D
 
 def test_the_first_step_and_positions_are_named() -> None:
     def change(run: Path) -> None:
-        _edit(run / "ledger" / file_name(0, 1), lambda lines: lines[4][1][0].__setitem__(0, 23))
+        _edit(run / "ledger" / ledger_file_name(0, 1), lambda lines: lines[4][1][0].__setitem__(0, 23))
 
     (wrong,) = _report(change).wrong
     assert wrong.step == 4
@@ -140,7 +140,7 @@ def test_the_first_step_and_positions_are_named() -> None:
 
 
 def test_a_missing_file_is_named() -> None:
-    report = _report(lambda run: (run / "ledger" / file_name(1, 2)).unlink())
+    report = _report(lambda run: (run / "ledger" / ledger_file_name(1, 2)).unlink())
     assert [wrong.step for wrong in report.wrong] == [7]
     assert any("no file of rank(s) 2 of 3" in note for note in report.notes)
 
@@ -150,7 +150,7 @@ def test_a_missing_start_is_named() -> None:
 
     def change(run: Path) -> None:
         for rank in range(3):
-            (run / "ledger" / file_name(1, rank)).unlink()
+            (run / "ledger" / ledger_file_name(1, rank)).unlink()
 
     report = _report(change, stretches)
     assert [wrong.step for wrong in report.wrong] == [10]
@@ -161,7 +161,7 @@ def test_what_no_checkpoint_holds_is_not_durable_yet() -> None:
     def change(run: Path) -> None:
         (saved,) = (run / "checkpoints").iterdir()
         saved.rename(saved.with_name("step-000011"))
-        _edit(run / "ledger" / file_name(1, 0), lambda lines: lines.pop())  # killed before it told of the last one
+        _edit(run / "ledger" / ledger_file_name(1, 0), lambda lines: lines.pop())  # killed before its last line
 
     with _written(TWO) as done:
         change(done.run)
@@ -173,14 +173,14 @@ def test_what_no_checkpoint_holds_is_not_durable_yet() -> None:
 
 
 def test_a_rank_that_tells_less_than_a_checkpoint_holds_is_wrong() -> None:
-    report = _report(lambda run: _edit(run / "ledger" / file_name(1, 0), lambda lines: lines.pop()))
+    report = _report(lambda run: _edit(run / "ledger" / ledger_file_name(1, 0), lambda lines: lines.pop()))
     assert [wrong.step for wrong in report.wrong] == [14]
 
 
 def test_other_data_from_some_step_on_begins_another_order() -> None:
     with _written([Stretch(steps=6)]) as done:  # 24 positions of epochs of 20
         more = write_ledger(done.run.with_name("other"), [Stretch(steps=6), Stretch(steps=6)], length=30)
-        (more.run / "ledger" / file_name(1, 0)).rename(done.run / "ledger" / file_name(1, 0))
+        (more.run / "ledger" / ledger_file_name(1, 0)).rename(done.run / "ledger" / ledger_file_name(1, 0))
         (done.run / "checkpoints" / "step-000012").mkdir()
         report, text = verify_data(done.run), to_text(verify_data(done.run), done.run)
     assert report.wrong == []

@@ -19,7 +19,7 @@ from hvdtrain.observe.watchdog import Watchdog
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.spans import Spans
-from hvdtrain.state.store import CheckpointStore
+from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.training.loop.notices import handlers_as_before
 
 

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.errors import NonFiniteError
+from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.state.commits import Commits
-from hvdtrain.state.store import CheckpointStore
 from hvdtrain.state.train_state import Progress, TrainState
 
 MOST = 3
@@ -74,7 +74,7 @@ class RollBack:
     def begin(self, state: TrainState, *, settled: bool = False) -> None:
         """Take the first commit of a round, amid whatever: all ranks have the same one then. Collective: yes."""
         if self._wanted():
-            self.commits.take(state, settled=settled)
+            self.commits.commit(state, synchronized=settled)
 
     def commit(self, state: TrainState, *, settled: bool = False) -> None:
         """Take a commit, but not amid steps that are not finite, from which there is no way on. Collective: yes.

@@ -133,7 +133,7 @@ class WorkerState:
             return
         if self._owes():
             if settled:
-                self.commits.take(self.state, settled=True)
+                self.commits.commit(self.state, synchronized=True)
             elif self.commits.step < 0:
                 self.step = NOTHING
                 return

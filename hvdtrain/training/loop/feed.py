@@ -56,6 +56,6 @@ class Feed:
         for where in mine:
             with self.spans("data"):
                 drawn = next(self._batches)
-            self.ledger.drew(where.start, where.stop, drawn.indices)
+            self.ledger.add_samples(where.start, where.stop, drawn.indices)
             yield partial(seed_forward, self.config.seed, where.start), drawn.batch
         self.ledger.write(step)  # before the ranks agree on the step

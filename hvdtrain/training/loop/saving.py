@@ -14,11 +14,11 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import CheckpointError
+from hvdtrain.state.background_writer import CheckpointWriter
+from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.state.ledger import Ledger
-from hvdtrain.state.store import CheckpointStore
 from hvdtrain.state.tensor_file import check_dtypes
 from hvdtrain.state.train_state import TrainState
-from hvdtrain.state.writer import CheckpointWriter
 from hvdtrain.training.diagnostics.health import check_equal
 from hvdtrain.training.elastic.roll_back import RollBack
 from hvdtrain.training.loop.evaluate import Evaluation, HeldOut, evaluate

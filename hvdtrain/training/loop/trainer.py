@@ -144,7 +144,7 @@ class Trainer:
         self._begin("round" if self.rounds.elastic else "started")
         while progress.step < self.stop:
             own = [*came(), *(commit := self.roll_back.notices())]
-            own[SAVE] += saving.writer.look()  # a save that failed is tried again by all ranks together
+            own[SAVE] += saving.writer.poll()  # a save that failed is tried again by all ranks together
             result = self._step([*own, *(self.live.notices() if self.live else ())])
             if self.live:
                 self.live.agreed(progress.step, result.notices[len(own) :])

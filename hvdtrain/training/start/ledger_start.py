@@ -7,7 +7,7 @@ import socket
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json
 from hvdtrain.data.loader import Stream
-from hvdtrain.state.ledger import Head, Ledger, next_start
+from hvdtrain.state.ledger import Ledger, StartHeader, next_start
 from hvdtrain.state.train_state import Progress
 
 
@@ -23,7 +23,7 @@ def begin_start(ledger: Ledger, comm: Comm, stream: Stream, progress: Progress, 
     """
     # Hosts that share no files may have been in other starts: rank 0's was not in all, where it was lost for a time.
     start = max(allgather_json(comm, next_start(ledger.folder) if comm.local_rank == 0 else 0, name="ledger/start"))
-    head = Head(
+    head = StartHeader(
         start=start,
         why=why,
         from_step=progress.step,
@@ -38,4 +38,4 @@ def begin_start(ledger: Ledger, comm: Comm, stream: Stream, progress: Progress, 
         data_id=progress.data_id,
         left_out=progress.left_out,
     )
-    ledger.begin(head)
+    ledger.begin_start(head)

@@ -18,7 +18,7 @@ from hvdtrain.observe.recorder import Recorder
 from hvdtrain.observe.shell_commands import relative_to_start
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.clock import steady_s
-from hvdtrain.state.store import MANIFEST, CheckpointStore, Saved, load
+from hvdtrain.state.checkpoint_store import MANIFEST, CheckpointStore, Saved, load
 from hvdtrain.state.sync import broadcast_state
 from hvdtrain.state.train_state import StateDict
 from hvdtrain.training.diagnostics.health import check_equal

@@ -12,7 +12,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.observe import journal
 from hvdtrain.run_layout import RunLayout
-from hvdtrain.state.store import MANIFEST, CheckpointStore
+from hvdtrain.state.checkpoint_store import MANIFEST, CheckpointStore
 from hvdtrain.training.elastic.worker_state import WorkerState
 from hvdtrain.training.start.run_directory import RunDirectory, refusal
 from hvdtrain.training.start.schedule import stop_step

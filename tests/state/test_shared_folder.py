@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.state.shared import share_files
+from hvdtrain.state.shared_folder import is_folder_shared
 from tests.support.thread_comm import ThreadComm, on_ranks
 
 
 def test_ranks_of_one_folder_share_it_and_find_it_as_it_was(tmp_path: Path) -> None:
-    assert on_ranks(2, lambda comm: share_files(comm, tmp_path if comm.rank == 0 else None)) == [True, True]
+    assert on_ranks(2, lambda comm: is_folder_shared(comm, tmp_path if comm.rank == 0 else None)) == [True, True]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -21,5 +21,5 @@ def test_nothing_is_left_where_a_rank_is_lost_meanwhile(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(ThreadComm, "allgather", lost)
     with pytest.raises(ConnectionError):
-        on_ranks(2, lambda comm: share_files(comm, tmp_path if comm.rank == 0 else None))
+        on_ranks(2, lambda comm: is_folder_shared(comm, tmp_path if comm.rank == 0 else None))
     assert list(tmp_path.iterdir()) == []

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.state.shards import file_name, group_of, shard, writers
+from hvdtrain.state.shard_plan import count_writers, file_group, select_shard, shard_file_name
 from hvdtrain.state.train_state import StateDict
 
 
@@ -23,7 +23,7 @@ SIZES = st.fixed_dictionaries(
 @given(SIZES, st.integers(1, 7))
 def test_a_partition_of_about_equal_parts(sizes: dict[str, list[int]], count: int) -> None:
     state = _state(sizes)
-    parts = [shard(state, number, count) for number in range(count)]
+    parts = [select_shard(state, number, count) for number in range(count)]
     named = [(g, n) for part in parts for g, tensors in part.tensors.items() for n in tensors]
     assert sorted(named) == sorted((g, n) for g, tensors in state.tensors.items() for n in tensors)
     loads = [sum(t.numel() for tensors in part.tensors.values() for t in tensors.values()) for part in parts]
@@ -33,13 +33,13 @@ def test_a_partition_of_about_equal_parts(sizes: dict[str, list[int]], count: in
 
 def test_small_states_have_one_writer() -> None:
     state = _state({"model": [100, 100], "optimizer": []})
-    assert writers(state, 8) == 1
-    assert writers(state, 8, least_bytes=50) == 4
-    assert writers(state, 2, least_bytes=1) == 2
-    assert writers(_state({"model": []}), 8) == 1
+    assert count_writers(state, 8) == 1
+    assert count_writers(state, 8, min_bytes=50) == 4
+    assert count_writers(state, 2, min_bytes=1) == 2
+    assert count_writers(_state({"model": []}), 8) == 1
 
 
 @given(st.sampled_from(["model", "optimizer", "a-of-b", "x-00001"]), st.integers(0, 99999), st.integers(2, 99999))
 def test_names_of_files_tell_the_group(group: str, number: int, count: int) -> None:
-    assert group_of(file_name(group, number, count)) == group
-    assert group_of(file_name("model", 0, 1)) == "model"
+    assert file_group(shard_file_name(group, number, count)) == group
+    assert file_group(shard_file_name("model", 0, 1)) == "model"

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hvdtrain.errors import CheckpointError, TaskError
+from hvdtrain.state.checkpoint_store import CheckpointStore, load
 from hvdtrain.state.manifest import MANIFEST
-from hvdtrain.state.store import CheckpointStore, load
 from hvdtrain.state.train_state import Progress, StateDict, TrainState
 from tests.support.toy import Net
 
@@ -188,7 +188,7 @@ def test_a_manifest_that_was_changed_is_damaged_and_not_of_another_format(
     file.write_text(json.dumps(manifest))
     assert store.load_newest() is None
     assert ["is damaged" in text for text in warnings] == [damaged]
-    assert ["a format that this version does not read" in text for text in warnings] == [not damaged]
+    assert ["a format that this version cannot read" in text for text in warnings] == [not damaged]
 
 
 def test_saving_a_step_again_leaves_the_old_one(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_retention_keeps_the_last_and_the_best(tmp_path: Path) -> None:
     store, _ = _store(tmp_path)
     snapshot = _state().state_dict()
     for step, loss in enumerate([5.0, 2.0, 3.0, None, 4.0, 6.0], start=1):
-        store.retain(2, store.save(step, snapshot, {"heldout_loss": loss}))
+        store.remove_old(2, store.save(step, snapshot, {"heldout_loss": loss}))
     assert [saved.step for saved in store.list()] == [2, 5, 6]
     assert sorted(p.name for p in store.directory.iterdir()) == ["step-000002", "step-000005", "step-000006"]
 
@@ -216,7 +216,7 @@ def test_leftovers_of_a_kill_are_removed_and_never_loaded(tmp_path: Path) -> Non
     (store.directory / ".writing-step-000009-1").mkdir(parents=True)
     (store.directory / ".removing-step-000001").mkdir()
     assert store.load_newest() is None
-    store.retain(3, store.save(1, _state().state_dict(), {}))
+    store.remove_old(3, store.save(1, _state().state_dict(), {}))
     assert [p.name for p in store.directory.iterdir()] == ["step-000001"]
 
 
@@ -232,9 +232,9 @@ import sys
 from pathlib import Path
 import torch
 from hvdtrain.comm.solo import SoloComm
-from hvdtrain.state.store import CheckpointStore
+from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.state.train_state import StateDict
-from hvdtrain.state.writer import CheckpointWriter
+from hvdtrain.state.background_writer import CheckpointWriter
 store = CheckpointStore(Path(sys.argv[1]), print)
 tensors = {"model": {"w": torch.zeros(1_000_000)}, "optimizer": {}}
 step = 0
@@ -289,7 +289,7 @@ def test_what_was_just_saved_is_kept_whatever_else_is_there(tmp_path: Path) -> N
         (store.directory / f"step-{step:06d}" / "state.json").unlink()
     found = store.load_newest()
     assert found is not None and found[0].step == 2
-    store.retain(1, store.save(2, snapshot, {}))
+    store.remove_old(1, store.save(2, snapshot, {}))
     assert (2, 1) in [(saved.step, saved.again) for saved in store.list()]
     first = store.list()[0]
     store.set_aside_after(first)
@@ -308,7 +308,7 @@ def test_a_full_disk_while_writing_tensors(tmp_path: Path) -> None:
     """RLIMIT_FSIZE stands for a full disk: a write fails in the middle of a file."""
     program = (
         "import resource, signal, sys\nfrom pathlib import Path\nimport torch\n"
-        "from hvdtrain.errors import CheckpointError\nfrom hvdtrain.state.store import CheckpointStore\n"
+        "from hvdtrain.errors import CheckpointError\nfrom hvdtrain.state.checkpoint_store import CheckpointStore\n"
         "from hvdtrain.state.train_state import StateDict\n"
         "store = CheckpointStore(Path(sys.argv[1]), print)\n"
         "state = StateDict({'model': {'w': torch.zeros(100_000)}, 'optimizer': {}}, {})\n"
@@ -369,8 +369,8 @@ def test_nothing_is_removed_before_what_was_saved_is_seen_to_be_whole(tmp_path: 
     newest = store.save(2, snapshot, {})
     file = newest / "optimizer.safetensors"
     file.write_bytes(bytes(file.stat().st_size))
-    with pytest.raises(CheckpointError, match="step-000002 was written, and the disk gives back something else"):
-        store.retain(1, newest)
+    with pytest.raises(CheckpointError, match="step-000002 was written, but the disk returns other bytes"):
+        store.remove_old(1, newest)
     assert [saved.step for saved in store.list()] == [1]
     assert (store.directory / "set-aside-0-step-000002").is_dir()
     found = store.load_newest()

@@ -14,12 +14,11 @@ import torch
 
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.errors import CheckpointError
-from hvdtrain.state import attempt
-from hvdtrain.state import writer as writer_module
-from hvdtrain.state.store import CheckpointStore, load
+from hvdtrain.state import background_writer, shard_files
+from hvdtrain.state.background_writer import CheckpointWriter
+from hvdtrain.state.checkpoint_store import CheckpointStore, load
+from hvdtrain.state.shard_files import ShardedWrite, gather_shards, report_shard, request_shards, write_shard
 from hvdtrain.state.train_state import StateDict
-from hvdtrain.state.writer import CheckpointWriter
-from hvdtrain.state.writing import gather_shards, report_shard, want_shards, write_shard
 from tests.support.launch import TIMEOUT_S
 from tests.support.thread_comm import ThreadComm, on_ranks
 
@@ -55,10 +54,10 @@ def _holds(state: StateDict, step: int) -> bool:
     )
 
 
-def _writer(comm: Any, folder: Path, told: Told, least_bytes: int = 1000) -> CheckpointWriter:
+def _writer(comm: Any, folder: Path, told: Told, min_bytes: int = 1000) -> CheckpointWriter:
     store = CheckpointStore(folder / "checkpoints", told.warnings.append) if comm.rank == 0 else None
     return CheckpointWriter(
-        comm, store, 3, told.events.append, told.warnings.append, least_bytes=least_bytes, clock=lambda: told.now_s
+        comm, store, 3, told.events.append, told.warnings.append, min_bytes=min_bytes, clock=lambda: told.now_s
     )
 
 
@@ -66,13 +65,13 @@ def _writer(comm: Any, folder: Path, told: Told, least_bytes: int = 1000) -> Che
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Writing tensors waits for this event."""
     gate = threading.Event()
-    real = attempt.write_shard
+    real = shard_files.write_shard
 
     def write(*arguments: Any) -> Any:
         assert gate.wait(TIMEOUT_S)
         return real(*arguments)
 
-    monkeypatch.setattr(attempt, "write_shard", write)
+    monkeypatch.setattr(shard_files, "write_shard", write)
     return gate
 
 
@@ -86,7 +85,7 @@ def test_the_state_of_the_step_is_written_whatever_changes_meanwhile(
         with writer.opened():
             writer.save(1, state, {"heldout_loss": 1.0}, wait=False)
             _change(state)
-            assert writer.look() == 0
+            assert writer.poll() == 0
             assert told.events == [], "nothing is told before it is on the disk"
             comm.barrier()
             slow_disk.set()
@@ -134,7 +133,7 @@ def test_waiting_saves_say_so_when_they_return(tmp_path: Path) -> None:
 
 def _full(monkeypatch: pytest.MonkeyPatch, number: int, rank: int) -> Callable[[], None]:
     """From now on writing tensors fails on `rank`; what mends it."""
-    real = attempt.write_shard
+    real = shard_files.write_shard
     broken = [True]
 
     def write(folder: Path, writer: int, *rest: Any) -> Any:
@@ -143,7 +142,7 @@ def _full(monkeypatch: pytest.MonkeyPatch, number: int, rank: int) -> Callable[[
             raise OSError(number, os.strerror(number))
         return real(folder, writer, *rest)
 
-    monkeypatch.setattr(attempt, "write_shard", write)
+    monkeypatch.setattr(shard_files, "write_shard", write)
     return lambda: broken.__setitem__(0, False)
 
 
@@ -163,8 +162,8 @@ def test_what_fails_is_told_and_tried_again_at_growing_intervals(
                 writer.save(step, _state(step), {}, wait=False)
                 writer._join()
                 before_s = told.now_s
-                assert writer.look() == 0, "not at once"
-                while comm.rank == 0 and not writer.look():
+                assert writer.poll() == 0, "not at once"
+                while comm.rank == 0 and not writer.poll():
                     told.now_s += 1
                     assert told.now_s - before_s < 100
                 waits.append(told.now_s - before_s)
@@ -173,16 +172,16 @@ def test_what_fails_is_told_and_tried_again_at_growing_intervals(
             mend()
             writer.save(4, _state(4), {}, wait=False)
             writer._join()
-            assert writer.look() == 0
+            assert writer.poll() == 0
             told.now_s += 1e6
-            assert writer.look() == 0, "it has succeeded"
+            assert writer.poll() == 0, "it has succeeded"
         return told
 
     told = on_ranks(2, body, at_once=True)[0]
     assert told.names() == ["checkpoint_failed"] * 3 + ["checkpoint"]
     assert all(os.strerror(number) in event["error"] for event in told.events[:3])
     assert len(told.warnings) == 3
-    assert all("Training goes on" in text and "no step at all" in text for text in told.warnings)
+    assert all("Training continues" in text and "no checkpoint yet" in text for text in told.warnings)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000004"]
 
 
@@ -202,12 +201,12 @@ def test_saves_that_are_due_meanwhile_are_tried_and_told_only_where_something_is
         for step in range(1, 60):  # one every 2 s
             save(step)
             told.now_s += 2
-            if writer.look():
+            if writer.poll():
                 asked_at.append(told.now_s)
         assert asked_at == [10, 30, 70]
         failed = [event for event in told.events if event["event"] == "checkpoint_failed"]
         assert len(failed) == 59, "each was tried"
-        assert [float(text.partition("at the latest in ")[2].split()[0]) for text in told.warnings] == [10, 20, 40, 80]
+        assert [float(text.partition("in at most ")[2].split()[0]) for text in told.warnings] == [10, 20, 40, 80]
         assert [event["retry_s"] for event in failed[:7]] == [10, 8, 6, 4, 2, 20, 18]
         mend()
         mend_again = _full(monkeypatch, errno.EROFS, 0)
@@ -251,19 +250,19 @@ def test_a_last_save_that_fails_is_an_error_on_every_rank(
 @pytest.fixture
 def silent_rank_1(monkeypatch: pytest.MonkeyPatch) -> None:
     """At step 2 rank 1 writes its files and is gone before it has said so; patience is short."""
-    follow, gather = attempt.Attempt.follow, attempt.gather_shards
+    write_on_other_rank, gather = ShardedWrite.write_on_other_rank, shard_files.gather_shards
 
-    def write_and_go(self: attempt.Attempt, number: int, progress: Callable[[], None]) -> None:
+    def write_and_go(self: ShardedWrite, number: int, progress: Callable[[], None]) -> None:
         if self.step == 1:
-            follow(self, number, progress)
+            write_on_other_rank(self, number, progress)
         else:
-            attempt.write_shard(self.folder, number, self.count, self.mine(), progress)
+            shard_files.write_shard(self.folder, number, self.count, self.own_state(), progress)
 
-    monkeypatch.setattr(attempt.Attempt, "follow", write_and_go)
+    monkeypatch.setattr(ShardedWrite, "write_on_other_rank", write_and_go)
     monkeypatch.setattr(
-        attempt,
+        shard_files,
         "gather_shards",
-        lambda *what, **how: gather(*what, **how, patience_s=TIMEOUT_S if what[2] == 1 else 0.0),
+        lambda *what, **how: gather(*what, **how, timeout_s=TIMEOUT_S if what[2] == 1 else 0.0),
     )
 
 
@@ -285,7 +284,7 @@ def test_a_rank_that_is_not_heard_of_is_not_waited_for_for_ever(tmp_path: Path) 
 
 def test_an_error_of_the_run_waits_for_no_other_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 dies while it writes; rank 0 hears of that as an error of a collective."""
-    monkeypatch.setattr(attempt.Attempt, "follow", lambda *arguments: None)
+    monkeypatch.setattr(ShardedWrite, "write_on_other_rank", lambda *arguments: None)
 
     def body(comm: ThreadComm) -> None:
         writer = _writer(comm, tmp_path, Told())
@@ -300,7 +299,7 @@ def test_an_error_of_the_run_waits_for_no_other_rank(tmp_path: Path, monkeypatch
 def test_an_error_of_the_run_leaves_time_for_what_rank_0_writes_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer_module, "_PATIENCE_S", TIMEOUT_S)
+    monkeypatch.setattr(background_writer, "_PATIENCE_S", TIMEOUT_S)
     told = Told()
     writer = _writer(SoloComm(), tmp_path, told)
     with pytest.raises(RuntimeError), writer.opened():
@@ -350,8 +349,8 @@ def test_ranks_that_see_other_files_leave_all_to_rank_0(tmp_path: Path, monkeypa
 
 
 def test_a_part_of_which_a_tensor_is_missing_is_refused(tmp_path: Path) -> None:
-    want_shards(tmp_path, 2)
+    request_shards(tmp_path, 2)
     mine = StateDict({"model": {"a": torch.ones(2)}}, {})
     report_shard(tmp_path, 1, 3, mine, write_shard(tmp_path, 1, 2, mine, lambda: None))
-    with pytest.raises(OSError, match="written 1 tensors, not 2"):
+    with pytest.raises(OSError, match="written 1 tensors instead of 2"):
         gather_shards(tmp_path, 2, 3, 2, progress=lambda: None, abandoned=threading.Event())

@@ -1,0 +1,221 @@
+"""How several ranks write one checkpoint: they communicate only through files in its temporary folder.
+
+::
+
+    checkpoints/.writing-step-000100-NONCE-PID-HOST/     made by rank 0
+        wanted-00001                  by rank 0, one for each other writer
+        model-00002-of-00002.safetensors ...             by that writer, each fsynced
+        shard-00001.json              by that writer, last and complete or not at all: size and checksum of its files
+        failed-00001-ENOSPC           `wanted-00001` renamed by that writer, which needs no space on a full disk
+
+Rank 0 waits for a report of each writer, writes the manifest and renames the folder. No collective is involved, so
+threads can do all of it. The nonce keeps a slow writer out of the folder of the next attempt.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hvdtrain.durable import fsync, write_text
+from hvdtrain.errors import CheckpointError
+from hvdtrain.state.shard_plan import shard_file_name
+from hvdtrain.state.tensor_file import FileDigest, write_tensors
+from hvdtrain.state.train_state import StateDict
+
+if TYPE_CHECKING:
+    from hvdtrain.state.checkpoint_store import CheckpointStore
+
+TIMEOUT_S = 120.0
+"""Seconds without any change in the folder after which rank 0 gives up."""
+
+_POLL_S = (0.01, 0.5)
+"""First and longest interval between two looks into the folder."""
+
+
+class Abandoned(Exception):
+    """The checkpoint is no longer needed."""
+
+
+@dataclass(frozen=True)
+class ShardedWrite:
+    """One attempt of a rank to write its part of a checkpoint. Runs in any thread, without collectives.
+
+    Attributes:
+        folder: the temporary folder.
+        step: optimizer steps done.
+        count: number of writers, including this rank.
+        own_state: returns the tensors that this rank writes, with the values of the whole state.
+        others: number of tensors that the other ranks write.
+        notes: values for the manifest.
+        keep: number of newest checkpoints to keep; None for all.
+    """
+
+    folder: Path
+    step: int
+    count: int
+    own_state: Callable[[], StateDict]
+    others: int
+    notes: Mapping[str, Any]
+    keep: int | None
+
+    def write_on_rank_0(self, store: CheckpointStore, progress: Callable[[], None], abandoned: threading.Event) -> str:
+        """Write, wait for the other ranks, complete the checkpoint and return its name.
+
+        Errors:
+            CheckpointError: a rank could not write.
+            Abandoned: the checkpoint is no longer needed.
+        """
+        try:
+            with store.discard_on_error(self.step, self.folder):
+                state = self.own_state()
+                files = write_shard(self.folder, 0, self.count, state, progress)
+                if self.count > 1:
+                    files |= gather_shards(
+                        self.folder, self.count, self.step, self.others, progress=progress, abandoned=abandoned
+                    )
+                path = store.finish(self.folder, self.step, state.values, self.notes, files)
+            if self.keep is not None:
+                store.remove_old(self.keep, path, progress)
+        except (CheckpointError, Abandoned):
+            raise
+        except Exception as error:  # a thread would lose it
+            raise CheckpointError(f"the checkpoint of step {self.step} could not be written: {error!r}") from error
+        return path.name
+
+    def write_on_other_rank(self, number: int, progress: Callable[[], None]) -> None:
+        """Write as rank `number`, which is not 0, and report to rank 0, also an error.
+
+        Errors:
+            Abandoned: the checkpoint is no longer needed.
+        """
+        try:
+            state = self.own_state()
+            files = write_shard(self.folder, number, self.count, state, progress)
+            report_shard(self.folder, number, self.step, state, files)
+        except Abandoned:
+            raise
+        except Exception as error:
+            report_failure(self.folder, number, error)
+
+
+def request_shards(folder: Path, count: int) -> None:
+    """On rank 0, before any rank writes: request the parts of writers 1 to `count` - 1. Errors: OSError."""
+    for number in range(1, count):
+        (folder / f"wanted-{number:05d}").touch()
+
+
+def write_shard(
+    folder: Path, number: int, count: int, state: StateDict, progress: Callable[[], None]
+) -> dict[str, FileDigest]:
+    """Write the tensors of writer `number` of `count` to disk, and return the digests of the files. Errors: OSError."""
+    files = {}
+    for group, tensors in state.tensors.items():
+        name = shard_file_name(group, number, count)
+        files[name] = write_tensors(folder / name, tensors, progress)
+        progress()
+    for name in files:  # after all writes, so that the disk is busy with the first while the last is written
+        fsync(folder / name)
+        progress()
+    return files
+
+
+def report_shard(folder: Path, number: int, step: int, state: StateDict, files: Mapping[str, FileDigest]) -> None:
+    """Report that a writer other than 0 has finished. Errors: OSError."""
+    content = {"step": step, "tensors": state.count, "files": {name: asdict(digest) for name, digest in files.items()}}
+    write_text(folder / f"shard-{number:05d}.json", json.dumps(content))
+
+
+def report_failure(folder: Path, number: int, error: Exception) -> None:
+    """Report that a writer other than 0 could not write."""
+    name = errno.errorcode.get((error.errno if isinstance(error, OSError) else None) or errno.EIO, "EIO")
+    with suppress(OSError):
+        (folder / f"wanted-{number:05d}").rename(folder / f"failed-{number:05d}-{name}")
+
+
+def gather_shards(
+    folder: Path,
+    count: int,
+    step: int,
+    tensors: int,
+    *,
+    progress: Callable[[], None],
+    abandoned: threading.Event,
+    timeout_s: float = TIMEOUT_S,
+) -> dict[str, FileDigest]:
+    """On rank 0: wait for the other writers, remove their reports, and return the digests of their files.
+
+    Args:
+        folder: the temporary folder.
+        count: number of writers.
+        step: the step that all writers must report.
+        tensors: number of tensors that the other writers must report.
+        progress: called after each change in the folder.
+        abandoned: ends the wait.
+        timeout_s: see `TIMEOUT_S`.
+
+    Errors:
+        OSError: a writer failed or timed out.
+        Abandoned: `abandoned` was set.
+    """
+    waited_s, poll_s, before = 0.0, _POLL_S[0], None
+    while True:
+        now = _file_sizes(folder)
+        _raise_failure(now)
+        missing = [number for number in range(1, count) if f"shard-{number:05d}.json" not in now]
+        if not missing:
+            return _collect_reports(folder, count, step, tensors)
+        if now != before:
+            waited_s, before = 0.0, now
+            progress()
+        if waited_s > timeout_s:
+            raise OSError(errno.ETIMEDOUT, f"rank {missing[0]} has not written its part for {waited_s:.0f} s")
+        if abandoned.wait(poll_s):
+            raise Abandoned
+        waited_s, poll_s = waited_s + poll_s, min(2 * poll_s, _POLL_S[1])
+
+
+def _collect_reports(folder: Path, count: int, step: int, tensors: int) -> dict[str, FileDigest]:
+    files: dict[str, FileDigest] = {}
+    found = 0
+    for number in range(1, count):
+        report = json.loads((folder / f"shard-{number:05d}.json").read_text())
+        if report["step"] != step:
+            raise OSError(errno.ESTALE, f"rank {number} has written step {report['step']} instead of {step}")
+        found += report["tensors"]
+        files |= {name: FileDigest(**digest) for name, digest in report["files"].items()}
+    if found != tensors:
+        raise OSError(errno.ESTALE, f"the other ranks have written {found} tensors instead of {tensors}")
+    for name, digest in files.items():
+        with (folder / name).open("rb") as file:  # opening a file makes a network file system update its size
+            if os.fstat(file.fileno()).st_size != digest.size_bytes:
+                raise OSError(errno.EIO, f"the size of {name} has changed since it was written")
+    for number in range(1, count):
+        (folder / f"wanted-{number:05d}").unlink()
+        (folder / f"shard-{number:05d}.json").unlink()
+    fsync(folder)
+    return files
+
+
+def _raise_failure(names: Mapping[str, int]) -> None:
+    for name in names:
+        if name.startswith("failed-"):
+            _, rank, code = name.split("-", 2)
+            number: int = getattr(errno, code, errno.EIO)
+            raise OSError(number, f"{os.strerror(number)} (rank {int(rank)})")
+
+
+def _file_sizes(folder: Path) -> dict[str, int]:
+    with os.scandir(folder) as entries:
+        sizes = {}
+        for entry in entries:
+            with suppress(FileNotFoundError):  # renamed since it was listed
+                sizes[entry.name] = entry.stat().st_size
+        return sizes
