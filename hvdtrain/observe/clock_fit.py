@@ -1,10 +1,11 @@
-"""How far one clock is ahead of another, from bounds alone: no distribution is assumed, and the error is stated. Pure.
+"""Estimate the offset between two clocks from bounds, with an error and without an assumed distribution. Pure.
 
-A collective is over on no rank before all have begun it. So of the offset to be added to rank r's times to have rank
-0's, what r has begun at `s` and 0 has finished at `f` says ``offset <= f - s``; the other way round it says
-``offset >= s - f``.
-Clocks drift apart at a rate that is about constant over minutes: what fits between all bounds is a polygon of lines
-``offset(t) = a + b t``, and at each time the offset is between its lowest and its highest.
+No rank finishes a collective before all ranks have begun it. Let `offset` convert times of rank r to times of rank 0.
+If r has begun a collective at `s` and 0 has finished it at `f`, then ``offset <= f - s``. If 0 has begun it at `s` and
+r has finished it at `f`, then ``offset >= s - f``.
+
+The drift between clocks is about constant over minutes. The lines ``offset(t) = a + b t`` that satisfy all bounds form
+a polygon. At each time the offset is between the lowest and the highest of these lines.
 """
 
 from __future__ import annotations
@@ -18,33 +19,31 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 MAX_DRIFT = 100e-6
-"""Of one clock against another: quartz is within 50 ppm. Where NTP slews one by more, bounds contradict each other."""
+"""Of one clock against another: quartz is within 50 ppm. If NTP slews a clock faster, bounds contradict each other."""
 
 KEPT = 64
-"""Bounds of each side that are kept as they came; of more, those that a line can touch."""
-
+"""Bounds on each side that are kept unchanged. Of more, only bounds are kept that a line can touch."""
 
 _ROUNDING_US = 0.01
-"""A double's, of times since a boot some months ago."""
-
+"""Rounding error of a double, for times since a boot some months ago."""
 
 _Bounds: TypeAlias = deque[tuple[float, float]]
-"""Times by the other clock, and bounds of the offset then."""
+"""Times on the other clock, and bounds of the offset at these times."""
 
 
 class Offset(NamedTuple):
-    """To be added to another clock's microseconds, and by how much it may be wrong."""
+    """Microseconds to add to another clock's time, and their largest error."""
 
     us: float
     error_us: float
 
 
 class ClockFit:
-    """Bounds of the offset of one clock, as they come, and what they say.
+    """Collects bounds of one clock's offset, and estimates the offset.
 
     Args:
-        max_drift: how fast the offset may change at most.
-        span_us: how far back bounds are looked at: as long as the drift is about constant.
+        max_drift: largest rate of change of the offset.
+        span_us: age of the oldest bounds used; the drift must be about constant that long.
     """
 
     def __init__(self, max_drift: float = MAX_DRIFT, span_us: float = 1200e6) -> None:
@@ -54,33 +53,33 @@ class ClockFit:
         self._upper: _Bounds = deque()
 
     def at_least(self, time_us: float, offset_us: float) -> None:
-        """At `time_us` of the other clock the offset is not smaller than this."""
+        """Add a lower bound of the offset at `time_us` of the other clock."""
         self._add(self._lower, self._upper, time_us, offset_us, 1.0)
 
     def at_most(self, time_us: float, offset_us: float) -> None:
-        """At `time_us` of the other clock the offset is not larger than this."""
+        """Add an upper bound of the offset at `time_us` of the other clock."""
         self._add(self._upper, self._lower, time_us, offset_us, -1.0)
 
     def at(self, time_us: float) -> Offset | None:
-        """The offset at a time of the other clock; None as long as one of the sides has no bound."""
+        """Return the offset at a time of the other clock; None until both sides have a bound."""
         while self._lower and self._upper:
             found = offset_at(time_us, _points(self._lower), _points(self._upper), self._max_drift)
             if found is not None:
                 return found
-            # Not one line any more: a clock was slewed. What is oldest no longer holds.
+            # No line fits, because a clock was slewed: drop the oldest bound.
             oldest = self._lower if self._lower[0][0] <= self._upper[0][0] else self._upper
             oldest.popleft()
         return None
 
     def _add(self, side: _Bounds, other: _Bounds, time_us: float, offset_us: float, sign: float) -> None:
-        while other and sign * (offset_us - other[-1][1]) > self._most(time_us - other[-1][0]) + _ROUNDING_US:
-            other.pop()  # no drift explains both: the clock was set, and what was before is over
+        while other and sign * (offset_us - other[-1][1]) > self._max_change(time_us - other[-1][0]) + _ROUNDING_US:
+            other.pop()  # no drift explains both: the clock was set, drop earlier bounds
         while side and side[-1][0] <= time_us:
-            # One that is implied by the new one, whatever the drift, adds nothing.
-            if sign * (offset_us - side[-1][1]) < self._most(time_us - side[-1][0]):
+            # Drop bounds that the new one implies at any drift.
+            if sign * (offset_us - side[-1][1]) < self._max_change(time_us - side[-1][0]):
                 break
             side.pop()
-        if side and sign * (side[-1][1] - offset_us) >= self._most(time_us - side[-1][0]):
+        if side and sign * (side[-1][1] - offset_us) >= self._max_change(time_us - side[-1][0]):
             return
         side.append((time_us, offset_us))
         if len(side) > KEPT:
@@ -90,22 +89,22 @@ class ClockFit:
         while len(side) > 1 and side[0][0] < time_us - self._span_us:
             side.popleft()
 
-    def _most(self, after_us: float) -> float:
-        """By how much the offset may change in this time."""
+    def _max_change(self, after_us: float) -> float:
+        """Return the largest change of the offset in this time."""
         return self._max_drift * abs(after_us)
 
 
 def offset_at(time_us: float, lower: Floats, upper: Floats, max_drift: float) -> Offset | None:
-    """The middle of what is possible at `time_us`, and half of its width; None where no line fits.
+    """Return the middle of the possible offsets at `time_us`, and half of their range; None if no line fits.
 
     Args:
         time_us: of the other clock.
-        lower: times and the offsets not below which it is then [n, 2].
-        upper: times and the offsets not above which it is then [m, 2].
-        max_drift: the line's slope at most.
+        lower: times and lower bounds of the offset [n, 2].
+        upper: times and upper bounds of the offset [m, 2].
+        max_drift: largest slope of the line.
     """
-    # Lines a + b t as points (a, b): half-planes ``a + b t >= y`` of the bounds below; t in seconds from `time_us`,
-    # b in microseconds a second, a from some offset on: numbers that a double holds well.
+    # Lines a + b t are points (a, b), and a lower bound y is the half-plane ``a + b t >= y``. For accuracy, t is in
+    # seconds from `time_us`, b in microseconds per second, and a is relative to the first bound.
     origin = [time_us, float(lower[0, 1])]
     below = _hull((lower - origin) * [1e-6, 1.0], 1.0)
     above = _hull((upper - origin) * [1e-6, 1.0], -1.0)
@@ -129,7 +128,7 @@ def _points(side: _Bounds) -> Floats:
 
 
 def _hull(points: Floats, sign: float) -> Floats:
-    """Those of the points that a line above (`sign` 1) or below (-1) all of them may touch."""
+    """Return the points that a line above (`sign` 1) or below (-1) all of them can touch."""
     kept: list[tuple[float, float]] = []
     for x, y in sorted(map(tuple, points * [1.0, sign])):
         while len(kept) >= 2 and _turns_left(kept[-2], kept[-1], (x, y)):
@@ -143,7 +142,7 @@ def _turns_left(a: tuple[float, float], b: tuple[float, float], c: tuple[float, 
 
 
 def _corners(normals: Floats, limits: Floats) -> Floats:
-    """Corners [n, 2] of the polygon ``normals @ x <= limits``."""
+    """Return the corners [n, 2] of the polygon ``normals @ x <= limits``."""
     i, j = np.triu_indices(len(limits), 1)
     determinant = normals[i, 0] * normals[j, 1] - normals[i, 1] * normals[j, 0]
     crossing = np.abs(determinant) > 1e-12

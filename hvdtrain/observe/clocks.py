@@ -1,4 +1,4 @@
-"""The clocks of all ranks on that of rank 0: equal where they are one clock, else by bounds that collectives give."""
+"""Convert times of all ranks to rank 0's clock. Ranks share a clock, or collectives bound its offset."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from hvdtrain.observe.clock_fit import MAX_DRIFT, ClockFit, Offset
 Floats = NDArray[np.float64]
 
 AT_START, LATER = 24, 6
-"""Probes: small allreduces, of some 0.3 ms each."""
+"""Probes at the start of a run and later: small all-reduces of about 0.3 ms."""
 
 EVERY_US = 30e6
-"""Between probes: in the time between, clocks drift apart by some hundred microseconds where nothing else bounds it."""
+"""Time between probes: without other bounds, clocks drift apart by some hundred microseconds in it."""
 
 _JITTER_S = 1e-3
 
 
 class Clocks:
-    """Which ranks share rank 0's clock, and the offsets of the others; one thread may probe while another asks.
+    """Finds offsets to rank 0's clock. One thread may probe while another one asks for offsets.
 
     Args:
         comm: the ranks.
-        ids: of each rank's clock (`hvdtrain.runtime.clock.clock_id`); equal ones are one clock.
+        ids: of the ranks' clocks (`hvdtrain.runtime.clock.clock_id`); ranks with equal ones share a clock.
         now_ns: this rank's clock.
-        pause: waits so many seconds, so that ranks do not always come to a probe in the same order.
+        pause: sleeps for the given seconds, so that ranks begin probes in different orders.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Clocks:
         self._pause = pause
         self._random = random.Random(comm.rank)
         self._groups = [[rank for rank, other in enumerate(ids) if other == one] for one in dict.fromkeys(ids)]
-        self._of = {rank: number for number, group in enumerate(self._groups) for rank in group}
+        self._group_number = {rank: number for number, group in enumerate(self._groups) for rank in group}
         self._fits = [ClockFit() for _ in self._groups]
         self._last: dict[int, tuple[float, Offset]] = {}
         self._probed_us = -EVERY_US
@@ -60,11 +60,11 @@ class Clocks:
 
     @property
     def due(self) -> bool:
-        """Whether it is time for more probes, as this rank's clock says; rank 0's counts."""
+        """Whether more probes are due by this rank's clock. The answer of rank 0 counts."""
         return not self.shared and self._now_ns() / 1e3 - self._probed_us >= EVERY_US
 
     def probe(self, count: int) -> None:
-        """Bound the offsets by `count` small allreduces; does nothing where all have one clock. Collective: yes."""
+        """Bound the offsets by `count` small all-reduces; nothing where all ranks share a clock. Collective: yes."""
         if self.shared:
             return
         times = torch.empty(1, 2, count, dtype=torch.float64)
@@ -80,11 +80,11 @@ class Clocks:
             self.add_bounds(everyone[:, 0, number : number + 1], everyone[:, 1, number : number + 1])
 
     def add_bounds(self, sent_us: Floats, received_us: Floats) -> None:
-        """Take bounds from collectives that followed each other soon.
+        """Add bounds from some consecutive collectives. Times are by the ranks' own clocks.
 
         Args:
-            sent_us: by the ranks' own clocks, when each had not yet joined [ranks, collectives].
-            received_us: when each had seen its end [ranks, collectives].
+            sent_us: times before each rank joined [ranks, collectives].
+            received_us: times after each rank had the result [ranks, collectives].
         """
         ours = self._groups[0]
         for fit, group in zip(self._fits[1:], self._groups[1:], strict=True):
@@ -100,13 +100,13 @@ class Clocks:
                     fit.at_least(float(received[best]), float(least[best]))
 
     def offset(self, rank: int, time_us: float) -> Offset:
-        """What makes `time_us` of a rank's clock rank 0's, on rank 0; of an unknown one the error is infinite."""
-        number = self._of[rank]
+        """Return the offset that converts `time_us` of a rank's clock to rank 0's. Infinite error if unknown."""
+        number = self._group_number[rank]
         if number == 0:
             return Offset(0.0, 0.0)
         with self._lock:
             found = self._fits[number].at(time_us)
-        if found is None:  # bounds contradicted each other, a clock was slewed: what was known, less and less sure
+        if found is None:  # bounds contradict each other, a clock was slewed: the last offset with a growing error
             then_us, known = self._last.get(number, (time_us, Offset(0.0, float("inf"))))
             return Offset(known.us, known.error_us + MAX_DRIFT * abs(time_us - then_us))
         self._last[number] = (time_us, found)

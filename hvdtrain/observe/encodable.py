@@ -1,4 +1,4 @@
-"""Text and plain values as files can hold them: messages of errors may carry bytes that are no text. A leaf."""
+"""Make text and values writable as UTF-8 and JSON: error messages may contain bytes that are not text. A leaf."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _LARGEST = 1 << 63
 
 
 def encodable(text: str) -> str:
-    """The same text, with what UTF-8 has no place for (lone surrogates) written as escapes."""
+    """Return the text with lone surrogates, which UTF-8 cannot encode, as escapes."""
     return text.encode("utf-8", errors="backslashreplace").decode("utf-8")
 
 
 def plain(value: Any) -> Any:
-    """The same value, as JSON can hold it; what JSON knows nothing of is shown as Python does."""
+    """Return the value in types of JSON. A value of any other type becomes its ``repr``."""
     if value is None or isinstance(value, (bool, float)):
         return value
     if isinstance(value, int):
@@ -27,5 +27,5 @@ def plain(value: Any) -> Any:
         return [plain(part) for part in value]
     try:
         return encodable(repr(value))
-    except Exception:  # a __repr__ of a user's own
+    except Exception:  # the user's own __repr__ may raise
         return f"({type(value).__name__})"

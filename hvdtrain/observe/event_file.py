@@ -1,4 +1,4 @@
-"""One file of TensorBoard events, which replaces what an earlier process wrote of the same steps."""
+"""A file of TensorBoard events. It replaces points that an earlier process wrote for the same steps."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _PREFIX = "events.out.tfevents."
 
 
 class EventFile:
-    """Appends summaries; each is handed to the kernel at once, so that a killed process loses none.
+    """Appends summaries by one system call each, so that a killed process loses none.
 
-    Not torch's `SummaryWriter`: that one writes no start of a session in a first file, without which TensorBoard's
-    Python reader ignores the first restart; names files by the clock alone, so that those of a host whose clock is
-    behind are read in the wrong order; imports TensorFlow where there is one; and has a thread a file.
+    torch's `SummaryWriter` does not fit. It writes no session start to the first file, so TensorBoard's Python reader
+    ignores the first restart. It names files by the clock alone, so files of a host with a slow clock are read in the
+    wrong order. It imports TensorFlow if installed, and has one thread per file.
 
     Args:
-        directory: one run of TensorBoard's; made if missing.
-        first_step: readers drop what earlier files hold of this step and later ones.
+        directory: one run of TensorBoard's; created if missing.
+        first_step: readers drop points of this and later steps in earlier files.
     """
 
     def __init__(self, directory: Path, first_step: int) -> None:
@@ -41,11 +41,11 @@ class EventFile:
         self._records = RecordWriter(self._encoded)
         now = time.time()
         self._write(Event(wall_time=now, file_version="brain.Event:2"))
-        # A START event drops later steps of every tag in this folder, not only of those that follow.
+        # A START event drops later steps of every tag in this folder, also of tags that do not follow.
         self._write(Event(wall_time=now, step=first_step, session_log=SessionLog(status=SessionLog.START)))
 
     def add(self, summaries: Iterable[Summary], step: int, time_s: float) -> None:
-        """Append what belongs to `step`; `time_s` since the epoch. Errors: OSError."""
+        """Append summaries of `step`; `time_s` is since 1970. Errors: OSError."""
         for summary in summaries:
             self._write(self._event(wall_time=time_s, step=step, summary=summary))
 
@@ -54,7 +54,7 @@ class EventFile:
         self._file.close()
 
     def _write(self, event: object) -> None:
-        """Append a record, or nothing of it: readers give a file up at the first that is not whole."""
+        """Append a record whole or not at all, because readers stop at an incomplete one."""
         self._encoded.seek(0)
         self._encoded.truncate()
         self._records.write(event.SerializeToString())  # type: ignore[attr-defined]
@@ -66,6 +66,6 @@ class EventFile:
 
 
 def _stamp(directory: Path) -> int:
-    """Now in seconds, or later: files are read in the order of their names, and another host's clock may be ahead."""
+    """Return now in seconds, or later: files are read in order of name, and another host's clock may be ahead."""
     found = [path.name.removeprefix(_PREFIX).partition(".")[0] for path in directory.glob(f"{_PREFIX}*")]
     return max([int(time.time()), *(int(stamp) + 1 for stamp in found if stamp.isdecimal())])

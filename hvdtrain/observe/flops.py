@@ -1,4 +1,4 @@
-"""Floating point operations: how many a forward pass takes, and how many a device can do at most."""
+"""Floating point operations: the number in a forward pass, and the peak of a device."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ _PEAKS: tuple[tuple[str, dict[str, float], str], ...] = (
     ("RTX 3090$", {"fp32": 35.6, "tf32": 35.6, "half": 71}, "NVIDIA GA102 architecture white paper"),
     ("MI300X", {"fp32": 163.4, "tf32": 653.7, "half": 1307.4}, "AMD Instinct MI300X data sheet"),
 )
-"""Device names, TFLOP/s without sparsity and with sums in fp32, and where they stand. ``half`` is bf16 and fp16."""
+"""Device names, TFLOP/s without sparsity and with sums in fp32, and the source. ``half`` is bf16 and fp16."""
 
 
 def peak_tflops(device: str, precision: str, *, tf32: bool) -> tuple[float, str] | None:
-    """What a device can do at most.
+    """Return the peak of a device.
 
     Args:
-        device: its name as torch gives it.
+        device: its name in torch.
         precision: fp32, bf16 or fp16.
-        tf32: whether products of fp32 may be rounded to TF32.
+        tf32: whether fp32 products may be rounded to TF32.
 
     Returns:
-        TFLOP/s and where the figure stands; None for a device or a precision that is not known.
+        TFLOP/s and the source; None for an unknown device or precision.
     """
     wanted = ("tf32" if tf32 else "fp32",) if precision == "fp32" else (precision, "half")
-    if " MIG " in device:  # a part of one
+    if " MIG " in device:  # a part of a device
         return None
     for names, peaks, source in _PEAKS:
         if re.search(rf"\b({names})(?!\w)", device):
-            # A device without TF32 computes in fp32 where TF32 was allowed.
+            # A device without TF32 computes in fp32 where TF32 is allowed.
             found = [peaks[name] for name in (*wanted, *(["fp32"] if precision == "fp32" else [])) if name in peaks]
             return (found[0], source) if found else None
     return None
 
 
 def _grouped_mm(a: Tensor, b: Tensor, *others: Any, **options: Any) -> int:
-    """One product a group; where shapes lack the group, a side's T is split among the groups.
+    """Count one product per group. Where a shape has no group dimension, its T is split among the groups.
 
     (T, K) by (G, K, N), (G, M, K) by (K, T), (G, M, K) by (G, K, N), or (M, T) by (T, N).
     """
@@ -82,17 +82,17 @@ def _own() -> dict[Any, Any]:
 
 
 _FORMULAS = {**flop_registry, **_own()}
-"""Beside what torch's counter knows: the products of a mixture of experts, and attention on the CPU."""
+"""Formulas of torch's counter, and ours for products of a mixture of experts and for attention on the CPU."""
 
 
 class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operations of matrix products, convolutions and attention, a multiply-add as two, while entered.
+    """Context manager that counts operations of matrix products, convolutions and attention; a multiply-add is two.
 
-    What is computed stays the same to the bit. torch's own FlopCounterMode takes operations apart, puts hooks on
-    modules, and keeps compiled parts from running as such.
+    Results stay bit-identical. torch's own FlopCounterMode decomposes operations, adds hooks to modules, and prevents
+    compiled parts from running compiled.
 
     Attributes:
-        flops: counted so far; None once an operation came whose formula failed.
+        flops: count so far; None after the formula of an operation failed.
     """
 
     supports_higher_order_operators = True  # without it, such as flex_attention raise
@@ -103,11 +103,11 @@ class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Leave compiled parts compiled."""
+        """Let compiled parts run compiled."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and count it."""
+        """Run an operation and count it."""
         out = func(*args, **(kwargs or {}))
         formula = _FORMULAS.get(getattr(func, "overloadpacket", func))
         if formula is not None and self.flops is not None:

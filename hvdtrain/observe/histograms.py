@@ -13,14 +13,14 @@ from hvdtrain.observe.failure.fault import out_of_memory
 BINS = 32
 
 _CHUNK = 1 << 20
-"""Values at a time: some 20 MiB of memory, whatever the tensor's size."""
+"""Values per chunk: about 20 MiB of memory for a tensor of any size."""
 
 
 class Histograms:
-    """Makes the histograms of a run. One that memory does not suffice for is left out; it ends no training.
+    """Computes the histograms of a run. If memory runs out, a histogram is skipped and training continues.
 
     Args:
-        warn: told of that, once.
+        warn: called at the first skipped histogram.
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
@@ -28,9 +28,9 @@ class Histograms:
         self._has_warned = False
 
     def summaries(self, model: nn.Module) -> dict[str, dict[str, Any]]:
-        """Of each parameter and of each gradient as they are now, under ``parameters`` and ``gradients``, by name.
+        """Return histograms of each parameter and gradient by name, under ``parameters`` and ``gradients``.
 
-        Nothing is changed; on CUDA the device is waited for.
+        Changes nothing. Synchronizes with a CUDA device.
         """
         parameters = dict(model.named_parameters())
         gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None and not p.grad.is_sparse}
@@ -44,26 +44,29 @@ class Histograms:
             except Exception as error:
                 if not out_of_memory(error):
                     raise
-                self._say(name, error)
+                self._warn_once(name, error)
         return found
 
-    def _say(self, name: str, error: Exception) -> None:
+    def _warn_once(self, name: str, error: Exception) -> None:
         if not self._has_warned:
             self._has_warned = True
             text = str(error).splitlines() or [type(error).__name__]
             self._warn(
-                f"no memory for the histogram of {name}; histograms are left out where it does not suffice"
-                f" (--observe.histograms_every 0 makes none): {text[0]}"
+                f"out of memory for the histogram of {name}; such histograms are skipped"
+                f" (--observe.histograms_every 0 turns all off): {text[0]}"
             )
 
 
 @torch.no_grad()
 def histogram(values: Tensor) -> dict[str, Any]:
-    """`BINS` bins of equal width from the smallest to the largest value, of any shape and floating dtype.
+    """Return a histogram of `BINS` bins of equal width, from the smallest to the largest value.
+
+    Args:
+        values: of any shape and floating dtype.
 
     Returns:
         ``min``, ``max``, ``num``, ``sum``, ``sum_squares`` of the finite values; ``limits``, the upper edges of the
-        bins, and ``counts``; ``not_finite``, how many others there are.
+        bins, and ``counts``; ``not_finite``, the number of other values.
     """
     flat = _flat(values.detach())
     parts = [_sums(chunk) for chunk in torch.split(flat, _CHUNK)] if flat.numel() else []
@@ -90,7 +93,7 @@ def histogram(values: Tensor) -> dict[str, Any]:
 
 
 def _flat(values: Tensor) -> Tensor:
-    """(N,), in the order of memory: without a copy of channels-last weights too."""
+    """Return (N,) in memory order, which needs no copy of channels-last weights either."""
     order = sorted(range(values.dim()), key=values.stride, reverse=True)
     return values.permute(order).reshape(-1)
 
@@ -100,7 +103,7 @@ def _wide(chunk: Tensor) -> Tensor:
 
 
 def _sums(chunk: Tensor) -> Tensor:
-    """Smallest, largest, number, sum and sum of squares of the finite values: (5,) float64 on its device."""
+    """Return minimum, maximum, number, sum and sum of squares of the finite values: (5,) float64 on the device."""
     wide = _wide(chunk)
     finite = wide.isfinite()
     exact = wide.double().where(finite, 0.0)
@@ -109,10 +112,10 @@ def _sums(chunk: Tensor) -> Tensor:
 
 
 def _counts(flat: Tensor, low: float, high: float) -> list[float]:
-    """How many finite values are in each bin. Not by histc, which deterministic algorithms forbid on CUDA."""
+    """Count the finite values in each bin. Deterministic algorithms forbid `histc` on CUDA."""
     counts = torch.zeros(BINS + 1, dtype=torch.int64, device=flat.device)
     for chunk in torch.split(flat, _CHUNK):
         place = ((chunk.double() - low) * (BINS / (high - low))).clamp_(0, BINS - 1)
-        place = place.where(chunk.isfinite(), BINS).nan_to_num_(BINS)  # the last bin is theirs, and is not told
+        place = place.where(chunk.isfinite(), BINS).nan_to_num_(BINS)  # an extra bin for them, dropped below
         counts += torch.bincount(place.long(), minlength=BINS + 1)
     return [float(count) for count in counts[:BINS].tolist()]

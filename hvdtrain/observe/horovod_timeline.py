@@ -1,8 +1,8 @@
-"""Horovod's own Timeline of some steps.
+"""Record Horovod's own Timeline of some steps.
 
-The file is closed when the run ends by an error or a signal. Horovod closes its JSON array with each event and writes
-it over with the next, so a killed rank leaves a valid file too, less what the writer, which looks every 10 ms, had not
-seen, unless the kill meets the moment in which a tensor's name is first written.
+The file is closed when the run ends by an error or a signal. Horovod ends the JSON array after each event, and writes
+the next event over this end. Thus a killed rank also leaves a valid file. It lacks events of the last 10 ms, the
+polling interval of Horovod's writer. It is damaged only if the kill hits the first write of a tensor's name.
 """
 
 from __future__ import annotations
@@ -20,42 +20,41 @@ from hvdtrain.observe.trace_file import free_path
 from hvdtrain.run_layout import TimelineLayout
 
 _OPEN = "on"
-"""In the name of a file whose last step nobody knows yet."""
+"""Replaces the last step in the name of a file while it is unknown."""
 
 
 class Writer(Protocol):
-    """The thread that writes it, where it spins from Horovod's start to its end (`runtime.threads.Spinner`)."""
+    """Horovod's writer thread, if it busy-waits from start to end of Horovod (`runtime.threads.Spinner`)."""
 
     def rest(self, *, for_good: bool) -> None:
-        """Run only where nothing else does."""
+        """Run only on idle cores."""
         ...
 
     def work(self) -> None:
-        """Run as others do."""
+        """Run with normal priority."""
         ...
 
 
 class HorovodTimeline:
     """Records one window of steps of this start of the run: opened before its first step, closed after its last.
 
-    The file, ``RUN/timeline/horovod-steps-FIRST-LAST.json``, is a new one in any case, and FIRST is where this start
-    of the run came in. Rank 0 writes; the others wait at both ends of the window until it is open or closed, so that
-    the file holds every collective of these steps and none of the next. (They wait in broadcasts ``timeline/...``, to
-    which they may come before the window opens or closes: of the negotiation of these, and of nothing else, the
-    beginning or the end may be missing.) What is done after the last step of the window and before the next one, an
-    evaluation say, is in it too.
+    The file ``RUN/timeline/horovod-steps-FIRST-LAST.json`` is always a new one. FIRST is the first step of this start
+    in the window. Rank 0 writes the file. The other ranks wait at both ends of the window, so that the file has
+    every collective of these steps and none of later ones. They wait in broadcasts ``timeline/...`` and may begin these
+    early: only the negotiation of these broadcasts may lack its beginning or end. Work between the last step of the
+    window and the next step, such as an evaluation, is in the file too.
 
-    Opening and closing each wait for the writer's thread, which Horovod asks every millisecond: 1.1 ms, whether it
-    spins or sleeps. One that spins is kept out of the way while it has nothing to do, but only then: up to 0.2 s were
-    seen while it was at rest on cores that others filled, and a second at Horovod's shutdown.
+    Opening and closing each wait about 1.1 ms for the writer thread, because Horovod polls it every millisecond. A
+    busy-waiting writer gets idle priority while it has nothing to do, but only then: on busy cores that priority
+    delayed opening by up to 0.2 s, and Horovod's shutdown by a second.
 
     Args:
         comm: the ranks.
-        recording: starts and ends it; None on ranks other than 0.
-        writer: None on ranks other than 0, and where it sleeps or was not found: it is left as it is then.
+        recording: starts and ends the Timeline; None on ranks other than 0.
+        writer: None on ranks other than 0, and if it sleeps or was not found.
         window: the same on all ranks.
-        folder: made when needed.
-        warn: told once when the Timeline cannot be recorded, which never ends the training.
+        folder: created when needed.
+        warn: called once if the Timeline cannot be recorded; training continues.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class HorovodTimeline:
         self._rest(for_good=False)
 
     def begin_step(self, step: int) -> None:
-        """Open or close the window where it begins or has ended. Collective: yes."""
+        """Open the window at its first step, close it after its last step. Collective: yes."""
         if self._state == "before" and step in self._window:
             self._state = "open"
             on_rank_0(self._comm, partial(self._start, step), name="timeline/open")
@@ -90,14 +89,14 @@ class HorovodTimeline:
             self._rest(for_good=True)
 
     def record(self, window: Window) -> None:
-        """Record these steps, the first of which is yet to come, or end with them; a window that waits is let go."""
+        """Record later steps, or end the open window with the last of these steps. Replaces a window that waits."""
         if self._state == "open":
             self._window = Window(self._window.first, window.last)
         else:
             self._state, self._window = "before", window
 
     def close(self) -> None:
-        """Close the window if it is open, and make the writer's thread ready to be ended."""
+        """Close the window if it is open, and prepare the writer thread for Horovod's shutdown."""
         self._stop()
         if self._writer is not None:
             self._writer.work()
@@ -109,7 +108,7 @@ class HorovodTimeline:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             path = free_path(self._named(step, self._window.last))
-            path.open("xb").close()  # Horovod would say of a file that cannot be opened only in its log
+            path.open("xb").close()  # Horovod reports a file that cannot be opened only in its log
             if self._writer is not None:
                 self._writer.work()
             try:
@@ -119,7 +118,7 @@ class HorovodTimeline:
                 raise
             self._path = path
         except (OSError, HvdtrainError) as error:
-            self._warn(f"Horovod's Timeline is not recorded: {error}; training goes on")
+            self._warn(f"Horovod's Timeline is not recorded: {error}; training continues")
 
     def _stop(self) -> None:
         if self._recording is None or self._path is None:
@@ -131,7 +130,7 @@ class HorovodTimeline:
             if self._window.last not in (None, self._named_last):
                 path.rename(free_path(self._named(self._first, self._window.last)))
         except (OSError, HvdtrainError) as error:
-            self._warn(f"Horovod's Timeline {path} is not whole: {error}; training goes on")
+            self._warn(f"Horovod's Timeline {path} is incomplete: {error}; training continues")
 
     def _named(self, first: int, last: int | None) -> Path:
         return TimelineLayout(self._folder).horovod(first, _OPEN if last is None else last)
@@ -142,10 +141,10 @@ class HorovodTimeline:
 
 
 def _check(path: Path) -> None:
-    """See that a closed file ends as it should, as Horovod does not tell when it could not write; remove an empty one.
+    """Check the end of a closed file, because Horovod does not report failed writes. Remove an empty file.
 
     Errors:
-        OSError: it does not.
+        OSError: the file is empty or incomplete.
     """
     if not path.stat().st_size:
         path.unlink()
@@ -153,4 +152,4 @@ def _check(path: Path) -> None:
     with path.open("rb") as file:
         file.seek(-1, 2)
         if file.read() != b"]":
-            raise OSError("it breaks off; is the disk full?")
+            raise OSError("its end is missing; is the disk full?")

@@ -1,4 +1,4 @@
-"""What may make a rank late beside its own work: no core that is free, a host that is lent out, a slow GPU."""
+"""Causes that delay a rank besides its own work: no free core, stolen CPU time, a slow GPU."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any
 from hvdtrain.observe.monitor import THROTTLES
 
 CAUSES = ("cpu_wait_us", "steal_us", "gpu_clock_mhz", "gpu_temperature_c", "gpu_throttle")
-"""Figures of a block of steps. Throttling travels as the bits of `monitor.THROTTLES`."""
+"""Figures of a block of steps. Throttling is sent as bits of `monitor.THROTTLES`."""
 
 _EVERY_S = 2.0
 
 
 class HostLoad:
-    """Figures of this rank, to be asked for in the thread that made it: the one that trains.
+    """Measures the causes for this rank. Constructed and read in the training thread.
 
-    Where asking may take long, of the whole host and of the GPU, a thread of its own asks every two seconds.
+    Figures of the host and the GPU may take long to read, so a thread of its own reads them every two seconds.
 
     Args:
-        gpu: gives figures of the device (`Monitor.device`), none without one.
-        root: the file system whose ``proc`` is asked.
+        gpu: returns figures of the device (`Monitor.device`), empty without one.
+        root: replaces ``/`` before ``proc``.
     """
 
     def __init__(self, gpu: Callable[[], Mapping[str, Any]], root: Path = Path("/")) -> None:
@@ -40,7 +40,7 @@ class HostLoad:
         self._thread.start()
 
     def read(self) -> list[float]:
-        """`CAUSES` since the last lap, NaN where unknown; takes some microseconds."""
+        """Return `CAUSES` since the last call, NaN where unknown. Takes some microseconds."""
         waited_us, now_s = self._wait_us(), time.monotonic()
         since_us, since_s = waited_us - self._waited_us, now_s - self._began_s
         self._waited_us, self._began_s = waited_us, now_s
@@ -48,7 +48,7 @@ class HostLoad:
         return [since_us, steal_share * since_s * 1e6, *gpu]
 
     def close(self) -> None:
-        """Sample no more; a thread that hangs in a driver is left behind."""
+        """Stop sampling. Does not wait for a thread that hangs in a driver."""
         self._ended.set()
         self._thread.join(1.0)
         if self._waited is not None:
@@ -81,7 +81,7 @@ class HostLoad:
 
 
 def steal_s(stat: Path) -> float:
-    """Seconds for which another machine has had this host's cores, over all of them; NaN where unknown."""
+    """Return the stolen CPU time of this virtual machine in seconds, summed over cores; NaN if unknown."""
     try:
         with stat.open() as file:
             return int(file.readline().split()[8]) / os.sysconf("SC_CLK_TCK")
@@ -90,7 +90,7 @@ def steal_s(stat: Path) -> float:
 
 
 def throttle_text(bits: float) -> str | None:
-    """Why a GPU's clock is lowered, in words; empty where it is not, None where unknown."""
+    """Return the reasons for a lowered GPU clock; empty if it is not lowered, None if unknown."""
     return None if math.isnan(bits) else ", ".join(why for bit, why in THROTTLES.items() if int(bits) & bit)
 
 

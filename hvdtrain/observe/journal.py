@@ -1,4 +1,4 @@
-"""`journal.jsonl`: one line a step and a line an event, the machine-readable truth of a run."""
+"""`journal.jsonl`: one line per step and one per event, for programs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from hvdtrain.observe.line_file import LineFile
 from hvdtrain.regular import open_regular
 
 _ASIDE = ("warning", "machine", "explained")
-"""Events that may come when the run has ended."""
+"""Events that may follow the end of the run."""
 _LIMIT = 50_000
-"""Lines: about 20 MB, and an hour of steps of 70 ms."""
-_TRY_EVERY_S = 1.0
+"""Lines in memory at most: about 20 MB, an hour of steps of 70 ms."""
+_RETRY_S = 1.0
 
 
 def _to_stderr(text: str) -> None:
@@ -32,15 +32,15 @@ def _to_stderr(text: str) -> None:
 
 
 class Journal:
-    """Appends lines; each is handed to the kernel at once, so that a killed process loses none.
+    """Appends lines by one system call each, so that a killed process loses none.
 
-    A disk that is full or read-only, or a quota, does not end the run: lines wait in memory until they can be written,
-    in order. It is said once, said again when they are written, and at the end what is missing.
+    A full or read-only disk does not end the run. Lines wait in memory and are written in order later. One message
+    says so, another one when they are written, and one at the end how many are missing.
 
     Args:
-        path: made if missing. A last line that a kill cut off is closed, so that it spoils no other.
-        say: shows a line, and writes nothing to this journal.
-        limit: lines that wait at most; then the oldest are lost, and an event `lines_lost` stands in their place.
+        path: created if missing. A last line that a kill cut off gets a newline.
+        say: shows a line, and does not write to this journal.
+        limit: waiting lines at most. Beyond it the oldest are lost, and an event `lines_lost` replaces them.
         clock: seconds.
     """
 
@@ -58,32 +58,32 @@ class Journal:
         self._lock = threading.Lock()
         self._waiting: deque[Mapping[str, Any]] = deque()
         self._lost = 0
-        self._trouble = ""
-        self._rests_until = -math.inf
+        self._error = ""
+        self._retry_at_s = -math.inf
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append a line, now or when there is room. Nobody changes `record` any more. May be called from any thread.
+        """Append a line, now or when there is room. Any thread may call it. The caller must not change `record` later.
 
-        Numbers keep full precision; those that are not finite stand as null, as JSON has none. What JSON cannot hold,
-        such as bytes that are no text in an error's message, stands as text with escapes.
+        Numbers keep full precision. Numbers that are not finite become null. Values that JSON cannot hold, such as
+        bytes in an error's message, become escaped text.
         """
         with self._lock:
             self._waiting.append(record)
             if len(self._waiting) > self._limit:
                 self._waiting.popleft()
                 self._lost += 1
-            if self._clock() >= self._rests_until:
+            if self._clock() >= self._retry_at_s:
                 self._drain()
 
     def close(self) -> None:
-        """Try once more to write what waits, say what is missing, close the file."""
+        """Try once more to write waiting lines, report missing ones, and close the file."""
         with self._lock:
             self._drain()
             if self._waiting:
                 steps = [record["step"] for record in self._waiting if "event" not in record]
                 which = f", of steps {steps[0]} to {steps[-1]}" if steps else ""
                 count = len(self._waiting) + self._lost
-                self._say(f"warning: {count} lines of the journal are missing{which}: {self._trouble}")
+                self._say(f"warning: {count} lines of the journal are missing{which}: {self._error}")
                 self._waiting.clear()
             with suppress(OSError):
                 self._file.close()
@@ -92,27 +92,26 @@ class Journal:
         try:
             if self._lost and self._waiting:
                 self._file.write({"event": "lines_lost", "lines": self._lost})
-                self._say(f"warning: {self._lost} lines of the journal are lost: {self._trouble}")
+                self._say(f"warning: {self._lost} lines of the journal are lost: {self._error}")
                 self._lost = 0
             while self._waiting:
                 self._file.write(self._waiting[0])
                 self._waiting.popleft()
         except RunDirectoryError as error:
-            self._rests_until = self._clock() + _TRY_EVERY_S
-            if not self._trouble:
-                self._trouble = error.what
+            self._retry_at_s = self._clock() + _RETRY_S
+            if not self._error:
+                self._error = error.what
                 self._say(
-                    f"warning: {error.what}: make room. Training goes on; up to {self._limit:,} lines wait in memory"
-                    " until they can be written"
+                    f"warning: {error.what}: make room. Training continues; up to {self._limit:,} lines wait in memory"
                 )
         else:
-            if self._trouble:
-                self._trouble, self._rests_until = "", -math.inf
-                self._say("the journal is written again, with the lines that waited")
+            if self._error:
+                self._error, self._retry_at_s = "", -math.inf
+                self._say("the journal is written again, with the lines that waited in memory")
 
 
 def journal_lines(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a journal, in order, one at a time. A line that a kill cut off is left out."""
+    """Yield the lines of a journal in order. A line that a kill cut off is skipped."""
     with open_regular(Path(path)) as file:
         for line in file:
             with suppress(ValueError):
@@ -121,17 +120,17 @@ def journal_lines(path: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def read_journal(path: str | Path) -> list[dict[str, Any]]:
-    """All whole lines of a journal, in order."""
+    """Return the lines of a journal in order, without one that a kill cut off."""
     return list(journal_lines(path))
 
 
 def read_steps(path: str | Path) -> dict[int, dict[str, Any]]:
-    """The steps of a journal by number: of a step that was done again after a resume, the last counts."""
+    """Return the steps of a journal by number. For a step that a resume repeated, the last line counts."""
     return {line["step"]: line for line in journal_lines(path) if "event" not in line}
 
 
 def last_step(path: Path) -> int:
-    """The number of the step that was written last, 0 for none. Reads the end of the file only."""
+    """Return the number of the step in the last line of a step, 0 without one. Reads the end of the file only."""
     for line in reversed(_tail(path)):
         with suppress(ValueError):
             record = json.loads(line)
@@ -141,7 +140,7 @@ def last_step(path: Path) -> int:
 
 
 def is_finished(path: Path) -> bool:
-    """Whether the run came to its end, and nothing was done since. Reads the end of the file only."""
+    """Return whether the run finished and has not continued since. Reads the end of the file only."""
     for line in reversed(_tail(path)):
         try:
             event = json.loads(line).get("event")
@@ -153,7 +152,7 @@ def is_finished(path: Path) -> bool:
 
 
 def _tail(path: Path) -> list[bytes]:
-    """The last lines; the first of them may lack its beginning."""
+    """Return the last lines. The first one may be incomplete."""
     with path.open("rb") as file:
         file.seek(0, os.SEEK_END)
         file.seek(max(0, file.tell() - 65536))

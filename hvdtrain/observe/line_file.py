@@ -1,4 +1,4 @@
-"""A file of lines of JSON that are appended whole, or not at all."""
+"""A file of JSON lines. Each line is appended whole, or not at all."""
 
 from __future__ import annotations
 
@@ -15,13 +15,10 @@ from hvdtrain.observe.encodable import plain
 
 
 class LineFile:
-    """Appends lines; each is handed to the kernel at once, so that a killed process loses none.
+    """Appends lines by one system call each, so that a killed process loses none.
 
     Args:
-        path: made if missing. A last line that a kill cut off is closed, so that it spoils no other.
-
-    Attributes:
-        path: of the file.
+        path: created if missing. A last line that a kill cut off gets a newline.
     """
 
     def __init__(self, path: Path) -> None:
@@ -31,12 +28,12 @@ class LineFile:
             self._file.write(b"\n")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append a line. Numbers keep full precision; those that are not finite stand as null, as JSON has none.
+        """Append a line. Numbers keep full precision; numbers that are not finite become null.
 
-        What JSON cannot hold, such as bytes that are no text in an error's message, stands as text with escapes.
+        Values that JSON cannot hold, such as bytes in an error's message, become escaped text.
 
         Errors:
-            RunDirectoryError: the disk is full or went away.
+            RunDirectoryError: the disk is full or lost.
         """
         try:
             line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
@@ -44,13 +41,13 @@ class LineFile:
             line = orjson.dumps(plain(record), option=orjson.OPT_APPEND_NEWLINE)
         try:
             written = self._file.write(line)
-            if written < len(line):  # the disk is full; a part of a line would spoil the next one
+            if written < len(line):  # the disk is full; remove the part, which would damage the next line
                 self._file.truncate(self._file.seek(0, os.SEEK_END) - written)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise RunDirectoryError(
                 f"{self._file.name} cannot be written: {error.strerror}",
-                next_step="make room; the same command goes on from the last checkpoint",
+                next_step="free disk space; the same command resumes from the last checkpoint",
             ) from error
 
     def close(self) -> None:

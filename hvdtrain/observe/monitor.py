@@ -1,4 +1,4 @@
-"""What the machine does meanwhile: processor, memory, and the device of this rank."""
+"""Sample processor, memory, and the device of this rank."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ THROTTLES = {
     0x40: "thermal, hardware",
     0x80: "power brake",
 }
-"""Bits of NVML's clocks event reasons that mean a slower clock than could be; idling and chosen clocks are left out."""
+"""Bits of NVML's clocks event reasons that mean a lowered clock, without idling and clocks that users set."""
 
 
 @dataclass(frozen=True)
 class GpuIdentity:
-    """A CUDA device by what NVML knows it by; its index is another one there under CUDA_VISIBLE_DEVICES.
+    """Names of a CUDA device in NVML. With CUDA_VISIBLE_DEVICES, NVML's index differs from torch's.
 
     Attributes:
         index: torch's.
@@ -42,7 +42,7 @@ class GpuIdentity:
 
 
 def gpu_identity(device: Any) -> GpuIdentity | None:
-    """Identify a torch device; None where it is no CUDA device."""
+    """Return the names of a torch device; None if it is not a CUDA device."""
     if device.type != "cuda":
         return None
     import torch
@@ -53,7 +53,7 @@ def gpu_identity(device: Any) -> GpuIdentity | None:
 
 
 class Monitor:
-    """Samples this machine. Figures that cannot be had are absent: no GPU, no driver, a library that is missing.
+    """Samples this machine. Unavailable figures are absent: without a GPU, a driver or a library.
 
     Args:
         gpu: the device of this rank; None without one.
@@ -67,7 +67,7 @@ class Monitor:
         self._sampled = False
 
     def sample(self) -> dict[str, Any]:
-        """Figures as they are now. May be called from any thread, by one at a time.
+        """Return current figures. Any thread may call it, but only one at a time.
 
         Returns:
             ``host_cpu_percent`` of all cores since the last sample, from the second one on;
@@ -84,19 +84,19 @@ class Monitor:
         except ImportError:
             return {}
         memory = psutil.virtual_memory()
-        found = {
+        figures = {
             "host_memory_used_bytes": memory.total - memory.available,
             "host_memory_total_bytes": memory.total,
             "process_rss_bytes": psutil.Process().memory_info().rss,
         }
-        cpu_percent = psutil.cpu_percent(None)  # since the last call: nothing yet at the first
+        cpu_percent = psutil.cpu_percent(None)  # since the last call, so the first result means nothing
         if self._sampled:
-            found["host_cpu_percent"] = cpu_percent
+            figures["host_cpu_percent"] = cpu_percent
         self._sampled = True
-        return found
+        return figures
 
     def device(self) -> dict[str, Any]:
-        """Those of the device alone."""
+        """Return the figures of the device only."""
         if self._gpu is not None and not self._looked:
             self._looked = True
             self._nvml, self._handle = _open_nvml(self._gpu)
@@ -113,7 +113,7 @@ class Monitor:
             "gpu_throttle": lambda: _throttles(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
         }
         for field, read in reads.items():
-            with suppress(nvml.NVMLError):  # what one device does not tell, such as a part of one
+            with suppress(nvml.NVMLError):  # some devices lack some figures, such as a MIG part
                 found[field] = read()
         return found
 
@@ -121,7 +121,7 @@ class Monitor:
         torch = sys.modules.get("torch")
         if self._gpu is None or torch is None or not torch.cuda.is_initialized():
             return {}
-        index = self._gpu.index  # a thread has a current device of its own, which is not the training thread's
+        index = self._gpu.index  # each thread has its own current device
         return {
             "cuda_allocated_peak_bytes": torch.cuda.max_memory_allocated(index),
             "cuda_reserved_peak_bytes": torch.cuda.max_memory_reserved(index),
@@ -147,7 +147,7 @@ def _open_nvml(gpu: GpuIdentity) -> tuple[Any, Any]:
     for look_up, name in ways:
         with suppress(nvml.NVMLError):
             return nvml, look_up(name)
-    log.debug("no figures of the GPU: NVML knows neither %s nor %s", gpu.uuid, gpu.pci_bus_id)
+    log.debug("no figures of the GPU: NVML has neither %s nor %s", gpu.uuid, gpu.pci_bus_id)
     return None, None
 
 
@@ -159,19 +159,19 @@ class MonitorThread:
     """Samples every `every_s` seconds in a thread of its own, until closed.
 
     Args:
-        sample: gives figures.
-        tell: takes an event ``machine`` with them; called from the thread.
+        sample: returns figures.
+        on_event: receives an event ``machine`` with them, in the thread.
         every_s: seconds between samples; the first comes sooner.
     """
 
     def __init__(
         self,
         sample: Callable[[], Mapping[str, Any]],
-        tell: Callable[[dict[str, Any]], None],
+        on_event: Callable[[dict[str, Any]], None],
         every_s: float = EVERY_S,
     ) -> None:
         self._sample = sample
-        self._tell = tell
+        self._on_event = on_event
         self._every_s = every_s
         self._step = 0
         self._ended = threading.Event()
@@ -179,20 +179,20 @@ class MonitorThread:
         self._thread.start()
 
     def begin_step(self, step: int) -> None:
-        """Step `step` is about to be done."""
+        """Note that step `step` begins."""
         self._step = step
 
     def close(self) -> None:
-        """Sample no more; one that hangs in a driver is left behind."""
+        """Stop sampling. Does not wait for a thread that hangs in a driver."""
         self._ended.set()
         self._thread.join(1.0)
 
     def _run(self) -> None:
         try:
-            self._sample()  # what is counted since the last sample begins here
+            self._sample()  # counts since the last sample begin here
             after_s = min(_FIRST_AFTER_S, self._every_s)
             while not self._ended.wait(after_s):
-                self._tell({"event": "machine", "at_step": self._step, **self._sample()})
+                self._on_event({"event": "machine", "at_step": self._step, **self._sample()})
                 after_s = self._every_s
         except Exception as error:
-            log.warning("the machine is no longer watched: %s: %s", type(error).__name__, error)
+            log.warning("samples of the machine end: %s: %s", type(error).__name__, error)

@@ -1,4 +1,4 @@
-"""What a person sees of a run: one live line on a terminal, plain lines elsewhere, a summary at the end."""
+"""Progress on the screen: one live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 _WINDOW = 20
-"""Steps that the shown speed is a mean of; the first of all, which warms up and may compile, only until the second."""
+"""Steps in the mean of the shown speed. The first step warms up and may compile, so the second one replaces it."""
 
 _LIVE_EVERY_S = 0.1
 
 
 class Progress:
-    """Shows steps as they are done, on rank 0; silent on other ranks.
+    """Shows finished steps on rank 0. Other ranks show nothing.
 
     Args:
         unit: what a step's `tokens` counts.
         line_every_s: seconds between plain lines.
-        live: whether a terminal may be written over. Not so under a launcher: Open MPI's mpirun gives rank 0 a
-            terminal of its own, whatever its output goes to.
-        out: standard output where not given.
+        live: whether a line on a terminal may be overwritten. Not under a launcher: Open MPI's mpirun gives rank 0 a
+            terminal of its own, even if its output goes to a file.
+        out: standard output by default.
         quiet: print nothing.
     """
 
@@ -46,11 +46,11 @@ class Progress:
         self._live: Live | None = None
 
     def begin(self, total: int) -> None:
-        """Steps are about to come, up to step `total`."""
+        """Prepare for steps up to step `total`."""
         self._total = total
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """Show a step: the same record as the journal's."""
+        """Show a step from its record in the journal."""
         if self._quiet:
             return
         self._steps += 1
@@ -72,7 +72,7 @@ class Progress:
             self._print(text)
 
     def close(self) -> None:
-        """Leave the live line as it is and go on below it."""
+        """End the live line. Later output follows below it."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -101,13 +101,13 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """``75`` as ``1:15``, ``3675`` as ``1:01:15``."""
+    """Format seconds: ``75`` as ``1:15``, ``3675`` as ``1:01:15``."""
     minutes, s = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{s:02}" if hours else f"{minutes}:{s:02}"
 
 
 def table(rows: Sequence[tuple[str, str]]) -> str:
-    """Labels and values in two columns."""
+    """Format labels and values in two columns."""
     width = max(len(label) for label, _ in rows)
     return "\n".join(f"  {label:<{width}}  {value}" for label, value in rows)

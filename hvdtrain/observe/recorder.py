@@ -1,4 +1,4 @@
-"""Hands what happens in a run to those who record and show it."""
+"""Pass records of a run to the journal, the display, the sinks and the watchers."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from hvdtrain.observe.progress import Progress
 from hvdtrain.observe.sinks import Background, Sink
 from hvdtrain.runtime.clock import steady_s
 
-_PATIENCE_S = 10.0
-_PATIENCE_WHEN_FAILED_S = 2.0
+_CLOSE_TIMEOUT_S = 10.0
+_CLOSE_TIMEOUT_AFTER_FAILURE_S = 2.0
 
 
 class Watcher(Protocol):
-    """Looks at the steps of one rank from outside: a trace, a profiler. Its own failures are its own affair."""
+    """Observes the steps of one rank, such as a trace or a profiler. It must handle its own errors."""
 
     def begin_step(self, step: int) -> None:
-        """Step `step`, counted from 1, is about to be done."""
+        """Handle the beginning of step `step`, counted from 1."""
         ...
 
     def close(self) -> None:
-        """No step comes any more, whatever the reason."""
+        """Handle the end of the run, whatever its reason."""
         ...
 
 
 class Recorder:
-    """The journal, the display, the sinks and the watchers of one rank as one observer.
+    """Journal, display, sinks and watchers of one rank.
 
     Args:
         journal: None on ranks other than 0.
@@ -44,7 +44,7 @@ class Recorder:
         self._sinks: list[Background] = []
         self._watchers: list[Watcher] = []
         self._watched = -1
-        self._patience_s = _PATIENCE_S
+        self._close_timeout_s = _CLOSE_TIMEOUT_S
 
     @property
     def is_rank_0(self) -> bool:
@@ -52,20 +52,20 @@ class Recorder:
         return self._is_rank_0
 
     def add_sink(self, make: Callable[[], Sink], name: str) -> None:
-        """Give the sink that `make` makes every record from now on, in a thread of its own."""
+        """Send later records to the sink that `make` creates, in a thread of its own."""
         self._sinks.append(Background(make, name, self.warn))
 
     def add_watcher(self, watcher: Watcher) -> None:
-        """Tell `watcher` of every step from now on."""
+        """Notify `watcher` of later steps."""
         self._watchers.append(watcher)
 
     def begin(self, total: int) -> None:
-        """Steps are about to come, up to step `total`."""
+        """Prepare for steps up to step `total`."""
         self._watched = -1
         self._display.begin(total)
 
     def begin_step(self, step: int) -> None:
-        """Step `step` is about to be done; those that are done again after a roll back are not watched again."""
+        """Notify the watchers that step `step` begins, unless it is repeated after a rollback."""
         if step <= self._watched:
             return
         self._watched = step
@@ -78,18 +78,18 @@ class Recorder:
         self._display.step(record)
 
     def event(self, record: dict[str, Any]) -> None:
-        """Record an event, with its time. May be called from any thread.
+        """Record an event with its time. Any thread may call it.
 
-        A checkpoint that somebody waits for is shown too.
+        A requested checkpoint is shown too.
         """
         if record["event"] == "failed":
-            self._patience_s = _PATIENCE_WHEN_FAILED_S
+            self._close_timeout_s = _CLOSE_TIMEOUT_AFTER_FAILURE_S
         self._record({**record, "time": steady_s()})
         if record["event"] == "checkpoint" and "why" in record:
             self.say(f"checkpoint of step {record['at_step']} saved, {record['why']}: checkpoints/{record['path']}")
 
     def show(self, record: dict[str, Any]) -> None:
-        """Give an event to the sinks alone: what is too large for the journal."""
+        """Send an event to the sinks only, because it is too large for the journal."""
         for sink in self._sinks:
             sink.put({**record, "time": steady_s()})
 
@@ -98,33 +98,33 @@ class Recorder:
         self._display.say(text)
 
     def warn(self, text: str) -> None:
-        """Record and show something that a person should know. May be called from any thread; raises nothing."""
-        with suppress(HvdtrainError):  # where the disk is full, showing it is what is left
+        """Record and show a warning. Any thread may call it; it raises nothing."""
+        with suppress(HvdtrainError):  # on a full disk it can only be shown
             self.event({"event": "warning", "text": text})
         self._display.say(f"warning: {text}")
 
     def close_watchers(self) -> None:
-        """End the watchers before the rest: no step comes any more, and what they write is to be read."""
+        """Close the watchers first, because other code reads their files after the last step."""
         watchers, self._watchers = self._watchers, []
-        with ExitStack() as last_first:
+        with ExitStack() as closing:
             for watcher in reversed(watchers):
-                last_first.callback(watcher.close)
+                closing.callback(watcher.close)
 
     def close(self) -> None:
-        """End the watchers, the sinks, the display and the journal, in this order; each, whatever the others do."""
-        with ExitStack() as last_first:
-            last_first.callback(self._close_journal)
-            last_first.callback(self._display.close)
-            last_first.callback(self._close_sinks)
-            last_first.callback(self.close_watchers)
+        """Close the watchers, sinks, display and journal in this order, each also if another one fails."""
+        with ExitStack() as closing:
+            closing.callback(self._close_journal)
+            closing.callback(self._display.close)
+            closing.callback(self._close_sinks)
+            closing.callback(self.close_watchers)
 
     def _close_journal(self) -> None:
-        journal, self._journal = self._journal, None  # a sink that is left behind may still warn
+        journal, self._journal = self._journal, None  # a sink thread that is still running may still warn
         if journal is not None:
             journal.close()
 
     def _close_sinks(self) -> None:
-        deadline = time.monotonic() + self._patience_s
+        deadline = time.monotonic() + self._close_timeout_s
         for sink in self._sinks:
             sink.close(max(0.0, deadline - time.monotonic()))
 

@@ -1,4 +1,4 @@
-"""Commands that are shown to be typed again."""
+"""Commands for the user to type."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _STARTED_BY = {
     "openmpi": "mpirun",
 }
 _LONGEST = 400
-"""Characters of a program's command line; a longer one, or one of several lines, is not repeated."""
+"""Characters of a program's command line at most. A longer one, or one with several lines, is not shown."""
 
 
 def program_path(name: str) -> str:
-    """A program as a shell finds it that is not in the environment: beside this interpreter, where it is there."""
+    """Return a program's path next to this interpreter, so that it works without an activated environment."""
     path = Path(sys.executable).with_name(name)
     if not path.exists():
         return name
@@ -31,19 +31,19 @@ def program_path(name: str) -> str:
 
 
 def command_line(name: str, *arguments: str) -> str:
-    """Return a command line for a shell: the program as `program_path` finds it, words quoted where they have to be."""
+    """Return a command line for a shell, with the program's path from `program_path` and quoted words."""
     return shlex.join([program_path(name), *arguments])
 
 
 def relative_to_start(path: Path, info: RankInfo) -> Path:
-    """Return a path as it is typed in the folder in which the program was started."""
+    """Return a path relative to the folder in which the program was started, if it is inside."""
     return path.relative_to(info.folder) if path.is_relative_to(info.folder) else path
 
 
 def resume_command(run_dir: Path, info: RankInfo, options: str = "") -> str:
-    """What goes on with a run on as many ranks: from its last checkpoint, or from the start where it has none.
+    """Return the command that resumes a run on as many ranks, from its last checkpoint or from the start.
 
-    A comment stands for what a command cannot know: how several hosts or another launcher than mpirun were started.
+    A shell comment names what the command lacks: several hosts, or another launcher than mpirun.
     """
     run_dir = relative_to_start(run_dir, info)
     arguments = ["--config", str(RunLayout(run_dir).config), "--run_dir", str(run_dir), *options.split()]
@@ -54,12 +54,12 @@ def resume_command(run_dir: Path, info: RankInfo, options: str = "") -> str:
 
 
 def resume_program(run_dir: Path, info: RankInfo, argv: Sequence[str]) -> str:
-    """The same of a program that calls `hvdtrain.train`: the program again, as no command line holds its task.
+    """Return the command that resumes a program that calls `hvdtrain.train`: the same program again.
 
     Args:
         run_dir: of the run.
         info: of this process.
-        argv: with which the interpreter was started, its own name first: `sys.orig_argv`.
+        argv: of the interpreter, its own name first: `sys.orig_argv`.
     """
     again = command_line("python", *argv[1:])
     if len(argv) < 2 or "\n" in again or len(again) > _LONGEST:

@@ -1,4 +1,4 @@
-"""Where a run's records go beside the journal: TensorBoard, a web tracker, any function or class of the user's."""
+"""Sinks for a run's records besides the journal: TensorBoard, a web tracker, the user's function or class."""
 
 from __future__ import annotations
 
@@ -17,29 +17,28 @@ Record = Mapping[str, Any]
 
 _LIMIT = 10_000
 _POLL_S = 0.5
-_FAILURES = 3
-_REST_S = 60.0
+_MAX_FAILURES = 3
+_PAUSE_S = 60.0
 
 
 class Sink(Protocol):
-    """Takes what happens in a run, on rank 0.
+    """Receives the records of a run on rank 0.
 
-    It is made and both methods are called in one thread that belongs to the sink alone. What is raised there is said
-    once, and costs the training nothing. A sink that fails a few times in a row is left alone for a minute, and gets
-    what comes after that.
+    One thread of its own creates the sink and calls both methods. An error there is reported once and does not affect
+    training. After three errors in a row the sink is paused for a minute, and its records of that minute are dropped.
     """
 
     def write(self, record: Record) -> None:
-        """Take a line of the journal: a step where it has no ``event``, else an event of that name."""
+        """Receive a line of the journal: a step if it has no ``event``, else the event of that name."""
         ...
 
     def close(self) -> None:
-        """The run has ended; there are some seconds to finish."""
+        """Finish within some seconds, because the run has ended."""
         ...
 
 
 class FunctionSink:
-    """A function of one record as a sink."""
+    """A sink that calls a function of one record."""
 
     def __init__(self, function: Callable[[Record], object]) -> None:
         self._function = function
@@ -53,10 +52,10 @@ class FunctionSink:
 
 
 def sink_maker(value: Any) -> Callable[[], Sink]:
-    """How to make a sink of a sink, of a class of sinks that needs no arguments, or of a function of one record.
+    """Return a factory for a sink, from a sink, a class without arguments, or a function of one record.
 
     Errors:
-        ConfigError: it is none of them.
+        ConfigError: `value` is none of them.
     """
     if all(callable(getattr(value, name, None)) for name in ("write", "close")):
         return value if isinstance(value, type) else lambda: value
@@ -70,13 +69,13 @@ def sink_maker(value: Any) -> Callable[[], Sink]:
 
 
 class Background:
-    """Feeds a sink from a thread of its own; handing it a record takes a microsecond, however slow the sink is.
+    """Runs a sink in a thread of its own. Passing a record to it takes a microsecond, however slow the sink is.
 
     Args:
-        make: makes the sink, in the thread.
+        make: creates the sink, in the thread.
         name: for messages.
-        warn: told when the sink fails or falls behind; called from the thread.
-        limit: records that wait at most; those that come while so many wait are dropped, and counted.
+        warn: called from the thread when the sink fails or is too slow.
+        limit: waiting records at most. Further ones are dropped and counted.
         clock: seconds.
     """
 
@@ -97,31 +96,31 @@ class Background:
         self._failures = 0
         self._has_failed = False
         self._clock = clock
-        self._rests_until = -math.inf
+        self._paused_until_s = -math.inf
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"sink {name}", daemon=True)
         self._thread.start()
 
     def put(self, record: Record) -> None:
-        """Hand over a record, which nobody changes any more."""
+        """Pass a record to the sink. The caller must not change it later."""
         if len(self._waiting) < self._limit:
             self._waiting.append(record)
         else:
             self._dropped += 1
 
-    def close(self, patience_s: float) -> None:
-        """Let the sink take what waits, for at most so long; a sink that needs longer is left behind."""
+    def close(self, timeout_s: float) -> None:
+        """Wait up to `timeout_s` for the sink to receive the waiting records and to close."""
         self._ended.set()
-        self._thread.join(patience_s)
+        self._thread.join(timeout_s)
         if self._thread.is_alive():
-            self._warn(f"the metric sink {self._name} did not end within {patience_s:.0f} s and is left behind")
+            self._warn(f"the metric sink {self._name} did not finish within {timeout_s:.0f} s; the run ends without it")
 
     def _run(self) -> None:
         try:
             sink = self._make()
         except Exception as error:
-            self._warn(f"the metric sink {self._name} cannot be made: {type(error).__name__}: {error}")
-            sink, self._rests_until = FunctionSink(lambda record: None), math.inf
+            self._warn(f"the metric sink {self._name} cannot be created: {type(error).__name__}: {error}")
+            sink, self._paused_until_s = FunctionSink(lambda record: None), math.inf
         ended = False
         while not ended:
             ended = self._ended.wait(_POLL_S)
@@ -130,9 +129,9 @@ class Background:
 
     def _drain(self, sink: Sink) -> None:
         while self._waiting:
-            # A copy: what the sink does to it is nobody else's affair.
+            # A copy, because the sink may change it.
             record = copy.deepcopy(self._waiting.popleft())
-            if self._clock() >= self._rests_until:
+            if self._clock() >= self._paused_until_s:
                 self._attempt(partial(sink.write, record))
         if self._dropped:
             dropped, self._dropped = self._dropped, 0
@@ -147,10 +146,10 @@ class Background:
             if not self._has_failed:
                 self._has_failed = True
                 self._warn(f"the metric sink {self._name} failed: {type(error).__name__}: {error}")
-            if self._failures == _FAILURES:
+            if self._failures == _MAX_FAILURES:
                 self._warn(
-                    f"the metric sink {self._name} failed {_FAILURES} times in a row: it is left alone for"
-                    f" {_REST_S:.0f} s, then tried again"
+                    f"the metric sink {self._name} failed {_MAX_FAILURES} times in a row: it gets no records for"
+                    f" {_PAUSE_S:.0f} s"
                 )
-            if self._failures >= _FAILURES:
-                self._rests_until = self._clock() + _REST_S
+            if self._failures >= _MAX_FAILURES:
+                self._paused_until_s = self._clock() + _PAUSE_S

@@ -1,4 +1,4 @@
-"""Output that never ends a run: what cannot be written is lost, and what cannot be encoded is escaped."""
+"""Output streams that raise no errors: unwritable text is lost, text that cannot be encoded is escaped."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, TextIO, cast
 
 
 class Unfailing:
-    """A text stream whose `write` and `flush` raise nothing; all else is the stream's own.
+    """Wraps a text stream so that `write` and `flush` raise no errors.
 
-    The disk may be full, the other end of a pipe gone, the terminal's encoding too small.
+    The disk may be full, a pipe closed, or the terminal's encoding may lack characters.
 
     Args:
         stream: any text stream.
@@ -19,41 +19,41 @@ class Unfailing:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        with suppress(Exception):  # a stream of the user's own may lack it
+        with suppress(Exception):  # the user's own stream may lack it
             stream.reconfigure(errors="backslashreplace")  # type: ignore[attr-defined]
 
     def write(self, text: str) -> int:
-        """Write what can be written."""
-        with suppress(OSError, ValueError):  # of a closed file, and of an encoding
+        """Write the text if possible."""
+        with suppress(OSError, ValueError):  # a closed file or an encoding raises the latter
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush what can be flushed."""
+        """Flush if possible."""
         with suppress(OSError, ValueError):
             self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the stream has."""
+        """Return an attribute of the stream."""
         return getattr(self._stream, name)
 
 
 def unfailing(stream: TextIO) -> TextIO:
-    """Return `stream` as one that never fails."""
+    """Return `stream` in a wrapper that raises no errors."""
     return cast("TextIO", stream if isinstance(stream, Unfailing) else Unfailing(stream))
 
 
 def make_output_unfailing() -> None:
-    """Make standard output and error of this process unfailing, until its end.
+    """Make errors of this process's standard output and error harmless.
 
-    Where they are closed, they lead nowhere from now on: a file that is opened would take their numbers, and get what a
-    library writes there.
+    Closed ones are opened on /dev/null. Otherwise the next opened file would get their numbers, and with them the
+    output of libraries.
     """
     for number in (0, 1, 2):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(1 if name == "stdout" else 2, "w", encoding="utf-8", closefd=False))

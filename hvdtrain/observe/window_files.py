@@ -1,7 +1,7 @@
-"""How a command asks a job that is running for a window of its traces, and what it answers: two small files.
+"""Two small files by which a command requests a window of traces from a running job.
 
-In ``RUN/timeline/``: `.window-request.json` by the command, `.window-answer.json` by rank 0. Whoever may write into the
-run's folder may ask; nothing listens.
+In ``RUN/timeline/``: the command writes `.window-request.json`, rank 0 answers in `.window-answer.json`. Everybody who
+may write into the run folder may request windows. No port is open.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class Request:
-    """What is wanted.
+    """A request for a window.
 
     Attributes:
-        id: unlike any before.
-        action: begin a window, or end it.
-        steps: after which it ends by itself; 0 for never.
-        profile: record torch.profiler too.
+        id: unique.
+        action: begin or end a window.
+        steps: length of the window; 0 for no end.
+        profile: also record torch.profiler.
     """
 
     id: str
@@ -39,14 +39,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of it.
+    """The answer to a request.
 
     Attributes:
         id: of the request.
-        state: seen by the job; open: steps are being recorded; over: the files are written; none: nothing to stop.
-        first: step of the window.
-        last: step of the window; None while it has no end.
-        files: that hold it, once it is over; those of rank 0.
+        state: "seen" by the job; "open": steps are recorded; "over": the files are written; "none": no window.
+        first: first step of the window.
+        last: last step; None for a window without an end.
+        files: of rank 0, once the window is over.
         lacks: what is not recorded, and why.
     """
 
@@ -59,7 +59,7 @@ class Answer:
 
 
 def write_request(folder: Path, request: Request) -> None:
-    """Leave a request.
+    """Write a request.
 
     Errors:
         OSError: it cannot be written.
@@ -68,7 +68,7 @@ def write_request(folder: Path, request: Request) -> None:
 
 
 def read_request(folder: Path) -> Request | None:
-    """The last request; None where there is none, or none that makes sense."""
+    """Return the last request; None without a valid one."""
     content = _read(TimelineLayout(folder).window_request)
     steps = content.get("steps")
     if content.get("action") not in ("start", "stop") or not isinstance(content.get("id"), str):
@@ -79,7 +79,7 @@ def read_request(folder: Path) -> Request | None:
 
 
 def write_answer(folder: Path, content: Answer) -> None:
-    """Leave an answer.
+    """Write an answer.
 
     Errors:
         OSError: it cannot be written.
@@ -88,7 +88,7 @@ def write_answer(folder: Path, content: Answer) -> None:
 
 
 def read_answer(folder: Path) -> Answer | None:
-    """The last answer; None where there is none."""
+    """Return the last answer; None without one."""
     content = _read(TimelineLayout(folder).window_answer)
     try:
         return Answer(**{name: content[name] for name in Answer.__dataclass_fields__})

@@ -34,7 +34,7 @@ class Watcher:
 
 
 def test_everything_is_closed_whatever_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder_module, "_PATIENCE_S", TIMEOUT_S)
+    monkeypatch.setattr(recorder_module, "_CLOSE_TIMEOUT_S", TIMEOUT_S)
     recorder, _ = _recorder(tmp_path / "journal")
     watchers = [Watcher(), Watcher(OSError("disk full")), Watcher()]
     taken: list[Mapping[str, Any]] = []

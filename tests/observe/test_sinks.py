@@ -52,7 +52,7 @@ def test_a_sink_that_hangs_holds_nobody_up_and_what_it_cannot_take_is_counted() 
     for step in range(1, 100):
         background.put({"step": step})  # would never return if it waited for the sink
     background.close(0.0)
-    assert said == ["the metric sink slow did not end within 0 s and is left behind"]
+    assert said == ["the metric sink slow did not finish within 0 s; the run ends without it"]
     gate.set()
     background.close(TIMEOUT_S)
     assert taken == list(range(11))
@@ -74,7 +74,7 @@ def test_a_failing_sink_is_said_and_left_alone() -> None:
     assert called == [0, 1, 2]
     assert said == [
         "the metric sink web failed: OSError: no network",
-        "the metric sink web failed 3 times in a row: it is left alone for 60 s, then tried again",
+        "the metric sink web failed 3 times in a row: it gets no records for 60 s",
     ]
 
 
@@ -129,7 +129,7 @@ def test_a_sink_that_cannot_be_made_is_said() -> None:
     for step in range(5):
         background.put({"step": step})
     background.close(TIMEOUT_S)
-    assert said == ["the metric sink web cannot be made: KeyError: 'TRACKER_URL'"]
+    assert said == ["the metric sink web cannot be created: KeyError: 'TRACKER_URL'"]
 
 
 def test_what_a_sink_does_to_a_record_is_seen_by_nobody_else() -> None:

@@ -147,14 +147,14 @@ def test_a_run_that_ends_says_so_to_who_asked_too_late(tmp_path: Path) -> None:
     window.begin_step(3)
     window.agreed(3, taken(window, tmp_path, Request("last step", "start", 2)))
     window.close()
-    assert read_answer(tmp_path) == Answer("last step", "none", files=[], lacks="it has ended")
+    assert read_answer(tmp_path) == Answer("last step", "none", files=[], lacks="the run has ended")
     window = job_of(tmp_path)
     window.begin_step(3)
     write_request(tmp_path, Request("later", "stop"))
     while (seen := read_answer(tmp_path)) is None or seen.id != "later":
         pass
     window.close()
-    assert read_answer(tmp_path) == Answer("later", "none", files=[], lacks="it has ended")
+    assert read_answer(tmp_path) == Answer("later", "none", files=[], lacks="the run has ended")
 
 
 def test_a_trace_that_goes_away_meanwhile_is_nobodys_failure(tmp_path: Path) -> None:
