@@ -10,6 +10,7 @@ from tests.support.launch import TIMEOUT_S
 
 @pytest.fixture(autouse=True)
 def _no_slow_sink_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (recorder, step_stamps):
-        for name in ("_CLOSE_TIMEOUT_S", "_CLOSE_TIMEOUT_AFTER_FAILURE_S"):
-            monkeypatch.setattr(module, name, TIMEOUT_S)
+    monkeypatch.setattr(recorder, "_CLOSE_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(recorder, "_CLOSE_TIMEOUT_AFTER_FAILURE_S", TIMEOUT_S)
+    monkeypatch.setattr(step_stamps, "_PATIENCE_S", TIMEOUT_S)
+    monkeypatch.setattr(step_stamps, "_PATIENCE_WHEN_FAILED_S", TIMEOUT_S)
