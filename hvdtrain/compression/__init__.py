@@ -1,1 +1,1 @@
-"""What travels instead of a gradient: one file a compressor."""
+"""Compressors of gradients, one file each."""

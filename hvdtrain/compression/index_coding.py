@@ -1,4 +1,4 @@
-"""Ascending places in a bucket as bytes and back, by the coding `sizes.topk_plan` chose; nothing waits for a GPU."""
+"""Encode ascending indices of a bucket in the format of `sizes.topk_plan`, and decode them; never waits for a GPU."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from torch import Tensor
 from hvdtrain.compression.sizes import INT16_REACH
 
 
-def write(coding: str, places: Tensor, coded: Tensor, length: int) -> None:
-    """Write int64 `places` below `length` to `coded`, (bytes,) of uint8."""
+def encode(coding: str, indices: Tensor, coded: Tensor, length: int) -> None:
+    """Write int64 `indices` below `length` to `coded`, (bytes,) of uint8."""
     if coding == "int32":
-        coded.view(torch.int32).copy_(places)
+        coded.view(torch.int32).copy_(indices)
     elif coding == "int16":
         counts, offsets = _int16(coded, length)
-        edges = torch.arange(len(counts) + 1, device=places.device) * INT16_REACH
-        counts.copy_(torch.searchsorted(places, edges).diff())
-        offsets.copy_(places)  # the low 16 bits
+        edges = torch.arange(len(counts) + 1, device=indices.device) * INT16_REACH
+        counts.copy_(torch.searchsorted(indices, edges).diff())
+        offsets.copy_(indices)  # the low 16 bits
     else:
-        # Bit p of byte j stands for place p * bytes + j: whole rows are shifted and joined, not single bits.
-        flags = torch.zeros(8 * len(coded), dtype=torch.uint8, device=places.device)
-        flags.index_fill_(0, places, 1)
+        # Bit p of byte j stands for index p * bytes + j, so that whole rows are shifted and joined, not single bits.
+        flags = torch.zeros(8 * len(coded), dtype=torch.uint8, device=indices.device)
+        flags.index_fill_(0, indices, 1)
         coded.zero_()
         for bit, row in enumerate(flags.view(8, -1)):
             coded.bitwise_or_(row << bit)
 
 
-def read(coding: str, coded: Tensor, count: int, length: int) -> Tensor:
-    """What `write` has written: `count` places in int64."""
+def decode(coding: str, coded: Tensor, count: int, length: int) -> Tensor:
+    """Return the `count` int64 indices that `encode` has written."""
     if coding == "int32":
         return coded.view(torch.int32).long()
     if coding == "int16":
@@ -36,11 +36,14 @@ def read(coding: str, coded: Tensor, count: int, length: int) -> Tensor:
         return blocks.repeat_interleave(counts.long(), output_size=count).add_(offsets.long() & (INT16_REACH - 1))
     bits = torch.arange(8, dtype=torch.uint8, device=coded.device)
     flags = ((coded >> bits[:, None]) & 1).view(-1)
-    return torch.from_numpy(flags.numpy().nonzero()[0]) if coded.device.type == "cpu" else _set(flags, count)
+    return torch.from_numpy(flags.numpy().nonzero()[0]) if coded.device.type == "cpu" else _nonzero(flags, count)
 
 
-def _set(flags: Tensor, count: int) -> Tensor:
-    """Where the `count` ones are: the n-th, where the running sum gets to n. `nonzero` would ask how many there are."""
+def _nonzero(flags: Tensor, count: int) -> Tensor:
+    """Return the indices of the `count` ones: the n-th is where the running sum reaches n.
+
+    `torch.nonzero` would wait for the GPU to count them.
+    """
     wanted = torch.arange(1, count + 1, dtype=torch.int32, device=flags.device)
     return torch.searchsorted(flags.cumsum(0, dtype=torch.int32), wanted)
 

@@ -1,7 +1,7 @@
-"""Gradients as 8-bit integers with a scale for each 256 of them.
+"""Gradients as 8-bit integers with a scale for each block of 256.
 
 Alistarh et al., "QSGD", 2017 (stochastic rounding); Dettmers, "8-Bit Approximations for Parallelism in Deep Learning",
-2015; Wang et al., "ZeRO++", 2023 (blocks, and an alltoall so that errors do not add up hop by hop). Of a block x::
+2015; Wang et al., "ZeRO++", 2023 (blocks, and an alltoall so that errors do not add up hop by hop). For a block x::
 
     s = max |x| / 127,   q = round(x / s),   decoded: s q
 """
@@ -20,42 +20,42 @@ from hvdtrain.compression.base import BucketShape, Compressor, Phases
 from hvdtrain.compression.sizes import BLOCK, int8_row
 
 _ROWS = 512
-"""Blocks worked on at a time on a CPU: 512 KiB of fp32, and as much scratch. Twice as many fit into no L2 cache; with
-half as many a third more time goes into calls."""
+"""Blocks processed at a time on a CPU: 512 KiB of fp32, and as much scratch. Twice as many do not fit in an L2 cache;
+half as many spend a third more time in calls."""
 _LEVELS = 127.0
 _LEAST = 1e-30
-"""A block of smaller values than that times 127 is sent as zeros: their scale would not have an inverse."""
+"""A block of values below this times 127 is sent as zeros, because its scale would have no inverse."""
 
 
 def stochastic(shape: BucketShape, comm: Comm, *, keep_error: bool = False) -> Int8:
-    """The compressor whose rounding is right in the mean."""
+    """Make the compressor with stochastic rounding, which is unbiased."""
     return Int8(shape, comm, keep_error=keep_error, stochastic=True)
 
 
 class _Codes(NamedTuple):
-    """Views of one share as it travels, in runs of `_ROWS` blocks: (rows, 256) codes, (rows, 1) scales."""
+    """Views of one encoded shard, in runs of `_ROWS` blocks: (rows, 256) codes, (rows, 1) scales."""
 
     codes: tuple[Tensor, ...]
     scales: tuple[Tensor, ...]
 
 
 class Int8(Compressor):
-    """An alltoall of coded shares, each owner's sum in fp32 in rank order, its code to all.
+    """An alltoall of encoded shards; each owner sums its shard in fp32 in rank order, encodes it and sends it to all.
 
-    Decoding is one exact multiplication of what all have received, so that `out` has equal bits on unlike CPUs.
+    Decoding is one exact multiplication of bytes that are equal on all ranks, so `out` has equal bits on any CPUs.
 
-    Passes over the bucket, in bytes of fp32: 1 to pack, 1 1/4 to encode (2 1/4 where errors are kept), 1/2
-    to sum, 1 1/4 to decode.
+    Passes over the bucket, in bytes of fp32: 1 to pack, 1 1/4 to encode (2 1/4 if errors are kept), 1/2 to sum, 1 1/4
+    to decode.
 
     Args:
-        stochastic: round up or down at random so that the mean is right; which way follows from the bucket's name, the
-            rank and the number of steps applied. The draws of a step are used over for each 256 blocks.
+        stochastic: round up or down at random so that the mean is right. The random numbers depend on the bucket's
+            name, the rank and the number of applied steps, and repeat within a step.
     """
 
     def __init__(self, shape: BucketShape, comm: Comm, *, keep_error: bool = False, stochastic: bool = False) -> None:
-        self._share, self._row = int8_row(shape.length, comm.size)
+        self._shard, self._row = int8_row(shape.length, comm.size)
         super().__init__(shape, comm, keep_error=keep_error)
-        blocks = self._share // BLOCK
+        blocks = self._shard // BLOCK
         self._step = min(_ROWS, blocks) if shape.device.type == "cpu" else blocks
         self._sent = shape.zeros(comm.size * self._row, torch.uint8)
         self._own = shape.zeros(self._row, torch.uint8)
@@ -63,54 +63,54 @@ class Int8(Compressor):
         self._total = torch.zeros_like(self._scaled)
         self._high = shape.zeros(self._step, torch.float32).view(-1, 1)
         self._noise = shape.zeros(self._step * BLOCK, torch.float32).view(-1, BLOCK) if stochastic else None
-        self._levels = _LEVELS - 0.01 * stochastic  # so that 127 and a draw do not become 128
+        self._levels = _LEVELS - 0.01 * stochastic  # so that 127 plus a random number stays below 128
         self._applied = torch.zeros(1, dtype=torch.int64, device="cpu")
-        self._came_scales = shape.zeros(0, torch.float32)
+        self._sum_scales = shape.zeros(0, torch.float32)
 
     def make_work(self) -> Tensor:
-        """In fp32, padded to equal shares of whole blocks."""
-        return self.shape.zeros(self._share * self.comm.size, torch.float32)
+        """Return a buffer of fp32, padded to equal shards of whole blocks."""
+        return self.shape.zeros(self._shard * self.comm.size, torch.float32)
 
     def exchange(self, out: Tensor) -> Phases:
-        """An alltoall, the sum of a share, an allgather."""
-        if not self._share:
+        """Run an alltoall, sum this rank's shard, run an allgather."""
+        if not self._shard:
             return
         self._draw("shares")
         work = self.work.view(self.comm.size, -1, BLOCK)
         for row, sent in zip(work, self._views(self._sent), strict=True):
             for x, codes, scales in zip(torch.split(row, self._step), *sent, strict=True):
                 self._encode(x, codes, scales, keep_error=self.keeps_error)
-        came = yield self.comm.alltoall(self._sent, name=f"{self.shape.name}/shares")
-        self._draw("sums")  # anew: a sum that is rounded like one of its parts was is wrong in the mean
-        self._sum(self._views(came), work[self.comm.rank])
-        came = yield self.comm.allgather(self._own, name=f"{self.shape.name}/sums")
-        self._came_scales = came.view(self.comm.size, -1)[:, self._share :].view(torch.float32)
-        self._decode(self._views(came), out)
+        received = yield self.comm.alltoall(self._sent, name=f"{self.shape.name}/shares")
+        self._draw("sums")  # new numbers: a sum rounded with the numbers of one of its parts would be biased
+        self._sum(self._views(received), work[self.comm.rank])
+        received = yield self.comm.allgather(self._own, name=f"{self.shape.name}/sums")
+        self._sum_scales = received.view(self.comm.size, -1)[:, self._shard :].view(torch.float32)
+        self._decode(self._views(received), out)
 
     def finite(self) -> bool:
-        """Whether the scales of the sums are."""
-        return bool(torch.isfinite(self._came_scales.sum()))
+        """Whether the scales of the sums are finite."""
+        return bool(torch.isfinite(self._sum_scales.sum()))
 
     def commit(self, *, applied: bool) -> None:
-        """Count the step; where it was not finite, clean the blocks, of which gaps and padding are not packed anew."""
+        """Count the step; if it was not finite, clear `work`, because packing does not overwrite gaps and padding."""
         if not self.finite():
             self.work.zero_()
         elif applied:
             self._applied += 1
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Where rounding is at random, how many steps were applied."""
+        """Return the number of applied steps if rounding is stochastic."""
         if self._noise is None:
             return {}
         return {f"{part.name}/int8_steps": self._applied.clone() for part in self.shape.parts}
 
     def load_state_dict(self, state: Mapping[str, Tensor], ranks: int) -> None:
-        """Go on with the draws."""
+        """Continue the sequence of random numbers."""
         found = [int(state[key]) for part in self.shape.parts if (key := f"{part.name}/int8_steps") in state]
         self._applied.fill_(max(found, default=0))
 
     def buffers(self) -> list[Tensor]:
-        """The memory it takes."""
+        """Return the buffers."""
         return [
             self.work,
             self._sent,
@@ -121,10 +121,10 @@ class Int8(Compressor):
         ]
 
     def _views(self, flat: Tensor) -> list[_Codes]:
-        """Of each share in `flat`."""
+        """Return the views of each shard in `flat`."""
         rows = flat.view(-1, self._row)
-        codes = rows[:, : self._share].view(torch.int8).view(len(rows), -1, BLOCK)
-        scales = rows[:, self._share :].view(torch.float32).unsqueeze(2)
+        codes = rows[:, : self._shard].view(torch.int8).view(len(rows), -1, BLOCK)
+        scales = rows[:, self._shard :].view(torch.float32).unsqueeze(2)
         return [
             _Codes(torch.split(c, self._step), torch.split(s, self._step)) for c, s in zip(codes, scales, strict=True)
         ]
@@ -136,7 +136,7 @@ class Int8(Compressor):
             self._noise.uniform_(generator=generator)
 
     def _encode(self, x: Tensor, codes: Tensor, scales: Tensor, *, keep_error: bool) -> None:
-        """Code (rows, 256) values; leave in `x` the error where it is kept."""
+        """Encode (rows, 256) values; leave the error in `x` if it is kept."""
         high, scaled, noise = self._high, self._scaled, self._noise
         if len(x) != self._step:
             high, scaled, noise = high[: len(x)], scaled[: len(x)], None if noise is None else noise[: len(x)]
@@ -152,22 +152,22 @@ class Int8(Compressor):
         if keep_error:
             x.addcmul_(scaled, scales, value=-1)
 
-    def _sum(self, came: list[_Codes], mine: Tensor) -> None:
-        """Sum what came for this rank and code it; the error of that is added to what this rank still owes."""
+    def _sum(self, received: list[_Codes], own_work: Tensor) -> None:
+        """Sum this rank's shard and encode it; add the encoding error to this rank's own error."""
         (own,) = self._views(self._own)
-        for number, (x, codes, scales) in enumerate(zip(torch.split(mine, self._step), *own, strict=True)):
+        for number, (x, codes, scales) in enumerate(zip(torch.split(own_work, self._step), *own, strict=True)):
             total, part = self._total[: len(x)], self._scaled[: len(x)]
-            torch.mul(came[0].codes[number], came[0].scales[number], out=total)
-            for other in came[1:]:
+            torch.mul(received[0].codes[number], received[0].scales[number], out=total)
+            for other in received[1:]:
                 total.addcmul_(part.copy_(other.codes[number]), other.scales[number])
             self._encode(total, codes, scales, keep_error=self.keeps_error)
             if self.keeps_error:
                 x.add_(total)
 
-    def _decode(self, came: list[_Codes], out: Tensor) -> None:
-        """Write all shares to `out`, which ends before the padding."""
+    def _decode(self, received: list[_Codes], out: Tensor) -> None:
+        """Write all shards to `out`, which ends before the padding."""
         start, length = 0, self.shape.length
-        for row in came:
+        for row in received:
             for codes, scales in zip(*row, strict=True):
                 place = out[start : min(start + codes.numel(), length)]
                 if len(place) == codes.numel():

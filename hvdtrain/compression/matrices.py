@@ -1,4 +1,4 @@
-"""The matrices of one shape in a bucket, as few strided views of it: a batched product takes each view at once."""
+"""Matrices of one shape in a bucket, as few strided views, each of which one batched product can process."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import Tensor
 from hvdtrain.compression.base import Part
 
 _ALIASED = 512
-"""Elements: rows that are a multiple of 2 KiB apart fall into the same few sets of a cache. A product that is written
-down its columns then runs at a third of the speed, unless it is made a few rows at a time."""
+"""Elements. Rows at distances of a multiple of 2 KiB share few sets of a cache. A product that is written column by
+column then runs at a third of the speed, unless it is made a few rows at a time."""
 _ROWS = 16
 
 
-class Alike:
-    """Matrices of one shape, (m, n) each, and their factors of rank r, which as rows are P^T (r, m) and Q^T (r, n).
+class SameShapeMatrices:
+    """Matrices of one shape (m, n), and their factors of rank r, stored as rows: P^T (r, m) and Q^T (r, n).
 
-    With a factor of (n, r) or (m, r) in memory products take up to five times as long on a CPU; P alone is quicker
-    made so than as rows.
+    With factors stored as (n, r) or (m, r), products take up to five times as long on a CPU. Only making P is faster
+    that way.
 
     Attributes:
         parts: of the bucket.
@@ -34,34 +34,34 @@ class Alike:
         self._runs = _runs([part.start for part in parts])
 
     def views(self, flat: Tensor) -> list[tuple[slice, Tensor]]:
-        """Of a flat buffer of the bucket: which of the matrices, and (that many, m, n)."""
+        """Return views (count, m, n) of a flat buffer of the bucket, each with the slice of matrices that it holds."""
         return [
             (slice(first, first + count), flat.as_strided((count, self.m, self.n), (stride, self.n, 1), start))
             for first, count, start, stride in self._runs
         ]
 
     def times_rows(self, flat: Tensor, q: Tensor, out: Tensor) -> None:
-        """P = M Q: rows `q` (count, r, n) to `out` (count, m, r)."""
+        """Compute P = M Q: rows `q` (count, r, n) to `out` (count, m, r)."""
         for which, matrices in self.views(flat):
             torch.bmm(matrices, q[which].transpose(1, 2), out=out[which])
 
     def times_columns(self, flat: Tensor, p: Tensor, out: Tensor) -> None:
-        """Q^T = P^T M: `p` (count, r, m) to `out` (count, r, n)."""
+        """Compute Q^T = P^T M: `p` (count, r, m) to `out` (count, r, n)."""
         for which, matrices in self.views(flat):
             torch.bmm(p[which], matrices, out=out[which])
 
     def write(self, flat: Tensor, p: Tensor, q: Tensor) -> None:
-        """P Q^T to their places."""
+        """Write P Q^T to the matrices in `flat`."""
         for place, left, right in self._products(flat, p, q):
             torch.bmm(left, right, out=place)
 
     def subtract(self, flat: Tensor, p: Tensor, q: Tensor) -> None:
-        """P Q^T from what is in their places."""
+        """Subtract P Q^T from the matrices in `flat`."""
         for place, left, right in self._products(flat, p, q):
             place.baddbmm_(left, right, alpha=-1)
 
     def _products(self, flat: Tensor, p: Tensor, q: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Places in `flat`, and the factors whose product belongs there: batches of a matrix each, or of a few rows."""
+        """Yield views of `flat` with the factors of their product: batches of matrices, or of a matrix's rows."""
         few = _ROWS if flat.device.type == "cpu" and self.n % _ALIASED == 0 and self.m % _ROWS == 0 else 0
         for which, matrices in self.views(flat):
             if not few:
@@ -73,31 +73,31 @@ class Alike:
 
 
 def orthonormal(columns: Tensor) -> Tensor:
-    """Orthonormal rows (count, r, k) that span the same as `columns` (count, k, r); each matrix by itself.
+    """Return orthonormal rows (count, r, k) that span the same space as `columns` (count, k, r), matrix by matrix.
 
-    By Householder's QR in fp32: orthogonal to rounding however ill-conditioned they are, where Gram-Schmidt and
-    Cholesky's QR lose it, and a whole basis even of columns of zeros, so that a matrix whose gradient was zero once
-    comes back. It is also the fastest: one call.
+    Householder's QR in fp32 is orthogonal to rounding for ill-conditioned columns, unlike Gram-Schmidt and Cholesky's
+    QR. It returns a full basis even for columns of zeros, so that a matrix whose gradient was zero recovers. It is also
+    the fastest: one call.
     """
     basis: Tensor = torch.linalg.qr(columns).Q
     return basis.transpose(1, 2)  # rows in memory, as LAPACK leaves it
 
 
 def first_guess(part: Part, rank: int, n: int) -> Tensor:
-    """Q^T (rank, n) to start from: a function of the parameter's name, so equal on all ranks and in any bucket."""
+    """Return the initial Q^T (rank, n): it depends on the parameter's name alone, so it is equal on all ranks."""
     generator = torch.Generator().manual_seed(zlib.crc32(part.name.encode()))
     return torch.randn(rank, n, generator=generator, device="cpu")
 
 
 def flat_views(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """Contiguous views of `flat` one after another; what is left over is last, flat."""
+    """Return contiguous views of `flat` one after another, and the rest of it as the last one."""
     counts = [math.prod(shape) for shape in shapes]
     pieces = torch.split(flat, [*counts, len(flat) - sum(counts)])
     return [*(piece.view(shape) for piece, shape in zip(pieces, shapes, strict=False)), pieces[-1]]
 
 
 def _runs(starts: Sequence[int]) -> list[tuple[int, int, int, int]]:
-    """Ascending `starts` as runs of equal distance: index of the first, how many, its start, the distance."""
+    """Return ascending `starts` as runs of equal distance: index of the first, count, its start, the distance."""
     runs: list[tuple[int, int, int, int]] = []
     for index, start in enumerate(starts):
         if runs:

@@ -1,4 +1,4 @@
-"""Gradients as they are: one allreduce in place."""
+"""No compression: one allreduce in place."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hvdtrain.compression.base import Compressor, Phases
 
 
 class Plain(Compressor):
-    """Sums in the gradients' own dtype; bfloat16, which Horovod cannot sum (horovod/horovod#4047), in fp32."""
+    """Sums in the dtype of the gradients; bfloat16 in fp32, because Horovod cannot sum it (horovod/horovod#4047)."""
 
     def make_work(self) -> Tensor:
-        """A buffer of the dtype that is summed."""
+        """Return a buffer of the dtype that is summed."""
         return self.shape.zeros(dtype=torch.float32 if self.shape.dtype == torch.bfloat16 else None)
 
     def exchange(self, out: Tensor) -> Phases:

@@ -1,4 +1,4 @@
-"""Halves that are summed in fp32: each rank owns a share of a bucket."""
+"""Sum 16-bit floats in fp32: each rank owns a shard of a bucket."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from torch import Tensor
 from hvdtrain.comm.base import Comm, Handle
 from hvdtrain.compression.base import BucketShape
 from hvdtrain.compression.chunks import pieces
-from hvdtrain.compression.sizes import share
+from hvdtrain.compression.sizes import shard_length
 
 
 class Owners:
-    """An alltoall of shares, their sums in rank order in fp32, an allgather of the rounded sums.
+    """An alltoall of shards, their sums in fp32 in rank order, and an allgather of the rounded sums.
 
     Args:
         shape: of the bucket.
         comm: the ranks.
-        dtype: of two bytes, of what travels.
+        dtype: 16-bit dtype of the payload.
 
     Attributes:
-        padded: elements of what is sent: the bucket, padded to equal shares.
+        padded: elements of the bucket, padded to equal shards.
     """
 
     def __init__(self, shape: BucketShape, comm: Comm, dtype: torch.dtype) -> None:
         self._name, self._comm = shape.name, comm
-        self._share = share(shape.length, comm.size)
-        self.padded = self._share * comm.size
-        self._mine = shape.zeros(self._share, dtype)
+        self._shard = shard_length(shape.length, comm.size)
+        self.padded = self._shard * comm.size
+        self._mine = shape.zeros(self._shard, dtype)
         self._sum = torch.zeros_like(self._mine, dtype=torch.float32)
 
-    def summed(self, wire: Tensor, left: Tensor | None = None, unit: float = 1.0) -> Generator[Handle, Tensor, Tensor]:
-        """The sums: (padded,) of the dtype that travels. Collective: yes.
+    def sum(self, wire: Tensor, error: Tensor | None = None, unit: float = 1.0) -> Generator[Handle, Tensor, Tensor]:
+        """Return the sums: (padded,) of the 16-bit dtype. Collective: yes.
 
         Args:
-            wire: (padded,), what this rank adds.
-            left: (padded,), to which `unit` times what rounding takes from the sums of this rank's share is added.
-            unit: see `left`.
+            wire: (padded,) this rank's part.
+            error: (padded,) buffer to which `unit` times the rounding error of this rank's shard is added.
+            unit: see `error`.
         """
-        rows = (yield self._comm.alltoall(wire, name=f"{self._name}/shares")).view(-1, self._share)
-        owned = left.view(-1, self._share)[self._comm.rank] if left is not None else None
-        for piece in pieces(self._share, rows):
+        rows = (yield self._comm.alltoall(wire, name=f"{self._name}/shares")).view(-1, self._shard)
+        owned = error.view(-1, self._shard)[self._comm.rank] if error is not None else None
+        for piece in pieces(self._shard, rows):
             total = self._sum[piece].copy_(rows[0, piece])
             for row in rows[1:]:
                 total.add_(row[piece])
@@ -52,5 +52,5 @@ class Owners:
         return (yield self._comm.allgather(self._mine, name=f"{self._name}/sums"))
 
     def buffers(self) -> list[Tensor]:
-        """The memory it takes."""
+        """Return the buffers."""
         return [self._mine, self._sum]

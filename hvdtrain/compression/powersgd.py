@@ -1,12 +1,12 @@
 """Gradients as products of two thin factors.
 
-Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression", 2019. Of each matrix M, (m, n), with
-Q, (n, r), of the last step::
+Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression", 2019. For each matrix M, (m, n), and
+Q, (n, r), of the previous step::
 
     P = sum over ranks of M orth(Q)
     P = orth(P)
     Q = sum over ranks of M^T P
-    out = P Q^T;   what is left behind on a rank: M - P (its own M^T P)^T
+    out = P Q^T;   error of a rank: M - P (its own M^T P)^T
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ from torch import Tensor
 from hvdtrain.comm.base import Comm
 from hvdtrain.compression import sizes
 from hvdtrain.compression.base import BucketShape, Compressor, Part, Phases
-from hvdtrain.compression.matrices import Alike, first_guess, flat_views, orthonormal
+from hvdtrain.compression.matrices import SameShapeMatrices, first_guess, flat_views, orthonormal
 
 
 class PowerSGD(Compressor):
-    """Two allreduces: the left factors with all that is no large matrix, then the right ones.
+    """Two allreduces: the left factors and all gradients that are not large matrices, then the right factors.
 
-    Each rank computes ``P Q^T`` and ``orth`` from equal bits. On CPUs of one kind so is the result; on unlike ones
-    libraries may add in another order, and parameters drift apart by rounding: the hash of them that is compared at
-    each checkpoint shows it.
+    Each rank computes ``P Q^T`` and ``orth`` from equal bits. On CPUs of one kind the results are equal too. On
+    different CPUs libraries may add in another order, and parameters drift apart by rounding; the hash that is compared
+    at each checkpoint detects it.
 
-    Passes over the bucket, in bytes of fp32: 1 to pack, 1 for P, 1 for Q, 1 to write `out`, and where errors are kept 2
-    (read, written) to subtract, done while Q is on its way.
+    Passes over the bucket, in bytes of fp32: 1 to pack, 1 for P, 1 for Q, 1 to write `out`, and if errors are kept 2
+    (read, written) to subtract, during the allreduce of Q.
 
     Args:
-        rank: r. Tensors of fewer than two dimensions, and those that 2 r (m + n) elements are no saving for, are sent
-            as they are.
+        rank: r. Tensors of fewer than two dimensions, and matrices with fewer than 2 r (m + n) elements, are sent
+            uncompressed.
     """
 
     def __init__(self, shape: BucketShape, comm: Comm, *, rank: int, keep_error: bool = False) -> None:
         super().__init__(shape, comm, keep_error=keep_error)
         self._rank = rank
         by_sides: dict[tuple[int, int], list[Part]] = {}
-        self._plain: list[int] = []
+        self._uncompressed: list[int] = []
         for index, part in enumerate(shape.parts):
-            sides = sizes.matrix(part.stored_shape, rank)
+            sides = sizes.matrix_sides(part.stored_shape, rank)
             if sides:
                 by_sides.setdefault(sides, []).append(part)
             else:
-                self._plain.append(index)
-        self._groups = [Alike(parts, *sides) for sides, parts in by_sides.items()]
+                self._uncompressed.append(index)
+        self._groups = [SameShapeMatrices(parts, *sides) for sides, parts in by_sides.items()]
         p_shapes = [(len(group.parts), group.m, rank) for group in self._groups]
         q_shapes = [(len(group.parts), rank, group.n) for group in self._groups]
-        plain = [shape.parts[index].shape.numel() for index in self._plain]
-        self._first = shape.zeros(sum(c * m * r for c, m, r in p_shapes) + sum(plain), torch.float32)
+        counts = [shape.parts[index].shape.numel() for index in self._uncompressed]
+        self._first = shape.zeros(sum(c * m * r for c, m, r in p_shapes) + sum(counts), torch.float32)
         *self._p, rest = flat_views(self._first, p_shapes)
         self._rest = [
             view.view(shape.parts[index].shape)
-            for view, index in zip(torch.split(rest, plain), self._plain, strict=True)
+            for view, index in zip(torch.split(rest, counts), self._uncompressed, strict=True)
         ]
         self._second = shape.zeros(sum(c * r * n for c, r, n in q_shapes), torch.float32)
         self._warm, self._own = torch.zeros_like(self._second), torch.zeros_like(self._second)
@@ -67,14 +67,14 @@ class PowerSGD(Compressor):
         self.load_state_dict({}, comm.size)
 
     def make_work(self) -> Tensor:
-        """In fp32."""
+        """Return a buffer of fp32."""
         return self.shape.zeros(dtype=torch.float32)
 
     def exchange(self, out: Tensor) -> Phases:
-        """Two allreduces."""
+        """Run two allreduces."""
         if not len(self._first):
             return
-        _copy(self._rest, [self.places[index] for index in self._plain])
+        _copy(self._rest, [self.views[index] for index in self._uncompressed])
         for group, warm, p in zip(self._groups, self._warm_q, self._p, strict=True):
             group.times_rows(self.work, orthonormal(warm.transpose(1, 2)), p)
         yield self.comm.allreduce(self._first, name=f"{self.shape.name}/p")
@@ -89,24 +89,24 @@ class PowerSGD(Compressor):
         total = out if self._dense is None else self._dense
         for group, base, q in zip(self._groups, bases, self._q, strict=True):
             group.write(total, base, q)
-        _copy([self.shape.parts[index].view(total) for index in self._plain], self._rest)
+        _copy([self.shape.parts[index].view(total) for index in self._uncompressed], self._rest)
         if total is not out:
             out.copy_(total)
         if self.keeps_error:
-            for index in self._plain:
-                self.places[index].zero_()
+            for index in self._uncompressed:
+                self.views[index].zero_()
 
     def finite(self) -> bool:
-        """Whether the factors and the rest are: their sum is looked at, a tenth of the time of looking at each."""
+        """Whether factors and uncompressed gradients are finite; their sum is a tenth of the work of each element."""
         return bool(torch.isfinite(self._first.sum() + self._second.sum()))
 
     def commit(self, *, applied: bool) -> None:
-        """Start from this Q the next time."""
+        """Start the next step from this Q."""
         if applied and self.finite():
             self._warm.copy_(self._second)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Q^T, (rank, n), of each parameter that is sent as factors."""
+        """Return Q^T, (rank, n), of each parameter that is sent as factors."""
         return {
             f"{part.name}/powersgd_q": q
             for group, batch in zip(self._groups, self._warm_q, strict=True)
@@ -114,7 +114,7 @@ class PowerSGD(Compressor):
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor], ranks: int) -> None:
-        """Start from these; one of another rank, or that is missing, starts anew."""
+        """Load these Q; one that is missing or has another rank is initialized."""
         for group, batch in zip(self._groups, self._warm_q, strict=True):
             for part, q in zip(group.parts, batch, strict=True):
                 saved = state.get(f"{part.name}/powersgd_q")
@@ -122,7 +122,7 @@ class PowerSGD(Compressor):
                 q.copy_(saved if saved is not None and fits else first_guess(part, self._rank, group.n))
 
     def buffers(self) -> list[Tensor]:
-        """The memory it takes."""
+        """Return the buffers."""
         dense = [] if self._dense is None else [self._dense]
         return [self.work, self._first, self._second, self._warm, self._own, *dense]
 
@@ -132,6 +132,6 @@ class PowerSGD(Compressor):
                 group.subtract(self.work, base, q)
 
 
-def _copy(to: list[Tensor], what: list[Tensor]) -> None:
+def _copy(to: list[Tensor], source: list[Tensor]) -> None:
     if to:
-        torch._foreach_copy_(to, what)
+        torch._foreach_copy_(to, source)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.compression.base import BucketShape
 from hvdtrain.compression.feedback import Feedback
-from hvdtrain.compression.matrices import Alike, _runs, orthonormal
+from hvdtrain.compression.matrices import SameShapeMatrices, _runs, orthonormal
 from hvdtrain.compression.powersgd import PowerSGD
-from hvdtrain.compression.sizes import matrix
+from hvdtrain.compression.sizes import matrix_sides
 from hvdtrain.compression.table import parse
 from tests.support.compression import bucket, exchange, gradients, parts, step
 from tests.support.compression_contract import law
@@ -136,7 +136,7 @@ def test_factors_get_orthonormal_however_ill_conditioned(condition: float) -> No
 def test_views_of_a_bucket_hold_each_matrix_once(shapes: list[tuple[int, ...]], sides: tuple[int, int]) -> None:
     made: BucketShape = bucket(shapes)
     alike = [part for part in made.parts if tuple(part.shape) == sides]
-    group = Alike(alike, *sides)
+    group = SameShapeMatrices(alike, *sides)
     flat = torch.arange(made.length, dtype=torch.float32)
     found = torch.cat([torch.zeros(0, *sides), *(view for _, view in group.views(flat))])
     assert torch.equal(found, torch.stack([part.view(flat) for part in alike]) if alike else found[:0])
@@ -181,7 +181,7 @@ def test_equal_distances_are_one_run() -> None:
     ],
 )
 def test_what_is_no_saving_is_sent_as_it_is(shape: tuple[int, ...], rank: int, sides: tuple[int, int] | None) -> None:
-    assert matrix(shape, rank) == sides
+    assert matrix_sides(shape, rank) == sides
 
 
 class AtOnce(ThreadComm):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.comm.solo import SoloComm
-from hvdtrain.compression import index_coding as places
+from hvdtrain.compression import index_coding
 from hvdtrain.compression.sizes import topk_plan
 from hvdtrain.compression.topk import TopK
 from tests.support.compression import bucket, exchange
@@ -48,15 +48,15 @@ def test_places_are_read_as_they_were_written(coding: str, length: int, count: i
     chosen = torch.randperm(length, generator=torch.Generator().manual_seed(seed))[:count].sort().values
     takes = {"int32": 4 * count, "int16": 4 * -(-length // 65536) + 2 * count, "bitmap": -(-length // 8)}
     coded = torch.full((takes[coding],), 0xAA, dtype=torch.uint8)
-    places.write(coding, chosen, coded, length)
-    assert torch.equal(places.read(coding, coded, count, length), chosen)
+    index_coding.encode(coding, chosen, coded, length)
+    assert torch.equal(index_coding.decode(coding, coded, count, length), chosen)
 
 
 @settings(deadline=None)
 @given(st.lists(st.booleans(), max_size=99))
 def test_a_gpu_finds_the_same_flags(flags: list[bool]) -> None:
     made = torch.tensor(flags, dtype=torch.uint8)
-    assert places._set(made, sum(flags)).tolist() == [place for place, flag in enumerate(flags) if flag]
+    assert index_coding._nonzero(made, sum(flags)).tolist() == [place for place, flag in enumerate(flags) if flag]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_gpu_finds_the_same_flags(flags: list[bool]) -> None:
 def test_the_coding_of_fewest_bytes_is_taken(length: int, share: float, coding: str) -> None:
     plan = topk_plan(length, share)
     assert plan.coding == coding
-    assert plan.row - 4 * plan.count <= min(4 * plan.count, length // 8 + 1) + 3
+    assert plan.row_bytes - 4 * plan.count <= min(4 * plan.count, length // 8 + 1) + 3
 
 
 @pytest.mark.parametrize("share", [1e-5, 0.01, 0.2, 1.0])

@@ -125,7 +125,7 @@ def test_a_second_gradient_in_one_pass_is_an_error() -> None:
         reducer.begin()
         reducer.collect()
         model(torch.ones(1, 2)).sum().backward()
-        with pytest.raises(TaskError, match="(weight|bias) got a second gradient in a step"):
+        with pytest.raises(TaskError, match=r"(weight|bias) got a second gradient in a step"):
             model(torch.ones(1, 2)).sum().backward()
 
     on_ranks(1, body)
