@@ -28,7 +28,7 @@ def test_a_journal_that_cannot_be_written_ends_no_run(
         write(self, record)
 
     monkeypatch.setattr(LineFile, "write", full)
-    monkeypatch.setattr("hvdtrain.observe.journal._TRY_EVERY_S", 0.0)
+    monkeypatch.setattr("hvdtrain.observe.journal._RETRY_S", 0.0)
     options = {"run_dir": str(tmp_path / "run"), "train": {"steps": 8, "global_batch": 8, "micro_batch": 2}}
     result = hvdtrain.train(options, toy)
     assert (result.reason, result.step) == ("finished", 8)
