@@ -77,7 +77,7 @@ def test_each_way_in_which_ssh_fails_is_told_with_its_cure(hosts: TwoHosts) -> N
     assert found["hosts"]["found"] == "a, b", "the others are compared all the same"
     for name, why, fix in (
         ("nowhere", "no address", "/etc/hosts"),
-        ("refused", "no ssh server on that port", "--ssh-port"),
+        ("refused", "no ssh server listens on that port", "--ssh-port"),
         ("unknown", "is not known", "ssh unknown true"),
         ("changed", "differs from the known one", f"ssh-keygen -R changed -f {OWN}/wrong_hosts"),
         ("denied", "does not accept this user", "ssh-copy-id denied"),
