@@ -58,12 +58,12 @@ def _make(out: Path, python: str | None, platform: str | None, torch: str | None
     from hvdtrain.install import bundle, closure
     from hvdtrain.install.build_plan import SDIST
     from hvdtrain.install.build_probe import cache_folder
-    from hvdtrain.install.target import Target, platform_here, python_here
+    from hvdtrain.install.target import Target, this_platform, this_python
 
     variables = environ()
     cache, project = cache_folder(variables), Path(hvdtrain.__file__).parents[1]
-    bundle.demand_project(project)
-    target = Target(python or python_here(), platform or platform_here(), torch or "0")
+    bundle.require_project(project)
+    target = Target(python or this_python(), platform or this_platform(), torch or "0")
     if torch is None:
         pins = closure.pins((project / "constraints.txt").read_text(), target.markers)
         target = Target(target.python, target.platform, _installed_torch() or pins["torch"])

@@ -47,7 +47,7 @@ def _become_the_right_interpreter(venv: Path, argv: list[str], chosen: bool) -> 
     if chosen and not inside:
         return
     base = str(getattr(sys, "_base_executable", sys.executable)) if inside else sys.executable
-    right = environment.remembered(venv) or base
+    right = environment.recorded_interpreter(venv) or base
     if right != sys.executable:
         os.execv(right, [right, "-m", "hvdtrain.cli.setup", "--chosen", *argv])  # noqa: S606  (no shell, by intent)
 

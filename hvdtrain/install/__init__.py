@@ -1,1 +1,1 @@
-"""Building Horovod for the torch and MPI at hand."""
+"""Build Horovod for the installed torch and MPI, and describe the build that is installed."""

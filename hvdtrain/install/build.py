@@ -1,8 +1,8 @@
-"""Run a build's plan: what was printed by ``--dry-run``, less the steps whose results are there already.
+"""Run the plan of a build: the steps that ``--dry-run`` prints, except those with existing results.
 
-On disk, under ``~/.cache/hvdtrain/horovod``: ``KEY/`` with a finished wheel, ``KEY.log``, ``sdist/``, and while it
-builds ``KEY.build/``. A wheel's folder is renamed into place when it is whole; a killed build leaves ``KEY.build``,
-which the next one removes. One build at a time: the lock is released by the kernel, also after kill -9.
+On disk, under ``~/.cache/hvdtrain/horovod``: ``KEY/`` with a finished wheel, ``KEY.log``, ``sdist/``, and during a
+build ``KEY.build/``. A complete wheel is renamed into place. A killed build leaves ``KEY.build``, which the next build
+removes. Builds run one at a time; the kernel releases the lock even after kill -9.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from hvdtrain.install.steps import Say, Step, run, timed
 
 
 def build(plan: BuildPlan, environ: Mapping[str, str], say: Say, progress: Say = lambda text: None) -> None:
-    """Do what is left of a plan to do: afterwards its wheel is installed and has proved itself.
+    """Run the remaining steps of a plan. Afterwards its wheel is installed and tested.
 
     Args:
-        plan: from `plan.plan`.
-        environ: the process's environment.
-        say: takes a line for the reader.
-        progress: takes a text that replaces the one before, while a long step runs.
+        plan: from `build_plan.plan`.
+        environ: environment of this process.
+        say: prints a line.
+        progress: prints a text over the previous one, during a long step.
 
     Raises:
-        BuildError: a step failed; the log has the rest.
+        BuildError: a step failed. The log has details.
     """
     base = {name: value for name, value in environ.items() if not name.startswith(DROPPED_PREFIXES)}
     with _locked(plan.cache, say), plan.log.open("w") as log:
-        shutil.rmtree(plan.scratch, ignore_errors=True)  # of a build that was killed
+        shutil.rmtree(plan.scratch, ignore_errors=True)  # left by a killed build
         try:
             for step in pending(plan):
                 with timed(step, say):
@@ -48,7 +48,7 @@ def build(plan: BuildPlan, environ: Mapping[str, str], say: Say, progress: Say =
 
 
 def pending(plan: BuildPlan) -> tuple[Step, ...]:
-    """Give the steps whose results are not there yet. The proof is always run."""
+    """Return the steps without existing results. The test of the build always runs."""
     done = {"proof": False, "install": _is_installed(plan, installed())}
     done["compile"] = done["install"] or plan.wheel.exists()
     done["sdist"] = done["compile"] or digest(plan.sdist) == SDIST_SHA256
@@ -56,7 +56,7 @@ def pending(plan: BuildPlan) -> tuple[Step, ...]:
 
 
 def _is_installed(plan: BuildPlan, record: BuildRecord | None) -> bool:
-    """Tell whether this very wheel was installed: another MPI's path is in the key, not in the version."""
+    """Tell whether exactly this wheel is installed. The path of the MPI is in the key, not in the version."""
     return (
         record is not None
         and record.version == plan.version
@@ -65,15 +65,15 @@ def _is_installed(plan: BuildPlan, record: BuildRecord | None) -> bool:
 
 
 def check_sdist(path: Path) -> None:
-    """Refuse a source of Horovod that is not the released one.
+    """Check that a file is the released source of Horovod.
 
     Raises:
-        BuildError: it is another one, or not there.
+        BuildError: it is another file, or missing.
     """
     found = digest(path)
     if found != SDIST_SHA256:
         raise BuildError(
-            "The source of Horovod that the registry gave is not the released one.",
+            "The registry's source of Horovod is not the released one.",
             expected=f"{path.name} with sha256 {SDIST_SHA256}",
             found=found or "no such file",
             next_step="check pip's index-url and find-links",
@@ -81,7 +81,7 @@ def check_sdist(path: Path) -> None:
 
 
 def digest(path: Path) -> str | None:
-    """Give a file's SHA-256; None when there is no such file."""
+    """Return the SHA-256 of a file, or None if it does not exist."""
     if not path.exists():
         return None
     found = hashlib.sha256()
@@ -104,9 +104,9 @@ def _locked(cache: Path, say: Say) -> Iterator[None]:
 
 
 def _do(plan: BuildPlan, step: Step, base: Mapping[str, str], log: TextIO, progress: Say) -> None:
-    """Run one step and take its result."""
+    """Run one step and store its result."""
     _prepare(plan)
-    # Not while fetching: a source whose version carries our label is not the one that pip was asked for.
+    # Not while fetching: with our label in its version, the source is not the one that pip requested.
     own = {"compile": plan.environment, "proof": plan.proof_environment}.get(step.name, ())
     output = run(step, {**base, **dict(own)}, plan.scratch, log, progress)
     if step.name == "sdist":
@@ -114,11 +114,11 @@ def _do(plan: BuildPlan, step: Step, base: Mapping[str, str], log: TextIO, progr
     elif step.name == "compile":
         _keep_wheel(plan)
     elif step.name == "proof":
-        proof.judge(output)
+        proof.check_output(output)
 
 
 def _prepare(plan: BuildPlan) -> None:
-    """Make the scratch folder that the steps work in."""
+    """Create the scratch folder of the steps."""
     for folder in ("tmp", "wheel", "sdist", "nccl/lib"):
         (plan.scratch / folder).mkdir(parents=True, exist_ok=True)
     wrapper = plan.scratch / "cxx"

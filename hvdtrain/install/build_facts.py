@@ -1,4 +1,4 @@
-"""Facts that the plan of a build depends on: plain frozen values, which `probe` finds out."""
+"""The facts that the plan of a build depends on. `build_probe.probe` gathers them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hvdtrain.install.versions import MpiBuild, TorchBuild
 
 
 @dataclass(frozen=True)
-class PythonAtHand:
-    """The running interpreter: ``site`` is where wheels go, ``missing`` the packages that the build needs."""
+class FoundPython:
+    """The running interpreter. ``site``: folder for wheels; ``missing``: packages that the build lacks."""
 
     executable: str
     tag: str
@@ -24,8 +24,8 @@ class PythonAtHand:
 
 
 @dataclass(frozen=True)
-class TorchAtHand:
-    """The torch that would be imported, and the folder it would be imported from."""
+class FoundTorch:
+    """The torch that Python would import, and its folder."""
 
     build: TorchBuild
     root: Path
@@ -33,8 +33,8 @@ class TorchAtHand:
 
 
 @dataclass(frozen=True)
-class MpiAtHand:
-    """An MPI to build with: both programs stand in the same folder."""
+class FoundMpi:
+    """An MPI with mpicxx and mpirun in the same folder."""
 
     build: MpiBuild
     mpicxx: Path
@@ -42,8 +42,8 @@ class MpiAtHand:
 
 
 @dataclass(frozen=True)
-class CompilerAtHand:
-    """A C++ compiler: ``name`` is gcc or clang."""
+class FoundCompiler:
+    """A C++ compiler. ``name`` is gcc or clang."""
 
     command: str
     name: str
@@ -56,8 +56,8 @@ class CompilerAtHand:
 
 
 @dataclass(frozen=True)
-class CudaAtHand:
-    """A CUDA toolkit: ``architectures`` are those that its nvcc can compile for, 75 for sm_75."""
+class FoundCuda:
+    """A CUDA toolkit. ``architectures``: targets of its nvcc, such as 75 for sm_75."""
 
     home: Path
     version: str
@@ -65,8 +65,8 @@ class CudaAtHand:
 
 
 @dataclass(frozen=True)
-class NcclAtHand:
-    """An NCCL library with its header's folder; ``in_site`` when it came with torch's own wheel."""
+class FoundNccl:
+    """An NCCL library and the folder of its header. ``in_site``: whether it came with torch's wheel."""
 
     include: Path
     library: Path
@@ -76,16 +76,16 @@ class NcclAtHand:
 
 @dataclass(frozen=True)
 class Probe:
-    """Everything that the plan depends on."""
+    """All facts that the plan depends on."""
 
-    python: PythonAtHand
-    torch: TorchAtHand | None
-    mpi: MpiAtHand | None
-    compiler: CompilerAtHand | None
+    python: FoundPython
+    torch: FoundTorch | None
+    mpi: FoundMpi | None
+    compiler: FoundCompiler | None
     cmake: str | None
     make: str | None
-    cuda: CudaAtHand | None
-    nccl: NcclAtHand | None
+    cuda: FoundCuda | None
+    nccl: FoundNccl | None
     machine: str
     arch_flags: tuple[str, ...]
     cores: int

@@ -1,7 +1,7 @@
-"""Everything to install where no registry is reached: what ``hvdtrain bundle`` puts into a folder.
+"""Make the folder of ``hvdtrain bundle``, which installs everything without a package registry.
 
-Of this machine nothing comes into it but what was fetched and built: the output of pip, which names registries and
-paths, goes to a log outside.
+The folder contains no information about this machine. The output of pip, which names registries and paths, goes to a
+log elsewhere.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 
 from hvdtrain import __version__
 from hvdtrain.errors import BuildError
-from hvdtrain.install import prerequisites as demand
 from hvdtrain.install.build import check_sdist, digest
 from hvdtrain.install.build_plan import HOROVOD, SDIST, SDIST_SHA256
 from hvdtrain.install.bundle_folder import BundleFolder
 from hvdtrain.install.closure import closure, pins
 from hvdtrain.install.fetch import Pip
+from hvdtrain.install.prerequisites import NEEDED_BYTES
 from hvdtrain.install.steps import Say
 from hvdtrain.install.target import Target
 from hvdtrain.install.venv import EXTRAS, OPEN_MPI
 
 FORMAT = 1
 ROOTS = ("pip", "setuptools", "wheel", "cmake", OPEN_MPI, f"hvdtrain[{EXTRAS}]")
-"""What is installed beside torch; cmake and Open MPI where the machine has none of its own."""
+"""Packages to install besides torch. cmake and Open MPI are used only if the target machine has none."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a bundle is made from.
+    """The inputs of a bundle.
 
     Attributes:
-        project: the folder of hvdtrain's setup.cfg and constraints.txt.
-        cached_sdist: where a build of Horovod keeps its source; need not be there.
-        log: takes the output of pip.
-        environ: the process's environment.
+        project: folder with hvdtrain's setup.cfg and constraints.txt.
+        cached_sdist: Horovod's source in the cache of builds; it may be missing.
+        log: file for the output of pip.
+        environ: environment of this process.
     """
 
     project: Path
@@ -50,26 +50,26 @@ class Source:
 
 
 def make(source: Source, out: Path, target: Target, say: Say) -> int:
-    """Make a bundle, or what is left to do of one; its size in bytes.
+    """Make a bundle, or complete an interrupted one, and return its size in bytes.
 
     Args:
-        source: where it is made from.
-        out: its folder; new, empty, or a bundle for the same target.
-        target: what it is for.
-        say: takes a line for the reader.
+        source: its inputs.
+        out: its folder: new, empty, or a bundle for the same target.
+        target: the target machines.
+        say: prints a line.
 
     Raises:
-        BuildError: something cannot be fetched or written, or the folder holds something else.
+        BuildError: a package cannot be fetched or written, or the folder contains something else.
     """
-    demand_project(source.project)
+    require_project(source.project)
     folder = BundleFolder(out)
     try:
-        with folder.claimed(target), source.log.open("w") as log:
+        with folder.locked(target), source.log.open("w") as log:
             return _make(source, folder, target, Pip(source.environ, folder.partial, log), say)
     except (FileExistsError, NotADirectoryError) as error:
         raise BuildError(
             f"{out} cannot be the folder of a bundle.",
-            expected="a folder, or a name that is still free",
+            expected="a folder, or a new name",
             found=f"{error.filename}: {error.strerror}",
             next_step="name another folder",
         ) from error
@@ -77,12 +77,12 @@ def make(source: Source, out: Path, target: Target, say: Say) -> int:
         raise BuildError(
             f"{out} cannot be written.",
             found=str(error),
-            next_step="free some disk space, or name a folder on another disk; what is there already is kept",
+            next_step="free some disk space, or name a folder on another disk; fetched files are kept",
         ) from error
 
 
-def demand_project(project: Path) -> None:
-    """Refuse to make a bundle where there are no sources of hvdtrain.
+def require_project(project: Path) -> None:
+    """Check that the sources of hvdtrain exist, which a bundle needs.
 
     Raises:
         BuildError: some are missing.
@@ -90,35 +90,35 @@ def demand_project(project: Path) -> None:
     missing = [name for name in ("setup.cfg", "constraints.txt") if not (project / name).is_file()]
     if missing:
         raise BuildError(
-            "A bundle is made from hvdtrain's repository, with the versions pinned there.",
+            "A bundle can only be made from hvdtrain's repository, which pins the versions.",
             expected=f"{' and '.join(missing)} in {project}",
             next_step="in a clone of the repository: make setup, then .venv/bin/hvdtrain bundle",
         )
 
 
 def _make(source: Source, folder: BundleFolder, target: Target, pip: Pip, say: Say) -> int:
-    for name in folder.drop_damaged():
-        say(f"{name} is not what it was")
+    for name in folder.remove_damaged():
+        say(f"{name} was modified; fetching it again")
     pinned = pins((source.project / "constraints.txt").read_text(), target.markers)
-    own = folder.keep(pip.build(source.project))
+    own = folder.add(pip.build(source.project))
 
     def fetch(requirement: Requirement) -> Path:
         if canonicalize_name(requirement.name) == "hvdtrain":
             return own
-        found = folder.held(requirement)
+        found = folder.find_wheel(requirement)
         if found is None:
             say(f"fetching {requirement}")
-            found = folder.keep(pip.download(requirement, target))
+            found = folder.add(pip.download(requirement, target))
         return found
 
-    # torch first: what it needs of exact versions goes before the pins
+    # torch first: the exact versions that it requires precede the pins
     roots = (f"torch=={target.torch}", *ROOTS)
     wheels = closure(roots, {**pinned, "torch": target.torch}, target.markers, fetch)
     sdist = folder.packages / SDIST
     if digest(sdist) != SDIST_SHA256:
         say(f"fetching {SDIST}")
-        folder.keep(_sdist(source, pip))
-    needed = sum(_unpacked(wheel) for wheel in wheels.values()) + demand.NEEDED_BYTES
+        folder.add(_sdist(source, pip))
+    needed = sum(_unpacked(wheel) for wheel in wheels.values()) + NEEDED_BYTES
     manifest = {
         "format": FORMAT,
         "created_by": f"hvdtrain {__version__}",
@@ -131,7 +131,7 @@ def _make(source: Source, folder: BundleFolder, target: Target, pip: Pip, say: S
 
 
 def _sdist(source: Source, pip: Pip) -> Path:
-    """Give Horovod's released source, from a build's cache or the registry, in the folder of what is partial."""
+    """Return Horovod's released source, from the cache of builds or the registry, in the folder for partial files."""
     if digest(source.cached_sdist) == SDIST_SHA256:
         return Path(shutil.copyfile(source.cached_sdist, pip.folder / SDIST))
     fetched = pip.download_sdist()
@@ -140,7 +140,7 @@ def _sdist(source: Source, pip: Pip) -> Path:
 
 
 def script(target: Target, needed_bytes: int) -> str:
-    """Write the script that installs a bundle, from the template beside this file."""
+    """Return the script that installs a bundle, from the template in this folder."""
     text = Path(__file__).with_name("install.sh").read_text()
     values = {
         "PYTHON": target.python,

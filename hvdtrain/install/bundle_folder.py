@@ -1,9 +1,9 @@
-"""The folder of a bundle: whose it is, what in it is whole, and when all of it is.
+"""The folder of a bundle: locking, complete packages, checksums.
 
-On disk: ``packages/`` with wheels and Horovod's source, ``manifest.json``, ``install.sh``, ``SHA256SUMS``, and while it
-is made ``.partial/``. A package is fetched into ``.partial``, fsynced and renamed into ``packages``: what lies there is
-whole, and is not fetched again. The checksums are written last: a bundle without them, or with other files than they
-name, is refused by its own ``install.sh``.
+On disk: ``packages/`` with wheels and Horovod's source, ``manifest.json``, ``install.sh``, ``SHA256SUMS``, and
+``.partial/`` until the bundle is complete. A package is fetched into ``.partial``, fsynced and renamed into
+``packages``: files in ``packages`` are complete and not fetched again. The checksums are written last. ``install.sh``
+refuses a bundle without them, or with files that they do not name.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 from zipfile import is_zipfile
 
 from packaging.requirements import Requirement
@@ -34,43 +33,43 @@ _SCRIPT = "install.sh"
 
 @dataclass(frozen=True)
 class BundleFolder:
-    """A folder in which a bundle is made."""
+    """The folder of a bundle."""
 
     path: Path
 
     @property
     def packages(self) -> Path:
-        """Where pip finds them."""
+        """Folder of the wheels and Horovod's source."""
         return self.path / "packages"
 
     @property
     def partial(self) -> Path:
-        """For what is not whole yet; there while the bundle is made."""
+        """Folder for incomplete files, removed at the end."""
         return self.path / ".partial"
 
     @contextmanager
-    def claimed(self, target: Target) -> Iterator[None]:
-        """Hold the folder for this process, and for one target.
+    def locked(self, target: Target) -> Iterator[None]:
+        """Lock the folder for this process, and reserve it for one target.
 
         Raises:
-            BuildError: another process holds it, or something else is in it.
+            BuildError: another process has locked it, or it contains something else.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.path, os.O_RDONLY)  # closed by the kernel, also after kill -9
+        descriptor = os.open(self.path, os.O_RDONLY)  # the kernel closes it even after kill -9
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise BuildError(
-                    f"Another process is making {self.path}.", next_step="wait for it, or stop it"
+                    f"Another process is making the bundle {self.path}.", next_step="wait for it, or stop it"
                 ) from None
             self._begin(target)
             yield
         finally:
             os.close(descriptor)
 
-    def drop_damaged(self) -> list[str]:
-        """Remove packages of a bundle that was finished which are no longer what they were; their names."""
+    def remove_damaged(self) -> list[str]:
+        """Remove packages of a complete bundle that no longer match their checksums, and return their names."""
         dropped = []
         for name, expected in self._sums().items():
             path = self.path / name
@@ -79,8 +78,8 @@ class BundleFolder:
                 dropped.append(path.name)
         return dropped
 
-    def held(self, requirement: Requirement) -> Path | None:
-        """Look for a wheel that was fetched before; all are for one target."""
+    def find_wheel(self, requirement: Requirement) -> Path | None:
+        """Return an already fetched wheel for a requirement, or None. All wheels are for one target."""
         for path in sorted(self.packages.glob("*.whl")):
             name, version, _, _ = parse_wheel_filename(path.name)
             wanted = name == canonicalize_name(requirement.name) and is_zipfile(path)
@@ -88,8 +87,8 @@ class BundleFolder:
                 return path
         return None
 
-    def keep(self, fetched: Path) -> Path:
-        """Take a file from ``.partial`` into the bundle: whole, or not at all."""
+    def add(self, fetched: Path) -> Path:
+        """Move a complete file from ``.partial`` into ``packages``, atomically."""
         kept = self.packages / fetched.name
         fsync(fetched)
         fetched.replace(kept)
@@ -97,9 +96,9 @@ class BundleFolder:
         return kept
 
     def finish(self, wanted: set[Path], manifest: Mapping[str, object], script: str) -> int:
-        """Write all that stands beside the packages, the checksums last; the size of it all in bytes."""
+        """Write all other files, the checksums last, and return the size of the bundle in bytes."""
         for path in set(self.packages.iterdir()) - wanted:
-            path.unlink()  # of versions that are no longer pinned
+            path.unlink()  # a version that is no longer pinned
         write_text(self.path / _MANIFEST, json.dumps(manifest, indent=2) + "\n")
         write_text(self.path / _SCRIPT, script)
         (self.path / _SCRIPT).chmod(0o755)
@@ -111,17 +110,15 @@ class BundleFolder:
 
     def _begin(self, target: Target) -> None:
         request = self.partial / "request.json"
-        former = _target(request, lambda content: content) or _target(
-            self.path / _MANIFEST, lambda content: content["for"]
-        )
+        former = _read_target(request) or _read_target(self.path / _MANIFEST, "for")
         if former is None and any(path != self.partial for path in self.path.iterdir()):
-            raise BuildError(f"{self.path} is there, and is no bundle.", next_step="name a new folder, or an empty one")
+            raise BuildError(f"{self.path} exists and is not a bundle.", next_step="name a new folder, or an empty one")
         if former not in (None, target):
             raise BuildError(
-                f"{self.path} is a bundle for something else.",
+                f"{self.path} is a bundle for another target.",
                 expected=str(target),
                 found=str(former),
-                next_step="name another folder: one bundle is for one Python, platform and torch",
+                next_step="name another folder: a bundle is for one Python, platform and torch",
             )
         self.partial.mkdir(exist_ok=True)
         write_text(request, json.dumps(asdict(target)))
@@ -133,9 +130,10 @@ class BundleFolder:
         return {line[66:]: line[:64] for line in lines}
 
 
-def _target(path: Path, of: Callable[[Any], Any]) -> Target | None:
-    """Read what a folder is a bundle for, or began to be; None when the file does not tell."""
+def _read_target(path: Path, key: str = "") -> Target | None:
+    """Read the target of a bundle from a JSON file, or from one of its keys; None if it has none."""
     try:
-        return Target(**of(json.loads(path.read_text())))
+        content = json.loads(path.read_text())
+        return Target(**(content[key] if key else content))
     except (OSError, ValueError, KeyError, TypeError, BuildError):
         return None

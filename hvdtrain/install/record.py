@@ -1,7 +1,7 @@
-"""For which torch and MPI the installed Horovod was built, and how, known without importing any of them.
+"""Read what the installed Horovod was built for, without importing Horovod, torch or MPI.
 
-Horovod's own build writes ``HOROVOD_LOCAL_VERSION`` behind its version number; `plan` sets it to a `Label`. Torch
-is not checked by Horovod when it loads: built for another one it ends in undefined symbols, or worse, in none.
+Horovod's build appends ``HOROVOD_LOCAL_VERSION`` to its version; `build_plan.plan` sets it to a `Label`. Horovod does
+not check torch when it loads: with another torch it fails with undefined symbols, or computes wrong results.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from importlib import metadata
 from pathlib import Path
 
 from hvdtrain.errors import HorovodError
-from hvdtrain.install.build_probe import torch_at_hand
-from hvdtrain.install.compiler import MENDED_MARKS, PROMPT_MARKS, QUIET_MARK
+from hvdtrain.install.build_probe import find_torch
+from hvdtrain.install.compiler import FIX_MARKS, PROMPT_MARKS, QUIET_MARK
 from hvdtrain.install.versions import Label, MpiBuild, TorchBuild
 
 BUILD_COMMAND = "hvdtrain build-horovod"
@@ -24,25 +24,25 @@ BUILD_COMMAND = "hvdtrain build-horovod"
 
 @dataclass(frozen=True)
 class BuildRecord:
-    """What the installed Horovod was built for; a field that cannot be known is None."""
+    """What the installed Horovod was built for. Unknown fields are None."""
 
     version: str
-    """The distribution's whole version, local part included."""
+    """Full version of the distribution, including the local part."""
     torch: TorchBuild | None = None
     mpi: MpiBuild | None = None
     nccl: str | None = None
     has_mpi: bool | None = None
     quiet: bool = False
-    """Whether the thread that writes its Timeline sleeps while it has nothing to do, as in those built here; it keeps
-    a core busy otherwise. Read from the library itself."""
+    """Whether its Timeline thread sleeps when idle, as in our builds; otherwise it keeps a core busy. Read from the
+    library."""
     prompt: bool = False
-    """Whether its threads can wake as soon as there is something to do and sleep until then, as in those built here;
-    others look once in a cycle, or without end. Read from the library itself."""
-    mended: bool = False
-    """Whether its faults at ranks that are lost or join are mended, as in those built here; in others a rank may wait
-    until a timeout, deadlock or crash. Read from the library itself."""
+    """Whether its threads sleep until there is work, as in our builds; otherwise they poll once per cycle, or all the
+    time. Read from the library."""
+    fixed: bool = False
+    """Whether its bugs with lost and joining ranks are fixed, as in our builds; otherwise a rank may wait for a
+    timeout, deadlock or crash. Read from the library."""
     source: str | None = None
-    """The wheel file it was installed from, as a URL, where pip wrote that down."""
+    """URL of the wheel it was installed from, if pip recorded it."""
 
     @property
     def ours(self) -> bool:
@@ -51,7 +51,7 @@ class BuildRecord:
 
     @classmethod
     def from_version(cls, version: str) -> BuildRecord:
-        """Read a distribution's version; one without our label gives a record that knows nothing."""
+        """Read the version of a distribution. Without our label, all other fields are unknown."""
         label = Label.parse(version.partition("+")[2])
         if label is None:
             return cls(version)
@@ -59,7 +59,7 @@ class BuildRecord:
 
 
 def installed(path: Iterable[str] | None = None) -> BuildRecord | None:
-    """Describe the installed Horovod; None when there is none. ``path`` as in `sys.path`, which is the default."""
+    """Describe the installed Horovod; None if there is none. ``path``: folders to search (default: `sys.path`)."""
     found = metadata.distributions(name="horovod", path=list(sys.path if path is None else path))
     distribution = next(iter(found), None)
     if distribution is None:
@@ -75,28 +75,28 @@ def installed(path: Iterable[str] | None = None) -> BuildRecord | None:
         has_mpi=record.has_mpi if record.ours else _library_holds(package, b"libmpi"),
         quiet=bool(_library_holds(package, QUIET_MARK.encode())),
         prompt=all(_library_holds(package, mark.encode()) for mark in PROMPT_MARKS),
-        mended=all(_library_holds(package, mark.encode()) for mark in MENDED_MARKS),
+        fixed=all(_library_holds(package, mark.encode()) for mark in FIX_MARKS),
         source=direct.get("url"),
     )
 
 
 def check(*, by_mpi: bool = True) -> None:
-    """Refuse the installed Horovod if it cannot run here; call it before importing Horovod.
+    """Check that the installed Horovod can run here. Call it before importing Horovod.
 
     Args:
-        by_mpi: whether the ranks will talk by MPI, as under mpirun; by Gloo otherwise.
+        by_mpi: whether the ranks use MPI, as under mpirun, or Gloo.
 
     Raises:
-        HorovodError: as `judge`.
+        HorovodError: as in `check_record`.
     """
-    torch = torch_at_hand()
+    torch = find_torch()
     if torch is None:
-        raise HorovodError("There is no torch.", next_step="pip install torch")
-    judge(installed(), torch.build, by_mpi=by_mpi)
+        raise HorovodError("torch is not installed.", next_step="pip install torch")
+    check_record(installed(), torch.build, by_mpi=by_mpi)
 
 
-def judge(record: BuildRecord | None, torch: TorchBuild, *, by_mpi: bool = True) -> None:
-    """Compare what Horovod was built for with what it would run with.
+def check_record(record: BuildRecord | None, torch: TorchBuild, *, by_mpi: bool = True) -> None:
+    """Check that Horovod was built for this torch, and with MPI if needed.
 
     Raises:
         HorovodError: it is missing, built for another torch, or without MPI.
@@ -114,13 +114,13 @@ def judge(record: BuildRecord | None, torch: TorchBuild, *, by_mpi: bool = True)
         raise HorovodError(
             f"The installed Horovod {record.version} was built without MPI.",
             expected="a Horovod with MPI",
-            found="a library that is not linked to libmpi",
+            found="its library is not linked to libmpi",
             next_step=BUILD_COMMAND,
         )
 
 
 def _torch_of_foreign(package: Path) -> TorchBuild | None:
-    """Read the torch that Horovod's build noted in metadata.json, where its flavour is plain from its version."""
+    """Read the torch in Horovod's metadata.json, if its version includes the flavour."""
     try:
         version = json.loads((package / "metadata.json").read_text())["pytorch"]
     except (OSError, ValueError, KeyError):
@@ -131,7 +131,7 @@ def _torch_of_foreign(package: Path) -> TorchBuild | None:
 
 
 def _library_holds(package: Path, text: bytes) -> bool | None:
-    """Look for a text in Horovod's library; None when the library is not there."""
+    """Search Horovod's library for a text; None if there is no library."""
     for library in package.glob("torch/mpi_lib_v2*.so"):
         with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return content.find(text) >= 0

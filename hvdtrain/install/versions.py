@@ -1,7 +1,7 @@
-"""Names of a torch and of an MPI: what Horovod is built for, as text that a version number can carry.
+"""Labels for the torch and the MPI of a Horovod build, as part of its version number.
 
-A distribution's local version (PEP 440) is lower-case letters and digits in segments joined by dots, and a segment
-of digits is a number: ``01`` becomes ``1``. The labels made here are fixed points of that normalisation.
+A local version (PEP 440) consists of lower-case letters and digits, in segments joined by dots. A segment of digits is
+a number: ``01`` becomes ``1``. The normalization leaves these labels unchanged.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _TORCH_LABEL = re.compile(
     r"torch(?P<version>\d[0-9a-z]*(?:\.(?:\d[0-9a-z]*|(?:dev|post|rc)\d+))*)\.(?P<flavour>cpu|cu\d+)(?:\.b(?P<build>[0-9a-z]+))?"
 )
 _MPI_LABEL = re.compile(r"(?P<flavour>openmpi|mpich|intelmpi)(?P<version>\d[0-9a-z]*(?:\.\d[0-9a-z]*)*)")
-_SAYS = (
+_VERSION_PATTERNS = (
     ("openmpi", re.compile(r"(?:Open MPI\)?|OpenRTE\)?)\s+v?(\d[\w.]*)")),
     ("intelmpi", re.compile(r"Intel\(R\) MPI Library\D*?(\d{4}[\d.]*)")),
     ("mpich", re.compile(r"(?:HYDRA build details:|MPICH)(?:\s*Version:)?\s+(\d[\w.]*)")),
@@ -23,13 +23,13 @@ _SAYS = (
 
 
 def _normal(text: str) -> str:
-    """Give each purely numeric segment the form that PEP 440 gives it."""
+    """Normalize a version as PEP 440 does: lower case, numbers without leading zeros."""
     return ".".join(str(int(part)) if part.isdigit() else part for part in text.lower().split("."))
 
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """Which torch: ``version`` without its local part, ``flavour`` cpu or cuXXX, ``build`` a vendor's own mark."""
+    """A torch. ``version``: without its local part; ``flavour``: cpu or cuXXX; ``build``: mark of a vendor."""
 
     version: str
     flavour: str
@@ -37,7 +37,7 @@ class TorchBuild:
 
     @classmethod
     def from_strings(cls, version: str, cuda: str | None) -> TorchBuild:
-        """Name a torch by its ``torch.__version__`` and ``torch.version.cuda``."""
+        """Describe a torch by its ``torch.__version__`` and ``torch.version.cuda``."""
         public, _, local = version.partition("+")
         flavour = "cu" + cuda.replace(".", "") if cuda else "cpu"
         known = not local or local == "cpu" or re.fullmatch(r"cu\d+", local) is not None
@@ -45,7 +45,7 @@ class TorchBuild:
 
     @property
     def label(self) -> str:
-        """As part of a local version: ``torch2.13.0.cpu``."""
+        """Part of a local version: ``torch2.13.0.cpu``."""
         return f"torch{self.version}.{self.flavour}" + (f".b{self.build}" if self.build else "")
 
     def __str__(self) -> str:
@@ -54,25 +54,25 @@ class TorchBuild:
 
 @dataclass(frozen=True)
 class MpiBuild:
-    """Which MPI: ``flavour`` is a key of MPI_NAMES."""
+    """An MPI. ``flavour`` is a key of MPI_NAMES."""
 
     flavour: str
     version: str
 
     @classmethod
-    def from_words(cls, text: str | None) -> MpiBuild | None:
-        """Read what an mpirun or a libmpi says of itself; None where it is none of those in MPI_NAMES.
+    def from_version_text(cls, text: str | None) -> MpiBuild | None:
+        """Parse the version text of an mpirun or a libmpi; None if it is not in MPI_NAMES.
 
-        MPICH's own derivatives, such as Cray's, call themselves MPICH.
+        Derivatives of MPICH, such as Cray's, call themselves MPICH.
         """
-        for flavour, pattern in _SAYS:
+        for flavour, pattern in _VERSION_PATTERNS:
             if found := pattern.search(text or ""):
                 return cls(flavour, _normal(found[1].rstrip(".")))
         return None
 
     @property
     def label(self) -> str:
-        """As part of a local version: ``openmpi4.1.8``."""
+        """Part of a local version: ``openmpi4.1.8``."""
         return f"{self.flavour}{self.version}"
 
     @property
@@ -86,7 +86,7 @@ class MpiBuild:
 
 @dataclass(frozen=True)
 class Label:
-    """The local version that a Horovod built here carries: for which torch and MPI, with which NCCL."""
+    """The local version of a Horovod that we build: torch, MPI and NCCL."""
 
     torch: TorchBuild
     mpi: MpiBuild
@@ -98,7 +98,7 @@ class Label:
 
     @classmethod
     def parse(cls, text: str) -> Label | None:
-        """Read a label back; None when the text is none of ours."""
+        """Parse a label; None if the text is not a label."""
         torch = _TORCH_LABEL.match(text)
         if not torch:
             return None

@@ -198,7 +198,7 @@ def library_version(path: Path | None, timeout_s: float = 20) -> str | None:
 def mpirun_version(program: str | None) -> str | None:
     """Return the version of an mpirun in one line; None when it does not answer."""
     text = version_text(program, environ()) if program is not None else ""
-    build = MpiBuild.from_words(text)
+    build = MpiBuild.from_version_text(text)
     if build is not None and build.flavour == "mpich":
         return str(build)  # its first line has no version
     return next((line.strip() for line in text.splitlines() if line.strip()), None)

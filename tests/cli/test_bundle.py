@@ -12,7 +12,7 @@ from hvdtrain.cli.bundle import main
 from hvdtrain.install import bundle
 from hvdtrain.install.bundle import Source
 from hvdtrain.install.steps import Say
-from hvdtrain.install.target import Target, platform_here, python_here
+from hvdtrain.install.target import Target, this_platform, this_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,7 +33,7 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Source, 
 def test_it_is_for_this_machine(made: list[tuple[Source, Target]], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["/nowhere/offline"]) == 0
     ((source, target),) = made
-    assert target == Target(python_here(), platform_here(), metadata.version("torch"))
+    assert target == Target(this_python(), this_platform(), metadata.version("torch"))
     assert source.project == ROOT
     assert capsys.readouterr().out.endswith(
         "s: 3 MiB\ncopy it to the target machine and run: offline/install.sh VENV\n"
@@ -58,7 +58,7 @@ def test_it_is_for_what_is_stated(made: list[tuple[Source, Target]]) -> None:
 
 def test_what_cannot_be_is_an_error(made: list[tuple[Source, Target]], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["/nowhere", "--python", "3.9"]) == 1
-    assert "error: There are no bundles for this Python." in capsys.readouterr().err
+    assert "error: A bundle cannot be made for this Python." in capsys.readouterr().err
     assert not made
 
 

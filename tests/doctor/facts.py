@@ -46,7 +46,7 @@ WELL = Gathered(
             torch=TorchBuild("2.13.0", "cpu"),
             mpi=MpiBuild("openmpi", "4.1.8"),
             prompt=True,
-            mended=True,
+            fixed=True,
             quiet=True,
         ),
     ),

@@ -109,7 +109,7 @@ def test_what_is_recorded_of_horovod_is_told_where_there_is_something_to_exchang
     assert "timeline" not in {one.name for one in examine(alone)}
 
 
-@pytest.mark.parametrize(("change", "said"), [("quiet", "sleeps"), ("prompt", "wake"), ("mended", "fixed")])
+@pytest.mark.parametrize(("change", "said"), [("quiet", "sleeps"), ("prompt", "wake"), ("fixed", "fixed")])
 def test_what_the_build_changed_is_told(change: str, said: str) -> None:
     assert WELL.installation.record is not None
     without = dataclasses.replace(WELL.installation.record, **{change: False})

@@ -18,7 +18,7 @@ from hvdtrain.install.versions import MpiBuild
 from tests.doctor import rows_installation, rows_machine, rows_start
 from tests.doctor.facts import WELL
 from tests.doctor.provoke import MadeUp, Provoke, told
-from tests.install.at_hand_examples import NCCL, TOOLKIT, TORCH_CUDA, at_hand
+from tests.install.probe_examples import NCCL, TOOLKIT, TORCH_CUDA, at_hand
 
 
 def _slow_if_real(row: Any) -> Any:

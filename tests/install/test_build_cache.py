@@ -21,7 +21,7 @@ from hvdtrain.install.build import build, pending
 from hvdtrain.install.build_plan import BuildPlan, plan
 from hvdtrain.install.record import BuildRecord
 from hvdtrain.install.steps import Step, failure
-from tests.install.at_hand_examples import at_hand
+from tests.install.probe_examples import at_hand
 from tests.support.launch import TIMEOUT_S
 
 
@@ -89,7 +89,7 @@ def test_a_failed_compilation_shows_why_and_leaves_no_wheel(planned: BuildPlan) 
     broken = replaced(planned, "compile", "print('a.cc:1: fatal error: No space left on device'); raise SystemExit(2)")
     with pytest.raises(BuildError) as caught:
         build(broken, {}, lambda line: None)
-    for word in ("doing compile", "ended with 2", "fatal error", "free some disk space", str(planned.log)):
+    for word in ("doing compile", "ended with exit code 2", "fatal error", "free some disk space", str(planned.log)):
         assert word in str(caught.value)
     assert not planned.wheel.exists()
     assert not planned.scratch.exists()
@@ -113,14 +113,14 @@ def test_a_source_that_is_not_the_released_one_is_refused(planned: BuildPlan) ->
 
 @pytest.mark.parametrize("printed", ["", "hvdtrain-proof " + RIGHT.replace("30.0", "31.0"), RIGHT])
 def test_a_wrong_sum_is_an_error(planned: BuildPlan, printed: str) -> None:
-    with pytest.raises(BuildError, match="did not give the sum"):
+    with pytest.raises(BuildError, match="returned a wrong sum"):
         build(replaced(planned, "proof", f"print({printed!r})"), {}, lambda line: None)
 
 
 def test_the_sum_is_that_of_both_ranks() -> None:
-    proof.judge(f"noise\n[1,0]<stdout>:hvdtrain-proof {RIGHT}\nmore")
+    proof.check_output(f"noise\n[1,0]<stdout>:hvdtrain-proof {RIGHT}\nmore")
     with pytest.raises(BuildError):
-        proof.judge("hvdtrain-proof " + RIGHT.replace("true", "false"))
+        proof.check_output("hvdtrain-proof " + RIGHT.replace("true", "false"))
 
 
 def test_settings_of_other_builds_are_not_passed_on(planned: BuildPlan) -> None:
@@ -162,17 +162,17 @@ def test_two_builds_take_turns_and_compile_once(planned: BuildPlan) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "mend"),
+    ("line", "fix"),
     [
         ("ERROR: No matching distribution found for horovod==0.28.1", "index-url"),
-        ("Temporary failure in name resolution", "not reached"),
+        ("Temporary failure in name resolution", "cannot be reached"),
         ("c++: fatal error: Killed signal terminated program cc1plus", "memory"),
     ],
 )
-def test_a_known_failure_names_what_mends_it(line: str, mend: str) -> None:
+def test_a_known_failure_names_what_mends_it(line: str, fix: str) -> None:
     error = failure(python_step("compile", ""), 1, ["WARNING: " + line, *["ERROR: then"] * 20], "/cache/key.log")
     assert error.next_step is not None
-    assert mend in error.next_step
+    assert fix in error.next_step
     assert line in str(error), "shown, whatever else was printed"
     assert "/cache/key.log" in str(error)
 

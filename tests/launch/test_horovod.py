@@ -33,7 +33,7 @@ def test_horovod_goes_on_with_those_who_are_left(tmp_path: Path) -> None:
 
 def test_nobody_waits_for_the_rest_of_a_message_of_a_rank_that_is_gone(tmp_path: Path) -> None:
     found = installed()
-    if found is None or not found.mended:
+    if found is None or not found.fixed:
         pytest.skip("this Horovod's Gloo does not tell")
     with FakeJob(tmp_path, "-np", "2", "--elastic", "1:2", "--", "2", "kill:1:5", "512", program=PROGRAM) as job:
         code, out = job.end()

@@ -102,7 +102,7 @@ def _features(record: BuildRecord) -> str:
     parts = {
         "its Timeline thread sleeps when idle": record.quiet,
         "its threads wake as soon as there is work": record.prompt,
-        "its bugs with lost and joining ranks are fixed": record.mended,
+        "its bugs with lost and joining ranks are fixed": record.fixed,
     }
     return ", ".join(text for text, applies in parts.items() if applies)
 
@@ -110,12 +110,12 @@ def _features(record: BuildRecord) -> str:
 def stock_build(facts: Gathered) -> Finding | None:
     """Report what a Horovod lacks that `hvdtrain build-horovod` of this version did not build."""
     record = facts.installation.record
-    if record is None or facts.installation.horovod.error or (record.quiet and record.prompt and record.mended):
+    if record is None or facts.installation.horovod.error or (record.quiet and record.prompt and record.fixed):
         return None
     lacks = {
         "a thread of rank 0 keeps a core busy whenever the Timeline is enabled": not record.quiet,
         "its threads poll for work once per millisecond, and waiting threads keep a core busy": not record.prompt,
-        "when a rank is lost or joins, other ranks may wait for a timeout, deadlock or crash": not record.mended,
+        "when a rank is lost or joins, other ranks may wait for a timeout, deadlock or crash": not record.fixed,
     }
     why = "; ".join(text for text, applies in lacks.items() if applies)
     return Finding("horovod_build", "warning", "not built by this version of hvdtrain", why, BUILD_COMMAND)

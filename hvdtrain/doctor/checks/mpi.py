@@ -30,7 +30,7 @@ def libmpi(facts: Gathered) -> Finding | None:
     if version is None:
         return Finding("libmpi", "broken", str(library), "the library cannot be loaded", BUILD_COMMAND)
     found = f"{version} ({library.path})"
-    built, now = facts.installation.record and facts.installation.record.mpi, MpiBuild.from_words(version)
+    built, now = facts.installation.record and facts.installation.record.mpi, MpiBuild.from_version_text(version)
     if built and now and (built.flavour, built.major) != (now.flavour, now.major):
         why = f"Horovod was built with {built}; another major version may work, or abort in C"
         return Finding("libmpi", "warning", found, why, f"load the module of {built}, or: {BUILD_COMMAND}")
@@ -53,7 +53,7 @@ def mpirun(facts: Gathered) -> Finding:
     if is_open_mpi != (library.family == "openmpi"):
         why = f"Horovod uses another MPI, {library}: ranks that this mpirun starts do not find each other"
         return Finding("mpirun", "broken", found, why, f"{first}; or: {BUILD_COMMAND}")
-    launcher, loaded = MpiBuild.from_words(version), MpiBuild.from_words(facts.mpi.library_version)
+    launcher, loaded = MpiBuild.from_version_text(version), MpiBuild.from_version_text(facts.mpi.library_version)
     if launcher and loaded and (launcher.flavour, launcher.major) != (loaded.flavour, loaded.major):
         why = f"Horovod loads {loaded}: ranks may load either library, and abort with the wrong one"
         return Finding("mpirun", "warning", found, why, f"{first}; or: {BUILD_COMMAND}")
@@ -63,7 +63,7 @@ def mpirun(facts: Gathered) -> Finding:
 
 def horovodrun(facts: Gathered) -> Finding | None:
     """Check that horovodrun is on PATH and can drive this mpirun."""
-    mpirun = MpiBuild.from_words(facts.mpi.mpirun_version)
+    mpirun = MpiBuild.from_version_text(facts.mpi.mpirun_version)
     if facts.info.launcher != NO_LAUNCHER or facts.installation.record is None:
         return None
     if not facts.mpi.horovodrun:
@@ -110,7 +110,7 @@ def opal_prefix(facts: Gathered) -> Finding | None:
 
 def as_root(facts: Gathered) -> Finding | None:
     """Warn that Open MPI refuses to run as root unless two variables allow it."""
-    mpirun = MpiBuild.from_words(facts.mpi.mpirun_version)
+    mpirun = MpiBuild.from_version_text(facts.mpi.mpirun_version)
     allowed = all(facts.environ.get(name) for name in ROOT_MAY_RUN)
     if not facts.machine.is_root or facts.info.launcher != NO_LAUNCHER or allowed:
         return None
@@ -122,7 +122,7 @@ def as_root(facts: Gathered) -> Finding | None:
 
 def remote_shell(facts: Gathered) -> Finding | None:
     """Warn of what Open MPI cannot do without ssh, even on one host."""
-    mpirun = MpiBuild.from_words(facts.mpi.mpirun_version)
+    mpirun = MpiBuild.from_version_text(facts.mpi.mpirun_version)
     if facts.machine.remote_shell or facts.info.launcher != NO_LAUNCHER:
         return None
     if mpirun is None or mpirun.flavour != "openmpi":

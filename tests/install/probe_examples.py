@@ -6,27 +6,27 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.install.build_facts import (
-    CompilerAtHand,
-    CudaAtHand,
-    MpiAtHand,
-    NcclAtHand,
+    FoundCompiler,
+    FoundCuda,
+    FoundMpi,
+    FoundNccl,
+    FoundPython,
+    FoundTorch,
     Probe,
-    PythonAtHand,
-    TorchAtHand,
 )
 from hvdtrain.install.versions import MpiBuild, TorchBuild
 
 PREFIX = Path("/env")
 SITE = PREFIX / "lib/python3.11/site-packages"
 
-PYTHON = PythonAtHand("/env/bin/python", "cp311-cp311", "linux_x86_64", PREFIX, SITE, has_headers=True, has_pip=True)
-TORCH_CPU = TorchAtHand(TorchBuild("2.13.0", "cpu"), SITE / "torch")
-TORCH_CUDA = TorchAtHand(TorchBuild("2.12.1", "cu130"), SITE / "torch")
-MPI = MpiAtHand(MpiBuild("openmpi", "4.1.8"), PREFIX / "bin/mpicxx", PREFIX / "bin/mpirun")
-MPI_OUTSIDE = MpiAtHand(MpiBuild("openmpi", "4.1.8"), Path("/opt/mpi/bin/mpicxx"), Path("/opt/mpi/bin/mpirun"))
-GCC = CompilerAtHand("/usr/bin/g++", "gcc", "12.2.0")
-TOOLKIT = CudaAtHand(Path("/usr/local/cuda"), "13.0", (75, 80, 86, 89, 90, 100, 103, 120))
-NCCL = NcclAtHand(SITE / "nvidia/nccl/include", SITE / "nvidia/nccl/lib/libnccl.so.2", "2.29", in_site=True)
+PYTHON = FoundPython("/env/bin/python", "cp311-cp311", "linux_x86_64", PREFIX, SITE, has_headers=True, has_pip=True)
+TORCH_CPU = FoundTorch(TorchBuild("2.13.0", "cpu"), SITE / "torch")
+TORCH_CUDA = FoundTorch(TorchBuild("2.12.1", "cu130"), SITE / "torch")
+MPI = FoundMpi(MpiBuild("openmpi", "4.1.8"), PREFIX / "bin/mpicxx", PREFIX / "bin/mpirun")
+MPI_OUTSIDE = FoundMpi(MpiBuild("openmpi", "4.1.8"), Path("/opt/mpi/bin/mpicxx"), Path("/opt/mpi/bin/mpirun"))
+GCC = FoundCompiler("/usr/bin/g++", "gcc", "12.2.0")
+TOOLKIT = FoundCuda(Path("/usr/local/cuda"), "13.0", (75, 80, 86, 89, 90, 100, 103, 120))
+NCCL = FoundNccl(SITE / "nvidia/nccl/include", SITE / "nvidia/nccl/lib/libnccl.so.2", "2.29", in_site=True)
 
 
 def at_hand(**changes: Any) -> Probe:
