@@ -24,7 +24,7 @@ import psutil
 from common import HERE
 
 from hvdtrain.config.schema import OptimizerConfig
-from hvdtrain.observe.journal import read_steps
+from hvdtrain.observe.past_journal import read_steps
 
 PATIENCE_S = 180
 

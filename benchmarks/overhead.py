@@ -19,7 +19,7 @@ from torch import nn
 import hvdtrain
 from hvdtrain.config.parse import parse_object
 from hvdtrain.data.order import samples
-from hvdtrain.observe.journal import read_steps
+from hvdtrain.observe.past_journal import read_steps
 from hvdtrain.training.start.optimizers import make_optimizer
 from hvdtrain.training.start.schedule import factor
 

@@ -25,7 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.observe.journal import journal_lines
+from hvdtrain.observe.past_journal import journal_lines
 
 FAILED, MET, RESTORED, STEP = "failed", "met", "restored", "step"
 

@@ -30,7 +30,7 @@ from common import Figure, figure, machine, options, print_table, versions
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from hvdtrain.durable import write_text
-from hvdtrain.observe.journal import read_steps
+from hvdtrain.observe.past_journal import read_steps
 from hvdtrain.verify.data import verify_data
 from tests.support.chaos import LAUNCH, RANK, ROOT, TASK
 from tests.support.launch import ENVIRONMENT

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from common import HERE, Figure, figure, main, ratios
 
-from hvdtrain.observe.journal import read_steps
+from hvdtrain.observe.past_journal import read_steps
 
 PROBE = "import sys, hvdtrain.__main__ as m; m.main(['--help']); assert 'torch' not in sys.modules"
 BARE = """

@@ -32,7 +32,7 @@ from hvdtrain.compression.sizes import sent_bytes
 from hvdtrain.compression.table import parse
 from hvdtrain.exchange.buckets import lay_out, plan
 from hvdtrain.exchange.reducer import BUCKET_BYTES
-from hvdtrain.observe.journal import read_journal
+from hvdtrain.observe.past_journal import read_journal
 
 STOCK = "stock_horovod"
 OURS = ("none", "fp16", "int8", "topk:0.01", "powersgd:4")

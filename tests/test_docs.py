@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import hvdtrain
-from hvdtrain.observe.journal import read_steps
+from hvdtrain.observe.past_journal import read_steps
 from tests.support.launch import train
 from tests.support.thread_job import train_on_threads
 from tests.support.toy import toy

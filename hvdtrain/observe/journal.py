@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from hvdtrain.errors import RunDirectoryError
 from hvdtrain.observe.failure.failure_output import to_stderr
 from hvdtrain.observe.line_file import LineFile
-from hvdtrain.regular import open_regular
 
-_ASIDE = ("warning", "machine", "explained")
-"""Events that may follow the end of the run."""
 _LIMIT = 50_000
 """Lines in memory at most: about 20 MB, an hour of steps of 70 ms."""
 _RETRY_S = 1.0
@@ -108,52 +101,3 @@ class Journal:
             if self._error:
                 self._error, self._retry_at_s = "", -math.inf
                 self._say("the journal is written again, with the lines that waited in memory")
-
-
-def journal_lines(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a journal in order. A line that a kill cut off is skipped."""
-    with open_regular(Path(path)) as file:
-        for line in file:
-            with suppress(ValueError):
-                if isinstance(record := orjson.loads(line), dict):
-                    yield record
-
-
-def read_journal(path: str | Path) -> list[dict[str, Any]]:
-    """Return the lines of a journal in order, without one that a kill cut off."""
-    return list(journal_lines(path))
-
-
-def read_steps(path: str | Path) -> dict[int, dict[str, Any]]:
-    """Return the steps of a journal by number. For a step that a resume repeated, the last line counts."""
-    return {line["step"]: line for line in journal_lines(path) if "event" not in line}
-
-
-def last_step(path: Path) -> int:
-    """Return the number of the step in the last line of a step, 0 without one. Reads the end of the file only."""
-    for line in reversed(_tail(path)):
-        with suppress(ValueError):
-            record = json.loads(line)
-            if isinstance(record, dict) and "event" not in record:
-                return int(record["step"])
-    return 0
-
-
-def is_finished(path: Path) -> bool:
-    """Return whether the run finished and has not continued since. Reads the end of the file only."""
-    for line in reversed(_tail(path)):
-        try:
-            event = json.loads(line).get("event")
-        except (ValueError, AttributeError, RecursionError):
-            return False
-        if event not in _ASIDE:
-            return bool(event == "finished")
-    return False
-
-
-def _tail(path: Path) -> list[bytes]:
-    """Return the last lines. The first one may be incomplete."""
-    with path.open("rb") as file:
-        file.seek(0, os.SEEK_END)
-        file.seek(max(0, file.tell() - 65536))
-        return file.read().splitlines()

@@ -1,23 +1,154 @@
-"""What a journal tells of a run so far, to those who go on showing it."""
+"""Read a `journal.jsonl`: its lines, steps, events, starts and ends. A line that a kill cut off is skipped."""
 
 from __future__ import annotations
 
+import json
+import os
 from array import array
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from hvdtrain.regular import open_regular
 
-class Past:
-    """The steps of a journal; of one that was done again after a resume, the last counts.
+ENDINGS = ("finished", "stopped", "failed")
+"""Events that end a start."""
 
-    Args:
-        path: the journal; one that is missing holds no steps.
+_AFTER_END = ("warning", "machine", "explained")
+"""Events that may follow the end of a run."""
+
+_STEP = b'{"step":'
+"""First bytes of the line of a step; an event begins with another key."""
+
+
+def journal_lines(path: str | Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a journal in order."""
+    with open_regular(Path(path)) as file:
+        for line in file:
+            with suppress(ValueError):
+                if isinstance(record := orjson.loads(line), dict):
+                    yield record
+
+
+def read_journal(path: str | Path) -> list[dict[str, Any]]:
+    """Return all lines of a journal in order."""
+    return list(journal_lines(path))
+
+
+def read_steps(path: str | Path) -> dict[int, dict[str, Any]]:
+    """Return the steps of a journal by number. The last line counts for a step that ran again after a resume."""
+    return {line["step"]: line for line in journal_lines(path) if "event" not in line}
+
+
+def last_step(path: Path) -> int:
+    """Return the number of the step that was written last, or 0. Reads only the end of the file."""
+    for line in reversed(_tail(path)):
+        with suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict) and "event" not in record:
+                return int(record["step"])
+    return 0
+
+
+def is_finished(path: Path) -> bool:
+    """Return whether the run reached its end and did not resume since. Reads only the end of the file."""
+    for line in reversed(_tail(path)):
+        try:
+            event = json.loads(line).get("event")
+        except (ValueError, AttributeError, RecursionError):
+            return False
+        if event not in _AFTER_END:
+            return bool(event == "finished")
+    return False
+
+
+@dataclass
+class JournalStart:
+    """A start of a run in its journal.
 
     Attributes:
-        seconds: by step, seconds of training up to and with it; 0.0 at step 0.
-        positions: by step, samples consumed after it.
+        started: the event `started`; empty for lines before the first.
+        first_step: number of its first step.
+        last_step: number of its last step; -1 before.
+        events: its other events.
+    """
+
+    started: Mapping[str, Any]
+    first_step: int | None = None
+    last_step: int = -1
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the start has an event of its end."""
+        return any(event["event"] in ENDINGS for event in self.events)
+
+    def events_named(self, name: str) -> list[dict[str, Any]]:
+        """Return the events of a name."""
+        return [event for event in self.events if event["event"] == name]
+
+
+def read_journal_starts(path: Path) -> list[JournalStart]:
+    """Return the starts in a journal; none if there is no journal. A million steps take about a second."""
+    starts: list[JournalStart] = []
+    if not path.is_file():
+        return starts
+    with open_regular(path) as file:
+        for line in file:
+            number, event = _parse(line)
+            if event is not None and event["event"] == "started":
+                starts.append(JournalStart(event))
+                continue
+            if not starts and (number is not None or event is not None):
+                starts.append(JournalStart({}))
+            if event is not None:
+                starts[-1].events.append(event)
+            elif number is not None:
+                starts[-1].first_step = number if starts[-1].first_step is None else starts[-1].first_step
+                starts[-1].last_step = number
+    return starts
+
+
+def read_events(path: Path, name: str) -> list[dict[str, Any]]:
+    """Return the events of a name from all starts."""
+    return [event for start in read_journal_starts(path) for event in start.events_named(name)]
+
+
+def _parse(line: bytes) -> tuple[int | None, dict[str, Any] | None]:
+    """Return the number of a step or an event; parses no more of a step than its number."""
+    if line.startswith(_STEP) and line.endswith(b"}\n") and (number := line[len(_STEP) : line.find(b",")]).isdigit():
+        return int(number), None
+    try:
+        record = orjson.loads(line)
+    except ValueError:
+        return None, None
+    if isinstance(record, dict) and "event" in record:
+        return None, record
+    step = record.get("step") if isinstance(record, dict) else None
+    return (step if isinstance(step, int) else None), None
+
+
+def _tail(path: Path) -> list[bytes]:
+    """Return the last lines. The first of them may be incomplete."""
+    with path.open("rb") as file:
+        file.seek(0, os.SEEK_END)
+        file.seek(max(0, file.tell() - 65536))
+        return file.read().splitlines()
+
+
+class PastSteps:
+    """The steps of a journal. The last line counts for a step that ran again after a resume.
+
+    Args:
+        path: the journal; a missing one has no steps.
+
+    Attributes:
+        seconds: by step, seconds of training up to its end; 0.0 at step 0.
+        positions: by step, samples consumed up to its end.
     """
 
     def __init__(self, path: Path) -> None:
@@ -26,31 +157,24 @@ class Past:
         self.positions = array("q", [0])
         self._offsets = array("q", [0])
 
-    def read(self) -> Past:
-        """Read the journal; itself."""
+    def read(self) -> PastSteps:
+        """Read the journal, and return this object."""
         offset = 0
         if self._path.exists():
             with self._path.open("rb") as lines:
                 for line in lines:
-                    if line.startswith(b'{"step":'):
-                        self._add(line, offset)
+                    if line.startswith(_STEP):
+                        with suppress(ValueError):
+                            self._add(orjson.loads(line), offset)
                     offset += len(line)
         return self
 
-    def _add(self, line: bytes, offset: int) -> None:
-        try:
-            record = orjson.loads(line)
-        except ValueError:  # cut off by a kill
-            return
+    def _add(self, record: Mapping[str, Any], offset: int) -> None:
         step = record["step"]
-        columns: tuple[tuple[array[Any], Any], ...] = (
-            (self.positions, record["position"]),
-            (self._offsets, offset),
-        )
         del self.seconds[step:]
-        self.seconds.extend([self.seconds[-1]] * (step - len(self.seconds)))  # begun from another run's checkpoint
+        self.seconds.extend([self.seconds[-1]] * (step - len(self.seconds)))  # the run began from another run's state
         self.seconds.append(self.seconds[-1] + record["step_s"])
-        for column, value in columns:
+        for column, value in ((self.positions, record["position"]), (self._offsets, offset)):
             del column[step:]
             column.extend([column[-1]] * (step - len(column)))
             column.append(value)
@@ -58,18 +182,18 @@ class Past:
     def __contains__(self, step: int) -> bool:
         return 0 <= step < len(self.seconds)
 
-    def before(self, step: int, since_s: float) -> int:
-        """The last step that ended more than `since_s` seconds of training before `step` did.
+    def step_before(self, step: int, since_s: float) -> int:
+        """Return the last step that ended more than `since_s` seconds of training before `step` ended.
 
-        Not by the times of the lines: a clock may have been set between two starts of the run.
+        It ignores the times of the lines, because a clock may have been set between two starts.
         """
         earlier = step
         while earlier > 0 and self.seconds[earlier] >= self.seconds[step] - since_s:
             earlier -= 1
         return earlier
 
-    def after(self, first: int, last: int) -> list[dict[str, Any]]:
-        """Records of the steps after `first`, up to `last`, in order, and events of these steps; of 0 as well."""
+    def records_after(self, first: int, last: int) -> list[dict[str, Any]]:
+        """Return steps after `first` up to `last`, in order, with their events; if `first` is 0, also those of 0."""
         found: dict[tuple[int, str], dict[str, Any]] = {}
         with self._path.open("rb") as lines:
             lines.seek(self._offsets[first])
@@ -80,6 +204,5 @@ class Past:
                     continue
                 step = record.get("at_step") if "event" in record else record["step"]
                 if step is not None and (first < step or first == 0) and step <= last:
-                    # An event follows its step.
-                    found[step, record.get("event", "")] = record
+                    found[step, record.get("event", "")] = record  # an event follows its step
         return [found[key] for key in sorted(found)]

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from hvdtrain.errors import RunDirectoryError
 from hvdtrain.observe.clock_fit import Offset
 from hvdtrain.observe.host_load import throttle_text
-from hvdtrain.observe.journal import journal_lines
 from hvdtrain.observe.line_file import LineFile
+from hvdtrain.observe.past_journal import journal_lines
 from hvdtrain.observe.stamps import COLUMNS, DURATIONS, MOMENTS
 
 VERSION = 1

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain.observe import tensorboard_page as page
 from hvdtrain.observe.event_file import EventFile
-from hvdtrain.observe.past_journal import Past
+from hvdtrain.observe.past_journal import PastSteps
 from hvdtrain.observe.scalars import BANDS, Interval, machine_scalars, numbers, rank_scalars, stacked
 from hvdtrain.runtime.clock import steady_s
 
@@ -136,13 +136,13 @@ class TensorBoard:
         The journal of a killed process has more steps than its TensorBoard files.
         """
         step = record["step"]
-        past = Past(self._journal).read()
+        past = PastSteps(self._journal).read()
         if step not in past:  # the checkpoint is from another run
             self._open(step, record.get("position", 0), 0.0)
             return
-        first = past.before(step, _REPLAYED_S)
+        first = past.step_before(step, _REPLAYED_S)
         self._open(first, past.positions[first], past.seconds[first])
-        for earlier in past.after(first, step):
+        for earlier in past.records_after(first, step):
             self.write(earlier)
         self._point()
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hvdtrain.errors import ConfigError, TraceError
-from hvdtrain.observe.journal import journal_lines
+from hvdtrain.observe.past_journal import JournalStart, read_journal_starts
 from hvdtrain.run_layout import RunLayout, TimelineLayout
 from hvdtrain.timeline.analysis.phases import extent
 from hvdtrain.timeline.columns import HorovodTrace, RankSpans, RunTrace, StepTable
@@ -62,7 +62,7 @@ def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
     if not layout.is_run and not timeline.is_dir():
         here = ", ".join(sorted(each.name for each in folder.iterdir())[:6]) or "nothing"
         raise TraceError(f"{folder} is no run", expected=_WHAT, found=here, next_step="name RUN, as in runs/RUN")
-    told = _journal(layout.journal)
+    told = read_journal_starts(layout.journal)
     notes: list[str] = []
     starts = read_starts(timeline) if timeline.is_dir() else []
     start = _newest(starts, told, notes)
@@ -75,7 +75,7 @@ def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
     if timeline.is_dir():
         files = read_span_files(timeline, most_bytes, start.number if start is not None and steps is not None else None)
     spans = on_one_clock(files, starts)
-    this = _told_of(start, told) if steps is not None else (told or [_Told({})])[-1]
+    this = _told_of(start, told) if steps is not None else (told or [JournalStart({})])[-1]
     config = this.started.get("config") or _config(layout)
     size = len(start.steps.hosts) if start is not None else len(spans)
     if steps is None:
@@ -91,19 +91,10 @@ def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
         )
     notes += _missing(timeline, size, steps, spans, config)
     link = start.link if start is not None else ()
-    run = RunTrace(folder, size, config, steps, spans, horovod, this.machine, this.warnings, link, notes, is_part)
+    machine = this.events_named("machine")
+    warnings = [str(event.get("text", "")) for event in this.events_named("warning")]
+    run = RunTrace(folder, size, config, steps, spans, horovod, machine, warnings, link, notes, is_part)
     return run, logs
-
-
-@dataclass
-class _Told:
-    """What the journal tells of one start: its event, its steps' numbers, warnings, and the machine's figures."""
-
-    started: Mapping[str, Any]
-    first_step: int | None = None
-    last_step: int = -1
-    warnings: list[str] = field(default_factory=list)
-    machine: list[Mapping[str, Any]] = field(default_factory=list)
 
 
 def _first(starts: Sequence[Start]) -> Start | None:
@@ -111,7 +102,7 @@ def _first(starts: Sequence[Start]) -> Start | None:
     return next((start for start in starts if len(start.steps.step)), None)
 
 
-def _newest(starts: Sequence[Start], told: Sequence[_Told], notes: list[str]) -> Start | None:
+def _newest(starts: Sequence[Start], told: Sequence[JournalStart], notes: list[str]) -> Start | None:
     """The newest start that has stamps; where none has, the last."""
     found = next((start for start in reversed(starts) if len(start.steps.step)), None)
     if found is None:
@@ -124,33 +115,15 @@ def _newest(starts: Sequence[Start], told: Sequence[_Told], notes: list[str]) ->
     return found
 
 
-def _told_of(start: Start | None, told: Sequence[_Told]) -> _Told:
+def _told_of(start: Start | None, told: Sequence[JournalStart]) -> JournalStart:
     """What the journal tells of a start with stamps: the newest of as many ranks that did all of these steps."""
     if start is None or not told:
-        return _Told({})
+        return JournalStart({})
     same = [each for each in told if each.started.get("size") in (None, len(start.steps.hosts))] or list(told)
     first, last = int(start.steps.step[0]), int(start.steps.step[-1])
     began = [each for each in same if each.first_step == first]
     did = [each for each in began if each.last_step >= last]
     return (did or began or same)[-1]
-
-
-def _journal(path: Path) -> list[_Told]:
-    """What it tells of each start."""
-    found: list[_Told] = []
-    for line in journal_lines(path) if path.is_file() else ():
-        event = line.get("event")
-        if event == "started":
-            found.append(_Told(line))
-        found = found or [_Told({})]
-        if event == "warning":
-            found[-1].warnings.append(str(line.get("text", "")))
-        elif event == "machine":
-            found[-1].machine.append(line)
-        elif event is None and isinstance(step := line.get("step"), int):
-            found[-1].first_step = step if found[-1].first_step is None else found[-1].first_step
-            found[-1].last_step = step
-    return found
 
 
 def _config(layout: RunLayout) -> Mapping[str, Any]:

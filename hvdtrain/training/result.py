@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.observe.journal import journal_lines
+from hvdtrain.observe.past_journal import journal_lines
 from hvdtrain.timeline.analysis.analysis import Analysis
 from hvdtrain.training.records.time_budget import Budget
 

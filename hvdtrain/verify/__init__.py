@@ -1,1 +1,1 @@
-"""What is proven of a run after the fact: from its ledger, and by training again."""
+"""Verify a finished or running run: from its ledger, and by training again."""

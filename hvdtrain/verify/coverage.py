@@ -1,4 +1,4 @@
-"""Whether the ranks of a start took the positions of each step exactly once: pure, over columns."""
+"""Check that the ranks of a start used the positions of each step exactly once. Pure, over columns."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from hvdtrain.state.ledger import StartHeader
 from hvdtrain.verify.starts import Window
 
 _MOST_RANGES = 3
-"""Of positions, that a line names."""
+"""Most ranges of positions that a line lists."""
 
 
 @dataclass(frozen=True)
 class Wrong:
-    """What does not hold, at its first step.
+    """An error, at the first step that has it.
 
     Attributes:
-        step: the first one.
-        what: a sentence.
+        step: the first step.
+        text: a sentence.
     """
 
     step: int
-    what: str
+    text: str
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Ranges of all ranks, in order of step and position; each [M].
+    """Ranges of positions of all ranks, sorted by step and position; each [M].
 
     Attributes:
-        steps: whose they are.
-        begins: their first positions.
-        ends: one behind their last.
-        ranks: who took them.
+        steps: step of each range.
+        begins: first position.
+        ends: last position + 1.
+        ranks: rank that used the range.
     """
 
     steps: NDArray[np.int64]
@@ -44,52 +44,52 @@ class Rows:
     ranks: NDArray[np.int64]
 
 
-def untold(window: Window) -> Wrong | None:
-    """The first step that a rank does not tell of, or tells of twice."""
-    found = []
-    for rank in range(window.start.head.size):
+def find_unrecorded(window: Window) -> Wrong | None:
+    """Find the first step that a rank has not recorded exactly once."""
+    errors = []
+    for rank in range(window.start.header.size):
         wanted = np.arange(window.first + 1, window.last + 1)
         if rank not in window.start.entries:
-            step, told = window.first + 1, wanted[:0]
+            step, recorded = window.first + 1, wanted[:0]
         else:
-            low, high = bounds(window, rank)
-            told = window.start.entries[rank].steps[low:high]
-            both = min(len(told), len(wanted))
-            unlike = np.flatnonzero(told[:both] != wanted[:both])
-            step = int(wanted[unlike[0]]) if len(unlike) else window.first + both + 1
-        if len(told) != len(wanted) or (len(told) and step <= window.last):
-            found.append(Wrong(step, f"the ledger of rank {rank} does not tell of step {step} once, in its place"))
-    return min(found, key=lambda wrong: wrong.step, default=None)
+            low, high = entry_bounds(window, rank)
+            recorded = window.start.entries[rank].steps[low:high]
+            both = min(len(recorded), len(wanted))
+            differing = np.flatnonzero(recorded[:both] != wanted[:both])
+            step = int(wanted[differing[0]]) if len(differing) else window.first + both + 1
+        if len(recorded) != len(wanted) or (len(recorded) and step <= window.last):
+            errors.append(Wrong(step, f"the ledger of rank {rank} does not have step {step} exactly once and in order"))
+    return min(errors, key=lambda wrong: wrong.step, default=None)
 
 
-def bounds(window: Window, rank: int) -> tuple[int, int]:
-    """Which entries of a rank are of the window's steps."""
+def entry_bounds(window: Window, rank: int) -> tuple[int, int]:
+    """Return the range of a rank's entries with steps in the window."""
     steps = window.start.entries[rank].steps
     low, high = np.searchsorted(steps, [window.first, window.last], side="right")
     return int(low), int(high)
 
 
-def rows_of(window: Window) -> Rows:
-    """The ranges of a window that every rank tells of."""
+def collect_rows(window: Window) -> Rows:
+    """Collect the ranges in a window that every rank has recorded."""
     parts: list[list[NDArray[np.int64]]] = []
     for rank, entries in window.start.entries.items():
-        steps, begins, ends = entries.rows(*bounds(window, rank))
+        steps, begins, ends = entries.rows(*entry_bounds(window, rank))
         parts.append([steps, begins, ends, np.full(len(steps), rank)])
     steps, begins, ends, ranks = (np.concatenate(column) for column in zip(*parts, strict=True))
     order = np.lexsort((begins, steps))
     return Rows(steps[order], begins[order], ends[order], ranks[order])
 
 
-def uncovered(window: Window, rows: Rows) -> Wrong | None:
-    """The first step whose positions were not all taken, each by one rank, in the order of the stream."""
-    head, count = window.start.head, window.last - window.first
-    holes = _holes(head)
+def find_uncovered(window: Window, rows: Rows) -> Wrong | None:
+    """Find the first step in which some position was not used exactly once, in the order of the stream."""
+    header, count = window.start.header, window.last - window.first
+    holes = _holes(header)
     inside = holes.index_after(rows.begins)
     bad = (rows.begins >= rows.ends) | (holes.begins[inside] < rows.ends)
     begins, ends = holes.without(rows.begins), holes.without(rows.ends)
-    origin = int(holes.without(np.array([head.position]))[0])
+    origin = int(holes.without(np.array([header.position]))[0])
     bad |= begins != np.concatenate([np.array([origin], np.int64), ends[:-1]])
-    wanted = origin + np.arange(1, count + 1) * head.global_batch
+    wanted = origin + np.arange(1, count + 1) * header.global_batch
     last_row = np.searchsorted(rows.steps, np.arange(window.first + 1, window.last + 1), side="right") - 1
     reached = np.where(last_row >= 0, ends[np.maximum(last_row, 0)] if len(ends) else origin, origin)
     short = np.flatnonzero(reached != wanted)
@@ -102,25 +102,26 @@ def uncovered(window: Window, rows: Rows) -> Wrong | None:
 
 
 def _describe(step: int, window: Window, rows: Rows, holes: _Holes) -> str:
-    head = window.start.head
-    at = holes.with_them(holes.without(np.array([head.position]))[0] + np.arange(head.global_batch)
-                         + (step - 1 - window.first) * head.global_batch)  # fmt: skip
-    mine = rows.steps == step
-    pairs = list(zip(rows.begins[mine].tolist(), rows.ends[mine].tolist(), rows.ranks[mine].tolist(), strict=True))
-    taken = np.concatenate([np.zeros(0, np.int64), *(np.arange(begin, end) for begin, end, _ in pairs)])
-    values, counts = np.unique(taken, return_counts=True)
-    told = {
-        "taken by nobody": np.setdiff1d(at, values),
-        "taken more than once": values[counts > 1],
-        "not of this step": np.setdiff1d(values, at),
+    header = window.start.header
+    origin = holes.without(np.array([header.position]))[0] + (step - 1 - window.first) * header.global_batch
+    wanted = holes.with_them(origin + np.arange(header.global_batch))
+    is_of_step = rows.steps == step
+    columns = (column[is_of_step].tolist() for column in (rows.begins, rows.ends, rows.ranks))
+    ranges = list(zip(*columns, strict=True))
+    used = np.concatenate([np.zeros(0, np.int64), *(np.arange(begin, end) for begin, end, _ in ranges)])
+    values, counts = np.unique(used, return_counts=True)
+    errors = {
+        "not used": np.setdiff1d(wanted, values),
+        "used more than once": values[counts > 1],
+        "not of this step": np.setdiff1d(values, wanted),
     }
-    found = "; ".join(f"position(s) {spans(which)} {how}" for how, which in told.items() if len(which))
-    who = ", ".join(f"rank {rank} [{begin}, {end})" for begin, end, rank in pairs)
-    return f"step {step}: {found or 'ranges out of order'}; the ledger says: {who or 'nothing'}"
+    found = "; ".join(f"position(s) {describe_ranges(which)} {how}" for how, which in errors.items() if len(which))
+    recorded = ", ".join(f"rank {rank} [{begin}, {end})" for begin, end, rank in ranges)
+    return f"step {step}: {found or 'ranges out of order'}; the ledger contains: {recorded or 'nothing'}"
 
 
-def spans(positions: NDArray[np.int64]) -> str:
-    """Positions in order as text."""
+def describe_ranges(positions: NDArray[np.int64]) -> str:
+    """Describe sorted positions as ranges."""
     cuts = np.flatnonzero(np.diff(positions) != 1) + 1
     parts = [(int(part[0]), int(part[-1])) for part in np.split(positions, cuts) if len(part)]
     more = f" and {len(parts) - _MOST_RANGES} more ranges" if len(parts) > _MOST_RANGES else ""
@@ -129,33 +130,33 @@ def spans(positions: NDArray[np.int64]) -> str:
 
 @dataclass(frozen=True)
 class _Holes:
-    """Ranges that are left out, in order; a last one at the end of all positions."""
+    """Skipped ranges in order, with a last one at the end of all positions."""
 
     begins: NDArray[np.int64]
     ends: NDArray[np.int64]
 
     def index_after(self, positions: NDArray[np.int64]) -> NDArray[np.intp]:
-        """Of the first hole that ends behind each position."""
+        """Return the index of the first hole that ends after each position."""
         return np.searchsorted(self.ends, positions, side="right")
 
     def without(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Positions counted without the holes that end before them."""
+        """Return the positions, counted without the holes before them."""
         counted: NDArray[np.int64] = positions - self._before()[self.index_after(positions)]
         return counted
 
     def with_them(self, counted: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The positions that `without` counts so."""
+        """Return the positions from such counts: the inverse of `without`."""
         before = self._before()
         starts = self.begins[:-1] - before[:-1]
         positions: NDArray[np.int64] = counted + before[np.searchsorted(starts, counted, side="right")]
         return positions
 
     def _before(self) -> NDArray[np.int64]:
-        """Positions that are left out before each hole."""
+        """Return the number of skipped positions before each hole."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum((self.ends - self.begins)[:-1])])
 
 
-def _holes(head: StartHeader) -> _Holes:
+def _holes(header: StartHeader) -> _Holes:
     end = np.iinfo(np.int64).max
-    pairs = np.array([*head.left_out, [end, end]], np.int64)
+    pairs = np.array([*header.left_out, [end, end]], np.int64)
     return _Holes(pairs[:, 0], pairs[:, 1])

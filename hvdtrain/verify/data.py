@@ -1,4 +1,4 @@
-"""Whether every sample of each epoch was taken exactly once, over kills, resumes and other numbers of ranks."""
+"""Check that every sample of each epoch was used exactly once, over kills, resumes and other numbers of ranks."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from pathlib import Path
 import numpy as np
 
 from hvdtrain.errors import RunDirectoryError
+from hvdtrain.observe.past_journal import JournalStart, read_journal_starts
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.state.checkpoint_store import CheckpointStore
-from hvdtrain.verify.coverage import Rows, Wrong, rows_of, spans, uncovered, untold
-from hvdtrain.verify.drawn import Epochs, check_drawn
-from hvdtrain.verify.journal_starts import Past, read_past
-from hvdtrain.verify.starts import Start, Window, disagreement, read_starts, windows
+from hvdtrain.verify.coverage import Rows, Wrong, collect_rows, describe_ranges, find_uncovered, find_unrecorded
+from hvdtrain.verify.epochs import Epochs, check_samples
+from hvdtrain.verify.starts import Start, Window, find_disagreement, find_windows, read_starts
 
 
 @dataclass
 class DataReport:
-    """What the ledger of a run says.
+    """The content of a run's ledger, and the errors in it.
 
     Attributes:
-        starts: all of them.
-        windows: what counts.
+        starts: all starts in the ledger.
+        windows: the steps of each start that count.
         durable: step of the newest checkpoint.
-        past: what the journal says.
-        first: the step that the ledger begins after.
-        position: the position that it begins at.
-        last: the last step that all ranks tell of.
-        end: the position behind it.
-        epochs: what was taken of each.
-        left_out: ranges of positions on purpose.
-        wrong: what does not hold, the first step first.
-        notes: what else a person should know.
+        journal: the starts in the journal; None if there is no journal.
+        first: the step before the first one in the ledger.
+        position: the first position in the ledger.
+        last: the last step that all ranks have recorded.
+        end: the position after it.
+        epochs: the samples used of each epoch.
+        left_out: ranges of positions that are skipped on purpose.
+        wrong: errors, earliest step first.
+        notes: other information for the user.
     """
 
     starts: list[Start]
     windows: list[Window]
     durable: int
-    past: Past
+    journal: list[JournalStart] | None
     first: int = 0
     position: int = 0
     last: int = 0
@@ -51,113 +51,114 @@ class DataReport:
 
 
 def verify_data(run: Path) -> DataReport:
-    """Read the ledger of a run, which may be going on, and check it.
+    """Read and check the ledger of a run, which may still be training.
 
     Errors:
         RunDirectoryError: there is no ledger, or it cannot be read.
     """
     layout = RunLayout(run)
-    # In this order: what a run that goes on writes meanwhile is then never missed in what is read later.
+    # In this order, so that what a running job adds meanwhile is at most in what is read later.
     saved = CheckpointStore(layout.checkpoints, lambda text: None).list()
     durable = saved[-1].step if saved else 0
-    past = read_past(layout.journal)
+    journal = read_journal_starts(layout.journal) if layout.journal.is_file() else None
     starts, empty = read_starts(layout.ledger)
     if not starts:
         raise RunDirectoryError(
-            f"{run} holds no ledger",
+            f"{run} contains no ledger",
             expected=f"files such as {layout.ledger}/start-0000.rank-00000.jsonl",
-            next_step="give the folder of a run; every run writes one",
+            next_step="name the folder of a run; every run writes a ledger",
         )
-    report = DataReport(starts, windows(starts, durable), durable, past)
+    report = DataReport(starts, find_windows(starts, durable), durable, journal)
     report.notes += [
         f"{path.name} has no first line: its rank was killed before its first step, or the disk was full"
         for path in empty
     ]
-    report.notes += _gaps(starts)
+    report.notes += _missing_starts(starts)
     first = report.windows[0]
     report.first = report.last = first.first
-    report.position = report.end = first.start.head.position if first.first else 0
+    report.position = report.end = first.start.header.position if first.first else 0
     for window in report.windows:
         found = next(_check(window, report), None)
         if found is not None:
             report.wrong.append(found)
-            report.notes += _missing(window)
+            report.notes += _missing_ranks(window)
             break
     report.epochs.end()
-    report.wrong += _unequal(report.epochs)
-    report.wrong += _unexplained(report)
-    report.notes += _unread(starts)
+    report.wrong += _repeated_samples(report.epochs)
+    report.wrong += _unexplained_gaps(report)
+    report.notes += _unreadable_lines(starts)
     return report
 
 
 def _check(window: Window, report: DataReport) -> Iterator[Wrong]:
-    """What does not hold in a window, one after the other; goes on where it does."""
-    head = window.start.head
-    if (text := disagreement(window.start)) is not None:
+    """Yield the errors of a window. Without any, add the window to the report."""
+    header = window.start.header
+    if (text := find_disagreement(window.start)) is not None:
         yield Wrong(window.first + 1, text)
     if window.first != report.last:
-        yield Wrong(report.last + 1, f"step {report.last + 1}: start {head.start} goes on from step {window.first}")
-    if head.position != report.end:
+        yield Wrong(report.last + 1, f"step {report.last + 1}: start {header.start} resumes from step {window.first}")
+    if header.position != report.end:
         yield Wrong(
             window.first + 1,
-            f"start {head.start} goes on from step {window.first} at position {head.position}, but the steps before it"
-            f" ended at position {report.end}",
+            f"start {header.start} resumes from step {window.first} at position {header.position}, but the steps before"
+            f" it ended at position {report.end}",
         )
     if window.first == window.last:
-        report.notes += _missing(window)
+        report.notes += _missing_ranks(window)
         return
-    if (wrong := untold(window)) is not None:
+    if (wrong := find_unrecorded(window)) is not None:
         yield wrong
-    rows = rows_of(window)
-    if (wrong := uncovered(window, rows)) is not None:
+    rows = collect_rows(window)
+    if (wrong := find_uncovered(window, rows)) is not None:
         yield wrong
-    if (wrong := check_drawn(window, rows, report.epochs)) is not None:
+    if (wrong := check_samples(window, rows, report.epochs)) is not None:
         yield wrong
-    report.left_out += _holes(report.end, rows)
+    report.left_out += _gaps(report.end, rows)
     report.last, report.end = window.last, int(rows.ends[-1])
 
 
-def _holes(position: int, rows: Rows) -> list[tuple[int, int]]:
+def _gaps(position: int, rows: Rows) -> list[tuple[int, int]]:
     before = np.concatenate([np.array([position], np.int64), rows.ends[:-1]])
     gaps = np.flatnonzero(rows.begins > before)
     return [(int(before[gap]), int(rows.begins[gap])) for gap in gaps]
 
 
-def _missing(window: Window) -> list[str]:
+def _missing_ranks(window: Window) -> list[str]:
     start = window.start
     return [
-        f"start {start.head.start}: no file of rank(s) {', '.join(map(str, start.missing))} of {start.head.size}: where"
-        " hosts share no file system, copy the ledger/ of each into that of the run"
+        f"start {start.header.start}: no file of rank(s) {', '.join(map(str, start.missing))} of {start.header.size};"
+        " if the hosts share no file system, copy the ledger/ of each host into that of the run"
     ] * bool(start.missing)
 
 
-def _gaps(starts: Sequence[Start]) -> list[str]:
-    there = {start.head.start for start in starts}
-    gone = [str(number) for number in range(max(there)) if number not in there]
-    return [f"no file of start(s) {', '.join(gone)}"] * bool(gone)
+def _missing_starts(starts: Sequence[Start]) -> list[str]:
+    numbers = {start.header.start for start in starts}
+    missing = [str(number) for number in range(max(numbers)) if number not in numbers]
+    return [f"no file of start(s) {', '.join(missing)}"] * bool(missing)
 
 
-def _unequal(epochs: Epochs) -> list[Wrong]:
+def _repeated_samples(epochs: Epochs) -> list[Wrong]:
     return [
-        Wrong(0, f"epoch {epoch.number}: {epoch.taken} samples were taken, but only {epoch.distinct} different ones")
+        Wrong(0, f"epoch {epoch.number}: {epoch.used} samples were used, but only {epoch.distinct} different ones")
         for epoch in epochs.others
-        if epoch.taken != epoch.distinct
+        if epoch.used != epoch.distinct
     ]
 
 
-def _unexplained(report: DataReport) -> list[Wrong]:
-    """Positions that were passed over without a roll back in the journal."""
-    if not report.past.is_there:
+def _unexplained_gaps(report: DataReport) -> list[Wrong]:
+    """Find positions that were skipped without a roll back in the journal."""
+    if report.journal is None:
         return []
-    gone = {position for begin, end in report.past.gone for position in range(begin, end)}
-    unknown = np.array([p for b, e in report.left_out for p in range(b, e) if p not in gone], np.int64)
-    if not len(unknown):
+    roll_backs = [event["positions"] for start in report.journal for event in start.events_named("rolled_back")]
+    explained = {position for begin, end in roll_backs for position in range(begin, end)}
+    unexplained = np.array([p for b, e in report.left_out for p in range(b, e) if p not in explained], np.int64)
+    if not len(unexplained):
         return []
-    return [Wrong(0, f"position(s) {spans(unknown)} were left out, but the journal knows of no roll back")]
+    return [Wrong(0, f"position(s) {describe_ranges(unexplained)} were skipped, but the journal has no roll back")]
 
 
-def _unread(starts: Sequence[Start]) -> list[str]:
-    found = [(s.head.start, rank, e.unreadable) for s in starts for rank, e in s.entries.items() if e.unreadable]
+def _unreadable_lines(starts: Sequence[Start]) -> list[str]:
+    found = [(s.header.start, rank, e.unreadable) for s in starts for rank, e in s.entries.items() if e.unreadable]
     return [
         f"start {start}, rank {rank}: {lines} line(s) cut off, as a kill or a full disk leaves them"
         for start, rank, lines in found

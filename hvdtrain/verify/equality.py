@@ -1,4 +1,4 @@
-"""Two runs beside each other: bit for bit, or to a tolerance. Pure."""
+"""Compare two runs bit for bit, or with a tolerance. Pure."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from torch import Tensor
 from hvdtrain.verify.runs import Outcome
 
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
-"""Relative, by precision: sums over ranks are made in another order."""
+"""Relative tolerance of losses by precision: another world size sums in another order."""
 
 TENSOR_TOLERANCE = {"fp32": 1e-2, "bf16": 0.5, "fp16": 0.5}
-"""Of the L2 norm of a tensor. Where a gradient is near 0, an adaptive optimizer makes much of a last bit."""
+"""Tolerance relative to a tensor's L2 norm. If a gradient is near 0, adaptive optimizers amplify its last bits."""
 
 
 @dataclass(frozen=True)
-class Compared:
-    """What was found.
+class Comparison:
+    """The result of a comparison.
 
     Attributes:
-        what: was compared with what.
-        exact: bit for bit, or to a tolerance.
-        steps: whose losses were compared.
-        tensors: that were compared.
+        name: the two runs.
+        exact: compared bit for bit, otherwise with a tolerance.
+        steps: number of compared losses.
+        tensors: number of compared tensors.
         loss: largest relative difference of a loss.
-        tensor: largest difference of a tensor, of its norm.
-        first: the first thing that differs by more than it may; None where the law holds.
+        tensor: largest difference of a tensor, relative to its norm.
+        first: the first difference beyond the tolerance; None if there is none.
     """
 
-    what: str
+    name: str
     exact: bool
     steps: int
     tensors: int
@@ -41,20 +41,20 @@ class Compared:
     first: str | None
 
 
-def compare(what: str, found: Outcome, wanted: Outcome, *, exact: bool, precision: str) -> Compared:
+def compare(name: str, found: Outcome, wanted: Outcome, *, exact: bool, precision: str) -> Comparison:
     """Compare losses, positions and the last state of two runs of the same steps."""
     differences = [_relative(a, b) for a, b in zip(found.losses, wanted.losses, strict=False)]
-    # What compression carries on belongs to a number of ranks.
+    # Residuals of compression depend on the world size.
     tensors = dict(_tensors(found, wanted, ("model", "optimizer", *(["exchange"] if exact else []))))
     most = 0.0 if exact else LOSS_TOLERANCE[precision]
     first = _first_step(found, wanted, differences, most)
     if first is None:
         most = 0.0 if exact else TENSOR_TOLERANCE[precision]
-        first = next((_told(name, how, most) for name, how in sorted(tensors.items()) if not how <= most), None)
+        first = next((_tensor_text(key, how, most) for key, how in sorted(tensors.items()) if not how <= most), None)
     if first is None and exact:
         first = _first_value(found.state.values, wanted.state.values)
-    return Compared(
-        what, exact, len(differences), len(tensors), max(differences, default=0.0), max(tensors.values()), first
+    return Comparison(
+        name, exact, len(differences), len(tensors), max(differences, default=0.0), max(tensors.values()), first
     )
 
 
@@ -63,16 +63,16 @@ def _first_step(found: Outcome, wanted: Outcome, differences: list[float], most:
         pairs = enumerate(zip(found.positions, wanted.positions, strict=False), 1)
         step, pair = next(((s, (a, b)) for s, (a, b) in pairs if a != b), (0, (0, 0)))
         if not step:
-            return f"{len(found.positions)} steps were done, not {len(wanted.positions)}"
-        return f"step {step} ended at position {pair[0]}, not {pair[1]}"
+            return f"{len(found.positions)} steps instead of {len(wanted.positions)}"
+        return f"step {step} ended at position {pair[0]} instead of {pair[1]}"
     step = next((number for number, how in enumerate(differences, 1) if not how <= most), 0)
     if not step:
         return None
-    return f"step {step}: loss {found.losses[step - 1]!r}, not {wanted.losses[step - 1]!r}"
+    return f"step {step}: loss {found.losses[step - 1]!r} instead of {wanted.losses[step - 1]!r}"
 
 
-def _told(name: str, how: float, most: float) -> str:
-    return f"tensor {name}: by {how:.3g} of its norm" + (f", more than {most:g}" if most else "")
+def _tensor_text(name: str, how: float, most: float) -> str:
+    return f"tensor {name}: differs by {how:.3g} of its norm" + (f", more than {most:g}" if most else "")
 
 
 def _first_value(found: Mapping[str, Any], wanted: Mapping[str, Any], prefix: str = "") -> str | None:
@@ -83,7 +83,7 @@ def _first_value(found: Mapping[str, Any], wanted: Mapping[str, Any], prefix: st
             if inner is not None:
                 return inner
         elif a != b:
-            return f"{prefix}{name} is {str(a)[:60]}, not {str(b)[:60]}"
+            return f"{prefix}{name} is {str(a)[:60]} instead of {str(b)[:60]}"
     return None
 
 
@@ -96,7 +96,7 @@ def _tensors(found: Outcome, wanted: Outcome, groups: Sequence[str]) -> Iterator
 
 
 def _distance(a: Tensor | None, b: Tensor | None) -> float:
-    """Of their L2 norm; 0 only where every bit is the same, inf where they cannot be compared."""
+    """Return the distance relative to the L2 norm of `b`: 0 only for equal bits, inf for other shapes or dtypes."""
     if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
         return float("inf")
     if torch.equal(_bits(a), _bits(b)):

@@ -1,4 +1,4 @@
-"""A ledger's files as columns."""
+"""Read the files of a ledger as columns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvdtrain.errors import RunDirectoryError
 from hvdtrain.state.ledger import VERSION, StartHeader
 
 _LINES_AT_ONCE = 1 << 16
-"""Parsed by one call, which is several times as fast as one call a line."""
+"""Lines to parse in one call, which is several times as fast as one call per line."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class Entries:
 
     Attributes:
         steps: [N].
-        checksums: of the indices drawn [N].
-        first: [N + 1]; the ranges of step i are rows first[i] to first[i + 1] of the next two.
-        begins: of the ranges [M].
-        ends: of the ranges [M].
-        unreadable: lines that are none; the last one of a killed process may be cut off.
+        checksums: checksums of the used indices [N].
+        first: [N + 1]; step i has the ranges first[i] to first[i + 1].
+        begins: begins of the ranges [M].
+        ends: ends of the ranges [M].
+        unreadable: number of invalid lines; a kill may cut off the last one.
     """
 
     steps: NDArray[np.int64]
@@ -39,27 +39,27 @@ class Entries:
     unreadable: int = 0
 
     def rows(self, low: int, high: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Step, begin and end of each range of the entries `low` to `high`."""
+        """Return step, begin and end of each range in the entries `low` to `high`."""
         counts = np.diff(self.first[low : high + 1])
         part = slice(int(self.first[low]), int(self.first[high]))
         return np.repeat(self.steps[low:high], counts), self.begins[part], self.ends[part]
 
 
 def read_file(path: Path) -> tuple[StartHeader, Entries] | None:
-    """A file of a ledger; None where its first line is cut off: its rank was killed before it did anything.
+    """Read a file of a ledger. Return None if its first line is cut off, because its rank was killed early.
 
     Errors:
-        RunDirectoryError: it cannot be read, or is of a version that this one does not know.
+        RunDirectoryError: it cannot be read, or has an unknown version.
     """
     try:
         with path.open("rb") as file:
-            head = _head(path, file.readline())
-            return None if head is None else (head, _entries(file))
+            header = _header(path, file.readline())
+            return None if header is None else (header, _entries(file))
     except OSError as error:
-        raise RunDirectoryError(f"{path} cannot be read: {error.strerror}") from error
+        raise RunDirectoryError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _head(path: Path, line: bytes) -> StartHeader | None:
+def _header(path: Path, line: bytes) -> StartHeader | None:
     try:
         values = orjson.loads(line)
         version = values.pop("version")
@@ -67,7 +67,10 @@ def _head(path: Path, line: bytes) -> StartHeader | None:
         return None
     if version != VERSION:
         raise RunDirectoryError(
-            f"{path} is of a version that is not known", expected=f"version {VERSION}", found=str(version)
+            f"{path} has an unknown version",
+            expected=f"version {VERSION}",
+            found=str(version),
+            next_step="use the version of hvdtrain that wrote it",
         )
     try:
         return StartHeader(**values)
@@ -94,7 +97,7 @@ def _entries(lines: Iterator[bytes]) -> Entries:
 
 
 def _columns(block: list[bytes]) -> tuple[list[NDArray[np.int64]], int]:
-    """Steps, checksums, number of ranges, begins and ends; and how many lines are none."""
+    """Return steps, checksums, numbers of ranges, begins and ends; and the number of invalid lines."""
     text = b",".join(block)
     try:
         if _all_of_one_range(text, len(block)):
@@ -116,7 +119,7 @@ def _columns(block: list[bytes]) -> tuple[list[NDArray[np.int64]], int]:
 
 
 def _all_of_one_range(text: bytes, lines: int) -> bool:
-    """Nearly always so, and then without brackets these are four numbers a line, which is faster to read."""
+    """Return whether each line has one range, as is usual. Without brackets that is four numbers, faster to parse."""
     marks = ((b"[", 3), (b",[[", 1), (b"]],", 1), (b"]", 3))
     return text.count(b",") == 4 * lines - 1 and all(text.count(mark) == each * lines for mark, each in marks)
 
@@ -127,7 +130,7 @@ def _arrays(rows: Sequence[Any]) -> list[NDArray[np.int64]]:
     flat = [bound for some in ranges for pair in some for bound in pair]
     bounds = np.array(flat, np.int64).reshape(-1, 2)
     if len(bounds) != counts.sum():
-        raise ValueError("a range is of two numbers")
+        raise ValueError("a range has two numbers")
     columns = [np.array(steps, np.int64), np.array(checksums, np.int64), counts, bounds[:, 0], bounds[:, 1]]
     if any(column.ndim != 1 for column in columns):
         raise ValueError("not a line of a ledger")

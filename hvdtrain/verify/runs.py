@@ -1,4 +1,4 @@
-"""Runs of a config in a scratch folder: started, waited for, and read."""
+"""Start runs of a config in a scratch folder, wait for them and read them."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from pathlib import Path
 from typing import IO, Any
 
 from hvdtrain.errors import ConfigError, HvdtrainError, RunDirectoryError
-from hvdtrain.observe import journal
+from hvdtrain.observe.past_journal import read_steps
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.state.train_state import StateDict
 
 _TAIL = 12
-"""Lines of a failed job that are shown."""
+"""Lines of a failed job to show."""
 
 _PATIENCE_S = 30.0
-"""How long a job may take to end when it is told to; mpirun gives its ranks a second, and is slow on few cores."""
+"""Seconds for a job to end after SIGTERM. mpirun gives its ranks one second, and is slow on few cores."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to.
+    """The result of a run.
 
     Attributes:
         losses: by step, from 1.
@@ -43,30 +43,30 @@ class Outcome:
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """The resolved config of a run.
+    """Read the resolved config of a run.
 
     Errors:
-        RunDirectoryError: there is none, or its task was given by a program.
+        RunDirectoryError: there is none, or a program passed its task as an object.
     """
     try:
         config = RunLayout(run).read_config()
     except ConfigError as error:
-        raise RunDirectoryError(error.what, next_step="give the folder of a run that has begun") from None
+        raise RunDirectoryError(error.what, next_step="name the folder of a run that has begun") from None
     task = config.get("task")
     if not isinstance(task, str) or task == "Task" or task.startswith("__main__:"):
         raise RunDirectoryError(
-            f"the task of {run} was given by a program: no command line can train it",
+            f"a program passed the task of {run} as an object, so no command line can train it",
             expected="a task by name, file.py:function or module:function",
             found=str(task),
-            next_step="put the task into a function of a module, and name it: --task file.py:function",
+            next_step="put the task into a function in a file, and name it: --task file.py:function",
         )
     return config
 
 
 def scratch_config(config: Mapping[str, Any], steps: int) -> dict[str, Any]:
-    """The same training of 2 `steps` steps, saved at each `steps`, with nothing shown or written elsewhere.
+    """Return the config for 2 * `steps` steps with a checkpoint every `steps`, without recording or sinks.
 
-    Compression that is chosen by measurement could be chosen otherwise each time: it is none.
+    It replaces compression auto by none, because auto could choose differently each time.
     """
     changed: dict[str, dict[str, Any]] = {
         "train": {"steps": 2 * steps, "epochs": None, "stop_at": None, "deterministic": True, "eval_every": None},
@@ -86,10 +86,10 @@ class Runner:
     """Starts runs of one config under a folder.
 
     Attributes:
-        folder: where they go.
-        config: a file.
-        steps: at which a first half stops.
-        say: told of each run that is over.
+        folder: folder of the runs.
+        config: config file.
+        steps: steps of the first half.
+        say: shows each finished run.
     """
 
     folder: Path
@@ -98,8 +98,8 @@ class Runner:
     say: Callable[[str], None]
 
     def whole(self, name: str, size: int) -> Outcome:
-        """Train all steps in one go."""
-        self._run(name, size, f"{2 * self.steps} steps in one go")
+        """Train all steps without interruption."""
+        self._run(name, size, f"{2 * self.steps} steps without interruption")
         return self._outcome(name)
 
     def half(self, name: str, size: int) -> None:
@@ -107,9 +107,9 @@ class Runner:
         self._run(name, size, f"the first {self.steps} steps", "--train.stop_at", str(self.steps))
 
     def rest(self, name: str, half: str, before: int, size: int) -> Outcome:
-        """Go on, on `size` ranks, from the first half that the run `half` has done on `before` ranks."""
+        """Resume the run `half` of `before` ranks on `size` ranks, and train the second half."""
         shutil.copytree(self.folder / half, self.folder / name)
-        self._run(name, size, f"the other {self.steps} steps, after the first on {before} rank(s),")
+        self._run(name, size, f"the other {self.steps} steps after {self.steps} on {before} rank(s)")
         return self._outcome(name)
 
     def _run(self, name: str, size: int, what: str, *options: str) -> None:
@@ -124,13 +124,13 @@ class Runner:
             raise HvdtrainError(
                 f"{what} on {size} rank(s) failed with exit code {code}",
                 found="\n    ".join(["the end of its output:", *lines]),
-                next_step=f"all of it: {log}",
+                next_step=f"see the whole output: {log}",
             )
         self.say(f"{what} on {size} rank(s): {time.monotonic() - began:.1f} s")
 
     def _outcome(self, name: str) -> Outcome:
         run = self.folder / name
-        steps = journal.read_steps(RunLayout(run).journal)
+        steps = read_steps(RunLayout(run).journal)
         newest = CheckpointStore(RunLayout(run).checkpoints, self.say).load_newest()
         assert newest is not None
         lines = [steps[step] for step in sorted(steps)]
@@ -138,9 +138,9 @@ class Runner:
 
 
 def _wait_for(argv: list[str], out: IO[bytes]) -> int:
-    """Run a job to its end; its exit code. Where the wait is interrupted, the job is ended first.
+    """Run a job to its end, and return its exit code. If the wait is interrupted, it ends the job first.
 
-    It is a group of processes of its own: a launcher may stand between it and what it starts, and end before that.
+    The job is its own process group, because a launcher may end before the processes that it started.
     """
     process = subprocess.Popen(
         argv, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
@@ -153,16 +153,16 @@ def _wait_for(argv: list[str], out: IO[bytes]) -> int:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Have a group of processes end, and wait until none of them is left."""
+    """End a process group, and wait until no process is left."""
     end = time.monotonic() + _PATIENCE_S
     try:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
             while time.monotonic() < end:
-                process.poll()  # a zombie counts
+                process.poll()  # reaps a zombie, which would count
                 os.killpg(process.pid, 0)
                 time.sleep(0.05)
-    finally:  # also when another signal comes meanwhile
+    finally:  # also on another signal
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

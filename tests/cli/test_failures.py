@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from hvdtrain.observe.journal import read_journal
+from hvdtrain.observe.past_journal import read_journal
 from tests.support.gallery import SECRET, Gallery
 from tests.support.launch import ROOT, ending, run, train, training
 

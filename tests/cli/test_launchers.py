@@ -14,7 +14,7 @@ import pytest
 
 from hvdtrain import Task
 from hvdtrain.errors import LaunchError
-from hvdtrain.observe.journal import read_steps
+from hvdtrain.observe.past_journal import read_steps
 from tests.support.gallery import STEPS, Gallery
 from tests.support.gallery import TOY as GALLERY_TOY
 from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S, command, ending, train

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hvdtrain.observe.journal import read_steps as read_journal_steps
+from hvdtrain.observe.past_journal import read_steps as read_journal_steps
 from hvdtrain.timeline.span_files import read_span_files, wall_clock_us
 from hvdtrain.timeline.steps import read_starts, read_steps
 from tests.support.gallery import STEPS, TOY, Gallery

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.observe.journal import read_journal, read_steps
+from hvdtrain.observe.past_journal import read_journal, read_steps
 from hvdtrain.observe.scalars import BANDS
 from hvdtrain.observe.tensorboard_page import LOSS_BY_SAMPLES, LOSS_BY_SECONDS
 from tests.support.gallery import STEPS, TOY, Gallery

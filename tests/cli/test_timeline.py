@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.install import record
-from hvdtrain.observe.journal import read_journal, read_steps
+from hvdtrain.observe.past_journal import read_journal, read_steps
 from tests.support.gallery import Gallery
 from tests.support.launch import ending, program, run, stop_by_sigterm, train, training
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from hvdtrain.__main__ import main
-from hvdtrain.observe.journal import read_journal, read_steps
+from hvdtrain.observe.past_journal import read_journal, read_steps
 from hvdtrain.runtime.environment import JOB
 
 TOY = str(Path(__file__).parents[1] / "support" / "toy.py") + ":toy"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.observe.journal import read_journal
+from hvdtrain.observe.past_journal import read_journal
 from tests.support.chaos_rank import EXCEPTION, MEETING
 from tests.support.scenario import STEPS, Hosts, Scenario, nothing_lost
 

@@ -183,8 +183,8 @@ ROWS: list[tuple[str, int, str]] = [
     ("timeline start fifos", 1, "hvdtrain: RunDirectoryError: fifos is not the folder of a run"),
     ("timeline stop run", 1, "hvdtrain: RunDirectoryError: the run in run is finished"),
     ("verify nonsense", 2, "hvdtrain: there is no command 'nonsense' of verify"),
-    ("verify data folder", 1, "hvdtrain: RunDirectoryError: folder holds no ledger"),
-    ("verify data bytes", 1, "hvdtrain: RunDirectoryError: bytes holds no ledger"),
+    ("verify data folder", 1, "hvdtrain: RunDirectoryError: folder contains no ledger"),
+    ("verify data bytes", 1, "hvdtrain: RunDirectoryError: bytes contains no ledger"),
     ("verify resume deep", 1, "hvdtrain: RunDirectoryError: the config file 'deep/config.yaml' is nested too deeply"),
     (
         "verify resume fifos",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.observe.journal import read_steps
+from hvdtrain.observe.past_journal import read_steps
 from tests.support.gallery import TOY
 from tests.support.launch import ENVIRONMENT, ROOT
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hvdtrain
-from hvdtrain.observe.journal import read_steps
+from hvdtrain.observe.past_journal import read_steps
 from hvdtrain.spans import DEVICE
 from hvdtrain.training.records.device_spans import ON_DEVICE
 from hvdtrain.training.start.device import pick_device

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.observe.journal import read_journal, read_steps
+from hvdtrain.observe.past_journal import read_journal, read_steps
 from tests.support.two_hosts import TwoHosts
 
 ROOT = Path(__file__).parents[2]

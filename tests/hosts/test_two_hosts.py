@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hvdtrain.observe.journal import read_steps
+from hvdtrain.observe.past_journal import read_steps
 from tests.support.host import pid_namespace, until
 from tests.support.launch import train
 from tests.support.two_hosts import LINK, OWN, TwoHosts, two_hosts

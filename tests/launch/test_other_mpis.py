@@ -11,7 +11,7 @@ import pytest
 
 from hvdtrain.launch.spec import Command, JobSpec, Mpi
 from hvdtrain.launch.targets import TARGETS
-from hvdtrain.observe.journal import read_steps
+from hvdtrain.observe.past_journal import read_steps
 from tests.support.launch import ENVIRONMENT, ROOT, train
 from tests.support.mpis import wheel
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.observe.journal import read_steps
+from hvdtrain.observe.past_journal import read_steps
 from hvdtrain.timeline.analysis.analyse import analyse
 from hvdtrain.timeline.run import load
 from tests.support.gallery import Gallery

@@ -360,7 +360,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # observe
     _missed(
-        "observe/journal.py",
+        "observe/past_journal.py",
         '            return bool(event == "finished")\n    return False',
         '            if event == "finished":\n                return True\n    return False',
         "a run counts as finished though steps were done since",

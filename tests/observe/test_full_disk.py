@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hvdtrain.observe.journal import Journal, read_journal
+from hvdtrain.observe.journal import Journal
+from hvdtrain.observe.past_journal import read_journal
 from tests.support.full_disk import room_for
 
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.observe.journal import Journal, is_finished, last_step, read_journal, read_steps
+from hvdtrain.observe.journal import Journal
+from hvdtrain.observe.past_journal import is_finished, last_step, read_journal, read_steps
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))

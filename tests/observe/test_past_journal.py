@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hvdtrain.observe.past_journal import Past
+from hvdtrain.observe.past_journal import PastSteps
 from tests.support.tensorboard_run import BATCH, Run
 
 
@@ -15,7 +15,7 @@ def test_seconds_and_positions_leave_out_what_was_done_again(tmp_path: Path) -> 
     run.stretch(6, [0.25] * 4)
     with run.journal.open("ab") as file:
         file.write(b'{"step":11,"step_s"')  # a kill
-    past = Past(run.journal).read()
+    past = PastSteps(run.journal).read()
     assert list(past.seconds) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 6.25, 6.5, 6.75, 7.0]
     assert past.positions[10] == 10 * BATCH
     assert 10 in past
@@ -23,7 +23,7 @@ def test_seconds_and_positions_leave_out_what_was_done_again(tmp_path: Path) -> 
 
 
 def test_a_missing_journal_has_no_steps(tmp_path: Path) -> None:
-    past = Past(tmp_path / "missing").read()
+    past = PastSteps(tmp_path / "missing").read()
     assert 0 in past
     assert 1 not in past
 
@@ -31,7 +31,7 @@ def test_a_missing_journal_has_no_steps(tmp_path: Path) -> None:
 def test_a_run_that_began_from_another_ones_checkpoint(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.stretch(500, [1.0] * 3)
-    past = Past(run.journal).read()
+    past = PastSteps(run.journal).read()
     assert past.seconds[503] == 3.0
     assert past.positions[503] == 503 * BATCH
 
@@ -40,26 +40,26 @@ def test_steps_and_events_after_a_step_in_order(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.stretch(None, [1.0] * 10, save_every=5)
     run.stretch(5, [2.0] * 6, save_every=5)
-    past = Past(run.journal).read()
-    assert past.before(11, 5.0) == 8
-    assert past.before(11, 1000.0) == 0
-    found = past.after(8, 10)
+    past = PastSteps(run.journal).read()
+    assert past.step_before(11, 5.0) == 8
+    assert past.step_before(11, 1000.0) == 0
+    found = past.records_after(8, 10)
     assert [(r.get("event"), r.get("step", r.get("at_step"))) for r in found] == [
         (None, 9),
         (None, 10),
         ("checkpoint", 10),
         ("evaluation", 10),
     ]
-    assert [r["step_s"] for r in past.after(0, 11) if "event" not in r] == [1.0] * 5 + [2.0] * 6
+    assert [r["step_s"] for r in past.records_after(0, 11) if "event" not in r] == [1.0] * 5 + [2.0] * 6
 
 
 def test_a_clock_that_was_set_between_two_starts_changes_nothing(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.stretch(None, [1.0] * 10)
-    expected = Past(run.journal).read().before(10, 5.0)
+    expected = PastSteps(run.journal).read().step_before(10, 5.0)
     for jump_s in (-7200.0, 7200.0):
         lines = [json.loads(line) for line in run.journal.read_text().splitlines()]
         for line in lines:
             line["time"] += jump_s * (line.get("step", 0) > 8)
         run.journal.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
-        assert Past(run.journal).read().before(10, 5.0) == expected == 4
+        assert PastSteps(run.journal).read().step_before(10, 5.0) == expected == 4

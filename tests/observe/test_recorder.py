@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from hvdtrain.observe import recorder as recorder_module
-from hvdtrain.observe.journal import Journal, read_journal
+from hvdtrain.observe.journal import Journal
+from hvdtrain.observe.past_journal import read_journal
 from hvdtrain.observe.progress import Progress
 from hvdtrain.observe.recorder import Recorder
 from tests.support.launch import TIMEOUT_S

@@ -17,7 +17,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
 
 from hvdtrain.observe.event_file import EventFile
-from hvdtrain.observe.journal import read_steps
+from hvdtrain.observe.past_journal import read_steps
 from hvdtrain.observe.scalars import BANDS, MACHINE
 from hvdtrain.observe.tensorboard import EVERY_S, TensorBoard, is_installed
 from hvdtrain.observe.tensorboard_page import (

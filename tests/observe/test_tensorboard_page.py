@@ -19,7 +19,7 @@ import pytest
 
 pytest.importorskip("tensorboard", reason="tensorboard is not installed: make setup")
 
-from hvdtrain.observe.journal import read_steps
+from hvdtrain.observe.past_journal import read_steps
 from hvdtrain.observe.tensorboard_page import (
     LOSS_BY_SAMPLES,
     LOSS_BY_SECONDS,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.observe.journal import read_journal
+from hvdtrain.observe.past_journal import read_journal
 from tests.support.audited import audited, of_launcher, seen
 from tests.support.gallery import Gallery
 from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S, program, train

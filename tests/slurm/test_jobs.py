@@ -11,7 +11,7 @@ import pytest
 
 from hvdtrain.launch.spec import Batch, JobSpec, Mpi
 from hvdtrain.launch.targets import slurm as target
-from hvdtrain.observe.journal import read_journal, read_steps
+from hvdtrain.observe.past_journal import read_journal, read_steps
 from tests.support.launch import ROOT, train
 from tests.support.slurm import SLOTS, Slurm, one_node
 

@@ -16,7 +16,7 @@ import pytest
 from hvdtrain.launch.nodelist import node_names
 from hvdtrain.launch.spec import JobSpec, Mpi
 from hvdtrain.launch.targets import srun as target
-from hvdtrain.observe.journal import read_journal, read_steps
+from hvdtrain.observe.past_journal import read_journal, read_steps
 from tests.support.host import Host, command_of
 from tests.support.launch import ROOT, train
 from tests.support.slurm import Slurm

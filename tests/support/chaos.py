@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.observe.journal import read_journal, read_steps
+from hvdtrain.observe.past_journal import read_journal, read_steps
 from tests.support.chaos_rank import BALLAST, PHASES, SIGNALS
 from tests.support.launch import ENVIRONMENT, TIMEOUT_S
 from tests.support.two_hosts import TwoHosts, two_hosts

@@ -21,7 +21,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from hvdtrain.observe.journal import read_journal, read_steps
+from hvdtrain.observe.past_journal import read_journal, read_steps
 from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.state.train_state import StateDict
 from tests.support.audited import audited

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from hvdtrain.install.open_mpi import REMOTE_SHELL, has_remote_shell
-from hvdtrain.observe.journal import read_journal
+from hvdtrain.observe.past_journal import read_journal
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.observe.journal import last_step, read_steps
+from hvdtrain.observe.past_journal import last_step, read_steps
 from hvdtrain.verify.data import verify_data
 from tests.support.chaos import RANK, TASK
 from tests.support.fake_launch import FakeJob

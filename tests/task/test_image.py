@@ -11,7 +11,7 @@ from torch import nn
 
 import hvdtrain
 from hvdtrain.errors import ConfigError
-from hvdtrain.observe.journal import read_journal
+from hvdtrain.observe.past_journal import read_journal
 from hvdtrain.task.base import load_task_function
 from hvdtrain.task.image import accuracy, image, label_loss
 from hvdtrain.task.image_data import ImageConfig, open_images, split

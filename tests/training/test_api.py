@@ -16,7 +16,7 @@ import torch
 
 import hvdtrain
 from hvdtrain.config.schema import CheckpointConfig, TrainConfig
-from hvdtrain.observe.journal import read_journal, read_steps
+from hvdtrain.observe.past_journal import read_journal, read_steps
 from tests.support.launch import run
 from tests.support.tensorboard_run import series
 from tests.support.toy import toy

@@ -13,7 +13,7 @@ from torch import nn
 from hvdtrain.compression.table import auto_candidates
 from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.engine.make import make_engine
-from hvdtrain.observe.journal import read_journal
+from hvdtrain.observe.past_journal import read_journal
 from hvdtrain.runtime.host import HostFacts
 from hvdtrain.training.start import auto_compression
 from hvdtrain.training.start.auto_compression import CompressionTrial

@@ -11,7 +11,7 @@ from torch import nn
 
 import hvdtrain
 from hvdtrain.config.schema import Config, ObserveConfig, TrainConfig
-from hvdtrain.observe.journal import read_journal
+from hvdtrain.observe.past_journal import read_journal
 from hvdtrain.task.base import Task
 from hvdtrain.training.records.compute import FirstPass
 from tests.support.toy import toy

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hvdtrain.errors import DriftError
-from hvdtrain.observe.journal import read_steps
+from hvdtrain.observe.past_journal import read_steps
 from hvdtrain.state.train_state import Progress, TrainState
 from hvdtrain.training.diagnostics.drift import _BITS, Drift, number
 from hvdtrain.training.diagnostics.health import digests

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import hvdtrain
-from hvdtrain.observe.journal import read_journal, read_steps
+from hvdtrain.observe.past_journal import read_journal, read_steps
 from hvdtrain.state.checkpoint_store import MANIFEST
 from tests.support.toy import toy
 

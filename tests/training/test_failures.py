@@ -8,7 +8,7 @@ import pytest
 
 import hvdtrain
 from hvdtrain.observe.failure.reporter import JobFacts
-from hvdtrain.observe.journal import read_journal
+from hvdtrain.observe.past_journal import read_journal
 from hvdtrain.spans import Spans
 from hvdtrain.training.result import losses_and_speed
 from tests.support.toy import toy

@@ -14,7 +14,7 @@ import hvdtrain
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.config.windows import Window
 from hvdtrain.errors import ConfigError
-from hvdtrain.observe.journal import read_journal
+from hvdtrain.observe.past_journal import read_journal
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.runtime.timeline import TimelinePlan
 from hvdtrain.training.loop.buffers import Rollback

@@ -19,7 +19,7 @@ from hvdtrain.errors import (
     UnreadableCheckpointError,
     UnusableRunDirectoryError,
 )
-from hvdtrain.observe.journal import read_journal, read_steps
+from hvdtrain.observe.past_journal import read_journal, read_steps
 from hvdtrain.training.api import _options
 from hvdtrain.training.result import Result
 from tests.support import permissions

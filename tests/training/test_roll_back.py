@@ -16,7 +16,7 @@ import hvdtrain
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.data.order import passing_over
 from hvdtrain.errors import NonFiniteError
-from hvdtrain.observe.journal import read_journal, read_steps
+from hvdtrain.observe.past_journal import read_journal, read_steps
 from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.state.commits import Commits
 from hvdtrain.state.train_state import Progress, TrainState

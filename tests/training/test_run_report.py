@@ -13,7 +13,8 @@ import pytest
 import hvdtrain
 from hvdtrain.config.schema import ObserveConfig
 from hvdtrain.errors import RunDirectoryError
-from hvdtrain.observe.journal import Journal, is_finished, read_journal
+from hvdtrain.observe.journal import Journal
+from hvdtrain.observe.past_journal import is_finished, read_journal
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.observe.span_trace import SpanTrace
 from hvdtrain.timeline.analysis.analysis import figures

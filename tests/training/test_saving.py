@@ -14,7 +14,7 @@ import pytest
 
 import hvdtrain
 from hvdtrain.errors import CheckpointError
-from hvdtrain.observe.journal import read_journal, read_steps
+from hvdtrain.observe.past_journal import read_journal, read_steps
 from hvdtrain.spans import Spans
 from hvdtrain.state import background_writer, shard_files
 from hvdtrain.state.background_writer import CheckpointWriter

@@ -17,7 +17,7 @@ import hvdtrain
 from hvdtrain import Task
 from hvdtrain.data.loader import Stream
 from hvdtrain.errors import NonFiniteError, TaskError
-from hvdtrain.observe.journal import read_journal, read_steps
+from hvdtrain.observe.past_journal import read_journal, read_steps
 from tests.support import faulty
 from tests.support.launch import train
 from tests.support.toy import toy

@@ -10,7 +10,8 @@ import torch
 
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.config.parse import parse_object
-from hvdtrain.observe.journal import Journal, read_journal
+from hvdtrain.observe.journal import Journal
+from hvdtrain.observe.past_journal import read_journal
 from hvdtrain.observe.progress import Progress as Display
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.runtime.environment import RankInfo

@@ -135,8 +135,8 @@ def test_the_first_step_and_positions_are_named() -> None:
 
     (wrong,) = _report(change).wrong
     assert wrong.step == 4
-    assert "position(s) 22 taken by nobody" in wrong.what
-    assert "rank 1 [23, 24)" in wrong.what
+    assert "position(s) 22 not used" in wrong.text
+    assert "rank 1 [23, 24)" in wrong.text
 
 
 def test_a_missing_file_is_named() -> None:
@@ -168,8 +168,8 @@ def test_what_no_checkpoint_holds_is_not_durable_yet() -> None:
         report = verify_data(done.run)
         text = to_text(report, done.run)
     assert report.wrong == []
-    assert "steps 12 to 13 are not durable yet" in text
-    assert "of steps 14 to 14 not all ranks have told yet" in text
+    assert "steps 12 to 13 are not in a checkpoint yet" in text
+    assert "not all ranks have recorded steps 14 to 14 yet" in text
 
 
 def test_a_rank_that_tells_less_than_a_checkpoint_holds_is_wrong() -> None:
@@ -184,14 +184,14 @@ def test_other_data_from_some_step_on_begins_another_order() -> None:
         (done.run / "checkpoints" / "step-000012").mkdir()
         report, text = verify_data(done.run), to_text(verify_data(done.run), done.run)
     assert report.wrong == []
-    assert "every sample once within each order" in text
-    assert "were changed once" in text
+    assert "every sample exactly once within each order" in text
+    assert "changed once" in text
     assert [(e.number, e.samples, e.distinct) for e in report.epochs.others] == [(1, 20, 4), (0, 30, 6), (1, 30, 18)]
 
 
 def test_an_order_that_is_never_changed_is_said_to_hold_every_sample_once() -> None:
     with _written(TWO) as done:
-        assert "every sample once, and each rank" in to_text(verify_data(done.run), done.run)
+        assert "every sample exactly once, and each rank" in to_text(verify_data(done.run), done.run)
 
 
 @pytest.mark.parametrize("starts", [8, 9, 12])
@@ -212,7 +212,7 @@ def test_lines_that_are_cut_off_may_be_of_a_kill_or_of_a_full_disk() -> None:
 def test_positions_that_are_left_out_without_a_roll_back_in_the_journal_are_wrong() -> None:
     stretches = [Stretch(steps=5), Stretch(back=2, steps=4, goes_past=True)]
     report = _report(lambda run: (run / "journal.jsonl").write_text(""), stretches)
-    assert ["12 to 15" in wrong.what for wrong in report.wrong] == [True]
+    assert ["12 to 15" in wrong.text for wrong in report.wrong] == [True]
     assert _report(lambda run: None, stretches).left_out == [(12, 16)]
 
 

@@ -40,15 +40,15 @@ def test_equal_is_equal(exact: bool) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"losses": [3.0, 2.0 + 1e-15, None]}, "step 2: loss 2.000000000000001, not 2.0"),
-        ({"losses": [3.0, 2.0, 1.0]}, "step 3: loss 1.0, not None"),
-        ({"positions": [4, 9, 12]}, "step 2 ended at position 9, not 8"),
-        ({"positions": [4, 8], "losses": [3.0, 2.0]}, "2 steps were done, not 3"),
+        ({"losses": [3.0, 2.0 + 1e-15, None]}, "step 2: loss 2.000000000000001 instead of 2.0"),
+        ({"losses": [3.0, 2.0, 1.0]}, "step 3: loss 1.0 instead of None"),
+        ({"positions": [4, 9, 12]}, "step 2 ended at position 9 instead of 8"),
+        ({"positions": [4, 8], "losses": [3.0, 2.0]}, "2 steps instead of 3"),
         ({"tensors": _with("model", "b", torch.tensor([1.0, 1.0000001]))}, "tensor model: b"),
         ({"tensors": _with("model", "b", torch.tensor([1.0, 1.0], dtype=torch.float64))}, "tensor model: b"),
         ({"tensors": _with("optimizer", "a/exp_avg", torch.tensor([0.0, 0.0, -0.0, 0.0]))}, "optimizer: a/exp_avg"),
         ({"tensors": _with("optimizer", "a/step", None)}, "optimizer: a/step"),
-        ({"values": {"progress": {"step": 3, "position": 13}, "scaler": {}}}, "progress.position is 13, not 12"),
+        ({"values": {"progress": {"step": 3, "position": 13}, "scaler": {}}}, "progress.position is 13 instead of 12"),
     ],
 )
 def test_the_first_bit_that_differs_is_named(changes: dict[str, Any], words: str) -> None:

@@ -1,4 +1,4 @@
-"""``hvdtrain verify``: what can be proven of a run."""
+"""``hvdtrain verify``: check the data and the resume of a run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from importlib import import_module
 from hvdtrain.cli.group import run
 
 COMMANDS = {
-    "data": "every sample of each epoch was taken exactly once, whatever was killed or resized",
-    "resume": "a run that is interrupted equals one that is not, on its number of ranks and on others",
+    "data": "check that every sample of each epoch was used exactly once, over kills and resizes",
+    "resume": "check that an interrupted run equals an uninterrupted one, also on other numbers of ranks",
 }
 
 
@@ -20,7 +20,7 @@ def parser(name: str) -> ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Run a command of this group; 0, 1 where it does not hold or an error came, 2 on a wrong option."""
+    """Run a command of this group. Return 0, 1 if a check fails or on an error, 2 on a wrong option."""
 
     def call(name: str, rest: list[str]) -> int:
         code: int = import_module(f"hvdtrain.cli.verify.{name}").main(rest)

@@ -1,4 +1,4 @@
-"""``hvdtrain verify data``: every sample exactly once."""
+"""``hvdtrain verify data``: check that every sample was used exactly once."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _EPILOG = """\
 examples:
   hvdtrain verify data runs/20250301-101500-language_model
 
-exit code: 0 where all that can be looked at holds, 1 where something is wrong, which is named.
+exit code: 0 if everything that can be checked is correct, 1 otherwise
 """
 
 
 def main(argv: list[str]) -> int:
-    """Read the ledger, check it, print; the exit code."""
+    """Read and check the ledger, print the result, and return the exit code."""
     options = parser().parse_args(argv)
 
     from hvdtrain.verify.data import verify_data
@@ -31,10 +31,10 @@ def parser() -> Parser:
     """Declare the options."""
     made = Parser(
         prog="hvdtrain verify data",
-        description="Proves from a run's ledger that every sample of each epoch was taken exactly once, over kills,"
-        " resumes and other numbers of ranks. The run may be going on.",
+        description="Check from a run's ledger that every sample of each epoch was used exactly once, over kills,"
+        " resumes and changed numbers of ranks. The run may still be training.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
+    made.add_argument("run", type=Path, metavar="RUN", help="run folder")
     return made

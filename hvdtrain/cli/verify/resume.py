@@ -1,4 +1,4 @@
-"""``hvdtrain verify resume``: interrupted equals uninterrupted."""
+"""``hvdtrain verify resume``: check that an interrupted run equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ from typing import TYPE_CHECKING
 from hvdtrain.cli.parser import Parser
 
 if TYPE_CHECKING:
-    from hvdtrain.verify.equality import Compared
+    from hvdtrain.verify.equality import Comparison
 
 _EPILOG = """\
 examples:
   hvdtrain verify resume runs/20250301-101500-language_model
   hvdtrain verify resume runs/NAME --steps 50 --sizes 1,2,4
 
-It trains the run's config anew, in a scratch folder, for twice N steps at a time; the run itself is only read. On one
-number of ranks losses, parameters and optimizer state have to be the same bit for bit, across two to a tolerance.
+It trains the run's config in a scratch folder, for twice N steps at a time, and only reads the run itself. On the
+same number of ranks, losses, parameters and optimizer state must be equal bit for bit; otherwise up to a tolerance.
 
-exit code: 0 where this holds, 1 where it does not: the first step or tensor that differs is named; 130 on Ctrl-C.
+exit code: 0 if they are equal; 1 if not, with the first step or tensor that differs; 130 on Ctrl-C
 """
 
 
 def main(argv: list[str]) -> int:
-    """Train, compare, print; the exit code."""
+    """Train, compare, print, and return the exit code."""
     options = parser().parse_args(argv)
 
     from hvdtrain.verify.resume import verify_resume
     from hvdtrain.verify.runs import read_config
 
-    config = read_config(options.run)  # first: where there is no run, nothing is made
+    config = read_config(options.run)  # first, so that a wrong path creates nothing
     folder = Path(tempfile.mkdtemp(prefix="hvdtrain-verify-"))
     try:
         with _ended_by(signal.SIGTERM, signal.SIGHUP):
             compared = list(verify_resume(config, folder, options.steps, options.sizes, _say))
-    except (KeyboardInterrupt, SystemExit):  # after an error the output of the job stays there
+    except (KeyboardInterrupt, SystemExit):  # after other errors the folder keeps the output of the job
         shutil.rmtree(folder, ignore_errors=True)
         raise
     print("\n" + _table(compared))
-    wrong = [found for found in compared if found.first is not None]
-    for found in wrong:
-        print(f"WRONG: {found.what}: {found.first}")
+    wrong = [each for each in compared if each.first is not None]
+    for each in wrong:
+        print(f"WRONG: {each.name}: {each.first}")
     if wrong:
         print(f"the runs are in {folder}")
         return 1
     shutil.rmtree(folder)
-    print("the law holds")
+    print("the runs are equal")
     return 0
 
 
@@ -61,19 +61,19 @@ def parser() -> Parser:
     """Declare the options."""
     made = Parser(
         prog="hvdtrain verify resume",
-        description="Proves that a run that is interrupted and goes on equals one that is not interrupted.",
+        description="Check that an interrupted and resumed run equals an uninterrupted one.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("run", type=Path, metavar="RUN", help="a run's folder: its config is what is trained")
-    made.add_argument("--steps", type=_positive, default=10, metavar="N", help="optimizer steps of each half (10)")
-    made.add_argument("--sizes", type=_sizes, default=[1, 2], metavar="A,B", help="numbers of ranks (1,2)")
+    made.add_argument("run", type=Path, metavar="RUN", help="run folder with the config to train")
+    made.add_argument("--steps", type=_positive, default=10, metavar="N", help="steps of each half (default: 10)")
+    made.add_argument("--sizes", type=_sizes, default=[1, 2], metavar="A,B", help="numbers of ranks (default: 1,2)")
     return made
 
 
 @contextmanager
 def _ended_by(*signals: signal.Signals) -> Iterator[None]:
-    """Signals that end this process end what it has started too, as Ctrl-C does."""
+    """Let signals that end this process also end the jobs that it started, as Ctrl-C does."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
@@ -90,19 +90,19 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-def _table(compared: list[Compared]) -> str:
-    width = max(len(found.what) for found in compared)
+def _table(compared: list[Comparison]) -> str:
+    width = max(len(each.name) for each in compared)
     lines = [f"{'compared':<{width}}  {'how':<9}{'losses':>7}  {'at most':<9}{'tensors':>8}  {'at most':<9}  result"]
-    for found in compared:
-        how, result = "bits" if found.exact else "tolerance", "equal" if found.first is None else "WRONG"
-        numbers = f"{found.steps:>7}  {found.loss:<9.2g}{found.tensors:>8}  {found.tensor:<9.2g}"
-        lines.append(f"{found.what:<{width}}  {how:<9}{numbers}  {result}")
+    for each in compared:
+        how, result = "bits" if each.exact else "tolerance", "equal" if each.first is None else "WRONG"
+        numbers = f"{each.steps:>7}  {each.loss:<9.2g}{each.tensors:>8}  {each.tensor:<9.2g}"
+        lines.append(f"{each.name:<{width}}  {how:<9}{numbers}  {result}")
     return "\n".join(lines)
 
 
 def _positive(text: str) -> int:
     if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)
 
 
@@ -110,4 +110,4 @@ def _sizes(text: str) -> list[int]:
     try:
         return [_positive(part) for part in text.split(",")]
     except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{error}: give numbers of ranks such as 1,2") from None
+        raise argparse.ArgumentTypeError(f"{error}; expected numbers of ranks such as 1,2") from None

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.compression.table import parse
 from hvdtrain.errors import ConfigError, DataError
-from hvdtrain.observe import journal
+from hvdtrain.observe.past_journal import journal_lines, read_events
 from hvdtrain.regular import read_regular
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.timeline.steps import Start, read_starts
@@ -168,7 +168,7 @@ def _read_steps(path: Path, accept: Callable[[Mapping[str, Any]], bool]) -> list
     found: list[dict[str, float]] = []
     warm = 0
     try:
-        for line in journal.journal_lines(RunLayout(path).journal):
+        for line in journal_lines(RunLayout(path).journal):
             event = line.get("event")
             if event in ("started", "compression_chosen"):
                 found.clear()
@@ -186,12 +186,8 @@ def _compression(path: Path, config: Mapping[str, Any], profile: Mapping[str, An
     asked = config["parallel"]["compression"]
     if asked != "auto":
         return str(parse(asked))
-    chosen = [
-        line["compression"]
-        for line in journal.journal_lines(RunLayout(path).journal)
-        if line.get("event") == "compression_chosen"
-    ]
-    return str(parse(chosen[-1] if chosen else profile["compression"]))
+    chosen = read_events(RunLayout(path).journal, "compression_chosen")
+    return str(parse(chosen[-1]["compression"] if chosen else profile["compression"]))
 
 
 def _read_gradients(profile: Mapping[str, Any]) -> tuple[list[Gradient], float, float | None]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.observe import journal
+from hvdtrain.observe.past_journal import read_steps
 from hvdtrain.programs import run_program
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.timeline.whatif.change import Change, changed_job
@@ -87,7 +87,7 @@ def try_change(evidence: Evidence, change: Change, folder: Path, report: Callabl
         size, options = jobs[name]
         run_dir = folder / f"{number}-{name}"
         _run(trial_command(evidence.path, run_dir, size, options))
-        steps = list(journal.read_steps(RunLayout(run_dir).journal).values())[_WARM_UP:]
+        steps = list(read_steps(RunLayout(run_dir).journal).values())[_WARM_UP:]
         seconds[name].append(median(step["step_s"] for step in steps))
         folders[name].append(run_dir)
         report(f"{name}: {seconds[name][-1] * 1e3:.1f} ms per step, the median of {len(steps)}")

@@ -13,7 +13,7 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json, broadcast_json, on_rank_0
 from hvdtrain.config.parse import RunConfig, list_changes
 from hvdtrain.errors import CheckpointError
-from hvdtrain.observe.journal import last_step
+from hvdtrain.observe.past_journal import last_step
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.observe.shell_commands import relative_to_start
 from hvdtrain.run_layout import RunLayout

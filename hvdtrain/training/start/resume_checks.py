@@ -10,7 +10,7 @@ from pathlib import Path
 from hvdtrain.config.parse import RunConfig, list_changes
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import CheckpointError, ConfigError
-from hvdtrain.observe import journal
+from hvdtrain.observe.past_journal import read_events
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.state.checkpoint_store import MANIFEST, CheckpointStore
 from hvdtrain.training.elastic.worker_state import WorkerState
@@ -125,11 +125,7 @@ def check_checkpoints_are_there(claim: RunDirectory, store: CheckpointStore) -> 
         CheckpointError: the journal records checkpoints, and there is none, not even a damaged one.
     """
     log = claim.layout.journal
-    saved = 0
-    if log.exists():
-        for line in journal.journal_lines(log):
-            if line.get("event") == "checkpoint":
-                saved = max(saved, int(line.get("at_step", 0)))
+    saved = max((int(event.get("at_step", 0)) for event in read_events(log, "checkpoint")), default=0)
     if saved:
         raise CheckpointError(
             f"{claim.path} has no checkpoint, though its journal records one at step {saved}",

@@ -14,7 +14,7 @@ from hvdtrain.config.parse import RunConfig
 from hvdtrain.durable import write_text
 from hvdtrain.errors import ConfigError, RunDirectoryError, UnusableRunDirectoryError
 from hvdtrain.lease import BEAT_S, Lease, take_lease
-from hvdtrain.observe import journal
+from hvdtrain.observe.past_journal import is_finished
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.yaml_file import yaml_text
 
@@ -172,7 +172,7 @@ def _unfinished(run: RunConfig, runs: Path) -> RunDirectory | None:
         except OSError:  # none there, or another user's
             continue
         try:
-            if log.exists() and journal.is_finished(log):
+            if log.exists() and is_finished(log):
                 continue
         except OSError as error:
             raise refusal(f"the journal {log}", error) from error
