@@ -42,7 +42,7 @@ def build(plan: BuildPlan, environ: Mapping[str, str], say: Say, progress: Say =
         try:
             for step in pending(plan):
                 with timed(step, say):
-                    _do(plan, step, base, log, progress)
+                    _run_step(plan, step, base, log, progress)
         finally:
             shutil.rmtree(plan.scratch, ignore_errors=True)
 
@@ -103,16 +103,16 @@ def _locked(cache: Path, say: Say) -> Iterator[None]:
         yield
 
 
-def _do(plan: BuildPlan, step: Step, base: Mapping[str, str], log: TextIO, progress: Say) -> None:
+def _run_step(plan: BuildPlan, step: Step, base: Mapping[str, str], log: TextIO, progress: Say) -> None:
     """Run one step and store its result."""
     _prepare(plan)
     # Not while fetching: with our label in its version, the source is not the one that pip requested.
     own = {"compile": plan.environment, "proof": plan.proof_environment}.get(step.name, ())
     output = run(step, {**base, **dict(own)}, plan.scratch, log, progress)
     if step.name == "sdist":
-        _keep_sdist(plan)
+        _store_sdist(plan)
     elif step.name == "compile":
-        _keep_wheel(plan)
+        _store_wheel(plan)
     elif step.name == "proof":
         proof.check_output(output)
 
@@ -130,14 +130,14 @@ def _prepare(plan: BuildPlan) -> None:
         link.symlink_to(target)
 
 
-def _keep_sdist(plan: BuildPlan) -> None:
+def _store_sdist(plan: BuildPlan) -> None:
     fetched = plan.scratch / "sdist" / plan.sdist.name
     check_sdist(fetched)
     plan.sdist.parent.mkdir(exist_ok=True)
     fetched.rename(plan.sdist)
 
 
-def _keep_wheel(plan: BuildPlan) -> None:
+def _store_wheel(plan: BuildPlan) -> None:
     made = plan.scratch / "wheel" / plan.wheel.name
     assert made.exists(), f"expected {made.name}, found {[path.name for path in made.parent.iterdir()]}"
     with made.open("rb") as file:

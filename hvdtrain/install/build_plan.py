@@ -51,7 +51,7 @@ class BuildPlan:
     @property
     def scratch(self) -> Path:
         """Folder of the build, removed before and after."""
-        return scratch_of(self.cache, self.key)
+        return scratch_folder(self.cache, self.key)
 
     @property
     def log(self) -> Path:
@@ -90,7 +90,7 @@ def plan(probe: Probe, gpu: str = "auto") -> BuildPlan:
     nccl = ready.nccl.version if ready.nccl else None
     label = Label(ready.torch.build, ready.mpi.build, nccl)
     key = _key(probe, ready, label)
-    scratch = scratch_of(probe.cache, key)
+    scratch = scratch_folder(probe.cache, key)
     version = f"{HOROVOD}+{label}"
     sdist = probe.cache / "sdist" / SDIST
     wheel = probe.cache / key / f"horovod-{version}-{probe.python.tag}-{probe.python.platform}.whl"
@@ -114,14 +114,14 @@ def plan(probe: Probe, gpu: str = "auto") -> BuildPlan:
     )
 
 
-def fetching(python: str, folder: Path) -> Step:
+def fetch_step(python: str, folder: Path) -> Step:
     """Return the step that fetches Horovod's source into a folder, with an interpreter's pip."""
     pip = (python, "-m", "pip", "--disable-pip-version-check", "download", *_BARE)
     argv = (*pip, "--no-binary", "horovod", "--dest", str(folder), f"horovod=={HOROVOD}")
     return Step("sdist", "fetching Horovod's source", "5 s", argv)
 
 
-def scratch_of(cache: Path, key: str) -> Path:
+def scratch_folder(cache: Path, key: str) -> Path:
     """Return the folder in which the wheel of a key is built."""
     return cache / f"{key}.build"
 
@@ -214,7 +214,7 @@ def _steps(probe: Probe, ready: Ready, scratch: Path, sdist: Path, wheel: Path) 
     install = (*pip, "install", "--no-deps", "--no-index", "--force-reinstall", str(wheel))
     minutes = "2 min on 2 cores" if ready.gpu == "none" else "3 min on 2 cores"
     steps = [
-        fetching(probe.python.executable, scratch / "sdist"),
+        fetch_step(probe.python.executable, scratch / "sdist"),
         Step("compile", "compiling Horovod", minutes, make),
         Step("install", "installing the wheel", "3 s", install),
         Step("proof", "testing an allreduce of two ranks", "10 s", proof.command(probe, ready.mpi), 120),

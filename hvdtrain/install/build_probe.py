@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import os
 import re
@@ -37,6 +36,9 @@ REQUIREMENTS = {
     "psutil": "psutil",
     "yaml": "pyyaml",
 }
+
+_CONSTANT = re.compile(r"""^(\w+)(?::[^=\n]*)? *= *['"]([^'"\n]+)['"]""", re.MULTILINE)
+"""A constant text of a Python module, such as those in torch's version.py."""
 
 
 def probe(environ: Mapping[str, str]) -> Probe:
@@ -97,10 +99,9 @@ def find_torch(path: Iterable[Path] | None = None) -> FoundTorch | None:
         candidates = [Path(folder) / "torch" for folder in path]
     for root in candidates:
         if (root / "version.py").is_file():
-            values = _constants((root / "version.py").read_text())
-            version, cuda = values.get("__version__"), values.get("cuda")
-            if version:
-                return FoundTorch(TorchBuild.from_strings(version, cuda), root, rocm=bool(values.get("hip")))
+            values = dict(_CONSTANT.findall((root / "version.py").read_text()))
+            if version := values.get("__version__"):
+                return FoundTorch(TorchBuild.from_strings(version, values.get("cuda")), root, rocm="hip" in values)
     return None
 
 
@@ -117,21 +118,6 @@ def find_mpi(environ: Mapping[str, str]) -> FoundMpi | None:
         if os.access(mpicxx, os.X_OK) and (build := identify_mpi(mpirun, environ)):
             return FoundMpi(build, mpicxx, mpirun)
     return None
-
-
-def _constants(source: str) -> dict[str, str | None]:
-    """Collect a module's top-level assignments of strings and None, without running it."""
-    values: dict[str, str | None] = {}
-    for statement in ast.parse(source).body:
-        if isinstance(statement, ast.Assign):
-            targets, value = statement.targets, statement.value
-        elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
-            targets, value = [statement.target], statement.value
-        else:
-            continue
-        if isinstance(value, ast.Constant) and (value.value is None or isinstance(value.value, str)):
-            values.update({target.id: value.value for target in targets if isinstance(target, ast.Name)})
-    return values
 
 
 def find_compiler(environ: Mapping[str, str]) -> FoundCompiler | None:

@@ -13,7 +13,7 @@ from typing import TextIO
 from packaging.requirements import Requirement
 
 from hvdtrain.errors import BuildError
-from hvdtrain.install.build_plan import DROPPED_PREFIXES, fetching
+from hvdtrain.install.build_plan import DROPPED_PREFIXES, fetch_step
 from hvdtrain.install.steps import OFFLINE, Step, run
 from hvdtrain.install.target import Target
 
@@ -47,7 +47,7 @@ class Pip:
         flags += ["--python-version", target.python]
         flags += [word for platform in target.platforms for word in ("--platform", platform)]
         doing = f"fetching {requirement}"
-        fetched = self._empty("wheel")
+        fetched = self._new_folder("wheel")
         step = Step("wheel", doing, "seconds", self._argv("download", *flags, "--dest", str(fetched), str(requirement)))
         try:
             self._run(step)
@@ -65,14 +65,14 @@ class Pip:
 
     def download_sdist(self) -> Path:
         """Fetch Horovod's source."""
-        fetched = self._empty("sdist")
-        self._run(fetching(sys.executable, fetched))
+        fetched = self._new_folder("sdist")
+        self._run(fetch_step(sys.executable, fetched))
         (sdist,) = fetched.iterdir()
         return sdist
 
     def build(self, project: Path) -> Path:
         """Build hvdtrain's wheel from a copy of its sources, which leaves the project unchanged."""
-        source, built = self._empty("source"), self._empty("own")
+        source, built = self._new_folder("source"), self._new_folder("own")
         for name in _OWN:
             shutil.copy(project / name, source)
         shutil.copytree(project / "hvdtrain", source / "hvdtrain", ignore=shutil.ignore_patterns("__pycache__"))
@@ -99,7 +99,7 @@ class Pip:
                     raise OSError(number, os.strerror(number), str(self.folder)) from error
             raise
 
-    def _empty(self, name: str) -> Path:
+    def _new_folder(self, name: str) -> Path:
         """Return a new folder, without files left by a killed process."""
         folder = self.folder / name
         shutil.rmtree(folder, ignore_errors=True)

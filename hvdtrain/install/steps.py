@@ -90,7 +90,7 @@ def run(step: Step, environ: Mapping[str, str], folder: Path, log: TextIO, progr
         process.kill()
         log.flush()
     if code != 0:
-        raise failure(step, code, lines, log.name)
+        raise explain_failure(step, code, lines, log.name)
     return "\n".join(lines)
 
 
@@ -103,7 +103,7 @@ def timed(step: Step, say: Say, number: str = "") -> Iterator[None]:
     say(f"{' ' * len(number)}  done in {time.monotonic() - started:.0f} s")
 
 
-def failure(step: Step, code: int, lines: Sequence[str], log: str) -> BuildError:
+def explain_failure(step: Step, code: int, lines: Sequence[str], log: str) -> BuildError:
     """Explain a failed command by the most meaningful lines of its output."""
     meaningful = [line for line in lines if _MEANINGFUL.search(line) and not any(noise in line for noise in _NOISE)]
     shown = list(dict.fromkeys(line.strip() for line in meaningful or lines[-8:]))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.doctor.facts.child import Answer
-from hvdtrain.doctor.facts.installation import Needed
+from hvdtrain.doctor.facts.installation import LinkedLibrary
 from tests.doctor.facts import HOROVOD, MPICH, ON_GPU, TORCH, WELL
 from tests.doctor.provoke import (
     BUILD,
@@ -47,7 +47,7 @@ ROWS: list[Any] = [
     ),
     (
         "the NCCL of the build is gone, as its file says",
-        fake(installation={"nccl": Needed("libnccl.so.2", None, (Path("/gone/nccl/lib"),))}),
+        fake(installation={"nccl": LinkedLibrary("libnccl.so.2", None, (Path("/gone/nccl/lib"),))}),
         "libnccl",
         "broken",
         "--gpu nccl",
@@ -57,7 +57,7 @@ ROWS: list[Any] = [
         fake(
             installation={
                 **GPUS,
-                "nccl": Needed("libnccl.so.2", Path("/n/libnccl.so.2")),
+                "nccl": LinkedLibrary("libnccl.so.2", Path("/n/libnccl.so.2")),
                 "record": dataclasses.replace(WELL.installation.record, nccl="2.18"),  # type: ignore[type-var]
             }
         ),

@@ -10,7 +10,7 @@ import pytest
 
 from hvdtrain.doctor.checks import examine
 from hvdtrain.doctor.facts.child import Answer
-from hvdtrain.doctor.facts.installation import Needed
+from hvdtrain.doctor.facts.installation import LinkedLibrary
 from hvdtrain.doctor.facts.machine import Limits
 from hvdtrain.doctor.facts.mpi import Mpi4py
 from hvdtrain.doctor.facts.network import RdmaPort
@@ -40,7 +40,7 @@ ALONE = RankInfo(host="node")
 SRUN = RankInfo("slurm", 0, 2, 0, 2, "node")
 IB = (RdmaPort("mlx5_0", 1, True, "InfiniBand"),)
 UNKNOWN = MpiLibrary("libmpi.so.99", "unknown")
-NCCL = {**GPUS, "nccl": Needed("libnccl.so.2", Path("/n/libnccl.so.2"))}
+NCCL = {**GPUS, "nccl": LinkedLibrary("libnccl.so.2", Path("/n/libnccl.so.2"))}
 DRIVER = {"devices": 2, "driver": "580.65", "driver_cuda": (13, 0)}
 ON_NFS = {"answer": Answer(DISK | {"type": "nfs4"})}
 RENDEZVOUS = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "1"}
@@ -62,7 +62,7 @@ def with_nccl(version: str) -> dict[str, Any]:
         (
             "libnccl",
             "/loaded",
-            {"installation": {"nccl": Needed("x", None), "horovod": Answer({**HOROVOD, "libnccl": "/loaded"})}},
+            {"installation": {"nccl": LinkedLibrary("x", None), "horovod": Answer({**HOROVOD, "libnccl": "/loaded"})}},
         ),
         ("libmpi", "/loaded", {"mpi": CACHED, "installation": {"horovod": Answer({**HOROVOD, "libmpi": "/loaded"})}}),
         ("libmpi", "4.1.5", {"mpi": {"library_version": "Open MPI v4.1.5"}}),

@@ -20,7 +20,7 @@ from hvdtrain.install import proof
 from hvdtrain.install.build import build, pending
 from hvdtrain.install.build_plan import BuildPlan, plan
 from hvdtrain.install.record import BuildRecord
-from hvdtrain.install.steps import Step, failure
+from hvdtrain.install.steps import Step, explain_failure
 from tests.install.probe_examples import at_hand
 from tests.support.launch import TIMEOUT_S
 
@@ -170,7 +170,9 @@ def test_two_builds_take_turns_and_compile_once(planned: BuildPlan) -> None:
     ],
 )
 def test_a_known_failure_names_what_mends_it(line: str, fix: str) -> None:
-    error = failure(python_step("compile", ""), 1, ["WARNING: " + line, *["ERROR: then"] * 20], "/cache/key.log")
+    error = explain_failure(
+        python_step("compile", ""), 1, ["WARNING: " + line, *["ERROR: then"] * 20], "/cache/key.log"
+    )
     assert error.next_step is not None
     assert fix in error.next_step
     assert line in str(error), "shown, whatever else was printed"
@@ -180,7 +182,7 @@ def test_a_known_failure_names_what_mends_it(line: str, fix: str) -> None:
 def test_the_first_errors_are_shown_and_not_what_pip_says_about_them() -> None:
     lines = ["-- Check for errors", "CMake Error at CMakeLists.txt:1", *[f"a.cc:{n}: error: e{n}" for n in range(50)]]
     lines += ["error: subprocess-exited-with-error", "ERROR: Failed building wheel for horovod"]
-    text = str(failure(python_step("compile", ""), 1, lines, "log"))
+    text = str(explain_failure(python_step("compile", ""), 1, lines, "log"))
     assert "CMake Error at CMakeLists.txt:1" in text
     assert "a.cc:0: error: e0" in text
     assert "a.cc:49: error: e49" in text

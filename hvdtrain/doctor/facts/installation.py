@@ -50,7 +50,7 @@ print(json.dumps({{"version": horovod.__version__, "mpi": bool(hvd.mpi_built()),
 
 
 @dataclass(frozen=True)
-class Needed:
+class LinkedLibrary:
     """A library that Horovod is linked to. ``path`` is None if it is missing; Horovod searches ``folders``."""
 
     soname: str
@@ -77,7 +77,7 @@ class Installation:
     horovod: Answer
     record: record.BuildRecord | None = None
     mismatch: str | None = None
-    nccl: Needed | None = None
+    nccl: LinkedLibrary | None = None
     python: tuple[int, int] = (3, 11)
     distutils: bool = True
 
@@ -97,7 +97,7 @@ def installation(environ: Mapping[str, str], pool: Executor) -> Installation:
     )
 
 
-def find_linked(library: Path | None, beginning: str, environ: Mapping[str, str]) -> Needed | None:
+def find_linked(library: Path | None, beginning: str, environ: Mapping[str, str]) -> LinkedLibrary | None:
     """Find a library that another one is linked to, by the beginning of its name."""
     if library is None:
         return None
@@ -105,7 +105,7 @@ def find_linked(library: Path | None, beginning: str, environ: Mapping[str, str]
     for soname in linkage.needed:
         if soname.startswith(beginning):
             path = find_needed(soname, linkage, environ.get("LD_LIBRARY_PATH", ""))
-            return Needed(soname, path, (*linkage.rpath, *linkage.runpath))
+            return LinkedLibrary(soname, path, (*linkage.rpath, *linkage.runpath))
     return None
 
 

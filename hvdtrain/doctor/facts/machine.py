@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import resource
+import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -63,7 +64,7 @@ def machine(environ: Mapping[str, str], root: Path = Path("/")) -> Machine:
     """Gather the facts. ``root``: root folder of ``sys``, ``proc`` and ``dev``."""
     cpu = _cpu(root)
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    total, free = _space(root / "dev/shm")
+    shm = shutil.disk_usage(root / "dev/shm") if (root / "dev/shm").is_dir() else None
     return Machine(
         host=read_host(environ, root),
         system={
@@ -76,8 +77,8 @@ def machine(environ: Mapping[str, str], root: Path = Path("/")) -> Machine:
         cpu_flags=frozenset((cpu.get("flags") or cpu.get("Features") or "").split()),
         memory_bytes=memory_bytes,
         memory_limit_bytes=_memory_limit(root),
-        shm_bytes=total,
-        shm_free_bytes=free,
+        shm_bytes=shm.total if shm else None,
+        shm_free_bytes=shm.free if shm else None,
         huge_pages=_chosen(read_text_or_empty(root / "sys/kernel/mm/transparent_hugepage/enabled")),
         limits=limits(),
         is_root=os.geteuid() == 0,
@@ -90,14 +91,6 @@ def _cpu(root: Path) -> dict[str, str]:
     first = read_text_or_empty(root / "proc/cpuinfo").partition("\n\n")[0]
     pairs = (line.partition(":") for line in first.splitlines())
     return {name.strip(): value.strip() for name, _, value in pairs}
-
-
-def _space(folder: Path) -> tuple[int | None, int | None]:
-    try:
-        found = os.statvfs(folder)
-    except OSError:
-        return None, None
-    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
 
 
 def _chosen(text: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable
 
 from hvdtrain.doctor.finding import Finding
 from hvdtrain.doctor.hosts.clock_offset import largest_offset
@@ -14,12 +13,6 @@ _CLOCK_S = 1.0
 """Up to this offset, file times and log lines of two hosts can be compared."""
 _REFUSED_S = 300.0
 """The largest offset that munge (Slurm) and Kerberos accept."""
-
-_OPEN = (
-    "allow all TCP between the job's hosts, because ranks listen on ports that the system picks ({example}); or "
-    "restrict ranks to open ports: Gloo by sysctl net.ipv4.ip_local_port_range='46000 47999', Open MPI 4 by "
-    "--mca btl_tcp_port_min_v4 46000 --mca btl_tcp_port_range_v4 1000 --mca oob_tcp_dynamic_ipv4_ports 47000-47999"
-)
 
 
 def clocks(survey: Survey) -> list[Finding]:
@@ -49,52 +42,41 @@ def connections(survey: Survey) -> list[Finding]:
                 faults.setdefault(attempt.fault, []).append((source, target))
     found = []
     for fault, pairs in faults.items():
-        found_text = names(f"{source} to {target} ({survey.addresses[target]})" for source, target in pairs)
-        why, fix = _FAULTS.get(fault, _other)(survey, *pairs[0])
-        found.append(
-            Finding("connections", "broken", found_text, f"{why}: {fault}" if fault not in _FAULTS else why, fix)
-        )
+        text = names(f"{source} to {target} ({survey.addresses[target]})" for source, target in pairs)
+        found.append(Finding("connections", "broken", text, *_explain_fault(survey, fault, *pairs[0])))
     if not found and any(survey.attempts.values()):
         count = sum(map(len, survey.attempts.values()))
         found.append(Finding("connections", "ok", f"each host reaches all others ({count} connections) on any port"))
     return found
 
 
-def _dropped(survey: Survey, source: str, target: str) -> tuple[str, str]:
-    cidr = _network(survey, source)
-    example = f"on {target}: firewall-cmd --zone=trusted --add-source={cidr}, or ufw allow from {cidr}"
-    why = "no answer: a firewall drops connections, or there is no route back; mpirun and Gloo would hang"
-    return why, _OPEN.format(example=example)
+def _explain_fault(survey: Survey, fault: str, source: str, target: str) -> tuple[str, str]:
+    """Return the explanation and the fix of a failed connection."""
+    address, cidr = survey.addresses[target], _network(survey, source)
+    route = f"on {source}: ip route get {address}"
+    return {
+        "timeout": (
+            "no answer: a firewall drops connections, or there is no route back; mpirun and Gloo would hang",
+            _open_ports(f"on {target}: firewall-cmd --zone=trusted --add-source={cidr}, or ufw allow from {cidr}"),
+        ),
+        "refused": (
+            "the connection is refused although the other host listens: by a firewall, or a host with the same address",
+            _open_ports(f"on {target}: nft list ruleset, or iptables -L; ufw allow from {cidr}"),
+        ),
+        "route": (f"{source} has no route to {address}", route),
+        "stranger": (
+            f"another program answers {source} at {address}: {target} is not the only host with this address",
+            f"{route}; name hosts with different addresses in --hosts",
+        ),
+    }.get(fault, (f"error of the system: {fault}", route))
 
 
-def _refused(survey: Survey, source: str, target: str) -> tuple[str, str]:
-    cidr = _network(survey, source)
-    example = f"on {target}: nft list ruleset, or iptables -L; ufw allow from {cidr}"
-    why = "the connection is refused although the other host listens: by a firewall, or a host with the same address"
-    return why, _OPEN.format(example=example)
-
-
-def _no_route(survey: Survey, source: str, target: str) -> tuple[str, str]:
-    address = survey.addresses[target]
-    return f"{source} has no route to {address}", f"on {source}: ip route get {address}"
-
-
-def _stranger(survey: Survey, source: str, target: str) -> tuple[str, str]:
-    address = survey.addresses[target]
-    why = f"another program answers {source} at {address}: {target} is not the only host with this address"
-    return why, f"on {source}: ip route get {address}; name hosts with different addresses in --hosts"
-
-
-def _other(survey: Survey, source: str, target: str) -> tuple[str, str]:
-    return "error of the system", f"on {source}: ip route get {survey.addresses[target]}"
-
-
-_FAULTS: dict[str, Callable[[Survey, str, str], tuple[str, str]]] = {
-    "timeout": _dropped,
-    "refused": _refused,
-    "route": _no_route,
-    "stranger": _stranger,
-}
+def _open_ports(example: str) -> str:
+    return (
+        f"allow all TCP between the job's hosts, because ranks listen on ports that the system picks ({example}); or "
+        "restrict ranks to open ports: Gloo by sysctl net.ipv4.ip_local_port_range='46000 47999', Open MPI 4 by --mca "
+        "btl_tcp_port_min_v4 46000 --mca btl_tcp_port_range_v4 1000 --mca oob_tcp_dynamic_ipv4_ports 47000-47999"
+    )
 
 
 def routes(survey: Survey) -> list[Finding]:

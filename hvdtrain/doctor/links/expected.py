@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hvdtrain.compression.table import auto_candidates
+from hvdtrain.doctor.links.link_table import aligned
 from hvdtrain.doctor.links.measured import Links, gbit, microseconds
 from hvdtrain.timeline.whatif.bucket_plan import Gradient, spread_evenly
 from hvdtrain.timeline.whatif.change import Change
@@ -180,9 +181,7 @@ def lines(outlook: Outlook) -> list[str]:
     for row in outlook.rows:
         cells = [f"{_ms(row.step_s[name])} {row.efficiency[name]:4.0%}" for name in names]
         rows.append([f"{row.ranks.hosts}{'*' if row.beyond else ''}", str(row.ranks.size), *cells])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    text = ["predicted step time and efficiency, by --parallel.compression:"]
-    text += ["  " + "  ".join(cell.rjust(size) for cell, size in zip(row, widths, strict=True)) for row in rows]
+    text = ["predicted step time and efficiency, by --parallel.compression:", *aligned(rows)]
     if any(row.beyond for row in outlook.rows):
         text.append("  * more hosts than were measured")
     return text + [f"- {note}" for note in outlook.notes]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hvdtrain.doctor.links.measured import Direction, Links
 
 _MOST = 12
@@ -16,9 +18,13 @@ def lines(links: Links) -> list[str]:
     by_pair = {(one.source, one.target): one for one in links.directions}
     rows = [["from / to", *links.hosts]]
     rows += [[source, *(_cell(by_pair.get((source, target))) for target in links.hosts)] for source in links.hosts]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    text = ["Gbit/s, and microseconds per small message:"]
-    return text + ["  " + "  ".join(cell.rjust(size) for cell, size in zip(row, widths, strict=True)) for row in rows]
+    return ["Gbit/s, and microseconds per small message:", *aligned(rows)]
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return indented lines with right-aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
 def _cell(direction: Direction | None) -> str:
