@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hvdtrain.training.result import Result
 
 _BAR = 40
-"""Characters that stand for the whole time."""
+"""Characters of a bar for the whole time."""
 
 
 def main(argv: list[str]) -> int:
@@ -72,7 +72,10 @@ def _train(argv: list[str], info: RankInfo, output: FailureOutput) -> Result:
 
 
 def summary(result: Result, info: RankInfo) -> str:
-    """What a person wants to know at the end."""
+    """Return the text at the end of a run: where the time went, then losses, run folder and the next commands.
+
+    The commands are last and the losses just before, because a terminal shows the end.
+    """
     from hvdtrain.timeline.report.brief import to_lines
 
     run_dir = relative_to_start(result.run_dir, info)
@@ -85,41 +88,41 @@ def summary(result: Result, info: RankInfo) -> str:
         rows.append(("speed", f"{result.tokens_per_s:,.0f} {result.unit}/s {_on(result.sizes or [info.size])}"))
     if len(result.sizes) > 1:
         rows.append(("ranks", f"{' -> '.join(map(str, result.sizes))}; {result.still_s:.1f} s without a step"))
-    rows.append(("run", str(run_dir)))
+    rows.append(("run folder", str(run_dir)))
     how = {"finished": "finished", "stop_at": "stopped as asked"}.get(result.reason, f"stopped by {result.reason}")
-    further = []
+    commands = []
     if result.analysis is not None:
-        further.append(("more of it", f"{layout.timeline.report_page}, in a browser"))
+        commands.append(("report", f"{layout.timeline.report_page} (open in a browser)"))
     if there.tensorboard.is_dir():
-        # The address of this machine only: whoever reaches the port reads the run.
-        further.append(
+        # On this machine's own address: everybody who reaches the port can read the run.
+        commands.append(
             ("curves", command_line("tensorboard", "--logdir", str(layout.tensorboard), "--host", "127.0.0.1"))
         )
     if there.timeline.folder.is_dir():
-        further.append(("traces", f"{layout.timeline.folder}/*.json, in https://ui.perfetto.dev or chrome://tracing"))
-    further += [
-        ("each step", command_line("tail", "-n", "3", str(layout.journal))),
-        ("this machine", command_line("hvdtrain", "doctor")),
+        commands.append(("traces", f"{layout.timeline.folder}/*.json (open in https://ui.perfetto.dev)"))
+    commands += [
+        ("last steps", command_line("tail", "-n", "3", str(layout.journal))),
+        ("check machine", command_line("hvdtrain", "doctor")),
     ]
     if result.reason == "finished":
-        further.append(("train on", resume_command(result.run_dir, info, result.train_on)))
-    elif result.reason == "stop_at":  # the config of the run says where to stop: the command takes that back
-        further.append(("go on beyond it", resume_command(result.run_dir, info, "--train.stop_at null")))
+        commands.append(("train longer", resume_command(result.run_dir, info, result.train_on)))
+    elif result.reason == "stop_at":  # the run's config has the stop, so the command removes it
+        commands.append(("continue", resume_command(result.run_dir, info, "--train.stop_at null")))
     else:
-        further.append(("go on", resume_command(result.run_dir, info)))
+        commands.append(("resume", resume_command(result.run_dir, info)))
     head = f"{how} at step {result.step} of {result.total_steps} after {duration(result.seconds)}"
-    told = to_lines(result.analysis) if result.analysis is not None else _where_it_went(result.budget)
-    return "\n".join(["", head, table(rows), *told, "look further:", table(further)])
+    times = to_lines(result.analysis) if result.analysis is not None else _time_budget(result.budget)
+    return "\n".join(["", *times, "", head, table(rows), "next:", table(commands)])
 
 
 def _on(sizes: Sequence[int]) -> str:
-    """Of which ranks a speed is."""
+    """Say on how many ranks a speed was measured."""
     least, most = min(sizes), max(sizes)
-    return f"on {most} rank(s)" if least == most else f"on {least} to {most} ranks, all rounds together"
+    return f"on {most} rank(s)" if least == most else f"on {least} to {most} ranks, mean over all rounds"
 
 
-def _where_it_went(budget: Mapping[str, float]) -> list[str]:
-    """The same by the journal, where no traces were recorded."""
+def _time_budget(budget: Mapping[str, float]) -> list[str]:
+    """Format the wall time by parts, from the journal, for a run without traces."""
     whole = sum(budget.values())
     if not whole:
         return []

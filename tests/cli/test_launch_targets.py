@@ -174,7 +174,7 @@ def test_ranks_train_by_what_is_here(gallery: Gallery) -> None:
     job = gallery["launched"]
     assert "hvdtrain launch: --to openmpi (Open MPI" in job.err and "Horovod uses Open MPI" in job.err
     assert "on 2 rank(s)" in job.out
-    go_on = next(line for line in job.out.splitlines() if line.strip().startswith("train on"))
+    go_on = next(line for line in job.out.splitlines() if line.strip().startswith("train longer"))
     assert shlex.split(go_on)[3:6] == ["launch", "-np", "2"]
 
 

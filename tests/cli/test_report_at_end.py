@@ -20,10 +20,10 @@ TOY = [
 
 
 def _told(out: str) -> list[str]:
-    """The lines between the run's figures and the commands."""
+    """The lines before the run's figures and commands."""
     lines = out.splitlines()
     begin = next(at for at, line in enumerate(lines) if line.startswith("where a step's "))
-    return lines[begin : lines.index("look further:")]
+    return lines[begin : lines.index("", begin)]
 
 
 @pytest.mark.parametrize(("name", "size"), [("one", 1), ("two", 2), ("three", 3)])
@@ -33,7 +33,7 @@ def test_it_says_where_the_time_went(name: str, size: int, gallery: Gallery) -> 
     assert 5 <= len(told) <= MOST_LINES
     assert sum("who is late: " in line for line in told) == 1
     assert sum(line.startswith("to change: ") for line in told) == 1
-    assert "run/timeline/report.html, in a browser" in job.out
+    assert "run/timeline/report.html (open in a browser)" in job.out
     assert f"on {size} rank" in (job.run / "timeline/report.html").read_text()
     assert job.journal[-1]["event"] == "explained"
 

@@ -78,7 +78,7 @@ def test_the_same_command_goes_on_where_it_was(capsys: pytest.CaptureFixture[str
 def test_the_command_to_go_on_is_exact(stop: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SHORT, "--hidden=3", "--run_dir=run", *stop]) == 0
     label, command_line = re.split(" {2,}", capsys.readouterr().out.splitlines()[-1].strip())
-    assert label == ("go on beyond it" if stop else "train on")
+    assert label == ("continue" if stop else "train longer")
     command = command_line.split()
     assert Path(command[0]).exists()
     assert command[1:3] == ["-m", "hvdtrain"]

@@ -56,8 +56,8 @@ def test_commands_that_are_shown_run_nothing_that_a_name_hides(tmp_path: Path) -
     name = "x; touch pasted; echo 'y"
     done = _shell(f"{COMMAND} --run_dir={shlex.quote(name)}", tmp_path)
     assert done.returncode == 0, done.stderr
-    further = done.stdout.partition("look further:")[2].strip().splitlines()
-    for label in ("curves", "each step", "train on"):
+    further = done.stdout.partition("\nnext:")[2].strip().splitlines()
+    for label in ("curves", "last steps", "train longer"):
         (line,) = [line.strip().removeprefix(label).strip() for line in further if line.strip().startswith(label)]
         words = shlex.split(line)
         assert any(name in word for word in words), line
