@@ -1,4 +1,4 @@
-"""``hvdtrain launch``: one job, started by what is here: MPI, a scheduler, or our own driver."""
+"""``hvdtrain launch``: start a job by MPI, a scheduler, or hvdtrain's own driver."""
 
 from __future__ import annotations
 
@@ -26,10 +26,14 @@ from hvdtrain.runtime.environment import LAUNCH_OPTIONS, environ, launch_options
 
 
 def main(argv: list[str], program: Sequence[str] | None = None) -> int:
-    """Run the subcommand. `program`: what ranks of our own driver run in the place of ``python -m hvdtrain ARGS``.
+    """Run the subcommand and return the launcher's exit code.
 
-    The launcher's exit code. Of our own driver: 0 when training finished, 128 + number where a signal ended it. 2 on
-    a wrong option, 1 where nothing could be started.
+    hvdtrain's own driver returns 0 when training finished, and 128 + number where a signal ended it. 2: a wrong option.
+    1: the job could not be started.
+
+    Args:
+        argv: the options.
+        program: what ranks of our own driver run instead of ``python -m hvdtrain ARGS``.
     """
     try:
         options = parse(argv)
@@ -48,11 +52,11 @@ def main(argv: list[str], program: Sequence[str] | None = None) -> int:
         if isinstance(start, Command):
             command = _found(start)
             if options.hosts and not options.dry_run and (host := find_unknown_host(spec.hosts, spec.ssh_arguments)):
-                say(f"{host} has no address here, nor in ssh's configuration; if it fails: {_doctor(spec)}")
+                say(f"unknown host {host}, also to ssh; if the start fails: {_doctor(spec)}")
             return _run(own, command, options.dry_run)
         unknown = spec.is_program or TARGETS[choice.target].elsewhere
         if not options.dry_run and not unknown and not _takes_arguments(spec):
-            say("error: training does not take these arguments, so nothing was submitted")
+            say("error: training does not accept these arguments; nothing was submitted")
             return USAGE
         return _submit(start, options.dry_run)
     except (HvdtrainError, OSError) as error:
@@ -61,13 +65,15 @@ def main(argv: list[str], program: Sequence[str] | None = None) -> int:
 
 
 def _found(start: Command) -> Command:
-    """The same with the folder of its program on PATH, where MPI's launchers look for their parts."""
+    """Return the command with its program's folder on PATH, where MPI's launchers look for their parts."""
     now = environ()
     path = search_path(now)
     program = shutil.which(start.argv[0], path=path)
     if program is None:
         name = start.argv[0]
-        raise LaunchError(f"There is no {name} here.", expected=f"{name} on PATH", next_step="see: hvdtrain doctor")
+        raise LaunchError(
+            f"there is no {name} on this machine", expected=f"{name} on PATH", next_step="see: hvdtrain doctor"
+        )
     folder = str(Path(program).parent)
     if shutil.which(Path(program).name, path=now.get("PATH", os.defpath)) == program:
         return start
@@ -87,7 +93,7 @@ def _run(own: Sequence[str], start: Command, dry_run: bool) -> int:
         return 0
     say(f"+ {start}")
     variables = {**environ(), **start.variables, LAUNCH_OPTIONS: launch_options_text(own)}
-    # As a shell does. Seen with MPICH 5.0.2: its ranks on other hosts do not get the last variable of all.
+    # As a shell does. MPICH 5.0.2 does not pass the very last variable to ranks on other hosts.
     variables.pop("_", None)
     variables["_"] = start.argv[0]
     sys.stdout.flush()
@@ -95,7 +101,7 @@ def _run(own: Sequence[str], start: Command, dry_run: bool) -> int:
 
 
 def _takes_arguments(spec: JobSpec) -> bool:
-    """Whether training takes its arguments; if not it says why. A job would find out after its time in the queue."""
+    """Check whether training accepts its arguments; print its error if not. The job would only fail after the queue."""
     index = (spec.batch.array or "").partition("-")[0]
     words = [word.replace("{array}", index) if index else word for word in spec.program]
     done = run_program([*words, "--print_config"], None, folder=spec.folder)
@@ -110,8 +116,8 @@ def _submit(start: Script, dry_run: bool) -> int:
         return 0
     program = start.submit[0]
     if shutil.which(program, path=search_path(environ())) is None:
-        next_step = f"... --dry-run -- ... > FILE, and take that to where {program} is"
-        raise LaunchError(f"There is no {program} here.", expected=f"{program} on PATH", next_step=next_step)
+        next_step = f"write the script by --dry-run ... > FILE, and submit it where {program} is installed"
+        raise LaunchError(f"there is no {program} on this machine", expected=f"{program} on PATH", next_step=next_step)
     return subprocess.run(start.submit, input=start.text, text=True, check=False).returncode
 
 

@@ -1,4 +1,4 @@
-"""Reading the options of ``hvdtrain launch``, and what one that does not exist is answered with."""
+"""Read the options of ``hvdtrain launch``, and suggest the right one for an unknown option."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _OF_HOROVODRUN = {
     "--network-interface": "--interface IF",
     "--network-interfaces": "--interface IF",
 }
-"""What stands here for the options of horovodrun."""
+"""Options of horovodrun, and the options of launch that replace them."""
 
 _OF_TRAINING = {"config", "print_config", *(field.name for field in dataclasses.fields(Config))}
-"""The first parts of the names of options of ``hvdtrain train``."""
+"""First parts of the names of the options of ``hvdtrain train``."""
 
-BEHIND = "options of training come behind --, as in: hvdtrain launch -np 2 -- --train.steps 100"
+AFTER_DASHES = "options of training follow --, as in: hvdtrain launch -np 2 -- --train.steps 100"
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Read the options of launch; `arguments` is what follows them, from ``--`` on.
+    """Parse the options of launch; `arguments` is everything from ``--`` on.
 
     Errors:
-        LaunchError: an option that does not exist, with what was likely meant.
+        LaunchError: unknown option; the message suggests a known one.
     """
     made = parser()
     options, unknown = made.parse_known_args(argv)
@@ -45,7 +45,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def given(options: argparse.Namespace) -> list[str]:
-    """Names of the options that were given another value than the default."""
+    """Return the names of the options with another value than the default."""
     kept = {action.dest: action.default for action in parser()._actions}
     return [name for name, value in vars(options).items() if name != "arguments" and value != kept.get(name)]
 
@@ -53,10 +53,12 @@ def given(options: argparse.Namespace) -> list[str]:
 def _no_option(option: str, made: Parser) -> LaunchError:
     option = declared_spelling(option, _OF_HOROVODRUN)
     if option in _OF_HOROVODRUN:
-        next_step = f"{_OF_HOROVODRUN[option]} is what {option} of horovodrun is here"
+        next_step = f"use {_OF_HOROVODRUN[option]} instead of horovodrun's {option}"
     elif option.lstrip("-").partition(".")[0] in _OF_TRAINING:
-        return LaunchError(f"{option} is an option of training, not of launch.", next_step=BEHIND)
+        return LaunchError(f"{option} is an option of training, not of launch.", next_step=AFTER_DASHES)
     else:
         near = made.nearest_option(option)
-        next_step = f"did you mean {near}? Else: {BEHIND}" if near else f"see hvdtrain launch --help; {BEHIND}"
+        next_step = (
+            f"did you mean {near}? Else: {AFTER_DASHES}" if near else f"see hvdtrain launch --help; {AFTER_DASHES}"
+        )
     return LaunchError(f"there is no option {option} of launch.", next_step=next_step)

@@ -1,4 +1,4 @@
-"""``hvdtrain launch --to hvdtrain``: our own driver, whose ranks may come and go."""
+"""``hvdtrain launch --to hvdtrain``: hvdtrain's own driver, which can be elastic."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
 
 
 def start(own: Sequence[str], options: argparse.Namespace, spec: JobSpec, program: Sequence[str] | None) -> int:
-    """Run a job, or say what would be run; its exit code.
+    """Run a job, or print what would run; return the exit code.
 
     Args:
-        own: the options as they were typed.
-        options: the same, read.
+        own: the options as typed.
+        options: the same, parsed.
         spec: the job.
-        program: what ranks run in the place of training.
+        program: what ranks run instead of training.
     """
     plan = _plan(own, options, spec, program)
     if options.dry_run:
@@ -40,7 +40,7 @@ def start(own: Sequence[str], options: argparse.Namespace, spec: JobSpec, progra
     driver = Driver(plan, say, _show)
     code = _run(driver)
     if code and spec.is_program and spec.elastic and not driver.had_round:
-        say("with --elastic a program gets its place by hvdtrain.torch: init, elastic.run; else --to horovodrun")
+        say("with --elastic a program must call hvdtrain.torch's init and elastic.run; or use --to horovodrun")
     return code
 
 
@@ -60,20 +60,20 @@ def _run(driver: Driver) -> int:
 
 
 def say(text: str) -> None:
-    """Tell the user."""
+    """Print a line to the user."""
     _show(f"hvdtrain launch: {text}", True)
 
 
 def _show(text: str, err: bool) -> None:
     stream = sys.stderr if err else sys.stdout
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    text = text.encode(encoding, "backslashreplace").decode(encoding)  # ranks may write what a terminal cannot show
-    with suppress(OSError):  # a terminal or a `head` that is gone ends no training
+    text = text.encode(encoding, "backslashreplace").decode(encoding)  # the terminal may not support the characters
+    with suppress(OSError):  # a closed terminal or `head` must not end training
         print(text, file=stream, flush=True)
 
 
 def _program(spec: JobSpec) -> tuple[str, ...]:
-    """What a process of the job runs; with --elastic a program speaks to the driver itself, by `hvdtrain.torch`."""
+    """Return the command of a rank. An elastic program talks to the driver itself, by `hvdtrain.torch`."""
     alone = spec.is_program and spec.elastic is None
     return (spec.python, "-m", "hvdtrain.launch.own_task", *spec.program) if alone else spec.program
 
@@ -93,7 +93,7 @@ def _plan(own: Sequence[str], options: argparse.Namespace, spec: JobSpec, progra
         gloo_timeout_s=options.gloo_timeout or 0,
     )
     if spec.is_program:
-        limits = replace(limits, grace_s=math.inf)  # a rank may have more to do than the others
+        limits = replace(limits, grace_s=math.inf)  # a rank may work longer than the others
     variables = {**environ(), LAUNCH_OPTIONS: launch_options_text(own), JOB: secrets.token_hex(8)}
     return Plan(
         program=tuple(program) if program is not None else _program(spec),

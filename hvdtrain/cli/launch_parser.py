@@ -1,4 +1,4 @@
-"""The options of ``hvdtrain launch``, declared."""
+"""Declare the options of ``hvdtrain launch``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from hvdtrain.launch.choose import AUTO, OWN
 from hvdtrain.launch.targets import TARGETS
 
 _DESCRIPTION = """\
-Start training, or any program, on several ranks: by the MPI or the scheduler that is here, or by our own driver, which
-keeps it going while ranks and hosts come and go. --dry-run shows what would run."""
+Start training, or any program, on several ranks: by this machine's MPI or
+scheduler, or by hvdtrain's own driver. The driver keeps an elastic job running
+while ranks and hosts join and leave. --dry-run prints what would run."""
 
 
 def _seconds(text: str) -> float:
@@ -49,7 +50,7 @@ def _variable(text: str) -> str:
 
 def _name(text: str) -> str:
     if not re.fullmatch(r"[a-z](?:[a-z0-9-]{0,38}[a-z0-9])?", text):  # pods' names begin with it: RFC 1035
-        raise argparse.ArgumentTypeError(f"up to 40 small letters, digits and -, a letter first, not {text!r}")
+        raise argparse.ArgumentTypeError(f"at most 40 of a-z, 0-9 and -, starting with a letter, not {text!r}")
     return text
 
 
@@ -61,7 +62,7 @@ def _plain(text: str) -> str:
 
 def _directive(text: str) -> str:
     if not text.isprintable() or not text.strip():
-        raise argparse.ArgumentTypeError(f"what stands behind #SBATCH, #PBS or #BSUB on one line, not {text!r}")
+        raise argparse.ArgumentTypeError(f"the rest of a line after #SBATCH, #PBS or #BSUB, not {text!r}")
     return text
 
 
@@ -75,7 +76,7 @@ _UNITS_S = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
 def duration_s(text: str) -> int:
-    """Read ``2h``, ``1h30m`` or ``1:30:00``, in seconds."""
+    """Return the seconds of ``2h``, ``1h30m`` or ``1:30:00``."""
     if re.fullmatch(r"(?:\d{1,5}[dhms])+", text):
         seconds = sum(int(part[:-1]) * _UNITS_S[part[-1]] for part in re.findall(r"\d+[dhms]", text))
     elif found := re.fullmatch(r"(?:(\d{1,3})-)?(\d{1,4}):([0-5]\d):([0-5]\d)", text):
@@ -88,23 +89,29 @@ def duration_s(text: str) -> int:
 
 
 def parser() -> Parser:
-    """Declare the options."""
+    """Return the parser of the options."""
     raw = argparse.RawDescriptionHelpFormatter
-    made = Parser(prog="hvdtrain launch", description=_DESCRIPTION, formatter_class=raw)
+    usage = "hvdtrain launch [OPTIONS] [-- ARGS]"
+    made = Parser(prog="hvdtrain launch", usage=usage, description=_DESCRIPTION, formatter_class=raw)
     add = made.add_argument
-    add("--to", choices=[AUTO, OWN, *TARGETS], default=AUTO, help="what starts the ranks (what fits this machine)")
-    ranks = "ranks; of an elastic job at least, up to MAX where they are ready by then (one a slot or GPU)"
+    add(
+        "--to",
+        choices=[AUTO, OWN, *TARGETS],
+        default=AUTO,
+        help="launcher of the ranks (default: what fits this machine)",
+    )
+    ranks = "number of ranks; an elastic job starts with N to MAX (default: one per slot or GPU)"
     add("-np", "-n", type=_positive, metavar="N", help=ranks)
     which = made.add_mutually_exclusive_group()
-    hosts = "hosts and their slots; of schedulers the counts alone (this host)"
+    hosts = "hosts and their slots; schedulers use only the counts (default: this host)"
     which.add_argument("-H", dest="hosts", metavar="a:2,b:2", help=hosts)
-    script = "program that writes host:slots lines; asked each second"
+    script = "program that prints host:slots lines; runs every second"
     which.add_argument("--discover", type=Path, metavar="SCRIPT", help=script)
     add_network(add)
-    passed = "a variable that ranks on other hosts get too; its value is never written down"
+    passed = "pass this variable to ranks on other hosts; its value is never written to a file"
     add("--env", action="append", type=_variable, default=[], metavar="NAME", help=passed)
-    add("--dry-run", action="store_true", help="print what would be run, and stop")
-    _add_own(made.add_argument_group("our own driver, over Gloo").add_argument)
+    add("--dry-run", action="store_true", help="print what would run, and stop")
+    _add_own(made.add_argument_group("hvdtrain's own driver, over Gloo").add_argument)
     _add_scheduled(made.add_argument_group("schedulers").add_argument)
     add(
         "arguments",
@@ -116,45 +123,73 @@ def parser() -> Parser:
 
 
 def add_network(add: Callable[..., object]) -> None:
-    """Declare by which interface and how by ssh other hosts are reached."""
-    add("--interface", type=_interface, default="", help="network interface between hosts (found out)")
-    add("--ssh-port", type=_positive, metavar="PORT", help="of ssh to other hosts (as ssh is set up)")
-    add("--ssh-option", action="append", default=[], metavar="ARG", help="an argument for ssh; may be repeated")
+    """Declare the options for reaching other hosts."""
+    add("--interface", type=_interface, default="", help="network interface between hosts (default: detected)")
+    add(
+        "--ssh-port",
+        type=_positive,
+        metavar="PORT",
+        help="port of ssh on other hosts (default: from ssh's configuration)",
+    )
+    add("--ssh-option", action="append", default=[], metavar="ARG", help="argument for ssh; may be repeated")
 
 
 def _add_own(add: Callable[..., object]) -> None:
-    add("--elastic", metavar="MIN:MAX", help="go on with MIN to MAX ranks; without it a rank that dies ends the job")
-    add("--slots", type=_positive, default=1, metavar="N", help="of hosts that SCRIPT names without a number (1)")
-    add("--restarts", type=_whole, default=0, metavar="N", help="start all again N times when no rank was left (0)")
-    add("--reset-limit", type=_whole, metavar="N", help="end with an error after N changes of the ranks (no limit)")
+    elastic = "continue with MIN to MAX ranks when ranks die or join (default: a dead rank ends the job)"
+    add("--elastic", metavar="MIN:MAX", help=elastic)
+    slots = "slots of a host that SCRIPT prints without a number (default: 1)"
+    add("--slots", type=_positive, default=1, metavar="N", help=slots)
+    restarts = "restart the job up to N times when no rank is left (default: 0)"
+    add("--restarts", type=_whole, default=0, metavar="N", help=restarts)
+    resets = "fail after N changes of membership (default: no limit)"
+    add("--reset-limit", type=_whole, metavar="N", help=resets)
     seconds = {"type": _seconds, "metavar": "S"}
     add(
         "--hang-timeout",
         default=60.0,
-        help="end a rank that holds the others up for S seconds, or 10 x S if it computes; 0: never (60)",
+        help="kill a rank that blocks the others for S seconds, 10 x S if it computes; 0: never (default: 60)",
         **seconds,
     )
-    add("--elastic-timeout", default=600.0, help="with fewer than MIN ranks wait S seconds (600)", **seconds)
-    add("--start-timeout", default=600.0, help="wait S seconds for N ranks, then go on with MIN (600)", **seconds)
-    unheard = "give up a rank that is not heard of for S seconds (10; of more than 80 ranks an eighth of their number)"
+    add(
+        "--elastic-timeout",
+        default=600.0,
+        help="wait S seconds when fewer than MIN ranks are left (default: 600)",
+        **seconds,
+    )
+    start = "wait S seconds for N ranks, then start with MIN or more (default: 600)"
+    add("--start-timeout", default=600.0, help=start, **seconds)
+    unheard = "treat a rank as lost after S seconds without an answer (default: the larger of 10 and ranks / 8)"
     add("--gloo-timeout", type=_positive, metavar="S", help=unheard)
-    add("--local", default="", metavar="NAMES", help="further names of this host, with commas")
-    add("--events", type=Path, metavar="FILE", help="append what happens to FILE, as lines of JSON")
-    add("--tag", action="store_true", help="mark lines of rank 0 by its number too")
+    add("--local", default="", metavar="NAMES", help="other names of this host, separated by commas")
+    add("--events", type=Path, metavar="FILE", help="append the events of the job to FILE, as JSON lines")
+    add("--tag", action="store_true", help="also mark the lines of rank 0 with its number")
 
 
 def _add_scheduled(add: Callable[..., object]) -> None:
-    add("--nodes", type=_positive, metavar="N", help="hosts (as many as -H names, or 1)")
-    add("--gpus-per-node", type=_positive, metavar="N", help="GPUs of each host, one a rank (none)")
-    add("--cpus-per-rank", type=_positive, metavar="N", help="cores of each rank (the site's)")
-    add("--time", type=duration_s, metavar="2h", help="limit of the job's time (the site's)")
-    add("--queue", type=_plain, metavar="NAME", help="partition or queue (the site's)")
-    add("--account", type=_plain, metavar="NAME", help="who pays (yours)")
-    add("--name", type=_name, default="hvdtrain", help="of the job (hvdtrain)")
-    add("--array", type=_array, metavar="0-3", help="a job for each index; {array} in ARGS becomes the index")
-    add("--notice", type=duration_s, default=120, metavar="2m", help="save so long before the limit (2m)")
-    requeues = "go back into the queue N times at most (20; 0 where -- names a program)"
+    add("--nodes", type=_positive, metavar="N", help="number of hosts (default: those of -H, or 1)")
+    add("--gpus-per-node", type=_positive, metavar="N", help="GPUs per host, one per rank (default: none)")
+    add("--cpus-per-rank", type=_positive, metavar="N", help="cores per rank (default: the site's)")
+    add("--time", type=duration_s, metavar="2h", help="time limit of the job (default: the site's)")
+    add("--queue", type=_plain, metavar="NAME", help="partition or queue (default: the site's)")
+    add("--account", type=_plain, metavar="NAME", help="account to charge (default: yours)")
+    add("--name", type=_name, default="hvdtrain", help="name of the job (default: hvdtrain)")
+    add("--array", type=_array, metavar="0-3", help="submit one job per index; {array} in ARGS becomes the index")
+    add(
+        "--notice",
+        type=duration_s,
+        default=120,
+        metavar="2m",
+        help="save this long before the time limit (default: 2m)",
+    )
+    requeues = "requeue the job up to N times (default: 20; 0 where -- names a program)"
     add("--requeues", type=_whole, metavar="N", help=requeues)
-    add("--directive", action="append", type=_directive, default=[], metavar="D", help="a further line: --qos=high")
-    add("--image", type=_plain, help="what containers run (hvdtrain:cuda or hvdtrain:cpu)")
-    add("--namespace", type=_plain, help="of Kubernetes (the current)")
+    add(
+        "--directive",
+        action="append",
+        type=_directive,
+        default=[],
+        metavar="D",
+        help="another directive for the scheduler, such as --qos=high",
+    )
+    add("--image", type=_plain, help="container image (default: hvdtrain:cuda or hvdtrain:cpu)")
+    add("--namespace", type=_plain, help="Kubernetes namespace (default: the current one)")

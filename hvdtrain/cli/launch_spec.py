@@ -1,4 +1,4 @@
-"""From the options of ``hvdtrain launch`` to a job."""
+"""Build a job from the options of ``hvdtrain launch``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hvdtrain.cli.launch_options import BEHIND
+from hvdtrain.cli.launch_options import AFTER_DASHES
 from hvdtrain.errors import LaunchError
 from hvdtrain.install.open_mpi import has_remote_shell
 from hvdtrain.launch.choose import OWN, Choice
@@ -25,20 +25,20 @@ from hvdtrain.launch.targets import TARGETS
 from hvdtrain.launch.worker_plan import passed_variables
 
 REQUEUES = 20
-"""How often a training job goes back into the queue. A program may not resume, so it does only where asked."""
+"""How often a training job is requeued. A program may not be able to resume, so it is requeued only on request."""
 
 _FILES = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE")
-"""Variables that name a file with a line for each slot of an allocation."""
+"""Variables that name a file with one line per slot of an allocation."""
 
 _FOUND_BY = ("PATH", "LD_LIBRARY_PATH")
-"""Variables by which ranks on other hosts find what this process finds."""
+"""Variables that tell ranks on other hosts where to find programs and libraries."""
 
 
 def spec_of(options: argparse.Namespace, choice: Choice, machine: Machine, environ: Mapping[str, str]) -> JobSpec:
-    """Make the job.
+    """Build the job.
 
     Errors:
-        LaunchError: the number of ranks is not said, or an option has no meaning.
+        LaunchError: the number of ranks is missing, or an option has no meaning.
     """
     target = TARGETS.get(choice.target)
     hosts = parse_hosts(options.hosts) if options.hosts else _allocated(choice.target, options, environ)
@@ -75,7 +75,7 @@ def spec_of(options: argparse.Namespace, choice: Choice, machine: Machine, envir
 
 
 def _passed(asked: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Names of the variables that ranks on other hosts get."""
+    """Return the names of the variables that ranks on other hosts get."""
     missing = next((name for name in asked if name not in environ), None)
     if missing is not None:
         raise LaunchError(f"--env {missing}: there is no such variable.", next_step=f"export {missing}=...")
@@ -84,7 +84,7 @@ def _passed(asked: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]
 
 
 def _allocated(target: str, options: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, int]:
-    """The hosts of the allocation that this process is in, for targets whose ranks start there: of Slurm, PBS, LSF."""
+    """Return the hosts of the Slurm, PBS or LSF allocation of this process, for targets that start ranks in it."""
     inside = target in (OWN, "srun") or "ssh_port" in TARGETS[target].takes
     if not inside or options.discover is not None:
         return {}
@@ -116,25 +116,25 @@ def _ranks(options: argparse.Namespace, slots: int) -> int:
     if options.gpus_per_node:
         return int(options.nodes or 1) * int(options.gpus_per_node)
     next_step = "-np N, or -H a:4,b:4, or --nodes N --gpus-per-node M"
-    raise LaunchError("It is not said how many ranks there are.", next_step=next_step)
+    raise LaunchError("the number of ranks is missing", next_step=next_step)
 
 
 def _arguments(words: Sequence[str]) -> tuple[str, ...]:
-    """What stands behind ``--``; without it only words that are no options of launch come machine."""
+    """Return the words after ``--``. Words without ``--`` before them are unknown arguments of launch."""
     if words and words[0] != "--":
-        raise LaunchError(f"{words[0]!r} is no option of launch.", next_step=BEHIND)
+        raise LaunchError(f"{words[0]!r} is not an option of launch", next_step=AFTER_DASHES)
     return tuple(words[1:])
 
 
 def _is_program(words: Sequence[str]) -> bool:
-    """Whether words begin with a program, and not with an option of training or a command of hvdtrain."""
+    """Check whether words start with a program, not with an option of training or a command of hvdtrain."""
     from hvdtrain.__main__ import COMMANDS
 
     return bool(words) and not words[0].startswith("-") and words[0] not in COMMANDS
 
 
 def _refuse_missing(words: Sequence[str]) -> None:
-    """See that the program is on this machine, and may be executed.
+    """Check that the program is on this machine and executable.
 
     Errors:
         LaunchError: it is not.
@@ -143,17 +143,17 @@ def _refuse_missing(words: Sequence[str]) -> None:
     if name in PYTHON or shutil.which(name) is not None:
         return
     next_step = (
-        f"-- python {name}" if name.endswith(".py") else "its path, -- ./NAME; options of training begin with --"
+        f"-- python {name}" if name.endswith(".py") else "give its path, -- ./NAME; options of training start with --"
     )
-    raise LaunchError(f"There is no program {name} machine.", expected=f"{name} on PATH", next_step=next_step)
+    raise LaunchError(f"there is no program {name} on this machine", expected=f"{name} on PATH", next_step=next_step)
 
 
 def _range(text: str | None) -> tuple[int, int] | None:
-    """Read ``MIN:MAX``."""
+    """Parse ``MIN:MAX``."""
     if text is None:
         return None
     found = re.fullmatch(r"([0-9]{1,5}):([0-9]{1,5})", text)
     if not found:
         expected = "MIN:MAX with 1 <= MIN <= -np <= MAX"
-        raise LaunchError("--elastic is not a range of numbers of ranks.", expected=expected, found=repr(text))
+        raise LaunchError("invalid --elastic", expected=expected, found=repr(text))
     return int(found[1]), int(found[2])

@@ -1,1 +1,1 @@
-"""Starting and keeping jobs whose ranks come and go: the driver of ``hvdtrain launch`` and its agents."""
+"""Start jobs by MPI, schedulers or hvdtrain's own driver, which can be elastic."""

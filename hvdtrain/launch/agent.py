@@ -1,24 +1,24 @@
-"""``python -m hvdtrain.launch.agent``: starts, watches and ends the workers of one host, as the driver says.
+"""``python -m hvdtrain.launch.agent``: start, monitor and end the workers of one host on the driver's orders.
 
-It opens no port but that of `Rendezvous`, on the loopback. Messages, besides those of `hvdtrain.runtime.channel` that
-it hands on in both directions:
+Its only open port is that of `Rendezvous`, on the loopback. It forwards the messages of `hvdtrain.runtime.channel` in
+both directions. Its own messages:
 
 From the driver:
     hello    {"host", "folder", "environment", "remote"}   the first
-    start    {"worker", "argv", "environment"}             added to the environment of hello, and that to the host's own
+    start    {"worker", "argv", "environment"}             variables on top of those of hello and of the host
     tell     {"worker", "what", "facts"}
     kill     {"worker", "after_s"}   signal  {"worker", "name"}
-    open     {"round", "keys"}   the round whose store is open from now on; 0: none is
-    keys     {"round", "keys"}   what ranks of all hosts have put into it, as `store.packed` makes it
-    beat     {}             each second
+    open     {"round", "keys"}   open the store of this round; 0: of none
+    keys     {"round", "keys"}   values from ranks of all hosts, as `rendezvous_store.packed` makes them
+    beat     {}             heartbeat, each second
 To the driver:
-    ready    {"pid", "store", "address", "interface"}   the last two: by which the driver came, "" if not known
+    ready    {"pid", "store", "address", "interface"}   the last two: where the driver came in, "" if unknown
     said     {"worker", "message"}   line  {"worker", "text", "err"}   dying  {"worker"}   exited  {"worker", "code"}
     put      {"round", "key", "value"}
     log      {"text"}
-    beat     {"halted": {worker: bool}, "busy": [worker]}   each second; busy: by `BusyWorkers`
-When the driver's end is closed, the agent ends all workers and itself. SIGTERM it hands on to its workers: batch
-systems send it to all processes at once, and one that ended by it would take from ranks the time to save.
+    beat     {"halted": {worker: bool}, "busy": [worker]}   heartbeat, each second; busy: by `BusyWorkers`
+When the driver's end closes, the agent ends all workers and itself. It forwards SIGTERM to its workers. Batch systems
+send SIGTERM to all processes at once; an agent that ended by it would not leave the ranks time to save.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from hvdtrain.runtime.environment import environ
 from hvdtrain.runtime.json_lines import MessageWriter, read_messages
 
 TERM_S = 5.0
-"""Between SIGTERM and SIGKILL where the driver is gone."""
+"""Between SIGTERM and SIGKILL when the driver is lost."""
 
 _CUT_S = 60.0
-"""Without a word of a driver on another host: the link between them is cut."""
+"""Silence of a driver on another host after which the link counts as cut."""
 
 _OF_THIS_HOST = "local_"
-"""Keys of Horovod's communicator of the ranks of one host begin with it: no other host asks for them."""
+"""Prefix of the keys of Horovod's communicator within a host; no other host needs them."""
 
 
 class Agent:
@@ -69,7 +69,7 @@ class Agent:
         self.rendezvous = Rendezvous(lambda text: writer.send("log", text=text), put=self._put)
 
     def run(self, source: IO[bytes]) -> None:
-        """Do what the driver says, until it is gone."""
+        """Execute the driver's messages until it closes the connection."""
         self.rendezvous.start()
         came_by = environ().get("SSH_CONNECTION", "").split()
         address = came_by[2] if self._remote and len(came_by) == 4 else ""
@@ -83,7 +83,7 @@ class Agent:
         self.end()
 
     def end(self) -> None:
-        """End all workers: their channels are closed, then SIGTERM, then SIGKILL."""
+        """End all workers: close their channels, then SIGTERM, then SIGKILL."""
         with self._ending:
             with self._lock:
                 workers = list(self._workers.values())
@@ -95,16 +95,16 @@ class Agent:
                 time.sleep(0.05)
             for worker in workers:
                 worker.kill()
-            for worker in [*workers, *self._ended]:  # the last words of a rank that failed say why
+            for worker in [*workers, *self._ended]:  # the last lines of a failed rank say why
                 worker.drain(max(0.0, until - time.monotonic()) + 1.0)
 
     def forward_sigterm(self) -> None:
-        """Hand SIGTERM on: ranks ask the driver whether to go or to save, and this stays as long as one of them."""
+        """Forward SIGTERM to the workers. They ask the driver whether to leave or save; this process outlives them."""
         for worker in list(self._workers.values()):
             worker.send_signal("SIGTERM")
 
     def report_thread_failure(self, failed: threading.ExceptHookArgs) -> None:
-        """Say that a thread of this has failed: what it did is done no more."""
+        """Report a failed thread of this process to the driver: its task is no longer done."""
         lines = traceback.format_exception(failed.exc_type, failed.exc_value, failed.exc_traceback)
         name = failed.thread.name if failed.thread is not None else "?"
         self._writer.send("log", text=f"thread {name} of the agent has failed:\n{''.join(lines)}")
@@ -158,13 +158,13 @@ class Agent:
             self._writer.send("beat", halted=halted, busy=work.find_busy(processes, time.monotonic()))
 
     def _watch_link(self) -> None:
-        """End all where the link is cut. Says nothing: what is said to a cut link may wait for ever."""
+        """End everything when the link is cut. Report nothing: a write to a cut link may block for ever."""
         before = time.monotonic()
         while True:
             time.sleep(BEAT_S)
             now = time.monotonic()
             if now - before > _CUT_S / 2:
-                self._last_message_s = now  # this host was suspended: the driver is not to blame
+                self._last_message_s = now  # this host was suspended, which is no fault of the driver
             before = now
             if self._remote and now - self._last_message_s > _CUT_S:
                 self.end()
@@ -176,9 +176,9 @@ class Agent:
 
 
 def main(hello: Mapping[str, Any] | None = None) -> int:
-    """Serve the driver at the other end of stdin and stdout. `hello`: its first message, if that was read already."""
+    """Serve the driver at the other end of stdin and stdout. `hello`: its first message, if already read."""
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # nothing else may write between the lines
+    os.dup2(2, 1)  # no other output may mix with the messages
     if hello is None:
         hello = next(read_messages(source), None)
     if hello is None or hello["type"] != "hello":
@@ -188,12 +188,12 @@ def main(hello: Mapping[str, Any] | None = None) -> int:
     threading.excepthook = agent.report_thread_failure
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    # The handler may stand amid what holds a lock: another thread is what waits for it.
+    # The handler may interrupt code that holds a lock: do the work in another thread.
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=agent.forward_sigterm, daemon=True).start())
     agent.run(source)
     sink.close()
     sys.stderr.flush()
-    os._exit(0)  # threads of the store and of readers hold nobody up
+    os._exit(0)  # without waiting for threads
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The driver's side of an agent: its process, what it says, what it is told."""
+"""The driver's connection to an agent: its process and the messages in both directions."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from typing import Any
 from hvdtrain.runtime.json_lines import MessageWriter, encode_message, read_messages
 
 END_S = 12.0
-"""For an agent whose pipe was closed: it ends its workers before itself."""
+"""How long an agent may take to end its workers and itself after its pipe is closed."""
 
 
 _READ_S = 1.0
-"""For what an agent that has ended still said."""
+"""How long to wait for the last messages of an agent that has ended."""
 
 
 class AgentLink:
-    """An agent that was started.
+    """A started agent.
 
     Args:
-        host: whose it is.
-        argv: what starts it.
+        host: name of its host.
+        argv: the command that starts it.
         environment: of that process.
-        inbox: gets `(link, message)` for all that it says, and `(link, {"type": "gone", "why"})` when it has ended.
+        inbox: gets `(link, message)` for each message, and `(link, {"type": "gone", "why"})` when the agent has ended.
     """
 
     def __init__(
@@ -55,28 +55,28 @@ class AgentLink:
         self._threads = [threading.Thread(target=w, daemon=True) for w in (self._write, self._read, self._read_errors)]
 
     def start(self) -> None:
-        """Read and write from now on."""
-        for thread in reversed(self._threads):  # what reads waits for what collects complaints, which is the last
+        """Start to read and write."""
+        for thread in reversed(self._threads):  # the message reader waits for the reader of stderr, the last one
             thread.start()
 
     def send(self, kind: str, **facts: Any) -> None:
-        """Say something to it, without waiting."""
+        """Send a message, without waiting."""
         self.write(encode_message(kind, facts))
 
     def write(self, data: bytes) -> None:
-        """Say whole lines to it, without waiting."""
+        """Send whole lines, without waiting."""
         self._outbox.put(data)
 
     def close(self) -> None:
-        """Let it end its workers and itself."""
+        """Close the agent's stdin; it then ends its workers and itself."""
         self._outbox.put(None)
 
     def kill(self) -> None:
-        """End it at once; its workers see that their channels are closed."""
+        """Kill it at once; its workers end because their channels close."""
         self._process.kill()
 
     def wait(self, timeout_s: float = END_S) -> None:
-        """Wait until it has ended and all that it said was read; after the time it is killed."""
+        """Wait until it has ended and all its messages are read; kill it after the timeout."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -86,7 +86,7 @@ class AgentLink:
             thread.join(max(timeout_s, _READ_S))
 
     def ended(self) -> bool:
-        """Whether it has ended, and all that it said was read."""
+        """Check whether it has ended and all its messages are read."""
         return self._process.poll() is not None and not any(thread.is_alive() for thread in self._threads)
 
     def _write(self) -> None:
@@ -98,7 +98,7 @@ class AgentLink:
             self._process.stdin.close()
         try:
             self._process.wait(END_S)
-        except subprocess.TimeoutExpired:  # an ssh whose other end hangs would stay for ever
+        except subprocess.TimeoutExpired:  # ssh never ends when its other end hangs
             self._process.kill()
 
     def _read(self) -> None:

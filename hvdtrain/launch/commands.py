@@ -1,4 +1,4 @@
-"""What the membership of a job asks for: the driver carries it out. And the limits that it holds to."""
+"""Commands that the membership of a job gives to the driver, and the limits of a job."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class StartAgent:
 
 @dataclass(frozen=True)
 class StopAgent:
-    """Let go of a host's agent: it ends what it started, then itself."""
+    """Close the link to a host's agent, which ends its workers and itself."""
 
     host: str
 
 
 @dataclass(frozen=True)
 class StartWorker:
-    """Start a rank's process. `place`: a guess of its place, for what reads it before the first round."""
+    """Start a rank's process. `place`: an estimate of its place, for code that reads it before the first round."""
 
     worker: int
     host: str
@@ -31,7 +31,7 @@ class StartWorker:
 
 @dataclass(frozen=True)
 class KillWorker:
-    """End a process and all that it started: at once, or after so many seconds."""
+    """Kill a process and all that it started, after `after_s` seconds."""
 
     worker: int
     host: str
@@ -50,7 +50,7 @@ class SendMessage:
 
 @dataclass(frozen=True)
 class OpenRound:
-    """Open the store of a round. `keys`: what it holds from the start. Those of rounds before are dropped."""
+    """Open the store of a round with `keys`; drop the keys of earlier rounds."""
 
     round: int
     keys: dict[str, str]
@@ -58,14 +58,14 @@ class OpenRound:
 
 @dataclass(frozen=True)
 class CloseRound:
-    """The round is broken: who still asks its store is refused."""
+    """Close the store of a broken round: further requests are refused."""
 
     round: int
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something to be written down; with a `text`, to be said to the user as well."""
+    """An event for the log; with a `text`, also shown to the user."""
 
     name: str
     facts: dict[str, Any] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Event:
 
 @dataclass(frozen=True)
 class End:
-    """The job is over, and no worker lives."""
+    """The job is over, and no worker is alive."""
 
     code: int
 
@@ -84,32 +84,32 @@ Command = StartAgent | StopAgent | StartWorker | KillWorker | SendMessage | Open
 
 @dataclass(frozen=True)
 class Limits:
-    """What a job holds to; times in seconds.
+    """Limits of a job; times in seconds.
 
     Attributes:
         start: ranks that the first round waits for.
-        least: ranks without which there is no round.
-        most: ranks that are never exceeded.
-        elastic: whether the job goes on with others when a rank is gone. If not, that ends it.
-        restarts: how often all is started again after no rank was left.
-        reset_limit: rounds after the first; None for any number.
-        hang_timeout_s: a rank that holds the others up for so long is ended, one that computes later; 0 for never.
-        elastic_timeout_s: how long fewer ranks than `least` are waited with.
-        start_timeout_s: how long `start` ranks are waited for, then `least` will do.
-        gloo_timeout_s: after which a rank that does not answer is given up by the others; 0 for `gloo_timeout`'s.
-        debounce_s: without a further change of membership before ranks are told of it.
-        debounce_most_s: after the first change, however many follow.
-        cooldown_s: before a slot or host that failed is tried again; doubled with each failure.
-        cooldown_most_s: never longer than this.
-        forgive_after_s: in rounds after which a slot's failures are forgotten.
-        silent_s: without a sign of life, which comes each second.
-        lost_s: without a sign of an agent, after which its host is lost.
-        agent_s: for an agent that was started until it can be told something.
-        grace_s: for the others when the first rank has finished.
-        stop_s: for ranks that were told to stop.
-        leave_s: for ranks that have said that they leave, and may still write.
-        end_s: for ranks that were told that there is no place.
-        fruitless: rounds in a row without one optimizer step, after which the job ends.
+        least: fewest ranks of a round.
+        most: most ranks of a round.
+        elastic: whether the job continues when a rank is lost; otherwise the loss ends it.
+        restarts: how often the job is restarted when no rank is left.
+        reset_limit: rounds after the first; None for no limit.
+        hang_timeout_s: a rank that blocks the others this long is killed, later if it computes; 0 for never.
+        elastic_timeout_s: how long to wait with fewer ranks than `least`.
+        start_timeout_s: how long to wait for `start` ranks; `least` are enough afterwards.
+        gloo_timeout_s: after which a rank that does not answer is lost to the others; 0 for that of `gloo_timeout`.
+        debounce_s: pause after a change of membership before ranks are notified, for further changes.
+        debounce_most_s: longest such pause, however many changes follow.
+        cooldown_s: pause before a failed slot or host is tried again; doubles with each failure.
+        cooldown_most_s: longest such pause.
+        forgive_after_s: time in rounds after which a slot's failures are forgotten.
+        silent_s: time without a heartbeat of a rank, which comes each second.
+        lost_s: time without a heartbeat of an agent after which its host is lost.
+        agent_s: time for a started agent to become ready.
+        grace_s: time for the other ranks after the first has finished.
+        stop_s: time for ranks to save after a stop signal.
+        leave_s: time for ranks that have reported that they leave and may still write.
+        end_s: time for dismissed ranks to exit.
+        fruitless: rounds in a row without an optimizer step after which the job fails.
     """
 
     start: int
@@ -137,5 +137,5 @@ class Limits:
     fruitless: int = 10
 
     def gloo_timeout(self, size: int) -> int:
-        """Of a round of so many ranks: all connect to all, and the last is done later the more they are."""
+        """Return Gloo's timeout for a round of `size` ranks: all connect to all, so more ranks need more time."""
         return self.gloo_timeout_s or max(10, size // 8)

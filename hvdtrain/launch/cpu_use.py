@@ -1,4 +1,4 @@
-"""Which workers of a host compute: seen from outside, as one that compiles may not say a word."""
+"""Find the workers of a host that compute. A worker that compiles, for example, may not send progress."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import psutil
 from hvdtrain.processes import read_stat
 
 EVERY_S = 5.0
-"""Between two looks: each reads a file of every process of this host."""
+"""Between two measurements: each reads a file per process of this host."""
 
 _BUSY = 0.25
-"""Of one core, over the time between two looks: Horovod's threads use some hundredths while all wait."""
+"""Cores in use on average between two measurements; Horovod's threads use some hundredths while all ranks wait."""
 
 
 def cpu_seconds(leaders: Collection[int]) -> dict[int, float]:
-    """Seconds of the processor that sessions have used, by the number of the process that leads each."""
+    """Return the CPU seconds of sessions, by the number of the process that leads each."""
     used = dict.fromkeys(leaders, 0.0)
     for pid in psutil.pids():
         with suppress(OSError):  # it has ended
@@ -28,7 +28,7 @@ def cpu_seconds(leaders: Collection[int]) -> dict[int, float]:
 
 
 class BusyWorkers:
-    """Finds workers that compute, they or what they have started, such as compilers.
+    """Finds workers that compute, themselves or in processes that they started, such as compilers.
 
     Args:
         read: as `cpu_seconds`; each worker leads a session.
@@ -40,11 +40,11 @@ class BusyWorkers:
         self._looked_s = 0.0
 
     def find_busy(self, workers: Mapping[int, int], now_s: float) -> list[int]:
-        """Numbers of the workers that have computed since the last look; nothing where that was just now.
+        """Return the workers that have computed since the last measurement; none less than `EVERY_S` after it.
 
         Args:
-            workers: process numbers by the workers' own.
-            now_s: of a clock that only goes forward.
+            workers: process numbers by the workers' numbers.
+            now_s: of a monotonic clock.
         """
         passed_s = now_s - self._looked_s
         if passed_s < EVERY_S:

@@ -1,4 +1,4 @@
-"""Asking the user's script which hosts there are."""
+"""Run the user's discovery script, which lists the hosts."""
 
 from __future__ import annotations
 
@@ -16,42 +16,44 @@ _AGAIN_S = 1.0
 
 
 def run_script(script: Path, timeout_s: float = TIMEOUT_S, *, slots: int = 1) -> dict[str, int]:
-    """Run the script, which is executed itself and never read by a shell; the slots of each host it names.
+    """Run the script directly, without a shell; return the slots of each host.
 
     Args:
         script: the program.
         timeout_s: how long it may take.
-        slots: of a host that it names without.
+        slots: of a host that it lists without a number.
 
     Errors:
-        LaunchError: it cannot be run, takes too long, fails, or names what is no host.
+        LaunchError: it cannot be run, takes too long, fails, or prints an invalid host.
     """
-    expected = "a program that writes a line host or host:slots for each host, and exits with 0"
+    expected = "a program that prints a line host or host:slots per host and exits with 0"
     try:
         code, out, err = run_program([str(script.absolute())], timeout_s)
     except TimeoutError:
-        raise LaunchError(f"{script} did not end within {timeout_s:.0f} s.", expected=expected) from None
+        what = f"the discovery script {script} did not end within {timeout_s:.0f} s"
+        raise LaunchError(what, expected=expected) from None
     except OSError as error:
         hint = _hint(script)
-        raise LaunchError(f"{script} cannot be run.", expected=expected, found=str(error), next_step=hint) from None
+        what = f"the discovery script {script} cannot be run"
+        raise LaunchError(what, expected=expected, found=str(error), next_step=hint) from None
     if code != 0:
         found = f"exit code {code}: {err.strip()[-500:]}"
-        raise LaunchError(f"{script} failed.", expected=expected, found=found)
+        raise LaunchError(f"the discovery script {script} failed", expected=expected, found=found)
     return parse_discovered(out, slots)
 
 
 def _hint(script: Path) -> str:
-    """What to do about a script that cannot be run."""
+    """Return the next step for a script that cannot be run."""
     words = str(script).split()
     if script.is_dir():
         return f"name the program itself; {script} is a folder"
     if not script.exists() and len(words) > 1:
-        return "it is run by its path, without arguments: write the command into a script of its own, and name that"
+        return "it runs without arguments: write the command into a script and give the path of that"
     if not script.exists():
-        return f"give the path of a program that is there, from {Path.cwd()} on"
+        return f"give the path of an existing program, relative to {Path.cwd()}"
     if not os.access(script, os.X_OK):
         return f"chmod +x {script}"
-    return "see that its first line names its interpreter, and that this is there, as in #!/bin/sh"
+    return "check that its first line names an existing interpreter, as in #!/bin/sh"
 
 
 def watch_script(
@@ -60,13 +62,13 @@ def watch_script(
     found: Callable[[dict[str, int]], None],
     say: Callable[[str], None],
 ) -> None:
-    """Ask again and again until it is over; the last answer stands while there is none.
+    """Run the script repeatedly until it is over; the last answer stays valid while it fails.
 
     Args:
-        ask: gives the answer, as `run_script`.
-        over: set when nobody wants to know any more.
-        found: called with each answer that is another than the one before.
-        say: called with each error that is another than the one before.
+        ask: returns the hosts, as `run_script`.
+        over: set at the end of the job.
+        found: called with each new answer.
+        say: called with each new error.
     """
     last: dict[str, int] = {}
     error = ""
@@ -76,7 +78,7 @@ def watch_script(
         except LaunchError as wrong:
             if str(wrong) != error:
                 error = str(wrong)
-                say(f"{error}\n  the hosts stay as they were")
+                say(f"{error}\n  the hosts stay the same")
             continue
         if hosts != last or error:
             last, error = hosts, ""

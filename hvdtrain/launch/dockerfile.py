@@ -1,4 +1,4 @@
-"""The text of `launchers/Dockerfile`: the image that an MPIJob takes. Pure."""
+"""Render `launchers/Dockerfile`: the image of an MPIJob. Pure."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ BASE = "debian:12.11-slim"
 
 
 def render_dockerfile() -> str:
-    """Write the Dockerfile; its context is the root of the project."""
+    """Return the Dockerfile; its build context is the root of the project."""
     return fill("Dockerfile.j2", image=IMAGE, base=BASE, extras=EXTRAS)

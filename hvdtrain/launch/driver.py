@@ -1,7 +1,7 @@
-"""The driver of an elastic job: carries out what its `Membership` decides, and tells it what is item.
+"""The driver of an elastic job: executes the commands of its `Membership` and reports events to it.
 
-One thread decides; others read the agents, write to them, show lines, and ask for hosts. The job's state is in this
-process alone, so that there is nobody to agree with.
+One thread decides. Others read from the agents, write to them, show lines, and run the discovery script. Only this
+process holds the state of the job, so it needs no agreement with others.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ AgentMessage = tuple[AgentLink | None, dict[str, Any]]
 
 
 class Driver:
-    """One job.
+    """A job.
 
     Args:
         plan: what to run.
         say: called with a line of the driver's own.
-        show: called with a line that a rank wrote, and whether that was to stderr.
+        show: called with a rank's line, and whether it was on stderr.
     """
 
     def __init__(self, plan: Plan, say: Callable[[str], None], show: Callable[[str, bool], None]) -> None:
@@ -67,18 +67,18 @@ class Driver:
 
     @property
     def had_round(self) -> bool:
-        """Whether there was a round."""
+        """Check whether there was a round."""
         return self._members.job.round > 0
 
     def signal(self, name: str) -> None:
-        """A signal came; may be called by a signal handler."""
+        """Queue a signal; safe in a signal handler."""
         self._inbox.put((None, {"type": "signal", "name": name}))
 
     def run(self) -> int:
-        """Run the job until it is over; its exit code.
+        """Run the job to its end; return the exit code.
 
         Errors:
-            LaunchError: the discovery script fails when it is asked first.
+            LaunchError: the discovery script fails on its first run.
         """
         try:
             self._find_hosts()
@@ -106,7 +106,7 @@ class Driver:
         threading.Thread(target=watch, name="discovery", daemon=True).start()
 
     def _handle_all(self) -> None:
-        """Wait a moment for what comes, then take all that is there."""
+        """Wait a moment for a message, then handle all that have arrived."""
         wait: float | None = _TICK_S
         while True:
             try:
@@ -152,7 +152,7 @@ class Driver:
             self._execute(self._members.agent_lost(host, message["why"], now))
 
     def _receive(self, item: AgentMessage) -> None:
-        """Take what an agent says, in a thread of its link: what ranks write is none of the deciding thread's."""
+        """Receive a message in a thread of its link. Lines of ranks are shown here, without the deciding thread."""
         message = item[1]
         if message["type"] != "line":
             return self._inbox.put(item)
@@ -196,7 +196,7 @@ class Driver:
         self._send(command.host, "tell", worker=command.worker, what=command.kind, facts=facts)
 
     def _interface(self, link: AgentLink, chosen: list[str]) -> str:
-        """By which ranks of this host reach those of the hosts that were chosen."""
+        """Return the interface by which ranks of this host reach those of the chosen hosts."""
         away = [host for host in chosen if host not in self._plan.local]
         if not away:
             return "lo"
@@ -245,7 +245,7 @@ class Driver:
                 link.send("beat")
 
     def _close(self) -> None:
-        """Let go of all agents, and show what ranks wrote last."""
+        """Close all agents, and show the ranks' last lines."""
         links = [*self._old, *self._links.values()]
         for link in links:
             link.close()

@@ -1,4 +1,4 @@
-"""A file with a line of JSON for each thing that happened to a job, in the order in which it did."""
+"""A log of a job's events, in order: one line of JSON each."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 
 class EventLog:
-    """Appends to a file; without one it does nothing.
+    """Appends events to a file; does nothing without one.
 
-    Each line has ``mono_s`` (of this machine's monotonic clock), ``wall_s`` (since the epoch) and ``event``.
+    Each line has ``mono_s`` (this machine's monotonic clock), ``wall_s`` (since the epoch) and ``event``.
 
     Errors:
-        OSError: it cannot be opened.
+        OSError: the file cannot be opened.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -32,6 +32,6 @@ class EventLog:
             self._file = None
 
     def close(self) -> None:
-        """Nothing comes any more."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()

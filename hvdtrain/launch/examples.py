@@ -1,7 +1,6 @@
-"""The files of ``launchers/``: starts to be copied and changed, made of what `targets` makes.
+"""The files of ``launchers/``: examples to copy and adapt, rendered by `targets`.
 
-``make launchers`` writes them. What a site has to say of itself stands in them as an example: names of modules, the
-partition, the image.
+``make launchers`` writes them. Site-specific values, such as module names, partition and image, are examples.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from hvdtrain.launch.targets.mpijob import IMAGE
 _SETUP = ("# module load openmpi cuda", 'export PATH="$PWD/.venv/bin:$PATH"')
 
 _MPIRUN = Shell('"$(command -v mpirun)"')
-"""Called by its whole path, Open MPI's finds its parts on all hosts."""
+"""Open MPI finds its parts on all hosts when it is called by its full path."""
 
 
 def files() -> Mapping[str, str]:
-    """The text of each file by its name."""
+    """Return the text of each file by name."""
     return {
         "local.sh": fill("local.sh.j2"),
         "mpirun.sh": fill("mpirun.sh.j2", line=_mpirun()),
@@ -38,7 +37,7 @@ def files() -> Mapping[str, str]:
 
 
 def _job(folder: str) -> JobSpec:
-    """Two hosts of eight GPUs, in the folder of a variable."""
+    """Return a job of two hosts with eight GPUs each, in the folder that a variable names."""
     return JobSpec(
         arguments=(),
         ranks=16,

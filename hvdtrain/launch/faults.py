@@ -1,4 +1,4 @@
-"""What becomes of a job when a worker or the agent of a host is gone."""
+"""Consequences of a lost worker or agent."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from hvdtrain.launch.worker_starts import start_cooldown
 
 
 def mark_dying(job: Job, worker: Worker) -> None:
-    """A worker is as good as gone, for its round and the next one; its slot is still taken."""
+    """Take a worker whose process is ending out of its round; its slot stays occupied until it has exited."""
     inside = job.is_in_round(worker)
     worker.dying = True
-    worker.deadline_s = min(worker.deadline_s, job.now_s + job.limits.end_s)  # one that cannot end is told of
+    worker.deadline_s = min(worker.deadline_s, job.now_s + job.limits.end_s)  # a process that cannot end is reported
     if inside:
-        job.log_event("dying", f"{worker.label} is gone", worker=worker.number)
-        break_round(job, f"{worker.label} is gone")
+        job.log_event("dying", f"{worker.label} is dead", worker=worker.number)
+        break_round(job, f"{worker.label} is dead")
 
 
 def handle_exit(job: Job, worker: Worker, code: int, text: str = "") -> None:
-    """A worker is gone. `text`: why, where its exit code does not say."""
+    """Handle the exit of a worker. `text`: the reason, where the exit code does not show it."""
     said = text or describe_exit(code)
     member = worker.round == job.round and job.round > 0 and not job.is_fresh
     inside = job.is_in_round(worker)
@@ -58,7 +58,7 @@ def _failed(job: Job, worker: Worker, code: int, said: str) -> None:
             job.spoiled = text
         return
     job.last_code = code
-    if final:  # it would come again each time, and nobody has done a step yet
+    if final:  # a restart would fail in the same way, and no rank has done a step
         fail(job, text, USAGE)
     elif not job.limits.elastic:
         restart_or_fail(job, text)
@@ -69,14 +69,14 @@ def _nobody_ever_joined(job: Job) -> bool:
 
 
 def _end_without_joining(job: Job, worker: Worker) -> None:
-    """It ended well before it asked for a place: a program that has nothing to train, such as one asked for help."""
+    """End the job after a worker exited with 0 before it joined: its program does not train, such as ``--help``."""
     worker.leaving = "finished"
     job.phase = Phase.FINISHING
     job.deadline_s = job.now_s + job.limits.grace_s
 
 
 def lose_host(job: Job, host: Host, why: str) -> None:
-    """The agent of a host is gone, and with it all that it started."""
+    """Handle the loss of a host's agent, and of all workers that it started."""
     if not host.agent:
         return
     host.agent = ""
@@ -93,15 +93,15 @@ def lose_host(job: Job, host: Host, why: str) -> None:
 
 
 def check_survivors(job: Job) -> None:
-    """End, or start again, when no rank is left that holds the state, or none ever came so far."""
+    """Restart or end the job when no rank with the state is left, or none has ever joined."""
     if job.phase is not Phase.RUNNING:
         return
     if not _can_continue(job):
-        restart_or_fail(job, "no process came so far as to join" if job.is_fresh else "no rank is left")
+        restart_or_fail(job, "no process got as far as joining" if job.is_fresh else "no rank is left")
 
 
 def _can_continue(job: Job, without: Host | None = None) -> bool:
-    """Whether there is a rank that holds the state, or one may still come so far. `without`: a host that is lost."""
+    """Check whether a rank with the state is left, or one may still join the first round. `without`: a lost host."""
     if job.phase is not Phase.RUNNING:
         return False
     left = [w for w in job.workers.values() if without is None or w.host != without.name]
@@ -109,7 +109,7 @@ def _can_continue(job: Job, without: Host | None = None) -> bool:
 
 
 def _untried(job: Job) -> bool:
-    """Whether there is a slot that has not failed since all was started, or none at all."""
+    """Check whether a slot has not failed since the start, or there are no slots."""
     hosts = [h for h in job.hosts.values() if h.slots]
     failed = [h.failed or h.slot_at(i).failed for h in hosts for i in range(h.slots)]
     return not all(failed) or not failed

@@ -1,4 +1,4 @@
-"""Whether the names of hosts lead anywhere, before an MPI that cannot find one fills the screen."""
+"""Check host names before the start: an MPI that cannot resolve one fills the screen with errors."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from hvdtrain.programs import run_program
 
 _TIMEOUT_S = 5.0
 _BY_OTHERS = ("proxyjump ", "proxycommand ")
-"""Of ssh's configuration: another machine looks the name up."""
+"""Options of ssh with which another machine resolves the name."""
 
 
 def find_unknown_host(hosts: Iterable[str], ssh_arguments: Sequence[str] = ()) -> str | None:
-    """The first host that has no address here, nor any other name or way in ssh's configuration; None where all have.
+    """Return the first host without an address here and without a name or proxy in ssh's configuration, or None.
 
     Args:
         hosts: host or user@host.
-        ssh_arguments: what ssh gets besides the host.
+        ssh_arguments: arguments of ssh besides the host.
     """
     for host in hosts:
         if not _has_address(host.rpartition("@")[2]) and not _by_ssh(host, ssh_arguments):

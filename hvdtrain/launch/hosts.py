@@ -1,4 +1,4 @@
-"""Which hosts a job may use: what ``-H`` and a discovery script say. Pure."""
+"""Parse the hosts of a job, from ``-H`` and from a discovery script. Pure."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ LOCAL_NAMES = ("localhost", "127.0.0.1")
 
 
 def parse_hosts(text: str) -> dict[str, int]:
-    """Read ``a:4,b:4``: the number of ranks each host may have, in that order.
+    """Parse ``a:4,b:4``: the slots of each host, in order.
 
     Errors:
-        LaunchError: a name that is none, a number that is none or 0, a host named twice.
+        LaunchError: an invalid name, an invalid number or 0, or a host that is named twice.
     """
     hosts: dict[str, int] = {}
     for part in text.split(","):
@@ -24,14 +24,14 @@ def parse_hosts(text: str) -> dict[str, int]:
 
 
 def parse_discovered(text: str, slots: int = 1) -> dict[str, int]:
-    """Read what a discovery script wrote: a line ``host`` or ``host:slots`` each; empty lines say nothing.
+    """Parse the output of a discovery script: a line ``host`` or ``host:slots`` per host; empty lines are skipped.
 
     Args:
-        text: its output.
-        slots: of a host that is named without.
+        text: the output.
+        slots: of a host without a number.
 
     Errors:
-        LaunchError: as of `parse_hosts`; 0 slots are allowed, of a host that is to be left.
+        LaunchError: as of `parse_hosts`; 0 slots are allowed, for a host that must be vacated.
     """
     hosts: dict[str, int] = {}
     for number, line in enumerate(text.split("\n"), 1):
@@ -46,14 +46,14 @@ def _add(hosts: dict[str, int], part: str, found: str, where: str, *, least: int
     name, count = (name, count) if colon else (part, str(slots))
     if not _NAME.fullmatch(name):
         raise LaunchError(
-            f"{where} names a host that cannot be one.",
+            f"{where} has an invalid host name",
             expected="letters, digits, '.', '-' and '_', not beginning with '-'; host or host:slots",
             found=repr(found),
-            next_step="write a name that ssh takes; of IPv6 addresses a name in ~/.ssh/config or /etc/hosts",
+            next_step="use a name that ssh accepts; for an IPv6 address a name in ~/.ssh/config or /etc/hosts",
         )
     if not re.fullmatch("[0-9]{1,4}", count) or not least <= int(count) <= _MOST_SLOTS:
-        expected = f"a whole number from {least} to {_MOST_SLOTS} behind the colon"
-        raise LaunchError(f"{where} gives no number of slots.", expected=expected, found=repr(found))
+        expected = f"a whole number from {least} to {_MOST_SLOTS} after the colon"
+        raise LaunchError(f"{where} has an invalid number of slots", expected=expected, found=repr(found))
     if name in hosts:
-        raise LaunchError(f"{where} names a host twice.", expected="each host once, as host:slots", found=repr(name))
+        raise LaunchError(f"{where} names a host twice", expected="each host once, as host:slots", found=repr(name))
     hosts[name] = int(count)

@@ -1,4 +1,4 @@
-"""By which network interface this host reaches another. Linux."""
+"""Find the network interface by which this host reaches another. Linux only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ANY_PORT = 9
 
 
 def interface_of(address: str) -> str:
-    """The interface that has an IP address, "" where none has."""
+    """Return the interface with an IP address, "" where there is none."""
     try:
         wanted = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -27,12 +27,12 @@ def interface_of(address: str) -> str:
 
 
 def interface_to(address: str) -> str:
-    """The interface by which packets to an IP address leave, "" where there is no route. Nothing is sent."""
+    """Return the interface by which packets to an IP address leave, "" without a route. Sends nothing."""
     return interface_of(source_to(address))
 
 
 def source_to(address: str) -> str:
-    """The address of this host by which it sends to an IP address, "" where there is no route. Nothing is sent."""
+    """Return this host's address for packets to an IP address, "" without a route. Sends nothing."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as asking:
         try:
@@ -43,7 +43,7 @@ def source_to(address: str) -> str:
 
 
 def address_of(interface: str) -> str:
-    """The IPv4 address of an interface, "" where it has none or is not there."""
+    """Return the IPv4 address of an interface, "" where it has none or does not exist."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
             found = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))

@@ -1,4 +1,4 @@
-"""The records of a job: its hosts, their slots, its workers. Changed by the rules beside it, which do no I/O."""
+"""The state of a job: hosts, slots, workers. The rules in the modules next to this one change it. No I/O."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ NEVER = float("-inf")
 
 
 class Phase(Enum):
-    """How far a job is.
+    """Phase of a job.
 
-    RUNNING: ranks come, go and train. FINISHING: the first rank has finished. STOPPING: all were told to save and end.
-    ENDING: it failed, and what lives is ended. OVER: no worker lives.
+    RUNNING: ranks join, leave and train. FINISHING: the first rank has finished. STOPPING: all ranks save and end.
+    ENDING: the job has failed, and its workers are ended. OVER: no worker is alive.
     """
 
     RUNNING = auto()
@@ -27,7 +27,7 @@ class Phase(Enum):
 
 @dataclass
 class Slot:
-    """A place for a worker on a host. Not used before `free_s`; `failed`: since all was started last."""
+    """A place for a worker on a host. Not used before `free_s`; `failed`: since the last start of the whole job."""
 
     failures: int = 0
     free_s: float = NEVER
@@ -36,9 +36,9 @@ class Slot:
 
 @dataclass
 class Host:
-    """A host that was ever named. `slots`: how many it may use, 0 since it was taken away.
+    """A host that was named at some time. `slots`: 0 once it must be vacated.
 
-    `agent`: "" none, "starting", or "ready"; not started before `free_s`; `heard_s`: its last sign.
+    `agent`: "" none, "starting", or "ready"; not started before `free_s`; `heard_s`: its last heartbeat.
     """
 
     name: str
@@ -52,31 +52,32 @@ class Host:
     slots_by_index: dict[int, Slot] = field(default_factory=dict)
 
     def slot_at(self, index: int) -> Slot:
-        """The slot of a number."""
+        """Return the slot with this index."""
         return self.slots_by_index.setdefault(index, Slot())
 
 
 @dataclass(eq=False)
 class Worker:
-    """A process that lives.
+    """A living process.
 
     Attributes:
-        number: of its own in the job.
-        round: that it is or was in last; 0 for none yet.
+        number: unique in the job.
+        round: its current or last round; 0 for none yet.
         rank: in that round, -1 for none yet.
         joined: it waits for a place in the next round.
-        step: optimizer steps that it holds, as it said last.
-        going: why it has to make room, "" if it stays.
-        drained: it was told to by SIGTERM, so that its slot is left alone for a while.
-        leaving: why it said that it ends, "" if it didn't.
-        dying: its process is on its end, whatever of it is still to be seen.
-        ended: why it was told to end, "" if it wasn't; gone by `until_s`, else it is killed.
-        heard_s: when it gave a sign of life last, None before the first.
-        idle_s, waiting: as it said then.
-        stopped_s: since when its process is stopped, as by SIGSTOP; None while it is not.
-        busy_s: when it was found to compute last, whatever it says.
+        step: optimizer steps in its memory, as last reported.
+        leave_reason: why it must make room, "" if it may stay.
+        drained: it received SIGTERM, so its slot gets a cooldown.
+        leaving: why it reported that it ends, "" if it did not.
+        dying: its process is ending, though it may still be visible.
+        dismissed: why it was dismissed, "" if it was not.
+        deadline_s: it is killed if it is alive then.
+        heard_s: time of its last heartbeat, None before the first.
+        idle_s, waiting: from that heartbeat.
+        stopped_s: since when its process is stopped, for example by SIGSTOP; None if it runs.
+        busy_s: when it was last found to compute.
         entered_s: when its round began.
-        first_round: seniority.
+        first_round: for seniority.
     """
 
     number: int
@@ -108,18 +109,18 @@ class Worker:
 
     @property
     def present(self) -> bool:
-        """Whether it has not begun to end, nor was told to."""
+        """Whether it neither ends nor was dismissed."""
         return not (self.leaving or self.dying or self.dismissed)
 
     @property
     def label(self) -> str:
-        """What it is called in messages."""
+        """Its name in messages."""
         return f"rank {self.rank} on {self.host}" if self.rank >= 0 else f"the process of {self.host}:{self.slot}"
 
 
 @dataclass
 class Job:
-    """All that is known. `out` collects what is asked for; `now_s` is the time of the input at hand."""
+    """All state of a job. `commands` collects the output; `now_s` is the time of the current input."""
 
     limits: Limits
     now_s: float = 0.0
@@ -130,7 +131,7 @@ class Job:
     workers_started: int = 0
     round: int = 0
     is_fresh: bool = True
-    """No round since it was started, or started again: nobody holds a state."""
+    """No round since the start or restart: no worker holds a state."""
     broken: bool = False
     changed: bool = False
     rounds: int = 0
@@ -138,7 +139,7 @@ class Job:
     fruitless_rounds: int = 0
     began_step: int = -1
     began_s: float = 0.0
-    """When it was started, or started again."""
+    """Time of the start or restart."""
     fault_s: float | None = None
     joined_s: float = NEVER
     wish: frozenset[int] = frozenset()
@@ -149,45 +150,45 @@ class Job:
     deadline_s: float = float("inf")
     size: int = 0
     trained: bool = False
-    """A rank has told of a step: there may be a checkpoint."""
+    """A rank has reported a step: there may be a checkpoint."""
     spoiled: str = ""
     last_code: int = 0
-    """What the rank that failed last exited with."""
+    """Exit code of the last failed rank."""
     failures: list[str] = field(default_factory=list)
-    """The last ones, for the message that ends the job."""
+    """The latest failures, for the message that ends the job."""
 
     def remember_failure(self, failure: str) -> None:
-        """Keep a failure for the message that ends the job."""
+        """Remember a failure for the message that ends the job."""
         self.failures = [*self.failures[-9:], failure]
 
     def members(self) -> list[Worker]:
-        """Workers that live and were in the last round, whether they have joined anew or not."""
+        """Return living workers of the last round, whether they have joined again or not."""
         return [w for w in self.workers.values() if self.is_member(w)]
 
     def in_round(self) -> list[Worker]:
-        """Members that have not left the round, as far as is known."""
+        """Return members that have not left the round, as far as is known."""
         return [w for w in self.workers.values() if self.is_in_round(w)]
 
     def staying(self) -> list[Worker]:
-        """Workers that may be in the next round."""
+        """Return workers that may be in the next round."""
         return [w for w in self.workers.values() if w.can_stay]
 
     def is_member(self, worker: Worker) -> bool:
-        """Whether one that lives is among `members`."""
+        """Check whether a living worker is among `members`."""
         return worker.round == self.round > 0
 
     def is_in_round(self, worker: Worker) -> bool:
-        """Whether one that lives is `inside`."""
+        """Check whether a living worker is among `in_round`."""
         return worker.round == self.round > 0 and not worker.joined and worker.present
 
     def send(self, worker: Worker, kind: str, **facts: Any) -> None:
-        """Send a message."""
+        """Send a message to a worker."""
         self.commands.append(SendMessage(worker.number, worker.host, kind, facts))
 
     def log_event(self, name: str, text: str = "", **facts: Any) -> None:
-        """Write down what happened, and say it if there is a text."""
+        """Log an event, and show it to the user if it has a text."""
         self.commands.append(Event(name, facts, text))
 
     def step(self) -> int:
-        """The newest step that a living worker holds."""
+        """Return the newest step of a living worker."""
         return max((w.step for w in self.workers.values()), default=-1)

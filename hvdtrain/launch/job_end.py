@@ -1,4 +1,4 @@
-"""How a job ends: finished, stopped by a signal, or failed."""
+"""The end of a job: finished, stopped by a signal, or failed."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from hvdtrain.launch.job import Job, Phase, Worker
 
 
 def dismiss(job: Job, worker: Worker, why: str) -> None:
-    """There is no place for a worker any more: it is told so, and killed if it stays."""
-    if worker.dismissed or worker.dying:  # of one that is dying it is still to be told how it ended
+    """Dismiss a worker: notify it that there is no place, and kill it if it stays."""
+    if worker.dismissed or worker.dying:  # the exit of a dying worker is still to be reported
         return
     inside = job.is_in_round(worker)
     worker.dismissed, worker.deadline_s = why, job.now_s + job.limits.end_s
     if worker.joined:
         send_end(job, worker)
         worker.deadline_s = job.now_s + job.limits.grace_s
-    elif not (inside and job.broken):  # who was told that the round is over comes to ask for the next, and is told then
+    elif not (inside and job.broken):  # a rank of a broken round asks for the next round, and gets the answer then
         job.commands.append(KillWorker(worker.number, worker.host))
     job.log_event("dismissed", worker=worker.number, why=why)
 
 
 def send_end(job: Job, worker: Worker) -> None:
-    """SendMessage one that has asked for a place that there is none."""
+    """Notify a worker that has joined that there is no place."""
     job.send(worker, "end", why=worker.dismissed, failed=job.phase is Phase.ENDING)
 
 
 def last_failures(job: Job) -> str:
-    """The last failures, for the message that ends a job."""
+    """Return the latest failures, for the message that ends a job."""
     return "".join(f"\n  {text}" for text in job.failures[-5:])
 
 
 def fail(job: Job, why: str, code: int = 1, *, save: bool = False) -> None:
-    """End the job with an error. `save`: ranks in a round get the time to save, as by SIGTERM."""
+    """End the job with an error. `save`: ranks in a round get time to save, as after SIGTERM."""
     if job.phase in (Phase.ENDING, Phase.OVER):
         return
     job.phase, job.code = Phase.ENDING, code
@@ -48,7 +48,7 @@ def fail(job: Job, why: str, code: int = 1, *, save: bool = False) -> None:
 
 
 def stop_job(job: Job, name: str) -> None:
-    """A signal came: all save and end; a second one kills."""
+    """Stop the job after a signal: all ranks save and end; a second signal kills them."""
     number = signal.Signals[name].value
     if job.phase in (Phase.STOPPING, Phase.ENDING):
         job.log_event("signal", f"{name} again: every rank is killed")
@@ -60,9 +60,8 @@ def stop_job(job: Job, name: str) -> None:
     if job.phase is Phase.OVER:
         return
     job.phase, job.code, job.deadline_s = Phase.STOPPING, 128 + number, job.now_s + job.limits.stop_s
-    job.log_event(
-        "signal", f"{name}: all ranks save and end; {job.limits.stop_s:.0f} s, or the signal again, and they are killed"
-    )
+    text = f"{name}: all ranks save and end; they are killed after {job.limits.stop_s:.0f} s or a second signal"
+    job.log_event("signal", text)
     for worker in job.workers.values():
         if worker.round != job.round or not job.round:
             dismiss(job, worker, name)
@@ -71,7 +70,7 @@ def stop_job(job: Job, name: str) -> None:
 
 
 def mark_leaving(job: Job, worker: Worker, why: str) -> None:
-    """A rank has come to the end of training; the job is about to be over."""
+    """Note that a rank has reached the end of training; the job will soon be over."""
     worker.leaving, worker.deadline_s = why, job.now_s + job.limits.leave_s
     if job.phase is Phase.RUNNING:
         job.phase = Phase.FINISHING
@@ -81,27 +80,27 @@ def mark_leaving(job: Job, worker: Worker, why: str) -> None:
 
 
 def _code_of(why: str) -> int:
-    """The exit code of a rank that ends for this reason."""
+    """Return the exit code of a rank that ends for this reason."""
     return 128 + signal.Signals[why].value if why in signal.Signals.__members__ else 0
 
 
 def finish_leaving(job: Job, worker: Worker, code: int) -> None:
-    """A rank that had said so is gone: only by itself and with the right code is the work done."""
+    """Handle the exit of a rank that had reported its end. With any other exit code the work counts as not done."""
     if code not in (0, _code_of(worker.leaving)):
-        job.spoiled = f"{worker.label} had come to the end of training, and then {describe_exit(code)}"
+        job.spoiled = f"{worker.label} had finished training, and then {describe_exit(code)}"
         job.log_event("spoilt", job.spoiled)
     if job.phase is Phase.FINISHING:
         job.deadline_s = job.now_s + job.limits.grace_s
 
 
 def restart_or_fail(job: Job, why: str) -> None:
-    """No rank is left that holds the state: start all again, if that may be, or end."""
+    """Restart the whole job where --restarts allows, as no rank with the state is left; otherwise fail."""
     if job.last_code == USAGE:
         return fail(job, f"{why}{last_failures(job)}", USAGE)
     if job.restarts >= job.limits.restarts:
         offered = "" if not job.limits.restarts else f" after {job.restarts} restart(s)"
         goes_on = job.trained and not job.limits.restarts
-        hint = "\n  the same command goes on at the last checkpoint; --restarts N does so itself" if goes_on else ""
+        hint = "\n  the same command resumes from the last checkpoint; --restarts N does so itself" if goes_on else ""
         return fail(job, f"{why}{offered}{last_failures(job)}{hint}")
     job.restarts += 1
     job.short_s = None
@@ -113,19 +112,19 @@ def restart_or_fail(job: Job, why: str) -> None:
             place.failed = False
     for worker in job.workers.values():
         if worker.round or worker.leaving:
-            dismiss(job, worker, "all is started again")
+            dismiss(job, worker, "the whole job restarts")
     where = ", from the last checkpoint" if job.trained else ""
-    text = f"{why}: all is started again ({job.restarts} of {job.limits.restarts}){where}"
+    text = f"{why}: the whole job restarts ({job.restarts} of {job.limits.restarts}){where}"
     job.log_event("restart", text, restart=job.restarts)
 
 
 def end_overdue(job: Job) -> None:
-    """Let go of who stays too long, and tell when the job is over."""
+    """Kill workers past their deadline, and end the job when no worker is alive."""
     for worker in list(job.workers.values()):
         if job.now_s >= worker.deadline_s:
             worker.deadline_s = job.now_s + job.limits.end_s
             job.commands.append(KillWorker(worker.number, worker.host))
-            job.log_event("overdue", f"{worker.label} did not end in time, and is killed", worker=worker.number)
+            job.log_event("overdue", f"{worker.label} did not end in time: killed", worker=worker.number)
     if job.phase is Phase.FINISHING:
         _finishing(job)
     if job.phase in (Phase.FINISHING, Phase.STOPPING) and job.now_s >= job.deadline_s:
@@ -143,7 +142,7 @@ def end_overdue(job: Job) -> None:
 
 
 def _finishing(job: Job) -> None:
-    """Who has not trained to the end with the others has no place any more."""
+    """Dismiss workers that have not trained to the end with the others."""
     for worker in list(job.workers.values()):
         outside = worker.joined or not job.round or worker.round != job.round
         if outside and not worker.leaving:
@@ -151,7 +150,7 @@ def _finishing(job: Job) -> None:
 
 
 def describe_exit(code: int) -> str:
-    """What became of a process, in words."""
+    """Describe an exit code in words."""
     if code >= 0:
         return f"ended with exit code {code}"
     try:

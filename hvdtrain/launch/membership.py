@@ -1,13 +1,12 @@
-"""Who is in the job: a state machine without I/O. Inputs are what was seen and the time; outputs are `Command`s.
+"""The membership of a job: a state machine without I/O. Inputs are events and the time; outputs are `Command`s.
 
-A round is a membership: ranks 0 to size - 1 from one start of Horovod to its end. The laws, which tests hold:
+A round is a membership: ranks 0 to size - 1 from one start of Horovod to its end. Tests hold these laws:
 
-1. A rank that is gone is told to the others at once; the next round waits for nobody but them.
-2. A round has at least `least` and at most `most` ranks, each from a slot of its own; the lowest rank is of one who was
-   in the round before.
-3. Who waits for a place while nobody trains gets one or is told that there is none: no wait has no end.
-4. Nothing that failed is given up for ever; nothing is tried again at once for ever.
-5. When the job is over, no worker lives, and it is said why.
+1. The loss of a rank is reported to the others at once; the next round waits only for them.
+2. A round has `least` to `most` ranks, each in its own slot. Its lowest rank was in the round before.
+3. A worker that waits for a place while nobody trains gets one or is dismissed: no wait is endless.
+4. A failed slot or host is tried again, for ever, but never at once without a pause.
+5. When the job is over, no worker is alive, and the reason is reported.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from hvdtrain.launch.commands import Command, Limits
 from hvdtrain.launch.job import Job, Phase, Worker
 
 _GAP_S = 5.0
-"""A longer time between two inputs: the driver itself was stopped."""
+"""A longer time between two inputs means that the driver itself was suspended."""
 
 
 class Membership:
-    """One job.
+    """A job.
 
     Args:
-        limits: what it holds to.
-        local: names of the hosts that are this one.
-        now_s: of a clock that only goes forward, as in all other calls.
+        limits: of the job.
+        local: names of this host.
+        now_s: of a monotonic clock, as in all other calls.
     """
 
     def __init__(self, limits: Limits, local: frozenset[str], now_s: float) -> None:
@@ -37,13 +36,13 @@ class Membership:
         self._local = local
 
     def hosts_discovered(self, hosts: dict[str, int], now_s: float) -> list[Command]:
-        """Slots by host that may be used from now on."""
+        """Set the slots by host that may be used from now on."""
         self._begin(now_s)
         worker_starts.set_hosts(self.job, hosts, self._local)
         return self._advance()
 
     def agent_ready(self, host: str, now_s: float) -> list[Command]:
-        """The agent of a host can be told to start workers."""
+        """Handle an agent that is ready to start workers."""
         self._begin(now_s)
         known = self.job.hosts.get(host)
         if known is not None and known.agent == "starting":
@@ -53,10 +52,9 @@ class Membership:
         return self._advance()
 
     def agent_heartbeat(self, host: str, halted: Mapping[int, bool], now_s: float, busy: Collection[int] = ()) -> None:
-        """An agent gave a sign of life.
+        """Handle an agent's heartbeat. The next tick acts on it.
 
-        `halted`: which of its processes are stopped, as by SIGSTOP; `busy`: workers that were found to compute.
-        What follows from it is found at the next tick.
+        `halted`: which of its processes are stopped, for example by SIGSTOP; `busy`: workers that compute.
         """
         self._begin(now_s)
         if host in self.job.hosts:
@@ -70,14 +68,14 @@ class Membership:
                 self.job.workers[number].busy_s = now_s
 
     def agent_lost(self, host: str, why: str, now_s: float) -> list[Command]:
-        """The agent of a host is gone."""
+        """Handle the loss of a host's agent."""
         self._begin(now_s)
         if host in self.job.hosts:
             faults.lose_host(self.job, self.job.hosts[host], why)
         return self._advance()
 
     def worker_dying(self, number: int, now_s: float) -> list[Command]:
-        """The kernel has begun to end a worker's process; how it ended is told when that is done."""
+        """Handle the start of a worker's end in the kernel; `worker_exited` follows with the exit code."""
         self._begin(now_s)
         worker = self.job.workers.get(number)
         if worker is not None:
@@ -85,7 +83,7 @@ class Membership:
         return self._advance()
 
     def worker_exited(self, number: int, code: int, now_s: float) -> list[Command]:
-        """A worker's process is gone. `code`: negative for the signal that ended it."""
+        """Handle the exit of a worker. `code`: negative for the signal that ended it."""
         self._begin(now_s)
         worker = self.job.workers.get(number)
         if worker is not None:
@@ -93,24 +91,24 @@ class Membership:
         return self._advance()
 
     def worker_message(self, number: int, message: Mapping[str, Any], now_s: float) -> list[Command]:
-        """A worker said something by its channel. What follows from a sign of life is found at the next tick."""
+        """Handle a worker's message. The next tick acts on a heartbeat."""
         self._begin(now_s)
         worker = self.job.workers.get(number)
         if worker is not None:
-            self.job.hosts[worker.host].heard_s = now_s  # its agent has handed it on
+            self.job.hosts[worker.host].heard_s = now_s  # its agent forwarded the message
         hear = _SAID.get(str(message.get("type")))
         if worker is not None and hear is not None:
             hear(self.job, worker, message)
         return [] if hear is _alive else self._advance()
 
     def signal_received(self, name: str, now_s: float) -> list[Command]:
-        """The driver was told to end by SIGTERM or SIGINT."""
+        """Handle SIGTERM or SIGINT to the driver."""
         self._begin(now_s)
         job_end.stop_job(self.job, name)
         return self._advance()
 
     def tick(self, now_s: float) -> list[Command]:
-        """Time goes by."""
+        """Advance the time."""
         self._begin(now_s)
         return self._advance()
 
@@ -121,7 +119,7 @@ class Membership:
             hangs.reset_heartbeats(self.job)
 
     def _advance(self) -> list[Command]:
-        """Do all that follows from what is known now."""
+        """Apply all rules to the current state."""
         job = self.job
         hangs.check_hangs(job)
         worker_starts.forget_old_failures(job)
@@ -161,7 +159,7 @@ def _alive(job: Job, worker: Worker, message: Mapping[str, Any]) -> None:
     worker.stopped_s = None
     if message.get("round") == worker.round:
         idle_s = float(_number(message.get("idle_s"), 0))
-        worker.idle_s = min(idle_s, job.now_s - worker.entered_s)  # what was before its round says nothing
+        worker.idle_s = min(idle_s, job.now_s - worker.entered_s)  # idle time before its round does not count
         worker.waiting = message.get("waiting") is True
         worker.step = max(worker.step, int(_number(message.get("step"), -1)))
         job.trained = job.trained or worker.step > 0
@@ -171,10 +169,11 @@ def _drain(job: Job, worker: Worker, message: Mapping[str, Any]) -> None:
     if worker.leave_reason or job.phase is not Phase.RUNNING:
         return
     if not job.limits.elastic:
-        job.log_event("drain", f"{worker.label} was told to go, and the job is not elastic", worker=worker.number)
+        job.log_event("drain", f"{worker.label} received SIGTERM, and the job is not elastic", worker=worker.number)
         return job_end.stop_job(job, "SIGTERM")
-    worker.leave_reason, worker.drained = "it was told to go", True
-    text = f"{worker.label} was told to go: the others go on, and its slot rests for {job.limits.cooldown_most_s:.0f} s"
+    worker.leave_reason, worker.drained = "it received SIGTERM", True
+    pause = f"its slot stays empty for {job.limits.cooldown_most_s:.0f} s"
+    text = f"{worker.label} received SIGTERM: the others continue, and {pause}"
     job.log_event("drain", text, worker=worker.number)
 
 

@@ -1,7 +1,7 @@
-"""The store of one node of an srun: a copy of that of `srun_job`, so that each value crosses the network once a node.
+"""The store of one node of an srun: a copy of `srun_job`'s, so that each value crosses the network once per node.
 
-The first task of a node forks it before it becomes the program. It puts there where it is, for the tasks beside it.
-What the ranks of any node put is handed on under the keys `BATCH` + 0, 1, ..., many values in each.
+The first task of a node forks this process before it becomes the program, and publishes its address for the other
+tasks. Values of all ranks travel under the keys `BATCH` + 0, 1, ..., many values in each.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hvdtrain.launch.rendezvous import Rendezvous
 from hvdtrain.launch.rendezvous_store import FOUND, Relay, packed, unpacked
 
 ROUND = 1
-"""The only one: ranks that srun started come once."""
+"""The only round: ranks of srun join once."""
 
 BATCH = "srun/batch-"
 NODE = "srun/node-"
@@ -31,11 +31,11 @@ LOG = "srun/log"
 _TIMEOUT_S = 30
 _TRIES, _AGAIN_S = 3, 0.5
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals of the tasks: the ranks save, and the store stays as long as the rank that it belongs to."""
+"""Signals to the tasks. The ranks save; the store must outlive its rank."""
 
 
 class Batches:
-    """What is put into the store of `srun_job`, for the copies of it; in a thread, as many put at once."""
+    """Collects the values in `srun_job`'s store into batches for its copies, in a thread."""
 
     def __init__(self, add: Callable[[int, dict[str, bytes]], None]) -> None:
         self._add = add
@@ -45,11 +45,11 @@ class Batches:
         self._relay.open(ROUND, {})
 
     def put(self, key: str, value: bytes) -> None:
-        """Hand a value on, soon."""
+        """Queue a value for the next batch."""
         self._inbox.put((key, value))
 
     def run(self) -> None:
-        """Hand on what comes."""
+        """Send batches, for ever."""
         while True:
             self._put(*self._inbox.get())
             while not self._inbox.empty():
@@ -65,10 +65,10 @@ class Batches:
 
 
 def request(store: str, method: str, key: str, body: bytes | None = None) -> bytes | None:
-    """A request to a store, as Horovod is given it; None where it has no such key as yet.
+    """Send a request to a store at an address as Horovod gets it; None where it does not have the key yet.
 
     Errors:
-        OSError, HTTPException: it is not reached.
+        OSError, HTTPException: no connection.
     """
     address, _, path = store.partition("/")
     for left in reversed(range(_TRIES)):
@@ -77,7 +77,7 @@ def request(store: str, method: str, key: str, body: bytes | None = None) -> byt
                 connection.request(method, f"/{path}:0/{key}", body)
                 answer = connection.getresponse()
                 return answer.read() if answer.status == FOUND else None
-            except (OSError, HTTPException):  # closed for a stranger's, perhaps
+            except (OSError, HTTPException):  # perhaps closed to make room for another connection
                 if not left:
                     raise
         time.sleep(_AGAIN_S)
@@ -85,7 +85,7 @@ def request(store: str, method: str, key: str, body: bytes | None = None) -> byt
 
 
 def start_node_store(store: str, node: str) -> None:
-    """Start the store of this node, in a process that lives as long as this one and what this one becomes."""
+    """Start the store of this node in a process that lives as long as this one."""
     parent = os.getpid()
     if os.fork():
         return
@@ -93,7 +93,7 @@ def start_node_store(store: str, node: str) -> None:
         for number in _IGNORED:
             signal.signal(number, signal.SIG_IGN)
         nothing = os.open(os.devnull, os.O_RDWR)
-        for file in (0, 1, 2):  # srun waits for the end of what may be written to it
+        for file in (0, 1, 2):  # srun waits until all its pipes are closed
             os.dup2(nothing, file)
         NodeStore(store, node).run(lambda: os.getppid() == parent)
     finally:
@@ -104,8 +104,8 @@ class NodeStore:
     """A copy of a store.
 
     Args:
-        store: that of `srun_job`, as Horovod would be given it.
-        node: the number of this node.
+        store: address of `srun_job`'s, as Horovod gets it.
+        node: number of this node.
     """
 
     def __init__(self, store: str, node: str) -> None:
@@ -114,10 +114,10 @@ class NodeStore:
         self._rendezvous = Rendezvous(self._log, put=lambda number, key, value: self._outbox.put((key, value)))
 
     def run(self, wanted: Callable[[], bool]) -> None:
-        """Copy what comes, as long as it is wanted.
+        """Copy new values while `wanted`.
 
         Errors:
-            OSError, HTTPException: the store is not reached, as it has ended.
+            OSError, HTTPException: the store has ended.
         """
         self._rendezvous.start()
         self._rendezvous.open(ROUND, {})
@@ -140,10 +140,10 @@ class NodeStore:
 
 
 def find_node_store(store: str, node: str) -> str:
-    """The store of this node, waited for a moment; `store` itself where there is none.
+    """Return the address of this node's store after a short wait; `store` itself where there is none.
 
     Errors:
-        OSError, HTTPException: `store` is not reached.
+        OSError, HTTPException: no connection to `store`.
     """
     for _ in range(5):  # each waits for the key
         found = request(store, "GET", f"{NODE}{node}")

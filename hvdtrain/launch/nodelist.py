@@ -1,7 +1,7 @@
-"""Slurm's lists of hosts, as ``n[01-04,7],m3-[1-2]``. Pure.
+"""Parse Slurm's lists of hosts, such as ``n[01-04,7],m3-[1-2]``. Pure.
 
-By https://slurm.schedmd.com/scontrol.html (show hostnames): a number keeps the zeros before it, and of several
-brackets in a name the last runs fastest. Nothing stands behind the last (seen: scontrol of 22.05 gives no name then).
+By https://slurm.schedmd.com/scontrol.html (show hostnames): a number keeps its leading zeros, and of several brackets
+the last varies fastest. No text follows the last bracket (scontrol of 22.05 prints no name then).
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from hvdtrain.errors import LaunchError
 from hvdtrain.runtime.environment import tasks_per_node
 
 _MOST = 1 << 16
-"""Nodes of a list."""
+"""Most nodes of a list."""
 
 _ITEM = re.compile(r"[A-Za-z0-9._-]+|(?:[A-Za-z0-9._-]*\[[0-9,-]+\])+")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 
 
 def node_names(text: str) -> list[str]:
-    """The names that a list stands for, in its order.
+    """Return the names of a list, in order.
 
     Errors:
-        LaunchError: it is no such list.
+        LaunchError: invalid list.
     """
     names: list[str] = []
     for item in re.split(r",(?![^\[]*\])", text):
@@ -38,14 +38,14 @@ def node_names(text: str) -> list[str]:
 
 
 def slots_by_node(nodes: str, tasks: str) -> dict[str, int]:
-    """How many ranks each host of an allocation may have.
+    """Return the number of ranks per host of an allocation.
 
     Args:
         nodes: as in SLURM_JOB_NODELIST.
         tasks: as in SLURM_TASKS_PER_NODE, ``2(x3),1``.
 
     Errors:
-        LaunchError: either is something else, or they are not of one allocation.
+        LaunchError: either is invalid, or their lengths differ.
     """
     names = node_names(nodes)
     try:
@@ -54,7 +54,7 @@ def slots_by_node(nodes: str, tasks: str) -> dict[str, int]:
         counts = []
     if len(counts) != len(names):
         raise LaunchError(
-            "Slurm's counts of tasks are not those of its nodes.",
+            "Slurm's task counts do not match its nodes",
             expected=f"a count for each of {nodes}, such as 2(x3),1",
             found=repr(tasks),
             next_step="give the hosts: -H a:2,b:2",
@@ -75,8 +75,8 @@ def _numbers(text: str, bracket: str) -> list[str]:
 
 def _wrong(text: str, part: str) -> LaunchError:
     return LaunchError(
-        "This is no list of hosts as Slurm writes them.",
+        "invalid list of hosts from Slurm",
         expected=f"such as n[01-04,7],m3-[1-2], of at most {_MOST} hosts",
         found=f"{part!r} in {text!r}" if part != text else repr(text),
-        next_step="scontrol show hostnames shows what Slurm makes of it",
+        next_step="compare with the output of: scontrol show hostnames",
     )

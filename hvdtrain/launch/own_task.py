@@ -1,7 +1,7 @@
-"""``python -m hvdtrain.launch.own_task PROGRAM``: PROGRAM as a rank of our own driver's job, where that is not elastic.
+"""``python -m hvdtrain.launch.own_task PROGRAM``: run PROGRAM as a rank of hvdtrain's own driver, not elastic.
 
-The program knows nothing of the driver: it finds its place in the environment as under ``horovodrun --gloo``. This
-process talks to the driver on its behalf, forwards signals to it, and ends it when another rank is lost.
+The program needs no knowledge of the driver: it finds its place in the environment, as under ``horovodrun --gloo``.
+This process talks to the driver, forwards signals to the program, and ends it when another rank is lost.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _NOT_FOR_IT = (VARIABLE, LIFELINE, "HOROVOD_ELASTIC")
 
 
 def main(program: Sequence[str]) -> int:
-    """Run the program; its exit code, 128 + number where a signal ended it."""
+    """Run the program and return its exit code, 128 + number where a signal ended it."""
     now = environ()
     client = connect_to_driver(now)
     if client is None:
-        return _say("no driver of hvdtrain started this process: hvdtrain launch --to hvdtrain", USAGE)
+        return _say("hvdtrain's driver did not start this process; use hvdtrain launch --to hvdtrain", USAGE)
     received: list[signal.Signals] = []
     process: subprocess.Popen[bytes] | None = None
 
@@ -41,7 +41,7 @@ def main(program: Sequence[str]) -> int:
         given = client.join("started").variables()
         refuse_without_address(given)
     except NoPlace:
-        return 0  # the driver has said why
+        return 0  # the driver has reported the reason
     except LaunchError as error:
         return _say(str(error), USAGE)
     environment = {**now, **given, **dict.fromkeys(_NOT_FOR_IT)}
@@ -49,7 +49,7 @@ def main(program: Sequence[str]) -> int:
         process = subprocess.Popen(list(program), env={k: v for k, v in environment.items() if v is not None})
     except OSError as error:
         return _say(f"{program[0]} cannot be started: {error.strerror}", CANNOT_START)
-    for number in received:  # before it was there
+    for number in received:  # from before the start
         process.send_signal(number)
     client.wake = process.terminate
     if client.is_broken():

@@ -1,4 +1,4 @@
-"""Which rank each worker gets in a round. Pure."""
+"""Assign ranks to the workers of a round. Pure."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from hvdtrain.launch.job import Host, Worker
 
 
 def order(workers: Sequence[Worker], hosts: Mapping[str, Host]) -> list[Worker]:
-    """Sort by who is to have the lowest ranks: survivors as they stood, those of this host first; then newcomers.
+    """Sort workers by future rank: survivors in their old order, those of this host first, then newcomers.
 
-    So rank 0, which writes and shows, holds the state, and stays where it is as long as it lives.
+    So rank 0, which writes and prints, holds the state and stays the same process while that lives.
     """
     position = {name: index for index, name in enumerate(hosts)}
 
@@ -24,7 +24,7 @@ def order(workers: Sequence[Worker], hosts: Mapping[str, Host]) -> list[Worker]:
 
 
 def places(workers: Sequence[Worker]) -> list[dict[str, int]]:
-    """The six numbers by which Horovod knows a place, for workers in the order of their ranks."""
+    """Return Horovod's six numbers of each place, for workers in the order of their ranks."""
     local: Counter[str] = Counter()
     numbers = []
     for worker in workers:

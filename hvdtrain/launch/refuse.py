@@ -1,4 +1,4 @@
-"""Jobs that cannot be started as they are asked for, each refused with the reason. Pure."""
+"""Refuse jobs that cannot start as requested, with the reason. Pure."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hvdtrain.launch.targets import TARGETS
 from hvdtrain.launch.targets.base import BY_MPI
 
 COMMON = frozenset({"np", "to", "dry_run"})
-"""Options that all targets take."""
+"""Options that every target takes."""
 
 OWN_TAKES = OWN_OPTIONS | BY_MPI
-_ELASTIC = "a rank that is lost ends a job of MPI: an elastic one talks by Gloo"
+_ELASTIC = "the loss of a rank ends an MPI job; elastic jobs use Gloo"
 
 
 def refuse_options(to: str, given: Collection[str]) -> None:
-    """Refuse options that mean nothing to a target, rather than to pass over them.
+    """Refuse options that a target does not use, instead of ignoring them.
 
     Errors:
         LaunchError: such an option.
@@ -30,10 +30,10 @@ def refuse_options(to: str, given: Collection[str]) -> None:
     able = [OWN] if wrong in OWN_TAKES else []
     able += [target.name for target in TARGETS.values() if wrong in target.takes]
     option = flag(wrong)
-    what = f"{option} means nothing to --to {to}."
+    what = f"--to {to} does not support {option}."
     if wrong in ("elastic", "discover") and to != OWN and TARGETS[to].mpi:
         what = f"--to {to} cannot be elastic: {_ELASTIC}."
-    raise LaunchError(what, next_step=f"leave {option} away, or start by " + ", ".join(f"--to {name}" for name in able))
+    raise LaunchError(what, next_step=f"omit {option}, or use " + ", ".join(f"--to {name}" for name in able))
 
 
 def refuse_shape(spec: JobSpec, to: str) -> None:
@@ -46,7 +46,7 @@ def refuse_shape(spec: JobSpec, to: str) -> None:
     if spec.hosts and spec.discover is None and slots < spec.ranks:
         named = ",".join(f"{host}:{count}" for host, count in spec.hosts.items())
         raise LaunchError(
-            "-np asks for more ranks than -H has slots.",
+            "-np is larger than the number of slots of -H",
             expected=f"-np {slots} at most, or more slots",
             found=f"-np {spec.ranks} and -H {named}",
         )
@@ -56,16 +56,16 @@ def refuse_shape(spec: JobSpec, to: str) -> None:
         _refuse_in_queue(spec)
     if spec.gpus_per_node and spec.gpus_per_node % spec.ranks_per_node:
         raise LaunchError(
-            "Each rank has one GPU, and GPUs of a host would be left, or ranks without.",
-            expected=f"as many ranks a host as it has GPUs, or a part of it: {_divisors(spec.gpus_per_node)}",
-            found=f"{spec.ranks_per_node} rank(s) a host, --gpus-per-node {spec.gpus_per_node}",
+            "the ranks do not match the GPUs: each rank uses one GPU",
+            expected=f"ranks per host: {_divisors(spec.gpus_per_node)}",
+            found=f"{spec.ranks_per_node} rank(s) per host, --gpus-per-node {spec.gpus_per_node}",
             next_step=f"-np {spec.nodes * spec.gpus_per_node}, or other --nodes",
         )
     if spec.elastic is not None:
         least, most = spec.elastic
         if not 1 <= least <= spec.ranks <= most:
             raise LaunchError(
-                "--elastic is not a range of numbers of ranks.",
+                "invalid --elastic",
                 expected=f"MIN:MAX with 1 <= MIN <= -np ({spec.ranks}) <= MAX",
                 found=f"{least}:{most}",
             )
@@ -74,13 +74,13 @@ def refuse_shape(spec: JobSpec, to: str) -> None:
 def _refuse_uneven(spec: JobSpec, to: str) -> None:
     if len(set(spec.hosts.values())) > 1:
         raise LaunchError(
-            f"--to {to} gives each host as many ranks.",
-            expected="the same number of slots for each host of -H: of it only the counts are used",
+            f"--to {to} needs the same number of ranks on each host",
+            expected="-H with equal numbers of slots; only the numbers are used",
             found=",".join(f"{host}:{count}" for host, count in spec.hosts.items()),
         )
     if spec.ranks % spec.nodes:
         raise LaunchError(
-            "The ranks do not divide among the hosts.",
+            "the ranks cannot be divided evenly among the hosts",
             expected=f"a multiple of {spec.nodes}",
             found=f"-np {spec.ranks} on {spec.nodes} hosts",
             next_step=f"-np {spec.nodes * spec.ranks_per_node}, or other --nodes",
@@ -91,14 +91,14 @@ def _refuse_in_queue(spec: JobSpec) -> None:
     batch = spec.batch
     if batch.time_s is not None and batch.notice_s >= batch.time_s:
         raise LaunchError(
-            "The notice would come when the job begins.",
+            "--notice is not shorter than the job's time",
             expected=f"--notice below --time ({batch.time_s}s)",
             found=f"--notice {batch.notice_s}s",
         )
     if batch.array and not any("{array}" in word for word in spec.arguments):
         raise LaunchError(
-            "All jobs of the array would be the same run.",
-            expected="{array} in an argument: it becomes the index",
+            "all jobs of the array would be the same run",
+            expected="{array} in an argument, which becomes the index",
             next_step="... -- --seed {array} --run_dir runs/{array}",
         )
 
@@ -108,5 +108,5 @@ def _divisors(number: int) -> str:
 
 
 def flag(option: str) -> str:
-    """An option as it is typed."""
+    """Return an option as it is typed."""
     return {"hosts": "-H", "np": "-np"}.get(option, f"--{option.replace('_', '-')}")

@@ -1,4 +1,4 @@
-"""Filling in the texts that schedulers are given. What comes from a user is quoted where it stands."""
+"""Render the templates of schedulers. User input is quoted in the template."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hvdtrain.launch.spec import join
 
 
 def fill(template: str, **values: Any) -> str:
-    """Fill in a file of ``templates``, with the filters q for shells and y for YAML; what it names must be given."""
-    made = Environment(  # noqa: S701  (the texts are no HTML)
+    """Render a file of ``templates``, with the filters q for shells and y for YAML. A missing value is an error."""
+    made = Environment(  # noqa: S701  (not HTML)
         loader=PackageLoader("hvdtrain.launch"),
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -25,5 +25,5 @@ def fill(template: str, **values: Any) -> str:
 
 
 def clock(seconds: int) -> str:
-    """A time as ``HH:MM:SS``."""
+    """Return a time as ``HH:MM:SS``."""
     return f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"

@@ -1,10 +1,10 @@
-"""The HTTP store that Horovod's C++ asks when it starts: on one address, behind a token, for bytes it never reads.
+"""The HTTP store for Horovod's C++ rendezvous: on one address, behind a token; it never interprets the values.
 
-Horovod builds the address ``http://ADDR:PORT/SCOPE/KEY``. With ``ADDR`` = ``127.0.0.1:4711/TOKEN/ROUND`` and ``PORT``
-= 0 the path is ``/TOKEN/ROUND:0/SCOPE/KEY``: each request carries the token, and each round has a store of its own.
+Horovod requests ``http://ADDR:PORT/SCOPE/KEY``. With ``ADDR`` = ``127.0.0.1:4711/TOKEN/ROUND`` and ``PORT`` = 0 the
+path is ``/TOKEN/ROUND:0/SCOPE/KEY``: each request carries the token, and each round has its own store.
 
-Others can connect too. Who has not shown the token is a stranger: strangers hold a few places and have a few seconds,
-however slowly they send, and when a new one comes the oldest has to go. So the ranks always find a place.
+Anybody can connect. A connection that has not shown the token is a stranger. Strangers have few places and a few
+seconds, however slowly they send, and a new one replaces the oldest. So there is always a place for a rank.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ Put = Callable[[int, str, bytes], None]
 MOST_STRANGERS = 128
 _TICK_S = 0.25
 _ACCEPTED_AT_ONCE = 32
-"""Fewer than strangers have places: what a rank has sent is read before it could have to go."""
+"""Less than the places of strangers, so that a rank's request is read before the connection could be replaced."""
 _LOGGED = 20
-"""Requests that are refused of which each is told; then each power of two."""
+"""Refused requests that are all logged; afterwards each power of two."""
 
 
 class Rendezvous:
-    """The server of one host: one thread, which never waits for a peer.
+    """The server of one host: one thread that never waits for a client.
 
     Args:
-        log: called with a line for each request that is refused.
-        host: the IPv4 address of this host by which it is reached; by no other one it is.
-        put: called with round, key and value of each PUT, which is kept here in any case.
+        log: called with a line per refused request.
+        host: the IPv4 address of this host to listen on.
+        put: called with round, key and value of each PUT, in addition to storing it.
     """
 
     def __init__(self, log: Callable[[str], object], host: str = "127.0.0.1", put: Put | None = None) -> None:
@@ -62,25 +62,25 @@ class Rendezvous:
 
     @property
     def address(self) -> str:
-        """Host, port and token; a round's number behind it makes what ranks are given."""
+        """Host, port and token. Ranks get it with the number of a round appended."""
         host, port = self._listener.getsockname()
         return f"{host}:{port}/{self.token}"
 
     def start(self) -> None:
-        """Serve from now on."""
+        """Start to serve."""
         self._thread.start()
 
     def close(self) -> None:
-        """Serve no longer."""
+        """Stop serving."""
         self._run_in_thread(None)
         self._thread.join()
 
     def open(self, number: int, keys: Mapping[str, bytes]) -> None:
-        """Begin a round with `keys`; those of the round before are dropped. Number 0: there is no round."""
+        """Begin a round with `keys`; drop those of the round before. Number 0: no round."""
         self._run_in_thread(lambda: self._store.open(number, keys))
 
     def add(self, number: int, keys: Mapping[str, bytes]) -> None:
-        """Keep what ranks of other hosts have put."""
+        """Store values from ranks of other hosts."""
         self._run_in_thread(lambda: [self._store.put(number, key, value) for key, value in keys.items()])
 
     def _run_in_thread(self, act: Callable[[], object] | None) -> None:
@@ -121,7 +121,7 @@ class Rendezvous:
                 peer, sender = self._listener.accept()
             except (BlockingIOError, ConnectionError):
                 return
-            except OSError as error:  # no file descriptor is left, most often
+            except OSError as error:  # most often too many open files
                 self.log_limited("crowd", f"no connection can be accepted: {error.strerror}", self._describe_owners)
                 if self._strangers:
                     return next(iter(self._strangers)).close()
@@ -138,25 +138,25 @@ class Rendezvous:
                 )
 
     def _describe_owners(self) -> str:
-        """Whose the connections are that hold the places, in words."""
+        """Describe the owners of the connections in words."""
         port = self._listener.getsockname()[1]
         owners = ", ".join(f"{number} of uid {uid}" for uid, number in _owners(port).most_common(3))
         return (
-            "; the oldest are closed, so that ranks find a place. Another program holds them"
+            "; the oldest are closed to make room for ranks. Another program holds them"
             f" ({owners or 'from elsewhere'}), see: ss -tnp dport = :{port}"
         )
 
     def mark_authenticated(self, connection: Request) -> None:
-        """It has shown the token."""
+        """Note that a connection has shown the token."""
         self._strangers.pop(connection, None)
 
     def forget(self, connection: Request) -> None:
-        """It is closed."""
+        """Note that a connection is closed."""
         self._open.pop(connection, None)
         self._strangers.pop(connection, None)
 
     def select_events(self, connection: Request, events: int) -> None:
-        """Have a connection go on at these events; 0: at none."""
+        """Set the events at which a connection advances; 0: none."""
         if connection.events == events:
             return
         if connection.events and events:
@@ -168,16 +168,16 @@ class Rendezvous:
         connection.events = events
 
     def put(self, number: int, key: str, value: bytes) -> None:
-        """Keep the value of a rank of this host."""
+        """Store a value of a rank of this host."""
         if self._store.put(number, key, value) and self._put is not None:
             self._put(number, key, value)
 
     def get(self, number: int, key: str, reply: Callable[[int, bytes], None]) -> Callable[[], None] | None:
-        """Reply now or later; what takes a request back that waits."""
+        """Reply now or later; return a function that cancels a waiting request, None if there was a reply."""
         return None if self._store.get(number, key, reply) else partial(self._store.forget, key, reply)
 
     def log_limited(self, kind: str, text: str, more: Callable[[], str] = str) -> None:
-        """Log a line. Of many of a kind ever fewer are."""
+        """Log a line; the more lines of a kind, the rarer."""
         self._counts[kind] += 1
         number = self._counts[kind]
         few = number <= (_LOGGED if kind == "refused" else 1)
@@ -186,7 +186,7 @@ class Rendezvous:
 
 
 def _owners(port: int) -> Counter[int]:
-    """How many connections to a port of this host each user of this host has."""
+    """Count the connections to a port of this host by the user who owns them."""
     found: Counter[int] = Counter()
     with suppress(OSError):
         for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:

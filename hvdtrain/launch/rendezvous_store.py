@@ -1,7 +1,7 @@
-"""What ranks tell each other while Horovod starts: the addresses of a round, as each host keeps them. No I/O.
+"""The values that ranks exchange while Horovod starts: the addresses of a round, stored on each host. No I/O.
 
-Each rank of Gloo puts a value of 136 bytes for each other rank, and reads the values of all others twice. So every host
-gets each value once, packed, and hands it to its own ranks as often as they ask.
+Each rank of Gloo puts 136 bytes for each other rank, and reads the values of all others twice. So each host receives
+each value once, packed, and serves its own ranks from its copy.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from collections.abc import Callable, Mapping
 FOUND, ABSENT, GONE = 200, 404, 410
 
 MOST_BYTES = 1 << 21
-"""Of a value: 136 bytes a rank, for 15,000 ranks."""
+"""Largest value: 136 bytes per rank, for 15,000 ranks."""
 
 MOST_KEYS = 1 << 18
-"""Of a round: six for each rank, and as many for each process set."""
+"""Most keys of a round: six per rank, and as many per process set."""
 
 _MESSAGE_BYTES = 1 << 20
-"""Of values in a message; with one more value it still is a line that `lines` reads."""
+"""Values per message; with one more value the line is still within `json_lines.MOST_BYTES`."""
 
 Reply = Callable[[int, bytes], None]
-"""Called once, with a status of HTTP and the value."""
+"""Called once, with an HTTP status and the value."""
 
 
 class RoundStore:
-    """The keys of the newest round; those of others are dropped, so that a rank that is late learns it at once."""
+    """The keys of the newest round. Requests for other rounds fail, so that a late rank learns of it at once."""
 
     def __init__(self) -> None:
         self._round = 0
@@ -34,14 +34,14 @@ class RoundStore:
         self._asking: dict[str, list[Reply]] = {}
 
     def open(self, number: int, keys: Mapping[str, bytes]) -> None:
-        """Begin a round with `keys`; who still asks for the one before is refused. Number 0: there is no round."""
+        """Begin a round with `keys`; refuse waiting requests of the round before. Number 0: no round."""
         asking, self._asking = self._asking, {}
         self._round, self._keys = number, dict(keys)
         for reply in (reply for replies in asking.values() for reply in replies):
             reply(GONE, b"")
 
     def put(self, number: int, key: str, value: bytes) -> bool:
-        """Keep a value, and answer who waits for it; whether it was kept."""
+        """Store a value and answer the requests that wait for it; return whether it was stored."""
         if not number or number != self._round or len(self._keys) >= MOST_KEYS:
             return False
         self._keys[key] = value
@@ -50,7 +50,7 @@ class RoundStore:
         return True
 
     def get(self, number: int, key: str, reply: Reply) -> bool:
-        """Reply now, or when the key is put; whether it was now."""
+        """Reply now, or when the key is put; return whether it was now."""
         if not number or number != self._round:
             reply(GONE, b"")
         elif key in self._keys:
@@ -61,7 +61,7 @@ class RoundStore:
         return True
 
     def forget(self, key: str, reply: Reply) -> None:
-        """Take back a request that waits."""
+        """Cancel a waiting request."""
         replies = self._asking.get(key, [])
         if reply in replies:
             replies.remove(reply)
@@ -70,10 +70,10 @@ class RoundStore:
 
 
 class Relay:
-    """Between the stores of all hosts, in the driver: what a rank of one has put goes to all, packed as it came.
+    """Relays values between the stores of all hosts, in the driver: each value goes to all hosts, packed as received.
 
     Args:
-        send: called with the type and the facts of a message for every host.
+        send: called with type and facts of a message for every host.
     """
 
     def __init__(self, send: Callable[..., None]) -> None:
@@ -83,17 +83,17 @@ class Relay:
         self._put_bytes = 0
 
     def open(self, number: int, keys: Mapping[str, str]) -> None:
-        """Begin a round with `keys`, in text."""
+        """Begin a round with `keys`, as text."""
         self._round, self._put, self._put_bytes = number, {}, 0
         self._send("open", round=number, keys=dict(keys))
 
     def close(self, number: int) -> None:
-        """End a round, if it is the newest: who still asks for its keys is refused."""
+        """End a round if it is the newest: further requests for its keys are refused."""
         if number == self._round:
             self.open(0, {})
 
     def put(self, number: int, key: str, value: str) -> None:
-        """Take a value. It waits for `flush`: as a thousand ranks put at once, many go in a message."""
+        """Queue a value until `flush`: many values share a message, as a thousand ranks put at once."""
         if number != self._round:
             return
         self._put[key] = value
@@ -102,17 +102,17 @@ class Relay:
             self.flush()
 
     def flush(self) -> None:
-        """Send what waits."""
+        """Send the queued values."""
         if self._put:
             self._send("keys", round=self._round, keys=self._put)
         self._put, self._put_bytes = {}, 0
 
 
 def packed(value: bytes) -> str:
-    """A value as it goes to other hosts. The addresses of a rank are alike but for a number: they take a tenth."""
+    """Return a value as it travels between hosts, compressed to a tenth: a rank's addresses differ by a number."""
     return b64encode(zlib.compress(value, 1)).decode()
 
 
 def unpacked(text: str) -> bytes:
-    """The value again, cut off where it is longer than any may be."""
+    """Return the original value, truncated to the largest allowed."""
     return zlib.decompressobj().decompress(b64decode(text), MOST_BYTES)

@@ -1,6 +1,6 @@
-"""One request to a host's store, read and answered piece by piece: what comes of a stranger is never waited for.
+"""One request to a host's store, read and answered in pieces without ever waiting for a client.
 
-`http.server` was not taken: it has a thread for each connection, and a stranger that drips holds it.
+Not `http.server`: it uses a thread per connection, and a client that sends slowly occupies it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from hvdtrain.launch.rendezvous import Rendezvous
 
 STRANGER_S = 5.0
-"""From its connection to the end of its head, for a request that has not shown the token."""
+"""Time from the connection to the end of the request's head, without the token."""
 
 _POLL_S = 4.0
-"""A request for a key that is not there yet is answered after this time; Horovod asks again."""
+"""A request for a missing key is answered after this time; Horovod asks again."""
 _REQUEST_S = 30.0
-"""For a rank to send a value, or to read one."""
+"""Time for a rank to send or read a value."""
 _MOST_HEAD_BYTES = 1 << 14
 _HEAD = re.compile(rb"([A-Z]{1,16}) ([!-~]{1,2048}) HTTP/1\.[01]\r\n")
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([^\r\n]*?)[ \t]*\r\n", re.IGNORECASE)
@@ -32,7 +32,7 @@ _PATH = re.compile(rb"/([A-Za-z0-9_-]{1,128})/([0-9]{1,9}):0/([A-Za-z0-9._@:-]{1
 
 
 class Request:
-    """What came by one connection: a head, perhaps a body; and the answer.
+    """One connection: a head, perhaps a body, and the answer.
 
     Args:
         server: has the token and the keys.
@@ -40,9 +40,9 @@ class Request:
         sender: its address, for messages.
 
     Attributes:
-        peer: the socket, which never blocks.
-        until_s: when it is late.
-        watched: the events at which it goes on.
+        peer: the socket, non-blocking.
+        until_s: the deadline.
+        events: at which it advances.
     """
 
     def __init__(self, server: Rendezvous, peer: socket.socket, sender: str) -> None:
@@ -58,13 +58,13 @@ class Request:
         self._refused = self._closed = False
 
     def advance(self, events: int = selectors.EVENT_READ) -> None:
-        """Read or write what can be without waiting."""
+        """Read or write as much as possible without waiting."""
         try:
             if self._left is None:
                 self._read()
             elif self._left:
                 self._write()
-            elif not self.peer.recv(1 << 16):  # refused: closed before all is read, it would be reset
+            elif not self.peer.recv(1 << 16):  # refused; closing with unread data would reset the connection
                 self.close()
         except BlockingIOError:
             pass
@@ -74,17 +74,17 @@ class Request:
             self._server.select_events(self, selectors.EVENT_WRITE if self._left else selectors.EVENT_READ)
 
     def time_out(self) -> None:
-        """Its time is over."""
+        """Handle the deadline."""
         if self._cancel is not None:
             self._cancel()
             return self._answer(ABSENT, b"")
         if self._need < 0 and not self._refused:
-            text = f"closed a connection of {self._sender}, which has sent no request in {STRANGER_S:.0f} s"
+            text = f"closed a connection from {self._sender} without a request in {STRANGER_S:.0f} s"
             self._server.log_limited("late", text)
         self.close()
 
     def close(self) -> None:
-        """Close it."""
+        """Close the connection."""
         self._closed = True
         if self._cancel is not None:
             self._cancel()
@@ -98,7 +98,7 @@ class Request:
         if not data:
             return self.close()
         if self._cancel is not None:
-            return  # it waits for its answer, and has nothing more to say
+            return  # it waits for its answer; more input is ignored
         self._data += data
         if self._need < 0:
             self._read_head()
@@ -115,7 +115,7 @@ class Request:
             return
         found = _HEAD.match(head + b"\r\n")
         if found is None:
-            self._server.log_limited("refused", f"refused what is no request, of {self._sender}")
+            self._server.log_limited("refused", f"refused an invalid request from {self._sender}")
             return self.close()
         method, path = found[1].decode(), found[2]
         part = _PATH.fullmatch(path)
@@ -142,9 +142,9 @@ class Request:
             self._need, self._wants = int(length[1]), (number, key)
 
     def _refuse(self, method: str, status: int) -> None:
-        """Refuse it and log it, without the path: that may hold the token."""
+        """Refuse the request and log it, without the path, which may contain the token."""
         self._refused = True
-        self._server.log_limited("refused", f"refused a {method} of {self._sender} with {status}")
+        self._server.log_limited("refused", f"refused a {method} from {self._sender} with {status}")
         self._answer(status, b"")
 
     def _answer(self, status: int, body: bytes) -> None:

@@ -1,4 +1,4 @@
-"""When a round ends, and who is in the next."""
+"""The end of a round, and the members of the next one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hvdtrain.launch.rank_assignment import order, places
 
 
 def break_round(job: Job, why: str) -> None:
-    """A rank of the round is gone: all others leave it at once."""
+    """Break the round after the loss of a rank: all others leave it at once."""
     if job.broken or not job.round:
         return
     job.broken = True
@@ -21,7 +21,7 @@ def break_round(job: Job, why: str) -> None:
 
 
 def request_change(job: Job) -> None:
-    """Ask all to leave the round when others wait to join or some are to go, a moment after the last such wish."""
+    """End the round when workers wait to join or must leave, after a pause without further changes."""
     inside = job.in_round()
     if job.phase is not Phase.RUNNING or job.broken or job.changed or not inside:
         return
@@ -39,17 +39,17 @@ def request_change(job: Job) -> None:
 
 
 def request_leave(job: Job, why: str) -> None:
-    """Ask all to leave the round at the next step boundary."""
+    """Have all ranks leave the round at the next step boundary."""
     if job.changed or job.broken or not job.round:
         return
     job.changed = True
     for worker in job.in_round():
         job.send(worker, "changed", why=why)
-    job.log_event("changed", f"{why}: at the next step a new round begins", round=job.round)
+    job.log_event("changed", f"{why}: a new round begins at the next step", round=job.round)
 
 
 def _wanted_change(job: Job) -> tuple[str, frozenset[int]]:
-    """Why the round should end, and the workers it is about."""
+    """Return why the round should end, and the workers concerned."""
     staying = [w for w in job.members() if w.can_stay]
     waiting = [w for w in job.staying() if w.joined and not job.is_member(w)]
     waiting = waiting[: max(0, job.limits.most - len(staying))]
@@ -60,19 +60,19 @@ def _wanted_change(job: Job) -> tuple[str, frozenset[int]]:
     if waiting:
         reasons.append(f"{len(waiting)} rank(s) wait to join")
     if going:
-        reasons.append(f"{len(going)} rank(s) are to go ({going[0].leave_reason})")
+        reasons.append(f"{len(going)} rank(s) must leave ({going[0].leave_reason})")
     return " and ".join(reasons), frozenset(w.number for w in (*waiting, *going))
 
 
 def start_next_round(job: Job) -> None:
-    """Announce the next round as soon as all who are left of the last have joined anew, and enough are there."""
+    """Start the next round when all survivors of the last have joined again and there are enough workers."""
     if job.phase is Phase.STOPPING:
         _start_round_to_save(job)
     if job.phase is not Phase.RUNNING or job.in_round():
         return
     joined = [w for w in job.workers.values() if w.joined and w.present]
     if not joined or not (_gathered(job, joined) if job.is_fresh else any(map(job.is_member, joined))):
-        return  # nobody who has asked holds the state: the last who does is dying
+        return  # no joined worker holds the state: the last that does is dying
     staying = [w for w in joined if not w.leave_reason]
     survivors = [w for w in staying if w.round]
     if len(staying) >= job.limits.least and (job.is_fresh or survivors):
@@ -85,7 +85,7 @@ def start_next_round(job: Job) -> None:
 
 
 def _gathered(job: Job, joined: list[Worker]) -> bool:
-    """Whether the first round may begin: all that were asked for are there, and nobody is just behind them."""
+    """Check whether the first round may begin: all requested ranks have joined, and no further one is about to."""
     limits, waited_s = job.limits, job.now_s - job.began_s
     if waited_s >= limits.start_timeout_s:
         return True
@@ -99,7 +99,7 @@ def _gathered(job: Job, joined: list[Worker]) -> bool:
 
 
 def _start_round_to_save(job: Job) -> None:
-    """Survivors between two rounds when the job was told to stop get a last one, in which they save."""
+    """Start a last round of the survivors in which they save, when the job was stopped between two rounds."""
     between = [w for w in job.members() if w.joined and not (w.dismissed or w.dying)]
     if between and not job.in_round() and not any(w.leaving for w in job.members()):
         start_round(job, order(between, job.hosts))
@@ -111,10 +111,10 @@ _SIGNALS = {130: "SIGINT", 143: "SIGTERM"}
 
 
 def start_round(job: Job, chosen: list[Worker]) -> None:
-    """Begin a round of these workers, in the order of their ranks."""
+    """Start a round of these workers, in the order of their ranks."""
     limits = job.limits
     if job.rounds and limits.reset_limit is not None and job.rounds > limits.reset_limit:
-        return fail(job, f"this would be reset {job.rounds}, and --reset-limit allows {limits.reset_limit}")
+        return fail(job, f"change of membership {job.rounds} exceeds --reset-limit {limits.reset_limit}")
     step = max(w.step for w in chosen)
     job.fruitless_rounds = job.fruitless_rounds + 1 if job.broken and step <= job.began_step else 0
     if job.fruitless_rounds >= limits.fruitless:

@@ -1,4 +1,4 @@
-"""What a job shows: by a thread of its own, so that a terminal that is stopped, or a full pipe, stops no job."""
+"""Show the output of a job from a separate thread, so that a stopped terminal or a full pipe does not block the job."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import threading
 from collections.abc import Callable
 
 MOST_CHARACTERS = 1 << 24
-"""That wait to be shown. What comes then is left out, and it is said how much."""
+"""Most characters that wait to be shown. Further lines are dropped and counted."""
 
 
 class Screen:
-    """Lines in the order in which they came, from any thread.
+    """Shows lines from any thread, in order of arrival.
 
     Args:
         say: called with a line of the driver's own.
-        show: called with a line that a rank wrote, and whether that was to stderr.
+        show: called with a rank's line, and whether it was on stderr.
     """
 
     def __init__(self, say: Callable[[str], None], show: Callable[[str, bool], None]) -> None:
@@ -28,15 +28,15 @@ class Screen:
         self._thread.start()
 
     def say(self, text: str) -> None:
-        """Show a line of the driver's own, without waiting."""
+        """Queue a line of the driver's own."""
         self._put(text, None)
 
     def show(self, text: str, err: bool) -> None:
-        """Show a line that a rank wrote, without waiting. `err`: to stderr."""
+        """Queue a rank's line. `err`: for stderr."""
         self._put(text, err)
 
     def close(self) -> None:
-        """Wait until all is shown."""
+        """Wait until all lines are shown."""
         self._lines.put(None)
         self._thread.join()
 
@@ -59,11 +59,11 @@ class Screen:
         self._count(0)
 
     def _count(self, shown: int) -> None:
-        """Take off what was shown; where lines were left out behind it, say so once half of the room is free again."""
+        """Subtract what was shown. Report dropped lines once half of the space is free again."""
         with self._lock:
             self._waiting -= shown
             left_out = self._left_out
             if not left_out or (self._waiting > MOST_CHARACTERS // 2 and shown):
                 return
             self._left_out = 0
-        self._say(f"{left_out} lines were left out about here: they came faster than they could be shown")
+        self._say(f"{left_out} lines were dropped around here: they arrived faster than they could be shown")

@@ -1,7 +1,7 @@
-"""``python -m hvdtrain.launch.slurm_task PROGRAM``: makes a task of srun a rank of Horovod over Gloo, then is PROGRAM.
+"""``python -m hvdtrain.launch.slurm_task PROGRAM``: become PROGRAM as a rank of Horovod over Gloo, in a task of srun.
 
-What Horovod reads stands in its ``gloo_context.cc``: HOROVOD_RANK, SIZE, LOCAL_RANK, LOCAL_SIZE, CROSS_RANK, CROSS_SIZE
-and where the store is. The numbers are srun's; the store is that of `srun_job`, whose environment srun hands on.
+Horovod reads (``gloo_context.cc``) HOROVOD_RANK, SIZE, LOCAL_RANK, LOCAL_SIZE, CROSS_RANK, CROSS_SIZE and the address
+of the store. The numbers are from srun; the store is that of `srun_job`, through srun's environment.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from hvdtrain.runtime.environment import environ, horovod_numbers, rank_info, ta
 STORE = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 INTERFACE = "HOROVOD_GLOO_IFACE"
 STEP = "srun/step"
-"""The key in the store under which the first task says which step of the job the tasks are."""
+"""The key in the store under which the first task publishes the job step of the tasks."""
 
 START_S = 600
-"""How long ranks wait for each other, unless HOROVOD_GLOO_TIMEOUT_SECONDS says another time: nodes read Python's
-packages from one file system, and not equally fast."""
+"""How long ranks wait for each other, unless HOROVOD_GLOO_TIMEOUT_SECONDS is set: nodes load Python's packages from one
+file system at different speeds.
+"""
 
 
 def task_numbers(environ: Mapping[str, str]) -> dict[str, int]:
-    """Horovod's numbers of this task. A rank's cross_rank counts the nodes before its own that have its local_rank.
+    """Return Horovod's numbers of this task. A rank's cross_rank is the number of earlier nodes with its local_rank.
 
     Errors:
-        LaunchError: srun did not start this process, or its variables make no sense.
+        LaunchError: srun did not start this process, or its variables are invalid.
     """
     of_slurm = {name: text for name, text in environ.items() if name.startswith("SLURM_")}
     info = rank_info(of_slurm)
     if info.launcher != "slurm":
         raise LaunchError(
-            "srun did not start this process.",
+            "srun did not start this process",
             expected="SLURM_STEP_NUM_TASKS and the other variables of a task",
             next_step="start it by: hvdtrain launch --to srun",
         )
@@ -53,21 +54,21 @@ def task_numbers(environ: Mapping[str, str]) -> dict[str, int]:
 
 
 def variables(environ: Mapping[str, str], host: str) -> dict[str, str]:
-    """What the environment of the program gets besides.
+    """Return the variables that the program's environment gets in addition.
 
     Args:
         environ: of this task.
         host: its name.
 
     Errors:
-        LaunchError: as of `place`; or there is no store.
+        LaunchError: as of `task_numbers`; or there is no store.
     """
     numbers = task_numbers(environ)
     if STORE not in environ:
         raise LaunchError(
-            "Nobody keeps the addresses of the ranks.",
-            expected=f"{STORE} in the environment that srun hands on",
-            next_step="start it by: hvdtrain launch --to srun; or let srun hand the environment on: --export=ALL",
+            "there is no rendezvous store for the ranks",
+            expected=f"{STORE} in the environment that srun passes on",
+            next_step="start it by: hvdtrain launch --to srun; or let srun pass the environment on: --export=ALL",
         )
     interface = environ.get(INTERFACE) or _interface(numbers, environ[STORE].partition(":")[0])
     return {
@@ -81,16 +82,16 @@ def variables(environ: Mapping[str, str], host: str) -> dict[str, str]:
 
 
 def _interface(numbers: Mapping[str, int], store: str) -> str:
-    """By which this node's ranks are reached: on one node the loopback, else where the store is."""
+    """Return the interface by which this node's ranks are reached: lo on one node, else that towards the store."""
     if numbers["local_size"] == numbers["size"]:
         return "lo"
     return interface_of(store) or interface_to(store)
 
 
 def _meet(environ: Mapping[str, str], given: Mapping[str, str]) -> str:
-    """Say which step this is; the store that this rank asks: that of its node, where there are several.
+    """Publish the step and return the address of this rank's store: that of its node, where there are several nodes.
 
-    Where that fails, Horovod is about to say the same of the store.
+    After an error it returns `srun_job`'s store, and Horovod reports the same error.
     """
     store, node = environ[STORE], environ["SLURM_NODEID"]
     try:
@@ -107,7 +108,7 @@ def _meet(environ: Mapping[str, str], given: Mapping[str, str]) -> str:
 
 
 def main(program: Sequence[str]) -> int:
-    """Become the program; 2 where this is no task that can be a rank, 127 where there is no such program."""
+    """Become the program. Returns 2 where this task cannot be a rank, 127 where there is no such program."""
     now = environ()
     try:
         given = variables(now, now.get("SLURMD_NODENAME") or platform.node())

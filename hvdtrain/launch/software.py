@@ -1,7 +1,7 @@
-"""The software that a shell has switched on, as lines by which a batch script switches it on again. Pure.
+"""The software environment of a shell, as lines with which a batch script restores it. Pure.
 
-Environment modules (Lmod and the Tcl one set the same variables), Spack, conda, virtual environments: a job starts on
-another host, by a shell that is no login shell, in an environment that the scheduler passed on or did not.
+Environment modules (Lmod and the Tcl version set the same variables), Spack, conda, virtual environments. A job starts
+on another host, by a shell that is not a login shell, and the scheduler may not pass the environment on.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class Setup:
     """A command of a batch script.
 
     Attributes:
-        command: for bash or sh. It has more than one line where a name has.
-        reason: what it is for, in one line.
+        command: for bash or sh. It has more than one line if a name has.
+        reason: its purpose, in one line.
     """
 
     command: str
@@ -26,15 +26,15 @@ class Setup:
 
 
 def setup_lines(environ: Mapping[str, str]) -> list[Setup]:
-    """What switches on again what is on in an environment, in the order in which it has to be.
+    """Return the commands that restore the active software, in order.
 
-    A command that fails ends the script: without its software the job would end later, and say less.
+    A failing command ends the script: without its software the job would fail later, with a less clear error.
     """
     return [*_modules(environ), *_spack(environ), *_conda(environ), *_venv(environ)]
 
 
 def as_shell(lines: Sequence[Setup]) -> str:
-    """The commands, each below its reason as a comment; empty without any."""
+    """Return the commands, each below its reason as a comment."""
     return "".join(f"# {line.reason}\n{line.command}\n" for line in lines)
 
 
@@ -44,7 +44,7 @@ def _modules(environ: Mapping[str, str]) -> Iterator[Setup]:
         return
     if home := environ.get("MODULESHOME"):
         start = f"command -v module >/dev/null || {_source(home, 'init/bash')}"
-        yield Setup(start, "the command module, which a shell that is no login shell may not have")
+        yield Setup(start, "the command module, which only a login shell is sure to have")
     if path := environ.get("MODULEPATH"):
         yield Setup(f"export MODULEPATH={shlex.quote(path)}", "where modules were found, module use included")
     yield Setup("module purge", "the modules that were loaded, and no others")
@@ -68,7 +68,7 @@ def _conda(environ: Mapping[str, str]) -> Iterator[Setup]:
         base = str(PurePosixPath(program).parent.parent)
         yield Setup(_source(base, "etc/profile.d/conda.sh"), "the command conda as a function of the shell")
         yield Setup(_or_exit("conda", "activate", prefix), "the conda environment that was active, by its path")
-    else:  # packed, or micromamba's: nothing says which program would activate it
+    else:  # packed, or micromamba's: the program that would activate it is unknown
         paths = f"export CONDA_PREFIX={shlex.quote(prefix)} PATH={shlex.quote(prefix + '/bin')}:$PATH"
         yield Setup(
             paths, "the conda environment that was active, without its activation scripts: no CONDA_EXE was set"

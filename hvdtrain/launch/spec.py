@@ -1,4 +1,4 @@
-"""A job, told once: what each rank runs, how many there are and where. Each of `targets` makes its own start of it."""
+"""The description of a job: what each rank runs, how many ranks, and where. `targets` render a start from it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ PYTHON = ("python", "python3")
 
 
 class Shell(str):
-    """A word that a shell is to expand: it stands in a script as it is, all others are quoted."""
+    """A word that a shell must expand: it is not quoted in a script."""
 
     __slots__ = ()
 
 
 def join(words: Iterable[str]) -> str:
-    """Write words as a shell reads them."""
+    """Join words into a line of shell."""
     return " ".join(word if isinstance(word, Shell) else shlex.quote(word) for word in words)
 
 
@@ -29,7 +29,7 @@ class Mpi(MpiBuild):
 
     Attributes:
         mpirun: its launcher.
-        prefix: its folder, where mpirun must be given that: an MPI from a Python wheel.
+        prefix: its folder, where mpirun needs it: an MPI from a Python wheel.
     """
 
     mpirun: str = "mpirun"
@@ -38,20 +38,20 @@ class Mpi(MpiBuild):
 
 @dataclass(frozen=True)
 class Batch:
-    """What a scheduler is asked for besides nodes and ranks.
+    """Requests to a scheduler besides nodes and ranks.
 
     Attributes:
-        time_s: limit of the job's time; None for the site's.
+        time_s: time limit of the job; None for the site's.
         queue: partition of Slurm, queue of PBS and LSF, local queue of Kubernetes' Kueue.
-        account: who pays.
+        account: to charge.
         array: indices of the jobs of an array, such as ``0-3``.
-        notice_s: how long before the limit the ranks are told to save and stop.
-        requeues: how often at most the job puts itself back into the queue.
-        directives: further lines for the scheduler, as its manual has them: ``--constraint=a100``.
-        image: what containers run.
+        notice_s: how long before the limit the ranks save and stop.
+        requeues: how often the job may requeue itself.
+        directives: further lines for the scheduler, from its manual: ``--constraint=a100``.
+        image: of the containers.
         namespace: of Kubernetes.
-        setup: lines of shell that come before the ranks: modules, conda.
-        jsrun: whether LSF gives whole hosts, on which jsrun starts the ranks.
+        setup: lines of shell before the ranks start: modules, conda.
+        jsrun: whether LSF allocates whole hosts, on which jsrun starts the ranks.
     """
 
     time_s: int | None = None
@@ -73,24 +73,24 @@ class JobSpec:
 
     Attributes:
         arguments: of ``python -m hvdtrain``, or a program and its arguments.
-        ranks: how many processes.
-        nodes: on how many hosts.
-        hosts: slots by host where hosts are named; a scheduler gives others.
-        host: name of the one that starts it.
+        ranks: number of processes.
+        nodes: number of hosts.
+        hosts: slots by host, where hosts are named; schedulers choose other hosts.
+        host: name of the host that starts the job.
         python: the interpreter on all hosts.
         gpus_per_node: GPUs of each host that the job uses.
-        cpus_per_rank: cores of each rank; 0 where nothing was said.
-        elastic: least and most ranks of a job that goes on when some are gone.
-        discover: script that tells the hosts of an elastic job.
-        folder: where ranks work, on all hosts.
+        cpus_per_rank: cores of each rank; 0 if not specified.
+        elastic: least and most ranks of a job that continues when ranks are lost.
+        discover: script that lists the hosts of an elastic job.
+        folder: working folder of the ranks, on all hosts.
         name: of the job.
-        pass_on: names of variables that ranks on other hosts get as they are here. Never their values.
-        interface: network interface between hosts; "" leaves it to the launcher.
+        pass_on: names of variables that ranks on other hosts get from here. Never their values.
+        interface: network interface between hosts; "" for the launcher's choice.
         ssh_port, ssh_options: of ssh to other hosts; options are whole arguments.
-        mpi: what Horovod speaks and the launcher is part of; None over Gloo.
-        slurm_mpi: how srun is to connect that MPI: pmix, pmi2, or "" where it cannot, so that Gloo has to.
-        is_program: whether `arguments` begin with a program.
-        is_root: Open MPI refuses root unless told twice.
+        mpi: the MPI of Horovod and the launcher; None over Gloo.
+        slurm_mpi: how srun connects that MPI: pmix, pmi2, or "" where it cannot, so that Gloo is used.
+        is_program: whether `arguments` start with a program.
+        is_root: whether the user is root, which Open MPI refuses by default.
         remote_shell: whether mpirun finds ssh or rsh here.
         batch: for schedulers.
     """
@@ -120,7 +120,7 @@ class JobSpec:
 
     @property
     def program(self) -> tuple[str, ...]:
-        """What each rank runs. A program named python is the interpreter that hvdtrain is installed for."""
+        """The command of each rank. A program named python is the interpreter with hvdtrain."""
         if not self.is_program:
             return (self.python, "-m", "hvdtrain", *self.arguments)
         first, *rest = self.arguments
@@ -128,17 +128,17 @@ class JobSpec:
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks of each host, where all have as many."""
+        """Ranks per host, where all hosts have equally many."""
         return -(-self.ranks // self.nodes)
 
     @property
     def remote(self) -> bool:
-        """Whether there are ranks on other hosts than the one that starts it."""
+        """Whether there are ranks on other hosts than the one that starts the job."""
         return self.nodes > 1 or any(name not in (*LOCAL_NAMES, self.host) for name in self.hosts)
 
     @property
     def ssh_arguments(self) -> tuple[str, ...]:
-        """What ssh gets besides the host."""
+        """Arguments of ssh besides the host."""
         return (*(("-p", str(self.ssh_port)) if self.ssh_port else ()), *self.ssh_options)
 
 
@@ -148,30 +148,30 @@ class Command:
 
     Attributes:
         argv: the program and its arguments.
-        variables: what its environment gets besides that of this process; no secrets.
+        variables: added to this process's environment; no secrets.
     """
 
     argv: tuple[str, ...]
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """As a line of shell."""
+        """Return it as a line of shell."""
         given = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
         return " ".join([*given, join(self.argv)])
 
 
 @dataclass(frozen=True)
 class Script:
-    """A start by a text that a scheduler is given.
+    """A start by a script for a scheduler.
 
     Attributes:
-        text: all of it.
-        submit: what reads it from its standard input.
+        text: the script.
+        submit: the command that reads it from stdin.
     """
 
     text: str
     submit: tuple[str, ...]
 
     def __str__(self) -> str:
-        """The text."""
+        """Return the text."""
         return self.text.removesuffix("\n")

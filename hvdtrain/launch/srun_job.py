@@ -1,10 +1,10 @@
-"""``python -m hvdtrain.launch.srun_job [--interface IF] srun ...``: runs srun, whose tasks find each other without MPI.
+"""``python -m hvdtrain.launch.srun_job [--interface IF] srun ...``: run srun with tasks that meet without MPI.
 
-It holds the store that Horovod asks over Gloo, on an address that the nodes of the allocation reach. The address, with
-a random token in it, goes to the tasks by srun's environment alone. Each task is a `slurm_task`.
+It serves the store for Horovod's Gloo on an address that the nodes of the allocation reach. The address contains a
+random token; tasks get it only through srun's environment. Each task is a `slurm_task`.
 
-SIGTERM, SIGINT and SIGUSR1 are handed to the tasks by scancel, and only to them: srun itself would answer SIGTERM by
-SIGKILL to all tasks, which leaves no time to save. Which step of the job they are, the first of them says.
+It forwards SIGTERM, SIGINT and SIGUSR1 to the tasks by scancel, and only to them. On SIGTERM srun itself would send
+SIGKILL to all tasks, which leaves no time to save. The first task publishes the number of the job step.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _SCANCEL_S = 30
 
 
 def scancel_id(environ: Mapping[str, str]) -> str:
-    """What scancel calls this job alone. The id of one job of an array is that of the array: it would mean them all.
+    """Return scancel's id of this job alone. The plain id of a job of an array would mean the whole array.
 
     Errors:
-        LaunchError: this is no allocation.
+        LaunchError: this process is not in an allocation.
     """
     job, array = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_ARRAY_JOB_ID", "")
     if not job:
         raise LaunchError(
-            "This process is in no allocation of Slurm.",
+            "this process is not in an allocation of Slurm",
             expected="SLURM_JOB_ID in the environment",
             next_step="start it by salloc or in a batch script; or submit a job: hvdtrain launch --to slurm",
         )
@@ -51,13 +51,13 @@ def scancel_id(environ: Mapping[str, str]) -> str:
 
 
 def other_node(environ: Mapping[str, str], host: str) -> str:
-    """A node of the allocation that is not this host, "" where there is none. Pure."""
+    """Return a node of the allocation other than this host, "" where there is none. Pure."""
     here = {host, host.partition(".")[0], environ.get("SLURMD_NODENAME", host)}
     return next((name for name in node_names(environ.get("SLURM_JOB_NODELIST", "")) if name not in here), "")
 
 
 def store_address(node: str, interface: str) -> str:
-    """The address of this host that a node reaches. `node`: "" where there is none but this host.
+    """Return the address of this host that a node reaches. `node`: "" for a job on this host alone.
 
     Errors:
         LaunchError: there is none.
@@ -65,27 +65,27 @@ def store_address(node: str, interface: str) -> str:
     if interface or not node:
         found = address_of(interface) if interface else _LOOPBACK
         if not found:
-            raise LaunchError(f"The interface {interface} has no IPv4 address here.", next_step="see: ip -4 address")
+            raise LaunchError(f"the interface {interface} has no IPv4 address here", next_step="see: ip -4 address")
         return found
     try:
         there = socket.getaddrinfo(node, None, socket.AF_INET, socket.SOCK_DGRAM)[0][4][0]
     except OSError as error:
         raise LaunchError(
-            f"The address of node {node} is not known here: {error}.",
+            f"the address of node {node} is unknown on this host: {error}",
             next_step="give the network interface that leads to the nodes: --interface IF",
         ) from None
     found = source_to(str(there))
     if not found or found.startswith("127."):
         raise LaunchError(
-            f"There is no way from here to node {node}.",
-            found=f"its name stands for {there}",
+            f"there is no route from this host to node {node}",
+            found=f"its name resolves to {there}",
             next_step="give the network interface that leads to the nodes: --interface IF",
         )
     return found
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run srun; its exit code, 128 + number where a signal ended it. 2 where it cannot be run here."""
+    """Run srun; return its exit code, 128 + number where a signal ended it, 2 where it cannot run here."""
     interface, srun = (argv[1], argv[2:]) if argv[:1] == ["--interface"] else ("", argv)
     now = environ()
     try:
@@ -121,7 +121,7 @@ class Tasks:
     """The tasks of this srun, for signals.
 
     Args:
-        job: what scancel calls it.
+        job: scancel's id of it.
     """
 
     def __init__(self, job: str) -> None:
@@ -129,16 +129,16 @@ class Tasks:
 
     @property
     def has_step(self) -> bool:
-        """Whether they have said which step they are."""
+        """Whether the tasks have published their step."""
         return bool(self._step)
 
     def set_step(self, step: bytes) -> None:
-        """Take the number of the step, in text. Anything else is passed over: it becomes a word of scancel's."""
+        """Set the number of the step, as text. Ignores anything else, as it becomes part of a command line."""
         if re.fullmatch(rb"[0-9]{1,9}", step):
             self._step = step.decode()
 
     def signal(self, name: str) -> None:
-        """Send a signal, such as ``TERM``. Where that fails srun goes on, and so does this."""
+        """Send a signal, such as ``TERM``. An error is reported and ignored."""
         try:
             done = run_program(["scancel", f"--signal={name}", f"{self._job}.{self._step}"], _SCANCEL_S)
             found = done.err.strip() or f"scancel ended with exit code {done.code}" if done.code else ""
@@ -149,7 +149,7 @@ class Tasks:
 
 
 def _run(srun: Sequence[str], environ: Mapping[str, str], tasks: Tasks) -> int:
-    """Run srun and hand signals on; its exit code. While there are no ranks, nothing is to be saved: srun is ended."""
+    """Run srun and forward signals; return its exit code. Before there are ranks to save, a signal ends srun."""
     early: list[signal.Signals] = []
     process: subprocess.Popen[bytes] | None = None
 

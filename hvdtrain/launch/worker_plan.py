@@ -1,4 +1,4 @@
-"""What is to be run, as pure data, and the command lines and environments that follow from it."""
+"""The plan of a job for hvdtrain's own driver, as pure data, and the command lines and environments from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BOOT = (
     'import sys;sys.path[:1]=[];import json;hello=json.loads(sys.stdin.buffer.readline());sys.path[:0]=hello["path"];'
     "from {module} import main;sys.exit(main(hello))"
 )
-"""What Python runs on another host. Where to look for hvdtrain comes with the first message, by stdin."""
+"""Python code for another host. The first message, by stdin, has the folders in which to look for hvdtrain."""
 
 _PASSED = ("HVDTRAIN_", "HOROVOD_", "OMP_", "MKL_", "TORCH_", "GLOO_", "NCCL_", "PYTHON", "HF_", "TOKENIZERS_")
 _FOREIGN = (
@@ -37,21 +37,21 @@ class Plan:
     """A job.
 
     Attributes:
-        program: what each rank runs.
-        limits: what it holds to.
-        hosts: slots by host, where no script tells them.
+        program: command of each rank.
+        limits: of the job.
+        hosts: slots by host, without a discovery script.
         script: the discovery script.
-        slots: of hosts that it names without a number.
-        local: names of hosts that are this one.
-        folder: where ranks work, on all hosts.
-        environment: that of this process.
+        slots: of a host that it lists without a number.
+        local: names of this host.
+        folder: working folder of the ranks, on all hosts.
+        environment: of this process.
         python: this Python.
         path: folders of PYTHONPATH, for the agents of other hosts.
-        pass_on: names of further variables that ranks on other hosts get as they are here.
+        pass_on: names of additional variables for ranks on other hosts.
         ssh_port, ssh_options: of ssh to other hosts; options are whole arguments.
-        interface: by which ranks of different hosts reach each other; "" is found out.
-        events: a file to which each event is appended as a line of JSON.
-        tag: whether lines of rank 0 are marked too.
+        interface: network interface between hosts; "" to detect it.
+        events: a file for the event log.
+        tag: whether lines of rank 0 are tagged too.
     """
 
     program: tuple[str, ...]
@@ -73,21 +73,21 @@ class Plan:
 
 
 def agent_command(plan: Plan, host: str) -> list[str]:
-    """What starts the agent of a host."""
+    """Return the command that starts the agent of a host."""
     if host in plan.local:
         return [plan.python, "-m", AGENT]
     return ssh_command(host, AGENT, plan.python, plan.ssh_port, plan.ssh_options)
 
 
 def ssh_command(host: str, module: str, python: str, ssh_port: int | None, ssh_options: Sequence[str]) -> list[str]:
-    """What runs `main` of a module of ours on another host: `main` gets the first line of stdin, read as JSON."""
+    """Return the command that runs a module's `main` on another host; `main` gets the first line of stdin, as JSON."""
     port = ["-p", str(ssh_port)] if ssh_port else []
     options = ["-T", "-o", "BatchMode=yes", *port, *ssh_options, "-o", "ServerAliveInterval=5"]  # the first wins
     return ["ssh", *options, "--", host, f"exec {shlex.join([python, '-c', BOOT.format(module=module)])}"]
 
 
 def hello_message(plan: Plan, host: str) -> dict[str, object]:
-    """The first message to the agent of a host."""
+    """Return the first message to the agent of a host."""
     remote = host not in plan.local
     names = {*passed_variables(plan.environment), *plan.pass_on} if remote else set()
     variables = {k: v for k, v in plan.environment.items() if k in names}
@@ -95,18 +95,18 @@ def hello_message(plan: Plan, host: str) -> dict[str, object]:
 
 
 def passed_variables(environment: Mapping[str, str]) -> list[str]:
-    """Names of the variables that ranks on other hosts get without being asked for: those of the libraries they use."""
+    """Return the names of variables that ranks on other hosts always get: those of the libraries they use."""
     names = [name for name in environment if name.startswith(_PASSED) and not name.startswith(_FOREIGN)]
     return [name for name in names if re.fullmatch("[A-Za-z0-9_]+", name)]
 
 
 def agent_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """That of an agent on this host, and so of its ranks: without what other launchers left."""
+    """Return the environment of an agent and its ranks on this host, without variables of other launchers."""
     return {k: v for k, v in environment.items() if not k.startswith(_FOREIGN)}
 
 
 def rank_environment(plan: Plan, host: str, place: Mapping[str, int]) -> dict[str, str]:
-    """What a rank's environment gets besides its host's; each round overwrites the numbers."""
+    """Return the variables of a rank on top of its host's; each round overwrites the numbers."""
     given = {"PYTHONUNBUFFERED": "1"} if "PYTHONUNBUFFERED" not in plan.environment else {}
     return {
         **given,
@@ -120,7 +120,7 @@ def rank_environment(plan: Plan, host: str, place: Mapping[str, int]) -> dict[st
 
 
 def describe_plan(plan: Plan, hosts: Mapping[str, int]) -> str:
-    """What would be run, for ``--dry-run``."""
+    """Describe what would run, for ``--dry-run``."""
     lines = []
     for host, slots in hosts.items():
         lines.append(f"{host}: up to {slots} rank(s), by its agent")
@@ -135,5 +135,5 @@ def describe_plan(plan: Plan, hosts: Mapping[str, int]) -> str:
 
 
 def python_path(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The folders of PYTHONPATH, each in full."""
+    """Return the absolute folders of PYTHONPATH."""
     return tuple(str(Path(part).absolute()) for part in environment.get("PYTHONPATH", "").split(":") if part)

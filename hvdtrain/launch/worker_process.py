@@ -1,4 +1,4 @@
-"""A worker's process, as its agent holds it: in a session of its own, so that it can be ended with all it started."""
+"""The process of a worker, in its own session, so that the agent can end it with everything that it started."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from hvdtrain.runtime.exit_lock import VARIABLE as LIFELINE
 from hvdtrain.runtime.exit_lock import Lifeline, make_lifeline
 
 _MOST_CHARACTERS = 1 << 16
-"""Of a line that is forwarded; longer ones come in pieces."""
+"""Of a forwarded line; longer lines are split."""
 
 _LAST_WORDS_S = 1.0
-"""For a channel to end after its process."""
+"""How long to wait for the end of a channel after its process."""
 
 
 class WorkerProcess:
-    """A process that was started.
+    """A started process.
 
     Args:
         argv: its command.
-        environment: all of its environment, less the variables of its channel and its lifeline.
-        folder: where it works.
-        report: called from threads with what comes of it: ``line`` (text, err), ``said`` (message), ``dying`` as soon
-            as the kernel has begun to end it, if it holds its lifeline, ``exited`` (code).
+        environment: its whole environment, except the variables of its channel and its lifeline.
+        folder: its working folder.
+        report: called from threads with events: ``line`` (text, err), ``said`` (message), ``dying`` as soon as the
+            kernel ends it, if it holds its lifeline, ``exited`` (code).
 
     Errors:
         OSError: it cannot be started.
@@ -73,7 +73,7 @@ class WorkerProcess:
         self._listener = threading.Thread(target=self._listen, daemon=True)
 
     def start(self) -> None:
-        """Report from now on."""
+        """Start to report events."""
         assert self._process.stdout is not None and self._process.stderr is not None
         self._readers = [
             threading.Thread(target=self._read, args=(self._process.stdout, False), daemon=True),
@@ -91,11 +91,11 @@ class WorkerProcess:
         self._send(lambda: os.kill(self.pid, signal.Signals[name]))
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Send a signal to it and all that it started."""
+        """Send a signal to it and everything that it started."""
         self._send(lambda: os.killpg(self.pid, number))
 
     def kill_after(self, seconds: float) -> None:
-        """Kill it when so much time has gone by, if it is still there."""
+        """Kill it after a time, if it is still alive."""
         if seconds <= 0:
             return self.kill()
         timer = threading.Timer(seconds, self.kill)
@@ -103,21 +103,21 @@ class WorkerProcess:
         timer.start()
 
     def close_channel(self) -> None:
-        """Close its channel, by which it knows that there is no job any more."""
+        """Close its channel, which ends it."""
         self._channel.close()
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until all that it wrote was forwarded."""
+        """Wait until all its output is forwarded."""
         until_s = time.monotonic() + timeout_s
         for reader in self._readers:
             reader.join(max(0.0, until_s - time.monotonic()))
 
     def is_drained(self) -> bool:
-        """Whether it was."""
+        """Check whether all its output is forwarded."""
         return not any(reader.is_alive() for reader in self._readers)
 
     def is_stopped(self) -> bool:
-        """Whether it is stopped by a signal."""
+        """Check whether a signal has stopped it."""
         try:
             return read_stat(self.pid).state == "T"
         except OSError:
@@ -125,15 +125,15 @@ class WorkerProcess:
 
     def _send(self, act: Callable[[], None]) -> None:
         with self._alive, suppress(ProcessLookupError, PermissionError):
-            if not self._reaped:  # once it is waited for, its number may be another's
+            if not self._reaped:  # afterwards another process may have its number
                 act()
 
     def _wait(self) -> None:
         ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         assert ended is not None
         code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-        self.kill()  # what it started and left behind, which may hold the channel
-        self._listener.join(_LAST_WORDS_S)  # what it said last is told before its end
+        self.kill()  # its remaining children, which may hold the channel
+        self._listener.join(_LAST_WORDS_S)  # report its last message before its exit
         self._report("exited", code=code)
         with self._alive:
             self._reaped = True
@@ -150,7 +150,7 @@ class WorkerProcess:
                 watcher.start()
         if watcher is not None:
             watcher.join()
-            self._report("dying")  # behind all that it has said
+            self._report("dying")  # after its last message
 
     def _watch(self, lifeline: Lifeline) -> None:
         if lifeline.wait():

@@ -1,4 +1,4 @@
-"""Starting what is missing: agents of hosts, processes of slots. What failed is tried again after a while, for ever."""
+"""Start missing agents and workers. Failed hosts and slots are retried after a cooldown, for ever."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hvdtrain.launch.rank_assignment import order, places
 
 
 def set_hosts(job: Job, hosts: dict[str, int], local: frozenset[str]) -> None:
-    """Take over what may be used from now on. Workers on what is gone make room at the next round."""
+    """Set the slots that may be used. Workers on removed slots leave at the next round."""
     for name, slots in hosts.items():
         host = job.hosts.setdefault(name, Host(name, name in local))
         if host.slots != slots:
@@ -18,18 +18,18 @@ def set_hosts(job: Job, hosts: dict[str, int], local: frozenset[str]) -> None:
         host.slots = slots
     for name, host in job.hosts.items():
         if name not in hosts and host.slots:
-            job.log_event("slots", f"{name} is no longer to be used", host=name, slots=0)
+            job.log_event("slots", f"{name} is removed", host=name, slots=0)
             host.slots = 0
     for worker in job.workers.values():
         fits = worker.slot < job.hosts[worker.host].slots
         if not fits and not worker.leave_reason:
-            worker.leave_reason = f"{worker.host} has no slot for it any more"
+            worker.leave_reason = f"{worker.host} no longer has a slot for it"
         elif fits and not worker.drained:
             worker.leave_reason = ""
 
 
 def start_missing(job: Job) -> None:
-    """Start agents and workers where there is room, and let go of agents without use."""
+    """Start agents and workers where there is room, and stop unused agents."""
     if job.phase is not Phase.RUNNING:
         return
     for host in job.hosts.values():
@@ -59,10 +59,10 @@ def _worker(job: Job, host: Host, index: int) -> Worker:
 
 
 def _start(job: Job, started: list[Worker]) -> None:
-    """Start them, each with a guess of its place: as if all who live were in the next round.
+    """Start workers, each with an estimate of its place: as if all living workers were in the next round.
 
-    How many there are is said as if each slot were taken, and at least 2 where there may be: settings that have to be
-    alike on all ranks go by it, and one that is started first, or alone, may not be told otherwise than the rest.
+    The reported size counts every slot as used, and is at least 2 where that is possible. Settings that must be equal on
+    all ranks depend on it, so a rank that starts first or alone must not get another size than the others.
     """
     guess = order(job.staying(), job.hosts)
     room = sum(host.slots for host in job.hosts.values())
@@ -76,7 +76,7 @@ def _start(job: Job, started: list[Worker]) -> None:
 
 
 def start_cooldown(job: Job, place: Host | Slot) -> float:
-    """Seconds for which a host or slot that failed again is left alone; sets them."""
+    """Start the cooldown of a failed host or slot; return its seconds."""
     place.failures += 1
     seconds = min(job.limits.cooldown_most_s, job.limits.cooldown_s * 2.0 ** min(place.failures - 1, 30))
     place.failed, place.free_s = True, job.now_s + seconds
@@ -84,7 +84,7 @@ def start_cooldown(job: Job, place: Host | Slot) -> float:
 
 
 def forget_old_failures(job: Job) -> None:
-    """Forget the failures of slots whose workers have been in rounds for a while."""
+    """Forget the failures of slots whose workers have been in rounds for `forgive_after_s`."""
     for worker in job.in_round():
         if job.now_s - worker.entered_s >= job.limits.forgive_after_s:
             host = job.hosts[worker.host]

@@ -22,7 +22,7 @@ from hvdtrain.launch.discovery import run_script
         (["--task", "toy"], "an option of training"),
         (["--train.steps=100"], "an option of training"),
         (["--config", "run.yaml"], "an option of training"),
-        (["--quite-another"], "come behind --"),
+        (["--quite-another"], "follow --"),
     ],
 )
 def test_an_option_that_does_not_exist_is_answered(

@@ -154,4 +154,4 @@ def test_ranks_of_horovod_meet(module: str, to: str, tmp_path: Path) -> None:
 def test_an_elastic_program_of_stock_horovod_is_told_where_it_can_run(tmp_path: Path) -> None:
     (tmp_path / "sum.py").write_text(SUM.format(module="horovod.torch"))
     done = launch(tmp_path, "python", "sum.py", options=("--elastic", "1:2", "--gloo-timeout", "2"))
-    assert done.returncode == 1 and "by hvdtrain.torch: init, elastic.run; else --to horovodrun" in done.stderr
+    assert done.returncode == 1 and "call hvdtrain.torch's init and elastic.run; or use --to horovodrun" in done.stderr

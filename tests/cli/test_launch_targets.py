@@ -181,14 +181,14 @@ def test_ranks_train_by_what_is_here(gallery: Gallery) -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (["--to", "pbs", "-np", "5", "--nodes", "2"], "do not divide"),
-        (["--to", "pbs", "--nodes", "2"], "not said how many ranks"),
+        (["--to", "pbs", "-np", "5", "--nodes", "2"], "cannot be divided evenly"),
+        (["--to", "pbs", "--nodes", "2"], "the number of ranks is missing"),
         (["--to", "openmpi", "-np", "2", "--time", "2h"], "--time means nothing"),
         (["--to", "pbs", "-np", "2", "--env", "NOT_THERE"], "there is no such variable"),
-        (["--to", "pbs", "-np", "2", "--time", "1m"], "notice would come when the job begins"),
+        (["--to", "pbs", "-np", "2", "--time", "1m"], "--notice is not shorter than the job"),
         (["--to", "lsf", "-np", "2", "--array", "1-2"], "All jobs of the array would be the same run"),
-        (["--to", "horovodrun", "-np", "2", "--elastic", "1:2"], "on two hosts or more"),
-        (["-np", "2", "train"], "is no option of launch"),
+        (["--to", "horovodrun", "-np", "2", "--elastic", "1:2"], "on two or more hosts"),
+        (["-np", "2", "train"], "is not an option of launch"),
     ],
 )
 def test_what_cannot_be_is_refused(asked: list[str], said: str, spied: dict[str, str], tmp_path: Path) -> None:
@@ -218,4 +218,4 @@ def test_a_value_that_makes_no_sense_is_refused(
 
 def test_a_scheduler_that_is_not_here_is_named(tmp_path: Path) -> None:
     done = launch(tmp_path, {**ENVIRONMENT, "PATH": "/usr/bin:/bin"}, "--to", "lsf", "-np", "2", "--", code=2)
-    assert "There is no bsub here" in done.stderr and "--dry-run" in done.stderr
+    assert "there is no bsub on this machine" in done.stderr and "--dry-run" in done.stderr

@@ -97,7 +97,7 @@ def test_all_ranks_fail_and_are_started_again(tmp_path: Path, losses: Losses) ->
     with nothing_lost(job.run, losses), job:
         job.until_step(25)
         job.kill_ranks()
-        job.until("all is started again (1 of 1)")
+        job.until("the whole job restarts (1 of 1)")
         job.finish()
 
 
@@ -108,7 +108,7 @@ def test_all_hosts_fail_at_once_and_come_back(tmp_path: Path, losses: Losses) ->
         job.until_step(25)
         for agent in job.processes("hvdtrain.launch.agent"):
             agent.kill()
-        job.until("all is started again (1 of 1)")
+        job.until("the whole job restarts (1 of 1)")
         job.until("2 rank(s) on 2 host(s)")
         job.finish()
 

@@ -100,7 +100,7 @@ def test_schedulers_are_asked_for_where_horovod_is_not() -> None:
 def test_an_option_that_means_nothing_is_refused(target: str) -> None:
     taken = {"time", "events"} & (TARGETS[target].takes if target != OWN else {"events"})
     for option in {"time", "events"} - taken:
-        with pytest.raises(LaunchError, match=f"--{option} means nothing to --to {target}") as wrong:
+        with pytest.raises(LaunchError, match=f"--to {target} does not support --{option}") as wrong:
             refuse_options(target, ["np", option])
         able = str(wrong.value.next_step)
         assert ("--to slurm" in able or "--to pbs" in able) if option == "time" else able.endswith("--to hvdtrain")
@@ -108,24 +108,24 @@ def test_an_option_that_means_nothing_is_refused(target: str) -> None:
 
 @pytest.mark.parametrize("target", ["openmpi", "mpich", "intelmpi"])
 def test_elastic_without_gloo_is_refused_with_the_reason(target: str) -> None:
-    with pytest.raises(LaunchError, match="cannot be elastic: a rank that is lost ends a job of MPI"):
+    with pytest.raises(LaunchError, match="cannot be elastic: the loss of a rank ends an MPI job"):
         refuse_options(target, ["np", "elastic"])
 
 
 @pytest.mark.parametrize(
     ("target", "job", "said"),
     [
-        ("openmpi", JobSpec((), 5, nodes=2, hosts={"a": 2, "b": 2}), "more ranks than(?s:.*)-np 4 at most"),
-        (OWN, JobSpec((), 5, nodes=2, hosts={"a": 2, "b": 2}), "more ranks than -H has slots"),
-        ("pbs", JobSpec((), 5, nodes=2), "do not divide"),
-        ("pbs", JobSpec((), 6, nodes=2, hosts={"a": 4, "b": 2}), "each host as many"),
-        ("intelmpi", JobSpec((), 6, nodes=2, hosts={"a": 4, "b": 2}), "each host as many"),
-        ("pbs", JobSpec((), 12, nodes=2, gpus_per_node=8), "Each rank has one GPU"),
-        ("slurm", JobSpec((), 4, batch=Batch(time_s=60, notice_s=60)), "notice would come"),
-        ("pbs", JobSpec((), 4, batch=Batch(time_s=60, notice_s=61)), "notice would come"),
-        (OWN, JobSpec((), 4, elastic=(5, 8)), "--elastic is not a range"),
-        (OWN, JobSpec((), 4, elastic=(0, 8)), "--elastic is not a range"),
-        (OWN, JobSpec((), 4, elastic=(1, 3)), "--elastic is not a range"),
+        ("openmpi", JobSpec((), 5, nodes=2, hosts={"a": 2, "b": 2}), "larger than the number of slots(?s:.*)-np 4 at most"),
+        (OWN, JobSpec((), 5, nodes=2, hosts={"a": 2, "b": 2}), "larger than the number of slots of -H"),
+        ("pbs", JobSpec((), 5, nodes=2), "cannot be divided evenly"),
+        ("pbs", JobSpec((), 6, nodes=2, hosts={"a": 4, "b": 2}), "the same number of ranks on each host"),
+        ("intelmpi", JobSpec((), 6, nodes=2, hosts={"a": 4, "b": 2}), "the same number of ranks on each host"),
+        ("pbs", JobSpec((), 12, nodes=2, gpus_per_node=8), "each rank uses one GPU"),
+        ("slurm", JobSpec((), 4, batch=Batch(time_s=60, notice_s=60)), "--notice is not shorter"),
+        ("pbs", JobSpec((), 4, batch=Batch(time_s=60, notice_s=61)), "--notice is not shorter"),
+        (OWN, JobSpec((), 4, elastic=(5, 8)), "invalid --elastic"),
+        (OWN, JobSpec((), 4, elastic=(0, 8)), "invalid --elastic"),
+        (OWN, JobSpec((), 4, elastic=(1, 3)), "invalid --elastic"),
     ],
 )
 def test_numbers_that_do_not_fit_are_refused(target: str, job: JobSpec, said: str) -> None:

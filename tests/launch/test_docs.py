@@ -31,7 +31,7 @@ def test_every_option_and_its_default() -> None:
         if isinstance(default, int | float) and not isinstance(default, bool):
             shown = f"{default // 60}m" if option == "--notice" else f"{default:g}"
             assert text.endswith(f"({shown})"), option
-            assert str(known[option].help).endswith(f"({shown})"), option
+            assert str(known[option].help).endswith(f"(default: {shown})"), option
 
 
 def test_every_target_is_told_of() -> None:

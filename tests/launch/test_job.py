@@ -55,7 +55,7 @@ def test_a_rank_is_gone_and_another_takes_its_place(tmp_path: Path, deed: str) -
     survivor, newcomer = job.log("round 3 rank=0")[0], job.log("round 3 rank=1")[0]
     assert int(survivor.split("step=")[1].split()[0]) >= 20 and "step=-1" in newcomer
     texts = "\n".join(job.said)
-    assert f"rank {deed[-1]} on localhost is gone" in texts[: texts.index("started again")], "heard of before it ended"
+    assert f"rank {deed[-1]} on localhost is dead" in texts[: texts.index("started again")], "heard of before it ended"
 
 
 def test_a_stopped_rank_is_killed(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_growth_and_removal_by_a_script(tmp_path: Path) -> None:
         hosts.are("localhost:1")
         job.until("round 3: 1 rank(s) on 1 host(s)")
         script.chmod(0o644)
-        job.until("the hosts stay as they were")
+        job.until("the hosts stay the same")
         script.chmod(0o755)
         hosts.are("localhost:1 127.0.0.1:1")
         stop(job, "round 4: 2 rank(s) on 2 host(s)")
@@ -112,7 +112,7 @@ def test_not_elastic_and_without_restarts_the_first_death_ends_it(tmp_path: Path
 def test_the_limit_of_resets(tmp_path: Path) -> None:
     with FakeJob(tmp_path, *TWO, "--reset-limit", "1", "--", FOR_EVER, "kill:1:5") as job:
         code, _ = job.end()
-    assert code == 1 and any("--reset-limit allows 1" in line for line in job.said)
+    assert code == 1 and any("exceeds --reset-limit 1" in line for line in job.said)
 
 
 def test_the_least_is_not_reached_in_time(tmp_path: Path) -> None:

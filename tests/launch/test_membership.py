@@ -71,11 +71,11 @@ class TestStart:
         job.wait(2 * ELASTIC.start_timeout_s)
         assert job.code == 1 and "1 of at least 2" in job.said[-1] and "a: 1 slot" in job.said[-1]
 
-    @pytest.mark.parametrize(("slots", "then"), [(3, "then 2 will do"), (1, "(--start-timeout)")])
+    @pytest.mark.parametrize(("slots", "then"), [(3, "then 2 are enough"), (1, "(--start-timeout)")])
     def test_too_few_slots_for_all_are_told_of_once_before_they_are_waited_for(self, slots: int, then: str) -> None:
         job = World(ELASTIC, {"a": slots})
         job.wait(30)
-        told = [text for text in job.said if "4 ranks are wanted" in text]
+        told = [text for text in job.said if "4 ranks requested" in text]
         assert told == job.said and len(told) == 1 and told[0].startswith(f"{slots} slot(s) on 1 host(s)")
         assert told[0].endswith(then)
         job.hosts({"a": 4})
@@ -91,9 +91,9 @@ class TestStart:
         job.wait(90)
         told = [text for text in job.said if "ready" in text]
         assert len(told) == 1 and told[0].startswith(
-            "1 rank(s) ready of 2 that are wanted, missing on b: waiting up to 5"
+            "1 of 2 requested rank(s) ready, missing on b: waiting up to 5"
         )
-        assert told[0].endswith("then 1 will do")
+        assert told[0].endswith("then 1 are enough")
         job.wait(ELASTIC.start_timeout_s)
         assert [len(r) for r in job.rounds] == [1]
 
@@ -230,13 +230,13 @@ class TestFailure:
         job = world()
         job.die(job.by_rank(1))
         job.wait(ELASTIC.end_s + 1)
-        assert "rank 1 on a did not end in time, and is killed" in job.said
+        assert "rank 1 on a did not end in time: killed" in job.said
 
     def test_how_one_ended_is_told_though_the_job_has_ended_meanwhile(self) -> None:
         job = world(replace(ELASTIC, reset_limit=0))
         dying = job.by_rank(1)
         job.die(dying)
-        assert any("--reset-limit allows 0" in text for text in job.said)
+        assert any("exceeds --reset-limit 0" in text for text in job.said)
         job.exit(dying)
         assert job.said[-1] == "rank 1 on a was killed by SIGKILL"
 
@@ -564,17 +564,17 @@ class TestRemoval:
         assert len(job.rounds) == 1, "they are not asked again and again"
         told = [text for text in job.said if "at least 2 are needed" in text]
         assert len(job.round()) == 2 and len(told) == 1
-        assert told[0].startswith("2 rank(s) train on, though 1 of them are to go (a has no slot for it any more)")
+        assert told[0].startswith("2 rank(s) continue to train, though 1 must leave (a no longer has a slot for it)")
         assert "the job ends in 600 s" in told[0]
         job.wait(ELASTIC.elastic_timeout_s)
         assert job.code == 1 and not job.living()
-        assert any("the 2 rank(s) that train are told by SIGTERM to save" in text for text in job.said)
+        assert any("2 rank(s) that train get SIGTERM to save" in text for text in job.said)
 
     def test_a_rank_that_is_told_to_go_does_and_its_slot_rests(self) -> None:
         job = world()
         leaver = job.by_rank(1)
         job.say(leaver, "drain")
-        assert "rests for 60 s" in job.said[-1]
+        assert "stays empty for 60 s" in job.said[-1]
         job.wait(2)
         assert leaver.told == ["round", "changed", "end"] and [len(r) for r in job.rounds] == [4, 3]
         job.wait(50)

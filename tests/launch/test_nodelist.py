@@ -41,5 +41,5 @@ def test_slots_go_to_their_nodes() -> None:
 
 @pytest.mark.parametrize("tasks", ["2", "2(x3)", "", "2,2,x"])
 def test_counts_of_another_allocation_are_refused(tasks: str) -> None:
-    with pytest.raises(LaunchError, match="counts of tasks"):
+    with pytest.raises(LaunchError, match="task counts"):
         slots_by_node("n[1-4]", tasks)

@@ -46,7 +46,7 @@ def test_who_is_not_read_holds_nobody_up_and_holds_little_memory(more: int) -> N
     terminal.screen.close()
     said = [text for text, err in terminal.seen if err is None]
     assert len(terminal.seen) - len(said) == room
-    expected = f"{more} lines were left out about here: they came faster than they could be shown"
+    expected = f"{more} lines were dropped around here: they arrived faster than they could be shown"
     assert said == ([expected] if more else [])
 
 

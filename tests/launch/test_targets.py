@@ -123,7 +123,7 @@ def test_where_mpi_is_goes_through_the_shell_of_horovodrun() -> None:
 
 
 def test_an_array_of_lsf_counts_from_one() -> None:
-    with pytest.raises(LaunchError, match="from 1"):
+    with pytest.raises(LaunchError, match="at index 1"):
         TARGETS["lsf"].render(jobs.queued(jobs.MPICH, jobs.Batch(array="0-3")))
 
 

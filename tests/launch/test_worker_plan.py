@@ -119,9 +119,9 @@ def test_what_ssh_would_run_there_works_from_any_folder(tmp_path: Path) -> None:
     [
         (["-np", "2", "--elastic", "3:4"], "MIN <= -np"),
         (["-np", "2", "--elastic", "1-4"], "MIN:MAX"),
-        (["-np", "4", "-H", "a:1"], "more ranks than -H"),
+        (["-np", "4", "-H", "a:1"], "the number of slots of -H"),
         (["-np", "2", "-H", "-oProxyCommand=x:2"], "expected one argument"),
-        (["-np", "2", "-H=-oProxyCommand=x:2"], "cannot be one"),
+        (["-np", "2", "-H=-oProxyCommand=x:2"], "invalid host name"),
         (["-np", "2", "--discover", "/nothing/here"], "cannot be run"),
         (["-np", "0"], "at least 1"),
         (["-np", "2", "--interface", "lo;x"], "network interface"),

@@ -1,4 +1,4 @@
-"""The ways to start a job that are command lines or scripts: one pure file each, one line each in `TARGETS`."""
+"""Ways to start a job by a command line or a script: a pure file each, and a line in `TARGETS`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a target is: a name, what it takes, and the function that makes a start of a job."""
+"""The contract of a target: its name, its options, and the function that renders the start of a job."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ BY_MPI = frozenset({"hosts", "interface", "ssh_port", "ssh_option", "env"})
 SCHEDULED = frozenset(
     {"hosts", "nodes", "gpus_per_node", "cpus_per_rank", "time", "queue", "account", "name", "directive", "env"}
 )
-"""Options of targets that a scheduler gives hosts to; of ``-H`` the counts alone."""
+"""Options of targets of schedulers, which choose the hosts; of ``-H`` only the counts are used."""
 
 
 def for_ssh(spec: JobSpec) -> str:
-    """What ssh gets, as MPI's launchers take it: one text, which they split where there is a space.
+    """Return the arguments of ssh as one text, which MPI's launchers split at spaces.
 
     Errors:
-        LaunchError: an argument that would be split.
+        LaunchError: an argument with a space.
     """
     split = next((word for word in spec.ssh_arguments if set(word) & set(" \t\n")), None)
     if split is not None:
         raise LaunchError(
-            "mpirun cannot hand an argument with a space to ssh.",
+            "mpirun cannot pass an argument with a space to ssh",
             found=repr(split),
-            next_step="put it into ~/.ssh/config, or use --to hvdtrain",
+            next_step="set it in ~/.ssh/config, or use --to hvdtrain",
         )
     return " ".join(spec.ssh_arguments)
 
@@ -39,12 +39,12 @@ class Target:
 
     Attributes:
         name: of ``--to``.
-        summary: for a list of them.
-        render: makes the start. Pure.
-        takes: options of `hvdtrain launch` that mean something here, besides those that all take.
-        mpi: flavours of MPI it starts ranks of; () where it does without.
-        even: whether all hosts get as many ranks.
-        elsewhere: whether ranks are in an image, whose variables are not those of this process.
+        summary: for a list of targets.
+        render: renders the start. Pure.
+        takes: options of `hvdtrain launch` that it uses, besides the common ones.
+        mpi: flavours of MPI of its ranks; () where it needs none.
+        even: whether all hosts get equally many ranks.
+        elsewhere: whether ranks run in an image, with other variables than this process.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Horovod's own launcher: over MPI where it can drive that, else over Gloo; elastic over Gloo alone."""
+"""Horovod's own launcher: over MPI where it can drive that, else over Gloo; elastic only over Gloo."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from hvdtrain.launch.targets.openmpi import variables
 
 
 def render(spec: JobSpec) -> Command:
-    """Start the ranks of a job by horovodrun.
+    """Return the start by horovodrun.
 
-    It hands on all variables whose names it does not refuse, so none is named here; with a wheel of Open MPI it must
-    be told where that lies.
+    It passes on all variables except those that it refuses. For an Open MPI from a wheel it needs the prefix.
 
     Errors:
         LaunchError: an elastic job on this host alone, which it refuses.
     """
     if spec.elastic is not None and spec.discover is None and spec.nodes < 2:
         raise LaunchError(
-            "horovodrun has elastic jobs on two hosts or more.",
+            "horovodrun runs elastic jobs only on two or more hosts",
             expected="--discover SCRIPT, or -H with two hosts",
             found="this host alone",
-            next_step="--to hvdtrain, whose ranks may be on one host",
+            next_step="use --to hvdtrain, which runs them on one host too",
         )
     over_mpi = spec.mpi is not None and spec.elastic is None
     words = ["horovodrun", "-np", str(spec.ranks)]
@@ -41,7 +40,7 @@ def render(spec: JobSpec) -> Command:
     words += ["--network-interface", spec.interface] if spec.interface else []
     words += ["--ssh-port", str(spec.ssh_port)] if spec.ssh_port else []
     if over_mpi and spec.remote and spec.mpi is not None and spec.mpi.prefix:
-        words += [f"--mpi-args=--prefix {shlex.quote(spec.mpi.prefix)}"]  # it goes through a shell
+        words += [f"--mpi-args=--prefix {shlex.quote(spec.mpi.prefix)}"]  # a shell reads it
     return Command((*words, *spec.program), variables(spec) if over_mpi else {})
 
 

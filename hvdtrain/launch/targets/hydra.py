@@ -1,6 +1,6 @@
 """MPICH and Intel MPI: ``mpirun`` and ``mpiexec.hydra``, over ssh.
 
-Options by ``mpirun -help`` of MPICH 5.0.2 and Intel MPI 2021.17. Of Intel's own variables:
+Options from ``mpirun -help`` of MPICH 5.0.2 and Intel MPI 2021.17. Intel's own variables:
 https://www.intel.com/content/www/us/en/docs/mpi-library/developer-reference-linux/2021-17/hydra-environment-variables.html
 """
 
@@ -13,24 +13,24 @@ from hvdtrain.launch.targets.base import BY_MPI, Target, for_ssh
 
 
 def render(spec: JobSpec) -> Command:
-    """Start the ranks of a job by mpirun."""
+    """Return the start by mpirun."""
     assert spec.mpi is not None
     if not spec.hosts:
         where: tuple[str, ...] = ()
     elif spec.mpi.flavour == "mpich":
         where = ("-hosts", ",".join(f"{host}:{slots}" for host, slots in spec.hosts.items()))
-    else:  # Intel's Hydra takes a number behind a colon, and passes over it
+    else:  # Intel's Hydra ignores a number after a colon
         where = ("-ppn", str(max(spec.hosts.values())), "-hosts", ",".join(spec.hosts))
     return Command(argv(spec, where), variables(spec))
 
 
 def argv(spec: JobSpec, where: Sequence[str]) -> tuple[str, ...]:
-    """The command line. `where`: the options that tell the hosts."""
+    """Return the command line. `where`: the options that list the hosts."""
     assert spec.mpi is not None
     if spec.mpi.flavour == "mpich":
         words = [spec.mpi.mpirun, "-np", str(spec.ranks), *where, "-bind-to", "none"]
     else:
-        # Intel's mpirun is a script, which dies of the SIGUSR1 that asks for a checkpoint: its ranks never hear of it.
+        # Intel's mpirun is a script that dies of SIGUSR1, the request for a checkpoint, and does not forward it.
         words = [spec.mpi.mpirun.removesuffix("mpirun") + "mpiexec.hydra", "-np", str(spec.ranks), *where]
     if spec.remote:
         words += ["-iface", spec.interface] if spec.interface else []
@@ -39,12 +39,12 @@ def argv(spec: JobSpec, where: Sequence[str]) -> tuple[str, ...]:
 
 
 def variables(spec: JobSpec) -> dict[str, str]:
-    """What mpirun's environment gets."""
+    """Return the variables for mpirun's environment."""
     assert spec.mpi is not None
     extra = for_ssh(spec)
     if spec.mpi.flavour == "mpich":
         return {"HYDRA_LAUNCHER_EXTRA_ARGS": extra} if extra else {}
-    # By itself Intel MPI pins each rank to its share of the cores.
+    # By default Intel MPI pins each rank to its share of the cores.
     own = {"I_MPI_PIN": "off"}
     if spec.mpi.prefix is not None:
         own["I_MPI_ROOT"] = spec.mpi.prefix

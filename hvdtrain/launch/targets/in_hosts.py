@@ -1,4 +1,4 @@
-"""Ranks inside what PBS or LSF has given: by MPI over a file of hosts, or by our own driver where there is no MPI."""
+"""Start ranks inside an allocation of PBS or LSF: by MPI with a file of hosts, or without MPI by hvdtrain's driver."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from hvdtrain.launch.spec import JobSpec, Shell, join
 from hvdtrain.launch.targets import hydra, openmpi
 
 COUNTS = """'{ slots[$1]++ } END { for (host in slots) { printf "%s%s:%d", comma, host, slots[host]; comma = "," } }'"""
-"""Of lines that name a host for each slot, ``a:4,b:4``: a program of awk."""
+"""A program of awk: from lines that name a host per slot to ``a:4,b:4``."""
 
 
 def start_values(spec: JobSpec, file: str, index: str) -> Mapping[str, Any]:
-    """What the templates need to start the ranks.
+    """Return the values for the templates.
 
     Args:
         spec: the job.
-        file: the variable of the shell that names the file with a line for each slot.
-        index: the variable that holds the index in an array.
+        file: the shell variable that names the file with a line per slot.
+        index: the variable with the index in an array.
     """
     named = Shell(f'"${file}"')
     if spec.mpi is None:
@@ -41,7 +41,7 @@ def start_values(spec: JobSpec, file: str, index: str) -> Mapping[str, Any]:
 
 
 def insert_array_index(word: str, index: str) -> str:
-    """A word in which ``{array}`` is the index of this job in its array."""
+    """Replace ``{array}`` in a word with the job's index in its array."""
     if isinstance(word, Shell) or "{array}" not in word:
         return word
     return Shell(f'"${{{index}}}"'.join(join([part]) if part else "" for part in word.split("{array}")))

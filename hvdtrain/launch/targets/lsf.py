@@ -1,7 +1,6 @@
-"""LSF: a script for ``bsub``; ranks by mpirun, or by jsrun where LSF gives whole hosts (IBM's CSM).
+"""LSF: a script for ``bsub``; ranks by mpirun, or by jsrun where LSF allocates whole hosts (IBM's CSM).
 
-Directives by bsub(1) of LSF 10.1. A line of ``$LSB_DJOB_HOSTFILE`` stands for each slot of a host. Jobs of an array
-count from 1.
+Directives from bsub(1) of LSF 10.1. ``$LSB_DJOB_HOSTFILE`` has a line per slot of a host. Arrays start at index 1.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from hvdtrain.launch.targets.in_hosts import insert_array_index, start_values
 
 
 def render(spec: JobSpec) -> Script:
-    """Write the script of a job."""
+    """Return the script of a job."""
     array, time_s = spec.batch.array, spec.batch.time_s
     if array and int(array.split("-")[0]) < 1:
-        raise LaunchError("LSF counts the jobs of an array from 1.", expected="--array 1-4", found=f"--array {array}")
+        raise LaunchError("LSF's arrays start at index 1", expected="--array 1-4", found=f"--array {array}")
     values = dict(start_values(spec, "LSB_DJOB_HOSTFILE", "LSB_JOBINDEX"))
     if spec.batch.jsrun:
         values["line"] = join(insert_array_index(word, "LSB_JOBINDEX") for word in _by_jsrun(spec))
@@ -26,7 +25,7 @@ def render(spec: JobSpec) -> Script:
 
 
 def _by_jsrun(spec: JobSpec) -> tuple[str, ...]:
-    """One resource set a rank, with its GPU."""
+    """Return the command line of jsrun: one resource set per rank, with its GPU."""
     words = ["jsrun", "--nrs", str(spec.ranks), "--rs_per_host", str(spec.ranks_per_node), "--tasks_per_rs", "1"]
     words += ["--cpu_per_rs", str(spec.cpus_per_rank)] if spec.cpus_per_rank else []
     words += ["--gpu_per_rs", "1"] if spec.gpus_per_node else []
@@ -34,5 +33,9 @@ def _by_jsrun(spec: JobSpec) -> tuple[str, ...]:
 
 
 TARGET = Target(
-    "lsf", "a script for bsub of LSF, with jsrun where it is", render, takes=SCHEDULED | {"array", "notice"}, even=True
+    "lsf",
+    "a script for bsub of LSF, with jsrun where that is installed",
+    render,
+    takes=SCHEDULED | {"array", "notice"},
+    even=True,
 )

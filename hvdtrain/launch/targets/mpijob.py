@@ -1,8 +1,8 @@
 """Kubernetes: an MPIJob of the MPI operator, v2beta1.
 
-What the operator does with it was read in kubeflow/mpi-operator at cbe4f8a (pkg/controller/mpi_job_controller.go,
-pkg/apis/kubeflow/v2beta1/types.go). Of the script that names hosts it says no slots, and its variables for Open MPI
-are those of version 4, so the file of hosts is named on the command line.
+The operator's behaviour was read in kubeflow/mpi-operator at cbe4f8a (pkg/controller/mpi_job_controller.go,
+pkg/apis/kubeflow/v2beta1/types.go). Its script of hosts prints no slots, and its variables for Open MPI are those of
+version 4, so the command line names the file of hosts.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ HOSTS, DISCOVER = "/etc/mpi/hostfile", "/etc/mpi/discover_hosts.sh"
 
 @dataclass(frozen=True)
 class Image:
-    """What the image of ``launchers/Dockerfile`` holds, and where.
+    """Contents of the image of ``launchers/Dockerfile``.
 
     Attributes:
-        name: what comes before cpu or cuda, as launchers/Dockerfile has it.
-        prefix: the environment with everything in it.
-        work: where ranks work; runs are kept in ``runs`` below.
-        uid: of the user that it runs as.
-        ssh: where that user's keys are.
-        sshd: starts the server by which the launcher reaches a worker.
+        name: the part before cpu or cuda, as in launchers/Dockerfile.
+        prefix: the Python environment.
+        work: working folder of the ranks; runs are in its folder ``runs``.
+        uid: of its user.
+        ssh: folder of that user's keys.
+        sshd: command of the server by which the launcher reaches a worker.
         port: of that server.
-        openmpi: the version in it.
+        openmpi: its version of Open MPI.
     """
 
     name: str = "hvdtrain:"
@@ -45,11 +45,11 @@ class Image:
 
 IMAGE = Image()
 CLAIM = "hvdtrain-runs"
-"""The volume that all pods share: checkpoints and logs."""
+"""The volume shared by all pods, for checkpoints and logs."""
 
 
 def render(spec: JobSpec) -> Script:
-    """Write the manifest of a job."""
+    """Return the manifest of a job."""
     flavour = "cuda" if spec.gpus_per_node else "cpu"
     batch = replace(spec.batch, image=spec.batch.image or f"{IMAGE.name}{flavour}")
     limits: dict[str, int] = {}
@@ -60,15 +60,15 @@ def render(spec: JobSpec) -> Script:
     user = f"{{runAsUser: {IMAGE.uid}, runAsGroup: {IMAGE.uid}, fsGroup: {IMAGE.uid}, runAsNonRoot: true}}"
     words = _elastic(spec) if spec.elastic else _by_mpi(spec)
     values = {"spec": spec, "batch": batch, "image": IMAGE, "limits": limits}
-    escaped = [word.replace("$(", "$$(") for word in words]  # Kubernetes would put variables in
-    # A pod is asked by SIGTERM to end; by itself mpirun kills the ranks a second later.
+    escaped = [word.replace("$(", "$$(") for word in words]  # Kubernetes would expand variables
+    # Kubernetes ends a pod by SIGTERM; by default mpirun kills the ranks a second later.
     variables = {} if spec.elastic else {"OMPI_MCA_odls_base_sigkill_timeout": str(max(1, batch.notice_s - 5))}
     text = fill("mpijob.yaml.j2", **values, words=escaped, variables=variables, security=user, claim=CLAIM)
     return Script(text, ("kubectl", "apply", "-f", "-"))
 
 
 def _by_mpi(spec: JobSpec) -> tuple[str, ...]:
-    """The image has an MPI of its own, whatever this machine has; variables are those of the launcher's container."""
+    """Return the command line of the image's own MPI; variables are those of the launcher's container."""
     own = Mpi("openmpi", IMAGE.openmpi, f"{IMAGE.prefix}/bin/mpirun", IMAGE.prefix)
     there = replace(spec, mpi=own, python=f"{IMAGE.prefix}/bin/python", interface="", ssh_port=None)
     return openmpi.argv(there, ("--hostfile", HOSTS))

@@ -1,7 +1,7 @@
-"""Open MPI 4 and 5: ``mpirun`` over ssh, or inside what a scheduler has given.
+"""Open MPI 4 and 5: ``mpirun`` over ssh, or inside an allocation of a scheduler.
 
-Options by mpirun(1) of Open MPI 4.1.8 and 5.0.11. Version 5 hands its launch to PRRTE, which has other parameters
-for ssh, and none for the network of its daemons (``oob``).
+Options from mpirun(1) of Open MPI 4.1.8 and 5.0.11. Version 5 starts ranks by PRRTE, which has other parameters for
+ssh, and none for the network of its daemons (``oob``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hvdtrain.launch.targets.base import BY_MPI, Target, for_ssh
 
 
 def render(spec: JobSpec) -> Command:
-    """Start the ranks of a job by mpirun."""
+    """Return the start by mpirun."""
     hosts = spec.hosts or {"localhost": spec.ranks}
     return Command(
         argv(spec, ("--host", ",".join(f"{host}:{slots}" for host, slots in hosts.items()))), variables(spec)
@@ -22,9 +22,9 @@ def render(spec: JobSpec) -> Command:
 
 
 def argv(spec: JobSpec, where: Sequence[str]) -> tuple[str, ...]:
-    """The command line. `where`: the options that tell the hosts."""
+    """Return the command line. `where`: the options that list the hosts."""
     assert spec.mpi is not None
-    # By itself mpirun binds each of two ranks to one core, on which all threads of the rank then sit.
+    # By default mpirun binds each of two ranks to one core, which all threads of the rank then share.
     words = [spec.mpi.mpirun, "-np", str(spec.ranks), *where, "--map-by", "slot", "--bind-to", "none"]
     if spec.remote:
         words += _between_hosts(spec, spec.mpi)
@@ -33,7 +33,7 @@ def argv(spec: JobSpec, where: Sequence[str]) -> tuple[str, ...]:
 
 
 def variables(spec: JobSpec) -> dict[str, str]:
-    """Variables for mpirun's environment."""
+    """Return the variables for mpirun's environment."""
     assert spec.mpi is not None
     shell = spec.remote_shell or spec.remote
     return start_variables(spec.mpi.flavour, spec.mpi.major, is_root=spec.is_root, remote_shell=shell)

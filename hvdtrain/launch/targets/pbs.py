@@ -1,6 +1,6 @@
 """PBS: a script for ``qsub`` of OpenPBS and PBS Professional.
 
-Directives by qsub(1B) of OpenPBS 23. A line of ``$PBS_NODEFILE`` stands for each of a host's ``mpiprocs``.
+Directives from qsub(1B) of OpenPBS 23. ``$PBS_NODEFILE`` has a line per ``mpiprocs`` of a host.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from hvdtrain.launch.targets.in_hosts import start_values
 
 
 def render(spec: JobSpec) -> Script:
-    """Write the script of a job."""
+    """Return the script of a job."""
     cores = (spec.cpus_per_rank or 1) * spec.ranks_per_node
     values = start_values(spec, "PBS_NODEFILE", "PBS_ARRAY_INDEX")
     return Script(fill("pbs.sh.j2", **values, cores=cores, clock=clock), ("qsub",))

@@ -1,6 +1,6 @@
-"""Slurm: a script for ``sbatch``, which puts itself back into the queue ahead of its time limit and on pre-emption.
+"""Slurm: a script for ``sbatch``, which requeues itself before its time limit and on pre-emption.
 
-Directives by sbatch(1) of Slurm 22.05.
+Directives from sbatch(1) of Slurm 22.05.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hvdtrain.launch.targets.in_hosts import insert_array_index
 
 
 def render(spec: JobSpec) -> Script:
-    """Write the script of a job."""
+    """Return the script of a job."""
     batch = spec.batch
     line = join(insert_array_index(word, "SLURM_ARRAY_TASK_ID") for word in srun.argv(spec))
     return Script(fill("slurm.sh.j2", spec=spec, batch=batch, line=line, clock=clock), ("sbatch",))

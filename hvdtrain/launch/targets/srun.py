@@ -1,7 +1,7 @@
-"""srun, inside an allocation of Slurm: by PMI where Slurm and the MPI have one in common, else over Gloo.
+"""srun, inside an allocation of Slurm: by PMI where Slurm and the MPI share one, else over Gloo.
 
-Options by srun(1) of Slurm 22.05. Since that version srun no longer takes the number of cores of a task from the
-allocation, so it is said again.
+Options from srun(1) of Slurm 22.05. Since that version srun does not inherit the cores per task of the allocation, so
+they are repeated.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from hvdtrain.launch.targets.base import Target
 
 
 def render(spec: JobSpec) -> Command:
-    """Start the ranks of a job by srun."""
+    """Return the start by srun."""
     return Command(argv(spec))
 
 
 def argv(spec: JobSpec) -> tuple[str, ...]:
-    """The command line."""
+    """Return the command line."""
     over_mpi = spec.mpi is not None and spec.slurm_mpi != ""
     words = ["srun", f"--mpi={spec.slurm_mpi if over_mpi else 'none'}", f"--ntasks={spec.ranks}"]
     words += [f"--nodes={spec.nodes}"]
     if spec.nodes > 1 and len(set(spec.hosts.values())) < 2 and spec.ranks % spec.nodes == 0:
         words += [f"--ntasks-per-node={spec.ranks_per_node}"]
     words += [f"--gpus-per-node={spec.gpus_per_node}"] if spec.gpus_per_node else []
-    # By itself srun binds each rank to one core, on which all threads of the rank then sit.
+    # By default srun binds each rank to one core, which all threads of the rank then share.
     words += [f"--cpus-per-task={spec.cpus_per_rank}"] if spec.cpus_per_rank else ["--cpu-bind=none"]
     words += ["--kill-on-bad-exit=1", "--export=ALL"]
     if over_mpi:

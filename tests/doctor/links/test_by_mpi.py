@@ -53,7 +53,7 @@ def test_mpi4py_that_is_not_there_is_named_with_its_extra(tmp_path: Path) -> Non
         (["--step_ms", "5", "--probe"], "go together"),
         (["--model_parameters", "5", "--step_ms", "5"], "add --probe"),
         (["--probe", "--run", "x", "--model_parameters", "5", "--step_ms", "5"], "leave these away"),
-        (["--hosts", "a;b"], "cannot be one"),
+        (["--hosts", "a;b"], "invalid host name"),
     ],
 )
 def test_what_does_not_go_together_is_said(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
