@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from hvdtrain.timeline.analysis.analyse import analyse
 from hvdtrain.timeline.analysis.rank_steps import from_stamps
-from hvdtrain.timeline.analysis.stragglers import judge
+from hvdtrain.timeline.analysis.stragglers import find_stragglers
 from hvdtrain.timeline.run import load
 from tests.support.launch import ROOT, train
 
@@ -44,7 +44,7 @@ def _shorter_ms(folder: Path, planted: int) -> float:
     steps = load(folder).steps
     rounds = from_stamps(steps) if steps is not None else None
     assert rounds is not None
-    work = judge(rounds).rounds.work_ms
+    work = find_stragglers(rounds).rounds.work_ms
     without = work.copy()
     without[planted] -= LATE_MS
     return float((work.max(axis=0) - without.max(axis=0)).mean())

@@ -1,7 +1,7 @@
-"""Traces as columns: what readers make and the analysis takes. Times of one run are all in one clock.
+"""Traces as columns, from the readers to the analysis. All times of a run are on one clock.
 
-That clock is rank 0's CLOCK_MONOTONIC in microseconds (`time.perf_counter_ns() / 1e3` there); other ranks' times and
-Horovod's are moved onto it by their readers.
+It is rank 0's CLOCK_MONOTONIC in microseconds (`time.perf_counter_ns() / 1e3`). The readers convert the times of other
+ranks and of Horovod.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ Ints = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class HorovodTrace:
-    """One Timeline file of Horovod: all of a job, or a window of it, as rank 0 saw it.
+    """A Timeline file of Horovod, written by rank 0: a whole job or a window of it.
 
     Attributes:
-        path: of the file.
-        epoch_us: the wall clock at time 0; None where the file does not say.
+        path: the file.
+        epoch_us: the wall clock at time 0; None if unknown.
         tensors: names, by number.
         phases: names, by number: NEGOTIATE_ALLREDUCE, ALLREDUCE, QUEUE, MEMCPY_IN_FUSION_BUFFER, MPI_ALLREDUCE, ...
         tensor: of each interval [n].
         phase: of each interval [n].
-        start_us: of each interval [n], by the file's own clock; ordered by the time at which they ended.
+        start_us: of each interval [n], by the file's own clock; ordered by end.
         duration_us: of each interval [n].
-        nbytes: of the tensor, where the closing event says dtype and shape, else -1 [n].
-        tick_tensor: whose turn it was [m].
-        tick_rank: which rank was ready then [m].
+        nbytes: of the tensor, from dtype and shape in the end event; -1 if unknown [n].
+        tick_tensor: the tensor of each tick [m].
+        tick_rank: the rank that became ready [m].
         tick_us: when [m].
-        dropped: what could not be read, in plain words; empty where everything could.
+        dropped: sentences about what could not be read; empty if everything was read.
     """
 
     path: Path
@@ -57,14 +57,14 @@ class HorovodTrace:
 
 @dataclass(frozen=True)
 class BucketFacts:
-    """What one exchange carries.
+    """The content of a bucket.
 
     Attributes:
-        name: what its collectives' names begin with.
+        name: the prefix of its collectives' names.
         parameters: names.
-        shapes: of these.
-        dtype: as torch names it, "float32".
-        length: elements, gaps included.
+        shapes: of the parameters.
+        dtype: in torch's spelling, "float32".
+        length: number of elements, including gaps.
     """
 
     name: str
@@ -76,17 +76,18 @@ class BucketFacts:
 
 @dataclass(frozen=True)
 class RankSpans:
-    """Spans of one rank in one start of a run, of the steps that were traced.
+    """Spans of one rank in one start of a run, of the recorded steps.
 
     Attributes:
-        rank, host: whose.
+        rank: number.
+        host: name.
         names: of spans, by number.
         name: of each span [n].
-        track: of each span [n]: `hvdtrain.spans.MAIN`, `DEVICE`, and from `EXCHANGE` on one a bucket.
+        track: of each span [n]: `hvdtrain.spans.MAIN`, `DEVICE`, and from `EXCHANGE` on one per bucket.
         step: of each span [n].
         start_us, end_us: of each span [n].
         buckets: by track.
-        clock_error_us: by how much the times may be off those of rank 0.
+        clock_error_us: bound of the error of the times, compared with rank 0's.
     """
 
     rank: int
@@ -103,24 +104,24 @@ class RankSpans:
 
 @dataclass(frozen=True)
 class StepTable:
-    """Every rank's stamps of many steps, of one start of a run.
+    """The step stamps of all ranks in one start of a run.
 
-    Steps come in blocks of consecutive ones; between blocks some may be left out.
+    Steps are in blocks of consecutive ones. Steps between blocks may be missing.
 
     Attributes:
-        hosts: of the ranks, in their order.
+        hosts: of the ranks, in order.
         step: numbers [steps], ascending.
-        block: the block that each is of [steps].
-        start_us: a step begins [ranks, steps].
-        ready_us: all of its gradients are there, and the rank begins to wait for the sums [ranks, steps].
-        released_us: it has the sums [ranks, steps].
-        end_us: the step is over [ranks, steps].
-        parts_us: by name of `PARTS` and "gc" (which lies inside of the others), durations [ranks, steps].
-        facts: of each block, figures by name with one number a rank, None where unknown: "cpu_wait_us" (the training
-            thread was ready to run and had no core, over the block), "steal_us" (another machine had the host's core),
-            "gpu_clock_mhz", "gpu_temperature_c", "gpu_throttle" (text), "expert_share" (of the tokens, that of the
-            expert with most of them, 1 over the number of experts where they are even).
-        clock_error_us: by how much a rank's times may be off those of rank 0 [ranks].
+        block: number of each step's block [steps].
+        start_us: the step begins [ranks, steps].
+        ready_us: all gradients are computed, and the rank begins to wait for the sums [ranks, steps].
+        released_us: the rank has the sums [ranks, steps].
+        end_us: the step ends [ranks, steps].
+        parts_us: durations by name, of `PARTS` and "gc" (which overlaps the others) [ranks, steps].
+        facts: of each block, figures by name with one number per rank, None if unknown: "cpu_wait_us" (the training
+            thread waited for a core, over the block), "steal_us" (another virtual machine used the host's core),
+            "gpu_clock_mhz", "gpu_temperature_c", "gpu_throttle" (text), "expert_share" (share of tokens of the busiest
+            expert; 1 / experts if balanced).
+        clock_error_us: bound of the error of a rank's times, compared with rank 0's [ranks].
     """
 
     hosts: Sequence[str]
@@ -137,20 +138,20 @@ class StepTable:
 
 @dataclass(frozen=True)
 class RunTrace:
-    """All that one run (its last start with stamps), or one Horovod Timeline by itself, left to be explained.
+    """The traces of a run (its last start with stamps), or Horovod Timelines alone.
 
     Attributes:
         path: the run's folder, or the Timeline file.
-        size: ranks; 0 where nothing says.
-        config: the run's options, resolved; empty for a Timeline by itself.
-        steps: None for a Timeline by itself, and where ranks left none.
-        spans: of the ranks that left any.
-        horovod: segments, moved onto the run's clock where there is one.
+        size: number of ranks; 0 if unknown.
+        config: the run's resolved options; empty for Timelines alone.
+        steps: None for Timelines alone, and without stamps.
+        spans: of the ranks that have any.
+        horovod: segments, on the run's clock if there is one.
         machine: events ``machine`` of the journal.
-        warnings: of the run, and lines that Horovod or NCCL wrote into its output.
-        link: what was measured of the link at the run's start: pairs of bytes and seconds of an allreduce.
-        notes: what is missing or was dropped, in plain words.
-        is_part: `steps` are of the last round only: the run did others before, with other ranks or before a resume.
+        warnings: of the run, and lines of Horovod and NCCL in its output.
+        link: allreduces measured at the run's start: pairs of bytes and seconds.
+        notes: sentences about missing or dropped data.
+        is_part: `steps` are only the last round; others had other ranks or came before a resume.
     """
 
     path: Path
@@ -167,5 +168,5 @@ class RunTrace:
 
     @property
     def spans_of_rank_0(self) -> RankSpans | None:
-        """None where it left none."""
+        """None if there are none."""
         return next((spans for spans in self.spans if spans.rank == 0), None)

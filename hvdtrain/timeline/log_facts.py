@@ -1,4 +1,4 @@
-"""Lines of Horovod's stall inspector (stall_inspector.cc) and of NCCL (NCCL_DEBUG), understood one by one."""
+"""Parsers of lines of Horovod's stall inspector (stall_inspector.cc) and of NCCL (NCCL_DEBUG)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 STALLED = "Horovod stalled "
-"""How each line begins that tells of a stall, and no other."""
+"""The prefix of every line about a stall, and of no other."""
 
 _MOST = 64
-"""Distinct matters of a kind that are kept."""
+"""Largest number of distinct entries of a kind."""
 
 _SHOWN = 6
 
@@ -20,7 +20,7 @@ _MISSING = re.compile(r"(?:^|\s)(\d+)(!?): \[(.*?)\]?\s*$")
 _OLDER = re.compile(r"^\s*(?:\d+: )?(\S.*?) \[missing ranks:\s*([\d, ]+)\]")
 _ENDS = re.compile(r"is stalled for longer than \d+ seconds\. Will shutdown")
 _PATIENCE = 100
-"""Lines of others that may stand between those of one warning."""
+"""Largest number of other lines within one warning."""
 
 _NCCL = re.compile(r"(?:(\S{1,255}?):(\d+):\d+ )?\[(-?\d+)\] (?:\S+ )?NCCL (WARN|INFO) (.*\S)")
 _VERSION = re.compile(r"NCCL version (\d+\.\d+\S*)")
@@ -33,7 +33,7 @@ _SET = re.compile(r"(NCCL_\w+) set (?:by environment )?to (.*?)\.?$")
 
 @dataclass
 class _Stall:
-    """How often a rank was missing, for how long at least, and for what."""
+    """How often a rank was missing, for at least how long, and for which tensors."""
 
     times: int = 0
     seconds: int = 0
@@ -41,7 +41,7 @@ class _Stall:
 
 
 class Stalls:
-    """Takes lines; a warning of the stall inspector is several of them."""
+    """Collects warnings of the stall inspector, which have several lines."""
 
     def __init__(self) -> None:
         self._of_rank: dict[int, _Stall] = {}
@@ -50,8 +50,8 @@ class Stalls:
         self._left = 0
         self._ends = False
 
-    def take(self, line: str) -> None:
-        """A line of output."""
+    def add_line(self, line: str) -> None:
+        """Parse a line of output."""
         if found := _WAITING.search(line):
             self._seconds, self._left = int(found[1]), _PATIENCE
             self._warnings += 1
@@ -65,11 +65,11 @@ class Stalls:
             self._ends |= bool(_ENDS.search(line))
 
     def end(self) -> None:
-        """The file ends."""
+        """Note the end of a file."""
         self._left = 0
 
     def lines(self) -> Iterator[str]:
-        """In plain words, the rank that was missing most often first."""
+        """Return a sentence for each stalled rank, the most frequent first."""
         for rank, stall in sorted(self._of_rank.items(), key=lambda item: (-item[1].times, item[0])):
             names = list(stall.tensors)
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
@@ -92,15 +92,15 @@ class Stalls:
 
 
 class Nccl:
-    """Takes lines of NCCL."""
+    """Collects lines of NCCL."""
 
     def __init__(self) -> None:
         self._warnings: dict[str, tuple[Counter[str], set[str]]] = {}
-        self._said: dict[str, dict[str, set[str]]] = {}
+        self._found: dict[str, dict[str, set[str]]] = {}
         self._links: dict[str, set[tuple[str, str]]] = {}
 
-    def take(self, line: str) -> bool:
-        """A line of output; whether it is one of NCCL's."""
+    def add_line(self, line: str) -> bool:
+        """Parse a line of output; return whether it is one of NCCL's."""
         if "NCCL" not in line:
             return False
         if found := _NCCL.search(line):
@@ -112,25 +112,25 @@ class Nccl:
                 self._inform(text, by)
             return True
         if found := _VERSION.search(line):
-            self._say("version", found[1], "")
+            self._note("version", found[1], "")
             return True
         return False
 
     def lines(self) -> Iterator[str]:
-        """Warnings, then what it uses."""
+        """Return the warnings, then network, channels, settings and links."""
         for text, (count, ranks) in self._warnings.items():
             times = sum(count.values())
             often = f" ({times} times" if times > 1 else " (once"
-            yield f"NCCL warned: {text}{often}, {_ranks(ranks)})"
-        for what, told in (
+            yield f"NCCL warning: {text}{often}, {_ranks(ranks)})"
+        for kind, template in (
             ("version", "NCCL {}"),
             ("network", "NCCL uses the network {}"),
             ("devices", "NCCL's network devices: {}"),
             ("channels", "NCCL has {} channels for collectives"),
-            ("setting", "NCCL was told {}"),
+            ("setting", "NCCL setting {}"),
         ):
-            for value, ranks in self._said.get(what, {}).items():
-                yield told.format(value) + (f" ({_ranks(ranks)})" if any(ranks) else "")
+            for value, ranks in self._found.get(kind, {}).items():
+                yield template.format(value) + (f" ({_ranks(ranks)})" if any(ranks) else "")
         if self._links:
             parts = [f"{kind} between {len(pairs)} pairs" for kind, pairs in sorted(self._links.items())]
             yield f"NCCL's links: {', '.join(parts)}"
@@ -145,22 +145,22 @@ class Nccl:
         if found := _LINK.search(text):
             self._links.setdefault(_kind(found[3]), set()).add((found[1], found[2]))
         elif found := _NETWORK.search(text):
-            self._say("network", found[1], by)
+            self._note("network", found[1], by)
         elif found := _DEVICES.search(text):
-            self._say("devices", f"{found[1]}: {found[2]}", by)
+            self._note("devices", f"{found[1]}: {found[2]}", by)
         elif found := _CHANNELS.search(text):
-            self._say("channels", found[1], by)
+            self._note("channels", found[1], by)
         elif found := _SET.search(text):
-            self._say("setting", f"{found[1]}={found[2]}", by)
+            self._note("setting", f"{found[1]}={found[2]}", by)
 
-    def _say(self, what: str, value: str, by: str) -> None:
-        said = self._said.setdefault(what, {})
-        if value in said or len(said) < _MOST:
-            said.setdefault(value, set()).add(by)
+    def _note(self, kind: str, value: str, by: str) -> None:
+        values = self._found.setdefault(kind, {})
+        if value in values or len(values) < _MOST:
+            values.setdefault(value, set()).add(by)
 
 
 def _kind(via: str) -> str:
-    """``NET/IB/0/GDRDMA`` is NET/IB/GDRDMA: which of several devices says nothing."""
+    """Drop device numbers: ``NET/IB/0/GDRDMA`` becomes NET/IB/GDRDMA."""
     return "/".join(part for part in via.split("/") if not part.isdigit() and part != "read")
 
 

@@ -1,4 +1,4 @@
-"""What Horovod's stall inspector and NCCL said in a job's output, once each, with how often and by whom."""
+"""Messages of Horovod's stall inspector and of NCCL in a job's output, each once with its count and source."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from hvdtrain.regular import open_regular
 from hvdtrain.timeline.log_facts import Nccl, Stalls
 
 _TAG = re.compile(r"\[\d+(?:,\d+)?\](?:\[\S+\])?<(?:stdout|stderr|stddiag)>:? ?")
-"""Of mpirun --tag-output and horovodrun; Open MPI puts it into the middle of a line too."""
+"""Prefix of mpirun --tag-output and horovodrun. Open MPI also inserts it within a line."""
 
 _LONGEST = 1 << 14
 _LOGS = ("*.log", "*.out", "*.err", "output/**/*")
 
 
 def collect_lines(paths: Sequence[Path]) -> list[str]:
-    """What is worth telling of a job's output.
+    """Summarise a job's output.
 
     Args:
-        paths: files of output, of one rank or of all; NCCL_DEBUG_FILE's too.
+        paths: output files, of one rank or of all; also those of NCCL_DEBUG_FILE.
 
     Returns:
-        A line a matter: ranks that Horovod stalled on, NCCL's warnings, which network and links NCCL uses.
+        Lines about stalled ranks, NCCL's warnings, its network and links.
 
     Errors:
         TraceError: a file cannot be read.
@@ -33,18 +33,18 @@ def collect_lines(paths: Sequence[Path]) -> list[str]:
     stalls, nccl = Stalls(), Nccl()
     for path in paths:
         for line in _lines(path):
-            if not nccl.take(line):
-                stalls.take(line)
+            if not nccl.add_line(line):
+                stalls.add_line(line)
         stalls.end()
     return [*stalls.lines(), *nccl.lines()]
 
 
 def find_logs(run: Path, nccl_debug_file: str | None = None) -> list[Path]:
-    """Files of output of a run.
+    """Find the output files of a run.
 
     Args:
-        run: its folder: ``*.log, *.out, *.err`` there, and what is in ``output/``.
-        nccl_debug_file: what NCCL_DEBUG_FILE was, as an absolute path; NCCL puts host and process for %h and %p.
+        run: its folder: ``*.log, *.out, *.err`` there, and the files in ``output/``.
+        nccl_debug_file: NCCL_DEBUG_FILE as an absolute path, in which %h is the host and %p the process.
     """
     found = {path for pattern in _LOGS for path in run.glob(pattern) if path.is_file()}
     if nccl_debug_file:
@@ -54,7 +54,7 @@ def find_logs(run: Path, nccl_debug_file: str | None = None) -> list[Path]:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Lines as the programs wrote them, without what launchers put before.
+    """Yield lines without the prefixes of launchers.
 
     Errors:
         TraceError: the file cannot be read.
@@ -65,7 +65,9 @@ def _lines(path: Path) -> Iterator[str]:
                 yield from _plain(raw.decode("utf-8", "replace"))
     except OSError as error:
         raise TraceError(
-            f"the output {path} cannot be read", found=error.strerror or str(error), next_step="check path and rights"
+            f"the output {path} cannot be read",
+            found=error.strerror or str(error),
+            next_step="check the path and its permissions",
         ) from None
 
 

@@ -1,7 +1,7 @@
-"""One trace of all ranks and all sources, for ui.perfetto.dev and chrome://tracing, on one clock.
+"""Merge traces of all ranks and sources on one clock, for ui.perfetto.dev and chrome://tracing.
 
-Of each rank a process: our spans, its exchanges, and torch.profiler's threads and streams below. Of each Timeline of
-Horovod a process, under rank 0's, which wrote it. Only the last start of a run is told of.
+Each rank is a process with our spans, its exchanges, and torch.profiler's threads and streams. Each Horovod Timeline is
+a process below rank 0, which wrote it. Only the last start of a run is included.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from hvdtrain.timeline.steps import read_steps
 _PROFILE = re.compile(r"torch-steps-.*-rank-(\d+)(?:-\d+)?\.json(?:\.gz)?")
 _HOROVOD_PIDS = 1 << 20
 _EARLIER_US = 60e6
-"""What ended longer before this start's first span is of an earlier one."""
+"""A trace that ended longer before the first span belongs to an earlier start."""
 
 
 @dataclass
 class Merged:
-    """What a merge made.
+    """The result of a merge.
 
     Attributes:
-        path: of the trace.
-        nbytes: of it.
-        events: in it.
-        ranks: that have spans or a profile in it.
-        timelines: files of Horovod in it.
-        profiles: files of torch.profiler in it.
-        clock_error_us: by how much the ranks' clocks may be apart; infinite where nothing compared them.
-        notes: what is missing or was dropped, in plain words.
+        path: of the merged trace.
+        nbytes: its size.
+        events: number of events.
+        ranks: with spans or a profile.
+        timelines: files of Horovod.
+        profiles: files of torch.profiler.
+        clock_error_us: bound of the difference of the ranks' clocks; infinite if they were never compared.
+        notes: sentences about missing or dropped data.
     """
 
     path: Path
@@ -61,14 +61,14 @@ class _Sources:
 
 
 def merge(sources: Sequence[Path], out: Path) -> Merged:
-    """Write one trace.
+    """Write one merged trace.
 
     Args:
-        sources: a run's folder, or Timelines of Horovod of any program.
-        out: the file to write; gzip'd where its name ends in .gz.
+        sources: a run's folder, or Horovod Timelines of any program.
+        out: the file to write; gzip if its name ends in .gz.
 
     Errors:
-        TraceError: there is nothing to merge, a file is of another kind, or `out` cannot be written.
+        TraceError: there is nothing to merge, a file has another format, or `out` cannot be written.
     """
     merged = Merged(out)
     found = _find(sources, merged)
@@ -89,10 +89,10 @@ def merge(sources: Sequence[Path], out: Path) -> Merged:
 
 
 def _find(sources: Sequence[Path], merged: Merged) -> _Sources:
-    """What there is.
+    """Find and read the sources.
 
     Errors:
-        TraceError: nothing, or nothing that can be read.
+        TraceError: there are none, or none is readable.
     """
     folders = [source for source in sources if source.is_dir()]
     if len(folders) > 1 or (folders and len(sources) > 1):
@@ -116,12 +116,12 @@ def _find(sources: Sequence[Path], merged: Merged) -> _Sources:
         try:
             trace = read_horovod(path)
         except TraceError as error:
-            merged.notes.append(f"{path.name} is left out: {error.what}")
+            merged.notes.append(f"{path.name} is ignored: {error.what}")
             continue
         _note(trace, merged)
-        end_us = (trace.epoch_us or 0.0) - clocks.of(0) + float(trace.start_us.max(initial=0.0))
+        end_us = (trace.epoch_us or 0.0) - clocks.epoch_of(0) + float(trace.start_us.max(initial=0.0))
         if trace.epoch_us is not None and end_us < begin_us - _EARLIER_US:
-            merged.notes.append(f"{path.name} is of an earlier start and left out")
+            merged.notes.append(f"{path.name} is ignored: it belongs to an earlier start")
         elif len(trace.start_us):
             timelines.append(trace)
     profiles = _profiles(folder, clocks, begin_us, merged)
@@ -146,21 +146,21 @@ def _profiles(folder: Path, clocks: Clocks, begin_us: float, merged: Merged) -> 
             continue
         rank = int(named[1])
         try:
-            times = profile.look_through(path, merged.notes)
+            times = profile.read_times(path, merged.notes)
         except OSError as error:
-            merged.notes.append(f"{path.name} is left out: it cannot be read: {error.strerror}")
+            merged.notes.append(f"{path.name} is ignored: it cannot be read: {error.strerror}")
             continue
         if times.first_us is None or times.last_us is None:
-            merged.notes.append(f"{path.name} holds no events")
-        elif times.base_us + times.last_us - clocks.of(rank) < begin_us - _EARLIER_US:
-            merged.notes.append(f"{path.name} is of an earlier start and left out")
+            merged.notes.append(f"{path.name} has no events")
+        elif times.base_us + times.last_us - clocks.epoch_of(rank) < begin_us - _EARLIER_US:
+            merged.notes.append(f"{path.name} is ignored: it belongs to an earlier start")
         else:
             found.append((path, rank, times))
     return found
 
 
 def _zero(found: _Sources) -> float:
-    """The first moment of all, by rank 0's clock."""
+    """Return the time of the first event, by rank 0's clock."""
     firsts = [float(spans.start_us.min()) for spans in found.clocks.spans if len(spans.start_us)]
     firsts += [
         _shift(trace, found.clocks) + float(trace.start_us.min()) for trace in found.timelines if len(trace.start_us)
@@ -168,16 +168,18 @@ def _zero(found: _Sources) -> float:
     firsts += [
         _shift(trace, found.clocks) + float(trace.tick_us.min()) for trace in found.timelines if len(trace.tick_us)
     ]
-    firsts += [times.base_us + (times.first_us or 0.0) - found.clocks.of(rank) for _, rank, times in found.profiles]
+    firsts += [
+        times.base_us + (times.first_us or 0.0) - found.clocks.epoch_of(rank) for _, rank, times in found.profiles
+    ]
     return min(firsts, default=0.0)
 
 
 def _shift(trace: HorovodTrace, clocks: Clocks) -> float:
-    return (trace.epoch_us or 0.0) - clocks.of(0)
+    return (trace.epoch_us or 0.0) - clocks.epoch_of(0)
 
 
 def _write(sink: Sink, sources: Sequence[Path], found: _Sources, zero_us: float, merged: Merged) -> None:
-    """All events."""
+    """Write all events."""
     clocks = found.clocks
     hosts = {spans.rank: spans.host for spans in clocks.spans}
     merged.ranks = sorted(hosts.keys() | {rank for _, rank, _ in found.profiles})
@@ -194,21 +196,21 @@ def _write(sink: Sink, sources: Sequence[Path], found: _Sources, zero_us: float,
         shift_us = _shift(trace, clocks) - zero_us
         sink.add(tensors.horovod_events(trace, _HOROVOD_PIDS + number, title, number + 1, shift_us))
     for path, rank, times in found.profiles:
-        sink.add(profile.profile_events(path, rank, times.base_us - clocks.of(rank) - zero_us))
-    _tell_clocks(found, merged)
+        sink.add(profile.profile_events(path, rank, times.base_us - clocks.epoch_of(rank) - zero_us))
+    _note_clocks(found, merged)
 
 
-def _tell_clocks(found: _Sources, merged: Merged) -> None:
-    """How sure the times are."""
+def _note_clocks(found: _Sources, merged: Merged) -> None:
+    """Add notes on the precision of the times."""
     errors = found.clocks.error_us
     merged.clock_error_us = max(errors.values(), default=0.0)
     if unknown := [rank for rank, error in errors.items() if not np.isfinite(error)]:
-        those = f"the clocks of ranks {', '.join(map(str, unknown))}"
-        merged.notes.append(f"{those} were never compared with rank 0's: set side by side by their hosts' wall clocks")
+        clocks = f"the clocks of ranks {', '.join(map(str, unknown))}"
+        merged.notes.append(f"{clocks} were never compared with rank 0's: aligned by wall clocks")
     if found.clocks.spans and (found.timelines or found.profiles):
         merged.notes.append(
-            "times of Horovod and torch.profiler come by wall clocks: some 0.1 ms from those of the spans, "
-            "and more where a clock was set while the job ran"
+            "Horovod and torch.profiler are aligned by wall clocks: about 0.1 ms off the spans, "
+            "more if a clock was set during the job"
         )
     if any(trace.epoch_us is None for trace in found.timelines) and (len(found.timelines) > 1 or errors):
-        merged.notes.append("a Timeline of Horovod does not say when it began: its times count from 0")
+        merged.notes.append("a Horovod Timeline lacks its start time: its times count from 0")

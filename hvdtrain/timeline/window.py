@@ -1,4 +1,4 @@
-"""Asking a job that is running for a window of its traces, from any machine that sees the run's folder."""
+"""Request traces of a running job, from any machine that has access to the run's folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvdtrain.observe.window_files import Answer, Request, read_answer, write_re
 from hvdtrain.run_layout import RunLayout
 
 SEEN_WITHIN_S = 15.0
-"""A job looks for requests each half second; shared file systems may show it what is new only some seconds later."""
+"""A job polls for requests every 0.5 s. A shared file system may delay them by some seconds."""
 _LOOK_EVERY_S = 0.1
 
 
@@ -26,36 +26,36 @@ def request_window(
     patience_s: float,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Answer:
-    """Begin a window at the next step; returns once its first step is known.
+    """Start recording at the next step; return when its first step is known.
 
     Args:
         run: the run's folder.
-        steps: after which it ends by itself; 0 for `stop_window`.
+        steps: number of steps to record; 0 until `stop_window`.
         profile: record torch.profiler too.
-        patience_s: for how long to wait for the step under way to end.
+        patience_s: seconds to wait for the current step to end.
         sleep: waits.
 
     Errors:
-        RunDirectoryError: there is no such run, no job answers, or it has nothing to record with.
+        RunDirectoryError: there is no such run, no job answers, or it cannot record.
     """
     found = _ask(run, Request(_new_id(), "start", steps, profile), ("open", "over"), patience_s, sleep)
     if found.state == "none":
         raise RunDirectoryError(
-            f"the job of {run} records nothing of it: {found.lacks}", next_step="start it with --observe.timeline auto"
+            f"the job of {run} cannot record: {found.lacks}", next_step="start it with --observe.timeline auto"
         )
     return found
 
 
 def stop_window(run: Path, *, patience_s: float, sleep: Callable[[float], None] = time.sleep) -> Answer:
-    """End the window that is open; returns once its files are written, three steps later.
+    """Stop recording; return when the files are written, three steps later.
 
     Errors:
-        RunDirectoryError: there is no such run, no job answers, or no window is open.
+        RunDirectoryError: there is no such run, no job answers, or it is not recording.
     """
     found = _ask(run, Request(_new_id(), "stop"), ("over",), patience_s, sleep)
     if found.state == "none":
         raise RunDirectoryError(
-            f"no window is open in {run}",
+            f"the job of {run} is not recording",
             next_step="hvdtrain timeline start {0}, or: hvdtrain timeline report {0}".format(shlex.quote(str(run))),
         )
     return found
@@ -74,25 +74,25 @@ def _ask(
         write_request(folder, request)
     except OSError as error:
         raise RunDirectoryError(f"{folder} cannot be written: {error.strerror}") from error
-    waited_s, seen = 0.0, False
-    while waited_s < (patience_s if seen else SEEN_WITHIN_S):
+    waited_s, has_answered = 0.0, False
+    while waited_s < (patience_s if has_answered else SEEN_WITHIN_S):
         found = read_answer(folder)
         if found is not None and found.id == request.id:
             if found.state in (*wanted, "none"):
                 return found
-            seen = True
+            has_answered = True
         sleep(_LOOK_EVERY_S)
         waited_s += _LOOK_EVERY_S
-    if seen:
+    if has_answered:
         raise RunDirectoryError(
-            f"the job of {run} has taken the request, but has done no further step within {patience_s:g} s",
-            next_step="wait: it acts on it at the end of the step it is doing; --patience_s SECONDS waits longer",
+            f"the job of {run} accepted the request but finished no step within {patience_s:g} s",
+            next_step="it records after the current step; --patience_s SECONDS waits longer",
         )
     raise RunDirectoryError(
         f"no job answers in {run}",
-        expected="a job that trains there",
+        expected="a running job",
         found=f"no answer within {SEEN_WITHIN_S:g} s",
-        next_step=f"hvdtrain timeline report {shlex.quote(str(run))} explains what it has left",
+        next_step=f"hvdtrain timeline report {shlex.quote(str(run))} analyses its files",
     )
 
 
@@ -100,10 +100,10 @@ def _folder(run: Path) -> Path:
     layout = RunLayout(run)
     if not layout.is_run:
         raise RunDirectoryError(
-            f"{run} is not the folder of a run",
+            f"{run} is not a run folder",
             expected=f"a folder with a {layout.journal.name}",
-            found="no such folder" if not run.exists() else "none in it",
-            next_step="give the run_dir that the job printed, runs/NAME",
+            found="no such folder" if not run.exists() else "no such file",
+            next_step="name the run_dir that the job printed, such as runs/NAME",
         )
     if is_finished(layout.journal):
         raise RunDirectoryError(f"the run in {run} is finished", next_step=f"hvdtrain timeline report {run}")

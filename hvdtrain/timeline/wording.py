@@ -1,4 +1,4 @@
-"""Numbers and names as a person reads them."""
+"""Numbers and names formatted for people."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ from hvdtrain.timeline.analysis.analysis import Estimate
 
 
 def readable(text: str) -> str:
-    """What any output takes: a question mark for what is no text, as a file's name may hold."""
+    """Replace what is not valid text, as in some file names, by question marks."""
     return text.encode("utf-8", "replace").decode()
 
 
+def counted(number: int, noun: str) -> str:
+    """Format a count as ``1 step`` or ``2 steps``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def decimals(largest: float) -> int:
-    """How many digits after the point suit numbers up to `largest`, so that they can be added up by eye."""
+    """Return the number of decimals for a column whose largest number is `largest`."""
     return 0 if largest >= 10_000 else 1 if largest >= 100 else 2 if largest >= 1 else 3
 
 
 def ms(value: float, places: int | None = None) -> str:
-    """Milliseconds, by themselves with three figures."""
+    """Format milliseconds, with three significant figures unless `places` is given."""
     if places is None:
         size = abs(round(value, 3))
         if size < 0.0005:
@@ -28,7 +33,7 @@ def ms(value: float, places: int | None = None) -> str:
 
 
 def interval(estimate: Estimate, places: int | None = None) -> str:
-    """``[11.1 .. 13.4]``; nothing where there is none, as of a single step."""
+    """Format an interval as ``[11.1 .. 13.4]``; empty if there is none, as for a single step."""
     if not (math.isfinite(estimate.low) and math.isfinite(estimate.high)) or estimate.low == estimate.high:
         return ""
     if places is None:
@@ -38,7 +43,7 @@ def interval(estimate: Estimate, places: int | None = None) -> str:
 
 
 def percent(share: float) -> str:
-    """A share of 1; small ones are not told as nothing."""
+    """Format a share of 1 as a percentage; small ones are not rounded to 0."""
     value = 100 * share
     if 0 < value < 1:
         return "< 1%" if value < 0.5 else "1%"
@@ -46,12 +51,12 @@ def percent(share: float) -> str:
 
 
 def speed(gb_per_s: float) -> str:
-    """``597 MB/s``: powers of 1000, as links are measured."""
+    """Format a bandwidth as ``597 MB/s``, in powers of 1000."""
     return f"{nbytes(1e9 * gb_per_s)}/s"
 
 
 def nbytes(count: float) -> str:
-    """``26.2 MB``: powers of 1000, as links are measured."""
+    """Format bytes as ``26.2 MB``, in powers of 1000."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 1000:
             return f"{count:.0f} B" if unit == "B" else f"{ms(count)} {unit}"

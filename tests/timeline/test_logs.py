@@ -115,14 +115,14 @@ def test_nccl_is_told_once_with_how_many_said_it(tmp_path: Path) -> None:
     found = collect_lines([tmp_path / "a", tmp_path / "b"])
     assert sorted(found) == sorted(
         [
-            "NCCL warned: NET/Socket : peer 10.0.0.9 closed (4 times, 4 GPUs)",
+            "NCCL warning: NET/Socket : peer 10.0.0.9 closed (4 times, 4 GPUs)",
             "NCCL 2.29.7+cuda13.0",
             "NCCL uses the network Socket (4 GPUs)",
             "NCCL's network devices: IB: No device found. (4 GPUs)",
             "NCCL's network devices: Socket: Using [0]eth0:10.0.0.0<0> (2 GPUs)",
             "NCCL's network devices: Socket: Using [0]eth0:10.0.0.1<0> (2 GPUs)",
             "NCCL has 2 channels for collectives (4 GPUs)",
-            "NCCL was told NCCL_IB_DISABLE=0 (4 GPUs)",
+            "NCCL setting NCCL_IB_DISABLE=0 (4 GPUs)",
             "NCCL's links: NET/Socket between 4 pairs, P2P/IPC between 4 pairs",
         ]
     )
@@ -154,7 +154,7 @@ def test_output_that_would_take_long_is_left_out_and_it_is_said(tmp_path: Path) 
     (tmp_path / "long.out").write_text("node:1:2 [0] NCCL WARN Call to connect failed\n" * 1000)
     run = load(tmp_path, most_bytes=10_000)
     assert list(run.warnings) == ["NCCL uses the network IB (1 GPU)"]
-    assert "long.out, 0 MB, is left out here: hvdtrain timeline report reads it" in run.notes
+    assert "long.out, 0 MB, is too large to read now: hvdtrain timeline report reads it" in run.notes
     assert len(load(tmp_path).warnings) == 2
 
 

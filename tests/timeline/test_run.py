@@ -87,7 +87,7 @@ def test_the_last_start_of_a_run_is_read(tmp_path: Path) -> None:
     assert run.size == 2 and run.warnings == ["something"] and len(run.machine) == 1
     assert run.steps is not None and list(run.steps.step) == list(range(1, 11))
     assert run.link == [(1024, 1e-4)] and [spans.rank for spans in run.spans] == [0]
-    assert any("no spans of rank(s) 1" in note for note in run.notes)
+    assert any("no spans of rank 1:" in note for note in run.notes)
     analysis = analyse(run)
     assert analysis.title == "r" and analysis.budget is not None
     assert analysis.budget.step_ms.value == pytest.approx(20.0)
@@ -124,7 +124,7 @@ def test_a_start_that_left_no_stamps_does_not_mix_with_the_one_before(tmp_path: 
     assert run.steps is not None and run.size == 2 and run.config == before.config and run.warnings == ["something"]
     assert [spans.start_us[0] for spans in run.spans] == [spans.start_us[0] for spans in before.spans]
     assert [trace.start_us[0] for trace in run.horovod] == [trace.start_us[0] for trace in before.horovod]
-    assert "the last start left no stamps of steps: told is one before it, of steps 1 to 10" in run.notes
+    assert "the last start has no step stamps: an earlier start is analysed, steps 1 to 10" in run.notes
     assert not any("last start" in note for note in before.notes)
 
 
@@ -151,7 +151,7 @@ def test_horovods_timeline_is_moved_onto_the_runs_clock_and_those_of_other_start
     run = load(folder)
     assert [trace.path.name for trace in run.horovod] == ["horovod-steps-1-5.json"]
     assert run.horovod[0].start_us[0] == pytest.approx(5e9 + 53_000)
-    assert any("horovod-steps-9-9.json is left out" in note for note in run.notes)
+    assert any("horovod-steps-9-9.json is ignored" in note for note in run.notes)
 
 
 def test_segments_are_put_on_one_clock(tmp_path: Path) -> None:
@@ -189,11 +189,11 @@ def test_what_is_no_run_is_said_to_be_none(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="does not exist"):
         load(tmp_path / "nowhere")
     (tmp_path / "notes.txt").write_text("hello")
-    with pytest.raises(TraceError, match=r"is no run(.|\n)*journal.jsonl(.|\n)*notes.txt"):
+    with pytest.raises(TraceError, match=r"is not a run(.|\n)*journal.jsonl(.|\n)*notes.txt"):
         load(tmp_path)
     with pytest.raises(TraceError, match="not a Timeline"):
         load(tmp_path / "notes.txt")
-    with pytest.raises(TraceError, match="one run at a time"):
+    with pytest.raises(TraceError, match="only one run"):
         load(_run(tmp_path / "r"), tmp_path)
 
 

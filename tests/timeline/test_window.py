@@ -39,7 +39,7 @@ def test_nobody_answers(tmp_path: Path) -> None:
 
 
 def test_a_job_that_has_seen_it_and_does_no_step(tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match="has done no further step within 1 s"):
+    with pytest.raises(RunDirectoryError, match="finished no step within 1 s"):
         request_window(run_folder(tmp_path), patience_s=1.0, sleep=job(tmp_path, [Answer("", "seen")]))
 
 
@@ -50,7 +50,7 @@ def test_an_answer_to_another_request_is_none_to_this_one(tmp_path: Path) -> Non
 
 
 def test_stopping_where_nothing_is_open(tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match="no window is open"):
+    with pytest.raises(RunDirectoryError, match="is not recording"):
         stop_window(run_folder(tmp_path), patience_s=1.0, sleep=job(tmp_path, [Answer("", "none")]))
 
 

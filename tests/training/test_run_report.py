@@ -38,12 +38,12 @@ def test_it_is_a_page_data_and_an_event(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "timeline" / "report.json").read_text())
     assert found["figures"]["step_ms"] == pytest.approx(result.analysis.budget.step_ms.value)
     page = (tmp_path / "timeline" / "report.html").read_text()
-    assert page.startswith("<!doctype html>") and "Where a step goes" in page
+    assert page.startswith("<!doctype html>") and "Step time by part" in page
     (event,) = _events(tmp_path, "explained")
     assert event["at_step"] == 8
     assert event["figures"] == pytest.approx(figures(result.analysis))
     assert [finding["kind"] for finding in event["findings"]] == [f.kind for f in result.analysis.findings]
-    assert event["verdict"][0].startswith("A step takes ")
+    assert event["verdict"][0].startswith("The step time is ")
     assert is_finished(tmp_path / "journal.jsonl")
     assert [path.name for path in (tmp_path / "timeline").iterdir() if path.name.startswith(".report")] == []
 
@@ -56,7 +56,7 @@ def test_tensorboard_shows_it_at_the_last_step(tmp_path: Path) -> None:
     for name, value in figures(result.analysis).items():
         assert series(tmp_path / "tensorboard", f"report/{name}") == {8: single(value)}
     (event,) = read(tmp_path / "tensorboard").Tensors("report/findings/text_summary")
-    assert b"A step takes" in event.tensor_proto.string_val[0]
+    assert b"The step time is" in event.tensor_proto.string_val[0]
 
 
 def test_a_later_start_tells_of_itself(tmp_path: Path) -> None:
@@ -94,12 +94,15 @@ def test_large_traces_are_left_out_and_it_is_said(tmp_path: Path, monkeypatch: p
     (tmp_path / "timeline" / "horovod-steps-1-on.json").write_text("[" + " " * 2_000_000 + "]")
     monkeypatch.setattr("hvdtrain.training.records.run_report.MOST_BYTES", 1_000_000)
     result = _train(tmp_path)
-    assert "horovod-steps-1-on.json, 2 MB, is left out here: hvdtrain timeline report reads it" in result.analysis.notes
+    assert (
+        "horovod-steps-1-on.json, 2 MB, is too large to read now: hvdtrain timeline report reads it"
+        in result.analysis.notes
+    )
     assert result.analysis.lanes
     monkeypatch.setattr("hvdtrain.training.records.run_report.MOST_BYTES", 1000)
     result = hvdtrain.train({"train": {"steps": 12}, "run_dir": str(tmp_path)}, toy)
     assert not result.analysis.lanes and result.analysis.budget is not None
-    assert any("spans of rank(s) 0 are large" in note for note in result.analysis.notes)
+    assert any("spans of rank 0 are too large" in note for note in result.analysis.notes)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -1,4 +1,4 @@
-"""``hvdtrain timeline``: what traces say. Runs without torch and Horovod."""
+"""``hvdtrain timeline``: analyse traces. Needs neither torch nor Horovod."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from types import ModuleType
 from hvdtrain.cli.group import run
 
 COMMANDS = {
-    "report": "where the time of a run, or of any Horovod Timeline, went; which rank is late; what to change",
-    "merge": "one trace of all ranks, for ui.perfetto.dev and chrome://tracing",
-    "diff": "what is different between two runs",
-    "whatif": "how long a step would take with other ranks, links, buckets or compression",
-    "start": "record a window of a job that is running",
-    "stop": "end it",
+    "report": "explain a run or any Horovod Timeline: step time by part, stragglers, findings",
+    "merge": "merge the traces of all ranks, for ui.perfetto.dev and chrome://tracing",
+    "diff": "compare two runs",
+    "whatif": "predict the step time with other ranks, links, buckets or compression",
+    "start": "start recording traces of a running job",
+    "stop": "stop the recording",
 }
 
 _MODULES = {"start": "window", "stop": "window"}
-"""Files that hold more than one command; the others are named after theirs."""
+"""Modules of several commands; other commands have a module of their name."""
 
 
 def parser(name: str) -> ArgumentParser:
@@ -28,7 +28,7 @@ def parser(name: str) -> ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Run a command of this group; 0, 1 where a condition was met or an error came, 2 on a wrong option."""
+    """Run a command of this group. Return 0; 1 if a condition is met or on an error; 2 on a wrong option."""
 
     def call(name: str, rest: list[str]) -> int:
         code: int = _module(name).main(name, rest)

@@ -1,4 +1,4 @@
-"""``hvdtrain timeline diff``: what is different between two runs."""
+"""``hvdtrain timeline diff``: compare two runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ examples:
 
 
 def main(command: str, argv: list[str]) -> int:
-    """Read both, compare, print; the exit code."""
+    """Compare two runs and print the result; return the exit code."""
     options = parser(command).parse_args(argv)
 
     from hvdtrain.timeline.analysis.analyse import analyse
@@ -38,11 +38,11 @@ def parser(command: str) -> Parser:
     """Declare the options."""
     made = Parser(
         prog=f"hvdtrain timeline {command}",
-        description="Parts of a step beside each other: which differences are no noise, and which options differ.",
+        description="Compare step times and options of two runs; mark differences that are significant.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("run_a", type=Path, metavar="RUN_A", help="a run's folder, or Horovod's Timeline")
-    made.add_argument("run_b", type=Path, metavar="RUN_B", help="another one")
+    made.add_argument("run_b", type=Path, metavar="RUN_B", help="another run or Timeline")
     made.add_argument("--json", action="store_true", help="print JSON")
     return made

@@ -1,4 +1,4 @@
-"""``hvdtrain timeline report``: where the time went, which rank is late, what to change."""
+"""``hvdtrain timeline report``: step time by part, stragglers, findings."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ if TYPE_CHECKING:
 _EPILOG = """\
 examples:
   hvdtrain timeline report runs/default
-  hvdtrain timeline report timeline.json               what any Horovod program wrote under HOROVOD_TIMELINE
+  hvdtrain timeline report timeline.json               written by any Horovod program
   hvdtrain timeline report part-1.json part-2.json     segments of one job
   hvdtrain timeline report runs/default --json > report.json
   hvdtrain timeline report runs/default --html report.html
-  hvdtrain timeline report runs/default --log job.out  with NCCL's and Horovod's lines from the job's output
+  hvdtrain timeline report runs/default --log job.out  with lines of NCCL and Horovod in the job's output
   hvdtrain timeline report runs/default --fail_if 'straggler_ms > 5 and exposed_share > 0.2'
 
-exit code: 0; 1 where the condition of --fail_if is met, or a file cannot be read or written; 2 on a wrong option or
-condition, as one on what nothing of this run says. straggler_rank, where nobody is late, is no number: no clause on
-it holds
+exit code: 0 on success; 1 if the --fail_if condition is met or a file cannot be read or written; 2 on a wrong option or
+condition, such as a figure that this run does not have. Without a straggler, a clause on straggler_rank is false.
 """
 
 
 def main(command: str, argv: list[str]) -> int:
-    """Read, analyse, show; the exit code."""
+    """Print or write the report; return the exit code."""
     options = parser(command).parse_args(argv)
     from hvdtrain.errors import ConfigError
     from hvdtrain.timeline.analysis.analysis import figures
@@ -47,7 +46,7 @@ def main(command: str, argv: list[str]) -> int:
     _show(analysis, options.json, options.html)
     if met is None:
         return 0
-    sys.stderr.write(f"hvdtrain: --fail_if is met: {condition.told(met, figures(analysis))}\n")
+    sys.stderr.write(f"hvdtrain: --fail_if is met: {condition.met_text(met, figures(analysis))}\n")
     return 1
 
 
@@ -80,10 +79,10 @@ def _write_page(analysis: Analysis, file: Path) -> None:
 
     try:
         write_text(file, to_html(analysis))
-    except (OSError, ValueError) as error:  # the latter of what has no name, as / and .
+    except (OSError, ValueError) as error:  # ValueError: a path without a name, such as / or .
         raise TraceError(
             f"the page {file} cannot be written",
-            expected="a file in a folder that is there and may be written to",
+            expected="a file in an existing folder with write permission",
             found="a folder" if file.is_dir() else getattr(error, "strerror", None) or str(error),
             next_step="name another file: --html FILE",
         ) from None
@@ -93,7 +92,7 @@ def parser(command: str) -> Parser:
     """Declare the options."""
     made = Parser(
         prog=f"hvdtrain timeline {command}",
-        description="Where the time of a run, or of any Horovod Timeline, went; which rank is late; what to change.",
+        description="Explain a run or any Horovod Timeline: step time by part, stragglers, findings.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -101,7 +100,16 @@ def parser(command: str) -> Parser:
     made.add_argument(
         "--json", action="store_true", help="print JSON (schema: python -m hvdtrain.timeline.report.form)"
     )
-    made.add_argument("--html", type=Path, metavar="FILE", help="write a page that needs nothing else")
-    made.add_argument("--log", type=Path, metavar="FILE", action="append", default=[], help="output of the job")
-    made.add_argument("--fail_if", metavar="CONDITION", help="exit with 1 where this holds: NAME OP NUMBER [and ...]")
+    made.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained page")
+    made.add_argument(
+        "--log",
+        type=Path,
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="output of the job, for lines of Horovod and NCCL",
+    )
+    made.add_argument(
+        "--fail_if", metavar="CONDITION", help="exit with code 1 if this is true: NAME OP NUMBER [and ...]"
+    )
     return made

@@ -1,4 +1,4 @@
-"""``hvdtrain timeline start RUN`` and ``hvdtrain timeline stop RUN``: a window in a job that is running."""
+"""``hvdtrain timeline start RUN`` and ``hvdtrain timeline stop RUN``: record traces of a running job."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hvdtrain.observe.window_files import Answer
 from hvdtrain.timeline.window import request_window, stop_window
 
 _PATIENCE_S = 300.0
-_WHAT = {
-    "start": "Record steps from the next one on, on all ranks: spans, and Horovod's Timeline where the job can.",
-    "stop": "End the window that is being recorded.",
+_DESCRIPTIONS = {
+    "start": "Record all ranks from the next step on: spans, and Horovod's Timeline if the job supports it.",
+    "stop": "Stop the recording and wait for its files.",
 }
 
 
 def main(command: str, argv: list[str]) -> int:
-    """Ask, wait for the answer, print it."""
+    """Send the request, wait for the answer, print it."""
     options = parser(command).parse_args(argv)
     run: Path = options.run
     if command == "start":
@@ -31,13 +31,18 @@ def main(command: str, argv: list[str]) -> int:
 
 def parser(command: str) -> Parser:
     """Declare the options."""
-    made = Parser(prog=f"hvdtrain timeline {command}", description=_WHAT[command])
-    made.add_argument("run", type=Path, metavar="RUN", help="folder of the run, as the job printed it")
+    made = Parser(prog=f"hvdtrain timeline {command}", description=_DESCRIPTIONS[command])
+    made.add_argument("run", type=Path, metavar="RUN", help="the run's folder, as the job printed it")
     if command == "start":
-        made.add_argument("--steps", type=_count, default=0, metavar="N", help="end by itself after N steps")
+        made.add_argument(
+            "--steps", type=_count, default=0, metavar="N", help="stop after N steps (default: record until stopped)"
+        )
         made.add_argument("--profile", action="store_true", help="record torch.profiler too, which slows these steps")
     made.add_argument(
-        "--patience_s", type=float, default=_PATIENCE_S, help="for how long a step may take (%(default)g)"
+        "--patience_s",
+        type=float,
+        default=_PATIENCE_S,
+        help="seconds to wait for the current step to end (default: %(default)g)",
     )
     return made
 
@@ -45,7 +50,7 @@ def parser(command: str) -> Parser:
 def _begun(run: Path, found: Answer) -> str:
     name = shlex.quote(str(run))
     if found.last is None:
-        text = f"recording from step {found.first} on; end it: hvdtrain timeline stop {name}"
+        text = f"recording from step {found.first} on; to stop: hvdtrain timeline stop {name}"
     else:
         text = f"recording steps {found.first} to {found.last}; then: hvdtrain timeline report {name}"
     return text + (f"\nnot recorded: {found.lacks}" if found.lacks else "")
@@ -56,11 +61,11 @@ def _ended(run: Path, found: Answer) -> str:
     lines = [f"recorded: steps {found.first} to {until}", *(f"  {file}" for file in found.files)]
     if found.lacks:
         lines.append(f"not recorded: {found.lacks}")
-    return "\n".join([*lines, f"explain it: hvdtrain timeline report {shlex.quote(str(run))}"])
+    return "\n".join([*lines, f"next: hvdtrain timeline report {shlex.quote(str(run))}"])
 
 
 def _count(text: str) -> int:
     number = int(text)
     if not 0 < number < 1 << 31:
-        raise argparse.ArgumentTypeError("a number of steps, 1 or more")
+        raise argparse.ArgumentTypeError("expected a number of steps >= 1")
     return number

@@ -1,4 +1,4 @@
-"""Everything that is told of a run, from what it left. Pure: reads no file, prints nothing."""
+"""Analyse the traces of a run. Pure: reads no file, prints nothing."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from pathlib import Path
 
 import numpy as np
 
+from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis import budget, carriers, communication, lanes
 from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Estimate, RankRow
 from hvdtrain.timeline.analysis.findings import find
 from hvdtrain.timeline.analysis.inputs import Facts
 from hvdtrain.timeline.analysis.lateness import median_of_others
-from hvdtrain.timeline.analysis.phases import steady, steps_of
+from hvdtrain.timeline.analysis.phases import steps_of, without_start
 from hvdtrain.timeline.analysis.rank_steps import from_stamps, from_ticks, warm_up
 from hvdtrain.timeline.analysis.sampling import sample_of
 from hvdtrain.timeline.analysis.straggler_causes import causes_of
-from hvdtrain.timeline.analysis.stragglers import Verdict, judge
+from hvdtrain.timeline.analysis.stragglers import Stragglers, find_stragglers
 from hvdtrain.timeline.columns import RunTrace, StepTable
 
 
 def analyse(run: RunTrace) -> Analysis:
-    """Explain a run, or Timelines of Horovod's by themselves."""
+    """Analyse a run, or Horovod Timelines alone."""
     ticks = run.horovod
     if run.steps is None and run.horovod:
         run = _regular(run)
@@ -34,10 +35,10 @@ def analyse(run: RunTrace) -> Analysis:
         spent = budget.of_timeline(run.horovod)
     exchange = communication.of_run(run)
     rounds = (from_stamps(table) if table is not None else None) or from_ticks(ticks)
-    verdict = judge(rounds) if rounds is not None else None
-    blame = _blame(run, verdict)
+    stragglers = find_stragglers(rounds) if rounds is not None else None
+    blame = _blame(run, stragglers)
     size = run.size or len(blame.ranks)
-    found = find(Facts(run, spent, exchange, blame, verdict))
+    found = find(Facts(run, spent, exchange, blame, stragglers))
     return Analysis(
         title=_title(run.path),
         size=size,
@@ -53,31 +54,31 @@ def analyse(run: RunTrace) -> Analysis:
 
 
 def _title(path: Path) -> str:
-    """The name that it was asked for by; of ``.`` and ``..`` the folder's own."""
+    """Return the name given by the user; for ``.`` and ``..`` the folder's own name."""
     name = path.name if path.name != ".." else ""
     return name or path.resolve().name or str(path)
 
 
 def _regular(run: RunTrace) -> RunTrace:
-    """Timelines from their second step on; without those in which no steps can be told, if there are others."""
+    """Cut Timelines to start at their second step. Drop those without recognisable steps if there are others."""
     found = [trace for trace in run.horovod if steps_of(trace)] or run.horovod
     left = [trace.path.name for trace in run.horovod if all(trace is not each for each in found)]
-    notes = [f"{name} is left out: no steps could be told in it" for name in left]
-    return replace(run, horovod=[steady(trace) for trace in found], notes=[*run.notes, *notes])
+    notes = [f"{name} is ignored: it has no recognisable steps" for name in left]
+    return replace(run, horovod=[without_start(trace) for trace in found], notes=[*run.notes, *notes])
 
 
-def _blame(run: RunTrace, verdict: Verdict | None) -> Blame:
-    if verdict is None:
+def _blame(run: RunTrace, stragglers: Stragglers | None) -> Blame:
+    if stragglers is None:
         return Blame("none", 0, [], [], {}, _no_stamps(run))
-    rounds, table = verdict.rounds, run.steps if verdict.rounds.source == "stamps" else None
+    rounds, table = stragglers.rounds, run.steps if stragglers.rounds.source == "stamps" else None
     parts = _parts(table) if table is not None else {}
     behind = np.median(rounds.work_ms - median_of_others(rounds.work_ms), axis=1)
     rows = [
         RankRow(
             rank,
             host,
-            float(verdict.last_share[rank]),
-            _not_negative(verdict.cost_ms[rank]),
+            float(stragglers.last_share[rank]),
+            _not_negative(stragglers.cost_ms[rank]),
             {name: float(values[rank]) for name, values in parts.items()},
             float(rounds.clock_error_ms[rank]),
             float(behind[rank]),
@@ -86,12 +87,12 @@ def _blame(run: RunTrace, verdict: Verdict | None) -> Blame:
     ]
     causes = {}
     if table is not None:
-        late = verdict.late
-        causes = {rank: causes_of(rank, table, rounds.column, late, steady=rank in verdict.steady) for rank in late}
-    order = {rank: place for place, rank in enumerate(verdict.late)}
+        late = stragglers.late
+        causes = {rank: causes_of(rank, table, rounds.column, late, steady=rank in stragglers.steady) for rank in late}
+    order = {rank: place for place, rank in enumerate(stragglers.late)}
     last = len(rows)
     rows.sort(key=lambda row: (order.get(row.rank, last), -row.cost_ms.value, -row.last_share))
-    return Blame(rounds.source, rounds.work_ms.shape[1], rows, list(verdict.late), causes, verdict.reason)
+    return Blame(rounds.source, rounds.work_ms.shape[1], rows, list(stragglers.late), causes, stragglers.reason)
 
 
 def _parts(table: StepTable) -> dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]]:
@@ -104,20 +105,20 @@ def _parts(table: StepTable) -> dict[str, np.ndarray[tuple[int], np.dtype[np.flo
 
 
 def _not_negative(cost: Estimate) -> Estimate:
-    """A rank that is quicker than the others costs nothing."""
+    """Clip at 0: a rank that is faster than the others costs nothing."""
     return Estimate(max(0.0, cost.value), max(0.0, cost.low), max(0.0, cost.high))
 
 
 def _no_stamps(run: RunTrace) -> str:
     if run.size == 1:
-        return "one rank waits for nobody"
+        return "there is only one rank"
     if run.steps is not None:
         return "too few steps to compare ranks"
     if any(len(trace.tick_us) for trace in run.horovod):
-        return "Horovod's ticks, which say when each rank was ready, tell of too few steps: HOROVOD_CACHE_CAPACITY=0"
+        return "Horovod's ticks, which say when each rank was ready, cover too few steps: set HOROVOD_CACHE_CAPACITY=0"
     if run.horovod:
-        return "Horovod wrote no rank's ticks: it does in the first steps only, or with HOROVOD_CACHE_CAPACITY=0"
-    return "there are no stamps of several ranks"
+        return "Horovod wrote no ticks: it does so in the first steps only, or with HOROVOD_CACHE_CAPACITY=0"
+    return "there are no step stamps of several ranks"
 
 
 def _notes(run: RunTrace) -> Iterator[str]:
@@ -125,17 +126,17 @@ def _notes(run: RunTrace) -> Iterator[str]:
     if table is not None and len(table.step):
         left = warm_up(table)
         if left:
-            yield f"the first {left} step(s) are left out: they warm up"
+            yield f"{wording.counted(left, 'warm-up step')} excluded"
         sample = sample_of(table)
         stamped, steps = len(sample.columns), round(sample.steps.sum())
         if stamped < steps:
-            yield f"{stamped:,} of {steps:,} steps were stamped and stand for the rest"
+            yield f"{stamped:,} of {steps:,} steps were recorded and represent the rest"
         error = float(np.max(table.clock_error_us, initial=0.0))
         if not np.isfinite(error):
-            yield "the clocks of some ranks were never compared with rank 0's: nobody can be said to be late"
+            yield "the clocks of some ranks were never compared with rank 0's: stragglers are unknown"
         elif error > 0:
-            yield f"the ranks' clocks agree to {error:.0f} us"
+            yield f"the ranks' clocks agree to within {error:.0f} us"
     elif run.horovod and not all(map(steps_of, run.horovod)):
-        yield "no steps could be told: tensors come unequally often; figures are of the whole file"
+        yield "there are no recognisable steps: tensors are exchanged unequally often; figures are of the whole file"
     for trace in run.horovod:
         yield from (f"{trace.path.name}: {text}" for text in trace.dropped)

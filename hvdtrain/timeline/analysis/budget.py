@@ -1,4 +1,4 @@
-"""Where a step's wall time goes, in parts that sum to it. Pure."""
+"""The budget of a step: parts that sum to its wall time. Pure."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hvdtrain.timeline.columns import Floats, HorovodTrace, StepTable
 
 LATE = "waiting for late ranks"
 EXCHANGE = "exchange"
-"""What is exposed after the last rank is ready, where no Timeline of Horovod's tells more."""
+"""Exposed communication after the last rank is ready, if no Horovod Timeline shows its phases."""
 REST, ASIDE, IDLE = "rest", "evaluations and checkpoints", "nothing under way"
 OTHER_EXCHANGE = "other exchange"
 _LEAST = 1e-6
-"""Of a step: less is rounding."""
+"""Share of a step; less is rounding."""
 
 _NAMES = {
     "data": "data",
@@ -36,15 +36,15 @@ ORDER = ("data", "forward", "backward", LATE, *reversed(PHASES), OTHER_EXCHANGE,
 
 
 def of_steps(table: StepTable, horovod: Sequence[HorovodTrace] = ()) -> Budget | None:
-    """The budget of a step table: the mean over ranks, of all steps but the first ones; None without steps.
+    """Return the budget of a step table: the mean over ranks and steps without warm-up; None without steps.
 
-    A step's wall time runs from the end of the step before to its own end, so that they add up to the run's. Of it, the
-    wait for sums (from ready to released) is cut where the last rank became ready; what is left is cut by what
-    Horovod's Timeline says of rank 0, in the same shares for steps that it does not cover. Other parts are as measured;
-    where they overlap that wait, as work of a device does, they are shortened to what is left.
+    A step's wall time runs from the end of the step before to its own end, so that steps add up to the run. The wait
+    for sums (from ready to released) is split when the last rank is ready. The time after that is split by rank 0's
+    Horovod Timeline; steps outside the Timeline get the same shares. Other parts are as measured. Parts that overlap
+    the wait, such as device work, are shortened.
 
-    Of steps between stamped ones it is known what they took in all: beyond what their neighbours take, that is
-    evaluations and checkpoints, where there are any, and else the rest.
+    Of steps between recorded ones only the total is known. The excess over their neighbours counts as evaluations and
+    checkpoints if there are any, else as the rest.
     """
     sample = sample_of(table)
     wall, parts = step_parts(table, sample)
@@ -69,7 +69,7 @@ def of_steps(table: StepTable, horovod: Sequence[HorovodTrace] = ()) -> Budget |
 
 
 def step_parts(table: StepTable, sample: Sample | None = None) -> tuple[Floats, dict[str, Floats]]:
-    """Wall time of each step looked at, and its parts, in ms [ranks, steps]; the parts sum to it, number by number."""
+    """Return the wall time of each step in the sample and its parts, ms [ranks, steps]. The parts sum to it."""
     sample = sample or sample_of(table)
     keep = sample.columns
     wall = np.maximum(0.0, (table.end_us[:, keep] - sample.begin_us) / 1e3)
@@ -91,7 +91,7 @@ def step_parts(table: StepTable, sample: Sample | None = None) -> tuple[Floats, 
 def _with_steps_between(
     ms: Mapping[str, Estimate], columns: Mapping[str, Floats], weights: Floats, whole: Estimate
 ) -> dict[str, Estimate]:
-    """The parts of stamped steps, and of those between them what these took beyond their neighbours."""
+    """Add the excess of steps between recorded ones to the parts."""
     name = ASIDE if ASIDE in ms and ms[ASIDE].value > 0 else REST
     others = mean_of(sum((column for part, column in columns.items() if part != name), np.zeros(len(weights))), weights)
     value = max(0.0, whole.value - others.value)
@@ -102,7 +102,7 @@ def _with_steps_between(
 
 
 def _product(a: Estimate, b: Estimate) -> Estimate:
-    """Of two that are independent and not negative; without an interval where the second has none."""
+    """Multiply two independent estimates >= 0; no interval if the second has none."""
     value = a.value * b.value
     if b.low == b.high and 0 < b.value < 1:
         return Estimate(value, value, value)
@@ -112,9 +112,9 @@ def _product(a: Estimate, b: Estimate) -> Estimate:
 
 
 def exposed_shares(table: StepTable, horovod: Sequence[HorovodTrace]) -> dict[str, Estimate]:
-    """What rank 0 did in the wait for sums after the last rank was ready, as shares that sum to 1.
+    """Return the phases of rank 0's wait for sums after the last rank was ready, as shares that sum to 1.
 
-    They are of the steps in which a Timeline tells it, warmed up where there are any of these.
+    The shares come from steps that a Timeline covers, without warm-up steps if possible.
     """
     everything = {EXCHANGE: Estimate(1.0, 1.0, 1.0)}
     start, end = table.ready_us.max(axis=0), table.released_us[0]
@@ -129,16 +129,15 @@ def exposed_shares(table: StepTable, horovod: Sequence[HorovodTrace]) -> dict[st
     phases = by_kind(horovod)
     cut = partition(union(start, end), {name: phases[name] for name in PHASES if name in phases})
     cut[OTHER_EXCHANGE] = cut.pop("")
-    if length(cut[OTHER_EXCHANGE]) > 0.95 * waiting.sum():  # of other tensors, or by a clock that is not ours
+    if length(cut[OTHER_EXCHANGE]) > 0.95 * waiting.sum():  # the Timeline has other tensors, or another clock
         return everything
     return {name: ratio_of(within(part, start, end), waiting) for name, part in cut.items()}
 
 
 def of_timeline(horovod: Sequence[HorovodTrace]) -> Budget | None:
-    """The budget of Timelines by themselves: their whole extent, by what is under way for any tensor; None if empty.
+    """Return the budget of Timelines alone: their extent by operations in progress; None if empty.
 
-    Where tensors come again as often as each other, a step is one turn of them; else there are 0, and the times are of
-    the whole.
+    If most tensors recur equally often, a step is one exchange of each. Else `steps` is 0, and times are totals.
     """
     ends = [extent(trace) for trace in horovod]
     wall_us = sum(end - start for start, end in ends)
@@ -155,7 +154,7 @@ def of_timeline(horovod: Sequence[HorovodTrace]) -> Budget | None:
 
 
 def cut_timeline(trace: HorovodTrace, whole: Span) -> dict[str, Span]:
-    """`whole` by what is under way in a Timeline."""
+    """Split `whole` by the operations in progress in a Timeline."""
     phases = by_kind([trace])
     rest = [phases[kind] for kind in (OTHER, "") if kind in phases] or [NOTHING]
     phases[OTHER] = union(np.concatenate([span[0] for span in rest]), np.concatenate([span[1] for span in rest]))

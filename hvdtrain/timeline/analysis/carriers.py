@@ -1,4 +1,4 @@
-"""Buckets and tensors by what they cost, under the names of modules. Pure."""
+"""The most expensive buckets and tensors, with their modules. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST = 10
 
 
 def of_run(run: RunTrace) -> list[Carrier]:
-    """The most costly ten, by what is exposed and then by what they take; of our spans where there are any."""
+    """Return the ten most expensive, by exposed time and then duration; from our spans if there are any."""
     ours = run.spans_of_rank_0
     found = _of_spans(ours, run) if ours is not None else []
     if not found:

@@ -1,4 +1,4 @@
-"""The exchange: how long, how much of it hidden, how fast. Pure."""
+"""The gradient exchange: duration, hidden share, bandwidth. Pure."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from hvdtrain.timeline.analysis.tracks import exchange_of, spans_named
 from hvdtrain.timeline.columns import BucketFacts, Floats, HorovodTrace, RunTrace, StepTable
 
 _UNKNOWN_SHARE = 0.02
-"""Of the time of collectives, that of those whose bytes are not told: of more, their bandwidth is not known."""
+"""If collectives of unknown size take more than this share of the time, the bandwidth is unknown."""
 _TURNS_A_STEP = 1.5
 
 
 def of_run(run: RunTrace) -> Communication | None:
-    """What Horovod's Timelines tell of the exchange, or else rank 0's own spans; None where neither does."""
+    """Return the exchange as Horovod's Timelines or else rank 0's spans show it; None without either."""
     if run.horovod and any(len(trace.start_us) for trace in run.horovod):
         return _of_timelines(run)
     return _of_spans(run)
 
 
 def bus_bytes(operation: str, nbytes: float, size: int) -> float:
-    """What a rank has to send, and as much to take in, of a collective: NCCL's bus bandwidth is this a second.
+    """Return the bytes that a rank sends, and also receives, in a collective. Per second it is NCCL's bus bandwidth.
 
-    nccl-tests, doc/PERFORMANCE.md: 2 (n - 1) / n of the bytes of an allreduce, n - 1 times what a rank gives to an
+    nccl-tests, doc/PERFORMANCE.md: 2 (n - 1) / n of the bytes of an allreduce, n - 1 times the input of an
     allgather, (n - 1) / n of an alltoall or reducescatter, all of a broadcast.
     """
     factors = {"ALLREDUCE": 2 * (size - 1) / size, "ALLGATHER": size - 1.0, "BROADCAST": 1.0}
@@ -38,7 +38,7 @@ def bus_bytes(operation: str, nbytes: float, size: int) -> float:
 
 
 def link_gb_per_s(link: Sequence[tuple[int, float]], size: int) -> float | None:
-    """Bus bandwidth of the largest allreduce that was measured by itself, in 1e9 bytes a second."""
+    """Return the bus bandwidth of the largest allreduce of the link probe, in 1e9 bytes per second."""
     measured = [(nbytes, seconds) for nbytes, seconds in link if seconds > 0]
     if not measured or size < 2:
         return None
@@ -68,10 +68,9 @@ def _of_timelines(run: RunTrace) -> Communication:
 
 
 def _steps_covered(run: RunTrace) -> int:
-    """Steps that lie in the Timelines: by how often tensors come again, else by the stamps; 0 where nothing tells.
+    """Return the number of steps in the Timelines, by how often tensors recur, else by stamps; 0 if unknown.
 
-    Stamps are not there of every step, and their moments are not those of the Timeline's events; but they tell tensors
-    that come several times a step.
+    Stamps do not cover every step, but they detect tensors that recur several times per step.
     """
     return sum(found) if all(found := [_steps_in(trace, run.steps) for trace in run.horovod]) else 0
 
@@ -86,7 +85,7 @@ def _steps_in(trace: HorovodTrace, table: StepTable | None) -> int:
 
 
 def _step_at(table: StepTable, us: float) -> int:
-    """The step that rank 0 was in; between and beyond stamped ones as if all took as long."""
+    """Return rank 0's step at a time; between and beyond recorded steps by interpolation."""
     starts: Floats = table.start_us[0]
     steps = table.step[-1] - table.step[0] + 1
     mean = max(1.0, float(table.end_us[0, -1] - starts[0]) / float(steps))
@@ -95,28 +94,28 @@ def _step_at(table: StepTable, us: float) -> int:
 
 
 def _bytes_of(traces: Sequence[HorovodTrace], size: int) -> tuple[float, float] | None:
-    """Bytes that a rank handed over in all, and what it had to send of them; None where not all are told."""
+    """Return the bytes that a rank passed to collectives and those on the bus; None if too many are unknown."""
     moved = on_bus = took = unknown = 0.0
     for trace in traces:
         whole = whole_collectives(trace)
         for number in np.unique(trace.phase[whole]):
             name, mine = trace.phases[number], whole & (trace.phase == number)
-            told = mine & (trace.nbytes >= 0)
+            sized = mine & (trace.nbytes >= 0)
             if name in ("JOIN", "BARRIER"):
                 continue
-            nbytes = handed_over(name, float(trace.nbytes[told].sum()), size)
+            nbytes = handed_over(name, float(trace.nbytes[sized].sum()), size)
             took += float(trace.duration_us[mine].sum())
-            unknown += float(trace.duration_us[mine & ~told if nbytes is not None else mine].sum())
+            unknown += float(trace.duration_us[mine & ~sized if nbytes is not None else mine].sum())
             moved += nbytes or 0.0
             on_bus += bus_bytes(name, nbytes or 0.0, size) if size > 1 else 0.0
     return (moved, on_bus) if unknown <= _UNKNOWN_SHARE * took else None
 
 
 def handed_over(operation: str, nbytes: float, size: int) -> float | None:
-    """What a rank gives to a collective of which Horovod's Timeline tells `nbytes`, those of the result.
+    """Return the input bytes of a collective whose result has `nbytes` in Horovod's Timeline.
 
-    An allgather's result is what all ranks gave, a reducescatter's one rank's share of the sum. None where that takes
-    the number of ranks, which is not known.
+    The result of an allgather has the inputs of all ranks, that of a reducescatter one rank's share. None if the number
+    of ranks is needed and unknown.
     """
     if operation not in ("ALLGATHER", "REDUCESCATTER"):
         return nbytes
@@ -126,7 +125,7 @@ def handed_over(operation: str, nbytes: float, size: int) -> float | None:
 
 
 def _hidden(busy: Span, table: StepTable) -> float | None:
-    """The share of `busy` in the stamped steps in which rank 0 did not wait."""
+    """Return the share of `busy` within recorded steps during which rank 0 did not wait."""
     steps = union(table.start_us[0], table.end_us[0])
     inside = common(busy, steps)
     if not length(inside):
@@ -148,7 +147,7 @@ def _of_spans(run: RunTrace) -> Communication | None:
 
 
 def _coded(run: RunTrace) -> float | None:
-    """Bytes a step of a run of whose collectives Horovod does not tell all; None where those are not of its buckets."""
+    """Return bytes per step from the buckets if the Timeline lacks sizes of bucket collectives only; else None."""
     ours = run.spans_of_rank_0
     names = [f"{facts.name}/" for facts in ours.buckets.values()] if ours is not None else []
     took = unknown = 0.0
@@ -161,7 +160,7 @@ def _coded(run: RunTrace) -> float | None:
 
 
 def _handed_over(run: RunTrace) -> float | None:
-    """Bytes a step of all of rank 0's buckets, as they are compressed."""
+    """Return compressed bytes per step of all of rank 0's buckets; None if unknown."""
     ours = run.spans_of_rank_0
     found = [payload_bytes(facts, run) for facts in ours.buckets.values()] if ours is not None else []
     known = [nbytes for nbytes in found if nbytes is not None]
@@ -169,7 +168,7 @@ def _handed_over(run: RunTrace) -> float | None:
 
 
 def payload_bytes(facts: BucketFacts, run: RunTrace) -> int | None:
-    """What a rank hands to collectives in one exchange of a bucket; None where the compression is not known."""
+    """Return the bytes that a rank passes to collectives per exchange of a bucket; None if unknown."""
     parallel = run.config.get("parallel")
     asked = parallel.get("compression") if isinstance(parallel, Mapping) else None
     try:
@@ -181,5 +180,5 @@ def payload_bytes(facts: BucketFacts, run: RunTrace) -> int | None:
 
 
 def item_bytes(dtype: str) -> int:
-    """Bytes of an element of a bucket."""
+    """Return the bytes of a bucket's element."""
     return {"float64": 8, "bfloat16": 2, "float16": 2}.get(dtype, 4)

@@ -1,4 +1,4 @@
-"""What a person should know of a run, in plain words: each with its number, its cost and what to try. Pure."""
+"""The findings of a run: problems, each with its number, its cost and what to try. Pure."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from hvdtrain.timeline.analysis.rank_steps import warm_up
 from hvdtrain.timeline.log_facts import STALLED
 
 _SHARE = 0.02
-"""Of a step: what costs less is not told."""
+"""Share of a step: smaller costs are not reported."""
 _ASIDE_SHARE = 0.1
 _SLOW_BUS = 0.5
 _LITTLE_BYTES = 1 << 20
-_MORE_SAMPLES = "more samples a step, --train.global_batch"
+_MORE_SAMPLES = "more samples per step, --train.global_batch"
 
 
 def find(facts: Facts) -> list[Finding]:
-    """All findings, most costly first; those of unknown cost last."""
+    """Return all findings, most costly first; unknown costs last."""
     found = [*of_ranks(facts), *_stalls(facts)]
     if facts.run.steps is not None and facts.budget is not None:
         for rule in (_exposed, _input, _copies, _collections, _aside, _cores, _bandwidth):
@@ -36,7 +36,7 @@ def find(facts: Facts) -> list[Finding]:
 
 
 def _exposed(facts: Facts) -> Iterator[Finding]:
-    """Communication that backward does not hide, beyond waiting for late ranks."""
+    """Report exposed communication, without the wait for stragglers."""
     assert facts.budget is not None
     pieces = [p for p in facts.budget.parts if p.name in facts.budget.exposed and p.name != LATE]
     cost = sum(piece.ms.value for piece in pieces)
@@ -44,28 +44,27 @@ def _exposed(facts: Facts) -> Iterator[Finding]:
         return
     largest = max(pieces, key=lambda piece: piece.ms.value)
     share = cost / facts.step_ms
-    mostly = f", most of it {largest.name}" if len(pieces) > 1 else ""
-    took = f"{wording.ms(cost)} ms of a step ({share:.0%})"
-    text = f"{took} wait for sums of gradients after the last rank is ready{mostly}"
+    mostly = f", mostly {largest.name}" if len(pieces) > 1 else ""
+    text = f"exposed communication takes {wording.ms(cost)} ms per step ({share:.0%}){mostly}"
     yield Finding("exposed", text, cost, _faster_exchange(facts, largest.name, cost))
 
 
 def _faster_exchange(facts: Facts, largest: str, cost_ms: float) -> str:
     compression = facts.option("parallel", "compression")
     if facts.cores_explain(cost_ms) and largest in (OTHER_EXCHANGE, NEGOTIATION, EXCHANGE):
-        return f"ranks wait for cores, and so does the exchange: {facts.for_cores()}"
+        return f"the exchange waits for CPU cores: {facts.for_cores()}"
     sent = facts.communication.bytes_per_step if facts.communication else None
     if sent is not None and sent < _LITTLE_BYTES:
-        return f"so little is sent that it costs only its latency: {_MORE_SAMPLES}"
+        return f"latency dominates because little is sent: {_MORE_SAMPLES}"
     larger = facts.bucket_mib(4)
     if largest in (NEGOTIATION, QUEUE):
-        return f"fewer, larger buckets: {larger}" if larger else f"sum less often: {_MORE_SAMPLES}"
+        return f"fewer, larger buckets: {larger}" if larger else f"exchange less often: {_MORE_SAMPLES}"
     if largest == COPIES and larger:
-        return f"buckets are not to be fused: {larger}"
+        return f"larger buckets need no fusion: {larger}"
     smaller = facts.bucket_mib(0.25)
-    begin = f"smaller buckets begin earlier: {smaller}; " if smaller else ""
+    begin = f"smaller buckets start earlier: {smaller}; " if smaller else ""
     if largest in (TRANSFER, EXCHANGE) and compression in (None, "none"):
-        return f"send less: --parallel.compression auto tries what pays; {begin}".removesuffix("; ")
+        return f"send less: --parallel.compression auto finds what pays off; {begin}".removesuffix("; ")
     return f"{begin}or a faster link" if begin else f"a faster link; or {_MORE_SAMPLES}"
 
 
@@ -74,30 +73,30 @@ def _input(facts: Facts) -> Iterator[Finding]:
     if cost < _SHARE * facts.step_ms:
         return
     workers = facts.option("loader", "workers") or 0
-    text = f"{wording.ms(cost)} ms of a step ({cost / facts.step_ms:.0%}) wait for data"
-    yield Finding("input", text, cost, f"load in more processes: --loader.workers {max(1, 2 * int(workers))}")
+    text = f"{wording.ms(cost)} ms per step ({cost / facts.step_ms:.0%}) are spent waiting for data"
+    yield Finding("input", text, cost, f"use more loader processes: --loader.workers {max(1, 2 * int(workers))}")
 
 
 def _copies(facts: Facts) -> Iterator[Finding]:
     cost = _fed_ms(facts) * _copied_share(facts)
     if cost < _SHARE * facts.step_ms:
         return
-    text = f"{wording.ms(cost)} ms of a step ({cost / facts.step_ms:.0%}) copy batches to the device"
-    advice = "fewer bytes a batch: copy integers or half precision, and convert them on the device"
+    text = f"{wording.ms(cost)} ms per step ({cost / facts.step_ms:.0%}) are spent copying batches to the device"
+    advice = "copy fewer bytes: send integers or half precision, and convert them on the device"
     if facts.option("loader", "pin_memory") == "off":
-        advice = "from page-locked memory they do not block: --loader.pin_memory auto"
+        advice = "copy from page-locked memory, which does not block: --loader.pin_memory auto"
     yield Finding("copy", text, cost, advice)
 
 
 def _fed_ms(facts: Facts) -> float:
-    """What a usual rank waits for data and for its copy to the device; that of a late rank is told with it."""
+    """Return the median wait for data and its copy to the device; stragglers are reported on their own."""
     part = facts.part("data")
     waited = [row.parts_ms.get("data", 0.0) for row in facts.blame.ranks if row.rank not in facts.blame.late]
     return float(np.median(waited or [part.ms.value])) if part else 0.0
 
 
 def _copied_share(facts: Facts) -> float:
-    """Of what ranks that are not late wait for data and for its copy to the device, the copy."""
+    """Return the share of the copy in that wait, of ranks that are no stragglers."""
     table = facts.run.steps
     assert table is not None
     usual = [rank for rank in range(len(table.hosts)) if rank not in facts.blame.late]
@@ -116,12 +115,14 @@ def _collections(facts: Facts) -> Iterator[Finding]:
     spent = table.parts_us.get("gc")
     if spent is None:
         return
-    # A collection anywhere holds up all ranks: of each step the longest counts.
+    # A collection on any rank delays all: the longest of each step counts.
     ms = float(np.nan_to_num(spent[:, warm_up(table) :]).max(axis=0).mean()) / 1e3
     if ms >= _SHARE * facts.step_ms:
-        took = f"{wording.ms(ms)} ms of a step ({ms / facts.step_ms:.0%})"
+        took = f"{wording.ms(ms)} ms per step ({ms / facts.step_ms:.0%})"
         text = f"Python's garbage collector takes {took} on the slowest rank"
-        yield Finding("gc", text, ms, "call gc.freeze() once model and data are made, or make fewer objects a step")
+        yield Finding(
+            "gc", text, ms, "call gc.freeze() after creating model and data, or create fewer objects per step"
+        )
 
 
 def _aside(facts: Facts) -> Iterator[Finding]:
@@ -129,15 +130,15 @@ def _aside(facts: Facts) -> Iterator[Finding]:
     if part is None or part.share < _ASIDE_SHARE:
         return
     every = facts.option("train", "eval_every") or facts.option("checkpoint", "every") or 50
-    advice = f"less often: --train.eval_every {10 * int(every)} --checkpoint.every {10 * int(every)}"
+    advice = f"run them less often: --train.eval_every {10 * int(every)} --checkpoint.every {10 * int(every)}"
     advice += ", or fewer samples: --train.eval_samples 16"
     yield Finding("aside", f"evaluations and checkpoints take {part.share:.0%} of the time", part.ms.value, advice)
 
 
 def _cores(facts: Facts) -> Iterator[Finding]:
     if (waited := facts.core_wait_ms()) is not None:
-        took = f"{wording.ms(waited)} ms a step ({waited / facts.step_ms:.0%})"
-        text = f"ranks were ready to run and had no core for {took}"
+        took = f"{wording.ms(waited)} ms per step ({waited / facts.step_ms:.0%})"
+        text = f"ranks waited for a CPU core for {took}"
         yield Finding("cpu", text, waited, facts.for_cores())
 
 
@@ -150,16 +151,16 @@ def _bandwidth(facts: Facts) -> Iterator[Finding]:
         return
     if found.bus_gb_per_s < _SLOW_BUS * found.link_gb_per_s and transfer and transfer.share >= _SHARE:
         alone = wording.speed(found.link_gb_per_s)
-        text = f"sums travel at {wording.speed(found.bus_gb_per_s)}, a large one by itself at {alone}"
-        won = transfer.ms.value * (1 - found.bus_gb_per_s / found.link_gb_per_s)
+        text = f"bus bandwidth is {wording.speed(found.bus_gb_per_s)}; a large allreduce alone reaches {alone}"
+        gain = transfer.ms.value * (1 - found.bus_gb_per_s / found.link_gb_per_s)
         larger = facts.bucket_mib(4)
-        advice = f"small buckets or cores that backward needs: {larger}" if larger else "backward needs the same cores"
-        yield Finding("bandwidth", text, won, advice)
+        advice = f"use larger buckets, or free CPU cores: {larger}" if larger else "backward needs the same CPU cores"
+        yield Finding("bandwidth", text, gain, advice)
 
 
 def _stalls(facts: Facts) -> Iterator[Finding]:
     lines = [line for line in facts.run.warnings if line.startswith(STALLED)]
     if lines:
-        more = f"; and on {len(lines) - 1} more rank(s)" if len(lines) > 1 else ""
+        more = f"; and on {wording.counted(len(lines) - 1, 'more rank')}" if len(lines) > 1 else ""
         text = f"{lines[0][:160]}{more}"
-        yield Finding("stall", text, None, "ranks must call the same collectives; see which ranks it names as missing")
+        yield Finding("stall", text, None, "all ranks must call the same collectives; the line names the missing ranks")

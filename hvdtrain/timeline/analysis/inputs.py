@@ -1,4 +1,4 @@
-"""What findings are made of. Pure."""
+"""The inputs of findings. Pure."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import numpy as np
 
 from hvdtrain.timeline.analysis.analysis import Blame, Budget, Communication, Part
 from hvdtrain.timeline.analysis.communication import item_bytes
-from hvdtrain.timeline.analysis.stragglers import Verdict
+from hvdtrain.timeline.analysis.stragglers import Stragglers
 from hvdtrain.timeline.columns import RunTrace
 
 _CPU_SHARE = 0.05
-"""Of a step."""
+"""Share of a step."""
 _MOST = 0.5
 _LEAST_MIB, _USUAL_MIB, _MOST_MIB = 0.25, 32.0, 256.0
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What findings are made of."""
+    """Everything that the rules for findings use."""
 
     run: RunTrace
     budget: Budget | None
     communication: Communication | None
     blame: Blame
-    verdict: Verdict | None
+    stragglers: Stragglers | None
 
     @property
     def step_ms(self) -> float:
@@ -36,43 +36,43 @@ class Facts:
         return self.budget.step_ms.value if self.budget else 0.0
 
     def part(self, name: str) -> Part | None:
-        """A part of the budget."""
+        """Return a part of the budget."""
         return next((part for part in self.budget.parts if part.name == name), None) if self.budget else None
 
     def option(self, section: str, name: str) -> Any:
-        """An option of the run; None where it is not known."""
+        """Return an option of the run; None if unknown."""
         values = self.run.config.get(section)
         return values.get(name) if isinstance(values, Mapping) else None
 
     def core_wait_ms(self) -> float | None:
-        """What every rank waited for a core, a step; None where it is little or not known."""
+        """Return the median wait for a CPU core per step; None if small or unknown."""
         table = self.run.steps
         if table is None or not self.step_ms:
             return None
-        told = {
+        waits = {
             number: row
             for number in np.unique(table.block)
             if (row := table.facts[number].get("cpu_wait_us")) and None not in row
         }
-        if not told:
+        if not waits:
             return None
-        waited = np.sum(np.array([*told.values()], float), axis=0) / 1e3 / int(np.isin(table.block, [*told]).sum())
+        waited = np.sum(np.array([*waits.values()], float), axis=0) / 1e3 / int(np.isin(table.block, [*waits]).sum())
         usual = float(np.median(waited))
         return usual if usual >= _CPU_SHARE * self.step_ms else None
 
     def cores_explain(self, cost_ms: float) -> bool:
-        """Whether waiting for cores may be most of a cost: less than half as much is another matter."""
+        """Return whether waiting for cores may be at least half of a cost."""
         return (self.core_wait_ms() or 0.0) >= _MOST * cost_ms
 
     def for_cores(self) -> str:
-        """What to do where ranks wait for cores."""
-        advice = "end what else runs there, or start fewer ranks, or threads where OMP_NUM_THREADS is above 1"
+        """Return advice for ranks that wait for CPU cores."""
+        advice = "stop other programs there, start fewer ranks, or reduce OMP_NUM_THREADS if it is above 1"
         return f"{advice}, --loader.workers 0" if self.option("loader", "workers") else advice
 
     def bucket_mib(self, factor: float) -> str | None:
-        """The flag for buckets so many times those of the run; None where it would change nothing.
+        """Return the option for buckets `factor` times as large; None if it would change nothing.
 
-        What they are is told by the largest, or by the option where that is less; of one alone none is made fewer.
+        The current size is that of the largest bucket, or the option if that is smaller.
         """
         count = max((len(spans.buckets) for spans in self.run.spans), default=0)
         if factor > 1 and count == 1:

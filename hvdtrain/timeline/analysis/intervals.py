@@ -1,4 +1,4 @@
-"""Sets of intervals on a line: unions, their length, what two of them have in common. Pure."""
+"""Sets of intervals: union, length, intersection, difference. Pure."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 from hvdtrain.timeline.columns import Floats
 
 Span = tuple[Floats, Floats]
-"""Starts and ends of intervals that do not touch each other, ascending [n]."""
+"""Starts and ends of disjoint intervals, ascending [n]."""
 
 NOTHING: Span = (np.zeros(0), np.zeros(0))
 
 
 def union(start: Floats, end: Floats) -> Span:
-    """Intervals in any order and over each other as a set [n]; those that are empty are left out."""
+    """Return the union of intervals in any order; empty ones are dropped."""
     good = end > start
     start, end = np.asarray(start, float)[good], np.asarray(end, float)[good]
     if not len(start):
@@ -29,12 +29,12 @@ def union(start: Floats, end: Floats) -> Span:
 
 
 def length(span: Span) -> float:
-    """How long a set is in all."""
+    """Return the total length."""
     return float(np.sum(span[1] - span[0]))
 
 
 def within(span: Span, start: Floats, end: Floats) -> Floats:
-    """How much of a set lies between each start and its end [n]."""
+    """Return the length of a set between each start and its end [n]."""
     if not len(span[0]):
         return np.zeros(len(start))
     before = np.concatenate([[0.0], np.cumsum(span[1] - span[0])])
@@ -49,7 +49,7 @@ def within(span: Span, start: Floats, end: Floats) -> Floats:
 
 
 def common(a: Span, b: Span) -> Span:
-    """What lies in both sets."""
+    """Return the intersection."""
     if not len(a[0]) or not len(b[0]):
         return NOTHING
     first = np.searchsorted(b[1], a[0], side="right")
@@ -60,7 +60,7 @@ def common(a: Span, b: Span) -> Span:
 
 
 def without(a: Span, b: Span) -> Span:
-    """What lies in `a` and not in `b`."""
+    """Return the difference `a` minus `b`."""
     if not len(a[0]) or not len(b[0]):
         return a
     gaps = np.concatenate([[-np.inf], b[1]]), np.concatenate([b[0], [np.inf]])
@@ -68,12 +68,7 @@ def without(a: Span, b: Span) -> Span:
 
 
 def partition(whole: Span, parts: Mapping[str, Span]) -> dict[str, Span]:
-    """Cut `whole` into parts: each moment belongs to the first part that holds it, and the rest to "".
-
-    Args:
-        whole: what is cut.
-        parts: by name, the first first.
-    """
+    """Split `whole`: each moment belongs to the first of `parts` that contains it, else to ""."""
     found: dict[str, Span] = {}
     for name, part in parts.items():
         found[name] = common(whole, part)

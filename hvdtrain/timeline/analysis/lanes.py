@@ -1,4 +1,4 @@
-"""A few steps of all ranks, as rows of a picture. Pure."""
+"""A few steps of all ranks as lanes of a picture. Pure."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hvdtrain.timeline.columns import Floats, HorovodTrace, RankSpans, RunTrace
 
 STEPS = 4
 _MOST_SLICES = 400
-"""In a lane; of more, the longest."""
+"""Per lane; the longest ones are kept."""
 
 
 def of_run(run: RunTrace) -> list[Lane]:
-    """A window of four traced steps, the slowest that is no exception; or four turns of a Timeline by itself."""
+    """Return four consecutive recorded steps that are slow but not exceptional; or four steps of a Timeline alone."""
     if not run.spans:
         return [lane for trace in run.horovod[-1:] if (lane := _alone(trace)) is not None]
     window = _window(run.spans)
@@ -35,14 +35,14 @@ def of_run(run: RunTrace) -> list[Lane]:
 
 
 def _window(ranks: Sequence[RankSpans]) -> tuple[int, int, float, float] | None:
-    """First and last step, begin and end in us; None where no step was traced."""
+    """Return first and last step, begin and end in us; None if no step was recorded."""
     mine = [(r.track == MAIN) & (r.step > 0) & np.isin(r.name, _numbers(r, "step")) for r in ranks]
     step = np.concatenate([r.step[m] for r, m in zip(ranks, mine, strict=True)])
     numbers, place = np.unique(step, return_inverse=True)
     first, last = np.full(len(numbers), np.inf), np.full(len(numbers), -np.inf)
     np.minimum.at(first, place, np.concatenate([r.start_us[m] for r, m in zip(ranks, mine, strict=True)]))
     np.maximum.at(last, place, np.concatenate([r.end_us[m] for r, m in zip(ranks, mine, strict=True)]))
-    skipped = 1 if len(numbers) > STEPS + 1 else 0  # the first one of a run is unlike the others
+    skipped = 1 if len(numbers) > STEPS + 1 else 0  # the first step of a run is special
     numbers, first, last = numbers[skipped:], first[skipped:], last[skipped:]
     if not len(numbers):
         return None
@@ -51,7 +51,7 @@ def _window(ranks: Sequence[RankSpans]) -> tuple[int, int, float, float] | None:
     if not len(whole):
         ahead, whole = 0, np.array([0])
     long = last[whole + ahead] - first[whole]
-    # The upper quartile: long, but there are longer ones, such as that of a pause.
+    # The upper quartile: slow, but not exceptional as a pause is.
     begin = int(whole[np.argsort(long, kind="stable")[int(0.75 * (len(whole) - 1))]])
     return int(numbers[begin]), int(numbers[begin + ahead]), float(first[begin]), float(last[begin + ahead])
 
@@ -77,12 +77,12 @@ def _of_rank(spans: RankSpans, first: int, last: int, begin: float, end: float) 
 
 
 def _inside(start: float, stop: float, begin: float, end: float) -> tuple[float, float]:
-    """What of a span lies in the picture, in milliseconds from its begin."""
+    """Clip a span to the picture; milliseconds from its begin."""
     return float(max(start, begin) - begin) / 1e3, float(min(stop, end) - begin) / 1e3
 
 
 def _longest(length: Floats) -> NDArray[np.intp]:
-    """Places of the longest, as many as a lane takes, in their order."""
+    """Return indices of the longest `_MOST_SLICES`, in order."""
     return np.sort(np.argsort(-length, kind="stable")[:_MOST_SLICES])
 
 
@@ -110,7 +110,7 @@ def _transfer(trace: HorovodTrace, begin: float, end: float) -> list[Slice]:
 
 
 def _alone(trace: HorovodTrace) -> Lane | None:
-    """The middle of a Timeline: as long as four turns of the tensor that comes most often, or a tenth of it."""
+    """Return the middle of a Timeline: four exchanges of its most frequent tensor."""
     if not len(trace.start_us):
         return None
     tensor = int(np.bincount(trace.tensor).argmax())

@@ -1,4 +1,4 @@
-"""How much later a rank is than the others, and what that costs a step. Pure."""
+"""The lateness of ranks and its cost per step. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvdtrain.timeline.columns import Floats
 
 
 def median_of_others(values: Floats) -> Floats:
-    """In each column, for each row the median of the other rows [rows, n]; of a single row itself."""
+    """Return for each row and column the median of the other rows [rows, n]; a single row itself."""
     rows = len(values)
     if rows == 1:
         return np.array(values)
@@ -26,16 +26,15 @@ def median_of_others(values: Floats) -> Floats:
 
 
 def like_the_others(work: Floats, late: Collection[int] = ()) -> Floats:
-    """What each rank's times would be, had they the distribution of a rank like the others.
+    """Return each rank's times as if they had the distribution of a typical other rank.
 
-    A rank's longest step becomes the longest of a typical other rank, its second longest the second longest, and so on
-    (for each of these the median over the other ranks): steps that are long for all remain so, and a rank that is late
-    always or by much in few steps is treated alike. No step becomes longer: that others are noisier is no merit to be
-    taken away.
+    A rank's longest step becomes the longest step of a typical other rank (median over the other ranks), its second
+    longest the second longest, and so on. Steps that are long for all ranks stay long. Steady and rare lateness are
+    treated alike. No step becomes longer, even if other ranks are noisier.
 
     Args:
         work: of each rank in each step [ranks, steps].
-        late: ranks that are no example for others.
+        late: ranks that are not typical.
     """
     order = np.argsort(work, axis=1, kind="stable")
     ordered = np.take_along_axis(work, order, axis=1)
@@ -50,11 +49,10 @@ def like_the_others(work: Floats, late: Collection[int] = ()) -> Floats:
 
 
 def tamed(work: Floats) -> Floats:
-    """`work` without what single steps have beyond three times the usual scatter [ranks, steps].
+    """Clip outliers of single steps at three times the usual scatter [ranks, steps].
 
-    The scatter is that of ranks beside each other, each about its own median. What a step has more for all ranks is
-    left: the lower median over them, as a rank is held up by others on its cores, never pushed. So a small steady
-    lateness is to be seen among steps of which some are long by accident.
+    The scatter is between ranks, each relative to its own median. A delay of all ranks in a step stays: it is the lower
+    median over ranks, because other load can only delay a rank. This makes a small steady lateness visible.
     """
     about_own = work - np.median(work, axis=1, keepdims=True)
     of_step = np.sort(about_own, axis=0)[(len(work) - 1) // 2]
@@ -64,12 +62,11 @@ def tamed(work: Floats) -> Floats:
 
 
 def costs(work: Floats, late: Collection[int] = ()) -> Floats:
-    """By how much steps would be shorter were each rank like the others [ranks], in the units of `work`.
+    """Return how much shorter steps would be if each rank were like the others [ranks], in the units of `work`, >= 0.
 
-    A step takes as long as the last rank. Of ranks that are `late` together, what steps would be shorter were all of
-    them like the others is shared out: each delay among those that have it (the Shapley value; Littlechild and Owen,
-    Management Science 20, 1973). Another rank is looked at by itself.
-    None is below 0.
+    A step takes as long as its last rank. Ranks that are `late` together share the total gain: each delay is divided
+    among the ranks that have it (the Shapley value; Littlechild and Owen, Management Science 20, 1973). Any other rank
+    is considered alone.
     """
     changed = like_the_others(work, late)
     ordered = np.sort(work, axis=0)
@@ -101,9 +98,9 @@ def _shared(work: Floats, changed: Floats, late: list[int]) -> Floats:
 def cost_estimates(work: Floats, late: Collection[int], correlation: float) -> list[Estimate]:
     """`costs` with their 95% confidence intervals: the jackknife over blocks of consecutive steps.
 
-    The estimator is computed anew without each block in turn (Künsch, "The jackknife and the bootstrap for general
-    stationary observations", Annals of Statistics 17, 1989), so that what is not known of the other ranks' times
-    counts too. Blocks are several times as long as steps resemble each other, as far as there are enough of them.
+    The estimator is repeated without each block in turn (Künsch, "The jackknife and the bootstrap for general
+    stationary observations", Annals of Statistics 17, 1989), so the uncertainty of the other ranks' times counts too.
+    Blocks are longer than the correlation of steps if there are enough steps.
     """
     steps = work.shape[1]
     blocks = int(min(BATCHES, max(4, steps / (2 * correlation)), steps))

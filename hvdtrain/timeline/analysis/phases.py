@@ -1,4 +1,4 @@
-"""Horovod's phases in the words of a report, and the steps of a Timeline. Pure."""
+"""Kinds of Horovod's phases, and the steps of a Timeline. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvdtrain.timeline.columns import Floats, HorovodTrace
 
 TRANSFER, COPIES, QUEUE, NEGOTIATION, OTHER = "transfer", "fusion copies", "queue", "negotiation", "other"
 PHASES = (TRANSFER, COPIES, QUEUE, NEGOTIATION)
-"""In the order in which a moment that belongs to several is counted: what moves data first."""
+"""By priority: a moment in several phases counts for the first, so that moving data comes first."""
 
 _COLLECTIVES = ("ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER", "JOIN", "BARRIER", "ADASUM")
 _MOVING = ("MPI_", "NCCL_", "GLOO_", "CCL_", "ADASUM_", "DDL_", "MLSL_", "COMMUNICATE")
@@ -22,7 +22,7 @@ _FEW_STEPS = 4
 
 
 def kind_of(phase: str) -> str:
-    """What a phase of Horovod's is; "" for a collective as a whole, which contains others."""
+    """Return the kind of a phase of Horovod; "" for a whole collective, which contains other phases."""
     if phase.startswith("NEGOTIATE_"):
         return NEGOTIATION
     if phase in ("QUEUE", "WAIT_FOR_DATA", "WAIT_FOR_OTHER_TENSOR_DATA"):
@@ -37,7 +37,7 @@ def kind_of(phase: str) -> str:
 
 
 def by_kind(traces: Sequence[HorovodTrace]) -> dict[str, Span]:
-    """When each kind of phase was under way for any tensor; "" for collectives as a whole."""
+    """Return when each kind of phase was in progress for any tensor; "" for whole collectives."""
     starts: dict[str, list[Floats]] = {}
     ends: dict[str, list[Floats]] = {}
     for trace in traces:
@@ -51,15 +51,15 @@ def by_kind(traces: Sequence[HorovodTrace]) -> dict[str, Span]:
 
 
 def whole_collectives(trace: HorovodTrace) -> NDArray[np.bool_]:
-    """Which intervals are a collective as a whole [n]."""
+    """Return which intervals are whole collectives [n]."""
     numbers = [i for i, name in enumerate(trace.phases) if kind_of(name) == ""]
     return np.isin(trace.phase, numbers)
 
 
 def steps_of(trace: HorovodTrace) -> int:
-    """How often most tensors come again, which is the number of steps; 0 where they don't agree.
+    """Return the number of steps: how often most tensors recur; 0 if they do not agree.
 
-    Broadcasts are of a start or of a checkpoint, and do not count where there is anything else.
+    Broadcasts belong to starts and checkpoints. They count only if there is nothing else.
     """
     broadcast = [i for i, name in enumerate(trace.phases) if name == "BROADCAST"]
     whole = whole_collectives(trace)
@@ -69,14 +69,14 @@ def steps_of(trace: HorovodTrace) -> int:
     if not len(counts):
         return 0
     usual = int(np.bincount(counts).argmax())
-    # The first or the last step of a file may be there by half.
+    # The first or the last step of a file may be incomplete.
     return usual if np.mean(np.abs(counts - usual) <= 1) >= _REGULAR_SHARE and usual > 1 else 0
 
 
-def steady(trace: HorovodTrace) -> HorovodTrace:
-    """A Timeline without what lies before its second step: broadcasts of the start, and waiting for them.
+def without_start(trace: HorovodTrace) -> HorovodTrace:
+    """Cut a Timeline to start at its second step, without the broadcasts of the start. Ticks are kept.
 
-    Its ticks are all there. Where there are few steps, or none can be told, nothing is left out.
+    A Timeline with few or no recognisable steps is returned whole.
     """
     steps = steps_of(trace)
     if steps < _FEW_STEPS:
@@ -91,14 +91,14 @@ def steady(trace: HorovodTrace) -> HorovodTrace:
 
 
 def recurring(trace: HorovodTrace) -> NDArray[np.bool_]:
-    """Which tensors come about once a step [tensors]; all of them where no steps can be told."""
+    """Return which tensors recur about once per step [tensors]; all of them if the steps are unknown."""
     steps = steps_of(trace)
     counts = np.bincount(trace.tensor[whole_collectives(trace)], minlength=len(trace.tensors))
     return np.asarray(counts >= max(1, steps / 2))
 
 
 def extent(trace: HorovodTrace) -> tuple[float, float]:
-    """When the first interval begins and the last one ends; zeros where there is none."""
+    """Return when the first interval begins and the last one ends; zeros if there is none."""
     if not len(trace.start_us):
         return 0.0, 0.0
     return float(trace.start_us.min()), float((trace.start_us + trace.duration_us).max())

@@ -1,4 +1,4 @@
-"""What each rank did of each step until it had to wait for the others. Pure."""
+"""The time of each rank in each step until it waits for the others. Pure."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from numpy.typing import NDArray
 from hvdtrain.timeline.columns import Floats, HorovodTrace, Ints, StepTable
 
 _WARM_UP = 2
-"""First steps of a start that are unlike the rest: compiling, learning the buckets, filling Horovod's cache."""
+"""Warm-up steps of a start: compilation, bucket order, Horovod's cache."""
 _FEW = 10
 _ASIDE_SHARE = 0.01
 _MOST = 1 << 18
-"""Numbers that are looked at; of longer runs, stretches all along them."""
+"""Largest number of values used; longer runs are sampled in stretches."""
 _STRETCH = 20
 _LEAST_TURNS = 4
-"""Of the ticks of a tensor: of two the beginning is not known."""
+"""Exchanges of a tensor."""
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """Steps as rounds from a common start, the sums of the step before being there, to each rank's being ready.
+    """Steps as rounds, from the sums of the step before until each rank is ready.
 
     Attributes:
         source: our stamps, or ticks of Horovod.
         hosts: of the ranks.
         work_ms: from the common start until the rank is ready [ranks, rounds].
-        column: of the step table that each round is of; empty for ticks [rounds].
-        step: their numbers [rounds].
+        column: of each round in the step table; empty for ticks [rounds].
+        step: numbers [rounds].
         step_ms: the median time from a round to the next.
-        clock_error_ms: by how much a rank's times may be off those of rank 0 [ranks].
+        clock_error_ms: bound of the error of a rank's times, compared with rank 0's [ranks].
     """
 
     source: Literal["stamps", "ticks"]
@@ -46,21 +46,21 @@ class Rounds:
 
 
 def warm_up(table: StepTable) -> int:
-    """Columns at the beginning of a table that are left out."""
+    """Return the number of warm-up steps at the beginning of a table."""
     count = len(table.step)
     return min(count - 1, _WARM_UP if count >= _FEW else 1) if count > 2 else 0
 
 
 def follows(table: StepTable) -> NDArray[np.bool_]:
-    """Whether the step before each one is in the table too [steps]."""
+    """Return whether the table has the step before each step [steps]."""
     return np.concatenate([[False], np.diff(table.step) == 1]) if len(table.step) else np.zeros(0, bool)
 
 
 def from_stamps(table: StepTable) -> Rounds | None:
-    """Rounds of a step table; None where it has no two ranks, or no steps beyond the first.
+    """Return the rounds of a step table; None with fewer than two ranks or two steps.
 
-    Steps that follow an evaluation or a checkpoint are left out where enough others remain: all ranks end these
-    together, but not when the sums of the step before were there.
+    Steps after an evaluation or a checkpoint are excluded if enough others remain: they do not begin with the sums of
+    the step before.
     """
     ranks, steps = table.ready_us.shape
     if ranks < 2 or steps < 2:
@@ -86,7 +86,7 @@ def from_stamps(table: StepTable) -> Rounds | None:
 
 
 def _thinned(count: int, ranks: int) -> Ints:
-    """Indices of at most `_MOST` numbers in stretches of consecutive rounds, evenly spread."""
+    """Return indices of evenly spread stretches of rounds, with at most `_MOST` values in total."""
     most = max(_STRETCH, _MOST // ranks)
     if count <= most:
         return np.arange(count, dtype=np.int32)
@@ -96,11 +96,10 @@ def _thinned(count: int, ranks: int) -> Ints:
 
 
 def from_ticks(traces: Sequence[HorovodTrace]) -> Rounds | None:
-    """Rounds from the ticks in which Horovod says when each rank was ready for a tensor; None where it wrote too few.
+    """Return rounds from Horovod's ticks, which say when each rank was ready for a tensor; None with too few ticks.
 
-    A round is one negotiation of every tensor that comes again and again; a rank is ready when it is so for the last of
-    them. Rank 0 hears of the others once a cycle: finer than that the ticks are not. They are there for the first
-    steps alone, unless HOROVOD_CACHE_CAPACITY=0.
+    A round is one negotiation of every recurring tensor. A rank is ready when it is ready for the last of them. The
+    resolution is one cycle of rank 0. Horovod writes ticks for the first steps only, unless HOROVOD_CACHE_CAPACITY=0.
     """
     found = [rounds for trace in traces if (rounds := _rounds_of(trace)) is not None]
     return max(found, key=lambda rounds: rounds.work_ms.shape[1], default=None)
@@ -114,14 +113,14 @@ def _rounds_of(trace: HorovodTrace) -> Rounds | None:
     if not by_tensor:
         return None
     counts = np.array([each.shape[1] for each in by_tensor])
-    # What comes once are broadcasts of the start; what comes more often than most, no part of each step.
+    # Tensors that occur once are broadcasts of the start. Others with an unusual count are not part of each step.
     often = counts[counts >= _LEAST_TURNS]
     if not len(often):
         return None
     usual = int(np.bincount(often).argmax())
     same = [each for each, count in zip(by_tensor, counts, strict=True) if count == usual]
     ready = np.max(np.stack(same), axis=0)
-    ready = ready[:, 1:]  # the first one waits for what the program did before
+    ready = ready[:, 1:]  # the first round includes work before training
     begin = np.roll(ready.max(axis=0), 1)
     begin[0] = begin[1] - np.median(np.diff(ready.max(axis=0))) if ready.shape[1] > 1 else ready[:, 0].min()
     work = (ready - begin)[:, 1:] / 1e3
@@ -135,14 +134,14 @@ def _rounds_of(trace: HorovodTrace) -> Rounds | None:
 
 
 def _turns(trace: HorovodTrace, tensor: int, ranks: int) -> Floats:
-    """When each rank was ready for each turn of a tensor [ranks, turns]; as far as every rank ticked once a turn."""
+    """Return when each rank was ready for each exchange of a tensor [ranks, turns], while all ranks tick once."""
     mine = np.flatnonzero(trace.tick_tensor == tensor)
     mine = mine[np.argsort(trace.tick_us[mine], kind="stable")]
     turns = len(mine) // ranks
-    who = trace.tick_rank[mine[: turns * ranks]].reshape(turns, ranks)
-    good = (np.sort(who, axis=1) == np.arange(ranks)).all(axis=1)
+    tick_ranks = trace.tick_rank[mine[: turns * ranks]].reshape(turns, ranks)
+    good = (np.sort(tick_ranks, axis=1) == np.arange(ranks)).all(axis=1)
     turns = int(np.argmin(good)) if not good.all() else turns
     times = trace.tick_us[mine[: turns * ranks]].reshape(turns, ranks)
     ready = np.empty((ranks, turns))
-    np.put_along_axis(ready, who[:turns].T.astype(np.intp), times.T, axis=0)
+    np.put_along_axis(ready, tick_ranks[:turns].T.astype(np.intp), times.T, axis=0)
     return ready

@@ -1,4 +1,4 @@
-"""For which steps of a run the stamped ones stand: stamps get sparser the longer it is. Pure."""
+"""Weights of the recorded steps of a run. Stamps become sparser during a long run. Pure."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from hvdtrain.timeline.columns import Floats, Ints, StepTable
 
 @dataclass(frozen=True)
 class Sample:
-    """The steps of a table that are looked at.
+    """The steps of a table that an analysis uses.
 
     Attributes:
         columns: of the table [n].
-        begin_us: the end of the step before; where that has no stamps, when evaluations after it began [ranks, n].
+        begin_us: end of the step before; if it has no stamps, the start of the evaluations after it [ranks, n].
         aside_us: evaluations and checkpoints since the step before [ranks, n].
-        steps: from the one that is looked at before, not counted, to each; 1 for the first [n].
-        weights: steps that each stands for, as many in all; what lies between two stretches of consecutive ones is by
-            half the one's and by half the other's [n].
+        steps: number of steps since the previous one in the sample; 1 for the first [n].
+        weights: number of steps that each represents. A gap between two stretches counts half to each [n].
     """
 
     columns: Ints
@@ -31,10 +30,7 @@ class Sample:
 
 
 def sample_of(table: StepTable) -> Sample:
-    """The steps that every rank knows, but the first ones.
-
-    What was done before the first step of a start belongs to no step.
-    """
+    """Return the steps recorded by all ranks, without warm-up. Work before a start's first step belongs to no step."""
     moments = (table.start_us, table.ready_us, table.released_us, table.end_us)
     known = np.flatnonzero(np.isfinite(moments).all(axis=(0, 1)))
     end = table.end_us[:, known]

@@ -1,4 +1,4 @@
-"""Whether a rank is later than the others, or only happened to be. Pure, and the same at each call."""
+"""Statistical tests for late ranks. Pure and deterministic."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ _MOST_BLOCKS = 64
 _ENOUGH_RANKS = 8
 _FAR = 10.0
 _ODDS = 0.0025
-"""Of naming a rank where none is late, of each of two tests: half a percent in all."""
+"""Probability of a false alarm of each of two tests: 0.5% in total."""
 _REACHED = int(_ODDS * (_SHUFFLES + 1)) - 1
-"""So many shuffles may make a rank as late as one that is named; it is itself as likely as each of them."""
+"""How many shuffles may reach the lateness of a straggler."""
 _Z = 2.807034
-"""At which a normal number is exceeded with these odds."""
+"""Normal quantile of `_ODDS`."""
 
 
 def latest(work: Floats) -> tuple[list[int], float]:
-    """The ranks that are later than the others by no accident, and how alike steps are.
+    """Return the ranks that are significantly later than the others, and how alike steps are.
 
-    Two statistics of how late a rank is, each against what is usual in its step (the median of the others): the mean,
-    which sees a rank that is late seldom and by much; and the mean of times without their outliers
-    (`lateness.tamed`), which sees a small steady lateness among them. Each is compared with those that
-    come out when ranks change their names in each block of steps, of the rank that then is the latest: so having
-    looked for the latest of many ranks is part of the odds, for all ranks at once (a permutation test of the largest
-    statistic; Westfall and Young, Resampling-based multiple testing, 1993). Late ranks are among those whose
-    names are shuffled, which hides others and makes none late: without these it may find more. Half of all are told at
-    most, the latest: where one is quicker than the others, all but it are later than their median. Where there are too
-    few blocks to shuffle, a rank's mean is tested against its own scatter and against the other ranks' means, the odds
-    divided by the number of ranks.
+    There are two statistics of lateness, both relative to the median of the other ranks in the step. The mean detects a
+    rank that is late rarely and by much. The mean without outliers (`lateness.tamed`) detects a small steady lateness.
+    Each is compared with the latest rank after shuffling the ranks in each block of steps. That accounts for having
+    searched many ranks: a permutation test of the largest statistic (Westfall and Young, Resampling-based multiple
+    testing, 1993).
+
+    Late ranks take part in the shuffling. That hides others but makes none late, so a repetition without them may find
+    more. At most half of the ranks are returned: if one rank is faster, all others are later than their median. With
+    too few blocks to shuffle, a rank's mean is tested against its own scatter and the other ranks' means, with the
+    probability divided by the number of ranks.
 
     Args:
-        work: of each rank in each step [ranks, steps], two ranks at least.
+        work: of each rank in each step [ranks, steps], at least two ranks.
 
     Returns:
-        Ranks that are late, the latest first, and how many steps say as much as one independent one.
+        Late ranks, the latest first, and how many steps are worth one independent step.
     """
     steady = tamed(work)
     excess = [values - median_of_others(values) for values in (steady, work)]
     alike = correlation_steps(excess[0] - excess[0].mean(axis=1, keepdims=True))
     ranks, steps = work.shape
     blocks = int(min(_MOST_BLOCKS, steps // math.ceil(2 * alike - 1)))
-    # With 2 ranks half of the shuffles of the other blocks are no other than their mirror images.
+    # With 2 ranks, half of the shuffles are mirror images of the others.
     if blocks * math.log(ranks) < 2 * math.log(ranks / _ODDS):
         late = np.maximum(_by_scatter(excess[0], alike), _by_scatter(excess[1], alike))
     else:
@@ -58,8 +58,8 @@ def latest(work: Floats) -> tuple[list[int], float]:
 
 
 def _by_shuffles(steady: Floats, whole: Floats, blocks: int) -> Floats:
-    """By how much ranks are late that in one of both are so more than shuffled names make any; others' is 0 [ranks]."""
-    both = steady + 1j * whole  # shuffled together, as that is what takes long
+    """Return the lateness of ranks that exceed all but a few shuffles in either statistic; 0 for others [ranks]."""
+    both = steady + 1j * whole  # shuffled together, because shuffling is slow
     parts = np.array([part.mean(axis=1) for part in np.array_split(both, blocks, axis=1)]).T
     means = np.stack([parts.mean(axis=1).real, parts.mean(axis=1).imag])
     generator = np.random.default_rng(0)
@@ -75,24 +75,25 @@ def _by_shuffles(steady: Floats, whole: Floats, blocks: int) -> Floats:
 
 
 def _by_scatter(values: Floats, alike: float) -> Floats:
-    """The same of the latest ranks, as far as each is late for itself or beside the others."""
+    """Return the lateness of ranks that exceed their own scatter or that of the other ranks; 0 for others [ranks]."""
     means = values.mean(axis=1)
     found = np.zeros(len(means))
     for rank in np.argsort(-means).tolist():
-        if means[rank] <= 0 or not (_beside_itself(values[rank], alike, len(means)) or _beside_others(means, rank)):
+        if means[rank] <= 0 or not (
+            _exceeds_own_scatter(values[rank], alike, len(means)) or _exceeds_others(means, rank)
+        ):
             break
         found[rank] = means[rank]
     return found
 
 
-def _beside_itself(values: Floats, alike: float, ranks: int) -> bool:
-    """Whether a rank's mean is further from 0 than its own scatter explains: Student's t test.
+def _exceeds_own_scatter(values: Floats, alike: float, ranks: int) -> bool:
+    """Return whether a rank's mean exceeds its own scatter: Student's t test for autocorrelated values.
 
-    Where values resemble each other, their variance within a short stretch is less than it would be in a long one, and
-    squares are independent sooner than the values themselves.
+    The variance of correlated values is smaller in a short stretch. Squares decorrelate faster than the values.
     """
     steps, scatter = len(values), float(values.std(ddof=1))
-    if values.mean() > _FAR * scatter:  # no drift, however alike the steps are
+    if values.mean() > _FAR * scatter:  # too large for a drift
         return True
     if steps < 2 * alike:
         return False
@@ -102,8 +103,8 @@ def _beside_itself(values: Floats, alike: float, ranks: int) -> bool:
     return bool(values.mean() > student(degrees, z=_z(ranks)) * error)
 
 
-def _beside_others(means: Floats, rank: int) -> bool:
-    """Whether a rank's mean is further from the others' than these are from each other, however alike its steps are."""
+def _exceeds_others(means: Floats, rank: int) -> bool:
+    """Return whether a rank's mean exceeds the scatter of the other ranks' means."""
     if len(means) < _ENOUGH_RANKS:
         return False
     others = np.delete(means, rank)
@@ -113,5 +114,5 @@ def _beside_others(means: Floats, rank: int) -> bool:
 
 
 def _z(ranks: int) -> float:
-    """The normal quantile of the odds divided by the ranks, to first order in their logarithm."""
+    """Return the normal quantile of `_ODDS` divided by the ranks, to first order in the logarithm."""
     return math.sqrt(_Z**2 + 2 * math.log(ranks))

@@ -1,4 +1,4 @@
-"""Means with their confidence intervals, where neighbouring values resemble each other. Pure."""
+"""Means with confidence intervals for autocorrelated series. Pure."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from hvdtrain.timeline.analysis.analysis import Estimate
 from hvdtrain.timeline.columns import Floats
 
 BATCHES = 20
-"""Batches that a series is cut into at most; 10 to 30 are what Schmeiser recommends (Operations Research 30, 1982)."""
+"""Largest number of batches; Schmeiser recommends 10 to 30 (Operations Research 30, 1982)."""
 
 _Z_975 = 1.959964
 _DOUBT = 1.5
 
 
 def student(degrees: float, *, z: float = _Z_975) -> float:
-    """The quantile of Student's t at which the normal one is `z`.
+    """Return the quantile of Student's t with the probability of the normal quantile `z`.
 
-    Cornish-Fisher expansion, Abramowitz and Stegun 26.7.5: within 2% from 3 degrees on; below, what 1 and 2 have.
+    Cornish-Fisher expansion, Abramowitz and Stegun 26.7.5: within 2% from 3 degrees on; exact for 1 and 2.
     """
     if degrees < 3:
         probability = 0.5 * (1 + math.erf(z / math.sqrt(2)))
@@ -34,16 +34,15 @@ def student(degrees: float, *, z: float = _Z_975) -> float:
 
 
 def mean_of(values: Floats, weights: Floats | None = None) -> Estimate:
-    """The mean of a series and its 95% confidence interval, by batch means.
+    """Return the mean of a series and its 95% confidence interval, by batch means.
 
-    Steps that follow each other are alike (a clock that changes, a neighbour on the host), so that their number says
-    more than they know: means of batches of consecutive ones are nearly independent (Schmeiser, "Batch size effects in
-    the analysis of simulation output", Operations Research 30, 1982). Of a single value nothing can be said: the
-    interval is empty. Where no value is negative, neither is the mean.
+    Consecutive steps are correlated (clock changes, other load on the host). Means of batches of consecutive steps are
+    nearly independent (Schmeiser, "Batch size effects in the analysis of simulation output", Operations Research 30,
+    1982). The interval of a single value is empty. If no value is negative, neither is the low end.
 
     Args:
-        values: in their order [n], one at least.
-        weights: of each, positive; batches are then of about equal weight [n].
+        values: in order [n], at least one.
+        weights: positive; batches then have about equal weight [n].
     """
     weights = np.ones(len(values)) if weights is None else weights
     mean = float(np.average(values, weights=weights))
@@ -55,10 +54,10 @@ def mean_of(values: Floats, weights: Floats | None = None) -> Estimate:
 
 
 def ratio_of(parts: Floats, wholes: Floats) -> Estimate:
-    """The sum of `parts` over the sum of `wholes`, one of each a step, and its 95% confidence interval, 0 to 1.
+    """Return the sum of `parts` over the sum of `wholes`, one of each per step, with its 95% confidence interval.
 
-    By the residuals of the parts from their share of the wholes (Cochran, Sampling techniques, 1977, 6.3), in batches.
-    Of a single step the interval is empty.
+    Computed from the residuals of the parts (Cochran, Sampling techniques, 1977, 6.3), in batches. The interval of a
+    single step is empty.
     """
     share = float(np.sum(parts) / np.sum(wholes))
     half = half_width(parts - share * wholes, np.ones(len(parts))) / float(np.mean(wholes))
@@ -66,11 +65,11 @@ def ratio_of(parts: Floats, wholes: Floats) -> Estimate:
 
 
 def half_width(deviations: Floats, weights: Floats) -> float:
-    """Half of the 95% confidence interval of the mean of a series, by batch means; 0 of a single value.
+    """Return half of the 95% confidence interval of a series' mean, by batch means; 0 for a single value.
 
     Args:
-        deviations: of the values from their mean [n].
-        weights: of each [n].
+        deviations: from the mean [n].
+        weights: [n].
     """
     count = len(deviations)
     batches = min(BATCHES, max(2, count // 3)) if count > 1 else 1
@@ -81,21 +80,20 @@ def half_width(deviations: Floats, weights: Floats) -> float:
     if batches == 1:
         return 0.0
     means = np.bincount(of_batch, weights=deviations * weights) / mass
-    # of batches of unequal weight, which whole values cannot always avoid, their number is a little less
+    # batches of unequal weight, which whole values cannot always avoid, count a little less
     spread = math.sqrt(float(np.sum(mass**2 * means**2)) / (1 - 1 / batches)) / float(mass.sum())
     return student(batches - 1) * spread
 
 
 def correlation_steps(deviations: Floats) -> float:
-    """How many consecutive values say as much as one independent one, at least 1.
+    """Return how many consecutive values are worth one independent value, at least 1.
 
-    That is (1 + r) / (1 - r) of a process whose next value resembles the last one by r, which is estimated over all
-    rows, corrected for its bias in short series (Marriott and Pope, Biometrika 41, 1954) and taken to be larger by one
-    and a half standard errors; or, where that is more, what means of longer and longer batches show, which a slow
-    drift under quick noise needs.
+    For a first-order autoregressive process it is (1 + r) / (1 - r). r is estimated over all rows, corrected for its
+    bias in short series (Marriott and Pope, Biometrika 41, 1954) and increased by 1.5 standard errors. Means of longer
+    batches may give more, which detects a slow drift under fast noise; then that counts.
 
     Args:
-        deviations: rows of equal length, each about its own mean [rows, n].
+        deviations: rows of equal length, each from its own mean [rows, n].
     """
     count = deviations.shape[1]
     power = float(np.mean(deviations**2))
@@ -109,7 +107,7 @@ def correlation_steps(deviations: Floats) -> float:
         if length < 2:
             continue
         batches = deviations[:, : count // length * length].reshape(len(deviations), -1, length).mean(axis=2)
-        # of 10 batches of a few rows the variance is known to a factor; only what goes beyond that counts
+        # the variance of 10 batches of a few rows is only known to a factor; only a larger excess counts
         doubt = 1 + 2 * math.sqrt(2 / max(1, batches.size - len(deviations)))
         found = max(found, length * float(batches.var(axis=1).mean()) / power / doubt)
     return float(min(found, count))

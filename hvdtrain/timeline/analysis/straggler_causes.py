@@ -1,4 +1,4 @@
-"""What is different about a rank: its parts beside the others', its processor, its device, its experts. Pure."""
+"""Causes of a straggler: parts of its steps, its CPU, its GPU, its experts, compared with other ranks. Pure."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _HOTTER_C = 5.0
 _MORE_TOKENS = 1.1
 _PARTS = {"data": "data", "copy": "copy", "forward": "forward", "backward": "backward"}
 _WORDS = {
-    "data": "it waits {mine} ms a step for data, others {others} ms",
-    "copy": "it copies batches for {mine} ms a step, others for {others} ms",
-    "forward": "forward takes {mine} ms a step, others {others} ms",
-    "backward": "backward takes {mine} ms a step, others {others} ms",
-    "optimizer": "clipping and the optimizer take {mine} ms a step, others {others} ms",
+    "data": "it waits {mine} ms per step for data, others {others} ms",
+    "copy": "it copies batches for {mine} ms per step, others for {others} ms",
+    "forward": "forward takes {mine} ms per step, others {others} ms",
+    "backward": "backward takes {mine} ms per step, others {others} ms",
+    "optimizer": "clipping and the optimizer take {mine} ms per step, others {others} ms",
     "between steps": "it spends {mine} ms between steps, others {others} ms",
-    "sums": "the sums reach it {mine} ms after the first rank, others {others} ms: its link",
-    "rest": "it spends {mine} ms a step outside of the named parts, others {others} ms",
+    "sums": "it receives the sums {mine} ms after the first rank, others {others} ms: its link",
+    "rest": "it spends {mine} ms per step outside the named parts, others {others} ms",
 }
 
 
 def lateness_parts(table: StepTable, column: Ints, *, steady: bool) -> dict[str, Floats]:
-    """What lies between the sums of one step and a rank's being ready in the next, in ms [ranks], means over steps.
+    """Return the parts between the sums of one step and being ready in the next, ms [ranks], means over steps.
 
     Args:
         table: of all ranks.
-        column: steps that are looked at; of those whose step before is not there, it is what follows their begin.
-        steady: leave outliers of single steps out.
+        column: steps to use. If the step before is missing, the parts begin with the step.
+        steady: ignore outliers of single steps.
     """
     parts = {name: _mean(table, part, column, steady) for part, name in _PARTS.items()}
     inside = (table.ready_us - table.start_us)[:, column]
@@ -58,9 +58,9 @@ def lateness_parts(table: StepTable, column: Ints, *, steady: bool) -> dict[str,
 
 
 def causes_of(rank: int, table: StepTable, column: Ints, late: Collection[int], *, steady: bool = False) -> list[Cause]:
-    """What is different about a late rank, beside the median of those that are not late; largest first.
+    """Return how a straggler differs from the median of the other ranks; largest difference first.
 
-    Where it is late in most steps, `steady`, what happened in single ones is no cause.
+    `steady`: the rank is late in most steps, so events in single steps are no cause.
     """
     others = [other for other in range(len(table.hosts)) if other not in late and other != rank]
     if not others:
@@ -96,22 +96,25 @@ def _collections(
     ms = float(spent[rank] - np.median(spent[others]))
     if ms < least:
         return []
-    text = f"Python's garbage collector runs {_ms(spent[rank])} ms a step inside of these, others {{}} ms"
+    text = f"Python's garbage collector takes {_ms(spent[rank])} ms per step of these, others {{}} ms"
     return [Cause("gc", ms, text.format(_ms(spent[others])))]
 
 
 def _processor(rank: int, others: Sequence[int], table: StepTable, column: Ints, least: float) -> list[Cause]:
     words = {
-        "cpu_wait_us": ("cpu", "it was ready to run and had no core for {mine} ms a step, others {others} ms"),
-        "steal_us": ("steal", "another machine had its host's cores for {mine} ms a step, others' for {others} ms"),
+        "cpu_wait_us": ("cpu", "it waited for a CPU core for {mine} ms per step, others {others} ms"),
+        "steal_us": (
+            "steal",
+            "another virtual machine used its host's cores for {mine} ms per step, others' for {others} ms",
+        ),
     }
     found = []
     for fact, (name, text) in words.items():
         total = _facts(table, column, fact, np.nansum)
         if total is None or not np.isfinite(total[[rank, *others]]).all():
             continue
-        told = [number for number in np.unique(table.block[column]) if table.facts[number].get(fact)]
-        spent = total / 1e3 / int(np.isin(table.block, told).sum())
+        blocks = [number for number in np.unique(table.block[column]) if table.facts[number].get(fact)]
+        spent = total / 1e3 / int(np.isin(table.block, blocks).sum())
         ms = float(spent[rank] - np.median(spent[others]))
         if ms >= least:
             found.append(Cause(name, ms, text.format(mine=_ms(spent[rank]), others=_ms(spent[others]))))
@@ -133,12 +136,12 @@ def _device(rank: int, others: Sequence[int], table: StepTable, column: Ints) ->
     alone = {word for word in words[rank] if 2 * sum(word in words[other] for other in others) < len(others)}
     if alone:
         why = sorted(why for why in _slowed(known, rank) if alone & set(why.split(", ")))
-        found.append(Cause("gpu throttle", None, f"its GPU slowed itself down: {', '.join(why)}"))
+        found.append(Cause("gpu throttle", None, f"its GPU throttled: {', '.join(why)}"))
     return found
 
 
 def _slowed(blocks: Sequence[Sequence[Any]], rank: int) -> set[str]:
-    """For what reasons a rank's GPU had a lower clock, in words."""
+    """Return the reasons for a lower clock of a rank's GPU."""
     values = [row[rank] for row in blocks if row[rank] and row[rank] == row[rank]]  # no NaN
     return {value if isinstance(value, str) else f"NVML's reasons {int(value):#x}" for value in values}
 
@@ -152,12 +155,12 @@ def _experts(rank: int, others: Sequence[int], table: StepTable, column: Ints) -
 
 
 def _blocks(table: StepTable, column: Ints) -> list[Mapping[str, Sequence[Any]]]:
-    """Facts of the blocks that these steps are of."""
+    """Return the facts of the blocks of these steps."""
     return [table.facts[number] for number in np.unique(table.block[column])]
 
 
 def _facts(table: StepTable, column: Ints, name: str, how: Any) -> Floats | None:
-    """A figure of each rank over its blocks; None where no rank has it."""
+    """Return a figure of each rank over its blocks; None if no rank has it."""
     rows = [facts[name] for facts in _blocks(table, column) if facts.get(name)]
     numbers = np.array([[np.nan if v is None else float(v) for v in row] for row in rows], float)
     if not numbers.size or np.isnan(numbers).all():
@@ -169,5 +172,5 @@ def _facts(table: StepTable, column: Ints, name: str, how: Any) -> Floats | None
 
 
 def _ms(values: Any) -> str:
-    """A number, or the median of several."""
+    """Format a number, or the median of several."""
     return wording.ms(float(np.median(values)))

@@ -1,4 +1,4 @@
-"""Which rank the others wait for, and what it costs. Pure."""
+"""Stragglers: the ranks for which the others wait, and their cost. Pure."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ _PAUSE_STEPS = 3.0
 _PAUSE_SHARE = 0.05
 _FEW = 6
 _OF_ALL = 0.2
-"""Of the steps: where pauses of any rank are in more, they are how this job runs."""
+"""Share of the steps. More frequent pauses are normal behaviour of the job."""
 _LEAST_ROUNDS = 8
 _KNOWN = 0.2
 _MOSTLY = 0.7
 _BEYOND = 1.5
 _LEAST_SHARE = 0.01
 _LEAST_MS = 0.2
-"""A cost below this, or below that share of a step, is not worth a name."""
+"""A smaller cost, in ms or as a share of a step, makes no straggler."""
 
 
 @dataclass(frozen=True)
 class Pause:
-    """A rank that was much later than the others, in a step or in several that follow each other.
+    """A rank that was much later than the others in one step or consecutive steps.
 
     Attributes:
-        rank, step: which; the first one.
-        ms: later than the others.
+        rank: number.
+        step: the first one.
+        ms: how much later, in total.
     """
 
     rank: int
@@ -45,18 +46,18 @@ class Pause:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What the rounds of all ranks say.
+class Stragglers:
+    """The result of the search for stragglers.
 
     Attributes:
-        rounds: that were looked at, without pauses.
-        cost_ms: a step, of each rank.
-        last_share: of the steps in which a rank was the last [ranks].
-        steady: ranks that are late in most steps, not seldom and by much.
-        late: ranks of which the evidence is not noise, most costly first.
-        jitter_ms: what steps wait for the last rank longer than for the middle one, were no rank late.
+        rounds: the rounds used, without pauses.
+        cost_ms: per step, of each rank.
+        last_share: share of the steps in which a rank was the last [ranks].
+        steady: ranks that are late in most steps, not rarely by much.
+        late: stragglers whose cost is statistically significant, most costly first.
+        jitter_ms: wait per step for the last rank beyond the median rank, without the stragglers' part.
         pauses: longest first.
-        reason: why nobody is named, where nobody is.
+        reason: why there is no straggler.
     """
 
     rounds: Rounds
@@ -69,12 +70,12 @@ class Verdict:
     reason: str
 
 
-def judge(rounds: Rounds) -> Verdict:
-    """Say which ranks are late.
+def find_stragglers(rounds: Rounds) -> Stragglers:
+    """Find the ranks for which the others wait.
 
-    A rank is named where shuffled names seldom make any rank so late (`evidence.latest`) and where even the low end of
-    its cost's confidence interval, less what the clocks may be off, is worth a name. Then the others are looked at
-    without it.
+    A rank is a straggler on two conditions. Shuffled rank numbers rarely make any rank as late (`significance.latest`),
+    and the low end of its cost's confidence interval, less the clock error, is large enough. Then the search continues
+    among the other ranks.
     """
     rounds, pauses = _without_pauses(rounds)
     work = rounds.work_ms
@@ -95,8 +96,8 @@ def judge(rounds: Rounds) -> Verdict:
     mended[found] = like_the_others(work, found)[found]
     jitter = mean_of(mended.max(axis=0) - np.median(mended, axis=0))
     last = np.bincount(np.argmax(work, axis=0), minlength=ranks) / count
-    reason = "" if found else _why_nobody(count, [*cost, *_doubted(whole, doubt)], matters, pauses)
-    return Verdict(rounds, cost, last, steady, found, jitter, pauses, reason)
+    reason = "" if found else _why_none(count, [*cost, *_doubted(whole, doubt)], matters, pauses)
+    return Stragglers(rounds, cost, last, steady, found, jitter, pauses, reason)
 
 
 def _doubted(estimates: Sequence[Estimate], doubt: Sequence[float]) -> list[Estimate]:
@@ -104,12 +105,11 @@ def _doubted(estimates: Sequence[Estimate], doubt: Sequence[float]) -> list[Esti
 
 
 def _costs(work: Floats, late: Sequence[int], alike: float) -> tuple[list[Estimate], list[Estimate], list[int]]:
-    """What each rank costs; what it does by the mean over all steps; and the ranks whose cost is a steady one.
+    """Return the cost of each rank, the cost as the mean over all steps, and the ranks with a steady cost.
 
-    The mean over all steps says it, where there are enough of them to know it well. Elsewhere outliers, which are
-    nobody's habit, make it uncertain: then it is that of times without them (`lateness.tamed`). But a rank that is late
-    seldom and by much has no other cost than its outliers: they count where they are far beyond what is steady. And
-    where nearly every step has an outlier of some rank, as among many ranks, what one costs is as much less.
+    The cost is the mean over all steps if that is precise. If outliers make it uncertain, the times without outliers
+    give the cost (`lateness.tamed`). Exceptions: outliers count for a rank that is late rarely and by much, far beyond
+    its steady lateness; and if nearly every step has an outlier of some rank, as with many ranks.
     """
     tame_work = tamed(work)
     tame, whole = cost_estimates(tame_work, late, alike), cost_estimates(work, late, alike)
@@ -123,33 +123,33 @@ def _costs(work: Floats, late: Sequence[int], alike: float) -> tuple[list[Estima
     return [tame[rank] if rank in steady else whole[rank] for rank in range(len(work))], whole, steady
 
 
-def _why_nobody(count: int, costs: Sequence[Estimate], matters: Sequence[float], pauses: Sequence[Pause]) -> str:
-    """Say why no rank is named.
+def _why_none(count: int, costs: Sequence[Estimate], matters: Sequence[float], pauses: Sequence[Pause]) -> str:
+    """Say why there is no straggler.
 
     Args:
-        count: steps that were looked at.
-        costs: of each rank, then of each rank by the mean over all steps: what few steps cost is not denied.
-        matters: what a rank has to cost at least, in milliseconds.
-        pauses: what was left out.
+        count: number of steps.
+        costs: of each rank, then of each rank as the mean over all steps.
+        matters: the least cost of a straggler in milliseconds, of each rank.
+        pauses: were excluded.
     """
-    apart = " but for pauses" if pauses else ""
+    apart = " (without pauses)" if pauses else ""
     if count < _LEAST_ROUNDS:
         few = f"1 step{apart} is" if count == 1 else f"{count} steps{apart} are"
-        return f"{few} too few to tell a late rank from chance"
+        return f"{few} too few to tell a straggler from chance"
     place = max(range(len(costs)), key=lambda each: costs[each].value)
     worst, rank = costs[place], place % (len(costs) // 2)
     if not math.isfinite(worst.low):
-        return f"what rank {rank} costs is not known: its clock was never compared with the others'"
+        return f"the cost of rank {rank} is unknown: its clock was never compared with the others'"
     if worst.value < matters[rank]:
-        return f"no rank costs more than {wording.ms(matters[rank])} ms a step{apart}"
-    why = f"it is somewhere in {wording.interval(worst)}, and below {wording.ms(matters[rank])} it does not matter"
+        return f"no rank costs more than {wording.ms(matters[rank])} ms per step{apart}"
+    why = f"the interval is {wording.interval(worst)}, and less than {wording.ms(matters[rank])} does not count"
     if worst.low > matters[rank]:
-        why = "with their names shuffled, ranks are as late too often"
-    return f"rank {rank}'s {wording.ms(worst.value)} ms a step{apart} may be chance: {why}"
+        why = "ranks with shuffled numbers are as late too often"
+    return f"rank {rank}'s {wording.ms(worst.value)} ms per step{apart} may be chance: {why}"
 
 
 def _later_than_others(work: Floats) -> tuple[list[int], float]:
-    """Ranks that are late for no accident, and how alike steps are: again without those that are, until none is."""
+    """Return significantly late ranks, and how alike steps are. Repeated without these ranks until there are none."""
     found: list[int] = []
     alike = 1.0
     while len(work) - len(found) >= 2:
@@ -163,9 +163,9 @@ def _later_than_others(work: Floats) -> tuple[list[int], float]:
 
 
 def _without_pauses(rounds: Rounds) -> tuple[Rounds, list[Pause]]:
-    """Set the few steps aside in which a rank was later by several whole steps: told by themselves, not as a mean.
+    """Separate the few steps in which a rank was later by several whole steps; they are reported as pauses.
 
-    They are too few to prove by the shuffling of names whose they are, and need no such proof.
+    They are too few for the test with shuffled rank numbers, and do not need it.
     """
     excess = rounds.work_ms - median_of_others(rounds.work_ms)
     long = excess > _PAUSE_STEPS * rounds.step_ms
@@ -177,7 +177,7 @@ def _without_pauses(rounds: Rounds) -> tuple[Rounds, list[Pause]]:
         return rounds, []
     pauses: list[Pause] = []
     last = (-1, -1)
-    for rank, place in np.argwhere(long).tolist():  # by rank, then in order: a pause may reach into the next step
+    for rank, place in np.argwhere(long).tolist():  # by rank, then by step: a pause may continue in the next step
         step, ms = int(rounds.step[place]), float(excess[rank, place])
         if pauses and last == (rank, step - 1):
             pauses[-1] = replace(pauses[-1], ms=pauses[-1].ms + ms)

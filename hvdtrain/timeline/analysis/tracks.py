@@ -1,4 +1,4 @@
-"""What a rank's spans hold, track by track. Pure."""
+"""The tracks of a rank's spans. Pure."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _MOST_MODULES = 3
 
 
 def spans_named(spans: RankSpans, name: str) -> Span:
-    """When the training thread was in spans of a name."""
+    """Return the time in spans of a name in the training thread."""
     mine = _is(spans, name) & (spans.track == MAIN)
     return union(spans.start_us[mine], spans.end_us[mine])
 
 
 def exchange_of(spans: RankSpans) -> tuple[Span, int]:
-    """When any bucket was on its way, and in how many steps."""
+    """Return the time during which any bucket was exchanged, and the number of steps."""
     mine = spans.track >= EXCHANGE
     return union(spans.start_us[mine], spans.end_us[mine]), len(np.unique(spans.step[mine]))
 
 
 def modules_of(parameters: Sequence[str]) -> list[str]:
-    """Whose parameters these are: names of modules, shortened until three at most are left.
+    """Return the modules of parameters, shortened to at most three names.
 
-    ``layers.0.attn.weight, layers.0.mlp.weight`` become ``layers.0``; what cannot be shortened ends in "and 4 more".
+    ``layers.0.attn.weight, layers.0.mlp.weight`` become ``layers.0``; a list that stays long ends in "and 4 more".
     """
     paths = [name.split(".")[:-1] or [name] for name in parameters]
     for depth in range(max(map(len, paths), default=0), 0, -1):
@@ -41,7 +41,7 @@ def modules_of(parameters: Sequence[str]) -> list[str]:
 
 
 def tensor_module(name: str) -> str:
-    """The module of a parameter that a Horovod program exchanges by itself, as far as its tensor's name tells."""
+    """Guess a parameter's module from the name of a Horovod tensor."""
     bare = re.sub(r"^(allreduce|allgather|broadcast|alltoall|reducescatter)\.", "", name)
     bare = re.sub(r"^(Distributed\w+?[./](Allreduce[./])?|grad\.|HorovodAllreduce_)", "", bare)
     return bare.rsplit(".", 1)[0] if re.search(r"\.(weight|bias)$", bare) else bare

@@ -1,6 +1,6 @@
-"""A trace of torch.profiler, read a piece at a time, as further tracks of its rank.
+"""A trace of torch.profiler, read in pieces, as additional tracks of its rank.
 
-Its times are microseconds since ``baseTimeNanoseconds``, itself since 1970 (0 in older ones).
+Times are microseconds since ``baseTimeNanoseconds``, which counts from 1970 (0 in older traces).
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ _PIECE_BYTES = 1 << 20
 _BASE = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(\d+)')
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
 _AFTER = re.compile(rb'"\w+"\s*:')
-"""What stands behind the events: other entries of the file."""
+"""Other entries of the file, after the events."""
 
 _FLOWS = ("s", "t", "f")
 _ID_BITS = 32
 _FIRST_TRACK = 1 << 16
-"""Tracks of ours have lower numbers."""
+"""Our tracks have lower numbers."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What has to be known of one before its events.
+    """The times of a profile.
 
     Attributes:
         base_us: the wall clock at its time 0.
-        first_us: the earliest time of an event, from then; None where it has none.
-        last_us: the latest beginning.
+        first_us: earliest time of an event since then; None without events.
+        last_us: latest begin of an event.
     """
 
     base_us: float
@@ -43,12 +43,12 @@ class Profile:
     last_us: float | None
 
 
-def look_through(path: Path, notes: list[str]) -> Profile:
-    """Read it once for its times.
+def read_times(path: Path, notes: list[str]) -> Profile:
+    """Read the times of a profile.
 
     Args:
-        path: of the file, gzip'd or not.
-        notes: takes in what was not readable.
+        path: a plain or gzip file.
+        notes: appended to if parts are not readable.
 
     Errors:
         OSError: it cannot be read.
@@ -65,12 +65,12 @@ def look_through(path: Path, notes: list[str]) -> Profile:
 
 
 def profile_events(path: Path, rank: int, shift_us: float) -> Iterator[Event]:
-    """Its events as those of a rank.
+    """Yield the events of a profile as those of a rank.
 
     Args:
         path: of the file.
-        rank: whose.
-        shift_us: what to add to its times.
+        rank: of the profile.
+        shift_us: added to its times.
     """
     tracks: dict[tuple[int, int], int] = {}
     processes: dict[int, str] = {}
@@ -93,7 +93,7 @@ def profile_events(path: Path, rank: int, shift_us: float) -> Iterator[Event]:
 
 
 def _named(item: Event, rank: int, tracks: dict[tuple[int, int], int], processes: dict[int, str]) -> Iterator[Event]:
-    """Metadata of Kineto's as that of our tracks: a GPU is a process there, a stream a thread."""
+    """Convert Kineto's metadata to tracks. In Kineto a GPU is a process and a stream a thread."""
     pid, tid, arguments = item["pid"], item.get("tid"), item.get("args", {})
     if item["name"] == "process_labels":
         processes[pid] = str(arguments.get("labels", ""))
@@ -118,7 +118,7 @@ def _is_shown(item: Event) -> bool:
 
 
 def _items(path: Path, notes: list[str]) -> Iterator[dict[str, Any] | float]:
-    """The base in microseconds, where it is said, and the events."""
+    """Yield the base in microseconds, if the file has it, and the events."""
     rest, begun, lost = b"", False, 0
     for piece in read_pieces(path, _PIECE_BYTES, notes):
         rest += piece

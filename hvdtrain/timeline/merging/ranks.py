@@ -1,4 +1,4 @@
-"""Our spans of each rank as events: a process a rank, its training thread, device and exchanges as tracks."""
+"""Our spans as trace events: each rank a process, with training thread, device and exchanges as tracks."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from hvdtrain.timeline.columns import RankSpans, StepTable
 from hvdtrain.timeline.merging.sink import Event
 
 _GC = 1 << 15
-"""A collection that another thread began may be under way while a step begins."""
+"""Garbage collection has its own track, because one of another thread may overlap a step's begin."""
 
 _TRACKS = {MAIN: "training thread", DEVICE: "device", _GC: "garbage collection"}
 
 
 def head(rank: int, host: str, place: int) -> Iterator[Event]:
-    """Metadata of a rank's process, the `place`-th from above."""
+    """Yield metadata of a rank's process at position `place`."""
     name = f"rank {rank} on {host}" if host else f"rank {rank}"
     yield metadata("process_name", rank, 0, name=name)
     yield metadata("process_sort_index", rank, 0, sort_index=place)
 
 
 def metadata(kind: str, pid: int, tid: int, **arguments: Any) -> Event:
-    """An event that names or orders a process or a track."""
+    """Return an event that names or orders a process or a track."""
     return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": arguments}
 
 
 def span_events(spans: RankSpans, zero_us: float) -> Iterator[Event]:
-    """A rank's spans, longer ones first where several begin together; garbage collections on a track of their own."""
+    """Yield a rank's spans, longer ones first if several begin together."""
     tracks = np.where(np.isin(spans.name, [n for n, name in enumerate(spans.names) if name == "gc"]), _GC, spans.track)
     for track in np.unique(tracks).tolist():
         bucket = spans.buckets.get(track)
@@ -55,7 +55,7 @@ def span_events(spans: RankSpans, zero_us: float) -> Iterator[Event]:
 
 
 def late_events(tables: Sequence[StepTable], traced: Sequence[RankSpans], zero_us: float) -> Iterator[Event]:
-    """In each traced step, a mark where the last rank became ready, if the clocks can tell which that was."""
+    """Yield a mark in each traced step when the last rank is ready, if the clocks are precise enough."""
     steps = np.unique(np.concatenate([np.empty(0, np.int32), *(spans.step for spans in traced)]))
     for table in tables[-1:]:
         for column in np.flatnonzero(np.isin(table.step, steps)).tolist():

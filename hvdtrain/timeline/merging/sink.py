@@ -1,4 +1,4 @@
-"""The file that a merged trace goes to: written as it comes, in place when it is whole."""
+"""The file of a merged trace: streamed to a temporary file, then renamed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Event = Mapping[str, Any]
 
 _TOGETHER = 4096
 _LEVEL = 5
-"""Of gzip: half the time of the usual one, and 5% more bytes."""
+"""Of gzip: half the time of the default level, 5% more bytes."""
 
 
 class Sink:
-    """Takes events of Google's Trace Event Format, its JSON object form.
+    """Writes events in Google's Trace Event Format, JSON object form.
 
     Attributes:
         count: events so far.
@@ -39,10 +39,10 @@ class Sink:
             if len(self._lines) >= _TOGETHER:
                 self._flush()
 
-    def close(self, told: Mapping[str, Any]) -> None:
-        """End the trace; `told` stands beside the events."""
+    def close(self, facts: Mapping[str, Any]) -> None:
+        """End the trace with `facts` as its other data."""
         self._flush()
-        self._file.write(b'\n],"otherData":' + orjson.dumps(told) + b"}\n")
+        self._file.write(b'\n],"otherData":' + orjson.dumps(facts) + b"}\n")
 
     def _flush(self) -> None:
         if self._lines:
@@ -53,7 +53,7 @@ class Sink:
 
 @contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes the place of `path` when all went well; gzip'd where its name ends in .gz.
+    """Open a temporary file that replaces `path` on success; gzip if its name ends in .gz.
 
     Errors:
         OSError: it cannot be written.

@@ -1,4 +1,4 @@
-"""Horovod's Timelines as events: a process a file, a track a tensor; tensors that never meet share one."""
+"""Horovod's Timelines as trace events: each file a process. Tensors that never overlap share a track."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _CHUNK = 1 << 16
 
 
 def horovod_events(trace: HorovodTrace, pid: int, title: str, place: int, shift_us: float) -> Iterator[Event]:
-    """All of a Timeline.
+    """Yield all events of a Timeline.
 
     Args:
-        trace: it.
+        trace: the Timeline.
         pid: number of its process.
-        title: its name.
-        place: of the process, from above.
-        shift_us: what to add to its times.
+        title: name of its process.
+        place: position of its process.
+        shift_us: added to its times.
     """
     yield metadata("process_name", pid, 0, name=title)
     yield metadata("process_sort_index", pid, 0, sort_index=place)
@@ -31,7 +31,7 @@ def horovod_events(trace: HorovodTrace, pid: int, title: str, place: int, shift_
     names: dict[int, str] = {}
     for tensor, number in enumerate(track.tolist()):
         if number >= 0:
-            names[number] = trace.tensors[tensor] if number not in names else "tensors one after the other"
+            names[number] = trace.tensors[tensor] if number not in names else "several tensors"
     for number, name in names.items():
         yield metadata("thread_name", pid, number, name=name or "(no name)")
         yield metadata("thread_sort_index", pid, number, sort_index=number)
@@ -69,7 +69,7 @@ def _spans(trace: HorovodTrace, pid: int, track: NDArray[np.int64], shift_us: fl
 
 
 def _tracks(trace: HorovodTrace) -> NDArray[np.int64]:
-    """The track of each tensor, from 1 on, in the order in which they appear; -1 of those without events."""
+    """Return the track of each tensor, from 1 in order of appearance; -1 without events."""
     first = np.full(len(trace.tensors), np.inf)
     last = np.full(len(trace.tensors), -np.inf)
     for tensor, start, end in (

@@ -1,4 +1,4 @@
-"""From wall clocks of hosts to the one clock of a merged trace."""
+"""Conversion of the hosts' wall clocks to the clock of a merged trace."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from hvdtrain.timeline.steps import read_starts
 
 @dataclass(frozen=True)
 class Clocks:
-    """Of the last start of a run. The one clock is rank 0's, in microseconds.
+    """Clocks of the last start of a run. The common clock is rank 0's, in microseconds.
 
     Attributes:
-        spans: of the ranks, by that clock.
-        epoch_us: of each rank, what to take from its wall clock to have that clock.
-        error_us: of each rank, by how much it may be wrong; infinite where nothing compared them.
+        spans: of the ranks, by the common clock.
+        epoch_us: by rank, wall clock minus common clock.
+        error_us: by rank, bound of the error; infinite if the clocks were never compared.
     """
 
     spans: Sequence[RankSpans] = ()
     epoch_us: Mapping[int, float] = field(default_factory=dict)
     error_us: Mapping[int, float] = field(default_factory=dict)
 
-    def of(self, rank: int) -> float:
-        """What to take from a rank's wall clock; rank 0's, or nothing, where the rank said nothing."""
+    def epoch_of(self, rank: int) -> float:
+        """Return a rank's wall clock minus the common clock; rank 0's or 0 if unknown."""
         return self.epoch_us.get(rank, self.epoch_us.get(0, 0.0))
 
 
 def read_clocks(folder: Path) -> Clocks:
-    """From the spans' files in ``RUN/timeline``."""
+    """Read the clocks from the span files in ``RUN/timeline``."""
     files = read_span_files(folder)
     moved, own = on_one_clock(files, read_starts(folder)), of_last_start(files)
     epoch_us = {}

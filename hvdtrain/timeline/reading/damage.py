@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hvdtrain.timeline.wording import counted
+
 _EXCERPT_BYTES = 40
 
 
@@ -49,19 +51,15 @@ class Damage:
         is_truncated = self.places > 0 and self.last_end == file_bytes
         if inside := self.places - is_truncated:
             where = f"byte {self.first[0]}, {self.first[1].decode('utf-8', 'replace')!r}"
-            lines.append(f"{_count(inside, 'damaged place')} skipped, {self.skipped_bytes} bytes; the first is {where}")
+            lines.append(f"{counted(inside, 'damaged place')} skipped ({self.skipped_bytes} bytes), first {where}")
         if is_truncated:
             lines.append("the file ends in the middle of an event, as after a killed job")
         if self.orphans:
-            lines.append(f"{_count(self.orphans, 'end event')} without a begin event ignored: begun before the trace")
+            lines.append(f"{counted(self.orphans, 'end event')} without a begin event ignored: begun before the trace")
         if self.still_open:
-            lines.append(f"{_count(self.still_open, 'begin event')} without an end event ignored: still open")
+            lines.append(f"{counted(self.still_open, 'begin event')} without an end event ignored: still open")
         if self.backwards:
-            lines.append(f"{_count(self.backwards, 'span')} ignored: the end is before the beginning")
+            lines.append(f"{counted(self.backwards, 'span')} ignored: the end is before the beginning")
         if self.unnamed:
-            lines.append(f"{_count(self.unnamed, 'tensor')} without a name: listed by number")
+            lines.append(f"{counted(self.unnamed, 'tensor')} without a name: listed by number")
         return lines
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -1,4 +1,4 @@
-"""An analysis in the few lines that stand at the end of a run. Pure."""
+"""The summary of an analysis at the end of a run, in a few lines. Pure."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Budget, Finding
 MOST_LINES = 15
 _MOST_PARTS = 8
 _BAR = 40
-"""Characters that stand for the whole step."""
+"""Characters of a bar for the whole step."""
 _WIDTH = 110
 
 
 def to_lines(analysis: Analysis) -> list[str]:
-    """Where a step's time went, who is late, and the finding that costs most with what to try; `MOST_LINES` at most."""
+    """Return step time by part, the straggler, and the most costly finding; `MOST_LINES` at most."""
     lines = list(_budget(analysis.budget)) if analysis.budget is not None else []
     lines += _late(analysis.blame)
-    lines += _finding(analysis.findings[0]) if analysis.findings else ["to change: nothing stands out"]
+    lines += _finding(analysis.findings[0]) if analysis.findings else ["finding: none"]
     return lines
 
 
 def _budget(budget: Budget) -> Iterator[str]:
-    """The largest parts in their order, and the others as one."""
+    """List the largest parts in their order, and the sum of the others."""
     places = wording.decimals(budget.step_ms.value)
     ordered = sorted(budget.parts, key=lambda part: -part.ms.value)
     kept = ordered if len(ordered) <= _MOST_PARTS else ordered[: _MOST_PARTS - 1]
@@ -36,8 +36,8 @@ def _budget(budget: Budget) -> Iterator[str]:
     if len(rows) < len(ordered):
         left = ordered[len(rows) :]
         rows.append(("other parts", sum(part.ms.value for part in left), sum(part.share for part in left)))
-    steps = f"{budget.steps:,} step{'s' if budget.steps != 1 else ''}"
-    yield f"where a step's {wording.ms(budget.step_ms.value, places)} ms went ({budget.what}, {steps}):"
+    steps = wording.counted(budget.steps, "step")
+    yield f"step time: {wording.ms(budget.step_ms.value, places)} ms ({budget.what}, {steps})"
     width = max(len(name) for name, _, _ in rows) if rows else 0
     longest = max(len(wording.ms(ms, places)) for _, ms, _ in rows) if rows else 0
     for name, ms, share in rows:
@@ -47,22 +47,22 @@ def _budget(budget: Budget) -> Iterator[str]:
 
 def _late(blame: Blame) -> list[str]:
     if not blame.late:
-        return _wrapped(f"who is late: {'nobody' if blame.source != 'none' else 'not known'}", blame.reason)
+        return _wrapped(f"straggler: {'none' if blame.source != 'none' else 'unknown'}", blame.reason)
     rank = blame.late[0]
     row = next(row for row in blame.ranks if row.rank == rank)
-    cost = f"{wording.ms(row.cost_ms.value)} ms a step {wording.interval(row.cost_ms)}".rstrip()
+    cost = f"{wording.ms(row.cost_ms.value)} ms per step {wording.interval(row.cost_ms)}".rstrip()
     others = f", and {len(blame.late) - 1} more" if len(blame.late) > 1 else ""
     cause = next((cause.text for cause in blame.causes.get(rank, ())), "")
     where = f" on {row.host}" if row.host else ""
-    return _wrapped(f"who is late: rank {rank}{where} costs {cost}{others}", cause)
+    return _wrapped(f"straggler: rank {rank}{where} costs {cost}{others}", cause)
 
 
 def _finding(finding: Finding) -> list[str]:
-    return [*_wrapped("to change", finding.text), *(_wrapped("  try", finding.advice) if finding.advice else ())]
+    return [*_wrapped("finding", finding.text), *(_wrapped("  try", finding.advice) if finding.advice else ())]
 
 
 def _wrapped(head: str, text: str) -> list[str]:
-    """Two lines at most, whatever the text holds."""
+    """Wrap to two lines at most."""
     whole = " ".join(f"{head}: {text}".split()) if text else head
     indent = " " * (len(head) - len(head.lstrip()))
     lines = textwrap.wrap(whole, _WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ", max_lines=2)

@@ -1,4 +1,4 @@
-"""Which colour stands for what: cool for work, warm for waiting, amber for input, grey for what is none of them."""
+"""Colours by name: cool for work, warm for waiting, amber for input, grey for the rest."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ _HUES = {
     "other exchange": "other",
 }
 MORE = ("a", "b", "c", "d")
-"""Colours of names that are not known."""
+"""Colours of unknown names."""
 
 
 def hue(name: str, *, exposed: bool = False) -> str:
-    """The name of a colour of the style sheet; for a name that is not known, the same one each time."""
+    """Return the name of a colour of the style sheet. An unknown name always gets the same one."""
     known = _HUES.get(name) or _of_horovod(name)
     return known or ("other" if exposed else MORE[zlib.crc32(name.encode(errors="replace")) % len(MORE)])
 
 
 def _of_horovod(name: str) -> str | None:
-    """The colour of a phase as Horovod's Timeline names it."""
+    """Return the colour of a phase by its name in Horovod's Timeline."""
     if not name.isupper():
         return None
     if name.startswith("NEGOTIATE"):

@@ -1,10 +1,10 @@
-"""Two analyses beside each other: which differences are no noise. Pure."""
+"""Comparison of two analyses: significant differences of parts, and options. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from hvdtrain.timeline import wording
@@ -20,12 +20,13 @@ _PIECES = (*PHASES, OTHER_EXCHANGE, EXCHANGE)
 
 @dataclass(frozen=True)
 class Row:
-    """One figure of both.
+    """One figure of both runs.
 
     Attributes:
-        name: a part of the budget, "step", or "late rank".
-        a, b: in milliseconds a step.
-        difference: b less a, with its 95% confidence interval.
+        name: a part of the budget, "step", or "late ranks".
+        a: milliseconds per step.
+        b: milliseconds per step.
+        difference: b - a, with its 95% confidence interval.
     """
 
     name: str
@@ -35,20 +36,20 @@ class Row:
 
     @property
     def is_noise(self) -> bool:
-        """Whether the interval holds 0, or is none: of a single step nobody knows."""
+        """Whether the difference is insignificant: its interval contains 0, or is unknown as for a single step."""
         known = all(each.low < each.high or not each.value for each in (self.a, self.b))
         return not known or self.difference.low <= 0 <= self.difference.high
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is different between two runs.
+    """The differences between two runs.
 
     Attributes:
-        titles: of both.
-        rows: the step, then parts in the order of their budgets.
-        options: that differ, by dotted name, each with both values; None where those of one are not known.
-        notes: what makes them hard to compare.
+        titles: names of the runs.
+        rows: the step, then parts in the order of the budgets.
+        options: differing options by dotted name, each with both values; None if those of a run are unknown.
+        notes: why the runs are hard to compare.
     """
 
     titles: tuple[str, str]
@@ -58,9 +59,9 @@ class Comparison:
 
 
 def compare(a: Analysis, b: Analysis, config_a: Mapping[str, Any], config_b: Mapping[str, Any]) -> Comparison:
-    """Compare budgets part by part, what late ranks cost, and options; a config that is empty is one that is not known.
+    """Compare budgets part by part, the cost of stragglers, and options. An empty config is an unknown one.
 
-    A difference's interval is that of a difference of two independent means: half widths add as squares.
+    The interval of a difference is that of two independent means: the squares of half widths add up.
     """
     rows = []
     if a.budget is not None and b.budget is not None:
@@ -81,10 +82,10 @@ def compare(a: Analysis, b: Analysis, config_a: Mapping[str, Any], config_b: Map
 
 
 def to_text(comparison: Comparison) -> str:
-    """Both in columns; a star where the difference is no noise."""
+    """Return both runs in columns; a star marks a significant difference."""
     lines = [f"a: {comparison.titles[0]}", f"b: {comparison.titles[1]}"]
     if comparison.rows:
-        lines.append(f"  {'ms a step':<28} {'a':>9} {'b':>9}   b less a")
+        lines.append(f"  {'ms per step':<28} {'a':>9} {'b':>9}   b - a")
     for row in comparison.rows:
         places = wording.decimals(max(comparison.rows[0].a.value, comparison.rows[0].b.value))
         change = f"{row.difference.value:+,.{places}f} {wording.interval(row.difference, places)}"
@@ -92,39 +93,25 @@ def to_text(comparison: Comparison) -> str:
         lines.append(f"{' ' if row.is_noise else '*'} {row.name:<28} {numbers}   {change}")
     if comparison.rows:
         real = sum(not row.is_noise for row in comparison.rows)
-        lines.append(f"  * is no noise: its 95% confidence interval leaves 0 out ({real} of {len(comparison.rows)})")
+        lines.append(f"  * significant: the 95% confidence interval excludes 0 ({real} of {len(comparison.rows)})")
     options = comparison.options
     if options is None:
-        lines.append("options: not known of both: a Timeline of Horovod's, or a run without config, says none")
+        lines.append("options: unknown, because a Horovod Timeline or a run without config has none")
     else:
         lines.append("options that differ:" if options else "options: the same")
-        lines += [f"  --{name}  {_told(x)} -> {_told(y)}" for name, (x, y) in list(options.items())[:_SHOWN]]
+        lines += [f"  --{name}  {_value(x)} -> {_value(y)}" for name, (x, y) in list(options.items())[:_SHOWN]]
         if len(options) > _SHOWN:
             lines.append(f"  {len(options) - _SHOWN} more: --json")
     return "\n".join([*lines, *(f"  {note}" for note in comparison.notes)])
 
 
 def to_plain(comparison: Comparison) -> dict[str, Any]:
-    """As plain values, for JSON."""
-
-    def estimate(value: Estimate) -> dict[str, float]:
-        return {"value": value.value, "low": value.low, "high": value.high}
-
-    rows = [
-        {
-            "name": row.name,
-            "a": estimate(row.a),
-            "b": estimate(row.b),
-            "difference": estimate(row.difference),
-            "is_noise": row.is_noise,
-        }
-        for row in comparison.rows
-    ]
+    """Return plain values for JSON."""
     options = comparison.options
     return {
         "version": 1,
         "titles": list(comparison.titles),
-        "rows": rows,
+        "rows": [{**asdict(row), "is_noise": row.is_noise} for row in comparison.rows],
         "options": None if options is None else {name: list(values) for name, values in options.items()},
         "notes": list(comparison.notes),
     }
@@ -133,12 +120,12 @@ def to_plain(comparison: Comparison) -> dict[str, Any]:
 def _alike(
     a: Mapping[str, Estimate], b: Mapping[str, Estimate]
 ) -> tuple[Mapping[str, Estimate], Mapping[str, Estimate]]:
-    """Both with the exchange as a whole, where only one has a Timeline of Horovod's that says what it consists of."""
+    """Merge the phases of the exchange into one part if only one run has a Horovod Timeline with phases."""
     return (_pooled(a) if EXCHANGE in b else a), (_pooled(b) if EXCHANGE in a else b)
 
 
 def _pooled(parts: Mapping[str, Estimate]) -> dict[str, Estimate]:
-    """The pieces of the exchange as one; its interval is no narrower than it may be."""
+    """Merge the phases of the exchange into one part, with the widest possible interval."""
     pieces = [ms for name, ms in parts.items() if name in _PIECES]
     rest = {name: ms for name, ms in parts.items() if name not in _PIECES}
     if not pieces:
@@ -155,19 +142,19 @@ def _row(name: str, a: Estimate, b: Estimate) -> Row:
 
 
 def _late(analysis: Analysis) -> Estimate:
-    """What the ranks that are late cost together."""
+    """Return the total cost of the stragglers."""
     costs = [row.cost_ms for row in analysis.blame.ranks if row.rank in analysis.blame.late]
     return Estimate(sum(c.value for c in costs), sum(c.low for c in costs), sum(c.high for c in costs))
 
 
 def _notes(a: Analysis, b: Analysis) -> Iterator[str]:
     if a.size != b.size:
-        yield f"a has {a.size} rank(s), b has {b.size}: a step is another thing there if the batch is not the same"
+        yield f"a has {wording.counted(a.size, 'rank')}, b has {b.size}: steps are comparable only with equal batches"
     if a.budget is None or b.budget is None:
-        yield f"{'a' if a.budget is None else 'b'} has no steps to be compared"
+        yield f"{'a' if a.budget is None else 'b'} has no steps to compare"
     elif a.budget.what.startswith("rank 0's") != b.budget.what.startswith("rank 0's"):
-        yield "one is a Timeline by itself, whose parts are others"
+        yield "one is a Timeline alone, which has other parts"
 
 
-def _told(value: Any) -> str:
+def _value(value: Any) -> str:
     return "default" if value is None else str(value)[:60]

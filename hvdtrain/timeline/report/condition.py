@@ -1,4 +1,4 @@
-"""Conditions on an analysis' figures: ``straggler_ms > 5 and exposed_share > 0.2``. Pure."""
+"""Conditions on the figures of an analysis: ``straggler_ms > 5 and exposed_share > 0.2``. Pure."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OF_PARTS = (
     "other_ms",
     "nothing_under_way_ms",
 )
-"""Of parts of a step: one that a step does not have is 0."""
+"""Parts of a step. An absent part is 0."""
 KNOWN = (
     "step_ms",
     "straggler_ms",
@@ -51,7 +51,7 @@ KNOWN = (
 
 
 class Clause(NamedTuple):
-    """NAME OP NUMBER."""
+    """One comparison: NAME OP NUMBER."""
 
     name: str
     compare: str
@@ -62,17 +62,17 @@ class Clause(NamedTuple):
 
 
 def parse(text: str) -> list[Clause]:
-    """Read a condition: clauses NAME OP NUMBER, joined by ``and``.
+    """Parse a condition: clauses NAME OP NUMBER, joined by ``and``.
 
     Errors:
-        ConfigError: it has another form, or a name that no analysis has.
+        ConfigError: wrong syntax, or an unknown name.
     """
     clauses = []
     for piece in re.split(r"\band\b", text):
         found = _CLAUSE.fullmatch(piece)
         if found is None:
             raise ConfigError(
-                f"{text!r} is no condition",
+                f"invalid condition {text!r}",
                 expected="NAME OP NUMBER, OP one of > >= < <= == !=; several joined by and",
                 found=repr(piece.strip()),
                 next_step="--fail_if 'straggler_ms > 5'",
@@ -89,22 +89,22 @@ def parse(text: str) -> list[Clause]:
 
 
 def holds(clauses: list[Clause], figures: Mapping[str, float]) -> bool:
-    """Whether all of them are so. Where nobody is late, no clause on which rank is late is.
+    """Return whether all clauses are true. Without a straggler, a clause on straggler_rank is false.
 
     Errors:
-        ConfigError: this analysis does not have one of the figures, whatever the other clauses say.
+        ConfigError: this analysis lacks one of the figures.
     """
     found = [(_figure(clause.name, figures), clause) for clause in clauses]
     return all(value is not None and _COMPARE[clause.compare](value, clause.number) for value, clause in found)
 
 
-def told(clauses: list[Clause], figures: Mapping[str, float]) -> str:
-    """What was found beside what was asked, of clauses that hold."""
+def met_text(clauses: list[Clause], figures: Mapping[str, float]) -> str:
+    """Format the figures of clauses that are true."""
     return ", ".join(f"{clause.name} is {_figure(clause.name, figures):.4g} ({clause})" for clause in clauses)
 
 
 def _figure(name: str, figures: Mapping[str, float]) -> float | None:
-    """None for the late rank's number where it is known that there is none."""
+    """Return a figure; None for straggler_rank if there is no straggler."""
     if name in figures:
         return figures[name]
     if name == "straggler_rank" and "straggler_ms" in figures:
@@ -112,7 +112,7 @@ def _figure(name: str, figures: Mapping[str, float]) -> float | None:
     if name in _OF_PARTS and "step_ms" in figures:
         return 0.0
     raise ConfigError(
-        f"nothing of this run says {name}",
+        f"this run has no figure {name}",
         expected=f"one of {', '.join(figures) or 'none'}",
         next_step="hvdtrain timeline report shows what is missing",
     )

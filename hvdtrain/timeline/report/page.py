@@ -1,4 +1,4 @@
-"""An analysis as one page of HTML that holds everything it needs."""
+"""An analysis as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -27,48 +27,47 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 VERSION = 1
-"""Of the page's form; raised where a program that reads it would have to change."""
+"""Of the page's format."""
 
 _STYLE = ("report.css",)
 _SCRIPTS = ("report.js", "lanes.js")
 
 
 def to_html(analysis: Analysis) -> str:
-    """The page: it loads nothing, from nowhere, and its own policy forbids the browser to.
-
-    Every text of the analysis is shown as text, whatever it contains.
-    """
+    """Return the page. It loads nothing, and its Content-Security-Policy forbids loading. All texts are escaped."""
     style, scripts = "".join(map(_read, _STYLE)), [_read(name) for name in _SCRIPTS]
     context = {**_view(analysis), "style": style, "scripts": scripts, "policy": _policy(style, scripts)}
     page = _environment().get_template("report.html").render(context)
     return wording.readable(page)
 
 
-def verdict(analysis: Analysis) -> list[str]:
-    """The page's first sentence, in clauses."""
+def headline(analysis: Analysis) -> list[str]:
+    """Return the clauses of the page's first sentence."""
     clauses = []
     if (budget := analysis.budget) is not None:
-        subject = "A step takes" if budget.steps else "The Timeline, in which no steps could be told, spans"
+        subject = "The step time is" if budget.steps else "The Timeline has no recognisable steps; it spans"
         clauses.append(f"{subject} {wording.ms(budget.step_ms.value)} ms")
         exposed = [part for part in budget.parts if part.name in budget.exposed]
         if exposed:
             ms, share = sum(part.ms.value for part in exposed), sum(part.share for part in exposed)
-            clauses.append(f"{wording.ms(ms)} ms of it ({wording.percent(share)}) is exposed communication")
+            clauses.append(f"{wording.ms(ms)} ms ({wording.percent(share)}) is exposed communication")
     rows = {row.rank: row for row in analysis.blame.ranks}
     for rank in analysis.blame.late[:1]:
         cost = rows[rank].cost_ms
         where = f"rank {rank}{' on ' + rows[rank].host if rows[rank].host else ''}"
-        clauses.append(f"{where} is late and costs {wording.ms(cost.value)} ms {wording.interval(cost)}".rstrip())
+        clauses.append(
+            f"{where} is a straggler and costs {wording.ms(cost.value)} ms {wording.interval(cost)}".rstrip()
+        )
     if not analysis.blame.late and analysis.blame.source != "none":
         known = all(math.isfinite(row.clock_error_ms) for row in analysis.blame.ranks)
-        clauses.append("no rank is late" if known else "clocks were not compared, so it is not known who is late")
+        clauses.append("there is no straggler" if known else "clocks were not compared, so stragglers are unknown")
     if len(analysis.blame.late) > 1:
-        clauses.append(f"{len(analysis.blame.late) - 1} more are late")
-    return clauses or ["No step was seen"]
+        clauses.append(f"{wording.counted(len(analysis.blame.late) - 1, 'rank')} more are late")
+    return clauses or ["No step was measured"]
 
 
 def _view(analysis: Analysis) -> dict[str, Any]:
-    """What the templates are given."""
+    """Return the variables of the templates."""
     lanes = shown_lanes(analysis)
     names, rows = summary(lanes)
     step_ms = analysis.budget.step_ms.value if analysis.budget else None
@@ -79,12 +78,12 @@ def _view(analysis: Analysis) -> dict[str, Any]:
         "analysis": analysis,
         "version": VERSION,
         "program": hvdtrain.__version__,
-        "verdict": "; ".join(verdict(analysis)) + ".",
+        "headline": "; ".join(headline(analysis)) + ".",
         "budget": budget_view(analysis.budget) if analysis.budget else None,
         "findings": list(zip(analysis.findings, costs, pieces, strict=True)),
         "blame": blame_view(analysis.blame, step_ms),
         "communication": communication_view(analysis.communication, steps=steps) if analysis.communication else None,
-        "each_ms": "ms a step" if steps else "ms",
+        "each_ms": "ms per step" if steps else "ms",
         "carriers": carrier_rows(analysis),
         "figures": {name: f"{value:.6g}" for name, value in figures(analysis).items()},
         "lanes": _for_script(packed(lanes)),
@@ -101,13 +100,13 @@ def _names(lanes: Sequence[Lane]) -> Iterator[str]:
 
 
 def _for_script(value: Any) -> str:
-    """JSON that cannot end the element that it stands in, nor begin a comment there."""
+    """Return JSON that cannot end its HTML element nor begin a comment in it."""
     text = json.dumps(value, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _policy(style: str, scripts: list[str]) -> str:
-    """What the browser may do for the page: run these scripts, use this style, and nothing else."""
+    """Return the Content-Security-Policy: only these scripts and this style."""
     hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in [style, *scripts]]
     own = [f"'sha256-{found}'" for found in hashes]
     rest = "base-uri 'none'; form-action 'none'"

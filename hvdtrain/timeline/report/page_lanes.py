@@ -1,4 +1,4 @@
-"""The lanes of the page: slices packed for its script, and the same as a table."""
+"""The lanes of the page: slices packed for its script, and a summary as a table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvdtrain.timeline.analysis.analysis import Analysis, Lane
 from hvdtrain.timeline.report.colours import hue
 
 MOST_SLICES = 50_000
-"""In the picture, some 0.6 MB of the page."""
+"""In the picture: about 0.6 MB of the page."""
 
 _MOST_LANES = 256
 _MOST_NAMES = 10
@@ -19,7 +19,7 @@ _US = 1e3  # in a millisecond
 
 
 def shown_lanes(analysis: Analysis) -> list[Lane]:
-    """Those that are shown, in their order: where there are too many, those of late ranks before others."""
+    """Return the lanes to show, in order. If there are too many, those of stragglers have priority."""
     late = set(analysis.blame.late)
 
     def is_of_others(at: int) -> bool:
@@ -38,10 +38,10 @@ def shown_lanes(analysis: Analysis) -> list[Lane]:
 
 
 def packed(lanes: Sequence[Lane]) -> dict[str, Any]:
-    """What the script draws, as numbers that are short in JSON.
+    """Return the data of the script, as numbers that are short in JSON.
 
     ``names``: [name, hue] by number. ``lanes``: [label, [name, begin, duration, ...], [step, slices of it, ...]]; times
-    in whole microseconds, a begin since the begin of the slice before. ``end``: of the last slice.
+    are whole microseconds, a begin counts from the begin of the slice before. ``end``: of the last slice.
     """
     numbers: dict[str, int] = {}
     found, end = [], 0
@@ -62,7 +62,7 @@ def packed(lanes: Sequence[Lane]) -> dict[str, Any]:
 
 
 def summary(lanes: Sequence[Lane]) -> tuple[list[str], list[tuple[str, list[float | None]]]]:
-    """The names that take most time, and for each lane the milliseconds that each of them takes a step."""
+    """Return the names with most time, and for each lane their milliseconds per step."""
     totals: defaultdict[str, float] = defaultdict(float)
     rows = []
     for lane in lanes:

@@ -1,4 +1,4 @@
-"""What the page's templates show of an analysis: numbers as text, widths as shares, colours by name. Pure."""
+"""An analysis as the page's templates need it: numbers as text, widths as shares, colours by name. Pure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Budget, Communi
 from hvdtrain.timeline.report.colours import hue
 
 MOST_RANKS = 100
-"""Rows of ranks: those that cost most, and every late one."""
+"""Rows of ranks: the most costly, and all stragglers."""
 
 MOST_MODULES = 12
 _SEEN_MS = 0.0005
 _HEAT = (0.005, 0.02, 0.05)
-"""Shares of a step by which a part has to differ from the median for the first, second and third shade."""
+"""Differences from the median, as shares of a step, for the first, second and third shade."""
 
 _CODE = re.compile(
     r"`([^`]+)`"
@@ -30,7 +30,7 @@ _CODE = re.compile(
 
 
 def budget_view(budget: Budget) -> dict[str, Any]:
-    """The bar's segments [x and width in percent], the bracket over exposed communication, the table's rows."""
+    """Return segments of the bar [x and width in percent], the bracket over exposed communication, and table rows."""
     total = sum(part.ms.value for part in budget.parts) or 1.0
     places = wording.decimals(budget.step_ms.value)
     rows, x = [], 0.0
@@ -60,7 +60,7 @@ def budget_view(budget: Budget) -> dict[str, Any]:
 
 
 def _bracket(rows: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
-    """Where exposed communication lies in the bar; None where there is none, or where it lies in several places."""
+    """Return where exposed communication is in the bar; None if there is none or it is not contiguous."""
     marked = [at for at, row in enumerate(rows) if row["exposed"]]
     if not marked or marked[-1] - marked[0] + 1 != len(marked):
         return None
@@ -69,7 +69,7 @@ def _bracket(rows: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
 
 
 def finding_pieces(advice: str) -> list[tuple[str, bool]]:
-    """The text in pieces, and of each whether it is a flag or command, to be copied."""
+    """Split the text into pieces, each with whether it is an option or a command to copy."""
     pieces, at = [], 0
     for found in _CODE.finditer(advice):
         if found.start() > at:
@@ -80,7 +80,7 @@ def finding_pieces(advice: str) -> list[tuple[str, bool]]:
 
 
 def blame_view(blame: Blame, step_ms: float | None) -> dict[str, Any]:
-    """Rows of ranks with whiskers [percent of the widest] and heat, the parts that they have, and what is left out."""
+    """Return rows of ranks with whiskers [percent of the widest] and heat, their parts, and the omitted ranks."""
     late = set(blame.late)
     shown = [row for at, row in enumerate(blame.ranks) if at < MOST_RANKS or row.rank in late]
     left = [row for at, row in enumerate(blame.ranks) if at >= MOST_RANKS and row.rank not in late]
@@ -117,7 +117,7 @@ def _rank(
         value = row.parts_ms.get(name)
         more = 0.0 if value is None else value - medians[name]
         cells.append({"value": value, "text": "" if value is None else wording.ms(value), "heat": _heat(more / whole)})
-        cells[-1]["more"] = f"{more:+.2f} ms against the median" if cells[-1]["heat"] else ""
+        cells[-1]["more"] = f"{more:+.2f} ms from the median" if cells[-1]["heat"] else ""
         cells[-1]["sign"] = "\u25b4" if more > 0 else "\u25be"
     cost = row.cost_ms
     causes = blame.causes.get(row.rank, ())
@@ -141,32 +141,32 @@ def _rank(
 
 
 def _clocks(errors_ms: Sequence[float]) -> str:
-    """How well the ranks' clocks agree."""
+    """Say how well the ranks' clocks agree."""
     worst = max(errors_ms, default=0.0)
     if not math.isfinite(worst):
-        return "clocks of some ranks were never compared with rank 0's"
+        return "the clocks of some ranks were never compared with rank 0's"
     return (
         f"the ranks' clocks agree to within {wording.ms(worst)} ms" if worst >= _SEEN_MS else "the ranks share a clock"
     )
 
 
 def _clock(error_ms: float) -> str:
-    """How well a rank's is known; empty where it is rank 0's."""
+    """Say how precise a rank's clock is; empty for rank 0."""
     if not math.isfinite(error_ms):
         return "its clock was never compared with rank 0's"
-    return f"its clock is known to within {wording.ms(error_ms)} ms" if error_ms >= _SEEN_MS else ""
+    return f"its clock agrees with rank 0's to within {wording.ms(error_ms)} ms" if error_ms >= _SEEN_MS else ""
 
 
 def _heat(share: float) -> str:
-    """``more-2`` or ``less-1``; empty near the median."""
+    """Return ``more-2`` or ``less-1``; empty near the median."""
     level = sum(abs(share) >= bound for bound in _HEAT)
     return f"{'more' if share > 0 else 'less'}-{level}" if level else ""
 
 
 def communication_view(found: Communication, *, steps: bool = True) -> dict[str, Any]:
-    """Rows of phases with the width of their bars in percent, and the measured numbers that are known.
+    """Return rows of phases with the width of their bars in percent, and the known figures.
 
-    `steps`: whether they are a step's; else they are of everything there is.
+    `steps`: the figures are per step, else of the whole trace.
     """
     most = max([part.ms.value for part in found.phases] + [1e-9])
     places = wording.decimals(most)
@@ -175,17 +175,17 @@ def communication_view(found: Communication, *, steps: bool = True) -> dict[str,
         facts.append(
             (
                 f"{wording.ms(found.busy_ms)} ms",
-                "of a step something is under way" if steps else "something is under way in all",
+                "of communication per step" if steps else "of communication in total",
                 "",
             )
         )
     if found.hidden_share is not None:
-        facts.append((wording.percent(found.hidden_share), "of it is hidden behind computing", ""))
+        facts.append((wording.percent(found.hidden_share), "hidden behind computation", ""))
     if found.bytes_per_step is not None:
         facts.append(
             (
                 wording.nbytes(found.bytes_per_step),
-                "handed over by a rank in each step" if steps else "handed over by a rank in all",
+                "per rank and step" if steps else "per rank in total",
                 "",
             )
         )
@@ -194,7 +194,7 @@ def communication_view(found: Communication, *, steps: bool = True) -> dict[str,
         if found.link_gb_per_s:
             share = wording.percent(found.bus_gb_per_s / found.link_gb_per_s)
             of_link = f"{share} of the {wording.speed(found.link_gb_per_s)} of a large allreduce alone"
-        facts.append((wording.speed(found.bus_gb_per_s), "bus bandwidth while transferring", of_link))
+        facts.append((wording.speed(found.bus_gb_per_s), "bus bandwidth during transfers", of_link))
     rows = [
         {
             "name": part.name,
@@ -209,7 +209,7 @@ def communication_view(found: Communication, *, steps: bool = True) -> dict[str,
 
 
 def carrier_rows(analysis: Analysis) -> list[dict[str, Any]]:
-    """Rows of buckets or tensors; the exposed part of each bar in percent of the costliest."""
+    """Return rows of buckets or tensors; the exposed part of each bar is in percent of the most expensive one."""
     most = max([carrier.ms for carrier in analysis.carriers] + [1e-9])
     return [
         {

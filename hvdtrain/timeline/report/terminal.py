@@ -1,4 +1,4 @@
-"""An analysis as lines for a terminal. Pure."""
+"""The report of an analysis as text for a terminal. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_PARTS, _MOST_RANKS, _MOST_CARRIERS, _MOST_FINDINGS, _MOST_NOTES = 11, 4, 3
 
 
 def to_text(analysis: Analysis) -> str:
-    """Where the time went, who is late, what to change: 40 lines at most, none wider than 120 characters."""
+    """Return step time by part, stragglers and findings: at most 40 lines of 120 characters."""
     for findings in range(_MOST_FINDINGS, 0, -1):
         lines = list(_lines(analysis, findings))
         if len(lines) <= _MOST_LINES:
@@ -25,20 +25,20 @@ def to_text(analysis: Analysis) -> str:
 
 def _lines(analysis: Analysis, findings: int) -> Iterator[str]:
     yield _head(analysis)
-    each = "in all" if analysis.budget is not None and not analysis.budget.steps else "a step"
+    each = "in total" if analysis.budget is not None and not analysis.budget.steps else "per step"
     if analysis.budget is not None:
         yield from _budget(analysis.budget)
     if analysis.communication is not None:
         yield from _communication(analysis.communication, each)
     yield from _blame(analysis.blame)
     if analysis.carriers:
-        yield f"most costly to exchange, ms {each}:"
+        yield f"most expensive to exchange, ms {each}:"
     for carrier in analysis.carriers[:_MOST_CARRIERS]:
         exposed = f"  exposed {wording.ms(carrier.exposed_ms)}" if carrier.exposed_ms is not None else ""
         modules = _short(", ".join(carrier.modules), 40)
         yield f"  {_short(carrier.name, 36):<36} {wording.ms(carrier.ms):>7}{exposed}  {modules}".rstrip()
     yield from _findings(analysis, findings)
-    rest = [*(f"warned: {line}" for line in analysis.warnings), *analysis.notes]
+    rest = [*(f"warning: {line}" for line in analysis.warnings), *analysis.notes]
     if rest:
         yield "notes:"
     yield from (f"  {_short(note, _WIDTH - 2)}" for note in rest[:_MOST_NOTES])
@@ -47,22 +47,22 @@ def _lines(analysis: Analysis, findings: int) -> Iterator[str]:
 
 
 def quantity(estimate: Estimate, places: int | None = None) -> str:
-    """A number with its interval, where there is one."""
+    """Format a number with its interval, if there is one."""
     return f"{wording.ms(estimate.value, places)} {wording.interval(estimate, places)}".rstrip()
 
 
 def _head(analysis: Analysis) -> str:
-    ranks = f", {analysis.size} rank(s)" if analysis.size else ""
+    ranks = f", {wording.counted(analysis.size, 'rank')}" if analysis.size else ""
     title = _short(analysis.title, 40)
     if (budget := analysis.budget) is None:
-        return f"{title}{ranks}: no step was recorded"
-    steps = f"{budget.steps} step(s)" if budget.steps else "no steps could be told"
+        return f"{title}{ranks}: no step was measured"
+    steps = wording.counted(budget.steps, "step") if budget.steps else "no recognisable steps"
     return f"{title}{ranks}: {steps}, {_short(budget.what, 56)}"
 
 
 def _budget(budget: Budget) -> Iterator[str]:
     places = wording.decimals(budget.step_ms.value)
-    yield f"{'a step takes' if budget.steps else 'it spans'} {quantity(budget.step_ms, places)} ms:"
+    yield f"{'step time:' if budget.steps else 'the trace spans'} {quantity(budget.step_ms, places)} ms"
     shown = [part for part in budget.parts if part.share >= _LEAST_SHARE][:_MOST_PARTS]
     width = max((len(_short(part.name, 30)) for part in shown), default=0) + 2
     for part in shown:
@@ -71,7 +71,7 @@ def _budget(budget: Budget) -> Iterator[str]:
         yield f"  {name:<{width}} {quantity(part.ms, places):<28} {part.share:6.1%}  {bar}".rstrip()
     if budget.exposed:
         share = sum(part.share for part in budget.parts if part.name in budget.exposed)
-        yield f"  * communication that nothing hides: {share:.1%} of {'the step' if budget.steps else 'it'}"
+        yield f"  * exposed communication: {share:.1%} of {'the step' if budget.steps else 'the trace'}"
 
 
 def _communication(found: Communication, each: str) -> Iterator[str]:
@@ -79,13 +79,13 @@ def _communication(found: Communication, each: str) -> Iterator[str]:
     if found.busy_ms is not None:
         words.append(f"{wording.ms(found.busy_ms)} ms {each}")
     if found.hidden_share is not None:
-        words.append(f"{found.hidden_share:.0%} of it hidden")
+        words.append(f"{found.hidden_share:.0%} hidden")
     if found.bytes_per_step is not None:
         words.append(wording.nbytes(found.bytes_per_step))
     if found.bus_gb_per_s is not None:
-        words.append(f"{wording.speed(found.bus_gb_per_s)} of bus bandwidth")
+        words.append(f"bus bandwidth {wording.speed(found.bus_gb_per_s)}")
     if found.link_gb_per_s is not None:
-        words.append(f"the link does {wording.speed(found.link_gb_per_s)}")
+        words.append(f"link {wording.speed(found.link_gb_per_s)}")
     if words:
         yield f"communication: {', '.join(words)}"
     if found.phases:
@@ -94,16 +94,16 @@ def _communication(found: Communication, each: str) -> Iterator[str]:
 
 def _blame(blame: Blame) -> Iterator[str]:
     if blame.source == "none":
-        yield f"who is late: not known{'; ' + blame.reason if blame.reason else ''}"
+        yield f"stragglers: unknown{'; ' + blame.reason if blame.reason else ''}"
         return
-    source = "our own stamps" if blame.source == "stamps" else "Horovod's ticks"
-    who = ", ".join(f"rank {rank}" for rank in blame.late[:8]) or f"nobody ({blame.reason})"
+    source = "step stamps" if blame.source == "stamps" else "Horovod's ticks"
+    late = ", ".join(f"rank {rank}" for rank in blame.late[:8]) or f"none ({blame.reason})"
     more = f" and {len(blame.late) - 8} more" if len(blame.late) > 8 else ""
-    yield _short(f"who is late, by {source} of {blame.steps} steps: {who}{more}", 120)
+    yield _short(f"stragglers ({source} of {wording.counted(blame.steps, 'step')}): {late}{more}", 120)
     for row in blame.ranks[:_MOST_RANKS] if blame.late else ():
         name = _short(f"rank {row.rank}{' on ' + row.host if row.host else ''}", 24)
         behind = f"{wording.ms(abs(row.behind_ms))} ms {'after' if row.behind_ms >= 0 else 'before'} the others"
-        yield f"  {name:<24} ready {behind}, the last in {row.last_share:4.0%}, costs {quantity(row.cost_ms)} ms a step"
+        yield f"  {name:<24} ready {behind}, last in {row.last_share:4.0%} of steps, costs {quantity(row.cost_ms)} ms"
         if row.rank in blame.late:
             causes = list(blame.causes.get(row.rank, ()))[: 2 if len(blame.late) == 1 else 1]
             yield from (f"    {_short(cause.text, _WIDTH - 4)}" for cause in causes)
@@ -111,9 +111,9 @@ def _blame(blame: Blame) -> Iterator[str]:
 
 def _findings(analysis: Analysis, most: int) -> Iterator[str]:
     if not analysis.findings:
-        yield "nothing stands out"
+        yield "findings: none"
         return
-    yield "what to change, most costly first:"
+    yield "findings, most costly first:"
     for finding in analysis.findings[:most]:
         yield from _wrapped(finding.text, "  - ")
         yield from _wrapped(finding.advice, "    > ")
@@ -122,7 +122,7 @@ def _findings(analysis: Analysis, most: int) -> Iterator[str]:
 
 
 def _wrapped(text: str, begin: str) -> list[str]:
-    """Two lines at most, hanging below their beginning."""
+    """Wrap to two lines at most, with a hanging indent."""
     gap = " " * len(begin)
     return textwrap.wrap(_plain(text), _WIDTH, initial_indent=begin, subsequent_indent=gap, max_lines=2)
 
@@ -133,5 +133,5 @@ def _short(text: str, width: int) -> str:
 
 
 def _plain(text: str) -> str:
-    """One line, of characters that a terminal only shows."""
+    """Return one line without control characters."""
     return "".join(char if char.isprintable() else "?" for char in " ".join(text.split()))

@@ -75,7 +75,7 @@ def _explain(directory: Path) -> Analysis:
 
 def _told(analysis: Analysis) -> dict[str, Any]:
     """What journal and sinks get of it."""
-    from hvdtrain.timeline.report.page import verdict
+    from hvdtrain.timeline.report.page import headline
 
     findings = [asdict(finding) for finding in analysis.findings]
-    return {"verdict": verdict(analysis), "figures": figures(analysis), "findings": findings}
+    return {"verdict": headline(analysis), "figures": figures(analysis), "findings": findings}

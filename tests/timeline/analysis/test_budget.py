@@ -18,7 +18,7 @@ from hvdtrain.timeline.analysis.phases import steps_of
 from hvdtrain.timeline.analysis.sampling import sample_of
 from hvdtrain.timeline.columns import Ints, RunTrace, StepTable
 from hvdtrain.timeline.report.compare import compare
-from hvdtrain.timeline.report.page import verdict
+from hvdtrain.timeline.report.page import headline
 from hvdtrain.timeline.report.terminal import to_text
 from tests.support.step_tables import noise, table_of
 from tests.support.timelines import Turn, trace_of
@@ -205,7 +205,7 @@ def test_tensors_that_come_unequally_often_are_no_steps() -> None:
     analysis = analyse(RunTrace(Path("timeline.json"), 2, horovod=[trace]))
     assert "step_ms" not in figures(analysis) and "transfer_ms" not in figures(analysis)
     assert "spans 0.52" in to_text(analysis) and "a step" not in to_text(analysis)
-    assert "spans 0.520 ms" in verdict(analysis)[0] and "A step" not in verdict(analysis)[0]
+    assert "spans 0.520 ms" in headline(analysis)[0] and "step time" not in headline(analysis)[0]
 
 
 def test_a_segment_without_steps_does_not_take_them_from_the_others() -> None:
@@ -215,7 +215,7 @@ def test_a_segment_without_steps_does_not_take_them_from_the_others() -> None:
         analyse(RunTrace(Path("timeline.json"), 2, horovod=traces)) for traces in ([regular], [regular, other])
     )
     assert alone.budget == both.budget and both.budget is not None and both.budget.steps > 0
-    assert any("no steps could be told in it" in note for note in both.notes)
+    assert any("it has no recognisable steps" in note for note in both.notes)
 
 
 def test_nothing_is_made_of_nothing() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvdtrain.timeline.analysis.phases import recurring, steady, steps_of
+from hvdtrain.timeline.analysis.phases import recurring, steps_of, without_start
 from hvdtrain.timeline.columns import HorovodTrace
 from tests.support.timelines import Turn, trace_of
 
@@ -37,7 +37,7 @@ def test_what_comes_once_does_not_recur() -> None:
 
 def test_it_is_steady_from_the_end_of_its_first_step_on() -> None:
     """However late a tensor that comes once may be."""
-    found = steady(_trace())
+    found = without_start(_trace())
     assert found.start_us.min() == 2 * STEP_US
     assert steps_of(found) == STEPS - 1
     assert ONCE in {found.tensors[number] for number in found.tensor}
@@ -45,4 +45,4 @@ def test_it_is_steady_from_the_end_of_its_first_step_on() -> None:
 
 def test_of_few_steps_none_is_left_out() -> None:
     trace = _trace(3, once_at=2.5)
-    np.testing.assert_array_equal(steady(trace).start_us, trace.start_us)
+    np.testing.assert_array_equal(without_start(trace).start_us, trace.start_us)

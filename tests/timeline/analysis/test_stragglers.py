@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hvdtrain.timeline.analysis.lateness import costs, like_the_others, median_of_others
 from hvdtrain.timeline.analysis.rank_steps import Rounds, from_stamps
 from hvdtrain.timeline.analysis.significance import latest
-from hvdtrain.timeline.analysis.stragglers import Verdict, judge
+from hvdtrain.timeline.analysis.stragglers import Stragglers, find_stragglers
 from hvdtrain.timeline.columns import StepTable
 from tests.support.step_tables import Floats, noise, table_of
 
@@ -47,7 +47,7 @@ def test_a_rank_that_is_late_by_a_tenth_is_named_with_what_it_costs(ranks: int, 
     steps = 600 if kind == "lasting" else 150
     for seed in range(5):
         work, cost = _planted(_quiet(seed, ranks, steps, kind, 0.03 * STEP_MS), seed % ranks, 0.1 * STEP_MS)
-        found = judge(_rounds(work))
+        found = find_stragglers(_rounds(work))
         assert found.late == [seed % ranks], (seed, found.reason)
         assert found.cost_ms[seed % ranks].value == pytest.approx(cost, rel=0.2)
 
@@ -56,7 +56,7 @@ def test_a_rank_that_is_late_by_a_tenth_is_named_with_what_it_costs(ranks: int, 
 def test_twenty_steps_are_enough_where_noise_is_small(ranks: int) -> None:
     for seed in range(20):
         work, cost = _planted(_quiet(seed, ranks, 20, "heavy", 0.005 * STEP_MS), 1, 0.1 * STEP_MS)
-        found = judge(_rounds(work))
+        found = find_stragglers(_rounds(work))
         assert found.late == [1]
         assert found.cost_ms[1].value == pytest.approx(cost, rel=0.2)
 
@@ -65,7 +65,7 @@ def test_twenty_steps_are_enough_where_noise_is_small(ranks: int) -> None:
 @pytest.mark.parametrize("runs", [150, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("ranks", "steps"), [(2, 20), (2, 40), (4, 30), (16, 40)])
 def test_noise_names_nobody(ranks: int, steps: int, runs: int, kind: str) -> None:
-    named = sum(bool(judge(_rounds(_quiet(s, ranks, steps, kind, 0.1 * STEP_MS))).late) for s in range(runs))
+    named = sum(bool(find_stragglers(_rounds(_quiet(s, ranks, steps, kind, 0.1 * STEP_MS))).late) for s in range(runs))
     assert named < 0.01 * runs
 
 
@@ -75,7 +75,7 @@ def test_intervals_hold_the_cost_about_as_often_as_they_say() -> None:
     held = 0
     for seed in range(200):
         work, _ = _planted(_quiet(seed, 4, 80, "gaussian", 1.0), 2, 2.0)
-        found = judge(_rounds(work)).cost_ms[2]
+        found = find_stragglers(_rounds(work)).cost_ms[2]
         held += found.low <= cost <= found.high
     assert 0.88 <= held / 200 <= 1.0
 
@@ -83,7 +83,7 @@ def test_intervals_hold_the_cost_about_as_often_as_they_say() -> None:
 def test_ranks_that_are_late_by_turns_are_jitter() -> None:
     work = _quiet(0, 4, 200, "gaussian", 0.1)
     work[np.random.default_rng(1).integers(0, 4, 200), np.arange(200)] += 3.0
-    found = judge(_rounds(work))
+    found = find_stragglers(_rounds(work))
     assert not found.late
     assert found.jitter_ms.value == pytest.approx(3.0, rel=0.1)
 
@@ -91,7 +91,7 @@ def test_ranks_that_are_late_by_turns_are_jitter() -> None:
 def test_one_pause_is_told_by_itself_and_not_as_a_mean() -> None:
     work, cost = _planted(_quiet(0, 4, 200, "gaussian", 0.2), 2, 2.0)
     work[1, 77] += 10_000.0
-    found = judge(_rounds(work))
+    found = find_stragglers(_rounds(work))
     assert [(pause.rank, pause.step) for pause in found.pauses] == [(1, 77)]
     assert found.pauses[0].ms == pytest.approx(10_000, rel=0.01)
     assert found.late == [2]
@@ -110,9 +110,9 @@ def test_some_pauses_of_a_rank_are_its_own_and_none_is_denied(count: int, ranks:
         work[1, steps] += 5000.0
         if count <= 10:
             work[1, steps + 1] += 500.0
-        found = judge(_rounds(work))
+        found = find_stragglers(_rounds(work))
         assert [(1, step) for step in steps] == sorted((pause.rank, pause.step) for pause in found.pauses)
-        assert not found.late and "but for pauses" in found.reason
+        assert not found.late and "without pauses" in found.reason
         assert found.jitter_ms.value < 1.0
 
 
@@ -120,7 +120,7 @@ def test_some_pauses_of_a_rank_are_its_own_and_none_is_denied(count: int, ranks:
 def test_a_rank_with_more_pauses_is_late(ranks: int, count: int) -> None:
     work = _quiet(0, ranks, 400, "gaussian", 0.1)
     work[1, np.random.default_rng(1).choice(400, count, replace=False)] += 5000.0
-    found = judge(_rounds(work))
+    found = find_stragglers(_rounds(work))
     assert found.late == [1] and not found.pauses
     assert found.cost_ms[1].value == pytest.approx(5000 * count / 400, rel=0.05)
 
@@ -129,47 +129,47 @@ def test_a_cost_that_may_be_chance_is_told_as_it_is() -> None:
     """Of 40 steps 8 are long: too many for pauses, too few to be no chance between two ranks."""
     work = _quiet(0, 2, 40, "gaussian", 0.1)
     work[1, 2:40:5] += 5000.0
-    found = judge(_rounds(work))
+    found = find_stragglers(_rounds(work))
     assert not found.late and not found.pauses
-    assert "rank 1's 1,000 ms a step may be chance" in found.reason
+    assert "rank 1's 1,000 ms per step may be chance" in found.reason
 
 
 def test_what_few_steps_cost_is_not_denied() -> None:
     """None is a pause, and all in one stretch they may be an accident; but they did cost that."""
     work = _quiet(0, 2, 300, "gaussian", 0.1)
     work[1, 100:121:3] += 2.5 * STEP_MS
-    found = judge(_rounds(work))
+    found = find_stragglers(_rounds(work))
     assert not found.late and not found.pauses
-    assert re.match(r"rank 1's 1\.[12]\d ms a step may be chance", found.reason)
+    assert re.match(r"rank 1's 1\.[12]\d ms per step may be chance", found.reason)
 
 
 @pytest.mark.parametrize(("error_ms", "matters"), [(0.0, r"0\.2\d\d"), (0.6, r"0\.600")])
 def test_of_what_may_be_chance_it_is_told_how_little_would_not_matter(error_ms: float, matters: str) -> None:
     work = _quiet(0, 2, 60, "gaussian", 3.0)
     work[1] += 2.0
-    found = judge(_rounds(work, error_ms=error_ms))
+    found = find_stragglers(_rounds(work, error_ms=error_ms))
     assert not found.late
-    assert re.search(rf"it is somewhere in \[.*\], and below {matters} it does not matter$", found.reason), found.reason
+    assert re.search(rf"the interval is \[.*\], and less than {matters} does not count$", found.reason), found.reason
 
 
 @pytest.mark.parametrize(("count", "few"), [(1, "1 step is"), (5, "5 steps are")])
 def test_few_steps_name_nobody(count: int, few: str) -> None:
-    found = judge(_rounds(_quiet(0, 2, count, "gaussian", 0.1)))
-    assert not found.late and found.reason == f"{few} too few to tell a late rank from chance"
+    found = find_stragglers(_rounds(_quiet(0, 2, count, "gaussian", 0.1)))
+    assert not found.late and found.reason == f"{few} too few to tell a straggler from chance"
 
 
 def test_pauses_of_all_ranks_by_turns_are_how_the_job_runs() -> None:
     work = _quiet(0, 32, 400, "gaussian", 0.1)
     for rank in range(32):
         work[rank, rank::40] += 5000.0
-    found = judge(_rounds(work))
+    found = find_stragglers(_rounds(work))
     assert not found.late and not found.pauses
     assert found.jitter_ms.value == pytest.approx(4000, rel=0.01)
 
 
 def test_a_clock_that_was_never_compared_is_the_reason_that_is_given() -> None:
     work, _ = _planted(_quiet(0, 4, 200, "gaussian", 0.1), 2, 2.0)
-    reason = judge(_rounds(work, error_ms=np.inf)).reason
+    reason = find_stragglers(_rounds(work, error_ms=np.inf)).reason
     assert "never compared" in reason and "somewhere in" not in reason
 
 
@@ -187,7 +187,7 @@ def test_a_rank_that_is_quicker_and_now_and_then_late_is_named_alone(ranks: int)
     work = _quiet(0, ranks, 200, "gaussian", 0.1)
     work[1] -= 1.0
     work[1, ::5] += 20.0
-    assert judge(_rounds(work)).late == [1]
+    assert find_stragglers(_rounds(work)).late == [1]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -197,7 +197,7 @@ def test_beside_late_ranks_noise_names_nobody(ranks: int, steps: int, late: int,
     for seed in range(150):
         work = _quiet(seed, ranks, steps, kind, 0.1 * STEP_MS)
         work[:late] += STEP_MS
-        named += bool(set(judge(_rounds(work)).late) - set(range(late)))
+        named += bool(set(find_stragglers(_rounds(work)).late) - set(range(late)))
     assert named < 0.01 * 150
 
 
@@ -208,7 +208,7 @@ def test_two_late_ranks_are_both_named_and_share_what_they_cost(ranks: int) -> N
     both, cost = _planted(one, 3, 2.0)
     both_cost = float((both.max(axis=0) - quiet.max(axis=0)).mean())
     assert cost < both_cost
-    found = judge(_rounds(both))
+    found = find_stragglers(_rounds(both))
     assert sorted(found.late) == [1, 3]
     assert sum(found.cost_ms[rank].value for rank in (1, 3)) == pytest.approx(both_cost, rel=0.2)
 
@@ -216,20 +216,20 @@ def test_two_late_ranks_are_both_named_and_share_what_they_cost(ranks: int) -> N
 def test_a_rank_that_is_late_now_and_then_is_named() -> None:
     work = _quiet(0, 4, 400, "gaussian", 0.2)
     work[3, ::10] += 20.0
-    found = judge(_rounds(work))
+    found = find_stragglers(_rounds(work))
     assert found.late == [3]
     assert found.cost_ms[3].value == pytest.approx(2.0, rel=0.2)
 
 
 def test_clocks_that_may_be_off_by_as_much_name_nobody() -> None:
     work, _ = _planted(_quiet(0, 4, 200, "gaussian", 0.1), 2, 2.0)
-    assert judge(_rounds(work, error_ms=0.1)).late == [2]
-    assert not judge(_rounds(work, error_ms=1.5)).late
-    assert not judge(_rounds(work, error_ms=np.inf)).late
+    assert find_stragglers(_rounds(work, error_ms=0.1)).late == [2]
+    assert not find_stragglers(_rounds(work, error_ms=1.5)).late
+    assert not find_stragglers(_rounds(work, error_ms=np.inf)).late
 
 
 def test_what_is_less_than_a_percent_of_a_step_is_not_worth_a_name() -> None:
-    assert not judge(_rounds(_planted(_quiet(0, 4, 400, "gaussian", 0.01), 2, 0.15)[0])).late
+    assert not find_stragglers(_rounds(_planted(_quiet(0, 4, 400, "gaussian", 0.01), 2, 0.15)[0])).late
 
 
 @given(st.integers(2, 6), st.integers(1, 12), st.integers(0, 99))
@@ -250,10 +250,10 @@ def test_who_is_called_what_does_not_matter(ranks: int, steps: int, seed: int) -
     np.testing.assert_allclose(median_of_others(work), expected)
 
 
-def _judged(table: StepTable) -> Verdict:
+def _found(table: StepTable) -> Stragglers:
     rounds = from_stamps(table)
     assert rounds is not None
-    return judge(rounds)
+    return find_stragglers(rounds)
 
 
 def test_stamps_of_a_job_give_the_rank_its_cost() -> None:
@@ -263,7 +263,7 @@ def test_stamps_of_a_job_give_the_rank_its_cost() -> None:
     late[2] = 2.0
     for part in ("data", "forward", "optimizer"):
         slow, fast = table_of(quiet, more_ms={part: late}), table_of(quiet)
-        found = _judged(slow)
+        found = _found(slow)
         shorter = (slow.end_us[0, -1] - fast.end_us[0, -1]) / 1e3 / 200
         assert found.late == [2]
         assert found.cost_ms[2].value == pytest.approx(shorter, rel=0.1)
@@ -275,14 +275,14 @@ def test_evaluations_blame_nobody() -> None:
     quiet = _quiet(0, 4, 200, "gaussian", 0.2)
     aside = np.zeros_like(quiet)
     aside[0, 9::10] = 500.0
-    assert not _judged(table_of(quiet, more_ms={"aside": aside})).late
+    assert not _found(table_of(quiet, more_ms={"aside": aside})).late
 
 
 def test_the_first_steps_blame_nobody() -> None:
     work = _quiet(0, 4, 40, "gaussian", 0.2)
     compiling = np.zeros_like(work)
     compiling[1, :2] = 5000.0
-    found = _judged(table_of(work, more_ms={"forward": compiling}))
+    found = _found(table_of(work, more_ms={"forward": compiling}))
     assert not found.late and not found.pauses
 
 
@@ -294,10 +294,10 @@ def test_a_loaded_host_hides_no_steady_lateness(ranks: int) -> None:
         quiet = 100 + np.abs(noise(generator, (ranks, 40), "gaussian", 1.0))
         quiet += np.where(generator.random(quiet.shape) < 1 / 7, generator.exponential(25.0, quiet.shape), 0.0)
         work, _ = _planted(quiet, seed % ranks, 10.0)
-        found = judge(_rounds(work))
+        found = find_stragglers(_rounds(work))
         assert found.late == [seed % ranks], (seed, found.reason, found.cost_ms)
         assert found.cost_ms[seed % ranks].value == pytest.approx(10.0, rel=0.2)
-        assert not judge(_rounds(quiet)).late
+        assert not find_stragglers(_rounds(quiet)).late
 
 
 def test_a_late_rank_is_not_excused_by_others_that_are_noisier() -> None:

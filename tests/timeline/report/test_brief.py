@@ -22,7 +22,7 @@ def test_its_parts_sum_to_the_step() -> None:
     found = Budget("rank 0", about(sum(many.values())), 7, parts(many), [])
     for each in (found, budget(8)):
         lines = to_lines(replace(analysis(8), budget=each))
-        step = float(re.findall(r"where a step's ([\d.]+) ms went", lines[0])[0])
+        step = float(re.findall(r"step time: ([\d.]+) ms", lines[0])[0])
         shown = [float(ms) for line in lines for ms in re.findall(r"^  .*?([\d.]+) ms +[\d.]+%", line)]
         assert step == pytest.approx(each.step_ms.value) == pytest.approx(sum(shown), abs=0.5)
 
@@ -30,25 +30,25 @@ def test_its_parts_sum_to_the_step() -> None:
 def test_it_names_who_is_late_why_and_what_to_try() -> None:
     text = "\n".join(to_lines(analysis(8)))
     assert (
-        "who is late: rank 3 on node-0 costs 12.3 ms a step [11.2 .. 13.4]: waits for data 11.2 ms a step more" in text
+        "straggler: rank 3 on node-0 costs 12.3 ms per step [11.2 .. 13.4]: waits for data 11.2 ms a step more" in text
     )
-    assert "to change: 25.9 ms of each step are spent sending gradients." in text
+    assert "finding: 25.9 ms of each step are spent sending gradients." in text
     assert "  try: Send less: --parallel.compression powersgd:4" in text
     assert "exposed: waiting for late ranks" in text
 
 
 def test_nobody_is_named_without_evidence() -> None:
     text = " ".join(line.strip() for line in to_lines(analysis(8, late=False)))
-    assert "who is late: nobody: no rank costs more than 0.4 ms a step, which is less than the noise of 0.6 ms" in text
-    assert "who is late: not known: the file holds no ticks" in to_lines(empty())
-    assert to_lines(empty())[-1] == "to change: nothing stands out"
+    assert "straggler: none: no rank costs more than 0.4 ms a step, which is less than the noise of 0.6 ms" in text
+    assert "straggler: unknown: the file holds no ticks" in to_lines(empty())
+    assert to_lines(empty())[-1] == "finding: none"
 
 
 def test_ranks_of_ticks_have_no_host() -> None:
     late = analysis(8)
     blame = replace(late.blame, ranks=[replace(row, host="") for row in late.blame.ranks])
     text = "\n".join(to_lines(replace(late, blame=blame)))
-    assert "who is late: rank 3 costs" in text
+    assert "straggler: rank 3 costs" in text
 
 
 def test_long_words_are_cut() -> None:

@@ -50,7 +50,7 @@ def test_a_late_rank_of_one_of_them_is_told() -> None:
 
 def test_unlike_sizes_are_said_and_json_holds_all() -> None:
     found = _compared(0.0, 1.0, size_b=2)
-    assert any("a has 4 rank(s), b has 2" in note for note in found.notes)
+    assert any("a has 4 ranks, b has 2" in note for note in found.notes)
     plain = orjson.loads(orjson.dumps(to_plain(found)))
     assert [row["name"] for row in plain["rows"]] == [row.name for row in found.rows]
     assert plain["options"] == {"parallel.compression": ["none", "fp16"]}
@@ -71,4 +71,4 @@ def test_a_run_without_a_timeline_is_compared_by_the_exchange_as_a_whole() -> No
 def test_options_of_what_has_no_config_are_not_known() -> None:
     found = analyse(run_of(table_of(20 + noise(np.random.default_rng(0), (2, 60), "gaussian", 0.3))))
     compared = compare(found, found, {}, {"seed": 1})
-    assert "options: not known" in to_text(compared) and to_plain(compared)["options"] is None
+    assert "options: unknown" in to_text(compared) and to_plain(compared)["options"] is None

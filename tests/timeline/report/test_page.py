@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hvdtrain.timeline.analysis.analysis import Analysis
-from hvdtrain.timeline.report.page import to_html, verdict
+from hvdtrain.timeline.report.page import headline, to_html
 from hvdtrain.timeline.report.page_view import MOST_RANKS
 from tests.support.analyses import HOSTILE, analysis, empty, hostile
 from tests.support.browser import browser, severe, until
@@ -112,7 +112,7 @@ def view(opened: WebDriver) -> tuple[int, int]:
 def test_a_run_is_shown(size: int, theme: str, chromium: WebDriver, tmp_path: Path) -> None:
     found = analysis(size)
     show(chromium, found, tmp_path, theme)
-    assert run(chromium, "return document.querySelector('h1').innerText") == "; ".join(verdict(found)) + "."
+    assert run(chromium, "return document.querySelector('h1').innerText") == "; ".join(headline(found)) + "."
     assert (background(chromium) > 200) == (theme == "light")
     assert len(run(chromium, COLOURS)) >= 6
     assert run(chromium, "return document.querySelectorAll('#rank-table tbody').length") == (size if size > 1 else 0)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Budget, Estimate, Lane, Part, RankRow, Slice
-from hvdtrain.timeline.report.page import to_html, verdict
+from hvdtrain.timeline.report.page import headline, to_html
 from hvdtrain.timeline.report.page_lanes import MOST_SLICES, packed, shown_lanes, summary
 from hvdtrain.timeline.report.page_view import MOST_RANKS, blame_view, budget_view, finding_pieces
 from tests.support.analyses import analysis, budget, empty, hostile, lanes, rank_rows
@@ -212,26 +212,26 @@ UNSURE = Estimate(2.0, float("-inf"), float("inf"))
 
 def test_a_rank_of_an_unknown_host_is_a_rank() -> None:
     found = _of_ranks(_row(0, ABOUT_2, ""), _row(1, Estimate(0.0, 0.0, 0.0), ""), late=[0], source="ticks")
-    assert verdict(found) == ["rank 0 is late and costs 2.00 ms [1.00 .. 3.00]"]
+    assert headline(found) == ["rank 0 is a straggler and costs 2.00 ms [1.00 .. 3.00]"]
     assert "Rank 0 costs" in to_html(found) and "Rank 0 on here costs" in to_html(_of_ranks(_row(0, ABOUT_2), late=[0]))
 
 
 def test_clocks_are_told_as_well_as_they_are_known() -> None:
     one, near, never = (_of_ranks(_row(0, ABOUT_2), _row(1, ABOUT_2, "b", us)) for us in (0.0, 0.25, float("inf")))
     assert "the ranks share a clock" in to_html(one) and "its clock" not in to_html(one)
-    assert "agree to within 0.250 ms" in to_html(near) and "known to within 0.250 ms" in to_html(near)
+    assert "agree to within 0.250 ms" in to_html(near) and "rank 0's to within 0.250 ms" in _text(to_html(near))
     text = _text(to_html(never))
     assert "clocks of some ranks were never compared with rank 0's" in text and "inf" not in text.lower().split()
     assert "its clock was never compared with rank 0's" in text and "share a clock" not in text
-    assert "Nobody can be said to be late." in text and "Nobody is late." in _text(to_html(near))
-    assert verdict(near) == ["no rank is late"]
-    assert verdict(never) == ["clocks were not compared, so it is not known who is late"]
+    assert "No straggler can be identified." in text and "There is no straggler." in _text(to_html(near))
+    assert headline(near) == ["there is no straggler"]
+    assert headline(never) == ["clocks were not compared, so stragglers are unknown"]
 
 
 def test_who_is_not_late_is_not_called_noise() -> None:
     text = _text(to_html(_of_ranks(_row(0, ABOUT_2), _row(1, Estimate(0.0, 0.0, 0.0)))))
-    assert "a step takes 2.00 ms [1.00 .. 3.00] longer by it, which is too little or too uncertain to name it" in text
-    assert "Not late: no step is longer by it." in text
+    assert "No straggler: it costs 2.00 ms [1.00 .. 3.00] per step, which is small or uncertain." in text
+    assert "No straggler: it costs no time." in text
 
 
 def test_pictures_and_buttons_have_names_and_heat_has_a_sign() -> None:
@@ -245,7 +245,7 @@ def test_pictures_and_buttons_have_names_and_heat_has_a_sign() -> None:
     buttons = [attributes["aria-label"] for _, attributes in elements if attributes.get("class") == "why"]
     assert buttons == ["why rank 0", "why rank 1", "why rank 2"]
     text = _text(page)
-    assert "\u25be1.00, -9.00 ms against the median" in text and "\u25b419.0, +9.00 ms against the median" in text
+    assert "\u25be1.00, -9.00 ms from the median" in text and "\u25b419.0, +9.00 ms from the median" in text
 
 
 def test_no_page_names_a_file_that_may_not_be_beside_it() -> None:
@@ -259,7 +259,7 @@ def test_what_has_no_steps_is_not_told_as_one() -> None:
     assert found.budget is not None
     alone = Blame("none", 0, [], [], {}, "nothing says")
     whole = replace(found, budget=replace(found.budget, steps=0), findings=[], lanes=[], blame=alone)
-    assert verdict(whole)[0].startswith("The Timeline, in which no steps could be told, spans 352 ms")
+    assert headline(whole)[0].startswith("The Timeline has no recognisable steps; it spans 352 ms")
     text = _text(to_html(whole))
-    assert "Where the time goes" in text and "ms a step" not in text and "in each step" not in text
-    assert "ms a step" in _text(to_html(found))
+    assert "Time by part" in text and "ms per step" not in text and "rank and step" not in text
+    assert "ms per step" in _text(to_html(found))

@@ -116,10 +116,10 @@ def test_what_has_no_steps_is_not_told_as_one() -> None:
     analysis = list(_all())[6]
     assert analysis.budget is not None
     text = to_text(replace(analysis, budget=replace(analysis.budget, steps=0)))
-    assert "no steps could be told" in text and "it spans " in text and "a step takes" not in text
+    assert "no recognisable steps" in text and "the trace spans " in text and "step time" not in text
 
 
 def test_the_text_says_who_is_late_what_it_costs_and_why() -> None:
     text = to_text(list(_all())[2])
-    assert "who is late, by our own stamps of 98 steps: rank 2" in text
-    assert "costs 1.9" in text and "waits 3.00 ms a step for data" in text and "--loader.workers" in text
+    assert "stragglers (step stamps of 98 steps): rank 2" in text
+    assert "costs 1.9" in text and "waits 3.00 ms per step for data" in text and "--loader.workers" in text

@@ -176,9 +176,9 @@
   const zoom = (factor, at = (view.from + view.to) / 2) => set(at - (at - view.from) * factor, at + (view.to - at) * factor);
   const move = (share) => { const by = (view.to - view.from) * share; set(view.from + by, view.to + by); };
 
-  const told = (lane, i) => `${packed.names[lane.name[i]][0]}\n${ms(lane.end[i] - lane.start[i])} ms${lane.step[i] ? `, step ${lane.step[i]}` : ""}\n${lane.label}`;
+  const describe = (lane, i) => `${packed.names[lane.name[i]][0]}\n${ms(lane.end[i] - lane.start[i])} ms${lane.step[i] ? `, step ${lane.step[i]}` : ""}\n${lane.label}`;
   const showTip = (lane, i, px, py) => {
-    tip.textContent = told(lane, i);
+    tip.textContent = describe(lane, i);
     tip.hidden = false;
     tip.style.left = `${Math.max(4, Math.min(px + 14, innerWidth - tip.offsetWidth - 8))}px`;
     tip.style.top = `${py + 18 + tip.offsetHeight > innerHeight ? py - tip.offsetHeight - 10 : py + 18}px`;
@@ -204,7 +204,7 @@
     if (slice < 0) { said.textContent = lane.label; hide(); soon(); return; }
     const span = view.to - view.from;
     if (lane.end[slice] < view.from || lane.start[slice] > view.to) set(lane.start[slice] - span / 4, lane.start[slice] + (3 * span) / 4);
-    said.textContent = told(lane, slice);
+    said.textContent = describe(lane, slice);
     const edge = canvas.getBoundingClientRect();
     showTip(lane, slice, edge.left + Math.max(labels, x(lane.start[slice])), edge.top + lane.top - box.scrollTop + lane.height);
     soon();
