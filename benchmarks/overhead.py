@@ -18,7 +18,7 @@ from torch import nn
 
 import hvdtrain
 from hvdtrain.config.parse import parse_object
-from hvdtrain.data.order import samples
+from hvdtrain.data.order import sample_indices
 from hvdtrain.observe.past_journal import read_steps
 from hvdtrain.training.start.optimizers import make_optimizer
 from hvdtrain.training.start.schedule import factor
@@ -62,7 +62,7 @@ def by_hand(name: str, steps: int) -> tuple[float, list[float]]:
     made = task(*LAYERS[name])
     model, optimizer = made.model, make_optimizer(made.model, config.optimizer)
     lr_factor = factor(config.optimizer, steps)
-    order = samples(np.arange(steps * BATCH), len(made.train_data), config.seed).reshape(steps, BATCH).tolist()
+    order = sample_indices(np.arange(steps * BATCH), len(made.train_data), config.seed).reshape(steps, BATCH).tolist()
     losses, ends = [], []
     for step, batch in enumerate(torch.utils.data.DataLoader(made.train_data, batch_sampler=order)):
         for group in optimizer.param_groups:

@@ -44,7 +44,7 @@ def main() -> None:
     )
     hvd.broadcast_parameters(task.model.state_dict(), root_rank=0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor(config.optimizer, steps))
-    batches = train_batches(stream, 0, steps, config.loader, task.collate, pin_memory=False)
+    batches = train_batches(stream, 0, steps, config.loader, task.collate, on_cuda=False)
     lines = Path(file).open("a", buffering=1) if hvd.rank() == 0 else None
     assert dataset_length(task.train_data) >= train.global_batch
     for step in range(steps + 1):

@@ -1,1 +1,1 @@
-"""Which samples at which position, and how they reach the device."""
+"""The order of samples, and loading them."""

@@ -1,4 +1,4 @@
-"""The processes of torch's DataLoader: which signals they hear, how they end, and what is said of one that is lost."""
+"""The processes of torch's DataLoader: their signals, their end, and the error if one dies."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from hvdtrain.launch.job_end import describe_exit
 T = TypeVar("T")
 
 _MOMENT_S = 5.0
-"""From when a connection to a loader process breaks until that has ended."""
+"""Seconds between the loss of a connection to a loader process and its end."""
 
 _processes: WeakSet[BaseProcess] = WeakSet()
 
 
 def _kill_processes() -> None:
-    """Before the interpreter ends: multiprocessing ends them by SIGTERM, which they do not hear, and waits for them."""
+    """Kill the processes before the interpreter ends: multiprocessing would wait for SIGTERM, which they block."""
     for process in _processes:
         process.kill()
 
@@ -35,37 +35,37 @@ def _kill_processes() -> None:
 atexit.register(_kill_processes)
 
 
-def watched(batches: Iterator[T], processes: Sequence[BaseProcess]) -> Iterator[T]:
-    """Return the batches that loader processes make, which end with the rank.
+def batches_of_processes(batches: Iterator[T], processes: Sequence[BaseProcess]) -> Iterator[T]:
+    """Return the batches of loader processes, and let these end with the rank.
 
     Errors:
-        DataError: a loader process has ended; torch's own error says of it what broke last, such as a connection.
+        DataError: a loader process has died. torch's own error only names a later effect, such as a lost connection.
     """
     _processes.update(processes)
-    return _watched(batches, processes)
+    return _convert_errors(batches, processes)
 
 
-def _watched(batches: Iterator[T], processes: Sequence[BaseProcess]) -> Iterator[T]:
+def _convert_errors(batches: Iterator[T], processes: Sequence[BaseProcess]) -> Iterator[T]:
     while True:
         try:
-            drawn = next(batches)
+            batch = next(batches)
         except StopIteration:
             return
         except Exception as error:
-            ended = [] if str(error).startswith("Caught ") else _exit_codes(processes)  # an exception of the data set's
+            ended = [] if str(error).startswith("Caught ") else _exit_codes(processes)  # an exception from the data set
             if not ended:
                 raise
             raise DataError(
-                "a loader process has ended amid its work",
+                "a loader process has died",
                 expected="samples, or an exception",
                 found=", ".join(map(describe_exit, ended)),
-                next_step="--loader.workers 0 makes samples in the rank itself, where it shows what ends them",
+                next_step="use --loader.workers 0 to load samples in the rank itself, which shows the cause",
             ) from error
-        yield drawn
+        yield batch
 
 
 def _exit_codes(processes: Sequence[BaseProcess]) -> list[int]:
-    """Of those that have ended, or do so within a moment."""
+    """Return the exit codes of processes that have ended, or end within a moment."""
     deadline = time.monotonic() + _MOMENT_S
     while not (found := [p.exitcode for p in processes if p.exitcode is not None]) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -74,14 +74,14 @@ def _exit_codes(processes: Sequence[BaseProcess]) -> list[int]:
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Let processes started within never see the signals that mean a rank to save or to stop.
+    """Block the signals that ask a rank to save or stop, for processes that start in this context.
 
-    mpirun, a scheduler and a terminal send them to all processes of a group; a loader process would die of them.
+    mpirun, a scheduler and a terminal send them to all processes of a group, and a loader process would die.
     """
     notices = {signal.SIGUSR1, signal.SIGTERM, signal.SIGINT}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, notices)
     try:
-        # Its start unblocks two of them (resource_tracker.py), so it comes first.
+        # First, because its start unblocks two of them (resource_tracker.py).
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, notices)
         yield
@@ -90,9 +90,9 @@ def signals_blocked() -> Iterator[None]:
 
 
 def end_with_rank(_worker: int) -> None:
-    """End this loader process when its rank has ended, by SIGKILL too.
+    """End this loader process when its rank has ended, even by SIGKILL.
 
-    torch watches the process that forked a loader process: here the fork server, which lives as long as its children.
+    torch watches the process that forked it. Here that is the fork server, which lives as long as its children.
     """
     rank = multiprocessing.parent_process()
     assert rank is not None

@@ -1,6 +1,6 @@
-"""Which samples are at which position of the endless stream over epochs: pure functions of the config.
+"""The order of samples in the endless stream over epochs: pure functions of the config.
 
-Nothing here knows the number of ranks but `share`, which divides micro-batches whose boundaries are already fixed.
+Only `rank_share` depends on the number of ranks. It divides micro-batches whose boundaries are fixed already.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _MASK = 0xFFFFFFFFFFFFFFFF
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Consecutive positions of the stream that go through the model together.
+    """Consecutive positions of the stream that share a forward pass.
 
     Attributes:
         start: position of the first sample, counted from the start of training.
-        stop: one behind the last.
+        stop: position of the last sample + 1.
     """
 
     start: int
@@ -29,66 +29,66 @@ class MicroBatch:
 
 
 def micro_batches(position: int, global_batch: int, micro_batch: int) -> list[MicroBatch]:
-    """The micro-batches of the step that starts at `position`; the last may be shorter."""
+    """Return the micro-batches of the step that starts at `position`. The last one may be shorter."""
     stop = position + global_batch
     return [MicroBatch(start, min(start + micro_batch, stop)) for start in range(position, stop, micro_batch)]
 
 
-def passing_over(position: int, count: int, left_out: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """The next `count` positions from `position` on as ranges [begin, end), without those of `left_out`.
+def positions_without(position: int, count: int, left_out: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """Return the next `count` positions from `position` on, as ranges [begin, end), without those in `left_out`.
 
     Args:
-        position: where to begin.
+        position: the first position.
         count: 1 or more.
-        left_out: ranges [begin, end), in order, that do not overlap.
+        left_out: ranges [begin, end), in order, without overlap.
     """
     found: list[tuple[int, int]] = []
     for begin, end in left_out:
         if end <= position:
             continue
-        here = min(count, begin - position)
-        if here > 0:
-            found.append((position, position + here))
-            count -= here
+        before = min(count, begin - position)
+        if before > 0:
+            found.append((position, position + before))
+            count -= before
         if not count:
             return found
         position = end
     return [*found, (position, position + count)]
 
 
-def share(count: int, rank: int, size: int) -> range:
-    """Which of `count` things, in order, are those of `rank`: shares differ by one at most, the first are the larger.
+def rank_share(count: int, rank: int, size: int) -> range:
+    """Return the indices of `rank`, of `count` in order. Shares differ by at most one, and the first are larger.
 
-    Rank 0, which tells what a step took, is not the one that idles.
+    So rank 0, which measures the time of a step, does not idle.
     """
     each, more = divmod(count, size)
     start = rank * each + min(rank, more)
     return range(start, start + each + (rank < more))
 
 
-def samples(positions: NDArray[np.int64], length: int, seed: int) -> NDArray[np.int64]:
-    """Indices into the data set at `positions`: every epoch of `length` positions is a permutation of it.
+def sample_indices(positions: NDArray[np.int64], length: int, seed: int) -> NDArray[np.int64]:
+    """Return the indices into the data set at `positions`. Every epoch of `length` positions is a permutation.
 
-    Shapes: (N,) -> (N,). The permutation of an epoch is computed, not stored: a Feistel network over the smallest
-    even number of bits that holds `length`, walked until it lands inside (Black and Rogaway, Ciphers with
-    arbitrary finite domains, 2002).
+    Shapes: (N,) -> (N,). The permutation is computed, not stored: a Feistel network over the smallest even number of
+    bits for `length`, applied until the value is below `length` (Black and Rogaway, Ciphers with arbitrary finite
+    domains, 2002).
     """
     epochs, offsets = np.divmod(positions.astype(np.int64), length)
     indices = np.empty_like(offsets)
     for epoch in np.unique(epochs):
-        here = epochs == epoch
-        indices[here] = _permute(offsets[here], length, mix(seed, int(epoch)))
+        is_in_epoch = epochs == epoch
+        indices[is_in_epoch] = _permute(offsets[is_in_epoch], length, mix_seed(seed, int(epoch)))
     return indices
 
 
-def mix(seed: int, value: int) -> int:
-    """A 63-bit number that looks unrelated for every other (seed, value): splitmix64 (Steele et al., 2014) of both."""
+def mix_seed(seed: int, value: int) -> int:
+    """Return a 63-bit hash of (seed, value) by splitmix64 (Steele et al., 2014)."""
     return _splitmix_int(_splitmix_int(seed & _MASK) ^ (value & _MASK)) >> 1
 
 
 def _permute(offsets: NDArray[np.int64], length: int, key: int) -> NDArray[np.int64]:
     half = np.uint64(max(1, (max(length - 1, 1).bit_length() + 1) // 2))
-    keys = [np.uint64(mix(key, round_)) for round_ in range(_ROUNDS)]
+    keys = [np.uint64(mix_seed(key, round_)) for round_ in range(_ROUNDS)]
     values = _feistel(offsets.astype(np.uint64), half, keys)
     outside = values >= length
     while outside.any():
@@ -107,7 +107,7 @@ def _feistel(values: NDArray[np.uint64], half: np.uint64, keys: list[np.uint64])
 
 
 def _splitmix_int(x: int) -> int:
-    """The same as `_splitmix` for one number: numpy takes ten times as long for it."""
+    """Compute `_splitmix` of one number, for which numpy takes ten times as long."""
     z = (x + 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.data.order import samples
+from hvdtrain.data.order import sample_indices
 from hvdtrain.state.ledger import StartHeader
 from hvdtrain.verify.coverage import Rows, Wrong, entry_bounds
 from hvdtrain.verify.starts import Window
@@ -111,7 +111,7 @@ def check_samples(window: Window, rows: Rows, epochs: Epochs) -> Wrong | None:
     header = window.start.header
     for part, low, high in _parts(window, rows):
         origin = int(rows.begins[low])
-        indices = samples(np.arange(origin, int(rows.ends[high - 1])), header.samples, header.seed).astype("<i8")
+        indices = sample_indices(np.arange(origin, int(rows.ends[high - 1])), header.samples, header.seed).astype("<i8")
         data = memoryview(indices.tobytes())
         errors = [_differing(part, rank, data, origin) for rank in window.start.entries]
         found = min(filter(None, errors), key=lambda w: w.step, default=None)

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from hvdtrain.config.schema import LoaderConfig
 from hvdtrain.data.loader import Stream, dataset_length, seed_forward, train_batches
-from hvdtrain.data.order import samples
+from hvdtrain.data.order import sample_indices
 from hvdtrain.errors import DataError
 
 
@@ -105,8 +105,8 @@ def test_what_is_left_out_is_passed_over_at_any_size(
         drawn = [
             i for key, stream in zip(keys, ranks, strict=True) for _ in stream.step(position) for i in next(key)[1:]
         ]
-        assert drawn == samples(np.array(wanted), 23, 3).tolist()
-        position = ranks[0].after(position)
+        assert drawn == sample_indices(np.array(wanted), 23, 3).tolist()
+        position = ranks[0].position_after(position)
         assert position == wanted[-1] + 1
 
 

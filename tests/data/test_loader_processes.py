@@ -44,7 +44,7 @@ RAISES, ENDS, HANGS = "raise ValueError('sample 3 is bad')", "sys.exit(4)", "tim
     ("act", "draws", "said"),
     [
         (RAISES, 8, ["ValueError: sample 3 is bad"]),
-        (ENDS, 8, ["DataError: a loader process has ended amid its work", "found: ended with exit code 4"]),
+        (ENDS, 8, ["DataError: a loader process has died", "found: ended with exit code 4"]),
         (HANGS, 0, []),  # the rank needs no sample any more
     ],
     ids=["raises", "ends", "hangs"],

@@ -6,28 +6,28 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.data.order import _splitmix, _splitmix_int, micro_batches, mix, samples, share
+from hvdtrain.data.order import _splitmix, _splitmix_int, micro_batches, mix_seed, rank_share, sample_indices
 
 
 @given(st.integers(1, 400), st.integers(0, 2**63 - 1), st.integers(0, 1000))
 def test_every_epoch_is_a_permutation(length: int, seed: int, epoch: int) -> None:
     positions = np.arange(epoch * length, (epoch + 1) * length)
-    assert sorted(samples(positions, length, seed)) == list(range(length))
+    assert sorted(sample_indices(positions, length, seed)) == list(range(length))
 
 
 @given(st.integers(1, 10**9), st.integers(0, 2**63 - 1), st.lists(st.integers(0, 2**40), min_size=1, max_size=20))
 def test_a_position_alone_decides(length: int, seed: int, positions: list[int]) -> None:
-    together = samples(np.array(positions), length, seed)
-    alone = [int(samples(np.array([p]), length, seed)[0]) for p in positions]
+    together = sample_indices(np.array(positions), length, seed)
+    alone = [int(sample_indices(np.array([p]), length, seed)[0]) for p in positions]
     assert together.tolist() == alone
     assert all(0 <= index < length for index in alone)
 
 
 def test_epochs_and_seeds_differ_and_look_random() -> None:
     length = 20_000
-    first = samples(np.arange(length), length, 0)
-    second = samples(np.arange(length, 2 * length), length, 0)
-    other = samples(np.arange(length), length, 1)
+    first = sample_indices(np.arange(length), length, 0)
+    second = sample_indices(np.arange(length, 2 * length), length, 0)
+    other = sample_indices(np.arange(length), length, 1)
     orders = [first, second, other, np.arange(length)]
     for i, a in enumerate(orders):
         for b in orders[:i]:
@@ -40,7 +40,7 @@ def test_epochs_and_seeds_differ_and_look_random() -> None:
 @given(st.integers(0, 10**6), st.integers(1, 200), st.integers(1, 200), st.integers(1, 70))
 def test_ranks_share_out_a_global_batch(position: int, global_batch: int, micro_batch: int, size: int) -> None:
     batches = micro_batches(position, global_batch, micro_batch)
-    shares = [share(len(batches), rank, size) for rank in range(size)]
+    shares = [rank_share(len(batches), rank, size) for rank in range(size)]
     assert [i for part in shares for i in part] == list(range(len(batches)))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
     assert len(shares[0]) == max(map(len, shares)), "who records works as much as any"
@@ -55,7 +55,7 @@ def test_numbers_mix_as_arrays_do(value: int) -> None:
 
 
 def test_mix_spreads() -> None:
-    values = [mix(seed, value) for seed in range(50) for value in range(50)]
+    values = [mix_seed(seed, value) for seed in range(50) for value in range(50)]
     assert len(set(values)) == len(values)
     assert all(0 <= v < 2**63 for v in values)
     ones = np.mean([bin(v).count("1") for v in values])

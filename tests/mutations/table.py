@@ -491,14 +491,14 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _new(
         "data/order.py",
-        "here = min(count, begin - position)",
-        "here = begin - position",
+        "before = min(count, begin - position)",
+        "before = begin - position",
         "a step that ends before a hole takes all positions up to the hole",
         "tests/data",
     ),
     _new(
         "data/loader.py",
-        "return passing_over(position, self.global_batch, self.left_out)[-1][1]",
+        "return positions_without(position, self.global_batch, self.left_out)[-1][1]",
         "return position + self.global_batch",
         "after a hole the next step takes some positions again",
         "tests/data",

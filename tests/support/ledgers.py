@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from hvdtrain.data.loader import Stream
-from hvdtrain.data.order import samples
+from hvdtrain.data.order import sample_indices
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.state.ledger import Ledger, StartHeader, ledger_file_name
 
@@ -85,7 +85,7 @@ def write_ledger(
         stream = Stream([], seed, stretch.global_batch, micro_batch, 0, 1, left_out)
         for step in range(first + 1, first + stretch.steps + 1):
             by_step[step] = [p for part in stream.step(position) for p in range(part.start, part.stop)]
-            position = stream.after(position)
+            position = stream.position_after(position)
             done.positions.append(position)
             done.counted[step] = number
     last = len(done.positions) - 1
@@ -104,10 +104,10 @@ def _write_rank(run: Path, head: StartHeader, stretch: Stretch) -> None:
     position = head.position
     for step in range(head.from_step + 1, head.from_step + stretch.steps + is_ahead + 1):
         for part in stream.step(position):
-            indices = samples(np.arange(part.start, part.stop), head.samples, head.seed)
+            indices = sample_indices(np.arange(part.start, part.stop), head.samples, head.seed)
             ledger.add_samples(part.start, part.stop, array("q", indices.tolist()).tobytes())
         ledger.write(step)
-        position = stream.after(position)
+        position = stream.position_after(position)
     ledger.close()
     if is_ahead and stretch.torn:
         path = RunLayout(run).ledger / ledger_file_name(head.start, head.rank)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from hvdtrain import Task
-from hvdtrain.data.order import samples
+from hvdtrain.data.order import sample_indices
 from tests.support.toy import toy
 
 SAMPLES = 2000
@@ -36,5 +36,5 @@ def spoiled(at: Sequence[int] = (300,), value: float = 1000.0) -> Task:
         value: what is to be learned of them.
     """
     task = toy(samples=SAMPLES, dropout=0.2)
-    bad = set(samples(np.array(at, np.int64), SAMPLES, 0).tolist())
+    bad = set(sample_indices(np.array(at, np.int64), SAMPLES, 0).tolist())
     return replace(task, train_data=_Spoiled(task.train_data, bad, value))

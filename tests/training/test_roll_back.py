@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import hvdtrain
 from hvdtrain.comm.solo import SoloComm
-from hvdtrain.data.order import passing_over
+from hvdtrain.data.order import positions_without
 from hvdtrain.errors import NonFiniteError
 from hvdtrain.observe.past_journal import read_journal, read_steps
 from hvdtrain.state.checkpoint_store import CheckpointStore
@@ -178,6 +178,6 @@ def test_where_a_step_began_is_found_behind_what_is_left_out(
     ranges: list[list[int]], position: int, count: int
 ) -> None:
     left_out = merged(ranges)
-    parts = passing_over(position, count, left_out)
+    parts = positions_without(position, count, left_out)
     progress = Progress(position=parts[-1][1], left_out=left_out)
     assert began_at(progress, count) == parts[0][0]

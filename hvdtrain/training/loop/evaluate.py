@@ -14,7 +14,7 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json
 from hvdtrain.config.schema import LoaderConfig
 from hvdtrain.data.loader import Batches, sample_seed, seed_forward
-from hvdtrain.data.order import MicroBatch, micro_batches, share
+from hvdtrain.data.order import MicroBatch, micro_batches, rank_share
 from hvdtrain.task.base import Task
 from hvdtrain.training.loop.precision import Precision
 from hvdtrain.training.loop.step import checked_loss, checked_metrics, to_device
@@ -61,8 +61,8 @@ class HeldOut:
         self._length = length = len(task.heldout_data)  # type: ignore[arg-type]
         self.count = min(most, length) if most else length
         batches = micro_batches(0, self.count, micro_batch)
-        self._mine = [batches[i] for i in share(len(batches), comm.rank, comm.size)]
-        self._batches = Batches(task.heldout_data, self._keys, loader, task.collate, on_cuda=on_cuda, stay=True)
+        self._mine = [batches[i] for i in rank_share(len(batches), comm.rank, comm.size)]
+        self._batches = Batches(task.heldout_data, self._keys, loader, task.collate, on_cuda=on_cuda, persistent=True)
 
     def _keys(self) -> Iterator[list[int]]:
         for b in self._mine:

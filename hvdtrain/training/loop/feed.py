@@ -9,7 +9,7 @@ from typing import Any
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.config.schema import Config
-from hvdtrain.data.loader import Drawn, Stream, seed_forward, train_batches
+from hvdtrain.data.loader import HostBatch, Stream, seed_forward, train_batches
 from hvdtrain.data.order import MicroBatch
 from hvdtrain.spans import Spans
 from hvdtrain.state.ledger import Ledger
@@ -38,7 +38,7 @@ class Feed:
     spans: Spans
     collate: Callable[[list[Any]], Any] | None
     on_cuda: bool
-    _batches: Iterator[Drawn] = field(default_factory=lambda: iter(()), init=False)
+    _batches: Iterator[HostBatch] = field(default_factory=lambda: iter(()), init=False)
 
     def begin(self, progress: Progress, stop: int, why: str) -> None:
         """Go on from `progress` to step `stop`: a start of the ledger. `why`: see `begin_start`. Collective: yes."""

@@ -196,7 +196,7 @@ class Trainer:
         parts = self.rounds.guard_parts(self.feed.draw(mine, progress.step + 1))
         result = self.stepper.run(parts, len(mine), notices)
         progress.step += 1
-        progress.position = self.feed.stream.after(progress.position)
+        progress.position = self.feed.stream.position_after(progress.position)
         progress.skipped_in_row = 0 if result.applied else progress.skipped_in_row + 1
         progress.skipped += not result.applied
         progress.lr = self.base_lrs[0] * lr_factor

@@ -17,7 +17,7 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json
 from hvdtrain.config.schema import Config
 from hvdtrain.data.loader import dataset_length
-from hvdtrain.data.order import mix
+from hvdtrain.data.order import mix_seed
 from hvdtrain.errors import LaunchError, TaskError
 from hvdtrain.runtime.environment import change_variables
 from hvdtrain.task.base import Task
@@ -26,7 +26,7 @@ from hvdtrain.training.loop.step import describe
 
 def make_task(build: Callable[[], Any], config: Config, variables: Mapping[str, str]) -> Task:
     """Build the task under the run's seed, and see that it is one. `variables`: the environment of this process."""
-    value = mix(config.seed, 0)
+    value = mix_seed(config.seed, 0)
     torch.manual_seed(value)
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
