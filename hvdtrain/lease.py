@@ -1,4 +1,4 @@
-"""A claim that holds where a file system has no locks: a file that its holder writes anew again and again. A leaf."""
+"""An exclusive claim for file systems without locks: a file that its holder rewrites every few seconds."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from typing import Any
 from hvdtrain.processes import read_stat
 
 BEAT_S = 3.0
-"""Between two times that a holder writes its file."""
+"""Between two writes of a holder."""
 
 _SILENT_BEATS = 4
-"""A holder that cannot be looked at is gone after so many beats without a change."""
+"""Beats without a change after which a holder on another host counts as dead."""
 
 
 class Lease:
-    """A lease that is held, until `release` or the end of the process.
+    """A lease, held until `release` or the end of the process.
 
     Args:
-        path: the file, which is this holder's.
-        who: what it holds.
+        path: its file.
+        who: content of the file, which identifies the holder.
 
     Attributes:
-        lost: another has taken it, as it saw no beat of this process: that was suspended, or the file system hung.
+        lost: another process has taken the lease, because this one was suspended or the file system hung.
     """
 
     def __init__(self, path: Path, who: dict[str, Any]) -> None:
@@ -41,7 +41,7 @@ class Lease:
         self._thread.start()
 
     def release(self) -> None:
-        """Let others have it."""
+        """Release the lease."""
         self._released.set()
         self._thread.join()
         if _read(self._path).get("nonce") == self._who["nonce"]:
@@ -49,7 +49,7 @@ class Lease:
                 self._path.unlink()
 
     def look(self) -> bool:
-        """Whether it is lost by now."""
+        """Check whether the lease is lost."""
         self.lost = self.lost or _read(self._path).get("nonce") not in (self._who["nonce"], None)
         return self.lost
 
@@ -57,7 +57,7 @@ class Lease:
         beats = 0
         while not self._released.wait(BEAT_S):
             if self.look():
-                return  # it must not take it back
+                return  # it must not take the lease back
             beats += 1
             temporary = self._path.with_name(f"{self._path.name}.{self._who['nonce']}")
             with suppress(OSError):
@@ -66,14 +66,14 @@ class Lease:
 
 
 def take_lease(path: Path, wait: Callable[[float], None] = time.sleep) -> Lease | None:
-    """Take the lease of the file `path`, or None where somebody who lives holds it.
+    """Take the lease of the file `path`; None where a living process holds it.
 
-    A holder on this host is looked for among the processes. Of one elsewhere only the file is seen: it is watched for
-    up to `_SILENT_BEATS` * `BEAT_S` seconds, by its content alone, as the clocks of two hosts may differ.
+    A holder on this host is looked up among the processes. Of one elsewhere only the file is visible: it is observed
+    for up to `_SILENT_BEATS` * `BEAT_S` seconds, only by its content, as the clocks of two hosts may differ.
 
     Args:
         path: of the file.
-        wait: for so many seconds.
+        wait: for this many seconds.
 
     Errors:
         OSError: the file cannot be written.
@@ -85,8 +85,8 @@ def take_lease(path: Path, wait: Callable[[float], None] = time.sleep) -> Lease 
         stale = path.with_name(f"{path.name}.stale-{secrets.token_hex(4)}")
         with suppress(FileNotFoundError):
             path.rename(stale)
-            if _read(stale) != found:  # of two who find it stale the other was faster, and this is the new one
-                with suppress(OSError):  # its holder writes it anew at its next beat
+            if _read(stale) != found:  # another process also found it stale, was faster, and this is its new file
+                with suppress(OSError):  # its holder rewrites it at its next beat
                     path.hardlink_to(stale)
                 stale.unlink()
                 return None
@@ -111,7 +111,7 @@ def _lives(holder: dict[str, Any], path: Path, wait: Callable[[float], None]) ->
 
 
 def _where() -> dict[str, str]:
-    """Which host since its start, and which container of it: where these are equal, process numbers mean the same."""
+    """Identify the boot of this host and the container: process numbers are comparable where both are equal."""
     found = {"boot": "", "container": ""}
     with suppress(OSError):
         found["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -120,7 +120,7 @@ def _where() -> dict[str, str]:
 
 
 def _began(pid: int) -> str | None:
-    """When a process began, by the kernel's count: a number that was given anew is told apart."""
+    """Return the start of a process by the kernel's count, which tells two processes with the same number apart."""
     with suppress(OSError):
         stat = read_stat(pid)
         return None if stat.state in "ZX" else str(stat.start_ticks)

@@ -1,1 +1,1 @@
-"""Collectives among the ranks of a job."""
+"""Collectives between the ranks of a job."""

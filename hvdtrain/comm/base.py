@@ -11,31 +11,31 @@ if TYPE_CHECKING:
 
 
 class Handle(Protocol):
-    """A collective under way."""
+    """A running collective."""
 
     def done(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Check whether `wait` would return at once."""
         ...
 
     def wait(self) -> Tensor:
-        """Block until the collective is over; its result. May be called again: the same result."""
+        """Block until the collective is complete and return its result. Further calls return the same result."""
         ...
 
 
 class Comm(Protocol):
     """The ranks of one job.
 
-    Collectives are matched by ``name``: every rank calls the same names with the same shapes and dtypes, in any
-    order. Two collectives under way at once have different names. A tensor must not be touched until its
-    handle was waited for.
+    Collectives are matched by ``name``: every rank calls the same names with the same shapes and dtypes, in any order.
+    Two collectives that run at the same time have different names. Do not touch a tensor until `wait` of its handle
+    returns.
 
     Attributes:
         rank: this process, 0 to size - 1.
         size: number of processes.
-        local_rank: this process among those of its host. Not a device index where each rank sees one GPU.
+        local_rank: index of this process on its host. Not a device index where each rank sees one GPU.
         local_size: number of processes on this host.
-        in_flight: names of the collectives that this rank has started and not yet waited for, with `time.monotonic`
-            of the start; read by other threads.
+        in_flight: names of the collectives that this rank has started and not yet waited for, with `time.monotonic` of
+            the start; other threads read it.
     """
 
     in_flight: dict[str, float]
@@ -55,23 +55,23 @@ class Comm(Protocol):
     def alltoall(self, tensor: Tensor, *, name: str, splits: list[int] | None = None) -> Handle:
         """Send `splits[r]` rows of dimension 0 to rank r (equal shares without `splits`). Collective: yes.
 
-        The result holds the rows received, in rank order.
+        The result has the received rows, in rank order.
         """
         ...
 
     def reducescatter(self, tensor: Tensor, *, name: str) -> Handle:
-        """Sum over ranks; each keeps its share of dimension 0. Collective: yes.
+        """Sum over ranks and return this rank's share of dimension 0. Collective: yes.
 
-        Shares are as equal as can be; the first ``len % size`` ranks hold one row more.
+        Shares are as equal as possible; the first ``len % size`` ranks have one row more.
         """
         ...
 
     def broadcast(self, tensor: Tensor, *, name: str, root: int = 0) -> Handle:
-        """Overwrite `tensor` with the one of `root`, in place. Collective: yes."""
+        """Overwrite `tensor` with that of `root`, in place. Collective: yes."""
         ...
 
     def barrier(self) -> None:
-        """Return once every rank has called it. Collective: yes."""
+        """Return once every rank has called this. Collective: yes."""
         ...
 
     def close(self) -> None:
@@ -81,18 +81,18 @@ class Comm(Protocol):
 
 @runtime_checkable
 class TimelineComm(Protocol):
-    """A communicator whose collectives Horovod can record.
+    """A communicator with collectives that Horovod can record.
 
     Attributes:
-        started_threads: the kernel's numbers of the threads that Horovod has started.
+        started_threads: the kernel's ids of Horovod's threads.
     """
 
     started_threads: frozenset[int]
 
     def start_timeline(self, path: Path) -> None:
-        """Record into `path` from now on. Acts on rank 0 alone."""
+        """Record into `path` from now on. Affects only rank 0."""
         ...
 
     def stop_timeline(self) -> None:
-        """Write what was recorded and close the file. Acts on rank 0 alone."""
+        """Write the recording and close the file. Affects only rank 0."""
         ...

@@ -41,20 +41,21 @@ if TYPE_CHECKING:
 
 
 def session() -> int:
-    """How often Horovod was initialised anew: what was learned of other ranks before is void."""
+    """Return how often Horovod was initialised again: facts about other ranks from before are then invalid."""
     return _session
 
 
 def begin_session() -> None:
-    """Count one more."""
+    """Increment the session number."""
     global _session
     _session += 1
 
 
 def on_host_updates(listener: Any) -> None:
-    """Have the driver of Horovod's own elastic jobs tell of hosts that come and go: by `listener.on_hosts_updated`.
+    """Have Horovod's own elastic driver report host changes by `listener.on_hosts_updated`.
 
-    Opens a port to everybody, and what comes to it is unpickled; signed by a key that went to the driver in the clear.
+    It opens a port on all interfaces and unpickles what arrives there; messages are signed by a key that was sent to
+    the driver unencrypted.
     """
     from horovod.common.elastic import notification_manager
 
@@ -63,7 +64,7 @@ def on_host_updates(listener: Any) -> None:
 
 
 def notify_host_update(number: int) -> None:
-    """Let the next commit of a `State` that trains end the round. `number`: grows with each round."""
+    """Make the next commit of a training `State` end the round. `number`: grows with each round."""
     from horovod.common.elastic import notification_manager
     from horovod.runner.elastic.worker import HostUpdateResult
 
@@ -71,7 +72,7 @@ def notify_host_update(number: int) -> None:
 
 
 class HorovodHandle:
-    """A collective that Horovod's background thread carries out."""
+    """A collective that Horovod's background thread executes."""
 
     def __init__(self, handle: Any, name: str, in_flight: dict[str, float], dtype: torch.dtype | None = None) -> None:
         self._handle = handle
@@ -81,46 +82,46 @@ class HorovodHandle:
         self._result: Tensor | None = None
 
     def done(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Check whether `wait` would return at once."""
         return self._result is not None or bool(mpi_ops.poll(self._handle))
 
     def wait(self) -> Tensor:
-        """Block until the collective is over; its result.
+        """Block until the collective is complete and return its result.
 
         Errors:
-            JoinedError: a rank has joined, and this is no sum.
+            JoinedError: a rank has joined, and this is not a sum.
         """
         if self._result is None:
             try:
                 result = mpi_ops.synchronize(self._handle)
             except HorovodInternalError as error:
                 if "not supported with Join" in str(error):
-                    del self._in_flight[self._name]  # it is over; one that a lost rank leaves behind is still reported
+                    del self._in_flight[self._name]  # it is over; a collective that a lost rank interrupts stays listed
                     raise _joined(self._name) from None
                 raise
             self._in_flight.pop(self._name, None)
-            # alltoall gives (rows, how many came from each rank) where splits were given
+            # with splits, alltoall returns (rows, number of rows from each rank)
             rows: Tensor = result[0] if isinstance(result, tuple) else result
             self._result = rows if self._dtype is None else rows.view(self._dtype)
         return self._result
 
 
 class HorovodComm:
-    """All ranks of a job that a launcher started, Horovod initialised.
+    """All ranks of a job that a launcher started, with Horovod initialised.
 
-    bfloat16 is not among Horovod's types (horovod/horovod#4047): a collective that sums it raises ValueError, one
-    that only moves it carries the same bits as fp16.
+    Horovod has no bfloat16 (horovod/horovod#4047): a collective that sums it raises ValueError; one that only moves it
+    sends the same bits as fp16.
 
     Args:
-        process_set: some of the ranks, of which this is one; rank and size are those among them. All without it.
+        process_set: a subset of the ranks that contains this one; rank and size are those within it (default: all).
 
     Attributes:
-        started_threads: the kernel's numbers of the threads that Horovod has started.
+        started_threads: the kernel's ids of Horovod's threads.
     """
 
     def __init__(self, process_set: Any = hvd.global_process_set) -> None:
         before = thread_ids()
-        hvd.init()  # does nothing where the program has done it
+        hvd.init()  # does nothing if the program has called it
         self.started_threads = thread_ids() - before
         self._set = process_set
         self.rank: int = process_set.rank()
@@ -146,7 +147,7 @@ class HorovodComm:
         return self._under_way(name, handle, tensor.dtype)
 
     def reducescatter(self, tensor: Tensor, *, name: str) -> HorovodHandle:
-        """Sum over ranks, keep a share. Collective: yes."""
+        """Sum over ranks and return this rank's share. Collective: yes."""
         return self._under_way(name, hvd.reducescatter_async(tensor, name=name, op=hvd.Sum, process_set=self._set))
 
     def broadcast(self, tensor: Tensor, *, name: str, root: int = 0) -> HorovodHandle:
@@ -161,7 +162,7 @@ class HorovodComm:
         del self.in_flight["barrier"]
 
     def start_timeline(self, path: Path) -> None:
-        """Record Horovod's Timeline into `path`, which is emptied; returns when it is open. Acts on rank 0 alone.
+        """Record Horovod's Timeline into `path`, truncating it; return when it is open. Affects only rank 0.
 
         Errors:
             HorovodError: HOROVOD_TIMELINE=DYNAMIC was not set when Horovod was initialised.
@@ -175,10 +176,10 @@ class HorovodComm:
             ) from None
 
     def stop_timeline(self) -> None:
-        """End it; returns when everything recorded is written and the file is closed. Acts on rank 0 alone.
+        """Stop recording; return when everything is written and the file is closed. Affects only rank 0.
 
         Errors:
-            HorovodError: Horovod was shut down meanwhile, which closed the file too.
+            HorovodError: Horovod was shut down in between, which closed the file too.
         """
         try:
             hvd.stop_timeline()
@@ -196,9 +197,9 @@ class HorovodComm:
 
 def _joined(name: str) -> JoinedError:
     return JoinedError(
-        f"{name} cannot be exchanged: another rank has called hvd.join(), after which it takes part in sums alone",
+        f"{name} cannot be exchanged: another rank has called hvd.join() and now takes part only in sums",
         expected='compression "none", "fp16" or "powersgd", and no sparse gradients but with sparse_as_dense=True',
-        next_step="or give each rank the same number of batches, and do without join",
+        next_step="or give each rank the same number of batches, and omit join",
     )
 
 

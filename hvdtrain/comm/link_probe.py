@@ -1,4 +1,4 @@
-"""Measure how long allreduces between these ranks take, by size."""
+"""Measure the time of an allreduce between these ranks, by size."""
 
 from __future__ import annotations
 

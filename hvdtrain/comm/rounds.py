@@ -1,4 +1,4 @@
-"""Rounds: between two of them ranks may come and go. A job that is not elastic has one."""
+"""Rounds: periods with fixed ranks. Ranks join and leave between rounds. A job that is not elastic has one round."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 STARTED, FAILED, CHANGED = "started", "failed", "changed"
-"""Why a rank wants a place."""
+"""Why a rank asks for a place."""
 
 _AGAIN_S = 0.05
-"""Between two looks at what ranks that meet have opened, once one of them is gone."""
+"""Between two checks for new connections while the round cannot be completed."""
 
 
 def is_lost_rank(error: BaseException) -> bool:
-    """Whether an error is Horovod's own for a rank that is gone, or one that follows from cutting its connections."""
+    """Check whether an error is Horovod's for a lost rank, or follows from cutting its connections."""
     from hvdtrain.comm.horovod import HorovodInternalError
 
     return isinstance(error, HorovodInternalError)
 
 
 class Rounds(Protocol):
-    """How a process gets among other ranks, and finds out that these have changed.
+    """How a process joins other ranks, and notices changes among them.
 
     Attributes:
         elastic: whether there may be more than one round.
-        local_rank: this process among those of its host, for good: it has the device of this number.
-        local_size: how many there may be.
+        local_rank: index of this process on its host, constant: it uses the device with this number.
+        local_size: upper bound of the processes on this host.
     """
 
     elastic: bool
@@ -53,15 +53,15 @@ class Rounds(Protocol):
         Args:
             why: started, failed or changed.
             text: of the error that ended the round before.
-            step: optimizer steps that this process's memory holds; -1 for nothing.
+            step: optimizer steps in this process's memory; -1 for no state.
 
         Errors:
-            NoPlace: this process is not wanted any more.
+            NoPlace: the job continues or ends without this process.
         """
         ...
 
     def is_over(self, error: BaseException) -> bool:
-        """Whether an error means that ranks of this round are gone, and not that this one has failed."""
+        """Check whether an error means that this round has lost ranks, not that this rank has failed."""
         ...
 
     def notices(self, notices: list[int], changed: int, terminate: int) -> list[int]:
@@ -69,20 +69,20 @@ class Rounds(Protocol):
         ...
 
     def guard_parts(self, parts: Iterable[T]) -> Iterable[T]:
-        """The micro-batches of a step, and an error as soon as the step cannot be done: `is_over` is true of it."""
+        """Yield a step's micro-batches; raise an error of `is_over` as soon as the step cannot be completed."""
         ...
 
     def report_progress(self, spans: Spans) -> None:
-        """Let others know of the progress of this thread."""
+        """Report the progress of this thread to others."""
         ...
 
     def report_leaving(self, why: str) -> None:
-        """Training is over; this process comes to its end."""
+        """Report that training is over and this process ends."""
         ...
 
 
 class OneRound:
-    """A job whose ranks stay.
+    """A job with constant ranks.
 
     Args:
         comm: these ranks.
@@ -96,19 +96,19 @@ class OneRound:
         self.local_size = comm.local_size
 
     def enter(self, why: str, text: str = "", step: int = -1) -> Comm:
-        """The ranks there are."""
+        """Return the ranks."""
         return self._comm
 
     def is_over(self, error: BaseException) -> bool:
-        """Never: an error ends the job."""
+        """Return False: an error ends the job."""
         return False
 
     def notices(self, notices: list[int], changed: int, terminate: int) -> list[int]:
-        """As they came."""
+        """Return `notices` unchanged."""
         return notices
 
     def guard_parts(self, parts: Iterable[T]) -> Iterable[T]:
-        """All of them."""
+        """Return `parts` unchanged."""
         return parts
 
     def report_progress(self, spans: Spans) -> None:
@@ -119,11 +119,11 @@ class OneRound:
 
 
 class DriverRounds:
-    """A job of our own elastic driver.
+    """A job of hvdtrain's own elastic driver.
 
     Args:
-        client: this process's.
-        info: who it is by the environment, before the first round.
+        client: this process's connection to the driver.
+        info: its rank by the environment, before the first round.
     """
 
     elastic = True
@@ -134,7 +134,7 @@ class DriverRounds:
         self.local_size = info.local_size
 
     def enter(self, why: str, text: str = "", step: int = -1) -> HorovodComm:
-        """Join the next round, and the one after it where that does not come about. Collective: yes."""
+        """Join the next round, or a later one where that fails. Collective: yes."""
         while True:
             self._leave()
             place = self._client.join(why, text, step)
@@ -150,13 +150,13 @@ class DriverRounds:
         self._client.wake = lambda: None
         began_s = time.monotonic()
         self._client.heartbeat = Heartbeat(idle_s=lambda: time.monotonic() - began_s)  # shutdown may hang
-        hvd.shutdown()  # also what init has left that failed; nothing where there was none
+        hvd.shutdown()  # also cleans up after a failed init
 
     def _meet(self, place: Place) -> HorovodComm:
         """Connect to the other ranks of the round.
 
         Errors:
-            Exception: one of them is gone; of several types, since Horovod gives its own no room here.
+            Exception: one of them is lost; of several types, as Horovod does not use its own here.
         """
         from hvdtrain.comm.horovod import HorovodComm, begin_session
 
@@ -173,45 +173,45 @@ class DriverRounds:
         finally:
             met.set()
             if cutter.is_alive():
-                cutter.join()  # what the next round opens is not to be cut
+                cutter.join()  # it must not cut connections of the next round
         opened = open_sockets().keys() - before
         self._client.wake = lambda: cut(opened)
-        self._check_whole()  # told before there was all of it to cut
+        self._check_whole()  # the loss may have been reported while connections were opening
         return comm
 
     def _check_whole(self) -> None:
         if self._client.is_broken():
-            raise ConnectionError("a rank of the round was gone before it began")
+            raise ConnectionError("the round lost a rank before it began")
 
     def is_over(self, error: BaseException) -> bool:
-        """Whether Horovod lost a rank."""
+        """Check whether Horovod lost a rank."""
         return is_lost_rank(error)
 
     def notices(self, notices: list[int], changed: int, terminate: int) -> list[int]:
-        """A SIGTERM that came to this rank alone lets it go and the others train on."""
+        """Turn a SIGTERM to this rank alone into a request to leave; the others continue."""
         return self._client.notices(notices, changed, terminate)
 
     def guard_parts(self, parts: Iterable[T]) -> Iterator[T]:
-        """Those that come before the driver says that a rank is gone; Horovod would tell only in the last backward."""
+        """Yield `parts` until the driver reports a lost rank; Horovod itself would fail only in the last backward."""
         from hvdtrain.comm.horovod import HorovodInternalError
 
         for part in parts:
             if self._client.is_broken():
-                raise HorovodInternalError("a rank of the round is gone")
+                raise HorovodInternalError("the round has lost a rank")
             yield part
 
     def report_progress(self, spans: Spans) -> None:
-        """Tell the driver once a second."""
+        """Report progress to the driver once a second."""
         thread = threading.get_ident()
         self._client.heartbeat = Heartbeat(lambda: spans.step, spans.idle_s, lambda: waits_in_collective(thread))
 
     def report_leaving(self, why: str) -> None:
-        """Tell the driver."""
+        """Report the end to the driver."""
         self._client.leaving(why)
 
 
 def _cut_all(before: Collection[int], met: threading.Event) -> None:
-    """Cut what was opened since, and what comes after it, until the ranks have met or given up."""
+    """Cut all connections opened after `before`, until the ranks have met or given up."""
     while not met.is_set():
         cut(open_sockets().keys() - before)
         met.wait(_AGAIN_S)

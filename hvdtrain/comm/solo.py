@@ -1,4 +1,4 @@
-"""One process alone: every collective is over at once. Needs no Horovod."""
+"""One process alone: every collective is complete at once. Needs no Horovod."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Finished:
-    """A handle of a collective that is over."""
+    """The handle of a completed collective."""
 
     result: Tensor
 
@@ -44,12 +44,12 @@ class SoloComm:
         return Finished(tensor.clone())
 
     def alltoall(self, tensor: Tensor, *, name: str, splits: list[int] | None = None) -> Finished:
-        """Return a copy of `tensor`: all rows stay here."""
+        """Return a copy of `tensor`: all rows stay on this rank."""
         assert splits is None or splits == [len(tensor)], f"splits {splits} of {len(tensor)} rows for one rank"
         return Finished(tensor.clone())
 
     def reducescatter(self, tensor: Tensor, *, name: str) -> Finished:
-        """Return a copy of `tensor`: the one share there is."""
+        """Return a copy of `tensor`: the only share."""
         return Finished(tensor.clone())
 
     def broadcast(self, tensor: Tensor, *, name: str, root: int = 0) -> Finished:

@@ -1,4 +1,4 @@
-"""Which communicator a job gets."""
+"""Create the communicator of a job."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hvdtrain.runtime.gloo import refuse_without_address
 from hvdtrain.runtime.other_launchers import refuse_unused_launcher
 
 STOCK_ELASTIC = "HOROVOD_ELASTIC"
-"""Set to 1 by Horovod's own elastic driver."""
+"""Horovod's own elastic driver sets it to 1."""
 
 if TYPE_CHECKING:
     from hvdtrain.comm.horovod import HorovodComm
 
 
 def start_rounds(info: RankInfo) -> Rounds:
-    """The rounds of this job: of an elastic one as many as it takes, else one, which is joined here.
+    """Return the rounds of this job. A job that is not elastic has one, which is joined here.
 
-    Collective: yes, unless of our own elastic driver. Errors: those of `start_comm`.
+    Collective: yes, unless of hvdtrain's own elastic driver. Errors: those of `start_comm`.
     """
     refuse_unused_launcher(info)
     client = connect_to_driver(info.variables)
@@ -39,14 +39,14 @@ def start_rounds(info: RankInfo) -> Rounds:
 
 
 def start_comm(info: RankInfo) -> Comm:
-    """Join the job that the launcher started; without one, a job of one rank that needs no Horovod.
+    """Join the job that the launcher started; without a launcher, return a job of one rank that needs no Horovod.
 
-    Collective: yes. `runtime.tuning.prepare` comes before.
+    Collective: yes. Call `runtime.tuning.prepare` before.
 
     Errors:
         HorovodError: missing, or built for another torch, or without MPI.
-        LaunchError: this process belongs to an MPI that Horovod does not speak to, or to a launcher of several
-            processes that are no ranks of one job.
+        LaunchError: this process was started by an MPI that Horovod does not use, or by a launcher whose processes are
+            not ranks of one job.
     """
     return SoloComm() if info.launcher == "none" else _horovod(info)
 

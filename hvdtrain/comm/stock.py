@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 
 class StockRounds:
-    """A job of Horovod's own elastic driver. A round is what Horovod calls a rendezvous. Collective: yes.
+    """A job of Horovod's own elastic driver. A round is one rendezvous of Horovod. Collective: yes.
 
-    Here the first round is joined at once: ranks that are there already wait for the others without a time limit in
-    a collective, but not in Horovod's initialisation.
+    The first round is joined at once. Running ranks wait for the others without a timeout in a collective, but not in
+    Horovod's initialisation.
 
     Args:
         comm: the ranks of the first round.
@@ -39,14 +39,14 @@ class StockRounds:
         on_host_updates(self)
 
     def on_hosts_updated(self, timestamp: int, update: Any) -> None:
-        """Horovod's driver has found other hosts. In a thread of Horovod's."""
+        """Note that Horovod's driver has found other hosts. Called in a thread of Horovod."""
         self._changed = True
 
     def enter(self, why: str, text: str = "", step: int = -1) -> Comm:
-        """Join the next round; Horovod's driver says who this process is in it. Collective: yes.
+        """Join the next round with the rank from Horovod's driver. Collective: yes.
 
         Errors:
-            HorovodError: its host is not wanted any more, or another rank was lost meanwhile.
+            HorovodError: the job no longer uses its host, or another rank was lost meanwhile.
         """
         from hvdtrain.comm.horovod import HorovodComm, begin_session, hvd
 
@@ -57,12 +57,12 @@ class StockRounds:
             self._changed = False
             try:
                 comm = HorovodComm()
-            except ValueError as error:  # Horovod says why to its log alone
+            except ValueError as error:  # Horovod logs the reason
                 raise HorovodError(
-                    f"the ranks of the next round could not be joined: {error}",
-                    next_step="nothing, where this host was taken from the job; else the driver starts it anew",
+                    f"joining the next round failed: {error}",
+                    next_step="nothing if the job no longer uses this host; otherwise the driver restarts this rank",
                 ) from None
-        # Horovod has told C alone.
+        # Horovod has set them only in C.
         facts = {name: getattr(comm, name) for name in ("rank", "size", "local_rank", "local_size")}
         change_variables(horovod_numbers(facts))
         return comm
@@ -72,17 +72,17 @@ class StockRounds:
         return is_lost_rank(error)
 
     def notices(self, notices: list[int], changed: int, terminate: int) -> list[int]:
-        """What came, and whether hosts have changed."""
+        """Add to `notices` whether the hosts have changed."""
         found = list(notices)
         found[changed] = int(self._changed)
         return found
 
     def guard_parts(self, parts: Iterable[T]) -> Iterable[T]:
-        """All of them: only Horovod knows, and says so when it is asked for a collective."""
+        """Return `parts` unchanged: only Horovod knows of a lost rank, and fails in the next collective."""
         return parts
 
     def report_progress(self, spans: Spans) -> None:
-        """Do nothing: Horovod's driver does not look."""
+        """Do nothing: Horovod's driver does not monitor progress."""
 
     def report_leaving(self, why: str) -> None:
-        """Do nothing: it is the exit code that counts."""
+        """Do nothing: only the exit code counts."""

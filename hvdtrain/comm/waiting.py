@@ -1,4 +1,4 @@
-"""Whether a thread waits for other ranks: read off its stack."""
+"""Detect from its stack whether a thread waits for other ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _INNERMOST = 3
 
 
 def in_collective(frame: FrameType | None) -> bool:
-    """Whether one of the innermost frames is the communicator's."""
+    """Check whether one of the innermost frames is in the communicator."""
     for _ in range(_INNERMOST):
         if frame is not None and str(frame.f_globals.get("__name__", "")).startswith(_WAITING_IN):
             return True
@@ -19,5 +19,5 @@ def in_collective(frame: FrameType | None) -> bool:
 
 
 def waits_in_collective(thread: int) -> bool:
-    """Whether the thread of this identity waits in a collective. To be called from another one."""
+    """Check whether the thread with this identity waits in a collective. Call it from another thread."""
     return in_collective(sys._current_frames().get(thread))

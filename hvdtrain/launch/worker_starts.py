@@ -61,8 +61,8 @@ def _worker(job: Job, host: Host, index: int) -> Worker:
 def _start(job: Job, started: list[Worker]) -> None:
     """Start workers, each with an estimate of its place: as if all living workers were in the next round.
 
-    The reported size counts every slot as used, and is at least 2 where that is possible. Settings that must be equal on
-    all ranks depend on it, so a rank that starts first or alone must not get another size than the others.
+    The reported size counts every slot as used, and is at least 2 where that is possible. Settings that must be equal
+    on all ranks depend on it: a rank that starts first or alone must get the same size as the others.
     """
     guess = order(job.staying(), job.hosts)
     room = sum(host.slots for host in job.hosts.values())

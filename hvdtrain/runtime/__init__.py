@@ -1,1 +1,1 @@
-"""What a process knows of its job before communication starts."""
+"""Facts about this process and its job, known before communication starts."""

@@ -1,4 +1,4 @@
-"""Which processes share a clock, what the wall clock says at a moment of it, and a wall clock that never jumps."""
+"""Clocks: which processes share one, the wall-clock time of a monotonic time, and a wall clock that never jumps."""
 
 from __future__ import annotations
 
@@ -24,18 +24,17 @@ class Pair(NamedTuple):
 
 
 def steady_s() -> float:
-    """Seconds since 1970, by what the clock said when this process began, and by what has passed since.
+    """Return seconds since 1970 that never jump: the system's clock at this process's start, plus monotonic time since.
 
-    Somebody who sets the clock of a host, or a virtual machine that is moved, changes `time.time` by any amount; times
-    in the records of a run go on.
+    `time.time` jumps when somebody sets the clock or a virtual machine migrates; times in a run's records must not.
     """
     return _BEGAN_S + time.monotonic()
 
 
 def clock_id(root: Path = Path("/")) -> str:
-    """What is equal in processes whose `time.perf_counter_ns` is one clock: the boot, and the time namespace.
+    """Return an id that is equal in processes with the same `time.perf_counter_ns`: the boot and the time namespace.
 
-    One that nobody else has where the system does not say. ``root``: the file system whose ``proc`` is asked.
+    It is unique where the system does not report them. ``root``: the root of the file system with ``proc``.
     """
     try:
         boot = (root / "proc/sys/kernel/random/boot_id").read_text().strip()
@@ -43,13 +42,13 @@ def clock_id(root: Path = Path("/")) -> str:
         return f"unknown {uuid.uuid4()}"
     try:
         namespace = (root / "proc/self/ns/time").stat().st_ino
-    except OSError:  # a kernel without them
+    except OSError:  # a kernel without time namespaces
         namespace = 0
     return f"{boot} {namespace}"
 
 
 def moment() -> Pair:
-    """Now, by both clocks; of a few looks the one that was least interrupted."""
+    """Return the current time by both clocks: the least interrupted of a few readings."""
     found: list[tuple[int, Pair]] = []
     for _ in range(_LOOKS):
         before = time.perf_counter_ns()

@@ -1,4 +1,4 @@
-"""A rank's place in an elastic job, as its driver gives and takes it. `channel` says what is exchanged."""
+"""A rank's connection to the driver of its elastic job. The module `channel` lists the messages."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from hvdtrain.runtime.environment import horovod_numbers
 from hvdtrain.runtime.exit_lock import hold_lifeline
 
 EXIT_ALONE = 1
-"""Exit code of a rank whose driver is gone."""
+"""Exit code of a rank that has lost its driver."""
 
 _MOST_ERROR_CHARACTERS = 4000
-"""Of an error that the driver is told."""
+"""Longest error text in a message."""
 
 _NUMBERS = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
 
 
 class NoPlace(Exception):
-    """The job goes on, or ends, without this rank."""
+    """The job continues or ends without this rank."""
 
 
 class JobFailed(NoPlace):
-    """The job ends, for it has failed."""
+    """The job ends, because it has failed."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Who this process is in one round.
+    """The place of this process in one round.
 
     Attributes:
         round: counted from 1.
         rank, size, local_rank, local_size, cross_rank, cross_size: Horovod's.
-        host: name of this host among those of the job.
-        interface: of the network by which ranks reach each other; "" for any.
-        store: address, token and round of the rendezvous, as Horovod takes it.
-        timeout_s: how long a rank that is silent is waited for.
+        host: name of this host, unique in the job.
+        interface: network interface by which ranks reach each other; "" for any.
+        store: address, token and round of the rendezvous, in Horovod's format.
+        timeout_s: how long to wait for a silent rank.
     """
 
     round: int
@@ -60,13 +60,13 @@ class Place:
     timeout_s: int
 
     def variables(self) -> dict[str, str | None]:
-        """What Horovod finds in the environment."""
+        """Return the environment variables that Horovod reads."""
         return {
             **horovod_numbers({name: getattr(self, name) for name in _NUMBERS}),
             "HOROVOD_HOSTNAME": self.host,
             "HOROVOD_GLOO_IFACE": self.interface or None,
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": self.store,
-            # The port stands in the address, before token and round; what Horovod appends becomes part of the path.
+            # The address contains the port, before token and round; Horovod's suffix becomes part of the path.
             "HOROVOD_GLOO_RENDEZVOUS_PORT": "0",
             "HOROVOD_GLOO_TIMEOUT_SECONDS": str(self.timeout_s),
         }
@@ -74,12 +74,12 @@ class Place:
 
 @dataclass
 class Heartbeat:
-    """What a rank says of itself once a second.
+    """Values that a rank reports once a second.
 
     Attributes:
         step: optimizer steps begun.
-        idle_s: since its training thread last made progress.
-        waiting: whether that waits in a collective.
+        idle_s: time since its training thread last made progress.
+        waiting: whether that thread waits in a collective.
     """
 
     step: Callable[[], int] = lambda: 0
@@ -88,17 +88,17 @@ class Heartbeat:
 
 
 class DriverClient:
-    """The rank's end. Threads of its own listen to the driver and tell it that the rank lives.
+    """The rank's end of the connection. Its own threads receive messages and send heartbeats.
 
     Args:
         channel: to the driver.
-        exit: ends this process where the driver is gone.
+        exit: ends this process when the driver is lost.
 
     Attributes:
-        round: the one this rank is in, or was in last; 0 before the first.
-        heartbeat: what it says of itself.
-        cut: wakes the training thread where it waits for a rank that is gone.
-        change: called, in a thread of the client, when the round is to end.
+        round: the current or last round; 0 before the first.
+        heartbeat: the values to report.
+        wake: wakes the training thread where it waits for a lost rank.
+        on_change: called in a thread of the client when the round must end.
     """
 
     def __init__(self, channel: Channel, exit: Callable[[int], Any] = os._exit) -> None:
@@ -118,26 +118,26 @@ class DriverClient:
         self._closed = threading.Event()
 
     def start(self) -> DriverClient:
-        """Listen, and tell."""
+        """Start the threads."""
         for run in (self._listen, self._send_heartbeats):
             threading.Thread(target=run, name=f"client {run.__name__}", daemon=True).start()
         return self
 
     def join(self, why: str, text: str = "", step: int = -1) -> Place:
-        """Ask for a place, and wait until there is one.
+        """Request a place, and wait for it.
 
         Args:
             why: started, failed or changed.
-            text: of the error where it failed.
-            step: optimizer steps that this process's memory holds; -1 for nothing.
+            text: of the error that made it fail.
+            step: optimizer steps in this process's memory; -1 for no state.
 
         Errors:
-            NoPlace: there is none; as `JobFailed` where the job has failed.
+            NoPlace: there is none; `JobFailed` where the job has failed.
         """
         self._channel.send("join", after=self.round, why=why, text=text[:_MOST_ERROR_CHARACTERS], step=step)
         while True:
             try:
-                answer = self._answers.get(timeout=0.2)  # with a timeout, so that signals are heard
+                answer = self._answers.get(timeout=0.2)  # with a timeout, so that signal handlers run
             except queue.Empty:
                 continue
             if answer["type"] == "end":
@@ -145,24 +145,24 @@ class DriverClient:
             place = Place(**{name: answer[name] for name in Place.__dataclass_fields__})
             with self._lock:
                 self.round = place.round
-            self._draining = False  # the driver knows, and ends the round when enough others are there
+            self._draining = False  # the driver remembers it, and ends the round when there are enough others
             return place
 
     def is_broken(self) -> bool:
-        """Whether a rank of this round is known to be gone."""
+        """Check whether this round has lost a rank."""
         return self._broken == self.round > 0
 
     def is_changed(self) -> bool:
-        """Whether this round is to end."""
+        """Check whether this round must end."""
         return self._changed
 
     def notices(self, notices: list[int], changed: int, terminate: int) -> list[int]:
-        """The notices of this rank's next step, where a SIGTERM that came to it alone lets it go, not end the run.
+        """Return the requests of this rank's next step. SIGTERM to this rank alone makes it leave; the run continues.
 
         Args:
             notices: how often each came.
-            changed: which of them says that the round is to end.
-            terminate: which of them SIGTERM has.
+            changed: index of the request to end the round.
+            terminate: index of SIGTERM.
         """
         notices = list(notices)
         if notices[terminate] and not self._stopping:
@@ -174,12 +174,12 @@ class DriverClient:
         return notices
 
     def leaving(self, why: str) -> None:
-        """Say that this rank has come to its end and will exit."""
+        """Report that this rank has finished and will exit."""
         self._leaving = True
         self._channel.send("leaving", why=why)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Close the connection."""
         self._leaving = True
         self._closed.set()
         self._channel.close()
@@ -193,7 +193,7 @@ class DriverClient:
     def _handle(self, message: Mapping[str, Any]) -> None:
         kind = message["type"]
         if kind in ("round", "end"):
-            self._changed = False  # here, in the order of messages: what comes behind it is of the new round
+            self._changed = False  # here, in the order of messages: later messages belong to the new round
             self._answers.put(dict(message))
         elif kind == "changed":
             self._changed = True
@@ -228,7 +228,7 @@ def _main_stack() -> str:
 
 
 def connect_to_driver(environ: Mapping[str, str]) -> DriverClient | None:
-    """The client of this process in an elastic job; None where no driver of ours started it."""
+    """Return this process's connection to its driver; None where hvdtrain's driver did not start it."""
     text = environ.get(VARIABLE, "")
     if not text.isdigit():
         return None

@@ -1,7 +1,7 @@
-"""Which shared libraries a library asks for and where it looks for them, read from the ELF file itself.
+"""Read from an ELF file which shared libraries it needs and where the loader looks for them.
 
-The dynamic section (System V ABI, chapter 5) is read with a few seeks: no child process, and nothing is loaded,
-which for an MPI library could abort the process. Little-endian 64 bit only: x86-64 and AArch64.
+It reads the dynamic section (System V ABI, chapter 5) with a few seeks: no child process, and without loading the
+library, which for an MPI library could abort the process. Little-endian 64 bit only: x86-64 and AArch64.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _DT_NULL, _DT_NEEDED, _DT_STRTAB, _DT_STRSZ, _DT_RPATH, _DT_RUNPATH = 0, 1, 5, 1
 
 @dataclass(frozen=True)
 class Linkage:
-    """Attributes: needed: sonames; rpath, runpath: folders with ``$ORIGIN`` filled in."""
+    """Dynamic linkage. needed: sonames; rpath, runpath: folders with ``$ORIGIN`` expanded."""
 
     needed: tuple[str, ...] = ()
     rpath: tuple[Path, ...] = ()
@@ -26,7 +26,7 @@ class Linkage:
 
 
 def read_linkage(library: Path) -> Linkage:
-    """Read what a shared library is linked to. What is no 64-bit ELF file gives an empty answer.
+    """Read the linkage of a shared library; empty for other files.
 
     Errors: OSError.
     """
@@ -44,7 +44,7 @@ def _read(file: BinaryIO, origin: Path) -> Linkage:
     offset, size, count = struct.unpack_from("<32xQ14xHH", header)
     file.seek(offset)
     table = file.read(size * count)
-    # of each program header: type, offset in the file, address, size in the file
+    # per program header: type, offset in the file, address, size in the file
     segments = [struct.unpack_from("<I4xQQ8xQ", table, index * size) for index in range(count)]
     dynamic = next((segment for segment in segments if segment[0] == _PT_DYNAMIC), None)
     if dynamic is None:
@@ -77,7 +77,7 @@ def _entries(section: bytes) -> Iterator[tuple[int, int]]:
 
 
 def find_needed(name: str, linkage: Linkage, library_path: str) -> Path | None:
-    """Say which file the loader would take for a needed library; None where only its own cache would know.
+    """Return the file that the loader would load for a soname; None where only the loader's cache knows.
 
     The order is ld.so's: RPATH unless there is a RUNPATH, ``LD_LIBRARY_PATH``, RUNPATH, the system's folders.
     """

@@ -1,17 +1,17 @@
-"""Which rank this process is; the only reader and writer of ``os.environ`` in the package.
+"""Detect this process's rank; the only reader and writer of ``os.environ`` in the package.
 
-Each launcher tells its ranks who they are by variables of its own: one line of `LAUNCHERS` says which. A process may
-hold the variables of several, because launchers are nested: horovodrun inside a Slurm job, mpirun inside srun. The
-first line whose signs are there wins, and the lines run from the innermost launcher to the outermost:
+Each launcher sets its own variables for rank and size: a line of `LAUNCHERS`. A process may have variables of several
+launchers, as they nest: horovodrun in a Slurm job, mpirun in srun. The first line with a matching sign wins; lines are
+ordered from the innermost launcher to the outermost:
 
-1. ``HOROVOD_RANK``: set by ``horovodrun --gloo`` for each rank itself. (horovodrun over MPI calls mpirun.)
+1. ``HOROVOD_RANK``: set by ``horovodrun --gloo`` per rank. (horovodrun over MPI calls mpirun.)
 2. ``OMPI_COMM_WORLD_RANK``: set by Open MPI's daemon, which may itself be a task of srun.
 3. ``MPI_LOCALRANKID``: set by MPICH's and Intel's Hydra, which may have used srun in the same way.
-4. ``SLURM_STEP_NUM_TASKS``: set inside an srun step. ``SLURM_PROCID`` alone is no sign: a batch script and an
-   salloc shell have it too, and the programs they start are no ranks.
-5. ``PMI_RANK`` without any of these is a launcher that we don't know enough of: an error rather than N lonely ranks.
+4. ``SLURM_STEP_NUM_TASKS``: set inside an srun step. ``SLURM_PROCID`` alone is no sign: batch scripts and salloc shells
+   have it too, and the programs that they start are not ranks.
+5. ``PMI_RANK`` without any of these: an unknown launcher, and an error instead of N separate jobs of one rank.
 
-Other launchers, such as torchrun, are recognised only to be refused: `runtime.other_launchers`.
+Other launchers, such as torchrun, are only detected to be refused: `runtime.other_launchers`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ from hvdtrain.errors import LaunchError
 from hvdtrain.runtime.channel import VARIABLE
 
 LAUNCH_OPTIONS = "HVDTRAIN_LAUNCH_OPTIONS"
-"""The options that `hvdtrain launch` got, as a list in JSON: in the environment of its ranks."""
+"""The variable with the options of `hvdtrain launch`, as a JSON list, for its ranks."""
 
 JOB = "HVDTRAIN_JOB"
-"""What tells a job of `hvdtrain launch` from all others: in the environment of its ranks, also when they are started
-again."""
+"""The variable with the unique id of a job of `hvdtrain launch`, for its ranks; a restart keeps it."""
 
 NO_LAUNCHER = "none"
 GLOO_LAUNCHER = "horovod-gloo"
@@ -40,17 +39,17 @@ GLOO_LAUNCHER = "horovod-gloo"
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Who this process is among those that the launcher started.
+    """The place of this process among those that the launcher started.
 
     Attributes:
         launcher: the name of a line in `LAUNCHERS`, or "none": no launcher, rank 0 of 1.
         rank: this process, 0 to size - 1.
         size: number of processes.
-        local_rank: this process among those of its host.
+        local_rank: index of this process on its host.
         local_size: number of processes on this host.
         host: name of this host.
         variables: the environment of this process.
-        folder: in which this process was started: what relative paths of its options are relative to.
+        folder: the folder in which this process was started; relative paths of its options refer to it.
     """
 
     launcher: str = NO_LAUNCHER
@@ -64,24 +63,24 @@ class RankInfo:
 
     @property
     def one_host(self) -> bool:
-        """Whether all ranks are on one host: the same answer on every rank."""
+        """Whether all ranks are on one host: the same value on every rank."""
         return self.local_size == self.size
 
     @property
     def hosts(self) -> int:
-        """Number of hosts, if all hold as many ranks as this one; where they don't, ranks answer differently."""
+        """Number of hosts, if all have as many ranks as this one; otherwise ranks compute different values."""
         return -(-self.size // self.local_size)
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """The variables by which one launcher tells a process its rank.
+    """The variables that one launcher sets.
 
     Attributes:
-        name: how it is called in messages.
+        name: for messages.
         signs: any of them shows that this launcher started the process.
-        rank, size, local_rank, local_size: the variables that hold these numbers.
-        node: set where the variable local_size lists all hosts, as in ``2(x3),1``: which entry is ours.
+        rank, size, local_rank, local_size: the variables with these numbers.
+        node: set where local_size lists all hosts, as in ``2(x3),1``: the index of this host.
     """
 
     name: str
@@ -94,7 +93,7 @@ class Launcher:
 
 
 def _line(name: str, rank: str, size: str, local_rank: str, local_size: str) -> Launcher:
-    """Describe a launcher of which every variable is a sign."""
+    """Return a launcher for which every variable is a sign."""
     return Launcher(name, (rank, size, local_rank, local_size), rank, size, local_rank, local_size)
 
 
@@ -111,12 +110,12 @@ LAUNCHERS = (
 
 
 def environ() -> Mapping[str, str]:
-    """Copy the environment of this process."""
+    """Return a copy of this process's environment."""
     return dict(os.environ)
 
 
 def change_variables(values: Mapping[str, str | None]) -> None:
-    """Write into the environment of this process, where libraries read it when they are loaded; None removes."""
+    """Set variables of this process, which libraries read when they are loaded; None removes one."""
     for name, text in values.items():
         if text is None:
             os.environ.pop(name, None)
@@ -125,27 +124,27 @@ def change_variables(values: Mapping[str, str | None]) -> None:
 
 
 def elastic(environ: Mapping[str, str]) -> bool:
-    """Whether a driver of ours started this rank, and goes on without it when it is gone."""
+    """Check whether hvdtrain's own driver started this rank."""
     return VARIABLE in environ
 
 
 def by_gloo(environ: Mapping[str, str]) -> bool:
-    """Whether Gloo carries what the ranks exchange from their CPUs."""
+    """Check whether ranks exchange CPU tensors by Gloo."""
     asked = environ.get("HOROVOD_CPU_OPERATIONS", "").lower()
     return elastic(environ) or (asked == "gloo" if asked else "HOROVOD_RANK" in environ)
 
 
 def by_srun(environ: Mapping[str, str]) -> bool:
-    """Whether this process is in a step of srun, whatever else started it there."""
+    """Check whether this process is in a step of srun, whatever started it there."""
     return "SLURM_STEP_NUM_TASKS" in environ
 
 
 def rank_info(environ: Mapping[str, str], host: str | None = None) -> RankInfo:
-    """Read which rank this process is from the launcher's variables.
+    """Read this process's rank from the launcher's variables.
 
     Args:
         environ: the process's environment.
-        host: name of this host; asked from the system when not given.
+        host: name of this host (default: the system's).
 
     Errors:
         LaunchError: a variable of the launcher is missing, not a number, or out of range.
@@ -171,17 +170,17 @@ def rank_info(environ: Mapping[str, str], host: str | None = None) -> RankInfo:
 
 
 def horovod_numbers(numbers: Mapping[str, int]) -> dict[str, str]:
-    """Variables by which Horovod over Gloo finds its rank, size, local_rank and so on."""
+    """Return the variables from which Horovod over Gloo reads rank, size, local_rank and so on."""
     return {f"HOROVOD_{name.upper()}": str(number) for name, number in numbers.items()}
 
 
 def launch_options_text(options: Sequence[str]) -> str:
-    """What `LAUNCH_OPTIONS` holds."""
+    """Return the value of `LAUNCH_OPTIONS`."""
     return json.dumps(list(options))
 
 
 def launch_options(environ: Mapping[str, str]) -> list[str] | None:
-    """The options of the `hvdtrain launch` that started this process; None where it was something else."""
+    """Return the options of the `hvdtrain launch` that started this process; None without one."""
     try:
         found = json.loads(environ.get(LAUNCH_OPTIONS, "null"))
     except ValueError:
@@ -190,10 +189,10 @@ def launch_options(environ: Mapping[str, str]) -> list[str] | None:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Read Slurm's counts of tasks: ``2(x3),1`` are three nodes with two each and one with one.
+    """Parse Slurm's counts of tasks: ``2(x3),1`` are three nodes with two each and one with one.
 
     Errors:
-        ValueError: it is something else.
+        ValueError: invalid text.
     """
     per_node: list[int] = []
     for part in text.split(","):
@@ -205,7 +204,7 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def rank_label(info: RankInfo) -> str:
-    """Name a rank in a message: ``rank 3/8 on host``."""
+    """Return the name of a rank for messages: ``rank 3/8 on host``."""
     return f"rank {info.rank}/{info.size} on {info.host}"
 
 
@@ -238,7 +237,7 @@ def _local_size(environ: Mapping[str, str], launcher: Launcher) -> int:
 
 def _wrong(launcher: Launcher, variable: str, expected: str, found: str | None) -> LaunchError:
     return LaunchError(
-        f"{launcher.name} started this process, but {variable} does not say what it should.",
+        f"{launcher.name} started this process, but {variable} is invalid",
         expected=expected,
         found="it is not set" if found is None else repr(found),
         next_step="start it by mpirun, horovodrun or srun; or unset "

@@ -1,8 +1,8 @@
-"""Word that a process ends, before its memory is freed: a lock that the kernel lets go of for it.
+"""Detect the death of a process before the kernel frees its memory, by a lock that the kernel releases.
 
-What a process that was killed has open is closed, and its parent told, only when its memory was taken back: 40 ms for
-one that has imported torch, and longer the more it holds. Locks of the robust kind (`get_robust_list(2)`,
-`pthread_mutexattr_setrobust(3)`) are let go of before. One lies in memory that both processes share. Linux only.
+After a kill, open files are closed and the parent is notified only when the memory is freed: 40 ms for a process with
+torch, more with more memory. The kernel releases robust locks (`get_robust_list(2)`, `pthread_mutexattr_setrobust(3)`)
+before that. The lock is in memory that both processes share. Linux only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 VARIABLE = "HVDTRAIN_LIFELINE"
-"""Names the file descriptor of the shared memory."""
+"""The variable with the file descriptor of the shared memory."""
 
 _NAME = "lifeline"
 _BYTES = mmap.PAGESIZE
@@ -39,7 +39,7 @@ class Lifeline:
         self._lock = ctypes.c_char.from_buffer(self._memory)
 
     def prepare(self) -> None:
-        """Make the lock, which nobody holds yet. Errors: OSError."""
+        """Initialise the lock, unlocked. Errors: OSError."""
         attributes = ctypes.create_string_buffer(_MOST_OF_ATTRIBUTES)
         _check(_libc.pthread_mutexattr_init(attributes))
         _check(_libc.pthread_mutexattr_setpshared(attributes, _SHARED))
@@ -47,16 +47,16 @@ class Lifeline:
         _check(_libc.pthread_mutex_init(ctypes.byref(self._lock), attributes))
 
     def hold(self) -> None:
-        """Hold it to the end of this thread, which is not to be other than that of the process. Errors: OSError."""
+        """Hold the lock until this thread ends, which must not be before the process ends. Errors: OSError."""
         _check(_libc.pthread_mutex_lock(ctypes.byref(self._lock)))
 
     def wait(self) -> bool:
-        """Wait until who holds it has begun to end: killed, by itself, or to run another program; False if none did."""
+        """Wait until the holder ends: killed, by itself, or by exec. Returns False if there was no holder."""
         return bool(_libc.pthread_mutex_lock(ctypes.byref(self._lock)) == errno.EOWNERDEAD)
 
 
 def make_lifeline() -> tuple[Lifeline, int] | None:
-    """A lifeline, and the file descriptor by which a child gets it; None where this system has none."""
+    """Return a lifeline and the file descriptor for a child; None where the system does not support it."""
     with suppress(OSError, AttributeError):
         descriptor = os.memfd_create(_NAME)
         try:
@@ -71,18 +71,18 @@ def make_lifeline() -> tuple[Lifeline, int] | None:
 
 
 def hold_lifeline(environ: Mapping[str, str]) -> bool:
-    """Hold the lifeline of this process, if who started it has given it one; whether that is so."""
+    """Hold the lifeline of this process, if its parent has given it one; return whether it does."""
     text = environ.get(VARIABLE, "")
     if not text.isdigit() or threading.current_thread() is not threading.main_thread():
         return False
     with suppress(OSError, ValueError):
-        # Programs that this one starts inherit the variable, and what else they have under the number is not for locks.
+        # Child programs inherit the variable, but may use the descriptor for another file.
         if not str(Path(f"/proc/self/fd/{text}").readlink()).startswith(f"/memfd:{_NAME} "):
             return False
         lifeline = Lifeline(int(text))
         os.close(int(text))
         lifeline.hold()
-        # It stays mapped when the interpreter has cleared all else away: there the kernel looks for the lock.
+        # Keep it mapped after the interpreter's cleanup: the kernel reads the lock there.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(lifeline))
         return True
     return False

@@ -1,4 +1,4 @@
-"""What Horovod's Gloo needs of a host."""
+"""Check a requirement of Horovod's Gloo: an address for this host's name."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hvdtrain.errors import LaunchError
 
 
 def refuse_without_address(variables: Mapping[str, str | None]) -> None:
-    """See that this host's name has an address where ranks are to meet by Gloo.
+    """Check that this host's name has an address where ranks meet by Gloo.
 
-    Gloo looks for it, also where an interface is named, and takes that there is none for an answer: each rank would die
-    of SIGSEGV in hvd.init() (Horovod 0.28.1, gloo/transport/tcp/device.cc).
+    Gloo resolves the name even if an interface is given, and does not handle a failure: each rank would die of SIGSEGV
+    in hvd.init() (Horovod 0.28.1, gloo/transport/tcp/device.cc).
 
     Args:
         variables: the environment.
@@ -27,9 +27,9 @@ def refuse_without_address(variables: Mapping[str, str | None]) -> None:
         socket.getaddrinfo(name, None)
     except OSError as error:
         raise LaunchError(
-            "This host's name has no address, without which Horovod's Gloo crashes.",
+            "this host's name has no address, and Horovod's Gloo crashes without one",
             expected=f"an address for {name}",
             found=str(error),
             next_step=f"echo '127.0.1.1 {name}' | sudo tee -a /etc/hosts (on several hosts: the address that others "
-            "reach); or start by MPI, which needs none: hvdtrain launch --to openmpi",
+            "reach); or start by MPI, which does not need it: hvdtrain launch --to openmpi",
         ) from None

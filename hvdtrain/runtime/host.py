@@ -1,4 +1,4 @@
-"""What this host offers to the ranks on it: cores, GPUs, huge pages. Read from the system, without torch."""
+"""Facts about this host: cores, GPUs, huge pages. Read from the system, without torch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from hvdtrain.regular import read_text_or_empty
 
 @dataclass(frozen=True)
 class HostFacts:
-    """Attributes, all of this host.
+    """Facts about this host.
 
-    cores: physical cores that all ranks of this host share, after cgroup limits.
-    own_cores: physical cores that this process may run on; fewer than `cores` where the launcher bound it.
-    gpus: CUDA devices that torch can use; 0 where torch is built without CUDA.
-    huge_pages: whether memory may get transparent huge pages.
-    quota: whether a container's share of processor time is limited, whatever the cores it may use.
-    fabric: whether there is a network that MPI may use by other means than TCP, such as InfiniBand.
+    Attributes:
+        cores: physical cores for all ranks of this host, within cgroup limits.
+        own_cores: physical cores for this process; fewer than `cores` where the launcher bound it.
+        gpus: CUDA devices for torch; 0 where torch is built without CUDA.
+        huge_pages: whether memory may use transparent huge pages.
+        quota: whether the CPU time of a container is limited, whatever its cores.
+        fabric: whether MPI may use another network than TCP, such as InfiniBand.
     """
 
     cores: int = 1
@@ -32,9 +33,9 @@ class HostFacts:
 
 
 def read_host(environ: Mapping[str, str], root: Path = Path("/")) -> HostFacts:
-    """Read the facts. ``root``: the file system whose ``sys``, ``proc`` and ``dev`` are asked."""
+    """Read the facts. ``root``: the root of the file system with ``sys``, ``proc`` and ``dev``."""
     own = frozenset(os.sched_getaffinity(0))
-    try:  # the launcher's mask is that of the job; ours may be the part that it bound us to
+    try:  # the launcher has the job's mask; this process may be bound to a part of it
         launcher = os.sched_getaffinity(os.getppid())
     except OSError:
         launcher = set(own)
@@ -49,7 +50,7 @@ def read_host(environ: Mapping[str, str], root: Path = Path("/")) -> HostFacts:
 
 
 def cpu_list(text: str) -> frozenset[int]:
-    """Read the kernel's notation of a set of processors, such as ``0-3,8``."""
+    """Parse the kernel's notation of a set of CPUs, such as ``0-3,8``."""
     cpus: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -59,13 +60,13 @@ def cpu_list(text: str) -> frozenset[int]:
 
 
 def _physical(root: Path, cpus: frozenset[int]) -> int:
-    """Count cores; the hardware threads of one are taken together."""
+    """Count cores; the hardware threads of a core count once."""
     folder = root / "sys/devices/system/cpu"
     return len({read_text_or_empty(folder / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in cpus})
 
 
 def _cgroup(root: Path, controller: str) -> list[Path]:
-    """List the folders that limit this process, the innermost first: cgroup v2, then v1 as containers mount it."""
+    """Return the folders with this process's limits, innermost first: cgroup v2, then v1 as containers mount it."""
     base = root / "sys/fs/cgroup"
     groups = dict.fromkeys(
         line.split(":", 2)[2].strip("/") for line in read_text_or_empty(root / "proc/self/cgroup").splitlines()
@@ -83,7 +84,7 @@ def _cpuset(root: Path) -> frozenset[int]:
 
 
 def _quota(root: Path) -> int | None:
-    """Processors' worth of time that a container may use, as Kubernetes and ``docker --cpus`` limit it."""
+    """Return the number of CPUs' worth of time of a container, as Kubernetes and ``docker --cpus`` limit it."""
     for folder in _cgroup(root, "cpu"):
         quota, _, period = read_text_or_empty(folder / "cpu.max").partition(" ")
         if not quota:
@@ -112,5 +113,5 @@ def _huge_pages(root: Path) -> bool:
 
 
 def _fabric(root: Path) -> bool:
-    """InfiniBand, RoCE, Omni-Path and EFA are listed in one place, Slingshot in another."""
+    """Check for InfiniBand, RoCE, Omni-Path and EFA, which have one folder, and Slingshot, which has another."""
     return any(any((root / "sys/class" / kind).glob("*")) for kind in ("infiniband", "cxi"))

@@ -1,10 +1,10 @@
-"""Which MPI Horovod speaks, and whether it is the launcher's.
+"""Detect the MPI that Horovod loads, and check that it is the launcher's.
 
-A rank whose MPI library is not that of its mpirun does not fail cleanly. Seen with Horovod on Open MPI 4.1.8: under
-MPICH's mpirun each rank aborts in C, or, worse, becomes a job of its own that trains alone; under Open MPI 5's mpirun
-with version 4's library first in LD_LIBRARY_PATH it aborts. (Without that it runs: Open MPI's mpirun puts its own
-library folder first, and version 5's library serves a Horovod built on version 4. Version 5's library also starts
-under version 4's mpirun.) So what counts is the library that the loader will take, found here without loading it.
+A rank with another MPI library than its mpirun does not fail cleanly. With Horovod on Open MPI 4.1.8: under MPICH's
+mpirun each rank aborts in C, or, worse, becomes a job of its own that trains alone. Under Open MPI 5's mpirun, with
+version 4's library first in LD_LIBRARY_PATH, it aborts; otherwise it runs, as Open MPI's mpirun puts its own library
+folder first, and version 5's library supports a Horovod built on version 4. Version 5's library also starts under
+version 4's mpirun. So the library that the loader will choose decides, and this module finds it without loading it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from hvdtrain.programs import run_program
 from hvdtrain.runtime.elf import find_needed, read_linkage
 from hvdtrain.runtime.environment import RankInfo, environ, rank_label
 
-# the shape of a soname tells the family: MPICH, Intel, MVAPICH and Cray share one ABI
+# the soname identifies the family: MPICH, Intel, MVAPICH and Cray share one ABI
 _SONAMES = (
     (re.compile(r"libmpi\.so\.(20|40)"), "openmpi"),
     (re.compile(r"lib(mpi|mpich|mpi_cray)\.so\.12|libmpi_abi\.so\.[01]"), "mpich"),
 )
 _NAMES = {"openmpi": "Open MPI", "mpich": "MPICH or Intel MPI"}
 _PMI = ("PMIX_RANK", "PMI_RANK", "PMI_FD")
-"""What srun gives a task with PMI."""
+"""Variables that srun sets for a task with PMI."""
 
 _ASK_VERSION = """
 import ctypes, json, sys
@@ -44,15 +44,14 @@ print(json.dumps(text.value.decode(errors="replace")))
 
 @dataclass(frozen=True)
 class MpiLibrary:
-    """The libmpi that Horovod's library is linked to.
+    """The libmpi to which Horovod's library is linked.
 
     Attributes:
-        soname: as Horovod names it, such as ``libmpi.so.40``.
+        soname: from Horovod's library, such as ``libmpi.so.40``.
         family: "openmpi", "mpich" (Intel MPI too), or "unknown".
-        path: the file that the loader will take; None where only the loader's own cache knows.
+        path: the file that the loader will load; None where only the loader's cache knows.
         major: major version, of Open MPI only: 4 and 5 share a soname.
-        wheel: the environment's prefix where the library comes from a Python wheel, which is not where it was
-            compiled for.
+        wheel: the environment's prefix where the library is from a Python wheel, which was compiled for another prefix.
     """
 
     soname: str
@@ -67,7 +66,7 @@ class MpiLibrary:
 
 
 def horovod_library() -> Path | None:
-    """Find Horovod's library for torch, without importing it; None when Horovod is not installed."""
+    """Return the path of Horovod's library for torch, without importing it; None without Horovod."""
     found = find_spec("horovod")
     if found is None or found.origin is None:
         return None
@@ -75,7 +74,7 @@ def horovod_library() -> Path | None:
 
 
 def mpi_library(library: Path | None, environ: Mapping[str, str]) -> MpiLibrary | None:
-    """Find the libmpi that Horovod's library will load; None without Horovod or where it is built without MPI."""
+    """Return the libmpi that Horovod's library will load; None without Horovod, or if it is built without MPI."""
     if library is None:
         return None
     linkage = read_linkage(library)
@@ -92,28 +91,27 @@ def mpi_library(library: Path | None, environ: Mapping[str, str]) -> MpiLibrary 
 
 
 def _open_mpi_major(libmpi: Path) -> int | None:
-    """Tell Open MPI 5 from 4 by the core library beside it: both are ``libmpi.so.40``."""
+    """Tell Open MPI 5 from 4 by the core library that it needs: both are ``libmpi.so.40``."""
     needed = read_linkage(libmpi).needed
     return 5 if "libopen-pal.so.80" in needed else 4 if "libopen-pal.so.40" in needed else None
 
 
 def check_launch(info: RankInfo, library: Path | None = None, variables: Mapping[str, str] | None = None) -> None:
-    """Refuse to start where Horovod's MPI cannot join the ranks that the launcher started; before ``hvd.init()``.
+    """Refuse to start where Horovod's MPI cannot join the launcher's ranks; call it before ``hvd.init()``.
 
     Args:
         info: this rank.
-        library: Horovod's library; found when not given.
-        variables: the environment; that of this process when not given.
+        library: Horovod's library (default: the installed one).
+        variables: the environment (default: that of this process).
 
     Errors:
-        LaunchError: started by mpirun of another MPI than the one that Horovod loads, or by srun without PMI, or
-            Horovod has no MPI.
+        LaunchError: started by mpirun of another MPI than Horovod's, or by srun without PMI, or Horovod has no MPI.
     """
     if info.launcher not in ("openmpi", "hydra", "slurm"):
         return
     library = horovod_library() if library is None else library
     if library is None:
-        return  # install.record says that Horovod is missing
+        return  # install.record reports that Horovod is missing
     variables = environ() if variables is None else variables
     mpi = mpi_library(library, variables)
     if info.launcher == "slurm":
@@ -122,7 +120,7 @@ def check_launch(info: RankInfo, library: Path | None = None, variables: Mapping
         return
     started = _launcher_name(info.launcher, variables)
     raise LaunchError(
-        f"{rank_label(info)}: this process was started by an MPI that Horovod does not speak to.",
+        f"{rank_label(info)}: this process was started by another MPI than Horovod's",
         expected=f"mpirun of {mpi}" if mpi else "a Horovod with MPI, or a start by horovodrun --gloo",
         found=f"mpirun of {started}",
         next_step=_mend(mpi, info),
@@ -130,15 +128,15 @@ def check_launch(info: RankInfo, library: Path | None = None, variables: Mapping
 
 
 def _check_srun(info: RankInfo, mpi: MpiLibrary | None, variables: Mapping[str, str]) -> None:
-    """Without PMI each rank is alone, and Open MPI 4 aborts in C (seen with 4.1.8, 5.0.11 and MPICH 5.0.2)."""
+    """Refuse srun without PMI: each rank would be alone, and Open MPI 4 aborts in C (4.1.8, 5.0.11 and MPICH 5.0.2)."""
     if any(sign in variables for sign in _PMI) or (info.size == 1 and mpi is not None and mpi.major != 4):
         return
     how = "--mpi=pmi2" if mpi is not None and mpi.family == "mpich" else "--mpi=pmix"
     raise LaunchError(
-        f"{rank_label(info)}: srun started this process without what MPI needs to find the other ranks.",
+        f"{rank_label(info)}: srun started this process without PMI, which MPI needs to find the other ranks",
         expected=f"srun {how}, for {mpi}" if mpi else "a start over Gloo, as Horovod has no MPI",
         found=f"none of {', '.join(_PMI)} in the environment",
-        next_step="hvdtrain launch --to srun, which takes Gloo where Slurm has no PMI for this MPI (srun --mpi=list)",
+        next_step="hvdtrain launch --to srun, which uses Gloo where Slurm has no PMI for this MPI (srun --mpi=list)",
     )
 
 
@@ -169,7 +167,7 @@ def _mend(mpi: MpiLibrary | None, info: RankInfo) -> str:
 
 
 def check_size(info: RankInfo, hvd_size: int) -> None:
-    """Refuse to train where Horovod joined other ranks than the launcher started; after ``hvd.init()``.
+    """Refuse to train where Horovod joined another number of ranks than were started; call it after ``hvd.init()``.
 
     Errors:
         LaunchError: the sizes differ; most often each rank became a job of its own.
@@ -177,7 +175,7 @@ def check_size(info: RankInfo, hvd_size: int) -> None:
     if hvd_size == info.size:
         return
     raise LaunchError(
-        f"{rank_label(info)}: Horovod did not join the ranks that {info.launcher} started.",
+        f"{rank_label(info)}: Horovod did not join the ranks that {info.launcher} started",
         expected=f"{info.size} ranks",
         found=f"{hvd_size}" + (": each rank would train alone" if hvd_size == 1 else ""),
         next_step="start it with the mpirun that Horovod was built with, or horovodrun; see: hvdtrain doctor",
@@ -185,7 +183,7 @@ def check_size(info: RankInfo, hvd_size: int) -> None:
 
 
 def library_version(path: Path | None, timeout_s: float = 20) -> str | None:
-    """Ask a libmpi for its version, in a child process: MPI aborts in C. None when it does not answer."""
+    """Return the version of a libmpi, from a child process, as MPI aborts in C. None when it does not answer."""
     if path is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Launchers that hvdtrain does not use: their ranks would each train alone, so they are refused."""
+"""Launchers that hvdtrain does not support: their ranks would each train alone, so it refuses them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hvdtrain.errors import LaunchError
 from hvdtrain.runtime.environment import NO_LAUNCHER, RankInfo, elastic
 
 ALONE = "HVDTRAIN_ALONE"
-"""Set to 1: train in this process alone, whatever launcher there are signs of."""
+"""Set to 1: train in this process alone, whatever launcher started it."""
 
 _SIZES_OF_OTHERS = {
     "WORLD_SIZE": "torchrun",
@@ -17,27 +17,28 @@ _SIZES_OF_OTHERS = {
     "JSM_NAMESPACE_SIZE": "jsrun",
     "FLUX_JOB_SIZE": "flux run",
 }
-"""Variables that hold the number of processes of a launcher that is not in `LAUNCHERS`, and its name."""
+"""Variables with the number of processes of unsupported launchers, and the launchers' names."""
 
 _RANKS_OF_OTHERS = {"PMIX_RANK": "a PMIx launcher", "PALS_RANKID": "Cray's mpiexec", "ALPS_APP_PE": "aprun"}
-"""Variables of launchers that tell a process its rank, but not how many there are."""
+"""Variables of launchers that set a rank, but not the number of processes."""
 
 
 def _unused_launcher(info: RankInfo) -> tuple[str, str] | None:
-    """Return the variable that shows a launcher of several processes that this job does not use, and its name.
+    """Return the variable that shows an unsupported launcher of several processes, and the launcher's name.
 
-    Each of them would train alone, or take the rank of another. None where there is no such sign, or where `ALONE` is
-    set.
+    Each process would train alone, or take the rank of another. None without such a variable, or with `ALONE`.
     """
     variables = info.variables
-    if variables.get(ALONE) == "1" or elastic(variables):  # ours may be alone where srun started several agents
+    if variables.get(ALONE) == "1" or elastic(variables):  # or our agents are tasks of srun
         return None
     if info.size > 1:
-        # torchrun inside a job of another launcher: several processes have the rank of one.
+        # torchrun inside a job of another launcher: several processes have the same rank
         nested = "TORCHELASTIC_RUN_ID" in variables and variables.get("WORLD_SIZE") != str(info.size)
         return ("WORLD_SIZE", "torchrun") if nested else None
     sizes = _SIZES_OF_OTHERS
-    if info.launcher == NO_LAUNCHER and "SLURM_STEP_ID" in variables:  # elsewhere it is the size of the allocation
+    if (
+        info.launcher == NO_LAUNCHER and "SLURM_STEP_ID" in variables
+    ):  # elsewhere SLURM_NTASKS is the size of the allocation
         sizes = {**sizes, "SLURM_NTASKS": "srun"}
     for variable, launcher in sizes.items():
         text = variables.get(variable, "").strip()
@@ -48,16 +49,16 @@ def _unused_launcher(info: RankInfo) -> tuple[str, str] | None:
 
 
 def refuse_unused_launcher(info: RankInfo) -> None:
-    """Raise an error where a launcher of several processes started this one, but they are not the ranks of one job.
+    """Refuse to start where a launcher of several processes started this one, but they are not ranks of one job.
 
     Errors:
-        LaunchError: its variables are there, and this job does not go by them.
+        LaunchError: there is such a launcher.
     """
     if (found := _unused_launcher(info)) is None:
         return
     variable, launcher = found
     value = info.variables.get(variable, "")
-    joined = "no launcher that hvdtrain understands"
+    joined = "no launcher that hvdtrain supports"
     if info.launcher != NO_LAUNCHER:
         joined = f"{info.size} rank(s) by {info.launcher}"
     number = value if variable in _SIZES_OF_OTHERS else "N"

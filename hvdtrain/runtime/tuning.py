@@ -1,8 +1,8 @@
-"""Settings for MPI, Horovod and torch that are put in place before any of them is loaded.
+"""Settings for MPI, Horovod and torch, made before any of them is loaded.
 
-What the user set in the environment, or the user or the site in Open MPI's parameter files, is kept. `rules` holds
-what is known; here it is weighed against that, and written. The variables that we wrote are listed in one of our own
-(`RECORD`), so that a process started by this one does not take them for the user's.
+Settings of the user, in the environment or in Open MPI's parameter files, take precedence over those of `rules`. The
+variables that we set are listed in one of our own (`RECORD`), so that a child process does not take them for the
+user's.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ RECORD = "HVDTRAIN_SET"
 
 @dataclass(frozen=True)
 class Choice:
-    """What became of a setting.
+    """The decision on a setting.
 
     Attributes:
-        setting: what we would set.
-        kept: why it is not set: whose value stands; None when it is set.
-        late: it is not set only because the module that reads it is loaded already.
+        setting: the proposed setting.
+        kept: why it is not made; None if it is.
+        late: it is not made only because the module that reads it is already loaded.
     """
 
     setting: Setting
@@ -39,7 +39,7 @@ class Choice:
 
     @property
     def applied(self) -> bool:
-        """Whether the setting is put in place."""
+        """Whether the setting is made."""
         return self.kept is None
 
     def __str__(self) -> str:
@@ -59,16 +59,16 @@ def choose(
     loaded: Collection[str] = (),
     ours: Mapping[str, str] | None = None,
 ) -> list[Choice]:
-    """Choose the settings for a rank. Pure.
+    """Choose the settings of a rank. Pure.
 
     Args:
         info: this rank.
-        environ: the environment without what we ourselves wrote there.
-        host: what the host offers.
+        environ: the environment without variables that we set.
+        host: facts about the host.
         library: the libmpi that Horovod loads.
-        site: what Open MPI's parameter files set (`site.site_settings`).
-        loaded: names of the modules that are imported already.
-        ours: what we wrote before; these were in place when modules were loaded.
+        site: settings from Open MPI's parameter files (`site.site_settings`).
+        loaded: names of modules that are already imported.
+        ours: variables that we set earlier, before these modules were imported.
     """
     facts = Facts(info, host, library, environ)
     settings = [setting for rule in RULES for setting in rule(facts)]
@@ -98,7 +98,7 @@ def _kept(setting: Setting, environ: Mapping[str, str], site: Mapping[str, tuple
 
 
 def written_by_us(environ: Mapping[str, str]) -> dict[str, str]:
-    """Give those variables that `apply` wrote, here or in the process that started this one, and nobody changed."""
+    """Return the variables that `apply` set, here or in the parent process, and that nobody changed since."""
     try:
         record = json.loads(environ.get(RECORD, "{}"))
     except ValueError:
@@ -109,13 +109,13 @@ def written_by_us(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def of_others(environ: Mapping[str, str]) -> dict[str, str]:
-    """Give the environment without what we ourselves wrote there."""
+    """Return the environment without variables that we set."""
     ours = written_by_us(environ)
     return {name: text for name, text in environ.items() if name not in ours and name != RECORD}
 
 
 def apply(choices: list[Choice]) -> None:
-    """Write the chosen settings into this process's environment; what we wrote before and no longer hold, goes."""
+    """Set the chosen variables of this process, and remove earlier ones that are no longer chosen."""
     chosen = {choice.setting.variable: choice.setting.value for choice in choices if choice.applied}
     gone: dict[str, str | None] = dict.fromkeys([*written_by_us(environment.environ()), RECORD])
     record = {RECORD: json.dumps(chosen)} if chosen else {}
@@ -123,13 +123,13 @@ def apply(choices: list[Choice]) -> None:
 
 
 def prepare() -> tuple[RankInfo, list[Choice]]:
-    """Find out which rank this is and put the settings in place; the first thing that an entry point does.
+    """Detect this process's rank and make the settings; an entry point calls this first.
 
-    It comes before torch, mpi4py and Horovod are imported. Calling it again changes nothing. The variables of what is
-    returned are those with the settings in place.
+    Call it before torch, mpi4py and Horovod are imported. Further calls change nothing. The returned variables include
+    the settings.
 
     Errors:
-        LaunchError: the launcher's variables make no sense.
+        LaunchError: the launcher's variables are invalid.
     """
     now = environment.environ()
     ours = written_by_us(now)

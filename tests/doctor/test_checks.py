@@ -93,7 +93,7 @@ def test_what_is_recorded_of_horovod_is_told_where_there_is_something_to_exchang
     spins = dataclasses.replace(WELL.installation.record, quiet=False)
     spinning = changed(installation={"record": spins})
     well = finding("timeline", spinning)
-    assert "fill them all" in well.found
+    assert "use them all" in well.found
     assert "--observe.timeline 10:20" in well.why
     roomy = finding(
         "timeline", changed(spinning, machine={"host": HostFacts(64, 64)}, environ={"OMP_NUM_THREADS": "1"})

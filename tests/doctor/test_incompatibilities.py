@@ -31,7 +31,7 @@ def _slow_if_real(row: Any) -> Any:
 ROWS = list(map(_slow_if_real, [*rows_installation.ROWS, *rows_start.ROWS, *rows_machine.ROWS]))
 
 SAID = {
-    "the rendezvous server of horovodrun --gloo listens to all": "replace the ranks' addresses",
+    "the rendezvous server of horovodrun --gloo listens to all": "replace ranks' addresses",
     "horovodrun --gloo writes secrets on command lines": "HF_TOKEN",
     "an upgraded torch gives undefined symbols": "built for another torch",
     "bf16, which Horovod does not know": "exchanges bf16 gradients itself",

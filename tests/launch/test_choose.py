@@ -115,7 +115,11 @@ def test_elastic_without_gloo_is_refused_with_the_reason(target: str) -> None:
 @pytest.mark.parametrize(
     ("target", "job", "said"),
     [
-        ("openmpi", JobSpec((), 5, nodes=2, hosts={"a": 2, "b": 2}), "larger than the number of slots(?s:.*)-np 4 at most"),
+        (
+            "openmpi",
+            JobSpec((), 5, nodes=2, hosts={"a": 2, "b": 2}),
+            "larger than the number of slots(?s:.*)-np 4 at most",
+        ),
         (OWN, JobSpec((), 5, nodes=2, hosts={"a": 2, "b": 2}), "larger than the number of slots of -H"),
         ("pbs", JobSpec((), 5, nodes=2), "cannot be divided evenly"),
         ("pbs", JobSpec((), 6, nodes=2, hosts={"a": 4, "b": 2}), "the same number of ranks on each host"),

@@ -90,9 +90,7 @@ class TestStart:
         assert not any("ready" in text for text in job.said), "it may come soon"
         job.wait(90)
         told = [text for text in job.said if "ready" in text]
-        assert len(told) == 1 and told[0].startswith(
-            "1 of 2 requested rank(s) ready, missing on b: waiting up to 5"
-        )
+        assert len(told) == 1 and told[0].startswith("1 of 2 requested rank(s) ready, missing on b: waiting up to 5")
         assert told[0].endswith("then 1 are enough")
         job.wait(ELASTIC.start_timeout_s)
         assert [len(r) for r in job.rounds] == [1]

@@ -39,7 +39,7 @@ def test_what_gloo_needs_is_told_and_mpi_does_without(launcher: str, tmp_path: P
         assert done.returncode == 0 and "finished at step 2 of 2" in done.stdout, done.stdout + done.stderr
         return
     assert done.returncode == 1
-    assert "This host's name has no address" in done.stderr + done.stdout
+    assert "this host's name has no address" in done.stderr + done.stdout
     assert f"echo '127.0.1.1 {NAMELESS}'" in done.stderr + done.stdout
     assert "egmentation" not in done.stderr + done.stdout
 

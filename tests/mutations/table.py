@@ -629,11 +629,11 @@ MUTATIONS: tuple[Mutation, ...] = (
     _new(
         "comm/rounds.py",
         "            if self._client.is_broken():\n"
-        '                raise HorovodInternalError("a rank of the round is gone")\n'
+        '                raise HorovodInternalError("the round has lost a rank")\n'
         "            yield part\n",
         "            yield part\n"
         "            if self._client.is_broken():\n"
-        '                raise HorovodInternalError("a rank of the round is gone")\n',
+        '                raise HorovodInternalError("the round has lost a rank")\n',
         "a survivor computes another micro-batch before it gives the step up",
         "tests/comm/test_rounds.py",
     ),
@@ -779,7 +779,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _new(
         "lease.py",
-        "                return  # it must not take it back\n",
+        "                return  # it must not take the lease back\n",
         "                pass\n",
         "a process that was taken for dead takes its lease back",
         "tests/test_lease.py",

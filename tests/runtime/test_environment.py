@@ -88,7 +88,7 @@ def test_a_variable_that_makes_no_sense_is_named(launcher, text: str | None) -> 
         broken |= {} if text is None else {variable: text}
         if not any(sign in broken for sign in launcher.signs):
             continue  # nothing left that shows a launcher
-        with pytest.raises(LaunchError, match=f"{variable} does not say") as error:
+        with pytest.raises(LaunchError, match=f"{variable} is invalid") as error:
             rank_info(broken, "h")
         assert (error.value.found == "it is not set") == (text is None)
 

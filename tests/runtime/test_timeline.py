@@ -34,9 +34,9 @@ DYNAMIC = {"HOROVOD_TIMELINE": "DYNAMIC"}
         ("off", TWO, ROOMY, ONE_THREAD, "off", OFF, ""),
         ("off", TWO, ROOMY, MINE, "off", OFF, ""),
         ("auto", TWO, ROOMY, ONE_THREAD, "window", AUTO_WINDOW, ""),
-        ("auto", TWO, ROOMY, {}, "spans", OFF, "fill them all"),
-        ("auto", TWO, ROOMY, {"OMP_NUM_THREADS": "4"}, "spans", OFF, "fill them all"),
-        ("auto", TWO, HostFacts(cores=2, own_cores=2), ONE_THREAD, "spans", OFF, "fill them all"),
+        ("auto", TWO, ROOMY, {}, "spans", OFF, "use them all"),
+        ("auto", TWO, ROOMY, {"OMP_NUM_THREADS": "4"}, "spans", OFF, "use them all"),
+        ("auto", TWO, HostFacts(cores=2, own_cores=2), ONE_THREAD, "spans", OFF, "use them all"),
         ("auto", TWO, HostFacts(cores=8, quota=True), ONE_THREAD, "spans", OFF, "quota"),
         ("auto", TWO, HostFacts(cores=8, gpus=2), ONE_THREAD, "spans", OFF, "GPU"),
         ("auto", TWO_HOSTS, ROOMY, ONE_THREAD, "spans", OFF, "several hosts"),
@@ -157,7 +157,7 @@ def test_which_horovod_is_installed_decides(
     assert prepare_timeline("auto", TWO) == (
         TimelinePlan("window", AUTO_WINDOW, quiet=True)
         if quiet
-        else TimelinePlan("spans", reason="its writer's thread wants a core, and the ranks fill them all")
+        else TimelinePlan("spans", reason="its writer's thread needs a core, and the ranks use them all")
     )
     assert (timeline.VARIABLE in variables) == quiet
 
