@@ -100,10 +100,10 @@ ROWS: list[tuple[str, int, str]] = [
     ("--task tasks.py:no_pairs", 2, "TaskError: the task's loss function returned the wrong thing"),
     ("--task tasks.py:no_weight", 2, "TaskError: the task's loss function returned the wrong thing"),
     ("--task tasks.py:not_finite", 1, "NonFiniteError: the loss or the gradient was not finite 10 steps in a row"),
-    ("--task tasks.py:unreadable", 1, "OSError, at step 1, last in data"),
-    ("--task tasks.py:unreadable --loader.workers 1", 1, "OSError, at step 1, last in data"),
+    ("--task tasks.py:unreadable", 1, "OSError: no such picture"),
+    ("--task tasks.py:unreadable --loader.workers 1", 1, "OSError: Caught OSError in DataLoader worker process 0."),
     ("--task tasks.py:ending", 2, "TaskError: the task's code ended this process"),
-    ("--task tasks.py:empty_samples", 1, "TypeError, at step 1, last in data"),
+    ("--task tasks.py:empty_samples", 1, "TypeError: default_collate: batch must contain tensors"),
     (
         "--task tasks.py:build --observe.sinks '[\"nowhere.py:x\"]'",
         2,
@@ -238,7 +238,7 @@ def _message(done: subprocess.CompletedProcess[str]) -> str:
     """The line that says what is wrong, of a failure card with the error's class; the first line where nothing is."""
     if done.returncode == 0:
         return done.stdout.splitlines()[0]
-    if card := re.search(r"^rank 0 on .* failed: ((\w+).*)\n\s*(.*)", done.stderr, re.MULTILINE):
-        return card[1] if card[3].startswith("Traceback") else f"{card[2]}: {card[3]}"
+    if card := re.search(r"^rank 0 on .* failed: (\w+).*\n  (.*(?:\n    .*)*)", done.stderr, re.MULTILINE):
+        return f"{card[1]}: {' '.join(card[2].split())}"
     told = re.search(r"^(?:hvdtrain|error).*(?:[Ee]rror|there is|cannot be).*", done.stderr + done.stdout, re.MULTILINE)
     return told[0] if told else ""
