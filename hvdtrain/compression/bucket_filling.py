@@ -43,6 +43,6 @@ def fill(
 
 
 def padded(count: int, item_bytes: int) -> int:
-    """Return the elements that a gradient of `count` takes in a bucket, with the gap behind it."""
+    """Return the elements that a gradient of `count` takes in a bucket, with the gap after it."""
     step = max(1, _ALIGNMENT // item_bytes)
     return -(-count // step) * step

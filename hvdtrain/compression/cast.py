@@ -28,7 +28,7 @@ _RANGE = (-40, 24)
 
 
 def fp16(shape: BucketShape, comm: Comm, *, keep_error: bool = False) -> Compressor:
-    """Make the compressor of fp16; bfloat16 gradients, whose range fp16 lacks, stay bfloat16."""
+    """Make the compressor of fp16; bfloat16 gradients stay bfloat16, because fp16 lacks their range."""
     return (Bf16 if shape.dtype == torch.bfloat16 else Fp16)(shape, comm, keep_error=keep_error)
 
 

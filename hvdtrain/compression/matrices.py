@@ -1,4 +1,4 @@
-"""Matrices of one shape in a bucket, as few strided views, each of which one batched product can process."""
+"""Matrices of one shape in a bucket, as few strided views: one batched product processes each view."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def orthonormal(columns: Tensor) -> Tensor:
     """Return orthonormal rows (count, r, k) that span the same space as `columns` (count, k, r), matrix by matrix.
 
     Householder's QR in fp32 is orthogonal to rounding for ill-conditioned columns, unlike Gram-Schmidt and Cholesky's
-    QR. It returns a full basis even for columns of zeros, so that a matrix whose gradient was zero recovers. It is also
-    the fastest: one call.
+    QR. It returns a full basis even for columns of zeros, so a matrix recovers from a gradient of zeros. It is also the
+    fastest: one call.
     """
     basis: Tensor = torch.linalg.qr(columns).Q
     return basis.transpose(1, 2)  # rows in memory, as LAPACK leaves it

@@ -52,6 +52,10 @@ class ExchangeEngine:
         """What is exchanged together; nothing before the first step."""
         return self._reducer.layouts()
 
+    def start_times_ns(self) -> list[int]:
+        """Return when the exchange of each bucket of `layouts` last started."""
+        return self._reducer.start_times_ns()
+
     def begin(self, micro_batches: int) -> None:
         """Clear gradients; the number of backward passes is each rank's own."""
         self.optimizer.zero_grad()

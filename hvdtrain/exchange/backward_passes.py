@@ -9,7 +9,7 @@ from hvdtrain.exchange.buckets import Named
 
 
 class BackwardPasses:
-    """Recognizes the last backward pass of a step, whose gradients are exchanged.
+    """Recognizes the last backward pass of a step: its gradients are exchanged.
 
     Args:
         count: backward passes per step, counted by the gradients that arrive: the parameter that was reached most often

@@ -136,6 +136,10 @@ class BucketExchange:
         """Return the names of each bucket's parameters, by the prefix of its collectives' names."""
         return {b.layout.shape.name: [part.name for part in b.layout.shape.parts] for b in self._buckets}
 
+    def start_times_ns(self) -> list[int]:
+        """Return when the exchange of each dense bucket last started."""
+        return [ns for ns, bucket in zip(self._start_ns, self._buckets, strict=True) if isinstance(bucket, DenseBucket)]
+
     def buffers(self) -> list[Tensor]:
         """Return the buffers of all buckets."""
         return [buffer for b in self._dense for buffer in (b.out, *b.compressor.buffers())]

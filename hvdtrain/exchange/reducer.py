@@ -41,7 +41,7 @@ class Reducer:
         bucket_bytes: size limit of a bucket.
         weight: applied to each gradient before the exchange.
         factor: applied to each sum after the exchange.
-        passes: backward passes per step, of which the last one exchanges; 0 if `collect` announces the last one.
+        passes: backward passes per step, the last of them with the exchange; 0 if `collect` announces the last one.
         groups: names of parameters that are exchanged together whatever their size.
         sparse_as_dense: exchange sparse gradients like dense ones, and leave them dense.
         as_views: let gradients become views of the buckets; parameters then have no gradients between backward and the
@@ -227,6 +227,10 @@ class Reducer:
     def layouts(self) -> list[Layout]:
         """Return the layouts of the dense buckets; empty in a step that learns the order."""
         return self._buckets.exchange.layouts if self._buckets.exchange else []
+
+    def start_times_ns(self) -> list[int]:
+        """Return when the exchange of each dense bucket last started."""
+        return self._buckets.exchange.start_times_ns() if self._buckets.exchange else []
 
     def buffers(self) -> list[Tensor]:
         """Return the buffers of all buckets."""

@@ -24,7 +24,7 @@ _MAX_SCALE = 100
 
 
 class RowBucket(Bucket):
-    """The gradient of one parameter, of which only rows that are not zero on some rank are sent and summed.
+    """The gradient of one parameter. Only rows that are not zero on some rank are sent and summed.
 
     An allgather of the row numbers and of the largest magnitude, then an allreduce of these rows. With any compression
     rows are sent as fp16, scaled so that their sum fits. After a rank has joined, the whole gradient is summed, because

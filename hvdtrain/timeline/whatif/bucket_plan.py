@@ -79,7 +79,7 @@ def plan_buckets(
         limit_bytes: size limit of a bucket.
         compression: of the job.
         ranks: world size.
-        work: samples per rank, relative to the rank whose rows were counted.
+        work: samples per rank, relative to the run in which rows were counted.
     """
     by_name = {gradient.name: gradient for gradient in gradients}
     rows = _rows_to_send(by_name, compression, ranks, work)

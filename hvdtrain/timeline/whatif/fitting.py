@@ -85,6 +85,12 @@ def fit_link(
     return FittedLink(link, f"{source}: {_text(link)}", _WAITS_UNCERTAINTY if exposed else _HIDDEN_UNCERTAINTY)
 
 
+def fit_probed_link(evidence: Evidence, probed: Sequence[tuple[int, float]]) -> FittedLink:
+    """Return the link of allreduces that were measured on their own; an assumed one if there are too few."""
+    found = fit_allreduces(probed, evidence.job.ranks) or ONE_HOST
+    return FittedLink(_with_cpu(evidence, found, None), "probed", _PROBE_UNCERTAINTY)
+
+
 def link_between(evidence: Evidence, ranks: Ranks, gbit: float | None) -> KnownLink:
     """Return what is known about the link between `ranks`.
 

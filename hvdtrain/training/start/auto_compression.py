@@ -21,9 +21,8 @@ from hvdtrain.runtime.host import HostFacts
 from hvdtrain.timeline.whatif.bucket_plan import Gradient, PlannedBucket, spread_evenly
 from hvdtrain.timeline.whatif.choice import WORTH, choose_compression
 from hvdtrain.timeline.whatif.evidence import Evidence, Job, median_parts, read_parts
-from hvdtrain.timeline.whatif.fitting import fit_link
+from hvdtrain.timeline.whatif.fitting import fit_probed_link
 from hvdtrain.timeline.whatif.links import Ranks
-from hvdtrain.timeline.whatif.predict import wait_and_wire
 
 _FIRST, _COUNT = 3, 5
 """Steps to measure. The first step learns the buckets, and the second one is the first to use them."""
@@ -63,6 +62,7 @@ class CompressionTrial:
         self._say = say
         self._count = 0
         self._steps: list[dict[str, float]] = []
+        self._before_last_s: list[list[float]] = []
 
     def add_step(self, record: Mapping[str, Any]) -> None:
         """Take a step's line of the journal; after the last one, choose. Collective: yes."""
@@ -71,6 +71,8 @@ class CompressionTrial:
         self._count += 1
         if self._count >= _FIRST:
             self._steps.append(read_parts(record))
+            starts_ns = self._engine.start_times_ns()
+            self._before_last_s.append([(max(starts_ns) - ns) * 1e-9 for ns in starts_ns])
         if len(self._steps) == _COUNT:
             self._choose(record["step"])
 
@@ -79,6 +81,7 @@ class CompressionTrial:
         measured = {
             "step_s": median(step["step"] for step in self._steps),
             "parts_s": median_parts(self._steps),
+            "before_last_s": [median(column) for column in zip(*self._before_last_s, strict=True)],
             "allreduces": probe_link(self._comm, self._device, _LINK_S),
             "coding": {name: [asdict(cost) for cost in self._measure_coding(name, layouts)] for name in names},
         }
@@ -98,7 +101,7 @@ class CompressionTrial:
     def _predict(self, layouts: Sequence[Layout], everyone: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], str]:
         """Return the journal's event without its step, and the line for the user."""
         # The rank that waits least is the slowest one. The others wait for it, whatever the compression.
-        parts_s = min((measured["parts_s"] for measured in everyone), key=lambda parts: parts["wait"])
+        slowest = min(everyone, key=lambda measured: measured["parts_s"]["wait"])
         step_s = max(measured["step_s"] for measured in everyone)
         allreduces = [
             (column[0][0], max(seconds for _, seconds in column))
@@ -110,7 +113,7 @@ class CompressionTrial:
             )
             for name in everyone[0]["coding"]
         }
-        evidence = self._evidence(layouts, step_s, parts_s, allreduces)
+        evidence = self._evidence(layouts, step_s, slowest["parts_s"], slowest["before_last_s"], allreduces)
         by_bucket = {
             (name, bucket.names[0]): cost
             for name, costs in coding.items()
@@ -126,7 +129,7 @@ class CompressionTrial:
         event = {
             "compression": chosen,
             "step_s": step_s,
-            "exposed_s": parts_s["wait"],
+            "exposed_s": slowest["parts_s"]["wait"],
             "latency_s": allreduces[0][1],
             "bytes_per_s": 1 / link.s_per_byte,
             "predicted_step_s": {name: outcome.step_s for name, outcome in predicted.items()} | {"none": step_s},
@@ -139,17 +142,16 @@ class CompressionTrial:
         layouts: Sequence[Layout],
         step_s: float,
         parts_s: Mapping[str, float],
+        before_last_s: Sequence[float],
         allreduces: Sequence[tuple[int, float]],
     ) -> Evidence:
-        """Return the steps without compression in what-if's terms: backward finishes gradients at an even pace."""
+        """Return the measured steps in what-if's terms.
+
+        The last bucket starts at the end of backward. Between two buckets, gradients are ready at an even pace.
+        """
         buckets = [
             PlannedBucket([part.name for part in shape.parts], shape.sizes, [part.start for part in shape.parts])
             for shape in (layout.shape for layout in layouts)
-        ]
-        gradients = [
-            Gradient(name, tuple(sizes), bucket.shape.dtype)
-            for bucket in buckets
-            for name, sizes in zip(bucket.names, bucket.shape.shapes, strict=True)
         ]
         job = Job(Ranks(self._comm.size, self._comm.local_size), "none", None, *self._batch)
         evidence = Evidence(
@@ -158,13 +160,26 @@ class CompressionTrial:
             own_cores=self._host.own_cores,
             threads=torch.get_num_threads(),
             on_cpu=self._device.type == "cpu",
-            gradients=spread_evenly(gradients, parts_s["backward"] / job.passes),
+            gradients=_gradients(buckets, parts_s["backward"] / job.passes, before_last_s),
             step_s=step_s,
             parts_s=parts_s,
             buckets=buckets,
             compression_of=self._engine.meant,
         )
-        return replace(evidence, fitted=fit_link(evidence, allreduces, (), None, wait_and_wire))
+        # Not the link that explains the wait: ranks wait for late ranks too.
+        return replace(evidence, fitted=fit_probed_link(evidence, allreduces))
+
+
+def _gradients(buckets: Sequence[PlannedBucket], backward_s: float, before_last_s: Sequence[float]) -> list[Gradient]:
+    gradients: list[Gradient] = []
+    begin_s = 0.0
+    for bucket, before_s in sorted(zip(buckets, before_last_s, strict=True), key=lambda pair: -pair[1]):
+        ready_s = max(begin_s, backward_s - before_s)
+        parts = zip(bucket.names, bucket.shape.shapes, strict=True)
+        spread = spread_evenly([Gradient(n, tuple(sizes), bucket.shape.dtype) for n, sizes in parts], ready_s - begin_s)
+        gradients += [replace(g, ready_s=begin_s + (g.ready_s or 0.0)) for g in spread]
+        begin_s = ready_s
+    return gradients
 
 
 def _total_s(costs: Sequence[CodingCost]) -> float:
