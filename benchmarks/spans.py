@@ -45,7 +45,7 @@ def one_step(spans: Spans, trace: SpanTrace, names: list[str], step: int) -> Non
             with spans(name):
                 pass
     spans.record("exchange", start, EXCHANGE)
-    spans.take()
+    spans.pop_seconds()
 
 
 def cost_us(names: list[str], folder: Path, repeats: int) -> float:

@@ -20,7 +20,7 @@ from hvdtrain.comm.solo import SoloComm
 from hvdtrain.config.schema import Config
 from hvdtrain.data.loader import Stream, dataset_length, seed_forward, train_batches
 from hvdtrain.training.loop.evaluate import evaluate
-from hvdtrain.training.loop.precision import Precision
+from hvdtrain.training.loop.forward import Precision
 from hvdtrain.training.start.optimizers import make_optimizer
 from hvdtrain.training.start.schedule import factor
 

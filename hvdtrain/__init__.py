@@ -1,7 +1,6 @@
 """Data-parallel PyTorch training on Horovod and MPI.
 
-The names below are imported when they are first used, so that ``import hvdtrain`` and the command line's help
-stay free of torch.
+The names below are imported at their first use, so that ``import hvdtrain`` and ``--help`` do not import torch.
 """
 
 from __future__ import annotations

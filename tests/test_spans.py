@@ -27,8 +27,8 @@ def test_sums_by_name_are_those_of_the_clock() -> None:
             clock.now += duration
     with spans("data"):
         pass
-    assert spans.take() == pytest.approx({"forward": 3.002e-6, "data": 1e-9})
-    assert spans.take() == {}
+    assert spans.pop_seconds() == pytest.approx({"forward": 3.002e-6, "data": 1e-9})
+    assert spans.pop_seconds() == {}
 
 
 def test_a_span_is_kept_with_its_step_and_its_times() -> None:
@@ -98,7 +98,7 @@ def test_long_collections_are_spans_and_count_in_no_sum() -> None:
         gc.collect(0)
     gc.collect()
     assert [event.name for event in spans.events()] == ["gc"]
-    assert spans.take() == {}
+    assert spans.pop_seconds() == {}
 
 
 def test_a_collection_amid_reading_spoils_nothing() -> None:
@@ -140,7 +140,7 @@ def test_listeners_are_told_in_order_and_their_sums_stand_first() -> None:
     with spans("data"):
         pass
     assert told == ["a+forward", "b+forward", "b-forward", "a-forward", "a+data", "b+data", "b-data", "a-data"]
-    seconds = spans.take()
+    seconds = spans.pop_seconds()
     assert seconds == {"forward": 5.0, "data": pytest.approx(1e-9)}
 
 

@@ -1,1 +1,1 @@
-"""How the trainer sees an optimizer whose gradients are summed over ranks."""
+"""Engines: an optimizer and the exchange of its gradients, as the trainer uses them."""

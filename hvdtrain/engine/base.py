@@ -1,4 +1,4 @@
-"""The contract of an engine: an optimizer and the exchange of its gradients, as the trainer sees them."""
+"""The contract of an engine: an optimizer and the exchange of its gradients."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Engine(Protocol):
     """An optimizer and the exchange of its gradients.
 
     Attributes:
-        optimizer: the one that was given.
-        compression: what travels: a name of `compression.table`.
-        undecided: whether it is still to be chosen, by what steps without it cost.
+        optimizer: of the model.
+        compression: of the exchange; a name in `compression.table`.
+        undecided: whether the compression will be chosen later, by the measured cost of steps.
     """
 
     optimizer: Optimizer
@@ -23,7 +23,7 @@ class Engine(Protocol):
     undecided: bool
 
     def begin(self, micro_batches: int) -> None:
-        """Clear gradients; this rank is about to run backward `micro_batches` times, 0 if it idles."""
+        """Clear gradients; this rank then runs backward `micro_batches` times, 0 if it is idle."""
         ...
 
     def backward(self, loss: Tensor) -> None:
@@ -33,50 +33,50 @@ class Engine(Protocol):
     def finish(self) -> list[Tensor]:
         """Wait until every gradient is the sum over ranks and micro-batches. Collective: yes.
 
-        Returns all gradients, equal on all ranks, to take the norm of and to scale in place. That of a parameter
-        which nobody used is zero at every size.
+        Returns all gradients, equal on all ranks; the caller may scale them in place. An unused parameter has a zero
+        gradient at every world size.
         """
         ...
 
     def close(self) -> None:
-        """Let go of the parameters."""
+        """Remove all hooks from the parameters."""
         ...
 
     def step(self) -> None:
-        """Let the optimizer follow the gradients that `finish` left."""
+        """Run the optimizer with the gradients of `finish`."""
         ...
 
     def commit(self, *, applied: bool) -> None:
-        """The step is over: keep what compression carries to the next one, or forget it if it was not applied."""
+        """End the step: keep the new residuals of the compression if it was applied, else the old ones."""
         ...
 
     def rescale(self, factor: float) -> None:
-        """Gradients are multiplied by `factor` from now on, and so is what compression carries to the next step."""
+        """Multiply the residuals by `factor`, as the caller does with all later gradients."""
         ...
 
     def synchronize_state(self) -> None:
-        """Make the exchange's state the same on all ranks, so that one can save it. Collective: yes."""
+        """Make the exchange's state equal on all ranks, so that one rank can save it. Collective: yes."""
         ...
 
     def synchronized_state(self) -> dict[str, Tensor]:
-        """The tensors as `synchronize_state` would make them, which stay as they are. Collective: yes.
+        """Return the tensors that `synchronize_state` would make, without changing the state. Collective: yes.
 
-        To be read before the next step.
+        They are valid until the next step.
         """
         ...
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The exchange's state, tensors and plain values; equal on all ranks after `synchronize_state`."""
+        """Return the exchange's state, tensors and plain values; equal on all ranks after `synchronize_state`."""
         ...
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Take over the exchange's state."""
+        """Load the exchange's state."""
         ...
 
-    def carried(self) -> dict[str, list[str]]:
-        """Names of the parameters whose gradients each collective carries, by what its name begins with."""
+    def parameters_by_collective(self) -> dict[str, list[str]]:
+        """Return the names of the parameters in each collective, by the prefix of its name."""
         ...
 
     def buffers(self) -> list[Tensor]:
-        """The memory that the exchange takes beside the gradients."""
+        """Return the memory of the exchange, without the gradients."""
         ...

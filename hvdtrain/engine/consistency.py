@@ -1,4 +1,4 @@
-"""Seeing at the start that all ranks train one model by one optimizer: what differs is named, and nothing hangs."""
+"""Check at the start that all ranks have the same model and optimizer; name the difference instead of hanging."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ _ABSENT = "none"
 
 
 def check_same(model: nn.Module, optimizer: Optimizer, comm: Comm) -> None:
-    """See that names, order, shapes, dtypes, what is trained, buffers and groups are those of rank 0. Collective: yes.
+    """Check that parameters, buffers and optimizer groups are the same on all ranks. Collective: yes.
 
-    What it costs does not depend on the model where all is well: a digest of each rank travels. Learning rates and the
-    like may differ: rank 0's are taken over.
+    It compares names, order, shapes, dtypes and requires_grad. If all are equal, only a digest of each rank is sent.
+    Learning rates and similar values may differ: those of rank 0 are used.
 
     Errors:
-        LaunchError: on every rank, with the first thing that differs, and where.
+        LaunchError: on every rank, with the first difference and its rank.
     """
     mine = list(_facts(model, optimizer))
     digest = hashlib.sha256(json.dumps(mine).encode()).digest()
     everyone = comm.allgather(torch.frombuffer(bytearray(digest), dtype=torch.uint8)[None], name="same/digest").wait()
     if bool((everyone == everyone[0]).all()):
         return
-    wanted = broadcast_json(comm, mine, name="same/facts")
-    for rank, found in enumerate(allgather_json(comm, _difference(wanted, mine), name="same/difference")):
-        if found is not None:
-            what, expected, there = found
+    expected = broadcast_json(comm, mine, name="same/facts")
+    for rank, difference in enumerate(allgather_json(comm, _difference(expected, mine), name="same/difference")):
+        if difference is not None:
+            name, there, here = difference
             error = LaunchError(
-                f"the model of rank {rank} is not that of rank 0: {what} differs",
-                expected=f"{expected} as on rank 0",
-                found=there,
-                next_step="build model and optimizer from the config alone, the same on every rank and host",
+                f"the model of rank {rank} is not that of rank 0: {name} differs",
+                expected=f"{there} as on rank 0",
+                found=here,
+                next_step="build model and optimizer only from the config, the same way on every rank and host",
             )
             error.everywhere = True
             raise error
 
 
 def _facts(model: nn.Module, optimizer: Optimizer) -> Iterator[list[str]]:
-    """What has to be the same: pairs of what it is about and how it is, those that explain others first."""
+    """Yield pairs of a name and its value that must be equal; those that explain others come first."""
     names = {}
     for name, parameter in model.named_parameters():
         names[parameter] = name
@@ -58,11 +58,11 @@ def _facts(model: nn.Module, optimizer: Optimizer) -> Iterator[list[str]]:
     yield ["the order of the model's parameters", _shortened(list(names.values()))]
     yield ["the optimizer", f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"]
     for number, group in enumerate(optimizer.param_groups):
-        # In any order: a program may have them from a set.
-        held = sorted(names.get(parameter, "one that is not the model's") for parameter in group["params"])
-        yield [f"the optimizer's group {number}", f"{len(held)} parameter(s): {_shortened(held)}"]
+        # Sorted: a program may take them from a set.
+        members = sorted(names.get(parameter, "a parameter outside the model") for parameter in group["params"])
+        yield [f"the optimizer's group {number}", f"{len(members)} parameter(s): {_shortened(members)}"]
         options = sorted(str(option) for option in group if option != "params")
-        yield [f"what the optimizer's group {number} has beside parameters", ", ".join(options)]
+        yield [f"the set of options in the optimizer's group {number}", ", ".join(options)]
 
 
 def _tensor(tensor: Tensor) -> str:
@@ -70,15 +70,15 @@ def _tensor(tensor: Tensor) -> str:
 
 
 def _shortened(names: list[str]) -> str:
-    """A few names, and a digest that stands for all of them."""
+    """Return a few names, and a digest of all."""
     digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()[:12]
     return f"{', '.join(names[:3])}{', ...' if names[3:] else ''} (digest of all: {digest})"
 
 
-def _difference(wanted: list[list[str]], mine: list[list[str]]) -> list[Any] | None:
-    """What differs first, how rank 0 has it, how this rank has it."""
-    theirs, ours = ({what: how for what, how in facts} for facts in (wanted, mine))  # noqa: C416
-    for what in dict.fromkeys([*theirs, *ours]):
-        if theirs.get(what) != ours.get(what):
-            return [what, theirs.get(what, _ABSENT), ours.get(what, _ABSENT)]
+def _difference(rank_0: list[list[str]], mine: list[list[str]]) -> list[Any] | None:
+    """Return the first difference: its name, the value on rank 0, and the value here."""
+    theirs, ours = ({name: value for name, value in facts} for facts in (rank_0, mine))  # noqa: C416
+    for name in dict.fromkeys([*theirs, *ours]):
+        if theirs.get(name) != ours.get(name):
+            return [name, theirs.get(name, _ABSENT), ours.get(name, _ABSENT)]
     return None

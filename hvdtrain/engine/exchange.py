@@ -1,4 +1,4 @@
-"""Several ranks: gradients summed while backward runs."""
+"""The engine of several ranks: it sums gradients while backward runs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hvdtrain.exchange.reducer import Reducer
 
 
 class ExchangeEngine:
-    """Several ranks: gradients summed in buckets while backward runs.
+    """Sums gradients in buckets over ranks while backward runs.
 
     Args:
-        optimizer: follows them.
-        reducer: sums them.
-        compression: by which it does.
-        undecided: whether another may be chosen later.
-        meant: what the name of a compression means in this job.
+        optimizer: of the model.
+        reducer: sums the gradients.
+        compression: of the reducer.
+        undecided: whether `set_compression` chooses one later.
+        resolve: returns the compression of a name, as this job uses it.
     """
 
     def __init__(
@@ -32,24 +32,24 @@ class ExchangeEngine:
         compression: str = "none",
         *,
         undecided: bool = False,
-        meant: Callable[[str], Compression] = parse,
+        resolve: Callable[[str], Compression] = parse,
     ) -> None:
         self.optimizer = optimizer
         self.compression = compression
         self.undecided = undecided
         self._reducer = reducer
-        self.meant = meant
-        self._left = 0
+        self.resolve = resolve
+        self._remaining = 0
 
-    def decide(self, compression: str) -> None:
-        """Exchange this way from the next step on; the same on all ranks."""
+    def set_compression(self, compression: str) -> None:
+        """Use this compression from the next step on; call it alike on all ranks."""
         self.undecided = False
         if compression != self.compression:
             self.compression = compression
-            self._reducer.switch(self.meant(compression))
+            self._reducer.switch(self.resolve(compression))
 
     def layouts(self) -> list[Layout]:
-        """What is exchanged together; nothing before the first step."""
+        """Return the layouts of the buckets; none before the first step."""
         return self._reducer.layouts()
 
     def start_times_ns(self) -> list[int]:
@@ -57,15 +57,15 @@ class ExchangeEngine:
         return self._reducer.start_times_ns()
 
     def begin(self, micro_batches: int) -> None:
-        """Clear gradients; the number of backward passes is each rank's own."""
+        """Clear gradients; each rank has its own number of backward passes."""
         self.optimizer.zero_grad()
         self._reducer.begin()
-        self._left = micro_batches
+        self._remaining = micro_batches
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of `loss`; on the last pass, exchange each bucket once it is full."""
-        self._left -= 1
-        if self._left == 0:
+        """Add the gradients of `loss`; in the last pass, exchange each bucket as soon as it is full."""
+        self._remaining -= 1
+        if self._remaining == 0:
             self._reducer.collect()
         torch.autograd.backward(loss)
 
@@ -74,44 +74,44 @@ class ExchangeEngine:
         return self._reducer.finish()
 
     def step(self) -> None:
-        """Follow the gradients."""
+        """Run the optimizer."""
         self.optimizer.step()
 
     def commit(self, *, applied: bool) -> None:
-        """Keep or forget what compression carries to the next step."""
+        """Keep or discard the new residuals."""
         self._reducer.commit(applied=applied)
 
     def rescale(self, factor: float) -> None:
-        """Multiply what compression carries to the next step."""
+        """Multiply the residuals."""
         self._reducer.rescale(factor)
 
     def synchronize_state(self) -> None:
-        """Make the state the same on all ranks. Collective: yes."""
+        """Make the state equal on all ranks. Collective: yes."""
         self._reducer.synchronize_state()
 
     def synchronized_state(self) -> dict[str, Tensor]:
-        """The tensors of the state, as if it were made the same. Collective: yes."""
+        """Return the state's tensors as if they were synchronized. Collective: yes."""
         return self._reducer.synchronized_state()
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The plan of the buckets, and the compressors' state."""
+        """Return the plan of the buckets, and the compressors' state."""
         tensors, values = self._reducer.state_dict()
         return tensors, {**values, "compression": None if self.undecided else self.compression}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Take them over, and what was decided."""
+        """Load them, and the chosen compression."""
         if self.undecided and values.get("compression"):
-            self.decide(values["compression"])
+            self.set_compression(values["compression"])
         self._reducer.load_state_dict(tensors, values)
 
-    def carried(self) -> dict[str, list[str]]:
-        """Names of the parameters by bucket."""
+    def parameters_by_collective(self) -> dict[str, list[str]]:
+        """Return the names of the parameters by bucket."""
         return self._reducer.parameter_names()
 
     def buffers(self) -> list[Tensor]:
-        """The buckets."""
+        """Return the buckets."""
         return self._reducer.buffers()
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         self._reducer.close()

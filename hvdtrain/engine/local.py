@@ -1,4 +1,4 @@
-"""One rank: gradients as they are."""
+"""The engine of one rank: no exchange."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvdtrain.exchange.sparse import zero_rows
 
 
 class LocalEngine:
-    """One rank: nothing to exchange."""
+    """One rank: nothing to exchange, except residuals that several ranks have left."""
 
     compression = "none"
     undecided = False
@@ -23,7 +23,7 @@ class LocalEngine:
         self.optimizer = optimizer
         self._parameters = named_parameters
         self._sparse: set[str] = set()
-        self._kept = DetachedState({}, 1)
+        self._residuals = DetachedState({}, 1)
         self._delivered: list[str] = []
         self._values: Mapping[str, Any] = {"plan": None, "ranks": 1}
 
@@ -36,7 +36,7 @@ class LocalEngine:
         torch.autograd.backward(loss)
 
     def finish(self) -> list[Tensor]:
-        """Give a zero gradient to parameters that have none, as an exchange would, and deliver what is owed."""
+        """Give a zero gradient to parameters without one, as an exchange would; add the residuals."""
         gradients = []
         self._delivered = []
         for name, parameter in self._parameters:
@@ -44,9 +44,9 @@ class LocalEngine:
                 continue
             if parameter.grad is None:
                 parameter.grad = zero_rows(parameter) if name in self._sparse else torch.zeros_like(parameter)
-            if self._kept.has_residual(name) and not parameter.grad.is_sparse:
+            if self._residuals.has_residual(name) and not parameter.grad.is_sparse:
                 self._delivered.append(key := residual_key(name))
-                parameter.grad.add_(self._kept.tensors[key].to(parameter.device) * self._kept.ranks)
+                parameter.grad.add_(self._residuals.tensors[key].to(parameter.device) * self._residuals.ranks)
             if parameter.grad.is_sparse:
                 self._sparse.add(name)
                 parameter.grad = parameter.grad.coalesce()
@@ -56,35 +56,37 @@ class LocalEngine:
         return gradients
 
     def commit(self, *, applied: bool) -> None:
-        """Forget what was delivered, where the step was applied."""
+        """Drop the residuals that were added, if the step was applied."""
         if applied and self._delivered:
-            self._kept = self._kept.without_keys(self._delivered)
+            self._residuals = self._residuals.without_keys(self._delivered)
 
     def rescale(self, factor: float) -> None:
-        """Multiply what several ranks have left to be delivered."""
-        self._kept.rescale(factor)
+        """Multiply the residuals."""
+        self._residuals.rescale(factor)
 
     def synchronize_state(self) -> None:
         """Do nothing."""
 
     def synchronized_state(self) -> dict[str, Tensor]:
-        """What there is, is settled."""
+        """Return the state's tensors, which need no synchronization."""
         return self.state_dict()[0]
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return what several ranks have left and was not delivered, for the time when there are several again."""
-        return dict(self._kept.tensors), dict(self._values)
+        """Return the remaining residuals, for a later world size above 1."""
+        return dict(self._residuals.tensors), dict(self._values)
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Keep it: one rank exchanges nothing, but what several have not delivered is added to the next gradients."""
-        self._kept = DetachedState({name: tensor.clone() for name, tensor in tensors.items()}, int(values["ranks"]))
+        """Load residuals of several ranks; they are added to the next gradients."""
+        self._residuals = DetachedState(
+            {name: tensor.clone() for name, tensor in tensors.items()}, int(values["ranks"])
+        )
         self._values = values
 
     def step(self) -> None:
-        """Follow the gradients."""
+        """Run the optimizer."""
         self.optimizer.step()
 
-    def carried(self) -> dict[str, list[str]]:
+    def parameters_by_collective(self) -> dict[str, list[str]]:
         """Return nothing: there is no exchange."""
         return {}
 

@@ -1,4 +1,4 @@
-"""Which engine a job gets."""
+"""Choose the engine of a job."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from hvdtrain.runtime.threads import give_way
 from hvdtrain.spans import Spans
 
 AUTO = "auto"
-"""Stands for the compression that pays, found out in the first steps."""
+"""Option value: choose the compression that pays, in the first steps."""
 
 
-def settle_in(
+def prepare_exchange(
     compression: Compression, comm: Comm, variables: Mapping[str, str], bucket_mib: float | None = None
 ) -> int:
-    """Bytes of the largest bucket. Where bulk is sent between hosts, this thread makes room for it from now on.
+    """Return the bytes of the largest bucket; lower this thread's priority if bulk data is sent between hosts.
 
     Args:
-        compression: how gradients travel.
+        compression: of the exchange.
         comm: the ranks.
         variables: the environment of this process.
-        bucket_mib: another size than that which suits the compression.
+        bucket_mib: bucket size; None for the compression's default.
     """
     one_host = comm.local_size >= comm.size
     if compression.kind.bulk and not one_host:
@@ -44,17 +44,17 @@ def settle_in(
     return int(bucket_mib * (1 << 20)) if bucket_mib else compression.bucket_bytes(one_host=one_host)
 
 
-def suited(text: str, device: torch.device, variables: Mapping[str, str]) -> Compression:
-    """The compression that an option names, as it is best done for gradients on `device` in the job of `variables`."""
-    found = parse(text)
-    return found.where_halves_are_slow() if device.type == "cpu" and by_gloo(variables) else found
+def resolve_compression(text: str, device: torch.device, variables: Mapping[str, str]) -> Compression:
+    """Return the compression that an option names, in its best variant for `device` and the job of `variables`."""
+    compression = parse(text)
+    return compression.where_halves_are_slow() if device.type == "cpu" and by_gloo(variables) else compression
 
 
 def check_compression(text: str) -> None:
-    """See that an option names a compression, or `AUTO`.
+    """Check that an option names a compression, or is `AUTO`.
 
     Errors:
-        ConfigError: it does not.
+        ConfigError: it does neither.
     """
     try:
         if text != AUTO:
@@ -72,13 +72,13 @@ def make_engine(
     bucket_mib: float | None = None,
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Engine:
-    """Give an optimizer over the model's parameters the exchange that fits the job. Collective: yes.
+    """Make the engine that fits the job. Collective: yes.
 
-    `spans` is told of it; `variables` is the environment of this process.
+    `spans` records the exchange; `variables` is the environment of this process.
 
     Errors:
-        LaunchError: model or optimizer is not the same on all ranks; on every rank.
-        TaskError: the optimizer holds a parameter that is not the model's.
+        LaunchError: model or optimizer differ between ranks; on every rank.
+        TaskError: the optimizer has a parameter from outside the model.
     """
     check_same(model, optimizer, comm)
     parameters = _named(optimizer, model)
@@ -90,20 +90,22 @@ def make_engine(
 
     first = "none" if compression == AUTO else compression
     device = next((parameter.device for _, parameter in parameters), torch.device("cpu"))
-    meant = partial(suited, device=device, variables=variables)
-    chosen = meant(first)
-    reducer = Reducer(trained, comm, chosen, bucket_bytes=settle_in(chosen, comm, variables, bucket_mib), spans=spans)
-    return ExchangeEngine(optimizer, reducer, first, undecided=compression == AUTO, meant=meant)
+    resolve = partial(resolve_compression, device=device, variables=variables)
+    chosen = resolve(first)
+    reducer = Reducer(
+        trained, comm, chosen, bucket_bytes=prepare_exchange(chosen, comm, variables, bucket_mib), spans=spans
+    )
+    return ExchangeEngine(optimizer, reducer, first, undecided=compression == AUTO, resolve=resolve)
 
 
 def _named(optimizer: Optimizer, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    strangers = [tuple(parameter.shape) for parameter in held - set(model.parameters())]
+    optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    strangers = [tuple(parameter.shape) for parameter in optimized - set(model.parameters())]
     if strangers:
         raise TaskError(
-            "the task's optimizer holds parameters that are not the model's",
-            expected="an optimizer made from model.parameters() of the same model that the task returns",
-            found=f"{len(strangers)} other(s), of shapes {', '.join(map(str, strangers[:3]))}",
+            "the task's optimizer has parameters from outside the model",
+            expected="an optimizer over model.parameters() of the model that the task returns",
+            found=f"{len(strangers)} such parameter(s), of shapes {', '.join(map(str, strangers[:3]))}",
         )
-    # In the model's order, not the optimizer's: the exchange follows backward.
-    return [(name, p) for name, p in model.named_parameters() if p in held]
+    # In the model's order, not the optimizer's: the exchange follows the order of backward.
+    return [(name, p) for name, p in model.named_parameters() if p in optimized]

@@ -69,7 +69,7 @@ class Requests:
 class LiveWindow:
     """Opens and closes windows on all ranks at the same step.
 
-    Each step sums some numbers over ranks (`notices`). Rank 0 adds its requests. After the step, every rank acts on
+    Each step sums some numbers over ranks (`values`). Rank 0 adds its requests. After the step, every rank acts on
     the sums before the next step.
 
     Args:
@@ -105,7 +105,7 @@ class LiveWindow:
         self._step = 0
         self._before: dict[Path, int] = {}
 
-    def notices(self) -> list[int]:
+    def values(self) -> list[int]:
         """Return this rank's numbers for the sums of the next step."""
         request = self._requests.next_request() if self._requests is not None else None
         if request is None:
@@ -115,9 +115,9 @@ class LiveWindow:
             return [0, 0, 1]
         return [request.steps or FOREVER, int(request.profile), 0]
 
-    def agreed(self, step: int, notices: Sequence[int]) -> None:
-        """Act on the sums of the notices in step `step`."""
-        steps, profile, end = notices
+    def on_sums(self, step: int, sums: Sequence[int]) -> None:
+        """Act on the sums of step `step`."""
+        steps, profile, end = sums
         if steps or end:
             self._id = self._requested_id
         if steps and not (self._recordings or profile):

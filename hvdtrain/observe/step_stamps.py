@@ -55,7 +55,7 @@ class Experts(Protocol):
         """Look no more."""
         ...
 
-    def take(self) -> float:
+    def pop_share(self) -> float:
         """The share of tokens that went to one expert at most, of what was last looked at; NaN where unknown."""
         ...
 
@@ -127,7 +127,7 @@ class StepStamps:
         """Gather what is left of the last steps, when every rank has done the same ones. Collective: yes."""
         if self._last == self._started_at:
             return
-        self._spans.take()  # a device's last durations
+        self._spans.pop_seconds()  # a device's last durations
         before, of_last = self._facts, self._lap()
         whole = self._started_at + (self._last - self._started_at) // BLOCK * BLOCK
         # The block that was to be told in the next step, and the one that was not to be whole any more.
@@ -147,7 +147,7 @@ class StepStamps:
             self._writer.close(_PATIENCE_WHEN_FAILED_S)
 
     def _lap(self) -> list[float]:
-        share = math.nan if self._experts is None else self._experts.take()
+        share = math.nan if self._experts is None else self._experts.pop_share()
         self._facts = [*self._causes.read(), share]
         return self._facts
 

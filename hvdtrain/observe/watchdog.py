@@ -201,7 +201,7 @@ class Watchdog:
         dead = bool(before & self._suspects)
         if mailbox.folder is None:
             first = all(rank > mailbox.process.rank for rank in states.keys() - self._suspects)
-            return dead and first and not self._reporter.job.ending
+            return dead and first and not self._reporter.job.is_ending()
         return dead
 
     def _other_heartbeats(self) -> dict[int, dict[str, Any]]:

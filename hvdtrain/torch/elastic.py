@@ -1,4 +1,4 @@
-"""All of `horovod.torch.elastic`; `run` also goes on under our own driver: ``hvdtrain launch --elastic``."""
+"""A drop-in for `horovod.torch.elastic`; `run` also supports our own driver: ``hvdtrain launch --elastic``."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from hvdtrain.runtime.environment import RankInfo, change_variables
 
 
 def __getattr__(name: str) -> Any:
-    """Whatever is not ours is Horovod's, but for what makes it a package."""
+    """Return Horovod's attribute for every name that is not ours, except dunder names."""
     if name.startswith("__"):
         raise AttributeError(name)
     return getattr(hvd.elastic, name)
 
 
 class ElasticProgram:
-    """A rank of a job of our own elastic driver, whose program is the user's.
+    """A rank that runs the user's program under our own elastic driver.
 
     Args:
-        client: its own.
-        info: who it is by the environment.
+        client: connection to the driver.
+        info: rank and environment of this process.
     """
 
     def __init__(self, client: DriverClient, info: RankInfo) -> None:
@@ -45,20 +45,20 @@ class ElasticProgram:
         """Join the ranks of the next round. Collective: yes.
 
         Errors:
-            SystemExit: this process is not wanted any more.
+            SystemExit: the job needs this process no more.
         """
         try:
             self._rounds.enter(self._why, self._text, self._steps)
         except NoPlace as error:
             raise SystemExit(int(isinstance(error, JobFailed))) from None
-        # Horovod would look there for a driver of its own, and open a port to everybody for what that tells.
+        # Horovod would look for its own driver there, and open a port to everybody for its messages.
         change_variables({"HOROVOD_GLOO_RENDEZVOUS_ADDR": None})
         self._client.heartbeat = Heartbeat(step=lambda: self._steps)
         self._why, self._text = FAILED, ""
 
     def train(self, function: Callable[..., Any], state: Any, *arguments: Any, **keywords: Any) -> Any:
         """Call a training function, and remember why it ended."""
-        if self._client.is_changed():  # before the state was there to be told
+        if self._client.is_changed():  # before there was a state to notify
             horovod.notify_host_update(self._client.round)
         try:
             return function(state, *arguments, **keywords)
@@ -73,28 +73,28 @@ class ElasticProgram:
         self._steps = max(self._steps, 0) + 1
 
     def _leave(self) -> None:
-        if not hasattr(sys, "last_value"):  # what ended the program
+        if not hasattr(sys, "last_value"):  # the error that ended the program
             self._client.leaving("finished")
 
 
-_seated: ElasticProgram | None = None
+_program: ElasticProgram | None = None
 
 
-def seated(info: RankInfo) -> ElasticProgram | None:
-    """The rank that this process is in a job of our own elastic driver; None in other jobs."""
-    global _seated
-    if _seated is None and (client := connect_to_driver(info.variables)) is not None:
-        _seated = ElasticProgram(client, info)
-    return _seated
+def elastic_program(info: RankInfo) -> ElasticProgram | None:
+    """Return this process's rank under our own elastic driver; None in other jobs."""
+    global _program
+    if _program is None and (client := connect_to_driver(info.variables)) is not None:
+        _program = ElasticProgram(client, info)
+    return _program
 
 
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a training function go on among the ranks that are left or have come: `hvd.elastic.run`."""
+    """Make a training function continue when ranks leave or join: `hvd.elastic.run`."""
 
     @functools.wraps(function)
     def train(state: Any, *arguments: Any, **keywords: Any) -> Any:
-        if _seated is not None:
-            return _seated.train(function, state, *arguments, **keywords)
+        if _program is not None:
+            return _program.train(function, state, *arguments, **keywords)
         return function(state, *arguments, **keywords)
 
     wrapped: Callable[..., Any] = hvd.elastic.run_fn(train, _reset)
@@ -102,8 +102,8 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reset() -> None:
-    if _seated is not None:
-        return _seated.enter()
+    if _program is not None:
+        return _program.enter()
     hvd.shutdown()
     hvd.init()
     horovod.begin_session()

@@ -1,4 +1,4 @@
-"""`DistributedOptimizer` by our exchange; all else of `horovod.torch.optimizer`."""
+"""`DistributedOptimizer` with our exchange; all other names are those of `horovod.torch.optimizer`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ info, choices = prepare()  # before Horovod and MPI are loaded
 
 from hvdtrain.comm.horovod import HorovodComm, hvd, session  # noqa: E402
 from hvdtrain.comm.solo import SoloComm  # noqa: E402
-from hvdtrain.engine.make import settle_in, suited  # noqa: E402
+from hvdtrain.engine.make import prepare_exchange, resolve_compression  # noqa: E402
 from hvdtrain.errors import ConfigError  # noqa: E402
 from hvdtrain.exchange.optimizer import Exchange, exchanging, fresh_name  # noqa: E402
 from hvdtrain.exchange.reducer import Reducer  # noqa: E402
@@ -29,7 +29,7 @@ _COMPRESSIONS = {hvd.Compression.none: "none", hvd.Compression.fp16: "fp16"}
 
 
 def __getattr__(name: str) -> Any:
-    """Whatever is not ours is Horovod's."""
+    """Return Horovod's attribute for every name that is not ours."""
     return getattr(importlib.import_module("horovod.torch.optimizer"), name)
 
 
@@ -46,37 +46,37 @@ def DistributedOptimizer(
     process_set: Any = hvd.global_process_set,
     gradient_as_bucket_view: bool = False,
 ) -> Optimizer:
-    """Make an optimizer follow gradients that are averaged over all ranks: `hvd.DistributedOptimizer` by our exchange.
+    """Make an optimizer use gradients averaged over all ranks: `hvd.DistributedOptimizer` with our exchange.
 
-    The optimizer that is given is changed and returned; its state, its schedulers and its type stay. Beside what every
-    optimizer can, it has `synchronize`, `skip_synchronize`, `set_backward_passes_per_step`, and, for what compression
-    carries from step to step, `exchange_state_dict` and `load_exchange_state_dict`.
+    It changes and returns the given optimizer; its state, schedulers and type stay. The optimizer gains `synchronize`,
+    `skip_synchronize` and `set_backward_passes_per_step`, and for the state of compression `exchange_state_dict` and
+    `load_exchange_state_dict`.
 
     Args:
-        optimizer: any of torch's or with its interface.
+        optimizer: with the interface of torch's optimizers.
         named_parameters: such as ``model.named_parameters()``; equal on all ranks.
         compression: "none", "fp16", "powersgd:4" and so on (`hvdtrain.compression.table`), or Horovod's own
-            ``Compression.none`` and ``Compression.fp16``. With a class of the user's Horovod's optimizer is returned.
+            ``Compression.none`` and ``Compression.fp16``. For a class of your own, returns Horovod's optimizer.
         backward_passes_per_step: gradients of this many passes are added up before they are exchanged.
-        op: Average or Sum; with another, Horovod's own optimizer is returned.
+        op: Average or Sum; for another, returns Horovod's own optimizer.
         gradient_predivide_factor: gradients are divided by it before the sum and multiplied after it.
         num_groups: the older name of `groups`.
-        groups: how many buckets of about equal size, or lists of parameters that share one; by size otherwise.
+        groups: number of buckets of about equal size, or lists of parameters that share a bucket; default: by size.
         sparse_as_dense: exchange sparse gradients as dense ones.
-        process_set: the ranks to average over; one that is not in it trains alone.
-        gradient_as_bucket_view: let gradients be views of the buffers by which they travel, as in
-            ``DistributedDataParallel``: it saves the memory of the gradients and a copy a step. Between backward and
-            `synchronize` or `step` parameters have no gradient then, and afterwards another tensor than before.
+        process_set: the ranks to average over; any other rank trains alone.
+        gradient_as_bucket_view: make gradients views of the exchange buffers, as in ``DistributedDataParallel``. This
+            saves the memory of the gradients and a copy a step. Between backward and `synchronize` or `step`,
+            parameters then have no gradient, and afterwards a different tensor than before.
 
     Errors:
-        ConfigError: an argument that makes no sense, such as names that are missing or double; a ValueError.
-        TaskError: the optimizer was made distributed before.
+        ConfigError: an invalid argument, such as missing or duplicate names; it is a ValueError.
+        TaskError: the optimizer is already distributed.
     """
     ours = compression if isinstance(compression, str) else _COMPRESSIONS.get(compression)
     if op not in (hvd.Average, hvd.Sum) or ours is None:
-        return _horovods(
+        return _stock_optimizer(
             optimizer,
-            _horovods_compression(compression),
+            _stock_compression(compression),
             named_parameters=named_parameters,
             backward_passes_per_step=backward_passes_per_step,
             op=op,
@@ -87,18 +87,18 @@ def DistributedOptimizer(
         )
     if backward_passes_per_step < 1 or gradient_predivide_factor <= 0:
         raise ConfigError(
-            "DistributedOptimizer cannot be made so",
+            "invalid arguments of DistributedOptimizer",
             expected="backward_passes_per_step >= 1, gradient_predivide_factor > 0",
             found=f"{backward_passes_per_step}, {gradient_predivide_factor}",
         )
     if gradient_predivide_factor != 1.0 and op != hvd.Average:
-        raise ConfigError("gradient_predivide_factor goes with op=Average only")
+        raise ConfigError("gradient_predivide_factor requires op=Average")
     predivide = gradient_predivide_factor
     names = _names(named_parameters, optimizer)
     groups = _checked_groups(num_groups or None if groups is None else groups)
 
     def terms() -> tuple[Comm, float, float]:
-        # A rank that is not in the set trains alone.
+        # A rank outside the set trains alone.
         among = hvd.size() > 1 and process_set.included() and process_set.size() > 1
         comm: Comm = HorovodComm(process_set) if among else SoloComm()
         if op == hvd.Sum:
@@ -116,12 +116,12 @@ def DistributedOptimizer(
 
     comm, weight, factor = terms()
     device = next((parameter.device for _, parameter in trained()), torch.device("cpu"))
-    chosen = suited(ours, device, info.variables)
+    chosen = resolve_compression(ours, device, info.variables)
     reducer = Reducer(
         trained,
         comm,
         chosen,
-        bucket_bytes=settle_in(chosen, comm, info.variables),
+        bucket_bytes=prepare_exchange(chosen, comm, info.variables),
         weight=weight,
         factor=factor,
         passes=backward_passes_per_step,
@@ -144,10 +144,10 @@ def DistributedOptimizer(
 def _names(
     named_parameters: Iterable[tuple[str, nn.Parameter]] | None, optimizer: Optimizer
 ) -> dict[nn.Parameter, str]:
-    """The names by parameter; of a parameter that has two names, the first.
+    """Return the name of each parameter; the first, if it has two.
 
     Errors:
-        ConfigError: two parameters have one name, or a parameter of the optimizer has none.
+        ConfigError: two parameters have the same name, or a parameter of the optimizer has none.
     """
     names: dict[nn.Parameter, str] = {}
     if named_parameters is None:
@@ -156,27 +156,27 @@ def _names(
     for pair in named_parameters:
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ConfigError(
-                "named_parameters are no pairs of name and parameter",
+                "named_parameters must be pairs of name and parameter",
                 expected="model.named_parameters()",
                 found=type(pair).__name__,
             )
         name, parameter = pair
         if name in seen:
-            raise ConfigError(f"two parameters are called {name}", expected="model.named_parameters()")
+            raise ConfigError(f"two parameters are named {name}", expected="model.named_parameters()")
         seen.add(name)
         names.setdefault(parameter, name)
     unnamed = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
     if unnamed:
         raise ConfigError(
-            "named_parameters were given, but not for all parameters of the optimizer",
-            expected="model.named_parameters() of each model that it trains, or none at all",
+            "named_parameters lack some parameters of the optimizer",
+            expected="model.named_parameters() of each model that it trains, or no named_parameters",
             found=f"{len(unnamed)} without a name, the first of shape {tuple(unnamed[0].shape)}",
         )
     return names
 
 
 def _checked_groups(groups: Any) -> int | Sequence[Sequence[Tensor]]:
-    """Return the groups as given, 0 where none are.
+    """Return the groups as given; 0 if there are none.
 
     Errors:
         ConfigError: neither a number above 0 nor lists of tensors without repetition.
@@ -188,36 +188,36 @@ def _checked_groups(groups: Any) -> int | Sequence[Sequence[Tensor]]:
             return groups
         found = str(groups)
     elif not all(isinstance(p, Tensor) for group in groups for p in group):
-        found = "something that is no tensor"
+        found = "a value that is not a tensor"
     elif len({id(p) for group in groups for p in group}) < sum(map(len, groups)):
-        found = "a parameter that is listed twice"
+        found = "a parameter in two groups"
     else:
         return groups  # type: ignore[no-any-return]
-    raise ConfigError("groups cannot be made so", expected="a number above 0, or lists of parameters", found=found)
+    raise ConfigError("invalid groups", expected="a number above 0, or lists of parameters", found=found)
 
 
 def _groups(groups: int | Sequence[Sequence[Tensor]], named: Sequence[tuple[str, nn.Parameter]]) -> list[list[str]]:
-    """Names of those that share a bucket: as listed, or runs of about equal size; the others go by size."""
+    """Return the names of parameters that share a bucket: as listed, or runs of about equal size."""
     if isinstance(groups, int):
         runs: list[list[str]] = [[] for _ in range(groups)]
         ends = list(itertools.accumulate(p.numel() * p.element_size() for _, p in named))
         for (name, _), end in zip(named if groups else (), ends, strict=False):
             runs[max(0, -(-end * groups // max(ends[-1], 1)) - 1)].append(name)
         return runs
-    of = {id(parameter): name for name, parameter in named}
-    return [[of[id(p)] for p in group if id(p) in of] for group in groups]
+    names = {id(parameter): name for name, parameter in named}
+    return [[names[id(p)] for p in group if id(p) in names] for group in groups]
 
 
-def _horovods_compression(compression: Any) -> Any:
+def _stock_compression(compression: Any) -> Any:
     own = {name: kind for kind, name in _COMPRESSIONS.items()}
     if isinstance(compression, str) and compression not in own:
         raise ConfigError(
-            f"this op goes with no {compression} compression", expected=" or ".join(own), found=compression
+            f"this op does not support {compression} compression", expected=" or ".join(own), found=compression
         )
     return own.get(compression, compression)
 
 
-def _horovods(optimizer: Optimizer, compression: Any, **arguments: Any) -> Optimizer:
-    """Horovod's own optimizer, for what it alone can: other ops, and compression by a class of the user's."""
+def _stock_optimizer(optimizer: Optimizer, compression: Any, **arguments: Any) -> Optimizer:
+    """Return Horovod's own optimizer, for other ops and for the user's own compression classes."""
     wrapped: Optimizer = hvd.DistributedOptimizer(optimizer, compression=compression, **arguments)
     return wrapped

@@ -1,4 +1,4 @@
-"""`hvdtrain.train(config, task)`: from options to a trained model."""
+"""`hvdtrain.train(config, task)`: train a task from a Python program."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def train(
 
     Args:
         config: options as a `Config`, a nested dict such as ``{"train": {"steps": 50}}``, or a YAML file.
-        task: a `Task`, a function that returns one (its parameters may stand in `config`), or None for the one
-            that `config` names. A `Task` object makes a new run each time unless `run_dir` names one.
-        sinks: take each step and event beside the journal, on rank 0: functions of one record, or objects with
-            ``write(record)`` and ``close()`` (`hvdtrain.observe.sinks.Sink`).
+        task: a `Task`; a function that returns one (`config` may set its parameters); or None for the task that
+            `config` names. A `Task` object starts a new run each time, unless `run_dir` names one.
+        sinks: receive each step and event on rank 0, in addition to the journal: functions of one record, or objects
+            with ``write(record)`` and ``close()`` (`hvdtrain.observe.sinks.Sink`).
 
     Errors:
-        HvdtrainError: see `hvdtrain.errors`. On one rank or on all; the process should end then, so that the
-            launcher ends the others.
-        SystemExit: with 0, in an elastic job that goes on or ends without this process.
+        HvdtrainError: see `hvdtrain.errors`. On one rank or on all; end the process then, so that the launcher ends
+            the others.
+        SystemExit: with 0, if an elastic job continues or ends without this process.
     """
     if multiprocessing.parent_process() is not None:
         raise ConfigError(
@@ -54,31 +54,27 @@ def train(
     if isinstance(task, Task):
         options["task"] = "Task"
         if options.get("run_dir") is None:
-            options["resume"] = "never"  # nothing tells this Task from another one of the same config
+            options["resume"] = "never"  # nothing distinguishes this Task from others with the same config
         run = parse.parse_object(options, None)
-        build = partial(_given, task)
+        build = partial(lambda given: given, task)
     else:
         if task is not None:
             options["task"] = f"{task.__module__}:{getattr(task, '__qualname__', type(task).__name__)}"
         function = task or load_task_function(str(options.get("task", Config.task)))
-        # A callable that is no function (a partial, say) has no parameters of its own that options could name.
+        # Only a plain function has parameters that options can set; a partial does not.
         run = parse.parse_object(options, function if inspect.isfunction(function) else None)
         build = partial(function, **run.task_args)
 
     from hvdtrain.comm.start import start_rounds
     from hvdtrain.training.session import run_training
-    from hvdtrain.training.start.device import take_threads
+    from hvdtrain.training.start.device import set_torch_threads
 
-    take_threads(choices)
+    set_torch_threads(choices)
     timeline = prepare_timeline(run.config.observe.timeline, info)
     try:
         return run_training(run, build, start_rounds(info), timeline, info, sinks)
     except NoPlace:
         sys.exit(0)
-
-
-def _given(task: Task) -> Task:
-    return task
 
 
 def _options(config: Config | Mapping[str, Any] | str | Path | None) -> dict[str, Any]:

@@ -6,41 +6,58 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.comm.base import Comm
+from hvdtrain.comm.objects import on_rank_0
+from hvdtrain.config.parse import RunConfig
 from hvdtrain.observe.past_journal import journal_lines
+from hvdtrain.run_layout import RunLayout
 from hvdtrain.timeline.analysis.analysis import Analysis
-from hvdtrain.training.records.time_budget import Budget
+from hvdtrain.training.elastic.worker_state import WorkerState
+from hvdtrain.training.start.resume_checks import options_to_continue
 
 _LAST = 10
-"""Steps whose mean loss stands for the end of a run."""
+"""Steps whose mean loss is the loss at the end of a run."""
+
+REST = "evaluation, checkpoints, rest"
+_BUDGET = {
+    "data": ("data_s", "copy_s"),
+    "forward and backward": ("forward_s", "backward_s"),
+    "exposed communication": ("exposed_comm_s",),
+    "clipping and optimizer": ("clip_s", "optimizer_s"),
+}
+"""Parts of a run's wall time, except `REST`, and the journal's fields of each."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended, equal on all ranks but for `model` and `analysis`.
+    """How a run ended, equal on all ranks except `model` and `analysis`.
+
+    A stretch of the run is what one start of the job has trained.
 
     Attributes:
-        run_dir: where everything was written; absolute.
+        run_dir: the run folder; absolute.
         reason: "finished", "stop_at", or the name of the signal that stopped it.
-        step: optimizer steps done, earlier stretches of the run included.
+        step: optimizer steps done, including earlier stretches of the run.
         total_steps: the schedule's horizon.
-        train_on: options that train for as many steps again, at the learning rate of the end.
+        train_on: options that train for as many steps again, at the last learning rate.
         resumed_at: the step that this stretch started from.
         first_loss: training loss of the run's first step.
-        last_loss: mean training loss of its last steps, 10 at most.
-        first_heldout_loss: of the run's first evaluation; nan where nothing is held out.
+        last_loss: mean training loss of its last steps, at most 10.
+        first_heldout_loss: of the run's first evaluation; nan if nothing is held out.
         last_heldout_loss: of its last evaluation.
-        metrics: the task's own, of its last evaluation.
-        tokens_per_s: weight per second over this stretch's steps but the first, which warms up.
-        unit: what was counted: tokens, samples.
+        metrics: the task's metrics in its last evaluation.
+        tokens_per_s: weight per second over this stretch's steps, without the first, which warms up.
+        unit: what the weight counts: tokens, samples.
         seconds: of this stretch's steps.
-        sizes: numbers of ranks in the rounds of this stretch: one, unless ranks came or went.
-        still_s: for how long their coming and going kept the others from training, in all.
-        budget: where this stretch's wall time went on rank 0: seconds by part (`training.budget`).
+        sizes: number of ranks in each round of this stretch: one number, unless ranks joined or left.
+        still_s: seconds without a step while ranks joined or left, in total.
+        budget: this stretch's wall time on rank 0: seconds by part.
         model: the trained model, on this rank's device.
-        analysis: where a step's time went and which rank is late; on rank 0, and only where traces were recorded.
+        analysis: where a step's time goes, and which rank is late; on rank 0, if traces were recorded.
     """
 
     run_dir: Path
@@ -64,10 +81,35 @@ class Result:
     analysis: Analysis | None = None
 
 
-def losses_and_speed(journal: Path) -> dict[str, Any]:
-    """From a run's journal the fields of `Result` that are figures; None for nan, which JSON lacks.
+def read_result(
+    run: RunConfig,
+    worker: WorkerState,
+    comm: Comm,
+    layout: RunLayout,
+    reason: str,
+    resumed_at: int,
+    analysis: Analysis | None,
+) -> Result:
+    """Return the result of a run that has ended, with the figures of rank 0's journal. Collective: yes."""
+    figures = on_rank_0(comm, partial(journal_figures, layout.journal), name="figures")
+    return Result(
+        run_dir=layout.folder,
+        reason=reason,
+        step=worker.state.progress.step,
+        total_steps=worker.horizon,
+        train_on=options_to_continue(run.config, worker),
+        resumed_at=resumed_at,
+        unit=worker.task.unit,
+        model=worker.state.model,
+        analysis=analysis,
+        **nan_for_none(figures),
+    )
 
-    Takes a line at a time: the journal of a long run may be larger than what memory is left.
+
+def journal_figures(journal: Path) -> dict[str, Any]:
+    """Read the figures of a `Result` from a run's journal; None replaces nan, which JSON lacks.
+
+    Reads line by line: the journal of a long run may be larger than the free memory.
     """
     tally = _Tally()
     for line in journal_lines(journal):
@@ -75,8 +117,42 @@ def losses_and_speed(journal: Path) -> dict[str, Any]:
     return tally.figures()
 
 
+class Budget:
+    """Rank 0's wall time by part, over all rounds of the run's last start, from the journal's lines in order.
+
+    The wall time is from the begin of the first step to the last line. So it excludes an evaluation before the first
+    step, and includes the checkpoint after the last.
+    """
+
+    def __init__(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
+        self._parts = dict.fromkeys(_BUDGET, 0.0)
+        self._begin: float | None = None
+        self._end = 0.0
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Add a line of the journal."""
+        if line.get("event") == "started" and not line.get("goes_on"):
+            self._clear()
+        self._end = max(self._end, line["time"])
+        if "event" not in line:
+            if self._begin is None:
+                self._begin = line["time"] - line["step_s"]
+            for name, fields in _BUDGET.items():
+                self._parts[name] += sum(line[field] for field in fields)
+
+    def parts(self) -> dict[str, float]:
+        """Return the seconds by part; empty if no step was done."""
+        if self._begin is None:
+            return {}
+        wall = self._end - self._begin
+        return {**self._parts, REST: max(0.0, wall - sum(self._parts.values()))}
+
+
 class _Tally:
-    """What a result needs of a journal's lines, whatever their number."""
+    """Figures of a journal, in constant memory."""
 
     def __init__(self) -> None:
         self._first: Mapping[str, Any] = {"step": math.inf, "loss": None}
@@ -86,8 +162,8 @@ class _Tally:
         self._clear()
 
     def _clear(self) -> None:
-        """A stretch of the run begins."""
-        self._seconds: list[float] = []  # of the first step, and of the others together
+        """Begin a new stretch of the run."""
+        self._seconds: list[float] = []  # of the first step, and of all others together
         self._weights: list[float] = []
         self._sizes: list[int] = []
         self._still_s = 0.0
@@ -108,7 +184,7 @@ class _Tally:
     def _add_step(self, line: Mapping[str, Any]) -> None:
         if line["step"] <= self._first["step"]:
             self._first = line
-        while self._last and self._last[-1][0] >= line["step"]:  # done again since
+        while self._last and self._last[-1][0] >= line["step"]:  # repeated after a roll back
             self._last.pop()
         self._last.append((line["step"], line["loss"]))
         for sums, value in ((self._seconds, line["step_s"]), (self._weights, line["tokens"])):
@@ -118,7 +194,7 @@ class _Tally:
                 sums[1] += value
 
     def figures(self) -> dict[str, Any]:
-        """Fields of `Result`."""
+        """Return fields of `Result`."""
         evaluated = self._evaluations
         seconds = self._seconds[-1] if self._seconds else 0.0
         return {
@@ -126,7 +202,7 @@ class _Tally:
             "last_loss": _mean([loss for _, loss in self._last]),
             "first_heldout_loss": evaluated[0]["loss"] if evaluated else None,
             "last_heldout_loss": evaluated[-1]["loss"] if evaluated else None,
-            "metrics": numbers(evaluated[-1]["metrics"]) if evaluated else {},
+            "metrics": nan_for_none(evaluated[-1]["metrics"]) if evaluated else {},
             "tokens_per_s": self._weights[-1] / seconds if seconds else None,
             "seconds": sum(self._seconds),
             "sizes": self._sizes,
@@ -135,9 +211,9 @@ class _Tally:
         }
 
 
-def numbers(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with nan for None."""
-    return {name: math.nan if value is None else value for name, value in found.items()}
+def nan_for_none(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace None by nan."""
+    return {name: math.nan if value is None else value for name, value in figures.items()}
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

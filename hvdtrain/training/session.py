@@ -1,67 +1,39 @@
-"""A run from its options to its result, round by round: every part is made here and handed to the next."""
+"""The story of a run, from its options to its result, round by round."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.comm.rounds import CHANGED, FAILED, STARTED, Rounds
-from hvdtrain.compression.table import parse
 from hvdtrain.config.parse import RunConfig
-from hvdtrain.data.loader import Stream
 from hvdtrain.engine.base import Engine
-from hvdtrain.engine.exchange import ExchangeEngine
-from hvdtrain.engine.make import check_compression, make_engine
+from hvdtrain.engine.make import check_compression
 from hvdtrain.observe.failure.failure_output import FailureOutput
-from hvdtrain.observe.failure.reporter import JobFacts
-from hvdtrain.observe.horovod_timeline import HorovodTimeline
+from hvdtrain.observe.failure.reporter import Reporter
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.run_layout import RunLayout
+from hvdtrain.runtime.driver_client import JobFailed
 from hvdtrain.runtime.environment import RankInfo
-from hvdtrain.runtime.host import read_host
 from hvdtrain.runtime.timeline import TimelinePlan
 from hvdtrain.spans import Spans
 from hvdtrain.state.checkpoint_store import CheckpointStore
-from hvdtrain.state.ledger import Ledger
-from hvdtrain.training.diagnostics.drift import Drift
-from hvdtrain.training.diagnostics.failures import explained
-from hvdtrain.training.diagnostics.memory_holders import held
-from hvdtrain.training.diagnostics.step_checks import StepChecks
-from hvdtrain.training.elastic.roll_back import RollBack
-from hvdtrain.training.elastic.worker_state import WorkerState, keep
-from hvdtrain.training.loop.combined_sums import CombinedSums
-from hvdtrain.training.loop.feed import Feed
-from hvdtrain.training.loop.saving import Saving
-from hvdtrain.training.loop.shared_buffers import SharedBuffers
-from hvdtrain.training.loop.step import Stepper
-from hvdtrain.training.loop.trainer import Trainer
-from hvdtrain.training.records.compute import FirstPass
-from hvdtrain.training.records.gradient_times import add_gradient_times
-from hvdtrain.training.records.observers import (
-    add_horovod_timeline,
-    add_listeners,
-    add_monitor,
-    add_sinks,
-    add_tensorboard,
-    add_watchers,
-)
-from hvdtrain.training.records.run_report import report
-from hvdtrain.training.records.stamp_collection import add_stamps
-from hvdtrain.training.result import Result, losses_and_speed, numbers
-from hvdtrain.training.start.auto_compression import CompressionTrial
-from hvdtrain.training.start.device import check_own, pick_device
-from hvdtrain.training.start.make_task import check_same_data, make_task, refusing_exit
-from hvdtrain.training.start.opening import ClaimWatch, claim_together, describe_start, open_recorder, recording
-from hvdtrain.training.start.restore import take_over
-from hvdtrain.training.start.resume_checks import train_on
+from hvdtrain.training.diagnostics.failure_report import report_failures
+from hvdtrain.training.diagnostics.memory_holders import memory_holders
+from hvdtrain.training.elastic.worker_state import WorkerState, make_worker_state
+from hvdtrain.training.records.observers import add_job_observers, add_listeners, add_step_observers
+from hvdtrain.training.records.run_report import explain_run
+from hvdtrain.training.result import Result, read_result
+from hvdtrain.training.start.build import build_engine, build_trainer
+from hvdtrain.training.start.device import check_device_is_own, pick_device
+from hvdtrain.training.start.make_task import check_same_data, make_task, refuse_exit
+from hvdtrain.training.start.opening import claim_together, describe_start, recording
+from hvdtrain.training.start.restore import resume_state
 from hvdtrain.training.start.run_directory import RunDirectory
-from hvdtrain.training.start.schedule import stop_step
 
 
 def run_training(
@@ -73,194 +45,130 @@ def run_training(
     sinks: Sequence[Any] = (),
     output: FailureOutput | None = None,
 ) -> Result:
-    """Train what `build` makes. Collective: yes. Errors and `sinks`: those of `hvdtrain.train`.
+    """Train the task that `build` makes. Collective: yes. Errors and `sinks`: those of `hvdtrain.train`.
 
-    `info` is who this process was at its start. Without a `output` the failure card is written to the run folder only.
+    `info` describes this process at its start. Without a `output`, the failure card goes to the run folder only.
     """
     check_compression(run.config.parallel.compression)  # before anything costs time
     device = pick_device(run.config.parallel.device, rounds.local_rank, rounds.local_size)
-    kept = keep(run, make_task(build, run.config, info.variables), device, info)
+    worker = make_worker_state(run, make_task(build, run.config, info.variables), device, info)
     why, text = STARTED, ""
-    with kept.notices if rounds.elastic else nullcontext():
+    failed: _Round | None = None
+    with worker.signals if rounds.elastic else nullcontext():
         while True:
-            comm = kept.enter(rounds, why, text)
             try:
-                result = _Round(run, kept, rounds, comm, timeline, sinks, output).train()
+                comm = rounds.enter(why, text, worker.step)
+            except JobFailed:
+                if failed is not None and failed.reporter is not None:
+                    failed.reporter.report_no_new_round()
+                raise
+            current = _Round(run, worker, rounds, comm, timeline, sinks, output)
+            try:
+                result = current.train()
             except BaseException as error:
                 if not rounds.is_over(error):
                     raise
-                kept.round_is_over(settled=False)
-                why, text = FAILED, str(error)
+                worker.end_round(synchronized=False)
+                why, text, failed = FAILED, str(error), current
                 continue
             if result is not None:
-                kept.close_recorder()
+                worker.close_recorder()
                 rounds.report_leaving(result.reason)
                 return result
-            kept.round_is_over(settled=True)
-            why, text = CHANGED, ""
+            worker.end_round(synchronized=True)
+            why, text, failed = CHANGED, "", None
 
 
 @dataclass
 class _Round:
-    """From the joining of some ranks to the end of training, or until they have changed.
+    """One round: from the join of its ranks to the end of training, or until the ranks change.
 
     Attributes:
         run: the options.
-        kept: of this process.
-        rounds: say when the round is over.
+        worker: state of this process.
+        rounds: says when the round is over.
         comm: the ranks.
-        timeline: of Horovod, as planned before it was initialised.
-        sinks: of a program.
-        output: of the failure card.
+        timeline: plan for Horovod's Timeline, made before Horovod was initialised.
+        sinks: of the calling program.
+        output: shows the failure card.
+        reporter: reports failures, from the moment the run folder is known.
+        engine: exchange and optimizer, once they are made.
+        is_ending: whether this rank needs no other rank any more, so that each may end.
     """
 
     run: RunConfig
-    kept: WorkerState
+    worker: WorkerState
     rounds: Rounds
     comm: Comm
     timeline: TimelinePlan
     sinks: Sequence[Any]
     output: FailureOutput | None
+    reporter: Reporter | None = field(default=None, init=False)
+    engine: Engine | None = field(default=None, init=False)
+    is_ending: bool = field(default=False, init=False)
 
     def train(self) -> Result | None:
-        """Train; None where the ranks are about to change. Collective: yes."""
-        run, kept, comm = self.run, self.kept, self.comm
-        check_own(kept.device, comm)
-        check_same_data(kept.task, comm)
-        directory, claim = claim_together(run, kept, comm)
+        """Train; return None if the ranks are about to change. Collective: yes."""
+        run, worker, comm = self.run, self.worker, self.comm
+        check_device_is_own(worker.device, comm)
+        check_same_data(worker.task, comm)
+        directory, claim = claim_together(run, worker, comm)
         self.rounds.report_progress(spans := Spans())
         ranks = {name: getattr(comm, name) for name in ("rank", "size", "local_rank", "local_size")}
-        info = replace(kept.info, **ranks)
+        info = replace(worker.info, **ranks)
+        stall_s = run.config.observe.stall_timeout_s
         try:
-            stall_s = run.config.observe.stall_timeout_s
-            with explained(directory, comm, spans, self.output, stall_s, self.rounds, info) as reporter:
-                kept.given_up = reporter.report_no_new_round
-                is_new = open_recorder(run, kept, comm, directory)
-                with recording(kept, self.rounds.is_over) as recorder:
-                    if is_new:
-                        add_sinks(recorder, run.config.observe, self.sinks, comm, kept.info.folder)
-                        add_tensorboard(recorder, run.config.observe, directory, kept.device, comm)
-                    add_monitor(recorder, kept.device, comm)
-                    horovod = add_horovod_timeline(recorder, self.timeline, directory, comm, told=not is_new)
-                    with refusing_exit():
-                        return self._train(directory, claim, recorder, spans, reporter.job, horovod, is_new=is_new)
+            with report_failures(
+                directory, comm, spans, self.output, stall_s, self.rounds, info, self
+            ) as self.reporter:
+                is_new = worker.open_recorder(run, comm, RunLayout(directory))
+                with recording(worker, self.rounds.is_over) as recorder:
+                    return self._train(directory, claim, recorder, spans, is_new=is_new)
         finally:
             if claim is not None:
                 claim.release()
 
     def _train(
-        self,
-        directory: Path,
-        claim: RunDirectory | None,
-        recorder: Recorder,
-        spans: Spans,
-        job: JobFacts,
-        horovod: HorovodTimeline | None,
-        *,
-        is_new: bool,
+        self, directory: Path, claim: RunDirectory | None, recorder: Recorder, spans: Spans, *, is_new: bool
     ) -> Result | None:
-        run, kept, comm, state = self.run, self.kept, self.comm, self.kept.state
-        store = None
-        if claim is not None:
-            store = CheckpointStore(RunLayout(directory).checkpoints, recorder.warn, spans.touch, claim.check)
-        trainer = self._trainer(directory, store, recorder, spans)
-        engine, observe = trainer.stepper.engine, run.config.observe
-        if comm.rank == 0 and is_new:
-            trainer.stepper.around = FirstPass(run.config, kept.device, comm.size, recorder.event)
-        job.memory_holders = partial(held, run.config, kept.device, trainer.stepper.model, engine)
-        job.collective_parameters = engine.carried
-        with ExitStack() as stack:
-            stack.callback(engine.close)
-            stack.callback(self._remember, trainer)
-            stack.callback(trainer.feed.ledger.close)
-            add_listeners(spans, observe, kept.device, stack)
-            describe_start(run, kept, comm, directory, recorder)
-            resumed = take_over(run, kept, comm, store, claim, recorder, spans.touch)
-            done, model, folder = state.progress.step, trainer.stepper.model, RunLayout(directory).timeline.folder
-            start, stamps = add_stamps(
-                recorder, observe, spans, folder, comm, model, kept.device, done, trainer.stop, kept.links
-            )
-            live = add_watchers(recorder, observe, spans, directory, comm, done, trainer.stop, horovod, start)
-            drift = Drift(state, comm, run.config.train.check_every, trainer.stepper.buffers, recorder.warn)
-            trainer.live = CombinedSums(live, drift, ClaimWatch(claim, comm))
-            if isinstance(engine, ExchangeEngine) and engine.undecided:
-                batch, host = (
-                    (run.config.train.global_batch, run.config.train.micro_batch),
-                    read_host(kept.info.variables),
+        run, worker, comm, layout = self.run, self.worker, self.comm, RunLayout(directory)
+        observe = run.config.observe
+        horovod = add_job_observers(recorder, run, self.timeline, self.sinks, layout, worker, comm, is_new=is_new)
+        with refuse_exit():
+            with ExitStack() as stack:
+                store = None
+                if claim is not None:
+                    store = CheckpointStore(layout.checkpoints, recorder.warn, spans.touch, claim.check)
+                # The exchange first: the state of a checkpoint includes it.
+                self.engine = engine = build_engine(run, worker, comm, layout, recorder, spans)
+                stack.callback(engine.close)
+                add_listeners(spans, observe, worker.device, stack)
+                describe_start(run, worker, comm, directory, recorder)
+                resumed_at = resume_state(run, worker, comm, store, claim, recorder, spans.touch)
+                # Now the step is known: the observers of the steps to come, and the trainer of these steps.
+                live, stamps = add_step_observers(recorder, run, spans, layout, worker, comm, horovod)
+                trainer = build_trainer(
+                    run, worker, self.rounds, comm, engine, layout, store, claim, recorder, spans, live, is_new=is_new
                 )
-                trial = CompressionTrial(engine, comm, kept.device, host, batch, recorder.event, recorder.say)
-                trainer.saw_step = trial.add_step
-            recorder.begin(trainer.stop)
-            with kept.notices:
-                reason = trainer.run(kept.notices)
-            if reason == CHANGED:
-                return None
-            if stamps is not None:
-                stamps.finish()
-        job.ending = True
-        analysis = report(observe, directory, recorder, comm, state.progress.step)
-        return Result(
-            run_dir=directory,
-            reason=reason,
-            step=state.progress.step,
-            total_steps=kept.horizon,
-            train_on=train_on(run.config, kept),
-            resumed_at=resumed,
-            unit=kept.task.unit,
-            model=state.model,
-            analysis=analysis,
-            **numbers(on_rank_0(comm, partial(losses_and_speed, RunLayout(directory).journal), name="figures")),
-        )
+                stack.callback(lambda: worker.remember_last(trainer.last_record))
+                stack.callback(trainer.feed.ledger.close)
+                recorder.begin(trainer.stop)
+                with worker.signals:
+                    reason = trainer.run(worker.signals)
+                if reason == CHANGED:
+                    return None
+                if stamps is not None:
+                    stamps.finish()
+            self.is_ending = True
+            analysis = explain_run(observe, directory, recorder, comm, worker.state.progress.step)
+            return read_result(run, worker, comm, layout, reason, resumed_at, analysis)
 
-    def _loses(self, engine: Engine) -> Callable[[], bool]:
-        """Whether a rank that is gone takes something of the state with it: what its compression still owes."""
-        return lambda: self.rounds.elastic and parse(engine.compression).kind.feedback
+    def memory_holders(self) -> dict[str, Any]:
+        """Return what holds memory in this process, for the failure card; nothing before the engine is made."""
+        if self.engine is None:
+            return {}
+        return memory_holders(self.run.config, self.worker.device, self.worker.state.model, self.engine)
 
-    def _remember(self, trainer: Trainer) -> None:
-        self.kept.last = trainer.last or self.kept.last
-
-    def _trainer(self, directory: Path, store: CheckpointStore | None, recorder: Recorder, spans: Spans) -> Trainer:
-        """Put the parts together."""
-        run, kept, comm = self.run, self.kept, self.comm
-        config, train, parallel = run.config, run.config.train, run.config.parallel
-        model = kept.state.model
-        carried = kept.carried()
-        variables = kept.info.variables
-        host = read_host(variables)
-        times = add_gradient_times(recorder, config.observe, model, spans, directory, comm, kept.device, host)
-        optimizer = kept.state.optimizer
-        engine = make_engine(optimizer, model, comm, parallel.compression, spans, parallel.bucket_mib, variables)
-        if carried is not None:
-            engine.load_state_dict(*carried)
-        if times is not None:
-            times.engine = engine
-        kept.state.exchange = engine
-        buffers = SharedBuffers(model, comm, parallel.buffers, recorder.say)
-        stepper = Stepper(
-            kept.task, model, engine, comm, kept.precision, kept.device, train.global_batch, train.clip, spans, buffers
-        )
-        stream = Stream(kept.task.train_data, config.seed, train.global_batch, train.micro_batch, comm.rank, comm.size)
-        ledger, on_cuda = Ledger(RunLayout(directory).ledger, recorder.warn), kept.device.type == "cuda"
-        feed = Feed(config, comm, stream, ledger, spans, kept.task.collate, on_cuda)
-        roll_back = RollBack(
-            config.elastic.roll_back, kept.commits, comm, store, recorder.event, recorder.warn, self._loses(engine)
-        )
-        saving = Saving(
-            config, comm, kept.state, stepper, store, ledger, roll_back, recorder.event, recorder.warn, kept.seen
-        )
-        return Trainer(
-            config=config,
-            comm=comm,
-            rounds=self.rounds,
-            state=kept.state,
-            stepper=stepper,
-            feed=feed,
-            schedule=kept.schedule,
-            base_lrs=kept.base_lrs,
-            horizon=kept.horizon,
-            stop=stop_step(train, kept.horizon),
-            saving=saving,
-            observer=recorder,
-            roll_back=roll_back,
-            sanity=StepChecks(stepper, stream, train.max_skipped, recorder.event, recorder.warn),
-        )
+    def parameters_by_collective(self) -> dict[str, list[str]]:
+        """Return the parameters of each collective, for the failure card; nothing before the engine is made."""
+        return {} if self.engine is None else self.engine.parameters_by_collective()

@@ -89,7 +89,7 @@ def test_the_command_on_the_card_goes_on(gallery: Gallery) -> None:
     job = gallery["killed"]
     words = job.notes["card"]["resume"].split()
     assert words[words.index("-np") + 1] == "2"
-    assert job.code == 0 and "going on from step 20" in job.out
+    assert job.code == 0 and "resuming from step 20" in job.out
     assert ending(job.run / "journal.jsonl")["event"] == "finished"
     assert not list(job.run.glob("failure.*")), "a run that went on has not failed"
     assert len(list((job.run / "failures").iterdir())) == 2

@@ -124,7 +124,7 @@ def test_sigusr1_saves_and_goes_on_sigterm_saves_and_stops(size: int, workers: i
     step = max(read_steps(tmp_path / "run/journal.jsonl"))
     assert _checkpoints(tmp_path)[-1] == f"step-{step:06d}"
     done = train(*LONG, "--run_dir=run", f"--train.stop_at={step + 2}", cwd=tmp_path)
-    assert f"going on from step {step}" in done.stdout
+    assert f"resuming from step {step}" in done.stdout
 
 
 @pytest.mark.slow
@@ -176,5 +176,5 @@ def test_data_that_differs_between_ranks_is_named(tmp_path: Path) -> None:
     def unlike(rank: int) -> Task:
         return toy(samples=8 + rank)
 
-    with pytest.raises(LaunchError, match="rank 1 has other data than rank 0"):
+    with pytest.raises(LaunchError, match="the data of rank 1 differs from that of rank 0"):
         train_on_threads(*TOY, f"--run_dir={tmp_path}", size=2, build=unlike)

@@ -66,7 +66,7 @@ def test_a_run_leaves_what_the_readme_says(capsys: pytest.CaptureFixture[str]) -
 def test_the_same_command_goes_on_where_it_was(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SHORT, "--train.stop_at=3"]) == 0
     assert main(SHORT) == 0
-    assert "going on from step 3" in capsys.readouterr().out
+    assert "resuming from step 3" in capsys.readouterr().out
     assert len(list(Path("runs").iterdir())) == 1
     assert main(SHORT) == 0, "a finished run is not taken again"
     assert len(list(Path("runs").iterdir())) == 2
@@ -110,7 +110,7 @@ def test_the_same_command_with_a_path_goes_on_too(capsys: pytest.CaptureFixture[
     command = [*SHORT, "--run_dir=b", "--resume=a"]
     assert main([*command, "--train.stop_at=4"]) == 0
     assert main(command) == 0
-    assert "going on from step 4 (b/checkpoints/step-000004)" in capsys.readouterr().out
+    assert "resuming from step 4 (b/checkpoints/step-000004)" in capsys.readouterr().out
     assert yaml.safe_load(Path("b/config.yaml").read_text())["resume"] == "auto"
 
 
@@ -120,11 +120,11 @@ def test_going_back_sets_the_way_that_was_left_aside(capsys: pytest.CaptureFixtu
     assert main(back) == 0
     assert "step-000006 is set aside" in capsys.readouterr().out
     assert main([*SHORT, "--run_dir=run"]) == 0
-    assert "going on from step 3" in capsys.readouterr().out
+    assert "resuming from step 3" in capsys.readouterr().out
 
 
 def test_resume_from_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no whole checkpoint there" in _fails(capsys, *SHORT, "--run_dir=b", "--resume=nowhere")
+    assert "no valid checkpoint found there" in _fails(capsys, *SHORT, "--run_dir=b", "--resume=nowhere")
 
 
 def test_never_does_not_mix_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,13 +144,13 @@ def test_a_launched_job_that_is_started_again_goes_on_whatever_it_began_from(
     monkeypatch.setenv(JOB, "one")
     assert main([*command, "--train.stop_at=4"]) == 0
     assert main(command) == 0
-    assert "going on from step 4" in capsys.readouterr().out
+    assert "resuming from step 4" in capsys.readouterr().out
     monkeypatch.setenv(JOB, "another")
     if resume == "never":
         assert "give another --run_dir" in _fails(capsys, *command, code=2)
     else:
         assert main(command) == 0
-        assert "going on from step 2" in capsys.readouterr().out
+        assert "resuming from step 2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("content", ["train: [", "a: &a [*a]", "- 1", "seed: 1\nseed: 2"])
@@ -166,7 +166,7 @@ def test_a_run_whose_config_is_broken_is_named_and_its_config_is_not_the_way_on(
     assert Path("run/config.yaml").read_text() == content
     Path("run/config.yaml").unlink()
     assert main([*SHORT, "--run_dir=run"]) == 0
-    assert "going on from step 2" in capsys.readouterr().out
+    assert "resuming from step 2" in capsys.readouterr().out
 
 
 def test_a_run_directory_in_use(capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,7 +194,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_taken(capsys: pytest.Cap
     assert main([*SHORT, "--run_dir=run"]) == 0
     out = capsys.readouterr().out
     assert f"skipping a checkpoint: {file.absolute()} is damaged" in out
-    assert "going on from step 2" in out
+    assert "resuming from step 2" in out
     assert sorted(read_steps(Path("run/journal.jsonl"))) == [1, 2, 3, 4, 5, 6]
 
 
@@ -236,7 +236,7 @@ LOSS = "    loss = lambda model, batch: (model(batch[0]).sum(), 1)\n"
         (f"def build():\n{MODEL}{LOSS}    return Task('model', loss, data)\n", "the task's model is of the wrong type"),
         (
             f"def build():\n{MODEL}    return Task(model, lambda m, b: m(b[0]).sum(), data)\n",
-            "the task's loss function returned the wrong thing",
+            "the task's loss function returned an invalid value",
         ),
         (f"def build():\n{MODEL}{LOSS}    return Task(model, loss, data, optimizer=3)\n", "the task's optimizer is of"),
         (
@@ -261,7 +261,7 @@ LOSS = "    loss = lambda model, batch: (model(batch[0]).sum(), 1)\n"
             (
                 f"def build():\n{MODEL}{LOSS}"
                 f"    return Task(model, loss, data, data, metrics=lambda m, b: {metrics})\n",
-                "the task's metrics function returned the wrong thing",
+                "the task's metrics function returned an invalid value",
             )
             for metrics in ("None", "{'right': 1.0}", "{'right': (1, 'two')}")
         ),

@@ -63,7 +63,7 @@ def test_a_rank_is_killed(tmp_path: Path, losses: dict[int, float]) -> None:
     job = Stock(tmp_path, Hosts(tmp_path, "localhost:1 127.0.0.1:1"), 2)
     job.order.write_text(json.dumps({"fault": "SIGKILL", "phase": "backward", "step": 12, "rank": 1}))
     with nothing_lost(job.run, losses), job.running():
-        job.until("going on from step 11 with 1 rank(s)")
+        job.until("resuming from step 11 with 1 rank(s)")
         job.hurry()
 
 

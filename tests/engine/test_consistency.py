@@ -52,7 +52,7 @@ DIFFERENT = {
     "optimizer": (lambda: _made(Net(), Adam), "the optimizer differs"),
     "momentum": (lambda: _made(Net(), SGD, lr=0.1), "the optimizer differs"),
     "groups": (lambda: _groups(1), "the optimizer's group 0 differs"),
-    "option": (lambda: _with_option(), "what the optimizer's group 0 has beside parameters differs"),
+    "option": (lambda: _with_option(), "the set of options in the optimizer's group 0 differs"),
 }
 
 

@@ -8,7 +8,7 @@ import torch
 from hvdtrain.compression.sizes import Bucket
 from hvdtrain.compression.table import parse
 from hvdtrain.engine import make
-from hvdtrain.engine.make import check_compression, settle_in, suited
+from hvdtrain.engine.make import check_compression, prepare_exchange, resolve_compression
 from hvdtrain.errors import ConfigError
 from tests.support.thread_comm import Hub, ThreadComm
 
@@ -35,8 +35,8 @@ def test_buckets_and_priority(
     comm = ThreadComm(Hub(2), 0)
     comm.local_size = per_host
     variables = {make.NICE: "7"}
-    assert settle_in(parse(compression), comm, variables) == mib * MIB
-    assert settle_in(parse(compression), comm, variables, bucket_mib=0.5) == MIB / 2
+    assert prepare_exchange(parse(compression), comm, variables) == mib * MIB
+    assert prepare_exchange(parse(compression), comm, variables, bucket_mib=0.5) == MIB / 2
     assert asked == ["7", "7"] * gives_way, "whatever their size"
 
 
@@ -59,8 +59,8 @@ def test_an_option_that_names_no_compression_is_told_all_that_there_are() -> Non
 )
 def test_gloo_on_cpus_sums_no_halves(environ: dict[str, str], device: str, halves: bool) -> None:
     for name in ("fp16", "topk:0.1"):
-        found = suited(name, torch.device(device), environ)
+        found = resolve_compression(name, torch.device(device), environ)
         assert found.halves == halves and str(found) == name
         assert found.exact_rows == (not halves)
-    payload = suited("fp16", torch.device(device), environ).payload(Bucket([(640,)], "float32", 640), 2)
+    payload = resolve_compression("fp16", torch.device(device), environ).payload(Bucket([(640,)], "float32", 640), 2)
     assert ("allreduce" in payload) == halves

@@ -295,7 +295,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # training
     _missed(
-        "training/loop/side_pass.py",
+        "training/diagnostics/step_replay.py",
         "        for module, training in modes.items():\n            module.training = training\n",
         "",
         "looking into a bad step does not restore the modes of modules",
@@ -309,7 +309,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/training/test_remote_spans.py",
     ),
     _missed(
-        "training/records/time_budget.py",
+        "training/result.py",
         'if line.get("event") == "started" and not line.get("goes_on"):',
         'if line.get("event") == "started" and line.get("goes_on"):',
         "the budget includes earlier starts of the run",

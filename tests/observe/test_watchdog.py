@@ -322,7 +322,7 @@ def test_without_a_folder_a_dead_neighbour_is_seen_by_the_first_that_is_left_but
     )
     assert missing(_0=GONE, _1=GONE)
     assert not missing(_0=RUNNING, _1=GONE), "rank 0 says it"
-    reporter.job.ending = True
+    reporter.job.is_ending = lambda: True
     assert not missing(_0=GONE, _1=GONE)
 
 

@@ -615,5 +615,5 @@ def test_arguments_that_make_no_sense(both: list[Any], arguments: dict[str, Any]
 
 def test_a_name_that_two_parameters_have(both: list[Any]) -> None:
     model = _model()
-    with pytest.raises(ConfigError, match="two parameters are called x"):
+    with pytest.raises(ConfigError, match="two parameters are named x"):
         both[0].DistributedOptimizer(_sgd(model), [("x", p) for p in model.parameters()])

@@ -100,11 +100,11 @@ def live(folder: Path, recordings: list[Told], profile: Told) -> LiveWindow:
 def test_steps_are_added_to_a_window_that_is_open(tmp_path: Path) -> None:
     told, profile = Told(), Told()
     window = live(tmp_path, [told], profile)
-    window.agreed(10, [5, 0, 0])
-    window.agreed(12, [7, 0, 0])
-    window.agreed(30, [0, 0, 1])  # over by then
-    window.agreed(40, [1 << 40, 1, 0])
-    window.agreed(44, [0, 0, 1])
+    window.on_sums(10, [5, 0, 0])
+    window.on_sums(12, [7, 0, 0])
+    window.on_sums(30, [0, 0, 1])  # over by then
+    window.on_sums(40, [1 << 40, 1, 0])
+    window.on_sums(44, [0, 0, 1])
     assert told.windows == [Window(11, 15), Window(11, 19), Window(41, None), Window(41, 44)]
     assert profile.windows == told.windows[2:]
 
@@ -112,10 +112,10 @@ def test_steps_are_added_to_a_window_that_is_open(tmp_path: Path) -> None:
 def test_a_profile_goes_on_and_ends_with_the_window_that_it_began_in(tmp_path: Path) -> None:
     profile = Told()
     window = live(tmp_path, [Told()], profile)
-    window.agreed(10, [1 << 40, 1, 0])
-    window.agreed(12, [7, 0, 0])
-    window.agreed(14, [0, 0, 1])
-    window.agreed(20, [3, 0, 0])
+    window.on_sums(10, [1 << 40, 1, 0])
+    window.on_sums(12, [7, 0, 0])
+    window.on_sums(14, [0, 0, 1])
+    window.on_sums(20, [3, 0, 0])
     assert profile.windows == [Window(11, None), Window(11, 19), Window(11, 14)]
 
 
@@ -126,18 +126,18 @@ def job_of(folder: Path) -> LiveWindow:
 def taken(window: LiveWindow, folder: Path, request: Request) -> list[int]:
     """What the step that comes sums when this is asked."""
     write_request(folder, request)
-    while not any(asked := window.notices()):
+    while not any(asked := window.values()):
         pass
     return asked
 
 
 def test_what_is_over_is_answered_to_whoever_asked_for_it(tmp_path: Path) -> None:
     window = job_of(tmp_path)
-    window.agreed(3, taken(window, tmp_path, Request("first", "start", 2)))
+    window.on_sums(3, taken(window, tmp_path, Request("first", "start", 2)))
     asked = taken(window, tmp_path, Request("second", "start", 2))
     window.begin_step(8)
     assert read_answer(tmp_path) == Answer("first", "over", 4, 5, [])
-    window.agreed(8, asked)
+    window.on_sums(8, asked)
     assert read_answer(tmp_path) == Answer("second", "open", 9, 10, [])
     window.close()
 
@@ -145,7 +145,7 @@ def test_what_is_over_is_answered_to_whoever_asked_for_it(tmp_path: Path) -> Non
 def test_a_run_that_ends_says_so_to_who_asked_too_late(tmp_path: Path) -> None:
     window = job_of(tmp_path)
     window.begin_step(3)
-    window.agreed(3, taken(window, tmp_path, Request("last step", "start", 2)))
+    window.on_sums(3, taken(window, tmp_path, Request("last step", "start", 2)))
     window.close()
     assert read_answer(tmp_path) == Answer("last step", "none", files=[], lacks="the run has ended")
     window = job_of(tmp_path)
@@ -161,7 +161,7 @@ def test_a_trace_that_goes_away_meanwhile_is_nobodys_failure(tmp_path: Path) -> 
     (tmp_path / "gone.json").symlink_to(tmp_path / "renamed")
     (tmp_path / "spans.json").write_text("[{}]")
     window = job_of(tmp_path)
-    window.agreed(3, taken(window, tmp_path, Request("now", "start", 2)))
+    window.on_sums(3, taken(window, tmp_path, Request("now", "start", 2)))
     (tmp_path / "spans.json").write_text("[{}, {}]")
     window.begin_step(8)
     assert read_answer(tmp_path) == Answer("now", "over", 4, 5, [str(tmp_path / "spans.json")])
@@ -175,9 +175,9 @@ def test_the_answer_says_what_was_written(tmp_path: Path) -> None:
     requests = Requests(tmp_path, every_s=0.001)
     window = LiveWindow(tmp_path, requests, [Told()], Told(), "nothing", lambda text: None)
     write_request(tmp_path, Request("now", "start", 2))
-    while not any(asked := window.notices()):
+    while not any(asked := window.values()):
         pass
-    window.agreed(3, asked)
+    window.on_sums(3, asked)
     (tmp_path / "spans.json").write_text("[{}]")
     (tmp_path / "horovod.json").write_text("[{}]")
     for step in (5, 6, 7):

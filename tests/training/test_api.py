@@ -201,7 +201,7 @@ def test_other_data_is_noticed_on_resume(capsys: pytest.CaptureFixture[str]) -> 
     hvdtrain.train({**OPTIONS, "run_dir": "run", "train": {**OPTIONS["train"], "stop_at": 3}}, toy)
     hvdtrain.train({**OPTIONS, "run_dir": "run", "samples": 40}, toy)
     out = capsys.readouterr().out
-    assert "the training data is not that of the run so far (50 samples then, 40 now)" in out
+    assert "the training data has changed (50 samples before, 40 now)" in out
     assert "samples: 50 -> 40" in out
 
 

@@ -13,8 +13,8 @@ from hvdtrain.engine.make import make_engine
 from hvdtrain.spans import Spans
 from hvdtrain.task.base import Task
 from hvdtrain.training.loop import buffers
-from hvdtrain.training.loop.buffers import Rollback, all_buffers, copied_to_host
-from hvdtrain.training.loop.precision import Precision
+from hvdtrain.training.loop.buffers import Rollback, all_buffers, copy_to_host
+from hvdtrain.training.loop.forward import Precision
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
 from hvdtrain.training.loop.step import Stepper
 from tests.support.thread_comm import ThreadComm, on_ranks
@@ -136,10 +136,10 @@ def test_a_cache_that_no_checkpoint_holds_stays_as_it_is() -> None:
 def test_any_dtype_is_told_apart_and_put_back(dtype: torch.dtype) -> None:
     model = nn.Module()
     model.register_buffer("value", torch.ones(2, 3).to(dtype).t())
-    (copy,) = copied_to_host(all_buffers(model))
+    (copy,) = copy_to_host(all_buffers(model))
     assert not copy.is_changed()
     with torch.no_grad():
         model.value.zero_()
     assert copy.is_changed()
-    copy.put_back()
+    copy.restore()
     assert not copy.is_changed()

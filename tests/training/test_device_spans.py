@@ -53,13 +53,13 @@ def test_durations_are_the_devices_and_come_when_they_are_known() -> None:
         with spans(name):
             device.now_ms += duration_ms
     device.done_ms = 35.0  # the optimizer is still under way
-    seconds = spans.take()
+    seconds = spans.pop_seconds()
     assert {name: seconds[name] for name in ("forward", "backward", "wait", "optimizer")} == pytest.approx(
         {"forward": 0.010, "backward": 0.020, "wait": 0.005, "optimizer": 0.0}
     )
     spans.step = 2
     device.done_ms = 38.0
-    assert spans.take()["optimizer"] == pytest.approx(0.003)
+    assert spans.pop_seconds()["optimizer"] == pytest.approx(0.003)
 
 
 def test_the_trace_has_them_on_the_devices_track_in_their_step() -> None:
@@ -71,7 +71,7 @@ def test_the_trace_has_them_on_the_devices_track_in_their_step() -> None:
         device.now_ms = 7.0
     spans.step = 5
     device.done_ms = device.host_ms = 7.0
-    spans.take()
+    spans.pop_seconds()
     found = [event for event in spans.events() if event.track == DEVICE]
     assert found == [("forward", DEVICE, 1000 + 2_000_000, 1000 + 7_000_000, 4)]
 
@@ -83,7 +83,7 @@ def test_what_the_host_does_is_timed_by_the_host() -> None:
     spans.listeners.append(DeviceSpans(spans, device.event))
     with spans("data"), spans("copy"):
         pass
-    seconds = spans.take()
+    seconds = spans.pop_seconds()
     assert seconds["data"] > 0
     assert seconds["copy"] == 0.0
 
@@ -102,7 +102,7 @@ def test_a_device_clock_that_drifts_stays_beside_the_hosts(rate: float) -> None:
                 device.host_ms += 5
                 device.now_ms += 5 * rate
         device.done_ms = device.now_ms
-        spans.take()
+        spans.pop_seconds()
         forward, backward = [event for event in spans.events(step) if event.track == DEVICE]
         assert forward.end_ns <= backward.start_ns
         assert forward.start_ns == pytest.approx(1000 + begun * 1e6, abs=0.1e6)  # it would be 20 ms at the end
@@ -115,5 +115,5 @@ def test_events_are_used_again() -> None:
         with spans("forward"):
             device.now_ms += 1
         device.done_ms = device.now_ms
-        spans.take()
+        spans.pop_seconds()
     assert device.made <= 4

@@ -11,10 +11,10 @@ from torch import nn
 from hvdtrain.errors import DriftError
 from hvdtrain.observe.past_journal import read_steps
 from hvdtrain.state.train_state import Progress, TrainState
-from hvdtrain.training.diagnostics.drift import _BITS, Drift, number
+from hvdtrain.training.diagnostics.drift import _BITS, Drift, model_hash
 from hvdtrain.training.diagnostics.health import digests
-from hvdtrain.training.loop.combined_sums import CombinedSums
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
+from hvdtrain.training.loop.step_sums import CombinedSums
 from tests.support.launch import train
 from tests.support.thread_comm import ThreadComm, on_ranks
 
@@ -46,10 +46,10 @@ def _steps(comm: ThreadComm, drifting: int, every: int, at: int) -> tuple[int, s
     for step in range(1, 13):
         if step == at and comm.rank == drifting:
             model[1].weight.data[0, 7] = torch.nextafter(model[1].weight.data[0, 7], torch.tensor(9.0))
-        sums = _sums(comm, drift.notices())
+        sums = _sums(comm, drift.values())
         state.progress = Progress(step=step)  # another object, as where a run goes back to a commit
         try:
-            drift.agreed(step, sums)
+            drift.on_sums(step, sums)
         except DriftError as error:
             return step, str(error)
     assert not warnings
@@ -82,7 +82,7 @@ def test_what_is_equal_again_is_told_and_ends_nothing() -> None:
         warnings = list[str]()
         state = _state()
         drift = Drift(state, comm, 1, SharedBuffers(state.model, comm), warnings.append)
-        drift.agreed(5, [3, 5])
+        drift.on_sums(5, [3, 5])
         return warnings
 
     for warnings in on_ranks(2, body):
@@ -91,11 +91,11 @@ def test_what_is_equal_again_is_told_and_ends_nothing() -> None:
 
 def test_a_number_has_few_bits_and_depends_on_each_of_the_parameters() -> None:
     model = _model()
-    found = {number(model)}
+    found = {model_hash(model)}
     for parameter in model.parameters():
         for place in (0, -1):
             parameter.data.view(-1).view(torch.int32)[place] ^= 1
-            found.add(number(model))
+            found.add(model_hash(model))
     assert len(found) == 1 + 2 * 4
     assert all(0 <= one < 1 << _BITS for one in found)
 
@@ -105,15 +105,15 @@ def test_each_of_several_gets_its_own_sums() -> None:
         def __init__(self, numbers: list[int]) -> None:
             self.numbers, self.got = numbers, list[int]()
 
-        def notices(self) -> list[int]:
+        def values(self) -> list[int]:
             return self.numbers
 
-        def agreed(self, step: int, notices: object) -> None:
+        def on_sums(self, step: int, notices: object) -> None:
             self.got = [step, *notices]  # type: ignore[misc]
 
     members = [Member([1, 2]), Member([]), Member([3])]
     several = CombinedSums(*members)
-    several.agreed(7, [10 * n for n in several.notices()])
+    several.on_sums(7, [10 * n for n in several.values()])
     assert [member.got for member in members] == [[7, 10, 20], [7], [7, 30]]
 
 

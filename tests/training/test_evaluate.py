@@ -14,7 +14,7 @@ from hvdtrain.comm.solo import SoloComm
 from hvdtrain.config.schema import LoaderConfig
 from hvdtrain.task.base import Task
 from hvdtrain.training.loop.evaluate import Evaluation, HeldOut, evaluate
-from hvdtrain.training.loop.precision import Precision
+from hvdtrain.training.loop.forward import Precision
 from tests.support.thread_comm import ThreadComm, on_ranks
 from tests.support.toy import Net, toy
 

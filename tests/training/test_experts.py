@@ -38,13 +38,13 @@ UNEVEN = torch.tensor([[0, 1], [0, 2]])
 def test_the_most_uneven_router_counts_over_all_micro_batches() -> None:
     model = Moe()
     routers = find_routers(model)
-    assert routers is not None and math.isnan(routers.take())
+    assert routers is not None and math.isnan(routers.pop_share())
     routers.begin()
     model(EVEN, UNEVEN)
     model(EVEN, EVEN)
     routers.end()
-    assert routers.take() == pytest.approx(3 / 8)
-    assert math.isnan(routers.take())
+    assert routers.pop_share() == pytest.approx(3 / 8)
+    assert math.isnan(routers.pop_share())
 
 
 def test_nothing_is_seen_and_nothing_stays_beside_the_step() -> None:
@@ -56,7 +56,7 @@ def test_nothing_is_seen_and_nothing_stays_beside_the_step() -> None:
     model.eval()
     model(UNEVEN, UNEVEN)  # an evaluation
     routers.end()
-    assert math.isnan(routers.take())
+    assert math.isnan(routers.pop_share())
     assert not any(module._forward_hooks for module in model.modules())
 
 
@@ -76,7 +76,7 @@ def test_numbers_that_are_no_experts_cost_the_figure_not_the_training(chosen: li
     model["gate"](torch.tensor(chosen))
     model["gate"](torch.tensor([[5, 1, 2], [0, 3, 4]]))
     routers.end()
-    assert math.isnan(routers.take())
+    assert math.isnan(routers.pop_share())
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, about what it imports for compiling
@@ -119,4 +119,4 @@ def test_routers_of_transformers_are_found(family: str) -> None:
     routers.begin()
     model(torch.arange(32).reshape(2, 16))
     routers.end()
-    assert 1 / 4 <= routers.take() <= 1 / 2
+    assert 1 / 4 <= routers.pop_share() <= 1 / 2

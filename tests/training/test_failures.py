@@ -10,7 +10,7 @@ import hvdtrain
 from hvdtrain.observe.failure.reporter import JobFacts
 from hvdtrain.observe.past_journal import read_journal
 from hvdtrain.spans import Spans
-from hvdtrain.training.result import losses_and_speed
+from hvdtrain.training.result import journal_figures
 from tests.support.toy import toy
 
 
@@ -57,7 +57,7 @@ def test_at_its_end_a_rank_waits_for_no_other(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(JobFacts, "__init__", lambda job, *a, **k: jobs.append(job) or make(job, *a, **k))
     seen: list[bool] = []
     monkeypatch.setattr(
-        "hvdtrain.training.session.losses_and_speed", lambda *a: seen.append(jobs[0].ending) or losses_and_speed(*a)
+        "hvdtrain.training.result.journal_figures", lambda *a: seen.append(jobs[0].is_ending()) or journal_figures(*a)
     )
     hvdtrain.train({"train": {"steps": 1, "global_batch": 4, "micro_batch": 2}, "run_dir": str(tmp_path / "run")}, toy)
     assert seen == [True]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.runtime.host import read_host
 from hvdtrain.spans import Spans
-from hvdtrain.training.records.gradient_times import GradientTimes
+from hvdtrain.training.records.gradient_times import GradientTimes, ReadyTimes
 
 
 def _run(path: Path, steps: int, warn: Any = None) -> tuple[nn.Module, Spans]:
@@ -26,10 +27,11 @@ def _run(path: Path, steps: int, warn: Any = None) -> tuple[nn.Module, Spans]:
     ticks = count(0, 1000)
     spans = Spans(lambda: next(ticks))
     comm = SoloComm()
-    times = GradientTimes(model, comm, spans, path, warn or (lambda text: None), read_host({}))
+    ready = ReadyTimes(model, spans)
     named = [(name, p) for name, p in model.named_parameters()]
     reducer = Reducer(lambda: named, comm, Compression.none(), spans=spans)
-    times.engine = engine = ExchangeEngine(torch.optim.SGD(model.parameters(), lr=0.1), reducer)
+    engine = ExchangeEngine(torch.optim.SGD(model.parameters(), lr=0.1), reducer)
+    times = GradientTimes(ready, engine, comm, spans, path, warn or (lambda text: None), read_host({}))
     for step in range(1, steps + 1):
         times.begin_step(step)
         spans.step = step
@@ -76,9 +78,10 @@ def test_what_fails_while_a_run_fails_is_said_and_raises_nothing(tmp_path: Path)
     said: list[str] = []
     comm, spans = SoloComm(), Spans()
     model = nn.Linear(2, 2)
-    times = GradientTimes(
-        model, comm, spans, tmp_path / "gradients.json", said.append, read_host({})
-    )  # no engine was made
+    # An engine that cannot tell its plan any more.
+    engine = SimpleNamespace(compression="none")
+    ready = ReadyTimes(model, spans)
+    times = GradientTimes(ready, engine, comm, spans, tmp_path / "gradients.json", said.append, read_host({}))
     for step in range(1, 6):
         times.begin_step(step)
         spans.step = step
@@ -94,4 +97,4 @@ def test_a_folder_that_cannot_be_written_costs_the_file_not_the_run(tmp_path: Pa
     said: list[str] = []
     _run(tmp_path / "file" / "gradients.json", steps=9, warn=said.append)
     assert len(said) == 1
-    assert "training goes on" in said[0]
+    assert "training continues" in said[0]

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.training.diagnostics.loss_spikes import KEEP, spike
+from hvdtrain.training.diagnostics.loss_spikes import KEEP, detect_spike
 
 
 def _told(losses: list[float]) -> list[int]:
-    return [t for t, loss in enumerate(losses) if spike(losses[max(0, t - KEEP) : t], loss) is not None]
+    return [t for t, loss in enumerate(losses) if detect_spike(losses[max(0, t - KEEP) : t], loss) is not None]
 
 
 def _walk(rng: random.Random, steps: int, size: float) -> list[float]:
@@ -51,7 +51,7 @@ def test_a_spike_is_told_once_however_long_it_lasts(seed: int, at: int, length: 
     for t in range(at, at + length):
         losses[t] *= factor
     assert [t for t in _told(losses) if t < at + length] == [at]
-    expected = spike(losses[max(0, at - KEEP) : at], losses[at])
+    expected = detect_spike(losses[max(0, at - KEEP) : at], losses[at])
     assert expected == pytest.approx(3, abs=0.1)
 
 

@@ -7,7 +7,7 @@ import torch
 from hvdtrain.config.schema import Config
 from hvdtrain.engine.make import make_engine
 from hvdtrain.spans import Spans
-from hvdtrain.training.diagnostics.memory_holders import held
+from hvdtrain.training.diagnostics.memory_holders import memory_holders
 from tests.support.thread_comm import ThreadComm, on_ranks
 
 _MIB = 1 << 20
@@ -23,7 +23,7 @@ def _held(comm: ThreadComm) -> dict[str, float]:
     engine.backward(model(torch.ones(1, 512)).sum())
     engine.finish()
     engine.step()
-    found = held(Config(), _CPU, model, engine)
+    found = memory_holders(Config(), _CPU, model, engine)
     assert (found["where"], found["micro_batch"], found["precision"]) == ("host's", 4, "fp32")
     mib: dict[str, float] = found["mib"]
     return mib

@@ -9,7 +9,7 @@ import pytest
 
 from hvdtrain.observe.trace_file import TraceFile
 from hvdtrain.training.records import remote_spans as far_files
-from hvdtrain.training.records.remote_spans import bring_spans, whole_lines
+from hvdtrain.training.records.remote_spans import collect_spans, whole_lines
 from tests.support.thread_comm import ThreadComm, on_ranks
 
 
@@ -22,7 +22,7 @@ def _trace(folder: Path, rank: int, began: int, spans: int = 3) -> None:
 
 def _bring(tmp_path: Path, folders: list[str]) -> None:
     def body(comm: ThreadComm) -> None:
-        bring_spans(comm, tmp_path / folders[comm.rank], pytest.fail)
+        collect_spans(comm, tmp_path / folders[comm.rank], pytest.fail)
 
     on_ranks(len(folders), body)
 
@@ -65,7 +65,7 @@ def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
     _trace(tmp_path / "b", 1, began=5)
     (tmp_path / "a").write_text("in the way")
     said: list[str] = []
-    on_ranks(2, lambda comm: bring_spans(comm, tmp_path / ("a" if comm.rank == 0 else "b"), said.append))
+    on_ranks(2, lambda comm: collect_spans(comm, tmp_path / ("a" if comm.rank == 0 else "b"), said.append))
     assert len(said) == 1 and "stays on its host" in said[0]
 
 

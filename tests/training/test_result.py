@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.training.result import losses_and_speed
+from hvdtrain.training.result import journal_figures
 
 PARTS = ("data_s", "copy_s", "forward_s", "backward_s", "exposed_comm_s", "clip_s", "optimizer_s")
 
@@ -18,7 +18,7 @@ def _step(step: int, loss: float, step_s: float = 1.0) -> dict[str, Any]:
 def _figures(folder: Path, lines: list[dict[str, Any]]) -> dict[str, Any]:
     path = folder / "journal.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 9, "cut')
-    return losses_and_speed(path)
+    return journal_figures(path)
 
 
 def test_of_steps_that_were_done_again_the_last_count(tmp_path: Path) -> None:

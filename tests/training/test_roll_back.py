@@ -20,7 +20,7 @@ from hvdtrain.observe.past_journal import read_journal, read_steps
 from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.state.commits import Commits
 from hvdtrain.state.train_state import Progress, TrainState
-from hvdtrain.training.elastic.roll_back import RollBack, SpoiledSteps, began_at, merged
+from hvdtrain.training.elastic.roll_back import RollBack, SpoiledSteps, first_position, merge_ranges
 from hvdtrain.verify.data import verify_data
 from hvdtrain.verify.equality import compare
 from hvdtrain.verify.runs import Outcome
@@ -135,7 +135,9 @@ def _after_two_skipped(comm: ThreadComm) -> str:
     roll_back.begin(state)
     state.progress = Progress(step=6, position=48, skipped_in_row=3)
     try:
-        gone = roll_back.go_past(SpoiledSteps("non_finite", 4, [24, 48], NonFiniteError("three")), state, lambda: None)
+        gone = roll_back.roll_back(
+            SpoiledSteps("non_finite", 4, [24, 48], NonFiniteError("three")), state, lambda: None
+        )
     except NonFiniteError:
         return "the end"
     return f"went on: {gone}"
@@ -159,7 +161,7 @@ def test_where_a_rank_is_lost_while_others_go_back_the_journal_knows_what_they_l
         raise ConnectionError
 
     with pytest.raises(ConnectionError):
-        roll_back.go_past(SpoiledSteps("spikes", 5, [32, 40]), state, lost)
+        roll_back.roll_back(SpoiledSteps("spikes", 5, [32, 40]), state, lost)
     assert state.progress.left_out == [event["positions"] for event in events] == [[32, 40]]
 
 
@@ -168,7 +170,7 @@ RANGES = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)).map(lambda r:
 
 @given(RANGES)
 def test_merged_ranges_hold_the_same_positions(ranges: list[list[int]]) -> None:
-    found = merged(ranges)
+    found = merge_ranges(ranges)
     assert [p for b, e in found for p in range(b, e)] == sorted({p for b, e in ranges for p in range(b, e)})
     assert all(a[1] < b[0] for a, b in pairwise(found))
 
@@ -177,7 +179,7 @@ def test_merged_ranges_hold_the_same_positions(ranges: list[list[int]]) -> None:
 def test_where_a_step_began_is_found_behind_what_is_left_out(
     ranges: list[list[int]], position: int, count: int
 ) -> None:
-    left_out = merged(ranges)
+    left_out = merge_ranges(ranges)
     parts = positions_without(position, count, left_out)
     progress = Progress(position=parts[-1][1], left_out=left_out)
-    assert began_at(progress, count) == parts[0][0]
+    assert first_position(progress, count) == parts[0][0]

@@ -18,7 +18,7 @@ from hvdtrain.observe.past_journal import is_finished, read_journal
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.observe.span_trace import SpanTrace
 from hvdtrain.timeline.analysis.analysis import figures
-from hvdtrain.training.records.run_report import report
+from hvdtrain.training.records.run_report import explain_run
 from tests.support.analyses import analysis
 from tests.support.toy import toy
 
@@ -84,7 +84,7 @@ def test_what_fails_is_a_warning(broken: str, tmp_path: Path, monkeypatch: pytes
     result = _train(tmp_path)
     assert (result.reason, result.step, result.analysis) == ("finished", 8, None)
     (warning,) = _events(tmp_path, "warning")
-    assert warning["text"] == "where the time went is not told: ZeroDivisionError: there was nothing"
+    assert warning["text"] == "the analysis of the run failed: ZeroDivisionError: there was nothing"
     assert not (tmp_path / "timeline" / "report.html").exists()
     assert is_finished(tmp_path / "journal.jsonl")
 
@@ -116,9 +116,9 @@ def test_files_of_all_ranks_are_closed_before_they_are_read(
     stand_in.close_watchers = lambda: order.append("closed")
     stand_in.event = lambda record: order.append(record["event"])
     module = "hvdtrain.training.records.run_report"
-    monkeypatch.setattr(f"{module}.bring_spans", lambda *arguments: order.append("waited"))
+    monkeypatch.setattr(f"{module}.collect_spans", lambda *arguments: order.append("waited"))
     monkeypatch.setattr(f"{module}._explain", lambda directory: order.append("read") or analysis(2))
-    found = report(ObserveConfig(), tmp_path, stand_in, stand_in, 3)
+    found = explain_run(ObserveConfig(), tmp_path, stand_in, stand_in, 3)
     assert order == ["closed", "waited", *(["read", "explained"] if rank == 0 else [])]
     assert found == (analysis(2) if rank == 0 else None)
 
@@ -151,7 +151,7 @@ def test_a_trace_that_cannot_be_closed_costs_the_trace_not_the_run(
     result = _train(tmp_path)
     assert (result.reason, result.step) == ("finished", 8) and result.analysis is not None
     (warning,) = _events(tmp_path, "warning")
-    assert "a trace of rank 0 is not whole" in warning["text"] and "no space left" in warning["text"]
+    assert "a trace of rank 0 is incomplete" in warning["text"] and "no space left" in warning["text"]
 
 
 def test_watchers_are_ended_once() -> None:

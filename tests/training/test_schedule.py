@@ -12,13 +12,13 @@ from torch import nn
 
 from hvdtrain.config.schema import OptimizerConfig, TrainConfig
 from hvdtrain.training.start.optimizers import make_optimizer
-from hvdtrain.training.start.schedule import factor, total_steps
+from hvdtrain.training.start.schedule import lr_schedule, total_steps
 
 
 @given(st.integers(0, 50), st.integers(1, 500), st.floats(0, 1))
 def test_warm_up_rises_and_cosine_falls_to_min(warmup: int, after: int, min_lr: float) -> None:
     horizon = warmup + after
-    at = factor(OptimizerConfig(warmup_steps=warmup, min_lr=min_lr), horizon)
+    at = lr_schedule(OptimizerConfig(warmup_steps=warmup, min_lr=min_lr), horizon)
     rates = [at(step) for step in range(horizon + 1)]
     assert all(a < b for a, b in pairwise(rates[: warmup + 1]))
     assert rates[warmup] == 1.0
@@ -28,7 +28,7 @@ def test_warm_up_rises_and_cosine_falls_to_min(warmup: int, after: int, min_lr: 
 
 
 def test_constant_stays() -> None:
-    at = factor(OptimizerConfig(schedule="constant", warmup_steps=2), 10)
+    at = lr_schedule(OptimizerConfig(schedule="constant", warmup_steps=2), 10)
     assert [round(at(step), 3) for step in range(5)] == [0.333, 0.667, 1.0, 1.0, 1.0]
 
 

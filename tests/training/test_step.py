@@ -17,7 +17,7 @@ from hvdtrain.engine.make import make_engine
 from hvdtrain.errors import TaskError
 from hvdtrain.spans import Spans
 from hvdtrain.task.base import Task
-from hvdtrain.training.loop.precision import Precision
+from hvdtrain.training.loop.forward import Precision
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
 from hvdtrain.training.loop.step import Stepper, StepResult, to_device
 from tests.support.toy import toy
@@ -178,7 +178,7 @@ def test_spans_add_up_to_the_step() -> None:
     start = stepper.spans.now()
     _run(stepper, _batches(task, 1))
     elapsed = (stepper.spans.now() - start) * 1e-9
-    seconds = stepper.spans.take()
+    seconds = stepper.spans.pop_seconds()
     assert seconds.keys() == {"copy", "forward", "backward", "wait", "clip", "optimizer"}
     assert 0 < sum(seconds.values()) <= elapsed
 

@@ -22,8 +22,8 @@ from hvdtrain.data.loader import Stream, seed_forward, train_batches
 from hvdtrain.engine.make import make_engine
 from hvdtrain.spans import Spans
 from hvdtrain.task.base import Task
-from hvdtrain.training.diagnostics.step_replay import Finding, Replayed, replay
-from hvdtrain.training.loop.precision import Precision
+from hvdtrain.training.diagnostics.step_replay import Finding, Replay, replay
+from hvdtrain.training.loop.forward import Precision
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
 from hvdtrain.training.loop.step import Stepper, StepResult
 from tests.support import faulty
@@ -175,7 +175,7 @@ def test_a_norm_that_overflows() -> None:
 def test_nothing_is_found_where_nothing_is_wrong() -> None:
     stepper, stream = _parts(faulty.faulty(faulty.harmless, []))
     assert _step(stepper, stream).applied
-    assert replay(stepper, stream, 0, 1.0) == Replayed([], {})
+    assert replay(stepper, stream, 0, 1.0) == Replay([], {})
 
 
 def test_a_replay_that_raises_is_told() -> None:
@@ -190,7 +190,7 @@ def test_a_replay_that_raises_is_told() -> None:
     stepper, stream = _parts(Task(base.model, loss, base.train_data))
     _step(stepper, stream)
     before = _everything(stepper)
-    assert replay(stepper, stream, 0, 1.0) == Replayed([], {0: "RuntimeError: once is enough"})
+    assert replay(stepper, stream, 0, 1.0) == Replay([], {0: "RuntimeError: once is enough"})
     _assert_same(before, _everything(stepper))
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from hvdtrain import Task
 from hvdtrain.config.schema import OptimizerConfig
-from hvdtrain.training.start.optimizers import bring_state, make_optimizer
+from hvdtrain.training.start.optimizers import make_optimizer, move_optimizer_state
 from tests.support.thread_job import train_on_threads
 
 OPTIONS = ("--train.global_batch=4", "--train.micro_batch=2", "--train.steps=6", "--optimizer.warmup_steps=0")
@@ -102,7 +102,7 @@ def test_the_state_of_an_optimizer_is_where_its_parameters_are(
     parameter = nn.Parameter(torch.zeros(3, device="meta"))
     optimizer = make([parameter])
     optimizer.state[parameter] = {name: torch.zeros(()) for name in moved} | {"plain": 3}
-    bring_state(optimizer)
+    move_optimizer_state(optimizer)
     state = optimizer.state[parameter]
     assert {name: value.device.type for name, value in state.items() if name != "plain"} == moved
     assert state["plain"] == 3

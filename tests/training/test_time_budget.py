@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.training.records.time_budget import REST, Budget
+from hvdtrain.training.result import REST, Budget
 
 PARTS = ("data_s", "copy_s", "forward_s", "backward_s", "exposed_comm_s", "clip_s", "optimizer_s")
 

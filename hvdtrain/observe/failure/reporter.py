@@ -41,7 +41,7 @@ class JobFacts:
         checkpoint: finds the newest checkpoint.
         memory_holders: says what holds memory; called if memory ran out.
         collective_parameters: parameters by the collective with their gradients.
-        ending: whether each rank may end when it wants to, because no other rank waits for it.
+        is_ending: says whether each rank may end when it wants to, because no other rank waits for it.
     """
 
     run_dir: Path
@@ -50,7 +50,7 @@ class JobFacts:
     checkpoint: Callable[[], str | None]
     memory_holders: Callable[[], dict[str, Any]] = dict
     collective_parameters: Callable[[], Mapping[str, Sequence[str]]] = dict
-    ending: bool = False
+    is_ending: Callable[[], bool] = lambda: False
 
 
 @dataclass

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Budget, Finding
 
-MOST_LINES = 15
+MOST_LINES = 18
 _MOST_PARTS = 8
 _BAR = 40
 """Characters of a bar for the whole step."""
-_WIDTH = 110
+_WIDTH = 79
 
 
 def to_lines(analysis: Analysis) -> list[str]:
@@ -62,8 +62,8 @@ def _finding(finding: Finding) -> list[str]:
 
 
 def _wrapped(head: str, text: str) -> list[str]:
-    """Wrap to two lines at most."""
+    """Wrap to three lines at most."""
     whole = " ".join(f"{head}: {text}".split()) if text else head
     indent = " " * (len(head) - len(head.lstrip()))
-    lines = textwrap.wrap(whole, _WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ", max_lines=2)
+    lines = textwrap.wrap(whole, _WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ", max_lines=3)
     return lines or [head]

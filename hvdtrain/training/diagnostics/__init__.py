@@ -1,1 +1,1 @@
-"""Finding what went wrong in training: non-finite numbers, loss spikes, drift between ranks, memory."""
+"""Diagnostics of training: non-finite numbers, loss spikes, drift between ranks, memory, failures."""

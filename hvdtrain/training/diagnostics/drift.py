@@ -1,4 +1,4 @@
-"""Parameters and buffers that are no longer equal on all ranks, found without a collective of its own."""
+"""Detect parameters and buffers that differ between ranks, without an extra collective."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from hvdtrain.training.diagnostics.health import check_equal, digests, replicate
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
 
 _BITS = 16
-"""Of a rank's number: so few that sums of its square over a million ranks are exact in float64. Tensors that differ
-have the same number once in 65,536 times, and are found the next time."""
+"""Bits of a rank's hash: few enough that the sum of squares over a million ranks is exact in float64. Different tensors
+have equal hashes once in 65,536 times; the next check finds them."""
 
 
 class Drift:
-    """A number of all parameters and persistent buffers of this rank, which travels with the sums of some steps.
+    """A hash of this rank's parameters and persistent buffers, which some steps sum over ranks.
 
-    Ranks have equal numbers where ``size * sum(n^2) == sum(n)^2``: of two sums that all have, so that all agree on it
-    (Cauchy and Schwarz).
+    The hashes are equal if ``size * sum(n^2) == sum(n)^2`` (Cauchy-Schwarz). All ranks have both sums, so they agree.
 
     Args:
-        state: whose model; how far it is, also after it was taken back.
+        state: of the training.
         comm: the ranks.
-        every: steps between two looks; 0 for none.
-        buffers: makes those that differ equal.
-        warn: takes a line for a person.
+        every: steps between two checks; 0 for none.
+        buffers: makes buffers that differ equal.
+        warn: shows a warning.
     """
 
     def __init__(
@@ -40,31 +39,31 @@ class Drift:
         self._buffers = buffers
         self._warn = warn
 
-    def notices(self) -> list[int]:
-        """What the step that comes sums over ranks: this rank's number and its square, zeros where none is due."""
+    def values(self) -> list[int]:
+        """Return this rank's hash and its square; zeros if no check is due."""
         if not self._every or self._state.progress.step % self._every:
             return [0, 0]
-        mine = number(self._state.model)
+        mine = model_hash(self._state.model)
         return [mine, mine * mine]
 
-    def agreed(self, step: int, notices: Sequence[int]) -> None:
-        """See what the sums say of the state before step `step`. Collective: yes.
+    def on_sums(self, step: int, sums: Sequence[int]) -> None:
+        """Check the state before step `step` by the sums. Collective: yes.
 
         Errors:
-            DriftError: on every rank, naming a parameter and ranks, or buffers that are only checked.
+            DriftError: on every rank, with a parameter and the ranks, or with buffers that are only checked.
         """
-        total, squares = notices
+        total, squares = sums
         if self._comm.size * squares != total * total:
             found = check_equal(self._state.model, self._comm, name="drift/found")
             self._buffers.share(found)
             if not found:
-                self._warn(f"before step {step} parameters were not equal on all ranks; after it they are again")
+                self._warn(f"parameters differed between ranks before step {step}, and are equal again after it")
 
 
-def number(model: nn.Module) -> int:
-    """A number of `_BITS` bits, a function of all bits that ranks hold copies of. Waits for the device."""
+def model_hash(model: nn.Module) -> int:
+    """Return a hash of `_BITS` bits of all replicated tensors. Waits for the device."""
     found = digests(replicated(model).values())
     places = torch.arange(1, len(found) + 1, dtype=torch.int64) * 2654435761 + 97
-    # Times an odd number, so that the uppermost bits depend on all others (Knuth's multiplicative hashing).
+    # Multiply by an odd number, so that the highest bits depend on all others (Knuth's multiplicative hashing).
     mixed = int((found * places).sum()) * 0x9E3779B97F4A7C15
     return (mixed >> (64 - _BITS)) & ((1 << _BITS) - 1)

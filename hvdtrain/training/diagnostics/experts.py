@@ -1,4 +1,4 @@
-"""How evenly a mixture of experts gives its experts work, looked at in single steps."""
+"""How evenly a mixture of experts distributes its work, measured in single steps."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ _KIND = re.compile(r"router|gat(e|ing)$", re.IGNORECASE)
 
 
 class Routers:
-    """Looks at what routers choose, by hooks that are there only in steps that are looked at.
+    """Counts the choices of routers, by hooks that exist only in measured steps.
 
-    A router is a module called so, or gate, that gives the numbers of the experts it has chosen (a tensor of integers)
-    beside a number for each expert, as those of transformers do.
+    A router is a module named router or gate. It returns the indices of the chosen experts (a tensor of integers) and
+    a number for each expert, as routers of transformers do.
 
     Args:
-        found: modules that may be routers.
+        modules: that may be routers.
     """
 
-    def __init__(self, found: list[nn.Module]) -> None:
-        self._found = found
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._modules = modules
         self._hooks: list[Any] = []
         self._counts: dict[int, Tensor] = {}
         self._shares: Tensor | None = None
 
     def begin(self) -> None:
-        """Look at the step that comes."""
+        """Measure the next step."""
         self._counts.clear()
-        self._hooks = [module.register_forward_hook(self._saw) for module in self._found]
+        self._hooks = [module.register_forward_hook(self._on_forward) for module in self._modules]
 
     def end(self) -> None:
-        """Look no more; what was seen is brought from the device, for which nobody waits."""
+        """End the measurement; start copying the counts to the host, without waiting."""
         self.close()
         if not self._counts:
             return
@@ -46,46 +46,46 @@ class Routers:
         self._counts.clear()
 
     def close(self) -> None:
-        """Take the hooks off, whatever became of the step."""
+        """Remove the hooks, also after an error."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
-    def take(self) -> float:
-        """Of all choices of the router that is most uneven, the share of its expert with most; NaN where unknown.
+    def pop_share(self) -> float:
+        """Return the share of the busiest expert in the most uneven router; NaN if unknown.
 
-        To be asked some steps after the one that was looked at.
+        Call it some steps after the measured one.
         """
         shares, self._shares = self._shares, None
         known = [] if shares is None else [share for share in shares.tolist() if not math.isnan(share)]
         return max(known, default=math.nan)
 
-    def _saw(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _on_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         parts = [part for part in output if isinstance(part, Tensor)] if isinstance(output, (tuple, list)) else []
         chosen = next((part for part in parts if part.dtype in (torch.int32, torch.int64)), None)
         experts = max((part.shape[-1] for part in parts if part.is_floating_point() and part.dim() > 1), default=0)
         if chosen is None or not module.training or experts < 2:
             return
         with torch.no_grad():
-            # What is no number of these experts is counted beside them: out of bounds, training would end by it.
+            # Indices outside the experts get their own count: out of bounds would end training.
             where = chosen.flatten().long()
             where = where.where((where >= 0) & (where < experts), experts)
             counts = self._counts.get(id(module))
             if counts is None:
                 counts = self._counts[id(module)] = torch.zeros(experts + 1, device=where.device)
-            if len(counts) != experts + 1:  # not the same thing in each call: no router
+            if len(counts) != experts + 1:  # differs between calls: not a router
                 counts[-1] = math.nan
                 return
             counts.scatter_add_(0, where, torch.ones_like(where, dtype=counts.dtype))
 
 
 def _most(counts: Tensor) -> Tensor:
-    """The share of the expert with most; NaN where not all of them are experts, as of one that tells weights alone."""
+    """Return the share of the busiest expert; NaN if some indices were not experts."""
     return torch.where(counts[-1] == 0, counts[:-1].max() / counts.sum(), math.nan)
 
 
 def find_routers(model: nn.Module) -> Routers | None:
-    """What looks at a model's routers; None where it has none, or is compiled: a hook would have it compiled anew."""
+    """Find a model's routers; None if it has none, or is compiled: a hook would make it compile again."""
     modules = dict(model.named_modules())
     if any(_is_compiled(module) for module in modules.values()):
         return None

@@ -1,4 +1,4 @@
-"""Watches a forward pass: which function, in which module, made a number that is not finite of finite ones."""
+"""Trace a forward pass: find the function, and its module, that made a non-finite number from finite ones."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from hvdtrain.training.diagnostics.origin import Origin, leaves, not_finite, place, tensors
+from hvdtrain.training.diagnostics.origin import Origin, leaves, not_finite, source_line, tensors
 
 
 @dataclass(frozen=True, eq=False)
 class _Record:
-    """How one tensor came to be not finite.
+    """How one tensor became non-finite.
 
     Attributes:
         number: in order of time.
-        kind: forward, parameter, buffer, input; constant where an infinity was written down, as masks are.
-        module: None outside of the model.
-        function: what made it.
+        kind: forward, parameter, buffer, input; or constant, an infinity in the source, as in masks.
+        module: None outside the model.
+        function: that made it.
         place: file:line.
         tensor: name of the parameter.
-        has_nan: it holds nan, not only infinities.
-        parents: those of the tensors that it was made of and that were not finite already.
+        has_nan: it contains nan, not only infinities.
+        parents: of its inputs that were already non-finite.
     """
 
     number: int
@@ -42,13 +42,13 @@ class _Record:
 
 
 class ForwardTrace(TorchFunctionMode):
-    """A context manager around a forward pass. It follows each call of a torch function.
+    """A context manager around a forward pass, which checks the result of each call of a torch function.
 
-    A tensor that is not finite is no fault in itself: masks hold infinities, `where` may throw them away. What counts
-    is whether the loss was made of it, so each such tensor is followed back to where the first one came from.
+    A non-finite tensor is not an error in itself: masks contain infinities, and `where` may discard them. Only those
+    that the loss was computed from count. Each is traced back to the first of them.
 
     Args:
-        model: its modules get hooks, to tell which one is at work.
+        model: hooks on its modules show which module runs.
         batch: on the device.
 
     Attributes:
@@ -62,14 +62,14 @@ class ForwardTrace(TorchFunctionMode):
         self._sources = {id(tensor): ("input", "") for tensor in tensors(batch)}
         self._sources |= {id(b): ("buffer", name) for name, b in model.named_buffers()}
         self._sources |= {id(p): ("parameter", name) for name, p in model.named_parameters()}
-        self._at_work: list[str] = []
+        self._running: list[str] = []
         self._records: dict[int, tuple[Tensor, _Record]] = {}  # the tensor is kept, so that its id stays its own
         self._count = 0
-        self._looking = False
+        self._is_checking = False
         self._hooks: list[Any] = []
 
     def __enter__(self) -> ForwardTrace:
-        """Put hooks on every module."""
+        """Add hooks to every module."""
         for module in self._names:
             if not isinstance(module, torch.jit.ScriptModule):
                 self._hooks.append(module.register_forward_pre_hook(self._begin))
@@ -78,7 +78,7 @@ class ForwardTrace(TorchFunctionMode):
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Take them off."""
+        """Remove the hooks."""
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         for hook in self._hooks:
             hook.remove()
@@ -86,8 +86,8 @@ class ForwardTrace(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a function of torch and look at what went in and came out."""
-        if self._looking:
+        """Call a torch function, and check its inputs and outputs."""
+        if self._is_checking:
             return func(*args, **(kwargs or {}))
         bad = [t for t in tensors((args, kwargs)) if not_finite(t)]  # before: some functions write to their inputs
         out = func(*args, **(kwargs or {}))
@@ -96,7 +96,7 @@ class ForwardTrace(TorchFunctionMode):
         if args and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))):
             results += tensors(args[0])
         self._claim(results)
-        if "empty" not in name:  # memory as it was found
+        if "empty" not in name:  # uninitialised memory
             infinite = any(isinstance(n, float) and math.isinf(n) for n in leaves((args, kwargs)))
             for result in results:
                 if not any(result is t for t in bad) and not_finite(result):
@@ -104,11 +104,11 @@ class ForwardTrace(TorchFunctionMode):
         return out
 
     def origin(self, loss: Tensor) -> Origin:
-        """Where the numbers of `loss`, which is not finite, came from."""
+        """Return the origin of a non-finite `loss`."""
         every = _ancestors(self._record(loss))
-        # Not buffers: running statistics are spoilt by the step itself, which was done before.
+        # Not buffers: the step itself, which ran before, has spoiled running statistics.
         sources = [r for r in every if not r.parents and r.kind not in ("constant", "buffer")]
-        # Infinities alone that were written down: what made nan of them, as softmax does of a row that is all masked.
+        # From constant infinities only: the function that turned them into nan, such as softmax of a fully masked row.
         made_nan = [r for r in every if r.has_nan and not any(parent.has_nan for parent in r.parents)]
         first = min(sources or made_nan or every, key=lambda r: r.number)
         kind = {"constant": "forward", "buffer": "parameter"}.get(first.kind, first.kind)
@@ -117,21 +117,21 @@ class ForwardTrace(TorchFunctionMode):
         return Origin(kind, first.module, module_type, first.function, first.place, first.tensor)
 
     def _begin(self, module: nn.Module, args: Any) -> None:
-        self._at_work.append(self._names[module])
+        self._running.append(self._names[module])
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self._looking = True
+        self._is_checking = True
         results = tensors(output)
         self._claim(results)
-        for result in results:  # of functions that are not torch's, such as an autograd.Function
+        for result in results:  # of functions outside torch, such as an autograd.Function
             if id(result) not in self._records and id(result) not in self._sources and not_finite(result):
                 bad = [t for t in tensors((args, kwargs)) if t is not result and not_finite(t)]
                 self._add(result, "forward", _gradient_name(result), bad)
-        self._at_work.pop()
-        self._looking = False
+        self._running.pop()
+        self._is_checking = False
 
     def _claim(self, results: list[Tensor]) -> None:
-        """Note that the new nodes of the graph behind `results` are those of the module at work."""
+        """Assign the new graph nodes of `results` to the running module."""
         todo = [r.grad_fn for r in results if r.grad_fn is not None]
         while todo:
             node = todo.pop()
@@ -140,18 +140,18 @@ class ForwardTrace(TorchFunctionMode):
                 todo += [following for following, _ in node.next_functions if following is not None]
 
     def _module(self) -> str | None:
-        return self._at_work[-1] if self._at_work else None
+        return self._running[-1] if self._running else None
 
     def _add(self, tensor: Tensor, kind: str, function: str | None, bad: list[Tensor]) -> _Record:
         parents = [self._record(parent) for parent in bad]
         self._count += 1
-        at = place(traceback.format_stack())
+        at = source_line(traceback.format_stack())
         record = _Record(self._count, kind, self._module(), function, at, None, _has_nan(tensor), parents)
         self._records[id(tensor)] = tensor, record
         return record
 
     def _record(self, tensor: Tensor) -> _Record:
-        """What is known of a tensor that is not finite: made by a function, there from the start, or from nowhere."""
+        """Return the record of a non-finite tensor; make one for an input, parameter, buffer or unknown origin."""
         if id(tensor) in self._records:
             return self._records[id(tensor)][1]
         if id(tensor) not in self._sources:
@@ -160,7 +160,7 @@ class ForwardTrace(TorchFunctionMode):
         if kind == "buffer" and not _has_nan(tensor):
             kind = "constant"
         self._count += 1
-        at = place(traceback.format_stack())
+        at = source_line(traceback.format_stack())
         module = name.rpartition(".")[0] if name else self._module()
         record = _Record(self._count, kind, module, None, at, name or None, _has_nan(tensor))
         self._records[id(tensor)] = tensor, record

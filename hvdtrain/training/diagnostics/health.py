@@ -1,4 +1,4 @@
-"""Checks on a model and on what the ranks hold of it."""
+"""Checks of a model, and of its equality on all ranks."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ _ROW_BYTES = 8192
 
 
 def batch_statistics(model: nn.Module) -> list[str]:
-    """Names of the modules whose training output depends on who shares their batch.
+    """Return the names of modules with batch statistics.
 
-    With them the loss curve depends on micro-batches' contents only, but running statistics on the rank that saw them.
+    With them the loss curve depends on the contents of micro-batches, and running statistics also on the ranks.
     """
     kinds = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
     return [name for name, module in model.named_modules() if isinstance(module, kinds)]
 
 
 def replicated(model: nn.Module) -> dict[str, Tensor]:
-    """Return what every rank holds a copy of: parameters, then persistent buffers."""
+    """Return the tensors that every rank has a copy of: parameters, then persistent buffers."""
     return {**dict(model.named_parameters()), **persistent_buffers(model)}
 
 
 def digests(tensors: Iterable[Tensor]) -> Tensor:
-    """Return one number for each tensor, a function of its bits: (N,) int64 on the CPU."""
+    """Return a hash of each tensor's bits: (N,) int64 on the CPU."""
     numbers = [_digest(tensor.detach()) for tensor in tensors]
     return torch.stack(numbers).cpu() if numbers else torch.zeros(0, dtype=torch.int64)
 
 
 def _digest(tensor: Tensor) -> Tensor:
     bits = tensor.contiguous().flatten().view(torch.uint8)
-    if bits.storage_offset() % 8:  # a slice of a flat buffer: eight bytes are read at a time
+    if bits.storage_offset() % 8:  # a slice of a flat buffer; eight bytes are read at a time
         bits = bits.clone()
     whole = len(bits) // _ROW_BYTES * _ROW_BYTES
-    # Two sums, the second weighted by position within a row: a swap of two elements is seen too. Modulo 2^64.
+    # Two sums, the second weighted by position in a row, so that a swap of two elements shows. Modulo 2^64.
     columns = bits[:whole].view(torch.int64).view(-1, _ROW_BYTES // 8).sum(dim=0)
     if whole < len(bits):
         rest = nn.functional.pad(bits[whole:], (0, -(len(bits) - whole) % 8)).view(torch.int64)
@@ -48,7 +48,7 @@ def _digest(tensor: Tensor) -> Tensor:
     return (columns * (weights * 2654435761 + 97)).sum()
 
 
-def differing(tensors: Mapping[str, Tensor], comm: Comm, *, name: str) -> dict[str, list[int]]:
+def find_unequal(tensors: Mapping[str, Tensor], comm: Comm, *, name: str) -> dict[str, list[int]]:
     """Return the names of the tensors that are not bit-equal on all ranks, with the ranks that differ from rank 0.
 
     Equal on all ranks. Collective: yes.
@@ -63,7 +63,7 @@ def differing(tensors: Mapping[str, Tensor], comm: Comm, *, name: str) -> dict[s
 
 
 def check_equal(model: nn.Module, comm: Comm, *, name: str) -> dict[str, list[int]]:
-    """See that every parameter is bit for bit the same on all ranks. Collective: yes.
+    """Check that every parameter is bit-equal on all ranks. Collective: yes.
 
     Returns:
         Persistent buffers that differ, with the ranks on which they differ from rank 0.
@@ -71,7 +71,7 @@ def check_equal(model: nn.Module, comm: Comm, *, name: str) -> dict[str, list[in
     Errors:
         DriftError: on every rank, with the first parameter that differs and the ranks that differ from rank 0.
     """
-    found = differing(replicated(model), comm, name=name)
+    found = find_unequal(replicated(model), comm, name=name)
     parameters = dict(model.named_parameters())
     wrong = [tensor for tensor in found if tensor in parameters]
     if not wrong:
@@ -80,6 +80,6 @@ def check_equal(model: nn.Module, comm: Comm, *, name: str) -> dict[str, list[in
     raise DriftError(
         f"parameters are not equal on all ranks: {wrong[0]} differs on rank(s) {', '.join(map(str, ranks))}",
         expected="bit-equal parameters after every step",
-        next_step="a model whose forward pass writes to parameters, or unlike CPUs or GPUs, can cause this;"
-        " go on from the last checkpoint with the same command",
+        next_step="possible causes: a forward pass that writes to parameters, or different CPUs or GPUs;"
+        " resume from the last checkpoint with the same command",
     )

@@ -1,4 +1,4 @@
-"""Losses that jump out of what the steps before them were like."""
+"""Detect losses that jump, compared with those of the steps before."""
 
 from __future__ import annotations
 
@@ -6,32 +6,31 @@ import math
 from collections.abc import Sequence
 
 WINDOW = 64
-"""Steps that a loss is measured against."""
+"""Steps that a loss is compared with."""
 
 _LEAST = 24
-"""Steps before anything is said."""
+"""Steps before the first report."""
 
 _DEVIATIONS = 8.0
 _SMALLEST = 0.01
-"""Deviations count as this share of the median at least, so that a curve without noise is not all spikes."""
+"""Smallest deviation, as a share of the median, so that a curve without noise is not all spikes."""
 
 _QUIET = 8
-"""A spike is a new one only after so many steps without."""
+"""Steps without a spike before the next one counts as new."""
 
 KEEP = WINDOW + _QUIET
-"""Losses that `spike` looks back on."""
+"""Losses that `detect_spike` needs."""
 
 
-def spike(before: Sequence[float], loss: float) -> float | None:
-    """What the loss was expected to be, if it jumped; None where it did not, or where that was said already.
+def detect_spike(before: Sequence[float], loss: float) -> float | None:
+    """Return the expected loss if the loss jumped; None if it did not, or if that was already reported.
 
-    Robust: against the median, in median absolute deviations, which a few spikes in the window do not move. Where all
-    losses are positive it must stand out by ratio too: a few samples at a time make noise that is skewed, and its
-    logarithm much less so.
+    Compares with the median, in median absolute deviations, which a few spikes in the window do not change. If all
+    losses are positive, the logarithm must stand out too: the noise of small batches is skewed, its logarithm less so.
 
     Args:
-        before: losses of the steps that were applied, the newest last; `KEEP` of them are enough.
-        loss: of the step after them.
+        before: losses of applied steps, the newest last; `KEEP` of them are enough.
+        loss: of the next step.
     """
     expected = _jumped(before[-WINDOW:], loss)
     if expected is None:
@@ -57,5 +56,5 @@ def _jumped(window: Sequence[float], loss: float) -> float | None:
 
 def _stands_out(window: Sequence[float], median: float, loss: float, least: float) -> bool:
     deviations = sorted(abs(x - median) for x in window)
-    deviation = 1.4826 * deviations[len(deviations) // 2]  # of a normal distribution, its standard deviation
+    deviation = 1.4826 * deviations[len(deviations) // 2]  # the standard deviation, for a normal distribution
     return loss - median > _DEVIATIONS * max(deviation, least)

@@ -1,4 +1,4 @@
-"""What holds memory in a training process."""
+"""Memory of a training process by its use."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hvdtrain.observe.failure.process_states import memory
 _MIB = 1 << 20
 
 
-def held(config: Config, device: torch.device, model: nn.Module, engine: Engine) -> dict[str, Any]:
-    """What holds the memory of `device`, and the options that it depends on.
+def memory_holders(config: Config, device: torch.device, model: nn.Module, engine: Engine) -> dict[str, Any]:
+    """Return what holds the memory of `device`, and the options that affect it.
 
-    Returns {"where": "GPU's" or "host's", "mib": {name: MiB}, "micro_batch": int, "precision": str}. Memory that
-    several share counts for the first. What none of them holds, "the rest", is mostly activations.
+    Returns {"where": "GPU's" or "host's", "mib": {name: MiB}, "micro_batch": int, "precision": str}. Shared memory
+    counts once. The rest is mostly activations.
     """
     seen: set[int] = set()
     kinds: dict[str, Iterable[Tensor]] = {

@@ -1,4 +1,4 @@
-"""Where a number that is not finite came from."""
+"""The origin of a non-finite number."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from torch import Tensor
 
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 _NOT_THE_CAUSE = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-"""Whose lines are passed over: torch's and the training loop's own."""
+"""Folders of torch and of this package: their lines are not the cause."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a number that is not finite came from.
+    """The origin of a non-finite number.
 
     Attributes:
-        kind: forward or backward, which made it of finite ones; parameter or input, where it was one from the start;
-            overflow, of a gradient that is too large for its format.
-        module: name in the model, "" for the model itself, None outside of it: in the loss function.
+        kind: forward or backward, which made it from finite numbers; parameter or input, which was non-finite from the
+            start; overflow, for a gradient that is too large for its format.
+        module: name in the model; "" for the model itself; None for the loss function.
         module_type: its class.
-        function: what made it: a function of torch, or one of its gradients.
-        place: file:line of the call, outside of torch.
-        tensor: name of the parameter, where it is one.
+        function: that made it: a torch function, or its gradient.
+        place: file:line of the call, outside torch.
+        tensor: name of the parameter, if it is one.
     """
 
     kind: str
@@ -39,10 +39,10 @@ class Origin:
     tensor: str | None = None
 
     def __str__(self) -> str:
-        """One sentence's worth."""
+        """Describe it in a phrase."""
         where = f"{self.module or 'the model'} ({self.module_type})" if self.module is not None else "the loss function"
         if self.kind == "parameter":
-            return f"{self.tensor} of {where} is not finite itself"
+            return f"{self.tensor} of {where} is itself not finite"
         by = f" by {self.function}" if self.function else ""
         at = f", {self.place}" if self.place else ""
         if self.kind == "input":
@@ -52,20 +52,17 @@ class Origin:
 
 
 def not_finite(value: Tensor) -> bool:
-    """Whether any element is inf or nan. Waits for the device."""
+    """Return whether any element is inf or nan. Waits for the device."""
     if not (value.is_floating_point() or value.is_complex()):
         return False
     try:
-        return not bool(value.detach().isfinite().all())  # detached: activation checkpointing counts what is saved
-    except (
-        RuntimeError,
-        NotImplementedError,
-    ):  # tensors without values (within vmap, meta) and dtypes without the test
+        return not bool(value.detach().isfinite().all())  # detached: activation checkpointing counts saved tensors
+    except (RuntimeError, NotImplementedError):  # no values (vmap, meta), or a dtype without the test
         return False
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """What stands in nested tuples, lists, dicts and dataclasses."""
+    """Yield the leaves of nested tuples, lists, dicts and dataclasses."""
     if isinstance(value, dict):
         value = value.values()
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -78,12 +75,12 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """The tensors of a nested value."""
+    """Return the tensors in a nested value."""
     return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
-def place(stack: Iterable[str]) -> str | None:
-    """``file:line`` of the innermost call that is neither torch's nor the training loop's, of a formatted stack."""
+def source_line(stack: Iterable[str]) -> str | None:
+    """Return ``file:line`` of the innermost call in a formatted stack that is outside torch and this package."""
     frames = _FRAME.findall("".join(stack))
     for file, line in reversed(frames):
         if not file.startswith((*_NOT_THE_CAUSE, "<")):

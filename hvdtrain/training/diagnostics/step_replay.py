@@ -1,14 +1,17 @@
-"""A step whose loss or gradient was not finite, done again under observation: who made it, of which samples."""
+"""Replay a step with a non-finite loss or gradient, to find the operation and the samples that caused it."""
 
 from __future__ import annotations
 
+import random
+import sys
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
@@ -16,26 +19,28 @@ from torch.utils.data import default_collate
 from hvdtrain.comm.objects import allgather_json
 from hvdtrain.data.loader import Stream, fetch_step, seed_forward
 from hvdtrain.data.order import MicroBatch
+from hvdtrain.engine.base import Engine
 from hvdtrain.training.diagnostics.backward_trace import BackwardTrace
 from hvdtrain.training.diagnostics.forward_trace import ForwardTrace
 from hvdtrain.training.diagnostics.origin import Origin, not_finite
-from hvdtrain.training.loop.side_pass import untouched
-from hvdtrain.training.loop.step import Stepper, checked_loss, to_device
+from hvdtrain.training.loop.buffers import all_buffers, copy_to_host
+from hvdtrain.training.loop.forward import checked_loss, to_device
+from hvdtrain.training.loop.step import Stepper
 
 _MOST_ALONE = 32
-"""Samples of a micro-batch that are tried one by one."""
+"""Largest micro-batch with samples that are tried one by one."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Where a step went wrong.
+    """The cause of a non-finite step.
 
     Attributes:
-        origin: what made it.
-        rank: whose micro-batch it was.
-        positions: of the micro-batch: its first, and one behind its last.
-        samples: positions of the samples that do it alone; all of the micro-batch where none was told apart.
-        indices: theirs in the data set.
+        origin: the operation.
+        rank: that had the micro-batch.
+        positions: range [begin, end) of the micro-batch.
+        samples: positions of the samples that fail by themselves; all of the micro-batch if none does.
+        indices: of these samples in the data set.
     """
 
     origin: Origin
@@ -45,35 +50,35 @@ class Finding:
     indices: list[int]
 
     def __str__(self) -> str:
-        """One line."""
+        """Describe it in one line."""
         return (
             f"{self.origin} (rank {self.rank}, sample(s) at position {_some(self.samples)}, index"
             f" {_some(self.indices)} of the data set)"
         )
 
     def facts(self) -> dict[str, Any]:
-        """All of it as one level of plain values."""
+        """Return all of it as a flat dict of plain values."""
         return {**asdict(self.origin), **{k: v for k, v in vars(self).items() if k != "origin"}}
 
 
 @dataclass(frozen=True)
-class Replayed:
-    """What all ranks found, equal on all of them.
+class Replay:
+    """Findings of all ranks, equal on all of them.
 
     Attributes:
-        findings: the first of each rank that has one, in order of position.
-        failures: why a rank's replay ended before its end, by rank.
+        findings: the first of each rank that has one, by position.
+        failures: errors of the replay, by rank.
     """
 
     findings: list[Finding]
     failures: dict[int, str]
 
 
-def replay(stepper: Stepper, stream: Stream, position: int, scale: float) -> Replayed:
-    """Do the step that starts at `position` again, changing nothing. Collective: yes.
+def replay(stepper: Stepper, stream: Stream, position: int, scale: float) -> Replay:
+    """Repeat the step that starts at `position`, without changing anything. Collective: yes.
 
-    Each rank takes its own micro-batches, fetched anew, forward and backward, and stops at the first that is at fault.
-    Only then do the ranks speak. A replay that raises is no failure of the run.
+    Each rank fetches its micro-batches again, runs forward and backward, and stops at the first non-finite one. There
+    is no collective before that. An error in a replay is not an error of the run.
 
     Args:
         stepper: of the training.
@@ -83,14 +88,14 @@ def replay(stepper: Stepper, stream: Stream, position: int, scale: float) -> Rep
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # detect_anomaly's own, and what the first pass has said already
+            warnings.simplefilter("ignore")  # those of detect_anomaly, and those of the first pass again
             found = _own(stepper, stream, position, scale)
         mine: dict[str, Any] = {"finding": None if found is None else asdict(found)}
     except Exception as error:
         mine = {"failure": f"{type(error).__name__}: {error}"[:500]}
     ranks = allgather_json(stepper.comm, mine, name="replay")
     found_by_rank = [answer["finding"] for answer in ranks if answer.get("finding")]
-    return Replayed(
+    return Replay(
         [Finding(**{**facts, "origin": Origin(**facts["origin"])}) for facts in found_by_rank],
         {rank: answer["failure"] for rank, answer in enumerate(ranks) if "failure" in answer},
     )
@@ -98,28 +103,28 @@ def replay(stepper: Stepper, stream: Stream, position: int, scale: float) -> Rep
 
 def _own(stepper: Stepper, stream: Stream, position: int, scale: float) -> Finding | None:
     collate = stepper.task.collate or default_collate
-    with untouched(stepper.model, stepper.engine, stepper.device):
+    with preserved_state(stepper.model, stepper.engine, stepper.device):
         origin: Origin | None = None
         for where, indices, samples in fetch_step(stream, position):
             rerun = _Rerun(stepper, partial(seed_forward, stream.seed, where.start), scale)
             origin = rerun.origin(to_device(collate(samples), stepper.device))
             if origin is not None:
-                guilty = list(range(len(samples)))
+                bad = list(range(len(samples)))
                 if 1 < len(samples) <= _MOST_ALONE and origin.kind != "parameter":
-                    guilty = rerun.alone(samples, collate) or guilty
-                return _finding(origin, stream.rank, where, indices, guilty)
+                    bad = rerun.alone(samples, collate) or bad
+                return _finding(origin, stream.rank, where, indices, bad)
         origin = _too_large(stepper.model, scale)
         return None if origin is None else _finding(origin, stream.rank, where, indices, list(range(len(indices))))
 
 
-def _finding(origin: Origin, rank: int, where: MicroBatch, indices: list[int], guilty: list[int]) -> Finding:
-    samples = [where.start + g for g in guilty]
-    return Finding(origin, rank, [where.start, where.stop], samples, [indices[g] for g in guilty])
+def _finding(origin: Origin, rank: int, where: MicroBatch, indices: list[int], bad: list[int]) -> Finding:
+    samples = [where.start + g for g in bad]
+    return Finding(origin, rank, [where.start, where.stop], samples, [indices[g] for g in bad])
 
 
 @dataclass
 class _Rerun:
-    """A micro-batch's passes once more; gradients add up in `parameter.grad` as they did in the step.
+    """Repeats the passes of a micro-batch; gradients add up in `parameter.grad` as in the step.
 
     Attributes:
         stepper: of the training.
@@ -132,9 +137,9 @@ class _Rerun:
     scale: float
 
     def origin(self, batch: Any) -> Origin | None:
-        """What made loss or gradient not finite; None where both are."""
+        """Return what made the loss or the gradient non-finite; None if both are finite."""
         model = self.stepper.model
-        with torch.autograd.detect_anomaly(check_nan=False):  # so that each node knows its line of the forward pass
+        with torch.autograd.detect_anomaly(check_nan=False):  # gives each node its source line
             with ForwardTrace(model, batch) as forward:
                 loss = self._loss(batch)
             if not_finite(loss):
@@ -151,8 +156,8 @@ class _Rerun:
         return replace(self, scale=1.0).origin(batch) or replace(origin, kind="overflow")
 
     def alone(self, samples: list[Any], collate: Callable[[list[Any]], Any]) -> list[int]:
-        """Which samples make loss or gradient not finite by themselves; none where that cannot be tried."""
-        for copies in (1, 2):  # batch norm wants two
+        """Return the samples that make loss or gradient non-finite by themselves; none if this cannot be tried."""
+        for copies in (1, 2):  # batch norm needs two
             with suppress(Exception):
                 return [i for i, sample in enumerate(samples) if self._is_bad(collate([sample] * copies))]
         return []
@@ -183,15 +188,50 @@ def _bad(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _too_large(model: nn.Module, scale: float) -> Origin | None:
-    """Of gradients that are finite, but whose norm is not: squares of 1e20 are beyond fp32."""
+    """Return the origin of a non-finite norm of finite gradients: squares of 1e20 overflow fp32."""
     gradients = {name: p.grad / scale for name, p in model.named_parameters() if p.grad is not None}
     if not gradients or not not_finite(nn.utils.get_total_norm(gradients.values())):
         return None
     name = max(gradients, key=lambda n: float(gradients[n].abs().max()) if gradients[n].numel() else 0.0)
     module = name.rpartition(".")[0]
     kind = type(model.get_submodule(module)).__name__
-    return Origin("overflow", module, kind, f"the norm over all, most of it that of {name}", None, name)
+    return Origin("overflow", module, kind, f"the norm of all gradients, mostly that of {name}", None, name)
 
 
 def _some(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers[:4])) + (f" and {len(numbers) - 4} more" if len(numbers) > 4 else "")
+
+
+@contextmanager
+def preserved_state(model: nn.Module, engine: Engine, device: torch.device) -> Iterator[None]:
+    """Restore buffers, modes, random states and gradients at the end, bit for bit. Used between two steps.
+
+    Anything else that a forward pass writes (parameters, attributes of the user's classes) is not restored.
+    """
+    modes = {module: module.training for module in model.modules()}
+    buffers = copy_to_host(all_buffers(model))
+    python, numpy = random.getstate(), np.random.get_state()
+    engine.begin(0)  # clears gradients, as the next step does, and keeps backward from starting an exchange
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]  # of those the optimizer lacks
+    try:
+        for parameter, _ in gradients:
+            parameter.grad = None
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), _uncompiled():
+            yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for copy in buffers:
+            copy.restore()
+        random.setstate(python)
+        np.random.set_state(numpy)
+        for module, training in modes.items():
+            module.training = training
+
+
+def _uncompiled() -> AbstractContextManager[object]:
+    """Run compiled models eagerly: hooks would make them compile again, and would not see inside."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return stance

@@ -1,1 +1,1 @@
-"""State that outlives a round of an elastic job, and going back to it."""
+"""State of a process that outlives a round of an elastic job, and roll backs to an earlier state."""

@@ -1,4 +1,4 @@
-"""Going back to the last commit when a batch has spoiled training, and on past that batch."""
+"""Roll backs: return to the last commit after a batch has spoiled training, and skip that batch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.state.commits import Commits
 from hvdtrain.state.train_state import Progress, TrainState
 
-MOST = 3
-"""Roll backs within `STRETCH` steps."""
+MAX_ROLL_BACKS = 3
+"""Largest number of roll backs within `STRETCH` steps."""
 
 STRETCH = 1000
 
@@ -27,10 +27,10 @@ class SpoiledSteps:
     """Steps that have spoiled training, equal on all ranks.
 
     Attributes:
-        kind: the loss jumped in a step, or so many steps in a row were not finite that the run would end.
-        first_step: the first of them; the last is the newest.
-        positions: of their samples: begin, and one behind the last.
-        error: that ends the run; None where it would go on.
+        kind: spikes: the loss jumped; non_finite: the limit of non-finite steps in a row was reached.
+        first_step: the first of the steps; the last is the newest step.
+        positions: range [begin, end) of their samples.
+        error: ends the run if it is not rolled back; None if training may continue.
     """
 
     kind: Literal["spikes", "non_finite"]
@@ -41,18 +41,18 @@ class SpoiledSteps:
 
 @dataclass
 class RollBack:
-    """The policy of a run, and its commits.
+    """The roll back policy of a run, and its commits.
 
-    What was done after the commit is done again, from the same samples; of those of the offence others take the place.
+    After a roll back, the steps since the commit are done again. Other samples replace the spoiled ones.
 
     Attributes:
-        policy: what it is for.
+        policy: which spoiled steps are rolled back.
         commits: of this rank.
-        comm: the ranks; rank 0's clock says when commits are due.
+        comm: the ranks; rank 0's clock decides when commits are due.
         store: on rank 0; None elsewhere.
-        event: takes what the journal holds of an event.
-        warn: takes a line for a person.
-        loses: whether something of the state is lost with a rank, so that commits are needed in any case; equal on all
+        event: records an event in the journal.
+        warn: shows a warning.
+        needs_commits: whether losing a rank loses state, so that commits are needed under every policy; equal on all
             ranks.
     """
 
@@ -62,97 +62,100 @@ class RollBack:
     store: CheckpointStore | None
     event: Callable[[dict[str, Any]], None]
     warn: Callable[[str], None]
-    loses: Callable[[], bool] = lambda: False
+    needs_commits: Callable[[], bool] = lambda: False
 
-    def notices(self) -> list[int]:
-        """A number that the step that comes sums over ranks: whether it is to end with a commit."""
-        return [int(self.comm.rank == 0 and self._wanted() and self.commits.due())]
+    def values(self) -> list[int]:
+        """Return 1 if the next step ends with a commit, by rank 0's clock; the step sums it over ranks."""
+        return [int(self.comm.rank == 0 and self._takes_commits() and self.commits.due())]
 
-    def _wanted(self) -> bool:
-        return self.policy != "never" or self.loses()
+    def _takes_commits(self) -> bool:
+        return self.policy != "never" or self.needs_commits()
 
-    def begin(self, state: TrainState, *, settled: bool = False) -> None:
-        """Take the first commit of a round, amid whatever: all ranks have the same one then. Collective: yes."""
-        if self._wanted():
-            self.commits.commit(state, synchronized=settled)
+    def begin(self, state: TrainState, *, synchronized: bool = False) -> None:
+        """Commit at the start of a round, so that all ranks have the same commit. Collective: yes."""
+        if self._takes_commits():
+            self.commits.commit(state, synchronized=synchronized)
 
-    def commit(self, state: TrainState, *, settled: bool = False) -> None:
-        """Take a commit, but not amid steps that are not finite, from which there is no way on. Collective: yes.
+    def commit(self, state: TrainState, *, synchronized: bool = False) -> None:
+        """Commit, unless the last step was skipped: such a state leads nowhere. Collective: yes.
 
-        Called for every checkpoint too, after the exchange's state was synchronized: so no checkpoint is newer than the
-        newest commit.
+        Also called for every checkpoint, after the exchange's state was synchronized. So no checkpoint is newer than
+        the newest commit.
         """
         if not state.progress.skipped_in_row:
-            self.begin(state, settled=settled)
+            self.begin(state, synchronized=synchronized)
 
-    def go_past(self, offence: SpoiledSteps, state: TrainState, saved: Callable[[], None]) -> bool:
-        """Take `state` back, to pass over the samples of `offence`; False where that is not to be. Collective: yes.
+    def roll_back(self, spoiled: SpoiledSteps, state: TrainState, wait_saved: Callable[[], None]) -> bool:
+        """Restore `state` from the last commit and leave out the spoiled samples, if allowed. Collective: yes.
 
         Args:
-            offence: equal on all ranks.
+            spoiled: equal on all ranks.
             state: changed.
-            saved: waits for the checkpoint that is being written, which may be of a step that is taken back.
+            wait_saved: waits for the checkpoint that is being written; its step may be one that is undone.
+
+        Returns:
+            False if the policy does not allow it.
 
         Errors:
-            NonFiniteError: that of the offence, where it is not to be.
+            NonFiniteError: that of `spoiled`, if a roll back is not allowed.
         """
-        if not self._may(offence, state.progress):
-            if offence.error is not None:
-                raise offence.error
+        if not self._is_allowed(spoiled, state.progress):
+            if spoiled.error is not None:
+                raise spoiled.error
             return False
         before, step = state.progress, state.progress.step
         self.commits.restore(state)
-        # Before anything that another rank takes part in: should one be lost, all others have gone back.
-        state.progress.left_out = merged([*before.left_out, offence.positions])
+        # Before any collective: if a rank is lost in one, all others have rolled back.
+        state.progress.left_out = merge_ranges([*before.left_out, spoiled.positions])
         state.progress.rolled_back = [*before.rolled_back, step]
-        self._tell(offence, step, state.progress.step)
-        saved()
+        self._report(spoiled, step, state.progress.step)
+        wait_saved()
         on_rank_0(self.comm, partial(self._set_aside_after, state.progress.step), name="set_aside")
         return True
 
-    def _may(self, offence: SpoiledSteps, progress: Progress) -> bool:
-        if self.policy not in ("both", offence.kind) or not 0 <= self.commits.step < offence.first_step:
+    def _is_allowed(self, spoiled: SpoiledSteps, progress: Progress) -> bool:
+        if self.policy not in ("both", spoiled.kind) or not 0 <= self.commits.step < spoiled.first_step:
             return False
         recent = [step for step in progress.rolled_back if step > progress.step - STRETCH]
-        if len(recent) < MOST:
+        if len(recent) < MAX_ROLL_BACKS:
             return True
-        self.warn(f"no roll back at step {progress.step}: there were {MOST} within {STRETCH} steps")
+        self.warn(f"no roll back at step {progress.step}: there were {MAX_ROLL_BACKS} within {STRETCH} steps")
         return False
 
     def _set_aside_after(self, step: int) -> None:
-        """Checkpoints of steps that are taken back: only amid steps that are not finite is there no commit as new."""
+        """Set aside checkpoints newer than `step`; there are some only among skipped steps, which have no commits."""
         assert self.store is not None
         self.store.set_aside_after(max((saved for saved in self.store.list() if saved.step <= step), default=None))
 
-    def _tell(self, offence: SpoiledSteps, step: int, to: int) -> None:
-        facts = {"from_step": step, "to_step": to, "positions": offence.positions, "reason": offence.kind}
+    def _report(self, spoiled: SpoiledSteps, step: int, to: int) -> None:
+        facts = {"from_step": step, "to_step": to, "positions": spoiled.positions, "reason": spoiled.kind}
         self.event({"event": "rolled_back", "at_step": step, **facts})
-        begin, end = offence.positions
-        why = "the loss jumped" if offence.kind == "spikes" else "not finite"
+        begin, end = spoiled.positions
+        why = "the loss jumped" if spoiled.kind == "spikes" else "not finite"
         self.warn(
-            f"training goes back from step {step} to step {to}, and leaves out the samples at positions {begin} to"
+            f"training rolls back from step {step} to step {to}, and leaves out the samples at positions {begin} to"
             f" {end - 1} ({why})"
         )
 
 
-def merged(ranges: Sequence[list[int]]) -> list[list[int]]:
-    """Ranges [begin, end) in order, those that touch or overlap as one."""
-    found: list[list[int]] = []
+def merge_ranges(ranges: Sequence[list[int]]) -> list[list[int]]:
+    """Sort ranges [begin, end), and join those that touch or overlap."""
+    merged: list[list[int]] = []
     for begin, end in sorted(ranges):
-        if found and begin <= found[-1][1]:
-            found[-1][1] = max(found[-1][1], end)
+        if merged and begin <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
         else:
-            found.append([begin, end])
-    return found
+            merged.append([begin, end])
+    return merged
 
 
-def began_at(progress: Progress, global_batch: int) -> int:
-    """The first position of the step that `progress` has just counted, which began behind what is left out."""
-    position, taken = progress.position, global_batch
+def first_position(progress: Progress, samples: int) -> int:
+    """Return the position of the first of the last `samples` samples before `progress`, without those left out."""
+    position, remaining = progress.position, samples
     for begin, end in reversed(progress.left_out):
         if end <= position:
-            if position - end >= taken:
+            if position - end >= remaining:
                 break
-            taken -= position - end
+            remaining -= position - end
             position = begin
-    return position - taken
+    return position - remaining

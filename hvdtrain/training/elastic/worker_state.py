@@ -1,4 +1,4 @@
-"""What a process carries from one round of an elastic job to the next, and what it has to offer to the others."""
+"""State that a process keeps from one round of an elastic job to the next."""
 
 from __future__ import annotations
 
@@ -10,58 +10,54 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.comm.rounds import Rounds
 from hvdtrain.config.parse import RunConfig
 from hvdtrain.data.loader import dataset_length
+from hvdtrain.engine.base import Engine
 from hvdtrain.exchange.residual_transfer import is_residual
+from hvdtrain.observe.journal import Journal
+from hvdtrain.observe.progress import Progress as ProgressDisplay
 from hvdtrain.observe.recorder import Recorder
-from hvdtrain.runtime.driver_client import JobFailed
-from hvdtrain.runtime.environment import RankInfo
+from hvdtrain.run_layout import RunLayout
+from hvdtrain.runtime.environment import NO_LAUNCHER, RankInfo
 from hvdtrain.state.commits import Commits
 from hvdtrain.state.train_state import Progress, TrainState
 from hvdtrain.task.base import Task
 from hvdtrain.training.loop.compiled import compile_blocks
-from hvdtrain.training.loop.notices import Notices
-from hvdtrain.training.loop.precision import Precision
+from hvdtrain.training.loop.forward import Precision
 from hvdtrain.training.loop.saving import EvaluationProgress
+from hvdtrain.training.loop.step_sums import PendingSignals
 from hvdtrain.training.records.stamp_collection import Links
-from hvdtrain.training.start.optimizers import bring_state, make_optimizer
-from hvdtrain.training.start.schedule import factor, total_steps
+from hvdtrain.training.start.optimizers import make_optimizer, move_optimizer_state
+from hvdtrain.training.start.schedule import lr_schedule, total_steps
 
 NOTHING = -1
-"""Stands for the step of a process that has nothing to offer."""
-
-
-def _nothing() -> None:
-    pass
+"""The step of a process that has no state to offer."""
 
 
 @dataclass
 class WorkerState:
-    """A process's own: everything that does not depend on who the other ranks are.
+    """Everything of a process that does not depend on the other ranks.
 
     Attributes:
         task: with its model, which is on `device`.
-        info: who this process was at its start.
-        device: of this process, for good.
+        info: rank and environment of this process at its start.
+        device: of this process; it never changes.
         precision: of forward and backward.
-        state: of the training, with the exchange of the round it is in, or was in last.
+        state: of the training, with the exchange of the current or the last round.
         horizon: the step at which the schedule ends.
         schedule: factor on the learning rates by step.
-        base_lrs: learning rate of each of the optimizer's groups at factor 1.
-        notices: signals that came.
+        base_lrs: learning rate of each optimizer group at factor 1.
         commits: copies of the state.
-        compiled: blocks of the model that are compiled.
-        directory: of the run, as it was given; None until this process was told.
-        recorder: of this rank; it goes on while the rank stays what it is.
-        step: optimizer steps that this process's state holds for others to go on from; `NOTHING` where it holds none.
-        last: what the journal holds of the newest step.
-        links: what was found of the link between ranks.
-        seen: which evaluations were made.
-        given_up: tells, should there be no other round than the newest.
+        compiled: number of compiled blocks of the model.
+        signals: pending signals.
+        directory: run folder as given; None until this process knows it.
+        recorder: of this rank; it stays open while the rank leads, or does not lead, as before.
+        step: optimizer steps in this process's state; `NOTHING` if the state is not that of the run.
+        last_record: journal line of the newest step.
+        links: measured links between ranks.
+        evaluations: the newest evaluated step.
     """
 
     task: Task
@@ -74,65 +70,72 @@ class WorkerState:
     base_lrs: list[float]
     commits: Commits
     compiled: int = 0
-    notices: Notices = field(default_factory=Notices)
+    signals: PendingSignals = field(default_factory=PendingSignals)
     directory: Path | None = None
     recorder: Recorder | None = None
     step: int = NOTHING
-    last: Mapping[str, Any] | None = None
+    last_record: Mapping[str, Any] | None = None
     links: Links = field(default_factory=dict)
-    seen: EvaluationProgress = field(default_factory=EvaluationProgress)
-    given_up: Callable[[], None] = _nothing
+    evaluations: EvaluationProgress = field(default_factory=EvaluationProgress)
 
-    def went_back(self) -> bool:
-        """Whether steps that were recorded are not in the state any more."""
-        return self.last is not None and self.step < self.last["step"]
+    @property
+    def resumes_in_job(self) -> bool:
+        """Whether this process continues the run within its job, after an earlier round."""
+        return self.step != NOTHING
 
-    def enter(self, rounds: Rounds, why: str, text: str) -> Comm:
-        """Join the ranks of the next round. Collective: yes.
+    def lost_recorded_steps(self) -> bool:
+        """Whether the journal has steps that the state no longer contains."""
+        return self.last_record is not None and self.step < self.last_record["step"]
 
-        Errors:
-            NoPlace: there is none; as `JobFailed` where the job has failed, which was told then.
+    def open_recorder(self, run: RunConfig, comm: Comm, layout: RunLayout) -> bool:
+        """Keep the recorder of the last round if it still fits, or open a new one; return whether it is new.
+
+        It fits if this process leads (rank 0), or does not lead, as before, and if no recorded step was lost.
         """
-        try:
-            comm = rounds.enter(why, text, self.step)
-        except JobFailed:
-            self.given_up()
-            raise
-        self.given_up = _nothing
-        return comm
+        leads = comm.rank == 0
+        if self.recorder is not None and self.recorder.is_rank_0 == leads and not self.lost_recorded_steps():
+            return False
+        self.close_recorder()
+        live = self.info.launcher == NO_LAUNCHER
+        display = ProgressDisplay(self.task.unit, run.config.observe.line_every_s, live=live, quiet=not leads)
+        self.recorder = Recorder(Journal(layout.journal, display.say) if leads else None, display)
+        return True
 
     def close_recorder(self) -> None:
-        """Close it, if there is one; another is opened where it is wanted."""
+        """Close the recorder, if it is open."""
         recorder, self.recorder = self.recorder, None
         if recorder is not None:
             recorder.close()
 
-    def carried(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """What the exchange of the round before leaves to the next one."""
-        exchange = self.state.exchange
-        return exchange.state_dict() if exchange is not None and self.step != NOTHING else None
+    def use_exchange(self, engine: Engine) -> None:
+        """Pass the exchange's state of the last round to the engine of a new round."""
+        if self.state.exchange is not None and self.resumes_in_job:
+            engine.load_state_dict(*self.state.exchange.state_dict())
+        self.state.exchange = engine
+
+    def remember_last(self, record: Mapping[str, Any]) -> None:
+        """Keep the newest step's journal line; an empty one changes nothing."""
+        self.last_record = record or self.last_record
 
     def offer(self) -> tuple[int, str]:
-        """The step, and a mark that is equal where everything but tensors is."""
-        if self.step == NOTHING:
+        """Return the step of the state and a hash of its plain values."""
+        if not self.resumes_in_job:
             return NOTHING, ""
         values = json.dumps(dict(self.state.state_dict().values), sort_keys=True, default=str)
         return self.step, hashlib.sha256(values.encode()).hexdigest()
 
-    def round_is_over(self, *, settled: bool) -> None:
-        """Ranks have gone or are about to: find out what of the state can be offered to those of the next round.
+    def end_round(self, *, synchronized: bool) -> None:
+        """Determine which state this process can offer to the next round.
 
-        Parameters change only after the whole exchange of a step succeeded, so they are those of a step's end. What
-        compression still owed on a rank that is gone is lost with it, unless it was `settled` before: then the newest
-        commit counts. What was settled is one, should the next round break before its own. A process that never came
-        to have the state of the run still has none.
+        Parameters change only after the whole exchange of a step succeeded, so they are those at a step's end. But the
+        residuals on a lost rank are lost with it. Then the newest commit counts, unless the exchange's state was
+        `synchronized` first; that state is committed, in case the next round fails before its own first commit.
+        A process that never received the run's state has nothing to offer.
         """
-        if settled:
-            self.given_up = _nothing  # it ended well
-        if self.step == NOTHING:
+        if not self.resumes_in_job:
             return
-        if self._owes():
-            if settled:
+        if self._has_residuals():
+            if synchronized:
                 self.commits.commit(self.state, synchronized=True)
             elif self.commits.step < 0:
                 self.step = NOTHING
@@ -141,18 +144,18 @@ class WorkerState:
                 self.commits.restore(self.state)
         self.step = self.state.progress.step
 
-    def _owes(self) -> bool:
+    def _has_residuals(self) -> bool:
         exchange = self.state.exchange
         return exchange is not None and any(map(is_residual, exchange.state_dict()[0]))
 
 
-def keep(run: RunConfig, task: Task, device: torch.device, info: RankInfo) -> WorkerState:
-    """Put the model on its device and make its optimizer; nothing here needs other ranks."""
+def make_worker_state(run: RunConfig, task: Task, device: torch.device, info: RankInfo) -> WorkerState:
+    """Move the model to its device and make its optimizer. Needs no other rank."""
     train = run.config.train
     model = task.model.to(device)
     compiled = compile_blocks(model) if train.compile else 0
     optimizer = task.optimizer or make_optimizer(task.model, run.config.optimizer)
-    bring_state(optimizer)
+    move_optimizer_state(optimizer)
     samples = dataset_length(task.train_data)
     precision = Precision(run.config.precision, device)
     progress = Progress(samples=samples, data_id=task.data_id)
@@ -174,8 +177,4 @@ def keep(run: RunConfig, task: Task, device: torch.device, info: RankInfo) -> Wo
 def _schedule(task: Task, run: RunConfig, horizon: int) -> Callable[[int], float]:
     if task.schedule is not None:
         return task.schedule
-    return factor(run.config.optimizer, horizon) if task.optimizer is None else _constant
-
-
-def _constant(step: int) -> float:
-    return 1.0
+    return lr_schedule(run.config.optimizer, horizon) if task.optimizer is None else lambda step: 1.0

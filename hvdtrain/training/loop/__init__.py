@@ -1,1 +1,1 @@
-"""The training loop: steps, evaluation, saving and signals."""
+"""The training loop: steps, evaluation, checkpoints and signals."""

@@ -1,4 +1,4 @@
-"""Buffers of a model that its forward pass writes, such as the running statistics of batch norm, put back."""
+"""Restore buffers of a model that a forward pass has written, such as running statistics of batch norm."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Place = tuple[nn.Module, str]
 
 @dataclass(frozen=True)
 class Copied:
-    """A buffer and its values at one time.
+    """A buffer and a copy of its values.
 
     Attributes:
-        place: where it stood.
-        buffer: the tensor itself; None where the name was taken, but empty.
+        place: its module and name.
+        buffer: the tensor itself; None if the name had no tensor.
         values: a copy.
     """
 
@@ -27,7 +27,7 @@ class Copied:
     values: Tensor | None
 
     def is_changed(self) -> bool:
-        """Whether another tensor stands there now, or one bit of it is another."""
+        """Whether the tensor was replaced, or one of its bits changed."""
         module, name = self.place
         now = module._buffers.get(name)
         if now is not self.buffer or now is None or self.values is None:
@@ -36,8 +36,8 @@ class Copied:
             return True
         return not torch.equal(_bits(now), _bits(self.values))
 
-    def put_back(self) -> None:
-        """Let the buffer be what it was."""
+    def restore(self) -> None:
+        """Restore the tensor and its values."""
         module, name = self.place
         module._buffers[name] = self.buffer
         if self.buffer is not None and self.values is not None:
@@ -45,19 +45,19 @@ class Copied:
                 self.buffer.copy_(self.values)
 
 
-def copied_to_host(places: Iterable[Place]) -> list[Copied]:
-    """Copies on the host, where there is room."""
-    found = ((place, place[0]._buffers[place[1]]) for place in places)
-    return [Copied(place, b, None if b is None else b.detach().to("cpu", copy=True)) for place, b in found]
+def copy_to_host(places: Iterable[Place]) -> list[Copied]:
+    """Copy buffers to the host, which has the memory for it."""
+    buffers = ((place, place[0]._buffers[place[1]]) for place in places)
+    return [Copied(place, b, None if b is None else b.detach().to("cpu", copy=True)) for place, b in buffers]
 
 
 def all_buffers(model: nn.Module) -> Iterator[Place]:
-    """Every buffer, empty ones as well."""
+    """Yield every buffer, also empty ones."""
     return ((module, name) for module in model.modules() for name in module._buffers)
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that a checkpoint holds, by name."""
+    """Return the buffers that checkpoints contain, by name."""
     return {
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, module in model.named_modules()
@@ -67,10 +67,10 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 class Rollback:
-    """What a training step's forward passes write to buffers is undone where the step is not applied.
+    """Undoes what the forward passes of a step wrote to buffers, if the step is not applied.
 
-    Only what a checkpoint holds is looked at: other buffers are caches. The first step copies all of it to the host,
-    and finds out what a step writes; each step after that copies this alone, which for most models is nothing.
+    Only persistent buffers count: others are caches. The first step copies all of them to the host and finds the ones
+    that it writes. Later steps copy only these; most models have none.
 
     Args:
         model: on its device.
@@ -82,24 +82,24 @@ class Rollback:
         self._copies: list[Copied] = []
 
     def begin(self) -> None:
-        """Keep what the step may write."""
+        """Copy the buffers that the step may write."""
         if self._written is None:
-            self._copies = copied_to_host(p for p in all_buffers(self._model) if _is_saved(p))
+            self._copies = copy_to_host(p for p in all_buffers(self._model) if _is_saved(p))
         elif self._written:
-            self._copies = _copied(self._written)
+            self._copies = _copy_on_device(self._written)
 
     def end(self, *, applied: bool) -> None:
-        """Undo what was written since `begin`, unless the step is applied."""
+        """Restore the buffers, unless the step is applied."""
         if self._written is None:
             self._written = [copy.place for copy in self._copies if copy.is_changed() or _is_statistic(copy.place)]
         if not applied:
             for copy in self._copies:
-                copy.put_back()
+                copy.restore()
         self._copies = []
 
 
-def _copied(places: list[Place]) -> list[Copied]:
-    """Copies on the device, made together."""
+def _copy_on_device(places: list[Place]) -> list[Copied]:
+    """Copy buffers on the device, all in one call."""
     buffers = [module._buffers[name] for module, name in places]
     there = [buffer.detach() for buffer in buffers if buffer is not None]
     values = [torch.empty_like(buffer) for buffer in there]
@@ -115,7 +115,7 @@ def _is_saved(place: Place) -> bool:
 
 
 def _is_statistic(place: Place) -> bool:
-    """Written by a batch norm that is frozen now, perhaps, and is not later."""
+    """Whether a batch norm writes it, perhaps later: it may be frozen now."""
     return isinstance(place[0], nn.modules.batchnorm._NormBase)
 
 

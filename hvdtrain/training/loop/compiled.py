@@ -1,5 +1,6 @@
-"""torch.compile, block by block: a backward compiled as one graph hands over all gradients at its end, too late to
-exchange them beside it.
+"""torch.compile, block by block.
+
+A backward pass that is compiled as one graph yields all gradients at its end: too late to overlap their exchange.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from torch import nn
 from hvdtrain.errors import ConfigError
 
 _VARIANTS = 8
-"""Times that a block may be compiled: in training and in evaluation, and for batches of other shapes."""
+"""How often a block may be compiled: for training, for evaluation, and for batches of other shapes."""
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The parts that a model repeats: what its outermost `nn.ModuleList` and `nn.Sequential` hold, with parameters."""
+    """Return the repeated parts of a model: members, with parameters, of its outermost ModuleLists and Sequentials."""
     found: list[nn.Module] = []
     waiting: list[nn.Module] = [model]
     while waiting:
@@ -27,12 +28,12 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def compile_blocks(model: nn.Module) -> int:
-    """Compile each of `blocks` in place, its names and state as they were; how many. They are compiled when first used.
+    """Compile each of `blocks` in place, at its first use; return how many. Names and state do not change.
 
-    Raises torch's limits on how often one function is compiled, which are the process's, where the blocks may need it.
+    Raises torch's process-wide limits on how often one function is compiled, if the blocks may need it.
 
     Errors:
-        ConfigError: the model has none.
+        ConfigError: the model has no blocks.
     """
     found = blocks(model)
     if not found:
@@ -42,17 +43,17 @@ def compile_blocks(model: nn.Module) -> int:
             found=type(model).__name__,
             next_step="call .compile() on the parts of the model in the task, or leave --train.compile false",
         )
-    _make_room(len(found) * _VARIANTS)
+    _raise_limits(len(found) * _VARIANTS)
     for block in found:
         _compile(block)
     return len(found)
 
 
-def _make_room(count: int) -> None:
+def _raise_limits(count: int) -> None:
     """Let one function be compiled `count` times.
 
-    Unlike blocks of one class (other widths, strides, an index of the layer) share one function. At 8 variants of it,
-    evaluation's included, torch would leave the rest of the blocks uncompiled.
+    Different blocks of one class (other widths, strides, layer indices) share one function. After 8 variants of it,
+    including those for evaluation, torch would leave the other blocks uncompiled.
     """
     import torch._dynamo.config as limits  # takes seconds
 
@@ -61,7 +62,7 @@ def _make_room(count: int) -> None:
 
 
 def _compile(block: nn.Module) -> None:
-    """Compile the forward itself where it is torch's own (`nn.Sequential`): `nn.Module.compile` passes it over."""
+    """Compile a block; for torch's classes (`nn.Sequential`) its forward, which `nn.Module.compile` skips."""
     if type(block).forward.__module__.startswith("torch.nn."):
         block.forward = torch.compile(block.forward)
     else:

@@ -1,4 +1,4 @@
-"""Loss and metrics over held-out data, shared out among the ranks. The host does not wait for the device meanwhile."""
+"""Loss and metrics over held-out data, shared among the ranks. The host does not wait for the device meanwhile."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from hvdtrain.config.schema import LoaderConfig
 from hvdtrain.data.loader import Batches, sample_seed, seed_forward
 from hvdtrain.data.order import MicroBatch, micro_batches, rank_share
 from hvdtrain.task.base import Task
-from hvdtrain.training.loop.precision import Precision
-from hvdtrain.training.loop.step import checked_loss, checked_metrics, to_device
+from hvdtrain.training.loop.forward import Precision, checked_loss, checked_metrics, to_device
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Evaluation:
     Attributes:
         loss: mean over the weight.
         metrics: means by name.
-        samples: how many were looked at.
+        samples: number of samples.
     """
 
     loss: float
@@ -36,20 +35,20 @@ class Evaluation:
 
 
 class HeldOut:
-    """Held-out samples of a rank, in batches: `most` of all (0: all), spread evenly, each on one rank.
+    """Held-out samples of a rank, in batches: `most` of all (0: all), evenly spaced, each on one rank.
 
-    Samples that draw random numbers when they are made are the same each time.
+    Samples that draw random numbers are the same in each evaluation.
 
     Args:
-        task: whose samples.
+        task: has the samples.
         comm: the ranks.
         micro_batch: samples a batch.
         most: samples of all ranks.
-        loader: how they are made. Loader processes start with the first evaluation, and stay.
+        loader: options of loading. Loader processes start with the first evaluation, and stay.
         on_cuda: whether batches go to a CUDA device.
 
     Attributes:
-        count: samples of all ranks; 0 where the task holds nothing out.
+        count: samples of all ranks; 0 if the task has no held-out data.
     """
 
     def __init__(
@@ -83,17 +82,16 @@ def evaluate(
     *,
     touch: Callable[[], None] | None = None,
 ) -> Evaluation | None:
-    """Mean loss over held-out samples, each used once at any number of ranks.
+    """Return the mean loss over held-out samples, each used once; None if there are none. Collective: yes.
 
-    Collective: yes. None where there are none. Sums are in float64. Each module is left in its mode.
-    `touch` is called after each batch: it makes progress.
+    Sums are in float64. Each module returns to its mode. `touch` is called after each batch.
     """
     if not held_out.count:
         return None
     sums: dict[str, list[Tensor | float]] = {}
     modes = {module: module.training for module in model.modules()}
     model.eval()
-    # Not inference_mode: what a model keeps from its first forward pass (positions, masks) must serve training too.
+    # Not inference_mode: training must be able to use what a model caches here (positions, masks).
     with torch.no_grad(), precision.autocast():
         for place, batch in held_out:
             seed_forward(0, place.start)
@@ -115,7 +113,7 @@ def evaluate(
 
 
 def _exact(number: Tensor | float) -> Tensor | float:
-    """In float64, where it is: a number of the device stays there."""
+    """Convert to float64, on the same device."""
     return number.double() if isinstance(number, Tensor) else float(number)
 
 

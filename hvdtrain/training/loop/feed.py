@@ -1,31 +1,32 @@
-"""What a rank trains on: its micro-batches, in order, told to the ledger as they are drawn."""
+"""The micro-batches that a rank trains on, in order; the ledger records them as they are drawn."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from hvdtrain.comm.base import Comm
+from hvdtrain.comm.objects import allgather_json
 from hvdtrain.config.schema import Config
 from hvdtrain.data.loader import HostBatch, Stream, seed_forward, train_batches
 from hvdtrain.data.order import MicroBatch
 from hvdtrain.spans import Spans
-from hvdtrain.state.ledger import Ledger
+from hvdtrain.state.ledger import Ledger, StartHeader, next_start
 from hvdtrain.state.train_state import Progress
-from hvdtrain.training.start.ledger_start import begin_start
 
 
 @dataclass
 class Feed:
-    """The samples of one rank, from any position on.
+    """The samples of one rank, from any position.
 
     Attributes:
         config: seed and loader.
         comm: the ranks.
         stream: this rank's share.
-        ledger: told which samples this rank takes.
+        ledger: records the samples of this rank.
         spans: of the training thread.
         collate: makes a batch of samples; None for torch's own.
         on_cuda: whether batches go to a CUDA device.
@@ -41,21 +42,51 @@ class Feed:
     _batches: Iterator[HostBatch] = field(default_factory=lambda: iter(()), init=False)
 
     def begin(self, progress: Progress, stop: int, why: str) -> None:
-        """Go on from `progress` to step `stop`: a start of the ledger. `why`: see `begin_start`. Collective: yes."""
+        """Draw from `progress` to step `stop`: a new start in the ledger. `why`: see `begin_start`. Collective: yes."""
         self.stream = replace(self.stream, left_out=progress.left_out)
         begin_start(self.ledger, self.comm, self.stream, progress, why)
         loader, steps = self.config.loader, stop - progress.step
         self._batches = train_batches(self.stream, progress.position, steps, loader, self.collate, on_cuda=self.on_cuda)
 
     def micro_batches(self, position: int) -> list[MicroBatch]:
-        """Those of this rank in the step that begins at `position`."""
+        """Return this rank's micro-batches of the step that begins at `position`."""
         return self.stream.step(position)
 
     def draw(self, mine: list[MicroBatch], step: int) -> Iterator[tuple[Callable[[], None], Any]]:
-        """Each with what seeds its forward pass; `step`: the one that they are of, counted from 1."""
+        """Yield each batch with a function that seeds its forward pass. `step` is counted from 1."""
         for where in mine:
             with self.spans("data"):
                 drawn = next(self._batches)
             self.ledger.add_samples(where.start, where.stop, drawn.indices)
             yield partial(seed_forward, self.config.seed, where.start), drawn.batch
         self.ledger.write(step)  # before the ranks agree on the step
+
+
+def begin_start(ledger: Ledger, comm: Comm, stream: Stream, progress: Progress, why: str) -> None:
+    """Begin a file of `ledger` for the steps after `progress`. Collective: yes.
+
+    Args:
+        ledger: of this rank.
+        comm: the ranks.
+        stream: this rank's share.
+        progress: equal on all ranks.
+        why: started, round (of an elastic job), or rolled_back.
+    """
+    # Hosts without a shared disk may know other starts; rank 0's host may have missed some.
+    start = max(allgather_json(comm, next_start(ledger.folder) if comm.local_rank == 0 else 0, name="ledger/start"))
+    head = StartHeader(
+        start=start,
+        why=why,
+        from_step=progress.step,
+        position=progress.position,
+        size=comm.size,
+        rank=comm.rank,
+        host=socket.gethostname(),
+        seed=stream.seed,
+        global_batch=stream.global_batch,
+        micro_batch=stream.micro_batch,
+        samples=progress.samples,
+        data_id=progress.data_id,
+        left_out=progress.left_out,
+    )
+    ledger.begin_start(head)

@@ -1,4 +1,4 @@
-"""Keeping what training has come to: evaluations, checkpoints beside it, and the last one, which has to be written."""
+"""Evaluations and checkpoints during training, and the last checkpoint, which must be written."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.diagnostics.health import check_equal
 from hvdtrain.training.elastic.roll_back import RollBack
 from hvdtrain.training.loop.evaluate import Evaluation, HeldOut, evaluate
-from hvdtrain.training.loop.notices import COUNT, stop_reason
 from hvdtrain.training.loop.step import Stepper
+from hvdtrain.training.loop.step_sums import COUNT, stop_reason
 
 WAITS_S = (1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 60.0, 60.0)
-"""Between tries to write the last checkpoint: somebody has so long to make room."""
+"""Waits between tries to write the last checkpoint, in which a person can make room on the disk."""
 
 _TICK_S = 0.25
-"""How often the ranks look, while they wait, whether one of them was sent a signal; mpirun kills 1 s after SIGTERM."""
+"""How often waiting ranks check for a signal; mpirun kills 1 s after SIGTERM."""
 
 
 @dataclass
 class EvaluationProgress:
-    """What a process knows of evaluations, from round to round.
+    """The newest evaluated step, kept from round to round.
 
     Attributes:
-        step: the newest one that was evaluated, or at which this process came; -1 before.
+        step: the newest evaluated step, or the step at which this process joined; -1 before.
     """
 
     step: int = -1
@@ -50,14 +50,14 @@ class Saving:
     Attributes:
         config: the options.
         comm: the ranks.
-        state: what is saved.
+        state: to evaluate and save.
         stepper: of the training.
         store: on rank 0; None elsewhere.
-        ledger: on the disk before the checkpoint is.
+        ledger: synced to the disk before each checkpoint.
         roll_back: takes a commit with each checkpoint.
-        event: records an event.
-        warn: tells something that a person should know.
-        seen: of evaluations before this round.
+        event: records an event in the journal.
+        warn: shows a warning.
+        evaluations: the newest evaluated step.
     """
 
     config: Config
@@ -69,12 +69,12 @@ class Saving:
     roll_back: RollBack
     event: Callable[[dict[str, Any]], None]
     warn: Callable[[str], None]
-    seen: EvaluationProgress = field(default_factory=EvaluationProgress)
+    evaluations: EvaluationProgress = field(default_factory=EvaluationProgress)
     writer: CheckpointWriter = field(init=False)
     held_out: HeldOut = field(init=False)
 
     def __post_init__(self) -> None:
-        """Make the writer, and settle who evaluates what."""
+        """Make the writer and this rank's share of the held-out samples."""
         train, stepper = self.config.train, self.stepper
         self.held_out = HeldOut(
             stepper.task,
@@ -88,7 +88,7 @@ class Saving:
         self.writer = CheckpointWriter(self.comm, self.store, keep, self.event, self.warn, touch)
 
     def evaluate(self) -> Evaluation | None:
-        """Look at held-out samples, if there are any. Collective: yes."""
+        """Evaluate on held-out samples, if there are any. Collective: yes."""
         stepper = self.stepper
         with stepper.spans("evaluation"):
             found = evaluate(
@@ -103,17 +103,17 @@ class Saving:
         if found is not None:
             facts = {"loss": found.loss, "samples": found.samples, "metrics": found.metrics}
             self.event({"event": "evaluation", "at_step": self.state.progress.step, **facts})
-        self.seen.step = self.state.progress.step
+        self.evaluations.step = self.state.progress.step
         return found
 
-    def make_up(self, stop: int, notices: Callable[[], list[int]]) -> None:
-        """Evaluate and save what is due at this step, where ranks were lost before it was done. Collective: yes."""
+    def catch_up(self, stop: int, requests: Callable[[], list[int]]) -> None:
+        """Do the evaluation and the save due at this step, if a lost rank prevented them. Collective: yes."""
         step = self.state.progress.step
-        owed, unseen = self._is_owed(stop), self._is_unseen(stop)
-        evaluated = self.evaluate() if unseen or (owed and self.evaluates(step, stop)) else None
-        if owed:
-            self.save(evaluated, wait=step == stop, notices=notices)
-        self.seen.step = step
+        unsaved, unevaluated = self._is_unsaved(stop), self._is_unevaluated(stop)
+        evaluated = self.evaluate() if unevaluated or (unsaved and self.evaluates(step, stop)) else None
+        if unsaved:
+            self.save(evaluated, wait=step == stop, requests=requests)
+        self.evaluations.step = step
 
     def save(
         self,
@@ -122,30 +122,30 @@ class Saving:
         wait: bool,
         urgent: bool = False,
         why: str = "",
-        notices: Callable[[], list[int]] = lambda: [0] * COUNT,
+        requests: Callable[[], list[int]] = lambda: [0] * COUNT,
     ) -> None:
-        """Save the state beside training; with `wait`, return when it is on the disk. Collective: yes.
+        """Save the state while training continues; with `wait`, return when it is on the disk. Collective: yes.
 
         Args:
             evaluation: of this step.
-            wait: it is the last one: it has to be written, and is tried again for as long as `WAITS_S` say, or until
-                a signal asks to stop: then once more.
-            urgent: little time is left: it is tried once.
-            why: it was asked for, where it was.
-            notices: what came to this rank since last time.
+            wait: for the last checkpoint, which must be written. It is retried after each of `WAITS_S`; if a signal
+                asks to stop, once more at once.
+            urgent: little time is left: try once.
+            why: what asked for it, if anything did.
+            requests: returns the requests that reached this rank since the last call.
 
         Errors:
-            CheckpointError: it cannot be written, and was waited for.
-            DriftError: parameters are not equal on all ranks, or buffers that are only checked.
+            CheckpointError: it cannot be written, with `wait`.
+            DriftError: parameters, or buffers that are only checked, are not equal on all ranks.
         """
         with self.stepper.spans("checkpoint"):
             self.ledger.sync()
             self.stepper.buffers.share(check_equal(self.state.model, self.comm, name="drift"))
             self.stepper.engine.synchronize_state()
-            # First: should a rank be lost now, nothing on the disk is newer.
-            self.roll_back.commit(self.state, settled=True)
+            # First: if a rank is lost now, nothing on the disk is newer than the commit.
+            self.roll_back.commit(self.state, synchronized=True)
             state = self.state.state_dict()
-            check_dtypes(state)  # no waiting helps there
+            check_dtypes(state)  # waiting would not help
             heldout_loss = evaluation.loss if evaluation and math.isfinite(evaluation.loss) else None
             notes = {"heldout_loss": heldout_loss}
             waits_s = list(WAITS_S if wait and not urgent else ())
@@ -154,16 +154,16 @@ class Saving:
                 try:
                     self.writer.save(self.state.progress.step, state, notes, wait=wait, urgent=urgent, why=why)
                     return
-                except CheckpointError as error:  # the same on every rank
+                except CheckpointError as error:  # equal on every rank
                     if not waits_s:
-                        if is_stopped and self.store is not None:  # at once: a launcher soon kills
+                        if is_stopped and self.store is not None:  # now: the launcher kills soon
                             self.warn(f"{error.what} ({error.found}): the run ends without it")
                         raise
-                    if is_stopped := self._is_stopped(error, waits_s.pop(0), notices):
+                    if is_stopped := self._is_stopped(error, waits_s.pop(0), requests):
                         waits_s.clear()
 
-    def _is_owed(self, stop: int) -> bool:
-        """Whether the checkpoint that is due at this step is missing. Collective: yes."""
+    def _is_unsaved(self, stop: int) -> bool:
+        """Whether the checkpoint due at this step is missing. Collective: yes."""
         step = self.state.progress.step
         if not self.saves(step, stop):
             return False
@@ -174,34 +174,35 @@ class Saving:
 
         return on_rank_0(self.comm, is_missing, name="owed")
 
-    def _is_unseen(self, stop: int) -> bool:
-        """Whether the evaluation that is due at this step is missing, as far as rank 0 was there. Collective: yes."""
+    def _is_unevaluated(self, stop: int) -> bool:
+        """Whether the evaluation due at this step is missing, as far as rank 0 knows. Collective: yes."""
         step = self.state.progress.step
         if not self.evaluates(step, stop):
             return False
-        return on_rank_0(self.comm, lambda: 0 <= self.seen.step < step, name="unseen")
+        return on_rank_0(self.comm, lambda: 0 <= self.evaluations.step < step, name="unseen")
 
     def evaluates(self, step: int, stop: int) -> bool:
-        """Whether an evaluation is due after a step, of a training that ends with step `stop`."""
+        """Whether an evaluation is due after a step, if training ends with step `stop`."""
         return step == stop or _is_multiple(step, self.config.train.eval_every or self.config.checkpoint.every)
 
     def saves(self, step: int, stop: int) -> bool:
-        """Whether a checkpoint is due after a step, of a training that ends with step `stop`."""
+        """Whether a checkpoint is due after a step, if training ends with step `stop`."""
         return step == stop or _is_multiple(step, self.config.checkpoint.every)
 
-    def _is_stopped(self, error: CheckpointError, wait_s: float, notices: Callable[[], list[int]]) -> bool:
-        """Wait so long, or until a signal asks any rank to stop; whether one did. Collective: yes."""
+    def _is_stopped(self, error: CheckpointError, wait_s: float, requests: Callable[[], list[int]]) -> bool:
+        """Wait `wait_s` seconds, or until a signal asks any rank to stop; return whether one did. Collective: yes."""
         if self.store is not None:
             self.warn(
-                f"{error.what} ({error.found}). It is the last one: make room; the next try comes in {wait_s:.0f} s"
+                f"{error.what} ({error.found}). It is the last checkpoint: make room on the disk; next try in"
+                f" {wait_s:.0f} s"
             )
         for _ in range(round(wait_s / _TICK_S)):
             self.stepper.spans.touch()
             time.sleep(_TICK_S)
-            reason = stop_reason(self.comm.allreduce(torch.tensor(notices()), name="last/notices").wait().tolist())
+            reason = stop_reason(self.comm.allreduce(torch.tensor(requests()), name="last/notices").wait().tolist())
             if reason is not None:
                 if self.store is not None:
-                    self.warn(f"{reason}: the waiting is over; the last checkpoint is tried once more, now")
+                    self.warn(f"{reason}: trying once more now to write the last checkpoint")
                 return True
         return False
 

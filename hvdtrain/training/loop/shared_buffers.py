@@ -1,4 +1,4 @@
-"""Persistent buffers that ranks write differently, such as running statistics: equal on all ranks after every step."""
+"""Keep persistent buffers equal on all ranks, such as running statistics, which each rank writes differently."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm, Handle
 from hvdtrain.errors import DriftError
-from hvdtrain.training.diagnostics.health import differing
+from hvdtrain.training.diagnostics.health import find_unequal
 from hvdtrain.training.loop.buffers import persistent_buffers
 
 Policy = Literal["mean", "broadcast", "check"]
 
 
 class SharedBuffers:
-    """Finds the buffers that differ between ranks, and makes them equal from then on.
+    """Finds buffers that differ between ranks, and makes them equal after every step from then on.
 
-    Statistics of batch norm, codebooks and biases of routers follow the samples of a rank. They are found by a hash
-    after the first step that is applied, and wherever the caller finds others later. The mean weights each rank by its
-    micro-batches; what is no floating-point number comes from rank 0. Buffers that are not persistent are caches: each
-    rank keeps its own.
+    Statistics of batch norm, codebooks and biases of routers depend on a rank's samples. Hashes find them after the
+    first applied step; the caller may add others later. The mean weights each rank by its micro-batches. Values that
+    are not floating-point come from rank 0. Buffers that are not persistent are caches: each rank keeps its own.
 
     Args:
         model: on its device.
         comm: the ranks.
-        policy: mean over ranks, broadcast of rank 0's, or check: an error where they differ.
-        say: takes a line for a person.
+        policy: mean over ranks; broadcast rank 0's values; or check: raise an error if they differ.
+        say: shows a line.
     """
 
     def __init__(
@@ -39,39 +38,39 @@ class SharedBuffers:
         self._policy = policy
         self._say = say
         self._names: list[str] = []
-        self._has_looked = comm.size == 1
+        self._is_checked = comm.size == 1
         self._count = 1
         self._under_way: list[tuple[list[Tensor], Tensor, Handle]] = []
 
     def start(self, count: int) -> None:
-        """Begin to make equal what `count` forward passes of this rank have written. Collective: yes."""
+        """Begin to make the buffers equal after `count` forward passes of this rank. Collective: yes."""
         self._count = count
         self._start()
 
     def finish(self, *, applied: bool) -> None:
-        """Wait, and take the values over where the step was applied. Collective: yes.
+        """Wait, and use the shared values if the step was applied. Collective: yes.
 
         Errors:
-            DriftError: on every rank, where buffers differ and are only checked.
+            DriftError: on every rank, if buffers differ and are only checked.
         """
         for buffers, flat, handle in self._under_way:
             handle.wait()
             if applied:
                 _unpack(flat, buffers)
         self._under_way = []
-        if applied and not self._has_looked:
-            self._has_looked = True
-            if buffers_here := persistent_buffers(self._model):
-                self.share(differing(buffers_here, self._comm, name="buffers/differing"))
+        if applied and not self._is_checked:
+            self._is_checked = True
+            if persistent := persistent_buffers(self._model):
+                self.share(find_unequal(persistent, self._comm, name="buffers/differing"))
 
     def share(self, found: Mapping[str, list[int]]) -> None:
         """Make these buffers equal, now and after every step. Collective: yes.
 
         Args:
-            found: buffers that differ, with the ranks on which they differ from rank 0; equal on all ranks.
+            found: buffers that differ, with the ranks that differ from rank 0; equal on all ranks.
 
         Errors:
-            DriftError: on every rank, where buffers are only checked.
+            DriftError: on every rank, if buffers are only checked.
         """
         if not found:
             return
@@ -81,38 +80,37 @@ class SharedBuffers:
             raise DriftError(
                 f"buffers are not equal on all ranks: {names} on rank(s) {', '.join(map(str, ranks))}",
                 expected="bit-equal persistent buffers after every step",
-                next_step="--parallel.buffers mean, or broadcast for those of rank 0",
+                next_step="--parallel.buffers mean, or broadcast for the values of rank 0",
             )
         how = "averaged over ranks" if self._policy == "mean" else "taken from rank 0"
         self._say(f"{len(found)} buffer(s) differ between ranks ({names}): {how} after every step")
-        known, self._names = self._names, list(found)
+        before, self._names = self._names, list(found)
         self._start()
         self.finish(applied=True)
-        self._names = [*known, *(name for name in found if name not in known)]
+        self._names = [*before, *(name for name in found if name not in before)]
 
     def _start(self) -> None:
-        held = persistent_buffers(self._model) if self._names else {}
-        alike: dict[torch.dtype | None, list[Tensor]] = {}
+        buffers = persistent_buffers(self._model) if self._names else {}
+        by_dtype: dict[torch.dtype | None, list[Tensor]] = {}
         for name in self._names:
-            averaged = self._policy == "mean" and held[name].is_floating_point()
-            dtype = torch.promote_types(held[name].dtype, torch.float32) if averaged else None
-            alike.setdefault(dtype, []).append(held[name])
-        for dtype, buffers in alike.items():
+            averaged = self._policy == "mean" and buffers[name].is_floating_point()
+            dtype = torch.promote_types(buffers[name].dtype, torch.float32) if averaged else None
+            by_dtype.setdefault(dtype, []).append(buffers[name])
+        for dtype, group in by_dtype.items():
             name = f"buffers/{dtype or 'bytes'}"
             if dtype is None:
-                flat = torch.cat([buffer.detach().contiguous().reshape(-1).view(torch.uint8) for buffer in buffers])
+                flat = torch.cat([buffer.detach().contiguous().reshape(-1).view(torch.uint8) for buffer in group])
                 handle = self._comm.broadcast(flat, name=name, root=0)
             else:
                 flat = torch.cat(
-                    [buffer.detach().reshape(-1).to(dtype) for buffer in buffers]
-                    + [buffers[0].new_ones(1, dtype=dtype)]
+                    [buffer.detach().reshape(-1).to(dtype) for buffer in group] + [group[0].new_ones(1, dtype=dtype)]
                 )
                 handle = self._comm.allreduce(flat.mul_(self._count), name=name)
-            self._under_way.append((buffers, flat, handle))
+            self._under_way.append((group, flat, handle))
 
 
 def _unpack(flat: Tensor, buffers: list[Tensor]) -> None:
-    """Write the bytes of rank 0, or the weighted sums and their weight, to the buffers."""
+    """Write rank 0's bytes, or the weighted mean of the sums in `flat`, to the buffers."""
     is_mean = flat.is_floating_point()
     if is_mean:
         flat = flat[:-1] / flat[-1]
@@ -121,6 +119,6 @@ def _unpack(flat: Tensor, buffers: list[Tensor]) -> None:
         for buffer in buffers:
             end = start + buffer.numel() * (1 if is_mean else buffer.element_size())
             part = flat[start:end]
-            # A copy of bytes begins where any dtype may.
+            # A copy of the bytes is aligned for every dtype.
             buffer.copy_((part if is_mean else part.clone().view(buffer.dtype)).reshape(buffer.shape))
             start = end

@@ -1,1 +1,1 @@
-"""Measurements of a run: time budget, FLOPs, profiler traces, step stamps, the report at its end."""
+"""Measurements of a run: FLOPs, traces, profiles, step stamps, and the report at its end."""

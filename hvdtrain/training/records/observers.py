@@ -1,4 +1,4 @@
-"""What a run's options ask to be recorded of it, added to its recorder."""
+"""Observers that a run's options ask for, added to its recorder and its spans."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 
 from hvdtrain.comm.base import Comm, TimelineComm
 from hvdtrain.comm.objects import broadcast_json
+from hvdtrain.config.parse import RunConfig
 from hvdtrain.config.schema import ObserveConfig
 from hvdtrain.config.windows import AUTO, Window, parse_window
 from hvdtrain.errors import ConfigError
@@ -23,104 +24,152 @@ from hvdtrain.observe.monitor import Monitor, MonitorThread, gpu_identity
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.observe.sinks import sink_maker
 from hvdtrain.observe.span_trace import SpanTrace
+from hvdtrain.observe.step_stamps import StepStamps
 from hvdtrain.observe.tensorboard import TensorBoard, is_installed
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.threads import Spinner, find_spinner
 from hvdtrain.runtime.timeline import ASK, TimelinePlan
 from hvdtrain.spans import Spans
+from hvdtrain.training.elastic.worker_state import WorkerState
 from hvdtrain.training.records.device_spans import DeviceSpans
-from hvdtrain.training.records.profiler_ranges import NvtxRanges
-from hvdtrain.training.records.torch_profile import TorchProfile
+from hvdtrain.training.records.profiler import NvtxRanges, TorchProfile
+from hvdtrain.training.records.stamp_collection import add_stamps
+from hvdtrain.training.start.schedule import stop_step
 
 _FIRST_STEPS = 20
-"""Steps of each start of a run whose spans are written under ``--observe.timeline auto``."""
+"""Steps of each start whose spans are written under ``--observe.timeline auto``."""
+
+
+def add_job_observers(
+    recorder: Recorder,
+    run: RunConfig,
+    plan: TimelinePlan,
+    sinks: Sequence[Any],
+    layout: RunLayout,
+    worker: WorkerState,
+    comm: Comm,
+    *,
+    is_new: bool,
+) -> HorovodTimeline | None:
+    """Add what needs no model: sinks, TensorBoard, the machine's monitor, Horovod's Timeline. Collective: yes.
+
+    Only a recorder that `is_new` gets sinks; one of an earlier round has them.
+    """
+    if is_new:
+        add_sinks(recorder, run.config.observe, sinks, comm, worker.info.folder)
+        add_tensorboard(recorder, run.config.observe, layout, worker.device, comm)
+    if comm.rank == 0:
+        recorder.add_watcher(MonitorThread(Monitor(gpu_identity(worker.device)).sample, recorder.event))
+    return add_horovod_timeline(recorder, plan, layout, comm, quiet=not is_new)
+
+
+def add_step_observers(
+    recorder: Recorder,
+    run: RunConfig,
+    spans: Spans,
+    layout: RunLayout,
+    worker: WorkerState,
+    comm: Comm,
+    horovod: HorovodTimeline | None,
+) -> tuple[LiveWindow, StepStamps | None]:
+    """Add the observers of the steps from the current one on: step stamps, and traces. Collective: yes."""
+    observe, done = run.config.observe, worker.state.progress.step
+    stop = stop_step(run.config.train, worker.horizon)
+    folder = layout.timeline.folder
+    start, stamps = add_stamps(
+        recorder, observe, spans, folder, comm, worker.state.model, worker.device, done, stop, worker.links
+    )
+    return add_traces(recorder, observe, spans, folder, comm, done, stop, horovod, start), stamps
 
 
 def add_sinks(
     recorder: Recorder, observe: ObserveConfig, given: Sequence[Any], comm: Comm, folder: Path = Path()
 ) -> None:
-    """On rank 0, feed the sinks that the options name, from `folder` on, and those that a program gave.
+    """On rank 0, add the sinks that the options name, relative to `folder`, and those of the calling program.
 
     Errors:
-        ConfigError: one of them cannot be found or is no sink; on every rank.
+        ConfigError: one of them cannot be found or is not a sink; on every rank.
     """
     wanted = "a function of one record, or a class with write(record) and close()"
-    found = [(spec, load(spec, ConfigError, wanted, folder)) for spec in observe.sinks]
-    found += [(getattr(value, "__name__", type(value).__name__), value) for value in given]
-    for name, value in found:
+    sinks = [(spec, load(spec, ConfigError, wanted, folder)) for spec in observe.sinks]
+    sinks += [(getattr(value, "__name__", type(value).__name__), value) for value in given]
+    for name, value in sinks:
         make = sink_maker(value)
         if comm.rank == 0:
             recorder.add_sink(make, name)
 
 
 def add_tensorboard(
-    recorder: Recorder, observe: ObserveConfig, directory: Path, device: torch.device, comm: Comm
+    recorder: Recorder, observe: ObserveConfig, layout: RunLayout, device: torch.device, comm: Comm
 ) -> None:
-    """On rank 0, feed TensorBoard."""
+    """On rank 0, add TensorBoard."""
     if comm.rank != 0 or not observe.tensorboard:
         return
     if is_installed():
-        layout = RunLayout(directory)
         make = partial(TensorBoard, layout.tensorboard, layout.journal, gpu=device.type == "cuda")
         recorder.add_sink(make, "TensorBoard")
     else:
-        recorder.warn('nothing is written for TensorBoard, which is not installed: pip install "hvdtrain[tensorboard]"')
-
-
-def add_monitor(recorder: Recorder, device: torch.device, comm: Comm) -> None:
-    """On rank 0, watch the machine."""
-    if comm.rank == 0:
-        recorder.add_watcher(MonitorThread(Monitor(gpu_identity(device)).sample, recorder.event))
+        recorder.warn('TensorBoard is not installed, so nothing is written for it: pip install "hvdtrain[tensorboard]"')
 
 
 def add_horovod_timeline(
-    recorder: Recorder, plan: TimelinePlan, directory: Path, comm: Comm, *, told: bool = False
+    recorder: Recorder, plan: TimelinePlan, layout: RunLayout, comm: Comm, *, quiet: bool = False
 ) -> HorovodTimeline | None:
-    """Record Horovod's Timeline where rank 0's plan says so, or say why not, unless that was told. Collective: yes."""
+    """Record Horovod's Timeline if rank 0's plan says so; if not, say why, unless `quiet`. Collective: yes."""
     first, last = broadcast_json(comm, [plan.window.first, plan.window.last], name="timeline")
     window = Window(first, last)
     if not window:
-        if plan.reason and comm.size > 1 and not told:
-            how = f"; to have it all the same: {ASK}" if plan.kind == "spans" else ""
+        if plan.reason and comm.size > 1 and not quiet:
+            how = f"; to record it nevertheless: {ASK}" if plan.kind == "spans" else ""
             recorder.say(f"Horovod's Timeline: {plan}{how}")
         return None
     horovod = comm if comm.rank == 0 and isinstance(comm, TimelineComm) else None
     thread = find_spinner(horovod.started_threads) if horovod is not None and not plan.quiet else None
     writer = Spinner(thread) if thread is not None else None
-    timeline = HorovodTimeline(comm, horovod, writer, window, RunLayout(directory).timeline.folder, recorder.warn)
+    timeline = HorovodTimeline(comm, horovod, writer, window, layout.timeline.folder, recorder.warn)
     recorder.add_watcher(timeline)
     return timeline
 
 
 def add_listeners(spans: Spans, observe: ObserveConfig, device: torch.device, stack: ExitStack) -> None:
-    """Let `spans` see the device's own clock, garbage collections and Nsight Systems, until `stack` ends."""
+    """Add garbage collections, the device's own clock and Nsight Systems to `spans`, until `stack` ends."""
     stack.enter_context(spans.collections())
     if device.type != "cuda":
         if observe.nvtx:
-            raise ConfigError("--observe.nvtx true, but there is no CUDA device to be watched by Nsight Systems")
+            raise ConfigError("--observe.nvtx true needs a CUDA device, which Nsight Systems profiles")
         return
     if observe.nvtx:
         spans.listeners.append(NvtxRanges())
     spans.listeners.append(DeviceSpans(spans))
 
 
-def add_watchers(
+def add_traces(
     recorder: Recorder,
     observe: ObserveConfig,
     spans: Spans,
-    directory: Path,
+    folder: Path,
     comm: Comm,
     started_at: int,
     stop: int,
     horovod: HorovodTimeline | None = None,
     start: int = 0,
 ) -> LiveWindow:
-    """Trace what the options ask for of the steps from `started_at` to `stop`: this rank's spans, torch's profile.
+    """Trace the steps that the options ask for: this rank's spans, and torch.profiler.
 
-    `start` is the number of this start of the run.
-    What is returned lets all of them, `horovod` included, record further steps while the run goes on.
+    Args:
+        recorder: of this rank.
+        observe: the options.
+        spans: of the training thread.
+        folder: ``RUN/timeline``.
+        comm: the ranks.
+        started_at: steps done.
+        stop: the step to stop at.
+        horovod: recorder of Horovod's Timeline, if there is one.
+        start: number of this start of the run.
+
+    Returns:
+        What opens windows of all these traces while the run continues.
     """
-    folder = RunLayout(directory).timeline.folder
     if observe.timeline == AUTO:
         window = Window(started_at + 1, started_at + _FIRST_STEPS)
     else:
@@ -141,5 +190,5 @@ def add_watchers(
     recorder.add_watcher(profiler)
     requests = Requests(folder) if comm.rank == 0 else None
     live = LiveWindow(folder, requests, recordings, profiler, lacks, recorder.say)
-    recorder.add_watcher(live)  # the last one: the others have written by its turn
+    recorder.add_watcher(live)  # the last watcher: the others have written when it is closed
     return live

@@ -1,4 +1,4 @@
-"""Span files of ranks on hosts that do not share the run folder, brought to rank 0 when a run has ended well."""
+"""Copy span files to rank 0 from hosts that do not share the run folder, when a run has succeeded."""
 
 from __future__ import annotations
 
@@ -16,49 +16,50 @@ from hvdtrain.observe.trace_file import free_path
 from hvdtrain.run_layout import TimelineLayout
 
 MOST_BYTES = 8 << 20
-"""Of one rank's file; what comes later is left out."""
+"""Size limit of one rank's file; later spans are left out."""
 
 MOST_TOGETHER_BYTES = 256 << 20
-"""Of all files, which every rank gets, packed to about a tenth."""
+"""Size limit of all files together; every rank receives them, compressed to about a tenth."""
 
 _HEAD_BYTES = 1024
-"""Of a file, among them the rank and when it began by its clock: no other file has the same."""
+"""First bytes of a file, which identify it: they contain the rank and the time of its start."""
 
 
-def bring_spans(comm: Comm, folder: Path, warn: Callable[[str], None]) -> None:
-    """Let rank 0 have the newest span file of each rank in its own `folder`. Collective: yes; when they are closed.
+def collect_spans(comm: Comm, folder: Path, warn: Callable[[str], None]) -> None:
+    """Copy the newest span file of each rank to rank 0's `folder`, after they are closed. Collective: yes.
 
-    A file that rank 0 sees is left alone. What cannot be read or written is a warning there, and the file stays where
-    it is.
+    Files that rank 0 can already see are not copied. If a file cannot be read or written, rank 0 warns.
     """
     if comm.size == 1:
         return
-    # First, what other ranks may come to while rank 0 still closes Horovod's Timeline (see `HorovodTimeline`).
+    # Other ranks may reach this first collective while rank 0 still closes Horovod's Timeline (see `HorovodTimeline`).
     broadcast_json(comm, None, name="timeline/closed")
-    mine = _newest(folder, comm.rank)
-    everyone = allgather_json(comm, [mine.name, _mark(mine)] if mine else None, name="timeline/files")
-    unseen = [r for r, told in enumerate(everyone) if told and not _is_seen(folder, *told)] if comm.rank == 0 else []
-    far = broadcast_json(comm, unseen, name="timeline/far")
+    own = _newest(folder, comm.rank)
+    everyone = allgather_json(comm, [own.name, _fingerprint(own)] if own else None, name="timeline/files")
+    missing = []
+    if comm.rank == 0:
+        missing = [rank for rank, file in enumerate(everyone) if file and not _is_visible(folder, *file)]
+    far = broadcast_json(comm, missing, name="timeline/far")
     if not far:
         return
     most = min(MOST_BYTES, MOST_TOGETHER_BYTES // len(far))
-    content = _packed(mine, most) if comm.rank in far and mine else b""
+    content = _packed(own, most) if comm.rank in far and own else b""
     data = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
     lengths = allgather_json(comm, len(data), name="timeline/lengths")
-    came = torch.split(comm.allgather(data, name="timeline/contents").wait(), lengths)
+    contents = torch.split(comm.allgather(data, name="timeline/contents").wait(), lengths)
     if comm.rank != 0:
         return
     for rank in far:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            text = zlib.decompress(came[rank].numpy().tobytes()).decode()
+            text = zlib.decompress(contents[rank].numpy().tobytes()).decode()
             write_text(free_path(TimelineLayout(folder).spans(rank)), text)
         except (OSError, zlib.error) as error:
             warn(f"the trace of rank {rank} stays on its host, in {folder}: {error}")
 
 
 def whole_lines(content: bytes, most: int) -> bytes:
-    """A trace of at most about `most` bytes that is valid too: its first lines, each of which is an event."""
+    """Shorten a trace to about `most` bytes; it stays valid, because each line is an event."""
     if len(content) <= most:
         return content
     return content[: content.rindex(b",\n", 0, most)] + b"\n]\n"
@@ -73,8 +74,8 @@ def _newest(folder: Path, rank: int) -> Path | None:
         return None
 
 
-def _mark(path: Path) -> str:
-    """What tells this file from others; empty where it cannot be read."""
+def _fingerprint(path: Path) -> str:
+    """Return what identifies a file; empty if it cannot be read."""
     try:
         with path.open("rb") as file:
             return sha256(file.read(_HEAD_BYTES)).hexdigest()
@@ -82,12 +83,12 @@ def _mark(path: Path) -> str:
         return ""
 
 
-def _is_seen(folder: Path, name: str, mark: str) -> bool:
-    return _mark(folder / name) == mark
+def _is_visible(folder: Path, name: str, fingerprint: str) -> bool:
+    return _fingerprint(folder / name) == fingerprint
 
 
 def _packed(path: Path, most: int) -> bytes:
-    """Empty where it cannot be read, which unpacks to an error."""
+    """Compress a file; empty if it cannot be read, which fails to decompress."""
     try:
         return zlib.compress(whole_lines(path.read_bytes(), most), 1)
     except (OSError, ValueError):

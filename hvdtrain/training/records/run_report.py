@@ -1,4 +1,4 @@
-"""What a run says of itself at its end: where the time went, as a page and as data beside its traces."""
+"""The analysis at the end of a run: where the time went, as a page and as data next to its traces."""
 
 from __future__ import annotations
 
@@ -13,53 +13,53 @@ from hvdtrain.errors import HvdtrainError
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.timeline.analysis.analysis import Analysis, figures
-from hvdtrain.training.records.remote_spans import bring_spans
+from hvdtrain.training.records.remote_spans import collect_spans
 
 MOST_BYTES = 1 << 25
-"""Of spans, of Timelines and of output, that is read at the end of a run, where all of its steps may have been traced:
-what takes less than a second. `hvdtrain timeline report` reads everything."""
+"""Limits of the spans, Timelines and output that are read at the end of a run, so that this takes less than a second.
+`hvdtrain timeline report` reads everything."""
 
 
-def report(observe: ObserveConfig, directory: Path, recorder: Recorder, comm: Comm, step: int) -> Analysis | None:
-    """End the watchers, and explain the run from what they wrote. Collective: yes; where no rank has failed.
+def explain_run(observe: ObserveConfig, directory: Path, recorder: Recorder, comm: Comm, step: int) -> Analysis | None:
+    """Close the watchers, and analyse their files, if no rank has failed. Collective: yes.
 
-    What goes wrong is a warning: the run has ended well.
+    A failure here is a warning: the run has succeeded.
 
     Args:
-        observe: nothing is done where no traces are recorded.
-        directory: of the run; page and data go into its ``timeline/``.
-        recorder: of this rank; told of an event "explained".
+        observe: does nothing if these options record no traces.
+        directory: of the run; page and data are written to its ``timeline/``.
+        recorder: of this rank; records an event "explained".
         comm: the ranks.
-        step: the last one.
+        step: the last step.
 
     Returns:
-        What was found, on rank 0; None elsewhere, and where nothing was.
+        The analysis, on rank 0; None elsewhere, and if it failed.
     """
     if observe.timeline == "off":
         return None
     try:
         recorder.close_watchers()
-    except Exception as error:  # as of a disk that is full when a file is closed; the other ranks go on to what follows
-        recorder.warn(f"a trace of rank {comm.rank} is not whole: {type(error).__name__}: {error}")
-    bring_spans(
+    except Exception as error:  # such as a full disk; the other ranks wait in the next collective
+        recorder.warn(f"a trace of rank {comm.rank} is incomplete: {type(error).__name__}: {error}")
+    collect_spans(
         comm, RunLayout(directory).timeline.folder, recorder.warn
     )  # waits for all ranks: their files are closed then
     if comm.rank != 0:
         return None
     try:
-        analysis = _explain(directory)
-        told = _told(analysis)
+        analysis = _analyse(directory)
+        facts = _facts(analysis)
     except Exception as error:
-        recorder.warn(f"where the time went is not told: {type(error).__name__}: {error}")
+        recorder.warn(f"the analysis of the run failed: {type(error).__name__}: {error}")
         return None
     try:
-        recorder.event({"event": "explained", "at_step": step, **told})
+        recorder.event({"event": "explained", "at_step": step, **facts})
     except HvdtrainError as error:  # the disk is full
         recorder.warn(error.what)
     return analysis
 
 
-def _explain(directory: Path) -> Analysis:
+def _analyse(directory: Path) -> Analysis:
     from hvdtrain.timeline.analysis.analyse import analyse
     from hvdtrain.timeline.report.form import to_bytes
     from hvdtrain.timeline.report.page import to_html
@@ -73,8 +73,8 @@ def _explain(directory: Path) -> Analysis:
     return analysis
 
 
-def _told(analysis: Analysis) -> dict[str, Any]:
-    """What journal and sinks get of it."""
+def _facts(analysis: Analysis) -> dict[str, Any]:
+    """Return the facts for journal and sinks."""
     from hvdtrain.timeline.report.page import headline
 
     findings = [asdict(finding) for finding in analysis.findings]

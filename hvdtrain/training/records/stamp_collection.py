@@ -1,4 +1,4 @@
-"""Stamps of every rank's steps, the clocks and the link, as a run's options ask for them."""
+"""Collect every rank's step stamps, the clock offsets and the link's speed."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from hvdtrain.spans import Spans
 from hvdtrain.training.diagnostics.experts import find_routers
 
 LINK_S = 0.08
-"""Seconds that measuring the link may take at each start."""
+"""Time limit for measuring the link at each start, in seconds."""
 
 Links = dict[tuple[str, ...], list[tuple[int, float]]]
-"""What allreduces took, by the host of each rank."""
+"""Bytes and seconds of all-reduces, by the hosts of the ranks."""
 
 
 def add_stamps(
@@ -45,15 +45,14 @@ def add_stamps(
     stop: int,
     links: Links,
 ) -> tuple[int, StepStamps | None]:
-    """Gather every rank's stamps of the steps from `started_at` to `stop`; looks at clocks and link first.
+    """Measure clocks and link, then collect every rank's stamps of the steps from `started_at` to `stop`.
 
-    Where ranks come back to an elastic job they would all wait for the link: what rank 0 knows of it from a round
-    before, of as many ranks on the same hosts, still counts. `links`: what this process knows; added to.
-    Collective: yes.
+    Measuring the link delays all ranks. In an elastic job, rank 0's measurement from an earlier round, of equally many
+    ranks on the same hosts, still counts. `links`: measurements that this process knows; extended. Collective: yes.
 
     Returns:
-        Which start of the run this is, counted from 0 by those that left stamps; and what gathers them, whose last
-        block is still to be asked for, None where there are none to be.
+        The number of this start, counted from 0 over the starts with stamps; and the collector, which needs a final
+        `finish`, or None if no step is to be done.
     """
     if observe.timeline == "off":
         return 0, None
@@ -61,12 +60,12 @@ def add_stamps(
     mine = [socket.gethostname(), clock_id(), time.perf_counter_ns() / 1e3]
     hosts, ids, now_us = zip(*allgather_json(comm, mine, name="timeline/clocks"), strict=True)
     facts = (starts_so_far(path), links.get(hosts)) if comm.rank == 0 else None
-    start, known = broadcast_json(comm, facts, name="timeline/start")
+    start, measured = broadcast_json(comm, facts, name="timeline/start")
     if started_at >= stop:
         return start, None
     clocks = Clocks(comm, ids)
     clocks.probe(AT_START)
-    link = known if known is not None else probe_link(comm, device, LINK_S) if comm.size > 1 else []
+    link = measured if measured is not None else probe_link(comm, device, LINK_S) if comm.size > 1 else []
     links[hosts] = link
     writer = None
     if comm.rank == 0:

@@ -88,13 +88,13 @@ class CompressionTrial:
         everyone = allgather_json(self._comm, measured, name="auto_compression")
         # Rank 0 predicts for all ranks, which must make the same choice.
         event, line = on_rank_0(self._comm, lambda: self._predict(layouts, everyone), name="auto_compression/choice")
-        self._engine.decide(event["compression"])
+        self._engine.set_compression(event["compression"])
         self._event({"event": "compression_chosen", "at_step": step, **event})
         self._say(line)
 
     def _measure_coding(self, name: str, layouts: Sequence[Layout]) -> Iterator[CodingCost]:
         """Measure one bucket at a time, so that buffers for all buckets need not fit next to the model."""
-        compression, size = self._engine.meant(name), self._comm.size
+        compression, size = self._engine.resolve(name), self._comm.size
         for layout in layouts:
             yield from measure_coding(compression, [layout.shape], [[p.grad for p in layout.parameters]], size)
 
@@ -164,7 +164,7 @@ class CompressionTrial:
             step_s=step_s,
             parts_s=parts_s,
             buckets=buckets,
-            compression_of=self._engine.meant,
+            compression_of=self._engine.resolve,
         )
         # Not the link that explains the wait: ranks wait for late ranks too.
         return replace(evidence, fitted=fit_probed_link(evidence, allreduces))

@@ -1,4 +1,4 @@
-"""Which device a rank computes on."""
+"""The device that a rank computes on."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from hvdtrain.runtime.rules import THREADS
 from hvdtrain.runtime.tuning import Choice
 
 
-def take_threads(choices: Sequence[Choice]) -> None:
-    """Give torch the number of threads that was chosen, where it was imported before its variable could be set."""
+def set_torch_threads(choices: Sequence[Choice]) -> None:
+    """Set torch's number of threads, if torch was imported before its environment variable could be set."""
     for choice in choices:
         if choice.late and choice.setting.variable == THREADS:
             torch.set_num_threads(int(choice.setting.value))
 
 
 def pick_device(wanted: str, local_rank: int, local_size: int) -> torch.device:
-    """The CPU, or the CUDA device of `local_rank`; where each rank is shown one device only, that one.
+    """Return the CPU, or the CUDA device of `local_rank`; if only one device is visible, that one.
 
-    It is this process's for good: where ranks come and go, its local rank may change later.
+    A process keeps its device: its local rank may change later, when ranks join or leave.
 
     Errors:
-        ConfigError: cuda was asked for and is not there.
+        ConfigError: cuda was asked for, but there is no CUDA device.
         LaunchError: more ranks on this host than CUDA devices.
     """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
@@ -42,7 +42,7 @@ def pick_device(wanted: str, local_rank: int, local_size: int) -> torch.device:
     index = local_rank if count > 1 else 0
     if index >= count:
         raise LaunchError(
-            "there are more ranks on this host than CUDA devices",
+            "this host has more ranks than CUDA devices",
             expected=f"{count} rank(s) or fewer",
             found=f"{local_size}",
             next_step="start fewer ranks a host, or use --parallel.device cpu",
@@ -52,11 +52,11 @@ def pick_device(wanted: str, local_rank: int, local_size: int) -> torch.device:
     return device
 
 
-def check_own(device: torch.device, comm: Comm) -> None:
-    """See that no two ranks share a device, which NCCL refuses. Collective: yes.
+def check_device_is_own(device: torch.device, comm: Comm) -> None:
+    """Check that no two ranks share a device; NCCL does not support it. Collective: yes.
 
     Errors:
-        LaunchError: two do.
+        LaunchError: two ranks do, on every rank.
     """
     if device.type != "cuda":
         return
@@ -67,7 +67,7 @@ def check_own(device: torch.device, comm: Comm) -> None:
         if first != rank:
             error = LaunchError(
                 f"ranks {first} and {rank} would share a CUDA device of {theirs[0]}",
-                expected="a device for each rank",
+                expected="one device for each rank",
                 next_step="start fewer ranks a host, or use --parallel.device cpu",
             )
             error.everywhere = True

@@ -1,4 +1,4 @@
-"""Building a task under the run's seed, and seeing that it is one."""
+"""Build a task under the run's seed, and check it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from hvdtrain.data.order import mix_seed
 from hvdtrain.errors import LaunchError, TaskError
 from hvdtrain.runtime.environment import change_variables
 from hvdtrain.task.base import Task
-from hvdtrain.training.loop.step import describe
+from hvdtrain.training.loop.forward import describe
 
 
 def make_task(build: Callable[[], Any], config: Config, variables: Mapping[str, str]) -> Task:
-    """Build the task under the run's seed, and see that it is one. `variables`: the environment of this process."""
+    """Build the task under the run's seed, and check it. `variables`: the environment of this process."""
     value = mix_seed(config.seed, 0)
     torch.manual_seed(value)
     random.seed(value)
@@ -34,17 +34,15 @@ def make_task(build: Callable[[], Any], config: Config, variables: Mapping[str, 
         change_variables({"CUBLAS_WORKSPACE_CONFIG": variables.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")})
         torch.use_deterministic_algorithms(True)
     try:
-        with refusing_exit():
+        with refuse_exit():
             task = build()
     except TypeError as error:
-        if error.__traceback__ and error.__traceback__.tb_next is None:  # raised by the call, and by nothing inside
-            raise TaskError(
-                "the task function cannot be called with the options that are given", found=str(error)
-            ) from error
+        if error.__traceback__ and error.__traceback__.tb_next is None:  # raised by the call itself
+            raise TaskError("the task function does not accept the given options", found=str(error)) from error
         raise
     if not isinstance(task, Task):
         raise TaskError(
-            "the task function returned the wrong thing",
+            "the task function returned an invalid value",
             expected="hvdtrain.Task(model, loss, train_data, ...)",
             found=describe(task),
         )
@@ -58,13 +56,13 @@ def make_task(build: Callable[[], Any], config: Config, variables: Mapping[str, 
     if not any(parameter.requires_grad for parameter in task.model.parameters()):
         raise TaskError(
             "the task's model has no parameter to train",
-            expected="one or more whose requires_grad is true",
-            found=f"{sum(1 for _ in task.model.parameters())} parameters, all of them frozen",
+            expected="one or more parameters with requires_grad",
+            found=f"{sum(1 for _ in task.model.parameters())} parameters, all frozen",
         )
     if task.optimizer is not None and _needs_closure(task.optimizer):
         raise TaskError(
-            f"the task's optimizer, {type(task.optimizer).__name__}, needs a closure, which the trainer does not have",
-            next_step="write the loop yourself: hvdtrain.torch's DistributedOptimizer takes closures",
+            f"the task's optimizer, {type(task.optimizer).__name__}, needs a closure, but the trainer has none",
+            next_step="write your own loop with hvdtrain.torch's DistributedOptimizer, which accepts closures",
         )
     if not callable(task.loss):
         raise TaskError(
@@ -81,11 +79,11 @@ def _needs_closure(optimizer: Optimizer) -> bool:
 
 
 @contextmanager
-def refusing_exit() -> Iterator[None]:
-    """Turn a `sys.exit` of the task's code into an error: it would end one rank without a word.
+def refuse_exit() -> Iterator[None]:
+    """Turn a `sys.exit` in the task's code into an error; it would end one rank silently.
 
     Errors:
-        TaskError: it was called.
+        TaskError: the code has called it.
     """
     try:
         yield
@@ -93,23 +91,23 @@ def refusing_exit() -> Iterator[None]:
         where = traceback.extract_tb(error.__traceback__)[-1]
         raise TaskError(
             "the task's code ended this process",
-            expected="an exception where something is wrong: all ranks then end, and the failure card says why",
+            expected="an exception for an error: all ranks then end, and the failure card shows it",
             found=f"sys.exit({error.code!r}) in {where.name}, {where.filename}:{where.lineno}",
         ) from error
 
 
 def check_same_data(task: Task, comm: Comm) -> None:
-    """See that all ranks have the same data. Collective: yes.
+    """Check that all ranks have the same data. Collective: yes.
 
     Errors:
-        LaunchError: on every rank, where the data of one is not that of rank 0.
+        LaunchError: on every rank, if the data of one differs from rank 0's.
     """
     heldout = dataset_length(task.heldout_data, least=0) if task.heldout_data is not None else 0
     everyone = allgather_json(comm, [dataset_length(task.train_data), heldout, task.data_id], name="data/same")
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
             error = LaunchError(
-                f"rank {rank} has other data than rank 0",
+                f"the data of rank {rank} differs from that of rank 0",
                 expected=_described(everyone[0]),
                 found=_described(theirs),
                 next_step="give every host the same files (for the default data: the same Python version)",

@@ -1,4 +1,4 @@
-"""The beginning of a round: where the run lives, who records it, what is said of it first."""
+"""The beginning of a round: claim the run folder, record failures, describe the run."""
 
 from __future__ import annotations
 
@@ -14,47 +14,44 @@ from hvdtrain.config.parse import RunConfig
 from hvdtrain.data.loader import dataset_length
 from hvdtrain.data.order import micro_batches
 from hvdtrain.errors import RunDirectoryError
-from hvdtrain.observe import journal
 from hvdtrain.observe.failure.fault import first_of_device
-from hvdtrain.observe.progress import Progress as ProgressDisplay
 from hvdtrain.observe.recorder import Recorder
-from hvdtrain.run_layout import RunLayout
-from hvdtrain.runtime.environment import JOB, NO_LAUNCHER
+from hvdtrain.runtime.environment import JOB
 from hvdtrain.runtime.exposure import exposed
 from hvdtrain.training.diagnostics.health import batch_statistics
-from hvdtrain.training.elastic.worker_state import NOTHING, WorkerState
+from hvdtrain.training.elastic.worker_state import WorkerState
 from hvdtrain.training.start.resume_checks import check_end, check_files
 from hvdtrain.training.start.run_directory import RUNS, RunDirectory, claim_run_directory
 
-_LET_GO_S = 10.0
-"""How long a claim of a rank that is gone may last."""
+_RELEASE_S = 10.0
+"""How long the claim of a dead rank may last."""
 
 
-def claim_together(run: RunConfig, kept: WorkerState, comm: Comm) -> tuple[Path, RunDirectory | None]:
-    """Where the run lives, and on rank 0 the claim to it. Collective: yes.
+def claim_together(run: RunConfig, worker: WorkerState, comm: Comm) -> tuple[Path, RunDirectory | None]:
+    """Return the run folder, and on rank 0 the claim to it. Collective: yes.
 
-    A process that was in it before knows the directory: another rank 0 may have claimed it then. Where it is relative,
-    each rank takes it from the folder in which it was started itself.
+    A process of an earlier round knows the folder; another rank 0 may have claimed it then. A relative folder is
+    relative to the folder in which each rank was started.
     """
-    folder = kept.info.folder
+    folder = worker.info.folder
     claims: list[RunDirectory] = []
 
     def claim() -> str:
-        known = kept.directory
-        wanted = run if known is None else _inside(run, known)
-        end = time.monotonic() + (_LET_GO_S if known is not None else 0.0)
+        earlier = worker.directory
+        wanted = run if earlier is None else _resuming_in(run, earlier)
+        end = time.monotonic() + (_RELEASE_S if earlier is not None else 0.0)
         while True:
             try:
-                claimed = claim_run_directory(wanted, kept.info.variables.get(JOB, ""), folder)
+                claimed = claim_run_directory(wanted, worker.info.variables.get(JOB, ""), folder)
             except RunDirectoryError:
                 if time.monotonic() >= end:
                     raise
                 time.sleep(0.05)
                 continue
-            if known is None:
+            if earlier is None:
                 try:
                     check_files(claimed)
-                    check_end(run, claimed, kept.horizon)
+                    check_end(run, claimed, worker.horizon)
                 except BaseException:
                     claimed.release()
                     raise
@@ -62,12 +59,12 @@ def claim_together(run: RunConfig, kept: WorkerState, comm: Comm) -> tuple[Path,
             given = Path(wanted.config.run_dir or RUNS)
             return str(claimed.path if given.is_absolute() else claimed.path.relative_to(folder))
 
-    kept.directory = Path(on_rank_0(comm, claim, name="run_dir"))
-    return folder / kept.directory, claims[0] if claims else None
+    worker.directory = Path(on_rank_0(comm, claim, name="run_dir"))
+    return folder / worker.directory, claims[0] if claims else None
 
 
 class ClaimWatch:
-    """Ends the run on every rank soon after another job has taken its directory over.
+    """Ends the run on every rank soon after another job has claimed its folder.
 
     Args:
         claim: on rank 0; None elsewhere.
@@ -78,17 +75,17 @@ class ClaimWatch:
         self._claim = claim
         self._comm = comm
 
-    def notices(self) -> list[int]:
-        """Whether it is lost, which the step that comes sums over ranks."""
+    def values(self) -> list[int]:
+        """Return 1 if the claim is lost."""
         return [int(self._claim is not None and self._claim.lost)]
 
-    def agreed(self, step: int, notices: Sequence[int]) -> None:
-        """See whether it was. Collective: yes.
+    def on_sums(self, step: int, sums: Sequence[int]) -> None:
+        """Check the claim. Collective: yes.
 
         Errors:
-            RunDirectoryError: on every rank, if it was.
+            RunDirectoryError: on every rank, if it is lost.
         """
-        if notices[0]:
+        if sums[0]:
             on_rank_0(self._comm, self._check, name="claim")
 
     def _check(self) -> None:
@@ -96,95 +93,76 @@ class ClaimWatch:
         self._claim.check()
 
 
-def _inside(run: RunConfig, directory: Path) -> RunConfig:
+def _resuming_in(run: RunConfig, directory: Path) -> RunConfig:
     return replace(run, config=replace(run.config, run_dir=str(directory), resume="auto"))
 
 
-def open_recorder(run: RunConfig, kept: WorkerState, comm: Comm, directory: Path) -> bool:
-    """See that there is a recorder that fits the rank; whether it is a new one.
-
-    The one of the round before goes on where this process is rank 0 as it was, or is not as it was not, and where what
-    it has recorded still holds.
-    """
-    leads = comm.rank == 0
-    recorder = kept.recorder
-    if is_new := recorder is None or recorder.is_rank_0 != leads or kept.went_back():
-        kept.close_recorder()
-        launched = kept.info.launcher != NO_LAUNCHER
-        display = ProgressDisplay(kept.task.unit, run.config.observe.line_every_s, live=not launched, quiet=not leads)
-        recorder = Recorder(journal.Journal(RunLayout(directory).journal, display.say) if leads else None, display)
-        kept.recorder = recorder
-    return is_new
-
-
 @contextmanager
-def recording(kept: WorkerState, is_over: Callable[[BaseException], bool]) -> Iterator[Recorder]:
-    """The recorder of a round; closed where the run has failed, and its watchers in any case."""
-    recorder = kept.recorder
+def recording(worker: WorkerState, is_over: Callable[[BaseException], bool]) -> Iterator[Recorder]:
+    """Yield the recorder of a round. Close its watchers at the end, and itself if the run fails."""
+    recorder = worker.recorder
     assert recorder is not None
     try:
         yield recorder
     except BaseException as error:
         if is_over(error):
-            with suppress(Exception):  # what watched Horovod finds it shut down
+            with suppress(Exception):  # watchers of Horovod find it shut down
                 recorder.close_watchers()
             raise
         first = first_of_device(error)
-        with suppress(Exception):  # a full disk, an error whose text cannot be made: it must not be replaced
-            if not isinstance(error, RunDirectoryError):  # the journal is another job's now
+        with suppress(Exception):  # such as a full disk: the run's own error must not be replaced
+            if not isinstance(error, RunDirectoryError):  # the journal belongs to another job now
                 recorder.event({"event": "failed", "error": type(first).__name__, "message": str(first)})
-        with suppress(Exception):  # what watched a device that has failed fails too
-            kept.close_recorder()
+        with suppress(Exception):  # watchers of a failed device fail too
+            worker.close_recorder()
         raise
     recorder.close_watchers()
 
 
-def describe_start(run: RunConfig, kept: WorkerState, comm: Comm, directory: Path, recorder: Recorder) -> None:
-    """Tell the journal and the person who watches what begins."""
-    task, train = kept.task, run.config.train
+def describe_start(run: RunConfig, worker: WorkerState, comm: Comm, directory: Path, recorder: Recorder) -> None:
+    """Record and show what begins."""
+    task, train = worker.task, run.config.train
     parameters = sum(p.numel() for p in task.model.parameters())
-    goes_on = kept.step != NOTHING  # among other ranks than before, in the same job
     facts = {"size": comm.size, "parameters": parameters, "unit": task.unit, "run_dir": str(directory)}
-    if where := kept.info.variables.get("NCCL_DEBUG_FILE"):
-        facts["nccl_debug_file"] = str(kept.info.folder.absolute() / where)
-    recorder.event({"event": "started", "goes_on": goes_on, **facts, "config": dict(run.resolved)})
-    if goes_on:
+    if where := worker.info.variables.get("NCCL_DEBUG_FILE"):
+        facts["nccl_debug_file"] = str(worker.info.folder.absolute() / where)
+    recorder.event({"event": "started", "goes_on": worker.resumes_in_job, **facts, "config": dict(run.resolved)})
+    if worker.resumes_in_job:
         return
     if task.optimizer is not None:
-        recorder.say(f"the task brings its own optimizer ({type(task.optimizer).__name__}): --optimizer.* is not used")
-        held = {id(parameter) for group in task.optimizer.param_groups for parameter in group["params"]}
-        left_out = [name for name, p in task.model.named_parameters() if p.requires_grad and id(p) not in held]
+        recorder.say(f"the task has its own optimizer ({type(task.optimizer).__name__}): --optimizer.* is ignored")
+        optimized = {id(parameter) for group in task.optimizer.param_groups for parameter in group["params"]}
+        left_out = [name for name, p in task.model.named_parameters() if p.requires_grad and id(p) not in optimized]
         if left_out:
             recorder.warn(
-                f"the task's optimizer does not hold {len(left_out)} of the parameters that want a gradient, which stay"
-                f" as they are: {', '.join(left_out[:3])}{', ...' if len(left_out) > 3 else ''}"
+                f"the task's optimizer lacks {len(left_out)} of the parameters that require a gradient, so they do not"
+                f" change: {', '.join(left_out[:3])}{', ...' if len(left_out) > 3 else ''}"
             )
     if train.compile:
         recorder.say(
-            f"{kept.compiled} block(s) of the model are compiled in the first evaluation and the first step, which take"
-            " long"
+            f"{worker.compiled} block(s) of the model are compiled during the first evaluation and step, which are slow"
         )
     recorder.say(
         f"{_count(parameters)} parameters, {dataset_length(task.train_data):,} samples, {comm.size} rank(s),"
         f" global batch {train.global_batch} in micro-batches of {train.micro_batch}"
     )
-    if risk := exposed(kept.info.variables):
+    if risk := exposed(worker.info.variables):
         recorder.warn(risk)
     count = len(micro_batches(0, train.global_batch, train.micro_batch))
     if count < comm.size:
         recorder.warn(
-            f"{comm.size - count} of {comm.size} ranks idle: a global batch of {train.global_batch} has only {count}"
-            f" micro-batch(es) of {train.micro_batch}; lower --train.micro_batch or raise --train.global_batch"
+            f"{comm.size - count} of {comm.size} ranks are idle: a global batch of {train.global_batch} has only"
+            f" {count} micro-batch(es) of {train.micro_batch}; lower --train.micro_batch or raise --train.global_batch"
         )
     names = batch_statistics(task.model)
     if names:
         recorder.warn(
             f"the model has batch statistics ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): its loss"
-            " curve depends on --train.micro_batch, its running statistics on the number of ranks too;"
+            " curve depends on --train.micro_batch, and its running statistics also on the number of ranks;"
             " group norm depends on neither"
         )
 
 
 def _count(number: int) -> str:
-    """``1,234`` as it is, ``1234567`` as ``1.23M``."""
+    """Format 1234 as ``1,234``, and 1234567 as ``1.23M``."""
     return f"{number / 1e6:.2f}M" if number >= 1_000_000 else f"{number:,}"

@@ -1,4 +1,4 @@
-"""Going on where a run was: from what a rank still holds in memory, or from which checkpoint."""
+"""Resume a run: from the memory of a rank, or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from hvdtrain.training.start.run_directory import RunDirectory
 from hvdtrain.training.start.schedule import stop_step
 
 
-def take_over(
+def resume_state(
     run: RunConfig,
-    kept: WorkerState,
+    worker: WorkerState,
     comm: Comm,
     store: CheckpointStore | None,
     claim: RunDirectory | None,
     recorder: Recorder,
     touch: Callable[[], None],
 ) -> int:
-    """Make the state of all ranks that of the run; the step to go on from. Collective: yes.
+    """Give all ranks the state of the run; return the step to resume from. Collective: yes.
 
-    Of what ranks hold in memory the newest counts. Where none holds anything, rank 0 loads what `resume` asks for.
+    The newest state in the memory of any rank counts. If no rank has one, rank 0 loads what `resume` asks for.
 
     Args:
         run: the options.
-        kept: of this process; its state is changed.
+        worker: state of this process; changed.
         comm: the ranks.
         store: on rank 0; None elsewhere.
         claim: on rank 0; None elsewhere.
@@ -53,64 +53,68 @@ def take_over(
     Errors:
         CheckpointError, LaunchError, DriftError: on every rank.
     """
-    state = kept.state
-    offers = allgather_json(comm, kept.offer(), name="state/offers")
+    state = worker.state
+    offers = allgather_json(comm, worker.offer(), name="state/offers")
     steps = [step for step, _ in offers]
     newest = max(steps)
     if newest == NOTHING:
-        resumed = on_rank_0(comm, partial(restore, run, kept, store, claim, recorder), name="restored")
+        resumed = on_rank_0(comm, partial(restore, run, worker, store, claim, recorder), name="restored")
         broadcast_state(state, comm, touch)
     else:
         source = steps.index(newest)
         if offers.count(offers[source]) < comm.size:
             broadcast_state(state, comm, touch, root=source)
-        last = broadcast_json(comm, kept.last, name="state/last", root=source) if steps[0] < newest else kept.last
+        last = (
+            broadcast_json(comm, worker.last_record, name="state/last", root=source)
+            if steps[0] < newest
+            else worker.last_record
+        )
         if claim is not None and last and last_step(claim.layout.journal) < newest == last["step"]:
-            recorder.step(dict(last))  # it was done, but rank 0 had not come so far, or another was rank 0 and is gone
+            recorder.step(dict(last))  # rank 0 was behind, or the former rank 0 is lost
         if claim is not None:
-            _move_in(run, claim, recorder)
+            _write_missing_config(run, claim, recorder)
         check_equal(state.model, comm, name="drift")
-        _tell(kept, comm, recorder)
+        _report_resumed(worker, comm, recorder)
         resumed = newest
-    kept.step = resumed
+    worker.step = resumed
     return int(resumed)
 
 
-def _move_in(run: RunConfig, claim: RunDirectory, recorder: Recorder) -> None:
-    """On rank 0: see that the folder is that of the run, also where it is new, on a disk that no other host sees."""
+def _write_missing_config(run: RunConfig, claim: RunDirectory, recorder: Recorder) -> None:
+    """On rank 0: write the config if the run folder is new, on a disk that other hosts do not share."""
     if claim.layout.config.exists():
         return
     recorder.warn(
-        f"{claim.path} is new on {socket.gethostname()}, where rank 0 is now: what the run wrote so far is on the host"
-        " where rank 0 was, and checkpoints come here from now on; give a --run_dir that all hosts share"
+        f"{claim.path} is new on {socket.gethostname()}, where rank 0 runs now: earlier files of the run are on the"
+        " host of the former rank 0, and new checkpoints are written here; use a --run_dir that all hosts share"
     )
-    with suppress(OSError):  # a full disk ends no training
+    with suppress(OSError):  # a full disk does not end training
         claim.write_config(run)
 
 
-def _tell(kept: WorkerState, comm: Comm, recorder: Recorder) -> None:
-    """How the run goes on from memory, and for how long it stood still, as far as this process was there."""
-    progress = kept.state.progress
+def _report_resumed(worker: WorkerState, comm: Comm, recorder: Recorder) -> None:
+    """Report from where in memory the run resumes, and how long it had no step, if this process knows."""
+    progress = worker.state.progress
     facts: dict[str, Any] = {"from": "memory", "step": progress.step, "position": progress.position, "size": comm.size}
     since = ""
-    if kept.last is not None:
-        facts["without_step_s"] = steady_s() - kept.last["time"]
+    if worker.last_record is not None:
+        facts["without_step_s"] = steady_s() - worker.last_record["time"]
         since = f", {facts['without_step_s']:.2f} s after the last step's end"
     recorder.event({"event": "resumed", **facts})
-    recorder.say(f"going on from step {progress.step} with {comm.size} rank(s){since}")
+    recorder.say(f"resuming from step {progress.step} with {comm.size} rank(s){since}")
 
 
 def restore(
-    run: RunConfig, kept: WorkerState, store: CheckpointStore | None, claim: RunDirectory | None, recorder: Recorder
+    run: RunConfig, worker: WorkerState, store: CheckpointStore | None, claim: RunDirectory | None, recorder: Recorder
 ) -> int:
-    """On rank 0: load what `resume` asks for, say what changed, write the config; the step to go on from.
+    """On rank 0: load what `resume` asks for, report changes, write the config; return the step to resume from.
 
     Errors:
-        CheckpointError: there is no checkpoint where there has to be one; it is damaged, or of another model.
+        CheckpointError: the checkpoint is missing, damaged, or of another model.
     """
     assert store is not None and claim is not None
-    state, old = kept.state, claim.old_config()
-    resume, saves = claim.resumes(run.config.resume), store.list()
+    state, old = worker.state, claim.old_config()
+    resume, saves = claim.resolve_resume(run.config.resume), store.list()
     found = _checkpoint(resume, store, recorder)
     if found is None and not saves and resume != "never":
         check_checkpoints_are_there(claim, store)
@@ -123,43 +127,43 @@ def restore(
         recorder.event(
             {"event": "resumed", "from": str(saved.path), "step": saved.step, "position": state.progress.position}
         )
-        recorder.say(f"going on from step {saved.step} ({relative_to_start(saved.path, kept.info)})")
-        _tell_learning_rate(run, kept, recorder)
+        recorder.say(f"resuming from step {saved.step} ({relative_to_start(saved.path, worker.info)})")
+        _warn_learning_rate(run, worker, recorder)
         if (state.progress.samples, state.progress.data_id) != (samples, data_id):
             recorder.warn(
-                f"the training data is not that of the run so far ({state.progress.samples:,} samples then, {samples:,}"
-                " now): from here on the order is that of the new data"
+                f"the training data has changed ({state.progress.samples:,} samples before, {samples:,} now): from now"
+                " on the order is that of the new data"
             )
             state.progress.samples, state.progress.data_id = samples, data_id
     elif saves and resume != "never":
         recorder.warn(
-            f"NOTHING IS LEFT OF STEPS 1 TO {saves[-1].step:,}: none of the run's {len(saves)} checkpoint(s) can be"
-            f" read, and training begins anew, at step 1. They are kept, as set-aside-... in {store.directory}. If that"
-            " is not what you want, end the run, and give a checkpoint that is whole: --resume PATH"
+            f"STEPS 1 TO {saves[-1].step:,} ARE LOST: none of the run's {len(saves)} checkpoint(s) can be read, so"
+            f" training starts again at step 1. The checkpoints stay, as set-aside-... in {store.directory}. To use"
+            " another checkpoint, stop the run and give --resume PATH"
         )
-    _say_changes(old, run.resolved, recorder)
-    if found is not None and own and state.progress.step >= stop_step(run.config.train, kept.horizon):
-        claim.mark()  # there is nothing to train: the config stays that of what was trained
+    _warn_changes(old, run.resolved, recorder)
+    if found is not None and own and state.progress.step >= stop_step(run.config.train, worker.horizon):
+        claim.mark_job()  # nothing to train: keep the config of the training that was done
     else:
         claim.write_config(run)
     return state.progress.step
 
 
-def _tell_learning_rate(run: RunConfig, kept: WorkerState, recorder: Recorder) -> None:
-    progress, base = kept.state.progress, kept.base_lrs[0]
-    by_options = kept.task.optimizer is None and kept.task.schedule is None
+def _warn_learning_rate(run: RunConfig, worker: WorkerState, recorder: Recorder) -> None:
+    progress, base = worker.state.progress, worker.base_lrs[0]
+    by_options = worker.task.optimizer is None and worker.task.schedule is None
     change = learning_rate_change(
-        progress.step, progress.lr, lambda step: base * float(kept.schedule(step)), by_options=by_options
+        progress.step, progress.lr, lambda step: base * float(worker.schedule(step)), by_options=by_options
     )
-    if change is not None and progress.step < kept.horizon:
+    if change is not None and progress.step < worker.horizon:
         recorder.warn(change)
 
 
-def _say_changes(old: Mapping[str, Any] | None, new: Mapping[str, Any], recorder: Recorder) -> None:
+def _warn_changes(old: Mapping[str, Any] | None, new: Mapping[str, Any], recorder: Recorder) -> None:
     changed = list_changes(old, new) if old is not None else []
     if changed:
         recorder.event({"event": "config_changed", "changes": changed})
-        recorder.warn("the config is not that of the run so far:\n  " + "\n  ".join(changed))
+        recorder.warn("the config has changed since the last start of the run:\n  " + "\n  ".join(changed))
 
 
 def _checkpoint(resume: str, store: CheckpointStore, recorder: Recorder) -> tuple[Saved, StateDict] | None:
@@ -170,8 +174,8 @@ def _checkpoint(resume: str, store: CheckpointStore, recorder: Recorder) -> tupl
     path = Path(resume)
     if not path.resolve().is_relative_to(store.directory.parent.resolve()):
         own = store.load_newest()
-        if own is not None:  # the same command again: it began from `path`, it goes on from what it has since saved
-            recorder.say(f"the run has checkpoints of its own; --resume {resume} was where it began")
+        if own is not None:  # the same command again: the run has saved since it began from `path`
+            recorder.say(f"ignoring --resume {resume}: the run has newer checkpoints of its own")
             return own
     if (path / MANIFEST).exists():
         snapshot = load(path, store.progress)
@@ -179,8 +183,8 @@ def _checkpoint(resume: str, store: CheckpointStore, recorder: Recorder) -> tupl
     found = CheckpointStore(RunLayout(path).checkpoints, recorder.warn, store.progress).load_newest()
     if found is None:
         raise CheckpointError(
-            f"--resume {resume}: no whole checkpoint there",
-            expected="auto, never, a checkpoint such as RUN/checkpoints/step-000100, or a run directory",
+            f"--resume {resume}: no valid checkpoint found there",
+            expected="auto, never, a checkpoint such as RUN/checkpoints/step-000100, or a run folder",
         )
     return found
 

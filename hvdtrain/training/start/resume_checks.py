@@ -1,4 +1,4 @@
-"""What is refused before a run resumes, and what is said of its learning rate; used on rank 0 alone."""
+"""Checks before a run resumes, and advice on its learning rate; used on rank 0 only."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hvdtrain.observe.past_journal import read_events
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.state.checkpoint_store import MANIFEST, CheckpointStore
 from hvdtrain.training.elastic.worker_state import WorkerState
-from hvdtrain.training.start.run_directory import RunDirectory, refusal
+from hvdtrain.training.start.run_directory import RunDirectory, unusable
 from hvdtrain.training.start.schedule import stop_step
 
 
 def check_files(claim: RunDirectory) -> None:
-    """See that what is in the run folder can be read and added to, before anything costs time.
+    """Check that the files in the run folder can be read and extended, before anything costs time.
 
     Errors:
         RunDirectoryError: the config, the journal or the folder of checkpoints cannot be used.
@@ -30,38 +30,37 @@ def check_files(claim: RunDirectory) -> None:
         if os.path.lexists(log):
             log.open("r+b").close()
     except OSError as error:
-        raise refusal(f"the journal {log}", error) from error
+        raise unusable(f"the journal {log}", error) from error
     try:
         if os.path.lexists(folder):
             list(folder.iterdir())
             tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         link = f" (a link to {folder.readlink()})" if folder.is_symlink() else ""
-        raise refusal(f"the folder of checkpoints {folder}{link}", error) from error
+        raise unusable(f"the folder of checkpoints {folder}{link}", error) from error
 
 
 def check_end(run: RunConfig, claim: RunDirectory, horizon: int) -> None:
-    """See that there is something to train, before anything is written to the run folder.
+    """Check that there is something to train, before anything is written to the run folder.
 
-    The command of a finished run may be given again: it shows its result.
+    The unchanged command of a finished run is allowed: it shows the result.
 
     Args:
         run: the options.
         claim: to the run folder.
-        horizon: steps in all.
+        horizon: total steps.
 
     Errors:
-        ConfigError: the newest checkpoint is at the end that the options ask for, and other options have changed; or
-            beyond it.
+        ConfigError: the newest checkpoint is beyond the end of the run; or at its end, and other options have changed.
     """
     train = run.config.train
-    step, is_own = newest_step(claim.resumes(run.config.resume), claim.path)
+    step, is_own = newest_step(claim.resolve_resume(run.config.resume), claim.path)
     stop = stop_step(train, horizon)
     if step is None or step < stop:
         return
     limit = f"--train.stop_at {train.stop_at}" if stop < horizon else f"--train.steps {horizon}"
     if stop == horizon and train.epochs is not None:
-        limit = f"--train.epochs {train.epochs:g}, which are {horizon} steps"
+        limit = f"--train.epochs {train.epochs:g}, i.e. {horizon} steps"
     if step > stop:
         more = f"--train.steps {step + stop}"
         if stop < horizon:
@@ -71,16 +70,16 @@ def check_end(run: RunConfig, claim: RunDirectory, horizon: int) -> None:
         raise ConfigError(
             f"nothing to train: the checkpoint is at step {step}, beyond the end of this run ({limit})",
             expected=f"an end after step {step}",
-            next_step=f"to train on from step {step}: {more}; for a new run from step 1: --resume never --run_dir NEW",
+            next_step=f"to continue from step {step}: {more}; for a new run from step 1: --resume never --run_dir NEW",
         )
     old = claim.old_config()
     changed = list_changes(old, run.resolved) if old is not None else []
     if changed or not is_own:
-        what = f"these options have changed: {'; '.join(changed)}" if changed else "there is no step left"
+        what = f"these options have changed: {'; '.join(changed)}" if changed else "no step is left"
         raise ConfigError(
             f"nothing to train: the checkpoint is at step {step}, the end of this run ({limit}), and {what}",
-            expected="the options with which it was trained, or a later end",
-            next_step=f"to train on: --train.steps {2 * step}; for a new run with these options: --resume never"
+            expected="the options of that training, or a later end",
+            next_step=f"to continue: --train.steps {2 * step}; for a new run with these options: --resume never"
             " --run_dir NEW",
         )
 
@@ -105,24 +104,24 @@ def newest_step(resume: str, folder: Path) -> tuple[int | None, bool]:
     return (int(name) if name.isdigit() else None), is_within
 
 
-def train_on(config: Config, kept: WorkerState) -> str:
+def options_to_continue(config: Config, worker: WorkerState) -> str:
     """Return the options that train for as many steps again, without a jump of the learning rate.
 
-    Where the schedule has lowered it, a schedule over more steps would raise it again: then at the value of the end.
+    If the schedule has lowered the learning rate, a longer schedule would raise it: then keep its last value.
     """
     train = config.train
-    more = f"--train.steps {2 * kept.horizon}" if train.epochs is None else f"--train.epochs {2 * train.epochs:g}"
-    lr = kept.base_lrs[0] * float(kept.schedule(max(0, kept.horizon - 1)))
-    if kept.task.optimizer is not None or kept.task.schedule is not None or lr == config.optimizer.lr:
+    more = f"--train.steps {2 * worker.horizon}" if train.epochs is None else f"--train.epochs {2 * train.epochs:g}"
+    lr = worker.base_lrs[0] * float(worker.schedule(max(0, worker.horizon - 1)))
+    if worker.task.optimizer is not None or worker.task.schedule is not None or lr == config.optimizer.lr:
         return more
     return f"{more} --optimizer.schedule constant --optimizer.lr {lr:.6g}"
 
 
 def check_checkpoints_are_there(claim: RunDirectory, store: CheckpointStore) -> None:
-    """See that a run which has saved checkpoints is not started again because they cannot be found.
+    """Refuse to restart a run that has saved checkpoints which cannot be found.
 
     Errors:
-        CheckpointError: the journal records checkpoints, and there is none, not even a damaged one.
+        CheckpointError: the journal records checkpoints, but there is none, not even a damaged one.
     """
     log = claim.layout.journal
     saved = max((int(event.get("at_step", 0)) for event in read_events(log, "checkpoint")), default=0)
@@ -131,19 +130,19 @@ def check_checkpoints_are_there(claim: RunDirectory, store: CheckpointStore) -> 
             f"{claim.path} has no checkpoint, though its journal records one at step {saved}",
             expected=f"step-... folders in {store.directory}",
             found=f"{'an empty folder' if store.directory.is_dir() else 'no folder'}",
-            next_step="put the folder back (or its disk, if it is a link), or give --resume CHECKPOINT; to begin anew:"
+            next_step="put the folder back (or its disk, if it is a link), or give --resume CHECKPOINT; for a new run:"
             " --resume never --run_dir NEW",
         )
 
 
 def learning_rate_change(step: int, before: float, at: Callable[[int], float], *, by_options: bool) -> str | None:
-    """Describe how the learning rate differs from what the run would have had next; None where it does not.
+    """Describe a jump of the learning rate when a run resumes; None if there is none.
 
     Args:
         step: optimizer steps done.
-        before: learning rate of the last of them; 0 where it is not known.
-        at: learning rate as a function of the step, 0 at the first, from now on.
-        by_options: whether `--optimizer.*` decides about it.
+        before: learning rate of the last step; 0 if unknown.
+        at: learning rate as a function of the step, counted from 0.
+        by_options: whether `--optimizer.*` sets it.
     """
     if not before or not step or abs(at(step - 1) - before) <= 1e-6 * before:
         return None
@@ -153,7 +152,7 @@ def learning_rate_change(step: int, before: float, at: Callable[[int], float], *
     )
     if by_options and after > 1.01 * before:
         text += (
-            f"; to train on at {before:.4g}: --optimizer.schedule constant --optimizer.lr {before:.6g}; for runs that"
-            " are to be extended: --optimizer.schedule wsd, resumed from a checkpoint before its decay"
+            f"; to continue at {before:.4g}: --optimizer.schedule constant --optimizer.lr {before:.6g}; for runs that"
+            " you may extend: --optimizer.schedule wsd, resumed from a checkpoint before its decay"
         )
     return text

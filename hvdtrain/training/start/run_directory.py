@@ -1,4 +1,4 @@
-"""Where a run lives: found, made, claimed and described. Used on rank 0 alone."""
+"""Find or make the run folder, claim it, and write its config. Used on rank 0 only."""
 
 from __future__ import annotations
 
@@ -20,60 +20,62 @@ from hvdtrain.yaml_file import yaml_text
 
 RUNS = Path("runs")
 _NEXT = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room, or give another --run_dir"),
-    errno.ENOENT: "put it back (if it is a link: what it leads to), or give another --run_dir",
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room on the disk, or give another --run_dir"),
+    errno.ENOENT: "put it back (if it is a link: its target), or give another --run_dir",
 }
 
 
 class RunDirectory:
-    """A claimed run directory. Claimed until `release`, or the end of the process.
+    """A claimed run folder; the claim lasts until `release`, or the end of the process.
 
     Args:
-        path: exists already.
-        lock: the open file whose lock is the claim.
-        lease: that is the claim where the file system has no locks.
+        path: of the folder, which exists.
+        lock: open file; its lock is the claim.
+        lease: the claim if the file system has no locks.
 
     Attributes:
-        job: what tells the job that claims from all others (`runtime.environment.JOB`); "" where nothing does.
-        folder: in which the job was started; the task's code may have changed to another one since.
+        layout: paths in the folder.
+        job: identifies the claiming job (`runtime.environment.JOB`); "" if nothing does.
+        folder: in which the job was started; the task's code may have changed the current folder since.
     """
 
-    job = ""
-    folder = Path()
-
-    def __init__(self, path: Path, lock: IO[bytes], lease: Lease | None = None) -> None:
+    def __init__(
+        self, path: Path, lock: IO[bytes], lease: Lease | None = None, job: str = "", folder: Path = Path()
+    ) -> None:
         self.path = path
         self.layout = RunLayout(path)
+        self.job = job
+        self.folder = folder
         self._lock = lock
         self._lease = lease
 
     def release(self) -> None:
-        """Let others claim it."""
+        """Release the claim."""
         self._lock.close()
         if self._lease is not None:
             self._lease.release()
 
     @property
     def lost(self) -> bool:
-        """Whether another job has claimed it meanwhile, as far as is known."""
+        """Whether another job is known to have claimed the folder since."""
         return self._lease is not None and self._lease.lost
 
     def check(self) -> None:
-        """Refuse to go on where another job has claimed it meanwhile: two would write into one run.
+        """Refuse to continue if another job has claimed the folder: two jobs would write into one run.
 
         Errors:
-            RunDirectoryError: it has.
+            RunDirectoryError: another job has claimed it.
         """
         if self._lease is not None and self._lease.look():
             raise RunDirectoryError(
-                f"another job has taken over {self.path}, and this one ends",
-                expected=f"a sign of life in {self.layout.lease} every {BEAT_S:.0f} s: the disk has no locks",
-                found="none for so long that this job was taken for dead: it was suspended, or the file system hung",
-                next_step="nothing, if the other job is to go on; else stop that one and start this one again",
+                f"another job has taken over {self.path}; this job ends",
+                expected=f"a heartbeat in {self.layout.lease} every {BEAT_S:.0f} s: the disk has no locks",
+                found="no heartbeat for so long that this job seemed dead: it was suspended, or the file system hung",
+                next_step="nothing, if the other job should continue; otherwise stop it and start this one again",
             )
 
     def old_config(self) -> Mapping[str, Any] | None:
-        """The resolved config that the run had so far, None for a new one."""
+        """Return the resolved config of the run so far; None for a new run."""
         file = self.layout.config
         if not file.exists():
             return None
@@ -82,56 +84,55 @@ class RunDirectory:
         except ConfigError as error:
             raise UnusableRunDirectoryError(
                 error.what,
-                expected="the options of the run so far, as training wrote them",
-                next_step=f"mend it, or go on by the options of the command alone: rm {shlex.quote(str(file))}",
+                expected="the options of the run, as training wrote them",
+                next_step=f"repair it, or resume with only the options of the command: rm {shlex.quote(str(file))}",
             ) from error
 
-    def resumes(self, resume: str) -> str:
-        """What the option `resume` means: a job that was started again goes on with what it has done itself."""
+    def resolve_resume(self, resume: str) -> str:
+        """Return what the option `resume` means here: a restarted job continues from its own checkpoints."""
         if _is_of_job(self.path, self.job):
             return "auto"
         return resume if resume in ("auto", "never") else str(self.folder / resume)
 
-    def mark(self) -> None:
-        """What is here from now on is the work of this job."""
+    def mark_job(self) -> None:
+        """Record that this job has written to the folder."""
         if self.job:
             write_text(self.layout.job, self.job)
 
     def write_config(self, run: RunConfig) -> None:
-        """Write the resolved config, whole or not at all; as one to go on with, so it resumes by itself.
+        """Write the resolved config, atomically, with `resume: auto`, so that it resumes this run.
 
         Errors:
-            RunDirectoryError: a full disk, say.
+            RunDirectoryError: the disk is full, for example.
         """
         try:
-            self.mark()
+            self.mark_job()
             write_text(self.layout.config, yaml_text({**run.resolved, "resume": "auto"}))
             write_text(self.layout.identity, run.identity())
         except OSError as error:
-            raise refusal(f"the run directory {self.path}", error) from error
+            raise unusable(f"the run folder {self.path}", error) from error
 
 
 def claim_run_directory(run: RunConfig, job: str = "", folder: Path = Path()) -> RunDirectory:
-    """The run directory of the config: `run_dir`, or the newest unfinished one of the same config, or a new one.
+    """Claim the run folder of a config: `run_dir`, else the newest unfinished one of the same config, else a new one.
 
     `job`, `folder`: see `RunDirectory`.
 
     Errors:
-        RunDirectoryError: another job uses it, it cannot be written, or it holds a run that is not to be resumed.
+        RunDirectoryError: another job uses it, it cannot be written, or it has a run that must not be resumed.
     """
     wanted, never = run.config.run_dir, run.config.resume == "never"
     if wanted is None:
-        claimed = _unfinished(run, folder / RUNS) or _new(run, folder / RUNS)
+        claimed = _unfinished(run, job, folder) or _new(run, job, folder)
     else:
-        claimed = _wanted(folder / wanted, job, never=never)
-    claimed.job, claimed.folder = job, folder
+        claimed = _wanted(folder / wanted, job, folder, never=never)
     if never:
-        claimed.mark()
+        claimed.mark_job()
     return claimed
 
 
-def refusal(what: str, error: OSError) -> RunDirectoryError:
-    """Return the error for a part of a run directory that cannot be used."""
+def unusable(what: str, error: OSError) -> RunDirectoryError:
+    """Return the error for a part of a run folder that cannot be used."""
     lasting = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
     return (UnusableRunDirectoryError if lasting else RunDirectoryError)(
         f"{what} cannot be used: {error.strerror or error}",
@@ -139,13 +140,13 @@ def refusal(what: str, error: OSError) -> RunDirectoryError:
     )
 
 
-def _wanted(path: Path, job: str, *, never: bool) -> RunDirectory:
+def _wanted(path: Path, job: str, folder: Path, *, never: bool) -> RunDirectory:
     if never and RunLayout(path).journal.exists() and not _is_of_job(path, job):
         raise UnusableRunDirectoryError(
-            f"{path} holds a run already, and --resume never would mix another into it",
-            next_step="give another --run_dir, or --resume auto to go on with it",
+            f"{path} already has a run, and --resume never would mix another run into it",
+            next_step="give another --run_dir, or --resume auto to resume the run",
         )
-    claimed = _claim(path)
+    claimed = _claim(path, job, folder)
     if claimed is None:
         raise RunDirectoryError(
             f"{path} is in use by another job", next_step="wait for it to end, or give another --run_dir"
@@ -160,7 +161,8 @@ def _is_of_job(path: Path, job: str) -> bool:
         return False
 
 
-def _unfinished(run: RunConfig, runs: Path) -> RunDirectory | None:
+def _unfinished(run: RunConfig, job: str, folder: Path) -> RunDirectory | None:
+    runs = folder / RUNS
     if run.config.resume == "never" or not runs.is_dir():
         return None
     identity = run.identity()
@@ -169,48 +171,49 @@ def _unfinished(run: RunConfig, runs: Path) -> RunDirectory | None:
         try:
             if file.read_bytes() != identity.encode():
                 continue
-        except OSError:  # none there, or another user's
+        except OSError:  # missing, or another user's
             continue
         try:
             if log.exists() and is_finished(log):
                 continue
         except OSError as error:
-            raise refusal(f"the journal {log}", error) from error
-        claimed = _claim(path)
+            raise unusable(f"the journal {log}", error) from error
+        claimed = _claim(path, job, folder)
         if claimed is not None:
             return claimed
     return None
 
 
-def _new(run: RunConfig, runs: Path) -> RunDirectory:
+def _new(run: RunConfig, job: str, folder: Path) -> RunDirectory:
+    runs = folder / RUNS
     name = Path(run.config.task.partition(":")[0]).stem
     stamp = time.strftime("%Y%m%d-%H%M%S")
     for attempt in range(1000):
         path = runs / (f"{stamp}-{name}" + (f"-{attempt}" if attempt else ""))
         if not path.exists():
-            claimed = _claim(path)
+            claimed = _claim(path, job, folder)
             if claimed is not None:
                 return claimed
-    raise RunDirectoryError(f"no free name for a run under {runs.resolve()}")
+    raise RunDirectoryError(f"no free name for a run in {runs.resolve()}")
 
 
-def _claim(path: Path) -> RunDirectory | None:
+def _claim(path: Path, job: str = "", folder: Path = Path()) -> RunDirectory | None:
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock = RunLayout(path).lock.open("ab")
     except OSError as error:
-        raise refusal(f"the run directory {path}", error) from error
+        raise unusable(f"the run folder {path}", error) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
         return None
     except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # those: a file system without locks
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # a file system without locks
             raise
         lease = take_lease(RunLayout(path).lease)
         if lease is None:
             lock.close()
             return None
-        return RunDirectory(path, lock, lease)
-    return RunDirectory(path, lock)
+        return RunDirectory(path, lock, lease, job, folder)
+    return RunDirectory(path, lock, None, job, folder)

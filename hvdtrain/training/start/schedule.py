@@ -1,4 +1,4 @@
-"""Learning rates and step counts as functions of the config: pure."""
+"""Learning rates and step counts as pure functions of the config."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from hvdtrain.config.schema import OptimizerConfig, TrainConfig
 
 
 def total_steps(config: TrainConfig, samples: int) -> int:
-    """Steps in all, the schedule's horizon: `steps`, or as many as `epochs` passes over `samples` take."""
+    """Return the schedule's horizon: `steps`, or the number of steps in `epochs` passes over `samples`."""
     if config.epochs is None:
         return config.steps
     return max(1, math.ceil(config.epochs * samples / config.global_batch))
 
 
 def stop_step(config: TrainConfig, horizon: int) -> int:
-    """Return the step to stop at: `stop_at`, or the horizon where that comes first."""
+    """Return the step to stop at: `stop_at` or the horizon, whichever is earlier."""
     return min(horizon, config.stop_at or horizon)
 
 
-def factor(config: OptimizerConfig, horizon: int) -> Callable[[int], float]:
-    """The factor on the learning rate as a function of the step, 0 at the first."""
+def lr_schedule(config: OptimizerConfig, horizon: int) -> Callable[[int], float]:
+    """Return the factor on the learning rate as a function of the step, counted from 0."""
 
     def at(step: int) -> float:
         if step < config.warmup_steps:

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from hvdtrain.training.loop.notices import SAVE, TERMINATE, Notices, handlers_as_before
+from hvdtrain.training.loop.step_sums import SAVE, TERMINATE, PendingSignals, handlers_as_before
 
 HELD = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
@@ -18,17 +18,17 @@ def _handlers() -> list[object]:
 
 def test_signals_are_held_until_they_are_taken() -> None:
     before = _handlers()
-    with Notices() as notices:
+    with PendingSignals() as signals:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR1):
             os.kill(os.getpid(), number)
-        taken = notices.take()
+        taken = signals.pop()
         assert (taken[SAVE], taken[TERMINATE]) == (2, 1)
-        assert not any(notices.take())
+        assert not any(signals.pop())
     assert _handlers() == before
 
 
 def test_a_second_interrupt_interrupts() -> None:
-    with handlers_as_before(), pytest.raises(KeyboardInterrupt), Notices():
+    with handlers_as_before(), pytest.raises(KeyboardInterrupt), PendingSignals():
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -37,7 +37,7 @@ def test_a_rank_that_tells_of_an_error_is_not_ended_by_the_launcher_meanwhile() 
     before = _handlers()
     with pytest.raises(ValueError, match="no"), handlers_as_before():
         try:
-            with Notices():
+            with PendingSignals():
                 raise ValueError("no")
         finally:
             os.kill(os.getpid(), signal.SIGTERM)

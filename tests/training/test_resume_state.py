@@ -16,8 +16,8 @@ from hvdtrain.observe.progress import Progress as Display
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.state.checkpoint_store import CheckpointStore
-from hvdtrain.training.elastic.worker_state import keep
-from hvdtrain.training.start.restore import take_over
+from hvdtrain.training.elastic.worker_state import make_worker_state
+from hvdtrain.training.start.restore import resume_state
 from hvdtrain.training.start.run_directory import claim_run_directory
 from tests.support.toy import toy
 
@@ -29,12 +29,12 @@ def test_a_run_whose_folder_stayed_on_another_host_is_told_and_can_be_gone_on_wi
     claim = claim_run_directory(run)
     if not moved:
         claim.write_config(run)
-    kept = keep(run, toy(), torch.device("cpu"), RankInfo())
-    kept.step = kept.state.progress.step = 7
+    worker = make_worker_state(run, toy(), torch.device("cpu"), RankInfo())
+    worker.step = worker.state.progress.step = 7
     display = Display("samples", 5.0, live=False, quiet=True)
     recorder = Recorder(Journal(folder / "journal.jsonl", display.say), display)
     store = CheckpointStore(folder / "checkpoints", pytest.fail)
-    assert take_over(run, kept, SoloComm(), store, claim, recorder, lambda: None) == 7
+    assert resume_state(run, worker, SoloComm(), store, claim, recorder, lambda: None) == 7
     recorder.close()
     claim.release()
     lines: list[dict[str, Any]] = read_journal(folder / "journal.jsonl")

@@ -9,7 +9,7 @@ import pytest
 from hvdtrain.data.loader import Stream
 from hvdtrain.state.ledger import Ledger, ledger_files
 from hvdtrain.state.train_state import Progress
-from hvdtrain.training.start.ledger_start import begin_start
+from hvdtrain.training.loop.feed import begin_start
 from tests.support.thread_comm import ThreadComm, on_ranks
 
 

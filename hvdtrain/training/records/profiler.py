@@ -1,4 +1,4 @@
-"""`torch.profiler` over a window of steps, a file a rank."""
+"""Profilers: spans as NVTX ranges for Nsight Systems, and torch.profiler over a window of steps."""
 
 from __future__ import annotations
 
@@ -12,20 +12,57 @@ from hvdtrain.config.windows import OFF, Window
 from hvdtrain.observe.trace_file import free_path
 from hvdtrain.run_layout import TimelineLayout
 from hvdtrain.spans import Spans
-from hvdtrain.training.records.profiler_ranges import TorchRanges
+
+
+class NvtxRanges:
+    """Opens an NVTX range of the same name around each span; Nsight Systems shows them next to the kernels."""
+
+    def enter(self, name: str) -> None:
+        """Open a range."""
+        torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
+
+    def exit(self, name: str) -> None:
+        """Close the innermost range."""
+        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+
+    def pop_seconds(self) -> dict[str, float]:
+        """Return nothing: this listener measures no durations."""
+        return {}
+
+
+class TorchRanges:
+    """Opens a range of torch.profiler around each span."""
+
+    def __init__(self) -> None:
+        self._open: list[Any] = []
+
+    def enter(self, name: str) -> None:
+        """Open a range."""
+        opened = torch.profiler.record_function(name)
+        opened.__enter__()  # type: ignore[no-untyped-call]
+        self._open.append(opened)
+
+    def exit(self, name: str) -> None:
+        """Close the innermost range; ignore a span that began before this listener was added."""
+        if self._open:
+            self._open.pop().__exit__(None, None, None)
+
+    def pop_seconds(self) -> dict[str, float]:
+        """Return nothing: this listener measures no durations."""
+        return {}
 
 
 class TorchProfile:
-    """Writes ``RUN/timeline/torch-steps-FIRST-LAST-rank-N.json``: operators and kernels, under the names of the spans.
+    """Writes ``RUN/timeline/torch-steps-FIRST-LAST-rank-N.json``: operators and kernels, named by span.
 
-    What fails costs the profile, not the training.
+    A failure costs the profile, not the training.
 
     Args:
-        spans: of this rank; their names stand in the profile.
+        spans: of this rank.
         folder: ``RUN/timeline``.
-        rank: stands in the file's name.
+        rank: of this process.
         window: the steps to profile.
-        warn: told when it fails.
+        warn: called if profiling fails.
     """
 
     def __init__(self, spans: Spans, folder: Path, rank: int, window: Window, warn: Callable[[str], None]) -> None:
@@ -46,11 +83,11 @@ class TorchProfile:
             self._begin(step)
 
     def record(self, window: Window) -> None:
-        """Profile these steps, the first of which is yet to come, or end with them a profile under way."""
+        """Profile another window, which begins later; a profile in progress ends with it."""
         self._window = window
 
     def close(self) -> None:
-        """End a profile under way."""
+        """End a profile in progress."""
         if self._profile is not None:
             self._end(self._spans.step)
 
@@ -63,7 +100,7 @@ class TorchProfile:
             profile = torch.profiler.profile(activities=activities, record_shapes=True)
             profile.start()
         except (RuntimeError, AssertionError) as error:
-            self._warn(f"torch.profiler does not start: {error}; training goes on")
+            self._warn(f"torch.profiler does not start: {error}; training continues")
             self._window = OFF
             return
         self._profile = profile
@@ -78,4 +115,4 @@ class TorchProfile:
             self._folder.mkdir(parents=True, exist_ok=True)
             profile.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:
-            self._warn(f"the profile {path} is not written: {error}; training goes on")
+            self._warn(f"cannot write the profile {path}: {error}; training continues")

@@ -1,0 +1,123 @@
+"""One forward pass: its precision, its batch on the device, and the task's functions with their results checked."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import UserDict
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.errors import TaskError
+from hvdtrain.task.base import Task
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Precision:
+    """Number formats of forward and backward: autocast, and loss scaling for fp16.
+
+    Args:
+        name: fp32, bf16 or fp16.
+        device: of the model.
+
+    Attributes:
+        scaler: torch's GradScaler; it passes values through unless the format is fp16.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._dtype = _AUTOCAST.get(name)
+        self._device_type = device.type
+        self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the context of a forward pass."""
+        if self._dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device_type, dtype=self._dtype)
+
+
+def checked_loss(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
+    """Call the task's loss function; return the sum of losses and its weight.
+
+    Errors:
+        TaskError: the result is of the wrong form, or the weight is negative or not finite.
+    """
+    result: Any = task.loss(model, batch)
+    if isinstance(result, tuple) and len(result) == 2:
+        loss, weight = result
+        if isinstance(weight, Real):  # also numpy's numbers, which the journal cannot hold
+            weight = float(weight)
+        scalar_weight = isinstance(weight, float) or (isinstance(weight, Tensor) and weight.numel() == 1)
+        on_host = isinstance(weight, float) or (scalar_weight and not weight.is_cuda)
+        if on_host and not 0 <= float(weight) < math.inf:  # on a GPU, the sum over the global batch is checked
+            raise TaskError(
+                "the task's loss function returned an invalid weight",
+                expected="the number of samples or tokens in the sum: finite, >= 0",
+                found=str(float(weight)),
+            )
+        if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point() and scalar_weight:
+            return loss, weight
+    raise TaskError(
+        "the task's loss function returned an invalid value",
+        expected="(loss, weight): the sum of the losses as a scalar tensor, and the number of samples or tokens in it",
+        found=describe(result),
+    )
+
+
+def checked_metrics(task: Task, model: nn.Module, batch: Any) -> dict[str, tuple[Tensor | float, Tensor | float]]:
+    """Call the task's metrics function; return (sum, weight) by name.
+
+    Errors:
+        TaskError: the result is of the wrong form.
+    """
+    result: Any = task.metrics(model, batch) if task.metrics else {}
+    if isinstance(result, Mapping) and all(
+        isinstance(pair, tuple) and len(pair) == 2 and all(map(_is_number, pair)) for pair in result.values()
+    ):
+        return dict(result)
+    raise TaskError(
+        "the task's metrics function returned an invalid value",
+        expected="a dict of (sum, weight) by name: the sum over the batch, and the number of samples or tokens in it",
+        found=describe(result),
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def describe(value: Any) -> str:
+    """Return a value's type and form, for an error message."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    if isinstance(value, (tuple, list)):
+        return f"{type(value).__name__} of ({', '.join(describe(v) for v in value)})"
+    return f"{type(value).__name__} {value!r}"[:200]
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Move the tensors in nested tuples, lists and dicts to `device`, and values with a method `to`.
+
+    Batches of transformers' collators are `UserDict`s. Other values stay as they are.
+    """
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, UserDict):
+        moved = copy.copy(batch)
+        moved.data = to_device(batch.data, device)
+        return moved
+    if callable(getattr(batch, "to", None)):
+        return batch.to(device)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch
