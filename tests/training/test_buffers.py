@@ -99,9 +99,9 @@ def test_a_rank_that_idles_has_nothing_to_undo_and_takes_what_others_wrote() -> 
     assert [changed for _, changed in idle] == [False, True, False]
 
 
-def test_only_what_a_step_writes_is_copied_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_a_step_writes_is_copy_on_device_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[str] = []
-    monkeypatch.setattr(buffers, "_copied", lambda places: copied.extend(name for _, name in places) or [])
+    monkeypatch.setattr(buffers, "_copy_on_device", lambda places: copied.extend(name for _, name in places) or [])
     model = Counts()
     rollback = Rollback(model)
     for _ in range(2):

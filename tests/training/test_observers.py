@@ -16,6 +16,7 @@ from hvdtrain.config.windows import Window
 from hvdtrain.errors import ConfigError
 from hvdtrain.observe.past_journal import read_journal
 from hvdtrain.observe.recorder import Recorder
+from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.timeline import TimelinePlan
 from hvdtrain.training.loop.buffers import Rollback
 from hvdtrain.training.records import observers
@@ -170,6 +171,6 @@ def test_a_thread_that_sleeps_is_not_looked_for(quiet: bool, tmp_path: Path, mon
     monkeypatch.setattr(observers, "find_spinner", looked.append)
     watchers = Watchers()
     plan = TimelinePlan("window", Window(2, 3), quiet=quiet)
-    observers.add_horovod_timeline(watchers, plan, tmp_path, HorovodsTimeline())  # type: ignore[arg-type]
+    observers.add_horovod_timeline(watchers, plan, RunLayout(tmp_path), HorovodsTimeline())  # type: ignore[arg-type]
     assert looked == ([] if quiet else [frozenset({1, 2})])
     assert len(watchers) == 1

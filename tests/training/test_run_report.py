@@ -117,7 +117,7 @@ def test_files_of_all_ranks_are_closed_before_they_are_read(
     stand_in.event = lambda record: order.append(record["event"])
     module = "hvdtrain.training.records.run_report"
     monkeypatch.setattr(f"{module}.collect_spans", lambda *arguments: order.append("waited"))
-    monkeypatch.setattr(f"{module}._explain", lambda directory: order.append("read") or analysis(2))
+    monkeypatch.setattr(f"{module}._analyse", lambda directory: order.append("read") or analysis(2))
     found = explain_run(ObserveConfig(), tmp_path, stand_in, stand_in, 3)
     assert order == ["closed", "waited", *(["read", "explained"] if rank == 0 else [])]
     assert found == (analysis(2) if rank == 0 else None)

@@ -87,9 +87,7 @@ def test_a_last_save_waits_for_somebody_to_make_room(tmp_path: Path, monkeypatch
     assert sum(slept) == 1.0 + 2.0 + 4.0
     assert _events(tmp_path) == [("checkpoint", 12)]
     warnings = [line["text"] for line in read_journal(tmp_path / "journal.jsonl") if line.get("event") == "warning"]
-    assert [text.endswith(f"the next try comes in {s} s") for text, s in zip(warnings, (1, 2, 4), strict=True)] == [
-        True
-    ] * 3
+    assert [text.endswith(f"next try in {s} s") for text, s in zip(warnings, (1, 2, 4), strict=True)] == [True] * 3
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -117,7 +115,7 @@ def test_a_signal_ends_the_waiting_for_room_with_one_more_try(
     assert sum(slept) == 3.0
     warnings = [line["text"] for line in read_journal(tmp_path / "journal.jsonl") if line.get("event") == "warning"]
     told = warnings[2:]
-    assert told[0].startswith(f"{number.name}: the waiting is over")
+    assert told[0].startswith(f"{number.name}: trying once more now")
     assert ["the run ends without it" in text for text in told[1:]] == [True] * (failures == 99)
 
 
@@ -157,14 +155,14 @@ def test_what_ranks_that_were_lost_kept_from_being_done_is_made_up_once(
     def body(comm: ThreadComm) -> list[str]:
         done: list[str] = []
         one = cast(Any, Saving.__new__(Saving))
-        one.comm, one.seen = comm, EvaluationProgress(-1 if comm.rank else seen)
+        one.comm, one.evaluations = comm, EvaluationProgress(-1 if comm.rank else seen)
         one.state = SimpleNamespace(progress=SimpleNamespace(step=step))
         one.config = SimpleNamespace(train=SimpleNamespace(eval_every=5), checkpoint=SimpleNamespace(every=20))
         one.store = SimpleNamespace(list=lambda: [SimpleNamespace(step=saved)])
         one.evaluate = lambda: done.append("evaluate")
-        one.save = lambda evaluated, wait, notices: done.append("save and wait" if wait else "save")
-        one.make_up(33, lambda: [0])
-        assert one.seen.step == step
+        one.save = lambda evaluated, wait, requests: done.append("save and wait" if wait else "save")
+        one.catch_up(33, lambda: [0])
+        assert one.evaluations.step == step
         return done
 
     assert on_ranks(2, body) == [expected] * 2

@@ -136,7 +136,7 @@ def add_listeners(spans: Spans, observe: ObserveConfig, device: torch.device, st
     stack.enter_context(spans.collections())
     if device.type != "cuda":
         if observe.nvtx:
-            raise ConfigError("--observe.nvtx true needs a CUDA device, which Nsight Systems profiles")
+            raise ConfigError("--observe.nvtx true, but there is no CUDA device for Nsight Systems to profile")
         return
     if observe.nvtx:
         spans.listeners.append(NvtxRanges())

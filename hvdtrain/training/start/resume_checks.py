@@ -60,7 +60,7 @@ def check_end(run: RunConfig, claim: RunDirectory, horizon: int) -> None:
         return
     limit = f"--train.stop_at {train.stop_at}" if stop < horizon else f"--train.steps {horizon}"
     if stop == horizon and train.epochs is not None:
-        limit = f"--train.epochs {train.epochs:g}, i.e. {horizon} steps"
+        limit = f"--train.epochs {train.epochs:g}, which are {horizon} steps"
     if step > stop:
         more = f"--train.steps {step + stop}"
         if stop < horizon:
