@@ -203,6 +203,6 @@ def test_a_run_that_begins_anew_for_want_of_a_whole_checkpoint_says_so(
         (saved.path / "manifest.json").write_text("{}")
     hvdtrain.train({**options, "train": {**TRAIN, "steps": 14}}, toy)
     warnings = [line["text"] for line in read_journal(tmp_path / "journal.jsonl") if line.get("event") == "warning"]
-    told = [text for text in warnings if "training begins anew, at step 1" in text]
+    told = [text for text in warnings if "training starts again at step 1" in text]
     assert len(told) == is_told
     assert all("2 checkpoint(s)" in text and str(tmp_path / "checkpoints") in text for text in told)
