@@ -267,8 +267,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _missed(
         "torch/optimizer.py",
-        "return [[of[id(p)] for p in group if id(p) in of] for group in groups]",
-        "return [[of[id(p)] for p in group if id(p) in of] for group in groups[:1]]",
+        "return [[names[id(p)] for p in group if id(p) in names] for group in groups]",
+        "return [[names[id(p)] for p in group if id(p) in names] for group in groups[:1]]",
         "only the first of the listed groups shares a bucket",
         MISUSE,
     ),
@@ -303,7 +303,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _missed(
         "training/records/remote_spans.py",
-        "return _mark(folder / name) == mark",
+        "return _fingerprint(folder / name) == fingerprint",
         "return (folder / name).exists()",
         "a trace of an earlier start stands for the one on another host",
         "tests/training/test_remote_spans.py",
@@ -545,8 +545,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _new(
         "engine/exchange.py",
-        "        if self._left == 0:\n",
-        "        if self._left <= 1:\n",
+        "        if self._remaining == 0:\n",
+        "        if self._remaining <= 1:\n",
         "the exchange starts one micro-batch too early",
         "tests/training/test_step.py",
         "tests/laws/test_laws.py",
@@ -786,7 +786,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _new(
         "spans.py",
-        "        if event[4] < first_step - 1:  # a device's durations of a step come with the next one\n",
+        "        if event[4] < first_step - 1:  # a device's durations of a step arrive with the next step\n",
         "        if event[4] < first_step:\n",
         "spans recorded behind those of an older step are lost",
         "tests/test_spans.py",
