@@ -1,4 +1,4 @@
-"""``hvdtrain completion SHELL``: what TAB completes, as a script of that shell. Nothing of Python runs at a TAB."""
+"""``hvdtrain completion SHELL``: print a completion script for a shell. A TAB does not start Python."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from hvdtrain.cli.parser import Parser
 
 _SHELLS = ("bash", "zsh", "fish")
 _PARSERS = {"launch": "hvdtrain.cli.launch_options"}
-"""Files that declare the options of a command, where that is not the command's own."""
+"""Modules that declare the options of a command, if not the command's own."""
+TASK_HELP = "include the parameters of this task: NAME, file.py:function or module:function (default: language_model)"
 _EPILOG = """\
-once, and again after an update:
+run once, and again after an update:
   bash   hvdtrain completion bash > ~/.local/share/bash-completion/completions/hvdtrain
-         (without the package bash-completion: any file, and `source FILE` in ~/.bashrc)
-  zsh    hvdtrain completion zsh > DIR/_hvdtrain      DIR: one of those that `echo $fpath` shows
+         (without the package bash-completion: use any FILE, and add `source FILE` to ~/.bashrc)
+  zsh    hvdtrain completion zsh > DIR/_hvdtrain      DIR: a folder in `echo $fpath`
   fish   hvdtrain completion fish > ~/.config/fish/completions/hvdtrain.fish
 """
 _BASH = """
-# --option=value reaches a completion as three words, and behind -- of launch are options of train.
+# bash splits --option=value into three words. After launch -- come options of train.
 _hvdtrain() {
   local words=() word i
   for ((i = 0; i <= COMP_CWORD; i++)); do
@@ -41,7 +42,7 @@ _hvdtrain() {
 complete -o bashdefault -F _hvdtrain hvdtrain
 """
 _ZSH = """
-# Behind -- of launch are options of train.
+# After launch -- come options of train.
 if (( CURRENT > 2 )) && [[ $words[2] == launch ]] && (( ${words[(i)--]} < CURRENT )); then
   (( CURRENT -= ${words[(i)--]} - 2 ))
   words=("$words[1]" train "${(@)words[${words[(i)--]} + 1,-1]}")
@@ -50,7 +51,7 @@ fi
 
 
 def main(argv: list[str]) -> int:
-    """Print the script."""
+    """Print the script and return 0."""
     options = parser().parse_args(argv)
 
     from hvdtrain.config.schema import Config
@@ -64,35 +65,33 @@ def parser() -> Parser:
     """Declare the options."""
     made = Parser(
         prog="hvdtrain completion",
-        description="Print a script by which a shell completes commands, options and their values.",
+        description="Print a script that lets a shell complete commands, options and their values.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("shell", choices=_SHELLS, help="the shell that it is for")
-    made.add_argument(
-        "--task", metavar="TASK", help="whose parameters are completed too: NAME, file.py:function or module:function"
-    )
+    made.add_argument("shell", choices=_SHELLS, help="shell to print the script for")
+    made.add_argument("--task", metavar="TASK", help=TASK_HELP)
     return made
 
 
 def script(shell: str, task_function: Callable[..., Any]) -> str:
-    """Give the script of a shell, with the parameters of a task among the options of train."""
+    """Return the script of a shell, with the parameters of a task among the options of train."""
     import shtab
 
-    whole = everything(task_function)
+    whole = combined_parser(task_function)
     if shell == "zsh":
         return shtab.complete(whole, shell, preamble=_ZSH)
     return shtab.complete(whole, shell) + (_BASH if shell == "bash" else "")
 
 
-def everything(task_function: Callable[..., Any]) -> ArgumentParser:
-    """Give one parser with all commands and options; without a command they are train's."""
+def combined_parser(task_function: Callable[..., Any]) -> ArgumentParser:
+    """Return one parser with all commands and options. Without a command, the options are those of train."""
     from hvdtrain.__main__ import COMMANDS
 
     training = [_training(task_function)]
     whole = ArgumentParser(prog="hvdtrain", parents=training, add_help=False, conflict_handler="resolve")
-    whole.add_argument("-h", "--help", action="help", help="all commands")
-    whole.add_argument("--version", action="store_true", help="of hvdtrain")
+    whole.add_argument("-h", "--help", action="help", help="list all commands")
+    whole.add_argument("--version", action="store_true", help="print the version")
     commands = whole.add_subparsers()
     for name, (module, text) in COMMANDS.items():
         own = import_module(_PARSERS.get(name, module))
@@ -100,25 +99,25 @@ def everything(task_function: Callable[..., Any]) -> ArgumentParser:
             commands.add_parser(name, help=text, parents=[_training(task_function)], add_help=False)
         elif hasattr(own, "COMMANDS"):
             group = commands.add_parser(name, help=text).add_subparsers()
-            for inner, what in own.COMMANDS.items():
-                _add(group, inner, what, own.parser(inner))
+            for inner, about in own.COMMANDS.items():
+                _add(group, inner, about, own.parser(inner))
         else:
             _add(commands, name, text, own.parser())
     return whole
 
 
 def _add(place: Any, name: str, text: str, declared: ArgumentParser) -> None:
-    """Add a command to its group, changed where a shell would misread it."""
+    """Add a command to its group, without what a shell would misread."""
     import shtab
 
     added = place.add_parser(name, help=text.replace("%", "%%"), parents=[declared], add_help=False)
     for action in list(added._actions):
-        if action.nargs == argparse.REMAINDER:  # zsh would offer nothing but it
+        if action.nargs == argparse.REMAINDER:  # zsh would offer nothing else
             added._actions.remove(action)
         if action.type is Path:
             action.complete = shtab.FILE
         if isinstance(action.metavar, str):
-            action.metavar = action.metavar.replace(":", "_")  # zsh reads more than a name behind it
+            action.metavar = action.metavar.replace(":", "_")  # zsh parses the text after a colon
 
 
 def _training(task_function: Callable[..., Any]) -> ArgumentParser:

@@ -1,49 +1,39 @@
-"""``hvdtrain config init``: a file with all options of training, to be changed and given to ``--config``."""
+"""``hvdtrain config init``: write a file with all options of training, to edit and pass to ``--config``."""
 
 from __future__ import annotations
 
 import shlex
 from pathlib import Path
 
+from hvdtrain.cli.completion import TASK_HELP
 from hvdtrain.cli.group import run
 from hvdtrain.cli.parser import Parser
 from hvdtrain.errors import ConfigError
 
-COMMANDS = {"init": "write a YAML file of all options of training, each with its default and what it does"}
+_ABOUT = "write a YAML file with all options of training, their descriptions and defaults"
+COMMANDS = {"init": _ABOUT}
 
 
 def main(argv: list[str]) -> int:
-    """Run a command of this group; 0, 1 where an error came, 2 on a wrong option."""
+    """Run a command of this group. Return 0, 1 on an error, 2 on a wrong option."""
     return run("config", "[FILE] [OPTIONS]", COMMANDS, argv, _call)
 
 
 def parser(name: str) -> Parser:
     """Declare the options of a command of this group."""
-    made = Parser(
-        prog=f"hvdtrain config {name}",
-        description="Write a YAML file of all options of training, each with its default and what it does.",
-    )
+    made = Parser(prog=f"hvdtrain config {name}", description=f"{_ABOUT.capitalize().replace('yaml', 'YAML')}.")
     made.add_argument(
-        "file",
-        type=Path,
-        nargs="?",
-        default=Path("run.yaml"),
-        metavar="FILE",
-        help="to write, a new one (run.yaml)",
+        "file", type=Path, nargs="?", default=Path("run.yaml"), metavar="FILE", help="new file (default: run.yaml)"
     )
-    made.add_argument(
-        "--task", metavar="TASK", help="whose parameters it has too: NAME, file.py:function or module:function"
-    )
+    made.add_argument("--task", metavar="TASK", help=TASK_HELP)
     return made
 
 
 def _call(name: str, argv: list[str]) -> int:
     options = parser(name).parse_args(argv)
     file: Path = options.file
-    if file.exists() or file.is_symlink():  # before the task is loaded, which takes seconds
-        raise ConfigError(
-            f"{file} is there already, and is left as it is", next_step="name another file, or move this one away"
-        )
+    if file.exists() or file.is_symlink():  # before loading the task, which takes seconds
+        raise ConfigError(f"{file} exists already", next_step="name another file, or move this one away")
 
     from hvdtrain.config.commented import to_yaml
     from hvdtrain.config.options import list_options
@@ -57,6 +47,6 @@ def _call(name: str, argv: list[str]) -> int:
     try:
         write_text(file, text)
     except OSError as error:
-        raise ConfigError(f"{file} cannot be written: {error.strerror}", next_step="name another file") from None
-    print(f"written: {file}; train by it: hvdtrain train --config {shlex.quote(str(file))}")
+        raise ConfigError(f"cannot write {file}: {error.strerror}", next_step="name another file") from None
+    print(f"wrote {file}; to train with it: hvdtrain train --config {shlex.quote(str(file))}")
     return 0

@@ -29,10 +29,11 @@ _BAR = 40
 
 
 def main(argv: list[str]) -> int:
-    """Parse, train, print a summary; 0, 1 on an error, 128 + number where a signal ended it.
+    """Parse the options, train, and print a summary.
 
-    2 on what would come again each time: a wrong option, task or run folder (`hvdtrain.errors.USAGE`). 124 where the
-    watchdog ended a run that made no progress.
+    Returns:
+        0; 1 on an error; 2 on one that would recur, such as a wrong option or task (`hvdtrain.errors.USAGE`);
+        124 if the watchdog ended a run without progress; 128 + number if a signal ended it.
     """
     make_output_unfailing()
     info: RankInfo | None = None
@@ -40,15 +41,15 @@ def main(argv: list[str]) -> int:
     try:
         info, _ = prepare()
         result = _train(argv, info, output)
-    except NoPlace:  # the driver says why
+    except NoPlace:  # the driver reports the reason
         return 0
     except (Exception, KeyboardInterrupt) as error:
         return end(error, info, output)
     except SystemExit as error:
-        if not output.reported:  # argparse's own, after --help
+        if not output.reported:  # from argparse, after --help
             raise
         return end(error, info, output)
-    if result.reason in EXIT_OF_SIGNAL:  # all is saved; srun may send it as soon as another rank has ended
+    if result.reason in EXIT_OF_SIGNAL:  # everything is saved; srun may send it when another rank ends
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if info.rank == 0:
         print(summary(result, info))

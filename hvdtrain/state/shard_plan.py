@@ -43,7 +43,7 @@ def shard_file_name(group: str, number: int, count: int) -> str:
 
 
 def file_group(name: str) -> str:
-    """Return the group whose tensors a file contains."""
+    """Return the group of the tensors in a file."""
     stem = name.removesuffix(".safetensors")
     group, separator, rest = stem.rpartition("-of-")
     return group.rpartition("-")[0] if separator and rest.isdigit() else stem

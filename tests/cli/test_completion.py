@@ -14,7 +14,7 @@ from typing import Literal
 import pytest
 
 from hvdtrain.__main__ import COMMANDS
-from hvdtrain.cli.completion import everything, main, script
+from hvdtrain.cli.completion import combined_parser, main, script
 from hvdtrain.config.parse import make_parser
 from tests.support.host import UnavailableError, tool
 from tests.support.terminal import typed
@@ -72,7 +72,7 @@ def _commands(
 
 
 def test_every_command_and_every_option_is_completed(bash: Path) -> None:
-    declared = dict(_commands(everything(task)))
+    declared = dict(_commands(combined_parser(task)))
     assert {path[0] for path in declared if path} == COMMANDS.keys()
     assert {("timeline", "report"), ("verify", "data"), ("config", "init")} < declared.keys()
     found = _completed(bash, *(["hvdtrain", *path, "--"] for path in declared))
@@ -85,7 +85,7 @@ def test_every_command_and_every_option_is_completed(bash: Path) -> None:
 
 
 def test_the_options_of_train_are_those_of_its_parser() -> None:
-    declared = dict(_commands(everything(task)))
+    declared = dict(_commands(combined_parser(task)))
     parser = make_parser(task)
     leaves = {f"--{name}" for name in vars(parser.get_defaults().as_flat())} | {"--help", "--print_config"}
     assert declared["train",] == leaves
