@@ -7,21 +7,19 @@ may write into the run folder may request windows. No port is open.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Literal, TypeVar
 
-import orjson
+import msgspec
 
 from hvdtrain.durable import write_text
 from hvdtrain.regular import read_regular
 from hvdtrain.run_layout import TimelineLayout
 
-_VERSION = 1
+_Content = TypeVar("_Content", bound=msgspec.Struct)
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):
     """A request for a window.
 
     Attributes:
@@ -29,16 +27,17 @@ class Request:
         action: begin or end a window.
         steps: length of the window; 0 for no end.
         profile: also record torch.profiler.
+        version: of the file format.
     """
 
     id: str
     action: Literal["start", "stop"]
-    steps: int = 0
+    steps: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
     profile: bool = False
+    version: Literal[1] = 1
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True):
     """The answer to a request.
 
     Attributes:
@@ -48,6 +47,7 @@ class Answer:
         last: last step; None for a window without an end.
         files: of rank 0, once the window is over.
         lacks: what is not recorded, and why.
+        version: of the file format.
     """
 
     id: str
@@ -56,53 +56,31 @@ class Answer:
     last: int | None = None
     files: Sequence[str] = ()
     lacks: str = ""
+    version: Literal[1] = 1
 
 
 def write_request(folder: Path, request: Request) -> None:
-    """Write a request.
-
-    Errors:
-        OSError: it cannot be written.
-    """
-    _write(TimelineLayout(folder).window_request, asdict(request))
+    """Write a request. Errors: OSError."""
+    write_text(TimelineLayout(folder).window_request, msgspec.json.encode(request).decode())
 
 
 def read_request(folder: Path) -> Request | None:
     """Return the last request; None without a valid one."""
-    content = _read(TimelineLayout(folder).window_request)
-    steps = content.get("steps")
-    if content.get("action") not in ("start", "stop") or not isinstance(content.get("id"), str):
-        return None
-    if not isinstance(steps, int) or isinstance(steps, bool) or not 0 <= steps < 1 << 31:
-        return None
-    return Request(content["id"], content["action"], steps, content.get("profile") is True)
+    return _read(TimelineLayout(folder).window_request, Request)
 
 
-def write_answer(folder: Path, content: Answer) -> None:
-    """Write an answer.
-
-    Errors:
-        OSError: it cannot be written.
-    """
-    _write(TimelineLayout(folder).window_answer, asdict(content))
+def write_answer(folder: Path, answer: Answer) -> None:
+    """Write an answer. Errors: OSError."""
+    write_text(TimelineLayout(folder).window_answer, msgspec.json.encode(answer).decode())
 
 
 def read_answer(folder: Path) -> Answer | None:
-    """Return the last answer; None without one."""
-    content = _read(TimelineLayout(folder).window_answer)
+    """Return the last answer; None without a valid one."""
+    return _read(TimelineLayout(folder).window_answer, Answer)
+
+
+def _read(path: Path, kind: type[_Content]) -> _Content | None:
     try:
-        return Answer(**{name: content[name] for name in Answer.__dataclass_fields__})
-    except KeyError:
+        return msgspec.json.decode(read_regular(path), type=kind)
+    except (OSError, ValueError, RecursionError):
         return None
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    write_text(path, orjson.dumps({"version": _VERSION, **content}).decode())
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = orjson.loads(read_regular(path))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) and content.get("version") == _VERSION else {}

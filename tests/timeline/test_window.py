@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from hvdtrain.config.windows import Window
 from hvdtrain.errors import RunDirectoryError
@@ -28,7 +29,7 @@ def job(folder: Path, states: list[Answer]) -> Callable[[float], None]:
         request = read_request(folder / "timeline")
         assert request is not None
         if states:
-            write_answer(folder / "timeline", Answer(**{**vars(states.pop(0)), "id": request.id}))
+            write_answer(folder / "timeline", replace(states.pop(0), id=request.id))
 
     return sleep
 
@@ -57,7 +58,8 @@ def test_stopping_where_nothing_is_open(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     [b"", b"[", b"[]", b"\xff\xfe", b'{"version":2}', b'{"version":1,"id":"a","action":"rm","steps":0}']
-    + [b'{"version":1,"id":"a","action":"start","steps":%s}' % steps for steps in (b"-1", b"true", b'"5"', b"1e99")],
+    + [b'{"version":1,"id":"a","action":"start","steps":%s}' % steps for steps in (b"-1", b"true", b'"5"', b"1e99")]
+    + [b'{"id":"a","action":"start","steps":0,"more":' + b"[" * 100_000],
 )
 def test_what_is_no_request_is_none(content: bytes, tmp_path: Path) -> None:
     (tmp_path / ".window-request.json").write_bytes(content)
