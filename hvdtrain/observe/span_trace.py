@@ -1,4 +1,4 @@
-"""Spans as a Chrome trace, one file a rank: the first steps of a start, a window of them, and the last ones."""
+"""Writes spans as Chrome traces, one file per rank: startup, a window of steps, and the last steps."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from hvdtrain.runtime.clock import clock_id, moment
 from hvdtrain.spans import CAPACITY, DEVICE, EXCHANGE, MAIN, Event, Spans
 
 LAST_STEPS = 20
-"""Steps before the end of which the trace tells in any case."""
+"""Number of steps before the end that are always in the trace."""
 
 _MOST_TOGETHER = 200
-"""Steps of a window that are written together at most; fewer where steps have many spans."""
+"""Largest number of window steps written together; fewer if steps have many spans."""
 
 
 class SpanTrace:
     """Writes the spans of some steps to ``RUN/timeline/spans-rank-N.json``; a later start of the run adds a file.
 
-    Nothing is written while a step is under way, and what cannot be written costs the trace, not the training.
+    Nothing is written during a step. A write error ends the trace with a warning; training continues.
 
     Args:
         spans: of this rank.
-        folder: ``RUN/timeline``, made when needed; on a host that does not share it, a folder of that name there.
-        rank, host: stand in the trace as its process.
-        window: the steps to write as they come.
-        warn: told when the trace cannot be written.
-        start: number of this start of the run.
+        folder: ``RUN/timeline``, created when needed; a local folder of that name on a host that does not share it.
+        rank: number, shown in the trace.
+        host: name, shown in the trace.
+        window: the steps to write.
+        warn: called once on a write error.
+        start: number of this start.
     """
 
     def __init__(
@@ -60,8 +61,8 @@ class SpanTrace:
         self._due = 0
 
     def begin_step(self, step: int) -> None:
-        """Step `step` is about to be done; write those before it where they are due."""
-        over = step - 2  # what a device did in the step just done may not be known yet
+        """Write earlier steps if due, before step `step`."""
+        over = step - 2  # device spans of the step before may not be known yet
         if over not in self._window or (over < self._due and over != self._window.last):
             return
         events = self._spans.events(self._next)
@@ -71,14 +72,14 @@ class SpanTrace:
         self._due = over + max(1, min(_MOST_TOGETHER, CAPACITY // 4 // max(1, a_step)))
 
     def record(self, window: Window) -> None:
-        """Write these steps too, the first of which is yet to come; or end with them those that are being written."""
+        """Write the steps of a new window; or end the current window with it."""
         step = self._spans.step
-        under_way = step in self._window or step - 1 in self._window  # the last one is written in two steps only
-        self._window = Window(self._window.first, window.last) if under_way else window
+        is_open = step in self._window or step - 1 in self._window  # the last step is written two steps later
+        self._window = Window(self._window.first, window.last) if is_open else window
         self._due = 0
 
     def close(self) -> None:
-        """Write what is left of the window, and the last steps."""
+        """Write the rest of the window, and the last steps."""
         recent = self._spans.step - LAST_STEPS + 1
         kept = self._spans.events(min(self._next, recent))
         self._write([e for e in kept if e.step >= (self._next if self._is_in(e.step) else recent)])
@@ -97,7 +98,7 @@ class SpanTrace:
             self._file.append(list(self._lines(events)))
         except OSError as error:
             self._failed = True
-            self._warn(f"the trace {self._path} ends here: {error.strerror or error}; training goes on")
+            self._warn(f"the trace {self._path} ends here: {error.strerror or error}; training continues")
 
     def _head(self) -> Iterator[dict[str, Any]]:
         name = f"rank {self._rank} on {self._host}"
@@ -114,7 +115,7 @@ class SpanTrace:
 
     def _lines(self, events: list[Event]) -> Iterator[dict[str, Any]]:
         for event in events:
-            if event.start_ns < self._began_ns:  # a garbage collection while the ranks' states were made equal
+            if event.start_ns < self._began_ns:  # a garbage collection before training began
                 continue
             label = self._spans.labels.get(event.track)
             if label is not None and label is not self._labels.get(event.track):

@@ -1,4 +1,4 @@
-"""A rank's stamps of one block as the numbers that travel."""
+"""A rank's stamps of one block as a tensor to gather."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _LENGTH = _HEAD + len(FACTS) + BLOCK * len(COLUMNS)
 
 
 class Block(NamedTuple):
-    """What all ranks have told of some consecutive steps.
+    """The stamps of consecutive steps of all ranks.
 
     Attributes:
-        first: the first of them.
+        first: number of the first step.
         stamps: microseconds of `COLUMNS`, by each rank's own clock [ranks, steps, columns].
-        facts: those of `FACTS` that any rank knows, with a number a rank, NaN where unknown.
+        facts: those of `FACTS` that any rank knows, a number per rank, NaN if unknown.
     """
 
     first: int
@@ -36,30 +36,30 @@ class Block(NamedTuple):
     facts: dict[str, list[float]]
 
 
-def pack(first: int, count: int, wish: bool, facts: Sequence[float], rows: Sequence[Sequence[float]]) -> Tensor:
-    """One rank's: (1, length) of float64, of the same length for each block.
+def pack(first: int, count: int, probe_clocks: bool, facts: Sequence[float], rows: Sequence[Sequence[float]]) -> Tensor:
+    """Return one rank's message: float64 [1, length], of the same length for each block.
 
     Args:
-        first: the first step.
-        count: of steps, `BLOCK` at most.
-        wish: whether rank 0 wishes clocks to be compared anew.
+        first: number of the first step.
+        count: number of steps, at most `BLOCK`.
+        probe_clocks: rank 0 requests a comparison of clocks.
         facts: `FACTS`.
-        rows: `BLOCK` of nanoseconds, by `COLUMNS`.
+        rows: nanoseconds [BLOCK, columns], by `COLUMNS`.
     """
-    values = [first, count, float(wish), *facts, *(value for row in rows for value in row)]
+    values = [first, count, float(probe_clocks), *facts, *(value for row in rows for value in row)]
     assert len(values) == _LENGTH, len(values)
     return torch.frombuffer(array("d", values), dtype=torch.float64).unsqueeze(0)
 
 
-def wishes(everyone: Tensor) -> bool:
-    """What rank 0 wishes."""
-    return bool(everyone[0, 2])
+def requests_clock_probe(messages: Tensor) -> bool:
+    """Return whether rank 0 requests a comparison of clocks."""
+    return bool(messages[0, 2])
 
 
-def unpack(everyone: NDArray[np.float64]) -> Block:
-    """What all ranks told [ranks, length]."""
-    ranks, first, count = len(everyone), round(everyone[0, 0]), round(everyone[0, 1])
-    stamps = everyone[:, _HEAD + len(FACTS) :].reshape(ranks, BLOCK, len(COLUMNS))[:, :count] / 1e3
-    values = everyone[:, _HEAD : _HEAD + len(FACTS)].T.round(3).tolist()
-    known = {name: of for name, of in zip(FACTS, values, strict=True) if not all(map(math.isnan, of))}
-    return Block(first, stamps, known)
+def unpack(messages: NDArray[np.float64]) -> Block:
+    """Convert the messages of all ranks [ranks, length]."""
+    ranks, first, count = len(messages), round(messages[0, 0]), round(messages[0, 1])
+    stamps = messages[:, _HEAD + len(FACTS) :].reshape(ranks, BLOCK, len(COLUMNS))[:, :count] / 1e3
+    values = messages[:, _HEAD : _HEAD + len(FACTS)].T.round(3).tolist()
+    facts = {name: row for name, row in zip(FACTS, values, strict=True) if not all(map(math.isnan, row))}
+    return Block(first, stamps, facts)

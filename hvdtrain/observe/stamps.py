@@ -1,4 +1,4 @@
-"""Stamps of steps, taken from a rank's spans: when it began, was ready, was released, ended, and its parts. Pure."""
+"""Step stamps from a rank's spans: when a step began, was ready, was released and ended, and its parts. Pure."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from hvdtrain.spans import DEVICE, PARTS, RawEvent
 
 MOMENTS = ("start", "ready", "released", "end", "sent", "received")
-"""Points in time, of which sent and received bound the clocks of ranks: none has received before all have sent."""
+"""Points in time. Sent and received bound clock offsets: no rank receives before all ranks have sent."""
 
 DURATIONS = (*PARTS, "gc")
-"""Sums over a step; gc lies inside of the others."""
+"""Sums over a step. gc overlaps the others."""
 
 COLUMNS = (*MOMENTS, *DURATIONS)
 
@@ -21,15 +21,15 @@ _ASIDE = {"evaluation", "checkpoint"}
 
 
 def step_rows(events: Iterable[RawEvent], first: int, count: int) -> list[list[float]]:
-    """Nanoseconds [count, len(COLUMNS)] of the steps from `first` on, by the recorder's clock; NaN where unknown.
+    """Return stamps of steps, nanoseconds [count, len(COLUMNS)] by the recorder's clock; NaN if unknown.
 
-    Where the device has spans of its own they stand in the place of the host's, but for sent and received. A rank
-    without samples of its own sends from the beginning.
+    Spans of the device replace those of the host, except for sent and received. A rank without samples sends when the
+    step begins.
 
     Args:
-        events: the spans of these steps, and of the one before.
+        events: the spans of these steps and of the step before.
         first: number of the first step.
-        count: of steps.
+        count: number of steps.
     """
     host = {step: [math.nan] * len(MOMENTS) + [0.0] * len(DURATIONS) for step in range(first, first + count)}
     device: dict[int, list[float]] = {}
@@ -62,7 +62,7 @@ def step_rows(events: Iterable[RawEvent], first: int, count: int) -> list[list[f
 
 
 def _replace(host: list[float], device: list[float]) -> None:
-    """Put the device's times and durations into a row of the host's."""
+    """Replace the host's times and durations by those of the device."""
     for column, its in enumerate(device):
         if its and not math.isnan(its) and column not in (_SENT, _RECEIVED):
             host[column] = its

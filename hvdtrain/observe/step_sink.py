@@ -1,25 +1,28 @@
-"""Makes lines and events of what the ranks have told, in a thread of its own on rank 0."""
+"""Converts messages of all ranks to lines and events, in a thread of its own on rank 0."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from hvdtrain.observe.clock_fit import Offset
 from hvdtrain.observe.clocks import Clocks
 from hvdtrain.observe.stamp_message import unpack
 from hvdtrain.observe.stamps import MOMENTS
-from hvdtrain.observe.step_file import StepFile, block_line, clock_fields, ranks_event
+from hvdtrain.observe.step_file import StepFile, block_line, ranks_event
+from hvdtrain.observe.step_format import ClockLine, StartLine
 
 
 class StepSink:
     """A sink of messages of all ranks.
 
     Args:
-        file: takes a line a block.
-        clocks: of all ranks; bounds that a block gives are taken up here.
-        origin_us: of the times that are written, by rank 0's clock.
-        show: takes an event ``ranks`` a block, where there are several ranks.
+        file: receives a line per block.
+        clocks: of all ranks; refined by the bounds of each block.
+        origin_us: zero of the written times, by rank 0's clock.
+        show: receives an event ``ranks`` per block if there are several ranks.
     """
 
     def __init__(
@@ -30,13 +33,13 @@ class StepSink:
         self._origin_us = origin_us
         self._show = show
 
-    def start(self, line: Mapping[str, Any], now_us: Sequence[float]) -> None:
-        """Write what begins a start; `now_us` is about now, by each rank's clock."""
-        self._file.write({**line, "clock": clock_fields(self._offsets(now_us))})
+    def start(self, line: StartLine, now_us: Sequence[float]) -> None:
+        """Write the first line of a start. `now_us`: the current time by each rank's clock."""
+        self._file.write(msgspec.structs.replace(line, clock=ClockLine.from_offsets(self._offsets(now_us))))
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Take what the ranks have told of a block."""
-        first, stamps, facts = unpack(record["told"])
+        """Write the line of a block and show its event."""
+        first, stamps, facts = unpack(record["message"])
         ranks, steps, _ = stamps.shape
         sent, received = (stamps[:, :, MOMENTS.index(name)] for name in ("sent", "received"))
         self._clocks.add_bounds(sent, received)

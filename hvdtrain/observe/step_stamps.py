@@ -1,4 +1,4 @@
-"""Every rank's stamps of its steps, brought to rank 0 in blocks while training goes on."""
+"""Gathers the step stamps of all ranks to rank 0, in blocks, during training."""
 
 from __future__ import annotations
 
@@ -7,75 +7,75 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from hvdtrain.comm.base import Comm, Handle
-from hvdtrain.observe.blocks import BLOCK, is_told
+from hvdtrain.observe.blocks import BLOCK, is_gathered
 from hvdtrain.observe.clocks import LATER, Clocks
-from hvdtrain.observe.stamp_message import pack, wishes
+from hvdtrain.observe.stamp_message import pack, requests_clock_probe
 from hvdtrain.observe.stamps import step_rows
 from hvdtrain.spans import Spans
 
 NAME = "timeline/stamps"
-"""Of the collective."""
+"""Name of the collective."""
 
 _PATIENCE_S = 10.0
 _PATIENCE_WHEN_FAILED_S = 1.0
 
 
 class Writer(Protocol):
-    """Takes what the ranks have told, and does the work elsewhere (`sinks.Background`)."""
+    """Processes gathered messages in another thread (`sinks.Background`)."""
 
     def put(self, record: Mapping[str, Any]) -> None:
-        """Take a message of all ranks, as ``told``."""
+        """Process the messages of all ranks, as ``message``."""
         ...
 
     def close(self, patience_s: float) -> None:
-        """Finish what was taken, for at most so long."""
+        """Finish all messages within a time limit."""
         ...
 
 
-class Laps(Protocol):
-    """Gives figures since it was last asked (`causes.Causes`)."""
+class Causes(Protocol):
+    """Figures since the last call (`host_load.HostLoad`)."""
 
     def read(self) -> list[float]:
-        """`causes.CAUSES`, NaN where unknown."""
+        """Return `host_load.CAUSES`, NaN if unknown."""
         ...
 
     def close(self) -> None:
-        """Nobody asks any more."""
+        """Stop measuring."""
         ...
 
 
 class Experts(Protocol):
-    """Looks at the routers of a mixture of experts, where there is one."""
+    """Observes the routers of a mixture of experts."""
 
     def begin(self) -> None:
-        """Look at the step that comes."""
+        """Observe the next step."""
         ...
 
     def end(self) -> None:
-        """Look no more."""
+        """Stop observing."""
         ...
 
     def pop_share(self) -> float:
-        """The share of tokens that went to one expert at most, of what was last looked at; NaN where unknown."""
+        """Return the share of tokens of the busiest expert in the last observed step; NaN if unknown."""
         ...
 
     def close(self) -> None:
-        """Leave the model as it was, also amid a step that is looked at."""
+        """Restore the model, also within an observed step."""
         ...
 
 
 class StepStamps:
-    """Gathers blocks of steps to rank 0 by one asynchronous allgather each, begun one step after the block.
+    """Gathers each block of steps to rank 0 by one asynchronous allgather, started one step after the block.
 
-    It is waited for when it is over, at the latest when the next one begins. A step for which nothing is due costs a
-    microsecond; what rank 0 makes of a block is done in another thread.
+    The result is received when it is ready, at the latest when the next gather starts. A step without work costs a
+    microsecond. Rank 0 processes blocks in another thread.
 
     Args:
         comm: the ranks.
         spans: of this rank.
         clocks: of all ranks.
-        causes: of this rank's lateness.
-        experts: None for a model without.
+        causes: of delays of this rank.
+        experts: None for a model without experts.
         started_at: the step before the first one.
         writer: None on ranks other than 0.
     """
@@ -85,7 +85,7 @@ class StepStamps:
         comm: Comm,
         spans: Spans,
         clocks: Clocks,
-        causes: Laps,
+        causes: Causes,
         experts: Experts | None,
         started_at: int,
         writer: Writer | None,
@@ -99,74 +99,74 @@ class StepStamps:
         self._writer = writer
         self._facts: list[float] = []
         self._handle: Handle | None = None
-        self._told = self._last = started_at
+        self._gathered = self._last = started_at
         self._next = started_at + 1
         self._probing = False
 
     def begin_step(self, step: int) -> None:
-        """Step `step` is about to be done; begin or end what is due. Collective: yes."""
+        """Gather and observe as due before step `step`. Collective: yes."""
         self._last = step
         if self._handle is not None and self._handle.done():
-            self._take()
+            self._receive()
         if step < self._next:
             return
         block, number = divmod(step - 1 - self._started_at, BLOCK)
         self._next = step + (1 if number == 0 else BLOCK - number)
         if number == 0:
-            self._lap()
-            if self._experts is not None and is_told(block, self._comm.size):
+            self._read_facts()
+            if self._experts is not None and is_gathered(block, self._comm.size):
                 self._experts.begin()
         elif number == 1:
             if self._experts is not None:
                 self._experts.end()
-            # A step late: what a device did in the last one of the block may not be known before.
-            if block and is_told(block - 1, self._comm.size):
+            # One step late, because device spans of the block's last step may not be known earlier.
+            if block and is_gathered(block - 1, self._comm.size):
                 self._gather(step - 1 - BLOCK, BLOCK, self._facts)
 
     def finish(self) -> None:
-        """Gather what is left of the last steps, when every rank has done the same ones. Collective: yes."""
+        """Gather the remaining steps, after all ranks did the same steps. Collective: yes."""
         if self._last == self._started_at:
             return
         self._spans.pop_seconds()  # a device's last durations
-        before, of_last = self._facts, self._lap()
+        before, of_last = self._facts, self._read_facts()
         whole = self._started_at + (self._last - self._started_at) // BLOCK * BLOCK
-        # The block that was to be told in the next step, and the one that was not to be whole any more.
+        # The block to gather in the next step, and the last one, which is incomplete.
         for first, last, facts in ((whole - BLOCK + 1, whole, before), (whole + 1, self._last, of_last)):
-            if first > self._told and first <= last:
+            if first > self._gathered and first <= last:
                 self._gather(first, last - first + 1, facts if last != self._last else of_last)
-        self._take()
+        self._receive()
         if self._writer is not None:
             self._writer.close(_PATIENCE_S)
 
     def close(self) -> None:
-        """Gather no more; what has come is written."""
+        """Stop gathering; write the received blocks."""
         if self._experts is not None:
             self._experts.close()
         self._causes.close()
         if self._writer is not None:
             self._writer.close(_PATIENCE_WHEN_FAILED_S)
 
-    def _lap(self) -> list[float]:
+    def _read_facts(self) -> list[float]:
         share = math.nan if self._experts is None else self._experts.pop_share()
         self._facts = [*self._causes.read(), share]
         return self._facts
 
     def _gather(self, first: int, count: int, facts: Sequence[float]) -> None:
-        self._take()
+        self._receive()
         if self._probing:
             self._probing = False
             self._clocks.probe(LATER)
         rows = step_rows(self._spans.raw_events(first - 1), first, BLOCK)
         self._handle = self._comm.allgather(pack(first, count, self._clocks.due, facts, rows), name=NAME)
-        # No one waits for it: whoever asks what a rank is waiting for is to find what matters.
+        # Nothing waits for it, so it must not appear as the collective that a rank waits for.
         self._comm.in_flight.pop(NAME, None)
-        self._told = first + count - 1
+        self._gathered = first + count - 1
 
-    def _take(self) -> None:
+    def _receive(self) -> None:
         handle, self._handle = self._handle, None
         if handle is None:
             return
-        everyone = handle.wait()
-        self._probing = wishes(everyone)
+        messages = handle.wait()
+        self._probing = requests_clock_probe(messages)
         if self._writer is not None:
-            self._writer.put({"told": everyone.numpy()})
+            self._writer.put({"message": messages.numpy()})

@@ -1,4 +1,4 @@
-"""A Chrome trace that is valid JSON at each moment, whatever kills the process."""
+"""A Chrome trace file that is always valid JSON, even after a kill."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _END = b"\n]\n"
 
 
 class TraceFile:
-    """A JSON array of trace events that grows.
+    """A growing JSON array of trace events.
 
-    What is appended goes over the closing bracket, together with a new one, by a single write: no reader and no kill
-    finds the array open. Format: Google's "Trace Event Format", its JSON array form, which Perfetto and
-    chrome://tracing read, and Horovod's Timeline is written in.
+    A single write replaces the closing bracket by new events and a bracket, so the array is always closed. The format
+    is the JSON array form of Google's "Trace Event Format", as in Horovod's Timeline. Perfetto and chrome://tracing
+    read it.
 
     Args:
-        path: must not exist; its folder is made.
-        first: events to begin with, one or more.
+        path: must not exist; its folder is created.
+        first: the first events, at least one.
 
     Errors:
         OSError: it exists, or cannot be written.
@@ -35,14 +35,14 @@ class TraceFile:
         """Add events.
 
         Errors:
-            OSError: the disk is full or went away.
+            OSError: the disk is full or lost.
         """
         if not events:
             return
         end = self._file.seek(-len(_END), 2)
         try:
             self._write(b",\n" + _lines(events) + _END)
-        except OSError:  # with a part of it, that of a full disk
+        except OSError:  # a full disk may have written a part
             self._file.truncate(end)
             self._file.seek(end)
             self._write(_END)
@@ -54,12 +54,12 @@ class TraceFile:
 
     def _write(self, content: bytes) -> None:
         rest = memoryview(content)
-        while rest:  # a write takes less where the disk gets full, and only the next one says so
+        while rest:  # on a full disk, a write is short and only the next one fails
             rest = rest[self._file.write(rest) :]
 
 
 def free_path(path: Path) -> Path:
-    """`path`, or where that exists the first of ``NAME-1.json``, ``NAME-2.json``, ... that does not."""
+    """Return `path` if it does not exist, else the first free one of ``NAME-1.json``, ``NAME-2.json``, ..."""
     found, number = path, 0
     while found.exists():
         number += 1

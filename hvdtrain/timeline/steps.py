@@ -1,21 +1,20 @@
-"""Reads ``steps.jsonl``: every rank's stamps of its steps."""
+"""Reader of ``steps.jsonl``: the step stamps of all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
-import orjson
 
 from hvdtrain.errors import DataError
+from hvdtrain.observe.step_format import VERSION, BlockLine, ClockLine, Numbers, StartLine, as_array
 from hvdtrain.run_layout import RunLayout, TimelineLayout
 from hvdtrain.timeline.columns import PARTS, Floats, StepTable
-
-_VERSION = 1
-_MOMENTS = ("start_us", "ready_us", "released_us", "end_us")
 
 
 @dataclass(frozen=True)
@@ -23,16 +22,16 @@ class Start:
     """One start of a run.
 
     Attributes:
-        number: counted from 0; -1 where its line is damaged.
-        at_step: the step that it went on from.
-        origin_us: of the file's times, by rank 0's clock.
-        clock_ids: of the ranks; equal ones are one clock.
-        link: pairs of bytes and seconds of an allreduce, measured at the start.
-        steps: empty where it was over before any were told.
-        clock_us: times by rank 0's clock at which offsets are known [k].
-        offset_us: what made a rank's times rank 0's then, NaN where unknown [k, ranks].
-        error_us: by how much that may be wrong [k, ranks].
-        dropped: lines that could not be used, in plain words.
+        number: from 0; -1 if unknown.
+        at_step: the step from which it resumed.
+        origin_us: zero of the file's times, by rank 0's clock.
+        clock_ids: of the ranks; equal ones are the same clock.
+        link: allreduces measured at the start: pairs of bytes and seconds.
+        steps: empty if the start ended before the first block.
+        clock_us: times of the offsets, by rank 0's clock [k].
+        offset_us: rank 0's clock minus the rank's clock, NaN if unknown [k, ranks].
+        error_us: bound of the offset's error [k, ranks].
+        dropped: sentences about lines that could not be used.
     """
 
     number: int
@@ -48,49 +47,45 @@ class Start:
 
 
 def read_steps(path: Path) -> list[StepTable]:
-    """The stamps of a run, one table a start that left any, in order; times by rank 0's clock.
+    """Read the stamps of a run: a table for each start that has any, by rank 0's clock.
 
     Args:
-        path: of the file, of the folder it is in, or of the run.
+        path: of the file, of its folder, or of the run.
     """
     return [start.steps for start in read_starts(path) if len(start.steps.step)]
 
 
 def read_starts(path: Path) -> list[Start]:
-    """All that the file tells, one entry a start. What is no line of it is passed over and said in `dropped`.
+    """Read all starts of a run. Damaged lines are skipped and listed in `dropped`.
 
     Args:
-        path: of the file, of the folder it is in, or of the run. Where there is none, nothing is found.
+        path: of the file, of its folder, or of the run. Without a file the list is empty.
 
     Errors:
         DataError: a newer version of this program wrote it.
     """
-    found: list[Start] = []
-    heads: list[tuple[Mapping[str, Any], list[Mapping[str, Any]], list[str]]] = []
+    heads: list[tuple[StartLine | None, int, list[BlockLine], list[str]]] = []
     for number, raw in enumerate(_lines(path), 1):
-        line = _parsed(raw)
-        if line.get("event") == "start":
-            if line.get("version") != _VERSION:
+        line = _decode(raw)
+        head = heads[-1][0] if heads else None
+        if isinstance(line, (StartLine, _DamagedStart)):
+            if line.version != VERSION:
                 raise DataError(
                     f"{path} has another format",
-                    expected=f"version {_VERSION}",
-                    found=str(line.get("version")),
+                    expected=f"version {VERSION}",
+                    found=str(line.version),
                     next_step="read it with the version of hvdtrain that trained",
                 )
-            if _is_start(line):
-                heads.append((line, [], []))
+            if isinstance(line, StartLine) and line.fits():
+                heads.append((line, line.start, [], []))
             else:
-                damaged = f"line {number} of steps.jsonl, which begins a start, is damaged: that start is left out"
-                heads.append((_unknown(line), [], [damaged]))
-        elif not heads or not heads[-1][0]["size"]:
-            continue
-        elif line.get("event") == "block" and _is_whole(line, heads[-1][0]):
-            heads[-1][1].append(line)
-        else:
-            heads[-1][2].append(f"line {number} of steps.jsonl is damaged and left out")
-    for head, blocks, dropped in heads:
-        found.append(_start(head, blocks, dropped))
-    return found
+                text = f"line {number} of steps.jsonl, the first of a start, is damaged: the start is ignored"
+                heads.append((None, line.start if isinstance(line.start, int) else -1, [], [text]))
+        elif head is not None and isinstance(line, BlockLine) and line.fits(head.size):
+            heads[-1][2].append(line)
+        elif head is not None:
+            heads[-1][3].append(f"line {number} of steps.jsonl is damaged and ignored")
+    return [_start(head or _no_ranks(number), blocks, dropped) for head, number, blocks, dropped in heads]
 
 
 def _lines(path: Path) -> list[bytes]:
@@ -100,103 +95,73 @@ def _lines(path: Path) -> list[bytes]:
     return []
 
 
-def _parsed(raw: bytes) -> dict[str, Any]:
-    try:
-        line = orjson.loads(raw)
-    except ValueError:
-        return {}
-    return line if isinstance(line, dict) else {}
+class _DamagedStart(msgspec.Struct):
+    """What is known of a start whose line is damaged."""
+
+    event: Literal["start"]
+    version: Any = None
+    start: Any = -1
 
 
-def _is_start(line: Mapping[str, Any]) -> bool:
-    """Whether a start has what is read of it, of as many ranks as it says."""
-    try:
-        names, link = [line["hosts"], line["clock_ids"]], line.get("link", [])
-        clocks = [line["clock"][name] for name in ("offset_us", "error_us")] if "clock" in line else []
-        return (
-            all(isinstance(line[name], int) for name in ("size", "start", "at_step"))
-            and isinstance(line["origin_us"], (int, float))
-            and line["size"] > 0
-            and all(isinstance(each, list) and len(each) == line["size"] for each in (*names, *clocks))
-            and all(isinstance(name, str) for each in names for name in each)
-            and _floats(clocks).ndim <= 2
-            and all(len(pair) == 2 for pair in link)
-            and bool(np.isfinite(_floats(link)).all())
-        )
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return False
+_LINE = msgspec.json.Decoder(StartLine | BlockLine)
+_DAMAGED_START = msgspec.json.Decoder(_DamagedStart)
 
 
-def _unknown(line: Mapping[str, Any]) -> dict[str, Any]:
-    """In the place of a start that is damaged: one of no ranks."""
-    number = line.get("start")
-    known = {"start": number if isinstance(number, int) else -1, "at_step": 0, "origin_us": 0.0}
-    return {**known, "size": 0, "hosts": [], "clock_ids": []}
+def _decode(raw: bytes) -> StartLine | BlockLine | _DamagedStart | None:
+    for decoder in (_LINE, _DAMAGED_START):
+        with suppress(msgspec.DecodeError, ValueError):
+            line: StartLine | BlockLine | _DamagedStart = decoder.decode(raw)
+            return line
+    return None
 
 
-def _is_whole(line: Mapping[str, Any], head: Mapping[str, Any]) -> bool:
-    """Whether a block has what is read of it, in the right shape."""
-    try:
-        steps = len(line["start_us"][0])
-        shape = (head["size"], steps)
-        tables = [*(line[name] for name in _MOMENTS), *line["parts_us"].values()]
-        clocks = [line["clock"]["offset_us"], line["clock"]["error_us"], *line["facts"].values()]
-        return (
-            isinstance(line["first_step"], int)
-            and steps > 0
-            and all(_floats(table).shape == shape for table in tables)
-            and all(len(values) == head["size"] for values in clocks)
-        )
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError):
-        return False
+def _no_ranks(number: int) -> StartLine:
+    """Return a start without ranks, for one that is damaged."""
+    return StartLine(VERSION, number, 0, 0, [], [], 0.0)
 
 
-def _floats(values: Any) -> Floats:
-    return np.array(values, dtype=np.float64)
-
-
-def _start(head: Mapping[str, Any], blocks: Sequence[Mapping[str, Any]], dropped: Sequence[str]) -> Start:
-    size, origin_us = int(head["size"]), float(head["origin_us"])
-    counts = [len(block["start_us"][0]) for block in blocks]
-
+def _start(head: StartLine, blocks: Sequence[BlockLine], dropped: Sequence[str]) -> Start:
     def joined(tables: Sequence[Any], shift_us: float = 0.0) -> Floats:
-        empty = np.empty((size, 0))
-        return np.concatenate([empty, *map(_floats, tables)], axis=1) + shift_us
+        return np.concatenate([np.empty((head.size, 0)), *map(as_array, tables)], axis=1) + shift_us
 
-    step = np.concatenate([np.empty(0), *(b["first_step"] + np.arange(n) for b, n in zip(blocks, counts, strict=True))])
-    number = np.repeat(np.arange(len(blocks)), counts)
-    moments = {name: joined([block[name] for block in blocks], origin_us) for name in _MOMENTS}
+    step = np.concatenate([np.empty(0), *(block.first_step + np.arange(block.steps) for block in blocks)])
+    number = np.repeat(np.arange(len(blocks)), [block.steps for block in blocks])
+    start, ready, released, end = (joined([block.moments[k] for block in blocks], head.origin_us) for k in range(4))
     parts = {
-        name: joined([b["parts_us"].get(name, np.zeros((size, n))) for b, n in zip(blocks, counts, strict=True)])
+        name: joined([block.parts_us.get(name, np.zeros((head.size, block.steps))) for block in blocks])
         for name in (*PARTS, "gc")
     }
-    known = np.isfinite([*moments.values()]).all(axis=(0, 1))  # a step that a rank does not know is no use
+    known = np.isfinite([start, ready, released, end]).all(axis=(0, 1))  # a step is useless if a rank lacks it
     steps = StepTable(
-        hosts=head["hosts"],
+        hosts=head.hosts,
         step=step[known].astype(np.int32),
         block=number[known].astype(np.int32),
-        **{name: values[:, known] for name, values in moments.items()},
+        start_us=start[:, known],
+        ready_us=ready[:, known],
+        released_us=released[:, known],
+        end_us=end[:, known],
         parts_us={name: values[:, known] for name, values in parts.items()},
-        facts=[block["facts"] for block in blocks],
-        clock_error_us=_worst([block["clock"]["error_us"] for block in blocks], size),
+        facts=[block.facts for block in blocks],
+        clock_error_us=_worst([block.clock.error_us for block in blocks], head.size),
     )
-    clocks = [head.get("clock", {"offset_us": [0.0] * size, "error_us": [0.0] * size}), *(b["clock"] for b in blocks)]
+    zeros: Numbers = [0.0] * head.size
+    clocks = [head.clock or ClockLine(zeros, zeros), *(block.clock for block in blocks)]
     return Start(
-        number=int(head["start"]),
-        at_step=int(head["at_step"]),
-        origin_us=origin_us,
-        clock_ids=head["clock_ids"],
-        link=[(int(nbytes), float(seconds)) for nbytes, seconds in head.get("link", [])],
+        number=head.start,
+        at_step=head.at_step,
+        origin_us=head.origin_us,
+        clock_ids=head.clock_ids,
+        link=head.link,
         steps=steps,
-        clock_us=_floats([origin_us, *(origin_us + float(b["end_us"][0][-1] or 0.0) for b in blocks)]),
-        offset_us=_floats([clock["offset_us"] for clock in clocks]),
-        error_us=_floats([clock["error_us"] for clock in clocks]),
+        clock_us=as_array([head.origin_us, *(head.origin_us + (block.end_us[0][-1] or 0.0) for block in blocks)]),
+        offset_us=as_array([clock.offset_us for clock in clocks]),
+        error_us=as_array([clock.error_us for clock in clocks]),
         dropped=list(dropped),
     )
 
 
 def _worst(errors_us: Sequence[Any], size: int) -> Floats:
-    """Of each rank [size]; infinite where it is not known."""
-    table = np.concatenate([np.zeros((1, size)), *(_floats([errors]) for errors in errors_us)])
+    """Return the largest error of each rank [size]; infinite if unknown."""
+    table = np.concatenate([np.zeros((1, size)), *(as_array([errors]) for errors in errors_us)])
     worst: Floats = np.where(np.isnan(table), np.inf, table).max(axis=0)
     return worst

@@ -419,8 +419,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     # timeline
     _missed(
         "timeline/steps.py",
-        "**{name: values[:, known] for name, values in moments.items()},",
-        "**moments,",
+        "start_us=start[:, known],",
+        "start_us=start,",
         "stamps of unknown steps stay in while their step numbers are left out",
         "tests/timeline/test_steps.py",
     ),

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdtrain.observe.blocks import BLOCK, is_told
+from hvdtrain.observe.blocks import BLOCK, is_gathered
 from hvdtrain.observe.clocks import Clocks
 from hvdtrain.observe.stamp_message import FACTS, Block, unpack
 from hvdtrain.observe.stamps import COLUMNS, DURATIONS, step_rows
-from hvdtrain.observe.step_file import StepFile, block_line, clock_fields, ranks_event, start_line, starts_so_far
+from hvdtrain.observe.step_file import StepFile, block_line, ranks_event, starts_so_far
+from hvdtrain.observe.step_format import VERSION, ClockLine, StartLine
 from hvdtrain.observe.step_stamps import StepStamps
 from hvdtrain.spans import DEVICE, EXCHANGE, PARTS, Spans
 from hvdtrain.timeline.steps import read_steps
@@ -78,7 +79,7 @@ class Keeps:
         self._told = told
 
     def put(self, record: Mapping[str, Any]) -> None:
-        self._told.append(unpack(record["told"]))
+        self._told.append(unpack(record["message"]))
 
     def close(self, patience_s: float) -> None:
         pass
@@ -121,7 +122,7 @@ class Looks:
     def end(self) -> None:
         self.looking = False
 
-    def take(self) -> float:
+    def pop_share(self) -> float:
         return math.nan
 
     def close(self) -> None:
@@ -150,7 +151,7 @@ def test_nobody_looks_at_experts_when_it_is_over(steps: int, failed: bool) -> No
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("started_at", [0, 5])
 @pytest.mark.parametrize("steps", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 7])
-def test_every_step_is_told_once_with_its_times(size: int, started_at: int, steps: int) -> None:
+def test_every_step_is_gathered_once_with_its_times(size: int, started_at: int, steps: int) -> None:
     told = run(size, started_at, started_at + steps)
     numbers = [first + n for first, stamps, _ in told for n in range(stamps.shape[1])]
     assert numbers == list(range(started_at + 1, started_at + steps + 1))
@@ -177,7 +178,7 @@ def test_what_has_not_ended_well_loses_its_last_block_alone() -> None:
 def test_blocks_get_sparser_and_never_end() -> None:
     for size in (1, 2, 8, 64, 4096):
         blocks = 1_000_000 // BLOCK
-        told = [block for block in range(blocks) if is_told(block, size)]
+        told = [block for block in range(blocks) if is_gathered(block, size)]
         dense = max(4, 256 // size)
         assert told[:dense] == list(range(dense))
         expected = dense + dense / 2 * math.log2(blocks / dense)
@@ -187,7 +188,7 @@ def test_blocks_get_sparser_and_never_end() -> None:
 
 
 def test_a_sparse_run_still_tells_its_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvdtrain.observe.step_stamps.is_told", lambda block, size: block == 0)
+    monkeypatch.setattr("hvdtrain.observe.step_stamps.is_gathered", lambda block, size: block == 0)
     told = run(2, 0, 5 * BLOCK + 4)
     assert [(first, stamps.shape[1]) for first, stamps, _ in told] == [
         (1, BLOCK),
@@ -223,7 +224,8 @@ def _write(path: Path, told: Told, size: int, warn: Callable[[str], None], start
     offsets = Clocks(ThreadCommOf(size), ["one"] * size)
     file = StepFile(path, warn)
     known = [offsets.offset(rank, 0.0) for rank in range(size)]
-    file.write({**start_line(start, 0, ["a"] * size, ["one"] * size, 5.0), "clock": clock_fields(known)})
+    clock = ClockLine.from_offsets(known)
+    file.write(StartLine(VERSION, start, size, 0, ["a"] * size, ["one"] * size, 5.0, clock=clock))
     for first, stamps, facts in told:
         file.write(block_line(first, stamps, facts, known, 5.0))
     file.close()
@@ -259,7 +261,7 @@ def test_a_full_disk_is_said_once(tmp_path: Path) -> None:
     (tmp_path / "steps.jsonl").touch()
     with room_for(tmp_path / "steps.jsonl", 300):
         _write(tmp_path / "steps.jsonl", told, 1, said.append)
-    assert len(said) == 1 and "training goes on" in said[0]
+    assert len(said) == 1 and "training continues" in said[0]
     assert read_steps(tmp_path) == []
 
 

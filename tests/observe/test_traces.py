@@ -166,4 +166,4 @@ def test_what_cannot_be_written_is_said_once_and_fails_nothing(tmp_path: Path) -
     trace = SpanTrace(spans, tmp_path / "timeline", 0, "node", ALL, warn=said.append)
     _train(trace, spans, 1, 500)
     trace.close()
-    assert len(said) == 1 and "training goes on" in said[0]
+    assert len(said) == 1 and "training continues" in said[0]

@@ -18,7 +18,8 @@ from hvdtrain.observe.host_load import HostLoad
 from hvdtrain.observe.monitor import Monitor, gpu_identity
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.observe.sinks import Background
-from hvdtrain.observe.step_file import StepFile, start_line, starts_so_far
+from hvdtrain.observe.step_file import StepFile, starts_so_far
+from hvdtrain.observe.step_format import VERSION, StartLine
 from hvdtrain.observe.step_sink import StepSink
 from hvdtrain.observe.step_stamps import StepStamps
 from hvdtrain.run_layout import TimelineLayout
@@ -71,7 +72,8 @@ def add_stamps(
     if comm.rank == 0:
         origin_us = time.perf_counter_ns() / 1e3
         sink = StepSink(StepFile(path, recorder.warn), clocks, origin_us, recorder.show)
-        sink.start({**start_line(start, started_at, hosts, ids, origin_us), "link": link}, now_us)
+        line = StartLine(VERSION, start, comm.size, started_at, list(hosts), list(ids), origin_us, link)
+        sink.start(line, now_us)
         writer = Background(lambda: sink, path.name, recorder.warn)
     causes = HostLoad(Monitor(gpu_identity(device)).device)
     stamps = StepStamps(comm, spans, clocks, causes, find_routers(model), started_at, writer)

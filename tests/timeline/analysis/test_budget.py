@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.observe.blocks import BLOCK, is_told
+from hvdtrain.observe.blocks import BLOCK, is_gathered
 from hvdtrain.timeline.analysis.analyse import analyse
 from hvdtrain.timeline.analysis.analysis import Analysis, figures
 from hvdtrain.timeline.analysis.budget import IDLE, LATE, of_steps, of_timeline, step_parts
@@ -110,7 +110,7 @@ def test_the_steps_of_a_long_run_that_are_not_stamped_count_too(every: int) -> N
     aside = np.zeros_like(work)
     aside[:, every::every] = 1000.0
     whole = table_of(work, exchange_ms=5.0, more_ms={"aside": aside}, block=BLOCK)
-    table = _stamped(whole, np.flatnonzero([is_told(i // BLOCK, 8) for i in range(8000)]))
+    table = _stamped(whole, np.flatnonzero([is_gathered(i // BLOCK, 8) for i in range(8000)]))
     budget, truth = of_steps(table), of_steps(whole)
     assert budget is not None and truth is not None
     assert sum(part.ms.value for part in budget.parts) == pytest.approx(budget.step_ms.value)

@@ -1,0 +1,110 @@
+"""The format of ``RUN/timeline/steps.jsonl``, for writer and reader: a line per start and per block of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+
+from hvdtrain.observe.clock_fit import Offset
+
+VERSION = 1
+
+Numbers = list[float | None]
+"""One number per rank, or one per step; None if unknown."""
+
+
+class ClockLine(Struct):
+    """Clock offsets per rank: rank 0's clock minus the rank's clock, and the bound of its error."""
+
+    offset_us: Numbers
+    error_us: Numbers
+
+    @classmethod
+    def from_offsets(cls, offsets: Sequence[Offset]) -> ClockLine:
+        """Round offsets to nanoseconds."""
+        return cls([round(offset.us, 3) for offset in offsets], [round(offset.error_us, 3) for offset in offsets])
+
+    def fits(self, size: int) -> bool:
+        """Whether there is a number for each rank."""
+        return len(self.offset_us) == len(self.error_us) == size
+
+
+class StartLine(Struct, tag_field="event", tag="start"):
+    """The first line of a start.
+
+    Attributes:
+        version: of the format.
+        start: number of the start, from 0.
+        size: number of ranks.
+        at_step: the step from which it resumes.
+        hosts: of the ranks.
+        clock_ids: of the ranks; equal ones are the same clock.
+        origin_us: zero of all times in this start, by rank 0's clock.
+        link: allreduces measured at the start: pairs of bytes and seconds.
+        clock: offsets at the start; older versions have none.
+    """
+
+    version: int
+    start: int
+    size: Annotated[int, Meta(gt=0)]
+    at_step: int
+    hosts: list[str]
+    clock_ids: list[str]
+    origin_us: float
+    link: list[tuple[int, float]] = []
+    clock: ClockLine | None = msgspec.field(default=None)
+
+    def fits(self) -> bool:
+        """Whether all lists have an entry for each rank."""
+        return len(self.hosts) == len(self.clock_ids) == self.size and (not self.clock or self.clock.fits(self.size))
+
+
+class BlockLine(Struct, tag_field="event", tag="block"):
+    """The stamps of consecutive steps.
+
+    Attributes:
+        first_step: number of the first step.
+        start_us, ready_us, released_us, end_us: times since the origin, by rank 0's clock [ranks, steps].
+        parts_us: durations by name; absent ones are 0 [ranks, steps].
+        facts: figures by name, one per rank.
+        clock: offsets at the end of the block.
+    """
+
+    first_step: int
+    start_us: list[Numbers]
+    ready_us: list[Numbers]
+    released_us: list[Numbers]
+    end_us: list[Numbers]
+    parts_us: dict[str, list[Numbers]]
+    facts: dict[str, list[Any]]
+    clock: ClockLine
+
+    @property
+    def moments(self) -> tuple[list[Numbers], list[Numbers], list[Numbers], list[Numbers]]:
+        """Start, ready, released and end."""
+        return self.start_us, self.ready_us, self.released_us, self.end_us
+
+    @property
+    def steps(self) -> int:
+        """The number of steps."""
+        return len(self.start_us[0])
+
+    def fits(self, size: int) -> bool:
+        """Whether all tables have the same shape, of `size` ranks and at least one step."""
+        tables = [*self.moments, *self.parts_us.values()]
+        lengths = {len(row) for table in tables for row in table}
+        return (
+            all(len(table) == size for table in (*tables, *self.facts.values()))
+            and len(lengths) == 1
+            and 0 not in lengths
+            and self.clock.fits(size)
+        )
+
+
+def as_array(table: Sequence[Any]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return numbers as float64, None as NaN."""
+    return np.array(table, dtype=np.float64)
