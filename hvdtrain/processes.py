@@ -1,7 +1,7 @@
 """Read state, session, CPU time and start of a process from /proc/PID/stat. A leaf.
 
-psutil reports the start as a time of the wall clock, which differs between two readers when somebody sets the clock
-between them. The kernel counts from boot, so that two processes with the same number are told apart for certain.
+psutil reports the start as a time of the wall clock, so two readers differ when somebody sets the clock between them.
+The kernel's count since boot identifies a process together with its number.
 """
 
 from __future__ import annotations

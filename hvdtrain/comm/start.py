@@ -45,8 +45,8 @@ def start_comm(info: RankInfo) -> Comm:
 
     Errors:
         HorovodError: missing, or built for another torch, or without MPI.
-        LaunchError: this process was started by an MPI that Horovod does not use, or by a launcher whose processes are
-            not ranks of one job.
+        LaunchError: this process was started by an MPI that Horovod does not use, or by a launcher that does not start
+            the ranks of one job.
     """
     return SoloComm() if info.launcher == "none" else _horovod(info)
 

@@ -11,7 +11,7 @@ from hvdtrain.launch.worker_starts import start_cooldown
 
 
 def mark_dying(job: Job, worker: Worker) -> None:
-    """Take a worker whose process is ending out of its round; its slot stays occupied until it has exited."""
+    """Take a worker with an ending process out of its round; its slot stays occupied until it has exited."""
     inside = job.is_in_round(worker)
     worker.dying = True
     worker.deadline_s = min(worker.deadline_s, job.now_s + job.limits.end_s)  # a process that cannot end is reported

@@ -84,7 +84,7 @@ def start_cooldown(job: Job, place: Host | Slot) -> float:
 
 
 def forget_old_failures(job: Job) -> None:
-    """Forget the failures of slots whose workers have been in rounds for `forgive_after_s`."""
+    """Forget the failures of slots with workers that have been in rounds for `forgive_after_s`."""
     for worker in job.in_round():
         if job.now_s - worker.entered_s >= job.limits.forgive_after_s:
             host = job.hosts[worker.host]

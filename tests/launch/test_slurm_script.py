@@ -91,7 +91,7 @@ def test_what_goes_back_into_the_queue(code: int, facts: str, notice: bool, back
     assert (["scontrol", "requeue", "7"] in calls) == back
     assert (["scancel", "--signal=TERM", "7"] in calls) == notice
     assert ended == code
-    assert ("back into the queue, requeue 1 of 3" in said) == back
+    assert ("requeue 1 of 3" in said) == back
 
 
 @pytest.mark.parametrize(("facts", "back"), [(OVER, True), (CANCELLED, False), (PREEMPTED, False)])
@@ -107,7 +107,7 @@ def test_a_job_that_slurm_ends_is_seen_to_while_the_ranks_still_save(facts: str,
 def test_requeues_are_counted_and_end(count: str, back: bool, tmp_path: Path) -> None:
     _, calls, said = run(tmp_path, code=143, facts=PREEMPTED, SLURM_RESTART_COUNT=count)
     assert (["scontrol", "requeue", "7"] in calls) == back
-    assert ("after 3 requeues, the most it may have: submit it again to go on" in said) != back
+    assert ("after 3 requeues, the limit: submit it again to resume" in said) != back
 
 
 def test_a_job_of_an_array_names_itself_alone(tmp_path: Path) -> None:

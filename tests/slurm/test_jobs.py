@@ -122,7 +122,7 @@ def test_a_pre_empted_job_goes_on_where_it_was(slurm: Slurm, alone: list[float],
     rival = slurm.submit("#!/bin/bash\n", "--partition=high", f"--ntasks={SLOTS}", "--output=/dev/null", cwd=tmp_path)
     slurm.until(lambda: slurm.state(rival) == "COMPLETED", f"the rival to run\n{job.log}")
     job.until_it_is("COMPLETED")
-    assert "pre-empted: back into the queue, requeue 1 of 20" in job.log
+    assert "pre-empted: requeue 1 of 20" in job.log
     assert "start 2 on node" in job.log
     assert_went_on(job, alone)
 
@@ -171,5 +171,5 @@ def test_of_an_array_one_job_goes_back_alone(slurm: Slurm, alone: list[float], t
 def test_a_job_short_of_time_saves_goes_back_and_finishes(short_of_time: Job, alone: list[float]) -> None:
     short_of_time.until_it_is("COMPLETED")
     assert "notice: the ranks save and stop" in short_of_time.log
-    assert "stopped by the notice: back into the queue, requeue 1 of 20" in short_of_time.log
+    assert "stopped by the notice: requeue 1 of 20" in short_of_time.log
     assert_went_on(short_of_time, alone)
