@@ -20,7 +20,7 @@ from hvdtrain.training.elastic.worker_state import WorkerState
 from hvdtrain.training.start.resume_checks import options_to_continue
 
 _LAST = 10
-"""Steps whose mean loss is the loss at the end of a run."""
+"""The loss at the end of a run is the mean over this many steps."""
 
 REST = "evaluation, checkpoints, rest"
 _BUDGET = {

@@ -735,8 +735,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _new(
         "training/diagnostics/drift.py",
-        "if self._comm.size * squares != total * total:",
-        "if self._comm.size * squares < total * total:",
+        "if self.comm.size * squares != total * total:",
+        "if self.comm.size * squares < total * total:",
         "parameters that differ between ranks are never noticed",
         "tests/training/test_drift.py",
     ),

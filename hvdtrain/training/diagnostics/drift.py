@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -17,12 +18,13 @@ _BITS = 16
 have equal hashes once in 65,536 times; the next check finds them."""
 
 
+@dataclass
 class Drift:
     """A hash of this rank's parameters and persistent buffers, which some steps sum over ranks.
 
     The hashes are equal if ``size * sum(n^2) == sum(n)^2`` (Cauchy-Schwarz). All ranks have both sums, so they agree.
 
-    Args:
+    Attributes:
         state: of the training.
         comm: the ranks.
         every: steps between two checks; 0 for none.
@@ -30,20 +32,17 @@ class Drift:
         warn: shows a warning.
     """
 
-    def __init__(
-        self, state: TrainState, comm: Comm, every: int, buffers: SharedBuffers, warn: Callable[[str], None]
-    ) -> None:
-        self._state = state
-        self._comm = comm
-        self._every = every
-        self._buffers = buffers
-        self._warn = warn
+    state: TrainState
+    comm: Comm
+    every: int
+    buffers: SharedBuffers
+    warn: Callable[[str], None]
 
     def values(self) -> list[int]:
         """Return this rank's hash and its square; zeros if no check is due."""
-        if not self._every or self._state.progress.step % self._every:
+        if not self.every or self.state.progress.step % self.every:
             return [0, 0]
-        mine = model_hash(self._state.model)
+        mine = model_hash(self.state.model)
         return [mine, mine * mine]
 
     def on_sums(self, step: int, sums: Sequence[int]) -> None:
@@ -53,11 +52,11 @@ class Drift:
             DriftError: on every rank, with a parameter and the ranks, or with buffers that are only checked.
         """
         total, squares = sums
-        if self._comm.size * squares != total * total:
-            found = check_equal(self._state.model, self._comm, name="drift/found")
-            self._buffers.share(found)
+        if self.comm.size * squares != total * total:
+            found = check_equal(self.state.model, self.comm, name="drift/found")
+            self.buffers.share(found)
             if not found:
-                self._warn(f"parameters differed between ranks before step {step}, and are equal again after it")
+                self.warn(f"parameters differed between ranks before step {step}, and are equal again after it")
 
 
 def model_hash(model: nn.Module) -> int:

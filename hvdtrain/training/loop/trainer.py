@@ -80,7 +80,7 @@ class Trainer:
         step_checks: checks each step's result.
         roll_back: rolls spoiled training back.
         on_step: called with each step's journal line; it may change the compression.
-        sums: parts whose integers each step sums over ranks.
+        sums: further integers that each step sums over ranks.
         last_record: journal line of the newest step; empty before the first.
     """
 
@@ -145,7 +145,7 @@ class Trainer:
             elif any(result.sums[COUNT : COUNT + len(commit)]):
                 self.roll_back.commit(self.state)
             if progress.step == begun_at + 1:
-                self.state.state_dict()  # refuse an optimizer whose state cannot be saved now, not at the first save
+                self.state.state_dict()  # an optimizer with unsavable state fails now, not at the first save
             reason = stop_reason(result.sums)
             last = progress.step == self.stop
             # One signal may reach the ranks in two neighbouring steps: it asks for one save.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ _BACKWARD = 2
 """Backward costs twice as much as forward: it computes gradients of inputs and of weights."""
 
 
+@dataclass
 class FirstPass:
     """Counts the FLOPs of the first forward pass in training, without an extra pass.
 
-    Args:
+    Attributes:
         config: precision, samples of a pass, and the peak if the user gives it.
         device: of this rank.
         size: number of ranks.
@@ -27,14 +29,11 @@ class FirstPass:
             could be counted.
     """
 
-    def __init__(
-        self, config: Config, device: torch.device, size: int, event: Callable[[dict[str, Any]], None]
-    ) -> None:
-        self._config = config
-        self._device = device
-        self._size = size
-        self._record = event
-        self._is_counted = False
+    config: Config
+    device: torch.device
+    size: int
+    event: Callable[[dict[str, Any]], None]
+    _is_counted: bool = field(default=False, init=False)
 
     def __call__(self) -> AbstractContextManager[object]:
         """Return the context of a forward pass."""
@@ -46,10 +45,10 @@ class FirstPass:
         with FlopCount() as count:
             yield
         if count.flops:
-            self._record(self._event(count.flops))
+            self.event(self._facts(count.flops))
 
-    def _event(self, flops: int) -> dict[str, Any]:
-        device, config = self._device, self._config
+    def _facts(self, flops: int) -> dict[str, Any]:
+        device, config = self.device, self.config
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         own = config.observe.peak_tflops
         tf32 = torch.get_float32_matmul_precision() != "highest"
@@ -58,6 +57,6 @@ class FirstPass:
             "event": "flops",
             "per_sample": (1 + _BACKWARD) * flops / config.train.micro_batch,
             "device": name,
-            "peak_per_s": peak[0] * 1e12 * self._size if peak else None,
+            "peak_per_s": peak[0] * 1e12 * self.size if peak else None,
             "peak_source": peak[1] if peak else None,
         }

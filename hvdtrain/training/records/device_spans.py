@@ -11,7 +11,7 @@ import torch
 from hvdtrain.spans import DEVICE, Spans
 
 ON_DEVICE = frozenset({"copy", "forward", "backward", "wait", "clip", "optimizer"})
-"""Spans whose work the device does. Their durations on the host are the times to launch that work."""
+"""Spans with work on the device. Their durations on the host are the times to launch that work."""
 
 
 def timing_event() -> Any:
@@ -20,7 +20,7 @@ def timing_event() -> Any:
 
 
 class _Pending(NamedTuple):
-    """A span whose events may not have happened yet; the host began it at `asked_ns`."""
+    """A span with events that may not have happened yet; the host began it at `asked_ns`."""
 
     name: str
     step: int

@@ -17,7 +17,7 @@ from hvdtrain.engine.base import Engine
 from hvdtrain.exchange.rows import count_rows
 from hvdtrain.runtime.host import HostFacts
 from hvdtrain.runtime.threads import read_use
-from hvdtrain.spans import Spans
+from hvdtrain.spans import Listener, Spans
 from hvdtrain.training.records.device_spans import timing_event
 
 VERSION = 1
@@ -90,7 +90,7 @@ class ReadyTimes:
             self.rows.update(count_rows([(self.named[index][0], parameter)]))
 
 
-class GradientTimes:
+class GradientTimes(Listener):
     """A watcher of steps and a listener to spans. It removes its hooks after step `_LAST` and writes a file.
 
     Its own hooks mark when each gradient is packed. They are registered later than those of the engine.
@@ -175,10 +175,6 @@ class GradientTimes:
         """Note the end of a backward pass."""
         if name == "backward":
             self._pass_marks["end"] = self._ready.mark()
-
-    def pop_seconds(self) -> dict[str, float]:
-        """Return nothing: this listener changes no durations."""
-        return {}
 
     def _on_packed(self, index: int, parameter: nn.Parameter) -> None:
         self._packed[index] = self._ready.mark()

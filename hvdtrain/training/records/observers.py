@@ -37,7 +37,7 @@ from hvdtrain.training.records.stamp_collection import add_stamps
 from hvdtrain.training.start.schedule import stop_step
 
 _FIRST_STEPS = 20
-"""Steps of each start whose spans are written under ``--observe.timeline auto``."""
+"""Steps of each start with written spans, under ``--observe.timeline auto``."""
 
 
 def add_job_observers(

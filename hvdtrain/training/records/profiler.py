@@ -11,10 +11,10 @@ import torch
 from hvdtrain.config.windows import OFF, Window
 from hvdtrain.observe.trace_file import free_path
 from hvdtrain.run_layout import TimelineLayout
-from hvdtrain.spans import Spans
+from hvdtrain.spans import Listener, Spans
 
 
-class NvtxRanges:
+class NvtxRanges(Listener):
     """Opens an NVTX range of the same name around each span; Nsight Systems shows them next to the kernels."""
 
     def enter(self, name: str) -> None:
@@ -25,12 +25,8 @@ class NvtxRanges:
         """Close the innermost range."""
         torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
-    def pop_seconds(self) -> dict[str, float]:
-        """Return nothing: this listener measures no durations."""
-        return {}
 
-
-class TorchRanges:
+class TorchRanges(Listener):
     """Opens a range of torch.profiler around each span."""
 
     def __init__(self) -> None:
@@ -46,10 +42,6 @@ class TorchRanges:
         """Close the innermost range; ignore a span that began before this listener was added."""
         if self._open:
             self._open.pop().__exit__(None, None, None)
-
-    def pop_seconds(self) -> dict[str, float]:
-        """Return nothing: this listener measures no durations."""
-        return {}
 
 
 class TorchProfile:
