@@ -30,6 +30,15 @@ class Parser(EitherSpelling):
         near = self.nearest_option(word)
         self.error(f"there is no option {word}", f"did you mean {near}?" if near else "")
 
+    def format_help(self) -> str:
+        """Return the help text, with a short usage: only positional arguments and required options."""
+        if self.usage is None:
+            formatter = self.formatter_class(prog=f"{self.prog} [OPTIONS]")
+            required = [action for action in self._actions if action.required or not action.option_strings]
+            formatter.add_usage(None, required, [], prefix="")
+            self.usage = formatter.format_help().strip().replace("%", "%%")
+        return super().format_help()
+
     def error(self, message: str, next_step: str = "") -> NoReturn:
         """Print the error and the next step to stderr, without the usage, and exit."""
         self.exit(USAGE, f"{self.prog}: error: {message}\n  next: {next_step or f'{self.prog} --help'}\n")

@@ -102,7 +102,7 @@ ROWS: list[Any] = [
         really(environment={"PATH": str(Path(sys.executable).parent)}),
         "remote_shell",
         "warning",
-        "openssh-client; for this host alone: export OMPI_MCA_plm_rsh_agent=/bin/false",
+        "openssh-client; for jobs on this host only: export OMPI_MCA_plm_rsh_agent=/bin/false",
     ),
     (
         "Open MPI 5 without ssh",

@@ -49,10 +49,10 @@ def test_mpi4py_that_is_not_there_is_named_with_its_extra(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--probe"], "there is one process"),
-        (["--step_ms", "5", "--probe"], "go together"),
+        (["--probe"], "this is a single process"),
+        (["--step_ms", "5", "--probe"], "need each other"),
         (["--model_parameters", "5", "--step_ms", "5"], "add --probe"),
-        (["--probe", "--run", "x", "--model_parameters", "5", "--step_ms", "5"], "leave these away"),
+        (["--probe", "--run", "x", "--model_parameters", "5", "--step_ms", "5"], "remove these two"),
         (["--hosts", "a;b"], "invalid host name"),
     ],
 )
@@ -63,7 +63,7 @@ def test_what_does_not_go_together_is_said(options: list[str], said: str, capsys
 
 def test_ranks_that_were_started_without_mpi_are_told_so(tmp_path: Path) -> None:
     done = run([*DOCTOR, "--probe"], size=2, launcher="horovodrun --gloo", cwd=tmp_path, check=False)
-    assert done.returncode and "--probe measures by MPI" in done.stdout
+    assert done.returncode and "--probe needs MPI" in done.stdout
 
 
 def test_an_mpi_that_is_not_horovods_is_found_among_what_is_loaded(tmp_path: Path) -> None:
