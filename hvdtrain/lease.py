@@ -48,7 +48,7 @@ class Lease:
             with suppress(OSError):
                 self._path.unlink()
 
-    def look(self) -> bool:
+    def check(self) -> bool:
         """Check whether the lease is lost."""
         self.lost = self.lost or _read(self._path).get("nonce") not in (self._who["nonce"], None)
         return self.lost
@@ -56,7 +56,7 @@ class Lease:
     def _beat(self) -> None:
         beats = 0
         while not self._released.wait(BEAT_S):
-            if self.look():
+            if self.check():
                 return  # it must not take the lease back
             beats += 1
             temporary = self._path.with_name(f"{self._path.name}.{self._who['nonce']}")

@@ -11,7 +11,7 @@ from hvdtrain.comm.waiting import waits_in_collective
 from hvdtrain.runtime.driver_client import DriverClient, Heartbeat, Place
 from hvdtrain.runtime.environment import RankInfo, change_variables
 from hvdtrain.runtime.gloo import refuse_without_address
-from hvdtrain.runtime.sockets import cut, open_sockets
+from hvdtrain.runtime.sockets import open_sockets, shut_down_receiving
 
 if TYPE_CHECKING:
     from hvdtrain.comm.base import Comm
@@ -175,7 +175,7 @@ class DriverRounds:
             if cutter.is_alive():
                 cutter.join()  # it must not cut connections of the next round
         opened = open_sockets().keys() - before
-        self._client.wake = lambda: cut(opened)
+        self._client.wake = lambda: shut_down_receiving(opened)
         self._check_whole()  # the loss may have been reported while connections were opening
         return comm
 
@@ -207,11 +207,11 @@ class DriverRounds:
 
     def report_leaving(self, why: str) -> None:
         """Report the end to the driver."""
-        self._client.leaving(why)
+        self._client.report_leaving(why)
 
 
 def _cut_all(before: Collection[int], met: threading.Event) -> None:
     """Cut all connections opened after `before`, until the ranks have met or given up."""
     while not met.is_set():
-        cut(open_sockets().keys() - before)
+        shut_down_receiving(open_sockets().keys() - before)
         met.wait(_AGAIN_S)

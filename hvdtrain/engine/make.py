@@ -20,7 +20,7 @@ from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.runtime.environment import by_gloo
 from hvdtrain.runtime.rules import NICE
-from hvdtrain.runtime.threads import give_way
+from hvdtrain.runtime.threads import lower_own_priority
 from hvdtrain.spans import Spans
 
 AUTO = "auto"
@@ -40,7 +40,7 @@ def prepare_exchange(
     """
     one_host = comm.local_size >= comm.size
     if compression.kind.bulk and not one_host:
-        give_way(variables.get(NICE, ""))
+        lower_own_priority(variables.get(NICE, ""))
     return int(bucket_mib * (1 << 20)) if bucket_mib else compression.bucket_bytes(one_host=one_host)
 
 

@@ -56,9 +56,9 @@ def main(program: Sequence[str]) -> int:
         process.terminate()
     code = process.wait()
     if code == 0:
-        client.leaving("finished")
+        client.report_leaving("finished")
     elif received and code in (-received[-1], 128 + received[-1]):
-        client.leaving(received[-1].name)
+        client.report_leaving(received[-1].name)
     return code if code >= 0 else 128 - code
 
 

@@ -24,13 +24,13 @@ _OPEN = "on"
 
 
 class Writer(Protocol):
-    """Horovod's writer thread, if it busy-waits from start to end of Horovod (`runtime.threads.Spinner`)."""
+    """Horovod's writer thread, if it busy-waits from start to end of Horovod (`runtime.threads.SpinningThread`)."""
 
-    def rest(self, *, for_good: bool) -> None:
+    def lower_priority(self, *, for_good: bool) -> None:
         """Run only on idle cores."""
         ...
 
-    def work(self) -> None:
+    def restore_priority(self) -> None:
         """Run with normal priority."""
         ...
 
@@ -99,7 +99,7 @@ class HorovodTimeline:
         """Close the window if it is open, and prepare the writer thread for Horovod's shutdown."""
         self._stop()
         if self._writer is not None:
-            self._writer.work()
+            self._writer.restore_priority()
 
     def _start(self, step: int) -> None:
         if self._recording is None:
@@ -110,7 +110,7 @@ class HorovodTimeline:
             path = free_path(self._named(step, self._window.last))
             path.open("xb").close()  # Horovod reports a file that cannot be opened only in its log
             if self._writer is not None:
-                self._writer.work()
+                self._writer.restore_priority()
             try:
                 self._recording.start_timeline(path)
             except HvdtrainError:
@@ -137,7 +137,7 @@ class HorovodTimeline:
 
     def _rest(self, *, for_good: bool) -> None:
         if self._writer is not None:
-            self._writer.rest(for_good=for_good)
+            self._writer.lower_priority(for_good=for_good)
 
 
 def _check(path: Path) -> None:

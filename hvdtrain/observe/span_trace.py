@@ -9,7 +9,7 @@ from typing import Any
 from hvdtrain.config.windows import Window
 from hvdtrain.observe.trace_file import TraceFile, free_path
 from hvdtrain.run_layout import TimelineLayout
-from hvdtrain.runtime.clock import clock_id, moment
+from hvdtrain.runtime.clock import clock_id, read_clocks
 from hvdtrain.spans import CAPACITY, DEVICE, EXCHANGE, MAIN, Event, Spans
 
 LAST_STEPS = 20
@@ -51,7 +51,7 @@ class SpanTrace:
         self._window = window
         self._warn = warn
         self._began_ns = spans.now()
-        self._began = moment()
+        self._began = read_clocks()
         self._start = start
         self._file: TraceFile | None = None
         self._failed = False

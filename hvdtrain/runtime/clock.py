@@ -47,7 +47,7 @@ def clock_id(root: Path = Path("/")) -> str:
     return f"{boot} {namespace}"
 
 
-def moment() -> Pair:
+def read_clocks() -> Pair:
     """Return the current time by both clocks: the least interrupted of a few readings."""
     found: list[tuple[int, Pair]] = []
     for _ in range(_LOOKS):

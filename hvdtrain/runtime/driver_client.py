@@ -173,7 +173,7 @@ class DriverClient:
             notices[changed] = 1
         return notices
 
-    def leaving(self, why: str) -> None:
+    def report_leaving(self, why: str) -> None:
         """Report that this rank has finished and will exit."""
         self._leaving = True
         self._channel.send("leaving", why=why)

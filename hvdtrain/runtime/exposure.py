@@ -9,7 +9,7 @@ from hvdtrain.runtime.environment import elastic
 _ADDRESS, _PORT, _ELASTIC = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT", "HOROVOD_ELASTIC"
 
 
-def exposed(environ: Mapping[str, str]) -> str:
+def describe_exposure(environ: Mapping[str, str]) -> str:
     """Describe the exposure of stock ``horovodrun --gloo``'s rendezvous and an alternative; "" where it is not used.
 
     Both of its servers bind all interfaces despite --network-interface (horovod/runner/util/network.py, find_port);

@@ -22,7 +22,7 @@ def open_sockets() -> dict[int, int]:
     return found
 
 
-def cut(inodes: Collection[int]) -> int:
+def shut_down_receiving(inodes: Collection[int]) -> int:
     """Shut down receiving on the TCP connections among `inodes`; return their number. Waiting threads get an EOF.
 
     Sending still works: Gloo reports no failed send while it answers the other end, and the waiting rank would wait

@@ -19,7 +19,7 @@ _TASKS = Path("/proc/self/task")
 
 
 @dataclass(frozen=True)
-class Use:
+class ThreadUse:
     """CPU use of a thread since its start.
 
     Attributes:
@@ -39,7 +39,7 @@ def thread_ids() -> frozenset[int]:
         return frozenset()
 
 
-def read_use(thread: int) -> Use:
+def read_use(thread: int) -> ThreadUse:
     """Read the CPU use of a thread.
 
     Errors:
@@ -48,12 +48,12 @@ def read_use(thread: int) -> Use:
     folder = _TASKS / str(thread)
     status = dict(line.partition(":")[::2] for line in (folder / "status").read_text().splitlines())
     busy_ns = int((folder / "schedstat").read_text().split()[0])
-    return Use(busy_ns, int(status.get("voluntary_ctxt_switches", "x")))
+    return ThreadUse(busy_ns, int(status.get("voluntary_ctxt_switches", "x")))
 
 
-def find_spinner(
+def find_spinning_thread(
     threads: Iterable[int],
-    use: Callable[[int], Use] = read_use,
+    use: Callable[[int], ThreadUse] = read_use,
     pause: Callable[[], None] = lambda: time.sleep(_BETWEEN_S),
 ) -> int | None:
     """Find the only thread among `threads` that runs without ever sleeping; takes 20 to 200 ms.
@@ -75,7 +75,7 @@ def find_spinner(
     return None
 
 
-class Spinner:
+class SpinningThread:
     """A spinning thread, and control of its priority: that of the Timeline's writer in many builds of Horovod.
 
     At rest it runs only on idle cores (SCHED_IDLE). It must not rest while others wait for it: where ranks fill the
@@ -86,29 +86,29 @@ class Spinner:
 
     Args:
         thread: the kernel's id.
-        can_return: whether it can return from rest (default: tested).
+        can_restore: whether it can return from rest (default: tested).
     """
 
-    def __init__(self, thread: int, can_return: bool | None = None) -> None:
+    def __init__(self, thread: int, can_restore: bool | None = None) -> None:
         self._thread = thread
-        self._can_return = can_return_from_rest() if can_return is None else can_return
+        self._can_restore = can_restore_priority() if can_restore is None else can_restore
         # A launcher may have bound this thread to the cores of its rank: allow all cores.
         with suppress(OSError):
             os.sched_setaffinity(thread, range(os.cpu_count() or 1))
 
-    def rest(self, *, for_good: bool) -> None:
+    def lower_priority(self, *, for_good: bool) -> None:
         """Let it run only on idle cores. `for_good`: nobody waits for it before the end."""
-        if for_good or self._can_return:
+        if for_good or self._can_restore:
             with suppress(OSError):
                 _set_policy(self._thread, os.SCHED_IDLE)
 
-    def work(self) -> None:
+    def restore_priority(self) -> None:
         """Restore its normal priority, where possible."""
         with suppress(OSError):
             _set_policy(self._thread, os.SCHED_OTHER)
 
 
-def can_return_from_rest() -> bool:
+def can_restore_priority() -> bool:
     """Test with a sleeping thread whether this process may raise a priority back to normal."""
     over = threading.Event()
     subject = threading.Thread(target=over.wait, daemon=True)
@@ -128,7 +128,7 @@ def _set_policy(thread: int, policy: int) -> None:
     os.sched_setscheduler(thread, policy, os.sched_param(0))
 
 
-def give_way(nice: str) -> None:
+def lower_own_priority(nice: str) -> None:
     """Lower the priority of this thread, and of threads that it starts later, to at least `nice`.
 
     Does nothing where that is not possible, or `nice` is not a positive number.

@@ -24,7 +24,7 @@ from hvdtrain.runtime.channel import VARIABLE as CHANNEL
 from hvdtrain.runtime.environment import NO_LAUNCHER, RankInfo
 from hvdtrain.runtime.host import read_host
 from hvdtrain.runtime.rules import Facts
-from hvdtrain.runtime.tuning import RECORD, of_others, written_by_us
+from hvdtrain.runtime.tuning import RECORD, our_variables, without_our_variables
 
 VARIABLE = "HOROVOD_TIMELINE"
 _DYNAMIC = "DYNAMIC"
@@ -108,11 +108,11 @@ def prepare_timeline(wanted: str, info: RankInfo) -> TimelinePlan:
     Call it after `tuning.prepare`, which removes variables of an earlier call.
     """
     now = environment.environ()
-    before = of_others(now)
+    before = without_our_variables(now)
     horovod = installed()
     quiet = horovod is not None and horovod.quiet
     plan = decide(wanted, Facts(info, read_host(before), already=before), quiet=quiet)
     if plan.window and VARIABLE not in before:
-        record = json.dumps({**written_by_us(now), VARIABLE: _DYNAMIC})
+        record = json.dumps({**our_variables(now), VARIABLE: _DYNAMIC})
         environment.change_variables({VARIABLE: _DYNAMIC, RECORD: record})
     return plan

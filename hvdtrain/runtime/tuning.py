@@ -97,8 +97,8 @@ def _kept(setting: Setting, environ: Mapping[str, str], site: Mapping[str, tuple
     return None
 
 
-def written_by_us(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that `apply` set, here or in the parent process, and that nobody changed since."""
+def our_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that `apply_settings` set, here or in the parent process, and that nobody changed since."""
     try:
         record = json.loads(environ.get(RECORD, "{}"))
     except ValueError:
@@ -108,16 +108,16 @@ def written_by_us(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in record.items() if isinstance(value, str) and environ.get(name) == value}
 
 
-def of_others(environ: Mapping[str, str]) -> dict[str, str]:
+def without_our_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without variables that we set."""
-    ours = written_by_us(environ)
+    ours = our_variables(environ)
     return {name: text for name, text in environ.items() if name not in ours and name != RECORD}
 
 
-def apply(choices: list[Choice]) -> None:
+def apply_settings(choices: list[Choice]) -> None:
     """Set the chosen variables of this process, and remove earlier ones that are no longer chosen."""
     chosen = {choice.setting.variable: choice.setting.value for choice in choices if choice.applied}
-    gone: dict[str, str | None] = dict.fromkeys([*written_by_us(environment.environ()), RECORD])
+    gone: dict[str, str | None] = dict.fromkeys([*our_variables(environment.environ()), RECORD])
     record = {RECORD: json.dumps(chosen)} if chosen else {}
     environment.change_variables({**gone, **chosen, **record})
 
@@ -132,12 +132,12 @@ def prepare() -> tuple[RankInfo, list[Choice]]:
         LaunchError: the launcher's variables are invalid.
     """
     now = environment.environ()
-    ours = written_by_us(now)
-    before = of_others(now)
+    ours = our_variables(now)
+    before = without_our_variables(now)
     info = rank_info(before)
     library = mpi.mpi_library(mpi.horovod_library(), before)
     site = site_settings(before, library.path) if library and library.family == "openmpi" else {}
     loaded = [name for name in ("torch", "mpi4py.MPI", "horovod.torch") if name in sys.modules]
     choices = choose(info, before, read_host(before), library, site=site, loaded=loaded, ours=ours)
-    apply(choices)
+    apply_settings(choices)
     return replace(info, variables=environment.environ(), folder=Path.cwd()), choices

@@ -74,7 +74,7 @@ class ElasticProgram:
 
     def _leave(self) -> None:
         if not hasattr(sys, "last_value"):  # the error that ended the program
-            self._client.leaving("finished")
+            self._client.report_leaving("finished")
 
 
 _program: ElasticProgram | None = None

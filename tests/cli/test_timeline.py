@@ -202,15 +202,15 @@ SPINNING = """
 import os, sys
 os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"
 from hvdtrain.comm.horovod import HorovodComm
-from hvdtrain.runtime.threads import Spinner, find_spinner, read_use
+from hvdtrain.runtime.threads import SpinningThread, find_spinning_thread, read_use
 comm = HorovodComm()
 assert comm.started_threads
-thread = find_spinner(comm.started_threads)
+thread = find_spinning_thread(comm.started_threads)
 if comm.rank == 0:
     assert thread is not None
     uses = {other: read_use(other) for other in comm.started_threads}
     assert all(uses[thread].sleeps < use.sleeps for other, use in uses.items() if other != thread), uses
-    Spinner(thread, can_return=False).rest(for_good=True)
+    SpinningThread(thread, can_restore=False).lower_priority(for_good=True)
     assert os.sched_getscheduler(thread) == os.SCHED_IDLE
     comm.start_timeline(__import__("pathlib").Path("t.json"))
     comm.stop_timeline()
@@ -234,7 +234,7 @@ import threading
 import time
 import torch
 from hvdtrain import Task
-from hvdtrain.runtime.threads import find_spinner, read_use, thread_ids
+from hvdtrain.runtime.threads import find_spinning_thread, read_use, thread_ids
 
 LONG_NS = 50_000_000  # of running
 
@@ -244,10 +244,10 @@ def build():
         calls.append(1)
         if len(calls) in (40, 800):  # two a step
             others = thread_ids() - {threading.get_native_id()}
-            if (found := find_spinner(others)) is not None:  # what has just begun, and is busy for once, is so no more
+            if (found := find_spinning_thread(others)) is not None:  # not one that is busy only at its start
                 time.sleep(1.0)
                 names = {thread.native_id: thread.name for thread in threading.enumerate()}
-                assert find_spinner([found]) is None, (found, names)
+                assert find_spinning_thread([found]) is None, (found, names)
             uses = {thread: read_use(thread) for thread in others}
             for thread in before.keys() & others:
                 slept = uses[thread].sleeps > before[thread].sleeps

@@ -31,7 +31,7 @@ def test_buckets_and_priority(
     compression: str, per_host: int, mib: int, gives_way: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(make, "give_way", asked.append)
+    monkeypatch.setattr(make, "lower_own_priority", asked.append)
     comm = ThreadComm(Hub(2), 0)
     comm.local_size = per_host
     variables = {make.NICE: "7"}

@@ -33,10 +33,10 @@ class FakeHorovod:
         assert self._path is not None
         self._path.write_text(self._content)
 
-    def rest(self, *, for_good: bool) -> None:
+    def lower_priority(self, *, for_good: bool) -> None:
         self.calls.append("rest for good" if for_good else "rest")
 
-    def work(self) -> None:
+    def restore_priority(self) -> None:
         self.calls.append("work")
 
     def _call(self, name: str) -> None:

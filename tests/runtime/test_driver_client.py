@@ -190,7 +190,7 @@ def test_who_is_leaving_needs_no_driver() -> None:
     ours, theirs = socket.socketpair()
     codes: list[int] = []
     client = DriverClient(Channel(ours), codes.append)
-    client.leaving("finished")
+    client.report_leaving("finished")
     theirs.close()
     client._listen()
     assert codes == []

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from hvdtrain.runtime.environment import by_gloo, elastic
-from hvdtrain.runtime.exposure import exposed
+from hvdtrain.runtime.exposure import describe_exposure
 
 STOCK = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.5", "HOROVOD_GLOO_RENDEZVOUS_PORT": "40123"}
 ELASTIC = {**STOCK, "HOROVOD_ELASTIC": "1"}
@@ -11,12 +11,12 @@ OURS = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1:4711/SECRET/3", "HOROVOD_GLOO
 
 
 def test_an_elastic_job_of_stock_horovod_is_told_of_its_rendezvous() -> None:
-    text = exposed(ELASTIC)
+    text = describe_exposure(ELASTIC)
     assert all(part in text for part in ("10.0.0.5", "40123", "CVE-2024-10190", "CVE-2026-31234", "hvdtrain launch"))
 
 
 def test_a_plain_gloo_job_is_told_of_its_port_and_not_of_pickles_which_are_not_read_there() -> None:
-    text = exposed(STOCK)
+    text = describe_exposure(STOCK)
     assert "40123" in text and "all interfaces" in text
     assert "CVE" not in text and "pickle" not in text
 
@@ -32,7 +32,7 @@ def test_a_plain_gloo_job_is_told_of_its_port_and_not_of_pickles_which_are_not_r
     ids=["alone", "mpirun", "our store", "our driver"],
 )
 def test_nothing_is_told_where_that_server_is_not_used(environ: dict[str, str]) -> None:
-    assert exposed(environ) == ""
+    assert describe_exposure(environ) == ""
 
 
 def test_a_job_of_our_driver_is_known_by_its_channel() -> None:
@@ -41,7 +41,7 @@ def test_a_job_of_our_driver_is_known_by_its_channel() -> None:
 
 
 def test_the_secret_of_a_store_is_never_told() -> None:
-    assert "SECRET" not in exposed({**OURS, "HOROVOD_ELASTIC": "1"})
+    assert "SECRET" not in describe_exposure({**OURS, "HOROVOD_ELASTIC": "1"})
 
 
 @pytest.mark.parametrize(

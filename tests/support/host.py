@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import psutil
 
-from hvdtrain.runtime.tuning import of_others
+from hvdtrain.runtime.tuning import without_our_variables
 from tests.support.launch import TIMEOUT_S
 
 LINK = "link0"
@@ -69,7 +69,7 @@ def variables(further: Mapping[str, str] | None = None) -> dict[str, str]:
     foreign = ("OMPI_", "PMIX_", "PMI_", "HOROVOD_", "SSH_", "SLURM_")
     path = [str(OWN / "bin"), str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath), "/usr/sbin"]
     return {
-        **{k: v for k, v in of_others(os.environ).items() if not k.startswith(foreign)},
+        **{k: v for k, v in without_our_variables(os.environ).items() if not k.startswith(foreign)},
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMP_NUM_THREADS": "1",

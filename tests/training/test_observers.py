@@ -168,7 +168,7 @@ def test_what_fails_after_a_fault_of_the_device_does_not_replace_it(
 @pytest.mark.parametrize("quiet", [True, False])
 def test_a_thread_that_sleeps_is_not_looked_for(quiet: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[frozenset[int]] = []
-    monkeypatch.setattr(observers, "find_spinner", looked.append)
+    monkeypatch.setattr(observers, "find_spinning_thread", looked.append)
     watchers = Watchers()
     plan = TimelinePlan("window", Window(2, 3), quiet=quiet)
     observers.add_horovod_timeline(watchers, plan, RunLayout(tmp_path), HorovodsTimeline())  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from hvdtrain.doctor.facts import Gathered
 from hvdtrain.doctor.finding import Finding
 from hvdtrain.install.record import BUILD_COMMAND
 from hvdtrain.runtime.environment import GLOO_LAUNCHER, LAUNCHERS, NO_LAUNCHER, elastic, rank_label
-from hvdtrain.runtime.exposure import exposed
+from hvdtrain.runtime.exposure import describe_exposure
 from hvdtrain.runtime.rules import Facts
 from hvdtrain.runtime.timeline import ASK, decide
 
@@ -74,7 +74,7 @@ def slurm_step(facts: Gathered) -> Finding | None:
 
 def rendezvous(facts: Gathered) -> Finding | None:
     """Warn of the open rendezvous server of ``horovodrun --gloo``."""
-    if not (why := exposed(facts.environ)):
+    if not (why := describe_exposure(facts.environ)):
         return None
     fix = "use hvdtrain launch or mpirun instead of horovodrun --gloo"
     return Finding("rendezvous", "warning", "open to the network", why, fix)

@@ -16,7 +16,7 @@ from hvdtrain.doctor.facts.storage import Storage, storage
 from hvdtrain.doctor.nccl_log import NcclLog
 from hvdtrain.errors import LaunchError
 from hvdtrain.runtime.environment import RankInfo
-from hvdtrain.runtime.tuning import Choice, of_others
+from hvdtrain.runtime.tuning import Choice, without_our_variables
 
 _WORKERS = 16
 """More threads than there are probes that wait for other probes."""
@@ -63,7 +63,7 @@ def gather(
         nccl_log: as in `Gathered`.
         refusal: error of the launcher's variables, if they are inconsistent.
     """
-    before = of_others(environ)
+    before = without_our_variables(environ)
     with ThreadPoolExecutor(_WORKERS) as pool:
         installed = pool.submit(installation, before, pool)
         mpi = pool.submit(mpi_facts, info, before, pool, refusal)

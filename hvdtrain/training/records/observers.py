@@ -27,7 +27,7 @@ from hvdtrain.observe.span_trace import SpanTrace
 from hvdtrain.observe.step_stamps import StepStamps
 from hvdtrain.observe.tensorboard import TensorBoard, is_installed
 from hvdtrain.run_layout import RunLayout
-from hvdtrain.runtime.threads import Spinner, find_spinner
+from hvdtrain.runtime.threads import SpinningThread, find_spinning_thread
 from hvdtrain.runtime.timeline import ASK, TimelinePlan
 from hvdtrain.spans import Spans
 from hvdtrain.training.elastic.worker_state import WorkerState
@@ -124,8 +124,8 @@ def add_horovod_timeline(
             recorder.say(f"Horovod's Timeline: {plan}{how}")
         return None
     horovod = comm if comm.rank == 0 and isinstance(comm, TimelineComm) else None
-    thread = find_spinner(horovod.started_threads) if horovod is not None and not plan.quiet else None
-    writer = Spinner(thread) if thread is not None else None
+    thread = find_spinning_thread(horovod.started_threads) if horovod is not None and not plan.quiet else None
+    writer = SpinningThread(thread) if thread is not None else None
     timeline = HorovodTimeline(comm, horovod, writer, window, layout.timeline.folder, recorder.warn)
     recorder.add_watcher(timeline)
     return timeline

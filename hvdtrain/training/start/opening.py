@@ -17,7 +17,7 @@ from hvdtrain.errors import RunDirectoryError
 from hvdtrain.observe.failure.fault import first_of_device
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.runtime.environment import JOB
-from hvdtrain.runtime.exposure import exposed
+from hvdtrain.runtime.exposure import describe_exposure
 from hvdtrain.training.diagnostics.health import batch_statistics
 from hvdtrain.training.elastic.worker_state import WorkerState
 from hvdtrain.training.start.resume_checks import check_end, check_files
@@ -146,7 +146,7 @@ def describe_start(run: RunConfig, worker: WorkerState, comm: Comm, directory: P
         f"{_count(parameters)} parameters, {dataset_length(task.train_data):,} samples, {comm.size} rank(s),"
         f" global batch {train.global_batch} in micro-batches of {train.micro_batch}"
     )
-    if risk := exposed(worker.info.variables):
+    if risk := describe_exposure(worker.info.variables):
         recorder.warn(risk)
     count = len(micro_batches(0, train.global_batch, train.micro_batch))
     if count < comm.size:

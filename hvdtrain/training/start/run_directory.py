@@ -66,7 +66,7 @@ class RunDirectory:
         Errors:
             RunDirectoryError: another job has claimed it.
         """
-        if self._lease is not None and self._lease.look():
+        if self._lease is not None and self._lease.check():
             raise RunDirectoryError(
                 f"another job has taken over {self.path}; this job ends",
                 expected=f"a heartbeat in {self.layout.lease} every {BEAT_S:.0f} s: the disk has no locks",
