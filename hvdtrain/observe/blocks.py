@@ -1,4 +1,4 @@
-"""The steps whose stamps are gathered: blocks of consecutive steps, increasingly sparse. Pure."""
+"""Selection of the steps to gather: blocks of consecutive steps, increasingly sparse. Pure."""
 
 from __future__ import annotations
 

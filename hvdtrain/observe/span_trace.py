@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from hvdtrain.config.windows import Window
+from hvdtrain.observe.span_format import BUCKET, CLOCK, SpanClock, title
 from hvdtrain.observe.trace_file import TraceFile, free_path
 from hvdtrain.run_layout import TimelineLayout
 from hvdtrain.runtime.clock import clock_id, read_clocks
@@ -101,17 +104,12 @@ class SpanTrace:
             self._warn(f"the trace {self._path} ends here: {error.strerror or error}; training continues")
 
     def _head(self) -> Iterator[dict[str, Any]]:
-        name = f"rank {self._rank} on {self._host}"
-        yield {"name": "process_name", "ph": "M", "pid": self._rank, "tid": 0, "args": {"name": name}}
-        yield {"name": "process_sort_index", "ph": "M", "pid": self._rank, "tid": 0, "args": {"sort_index": self._rank}}
+        yield self._line("process_name", "M", 0, args={"name": title(self._rank, self._host)})
+        yield self._line("process_sort_index", "M", 0, args={"sort_index": self._rank})
         began_us = self._began_ns / 1e3
-        clock = {
-            "start_time_since_epoch_in_micros": round(self._began.epoch_us + began_us - self._began.monotonic_us),
-            "monotonic_us": began_us,
-            "clock_id": clock_id(),
-            "start": self._start,
-        }
-        yield {"name": "clock", "ph": "M", "pid": self._rank, "tid": 0, "args": clock}
+        epoch_us = round(self._began.epoch_us + began_us - self._began.monotonic_us)
+        clock = SpanClock(epoch_us, began_us, clock_id(), self._start)
+        yield self._line(CLOCK, "M", 0, args=msgspec.structs.asdict(clock))
 
     def _lines(self, events: list[Event]) -> Iterator[dict[str, Any]]:
         for event in events:
@@ -120,7 +118,7 @@ class SpanTrace:
             label = self._spans.labels.get(event.track)
             if label is not None and label is not self._labels.get(event.track):
                 self._labels[event.track] = label
-                yield self._line("bucket", "M", event.track, args=label)
+                yield self._line(BUCKET, "M", event.track, args=label)
             if event.track not in self._tracks:
                 self._tracks.add(event.track)
                 names = {MAIN: "training thread", DEVICE: "device"}

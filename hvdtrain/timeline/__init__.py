@@ -1,1 +1,1 @@
-"""What a run's traces say: read, merged, analysed, predicted, told. Needs no torch and no Horovod, prints nothing."""
+"""Traces of a run: read, merge, analyse, predict, report. Needs neither torch nor Horovod; prints nothing."""

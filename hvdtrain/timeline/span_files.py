@@ -1,4 +1,4 @@
-"""Reads ``spans-rank-N.json``: what each rank did when, on rank 0's clock."""
+"""Reader of ``spans-rank-N.json``: the spans of each rank, on rank 0's clock."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import orjson
 
+from hvdtrain.observe.span_format import BUCKET, CLOCK, SpanClock, host_of
 from hvdtrain.regular import open_regular
 from hvdtrain.run_layout import RunLayout, TimelineLayout
 from hvdtrain.timeline.columns import BucketFacts, Floats, RankSpans
@@ -21,18 +23,17 @@ from hvdtrain.timeline.steps import Start
 _FILE = re.compile(r"spans-rank-(\d+)(?:-\d+)?\.json")
 _START = re.compile(rb'"name":\s*"clock".{0,1000}?"start":\s*(-?\d+)', re.DOTALL)
 _HEAD = 1 << 16
-"""Bytes at a file's begin in which its clock is told."""
-_TITLE = re.compile(r"rank \d+ on (.*)", re.DOTALL)
+"""The first bytes of a file, which contain its clock."""
 
 
 @dataclass(frozen=True)
 class SpanFile:
-    """One file: one rank in one start, by its own clock.
+    """The spans of one rank in one start, by its own clock.
 
     Attributes:
         spans: times by `time.perf_counter_ns`, in microseconds.
-        start: number of the start; -1 where the file does not say.
-        clock_id: equal ones are one clock.
+        start: number of the start; -1 if unknown.
+        clock_id: equal ones are the same clock.
         epoch_us: the wall clock at time 0 of the rank's clock.
     """
 
@@ -43,12 +44,12 @@ class SpanFile:
 
 
 def read_span_files(folder: Path, most_bytes: float = math.inf, start: int | None = None) -> list[SpanFile]:
-    """The files of one start of a run; what is damaged beyond reading is left out.
+    """Read the files of one start of a run. Unreadable files are skipped.
 
     Args:
         folder: ``RUN/timeline``, or the run.
-        most_bytes: files of all ranks that are read; of later ranks those that would be more are absent.
-        start: its number; the last one's where none is given.
+        most_bytes: limit of the total size; files of later ranks are skipped.
+        start: number of the start (default: the last one).
     """
     paths = _paths(folder)
     starts = {path: _start_of(path) for path in paths}
@@ -58,7 +59,7 @@ def read_span_files(folder: Path, most_bytes: float = math.inf, start: int | Non
 
 
 def _start_of(path: Path) -> int:
-    """The number of the start that a file is of, by its first lines; -1 where they don't say."""
+    """Return the number of a file's start; -1 if unknown."""
     try:
         with open_regular(path) as file:
             found = _START.search(file.read(_HEAD))
@@ -67,22 +68,22 @@ def _start_of(path: Path) -> int:
     return int(found[1]) if found else -1
 
 
-def on_one_clock(files: Sequence[SpanFile], told: Sequence[Start]) -> list[RankSpans]:
-    """The spans of the last start, a rank each, on rank 0's clock; ranks that left none are absent.
+def on_one_clock(files: Sequence[SpanFile], starts: Sequence[Start]) -> list[RankSpans]:
+    """Return the spans of each rank in the last start, on rank 0's clock; ranks without spans are absent.
 
-    A rank whose clock was never compared with rank 0's is taken by the system's clocks, with an error of infinity.
+    If a rank's clock was never compared with rank 0's, the wall clocks align it, with an infinite error.
 
     Args:
         files: of a run.
-        told: its starts, with what is known of the ranks' clocks.
+        starts: of the run, with the offsets of clocks.
     """
     newest = of_last_start(files)
-    starts = {start.number: start for start in told}
-    return [_moved(file, newest.get(0), starts.get(file.start)) for _, file in sorted(newest.items())]
+    by_number = {start.number: start for start in starts}
+    return [_moved(file, newest.get(0), by_number.get(file.start)) for _, file in sorted(newest.items())]
 
 
 def of_last_start(files: Sequence[SpanFile]) -> dict[int, SpanFile]:
-    """By rank the file of the last start, the newest where there are several."""
+    """Return the newest file of the last start, by rank."""
     last = max((file.start for file in files), default=-1)
     newest: dict[int, SpanFile] = {}
     for file in files:
@@ -92,21 +93,21 @@ def of_last_start(files: Sequence[SpanFile]) -> dict[int, SpanFile]:
 
 
 def wall_clock_us(files: Sequence[SpanFile]) -> float | None:
-    """What to add to times by rank 0's clock, in its last start, to have microseconds since 1970; None without it."""
+    """Return the wall clock (microseconds since 1970) at time 0 of rank 0's clock; None if unknown."""
     found = [(file.start, file.epoch_us) for file in files if file.spans.rank == 0]
     return max(found)[1] if found else None
 
 
 def read_span_file(path: Path) -> SpanFile | None:
-    """One file; None where it is no trace of ours."""
+    """Read one file; None if it is not a span file."""
     try:
         return _file(_events(path))
-    except (OSError, KeyError, TypeError, ValueError, AttributeError):
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, msgspec.ValidationError):
         return None
 
 
 def _events(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Line by line, as they were written, without the whole in memory; or all at once where lines are others."""
+    """Yield events line by line, to save memory; or from the whole file if another program wrote it."""
     with open_regular(path) as file:
         if file.readline(8).strip() != b"[":
             file.seek(0)
@@ -118,31 +119,29 @@ def _events(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _file(events: Iterator[Mapping[str, Any]]) -> SpanFile:
-    told: dict[str, Mapping[str, Any]] = {}
+    head: dict[str, Mapping[str, Any]] = {}
     buckets: dict[int, BucketFacts] = {}
     number: dict[str, int] = {}
     name, track, step = array("i"), array("i"), array("i")
     start_us, length_us = array("d"), array("d")
     for event in events:
         kind = event.get("ph")
-        if kind == "M" and event["name"] == "bucket":
+        if kind == "M" and event["name"] == BUCKET:
             buckets[int(event["tid"])] = BucketFacts(**event["args"])
         elif kind == "M":
-            told[event["name"]] = event
+            head[event["name"]] = event
         elif kind == "X":
             name.append(number.setdefault(event["name"], len(number)))
             track.append(event["tid"])
             step.append(event["args"]["step"])
             start_us.append(event["ts"])
             length_us.append(event["dur"])
-    clock = told["clock"]["args"]
-    title = _TITLE.fullmatch(told["process_name"]["args"]["name"])
-    origin_us = float(clock.get("monotonic_us", 0.0))
-    begin_us = np.array(start_us, np.float64) + origin_us
+    clock = msgspec.convert(head[CLOCK]["args"], SpanClock)
+    begin_us = np.array(start_us, np.float64) + clock.monotonic_us
     return SpanFile(
         spans=RankSpans(
-            rank=int(told["clock"]["pid"]),
-            host=title[1] if title else "",
+            rank=int(head[CLOCK]["pid"]),
+            host=host_of(head["process_name"]["args"]["name"]),
             names=list(number),
             name=np.array(name, np.int16),
             track=np.array(track, np.int32),
@@ -151,14 +150,14 @@ def _file(events: Iterator[Mapping[str, Any]]) -> SpanFile:
             end_us=begin_us + np.array(length_us, np.float64),
             buckets=buckets,
         ),
-        start=int(clock.get("start", -1)),
-        clock_id=str(clock.get("clock_id", "")),
-        epoch_us=float(clock["start_time_since_epoch_in_micros"]) - origin_us,
+        start=clock.start,
+        clock_id=clock.clock_id,
+        epoch_us=clock.start_time_since_epoch_in_micros - clock.monotonic_us,
     )
 
 
 def _moved(file: SpanFile, rank_0: SpanFile | None, start: Start | None) -> RankSpans:
-    """On rank 0's clock."""
+    """Convert times to rank 0's clock."""
     spans = file.spans
     if spans.rank == 0 or (rank_0 is not None and file.clock_id and file.clock_id == rank_0.clock_id):
         return spans
@@ -166,7 +165,7 @@ def _moved(file: SpanFile, rank_0: SpanFile | None, start: Start | None) -> Rank
         offset, error = start.offset_us[:, spans.rank], start.error_us[:, spans.rank]
         known = np.isfinite(offset) & np.isfinite(error)
         if known.any():
-            times = start.clock_us[known] - offset[known]  # of the rank's own clock
+            times = start.clock_us[known] - offset[known]  # by the rank's own clock
 
             def shifted(us: Floats) -> Floats:
                 moved: Floats = us + np.interp(us, times, offset[known])
@@ -181,7 +180,7 @@ def _moved(file: SpanFile, rank_0: SpanFile | None, start: Start | None) -> Rank
 
 
 def _fitting(paths: Sequence[Path], most_bytes: float) -> Iterator[Path]:
-    """The files of the first ranks that are together no larger."""
+    """Yield the files of the first ranks up to a total size."""
     left = most_bytes
     for path in sorted(paths, key=_rank):
         left -= path.stat().st_size

@@ -96,7 +96,7 @@ def _lines(path: Path) -> list[bytes]:
 
 
 class _DamagedStart(msgspec.Struct):
-    """What is known of a start whose line is damaged."""
+    """The readable fields of a damaged start."""
 
     event: Literal["start"]
     version: Any = None

@@ -18,7 +18,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def decimals(largest: float) -> int:
-    """Return the number of decimals for a column whose largest number is `largest`."""
+    """Return the number of decimals for a column with numbers up to `largest`."""
     return 0 if largest >= 10_000 else 1 if largest >= 100 else 2 if largest >= 1 else 3
 
 

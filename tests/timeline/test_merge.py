@@ -167,5 +167,5 @@ def test_the_command_says_what_it_wrote_and_needs_no_torch(recorded: Path, tmp_p
         "assert not {'torch', 'horovod'} & sys.modules.keys()\nsys.exit(code)"
     )
     done = run(["-c", program], cwd=tmp_path)
-    assert "2 ranks, 1 Timeline of Horovod, 2 profiles of torch" in done.stdout
+    assert "2 ranks, 1 Horovod Timeline, 2 torch profiles" in done.stdout
     assert f"{(tmp_path / 'all.json.gz').stat().st_size / (1 << 20):.1f} MiB" in done.stdout

@@ -1,1 +1,1 @@
-"""What is made of columns: budget, communication, blame, causes, findings, lanes. Pure."""
+"""Analysis of traces: budget, communication, stragglers, causes, findings, lanes. Pure."""

@@ -149,7 +149,7 @@ class Blame:
         source: stamps: ours, of all ranks; ticks: Horovod's, of the steps in which it wrote them; none: no data.
         steps: number of steps measured.
         ranks: all ranks, most costly first.
-        late: stragglers whose cost is statistically significant, most costly first.
+        late: stragglers with a statistically significant cost, most costly first.
         causes: of each straggler, largest first.
         reason: why there is no straggler.
     """

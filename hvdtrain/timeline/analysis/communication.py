@@ -112,7 +112,7 @@ def _bytes_of(traces: Sequence[HorovodTrace], size: int) -> tuple[float, float] 
 
 
 def handed_over(operation: str, nbytes: float, size: int) -> float | None:
-    """Return the input bytes of a collective whose result has `nbytes` in Horovod's Timeline.
+    """Return the input bytes of a collective from those of its result, `nbytes` in Horovod's Timeline.
 
     The result of an allgather has the inputs of all ranks, that of a reducescatter one rank's share. None if the number
     of ranks is needed and unknown.

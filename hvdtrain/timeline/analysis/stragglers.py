@@ -54,7 +54,7 @@ class Stragglers:
         cost_ms: per step, of each rank.
         last_share: share of the steps in which a rank was the last [ranks].
         steady: ranks that are late in most steps, not rarely by much.
-        late: stragglers whose cost is statistically significant, most costly first.
+        late: stragglers with a statistically significant cost, most costly first.
         jitter_ms: wait per step for the last rank beyond the median rank, without the stragglers' part.
         pauses: longest first.
         reason: why there is no straggler.

@@ -1,1 +1,1 @@
-"""How traces of several sources become one; `hvdtrain.timeline.merge` is the way in."""
+"""The sources of a merged trace. `hvdtrain.timeline.merge` is the entry point."""

@@ -59,7 +59,7 @@ def _inflated(compressed: Iterator[bytes], size: int, notes: list[str]) -> Itera
 
 
 def _up_to_damage(engine: zlib._Decompress, damaged: bytes, size: int) -> Iterator[bytes]:
-    """Yield the content before the damage, byte by byte: a call that fails returns nothing of the bytes before."""
+    """Yield the content before the damage, byte by byte: a call that fails returns no bytes."""
     piece = bytearray()
     with suppress(zlib.error):
         for at in range(len(damaged)):

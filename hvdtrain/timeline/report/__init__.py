@@ -1,1 +1,1 @@
-"""An analysis as text, JSON, a page; conditions on it, and two of them beside each other."""
+"""Reports of an analysis: text, JSON, HTML page, conditions, comparison of two runs."""
