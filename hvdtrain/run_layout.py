@@ -1,4 +1,4 @@
-"""Where each file of a run is: the paths below its run folder, and its config."""
+"""The paths of all files in a run folder, and its config."""
 
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ class Rounds(Protocol):
         """Check whether an error means that this round has lost ranks, not that this rank has failed."""
         ...
 
-    def notices(self, notices: list[int], changed: int, terminate: int) -> list[int]:
-        """Return this rank's requests at its next step: end the round, or the run (`DriverClient.notices`)."""
+    def requests(self, requests: list[int], changed: int, terminate: int) -> list[int]:
+        """Return this rank's requests at its next step: end the round, or the run (`DriverClient.requests`)."""
         ...
 
     def guard_parts(self, parts: Iterable[T]) -> Iterable[T]:
@@ -103,9 +103,9 @@ class OneRound:
         """Return False: an error ends the job."""
         return False
 
-    def notices(self, notices: list[int], changed: int, terminate: int) -> list[int]:
-        """Return `notices` unchanged."""
-        return notices
+    def requests(self, requests: list[int], changed: int, terminate: int) -> list[int]:
+        """Return `requests` unchanged."""
+        return requests
 
     def guard_parts(self, parts: Iterable[T]) -> Iterable[T]:
         """Return `parts` unchanged."""
@@ -187,9 +187,9 @@ class DriverRounds:
         """Check whether Horovod lost a rank."""
         return is_lost_rank(error)
 
-    def notices(self, notices: list[int], changed: int, terminate: int) -> list[int]:
+    def requests(self, requests: list[int], changed: int, terminate: int) -> list[int]:
         """Turn a SIGTERM to this rank alone into a request to leave; the others continue."""
-        return self._client.notices(notices, changed, terminate)
+        return self._client.requests(requests, changed, terminate)
 
     def guard_parts(self, parts: Iterable[T]) -> Iterator[T]:
         """Yield `parts` until the driver reports a lost rank; Horovod itself would fail only in the last backward."""

@@ -71,9 +71,9 @@ class StockRounds:
         """Whether Horovod lost a rank."""
         return is_lost_rank(error)
 
-    def notices(self, notices: list[int], changed: int, terminate: int) -> list[int]:
-        """Add to `notices` whether the hosts have changed."""
-        found = list(notices)
+    def requests(self, requests: list[int], changed: int, terminate: int) -> list[int]:
+        """Add to `requests` whether the hosts have changed."""
+        found = list(requests)
         found[changed] = int(self._changed)
         return found
 

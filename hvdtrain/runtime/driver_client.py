@@ -156,22 +156,22 @@ class DriverClient:
         """Check whether this round must end."""
         return self._changed
 
-    def notices(self, notices: list[int], changed: int, terminate: int) -> list[int]:
+    def requests(self, requests: list[int], changed: int, terminate: int) -> list[int]:
         """Return the requests of this rank's next step. SIGTERM to this rank alone makes it leave; the run continues.
 
         Args:
-            notices: how often each came.
+            requests: how often each came.
             changed: index of the request to end the round.
             terminate: index of SIGTERM.
         """
-        notices = list(notices)
-        if notices[terminate] and not self._stopping:
-            notices[terminate] = 0
+        requests = list(requests)
+        if requests[terminate] and not self._stopping:
+            requests[terminate] = 0
             self._draining = True
             self._channel.send("drain")
         if self._changed or self._draining:
-            notices[changed] = 1
-        return notices
+            requests[changed] = 1
+        return requests
 
     def report_leaving(self, why: str) -> None:
         """Report that this rank has finished and will exit."""

@@ -1,4 +1,4 @@
-"""How a run ended."""
+"""The result of a run: losses, speed, wall time by part."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _BUDGET = {
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended, equal on all ranks except `model` and `analysis`.
+    """The result of a run, equal on all ranks except `model` and `analysis`.
 
     A stretch of the run is what one start of the job has trained.
 

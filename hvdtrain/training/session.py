@@ -47,7 +47,7 @@ def run_training(
 ) -> Result:
     """Train the task that `build` makes. Collective: yes. Errors and `sinks`: those of `hvdtrain.train`.
 
-    `info` describes this process at its start. Without a `output`, the failure card goes to the run folder only.
+    `info` describes this process at its start. Without an `output`, the failure card goes to the run folder only.
     """
     check_compression(run.config.parallel.compression)  # before anything costs time
     device = pick_device(run.config.parallel.device, rounds.local_rank, rounds.local_size)

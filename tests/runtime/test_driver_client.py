@@ -114,24 +114,24 @@ def test_a_broken_round_wakes_who_waits_in_it(driver: Driver) -> None:
 def test_what_the_driver_wants_to_change_ends_the_round_at_a_step_boundary(driver: Driver) -> None:
     driver.channel.send("round", **PLACE)
     driver.client.join("started")
-    assert driver.client.notices(NOTHING, CHANGED, TERMINATE) == NOTHING
+    assert driver.client.requests(NOTHING, CHANGED, TERMINATE) == NOTHING
     driver.channel.send("changed", why="one more")
-    while not driver.client.notices(NOTHING, CHANGED, TERMINATE)[CHANGED]:
+    while not driver.client.requests(NOTHING, CHANGED, TERMINATE)[CHANGED]:
         pass  # it is heard in another thread
     driver.channel.send("changed", why="another one more")  # crosses the rank's message that it has left
     driver.channel.send("round", **{**PLACE, "round": 4})
     driver.client.join("changed")
-    assert driver.client.notices(NOTHING, CHANGED, TERMINATE) == NOTHING  # that was of the round before
+    assert driver.client.requests(NOTHING, CHANGED, TERMINATE) == NOTHING  # that was of the round before
 
 
 def test_a_change_just_behind_the_place_is_of_the_new_round(driver: Driver) -> None:
     """It is never said twice: who has not looked at its place yet must not take it for an old one."""
     driver.channel.send("round", **PLACE)
     driver.channel.send("changed", why="one more")
-    while not driver.client.notices(NOTHING, CHANGED, TERMINATE)[CHANGED]:
+    while not driver.client.requests(NOTHING, CHANGED, TERMINATE)[CHANGED]:
         pass
     driver.client.join("started")
-    assert driver.client.notices(NOTHING, CHANGED, TERMINATE)[CHANGED] == 1
+    assert driver.client.requests(NOTHING, CHANGED, TERMINATE)[CHANGED] == 1
 
 
 def test_an_error_without_end_is_told_in_part(driver: Driver) -> None:
@@ -141,12 +141,12 @@ def test_an_error_without_end_is_told_in_part(driver: Driver) -> None:
 
 
 def test_sigterm_to_one_rank_lets_it_go_and_the_run_live(driver: Driver) -> None:
-    assert driver.client.notices([0, 1, 0, 0], CHANGED, TERMINATE) == [0, 0, 0, 1]
+    assert driver.client.requests([0, 1, 0, 0], CHANGED, TERMINATE) == [0, 0, 0, 1]
     driver.hear("drain")
-    assert driver.client.notices(NOTHING, CHANGED, TERMINATE) == [0, 0, 0, 1]  # until it has left
+    assert driver.client.requests(NOTHING, CHANGED, TERMINATE) == [0, 0, 0, 1]  # until it has left
     driver.channel.send("round", **PLACE)
     driver.client.join("changed")  # there are too few without it: it stays until the driver says so
-    assert driver.client.notices(NOTHING, CHANGED, TERMINATE) == NOTHING
+    assert driver.client.requests(NOTHING, CHANGED, TERMINATE) == NOTHING
 
 
 def test_a_stop_of_the_job_reaches_the_rank_as_the_signal(driver: Driver) -> None:
@@ -158,7 +158,7 @@ def test_a_stop_of_the_job_reaches_the_rank_as_the_signal(driver: Driver) -> Non
             pass  # handlers run in this thread
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert driver.client.notices([0, 1, 0, 0], CHANGED, TERMINATE) == [0, 1, 0, 0]
+    assert driver.client.requests([0, 1, 0, 0], CHANGED, TERMINATE) == [0, 1, 0, 0]
 
 
 def test_it_says_that_it_lives(driver: Driver) -> None:

@@ -108,8 +108,8 @@ def test_each_of_several_gets_its_own_sums() -> None:
         def values(self) -> list[int]:
             return self.numbers
 
-        def on_sums(self, step: int, notices: object) -> None:
-            self.got = [step, *notices]  # type: ignore[misc]
+        def on_sums(self, step: int, sums: object) -> None:
+            self.got = [step, *sums]  # type: ignore[misc]
 
     members = [Member([1, 2]), Member([]), Member([3])]
     several = CombinedSums(*members)

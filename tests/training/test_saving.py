@@ -126,12 +126,12 @@ def test_a_signal_to_any_rank_ends_the_waiting_of_all(signalled: int, monkeypatc
     def body(comm: ThreadComm) -> tuple[bool, int]:
         looks = [0]
 
-        def notices() -> list[int]:
+        def requests() -> list[int]:
             looks[0] += 1
             return [0, int(comm.rank == signalled and looks[0] == 5), 0, 0]
 
         one = SimpleNamespace(comm=comm, store=None, stepper=SimpleNamespace(spans=Spans()))
-        return Saving._is_stopped(cast(Saving, one), CheckpointError("no room"), 60.0, notices), looks[0]
+        return Saving._is_stopped(cast(Saving, one), CheckpointError("no room"), 60.0, requests), looks[0]
 
     assert on_ranks(2, body) == [(True, 5)] * 2
 

@@ -1,4 +1,4 @@
-"""How evenly a mixture of experts distributes its work, measured in single steps."""
+"""Measure, in single steps, how evenly a mixture of experts distributes its work."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from hvdtrain.training.diagnostics.origin import Origin, leaves, not_finite, sou
 
 @dataclass(frozen=True, eq=False)
 class _Record:
-    """How one tensor became non-finite.
+    """The origin of one non-finite tensor.
 
     Attributes:
         number: in order of time.

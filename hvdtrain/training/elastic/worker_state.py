@@ -80,11 +80,11 @@ class WorkerState:
 
     @property
     def resumes_in_job(self) -> bool:
-        """Whether this process continues the run within its job, after an earlier round."""
+        """Return whether this process continues the run within its job, after an earlier round."""
         return self.step != NOTHING
 
     def lost_recorded_steps(self) -> bool:
-        """Whether the journal has steps that the state no longer contains."""
+        """Return whether the journal has steps that the state no longer contains."""
         return self.last_record is not None and self.step < self.last_record["step"]
 
     def open_recorder(self, run: RunConfig, comm: Comm, layout: RunLayout) -> bool:

@@ -27,7 +27,7 @@ class Copied:
     values: Tensor | None
 
     def is_changed(self) -> bool:
-        """Whether the tensor was replaced, or one of its bits changed."""
+        """Return whether the tensor was replaced, or one of its bits changed."""
         module, name = self.place
         now = module._buffers.get(name)
         if now is not self.buffer or now is None or self.values is None:
@@ -115,7 +115,7 @@ def _is_saved(place: Place) -> bool:
 
 
 def _is_statistic(place: Place) -> bool:
-    """Whether a batch norm writes it, perhaps later: it may be frozen now."""
+    """Return whether a batch norm writes it, perhaps later: it may be frozen now."""
     return isinstance(place[0], nn.modules.batchnorm._NormBase)
 
 

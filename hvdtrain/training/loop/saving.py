@@ -163,7 +163,7 @@ class Saving:
                         waits_s.clear()
 
     def _is_unsaved(self, stop: int) -> bool:
-        """Whether the checkpoint due at this step is missing. Collective: yes."""
+        """Return whether the checkpoint due at this step is missing. Collective: yes."""
         step = self.state.progress.step
         if not self.saves(step, stop):
             return False
@@ -175,18 +175,18 @@ class Saving:
         return on_rank_0(self.comm, is_missing, name="owed")
 
     def _is_unevaluated(self, stop: int) -> bool:
-        """Whether the evaluation due at this step is missing, as far as rank 0 knows. Collective: yes."""
+        """Return whether the evaluation due at this step is missing, as far as rank 0 knows. Collective: yes."""
         step = self.state.progress.step
         if not self.evaluates(step, stop):
             return False
         return on_rank_0(self.comm, lambda: 0 <= self.evaluations.step < step, name="unseen")
 
     def evaluates(self, step: int, stop: int) -> bool:
-        """Whether an evaluation is due after a step, if training ends with step `stop`."""
+        """Return whether an evaluation is due after a step, if training ends with step `stop`."""
         return step == stop or _is_multiple(step, self.config.train.eval_every or self.config.checkpoint.every)
 
     def saves(self, step: int, stop: int) -> bool:
-        """Whether a checkpoint is due after a step, if training ends with step `stop`."""
+        """Return whether a checkpoint is due after a step, if training ends with step `stop`."""
         return step == stop or _is_multiple(step, self.config.checkpoint.every)
 
     def _is_stopped(self, error: CheckpointError, wait_s: float, requests: Callable[[], list[int]]) -> bool:

@@ -124,7 +124,7 @@ class Trainer:
         begun_at = progress.step
 
         def requests() -> list[int]:
-            return self.rounds.notices(signals.pop(), CHANGED, TERMINATE)
+            return self.rounds.requests(signals.pop(), CHANGED, TERMINATE)
 
         asked_at = -1
         if progress.step == 0:

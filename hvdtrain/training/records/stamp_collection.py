@@ -53,7 +53,7 @@ def add_stamps(
 
     Returns:
         The number of this start, counted from 0 over the starts with stamps; and the collector, which needs a final
-        `finish`, or None if no step is to be done.
+        `finish`, or None if there is no step to do.
     """
     if observe.timeline == "off":
         return 0, None

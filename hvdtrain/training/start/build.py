@@ -147,5 +147,5 @@ def build_trainer(
 
 
 def _loses_residuals(rounds: Rounds, engine: Engine) -> bool:
-    """Whether losing a rank loses the residuals that its compression has not delivered yet."""
+    """Return whether losing a rank loses the residuals that its compression has not delivered yet."""
     return rounds.elastic and parse(engine.compression).kind.feedback
