@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from hvdtrain.comm.solo import SoloComm
@@ -96,7 +97,7 @@ def test_under_a_driver_nobody_is_missed_and_no_card_is_written(
     with Watchdog(reporter, 0.0, ended, driven=True):
         for told in (False, True):
             if told:
-                other.post_statement(dataclasses.replace(reporter.statements.current(), process=other.process))
+                other.post_statement(msgspec.structs.replace(reporter.statements.current(), process=other.process))
                 other.mark_reported()
             for _ in range(5):
                 assert looks.acquire(timeout=TIMEOUT_S)
@@ -212,7 +213,7 @@ def test_another_ranks_failure_is_answered_once_and_followed(
     _with(reporter, child)
     other = dataclasses.replace(reporter.mailbox, process=reporter.mailbox.ranks[1])
     with Watchdog(reporter, 0.0, ended):
-        other.post_statement(dataclasses.replace(reporter.statements.current(), process=other.process))
+        other.post_statement(msgspec.structs.replace(reporter.statements.current(), process=other.process))
         other.mark_reported()
         ended.wait()
     assert ended.codes[0] == EXIT_FAILED
@@ -318,7 +319,7 @@ def test_without_a_folder_a_dead_neighbour_is_seen_by_the_first_that_is_left_but
 
     assert missing(_1=GONE, _2=RUNNING)
     reporter.mailbox = dataclasses.replace(
-        reporter.mailbox, process=dataclasses.replace(reporter.mailbox.process, rank=2)
+        reporter.mailbox, process=msgspec.structs.replace(reporter.mailbox.process, rank=2)
     )
     assert missing(_0=GONE, _1=GONE)
     assert not missing(_0=RUNNING, _1=GONE), "rank 0 says it"

@@ -24,14 +24,15 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
+
+from msgspec import to_builtins
 
 from hvdtrain.observe.failure import rank_names as naming
 from hvdtrain.observe.failure import verdict as blame
 from hvdtrain.observe.failure.fault import Fault
 from hvdtrain.observe.failure.process_states import UNREACHABLE
-from hvdtrain.observe.failure.statement import TRAINING, Statement, renamed
+from hvdtrain.observe.failure.statement import TRAINING, Statement
 from hvdtrain.observe.failure.user_code import user_frame
 from hvdtrain.observe.failure.verdict import SilentRank, Verdict
 from hvdtrain.observe.progress import table
@@ -56,11 +57,11 @@ def make_card(
     """Return the content of `failure.json`. `facts`: time, size, run_dir, checkpoint, resume."""
     return {
         "format": FORMAT,
-        **asdict(verdict),
+        **to_builtins(verdict),
         **facts,
         "waited_for": list(waited_for),
-        "statements": [statement.to_json() for statement in statements],
-        "silent": [renamed(asdict(s)) for s in silent],
+        "statements": to_builtins(statements),
+        "silent": to_builtins(silent),
     }
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import traceback
-from dataclasses import dataclass, field
 from types import TracebackType
+
+from msgspec import Struct
 
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.observe.encodable import encodable
@@ -19,8 +20,7 @@ _DEVICE_ERRORS = ("CUDA error", "CUBLAS_STATUS_", "CUDNN_STATUS_", "CUSPARSE_STA
 """Parts of the messages that torch raises when the device has failed."""
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(Struct, frozen=True):
     """An error by its parts.
 
     Attributes:
@@ -36,7 +36,7 @@ class Fault:
 
     type: str
     message: str
-    parts: dict[str, str] = field(default_factory=dict)
+    parts: dict[str, str] = {}
     everywhere: bool = False
     consequence: bool = False
     memory: bool = False

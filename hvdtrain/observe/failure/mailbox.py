@@ -8,7 +8,7 @@
         left/00001           the rank has finished
         fatal/00001          the trace that Python's faulthandler wrote when the rank crashed in native code
         card.0               claimed by the rank that writes the card; card.1 by the next one if the first one dies
-        told                 the card is written and shown
+        reported             the card is written and shown
 
 Files and no sockets: files stay readable when ranks die, hang or are stopped. Each rank checks at the start whether it
 sees the folder that rank 0 created. A rank without a shared file system reports for itself only.
@@ -16,23 +16,26 @@ sees the folder that rank 0 created. A rank without a shared file system reports
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json, on_rank_0
 from hvdtrain.observe.failure import process_states
-from hvdtrain.observe.failure.statement import CURRENT, FAILED, STALLED, RankProcess, Statement, from_json
+from hvdtrain.observe.failure.statement import CURRENT, FAILED, STALLED, RankProcess, Statement
 from hvdtrain.run_layout import RunLayout
 
-_LOOKS_A_SECOND = 200
+_Value = TypeVar("_Value")
+
+_POLLS_PER_S = 200
 """Polls of the folder by all ranks together."""
 _PARTS = ("said", "alive", "left", "fatal")
 
@@ -57,7 +60,7 @@ class Mailbox:
 
     def post_statement(self, statement: Statement) -> None:
         """Write a statement. It replaces this rank's earlier statement of the same kind."""
-        self._put(f"said/{self.process.rank:05d}.{statement.kind}", statement.to_json())
+        self._put(f"said/{self.process.rank:05d}.{statement.kind}", statement)
 
     def has_statements(self) -> bool:
         """Return whether any rank has written a statement.
@@ -74,8 +77,8 @@ class Mailbox:
         """
         known = {} if known is None else known
         for name in self._names("said"):
-            if name not in known and (value := self._get(f"said/{name}")):
-                known[name] = from_json(value)
+            if name not in known and (statement := self._get(f"said/{name}", Statement)):
+                known[name] = statement
         found: dict[int, Statement] = {}
         for kind in (CURRENT, STALLED, FAILED):
             found |= {s.process.rank: s for name, s in known.items() if name.endswith(f".{kind}")}
@@ -87,7 +90,7 @@ class Mailbox:
 
     def heartbeats(self) -> dict[int, dict[str, Any]]:
         """Return the last heartbeat of each rank."""
-        return {int(name): value for name in self._names("alive") if (value := self._get(f"alive/{name}"))}
+        return {int(name): value for name in self._names("alive") if (value := self._get(f"alive/{name}", dict))}
 
     def mark_finished(self) -> None:
         """Record that this rank has finished, so that no other rank reports it as dead."""
@@ -149,37 +152,36 @@ class Mailbox:
 
     def poll_interval_s(self, least_s: float) -> float:
         """Return the seconds between polls of the folder, so that all ranks do not overload one file server."""
-        return max(least_s, len(self.ranks) / _LOOKS_A_SECOND)
+        return max(least_s, len(self.ranks) / _POLLS_PER_S)
 
     def is_reported(self) -> bool:
         """Return whether the card is written and shown."""
-        return self.folder is not None and (self.folder / "told").exists()
+        return self.folder is not None and (self.folder / "reported").exists()
 
     def mark_reported(self) -> None:
         """Record that the card is written and shown."""
-        self._touch("told")
+        self._touch("reported")
 
     def remove(self) -> None:
         """Remove the folder. Called by rank 0 when the run ends without a failure."""
         if self.folder is not None:
             _remove(self.folder.parent)
 
-    def _put(self, name: str, value: dict[str, Any]) -> None:
+    def _put(self, name: str, value: Statement | dict[str, Any]) -> None:
         """Write a file atomically. A failed write is ignored: the card says which ranks are missing."""
         if self.folder is None:
             return
         path = self.folder / name
         temporary = self.folder / f".{path.name}.{path.parent.name}"
         with suppress(OSError):
-            temporary.write_text(json.dumps(value), encoding="utf-8")
+            temporary.write_bytes(msgspec.json.encode(value))
             temporary.replace(path)
 
-    def _get(self, name: str) -> dict[str, Any]:
+    def _get(self, name: str, kind: type[_Value]) -> _Value | None:
         if self.folder is not None:
             with suppress(OSError, ValueError):
-                value = json.loads((self.folder / name).read_text(encoding="utf-8"))
-                return value if isinstance(value, dict) else {}
-        return {}
+                return msgspec.json.decode((self.folder / name).read_bytes(), type=kind)
+        return None
 
     def _names(self, part: str) -> list[str]:
         if self.folder is not None:
@@ -197,7 +199,7 @@ def open_mailbox(directory: Path, comm: Comm, process: RankProcess) -> Mailbox:
     """Create the files of this start in the run folder `directory`, which rank 0 knows. Collective: yes."""
     place = on_rank_0(comm, lambda: _make(directory), name="mailbox")
     folder = Path(place) if place and (Path(place) / "said").is_dir() else None
-    everyone = allgather_json(comm, {**asdict(process), "sees": folder is not None}, name="mailbox/ranks")
+    everyone = allgather_json(comm, {**msgspec.to_builtins(process), "sees": folder is not None}, name="mailbox/ranks")
     reachable = frozenset(rank for rank, facts in enumerate(everyone) if facts.pop("sees"))
     ranks = tuple(RankProcess(**facts) for facts in everyone)
     # A container may share the host's name, but not its process IDs: only processes found now are looked up later.

@@ -21,7 +21,7 @@ _MIB = 1 << 20
 
 
 def started(pid: int, root: Path = Path("/proc")) -> int | None:
-    """Return when a process began, in clock ticks since boot. It identifies a process whose ID was reused."""
+    """Return when a process began, in clock ticks since boot. A later process with the same ID differs in it."""
     try:
         return read_stat(pid, root).start_ticks
     except OSError:

@@ -8,8 +8,10 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct
 
 from hvdtrain.comm.waiting import in_collective
 from hvdtrain.observe.encodable import encodable
@@ -24,18 +26,17 @@ FAILED, STALLED, CURRENT = "failed", "stalled", "here"
 TRAINING = "training"
 WATCHDOG_THREAD = "hvdtrain watchdog"
 
-_JSON_NAMES = {
+JSON_NAMES = {
     "process": "who",
     "open_spans": "open",
     "last_span": "last",
     "is_waiting": "waits",
     "memory_holders": "held",
 }
-"""Keys of `failure.json` (format 1) that differ from the attributes of `Statement`."""
+"""Keys of `failure.json` (format 1) that differ from names of attributes."""
 
 
-@dataclass(frozen=True)
-class RankProcess:
+class RankProcess(Struct, frozen=True):
     """A rank and its process.
 
     Attributes:
@@ -51,8 +52,7 @@ class RankProcess:
     began: int
 
 
-@dataclass(frozen=True)
-class Statement:
+class Statement(Struct, frozen=True, rename=JSON_NAMES):
     """The state of one rank.
 
     Attributes:
@@ -75,33 +75,15 @@ class Statement:
     time: float
     process: RankProcess
     step: int = 0
-    open_spans: list[tuple[str, float]] = field(default_factory=list)
+    open_spans: list[tuple[str, float]] = []
     last_span: str = ""
     idle_s: float = 0.0
-    in_flight: dict[str, float] = field(default_factory=dict)
+    in_flight: dict[str, float] = {}
     is_waiting: bool = False
-    memory: dict[str, float] = field(default_factory=dict)
+    memory: dict[str, float] = {}
     fault: Fault | None = None
-    stacks: dict[str, list[str]] = field(default_factory=dict)
-    memory_holders: dict[str, Any] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the statement as `failure.json` holds it."""
-        return renamed(asdict(self))
-
-
-def renamed(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Give attributes of `Statement` and of `SilentRank` their names in `failure.json`."""
-    return {_JSON_NAMES.get(name, name): value for name, value in fields.items()}
-
-
-def from_json(value: Mapping[str, Any]) -> Statement:
-    """Return the statement that `to_json` encoded."""
-    known = {f.name: value[key] for f in fields(Statement) if (key := _JSON_NAMES.get(f.name, f.name)) in value}
-    known["process"] = RankProcess(**value["who"])
-    known["fault"] = Fault(**value["fault"]) if value.get("fault") else None
-    known["open_spans"] = [(name, seconds) for name, seconds in value.get("open", [])]
-    return Statement(**known)
+    stacks: dict[str, list[str]] = {}
+    memory_holders: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -167,7 +149,7 @@ class StatementMaker:
             name = names.get(ident, f"thread {ident}")
             if name != WATCHDOG_THREAD:
                 lines = [encodable(line.rstrip()) for line in traceback.format_stack(frame)]
-                stacks[TRAINING if ident == self.thread else name] = lines
+                stacks[TRAINING if ident == self.thread else encodable(name)] = lines
             is_waiting = is_waiting or (ident == self.thread and in_collective(frame))
         return stacks, is_waiting
 

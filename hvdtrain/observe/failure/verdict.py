@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct
 
 from hvdtrain.observe.failure.process_states import DEAD, RUNNING, STOPPED, UNKNOWN, UNREACHABLE
 from hvdtrain.observe.failure.rank_names import agree, grouped, label, labels, place
@@ -14,8 +15,7 @@ EXCEPTION, KILLED, STALL = "exception", "killed", "stall"
 """Kinds of failures: an error was raised; a process ended without a statement; no progress."""
 
 
-@dataclass(frozen=True)
-class SilentRank:
+class SilentRank(Struct, frozen=True, rename={"process": "who"}):
     """A rank without a statement.
 
     Attributes:
@@ -28,11 +28,10 @@ class SilentRank:
     process: RankProcess
     state: str = UNKNOWN
     crash: str = ""
-    last: dict[str, Any] = field(default_factory=dict)
+    last: dict[str, Any] = {}
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(Struct, frozen=True):
     """The cause of a failure.
 
     Attributes:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
 from hvdtrain.errors import DataError
 from hvdtrain.observe.failure.card import make_card, render
 from hvdtrain.observe.failure.fault import fault
 from hvdtrain.observe.failure.process_states import GONE
-from hvdtrain.observe.failure.statement import CURRENT, FAILED, STALLED, RankProcess, Statement, from_json
+from hvdtrain.observe.failure.statement import CURRENT, FAILED, STALLED, RankProcess, Statement
 from hvdtrain.observe.failure.verdict import SilentRank, Verdict, find_cause, pending_collectives
 
 FACTS = {"time": 1.0, "size": 2, "run_dir": "run", "checkpoint": "run/checkpoints/step-000100", "resume": "again"}
@@ -41,7 +43,7 @@ def test_json_holds_everything_and_gives_the_same_statements_again() -> None:
     card = make_card(find_cause(statements, []), statements, [], [], **FACTS)
     again = json.loads(json.dumps(card))
     assert again == json.loads(json.dumps(again))
-    assert [from_json(value) for value in again["statements"]] == statements
+    assert msgspec.convert(again["statements"], list[Statement]) == statements
     assert again["format"] == 1
     assert FACTS.items() <= again.items()
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from hvdtrain.comm.base import Comm
@@ -109,7 +110,7 @@ def test_ranks_that_are_gone_are_seen_unless_they_left(tmp_path: Path) -> None:
 def test_only_processes_that_are_found_at_start_are_looked_for(tmp_path: Path) -> None:
     def body(comm: Comm) -> Mailbox:
         who = this_process(comm.rank, "a" if comm.rank < 3 else "b")
-        foreign = dataclasses.replace(who, began=who.began + 1)  # the number is another's in this container
+        foreign = msgspec.structs.replace(who, began=who.began + 1)  # the number is another's in this container
         return open_mailbox(tmp_path, comm, foreign if comm.rank == 2 else who)
 
     assert [sorted(mailbox.visible) for mailbox in on_ranks(4, body)] == [[1], [0], [0, 1], []]
@@ -163,7 +164,7 @@ def test_without_a_folder_a_dead_process_is_seen_and_nobody_else_is_heard(tmp_pa
 def test_a_statement_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mailboxes, read = _mailboxes(tmp_path), list[str]()
     get = Mailbox._get
-    monkeypatch.setattr(Mailbox, "_get", lambda mailbox, name: read.append(name) or get(mailbox, name))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(Mailbox, "_get", lambda mailbox, name, kind: read.append(name) or get(mailbox, name, kind))  # type: ignore[func-returns-value]
     known: dict[str, Statement] = {}
     for mailbox, kind in ((mailboxes[0], CURRENT), (mailboxes[1], CURRENT), (mailboxes[0], FAILED)):
         mailbox.post_statement(_of(mailbox, kind))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from hvdtrain.observe.failure.rank_names import agree, grouped, labels, place, ranges
 from hvdtrain.observe.failure.statement import CURRENT, Statement

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from hvdtrain.observe.failure.fault import Fault
 from hvdtrain.observe.failure.process_states import GONE, RUNNING, STOPPED, UNKNOWN, UNREACHABLE, ZOMBIE
