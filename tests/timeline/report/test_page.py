@@ -340,7 +340,7 @@ def test_of_very_many_ranks_the_costliest_are_shown_and_it_is_said(chromium: Web
     assert run(chromium, "return document.querySelectorAll('#rank-table tbody').length") == MOST_RANKS
     seen = run(chromium, "return document.body.innerText")
     assert f"{4096 - MOST_RANKS:,} ranks that cost less" in seen
-    assert "more lanes are left out" in seen
+    assert "more lanes are not shown" in seen
     assert severe(chromium) == []
 
 

@@ -10,7 +10,7 @@
   const context = canvas.getContext("2d");
   const RULER = 40, MARGIN = 6, STEP_US = 5;
 
-  // Slices of a lane as columns; `deep`: inside of how many others each lies, `longest`: of all, to find those in view.
+  // Slices of a lane as columns. `deep`: nesting depth; `longest`: longest slice, to find those in view.
   const lanes = packed.lanes.map(([label, row, steps]) => {
     const count = row.length / 3;
     const lane = { label, name: new Uint32Array(count), start: new Float64Array(count), end: new Float64Array(count),
@@ -41,7 +41,7 @@
     below += lane.height;
   }
   const total = Math.max(packed.end, STEP_US);
-  const begins = new Map();  // of steps, on the first lane; 0 is none
+  const begins = new Map();  // of steps, on the first lane; step 0 is no step
   lanes[0]?.step.forEach((step, i) => { if (step && !begins.has(step)) begins.set(step, lanes[0].start[i]); });
   const view = { from: 0, to: total, lane: -1, slice: -1 };
   let colours = {}, labels = 0, pending = false, hover = null;
@@ -57,7 +57,7 @@
     colours = { hues, ink, text: of("--text"), soft: of("--soft"), line: of("--line"), panel: of("--panel"), ring: of("--ring"), font: getComputedStyle(document.body).fontFamily };
   };
 
-  // The first slice that may reach into `us`, by bisection.
+  // The first slice that may overlap `us`, by bisection.
   const first = (lane, us) => {
     let low = 0, high = lane.start.length;
     while (low < high) {
@@ -81,7 +81,7 @@
     context.fillStyle = colours.panel;
     context.fillRect(0, 0, canvas.clientWidth, RULER);
     context.textAlign = "left";
-    let free = 0;  // the first pixel that no number of a step covers
+    let free = 0;  // the first pixel without a step number
     for (const [step, at] of begins) {
       const px = Math.round(x(at)) + 0.5, text = `step ${step}`;
       if (at < view.from || at > view.to) continue;
@@ -108,7 +108,7 @@
   const drawLane = (lane, number, offset) => {
     const top = lane.top - offset, chosen = number === view.lane;
     const count = lane.start.length, right = labels + width();
-    const reached = [-1, -1, -1, -1];  // of each depth, the last pixel drawn: what would fall onto it alone is left out
+    const reached = [-1, -1, -1, -1];  // last pixel drawn at each depth: slices within it are skipped
     for (let i = first(lane, view.from); i < count && lane.start[i] < view.to; i++) {
       if (lane.end[i] < view.from) continue;
       const deep = lane.deep[i];
@@ -146,7 +146,7 @@
   const draw = () => {
     pending = false;
     const ratio = devicePixelRatio || 1, wide = box.clientWidth;
-    const high = Math.min(below, parseFloat(getComputedStyle(box).maxHeight) || below);  // paper has no maximum
+    const high = Math.min(below, parseFloat(getComputedStyle(box).maxHeight) || below);  // no maximum on paper
     if (canvas.width !== Math.round(wide * ratio) || canvas.height !== Math.round(high * ratio)) {
       canvas.width = Math.round(wide * ratio);
       canvas.height = Math.round(high * ratio);
@@ -278,7 +278,7 @@
   }
 
   document.addEventListener("colours", () => { readColours(); soon(); });
-  matchMedia("print").addEventListener("change", () => { readColours(); draw(); });  // paper waits for no frame
+  matchMedia("print").addEventListener("change", () => { readColours(); draw(); });  // printing waits for no frame
   new ResizeObserver(soon).observe(box);
   readColours();
   draw();

@@ -3,7 +3,7 @@
   const root = document.documentElement;
   const said = document.getElementById("said");
 
-  // Light or dark: the system's choice until the button is pressed.
+  // Theme: the system's choice until the button is pressed.
   const theme = document.getElementById("theme");
   const system = matchMedia("(prefers-color-scheme: dark)");
   const kept = () => { try { return localStorage.getItem("hvdtrain-theme"); } catch { return null; } };
@@ -19,13 +19,13 @@
   system.addEventListener("change", show);
   show();
 
-  // Flags to try are copied by their button.
+  // Copy buttons of options and commands.
   const copied = (button) => {
     said.textContent = `copied ${button.dataset.copy}`;
     button.textContent = "copied";
     setTimeout(() => { button.textContent = "copy"; }, 1500);
   };
-  const byHand = (button) => {  // where the page may not use the clipboard, as one from a file or over plain HTTP
+  const byHand = (button) => {  // without clipboard access: pages from files or over plain HTTP
     const code = button.previousElementSibling;
     getSelection().selectAllChildren(code);
     if (document.execCommand("copy")) { getSelection().removeAllRanges(); copied(button); }
@@ -38,7 +38,7 @@
     });
   }
 
-  // What is too wide is reached by the keyboard too.
+  // Make wide content scrollable by keyboard.
   const wide = new ResizeObserver((entries) => {
     for (const { target } of entries) {
       if (target.scrollWidth > target.clientWidth) target.tabIndex = 0; else target.removeAttribute("tabindex");
@@ -46,7 +46,7 @@
   });
   for (const box of document.querySelectorAll(".scroll")) wide.observe(box);
 
-  // Ranks: each is a body of two rows, the second of which says why.
+  // Each rank is a table body of two rows; the second shows the causes.
   for (const button of document.querySelectorAll(".why")) {
     button.addEventListener("click", () => {
       const open = button.getAttribute("aria-expanded") !== "true";
