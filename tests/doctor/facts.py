@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.doctor.checks import examine
-from hvdtrain.doctor.facts import Gathered
+from hvdtrain.doctor.facts import DoctorFacts
 from hvdtrain.doctor.facts.child import Answer
 from hvdtrain.doctor.facts.gpu import GpuFacts
 from hvdtrain.doctor.facts.installation import Installation
@@ -33,7 +33,7 @@ DOCKER0 = Interface("docker0", "172.17.0.1", virtual=True)
 GIB = 1 << 30
 GLOO = RankInfo("horovod-gloo", 0, 2, 0, 2, "node")
 
-WELL = Gathered(
+WELL = DoctorFacts(
     info=RankInfo("openmpi", 0, 2, 0, 2, "node"),
     choices=[],
     environ={"OMPI_COMM_WORLD_RANK": "0"},
@@ -73,7 +73,7 @@ WELL = Gathered(
 )
 
 
-def changed(facts: Gathered = WELL, **changes: Any) -> Gathered:
+def changed(facts: DoctorFacts = WELL, **changes: Any) -> DoctorFacts:
     """Facts with other values; of a topic a dict of those that differ."""
     new = {
         name: dataclasses.replace(getattr(facts, name), **value)
@@ -84,7 +84,7 @@ def changed(facts: Gathered = WELL, **changes: Any) -> Gathered:
     return dataclasses.replace(facts, **new)
 
 
-def finding(name: str, facts: Gathered) -> Finding:
+def finding(name: str, facts: DoctorFacts) -> Finding:
     """The one finding of a name."""
     (found,) = [one for one in examine(facts) if one.name == name]
     return found

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.doctor.checks import examine
-from hvdtrain.doctor.facts import Gathered
+from hvdtrain.doctor.facts import DoctorFacts
 from hvdtrain.doctor.facts.child import Answer
 from tests.doctor.facts import changed
 from tests.support.doctor import Findings, as_in_a_container, look, on_path, program
@@ -32,7 +32,7 @@ def fake(**changes: Any) -> Provoke:
     return MadeUp(changes)
 
 
-def told(facts: Gathered) -> Findings:
+def told(facts: DoctorFacts) -> Findings:
     return {finding.name: finding.as_data() for finding in examine(facts)}
 
 

@@ -18,7 +18,7 @@ from hvdtrain.install.versions import MpiBuild
 from tests.doctor import rows_installation, rows_machine, rows_start
 from tests.doctor.facts import WELL
 from tests.doctor.provoke import MadeUp, Provoke, told
-from tests.install.probe_examples import NCCL, TOOLKIT, TORCH_CUDA, at_hand
+from tests.install.probe_examples import NCCL, TOOLKIT, TORCH_CUDA, example_probe
 
 
 def _slow_if_real(row: Any) -> Any:
@@ -68,7 +68,7 @@ def test_on_a_machine_that_is_well_none_of_them_is_named() -> None:
     assert not [finding for finding in told(WELL).values() if finding["level"] != "ok"]
 
 
-CPU, CUDA = at_hand(), at_hand(torch=TORCH_CUDA, cuda=TOOLKIT, nccl=NCCL, environ={"PATH": "/usr/bin"})
+CPU, CUDA = example_probe(), example_probe(torch=TORCH_CUDA, cuda=TOOLKIT, nccl=NCCL, environ={"PATH": "/usr/bin"})
 CALLED = ["-std=c++14", "-c", "/src/x.cc"]
 
 
@@ -87,7 +87,7 @@ CALLED = ["-std=c++14", "-c", "/src/x.cc"]
         ("NCCL has to be found at run time", lambda: "$ORIGIN/../../nvidia/nccl/lib" in plan(CUDA).wrapper),
         (
             "a CUDA toolkit adds CUDA by itself",
-            lambda: plan(at_hand(torch=TORCH_CUDA, cuda=TOOLKIT), "none").gpu == "copy",
+            lambda: plan(example_probe(torch=TORCH_CUDA, cuda=TOOLKIT), "none").gpu == "copy",
         ),
         (
             "the label tells torch, MPI and NCCL",
@@ -100,4 +100,4 @@ def test_what_only_a_build_can_meet_is_met_by_ours(row: str, does: Callable[[], 
 
 
 def test_the_build_names_the_mpi_that_it_is_for() -> None:
-    assert plan(at_hand()).label.mpi == MpiBuild("openmpi", "4.1.8")
+    assert plan(example_probe()).label.mpi == MpiBuild("openmpi", "4.1.8")

@@ -29,7 +29,7 @@ TOOLKIT = FoundCuda(Path("/usr/local/cuda"), "13.0", (75, 80, 86, 89, 90, 100, 1
 NCCL = FoundNccl(SITE / "nvidia/nccl/include", SITE / "nvidia/nccl/lib/libnccl.so.2", "2.29", in_site=True)
 
 
-def at_hand(**changes: Any) -> Probe:
+def example_probe(**changes: Any) -> Probe:
     """Everything that a CPU build needs, with changes."""
     values: dict[str, Any] = {
         "python": PYTHON,

@@ -21,7 +21,7 @@ from hvdtrain.install.build import build, pending
 from hvdtrain.install.build_plan import BuildPlan, plan
 from hvdtrain.install.record import BuildRecord
 from hvdtrain.install.steps import Step, explain_failure
-from tests.install.probe_examples import at_hand
+from tests.install.probe_examples import example_probe
 from tests.support.launch import TIMEOUT_S
 
 
@@ -37,7 +37,7 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BuildPlan:
     """A plan whose commands do at once what the real ones do."""
     monkeypatch.setattr(module, "installed", lambda: None)
     monkeypatch.setattr(module, "SDIST_SHA256", hashlib.sha256(b"source").hexdigest())
-    real = plan(at_hand(cache=tmp_path / "cache"))
+    real = plan(example_probe(cache=tmp_path / "cache"))
     count = "open('../count', 'a').write('x');"
     steps = (
         python_step("sdist", f"open('sdist/{real.sdist.name}', 'wb').write(b'source')"),

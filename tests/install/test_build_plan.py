@@ -24,7 +24,7 @@ from tests.install.probe_examples import (
     TOOLKIT,
     TORCH_CPU,
     TORCH_CUDA,
-    at_hand,
+    example_probe,
 )
 
 CUDA_NAMES = {"CUDA_HOME", "HOROVOD_CUDA_HOME", "HOROVOD_BUILD_CUDA_CC_LIST"}
@@ -51,13 +51,13 @@ def environment(planned: BuildPlan) -> dict[str, str]:
 def test_gpu_operations_follow_torch_and_toolkit(
     torch: FoundTorch, cuda: Any, asked: str, gpu: str, names: set[str]
 ) -> None:
-    planned = plan(at_hand(torch=torch, cuda=cuda, nccl=NCCL), asked)
+    planned = plan(example_probe(torch=torch, cuda=cuda, nccl=NCCL), asked)
     assert planned.gpu == gpu
     assert (CUDA_NAMES | NCCL_NAMES) & set(environment(planned)) == names
 
 
 def test_the_cpu_build() -> None:
-    planned = plan(at_hand(cores=7))
+    planned = plan(example_probe(cores=7))
     assert planned.version == "0.28.1+torch2.13.0.cpu.openmpi4.1.8"
     values = environment(planned)
     assert values["HOROVOD_LOCAL_VERSION"] == "torch2.13.0.cpu.openmpi4.1.8"
@@ -73,7 +73,7 @@ def test_the_cpu_build() -> None:
 
 
 def test_the_nccl_build() -> None:
-    planned = plan(at_hand(torch=TORCH_CUDA, cuda=TOOLKIT, nccl=NCCL))
+    planned = plan(example_probe(torch=TORCH_CUDA, cuda=TOOLKIT, nccl=NCCL))
     assert planned.version == "0.28.1+torch2.12.1.cu130.openmpi4.1.8.nccl2.29"
     values = environment(planned)
     assert values["HOROVOD_GPU_OPERATIONS"] == "NCCL"
@@ -87,26 +87,26 @@ def test_the_nccl_build() -> None:
 
 
 def test_an_old_compiler_gets_an_older_standard() -> None:
-    planned = plan(at_hand(compiler=dataclasses.replace(GCC, version="9.4.0")))
+    planned = plan(example_probe(compiler=dataclasses.replace(GCC, version="9.4.0")))
     assert "c++17" in shlex.split(planned.wrapper.splitlines()[1])
 
 
 def test_a_user_chooses_the_cuda_architectures() -> None:
     own = {"HOROVOD_BUILD_CUDA_CC_LIST": "90"}
-    planned = plan(at_hand(torch=TORCH_CUDA, cuda=TOOLKIT, nccl=NCCL, environ=own))
+    planned = plan(example_probe(torch=TORCH_CUDA, cuda=TOOLKIT, nccl=NCCL, environ=own))
     assert environment(planned)["HOROVOD_BUILD_CUDA_CC_LIST"] == "90"
 
 
 def test_what_is_missing_is_installed_first() -> None:
     lacking = dataclasses.replace(PYTHON, missing=("cffi",))
-    planned = plan(at_hand(python=lacking, cmake=None))
+    planned = plan(example_probe(python=lacking, cmake=None))
     assert planned.steps[0].argv[-3:] == ("install", "cffi", "cmake")
     assert environment(planned)["HOROVOD_CMAKE"] == "/env/bin/cmake"
-    assert plan(at_hand()).steps[0].name == "sdist"
+    assert plan(example_probe()).steps[0].name == "sdist"
 
 
 def test_everything_that_is_run_is_printed() -> None:
-    planned = plan(at_hand(torch=TORCH_CUDA, cuda=TOOLKIT, nccl=NCCL))
+    planned = plan(example_probe(torch=TORCH_CUDA, cuda=TOOLKIT, nccl=NCCL))
     text = str(planned)
     for step in planned.steps:
         assert shlex.join(step.argv) in text
@@ -117,9 +117,9 @@ def test_everything_that_is_run_is_printed() -> None:
 
 
 def test_the_proof_needs_no_ssh() -> None:
-    assert dict(plan(at_hand(remote_shell=False)).proof_environment)["OMPI_MCA_plm_rsh_agent"] == "/bin/false"
-    assert "OMPI_MCA_plm_rsh_agent" not in dict(plan(at_hand()).proof_environment)
-    assert plan(at_hand(remote_shell=False)).key == plan(at_hand()).key
+    assert dict(plan(example_probe(remote_shell=False)).proof_environment)["OMPI_MCA_plm_rsh_agent"] == "/bin/false"
+    assert "OMPI_MCA_plm_rsh_agent" not in dict(plan(example_probe()).proof_environment)
+    assert plan(example_probe(remote_shell=False)).key == plan(example_probe()).key
 
 
 DIFFERENT: list[dict[str, Any]] = [
@@ -143,16 +143,16 @@ DIFFERENT: list[dict[str, Any]] = [
 def test_each_thing_that_changes_the_wheel_changes_the_key() -> None:
     keys = []
     for changes in DIFFERENT:
-        probe = at_hand(**changes)
+        probe = example_probe(**changes)
         asked = "none" if probe.cuda and probe.nccl is None else "auto"
         keys.append(plan(probe, asked).key)
     assert len(set(keys)) == len(keys)
 
 
 def test_a_wheel_of_an_older_recipe_is_not_taken_for_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    new = plan(at_hand())
+    new = plan(example_probe())
     monkeypatch.setattr(module, "RECIPE", f"older {module.RECIPE}")
-    old = plan(at_hand())
+    old = plan(example_probe())
     assert (new.key != old.key, new.wheel != old.wheel) == (True, True)
 
 
@@ -161,9 +161,9 @@ def test_the_same_build_in_another_environment_has_the_same_key() -> None:
     site = other / "lib/python3.11/site-packages"
     python = dataclasses.replace(PYTHON, executable=str(other / "bin/python"), prefix=other, site=site)
     mpi = dataclasses.replace(MPI, mpicxx=other / "bin/mpicxx", mpirun=other / "bin/mpirun")
-    moved = at_hand(python=python, mpi=mpi, torch=dataclasses.replace(TORCH_CPU, root=site / "torch"), cores=64)
-    assert plan(moved).key == plan(at_hand()).key
-    assert str(PREFIX) not in plan(at_hand()).key
+    moved = example_probe(python=python, mpi=mpi, torch=dataclasses.replace(TORCH_CPU, root=site / "torch"), cores=64)
+    assert plan(moved).key == plan(example_probe()).key
+    assert str(PREFIX) not in plan(example_probe()).key
 
 
 @pytest.mark.parametrize(
@@ -191,6 +191,6 @@ def test_the_same_build_in_another_environment_has_the_same_key() -> None:
 )
 def test_what_is_missing_is_named_with_what_mends_it(changes: dict[str, Any], asked: str, words: list[str]) -> None:
     with pytest.raises(BuildError) as caught:
-        plan(at_hand(**changes), asked)
+        plan(example_probe(**changes), asked)
     for word in words:
         assert word in str(caught.value)

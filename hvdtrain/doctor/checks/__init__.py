@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hvdtrain.doctor.checks import gpu, host, installation, launcher, mpi, nccl_log, network, storage, variables
-from hvdtrain.doctor.facts import Gathered
+from hvdtrain.doctor.facts import DoctorFacts
 from hvdtrain.doctor.finding import Finding
 
-CHECKS: tuple[Callable[[Gathered], Finding | None], ...] = (
+CHECKS: tuple[Callable[[DoctorFacts], Finding | None], ...] = (
     installation.hvdtrain,
     installation.torch,
     installation.torch_files,
@@ -67,6 +67,6 @@ CHECKS: tuple[Callable[[Gathered], Finding | None], ...] = (
 )
 
 
-def examine(facts: Gathered) -> list[Finding]:
+def examine(facts: DoctorFacts) -> list[Finding]:
     """Run all checks and return their findings. A check that does not apply returns None."""
     return [finding for check in CHECKS if (finding := check(facts)) is not None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hvdtrain.doctor.facts import Gathered
+from hvdtrain.doctor.facts import DoctorFacts
 from hvdtrain.doctor.finding import Finding
 from hvdtrain.install.record import BUILD_COMMAND
 
@@ -11,7 +11,7 @@ _DRIVER_OF_CUDA = {11: "450.80", 12: "525.60", 13: "580.65"}
 """The oldest Linux driver for each major version of CUDA, from the release notes of the CUDA Toolkit."""
 
 
-def gpus(facts: Gathered) -> Finding:
+def gpus(facts: DoctorFacts) -> Finding:
     """Compare the GPUs that torch can use with those of the machine."""
     torch, machine = facts.installation.torch, facts.gpu
     names: list[str] = list(torch.values.get("gpus", []))
@@ -35,7 +35,7 @@ def gpus(facts: Gathered) -> Finding:
     return Finding("gpus", "warning", "none", why, fix)
 
 
-def driver(facts: Gathered) -> Finding | None:
+def driver(facts: DoctorFacts) -> Finding | None:
     """Compare the driver with the CUDA version of torch."""
     machine, cuda = facts.gpu, facts.installation.torch.values.get("cuda")
     if not cuda or not (machine.devices or machine.on_bus):
@@ -58,7 +58,7 @@ def driver(facts: Gathered) -> Finding | None:
     return Finding("driver", "ok", found)
 
 
-def nccl(facts: Gathered) -> Finding | None:
+def nccl(facts: DoctorFacts) -> Finding | None:
     """Check that Horovod can exchange GPU tensors with NCCL."""
     installed = facts.installation
     if not installed.torch.values.get("gpus") or installed.horovod.error:
@@ -70,7 +70,7 @@ def nccl(facts: Gathered) -> Finding | None:
     return Finding("nccl", "warning", "not built in", "GPU gradients are copied through CPU memory, which is slow", fix)
 
 
-def nccl_library(facts: Gathered) -> Finding | None:
+def nccl_library(facts: DoctorFacts) -> Finding | None:
     """Check that the NCCL that Horovod was built with still exists and matches the one of torch."""
     installed = facts.installation
     if installed.nccl is None:
@@ -87,7 +87,7 @@ def nccl_library(facts: Gathered) -> Finding | None:
     return Finding("libnccl", "ok", str(installed.horovod.values.get("libnccl") or installed.nccl.path), minor=True)
 
 
-def pinned_memory(facts: Gathered) -> Finding | None:
+def pinned_memory(facts: DoctorFacts) -> Finding | None:
     """Check that host memory can be pinned, so that copies to the GPU are asynchronous."""
     if not facts.installation.torch.values.get("gpus"):
         return None
@@ -97,7 +97,7 @@ def pinned_memory(facts: Gathered) -> Finding | None:
     return Finding("pinned_memory", "ok", "64 MiB can be pinned", minor=True)
 
 
-def gpu_direct(facts: Gathered) -> Finding | None:
+def gpu_direct(facts: DoctorFacts) -> Finding | None:
     """Check whether network cards can access GPU memory directly."""
     if not facts.installation.torch.values.get("gpus") or not facts.network.rdma:
         return None
@@ -109,7 +109,7 @@ def gpu_direct(facts: Gathered) -> Finding | None:
     return Finding("gpudirect", "warning", "nvidia_peermem is not loaded", why, fix)
 
 
-def half_routes(facts: Gathered) -> Finding | None:
+def half_routes(facts: DoctorFacts) -> Finding | None:
     """Report how bf16 and fp16 are computed here, and how their gradients are exchanged."""
     values, flags = facts.installation.torch.values, facts.machine.cpu_flags
     if facts.installation.torch.error:

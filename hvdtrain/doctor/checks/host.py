@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hvdtrain.doctor.facts import Gathered
+from hvdtrain.doctor.facts import DoctorFacts
 from hvdtrain.doctor.facts.machine import UNLIMITED
 from hvdtrain.doctor.finding import Finding
 from hvdtrain.runtime.environment import NO_LAUNCHER
@@ -17,7 +17,7 @@ _PROCESSES_PER_RANK = 64
 _LOCKED_BYTES = 64 * _MIB
 
 
-def host(facts: Gathered) -> Finding:
+def host(facts: DoctorFacts) -> Finding:
     """Describe the machine."""
     system, cores, own = facts.machine.system, facts.machine.host.cores, facts.machine.host.own_cores
     bound = f" ({own} usable by this process)" if own != cores else ""
@@ -25,7 +25,7 @@ def host(facts: Gathered) -> Finding:
     return Finding("host", "ok", text)
 
 
-def binding(facts: Gathered) -> Finding | None:
+def binding(facts: DoctorFacts) -> Finding | None:
     """Check that the launcher did not bind this rank to fewer cores than its share."""
     found, share = facts.machine.host, facts.machine.host.cores // facts.info.local_size
     if facts.info.launcher == NO_LAUNCHER or found.own_cores >= share:
@@ -35,7 +35,7 @@ def binding(facts: Gathered) -> Finding | None:
     return Finding("binding", "warning", f"this rank is bound to {found.own_cores} core(s)", why, fix)
 
 
-def oversubscription(facts: Gathered) -> Finding | None:
+def oversubscription(facts: DoctorFacts) -> Finding | None:
     """Check that the ranks have no more threads than there are cores."""
     known = Facts(facts.info, facts.machine.host, facts.mpi.library, facts.environ)
     cores, busy = facts.machine.host.cores, facts.info.local_size * known.threads
@@ -51,7 +51,7 @@ def oversubscription(facts: Gathered) -> Finding | None:
     return Finding("oversubscription", "warning", found, why, fix)
 
 
-def quota(facts: Gathered) -> Finding | None:
+def quota(facts: DoctorFacts) -> Finding | None:
     """Report a container's CPU quota that is smaller than the machine."""
     cores, processors = facts.machine.host.cores, facts.machine.processors
     if not facts.machine.host.quota or cores >= processors:
@@ -61,7 +61,7 @@ def quota(facts: Gathered) -> Finding | None:
     return Finding("quota", "ok", found, f"{why}; hvdtrain sets {THREADS} accordingly; loader workers count too")
 
 
-def memory(facts: Gathered) -> Finding | None:
+def memory(facts: DoctorFacts) -> Finding | None:
     """Check that a container's memory limit is large enough for its ranks."""
     limit, ranks = facts.machine.memory_limit_bytes, facts.info.local_size
     if limit is None or limit >= facts.machine.memory_bytes:
@@ -79,7 +79,7 @@ def memory(facts: Gathered) -> Finding | None:
     )
 
 
-def shared_memory(facts: Gathered) -> Finding | None:
+def shared_memory(facts: DoctorFacts) -> Finding | None:
     """Check that /dev/shm has room for loader workers, NCCL and MPI."""
     total, free, ranks = facts.machine.shm_bytes, facts.machine.shm_free_bytes, facts.info.local_size
     fix = "docker run --shm-size=8g or --ipc=host; in a pod: mount an emptyDir with medium Memory at /dev/shm"
@@ -96,7 +96,7 @@ def shared_memory(facts: Gathered) -> Finding | None:
     return Finding("shm", "warning", found, why, f"{fix}; or --loader.workers 0")
 
 
-def open_files(facts: Gathered) -> Finding:
+def open_files(facts: DoctorFacts) -> Finding:
     """Check that a rank may open a connection to each peer."""
     limits, needed = facts.machine.limits, _FILES + _FILES_PER_RANK * facts.info.size
     if not _below(limits.files, needed):
@@ -108,7 +108,7 @@ def open_files(facts: Gathered) -> Finding:
     return Finding("files", "warning", f"{limits.files} open files at most (ulimit -n)", why, fix)
 
 
-def processes(facts: Gathered) -> Finding:
+def processes(facts: DoctorFacts) -> Finding:
     """Check that the ranks of this host may start their threads."""
     limit, needed = facts.machine.limits.processes, facts.info.local_size * _PROCESSES_PER_RANK
     if facts.machine.is_root or not _below(limit, needed):
@@ -118,7 +118,7 @@ def processes(facts: Gathered) -> Finding:
     return Finding("processes", "warning", f"{limit} processes and threads (ulimit -u)", why, fix)
 
 
-def locked_memory(facts: Gathered) -> Finding | None:
+def locked_memory(facts: DoctorFacts) -> Finding | None:
     """Check that memory can be locked if there is an RDMA network card."""
     limit = facts.machine.limits.locked_bytes
     if not facts.network.rdma:
@@ -133,7 +133,7 @@ def locked_memory(facts: Gathered) -> Finding | None:
     return Finding("memlock", "warning", f"{limit // 1024} KiB of memory may be locked (ulimit -l)", why, fix)
 
 
-def huge_pages(facts: Gathered) -> Finding | None:
+def huge_pages(facts: DoctorFacts) -> Finding | None:
     """Check that programs can request transparent huge pages."""
     setting = facts.machine.huge_pages
     if setting in ("always", "madvise"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from hvdtrain.doctor.facts import Gathered
+from hvdtrain.doctor.facts import DoctorFacts
 from hvdtrain.doctor.finding import Finding
 from hvdtrain.install.record import BUILD_COMMAND, BuildRecord
 
@@ -54,13 +54,13 @@ _IMPORT_ERRORS = (
 """Errors of importing Horovod: pattern, cause, fix."""
 
 
-def hvdtrain(facts: Gathered) -> Finding:
+def hvdtrain(facts: DoctorFacts) -> Finding:
     """Report the versions of hvdtrain and Python."""
     version, python = facts.installation.packages["hvdtrain"], facts.machine.system["python"]
     return Finding("hvdtrain", "ok", f"{version or 'not installed'} on Python {python}")
 
 
-def torch(facts: Gathered) -> Finding:
+def torch(facts: DoctorFacts) -> Finding:
     """Check that torch can be imported."""
     answer = facts.installation.torch
     if answer.error:
@@ -70,7 +70,7 @@ def torch(facts: Gathered) -> Finding:
     return Finding("torch", "ok", f"{values['version']}, {cuda}, {values['threads']} threads per process")
 
 
-def horovod(facts: Gathered) -> Finding:
+def horovod(facts: DoctorFacts) -> Finding:
     """Check that Horovod is built for this torch and can be imported."""
     record, answer = facts.installation.record, facts.installation.horovod
     if record is None:
@@ -107,7 +107,7 @@ def _features(record: BuildRecord) -> str:
     return ", ".join(text for text, applies in parts.items() if applies)
 
 
-def stock_build(facts: Gathered) -> Finding | None:
+def stock_build(facts: DoctorFacts) -> Finding | None:
     """Report what a Horovod lacks that `hvdtrain build-horovod` of this version did not build."""
     record = facts.installation.record
     if record is None or facts.installation.horovod.error or (record.quiet and record.prompt and record.fixed):
@@ -121,7 +121,7 @@ def stock_build(facts: Gathered) -> Finding | None:
     return Finding("horovod_build", "warning", "not built by this version of hvdtrain", why, BUILD_COMMAND)
 
 
-def distutils(facts: Gathered) -> Finding | None:
+def distutils(facts: DoctorFacts) -> Finding | None:
     """Check that horovodrun finds distutils, which Python 3.12 removed."""
     installed = facts.installation
     if installed.record is None or installed.python < (3, 12) or installed.distutils:
@@ -131,7 +131,7 @@ def distutils(facts: Gathered) -> Finding | None:
     return Finding("distutils", "warning", f"missing in Python {major}.{minor}", why, "pip install setuptools")
 
 
-def packages(facts: Gathered) -> Finding:
+def packages(facts: DoctorFacts) -> Finding:
     """Check that the packages of the default task are installed."""
     versions = facts.installation.packages
     found = ", ".join(f"{name} {versions[name] or 'not installed'}" for name in ("transformers", "numpy"))
@@ -141,7 +141,7 @@ def packages(facts: Gathered) -> Finding:
     return Finding("packages", "ok", found)
 
 
-def torch_files(facts: Gathered) -> Finding | None:
+def torch_files(facts: DoctorFacts) -> Finding | None:
     """Warn of a torch with a ``torch.load(weights_only=True)`` that can execute code from the file."""
     version = re.match(r"(\d+)\.(\d+)", str(facts.installation.torch.values.get("version", "")))
     if version is None or (int(version[1]), int(version[2])) >= (2, 10):

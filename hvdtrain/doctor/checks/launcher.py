@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from hvdtrain.config.windows import AUTO
-from hvdtrain.doctor.facts import Gathered
+from hvdtrain.doctor.facts import DoctorFacts
 from hvdtrain.doctor.finding import Finding
 from hvdtrain.install.record import BUILD_COMMAND
 from hvdtrain.runtime.environment import GLOO_LAUNCHER, LAUNCHERS, NO_LAUNCHER, elastic, rank_label
@@ -19,7 +19,7 @@ _PMI = {"openmpi": ("PMIX_RANK", "pmix"), "mpich": ("PMI_RANK", "pmi2")}
 _SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIALS?)$")
 
 
-def launcher(facts: Gathered) -> Finding:
+def launcher(facts: DoctorFacts) -> Finding:
     """Report the launcher and check that Horovod uses its MPI."""
     found, refusal = f"{facts.info.launcher}, {rank_label(facts.info)}", facts.mpi.refusal
     if refusal is not None:
@@ -33,7 +33,7 @@ def launcher(facts: Gathered) -> Finding:
     return Finding("launcher", "ok", found, note)
 
 
-def stale_launcher(facts: Gathered) -> Finding | None:
+def stale_launcher(facts: DoctorFacts) -> Finding | None:
     """Check that no variables of another launcher are left over from a shell or a job script."""
     if facts.info.launcher != GLOO_LAUNCHER or elastic(facts.environ):
         return None
@@ -48,7 +48,7 @@ def stale_launcher(facts: Gathered) -> Finding | None:
     return Finding("launcher_variables", "broken", found, why, fix)
 
 
-def controller(facts: Gathered) -> Finding | None:
+def controller(facts: DoctorFacts) -> Finding | None:
     """Check that HOROVOD_CONTROLLER fits the launcher."""
     requested = facts.environ.get("HOROVOD_CONTROLLER", "").lower()
     by = "gloo" if facts.info.launcher == GLOO_LAUNCHER else "mpi"
@@ -58,7 +58,7 @@ def controller(facts: Gathered) -> Finding | None:
     return Finding("controller", "broken", f"HOROVOD_CONTROLLER={requested}", why, "unset HOROVOD_CONTROLLER")
 
 
-def slurm_step(facts: Gathered) -> Finding | None:
+def slurm_step(facts: DoctorFacts) -> Finding | None:
     """Check that srun uses the PMI that the MPI understands. Without any PMI, `launcher` reports it."""
     library = facts.mpi.library
     if facts.mpi.refusal or facts.info.launcher != "slurm" or facts.info.size == 1 or library is None:
@@ -72,7 +72,7 @@ def slurm_step(facts: Gathered) -> Finding | None:
     return Finding("srun", "warning", found, why, fix)
 
 
-def rendezvous(facts: Gathered) -> Finding | None:
+def rendezvous(facts: DoctorFacts) -> Finding | None:
     """Warn of the open rendezvous server of ``horovodrun --gloo``."""
     if not (why := describe_exposure(facts.environ)):
         return None
@@ -80,7 +80,7 @@ def rendezvous(facts: Gathered) -> Finding | None:
     return Finding("rendezvous", "warning", "open to the network", why, fix)
 
 
-def secrets(facts: Gathered) -> Finding | None:
+def secrets(facts: DoctorFacts) -> Finding | None:
     """Name secret variables that ``horovodrun --gloo`` writes on command lines, where all users can read them."""
     if facts.info.launcher != GLOO_LAUNCHER or elastic(facts.environ):
         return None
@@ -97,7 +97,7 @@ def secrets(facts: Gathered) -> Finding | None:
     return Finding("secrets", "warning", ", ".join(names), why, fix)
 
 
-def half_over_gloo(facts: Gathered) -> Finding | None:
+def half_over_gloo(facts: DoctorFacts) -> Finding | None:
     """Warn of fp16 compression if Gloo would sum halves on the CPU."""
     if facts.info.launcher != GLOO_LAUNCHER or facts.installation.torch.values.get("gpus"):
         return None
@@ -105,7 +105,7 @@ def half_over_gloo(facts: Gathered) -> Finding | None:
     return Finding("gloo", "warning", "ranks communicate over Gloo on the CPU", why, "horovodrun --mpi, or mpirun")
 
 
-def timeline(facts: Gathered) -> Finding | None:
+def timeline(facts: DoctorFacts) -> Finding | None:
     """Report what `--observe.timeline auto` would record under this launcher."""
     if facts.info.size == 1:
         return None

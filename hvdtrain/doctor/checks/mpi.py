@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from hvdtrain.doctor.facts import Gathered
+from hvdtrain.doctor.facts import DoctorFacts
 from hvdtrain.doctor.finding import Finding
 from hvdtrain.install.open_mpi import ROOT_MAY_RUN, start_variables
 from hvdtrain.install.record import BUILD_COMMAND
@@ -13,7 +13,7 @@ from hvdtrain.install.versions import MpiBuild
 from hvdtrain.runtime.environment import NO_LAUNCHER
 
 
-def libmpi(facts: Gathered) -> Finding | None:
+def libmpi(facts: DoctorFacts) -> Finding | None:
     """Check that the MPI library of Horovod exists, loads, and has the version of the build."""
     library, version = facts.mpi.library, facts.mpi.library_version
     if library is None:
@@ -37,7 +37,7 @@ def libmpi(facts: Gathered) -> Finding | None:
     return Finding("libmpi", "ok", found)
 
 
-def mpirun(facts: Gathered) -> Finding:
+def mpirun(facts: DoctorFacts) -> Finding:
     """Check that the mpirun on PATH belongs to the library that Horovod loads."""
     program, version, library = facts.mpi.mpirun, facts.mpi.mpirun_version, facts.mpi.library
     if program is None or version is None:
@@ -61,7 +61,7 @@ def mpirun(facts: Gathered) -> Finding:
     return Finding("mpirun", "ok", found, prefix)
 
 
-def horovodrun(facts: Gathered) -> Finding | None:
+def horovodrun(facts: DoctorFacts) -> Finding | None:
     """Check that horovodrun is on PATH and can drive this mpirun."""
     mpirun = MpiBuild.from_version_text(facts.mpi.mpirun_version)
     if facts.info.launcher != NO_LAUNCHER or facts.installation.record is None:
@@ -76,7 +76,7 @@ def horovodrun(facts: Gathered) -> Finding | None:
     return Finding("horovodrun", "warning", "it cannot drive this mpirun", why, fix)
 
 
-def mpi4py(facts: Gathered) -> Finding | None:
+def mpi4py(facts: DoctorFacts) -> Finding | None:
     """Check that mpi4py loads the same library as Horovod."""
     package, library = facts.mpi.mpi4py, facts.mpi.library
     if package is None or library is None or library.path is None:
@@ -97,7 +97,7 @@ def mpi4py(facts: Gathered) -> Finding | None:
     return Finding("mpi4py", "warning", found, why, fix)
 
 
-def opal_prefix(facts: Gathered) -> Finding | None:
+def opal_prefix(facts: DoctorFacts) -> Finding | None:
     """Check that OPAL_PREFIX is the prefix of the Open MPI that Horovod loads."""
     prefix, file, library = facts.mpi.prefix, facts.mpi.file, facts.mpi.library
     if prefix is None or file is None or library is None or library.family != "openmpi":
@@ -108,7 +108,7 @@ def opal_prefix(facts: Gathered) -> Finding | None:
     return Finding("opal_prefix", "broken", f"OPAL_PREFIX={prefix}", why, "unset OPAL_PREFIX")
 
 
-def as_root(facts: Gathered) -> Finding | None:
+def as_root(facts: DoctorFacts) -> Finding | None:
     """Warn that Open MPI refuses to run as root unless two variables allow it."""
     mpirun = MpiBuild.from_version_text(facts.mpi.mpirun_version)
     allowed = all(facts.environ.get(name) for name in ROOT_MAY_RUN)
@@ -120,7 +120,7 @@ def as_root(facts: Gathered) -> Finding | None:
     return Finding("root", "warning", "you are root", "Open MPI's mpirun refuses to start ranks as root", fix)
 
 
-def remote_shell(facts: Gathered) -> Finding | None:
+def remote_shell(facts: DoctorFacts) -> Finding | None:
     """Warn of what Open MPI cannot do without ssh, even on one host."""
     mpirun = MpiBuild.from_version_text(facts.mpi.mpirun_version)
     if facts.machine.remote_shell or facts.info.launcher != NO_LAUNCHER:
@@ -138,6 +138,6 @@ def remote_shell(facts: Gathered) -> Finding | None:
     return Finding("remote_shell", "warning", "neither ssh nor rsh is installed", why, fix)
 
 
-def _bin(facts: Gathered) -> str:
+def _bin(facts: DoctorFacts) -> str:
     python = facts.machine.system["python"].rpartition("(")[2].rstrip(")")
     return shlex.quote(str(Path(python).parent))

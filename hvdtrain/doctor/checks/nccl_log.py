@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from hvdtrain.doctor.facts import Gathered
+from hvdtrain.doctor.facts import DoctorFacts
 from hvdtrain.doctor.finding import Finding
 
 _WRITE_ONE = "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,ENV,NET,GRAPH mpirun ... 2> nccl.log"
@@ -31,7 +31,7 @@ _FIXES = (
 )
 
 
-def nccl_log(facts: Gathered) -> Finding | None:
+def nccl_log(facts: DoctorFacts) -> Finding | None:
     """Check that the file is a log of NCCL, and summarize it."""
     log = facts.nccl_log
     if log is None:
@@ -42,7 +42,7 @@ def nccl_log(facts: Gathered) -> Finding | None:
     return Finding("nccl_log", "ok", f"{log.name}: NCCL {', '.join(log.versions) or '?'}{size}")
 
 
-def nccl_one_version(facts: Gathered) -> Finding | None:
+def nccl_one_version(facts: DoctorFacts) -> Finding | None:
     """Check that all ranks have the same NCCL."""
     log = facts.nccl_log
     if log is None or len(log.versions) < 2:
@@ -52,7 +52,7 @@ def nccl_one_version(facts: Gathered) -> Finding | None:
     return Finding("nccl_version", "broken", ", ".join(log.versions), why, fix)
 
 
-def nccl_network(facts: Gathered) -> Finding | None:
+def nccl_network(facts: DoctorFacts) -> Finding | None:
     """Check that hosts communicate over InfiniBand or RoCE, or at least over the right interface."""
     log = facts.nccl_log
     if log is None or not (log.between_hosts or any(kind.startswith("NET/") for kind in log.channels)):
@@ -76,7 +76,7 @@ def nccl_network(facts: Gathered) -> Finding | None:
     return Finding("nccl_network", "warning", found, why, fix)
 
 
-def nccl_direct(facts: Gathered) -> Finding | None:
+def nccl_direct(facts: DoctorFacts) -> Finding | None:
     """Check whether network cards access GPU memory directly."""
     log = facts.nccl_log
     if log is None:
@@ -92,7 +92,7 @@ def nccl_direct(facts: Gathered) -> Finding | None:
     return Finding("nccl_gpudirect", "warning", found, why, fix)
 
 
-def nccl_peers(facts: Gathered) -> Finding | None:
+def nccl_peers(facts: DoctorFacts) -> Finding | None:
     """Check whether GPUs of one host exchange data directly."""
     log = facts.nccl_log
     if log is None or not (log.p2p_off or log.channels.get("SHM")):
@@ -110,7 +110,7 @@ def nccl_peers(facts: Gathered) -> Finding | None:
     return Finding("nccl_peers", "warning", found, why, fix)
 
 
-def nccl_warnings(facts: Gathered) -> Finding | None:
+def nccl_warnings(facts: DoctorFacts) -> Finding | None:
     """Repeat the warnings of NCCL, with known fixes."""
     log = facts.nccl_log
     if log is None or not log.warnings:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterator, Mapping
 
-from hvdtrain.doctor.facts import Gathered
+from hvdtrain.doctor.facts import DoctorFacts
 from hvdtrain.doctor.facts.network import Interface
 from hvdtrain.doctor.finding import Finding, Level
 from hvdtrain.runtime.environment import GLOO_LAUNCHER
@@ -23,7 +23,7 @@ _INTERFACE_VARIABLES: Mapping[str, Level] = {
 """Variables that name interfaces, and the level if the interface is missing. Open MPI ignores one of them."""
 
 
-def host_name(facts: Gathered) -> Finding | None:
+def host_name(facts: DoctorFacts) -> Finding | None:
     """Check that this host's name resolves to an address that other hosts can use."""
     name, addresses = facts.network.name, facts.network.addresses
     if addresses is None:
@@ -43,7 +43,7 @@ def host_name(facts: Gathered) -> Finding | None:
     return Finding("host_name", "warning", found, why, fix)
 
 
-def interfaces(facts: Gathered) -> Finding:
+def interfaces(facts: DoctorFacts) -> Finding:
     """List the interfaces to other hosts and mark that of the default route."""
     real = _real(facts)
     others = [one.name for one in facts.network.interfaces if one.virtual and one.up]
@@ -64,7 +64,7 @@ def interfaces(facts: Gathered) -> Finding:
     return Finding("interfaces", "ok", f"{text}{aside}")
 
 
-def named_interfaces(facts: Gathered) -> Finding | None:
+def named_interfaces(facts: DoctorFacts) -> Finding | None:
     """Check that the interfaces named by variables exist."""
     wrong = [
         (variable, name)
@@ -83,7 +83,7 @@ def named_interfaces(facts: Gathered) -> Finding | None:
     return Finding("named_interfaces", level, text, why, fix)
 
 
-def rdma(facts: Gathered) -> Finding | None:
+def rdma(facts: DoctorFacts) -> Finding | None:
     """Check that InfiniBand and RoCE cards have a link and that this process may use them."""
     ports = facts.network.rdma
     if not ports:
@@ -104,7 +104,7 @@ def rdma(facts: Gathered) -> Finding | None:
     return Finding("rdma", "ok", found)
 
 
-def ucx(facts: Gathered) -> Finding | None:
+def ucx(facts: DoctorFacts) -> Finding | None:
     """Check that Open MPI can use the InfiniBand or RoCE card."""
     active = [port.device for port in facts.network.rdma if port.active]
     if facts.mpi.ucx is not False or not active:
@@ -114,24 +114,24 @@ def ucx(facts: Gathered) -> Finding | None:
     return Finding("ucx", "warning", "this Open MPI is built without UCX", why, fix)
 
 
-def _real(facts: Gathered) -> list[Interface]:
+def _real(facts: DoctorFacts) -> list[Interface]:
     return [one for one in facts.network.interfaces if one.up and one.address and not (one.loopback or one.virtual)]
 
 
-def _own(facts: Gathered) -> str:
+def _own(facts: DoctorFacts) -> str:
     """Return the address of the default route's interface, else any other address."""
     real = _real(facts)
     return next((one.address for one in real if one.name == facts.network.route), real[0].address if real else "")
 
 
-def _named(facts: Gathered) -> Iterator[tuple[str, str]]:
+def _named(facts: DoctorFacts) -> Iterator[tuple[str, str]]:
     for variable in _INTERFACE_VARIABLES:
         value = facts.environ.get(variable) or facts.mpi.site.get(variable, ("", None))[0]
         if value:
             yield variable, value
 
 
-def _chosen(facts: Gathered) -> bool:
+def _chosen(facts: DoctorFacts) -> bool:
     excluded = any(name.endswith("_if_exclude") for name in (*facts.environ, *facts.mpi.site))
     return excluded or any(_named(facts))
 

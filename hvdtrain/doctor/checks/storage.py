@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from hvdtrain.doctor.facts import Gathered
+from hvdtrain.doctor.facts import DoctorFacts
 from hvdtrain.doctor.finding import Finding
 
 _GIB = 1 << 30
@@ -17,7 +17,7 @@ _ON_SERVERS = re.compile(
 _IN_MEMORY = frozenset(("tmpfs", "ramfs"))
 
 
-def run_dir(facts: Gathered) -> Finding:
+def run_dir(facts: DoctorFacts) -> Finding:
     """Check that the run folder is writable and has enough space."""
     wanted, answer = facts.storage.wanted, facts.storage.answer
     if answer.error:
@@ -43,7 +43,7 @@ def run_dir(facts: Gathered) -> Finding:
     return Finding("run_dir", "ok", found)
 
 
-def run_dir_speed(facts: Gathered) -> Finding | None:
+def run_dir_speed(facts: DoctorFacts) -> Finding | None:
     """Check the write speed of the run folder."""
     values = facts.storage.answer.values
     if "mib_per_s" not in values:
@@ -57,7 +57,7 @@ def run_dir_speed(facts: Gathered) -> Finding | None:
     return Finding("run_dir_speed", "warning", found, why, fix)
 
 
-def run_dir_shared(facts: Gathered) -> Finding | None:
+def run_dir_shared(facts: DoctorFacts) -> Finding | None:
     """Check that all hosts of a job share the run folder."""
     values = facts.storage.answer.values
     if facts.info.one_host or "type" not in values:

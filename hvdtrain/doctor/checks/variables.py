@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from hvdtrain.doctor.facts import Gathered
+from hvdtrain.doctor.facts import DoctorFacts
 from hvdtrain.doctor.finding import Finding
 
 
@@ -72,7 +72,7 @@ _LEFTOVERS = (
 )
 
 
-def leftovers(facts: Gathered) -> Finding | None:
+def leftovers(facts: DoctorFacts) -> Finding | None:
     """Warn of variables that slow training down or fill the disk."""
     gpus = bool(facts.installation.torch.values.get("gpus"))
     found = [
@@ -88,7 +88,7 @@ def leftovers(facts: Gathered) -> Finding | None:
     return Finding("variables", "warning", text, why, "unset " + " ".join(leftover.name for leftover, _ in bad))
 
 
-def shared_memory_off(facts: Gathered) -> Finding | None:
+def shared_memory_off(facts: DoctorFacts) -> Finding | None:
     """Check that Open MPI may use shared memory between ranks of a host."""
     value = facts.environ.get("OMPI_MCA_btl") or facts.mpi.site.get("OMPI_MCA_btl", ("", None))[0]
     library = facts.mpi.library

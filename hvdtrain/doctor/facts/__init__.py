@@ -23,7 +23,7 @@ _WORKERS = 16
 
 
 @dataclass(frozen=True)
-class Gathered:
+class DoctorFacts:
     """All facts that the checks use.
 
     Attributes:
@@ -52,15 +52,15 @@ def gather(
     run_dir: Path,
     nccl_log: NcclLog | None = None,
     refusal: LaunchError | None = None,
-) -> Gathered:
+) -> DoctorFacts:
     """Gather all facts. This takes as long as importing torch and Horovod. Collective: no.
 
     Args:
-        info: as in `Gathered`.
-        choices: as in `Gathered`.
+        info: as in `DoctorFacts`.
+        choices: as in `DoctorFacts`.
         environ: environment of this process.
         run_dir: folder of the runs.
-        nccl_log: as in `Gathered`.
+        nccl_log: as in `DoctorFacts`.
         refusal: error of the launcher's variables, if they are inconsistent.
     """
     before = without_our_variables(environ)
@@ -68,7 +68,7 @@ def gather(
         installed = pool.submit(installation, before, pool)
         mpi = pool.submit(mpi_facts, info, before, pool, refusal)
         gpu, net, disk = pool.submit(gpu_facts), pool.submit(network), pool.submit(storage, run_dir)
-        return Gathered(
+        return DoctorFacts(
             info=info,
             choices=choices,
             environ=before,
