@@ -63,7 +63,7 @@ def test_a_program_that_is_not_here_is_named(
 ) -> None:
     assert main(["--to", "hvdtrain", "-np", "2", "--", *words]) == 2
     said = capsys.readouterr().err
-    assert f"no program {words[0]} here" in said and next_step in said
+    assert f"no program {words[0]} on this machine" in said and next_step in said
 
 
 def test_a_container_may_have_programs_that_are_not_here() -> None:
