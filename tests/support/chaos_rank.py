@@ -110,7 +110,7 @@ def main(argv: list[str]) -> int:
 
     _before(recorder, "__enter__", entered)
     _before(DriverRounds, "_meet", lambda rounds, place: order.come_to(MEETING, place.round, place.rank))
-    _before(Snapshot, "take", lambda snapshot, state, step: order.come_to("commit", step))
+    _before(Snapshot, "capture", lambda snapshot, state, step: order.come_to("commit", step))
     from hvdtrain.__main__ import main as train
 
     return train(argv[2:])
