@@ -92,6 +92,11 @@ _CAUSES = (
         lambda host, message: "install the same version of hvdtrain on all hosts",
     ),
     _Cause(
+        "No module named",
+        "hvdtrain is installed there, but a package that it needs is missing",
+        lambda host, message: f"on {host}: pip install hvdtrain",
+    ),
+    _Cause(
         "[Tt]imed out|No route to host|[Nn]etwork is unreachable|[Cc]onnection to .* closed|timed out: no answer",
         "no answer: the host is down, a firewall drops packets, or its disk or login script hangs",
         lambda host, message: f"ping {_machine(host)}; then: {_log_in(host, message)}",
