@@ -148,7 +148,7 @@ def test_a_loss_that_returns_the_wrong_thing(returned: Any, found: str) -> None:
 
 
 def test_an_optimizer_of_another_model() -> None:
-    with pytest.raises(TaskError, match="not the model's"):
+    with pytest.raises(TaskError, match="parameters from outside the model"):
         make_engine(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1), nn.Linear(2, 2), SoloComm(), "none")
 
 

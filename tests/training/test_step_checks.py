@@ -110,7 +110,7 @@ def test_a_replay_that_raises_ends_nothing(capsys: pytest.CaptureFixture[str]) -
     result = hvdtrain.train(_config(), Task(base.model, loss, base.train_data))
     assert result.reason == "finished"
     assert _events("not_finite")[0]["failures"] == {"0": "OSError: the disk it wrote to is full"}
-    assert "rank 0 could not do it again: OSError: the disk it wrote to is full" in capsys.readouterr().out
+    assert "the replay on rank 0 failed: OSError: the disk it wrote to is full" in capsys.readouterr().out
 
 
 def test_a_cause_that_is_gone_is_told_as_such(capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,7 +124,7 @@ def test_a_cause_that_is_gone_is_told_as_such(capsys: pytest.CaptureFixture[str]
     hvdtrain.train(_config(), Task(base.model, loss, base.train_data))
     (found,) = _events("not_finite")
     assert (found["kind"], found["positions"]) == ("unknown", [0, 8])
-    assert "each rank's part of it is finite" in capsys.readouterr().out
+    assert "each rank's part is finite" in capsys.readouterr().out
 
 
 def test_fp16_finding_its_scale_is_no_matter() -> None:
@@ -215,7 +215,7 @@ def test_parameters_that_the_tasks_optimizer_leaves_out_are_named(capsys: pytest
         return dataclasses.replace(task, optimizer=torch.optim.SGD([task.model.bias], lr=0.1))
 
     hvdtrain.train(_config(), build)
-    assert "does not hold 1 of the parameters that want a gradient, which stay as they are: weight" in (
+    assert "lacks 1 of the parameters that require a gradient, so they do not change: weight" in (
         capsys.readouterr().out
     )
 

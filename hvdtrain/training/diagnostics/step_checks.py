@@ -99,7 +99,7 @@ class StepChecks:
         first, end = self._positions(progress)
         if not result.weight > 0:
             return NonFiniteError(
-                f"the weight of the global batch was not positive in {progress.skipped_in_row} steps in a row",
+                f"the weight of the global batch was not positive {progress.skipped_in_row} steps in a row",
                 expected="a positive sum of the weights that the task's loss function returns",
                 found=f"weight {result.weight:g} at step {progress.step}, samples at positions {first} to {end - 1}",
                 next_step="check the weight that the loss function returns, and what it masks",
@@ -107,7 +107,7 @@ class StepChecks:
         found = f"loss {result.loss}, gradient norm {result.grad_norm} at step {progress.step}, samples at positions"
         found += f" {first} to {end - 1}"
         return NonFiniteError(
-            f"the loss or the gradient was not finite in {progress.skipped_in_row} steps in a row",
+            f"the loss or the gradient was not finite {progress.skipped_in_row} steps in a row",
             found=f"{found}; {self._finding}" if self._finding else found,
             next_step=_NEXT.get(self._finding.origin.kind if self._finding else "", _NEXT_OTHERWISE),
         )
