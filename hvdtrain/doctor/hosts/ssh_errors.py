@@ -94,7 +94,7 @@ _CAUSES = (
     _Cause(
         "No module named",
         "hvdtrain is installed there, but a package that it needs is missing",
-        lambda host, message: f"on {host}: pip install hvdtrain",
+        lambda host, message: "install the same environment there as here",
     ),
     _Cause(
         "[Tt]imed out|No route to host|[Nn]etwork is unreachable|[Cc]onnection to .* closed|timed out: no answer",

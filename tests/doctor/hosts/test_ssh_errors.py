@@ -39,7 +39,7 @@ CHANGED = (
         ("bash: line 1: /v/bin/python: Permission denied", "does not exist there under the same path", "same path"),
         ("ModuleNotFoundError: No module named 'hvdtrain'", "hvdtrain is neither installed", "install hvdtrain there"),
         ("ModuleNotFoundError: No module named 'hvdtrain.doctor.hosts'", "another version", "the same version"),
-        ("ModuleNotFoundError: No module named 'psutil'", "a package that it needs", "pip install hvdtrain"),
+        ("ModuleNotFoundError: No module named 'psutil'", "a package that it needs", "the same environment"),
         ("another version of hvdtrain answers: 0.0.1", "not compatible", "the same version"),
         ("Bad configuration option: x", "ssh configuration", "correct what the message names"),
         ("something new", "does not answer", "ssh u@b true"),
