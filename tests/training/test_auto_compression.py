@@ -46,8 +46,10 @@ def _run(comm: ThreadComm, exposed_s: float, steps: int = 10) -> tuple[str, list
     return engine.compression, events, lines
 
 
-def test_it_stays_with_none_where_nothing_waits() -> None:
-    for chosen, events, lines in on_ranks(2, lambda comm: _run(comm, 0.0)):
+@pytest.mark.parametrize("exposed_s", [0.0, 0.3])
+def test_it_stays_with_none_where_nothing_waits_for_the_link(exposed_s: float) -> None:
+    """A wait that the probed link does not explain is one for late ranks."""
+    for chosen, events, lines in on_ranks(2, lambda comm: _run(comm, exposed_s)):
         assert chosen == "none"
         assert [e["event"] for e in events] == ["compression_chosen"]
         assert "none pays" in lines[0]
