@@ -130,7 +130,7 @@ def test_listeners_are_told_in_order_and_their_sums_stand_first() -> None:
         def exit(self, name: str) -> None:
             told.append(f"{self.name}-{name}")
 
-        def take(self) -> dict[str, float]:
+        def pop_seconds(self) -> dict[str, float]:
             return {"forward": 5.0} if self.name == "a" else {}
 
     spans = Spans(Clock())
@@ -161,7 +161,7 @@ def test_what_a_listener_raises_after_an_error_does_not_replace_it() -> None:
         def exit(self, name: str) -> None:
             raise RuntimeError("the device is gone")
 
-        def take(self) -> dict[str, float]:
+        def pop_seconds(self) -> dict[str, float]:
             return {}
 
     spans = Spans()
