@@ -77,12 +77,12 @@ def on_one_clock(files: Sequence[SpanFile], starts: Sequence[Start]) -> list[Ran
         files: of a run.
         starts: of the run, with the offsets of clocks.
     """
-    newest = of_last_start(files)
+    newest = newest_files(files)
     by_number = {start.number: start for start in starts}
     return [_moved(file, newest.get(0), by_number.get(file.start)) for _, file in sorted(newest.items())]
 
 
-def of_last_start(files: Sequence[SpanFile]) -> dict[int, SpanFile]:
+def newest_files(files: Sequence[SpanFile]) -> dict[int, SpanFile]:
     """Return the newest file of the last start, by rank."""
     last = max((file.start for file in files), default=-1)
     newest: dict[int, SpanFile] = {}

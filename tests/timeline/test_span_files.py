@@ -24,7 +24,7 @@ def trace(folder: Path, monkeypatch: pytest.MonkeyPatch, rank: int, at_us: float
     now = [round(at_us * 1e3)]
     spans = Spans(lambda: now[0])
     monkeypatch.setattr(span_trace, "clock_id", lambda: clock)
-    monkeypatch.setattr(span_trace, "moment", lambda: Pair(at_us + 5e15, at_us))
+    monkeypatch.setattr(span_trace, "read_clocks", lambda: Pair(at_us + 5e15, at_us))
     file = SpanTrace(spans, folder, rank, "host (1)", ALL, pytest.fail, number)
     spans.step = 1
     spans.labels[EXCHANGE] = vars(FACTS)

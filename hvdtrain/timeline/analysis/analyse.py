@@ -14,7 +14,7 @@ from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Estimate, RankR
 from hvdtrain.timeline.analysis.findings import find
 from hvdtrain.timeline.analysis.inputs import Facts
 from hvdtrain.timeline.analysis.lateness import median_of_others
-from hvdtrain.timeline.analysis.phases import steps_of, without_start
+from hvdtrain.timeline.analysis.phases import count_steps, without_start
 from hvdtrain.timeline.analysis.rank_steps import from_stamps, from_ticks, warm_up
 from hvdtrain.timeline.analysis.sampling import sample_of
 from hvdtrain.timeline.analysis.straggler_causes import causes_of
@@ -28,12 +28,12 @@ def analyse(run: RunTrace) -> Analysis:
     if run.steps is None and run.horovod:
         run = _regular(run)
     table = run.steps
-    spent = budget.of_steps(table, run.horovod) if table is not None else None
+    spent = budget.step_budget(table, run.horovod) if table is not None else None
     if spent is not None and table is not None and run.is_part:
         spent = replace(spent, what=f"{spent.what}, last round: steps {table.step[0]} to {table.step[-1]}")
     if spent is None:
-        spent = budget.of_timeline(run.horovod)
-    exchange = communication.of_run(run)
+        spent = budget.timeline_budget(run.horovod)
+    exchange = communication.measure_communication(run)
     rounds = (from_stamps(table) if table is not None else None) or from_ticks(ticks)
     stragglers = find_stragglers(rounds) if rounds is not None else None
     blame = _blame(run, stragglers)
@@ -44,10 +44,10 @@ def analyse(run: RunTrace) -> Analysis:
         size=size,
         budget=spent,
         communication=exchange,
-        carriers=carriers.of_run(run),
+        carriers=carriers.top_carriers(run),
         blame=blame,
         findings=found,
-        lanes=lanes.of_run(run),
+        lanes=lanes.window_lanes(run),
         warnings=list(run.warnings),
         notes=[*run.notes, *_notes(run)],
     )
@@ -61,7 +61,7 @@ def _title(path: Path) -> str:
 
 def _regular(run: RunTrace) -> RunTrace:
     """Cut Timelines to start at their second step. Drop those without recognisable steps if there are others."""
-    found = [trace for trace in run.horovod if steps_of(trace)] or run.horovod
+    found = [trace for trace in run.horovod if count_steps(trace)] or run.horovod
     left = [trace.path.name for trace in run.horovod if all(trace is not each for each in found)]
     notes = [f"{name} is ignored: it has no recognisable steps" for name in left]
     return replace(run, horovod=[without_start(trace) for trace in found], notes=[*run.notes, *notes])
@@ -136,7 +136,7 @@ def _notes(run: RunTrace) -> Iterator[str]:
             yield "the clocks of some ranks were never compared with rank 0's: stragglers are unknown"
         elif error > 0:
             yield f"the ranks' clocks agree to within {error:.0f} us"
-    elif run.horovod and not all(map(steps_of, run.horovod)):
+    elif run.horovod and not all(map(count_steps, run.horovod)):
         yield "there are no recognisable steps: tensors are exchanged unequally often; figures are of the whole file"
     for trace in run.horovod:
         yield from (f"{trace.path.name}: {text}" for text in trace.dropped)

@@ -9,7 +9,7 @@ import numpy as np
 
 from hvdtrain.timeline.analysis.analysis import Budget, Estimate, Part
 from hvdtrain.timeline.analysis.intervals import NOTHING, Span, length, partition, union, within
-from hvdtrain.timeline.analysis.phases import OTHER, PHASES, by_kind, extent, steps_of
+from hvdtrain.timeline.analysis.phases import OTHER, PHASES, by_kind, count_steps, extent
 from hvdtrain.timeline.analysis.rank_steps import warm_up
 from hvdtrain.timeline.analysis.sampling import Sample, sample_of
 from hvdtrain.timeline.analysis.stats import mean_of, ratio_of
@@ -35,7 +35,7 @@ _NAMES = {
 ORDER = ("data", "forward", "backward", LATE, *reversed(PHASES), OTHER_EXCHANGE, EXCHANGE, "optimizer", ASIDE, REST)
 
 
-def of_steps(table: StepTable, horovod: Sequence[HorovodTrace] = ()) -> Budget | None:
+def step_budget(table: StepTable, horovod: Sequence[HorovodTrace] = ()) -> Budget | None:
     """Return the budget of a step table: the mean over ranks and steps without warm-up; None without steps.
 
     A step's wall time runs from the end of the step before to its own end, so that steps add up to the run. The wait
@@ -134,7 +134,7 @@ def exposed_shares(table: StepTable, horovod: Sequence[HorovodTrace]) -> dict[st
     return {name: ratio_of(within(part, start, end), waiting) for name, part in cut.items()}
 
 
-def of_timeline(horovod: Sequence[HorovodTrace]) -> Budget | None:
+def timeline_budget(horovod: Sequence[HorovodTrace]) -> Budget | None:
     """Return the budget of Timelines alone: their extent by operations in progress; None if empty.
 
     If most tensors recur equally often, a step is one exchange of each. Else `steps` is 0, and times are totals.
@@ -143,7 +143,7 @@ def of_timeline(horovod: Sequence[HorovodTrace]) -> Budget | None:
     wall_us = sum(end - start for start, end in ends)
     if wall_us <= 0:
         return None
-    steps = sum(map(steps_of, horovod)) if all(map(steps_of, horovod)) else 0
+    steps = sum(map(count_steps, horovod)) if all(map(count_steps, horovod)) else 0
     parts: dict[str, float] = {}
     for trace, (start, end) in zip(horovod, ends, strict=True):
         for name, part in cut_timeline(trace, union(np.array([start]), np.array([end]))).items():

@@ -8,14 +8,14 @@ from hvdtrain.spans import EXCHANGE
 from hvdtrain.timeline.analysis.analysis import Carrier
 from hvdtrain.timeline.analysis.communication import payload_bytes
 from hvdtrain.timeline.analysis.intervals import common, length, union
-from hvdtrain.timeline.analysis.phases import NEGOTIATION, kind_of, recurring, steps_of
+from hvdtrain.timeline.analysis.phases import NEGOTIATION, count_steps, kind_of, recurring
 from hvdtrain.timeline.analysis.tracks import modules_of, spans_named, tensor_module
 from hvdtrain.timeline.columns import BucketFacts, HorovodTrace, RankSpans, RunTrace
 
 MOST = 10
 
 
-def of_run(run: RunTrace) -> list[Carrier]:
+def top_carriers(run: RunTrace) -> list[Carrier]:
     """Return the ten most expensive, by exposed time and then duration; from our spans if there are any."""
     ours = run.spans_of_rank_0
     found = _of_spans(ours, run) if ours is not None else []
@@ -45,7 +45,7 @@ def _of_spans(spans: RankSpans, run: RunTrace) -> list[Carrier]:
 
 
 def _of_timeline(trace: HorovodTrace) -> list[Carrier]:
-    steps = max(1, steps_of(trace))
+    steps = max(1, count_steps(trace))
     kinds = np.array([kind_of(name) in ("", NEGOTIATION) for name in trace.phases], bool)
     mine = kinds[trace.phase] if len(kinds) else np.zeros(0, bool)
     total = np.bincount(trace.tensor[mine], weights=trace.duration_us[mine], minlength=len(trace.tensors))

@@ -11,7 +11,7 @@ from hvdtrain.compression.table import Compression, parse
 from hvdtrain.errors import ConfigError
 from hvdtrain.timeline.analysis.analysis import Communication, Estimate, Part
 from hvdtrain.timeline.analysis.intervals import Span, common, length, union
-from hvdtrain.timeline.analysis.phases import PHASES, TRANSFER, by_kind, extent, steps_of, whole_collectives
+from hvdtrain.timeline.analysis.phases import PHASES, TRANSFER, by_kind, count_steps, extent, whole_collectives
 from hvdtrain.timeline.analysis.tracks import exchange_of, spans_named
 from hvdtrain.timeline.columns import BucketFacts, Floats, HorovodTrace, RunTrace, StepTable
 
@@ -20,7 +20,7 @@ _UNKNOWN_SHARE = 0.02
 _TURNS_A_STEP = 1.5
 
 
-def of_run(run: RunTrace) -> Communication | None:
+def measure_communication(run: RunTrace) -> Communication | None:
     """Return the exchange as Horovod's Timelines or else rank 0's spans show it; None without either."""
     if run.horovod and any(len(trace.start_us) for trace in run.horovod):
         return _of_timelines(run)
@@ -76,7 +76,7 @@ def _steps_covered(run: RunTrace) -> int:
 
 
 def _steps_in(trace: HorovodTrace, table: StepTable | None) -> int:
-    turns = steps_of(trace)
+    turns = count_steps(trace)
     if table is None or not len(table.step):
         return turns
     first, last = (_step_at(table, us) for us in extent(trace))

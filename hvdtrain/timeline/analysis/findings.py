@@ -9,8 +9,8 @@ import numpy as np
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Finding
 from hvdtrain.timeline.analysis.budget import ASIDE, EXCHANGE, LATE, OTHER_EXCHANGE
-from hvdtrain.timeline.analysis.findings_horovod import of_timeline
-from hvdtrain.timeline.analysis.findings_ranks import of_ranks
+from hvdtrain.timeline.analysis.findings_horovod import timeline_findings
+from hvdtrain.timeline.analysis.findings_ranks import rank_findings
 from hvdtrain.timeline.analysis.inputs import Facts
 from hvdtrain.timeline.analysis.phases import COPIES, NEGOTIATION, QUEUE, TRANSFER
 from hvdtrain.timeline.analysis.rank_steps import warm_up
@@ -26,12 +26,12 @@ _MORE_SAMPLES = "more samples per step, --train.global_batch"
 
 def find(facts: Facts) -> list[Finding]:
     """Return all findings, most costly first; unknown costs last."""
-    found = [*of_ranks(facts), *_stalls(facts)]
+    found = [*rank_findings(facts), *_stalls(facts)]
     if facts.run.steps is not None and facts.budget is not None:
         for rule in (_exposed, _input, _copies, _collections, _aside, _cores, _bandwidth):
             found += rule(facts)
     elif facts.budget is not None:
-        found += of_timeline(facts.run, facts.budget, facts.communication, ticks=facts.blame.source == "ticks")
+        found += timeline_findings(facts.run, facts.budget, facts.communication, ticks=facts.blame.source == "ticks")
     return sorted(found, key=lambda finding: -(finding.cost_ms or 0.0))
 
 

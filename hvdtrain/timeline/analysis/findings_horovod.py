@@ -9,7 +9,7 @@ import numpy as np
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Budget, Communication, Finding
 from hvdtrain.timeline.analysis.budget import IDLE
-from hvdtrain.timeline.analysis.phases import COPIES, NEGOTIATION, QUEUE, TRANSFER, steps_of, whole_collectives
+from hvdtrain.timeline.analysis.phases import COPIES, NEGOTIATION, QUEUE, TRANSFER, count_steps, whole_collectives
 from hvdtrain.timeline.columns import HorovodTrace, RunTrace
 
 _MUCH = 0.2
@@ -19,7 +19,7 @@ _SMALL_BYTES = 1 << 20
 _TURNS_WITH_TICKS = 5
 
 
-def of_timeline(
+def timeline_findings(
     run: RunTrace, budget: Budget, communication: Communication | None, *, ticks: bool
 ) -> Iterator[Finding]:
     """Yield findings of Timelines without a run. They do not show what backward hides, so costs are unknown.
@@ -61,7 +61,7 @@ def of_timeline(
 def _cache(run: RunTrace) -> Iterator[Finding]:
     """Report a response cache that is too small: later steps have ticks too, which full negotiation writes."""
     for trace in run.horovod:
-        steps = steps_of(trace)
+        steps = count_steps(trace)
         if not len(trace.tick_tensor) or steps <= 2 * _TURNS_WITH_TICKS:
             continue
         ranks = int(trace.tick_rank.max()) + 1
@@ -76,7 +76,7 @@ def _cache(run: RunTrace) -> Iterator[Finding]:
 
 def _collectives_a_step(run: RunTrace) -> tuple[float, float] | None:
     """Return collectives per step and mean bytes of each; None if the steps are unknown."""
-    steps = sum(map(steps_of, run.horovod))
+    steps = sum(map(count_steps, run.horovod))
     if not steps:
         return None
     known = [_known(trace) for trace in run.horovod]

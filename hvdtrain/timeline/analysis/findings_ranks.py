@@ -30,7 +30,7 @@ _CURES = {
 }
 
 
-def of_ranks(facts: Facts) -> Iterator[Finding]:
+def rank_findings(facts: Facts) -> Iterator[Finding]:
     """Yield findings about stragglers, pauses and jitter."""
     yield from _late(facts)
     if facts.stragglers is not None:

@@ -18,7 +18,7 @@ _MOST_SLICES = 400
 """Per lane; the longest ones are kept."""
 
 
-def of_run(run: RunTrace) -> list[Lane]:
+def window_lanes(run: RunTrace) -> list[Lane]:
     """Return four consecutive recorded steps that are slow but not exceptional; or four steps of a Timeline alone."""
     if not run.spans:
         return [lane for trace in run.horovod[-1:] if (lane := _alone(trace)) is not None]

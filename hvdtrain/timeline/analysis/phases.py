@@ -56,7 +56,7 @@ def whole_collectives(trace: HorovodTrace) -> NDArray[np.bool_]:
     return np.isin(trace.phase, numbers)
 
 
-def steps_of(trace: HorovodTrace) -> int:
+def count_steps(trace: HorovodTrace) -> int:
     """Return the number of steps: how often most tensors recur; 0 if they do not agree.
 
     Broadcasts belong to starts and checkpoints. They count only if there is nothing else.
@@ -78,7 +78,7 @@ def without_start(trace: HorovodTrace) -> HorovodTrace:
 
     A Timeline with few or no recognisable steps is returned whole.
     """
-    steps = steps_of(trace)
+    steps = count_steps(trace)
     if steps < _FEW_STEPS:
         return trace
     whole = np.flatnonzero(whole_collectives(trace))
@@ -92,7 +92,7 @@ def without_start(trace: HorovodTrace) -> HorovodTrace:
 
 def recurring(trace: HorovodTrace) -> NDArray[np.bool_]:
     """Return which tensors recur about once per step [tensors]; all of them if the steps are unknown."""
-    steps = steps_of(trace)
+    steps = count_steps(trace)
     counts = np.bincount(trace.tensor[whole_collectives(trace)], minlength=len(trace.tensors))
     return np.asarray(counts >= max(1, steps / 2))
 

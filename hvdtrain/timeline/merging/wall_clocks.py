@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvdtrain.timeline.columns import RankSpans
-from hvdtrain.timeline.span_files import of_last_start, on_one_clock, read_span_files
+from hvdtrain.timeline.span_files import newest_files, on_one_clock, read_span_files
 from hvdtrain.timeline.steps import read_starts
 
 
@@ -33,7 +33,7 @@ class Clocks:
 def read_clocks(folder: Path) -> Clocks:
     """Read the clocks from the span files in ``RUN/timeline``."""
     files = read_span_files(folder)
-    moved, own = on_one_clock(files, read_starts(folder)), of_last_start(files)
+    moved, own = on_one_clock(files, read_starts(folder)), newest_files(files)
     epoch_us = {}
     for spans in moved:
         file = own[spans.rank]

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hvdtrain.observe.blocks import BLOCK, is_gathered
 from hvdtrain.timeline.analysis.analyse import analyse
 from hvdtrain.timeline.analysis.analysis import Analysis, figures
-from hvdtrain.timeline.analysis.budget import IDLE, LATE, of_steps, of_timeline, step_parts
-from hvdtrain.timeline.analysis.phases import steps_of
+from hvdtrain.timeline.analysis.budget import IDLE, LATE, step_budget, step_parts, timeline_budget
+from hvdtrain.timeline.analysis.phases import count_steps
 from hvdtrain.timeline.analysis.sampling import sample_of
 from hvdtrain.timeline.columns import Ints, RunTrace, StepTable
 from hvdtrain.timeline.report.compare import compare
@@ -42,7 +42,7 @@ def test_parts_sum_to_the_wall_time_of_every_rank_and_step(seed: int, ranks: int
     wall, parts = step_parts(table)
     np.testing.assert_allclose(sum(parts.values()), wall)
     assert all((values >= 0).all() for values in parts.values())
-    budget = of_steps(table)
+    budget = step_budget(table)
     assert budget is not None
     assert sum(part.ms.value for part in budget.parts) == pytest.approx(budget.step_ms.value)
     assert sum(part.share for part in budget.parts) == pytest.approx(1)
@@ -55,7 +55,7 @@ def test_the_budget_is_that_of_the_job() -> None:
     aside = np.zeros_like(work)
     aside[:, 9::10] = 100.0  # before these steps begin
     table = table_of(work, exchange_ms=3.0, more_ms={"aside": aside})
-    budget = of_steps(table)
+    budget = step_budget(table)
     assert budget is not None and budget.what == "mean of 4 ranks" and budget.steps == 98
     wall_ms = (table.end_us[:, -1] - table.end_us[:, 1]).mean() / 1e3
     assert budget.step_ms.value * 98 == pytest.approx(wall_ms)
@@ -75,7 +75,7 @@ def test_what_is_exposed_is_cut_by_horovods_phases() -> None:
         Turn("allreduce.gradients/0", float(t), {"NEGOTIATE_ALLREDUCE": 1000, "QUEUE": 500, "MPI_ALLREDUCE": 2000})
         for t in ready[5:10]
     ]
-    budget = of_steps(table, [trace_of(turns)])
+    budget = step_budget(table, [trace_of(turns)])
     assert budget is not None
     parts = {part.name: part.ms.value for part in budget.parts}
     # The window ends with the last transfer, 0.5 ms before the sums are there.
@@ -92,7 +92,7 @@ def test_a_timeline_of_another_clock_cuts_nothing() -> None:
     elsewhere = [Turn("x", 1e3 * i, phases) for i in range(5)]
     beside = [Turn("x", float(t) + 500.0, phases) for t in table.start_us[0]]
     for turns in (elsewhere, beside):
-        budget = of_steps(table, [trace_of(turns)])
+        budget = step_budget(table, [trace_of(turns)])
         assert budget is not None and "exchange" in budget.exposed and "transfer" not in budget.exposed
 
 
@@ -111,7 +111,7 @@ def test_the_steps_of_a_long_run_that_are_not_stamped_count_too(every: int) -> N
     aside[:, every::every] = 1000.0
     whole = table_of(work, exchange_ms=5.0, more_ms={"aside": aside}, block=BLOCK)
     table = _stamped(whole, np.flatnonzero([is_gathered(i // BLOCK, 8) for i in range(8000)]))
-    budget, truth = of_steps(table), of_steps(whole)
+    budget, truth = step_budget(table), step_budget(whole)
     assert budget is not None and truth is not None
     assert sum(part.ms.value for part in budget.parts) == pytest.approx(budget.step_ms.value)
     assert budget.step_ms.value == pytest.approx(truth.step_ms.value, rel=0.01)
@@ -133,7 +133,7 @@ def test_whatever_is_stamped_the_wall_time_is_the_runs(seed: int, share: float) 
     some = _stamped(table, chosen)
     sample = sample_of(some)
     assert sample.weights.sum() == pytest.approx(sample.steps.sum())
-    budget = of_steps(some)
+    budget = step_budget(some)
     assert budget is not None
     assert sum(part.ms.value for part in budget.parts) == pytest.approx(budget.step_ms.value)
     took = (some.end_us[:, -1] - sample.begin_us[:, 0]).mean() / 1e3
@@ -145,7 +145,7 @@ def test_whatever_is_stamped_the_wall_time_is_the_runs(seed: int, share: float) 
 def test_what_was_evaluated_before_the_first_step_is_no_part_of_it(steps: int) -> None:
     aside = np.zeros((1, steps))
     aside[:, 0] = 5000.0
-    budget = of_steps(table_of(np.full((1, steps), 1000.0), more_ms={"aside": aside}))
+    budget = step_budget(table_of(np.full((1, steps), 1000.0), more_ms={"aside": aside}))
     assert budget is not None
     parts = {part.name: part.ms.value for part in budget.parts}
     assert "evaluations and checkpoints" not in parts and parts["forward"] == pytest.approx(300.0)
@@ -187,8 +187,8 @@ def test_a_timeline_by_itself_sums_to_its_extent(seed: int, tensors: int, turns:
         for tensor in range(tensors)
     ]
     trace = trace_of(all_turns)
-    assert steps_of(trace) == turns
-    budget = of_timeline([trace])
+    assert count_steps(trace) == turns
+    budget = timeline_budget([trace])
     assert budget is not None and budget.steps == turns
     extent = (trace.start_us + trace.duration_us).max() - trace.start_us.min()
     assert budget.step_ms.value * turns == pytest.approx(extent / 1e3)
@@ -198,8 +198,8 @@ def test_a_timeline_by_itself_sums_to_its_extent(seed: int, tensors: int, turns:
 def test_tensors_that_come_unequally_often_are_no_steps() -> None:
     turns = [Turn(f"t{i}", 100.0 * i + j, {"ALLREDUCE": 5.0}) for i in range(6) for j in range(3 * i + 1)]
     trace = trace_of(turns)
-    assert steps_of(trace) == 0
-    budget = of_timeline([trace])
+    assert count_steps(trace) == 0
+    budget = timeline_budget([trace])
     assert budget is not None and budget.steps == 0
     assert IDLE in {part.name for part in budget.parts}
     analysis = analyse(RunTrace(Path("timeline.json"), 2, horovod=[trace]))
@@ -219,10 +219,10 @@ def test_a_segment_without_steps_does_not_take_them_from_the_others() -> None:
 
 
 def test_nothing_is_made_of_nothing() -> None:
-    assert of_timeline([]) is None and of_timeline([trace_of([])]) is None
+    assert timeline_budget([]) is None and timeline_budget([trace_of([])]) is None
     table = table_of(np.full((2, 1), 20.0))
     empty = replace(
         table, **{name: getattr(table, name)[:, :0] for name in ("start_us", "ready_us", "released_us", "end_us")}
     )
     empty = replace(empty, step=table.step[:0], block=table.block[:0], parts_us={})
-    assert of_steps(empty) is None
+    assert step_budget(empty) is None

@@ -39,7 +39,7 @@ def _alone(trace: HorovodTrace, size: int = 4) -> RunTrace:
 
 
 def test_times_and_bytes_are_of_a_step_and_the_bandwidth_is_nccls() -> None:
-    found = communication.of_run(_alone(_trace()))
+    found = communication.measure_communication(_alone(_trace()))
     assert found is not None
     phases = {part.name: part.ms.value for part in found.phases}
     assert phases == {"transfer": pytest.approx(8.0, rel=0.01), "fusion copies": 0.4, "negotiation": 2.0}
@@ -66,7 +66,7 @@ def test_bytes_are_those_handed_over_where_horovod_tells_those_of_the_result(ope
     given = 1e6
     result = given * size if operation == "ALLGATHER" else given / size
     turns = [Turn("g", 1e4 * i, {f"MPI_{operation}": 1000.0}, int(result), operation=operation) for i in range(10)]
-    found = communication.of_run(_alone(trace_of(turns), size))
+    found = communication.measure_communication(_alone(trace_of(turns), size))
     assert found is not None and found.bytes_per_step == pytest.approx(given)
     sent = (size - 1) * given if operation == "ALLGATHER" else (size - 1) / size * given
     assert found.bus_gb_per_s == pytest.approx(sent / 1e-3 / 1e9)
@@ -80,14 +80,14 @@ def test_no_bandwidth_of_bytes_that_are_not_told() -> None:
         for i in range(10)
         for k, (name, nbytes) in enumerate(kinds.items())
     ]
-    found = communication.of_run(_alone(trace_of(turns)))
+    found = communication.measure_communication(_alone(trace_of(turns)))
     assert found is not None and found.busy_ms == pytest.approx(2.0)
     assert found.bytes_per_step is None and found.bus_gb_per_s is None
     for tensor, known in (("alltoall.gradients/0/shares", True), ("alltoall.tokens", False)):
         opening = Turn("broadcast.timeline/open", 0.0, {"MPI_BCAST": 10.0}, operation="BROADCAST")
         trace = trace_of([opening, *(replace(turn, tensor=tensor) for turn in turns if turn.operation == "ALLTOALL")])
         run = RunTrace(Path("run"), 2, {"parallel": {"compression": "int8"}}, spans=[_spans()], horovod=[trace])
-        found = communication.of_run(run)
+        found = communication.measure_communication(run)
         sent = sum(parse("int8").payload(Bucket([[4]], "float32", 50), 2).values())
         assert found is not None and found.bytes_per_step == (2 * sent if known else None)
 
@@ -95,7 +95,7 @@ def test_no_bandwidth_of_bytes_that_are_not_told() -> None:
 def test_the_last_steps_sums_may_be_there_after_the_timelines_last_event() -> None:
     table = table_of(np.full((2, 30), 20.0), exchange_ms=4.0)
     turns = [Turn("g", float(t), {"MPI_ALLREDUCE": 3700.0}, 1000) for t in table.ready_us.max(axis=0)[10:20]]
-    found = communication.of_run(RunTrace(Path("run"), 2, steps=table, horovod=[trace_of(turns)]))
+    found = communication.measure_communication(RunTrace(Path("run"), 2, steps=table, horovod=[trace_of(turns)]))
     assert found is not None and found.bytes_per_step == 1000 and found.busy_ms == pytest.approx(3.7)
 
 
@@ -112,7 +112,7 @@ def test_a_window_of_steps_that_have_no_stamps_has_as_many_steps() -> None:
             for t in ready[19:40]
             for i in range(times_a_step)
         ]
-        found = communication.of_run(RunTrace(Path("run"), 2, steps=sparse, horovod=[trace_of(turns)]))
+        found = communication.measure_communication(RunTrace(Path("run"), 2, steps=sparse, horovod=[trace_of(turns)]))
         assert found is not None and found.bytes_per_step == pytest.approx(1000 * times_a_step)
 
 
@@ -121,7 +121,7 @@ def test_what_lies_in_the_wait_is_not_hidden() -> None:
     ready = table.ready_us.max(axis=0)
     turns = [Turn("g", float(t) - 6000.0, {"MPI_ALLREDUCE": 8000.0}, 1000) for t in ready]
     run = RunTrace(Path("run"), 2, steps=table, horovod=[trace_of(turns)])
-    found = communication.of_run(run)
+    found = communication.measure_communication(run)
     assert found is not None and found.hidden_share == pytest.approx(0.75, rel=0.02)
     assert found.busy_ms == pytest.approx(8.0, rel=0.05)
 
@@ -167,10 +167,10 @@ def _spans() -> RankSpans:
 
 def test_spans_tell_of_the_exchange_where_horovod_does_not() -> None:
     run = RunTrace(Path("run"), 2, spans=[_spans()])
-    found = communication.of_run(run)
+    found = communication.measure_communication(run)
     assert found is not None and found.busy_ms == pytest.approx(14.0)
     assert found.hidden_share == pytest.approx(10 / 14)
-    first, second = carriers.of_run(run)
+    first, second = carriers.top_carriers(run)
     assert (first.name, first.ms, first.exposed_ms) == ("gradients/1", pytest.approx(6.0), pytest.approx(4.0))
     assert (second.name, second.ms, second.exposed_ms) == ("gradients/0", pytest.approx(8.0), pytest.approx(0.0))
     assert first.modules == ["layers.1.up", "layers.1.down"] and first.nbytes == 200
@@ -179,20 +179,20 @@ def test_spans_tell_of_the_exchange_where_horovod_does_not() -> None:
 @pytest.mark.parametrize("name", ["none", "int8", "powersgd:4", "auto"])
 def test_bytes_of_spans_are_those_of_the_compression(name: str) -> None:
     run = RunTrace(Path("run"), 2, {"parallel": {"compression": name}}, spans=[_spans()])
-    found = communication.of_run(run)
+    found = communication.measure_communication(run)
     sent = {"none": 200, "powersgd:4": 16, "int8": None}.get(name)
     assert found is not None
     if name == "auto":
-        assert found.bytes_per_step is None and carriers.of_run(run)[0].nbytes is None
+        assert found.bytes_per_step is None and carriers.top_carriers(run)[0].nbytes is None
     elif sent is not None:
-        assert found.bytes_per_step == 2 * sent and carriers.of_run(run)[0].nbytes == sent
+        assert found.bytes_per_step == 2 * sent and carriers.top_carriers(run)[0].nbytes == sent
     else:
         payload = parse(name).payload(Bucket([[4]], "float32", 50), 2)
         assert found.bytes_per_step == 2 * sum(payload.values()) != 400
 
 
 def test_tensors_of_any_program_are_told_by_what_they_take() -> None:
-    found = carriers.of_run(_alone(_trace()))
+    found = carriers.top_carriers(_alone(_trace()))
     assert found[0].modules in (["layers.0"], ["layers.1"])
     assert found[0].ms == pytest.approx(5.2) and found[0].nbytes == 8_000_000
     assert len(found) <= carriers.MOST

@@ -10,7 +10,7 @@ import pytest
 
 from hvdtrain.spans import EXCHANGE, MAIN
 from hvdtrain.timeline.analysis.analysis import Lane
-from hvdtrain.timeline.analysis.lanes import STEPS, of_run
+from hvdtrain.timeline.analysis.lanes import STEPS, window_lanes
 from hvdtrain.timeline.columns import RankSpans, RunTrace
 from tests.support.timelines import Turn, trace_of
 
@@ -45,7 +45,7 @@ def _steps(lengths_ms: Sequence[float], first: int = 1) -> list[Row]:
 
 
 def _drawn(*spans: RankSpans) -> list[Lane]:
-    return of_run(RunTrace(Path("run"), len(spans), spans=list(spans)))
+    return window_lanes(RunTrace(Path("run"), len(spans), spans=list(spans)))
 
 
 def test_the_parts_of_a_step_and_what_travels_meanwhile_are_a_lane_each() -> None:
@@ -107,7 +107,7 @@ def test_of_too_many_the_longest_are_drawn() -> None:
 def test_so_it_is_of_transfers() -> None:
     turns = [Turn("x", 10.0 * i, {"MPI_ALLREDUCE": 5.0 if i % 2 else 6.0}) for i in range(2 * MOST)]
     run = RunTrace(Path("run"), 1, spans=[_spans(_steps([8.0]))], horovod=[trace_of(turns)])
-    (lane,) = [lane for lane in of_run(run) if lane.label == "Horovod"]
+    (lane,) = [lane for lane in window_lanes(run) if lane.label == "Horovod"]
     assert len(lane.slices) == MOST
     assert all(piece.end_ms - piece.start_ms == pytest.approx(0.006) for piece in lane.slices)
 

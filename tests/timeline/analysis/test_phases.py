@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvdtrain.timeline.analysis.phases import recurring, steps_of, without_start
+from hvdtrain.timeline.analysis.phases import count_steps, recurring, without_start
 from hvdtrain.timeline.columns import HorovodTrace
 from tests.support.timelines import Turn, trace_of
 
@@ -22,12 +22,12 @@ def _trace(steps: int = STEPS, once_at: float = 8.5) -> HorovodTrace:
 
 
 def test_steps_are_the_turns_of_most_tensors() -> None:
-    assert steps_of(_trace()) == STEPS
+    assert count_steps(_trace()) == STEPS
 
 
 def test_what_comes_once_is_no_step() -> None:
-    assert steps_of(_trace(1)) == 0
-    assert steps_of(trace_of([])) == 0
+    assert count_steps(_trace(1)) == 0
+    assert count_steps(trace_of([])) == 0
 
 
 def test_what_comes_once_does_not_recur() -> None:
@@ -39,7 +39,7 @@ def test_it_is_steady_from_the_end_of_its_first_step_on() -> None:
     """However late a tensor that comes once may be."""
     found = without_start(_trace())
     assert found.start_us.min() == 2 * STEP_US
-    assert steps_of(found) == STEPS - 1
+    assert count_steps(found) == STEPS - 1
     assert ONCE in {found.tensors[number] for number in found.tensor}
 
 
