@@ -125,7 +125,7 @@ def test_a_run_is_shown(size: int, theme: str, chromium: WebDriver, tmp_path: Pa
 
 def test_nothing_of_a_run_is_still_a_page(chromium: WebDriver, tmp_path: Path) -> None:
     show(chromium, empty(), tmp_path)
-    assert "No step was seen." in run(chromium, "return document.body.innerText")
+    assert "No step was measured." in run(chromium, "return document.body.innerText")
     assert severe(chromium) == []
 
 
