@@ -49,8 +49,9 @@ test-all: setup ## the slower tests, which make test leaves out: two hosts, Slur
 	@mkdir -p build
 	@$(PYTEST) -m slow
 
-lint: setup ## ruff and mypy
+lint: setup ## ruff, mypy, and words with a plainer standard term
 	@$(BIN)/python -m ruff check . && $(BIN)/python -m ruff format --check . && $(BIN)/python -m mypy
+	@$(BIN)/python -m tests.lint.wording
 
 launchers: setup ## write the files of launchers/ anew from the package
 	@$(BIN)/python -m hvdtrain.launch.examples launchers

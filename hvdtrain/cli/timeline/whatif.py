@@ -48,7 +48,7 @@ def main(command: str, argv: list[str]) -> int:
 
 
 def _check(evidence: Evidence, change: Change, probed: CodingProbe, *, quiet: bool) -> dict[str, object]:
-    """Try the change, predicted anew from what the unchanged job does now: other work slows both alike."""
+    """Try the change, predicted again from what the unchanged job does now: other work slows both alike."""
     from hvdtrain.timeline.whatif.predict import predict
     from hvdtrain.timeline.whatif.prediction_text import comparison_lines
     from hvdtrain.timeline.whatif.read_run import read_evidence
@@ -65,7 +65,7 @@ def _check(evidence: Evidence, change: Change, probed: CodingProbe, *, quiet: bo
             found="; ".join(reasons),
             next_step="leave --check out, or try it where it can be",
         )
-    told("\ntrying it here, in turns:")
+    told("\ntrying it here, rounds interleaved:")
     with tempfile.TemporaryDirectory(prefix="hvdtrain-whatif-") as folder:
         tried = try_change(evidence, change, Path(folder), told)
         found = [predict(read_evidence(run), change, probed) for run in tried.unchanged]
