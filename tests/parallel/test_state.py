@@ -42,7 +42,7 @@ def test_another_model_is_named_on_every_rank(job: Comm) -> None:
     if job.size == 1:
         broadcast_state(state, job)
         return
-    with pytest.raises(LaunchError, match=r"rank 1 is not that of rank 0: layers\.0\.bias") as caught:
+    with pytest.raises(LaunchError, match=r"rank 1 differs from that of rank 0: layers\.0\.bias") as caught:
         broadcast_state(state, job)
     assert caught.value.found == "[[9], 'torch.float32']"
 
