@@ -56,7 +56,7 @@ def test_more_ranks_than_micro_batches_works_and_says_so(
     precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train_on_threads(*TOY, "--train.micro_batch=8", f"--run_dir={tmp_path}", f"--precision={precision}", size=2)
-    assert "1 of 2 ranks idle" in capsys.readouterr().out
+    assert "1 of 2 ranks are idle" in capsys.readouterr().out
     assert len(read_steps(tmp_path / "journal.jsonl")) == 8
 
 

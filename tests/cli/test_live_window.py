@@ -99,7 +99,7 @@ def test_without_traces_the_command_says_what_to_do(tmp_path: Path) -> None:
     assert "--observe.timeline auto" in found.stderr
 
 
-@pytest.mark.parametrize(("made", "says"), [(None, "is not the folder of a run"), ("finished", "is finished")])
+@pytest.mark.parametrize(("made", "says"), [(None, "is not a run folder"), ("finished", "is finished")])
 def test_there_must_be_a_run_that_is_not_over(made: str | None, says: str, tmp_path: Path) -> None:
     if made:
         (tmp_path / "run").mkdir()

@@ -126,7 +126,7 @@ def test_reading_a_ledger_can_be_interrupted(
 
 def test_where_there_is_no_run_nothing_is_made(scratch: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "resume", str(scratch / "nope")]) == 1
-    assert "cannot be read" in capfd.readouterr().err
+    assert "cannot read" in capfd.readouterr().err
     assert list(scratch.iterdir()) == []
 
 
@@ -135,5 +135,5 @@ def test_a_wrong_number_is_told_in_words(option: str, capfd: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         main(["verify", "resume", "run", option])
     told = capfd.readouterr().err
-    assert "is not a whole number of 1 or more" in told
+    assert "is not a positive whole number" in told
     assert ("numbers of ranks" in told) == option.startswith("--sizes")
