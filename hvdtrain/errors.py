@@ -43,9 +43,11 @@ class HvdtrainError(Exception):
 
     Attributes:
         everywhere: every rank raises this same error, so that one rank reports it for all.
+        consequence: it only reports an error of another rank, which that rank raises itself.
     """
 
     everywhere = False
+    consequence = False
 
     def __init__(
         self, what: str, *, expected: str | None = None, found: str | None = None, next_step: str | None = None

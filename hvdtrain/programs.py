@@ -32,7 +32,8 @@ def run_program(
 ) -> Finished:
     """Run a program without stdin, in a session of its own, and capture its output as text.
 
-    On a timeout or an exception, such as KeyboardInterrupt, the program and all that it started are killed.
+    On a timeout or an exception, such as KeyboardInterrupt, the program's process group is killed. mpirun starts groups
+    of its own; it needs `end_s` to end them.
 
     Args:
         argv: the command line.

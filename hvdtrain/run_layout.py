@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.yaml_file import read_yaml
-
 
 class TimelineLayout:
     """Paths in a folder of traces, such as ``RUN/timeline``.
@@ -105,4 +103,6 @@ class RunLayout:
         Errors:
             ConfigError: the file is missing or damaged.
         """
+        from hvdtrain.yaml_file import read_yaml  # PyYAML takes 30 ms
+
         return read_yaml(self.config)

@@ -49,7 +49,9 @@ def show(text: str) -> None:
 
 def _is_reported_by_others(error: BaseException, info: RankInfo) -> bool:
     """Tell whether another rank has the same error, or a more specific one."""
-    return (getattr(error, "everywhere", False) and info.rank != 0) or type(error).__name__ == "HorovodInternalError"
+    if getattr(error, "consequence", False) or type(error).__name__ == "HorovodInternalError":
+        return True
+    return getattr(error, "everywhere", False) and info.rank != 0
 
 
 def _code(error: BaseException) -> int:

@@ -46,15 +46,16 @@ def _start(ranks: int, arguments: Sequence[str], variables: dict[str, str]) -> C
         LaunchError: there is no MPI, or `ranks` is below 1.
     """
     if ranks < 1:
-        raise LaunchError("A job has at least one rank.", expected="NP=1 or more", found=f"NP={ranks}")
+        raise LaunchError("a job needs at least one rank", expected="NP=1 or more", found=f"NP={ranks}")
     machine = replace(detect_machine(variables), in_slurm=False)  # the ranks are on this machine
     choice = choose("horovodrun", (), machine)
     if choice.mpi is None:
         choice = choose(AUTO, (), machine)
     if choice.mpi is None:
         raise LaunchError(
-            "There is no MPI to start ranks with.",
-            expected="mpirun of Open MPI, MPICH or Intel MPI, on PATH or in the environment",
+            "there is no MPI to start ranks with",
+            expected="mpirun of Open MPI, MPICH or Intel MPI, of the MPI that Horovod was built with",
+            found=choice.why,
             next_step="make setup   (or start one process without MPI: python -m hvdtrain)",
         )
     if choice.target != "horovodrun":

@@ -56,18 +56,20 @@ def on_rank_0(comm: Comm, action: Callable[[], T], *, name: str) -> T:
     raise _error(outcome["error"])
 
 
-def _describe(error: Exception) -> dict[str, str | None]:
+def _describe(error: Exception) -> dict[str, Any]:
     if isinstance(error, errors.HvdtrainError):
         known = next(kind.__name__ for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind)
         return {"type": known} | {part: getattr(error, part) for part in ("what", "expected", "found", "next_step")}
-    what = str(error) if isinstance(error, OSError) else f"rank 0 failed: {type(error).__name__}: {error}"
-    return {"type": "HvdtrainError", "what": what, "expected": None, "found": None, "next_step": None}
+    if isinstance(error, OSError):
+        return {"type": "HvdtrainError", "what": str(error)}
+    return {"type": "HvdtrainError", "what": f"rank 0 failed: {type(error).__name__}: {error}", "consequence": True}
 
 
 def _error(parts: dict[str, Any]) -> errors.HvdtrainError:
     kind: type[errors.HvdtrainError] = getattr(errors, parts.pop("type"))
+    consequence = parts.pop("consequence", False)
     error = kind(**parts)
-    error.everywhere = True
+    error.everywhere, error.consequence = not consequence, consequence
     return error
 
 

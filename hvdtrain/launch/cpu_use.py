@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 
-import psutil
-
 from hvdtrain.processes import read_stat
 
 EVERY_S = 5.0
@@ -18,6 +16,8 @@ _BUSY = 0.25
 
 def cpu_seconds(leaders: Collection[int]) -> dict[int, float]:
     """Return the CPU seconds of sessions, by the number of the process that leads each."""
+    import psutil  # takes 30 ms, which only agents need
+
     used = dict.fromkeys(leaders, 0.0)
     for pid in psutil.pids():
         with suppress(OSError):  # it has ended

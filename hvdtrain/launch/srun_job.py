@@ -141,7 +141,7 @@ class Tasks:
         """Send a signal, such as ``TERM``. An error is reported and ignored."""
         try:
             done = run_program(["scancel", f"--signal={name}", f"{self._job}.{self._step}"], _SCANCEL_S)
-            found = done.err.strip() or f"scancel ended with exit code {done.code}" if done.code else ""
+            found = done.err.strip() or (f"scancel ended with exit code {done.code}" if done.code else "")
         except OSError as error:
             found = str(error)
         if found:

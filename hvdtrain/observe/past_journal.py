@@ -121,7 +121,7 @@ def read_events(path: Path, name: str) -> list[dict[str, Any]]:
 def _parse(line: bytes) -> tuple[int | None, dict[str, Any] | None]:
     """Return the number of a step or an event; parses no more of a step than its number."""
     if line.startswith(_STEP) and line.endswith(b"}\n") and (number := line[len(_STEP) : line.find(b",")]).isdigit():
-        return int(number), None
+        return (int(number), None) if len(number) < 19 else (None, None)
     try:
         record = orjson.loads(line)
     except ValueError:

@@ -109,7 +109,7 @@ _DAMAGED_START = msgspec.json.Decoder(_DamagedStart)
 
 def _decode(raw: bytes) -> StartLine | BlockLine | _DamagedStart | None:
     for decoder in (_LINE, _DAMAGED_START):
-        with suppress(msgspec.DecodeError, ValueError):
+        with suppress(msgspec.DecodeError, ValueError, RecursionError):
             line: StartLine | BlockLine | _DamagedStart = decoder.decode(raw)
             return line
     return None

@@ -62,6 +62,7 @@ def run_training(
                 if failed is not None and failed.reporter is not None:
                     failed.reporter.report_no_new_round()
                 raise
+            failed = None  # its engine holds buckets
             current = _Round(run, worker, rounds, comm, timeline, sinks, output)
             try:
                 result = current.train()

@@ -149,7 +149,12 @@ def _unexplained_gaps(report: DataReport) -> list[Wrong]:
     """Find positions that were skipped without a roll back in the journal."""
     if report.journal is None:
         return []
-    roll_backs = [event["positions"] for start in report.journal for event in start.events_named("rolled_back")]
+    roll_backs = [
+        event["positions"]
+        for start in report.journal
+        for event in start.events_named("rolled_back")
+        if "positions" in event
+    ]
     explained = {position for begin, end in roll_backs for position in range(begin, end)}
     unexplained = np.array([p for b, e in report.left_out for p in range(b, e) if p not in explained], np.int64)
     if not len(unexplained):

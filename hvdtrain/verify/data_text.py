@@ -90,7 +90,7 @@ def _starts(report: DataReport) -> str:
 
 def _changes(report: DataReport) -> list[str]:
     events = [event for start in report.journal or () for event in start.events_named("config_changed")]
-    return [change for event in events for change in event["changes"]]
+    return [change for event in events for change in event.get("changes", ())]
 
 
 def _open_end(report: DataReport) -> list[tuple[str, str]]:

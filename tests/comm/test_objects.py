@@ -10,6 +10,7 @@ import pytest
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.errors import DataError, HvdtrainError
+from hvdtrain.observe.failure.fault import fault
 from tests.support.thread_comm import on_ranks
 
 
@@ -29,6 +30,7 @@ def _outcomes(action: Callable[[], Any], size: int) -> list[tuple[type[BaseExcep
         try:
             on_rank_0(comm, action, name="action")
         except Exception as error:
+            assert fault(error).consequence == str(error).startswith("rank 0 failed"), "rank 0 itself is to blame"
             return type(error), str(error), getattr(error, "everywhere", False)
         raise AssertionError("no error")
 
@@ -37,7 +39,7 @@ def _outcomes(action: Callable[[], Any], size: int) -> list[tuple[type[BaseExcep
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_an_unknown_error_is_itself_on_rank_0_and_named_on_the_others(size: int) -> None:
-    others = (HvdtrainError, "rank 0 failed: KeyError: 'lost'", True)
+    others = (HvdtrainError, "rank 0 failed: KeyError: 'lost'", False)
     assert _outcomes(_fail(KeyError("lost")), size) == [(KeyError, "'lost'", False), *[others] * (size - 1)]
 
 

@@ -99,7 +99,7 @@ ROWS: list[tuple[str, int, str]] = [
     ("--task tasks.py:a_number", 1, "hvdtrain: DataError: the data set cannot be indexed"),
     ("--task tasks.py:no_pairs", 2, "TaskError: the task's loss function returned an invalid value"),
     ("--task tasks.py:no_weight", 2, "TaskError: the task's loss function returned an invalid value"),
-    ("--task tasks.py:not_finite", 1, "NonFiniteError: the loss or the gradient was not finite in 10 steps in a row"),
+    ("--task tasks.py:not_finite", 1, "NonFiniteError: the loss or the gradient was not finite 10 steps in a row"),
     ("--task tasks.py:unreadable", 1, "OSError: no such picture"),
     ("--task tasks.py:unreadable --loader.workers 1", 1, "OSError: Caught OSError in DataLoader worker process 0."),
     ("--task tasks.py:ending", 2, "TaskError: the task's code ended this process"),
@@ -194,7 +194,7 @@ ROWS: list[tuple[str, int, str]] = [
     (
         "verify resume run --steps 0",
         2,
-        "hvdtrain verify resume: error: argument --steps: '0' is not a whole number of 1 or more",
+        "hvdtrain verify resume: error: argument --steps: '0' is not a positive whole number",
     ),
     ("config init empty.txt", 1, "hvdtrain: ConfigError: empty.txt exists already"),
     ("config init nowhere/x", 1, "hvdtrain: ConfigError: cannot write nowhere/x: No such file or directory"),

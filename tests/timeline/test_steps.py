@@ -156,3 +156,9 @@ def test_a_step_that_a_rank_does_not_know_is_left_out(tmp_path: Path) -> None:
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="version 1"):
         read_steps(write(tmp_path, {**start(0), "version": 2}))
+
+
+def test_endless_nesting_is_damage(tmp_path: Path) -> None:
+    deep = b'{"event":"start","version":1,"x":' + b"[" * 100_000
+    (tmp_path / "steps.jsonl").write_bytes(deep + b"\n")
+    assert read_starts(tmp_path) == []

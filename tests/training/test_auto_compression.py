@@ -67,6 +67,29 @@ def test_it_takes_what_pays_on_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> N
     assert "from now on" in results[0][2][0] and "0.08 Mbit" not in results[0][2][0]
 
 
+def test_buckets_that_change_meanwhile_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: dict[int, int] = {}
+
+    def start_times_ns(engine: ExchangeEngine) -> list[int]:
+        measured[id(engine)] = measured.get(id(engine), 0) + 1
+        return [1, 2] if measured[id(engine)] <= 2 else [1]
+
+    monkeypatch.setattr(ExchangeEngine, "start_times_ns", start_times_ns)
+    (_, events, lines), _ = on_ranks(2, lambda comm: _run(comm, 0.0))
+    assert events[0]["at_step"] == 9, "five steps from step 5 on"
+    assert "failed" not in lines[0]
+
+
+def test_a_prediction_that_fails_chooses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: object) -> None:
+        raise ZeroDivisionError("of a test")
+
+    monkeypatch.setattr(auto_compression, "choose_compression", fail)
+    for chosen, events, lines in on_ranks(2, lambda comm: _run(comm, 0.3)):
+        assert chosen == "none" and events[0]["compression"] == "none"
+        assert lines == ["compression: none: the prediction failed: ZeroDivisionError: of a test"]
+
+
 def test_what_was_chosen_is_chosen_after_a_resume() -> None:
     def body(comm: ThreadComm) -> None:
         model = nn.Linear(2, 1)

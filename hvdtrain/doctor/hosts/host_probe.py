@@ -1,6 +1,6 @@
 """The program that `hvdtrain doctor --hosts` runs on each host. It answers questions and ends with the doctor.
 
-Messages on stdin and stdout, in the format of `hvdtrain.launch.agent_lines`. No port is opened unless requested:
+Messages on stdin and stdout, in the format of `hvdtrain.runtime.json_lines`. No port is opened unless requested:
 
     hello   {"path", "folder"}          the first message; the reply is  says {"facts"}
     ask     {"number", "what", ...}     the reply is  answer {"number", "value"}  or  answer {"number", "error"}

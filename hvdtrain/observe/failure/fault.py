@@ -11,7 +11,7 @@ from hvdtrain.errors import HvdtrainError
 from hvdtrain.observe.encodable import encodable
 from hvdtrain.observe.failure.user_code import user_frame
 
-_OUTER = ("hvdtrain.training.diagnostics.failures", "hvdtrain.training.session")
+_OUTER = ("hvdtrain.training.diagnostics.failure_report", "hvdtrain.training.session")
 _LONGEST = 20_000
 """Characters of a message or a traceback. The middle of a longer one is left out."""
 
@@ -28,7 +28,7 @@ class Fault(Struct, frozen=True):
         message: its text.
         parts: what, expected, found and next of an `HvdtrainError`; empty for other errors.
         everywhere: every rank raises the same error.
-        consequence: the error only reports that another rank died or Horovod ended.
+        consequence: the error only reports that another rank failed or died, or that Horovod ended.
         memory: memory ran out.
         traceback: as Python prints it.
         frame: the user's innermost frame, see `user_frame`.
@@ -57,7 +57,8 @@ def fault(error: BaseException) -> Fault:
         message=_shortened(_message(error)),
         parts=parts,
         everywhere=getattr(error, "everywhere", False),
-        consequence=any(type(e).__name__ == "HorovodInternalError" for e in _chain(error)),
+        consequence=getattr(error, "consequence", False)
+        or any(type(e).__name__ == "HorovodInternalError" for e in _chain(error)),
         memory=out_of_memory(error),
         traceback=_shortened(trace),
         frame=encodable(user_frame(trace)),

@@ -19,6 +19,9 @@ STEPS = 24
 """Steps of each trial run; the first `_WARM_UP` are not counted."""
 _WARM_UP = 7
 _TIMEOUT_S = 1800
+_END_S = 5.0
+"""For mpirun to end its ranks, which have process groups of their own."""
+
 _TAIL = 2000
 _SLOWED = '''"""A task with one rank slowed down."""
 
@@ -130,7 +133,7 @@ def _spec(path: Path) -> str:
 
 def _run(argv: Sequence[str]) -> None:
     try:
-        done = run_program(argv, _TIMEOUT_S)
+        done = run_program(argv, _TIMEOUT_S, end_s=_END_S)
     except TimeoutError as error:
         raise LaunchError(f"a trial run took too long: {' '.join(argv)}", found=str(error)) from None
     if done.code:

@@ -70,8 +70,10 @@ class CompressionTrial:
             return
         self._count += 1
         if self._count >= _FIRST:
-            self._steps.append(read_parts(record))
             starts_ns = self._engine.start_times_ns()
+            if self._before_last_s and len(starts_ns) != len(self._before_last_s[-1]):
+                self._steps, self._before_last_s = [], []  # the plan of the buckets has changed
+            self._steps.append(read_parts(record))
             self._before_last_s.append([(max(starts_ns) - ns) * 1e-9 for ns in starts_ns])
         if len(self._steps) == _COUNT:
             self._choose(record["step"])
@@ -87,7 +89,9 @@ class CompressionTrial:
         }
         everyone = allgather_json(self._comm, measured, name="auto_compression")
         # Rank 0 predicts for all ranks, which must make the same choice.
-        event, line = on_rank_0(self._comm, lambda: self._predict(layouts, everyone), name="auto_compression/choice")
+        event, line = on_rank_0(
+            self._comm, lambda: self._predict_or_none(layouts, everyone), name="auto_compression/choice"
+        )
         self._engine.set_compression(event["compression"])
         self._event({"event": "compression_chosen", "at_step": step, **event})
         self._say(line)
@@ -97,6 +101,15 @@ class CompressionTrial:
         compression, size = self._engine.resolve(name), self._comm.size
         for layout in layouts:
             yield from measure_coding(compression, [layout.shape], [[p.grad for p in layout.parameters]], size)
+
+    def _predict_or_none(
+        self, layouts: Sequence[Layout], everyone: Sequence[dict[str, Any]]
+    ) -> tuple[dict[str, Any], str]:
+        """Return what `_predict` returns. If it fails, choose none: a prediction must not end a run."""
+        try:
+            return self._predict(layouts, everyone)
+        except Exception as error:
+            return {"compression": "none"}, f"compression: none: the prediction failed: {type(error).__name__}: {error}"
 
     def _predict(self, layouts: Sequence[Layout], everyone: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], str]:
         """Return the journal's event without its step, and the line for the user."""

@@ -46,10 +46,15 @@ def build_engine(
     is_timed = comm.rank == 0 and run.config.observe.timeline != "off"
     # Its hooks must run before those of the engine.
     ready = ReadyTimes(model, spans, on_cuda=worker.device.type == "cuda") if is_timed else None
-    engine = make_engine(
-        worker.state.optimizer, model, comm, parallel.compression, spans, parallel.bucket_mib, variables
-    )
-    worker.use_exchange(engine)
+    try:
+        engine = make_engine(
+            worker.state.optimizer, model, comm, parallel.compression, spans, parallel.bucket_mib, variables
+        )
+        worker.use_exchange(engine)
+    except BaseException:
+        if ready is not None:
+            ready.close()
+        raise
     if ready is not None:
         path, host = layout.timeline.gradients, read_host(variables)
         recorder.add_watcher(GradientTimes(ready, engine, comm, spans, path, recorder.warn, host))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 
 from hvdtrain.errors import DataError, NonFiniteError
+from hvdtrain.observe.failure import fault as fault_module
 from hvdtrain.observe.failure.fault import bare_fault, fault, out_of_memory
 
 
@@ -108,3 +111,7 @@ def test_an_error_whose_text_cannot_be_made_is_told_of() -> None:
     found = fault(_raised(_Mute()))
     assert found.type == "_Mute" and "_raised" in found.traceback and not out_of_memory(_Mute())
     assert bare_fault(_Mute()).type == "_Mute" and bare_fault(MemoryError()).memory
+
+
+def test_the_outer_frames_are_those_of_modules_that_there_are() -> None:
+    assert all(importlib.util.find_spec(name) for name in fault_module._OUTER)
