@@ -58,7 +58,7 @@ def test_resume_on_two_ranks(
         assert "WRONG: 2 + 2 on 2 rank(s) against 4: step 3: loss" in told
     else:
         assert "the runs are equal" in told
-    assert "the other 2 steps, after the first on 2 rank(s), on 2 rank(s):" in told
+    assert "the other 2 steps after 2 on 2 rank(s)" in told
     assert {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")} == before
 
 
