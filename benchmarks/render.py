@@ -15,8 +15,12 @@ ROOT = Path(__file__).parents[1]
 PLOT = ROOT / "docs" / "exchange.svg"
 BEGIN, END = "<!-- from benchmarks/render.py -->\n", "<!-- to here -->\n"
 
-ONE_HOST = {"default, 6.8M": "", "Llama, 15M": "/llama15m", "Llama, 60M, 16 tokens": "/comm_heavy"}
-RATES = {"two hosts, no limit": "unthrottled", "two hosts, 1 Gbit/s": "1gbit", "two hosts, 100 Mbit/s": "100mbit"}
+ONE_HOST = {"default, 6.8M": "", "Llama 15M": "/llama15m", "Llama 60M, 16 tokens a rank": "/comm_heavy"}
+RATES = {
+    "Llama 15M, two hosts, no limit": "unthrottled",
+    "Llama 15M, two hosts, 1 Gbit/s": "1gbit",
+    "Llama 15M, two hosts, 100 Mbit/s": "100mbit",
+}
 CONTENDERS = {
     "hvdtrain": ("step/no_exchange{}", "none"),
     "hvdtrain, fp16": (None, "fp16"),
@@ -32,7 +36,7 @@ CONTENDERS = {
 """The names of the figures on one host and on two."""
 
 SHORT_ROWS = ("hvdtrain", "hvdtrain, fp16", "hvdtrain, int8", "DDP over Gloo", "DDP, its fp16 hook", "stock Horovod")
-SHORT_COLUMNS = ("Llama, 60M, 16 tokens", "two hosts, 1 Gbit/s", "two hosts, 100 Mbit/s")
+SHORT_COLUMNS = ("Llama 60M, 16 tokens a rank", "Llama 15M, two hosts, 1 Gbit/s", "Llama 15M, two hosts, 100 Mbit/s")
 
 Results = Mapping[str, Mapping[str, float]]
 
