@@ -127,6 +127,6 @@ def test_the_limit_of_resets(tmp_path: Path, losses: Losses) -> None:
     job = Scenario(tmp_path, "-np", "2", "--elastic", "1:2", "--reset-limit", "1", fault="SIGKILL", step=25)
     with job:
         code, _ = job.end()
-    assert code == 1 and any("--reset-limit allows 1" in line for line in job.said)
+    assert code == 1 and any("exceeds --reset-limit 1" in line for line in job.said)
     with nothing_lost(job.run, losses), Scenario(tmp_path, "-np", "2", "--elastic", "1:2") as again:
         again.finish()
