@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.verify.data import verify_data
+from hvdtrain.verify.data_text import to_text
+from tests.support.gallery import Gallery
 from tests.support.launch import ENVIRONMENT, TIMEOUT_S, program
 
 ROOT = Path(__file__).parents[1]
@@ -112,6 +115,21 @@ def test_the_horovod_script(folder: Path) -> None:
     (command,) = [c for c in COMMANDS if "script.py" in c]
     assert command.startswith("horovodrun ")
     assert float(re.findall(r"loss ([\d.]+)", _run([*shlex.split(command)], folder))[-1]) < 8, "it was 16 at first"
+
+
+def test_the_transcript_of_a_lost_rank_is_what_a_job_prints(gallery: Gallery) -> None:
+    """Ranks, steps and times differ from those of the README."""
+    survived = gallery["survived"]
+    proof = to_text(verify_data(survived.run), survived.run)
+    printed = {_masked(line) for line in [*survived.out.splitlines(), *survived.err.splitlines(), *proof.splitlines()]}
+    (shown,) = re.findall(r"```\n(hvdtrain launch: rank .*?)```", README, re.DOTALL)
+    lines = [line for line in shown.splitlines() if not line.startswith("$ ")]
+    assert len(lines) >= 6
+    assert [line for line in lines if _masked(line) not in printed] == []
+
+
+def _masked(line: str) -> str:
+    return re.sub(r"[\d.,]+", "N", line)
 
 
 def test_make_knows_its_targets() -> None:

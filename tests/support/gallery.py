@@ -246,8 +246,8 @@ def survived(folder: Path) -> Recorded:
     with job:
         job.until("round 2: 1 rank(s) on 1 host(s)")
         job.until("round 3: 2 rank(s) on 1 host(s)")
-        job.finish()
-    return Recorded(folder, 0, "", "\n".join(job.said), {"sizes": job.sizes()})
+        out = job.finish()
+    return Recorded(folder, 0, out, "\n".join(job.said), {"sizes": job.sizes()})
 
 
 @_recording

@@ -60,11 +60,12 @@ class Scenario(FakeJob):
         assert not any("did not end in time" in line for line in self.said), "\n".join(self.said)
         return ended
 
-    def finish(self) -> None:
-        """Let it come to its end."""
+    def finish(self) -> str:
+        """Let it run to its end, and return its standard output."""
         self.hurry()
-        code, _ = self.end()
+        code, out = self.end()
         assert code == 0, "\n".join(self.said)
+        return out
 
     def until_step(self, step: int) -> None:
         """Wait until its journal tells of a step."""
