@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from hvdtrain.cli.ending import EXIT_OF_SIGNAL, end, show
+from hvdtrain.config.spelling import declared_spelling
 from hvdtrain.observe.failure.failure_output import FailureOutput
 from hvdtrain.observe.progress import duration, table
 from hvdtrain.observe.shell_commands import command_line, relative_to_start, resume_command
@@ -24,6 +25,7 @@ from hvdtrain.runtime.tuning import prepare
 if TYPE_CHECKING:
     from hvdtrain.training.result import Result
 
+_PRINT = ("--print_config",)
 _BAR = 40
 """Characters of a bar for the whole time."""
 
@@ -61,7 +63,13 @@ def _train(argv: list[str], info: RankInfo, output: FailureOutput) -> Result:
     from hvdtrain.task.base import load_task_function
 
     function = load_task_function(task_spec(argv))
-    run = parse_argv(argv, function)
+    checked = [word for word in argv if declared_spelling(word, _PRINT).partition("=")[0] not in _PRINT]
+    run = parse_argv(checked, function)
+    if len(checked) < len(argv):  # the parser prints without all checks, and exits
+        from hvdtrain.engine.make import check_compression
+
+        check_compression(run.config.parallel.compression)
+        parse_argv(argv, function)
     logging.basicConfig(format="hvdtrain: %(message)s", stream=sys.stderr)
     logging.getLogger("hvdtrain").setLevel(run.config.log_level.upper())
 

@@ -183,7 +183,7 @@ def test_a_run_directory_of_another_model(capsys: pytest.CaptureFixture[str]) ->
     assert main([*SHORT, "--run_dir=run", "--train.stop_at=4"]) == 0
     before = sorted(p.name for p in Path("run/checkpoints").iterdir())
     error = _fails(capsys, *SHORT, "--run_dir=run", "--hidden=99")
-    assert "the checkpoint is of another model" in error
+    assert "the checkpoint does not match the model" in error
     assert "(99, 6)" in error and "(16, 6)" in error
     assert sorted(p.name for p in Path("run/checkpoints").iterdir()) == before
 
@@ -204,7 +204,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_taken(capsys: pytest.Cap
     [
         ("--train.stpes=3", "did you mean --train.steps?"),
         ("--hiden=3", "did you mean --hidden?"),
-        ("--train.steps=soon", "expected: int"),
+        ("--train.steps=soon", "expected: a whole number"),
         ("--precision=fp8", "one of ['fp32', 'bf16', 'fp16']"),
     ],
 )
@@ -306,6 +306,13 @@ def test_a_loss_that_stays_infinite_ends_the_run(capsys: pytest.CaptureFixture[s
     for line in Path("run/journal.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     sys.modules.pop("custom", None)
+
+
+@pytest.mark.parametrize("option", ["--train.steps=-5", "--parallel.compression=zip", "--observe.timeline=5:1"])
+def test_print_config_refuses_what_training_would_refuse(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SHORT, option, "--print_config"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and option.partition("=")[2] in said.err
 
 
 def test_print_config_can_be_read_again(capsys: pytest.CaptureFixture[str]) -> None:
