@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from importlib import import_module
 
 from hvdtrain import __version__
 
 COMMANDS = {
     "train": ("hvdtrain.cli.train", "train on all ranks of this job (default)"),
-    "launch": ("hvdtrain.cli.launch", "start ranks with MPI, Slurm, Kubernetes or our elastic driver"),
+    "launch": ("hvdtrain.cli.launch", "start ranks with MPI, Slurm, PBS, LSF, Kubernetes or hvdtrain's driver"),
     "doctor": ("hvdtrain.cli.doctor", "check this machine and installation; show how to fix it"),
     "timeline": ("hvdtrain.cli.timeline", "explain where a run spent its time; predict changes"),
     "verify": ("hvdtrain.cli.verify", "prove that a run lost no sample and resumes exactly"),
@@ -45,6 +46,7 @@ common options of train:
   --run_dir DIR           folder of the run; the same command resumes it
 
 hvdtrain COMMAND --help lists the options of a command.
+In option names - and _ are the same.
 """
 
 
@@ -52,7 +54,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run a subcommand and return its exit code."""
     arguments = sys.argv[1:] if argv is None else argv
     if arguments in (["--help"], ["-h"], ["help"]):
-        lines = "\n".join(f"  {name:<14} {text}" for name, (_, text) in COMMANDS.items())
+        wrapped = [textwrap.wrap(f"{name:<14} {text}", 77) for name, (_, text) in COMMANDS.items()]
+        lines = "\n".join("  " + ("\n" + " " * 17).join(each) for each in wrapped)
         sys.stdout.write(USAGE.format(commands=lines))
         return 0
     if arguments == ["--version"]:

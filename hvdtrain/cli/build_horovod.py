@@ -24,11 +24,11 @@ def parser() -> Parser:
         "--gpu",
         choices=GPU_CHOICES,
         default="auto",
-        help="how to exchange GPU tensors: with NCCL (nccl), through CPU memory (none), or with NCCL if torch has CUDA "
-        "and nvcc is found (auto, the default)",
+        help="how to exchange GPU tensors: nccl, none (through CPU memory), or auto (nccl if torch has CUDA and nvcc "
+        "is found, otherwise none) (default: auto)",
     )
     made.add_argument(
-        "--dry-run", action="store_true", help="print the settings, files and commands of the build, then exit"
+        "--dry-run", action="store_true", help="print the settings, files and commands of the build and exit"
     )
     return made
 

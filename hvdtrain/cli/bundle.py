@@ -20,7 +20,7 @@ def parser() -> Parser:
         description="Make a folder with hvdtrain, torch, all their dependencies, Horovod's source, and a script, "
         "install.sh, that installs them without a package registry. After an interrupt, the same command continues.",
     )
-    made.add_argument("folder", type=Path, help="folder of the bundle")
+    made.add_argument("folder", type=Path, metavar="FOLDER", help="folder of the bundle")
     made.add_argument(
         "--python", metavar="3.X", help="Python version of the target machine (default: that of this Python)"
     )

@@ -17,9 +17,12 @@ _PARSERS = {"launch": "hvdtrain.cli.launch_options"}
 TASK_HELP = "include the parameters of this task: NAME, file.py:function or module:function (default: language_model)"
 _EPILOG = """\
 run once, and again after an update:
-  bash   hvdtrain completion bash > ~/.local/share/bash-completion/completions/hvdtrain
-         (without the package bash-completion: use any FILE, and add `source FILE` to ~/.bashrc)
-  zsh    hvdtrain completion zsh > DIR/_hvdtrain      DIR: a folder in `echo $fpath`
+  bash   hvdtrain completion bash \\
+           > ~/.local/share/bash-completion/completions/hvdtrain
+         (without the package bash-completion: use any FILE, and add
+         `source FILE` to ~/.bashrc)
+  zsh    hvdtrain completion zsh > DIR/_hvdtrain
+         (DIR: a folder in `echo $fpath`)
   fish   hvdtrain completion fish > ~/.config/fish/completions/hvdtrain.fish
 """
 _BASH = """

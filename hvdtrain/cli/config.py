@@ -16,7 +16,7 @@ COMMANDS = {"init": _ABOUT}
 
 def main(argv: list[str]) -> int:
     """Run a command of this group. Return 0, 1 on an error, 2 on a wrong option."""
-    return run("config", "[FILE] [OPTIONS]", COMMANDS, argv, _call)
+    return run("config", "[OPTIONS] [FILE]", COMMANDS, argv, _call)
 
 
 def parser(name: str) -> Parser:

@@ -32,7 +32,7 @@ def parser() -> Parser:
         prog="hvdtrain doctor",
         description="Check this machine and installation: versions, the build of Horovod, MPI, launcher, GPUs, "
         "network, limits, run folder, and the settings that hvdtrain chooses. Each problem is shown with its fix. "
-        "Under a launcher, rank 0 reports. Exit status: 0 no problem, 1 warnings, 2 something is broken.",
+        "Under a launcher, rank 0 reports. Exit code: 0 no problem, 1 warnings, 2 something is broken.",
     )
     made.add_argument("--json", action="store_true", help="print the report as one JSON object")
     made.add_argument(

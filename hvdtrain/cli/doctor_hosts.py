@@ -47,7 +47,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     links.add_argument("--probe", action="store_true", help="measure bandwidth and latency between all pairs of hosts")
     links.add_argument("--run", type=Path, metavar="RUN", help="predict the step time of this run on more ranks")
     links.add_argument(
-        "--model_parameters", type=_count, metavar="N", help="the same for a model with N parameters; needs --step_ms"
+        "--model_parameters",
+        type=_count,
+        metavar="N",
+        help="predict the step time of a model with N parameters on more ranks; needs --step_ms",
     )
     links.add_argument("--step_ms", type=_positive, metavar="X", help="milliseconds of a step on one rank")
 
@@ -60,13 +63,18 @@ def check_options(options: argparse.Namespace) -> None:
     """
     model = options.model_parameters is not None
     if model != (options.step_ms is not None):
-        raise ConfigError("--model_parameters and --step_ms need each other.", next_step="give both, or only --run RUN")
+        raise ConfigError(
+            "--model_parameters and --step_ms must be given together", next_step="give both, or only --run RUN"
+        )
     if model and options.run:
         raise ConfigError(
-            "--run excludes --model_parameters and --step_ms.", next_step="remove these two, or remove --run"
+            "--run and --model_parameters cannot be given together",
+            next_step="remove --run, or remove --model_parameters and --step_ms",
         )
     if (model or options.run) and not options.probe:
-        raise ConfigError("The prediction needs measured links.", next_step="add --probe")
+        raise ConfigError(
+            "--run and --model_parameters need --probe, which measures the links", next_step="add --probe"
+        )
 
 
 def check_hosts(options: argparse.Namespace) -> Report:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Mapping
 
 from hvdtrain.errors import HvdtrainError
@@ -26,7 +27,8 @@ def run(
         call: function that runs a command, given its name and arguments.
     """
     if not argv or argv[0] in ("--help", "-h", "help"):
-        lines = "\n".join(f"  {name:<8} {text}" for name, text in commands.items())
+        wrapped = [textwrap.wrap(f"{name:<8} {text}", 77) for name, text in commands.items()]
+        lines = "\n".join("  " + ("\n" + " " * 11).join(each) for each in wrapped)
         sys.stdout.write(f"usage: hvdtrain {group} COMMAND {operands}\n\n{lines}\n\n")
         sys.stdout.write(f"hvdtrain {group} COMMAND --help lists the options of a command.\n")
         return 0

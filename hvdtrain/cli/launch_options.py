@@ -17,6 +17,7 @@ _OF_HOROVODRUN = {
     "--max-np": "--elastic MIN:MAX",
     "--min-num-proc": "--elastic MIN:MAX",
     "--max-num-proc": "--elastic MIN:MAX",
+    "--np": "-np N",
     "--num-proc": "-np N",
     "--hosts": "-H a:2,b:2",
     "--host-discovery-script": "--discover SCRIPT",
@@ -53,7 +54,7 @@ def given(options: argparse.Namespace) -> list[str]:
 def _no_option(option: str, made: Parser) -> LaunchError:
     option = declared_spelling(option, _OF_HOROVODRUN)
     if option in _OF_HOROVODRUN:
-        next_step = f"use {_OF_HOROVODRUN[option]} instead of horovodrun's {option}"
+        next_step = f"use {_OF_HOROVODRUN[option]} instead of {option}"
     elif option.lstrip("-").partition(".")[0] in _OF_TRAINING:
         return LaunchError(f"{option} is an option of training, not of launch.", next_step=AFTER_DASHES)
     else:

@@ -18,57 +18,68 @@ while ranks and hosts join and leave. --dry-run prints what would run."""
 
 
 def _seconds(text: str) -> float:
-    number = float(text)
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
     if not 0 <= number < 1e9:
-        raise argparse.ArgumentTypeError(f"a number of seconds from 0, not {text}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds; expected 0 or more")
     return number
 
 
 def _whole(text: str) -> int:
     if not re.fullmatch("[0-9]{1,6}", text):
-        raise argparse.ArgumentTypeError(f"a whole number from 0, not {text}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number; expected 0 to 999999")
     return int(text)
 
 
 def _positive(text: str) -> int:
     if not _whole(text):
-        raise argparse.ArgumentTypeError("at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is too small; expected 1 or more")
     return int(text)
 
 
 def _interface(text: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_.@:-]{0,15}", text):
-        raise argparse.ArgumentTypeError(f"a network interface, such as eth0, not {text!r}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a network interface; expected a name such as eth0")
     return text
 
 
 def _variable(text: str) -> str:
     if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", text):
-        raise argparse.ArgumentTypeError(f"the name of a variable, without its value: not {text.partition('=')[0]!r}")
+        raise argparse.ArgumentTypeError(
+            f"{text.partition('=')[0]!r} is given with a value or is not a name; expected NAME without a value"
+        )
     return text
 
 
 def _name(text: str) -> str:
     if not re.fullmatch(r"[a-z](?:[a-z0-9-]{0,38}[a-z0-9])?", text):  # pods' names begin with it: RFC 1035
-        raise argparse.ArgumentTypeError(f"at most 40 of a-z, 0-9 and -, starting with a letter, not {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a valid name; expected at most 40 of a-z, 0-9 and -, starting with a letter"
+        )
     return text
 
 
 def _plain(text: str) -> str:
     if not re.fullmatch(r"[\x21-\x7e]+", text):
-        raise argparse.ArgumentTypeError(f"a word without spaces, not {text!r}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not one word; expected no spaces")
     return text
 
 
 def _directive(text: str) -> str:
     if not text.isprintable() or not text.strip():
-        raise argparse.ArgumentTypeError(f"the rest of a line after #SBATCH, #PBS or #BSUB, not {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a directive; expected the rest of a line after #SBATCH, #PBS or #BSUB"
+        )
     return text
 
 
 def _array(text: str) -> str:
     if not re.fullmatch(r"\d{1,6}-\d{1,6}", text) or len({*map(int, text.split("-"))}) < 2:
-        raise argparse.ArgumentTypeError(f"first and last index, such as 0-3, not {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a range of indices; expected the first and the last, such as 0-3"
+        )
     return text
 
 
@@ -82,9 +93,9 @@ def duration_s(text: str) -> int:
     elif found := re.fullmatch(r"(?:(\d{1,3})-)?(\d{1,4}):([0-5]\d):([0-5]\d)", text):
         seconds = sum(int(part or 0) * unit for part, unit in zip(found.groups(), _UNITS_S.values(), strict=True))
     else:
-        raise argparse.ArgumentTypeError(f"a time such as 2h, 1h30m or 1:30:00, not {text!r}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time; expected 2h, 1h30m or 1:30:00")
     if not seconds:
-        raise argparse.ArgumentTypeError("a time above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is too short; expected a time above 0")
     return seconds
 
 
@@ -98,9 +109,13 @@ def parser() -> Parser:
         "--to",
         choices=[AUTO, OWN, *TARGETS],
         default=AUTO,
-        help="launcher of the ranks (default: what fits this machine)",
+        metavar="TARGET",
+        help=f"launcher of the ranks: {', '.join([AUTO, OWN, *TARGETS])} (default: auto, which fits this machine)",
     )
-    ranks = "number of ranks; an elastic job starts with N to MAX (default: one per slot or GPU)"
+    ranks = (
+        "number of ranks; an elastic job starts with N or more, or with MIN after --start-timeout (default: one per"
+        " slot of -H, or one per GPU of --gpus-per-node)"
+    )
     add("-np", "-n", type=_positive, metavar="N", help=ranks)
     which = made.add_mutually_exclusive_group()
     hosts = "hosts and their slots; schedulers use only the counts (default: this host)"
@@ -108,9 +123,9 @@ def parser() -> Parser:
     script = "program that prints host:slots lines; runs every second"
     which.add_argument("--discover", type=Path, metavar="SCRIPT", help=script)
     add_network(add)
-    passed = "pass this variable to ranks on other hosts; its value is never written to a file"
+    passed = "pass this variable to ranks on other hosts; its value is never written to a file or a command line"
     add("--env", action="append", type=_variable, default=[], metavar="NAME", help=passed)
-    add("--dry-run", action="store_true", help="print what would run, and stop")
+    add("--dry-run", action="store_true", help="print what would run and exit")
     _add_own(made.add_argument_group("hvdtrain's own driver, over Gloo").add_argument)
     _add_scheduled(made.add_argument_group("schedulers").add_argument)
     add(
@@ -124,7 +139,13 @@ def parser() -> Parser:
 
 def add_network(add: Callable[..., object]) -> None:
     """Declare the options for reaching other hosts."""
-    add("--interface", type=_interface, default="", help="network interface between hosts (default: detected)")
+    add(
+        "--interface",
+        type=_interface,
+        default="",
+        metavar="NAME",
+        help="network interface between hosts (default: the launcher's choice; detected by hvdtrain's own driver)",
+    )
     add(
         "--ssh-port",
         type=_positive,
@@ -137,7 +158,7 @@ def add_network(add: Callable[..., object]) -> None:
 def _add_own(add: Callable[..., object]) -> None:
     elastic = "continue with MIN to MAX ranks when ranks die or join (default: a dead rank ends the job)"
     add("--elastic", metavar="MIN:MAX", help=elastic)
-    slots = "slots of a host that SCRIPT prints without a number (default: 1)"
+    slots = "slots of a host that the --discover script prints without a number (default: 1)"
     add("--slots", type=_positive, default=1, metavar="N", help=slots)
     restarts = "restart the job up to N times when no rank is left (default: 0)"
     add("--restarts", type=_whole, default=0, metavar="N", help=restarts)
@@ -147,7 +168,8 @@ def _add_own(add: Callable[..., object]) -> None:
     add(
         "--hang-timeout",
         default=60.0,
-        help="kill a rank that blocks the others for S seconds, 10 x S if it computes; 0: never (default: 60)",
+        help="kill a rank that blocks the others for S seconds, or for 10 S while it computes; 0 means never"
+        " (default: 60)",
         **seconds,
     )
     add(
@@ -169,7 +191,12 @@ def _add_scheduled(add: Callable[..., object]) -> None:
     add("--nodes", type=_positive, metavar="N", help="number of hosts (default: those of -H, or 1)")
     add("--gpus-per-node", type=_positive, metavar="N", help="GPUs per host, one per rank (default: none)")
     add("--cpus-per-rank", type=_positive, metavar="N", help="cores per rank (default: the site's)")
-    add("--time", type=duration_s, metavar="2h", help="time limit of the job (default: the site's)")
+    add(
+        "--time",
+        type=duration_s,
+        metavar="T",
+        help="time limit of the job, such as 2h, 1h30m or 1:30:00 (default: the site's)",
+    )
     add("--queue", type=_plain, metavar="NAME", help="partition or queue (default: the site's)")
     add("--account", type=_plain, metavar="NAME", help="account to charge (default: yours)")
     add("--name", type=_name, default="hvdtrain", help="name of the job (default: hvdtrain)")
@@ -178,10 +205,10 @@ def _add_scheduled(add: Callable[..., object]) -> None:
         "--notice",
         type=duration_s,
         default=120,
-        metavar="2m",
-        help="save this long before the time limit (default: 2m)",
+        metavar="T",
+        help="save this long before the time limit, such as 90s, 2m or 0:02:00 (default: 2m)",
     )
-    requeues = "requeue the job up to N times (default: 20; 0 where -- names a program)"
+    requeues = "requeue the job up to N times (default: 20; 0 if a program follows --)"
     add("--requeues", type=_whole, metavar="N", help=requeues)
     add(
         "--directive",
@@ -191,5 +218,5 @@ def _add_scheduled(add: Callable[..., object]) -> None:
         metavar="D",
         help="another directive for the scheduler, such as --qos=high",
     )
-    add("--image", type=_plain, help="container image (default: hvdtrain:cuda or hvdtrain:cpu)")
-    add("--namespace", type=_plain, help="Kubernetes namespace (default: the current one)")
+    add("--image", type=_plain, metavar="NAME", help="container image (default: hvdtrain:cuda or hvdtrain:cpu)")
+    add("--namespace", type=_plain, metavar="NAME", help="Kubernetes namespace (default: the current one)")

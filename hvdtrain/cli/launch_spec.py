@@ -42,6 +42,7 @@ def spec_of(options: argparse.Namespace, choice: Choice, machine: Machine, envir
     """
     target = TARGETS.get(choice.target)
     hosts = parse_hosts(options.hosts) if options.hosts else _allocated(choice.target, options, environ)
+    elastic = _range(options.elastic)
     ranks = options.np or _ranks(options, sum(hosts.values()))
     words = _arguments(options.arguments)
     is_program = _is_program(words)
@@ -57,7 +58,7 @@ def spec_of(options: argparse.Namespace, choice: Choice, machine: Machine, envir
         python=sys.executable,
         gpus_per_node=options.gpus_per_node or 0,
         cpus_per_rank=options.cpus_per_rank or 0,
-        elastic=_range(options.elastic),
+        elastic=elastic,
         discover=str(options.discover) if options.discover else None,
         folder=str(Path.cwd()),
         name=options.name,
@@ -78,7 +79,9 @@ def _passed(asked: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]
     """Return the names of the variables that ranks on other hosts get."""
     missing = next((name for name in asked if name not in environ), None)
     if missing is not None:
-        raise LaunchError(f"--env {missing}: there is no such variable.", next_step=f"export {missing}=...")
+        raise LaunchError(
+            f"--env {missing}: the variable is not set in this environment", next_step=f"export {missing}=..."
+        )
     names = dict.fromkeys([*_FOUND_BY, *passed_variables(environ), *asked])
     return tuple(name for name in names if name in environ)
 
@@ -154,6 +157,6 @@ def _range(text: str | None) -> tuple[int, int] | None:
         return None
     found = re.fullmatch(r"([0-9]{1,5}):([0-9]{1,5})", text)
     if not found:
-        expected = "MIN:MAX with 1 <= MIN <= -np <= MAX"
-        raise LaunchError("invalid --elastic", expected=expected, found=repr(text))
+        expected = "such as 2:4"
+        raise LaunchError("--elastic is not MIN:MAX with MIN <= -np <= MAX", expected=expected, found=repr(text))
     return int(found[1]), int(found[2])

@@ -15,7 +15,8 @@ class Parser(EitherSpelling):
     """An argparse parser with short errors that say what to do next. It accepts no abbreviated options."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(allow_abbrev=False, **settings)
+        super().__init__(allow_abbrev=False, add_help=False, **settings)
+        self.add_argument("-h", "--help", action="help", help="show this help and exit")
 
     def parse_args(  # type: ignore[override]  # no caller passes an object for the result
         self, args: Sequence[str] | None = None, namespace: None = None

@@ -76,11 +76,12 @@ def check_values(flat: Mapping[str, Any], config: Config) -> None:
     up_to_batch = (lambda value: 1 <= value <= train.global_batch, f"1 to train.global_batch ({train.global_batch})")
     for name, value in flat.items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"invalid --{name}", expected="a finite number", found=str(value))
+            raise ConfigError(f"--{name} is {value!r}, which is out of range", expected="a finite number")
     for name, (is_valid, expected) in {**_RULES, "train.micro_batch": up_to_batch}.items():
         value = flat[name]
         if value is not None and not is_valid(value):
-            raise ConfigError(f"invalid --{name}", expected=expected, found=str(value) or "''")
+            problem = "empty" if value == "" else "out of range"
+            raise ConfigError(f"--{name} is {value!r}, which is {problem}", expected=expected)
     if train.epochs is not None and train.steps != TrainConfig.steps:
         raise ConfigError(
             "--train.steps and --train.epochs both set the length of training",

@@ -39,7 +39,8 @@ def to_yaml(options: Options, task: str) -> str:
 def _entry(option: Option) -> list[str]:
     *sections, name = option.name.split(".")
     margin = "  " * len(sections)
-    about = " ".join(filter(None, [" ".join(option.effect.split()), f"({option.values})"]))
+    effect, default, rest = " ".join(option.effect.split()).rpartition("(default: ")
+    about = f"{effect}({option.values}; default: {rest}" if default else f"{rest} ({option.values})".strip()
     if option.required:  # an empty value would read as null, and hide that it is missing
         return _comment(f"{about} (required) {name}: ...", margin)
     value = yaml_text({name: option.default}, allow_unicode=True, width=1 << 20)

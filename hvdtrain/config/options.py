@@ -20,6 +20,20 @@ _TYPE_NAMES: Mapping[Any, str] = {
     str: "text",
     type(None): "null",
 }
+_METAVARS: Mapping[str, str] = {
+    "run_dir": "DIR",
+    "resume": "CHECKPOINT",
+    "model.config": "FILE",
+    "model.pretrained": "DIR",
+    "data.text": "GLOB",
+    "data.tokens": "FILE",
+    "data.dataset": "DIR",
+    "data.tokenizer": "FILE",
+    "parallel.compression": "NAME",
+    "observe.timeline": "STEPS",
+    "observe.profile": "STEPS",
+}
+"""Placeholders of options for which the last part of the name says nothing new."""
 _SECTIONS = (
     *("", "model", "data", "train", "optimizer", "parallel"),
     *("checkpoint", "loader", "elastic", "observe"),
@@ -171,7 +185,7 @@ def _metavar(hint: Any, name: str) -> str:
             return "[A,B,...]"
         if members[0] in (int, float):
             return "N" if members[0] is int else "X"
-    return name.rpartition(".")[2].upper()
+    return _METAVARS.get(name, name.rpartition(".")[2].upper())
 
 
 def _in_words(hint: Any) -> str:

@@ -32,6 +32,16 @@ NOT_IDENTITY = ("run_dir", "resume", "log_level", "train.stop_at", "observe.")
 """Prefixes of options that may change when a run resumes."""
 
 
+_TYPE_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "NoneType": "null",
+    "None": "null",
+}
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """A config and the arguments of its task.
@@ -187,10 +197,22 @@ def _convert_error(error: ArgumentError, parser: ArgumentParser, argv: Sequence[
     text = " ".join(str(error.message).split())
     wrong = re.match(r'Parser key "(?P<key>.+?)": Expected an? (?P<type>.+?)\. Got value: (?P<found>.*)', text)
     if wrong:
-        expected = re.sub(r"<class '(\w+)'>|typing\.", r"\1", wrong["type"]).replace("Literal", "one of ")
-        quotes = "in a YAML file, put text into quotes: 'off', '10:20'" if expected == "str" else None
+        expected = _in_words(wrong["type"])
+        quotes = "in a YAML file, put text into quotes: 'off', '10:20'" if expected == "text" else None
         return ConfigError(f"invalid --{wrong['key']}", expected=expected, found=wrong["found"], next_step=quotes)
+    union = re.match(r'Parser key "([^"]+)": Does not .*? Subtypes: \[(.*?)\] Errors: .* Given value: (.*)', text)
+    if union:
+        expected = _in_words(union[2]).replace(", ", " or ")
+        return ConfigError(f"invalid --{union[1]}", expected=expected, found=union[3])
     return ConfigError(f"invalid options: {text}", next_step="see all options: hvdtrain train --help")
+
+
+def _in_words(hint: str) -> str:
+    """Describe a type that jsonargparse names, such as ``<class 'int'>``, ``Literal['a', 'b']`` or ``int | None``."""
+    text = re.sub(r"<class '(\w+)'>|typing\.", r"\1", hint)
+    text = re.sub(r"(?:Optional|Union)\[(.*)\]", r"\1", text)
+    text = re.sub(r"Literal\[(.*?)\]", lambda found: f"one of {found[1].replace(chr(39), '')}", text)
+    return re.sub(r"\b(int|float|bool|str|NoneType|None)\b", lambda found: _TYPE_WORDS[found[1]], text)
 
 
 def _options_used(argv: Sequence[str]) -> list[tuple[str, str]]:

@@ -43,10 +43,10 @@ class ParallelConfig:
     """Exchange of gradients between ranks.
 
     Attributes:
-        compression: compression of the exchanged gradients: none, fp16, bf16, int8, topk:FRACTION, powersgd:RANK, or
-            auto (measure in the first steps, then choose the fastest)
-        bucket_mib: largest bucket of gradients to exchange at once, in MiB (default: depends on whether the ranks share
-            a host)
+        compression: compression of the exchanged gradients: none, fp16, bf16, int8, int8-stochastic, topk:FRACTION,
+            powersgd:RANK, or auto (measure in the first steps, then choose the fastest)
+        bucket_mib: largest bucket of gradients to exchange at once, in MiB (default: 32 on one host; between hosts 8,
+            or 2 for fp16 and bf16)
         buffers: persistent buffers that differ between ranks, such as running statistics: mean averages them after
             every step, broadcast copies those of rank 0, check ends the run with an error that names them
         device: device of a rank: cuda is the GPU numbered by its local rank; auto is cuda if available, otherwise cpu
@@ -67,10 +67,10 @@ class TrainConfig:
         epochs: passes over the training data, also fractions (default: train.steps instead)
         stop_at: stop after this step without changing the schedule (default: the last step)
         global_batch: samples per optimizer step over all ranks; independent of the number of ranks
-        micro_batch: samples per forward pass; ranks divide whole micro-batches among themselves
+        micro_batch: samples per forward pass; each rank gets whole micro-batches of the global batch
         clip: largest L2 norm of the gradient; 0 disables clipping
-        eval_every: evaluate every N steps, and at the start and the end; only checkpoints saved at such steps can be
-            kept as the best (default: at each periodic checkpoint)
+        eval_every: evaluate every N steps, and at the start and the end; the best checkpoint is chosen among those
+            saved at such a step (default: at each periodic checkpoint)
         eval_samples: number of held-out samples per evaluation; 0 means all
         check_every: compare a hash of the parameters across ranks every N steps, and at each checkpoint; 0 means at
             checkpoints only
@@ -128,8 +128,9 @@ class ElasticConfig:
     """Recovery from lost ranks and bad steps.
 
     Attributes:
-        loss_s: most seconds of training to lose when the state rolls back to the last commit, a copy in memory
-        roll_back: when to roll back to the last commit and skip the samples that caused it: spikes (the loss jumps),
+        loss_s: commit the state to memory at least this often, in seconds; this bounds the training lost when it
+            rolls back. Used with roll_back, and in elastic jobs with int8, topk or powersgd
+        roll_back: roll back to the last commit, and skip the samples of the bad step, on: spikes (the loss jumps),
             non_finite (instead of ending the run), both, or never
     """
 
@@ -142,11 +143,11 @@ class ObserveConfig:
     """Output and recording.
 
     Attributes:
-        line_every_s: seconds between progress lines if the output is no terminal, but a file or mpirun
+        line_every_s: seconds between progress lines if the output is not a terminal (a file, or under mpirun)
         sinks: extra receivers of each step and event: functions of one record, or classes with write(record) and
             close(), as file.py:name or module:name
-        timeline: steps that Horovod's Timeline records into RUN/timeline: FIRST:LAST, all, off, or auto (a few early
-            steps where recording costs next to nothing)
+        timeline: steps that Horovod's Timeline records into RUN/timeline: FIRST:LAST, all, off, or auto (steps 10 to 20
+            if recording is free on this machine, otherwise none)
         profile: steps that torch.profiler records, one file per rank: FIRST:LAST, all or off
         nvtx: mark the parts of each step for Nsight Systems
         tensorboard: write TensorBoard files to RUN/tensorboard
@@ -176,7 +177,7 @@ class Config:
         task: what to train: image, language_model, file.py:function or module:function
         precision: number format of forward and backward; bf16 and fp16 use autocast over fp32 weights
         seed: seed of initial weights, sample order and dropout
-        run_dir: folder for everything that the run writes, RUN in this help (default: the newest unfinished run of the
+        run_dir: folder for everything that the run writes (called RUN below) (default: the newest unfinished run of the
             same config under runs/, otherwise a new one)
         resume: checkpoint to resume from: auto (newest complete one in run_dir), never, or the path of a checkpoint or
             of another run

@@ -54,4 +54,4 @@ def parse_window(text: str, option: str, *words: str) -> Window:
     found = re.fullmatch(r"([1-9][0-9]{0,17}):([1-9][0-9]{0,17})", text)
     if found and int(found[1]) <= int(found[2]):
         return Window(int(found[1]), int(found[2]))
-    raise ConfigError(f"invalid --{option}", expected=", ".join((*words, FORM)), found=text)
+    raise ConfigError(f"--{option} is {text!r}, which is not a window of steps", expected=", ".join((*words, FORM)))

@@ -65,8 +65,8 @@ def refuse_shape(spec: JobSpec, to: str) -> None:
         least, most = spec.elastic
         if not 1 <= least <= spec.ranks <= most:
             raise LaunchError(
-                "invalid --elastic",
-                expected=f"MIN:MAX with 1 <= MIN <= -np ({spec.ranks}) <= MAX",
+                "--elastic is not MIN:MAX with MIN <= -np <= MAX",
+                expected=f"1 <= MIN <= -np ({spec.ranks}) <= MAX",
                 found=f"{least}:{most}",
             )
 

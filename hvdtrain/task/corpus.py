@@ -34,7 +34,7 @@ class TextConfig:
             test split is held out, otherwise its end (default: use data.text)
         tokenizer: tokenizer.json for the text (default: the tokenizer of model.pretrained, otherwise each byte is a
             token)
-        seq_len: tokens per sample, which is also its weight in the loss
+        seq_len: tokens per sample, and the weight of a sample in the loss
         heldout: fraction of the data to hold out for evaluation
     """
 

@@ -110,7 +110,7 @@ def test_comments_are_what_the_classes_say() -> None:
     assert f"  # mark the parts of each step for Nsight Systems (true or false)\n  nvtx: {nvtx}" in text
     assert "\n# number format of forward and backward;" in text
     assert "(fp32, bf16 or fp16)\nprecision: fp32\n" in text
-    assert "(number or null)\n  epochs: null\n" in text
+    assert "(number or null; default: train.steps instead)\n  epochs: null\n" in text
     assert f"\nseed: {Config.seed}\n" in text
 
 

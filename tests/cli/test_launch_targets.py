@@ -184,11 +184,13 @@ def test_ranks_train_by_what_is_here(gallery: Gallery) -> None:
         (["--to", "pbs", "-np", "5", "--nodes", "2"], "cannot be divided evenly"),
         (["--to", "pbs", "--nodes", "2"], "the number of ranks is missing"),
         (["--to", "openmpi", "-np", "2", "--time", "2h"], "does not support --time"),
-        (["--to", "pbs", "-np", "2", "--env", "NOT_THERE"], "there is no such variable"),
+        (["--to", "pbs", "-np", "2", "--env", "NOT_THERE"], "the variable is not set in this environment"),
         (["--to", "pbs", "-np", "2", "--time", "1m"], "--notice is not shorter than the job"),
         (["--to", "lsf", "-np", "2", "--array", "1-2"], "all jobs of the array would be the same run"),
         (["--to", "horovodrun", "-np", "2", "--elastic", "1:2"], "on two or more hosts"),
         (["-np", "2", "train"], "is not an option of launch"),
+        (["--elastic", "x"], "--elastic is not MIN:MAX"),
+        (["--np", "2"], "use -np N instead of --np"),
     ],
 )
 def test_what_cannot_be_is_refused(asked: list[str], said: str, spied: dict[str, str], tmp_path: Path) -> None:
@@ -198,15 +200,15 @@ def test_what_cannot_be_is_refused(asked: list[str], said: str, spied: dict[str,
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (["--time", "90"], "a time such as 2h"),
-        (["--time", "1:99:00"], "a time such as 2h"),
+        (["--time", "90"], "'90' is not a time; expected 2h"),
+        (["--time", "1:99:00"], "is not a time"),
         (["--time", "0m"], "above 0"),
-        (["--array", "3"], "first and last index"),
+        (["--array", "3"], "expected the first and the last"),
         (["--name", "Not This"], "of a-z, 0-9"),
         (["--name", "3d"], "starting with a letter"),
-        (["--env", "A=secret"], "without its value"),
+        (["--env", "A=secret"], "without a value"),
         (["--directive", "a\nb"], "the rest of a line"),
-        (["--queue", "a b"], "without spaces"),
+        (["--queue", "a b"], "no spaces"),
     ],
 )
 def test_a_value_that_makes_no_sense_is_refused(

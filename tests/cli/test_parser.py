@@ -17,9 +17,9 @@ from hvdtrain.errors import ConfigError
         ("doctor --host a", "there is no option --host", "did you mean --hosts?"),  # no part of a name
         ("doctor --run.dir=x", "there is no option --run.dir", "did you mean --run_dir?"),
         ("doctor --q", "there is no option --q", "hvdtrain doctor --help"),
-        ("bundle", "required: folder", "hvdtrain bundle --help"),
+        ("bundle", "required: FOLDER", "hvdtrain bundle --help"),
         ("bundle a b", "'b' is one argument too many", "hvdtrain bundle --help"),
-        ("launch --time 90", "a time such as 2h", "hvdtrain launch --help"),
+        ("launch --time 90", "is not a time; expected 2h", "hvdtrain launch --help"),
         ("launch --to sge", "invalid choice: 'sge'", "hvdtrain launch --help"),
         ("timeline merge x -o y --y", "there is no option --y", "hvdtrain timeline merge --help"),
         ("verify data", "required: RUN", "hvdtrain verify data --help"),
@@ -55,4 +55,4 @@ def test_help_shows_one_spelling() -> None:
 
 def test_the_usage_is_one_line() -> None:
     assert doctor.parser().format_help().startswith("usage: hvdtrain doctor [OPTIONS]\n\n")
-    assert bundle.parser().format_help().startswith("usage: hvdtrain bundle [OPTIONS] folder\n\n")
+    assert bundle.parser().format_help().startswith("usage: hvdtrain bundle [OPTIONS] FOLDER\n\n")

@@ -97,9 +97,10 @@ def test_a_misspelt_key_in_a_file_names_file_and_nearest(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("flag", "expected", "found"),
     [
-        ("--train.steps=five", "int", "five"),
-        ("--optimizer.lr=fast", "float", "fast"),
-        ("--precision=fp8", "one of ['fp32', 'bf16', 'fp16']", "fp8"),
+        ("--train.steps=five", "a whole number", "five"),
+        ("--optimizer.lr=fast", "a number", "fast"),
+        ("--precision=fp8", "one of fp32, bf16, fp16", "fp8"),
+        ("--train.eval_every=x", "a whole number or null", "x"),
         ("--train.steps=0", "1 to 2^31 - 1", "0"),
         ("--observe.stall_timeout_s=-1", "0 (never) or more", "-1.0"),
         ("--parallel.bucket_mib=0", "more than 0", "0.0"),
@@ -125,7 +126,7 @@ def test_a_wrong_value_says_what_was_expected(flag: str, expected: str, found: s
     with pytest.raises(ConfigError) as caught:
         parse_argv([flag], build)
     assert flag.partition("=")[0] in caught.value.what
-    assert (caught.value.expected, caught.value.found) == (expected, found)
+    assert caught.value.expected == expected and found in str(caught.value)
 
 
 @pytest.mark.parametrize("window", ["off", "auto", "all", "10:20"])
@@ -192,7 +193,7 @@ def test_a_section_with_a_value_is_refused(value: object) -> None:
 
 @pytest.mark.parametrize("option", ["train.steps", "train.global_batch", "loader.workers", "loader.prefetch"])
 def test_counts_that_no_machine_holds_are_refused(option: str) -> None:
-    with pytest.raises(ConfigError, match=f"invalid --{option}"):
+    with pytest.raises(ConfigError, match=f"--{option} is "):
         parse_argv([f"--{option}=99999999999"], build)
 
 

@@ -127,9 +127,9 @@ def test_elastic_without_gloo_is_refused_with_the_reason(target: str) -> None:
         ("pbs", JobSpec((), 12, nodes=2, gpus_per_node=8), "each rank uses one GPU"),
         ("slurm", JobSpec((), 4, batch=Batch(time_s=60, notice_s=60)), "--notice is not shorter"),
         ("pbs", JobSpec((), 4, batch=Batch(time_s=60, notice_s=61)), "--notice is not shorter"),
-        (OWN, JobSpec((), 4, elastic=(5, 8)), "invalid --elastic"),
-        (OWN, JobSpec((), 4, elastic=(0, 8)), "invalid --elastic"),
-        (OWN, JobSpec((), 4, elastic=(1, 3)), "invalid --elastic"),
+        (OWN, JobSpec((), 4, elastic=(5, 8)), "--elastic is not MIN:MAX"),
+        (OWN, JobSpec((), 4, elastic=(0, 8)), "--elastic is not MIN:MAX"),
+        (OWN, JobSpec((), 4, elastic=(1, 3)), "--elastic is not MIN:MAX"),
     ],
 )
 def test_numbers_that_do_not_fit_are_refused(target: str, job: JobSpec, said: str) -> None:

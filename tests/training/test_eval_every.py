@@ -72,7 +72,7 @@ def test_a_resumed_run_goes_on_at_the_same_steps() -> None:
 
 
 def test_an_interval_that_makes_no_sense() -> None:
-    with pytest.raises(hvdtrain.HvdtrainError, match=r"invalid --train.eval_every"):
+    with pytest.raises(hvdtrain.HvdtrainError, match=r"--train.eval_every is "):
         _train("run", 0, eval_every=0)
 
 

@@ -11,7 +11,7 @@ from hvdtrain.cli.parser import Parser
 _EPILOG = """\
 examples:
   hvdtrain timeline diff runs/before runs/after
-  hvdtrain timeline diff before.json after.json     two Timelines that Horovod wrote
+  hvdtrain timeline diff before.json after.json   two Timelines of Horovod
   hvdtrain timeline diff runs/before runs/after --json
 """
 
@@ -38,7 +38,7 @@ def parser(command: str) -> Parser:
     """Declare the options."""
     made = Parser(
         prog=f"hvdtrain timeline {command}",
-        description="Compare step times and options of two runs; mark differences that are significant.",
+        description="Compare step times and options of two runs; mark significant differences.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -15,15 +15,19 @@ if TYPE_CHECKING:
 _EPILOG = """\
 examples:
   hvdtrain timeline report runs/default
-  hvdtrain timeline report timeline.json               written by any Horovod program
-  hvdtrain timeline report part-1.json part-2.json     segments of one job
+  hvdtrain timeline report timeline.json             of any Horovod program
+  hvdtrain timeline report part-1.json part-2.json   segments of one job
   hvdtrain timeline report runs/default --json > report.json
   hvdtrain timeline report runs/default --html report.html
-  hvdtrain timeline report runs/default --log job.out  with lines of NCCL and Horovod in the job's output
-  hvdtrain timeline report runs/default --fail_if 'straggler_ms > 5 and exposed_share > 0.2'
+  hvdtrain timeline report runs/default --log job.out
+                             with lines of NCCL and Horovod in the job's output
+  hvdtrain timeline report runs/default \\
+      --fail_if 'straggler_ms > 5 and exposed_share > 0.2'
 
-exit code: 0 on success; 1 if the --fail_if condition is met or a file cannot be read or written; 2 on a wrong option or
-condition, such as a figure that this run does not have. Without a straggler, a clause on straggler_rank is false.
+exit code: 0 on success; 1 if the --fail_if condition is met, also if a file
+cannot be read or written; 2 on a wrong option or condition, such as a figure
+that this run does not have. Without a straggler, a clause on straggler_rank is
+false.
 """
 
 

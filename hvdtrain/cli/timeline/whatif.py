@@ -82,22 +82,42 @@ def parser(command: str) -> Parser:
     """Declare the options."""
     made = Parser(
         prog=f"hvdtrain timeline {command}",
-        description="How long a step of RUN would take, were something different: its measured step is replayed. What"
-        " is left out stays as it was.",
+        description="Predict the time of a step of RUN under a change, by replaying its measured step. An option that"
+        " is not given keeps its value.",
     )
     made.add_argument("run", type=Path, metavar="RUN", help="folder of a run of hvdtrain")
     add = made.add_argument
-    add("--size", type=int, metavar="N", help="ranks")
-    add("--ranks_per_host", type=int, metavar="N", help="of them on a host; as many as now, or as its cores hold")
-    add("--bandwidth_gbit", type=float, metavar="X", help="of each host's link")
-    add("--latency_us", type=float, metavar="X", help="of a small message from one rank to another")
-    add("--algorithm", choices=("auto", "ring", "tree"), help="of allreduces; auto: whichever is faster")
-    add("--compression", metavar="NAME", help="as --parallel.compression has it: powersgd:4")
-    add("--bucket_mib", type=float, metavar="X", help="as --parallel.bucket_mib has it")
-    add("--global_batch", type=int, metavar="N", help="samples a step over all ranks")
-    add("--data_ms", type=float, metavar="X", help="of a step, waiting for batches: 0 for data that is always there")
-    add("--slow_rank_percent", type=float, metavar="X", help="by which one rank computes more slowly")
+    add("--size", type=int, metavar="N", help="number of ranks")
+    add(
+        "--ranks_per_host",
+        type=int,
+        metavar="N",
+        help="ranks on each host (default: as in the run; if it had one host, as many as its cores hold)",
+    )
+    add("--bandwidth_gbit", type=float, metavar="X", help="bandwidth of each host's link, in Gbit/s")
+    add(
+        "--latency_us",
+        type=float,
+        metavar="X",
+        help="latency of a small message between two ranks, in microseconds",
+    )
+    algorithms = ("auto", "ring", "tree")
+    add("--algorithm", choices=algorithms, help="algorithm of all-reduces; auto is the faster one")
+    add("--compression", metavar="NAME", help="a value of --parallel.compression, such as powersgd:4")
+    add("--bucket_mib", type=float, metavar="X", help="a value of --parallel.bucket_mib, in MiB")
+    add("--global_batch", type=int, metavar="N", help="samples per step over all ranks")
+    add(
+        "--data_ms",
+        type=float,
+        metavar="X",
+        help="time per step to wait for data, in ms; 0 means that data is always ready",
+    )
+    add("--slow_rank_percent", type=float, metavar="X", help="how much slower one rank computes, in percent")
     add("--json", action="store_true", help="print JSON")
-    add("--probe", action="store_true", help="measure here first what coding costs (seconds; needs torch)")
-    add("--check", action="store_true", help="try it on this machine too, and show how far off the prediction is")
+    add(
+        "--probe",
+        action="store_true",
+        help="first measure the cost of compression on this machine (takes seconds, needs torch)",
+    )
+    add("--check", action="store_true", help="try the change on this machine too, and show the error of the prediction")
     return made

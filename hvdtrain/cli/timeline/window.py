@@ -42,7 +42,8 @@ def parser(command: str) -> Parser:
         "--patience_s",
         type=float,
         default=_PATIENCE_S,
-        help="seconds to wait for the current step to end (default: %(default)g)",
+        metavar="S",
+        help="most seconds to wait for the job to finish its current step (default: %(default)g)",
     )
     return made
 

@@ -31,8 +31,8 @@ def parser() -> Parser:
     """Declare the options."""
     made = Parser(
         prog="hvdtrain verify data",
-        description="Check from a run's ledger that every sample of each epoch was used exactly once, over kills,"
-        " resumes and changed numbers of ranks. The run may still be training.",
+        description="Check from a run's ledger that every sample of each epoch was used exactly\nonce, over kills,"
+        " resumes and changed numbers of ranks. The run may still be\ntraining.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -23,10 +23,12 @@ examples:
   hvdtrain verify resume runs/20250301-101500-language_model
   hvdtrain verify resume runs/NAME --steps 50 --sizes 1,2,4
 
-It trains the run's config in a scratch folder, for twice N steps at a time, and only reads the run itself. On the
-same number of ranks, losses, parameters and optimizer state must be equal bit for bit; otherwise up to a tolerance.
+It trains the run's config in a scratch folder, for twice N steps at a time, and
+only reads the run itself. On the same number of ranks, losses, parameters and
+optimizer state must be equal bit for bit; otherwise up to a tolerance.
 
-exit code: 0 if they are equal; 1 if not, with the first step or tensor that differs; 130 on Ctrl-C
+exit code: 0 if they are equal; 1 if not, with the first step or tensor that
+differs; 130 on Ctrl-C
 """
 
 
