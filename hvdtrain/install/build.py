@@ -73,7 +73,7 @@ def check_sdist(path: Path) -> None:
     found = digest(path)
     if found != SDIST_SHA256:
         raise BuildError(
-            "The registry's source of Horovod is not the released one.",
+            "the Horovod source from the package registry has an unexpected checksum",
             expected=f"{path.name} with sha256 {SDIST_SHA256}",
             found=found or "no such file",
             next_step="check pip's index-url and find-links",

@@ -202,7 +202,7 @@ class CheckpointStore:
             self._set_aside(path)
             raise CheckpointError(
                 f"{path.name} was written, but the disk returns other bytes",
-                found=error.what if isinstance(error, CheckpointError) else repr(error),
+                found=error.what if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}",
                 next_step="check the disk; earlier checkpoints are unchanged",
             ) from error
 
@@ -223,14 +223,19 @@ def load(path: Path, progress: Callable[[], None] = lambda: None) -> StateDict:
             return read_state(path, progress)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise CheckpointError(
-            f"{path} is damaged", found=repr(error), next_step="resume from another checkpoint"
+            f"{path} is damaged",
+            found=f"{type(error).__name__}: {error}",
+            next_step="resume from another checkpoint",
         ) from error
 
 
 def _check_step(saved: Saved) -> None:
     step = read_manifest(saved.path).get("step")
     if step != saved.step:
-        raise CheckpointError(f"{saved.path} is of another step", expected=str(saved.step), found=str(step))
+        raise CheckpointError(
+            f"{saved.path} contains step {step} instead of step {saved.step}",
+            next_step="resume from another checkpoint",
+        )
 
 
 def _heldout_loss(path: Path) -> float | None:

@@ -236,7 +236,7 @@ def _check_shapes(model: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> N
     differing = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
     shown = "; ".join(f"{n}: {theirs.get(n, 'missing')}" for n in differing[:3])
     raise CheckpointError(
-        "the checkpoint is of another model",
+        "the checkpoint does not match the model",
         expected="; ".join(f"{n}: {ours.get(n, 'no such tensor')}" for n in differing[:3]),
         found=f"{shown} ({len(differing)} of {len(ours)} tensors differ)",
         next_step="use the model options of the run, or another --run_dir",

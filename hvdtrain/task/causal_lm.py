@@ -124,9 +124,9 @@ def _model_config(config: ModelConfig, vocabulary: int, seq_len: int) -> Any:
         return _read_config(Path(config.config) if config.config else Path(config.pretrained or "") / "config.json")
     if vocabulary > _LARGEST_PRESET_VOCABULARY:
         raise DataError(
-            "the data contains ids that are too large for tokens",
-            expected=f"ids below {_LARGEST_PRESET_VOCABULARY}",
-            found=f"ids up to {vocabulary - 1}",
+            f"the data has token ids up to {vocabulary - 1}, but the preset model has a vocabulary of"
+            f" {_LARGEST_PRESET_VOCABULARY} at most",
+            next_step="train a model with a larger vocabulary: --model.config",
         )
     from transformers import DeepseekV3Config
 
@@ -154,7 +154,7 @@ def _set_dropout(model_config: Any, dropout: float | None) -> None:
     if dropout is None:
         return
     if not 0 <= dropout < 1:
-        raise ConfigError("invalid --model.dropout", expected="0 or more, and less than 1", found=str(dropout))
+        raise ConfigError(f"--model.dropout is {dropout}, which is out of range", expected="0 or more, and less than 1")
     name = next((name for name in _DROPOUT_NAMES if hasattr(model_config, name)), None)
     if not name:
         raise ConfigError(
@@ -170,8 +170,8 @@ def _check_fit(model_config: Any, vocabulary: int, seq_len: int) -> None:
     if ids and vocabulary > ids:  # a model without a vocabulary fails later, when it is created
         raise DataError(
             "the model's vocabulary is too small for the data",
-            expected=f"ids below {ids}",
-            found=f"ids up to {vocabulary - 1}",
+            expected=f"a vocabulary of {vocabulary} or more",
+            found=f"a vocabulary of {ids}",
             next_step="use the model's own tokenizer (--data.tokenizer), or a model with a larger vocabulary",
         )
     positions = getattr(text_config, "max_position_embeddings", None)

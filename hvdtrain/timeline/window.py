@@ -106,5 +106,7 @@ def _folder(run: Path) -> Path:
             next_step="name the run_dir that the job printed, such as runs/NAME",
         )
     if is_finished(layout.journal):
-        raise RunDirectoryError(f"the run in {run} is finished", next_step=f"hvdtrain timeline report {run}")
+        raise RunDirectoryError(
+            f"the run in {run} is finished, so there is nothing to record", next_step=f"hvdtrain timeline report {run}"
+        )
     return layout.timeline.folder

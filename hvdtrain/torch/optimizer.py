@@ -87,9 +87,10 @@ def DistributedOptimizer(
         )
     if backward_passes_per_step < 1 or gradient_predivide_factor <= 0:
         raise ConfigError(
-            "invalid arguments of DistributedOptimizer",
-            expected="backward_passes_per_step >= 1, gradient_predivide_factor > 0",
-            found=f"{backward_passes_per_step}, {gradient_predivide_factor}",
+            "an argument of DistributedOptimizer is out of range",
+            expected="backward_passes_per_step >= 1 and gradient_predivide_factor > 0",
+            found=f"backward_passes_per_step={backward_passes_per_step},"
+            f" gradient_predivide_factor={gradient_predivide_factor}",
         )
     if gradient_predivide_factor != 1.0 and op != hvd.Average:
         raise ConfigError("gradient_predivide_factor requires op=Average")
@@ -188,12 +189,15 @@ def _checked_groups(groups: Any) -> int | Sequence[Sequence[Tensor]]:
             return groups
         found = str(groups)
     elif not all(isinstance(p, Tensor) for group in groups for p in group):
-        found = "a value that is not a tensor"
+        found = "it lists a value that is not a tensor"
     elif len({id(p) for group in groups for p in group}) < sum(map(len, groups)):
-        found = "a parameter in two groups"
+        found = "it lists a parameter twice"
     else:
         return groups  # type: ignore[no-any-return]
-    raise ConfigError("invalid groups", expected="a number above 0, or lists of parameters", found=found)
+    raise ConfigError(
+        f"the argument groups of DistributedOptimizer is invalid: {found}",
+        expected="a number above 0, or lists of parameters",
+    )
 
 
 def _groups(groups: int | Sequence[Sequence[Tensor]], named: Sequence[tuple[str, nn.Parameter]]) -> list[list[str]]:

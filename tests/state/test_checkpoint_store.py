@@ -112,7 +112,7 @@ def test_another_model_changes_nothing() -> None:
     target = TrainState(
         model, torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", enabled=False), Progress()
     )
-    with pytest.raises(CheckpointError, match="another model") as caught:
+    with pytest.raises(CheckpointError, match="does not match the model") as caught:
         target.load_state_dict(_state().state_dict())
     assert "extra.bias" in str(caught.value.expected)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

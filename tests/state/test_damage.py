@@ -109,4 +109,4 @@ def test_another_step_under_the_name_is_passed_over(tmp_path: Path) -> None:
     warnings: list[str] = []
     _save(tmp_path, 1, 1).rename(tmp_path / "step-000009")
     assert CheckpointStore(tmp_path, warnings.append).load_newest() is None
-    assert "of another step" in warnings[0]
+    assert "instead of step" in warnings[0]

@@ -269,7 +269,7 @@ def test_tokens_beyond_the_model_s_vocabulary(tmp_path):
         language_model(ModelConfig(config=gpt2(tmp_path)), data)
     assert (caught.value.expected, caught.value.found) == ("ids below 257", "ids up to 999")
     np.save(tmp_path / "t.npy", np.arange(1000) << 24)
-    with pytest.raises(DataError, match="too large for tokens"):
+    with pytest.raises(DataError, match="the preset model has a vocabulary of"):
         language_model(TINY, data)
 
 

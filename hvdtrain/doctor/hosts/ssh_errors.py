@@ -87,7 +87,7 @@ _CAUSES = (
         ),
     ),
     _Cause(
-        r"another version of hvdtrain|No module named 'hvdtrain\.",
+        r"that host runs hvdtrain|No module named 'hvdtrain\.",
         "another version of hvdtrain is installed there, and its answers are not compatible",
         lambda host, message: "install the same version of hvdtrain on all hosts",
     ),

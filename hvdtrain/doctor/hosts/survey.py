@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
+import hvdtrain
 from hvdtrain.doctor.hosts.clock_offset import Offset, estimate_offset
 from hvdtrain.doctor.hosts.host_report import HostReport
 from hvdtrain.doctor.hosts.peers import CONNECT_S, Attempt, Listener, Speed
@@ -143,7 +144,8 @@ class Hosts:
         try:
             return HostReport.from_json(facts)
         except (KeyError, TypeError):
-            raise NoAnswerError(f"another version of hvdtrain answers: {facts.get('hvdtrain', '?')}") from None
+            theirs = facts.get("hvdtrain", "?")
+            raise NoAnswerError(f"that host runs hvdtrain {theirs}, this one {hvdtrain.__version__}") from None
 
     def _offset(self, host: str) -> Offset:
         answers = [self._probes[host].ask("clock", _ASK_S) for _ in range(_CLOCK_SAMPLES)]

@@ -54,7 +54,7 @@ def read_evidence(path: Path, accept: Callable[[Mapping[str, Any]], bool] = lamb
         raise DataError(
             f"{path} is damaged, or was written by another program",
             expected="config.yaml, journal.jsonl and timeline/, as training writes them to its run_dir",
-            found=repr(error),
+            found=f"{type(error).__name__}: {error}",
             next_step="use the folder of another run",
         ) from error
 
@@ -155,9 +155,8 @@ def _read_profile(path: Path) -> dict[str, Any]:
         raise missing from None
     if not isinstance(found, dict) or found.get("version") != VERSION:
         raise DataError(
-            f"{file} has another version",
-            expected=str(VERSION),
-            found=str(found.get("version")) if isinstance(found, dict) else "no object",
+            f"{file} has format version {found.get('version') if isinstance(found, dict) else None}, and this hvdtrain"
+            f" reads {VERSION}",
             next_step="use the version of hvdtrain that wrote it",
         )
     return found

@@ -40,7 +40,7 @@ CHANGED = (
         ("ModuleNotFoundError: No module named 'hvdtrain'", "hvdtrain is neither installed", "install hvdtrain there"),
         ("ModuleNotFoundError: No module named 'hvdtrain.doctor.hosts'", "another version", "the same version"),
         ("ModuleNotFoundError: No module named 'psutil'", "a package that it needs", "the same environment"),
-        ("another version of hvdtrain answers: 0.0.1", "not compatible", "the same version"),
+        ("that host runs hvdtrain 0.0.1, this one 0.1.0", "not compatible", "the same version"),
         ("Bad configuration option: x", "ssh configuration", "correct what the message names"),
         ("something new", "does not answer", "ssh u@b true"),
     ],

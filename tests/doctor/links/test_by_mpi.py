@@ -50,9 +50,9 @@ def test_mpi4py_that_is_not_there_is_named_with_its_extra(tmp_path: Path) -> Non
     ("options", "said"),
     [
         (["--probe"], "this is a single process"),
-        (["--step_ms", "5", "--probe"], "need each other"),
+        (["--step_ms", "5", "--probe"], "must be given together"),
         (["--model_parameters", "5", "--step_ms", "5"], "add --probe"),
-        (["--probe", "--run", "x", "--model_parameters", "5", "--step_ms", "5"], "remove these two"),
+        (["--probe", "--run", "x", "--model_parameters", "5", "--step_ms", "5"], "remove --run, or remove"),
         (["--hosts", "a;b"], "invalid host name"),
     ],
 )
