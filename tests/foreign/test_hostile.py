@@ -204,7 +204,7 @@ ROWS: list[tuple[str, int, str]] = [
     ("doctor --nccl_log folder", 2, "error: --nccl_log folder cannot be read."),
     ("launch", 2, "hvdtrain launch: error: the number of ranks is missing"),
     ("launch -np 2 -- script.py", 2, "hvdtrain launch: error: there is no program script.py on this machine"),
-    ("launch -np 0", 2, "hvdtrain launch: error: argument -np/-n: at least 1"),
+    ("launch -np 0", 2, "hvdtrain launch: error: argument -np/-n: '0' is too small"),
     ("launch -np 2 -H a:x", 2, "hvdtrain launch: error: -H 'a:x' has an invalid number of slots"),
     ("launch -np 2 --elastic 3:2", 2, "hvdtrain launch: error: --elastic is not MIN:MAX"),
     ("launch -np 2 --to nonsense", 2, "hvdtrain launch: error: argument --to: invalid choice: 'nonsense'"),

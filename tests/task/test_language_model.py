@@ -267,7 +267,10 @@ def test_tokens_beyond_the_model_s_vocabulary(tmp_path):
     data = TextConfig(tokens=str(tmp_path / "t.npy"), seq_len=32)
     with pytest.raises(DataError, match="vocabulary is too small") as caught:
         language_model(ModelConfig(config=gpt2(tmp_path)), data)
-    assert (caught.value.expected, caught.value.found) == ("ids below 257", "ids up to 999")
+    assert (caught.value.expected, caught.value.found) == (
+        "a vocabulary of 1000 or more",
+        "a vocabulary of 257",
+    )
     np.save(tmp_path / "t.npy", np.arange(1000) << 24)
     with pytest.raises(DataError, match="the preset model has a vocabulary of"):
         language_model(TINY, data)
