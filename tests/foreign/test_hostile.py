@@ -23,7 +23,7 @@ ROWS: list[tuple[str, int, str]] = [
     ("--train.steps", 2, "hvdtrain: ConfigError: invalid options"),
     ("--train.steps 99999999999999", 2, "hvdtrain: ConfigError: --train.steps is 99999999999999"),
     ("--train '{a: {b: c}}'", 2, "hvdtrain: ConfigError: invalid options"),
-    ("--optimizer.lr inf", 2, "hvdtrain: ConfigError: --optimizer.lr is inf, which is out of range"),
+    ("--optimizer.lr inf", 2, "hvdtrain: ConfigError: invalid --optimizer.lr"),
     ("--seed -1", 2, "hvdtrain: ConfigError: --seed is -1, which is out of range"),
     ("--precision fp8", 2, "hvdtrain: ConfigError: invalid --precision"),
     ("--parallel.compression topk:5", 2, "hvdtrain: ConfigError: invalid compression 'topk:5'"),
