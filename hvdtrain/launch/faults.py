@@ -52,7 +52,7 @@ def _failed(job: Job, worker: Worker, code: int, said: str) -> None:
         and _can_continue(job)
         and (job.is_fresh or any(w.present for w in job.members()))
     )
-    job.log_event("fault", f"{text}; started again in {seconds:.0f} s" if again else text)
+    job.log_event("fault", f"{text}; it will be started again in {seconds:.0f} s" if again else text)
     if job.phase is not Phase.RUNNING:
         if job.phase is Phase.FINISHING and (worker.rank == 0 or not job.limits.elastic):
             job.spoiled = text
@@ -85,7 +85,7 @@ def lose_host(job: Job, host: Host, why: str) -> None:
     text = f"{host.name} is lost: {why}"
     job.remember_failure(text)
     again = job.limits.elastic and _can_continue(job, without=host)
-    job.log_event("host_lost", f"{text}; tried again in {seconds:.0f} s" if again else text, host=host.name)
+    job.log_event("host_lost", f"{text}; it will be tried again in {seconds:.0f} s" if again else text, host=host.name)
     for worker in [w for w in job.workers.values() if w.host == host.name]:
         handle_exit(job, worker, 1, "is lost with its host")
     if not job.limits.elastic and job.phase is Phase.RUNNING:

@@ -145,6 +145,6 @@ def _report_round(job: Job, chosen: list[Worker], old: int) -> None:
     if job.fault_s is not None:
         what += f", {job.now_s - job.fault_s:.2f} s after the fault"
     elif old:
-        what += f", {old} before"
+        what += f", {old} rank(s) before"
     facts = {"round": job.round, "size": len(chosen), "workers": [w.number for w in chosen]}
     job.log_event("round", what, **facts)

@@ -134,7 +134,7 @@ class TestStart:
             job.join(worker)
         job.exit(last, 0)
         assert job.code is None and all(w.alive for w in others)
-        assert any("ended with exit code 0; started again" in text for text in job.said)
+        assert any("ended with exit code 0; it will be started again" in text for text in job.said)
 
     def test_one_that_ends_before_it_asks_after_all_was_started_again_has_failed(self) -> None:
         job = world(replace(ELASTIC, restarts=1))
@@ -220,7 +220,7 @@ class TestFailure:
         job.wait(5)
         assert len(job.living()) == 4 and len(job.rounds) == 2, "its slot is taken until then"
         job.exit(dying)
-        assert job.said[-1] == "rank 1 on a was killed by SIGKILL; started again in 1 s"
+        assert job.said[-1] == "rank 1 on a was killed by SIGKILL; it will be started again in 1 s"
         job.wait(3)
         assert [len(r) for r in job.rounds] == [4, 3, 4]
 
