@@ -395,7 +395,7 @@ def test_horovods_own_optimizer_gets_every_argument(hvd: Any) -> None:
 def test_what_cannot_be_meant(hvd: Any) -> None:
     with pytest.raises(ConfigError, match="must be pairs of name and parameter"):
         hvd.DistributedOptimizer(_sgd(_model()), _model().parameters())
-    with pytest.raises(ConfigError, match="found: -1"):
+    with pytest.raises(ConfigError, match="is invalid: -1"):
         hvd.DistributedOptimizer(_sgd(_model()), groups=-1)
 
 
