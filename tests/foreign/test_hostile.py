@@ -209,7 +209,7 @@ ROWS: list[tuple[str, int, str]] = [
     ("launch -np 2 --elastic 3:2", 2, "hvdtrain launch: error: --elastic is not MIN:MAX"),
     ("launch -np 2 --to nonsense", 2, "hvdtrain launch: error: argument --to: invalid choice: 'nonsense'"),
     ("build-horovod --gpu nonsense", 2, "hvdtrain build-horovod: error: argument --gpu: invalid choice: 'nonsense'"),
-    ("bundle", 2, "hvdtrain bundle: error: the following arguments are required: folder"),
+    ("bundle", 2, "hvdtrain bundle: error: the following arguments are required: FOLDER"),
 ]
 """Arguments of the command, its exit code, how the first line of its message begins."""
 
