@@ -205,7 +205,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_taken(capsys: pytest.Cap
         ("--train.stpes=3", "did you mean --train.steps?"),
         ("--hiden=3", "did you mean --hidden?"),
         ("--train.steps=soon", "expected: a whole number"),
-        ("--precision=fp8", "one of ['fp32', 'bf16', 'fp16']"),
+        ("--precision=fp8", "one of fp32, bf16, fp16"),
     ],
 )
 def test_wrong_options(option: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:

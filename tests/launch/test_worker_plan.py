@@ -123,9 +123,9 @@ def test_what_ssh_would_run_there_works_from_any_folder(tmp_path: Path) -> None:
         (["-np", "2", "-H", "-oProxyCommand=x:2"], "expected one argument"),
         (["-np", "2", "-H=-oProxyCommand=x:2"], "invalid host name"),
         (["-np", "2", "--discover", "/nothing/here"], "cannot be run"),
-        (["-np", "0"], "at least 1"),
+        (["-np", "0"], "expected 1 or more"),
         (["-np", "2", "--interface", "lo;x"], "network interface"),
-        (["-np", "2", "--hang-timeout", "-1"], "seconds from 0"),
+        (["-np", "2", "--hang-timeout", "-1"], "is not a number of seconds"),
     ],
 )
 def test_wrong_options_are_named(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

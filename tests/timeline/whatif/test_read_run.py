@@ -86,7 +86,7 @@ def test_what_is_missing_is_named_with_what_makes_it(tmp_path: Path) -> None:
         read_evidence(few)
     path = run_folder(tmp_path / "run")
     (path / "timeline" / "gradients.json").write_text('{"version": 99}')
-    with pytest.raises(DataError, match="another version"):
+    with pytest.raises(DataError, match="has format version 99"):
         read_evidence(path)
     (path / "timeline" / "gradients.json").unlink()
     with pytest.raises(DataError, match=r"--train\.stop_at"):
