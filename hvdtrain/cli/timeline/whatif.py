@@ -54,7 +54,7 @@ def _check(evidence: Evidence, change: Change, probed: CodingProbe, *, quiet: bo
     from hvdtrain.timeline.whatif.read_run import read_evidence
     from hvdtrain.timeline.whatif.trying import reasons_against, try_change
 
-    def told(line: str) -> None:
+    def show(line: str) -> None:
         if not quiet:
             print(line, flush=True)
 
@@ -65,12 +65,12 @@ def _check(evidence: Evidence, change: Change, probed: CodingProbe, *, quiet: bo
             found="; ".join(reasons),
             next_step="leave --check out, or try it where it can be",
         )
-    told("\ntrying it here, rounds interleaved:")
+    show("\ntrying it here, rounds interleaved:")
     with tempfile.TemporaryDirectory(prefix="hvdtrain-whatif-") as folder:
-        tried = try_change(evidence, change, Path(folder), told)
+        tried = try_change(evidence, change, Path(folder), show)
         found = [predict(read_evidence(run), change, probed) for run in tried.unchanged]
     for line in comparison_lines(found, tried.unchanged_s, tried.changed_s):
-        told(line)
+        show(line)
     return {
         "unchanged_s": tried.unchanged_s,
         "changed_s": tried.changed_s,
