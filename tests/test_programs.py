@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from hvdtrain.processes import read_stat
+from hvdtrain.processes import read_stat, wait_with_signals
 from hvdtrain.programs import Finished, run_program
 
 
@@ -52,3 +55,19 @@ def test_facts_about_this_process() -> None:
     own = read_stat(os.getpid())
     assert own.state == "R" and own.session == os.getsid(0) and own.cpu_s > 0
     assert read_stat(os.getpid()).start_ticks == own.start_ticks >= read_stat(os.getppid()).start_ticks
+
+
+def test_a_signal_is_handled_though_it_does_not_interrupt_the_wait() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    before = signal.signal(signal.SIGUSR2, lambda *_: process.terminate())
+
+    def signal_this_thread() -> None:
+        time.sleep(0.5)  # by now the other thread waits
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR2)
+
+    try:
+        threading.Thread(target=signal_this_thread).start()
+        assert wait_with_signals(process) == -signal.SIGTERM
+    finally:
+        process.kill()
+        signal.signal(signal.SIGUSR2, before)

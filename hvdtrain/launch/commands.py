@@ -105,8 +105,8 @@ class Limits:
         silent_s: time without a heartbeat of a rank, which comes each second.
         lost_s: time without a heartbeat of an agent after which its host is lost.
         agent_s: time for a started agent to become ready.
-        grace_s: time for the other ranks after the first has finished.
-        stop_s: time for ranks to save after a stop signal.
+        grace_s: time for the other ranks after the first has finished; infinity: as long as they need.
+        stop_s: time for ranks to save and end, after a stop signal or because there is no place for them.
         leave_s: time for ranks that have reported that they leave and may still write.
         end_s: time for dismissed ranks to exit.
         fruitless: rounds in a row without an optimizer step after which the job fails.

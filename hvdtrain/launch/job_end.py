@@ -17,7 +17,7 @@ def dismiss(job: Job, worker: Worker, why: str) -> None:
     worker.dismissed, worker.deadline_s = why, job.now_s + job.limits.end_s
     if worker.joined:
         send_end(job, worker)
-        worker.deadline_s = job.now_s + job.limits.grace_s
+        worker.deadline_s = job.now_s + job.limits.stop_s
     elif not (inside and job.broken):  # a rank of a broken round asks for the next round, and gets the answer then
         job.commands.append(KillWorker(worker.number, worker.host))
     job.log_event("dismissed", worker=worker.number, why=why)
@@ -76,7 +76,8 @@ def mark_leaving(job: Job, worker: Worker, why: str) -> None:
         job.phase = Phase.FINISHING
         job.code = _code_of(why)
         job.log_event("finishing", why=why)
-    job.deadline_s = job.now_s + job.limits.grace_s
+    if job.phase is Phase.FINISHING:  # a stopping job has its own deadline
+        job.deadline_s = job.now_s + job.limits.grace_s
 
 
 def _code_of(why: str) -> int:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from hvdtrain.errors import CANNOT_START, USAGE, LaunchError
+from hvdtrain.processes import wait_with_signals
 from hvdtrain.runtime.channel import VARIABLE
 from hvdtrain.runtime.driver_client import NoPlace, connect_to_driver
 from hvdtrain.runtime.environment import environ
@@ -54,7 +55,7 @@ def main(program: Sequence[str]) -> int:
     client.wake = process.terminate
     if client.is_broken():
         process.terminate()
-    code = process.wait()
+    code = wait_with_signals(process)
     if code == 0:
         client.report_leaving("finished")
     elif received and code in (-received[-1], 128 + received[-1]):

@@ -25,6 +25,7 @@ from hvdtrain.launch.node_store import LOG, ROUND, Batches
 from hvdtrain.launch.nodelist import node_names
 from hvdtrain.launch.rendezvous import Rendezvous
 from hvdtrain.launch.slurm_task import INTERFACE, STEP, STORE
+from hvdtrain.processes import wait_with_signals
 from hvdtrain.programs import run_program
 from hvdtrain.runtime.environment import environ
 
@@ -170,7 +171,7 @@ def _run(srun: Sequence[str], environ: Mapping[str, str], tasks: Tasks) -> int:
         return 1
     for number in early:
         heard(number, None)
-    code = process.wait()
+    code = wait_with_signals(process)
     return code if code >= 0 else 128 - code
 
 

