@@ -7,37 +7,22 @@ from typing import Any
 
 
 class TimelineLayout:
-    """Paths in a folder of traces, such as ``RUN/timeline``.
+    """Paths in a folder of traces, such as ``RUN/timeline``."""
 
-    Args:
-        folder: that has the traces.
-
-    Attributes:
-        steps: step stamps of all ranks.
-        gradients: when backward has each gradient ready.
-        link_probe: measured durations of all-reduces, for predictions.
-        report_page: the analysis of the run, for a browser.
-        report_data: the same as JSON.
-        window_request: the request of a command for a window of traces.
-        window_answer: the answer of the run to it.
-    """
-
+    # Patterns of the files of spans, of Horovod's Timelines and of torch.profiler.
     SPANS = "spans-rank-*.json"
-    """Pattern of the files of spans."""
     HOROVOD = "horovod-steps-*.json"
-    """Pattern of Horovod's Timelines."""
     TORCH = "torch-steps-*.json"
-    """Pattern of the files of torch.profiler."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.steps = folder / "steps.jsonl"
-        self.gradients = folder / "gradients.json"
-        self.link_probe = folder / "probe.json"
-        self.report_page = folder / "report.html"
-        self.report_data = folder / "report.json"
-        self.window_request = folder / ".window-request.json"
-        self.window_answer = folder / ".window-answer.json"
+        self.steps = folder / "steps.jsonl"  # step stamps of all ranks
+        self.gradients = folder / "gradients.json"  # when backward has each gradient ready
+        self.link_probe = folder / "probe.json"  # measured durations of all-reduces, for predictions
+        self.report_page = folder / "report.html"  # the analysis of the run, for a browser
+        self.report_data = folder / "report.json"  # the same as JSON
+        self.window_request = folder / ".window-request.json"  # of a command, for a window of traces
+        self.window_answer = folder / ".window-answer.json"  # of the run to that command
 
     def spans(self, rank: int) -> Path:
         """Return the file of a rank's spans."""
@@ -53,44 +38,24 @@ class TimelineLayout:
 
 
 class RunLayout:
-    """Paths in a run folder.
-
-    Args:
-        folder: of the run.
-
-    Attributes:
-        config: the resolved options.
-        identity: the options that distinguish this run from others.
-        journal: one line a step and one line an event.
-        checkpoints: folder of the checkpoints.
-        timeline: the traces.
-        ledger: folder of the samples that each rank has drawn.
-        tensorboard: folder of TensorBoard's files.
-        failure_text: the failure card of the last start, as text.
-        failure_json: the same as JSON.
-        old_failures: folder of the cards of earlier starts.
-        ranks: folder for messages between ranks about failures.
-        lock: locked while a job uses the run folder.
-        lease: a claim on the run folder where the file system has no locks.
-        job: name of the job that claimed the run folder last.
-    """
+    """Paths in a run folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.config = folder / "config.yaml"
-        self.identity = folder / ".identity"
-        self.journal = folder / "journal.jsonl"
+        self.config = folder / "config.yaml"  # the resolved options
+        self.identity = folder / ".identity"  # the options that distinguish this run from others
+        self.journal = folder / "journal.jsonl"  # one line a step and one line an event
         self.checkpoints = folder / "checkpoints"
         self.timeline = TimelineLayout(folder / "timeline")
-        self.ledger = folder / "ledger"
+        self.ledger = folder / "ledger"  # folder of the samples that each rank has drawn
         self.tensorboard = folder / "tensorboard"
-        self.failure_text = folder / "failure.txt"
-        self.failure_json = folder / "failure.json"
-        self.old_failures = folder / "failures"
-        self.ranks = folder / ".ranks"
-        self.lock = folder / ".lock"
-        self.lease = folder / ".lease"
-        self.job = folder / ".job"
+        self.failure_text = folder / "failure.txt"  # the failure card of the last start
+        self.failure_json = folder / "failure.json"  # the same as JSON
+        self.old_failures = folder / "failures"  # folder of the cards of earlier starts
+        self.ranks = folder / ".ranks"  # folder for messages between ranks about failures
+        self.lock = folder / ".lock"  # locked while a job uses the run folder
+        self.lease = folder / ".lease"  # a claim on the run folder where the file system has no locks
+        self.job = folder / ".job"  # name of the job that claimed the run folder last
 
     @property
     def is_run(self) -> bool:
