@@ -21,16 +21,8 @@ except ImportError as _error:
         f"Horovod cannot be loaded: {_error}", next_step="build it for this torch and MPI: hvdtrain build-horovod"
     ) from _error
 
-__all__ = [
-    "HorovodComm",
-    "HorovodHandle",
-    "HorovodInternalError",
-    "HostsUpdatedInterrupt",
-    "begin_session",
-    "hvd",
-    "mpi_ops",
-    "session",
-]
+__all__ = ["HorovodInternalError", "HostsUpdatedInterrupt", "hvd", "mpi_ops"]
+"""What other modules use of Horovod."""
 
 _session = 0
 

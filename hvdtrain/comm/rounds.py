@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hvdtrain.comm.waiting import waits_in_collective
+from hvdtrain.errors import HorovodError
 from hvdtrain.runtime.driver_client import DriverClient, Heartbeat, Place
-from hvdtrain.runtime.environment import RankInfo, change_variables
+from hvdtrain.runtime.environment import RankInfo, change_variables, horovod_numbers
 from hvdtrain.runtime.gloo import refuse_without_address
 from hvdtrain.runtime.sockets import open_sockets, shut_down_receiving
 
@@ -27,15 +29,11 @@ _AGAIN_S = 0.05
 """Between two checks for new connections while the round cannot be completed."""
 
 
-def is_lost_rank(error: BaseException) -> bool:
-    """Check whether an error is Horovod's for a lost rank, or follows from cutting its connections."""
-    from hvdtrain.comm.horovod import HorovodInternalError
+class Rounds(ABC):
+    """How a process joins other ranks, and notices changes among them. Collective: yes, from one round to the next.
 
-    return isinstance(error, HorovodInternalError)
-
-
-class Rounds(Protocol):
-    """How a process joins other ranks, and notices changes among them.
+    Args:
+        process: this process, by its communicator or its environment.
 
     Attributes:
         elastic: whether there may be more than one round.
@@ -43,10 +41,13 @@ class Rounds(Protocol):
         local_size: upper bound of the processes on this host.
     """
 
-    elastic: bool
-    local_rank: int
-    local_size: int
+    elastic = True
 
+    def __init__(self, process: Comm | RankInfo) -> None:
+        self.local_rank = process.local_rank
+        self.local_size = process.local_size
+
+    @abstractmethod
     def enter(self, why: str, text: str = "", step: int = -1) -> Comm:
         """Join the ranks of the next round. Collective: yes.
 
@@ -58,42 +59,39 @@ class Rounds(Protocol):
         Errors:
             NoPlace: the job continues or ends without this process.
         """
-        ...
 
     def is_over(self, error: BaseException) -> bool:
-        """Check whether an error means that this round has lost ranks, not that this rank has failed."""
-        ...
+        """Check whether an error means that this round has lost ranks, not that this rank has failed.
+
+        It is Horovod's error for a lost rank, or follows from cutting its connections.
+        """
+        from hvdtrain.comm.horovod import HorovodInternalError
+
+        return isinstance(error, HorovodInternalError)
 
     def requests(self, requests: list[int], changed: int, terminate: int) -> list[int]:
         """Return this rank's requests at its next step: end the round, or the run (`DriverClient.requests`)."""
-        ...
+        return requests
 
     def guard_parts(self, parts: Iterable[T]) -> Iterable[T]:
-        """Yield a step's micro-batches; raise an error of `is_over` as soon as the step cannot be completed."""
-        ...
+        """Yield a step's micro-batches; may raise an error of `is_over` once the step cannot be completed."""
+        return parts
 
-    def report_progress(self, spans: Spans) -> None:
+    def report_progress(self, spans: Spans) -> None:  # noqa: B027
         """Report the progress of this thread to others."""
-        ...
 
-    def report_leaving(self, why: str) -> None:
+    def report_leaving(self, why: str) -> None:  # noqa: B027
         """Report that training is over and this process ends."""
-        ...
 
 
-class OneRound:
-    """A job with constant ranks.
-
-    Args:
-        comm: these ranks.
-    """
+class OneRound(Rounds):
+    """A job with constant ranks."""
 
     elastic = False
 
     def __init__(self, comm: Comm) -> None:
+        super().__init__(comm)
         self._comm = comm
-        self.local_rank = comm.local_rank
-        self.local_size = comm.local_size
 
     def enter(self, why: str, text: str = "", step: int = -1) -> Comm:
         """Return the ranks."""
@@ -103,22 +101,63 @@ class OneRound:
         """Return False: an error ends the job."""
         return False
 
+
+class StockRounds(Rounds):
+    """A job of Horovod's own elastic driver: ``horovodrun --min-np ... --host-discovery-script ...``.
+
+    A round is one rendezvous of Horovod. The first one is joined at once. Running ranks wait for the others without a
+    timeout in a collective, but not in Horovod's initialisation. Of a lost rank only Horovod knows, and fails in the
+    next collective. Its driver does not monitor progress, and looks only at exit codes.
+
+    Args:
+        comm: the ranks of the first round.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        from hvdtrain.comm.horovod import on_host_updates
+
+        super().__init__(comm)
+        self._first: Comm | None = comm
+        self._changed = False
+        on_host_updates(self)
+
+    def on_hosts_updated(self, timestamp: int, update: Any) -> None:
+        """Note that Horovod's driver has found other hosts. Called in a thread of Horovod."""
+        self._changed = True
+
+    def enter(self, why: str, text: str = "", step: int = -1) -> Comm:
+        """Join the next round with the rank from Horovod's driver. Collective: yes.
+
+        Errors:
+            HorovodError: the job no longer uses its host, or another rank was lost meanwhile.
+        """
+        from hvdtrain.comm.horovod import HorovodComm, begin_session, hvd
+
+        comm, self._first = self._first, None
+        if comm is None:
+            hvd.shutdown()
+            begin_session()
+            self._changed = False
+            try:
+                comm = HorovodComm()
+            except ValueError as error:  # Horovod logs the reason
+                raise HorovodError(
+                    f"joining the next round failed: {error}",
+                    next_step="nothing if the job no longer uses this host; otherwise the driver restarts this rank",
+                ) from None
+        # Horovod has set them only in C.
+        facts = {name: getattr(comm, name) for name in ("rank", "size", "local_rank", "local_size")}
+        change_variables(horovod_numbers(facts))
+        return comm
+
     def requests(self, requests: list[int], changed: int, terminate: int) -> list[int]:
-        """Return `requests` unchanged."""
-        return requests
-
-    def guard_parts(self, parts: Iterable[T]) -> Iterable[T]:
-        """Return `parts` unchanged."""
-        return parts
-
-    def report_progress(self, spans: Spans) -> None:
-        """Do nothing."""
-
-    def report_leaving(self, why: str) -> None:
-        """Do nothing."""
+        """Add to `requests` whether the hosts have changed."""
+        found = list(requests)
+        found[changed] = int(self._changed)
+        return found
 
 
-class DriverRounds:
+class DriverRounds(Rounds):
     """A job of hvdtrain's own elastic driver.
 
     Args:
@@ -126,12 +165,9 @@ class DriverRounds:
         info: its rank by the environment, before the first round.
     """
 
-    elastic = True
-
     def __init__(self, client: DriverClient, info: RankInfo) -> None:
+        super().__init__(info)
         self._client = client
-        self.local_rank = info.local_rank
-        self.local_size = info.local_size
 
     def enter(self, why: str, text: str = "", step: int = -1) -> HorovodComm:
         """Join the next round, or a later one where that fails. Collective: yes."""
@@ -182,10 +218,6 @@ class DriverRounds:
     def _check_whole(self) -> None:
         if self._client.is_broken():
             raise ConnectionError("the round lost a rank before it began")
-
-    def is_over(self, error: BaseException) -> bool:
-        """Check whether Horovod lost a rank."""
-        return is_lost_rank(error)
 
     def requests(self, requests: list[int], changed: int, terminate: int) -> list[int]:
         """Turn a SIGTERM to this rank alone into a request to leave; the others continue."""

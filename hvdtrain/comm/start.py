@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from hvdtrain.comm.base import Comm
-from hvdtrain.comm.rounds import DriverRounds, OneRound, Rounds
+from hvdtrain.comm.rounds import DriverRounds, OneRound, Rounds, StockRounds
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.runtime.driver_client import connect_to_driver
 from hvdtrain.runtime.environment import GLOO_LAUNCHER, RankInfo
@@ -14,9 +12,6 @@ from hvdtrain.runtime.other_launchers import refuse_unused_launcher
 
 STOCK_ELASTIC = "HOROVOD_ELASTIC"
 """Horovod's own elastic driver sets it to 1."""
-
-if TYPE_CHECKING:
-    from hvdtrain.comm.horovod import HorovodComm
 
 
 def start_rounds(info: RankInfo) -> Rounds:
@@ -30,10 +25,6 @@ def start_rounds(info: RankInfo) -> Rounds:
         return DriverRounds(client, info)
     comm = start_comm(info)
     if info.launcher == GLOO_LAUNCHER and info.variables.get(STOCK_ELASTIC) == "1":
-        from hvdtrain.comm.horovod import HorovodComm
-        from hvdtrain.comm.stock import StockRounds
-
-        assert isinstance(comm, HorovodComm)
         return StockRounds(comm)
     return OneRound(comm)
 
@@ -48,10 +39,8 @@ def start_comm(info: RankInfo) -> Comm:
         LaunchError: this process was started by an MPI that Horovod does not use, or by a launcher that does not start
             the ranks of one job.
     """
-    return SoloComm() if info.launcher == "none" else _horovod(info)
-
-
-def _horovod(info: RankInfo) -> HorovodComm:
+    if info.launcher == "none":
+        return SoloComm()
     from hvdtrain.install import record
     from hvdtrain.runtime import mpi
 
