@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hvdtrain.cli.launch_options import AFTER_DASHES
 from hvdtrain.errors import LaunchError
-from hvdtrain.install.open_mpi import has_remote_shell
+from hvdtrain.install.mpirun import has_remote_shell
 from hvdtrain.launch.choose import OWN, Choice
 from hvdtrain.launch.detect import Machine
 from hvdtrain.launch.hosts import parse_hosts

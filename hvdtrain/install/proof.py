@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from hvdtrain.errors import BuildError
 from hvdtrain.install.build_facts import FoundMpi, Probe
-from hvdtrain.install.open_mpi import start_variables
+from hvdtrain.install.mpirun import start_variables
 
 RANKS = 2
 _MARK = "hvdtrain-proof "

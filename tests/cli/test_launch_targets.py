@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hvdtrain.install.open_mpi import REMOTE_SHELL
+from hvdtrain.install.mpirun import REMOTE_SHELL
 from hvdtrain.runtime.mpi import horovod_library, mpi_library
 from tests.support.gallery import Gallery
 from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S

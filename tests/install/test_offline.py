@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.install.open_mpi import ROOT_MAY_RUN
+from hvdtrain.install.mpirun import ROOT_MAY_RUN
 from hvdtrain.observe.past_journal import read_steps
 from tests.support.host import Host, UnavailableError, one_host, tool
 

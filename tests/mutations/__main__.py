@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.install.open_mpi import NO_SHELL, REMOTE_SHELL, ROOT_MAY_RUN, has_remote_shell
+from hvdtrain.install.mpirun import NO_SHELL, REMOTE_SHELL, ROOT_MAY_RUN, has_remote_shell
 from tests.mutations.table import MUTATIONS, Mutation
 
 ROOT = Path(__file__).resolve().parents[2]

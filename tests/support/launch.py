@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from hvdtrain.install.open_mpi import REMOTE_SHELL, has_remote_shell
+from hvdtrain.install.mpirun import REMOTE_SHELL, has_remote_shell
 from hvdtrain.observe.past_journal import read_journal
 
 ROOT = Path(__file__).parents[2]

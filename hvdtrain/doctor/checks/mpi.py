@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hvdtrain.doctor.facts import DoctorFacts
 from hvdtrain.doctor.finding import Finding
-from hvdtrain.install.open_mpi import ROOT_MAY_RUN, start_variables
+from hvdtrain.install.mpirun import ROOT_MAY_RUN, start_variables
 from hvdtrain.install.record import BUILD_COMMAND
 from hvdtrain.install.versions import MpiBuild
 from hvdtrain.runtime.environment import NO_LAUNCHER

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hvdtrain.install.open_mpi import has_remote_shell
+from hvdtrain.install.mpirun import has_remote_shell
 from hvdtrain.regular import read_text_or_empty
 from hvdtrain.runtime.host import HostFacts, read_host
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hvdtrain.install.open_mpi import start_variables
+from hvdtrain.install.mpirun import start_variables
 from hvdtrain.launch.spec import Command, JobSpec, Mpi
 from hvdtrain.launch.targets.base import BY_MPI, Target, for_ssh
 
