@@ -13,10 +13,8 @@ from torch.utils.data import default_collate
 
 from hvdtrain import Task
 from hvdtrain.task.corpus import TextConfig, open_corpus
-from hvdtrain.task.image import image
-from hvdtrain.task.image_data import ImageConfig
+from hvdtrain.task.image import ImageConfig, ResNetConfig, image
 from hvdtrain.task.language_model import language_model, next_token_loss
-from hvdtrain.task.resnet import ResNetConfig
 
 
 def default() -> Task:

@@ -13,10 +13,9 @@ from typing import Any
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.task.dataset_source import dataset_source
 from hvdtrain.task.encode import ByteEncoder, TokenizerEncoder
-from hvdtrain.task.npy_tokens import describe_npy
 from hvdtrain.task.once_per_host import once_per_host
 from hvdtrain.task.text_sources import Source, files_matching, standard_library, text_source
-from hvdtrain.task.token_file import FORMAT, TokenFile, Windows, write_tokens
+from hvdtrain.task.token_file import FORMAT, TokenFile, Windows, describe_npy, write_tokens
 
 log = logging.getLogger(__name__)
 

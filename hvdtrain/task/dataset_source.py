@@ -12,12 +12,7 @@ from hvdtrain.errors import ConfigError, DataError, TaskError
 from hvdtrain.task.text_sources import Source
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from hvdtrain.task.encode import Encoder
-
-    Ids = NDArray[np.integer[Any]]
+    from hvdtrain.task.encode import Encoder, Ids
 
 _HELDOUT_SPLITS = ("validation", "test")
 _EXPECTED = "a folder written by datasets' save_to_disk, with a column text or input_ids"

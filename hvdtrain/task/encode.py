@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.errors import DataError, TaskError
 from hvdtrain.regular import read_regular
@@ -21,22 +21,6 @@ SEPARATOR = 256
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "[SEP]")
 """Names of the token at the end of a document. The first one in a vocabulary is used."""
-
-
-class Encoder(Protocol):
-    """Encodes documents as token ids."""
-
-    def identity(self) -> str:
-        """Return text that changes whenever the same document may get other ids."""
-        ...
-
-    def vocabulary(self) -> int:
-        """Return one more than the largest possible id."""
-        ...
-
-    def encode(self, pieces: Iterable[bytes], name: str) -> Iterator[Ids]:
-        """Yield the ids of one document, then those of its end. `name` is for messages."""
-        ...
 
 
 class ByteEncoder:
@@ -120,6 +104,10 @@ class TokenizerEncoder:
                 found=error.strerror,
                 next_step="correct --data.tokenizer",
             ) from error
+
+
+Encoder = ByteEncoder | TokenizerEncoder
+"""Encodes documents. Its `identity` changes whenever the same document may get other ids."""
 
 
 def _whole_lines(pieces: Iterable[bytes], name: str) -> Iterator[str]:

@@ -15,12 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hvdtrain.errors import DataError
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from hvdtrain.task.encode import Encoder
-
-    Ids = NDArray[np.integer[Any]]
+    from hvdtrain.task.encode import Encoder, Ids
 
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _PIECE_BYTES = 1 << 20

@@ -1,4 +1,4 @@
-"""Token ids in one memory-mapped file, and the windows of it that a model trains on."""
+"""Token ids in one memory-mapped file, ours or a user's .npy, and the windows of it that a model trains on."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hvdtrain.errors import DataError
+from hvdtrain.regular import open_regular
+
 if TYPE_CHECKING:
     import numpy as np
-    from numpy.typing import NDArray
     from torch import Tensor
     from torch.utils.data import Dataset
 
-    Ids = NDArray[np.integer[Any]]
+    from hvdtrain.task.encode import Ids
+
     TensorDataset = Dataset[Tensor]
 else:
     TensorDataset = object
@@ -25,6 +28,8 @@ FORMAT = 1
 
 _ABOUT = "about.json"
 _TOKENS = "tokens.bin"
+_NPY_STRIDE = 1 << 22
+_NPY_EXPECTED = "a .npy of token ids, as numpy.save writes a one-dimensional array of integers"
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,54 @@ def write_tokens(
     about = TokenFile(_TOKENS, dtype.str, 0, train_count, heldout_count, vocabulary, digest.hexdigest())
     about.save(folder)
     return about
+
+
+def describe_npy(path: Path, tail: float) -> TokenFile:
+    """Check each id of a user's .npy file, and describe the file, to use it in place. The last ids are held out.
+
+    Args:
+        path: the .npy file.
+        tail: fraction of the ids to hold out.
+
+    Errors:
+        DataError: it is no .npy file, is empty, has other than one dimension or integers, or has a negative id.
+    """
+    ids = _mapped(path)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        found = f"dtype {ids.dtype}, shape {ids.shape}"
+        raise DataError(f"{path} contains no tokens", expected=_NPY_EXPECTED, found=found)
+    if not len(ids):
+        raise DataError(f"{path} is empty", expected=_NPY_EXPECTED, found="an array without elements")
+    digest, smallest, largest = hashlib.sha256(), 0, 0
+    for begin in range(0, len(ids), _NPY_STRIDE):
+        part = ids[begin : begin + _NPY_STRIDE]
+        smallest, largest = min(smallest, int(part.min())), max(largest, int(part.max()))
+        digest.update(part.tobytes())
+    if smallest < 0:
+        raise DataError(f"{path} contains negative ids", expected="ids of 0 or more", found=str(smallest))
+    heldout = int(len(ids) * tail)
+    return TokenFile(str(path), ids.dtype.str, ids.offset, len(ids) - heldout, heldout, largest + 1, digest.hexdigest())
+
+
+def _mapped(path: Path) -> np.memmap[Any, Any]:
+    import numpy as np
+
+    try:
+        open_regular(path).close()  # numpy would block on a FIFO
+        loaded = np.load(path, mmap_mode="r", allow_pickle=False)
+    except OSError as error:
+        raise DataError(
+            f"cannot read the tokens {path}",
+            expected=_NPY_EXPECTED,
+            found=error.strerror or str(error),
+            next_step="correct --data.tokens",
+        ) from error
+    except (ValueError, EOFError) as error:  # no .npy file, a pickle, an array of objects, a truncated file
+        raise DataError(f"{path} contains no tokens", expected=_NPY_EXPECTED, found=str(error)) from error
+    if not isinstance(loaded, np.memmap):
+        loaded.close()
+        raise DataError(f"{path} contains no tokens", expected=_NPY_EXPECTED, found="an archive of arrays (.npz)")
+    return loaded
 
 
 class Windows(TensorDataset):

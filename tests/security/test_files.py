@@ -49,7 +49,7 @@ def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
 
 
 def test_token_ids_in_a_pickle_are_refused(tmp_path: Path) -> None:
-    from hvdtrain.task.npy_tokens import describe_npy
+    from hvdtrain.task.token_file import describe_npy
 
     marker = tmp_path / "was here"
     held = io.BytesIO()

@@ -13,9 +13,19 @@ import hvdtrain
 from hvdtrain.errors import ConfigError
 from hvdtrain.observe.past_journal import read_journal
 from hvdtrain.task.base import load_task_function
-from hvdtrain.task.image import accuracy, image, label_loss
-from hvdtrain.task.image_data import ImageConfig, open_images, split
-from hvdtrain.task.resnet import PRESETS, ResNetConfig, count_groups, resnet, with_group_norm
+from hvdtrain.task.image import (
+    PRESETS,
+    ImageConfig,
+    ResNetConfig,
+    accuracy,
+    count_groups,
+    image,
+    label_loss,
+    open_images,
+    resnet,
+    split,
+    with_group_norm,
+)
 
 pytest.importorskip("transformers", reason="the transformers library is not installed")
 sklearn_datasets = pytest.importorskip("sklearn.datasets", reason="scikit-learn is not installed")
@@ -98,7 +108,7 @@ def test_the_digits_are_all_there_once():
 def test_the_images_are_the_same_in_every_process_and_under_every_seed(source):
     script = (
         "import torch, numpy; torch.manual_seed(9); numpy.random.seed(9)\n"
-        "from hvdtrain.task.image_data import ImageConfig, open_images\n"
+        "from hvdtrain.task.image import ImageConfig, open_images\n"
         f"print(open_images(ImageConfig({source!r}, size=32)).digest)"
     )
     there = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
