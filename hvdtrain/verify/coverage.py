@@ -16,12 +16,7 @@ _MOST_RANGES = 3
 
 @dataclass(frozen=True)
 class Wrong:
-    """An error, at the first step that has it.
-
-    Attributes:
-        step: the first step.
-        text: a sentence.
-    """
+    """An error as a sentence, at the first step that has it."""
 
     step: int
     text: str
@@ -29,14 +24,7 @@ class Wrong:
 
 @dataclass(frozen=True)
 class Rows:
-    """Ranges of positions of all ranks, sorted by step and position; each [M].
-
-    Attributes:
-        steps: step of each range.
-        begins: first position.
-        ends: last position + 1.
-        ranks: rank that used the range.
-    """
+    """Ranges [begin, end) of positions with their step and the rank that used them, in order; each column is [M]."""
 
     steps: NDArray[np.int64]
     begins: NDArray[np.int64]

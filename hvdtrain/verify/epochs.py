@@ -38,11 +38,6 @@ class Epoch:
     left_out: int
     is_last: bool = False
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether each sample was used exactly once."""
-        return self.used == self.distinct == self.samples
-
 
 class Epochs:
     """Counts the used samples of each epoch, in the order of the stream. A change of data or seed begins a new epoch.
@@ -94,7 +89,7 @@ class Epochs:
         number, length, _, _ = self._key
         epoch = Epoch(number, length, self._used, int(self._seen.sum()), self._left_out, is_last)
         self._key = None
-        if epoch.is_whole:
+        if epoch.used == epoch.distinct == epoch.samples:
             self.whole += 1
         else:
             self.others.append(epoch)

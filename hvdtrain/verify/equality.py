@@ -9,13 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdtrain.verify.runs import Outcome
+from hvdtrain.state.train_state import StateDict
 
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
 """Relative tolerance of losses by precision: another world size sums in another order."""
 
 TENSOR_TOLERANCE = {"fp32": 1e-2, "bf16": 0.5, "fp16": 0.5}
 """Tolerance relative to a tensor's L2 norm. If a gradient is near 0, adaptive optimizers amplify its last bits."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The losses and positions of a run by step, from 1, and its last checkpoint."""
+
+    losses: list[float | None]
+    positions: list[int]
+    state: StateDict
 
 
 @dataclass(frozen=True)

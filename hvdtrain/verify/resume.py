@@ -1,22 +1,59 @@
-"""Check that an interrupted run equals an uninterrupted one, on its number of ranks and on others."""
+"""Check that an interrupted run equals an uninterrupted one, by training again in a scratch folder."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from hvdtrain.errors import ConfigError, HvdtrainError, RunDirectoryError
+from hvdtrain.observe.past_journal import read_steps
 from hvdtrain.run_layout import RunLayout
-from hvdtrain.verify.equality import Comparison, compare
-from hvdtrain.verify.runs import Runner, scratch_config
+from hvdtrain.state.checkpoint_store import CheckpointStore
+from hvdtrain.verify.equality import Comparison, Outcome, compare
 from hvdtrain.yaml_file import yaml_text
+
+_TAIL = 12
+"""Lines of a failed job to show."""
+
+_PATIENCE_S = 30.0
+"""Seconds for a job to end after SIGTERM. mpirun gives its ranks one second, and is slow on few cores."""
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    """Read the resolved config of a run.
+
+    Errors:
+        RunDirectoryError: there is none, or a program passed its task as an object.
+    """
+    try:
+        config = RunLayout(run).read_config()
+    except ConfigError as error:
+        raise RunDirectoryError(error.what, next_step="name the folder of a run that has begun") from None
+    task = config.get("task")
+    if not isinstance(task, str) or task == "Task" or task.startswith("__main__:"):
+        raise RunDirectoryError(
+            f"a program passed the task of {run} as an object, so no command line can train it",
+            expected="a task by name, file.py:function or module:function",
+            found=str(task),
+            next_step="put the task into a function in a file, and name it: --task file.py:function",
+        )
+    return config
 
 
 def verify_resume(
     resolved: Mapping[str, Any], folder: Path, steps: int, sizes: Sequence[int], say: Callable[[str], None]
 ) -> Iterator[Comparison]:
-    """Train with a config in `folder`, and compare.
+    """Train with a config in `folder`, interrupted and not, on each number of ranks and across them, and compare.
 
     Args:
         resolved: the config, as `read_config` returns it.
@@ -28,10 +65,10 @@ def verify_resume(
     Errors:
         HvdtrainError: a job failed.
     """
-    config = scratch_config(resolved, steps)
+    config = _scratch_config(resolved, steps)
     file = RunLayout(folder).config
     file.write_text(yaml_text(config), encoding="utf-8")
-    runner = Runner(folder, file, steps, say)
+    runner = _Runner(folder, file, steps, say)
     precision = str(config.get("precision", "fp32"))
     wholes = {}
     for size in sizes:
@@ -49,3 +86,101 @@ def verify_resume(
         rest = runner.rest(f"resized-{before}-{after}", f"half-{before}", before, after)
         title = f"{steps} on {before} + {steps} on {after} against {2 * steps} on {before}"
         yield compare(title, rest, wholes[before], exact=False, precision=precision)
+
+
+def _scratch_config(config: Mapping[str, Any], steps: int) -> dict[str, Any]:
+    """Return the config for 2 * `steps` steps with a checkpoint every `steps`, without recording or sinks.
+
+    It replaces compression auto by none, because auto could choose differently each time.
+    """
+    changed: dict[str, dict[str, Any]] = {
+        "train": {"steps": 2 * steps, "epochs": None, "stop_at": None, "deterministic": True, "eval_every": None},
+        "checkpoint": {"every": steps},
+        "observe": {"sinks": [], "timeline": "off", "profile": "off", "nvtx": False, "tensorboard": False},
+    }
+    if config.get("parallel", {}).get("compression") == "auto":
+        changed["parallel"] = {"compression": "none"}
+    copied = {**config, "run_dir": None, "resume": "auto"}
+    for section, values in changed.items():
+        copied[section] = {**copied.get(section, {}), **values}
+    return copied
+
+
+@dataclass
+class _Runner:
+    """Starts runs of one config under a folder. `steps`: of each half. `say`: shows each finished run."""
+
+    folder: Path
+    config: Path
+    steps: int
+    say: Callable[[str], None]
+
+    def whole(self, name: str, size: int) -> Outcome:
+        """Train all steps without interruption."""
+        self._run(name, size, f"{2 * self.steps} steps without interruption")
+        return self._outcome(name)
+
+    def half(self, name: str, size: int) -> None:
+        """Train the first half of the steps."""
+        self._run(name, size, f"the first {self.steps} steps", "--train.stop_at", str(self.steps))
+
+    def rest(self, name: str, half: str, before: int, size: int) -> Outcome:
+        """Resume the run `half` of `before` ranks on `size` ranks, and train the second half."""
+        shutil.copytree(self.folder / half, self.folder / name)
+        self._run(name, size, f"the other {self.steps} steps after {self.steps} on {before} rank(s)")
+        return self._outcome(name)
+
+    def _run(self, name: str, size: int, what: str, *options: str) -> None:
+        options = ("--config", str(self.config), "--run_dir", str(self.folder / name), *options)
+        program = ["hvdtrain"] if size == 1 else ["hvdtrain.cli.start", "-np", str(size), "--"]
+        log = self.folder / f"{name}.log"
+        began = time.monotonic()
+        with log.open("ab") as out:
+            code = _wait_for([sys.executable, "-m", *program, *options], out)
+        if code:
+            lines = log.read_text(errors="replace").splitlines()[-_TAIL:]
+            raise HvdtrainError(
+                f"{what} on {size} rank(s) failed with exit code {code}",
+                found="\n    ".join(["the end of its output:", *lines]),
+                next_step=f"see the whole output: {log}",
+            )
+        self.say(f"{what} on {size} rank(s): {time.monotonic() - began:.1f} s")
+
+    def _outcome(self, name: str) -> Outcome:
+        run = self.folder / name
+        steps = read_steps(RunLayout(run).journal)
+        newest = CheckpointStore(RunLayout(run).checkpoints, self.say).load_newest()
+        assert newest is not None
+        lines = [steps[step] for step in sorted(steps)]
+        return Outcome([line["loss"] for line in lines], [line["position"] for line in lines], newest[1])
+
+
+def _wait_for(argv: list[str], out: IO[bytes]) -> int:
+    """Run a job to its end, and return its exit code. If the wait is interrupted, it ends the job first.
+
+    The job is its own process group, because a launcher may end before the processes that it started.
+    """
+    process = subprocess.Popen(
+        argv, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        return process.wait()
+    except BaseException:
+        _end(process)
+        raise
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process group, and wait until no process is left."""
+    end = time.monotonic() + _PATIENCE_S
+    try:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+            while time.monotonic() < end:
+                process.poll()  # reaps a zombie, which would count
+                os.killpg(process.pid, 0)
+                time.sleep(0.05)
+    finally:  # also on another signal
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

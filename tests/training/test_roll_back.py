@@ -22,8 +22,7 @@ from hvdtrain.state.commits import Commits
 from hvdtrain.state.train_state import Progress, TrainState
 from hvdtrain.training.elastic.roll_back import RollBack, SpoiledSteps, first_position, merge_ranges
 from hvdtrain.verify.data import verify_data
-from hvdtrain.verify.equality import compare
-from hvdtrain.verify.runs import Outcome
+from hvdtrain.verify.equality import Outcome, compare
 from tests.support.launch import train
 from tests.support.spoiled import spoiled
 from tests.support.thread_comm import ThreadComm, on_ranks

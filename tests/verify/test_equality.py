@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from hvdtrain.state.train_state import StateDict
-from hvdtrain.verify.equality import compare
-from hvdtrain.verify.runs import Outcome
+from hvdtrain.verify.equality import Outcome, compare
 
 
 def _outcome(**changes: Any) -> Outcome:

@@ -36,8 +36,7 @@ def main(argv: list[str]) -> int:
     """Train, compare, print, and return the exit code."""
     options = parser().parse_args(argv)
 
-    from hvdtrain.verify.resume import verify_resume
-    from hvdtrain.verify.runs import read_config
+    from hvdtrain.verify.resume import read_config, verify_resume
 
     config = read_config(options.run)  # first, so that a wrong path creates nothing
     folder = Path(tempfile.mkdtemp(prefix="hvdtrain-verify-"))
