@@ -12,7 +12,7 @@ from types import TracebackType
 
 from hvdtrain.errors import USAGE, ConfigError, HvdtrainError, TaskError, UnusableRunDirectoryError
 from hvdtrain.observe.failure.failure_output import FailureOutput
-from hvdtrain.observe.failure.user_code import is_installed
+from hvdtrain.observe.failure.fault import is_installed
 from hvdtrain.runtime.environment import RankInfo, rank_label
 
 EXIT_OF_SIGNAL = {"SIGTERM": 143, "SIGINT": 130}

@@ -8,9 +8,10 @@ polling interval of Horovod's writer. It is damaged only if the kill hits the fi
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from hvdtrain.comm.base import Comm, TimelineComm
 from hvdtrain.comm.objects import on_rank_0
@@ -18,23 +19,13 @@ from hvdtrain.config.windows import Window
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.observe.trace_file import free_path
 from hvdtrain.run_layout import TimelineLayout
+from hvdtrain.runtime.threads import SpinningThread
 
 _OPEN = "on"
 """Replaces the last step in the name of a file while it is unknown."""
 
 
-class Writer(Protocol):
-    """Horovod's writer thread, if it busy-waits from start to end of Horovod (`runtime.threads.SpinningThread`)."""
-
-    def lower_priority(self, *, for_good: bool) -> None:
-        """Run only on idle cores."""
-        ...
-
-    def restore_priority(self) -> None:
-        """Run with normal priority."""
-        ...
-
-
+@dataclass
 class HorovodTimeline:
     """Records one window of steps of this start of the run: opened before its first step, closed after its last.
 
@@ -48,96 +39,89 @@ class HorovodTimeline:
     busy-waiting writer gets idle priority while it has nothing to do, but only then: on busy cores that priority
     delayed opening by up to 0.2 s, and Horovod's shutdown by a second.
 
-    Args:
+    Attributes:
         comm: the ranks.
         recording: starts and ends the Timeline; None on ranks other than 0.
-        writer: None on ranks other than 0, and if it sleeps or was not found.
+        writer: Horovod's writer thread, if it busy-waits from start to end of Horovod; None on ranks other than 0.
         window: the same on all ranks.
         folder: created when needed.
         warn: called once if the Timeline cannot be recorded; training continues.
     """
 
-    def __init__(
-        self,
-        comm: Comm,
-        recording: TimelineComm | None,
-        writer: Writer | None,
-        window: Window,
-        folder: Path,
-        warn: Callable[[str], None],
-    ) -> None:
-        self._comm = comm
-        self._recording = recording
-        self._writer = writer
-        self._window = window
-        self._folder = folder
-        self._warn = warn
-        self._state: Literal["before", "open", "over"] = "before"
-        self._path: Path | None = None
-        self._first = 0
-        self._named_last: int | None = None
+    comm: Comm
+    recording: TimelineComm | None
+    writer: SpinningThread | None
+    window: Window
+    folder: Path
+    warn: Callable[[str], None]
+    _state: Literal["before", "open", "over"] = "before"
+    _path: Path | None = None
+    _first: int = 0
+    _named_last: int | None = None
+
+    def __post_init__(self) -> None:
         self._rest(for_good=False)
 
     def begin_step(self, step: int) -> None:
         """Open the window at its first step, close it after its last step. Collective: yes."""
-        if self._state == "before" and step in self._window:
+        if self._state == "before" and step in self.window:
             self._state = "open"
-            on_rank_0(self._comm, partial(self._start, step), name="timeline/open")
-        elif self._state != "over" and self._window.is_over(step):
+            on_rank_0(self.comm, partial(self._start, step), name="timeline/open")
+        elif self._state != "over" and self.window.is_over(step):
             self._state = "over"
-            on_rank_0(self._comm, self._stop, name="timeline/close")
+            on_rank_0(self.comm, self._stop, name="timeline/close")
             self._rest(for_good=True)
 
     def record(self, window: Window) -> None:
         """Record later steps, or end the open window with the last of these steps. Replaces a window that waits."""
         if self._state == "open":
-            self._window = Window(self._window.first, window.last)
+            self.window = Window(self.window.first, window.last)
         else:
-            self._state, self._window = "before", window
+            self._state, self.window = "before", window
 
     def close(self) -> None:
         """Close the window if it is open, and prepare the writer thread for Horovod's shutdown."""
         self._stop()
-        if self._writer is not None:
-            self._writer.restore_priority()
+        if self.writer is not None:
+            self.writer.restore_priority()
 
     def _start(self, step: int) -> None:
-        if self._recording is None:
+        if self.recording is None:
             return
-        self._first, self._named_last = step, self._window.last
+        self._first, self._named_last = step, self.window.last
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            path = free_path(self._named(step, self._window.last))
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path = free_path(self._named(step, self.window.last))
             path.open("xb").close()  # Horovod reports a file that cannot be opened only in its log
-            if self._writer is not None:
-                self._writer.restore_priority()
+            if self.writer is not None:
+                self.writer.restore_priority()
             try:
-                self._recording.start_timeline(path)
+                self.recording.start_timeline(path)
             except HvdtrainError:
                 path.unlink()
                 raise
             self._path = path
         except (OSError, HvdtrainError) as error:
-            self._warn(f"Horovod's Timeline is not recorded: {error}; training continues")
+            self.warn(f"Horovod's Timeline is not recorded: {error}; training continues")
 
     def _stop(self) -> None:
-        if self._recording is None or self._path is None:
+        if self.recording is None or self._path is None:
             return
         path, self._path = self._path, None
         try:
-            self._recording.stop_timeline()
+            self.recording.stop_timeline()
             _check(path)
-            if self._window.last not in (None, self._named_last):
-                path.rename(free_path(self._named(self._first, self._window.last)))
+            if self.window.last not in (None, self._named_last):
+                path.rename(free_path(self._named(self._first, self.window.last)))
         except (OSError, HvdtrainError) as error:
-            self._warn(f"Horovod's Timeline {path} is incomplete: {error}; training continues")
+            self.warn(f"Horovod's Timeline {path} is incomplete: {error}; training continues")
 
     def _named(self, first: int, last: int | None) -> Path:
-        return TimelineLayout(self._folder).horovod(first, _OPEN if last is None else last)
+        return TimelineLayout(self.folder).horovod(first, _OPEN if last is None else last)
 
     def _rest(self, *, for_good: bool) -> None:
-        if self._writer is not None:
-            self._writer.lower_priority(for_good=for_good)
+        if self.writer is not None:
+            self.writer.lower_priority(for_good=for_good)
 
 
 def _check(path: Path) -> None:

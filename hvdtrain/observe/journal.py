@@ -1,8 +1,10 @@
-"""`journal.jsonl`: one line per step and one per event, for programs."""
+"""Files of JSON lines; `journal.jsonl` has one line per step and one per event, for programs."""
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import threading
 import time
 from collections import deque
@@ -11,13 +13,62 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from hvdtrain.errors import RunDirectoryError
+from hvdtrain.observe.encodable import plain
 from hvdtrain.observe.failure.failure_output import to_stderr
-from hvdtrain.observe.line_file import LineFile
 
 _LIMIT = 50_000
 """Lines in memory at most: about 20 MB, an hour of steps of 70 ms."""
 _RETRY_S = 1.0
+
+
+class LineFile:
+    """Appends lines by one system call each, so that a killed process loses none.
+
+    Args:
+        path: created if missing. A last line that a kill cut off gets a newline.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("ab", buffering=0)
+        if self._file.tell() and _last_byte(path) != b"\n":
+            self._file.write(b"\n")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append a line. Numbers keep full precision; numbers that are not finite become null.
+
+        Values that JSON cannot hold, such as bytes in an error's message, become escaped text.
+
+        Errors:
+            RunDirectoryError: the disk is full or lost.
+        """
+        try:
+            line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+        except TypeError:
+            line = orjson.dumps(plain(record), option=orjson.OPT_APPEND_NEWLINE)
+        try:
+            written = self._file.write(line)
+            if written < len(line):  # the disk is full; remove the part, which would damage the next line
+                self._file.truncate(self._file.seek(0, os.SEEK_END) - written)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise RunDirectoryError(
+                f"{self._file.name} cannot be written: {error.strerror}",
+                next_step="free disk space; the same command resumes from the last checkpoint",
+            ) from error
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _last_byte(path: Path) -> bytes:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1)
 
 
 def _to_stderr(text: str) -> None:
@@ -25,13 +76,13 @@ def _to_stderr(text: str) -> None:
 
 
 class Journal:
-    """Appends lines by one system call each, so that a killed process loses none.
+    """A `LineFile` that survives a full disk.
 
     A full or read-only disk does not end the run. Lines wait in memory and are written in order later. One message
     says so, another one when they are written, and one at the end how many are missing.
 
     Args:
-        path: created if missing. A last line that a kill cut off gets a newline.
+        path: of the file.
         say: shows a line, and does not write to this journal.
         limit: waiting lines at most. Beyond it the oldest are lost, and an event `lines_lost` replaces them.
         clock: seconds.
@@ -55,11 +106,7 @@ class Journal:
         self._retry_at_s = -math.inf
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append a line, now or when there is room. Any thread may call it. The caller must not change `record` later.
-
-        Numbers keep full precision. Numbers that are not finite become null. Values that JSON cannot hold, such as
-        bytes in an error's message, become escaped text.
-        """
+        """Append a line, now or when there is room. Any thread may call it. `record` must not change later."""
         with self._lock:
             self._waiting.append(record)
             if len(self._waiting) > self._limit:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from hvdtrain.config.windows import OFF, Window
 from hvdtrain.observe.window_files import Answer, Request, read_request, write_answer
@@ -66,13 +67,14 @@ class Requests:
             self.poll()
 
 
+@dataclass
 class LiveWindow:
     """Opens and closes windows on all ranks at the same step.
 
     Each step sums some numbers over ranks (`values`). Rank 0 adds its requests. After the step, every rank acts on
     the sums before the next step.
 
-    Args:
+    Attributes:
         folder: ``RUN/timeline``.
         requests: None on ranks other than 0.
         recordings: recorders of spans and Horovod's Timeline.
@@ -81,33 +83,25 @@ class LiveWindow:
         say: shows a line when a window opens and when it is over.
     """
 
-    NOTICES = 3
+    NOTICES: ClassVar[int] = 3
     """Numbers per step: length of a window to open, whether to profile it, whether to end it."""
 
-    def __init__(
-        self,
-        folder: Path,
-        requests: Requests | None,
-        recordings: Sequence[Recording],
-        profile: Recording,
-        lacks: str,
-        say: Callable[[str], None],
-    ) -> None:
-        self._folder = folder
-        self._requests = requests
-        self._recordings = recordings
-        self._profile = profile
-        self._lacks = lacks
-        self._say = say
-        self._window = OFF
-        self._profiled = False
-        self._requested_id = self._id = ""
-        self._step = 0
-        self._before: dict[Path, int] = {}
+    folder: Path
+    requests: Requests | None
+    recordings: Sequence[Recording]
+    profile: Recording
+    lacks: str
+    say: Callable[[str], None]
+    _window: Window = OFF
+    _profiled: bool = False
+    _requested_id: str = ""
+    _id: str = ""
+    _step: int = 0
+    _before: dict[Path, int] = field(default_factory=dict)
 
     def values(self) -> list[int]:
         """Return this rank's numbers for the sums of the next step."""
-        request = self._requests.next_request() if self._requests is not None else None
+        request = self.requests.next_request() if self.requests is not None else None
         if request is None:
             return [0] * self.NOTICES
         self._requested_id = request.id
@@ -120,8 +114,8 @@ class LiveWindow:
         steps, profile, end = sums
         if steps or end:
             self._id = self._requested_id
-        if steps and not (self._recordings or profile):
-            self._reply(Answer(self._id, "none", lacks=self._lacks))
+        if steps and not (self.recordings or profile):
+            self._reply(Answer(self._id, "none", lacks=self.lacks))
         elif steps:
             is_open = self._is_open(step)
             first = self._window.first if is_open else step + 1
@@ -129,9 +123,9 @@ class LiveWindow:
             if not is_open:
                 self._before = self._files()
             self._set(Window(first, None if steps >= FOREVER else step + steps))
-            self._reply(Answer(self._id, "open", first, self._window.last, lacks=self._lacks))
+            self._reply(Answer(self._id, "open", first, self._window.last, lacks=self.lacks))
             until = "until it is stopped" if self._window.last is None else f"to {self._window.last}"
-            self._say(f"recording steps {first} {until} in {self._folder}")
+            self.say(f"recording steps {first} {until} in {self.folder}")
         elif end and self._is_open(step):
             self._set(Window(self._window.first, step))
         elif end:
@@ -146,9 +140,9 @@ class LiveWindow:
     def close(self) -> None:
         """Report the window as over. Recordings are already closed."""
         late = None
-        if self._requests is not None:
-            self._requests.close()
-            late = self._requests.next_request()
+        if self.requests is not None:
+            self.requests.close()
+            late = self.requests.next_request()
         if late is not None:
             self._id = late.id
         if self._window and self._window.first <= self._step:
@@ -161,26 +155,26 @@ class LiveWindow:
 
     def _set(self, window: Window) -> None:
         self._window = window
-        for recording in (*self._recordings, *([self._profile] if self._profiled else ())):
+        for recording in (*self.recordings, *([self.profile] if self._profiled else ())):
             recording.record(window)
 
     def _end(self, last: int | None) -> None:
         window, self._window = self._window, OFF
         grown = sorted(str(path) for path, size in self._files().items() if size != self._before.get(path))
-        self._reply(Answer(self._id, "over", window.first, last, grown, self._lacks))
-        self._say(f"the recording from step {window.first} is in {self._folder}")
+        self._reply(Answer(self._id, "over", window.first, last, grown, self.lacks))
+        self.say(f"the recording from step {window.first} is in {self.folder}")
 
     def _files(self) -> dict[Path, int]:
         """Return the traces in the folder with their sizes, on rank 0."""
         found: dict[Path, int] = {}
-        if self._requests is not None:
+        if self.requests is not None:
             with suppress(OSError):  # files may be removed or renamed meanwhile
-                for path in self._folder.glob("[!.]*.json"):
+                for path in self.folder.glob("[!.]*.json"):
                     with suppress(OSError):
                         found[path] = path.stat().st_size
         return found
 
     def _reply(self, content: Answer) -> None:
-        if self._requests is not None:
+        if self.requests is not None:
             with suppress(OSError):
-                write_answer(self._folder, content)
+                write_answer(self.folder, content)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from numpy.typing import NDArray
 
 from hvdtrain.errors import RunDirectoryError
 from hvdtrain.observe.clock_fit import Offset
+from hvdtrain.observe.clocks import Clocks
 from hvdtrain.observe.host_load import throttle_text
-from hvdtrain.observe.line_file import LineFile
+from hvdtrain.observe.journal import LineFile
 from hvdtrain.observe.past_journal import journal_lines
-from hvdtrain.observe.stamps import COLUMNS, DURATIONS, MOMENTS
+from hvdtrain.observe.stamps import COLUMNS, DURATIONS, MOMENTS, unpack
 from hvdtrain.observe.step_format import BlockLine, ClockLine, StartLine
 
 _WRITTEN = MOMENTS[:4]
@@ -29,37 +31,63 @@ def starts_so_far(path: Path) -> int:
         return 0
 
 
+@dataclass
 class StepFile:
-    """Appends lines. A write error ends the trace with a warning; training continues.
+    """A sink that writes the messages of all ranks, in a thread of its own on rank 0.
 
-    Args:
+    A write error ends the file with a warning; training continues.
+
+    Attributes:
         path: the file; its folder is created.
         warn: called once on a write error.
+        clocks: of all ranks; refined by the bounds of each block.
+        origin_us: zero of the written times, by rank 0's clock.
+        show: receives an event ``ranks`` per block if there are several ranks.
     """
 
-    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
-        self._path = path
-        self._warn = warn
-        self._file: LineFile | None = None
-        self._failed = False
+    path: Path
+    warn: Callable[[str], None]
+    clocks: Clocks
+    origin_us: float
+    show: Callable[[dict[str, Any]], None]
+    _file: LineFile | None = None
+    _failed: bool = False
 
-    def write(self, line: StartLine | BlockLine) -> None:
-        """Append a line."""
+    def start(self, line: StartLine, now_us: Sequence[float]) -> None:
+        """Write the first line of a start. `now_us`: the current time by each rank's clock."""
+        self.append(msgspec.structs.replace(line, clock=ClockLine.from_offsets(self._offsets(now_us))))
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Write the line of a block and show its event."""
+        first, stamps, facts = unpack(record["message"])
+        ranks, steps, _ = stamps.shape
+        sent, received = (stamps[:, :, MOMENTS.index(name)] for name in ("sent", "received"))
+        self.clocks.add_bounds(sent, received)
+        offsets = self._offsets(stamps[:, -1, MOMENTS.index("end")].tolist())
+        self.append(block_line(first, stamps, facts, offsets, self.origin_us))
+        if ranks > 1:
+            self.show(ranks_event(first + steps - 1, stamps, offsets))
+
+    def append(self, line: StartLine | BlockLine) -> None:
+        """Append a line, unless an earlier one failed."""
         if self._failed:
             return
         try:
             if self._file is None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = LineFile(self._path)
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = LineFile(self.path)
             self._file.write(msgspec.to_builtins(line))
         except (OSError, RunDirectoryError) as error:
             self._failed = True
-            self._warn(f"{self._path} ends here: {getattr(error, 'strerror', None) or error}; training continues")
+            self.warn(f"{self.path} ends here: {getattr(error, 'strerror', None) or error}; training continues")
 
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
             self._file.close()
+
+    def _offsets(self, times_us: Sequence[float]) -> list[Offset]:
+        return [self.clocks.offset(rank, us) for rank, us in enumerate(times_us)]
 
 
 def block_line(

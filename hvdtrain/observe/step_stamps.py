@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from hvdtrain.comm.base import Comm, Handle
-from hvdtrain.observe.blocks import BLOCK, is_gathered
 from hvdtrain.observe.clocks import LATER, Clocks
-from hvdtrain.observe.stamp_message import pack, requests_clock_probe
-from hvdtrain.observe.stamps import step_rows
+from hvdtrain.observe.host_load import HostLoad
+from hvdtrain.observe.sinks import Background
+from hvdtrain.observe.stamps import BLOCK, is_gathered, pack, requests_clock_probe, step_rows
 from hvdtrain.spans import Spans
 
 NAME = "timeline/stamps"
@@ -18,30 +19,6 @@ NAME = "timeline/stamps"
 
 _PATIENCE_S = 10.0
 _PATIENCE_WHEN_FAILED_S = 1.0
-
-
-class Writer(Protocol):
-    """Processes gathered messages in another thread (`sinks.Background`)."""
-
-    def put(self, record: Mapping[str, Any]) -> None:
-        """Process the messages of all ranks, as ``message``."""
-        ...
-
-    def close(self, patience_s: float) -> None:
-        """Finish all messages within a time limit."""
-        ...
-
-
-class Causes(Protocol):
-    """Figures since the last call (`host_load.HostLoad`)."""
-
-    def read(self) -> list[float]:
-        """Return `host_load.CAUSES`, NaN if unknown."""
-        ...
-
-    def close(self) -> None:
-        """Stop measuring."""
-        ...
 
 
 class Experts(Protocol):
@@ -64,44 +41,37 @@ class Experts(Protocol):
         ...
 
 
+@dataclass
 class StepStamps:
     """Gathers each block of steps to rank 0 by one asynchronous allgather, started one step after the block.
 
     The result is received when it is ready, at the latest when the next gather starts. A step without work costs a
     microsecond. Rank 0 processes blocks in another thread.
 
-    Args:
+    Attributes:
         comm: the ranks.
         spans: of this rank.
         clocks: of all ranks.
         causes: of delays of this rank.
         experts: None for a model without experts.
         started_at: the step before the first one.
-        writer: None on ranks other than 0.
+        writer: puts the messages of all ranks into a `step_file.StepFile`, as ``message``; None on ranks other than 0.
     """
 
-    def __init__(
-        self,
-        comm: Comm,
-        spans: Spans,
-        clocks: Clocks,
-        causes: Causes,
-        experts: Experts | None,
-        started_at: int,
-        writer: Writer | None,
-    ) -> None:
-        self._comm = comm
-        self._spans = spans
-        self._clocks = clocks
-        self._causes = causes
-        self._experts = experts
-        self._started_at = started_at
-        self._writer = writer
-        self._facts: list[float] = []
-        self._handle: Handle | None = None
-        self._gathered = self._last = started_at
-        self._next = started_at + 1
-        self._probing = False
+    comm: Comm
+    spans: Spans
+    clocks: Clocks
+    causes: HostLoad
+    experts: Experts | None
+    started_at: int
+    writer: Background | None
+    _facts: list[float] = field(default_factory=list)
+    _handle: Handle | None = None
+    _probing: bool = False
+
+    def __post_init__(self) -> None:
+        self._gathered = self._last = self.started_at
+        self._next = self.started_at + 1
 
     def begin_step(self, step: int) -> None:
         """Gather and observe as due before step `step`. Collective: yes."""
@@ -110,56 +80,56 @@ class StepStamps:
             self._receive()
         if step < self._next:
             return
-        block, number = divmod(step - 1 - self._started_at, BLOCK)
+        block, number = divmod(step - 1 - self.started_at, BLOCK)
         self._next = step + (1 if number == 0 else BLOCK - number)
         if number == 0:
             self._read_facts()
-            if self._experts is not None and is_gathered(block, self._comm.size):
-                self._experts.begin()
+            if self.experts is not None and is_gathered(block, self.comm.size):
+                self.experts.begin()
         elif number == 1:
-            if self._experts is not None:
-                self._experts.end()
+            if self.experts is not None:
+                self.experts.end()
             # One step late, because device spans of the block's last step may not be known earlier.
-            if block and is_gathered(block - 1, self._comm.size):
+            if block and is_gathered(block - 1, self.comm.size):
                 self._gather(step - 1 - BLOCK, BLOCK, self._facts)
 
     def finish(self) -> None:
         """Gather the remaining steps, after all ranks did the same steps. Collective: yes."""
-        if self._last == self._started_at:
+        if self._last == self.started_at:
             return
-        self._spans.pop_seconds()  # a device's last durations
+        self.spans.pop_seconds()  # a device's last durations
         before, of_last = self._facts, self._read_facts()
-        whole = self._started_at + (self._last - self._started_at) // BLOCK * BLOCK
+        whole = self.started_at + (self._last - self.started_at) // BLOCK * BLOCK
         # The block to gather in the next step, and the last one, which is incomplete.
         for first, last, facts in ((whole - BLOCK + 1, whole, before), (whole + 1, self._last, of_last)):
             if first > self._gathered and first <= last:
                 self._gather(first, last - first + 1, facts if last != self._last else of_last)
         self._receive()
-        if self._writer is not None:
-            self._writer.close(_PATIENCE_S)
+        if self.writer is not None:
+            self.writer.close(_PATIENCE_S)
 
     def close(self) -> None:
         """Stop gathering; write the received blocks."""
-        if self._experts is not None:
-            self._experts.close()
-        self._causes.close()
-        if self._writer is not None:
-            self._writer.close(_PATIENCE_WHEN_FAILED_S)
+        if self.experts is not None:
+            self.experts.close()
+        self.causes.close()
+        if self.writer is not None:
+            self.writer.close(_PATIENCE_WHEN_FAILED_S)
 
     def _read_facts(self) -> list[float]:
-        share = math.nan if self._experts is None else self._experts.pop_share()
-        self._facts = [*self._causes.read(), share]
+        share = math.nan if self.experts is None else self.experts.pop_share()
+        self._facts = [*self.causes.read(), share]
         return self._facts
 
     def _gather(self, first: int, count: int, facts: Sequence[float]) -> None:
         self._receive()
         if self._probing:
             self._probing = False
-            self._clocks.probe(LATER)
-        rows = step_rows(self._spans.raw_events(first - 1), first, BLOCK)
-        self._handle = self._comm.allgather(pack(first, count, self._clocks.due, facts, rows), name=NAME)
+            self.clocks.probe(LATER)
+        rows = step_rows(self.spans.raw_events(first - 1), first, BLOCK)
+        self._handle = self.comm.allgather(pack(first, count, self.clocks.due, facts, rows), name=NAME)
         # Nothing waits for it, so it must not appear as the collective that a rank waits for.
-        self._comm.in_flight.pop(NAME, None)
+        self.comm.in_flight.pop(NAME, None)
         self._gathered = first + count - 1
 
     def _receive(self) -> None:
@@ -168,5 +138,5 @@ class StepStamps:
             return
         messages = handle.wait()
         self._probing = requests_clock_probe(messages)
-        if self._writer is not None:
-            self._writer.put({"message": messages.numpy()})
+        if self.writer is not None:
+            self.writer.put({"message": messages.numpy()})

@@ -382,7 +382,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _missed(
         "observe/horovod_timeline.py",
-        'on_rank_0(self._comm, partial(self._start, step), name="timeline/open")',
+        'on_rank_0(self.comm, partial(self._start, step), name="timeline/open")',
         "self._start(step)",
         "ranks begin a window before Horovod's Timeline is open",
         "tests/observe/test_horovod_timeline.py",
@@ -395,7 +395,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/observe/failure",
     ),
     _missed(
-        "observe/failure/rank_names.py",
+        "observe/failure/statement.py",
         "groups.setdefault((s.step, inside, tuple(s.in_flight), s.is_waiting, error), []).append(s)",
         "groups.setdefault((s.step, inside, s.is_waiting, error), []).append(s)",
         "ranks that wait for different collectives are reported as one group",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import RunDirectoryError
-from hvdtrain.observe.line_file import LineFile
+from hvdtrain.observe.journal import LineFile
 from hvdtrain.observe.past_journal import read_journal
 from tests.support.full_disk import room_for
 

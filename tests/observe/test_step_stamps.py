@@ -11,10 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdtrain.observe.blocks import BLOCK, is_gathered
 from hvdtrain.observe.clocks import Clocks
-from hvdtrain.observe.stamp_message import FACTS, Block, unpack
-from hvdtrain.observe.stamps import COLUMNS, DURATIONS, step_rows
+from hvdtrain.observe.stamps import BLOCK, COLUMNS, DURATIONS, FACTS, Block, is_gathered, step_rows, unpack
 from hvdtrain.observe.step_file import StepFile, block_line, ranks_event, starts_so_far
 from hvdtrain.observe.step_format import VERSION, ClockLine, StartLine
 from hvdtrain.observe.step_stamps import StepStamps
@@ -222,12 +220,12 @@ def test_a_step_that_is_not_kept_is_unknown() -> None:
 
 def _write(path: Path, told: Told, size: int, warn: Callable[[str], None], start: int = 0) -> None:
     offsets = Clocks(ThreadCommOf(size), ["one"] * size)
-    file = StepFile(path, warn)
+    file = StepFile(path, warn, offsets, 5.0, pytest.fail)
     known = [offsets.offset(rank, 0.0) for rank in range(size)]
     clock = ClockLine.from_offsets(known)
-    file.write(StartLine(VERSION, start, size, 0, ["a"] * size, ["one"] * size, 5.0, clock=clock))
+    file.append(StartLine(VERSION, start, size, 0, ["a"] * size, ["one"] * size, 5.0, clock=clock))
     for first, stamps, facts in told:
-        file.write(block_line(first, stamps, facts, known, 5.0))
+        file.append(block_line(first, stamps, facts, known, 5.0))
     file.close()
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import hvdtrain
 from hvdtrain.errors import RunDirectoryError
-from hvdtrain.observe.line_file import LineFile
+from hvdtrain.observe.journal import LineFile
 from hvdtrain.observe.past_journal import read_journal, read_steps
 from tests.support.toy import toy
 

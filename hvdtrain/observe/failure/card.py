@@ -28,12 +28,10 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from hvdtrain.observe.failure import rank_names as naming
 from hvdtrain.observe.failure import verdict as blame
-from hvdtrain.observe.failure.fault import Fault
+from hvdtrain.observe.failure.fault import Fault, user_frame
 from hvdtrain.observe.failure.process_states import UNREACHABLE
-from hvdtrain.observe.failure.statement import TRAINING, Statement
-from hvdtrain.observe.failure.user_code import user_frame
+from hvdtrain.observe.failure.statement import TRAINING, Statement, grouped, label, labels, place, ranges
 from hvdtrain.observe.failure.verdict import SilentRank, Verdict
 from hvdtrain.observe.progress import table
 
@@ -123,12 +121,12 @@ def _cause(verdict: Verdict, blamed: Sequence[Statement], silent: Sequence[Silen
     if first is None:
         lines = _wrapped(verdict.sentence, "")
         dead = [s for s in silent if s.process.rank in verdict.ranks]
-        lines += [f"  {naming.label(s.process)} was {_last_seen(s)}" for s in dead if s.last][:_STACKS]
+        lines += [f"  {label(s.process)} was {_last_seen(s)}" for s in dead if s.last][:_STACKS]
         traces = [user_frame(_crash(s.crash), innermost_first=True) for s in dead]
         traces += [user_frame("\n".join(s.stacks.get(TRAINING, []))) for s in blamed]
         frame = next(filter(None, traces), "")
     else:
-        lines = _wrapped(f"{verdict.sentence}, {naming.place(blamed[0])}", "") + _error(first)
+        lines = _wrapped(f"{verdict.sentence}, {place(blamed[0])}", "") + _error(first)
         frame = first.frame
     return [*lines, *([f"  in {frame}"] if frame else []), *_wrapped(verdict.hint)]
 
@@ -162,11 +160,11 @@ def _others(verdict: Verdict, statements: Sequence[Statement], silent: Sequence[
     if not alone and (verdict.kind == blame.EXCEPTION or len(verdict.ranks) == 1):
         return []
     rows = []
-    for who, statement in naming.grouped(there):
+    for who, statement in grouped(there):
         error = f"; then {statement.fault.type}" if statement.fault else ""
-        rows.append((who, naming.place(statement) + error))
+        rows.append((who, place(statement) + error))
     rest = [s for s in silent if s.process.rank not in verdict.ranks]
-    return rows + [(naming.label(s.process), _silence(s)) for s in rest]
+    return rows + [(label(s.process), _silence(s)) for s in rest]
 
 
 def _silence(silent: SilentRank) -> str:
@@ -185,22 +183,20 @@ def _last_seen(silent: SilentRank) -> str:
 def _collective(entry: Mapping[str, Any]) -> tuple[str, str]:
     names = entry["parameters"]
     of = f" ({', '.join(names[:_NAMES])}{f' and {len(names) - _NAMES} more' if len(names) > _NAMES else ''})"
-    ranks = f"started by rank(s) {naming.ranges(entry['on'])}, not by {naming.ranges(entry['not_on'])}"
-    return entry["name"], ranks + (of if names else "")
+    started = f"started by rank(s) {ranges(entry['on'])}, not by {ranges(entry['not_on'])}"
+    return entry["name"], started + (of if names else "")
 
 
 def _stacks(verdict: Verdict, statements: Sequence[Statement], silent: Sequence[SilentRank]) -> list[str]:
     """Return the trace of a crash; of a stall the training threads' stacks, each different one once."""
-    texts = [f"\n{naming.label(s.process)}\n{textwrap.indent(_crash(s.crash), '  ')}" for s in silent if s.crash][
-        :_STACKS
-    ]
+    texts = [f"\n{label(s.process)}\n{textwrap.indent(_crash(s.crash), '  ')}" for s in silent if s.crash][:_STACKS]
     if verdict.kind == blame.STALL:
         groups: dict[tuple[str, ...], list[Statement]] = {}
         for s in sorted(statements, key=lambda s: s.process.rank not in verdict.ranks):
             groups.setdefault(tuple(s.stacks.get(TRAINING, [])[-_FRAMES:]), []).append(s)
         for stack, group in list(groups.items())[:_STACKS]:
             if stack:
-                texts.append(f"\n{naming.labels(s.process for s in group)}, innermost last\n" + "\n".join(stack))
+                texts.append(f"\n{labels(s.process for s in group)}, innermost last\n" + "\n".join(stack))
     return texts
 
 
@@ -219,13 +215,13 @@ def _memory(blamed: Sequence[Statement], silent: Sequence[SilentRank]) -> list[t
                 s.memory, "host_total", " of the host's {}"
             )
             text += _mib(s.memory, "cuda_allocated", "; on the GPU {} MiB") + _mib(s.memory, "cuda_reserved", " of {}")
-            rows.append((naming.label(s.process), text))
+            rows.append((label(s.process), text))
     for lost in silent[:_STACKS]:
         if "rss" in lost.last:
             text = _mib(lost.last, "rss", "{} MiB when last seen alive") + _mib(
                 lost.last, "host_available", "; {} MiB available of the host's"
             )
-            rows.append((naming.label(lost.process), text + _mib(lost.last, "host_total", " {}")))
+            rows.append((label(lost.process), text + _mib(lost.last, "host_total", " {}")))
     return rows
 
 

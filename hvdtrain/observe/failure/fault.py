@@ -1,23 +1,32 @@
-"""An error by its parts, as a statement holds it. Works for errors of any class, even with a broken ``__str__``."""
+"""An error by its parts, as a statement holds it, and the user's own line in its trace.
+
+It works for errors of any class, even with a broken ``__str__``.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+import sysconfig
 import traceback
+from pathlib import Path
 from types import TracebackType
 
 from msgspec import Struct
 
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.observe.encodable import encodable
-from hvdtrain.observe.failure.user_code import user_frame
 
 _OUTER = ("hvdtrain.training.diagnostics.failure_report", "hvdtrain.training.session")
 _LONGEST = 20_000
 """Characters of a message or a traceback. The middle of a longer one is left out."""
 
-
 _DEVICE_ERRORS = ("CUDA error", "CUBLAS_STATUS_", "CUDNN_STATUS_", "CUSPARSE_STATUS_", "cuDNN error")
 """Parts of the messages that torch raises when the device has failed."""
+
+
+_FRAME = re.compile(r'^\s*File "(?P<file>[^"\n]+)", line (?P<line>\d+),? in (?P<name>.+)$', re.MULTILINE)
+"""A frame as Python's traceback module writes it, or as faulthandler does (without the second comma)."""
 
 
 class Fault(Struct, frozen=True):
@@ -122,3 +131,22 @@ def _shortened(text: str) -> str:
     if len(text) > _LONGEST:
         text = f"{text[:half]}\n... {len(text) - 2 * half} characters ...\n{text[-half:]}"
     return encodable(text)
+
+
+def is_installed(file: str) -> bool:
+    """Return whether a source file belongs to hvdtrain, Python or an installed library, not to the user."""
+    ours = str(Path(__file__).parents[2])
+    folders = [ours, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))]
+    return file.startswith(("<", *(folder + os.sep for folder in folders)))
+
+
+def user_frame(trace: str, *, innermost_first: bool = False) -> str:
+    """Return the innermost frame of the user's code in a trace, as ``my_loss, /home/me/own.py:13``; empty without one.
+
+    It reads text, because an error of a DataLoader's worker process has its trace only in its message.
+    """
+    own = [frame for frame in _FRAME.finditer(trace) if not is_installed(frame["file"])]
+    if not own:
+        return ""
+    frame = own[0 if innermost_first else -1]
+    return f"{frame['name']}, {frame['file']}:{frame['line']}"

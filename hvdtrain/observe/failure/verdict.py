@@ -8,8 +8,16 @@ from typing import Any
 from msgspec import Struct
 
 from hvdtrain.observe.failure.process_states import DEAD, RUNNING, STOPPED, UNKNOWN, UNREACHABLE
-from hvdtrain.observe.failure.rank_names import agree, grouped, label, labels, place
-from hvdtrain.observe.failure.statement import STALLED, RankProcess, Statement
+from hvdtrain.observe.failure.statement import (
+    STALLED,
+    RankProcess,
+    Statement,
+    agree,
+    grouped,
+    label,
+    labels,
+    place,
+)
 
 EXCEPTION, KILLED, STALL = "exception", "killed", "stall"
 """Kinds of failures: an error was raised; a process ended without a statement; no progress."""

@@ -20,7 +20,6 @@ from hvdtrain.observe.recorder import Recorder
 from hvdtrain.observe.sinks import Background
 from hvdtrain.observe.step_file import StepFile, starts_so_far
 from hvdtrain.observe.step_format import VERSION, StartLine
-from hvdtrain.observe.step_sink import StepSink
 from hvdtrain.observe.step_stamps import StepStamps
 from hvdtrain.run_layout import TimelineLayout
 from hvdtrain.runtime.clock import clock_id
@@ -71,7 +70,7 @@ def add_stamps(
     writer = None
     if comm.rank == 0:
         origin_us = time.perf_counter_ns() / 1e3
-        sink = StepSink(StepFile(path, recorder.warn), clocks, origin_us, recorder.show)
+        sink = StepFile(path, recorder.warn, clocks, origin_us, recorder.show)
         line = StartLine(VERSION, start, comm.size, started_at, list(hosts), list(ids), origin_us, link)
         sink.start(line, now_us)
         writer = Background(lambda: sink, path.name, recorder.warn)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from hvdtrain.observe.failure.rank_names import agree, grouped, labels, place, ranges
-from hvdtrain.observe.failure.statement import CURRENT, Statement
+from hvdtrain.observe.failure.statement import CURRENT, Statement, agree, grouped, labels, place, ranges
 from tests.observe.failure.test_verdict import busy, failed, waiting, who
 
 

@@ -6,13 +6,13 @@ import sysconfig
 
 import pytest
 
-from hvdtrain.observe.failure import user_code
-from hvdtrain.observe.failure.user_code import is_installed, user_frame
+from hvdtrain.observe.failure import fault
+from hvdtrain.observe.failure.fault import is_installed, user_frame
 
 LIBRARY = f"{sysconfig.get_path('purelib')}/torch/nn/modules/module.py"
 
 RAISED = f"""Traceback (most recent call last):
-  File "{user_code.__file__}", line 3, in run
+  File "{fault.__file__}", line 3, in run
     step()
   File "/home/me/own.py", line 13, in my_loss
     return model(x)
@@ -56,5 +56,5 @@ def test_the_users_frame(trace: str, innermost_first: bool, frame: str) -> None:
 
 
 def test_what_is_installed() -> None:
-    assert all(map(is_installed, (user_code.__file__, LIBRARY, "<frozen runpy>")))
+    assert all(map(is_installed, (fault.__file__, LIBRARY, "<frozen runpy>")))
     assert not is_installed(__file__)

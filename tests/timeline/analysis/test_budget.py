@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.observe.blocks import BLOCK, is_gathered
+from hvdtrain.observe.stamps import BLOCK, is_gathered
 from hvdtrain.timeline.analysis.analyse import analyse
 from hvdtrain.timeline.analysis.analysis import Analysis, figures
 from hvdtrain.timeline.analysis.budget import IDLE, LATE, step_budget, step_parts, timeline_budget
