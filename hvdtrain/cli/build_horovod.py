@@ -16,20 +16,15 @@ from hvdtrain.runtime.environment import environ
 
 def parser() -> Parser:
     """Declare the options."""
-    description = (
-        f"Build Horovod {HOROVOD} for the installed torch and MPI, install it, and test an allreduce on 2 ranks."
+    what = f"Build Horovod {HOROVOD} for the installed torch and MPI, install it, and test an allreduce on 2 ranks."
+    made = Parser(prog="hvdtrain build-horovod", description=what)
+    gpu = (
+        "how to exchange GPU tensors: nccl, none (through CPU memory), or auto (nccl if torch has CUDA and nvcc is"
+        " found, otherwise none) (default: auto)"
     )
-    made = Parser(prog="hvdtrain build-horovod", description=description)
-    made.add_argument(
-        "--gpu",
-        choices=GPU_CHOICES,
-        default="auto",
-        help="how to exchange GPU tensors: nccl, none (through CPU memory), or auto (nccl if torch has CUDA and nvcc "
-        "is found, otherwise none) (default: auto)",
-    )
-    made.add_argument(
-        "--dry-run", action="store_true", help="print the settings, files and commands of the build and exit"
-    )
+    made.add_argument("--gpu", choices=GPU_CHOICES, default="auto", help=gpu)
+    dry_run = "print the settings, files and commands of the build and exit"
+    made.add_argument("--dry-run", action="store_true", help=dry_run)
     return made
 
 

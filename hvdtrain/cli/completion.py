@@ -70,7 +70,6 @@ def parser() -> Parser:
         prog="hvdtrain completion",
         description="Print a script that lets a shell complete commands, options and their values.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("shell", choices=_SHELLS, help="shell to print the script for")
     made.add_argument("--task", metavar="TASK", help=TASK_HELP)

@@ -34,13 +34,10 @@ def parser() -> Parser:
         "network, limits, run folder, and the settings that hvdtrain chooses. Each problem is shown with its fix. "
         "Under a launcher, rank 0 reports. Exit code: 0 no problem, 1 warnings, 2 something is broken.",
     )
-    made.add_argument("--json", action="store_true", help="print the report as one JSON object")
-    made.add_argument(
-        "--run_dir", metavar="DIR", type=Path, default=Path("runs"), help="folder of the runs (default: runs)"
-    )
-    made.add_argument(
-        "--nccl_log", metavar="FILE", type=Path, help="also check this log, which NCCL wrote with NCCL_DEBUG=INFO"
-    )
+    add = made.add_argument
+    add("--json", action="store_true", help="print the report as one JSON object")
+    add("--run_dir", metavar="DIR", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
+    add("--nccl_log", metavar="FILE", type=Path, help="also check this log, which NCCL wrote with NCCL_DEBUG=INFO")
     doctor_hosts.add_options(made)
     return made
 

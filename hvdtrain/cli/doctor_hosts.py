@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.cli.launch_parser import add_network
+from hvdtrain.cli.launch_options import add_network
 from hvdtrain.doctor.finding import LEVELS, Finding, worst
 from hvdtrain.doctor.hosts.checks import examine
 from hvdtrain.doctor.hosts.survey import Hosts, HostsRequest, Survey, connected
@@ -38,21 +38,17 @@ class Report:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    several = parser.add_argument_group("several hosts")
-    several.add_argument(
-        "--hosts", metavar="a:4,b:4", help="check and compare these hosts over ssh; HOST:N for N ranks (default: 1)"
-    )
-    add_network(several.add_argument)
-    links = parser.add_argument_group("links between --hosts, or between the ranks that a launcher started")
-    links.add_argument("--probe", action="store_true", help="measure bandwidth and latency between all pairs of hosts")
-    links.add_argument("--run", type=Path, metavar="RUN", help="predict the step time of this run on more ranks")
-    links.add_argument(
-        "--model_parameters",
-        type=_count,
-        metavar="N",
-        help="predict the step time of a model with N parameters on more ranks; needs --step_ms",
-    )
-    links.add_argument("--step_ms", type=_positive, metavar="X", help="milliseconds of a step on one rank")
+    several = parser.add_argument_group("several hosts").add_argument
+    hosts = "check and compare these hosts over ssh; HOST:N for N ranks (default: 1)"
+    several("--hosts", metavar="a:4,b:4", help=hosts)
+    add_network(several)
+    title = "links between --hosts, or between the ranks that a launcher started"
+    add = parser.add_argument_group(title).add_argument
+    add("--probe", action="store_true", help="measure bandwidth and latency between all pairs of hosts")
+    add("--run", type=Path, metavar="RUN", help="predict the step time of this run on more ranks")
+    parameters = "predict the step time of a model with N parameters on more ranks; needs --step_ms"
+    add("--model_parameters", type=_count, metavar="N", help=parameters)
+    add("--step_ms", type=_positive, metavar="X", help="milliseconds of a step on one rank")
 
 
 def check_options(options: argparse.Namespace) -> None:

@@ -1,16 +1,25 @@
-"""Read the options of ``hvdtrain launch``, and suggest the right one for an unknown option."""
+"""Declare and read the options of ``hvdtrain launch``, and suggest the right one for an unknown option."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+import re
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from hvdtrain.cli.launch_parser import parser
 from hvdtrain.cli.parser import Parser
 from hvdtrain.config.schema import Config
 from hvdtrain.config.spelling import declared_spelling
 from hvdtrain.errors import LaunchError
+from hvdtrain.launch.choose import AUTO, OWN
+from hvdtrain.launch.targets import TARGETS
+
+_DESCRIPTION = """\
+Start training, or any program, on several ranks: by this machine's MPI or
+scheduler, or by hvdtrain's own driver. The driver keeps an elastic job running
+while ranks and hosts join and leave. --dry-run prints what would run."""
 
 _OF_HOROVODRUN = {
     "--min-np": "--elastic MIN:MAX",
@@ -30,6 +39,167 @@ _OF_TRAINING = {"config", "print_config", *(field.name for field in dataclasses.
 """First parts of the names of the options of ``hvdtrain train``."""
 
 AFTER_DASHES = "options of training follow --, as in: hvdtrain launch -np 2 -- --train.steps 100"
+
+
+def _seconds(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < 1e9:
+        raise ArgumentTypeError(f"{text!r} is not a number of seconds; expected 0 or more")
+    return number
+
+
+def _whole(text: str) -> int:
+    if not re.fullmatch("[0-9]{1,6}", text):
+        raise ArgumentTypeError(f"{text!r} is not a whole number; expected 0 to 999999")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not _whole(text):
+        raise ArgumentTypeError(f"{text!r} is too small; expected 1 or more")
+    return int(text)
+
+
+def _word(pattern: str, problem: str) -> Callable[[str], str]:
+    """Return the type of options whose whole value must match a pattern. `problem`: the message for others."""
+
+    def checked(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ArgumentTypeError(f"{text!r} {problem}")
+        return text
+
+    return checked
+
+
+_interface = _word("[A-Za-z0-9_.@:-]{0,15}", "is not a network interface; expected a name such as eth0")
+_plain = _word("[!-~]+", "is not one word; expected no spaces")
+_name = _word(
+    "[a-z](?:[a-z0-9-]{0,38}[a-z0-9])?",  # pods' names begin with it: RFC 1035
+    "is not a valid name; expected at most 40 of a-z, 0-9 and -, starting with a letter",
+)
+
+
+def _variable(text: str) -> str:
+    if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", text):
+        raise ArgumentTypeError(
+            f"{text.partition('=')[0]!r} is given with a value or is not a name; expected NAME without a value"
+        )
+    return text
+
+
+def _directive(text: str) -> str:
+    if not text.isprintable() or not text.strip():
+        raise ArgumentTypeError(
+            f"{text!r} is not a directive; expected the rest of a line after #SBATCH, #PBS or #BSUB"
+        )
+    return text
+
+
+def _array(text: str) -> str:
+    if not re.fullmatch(r"\d{1,6}-\d{1,6}", text) or len({*map(int, text.split("-"))}) < 2:
+        raise ArgumentTypeError(f"{text!r} is not a range of indices; expected the first and the last, such as 0-3")
+    return text
+
+
+_UNITS_S = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+
+
+def _duration_s(text: str) -> int:
+    """Return the seconds of ``2h``, ``1h30m`` or ``1:30:00``."""
+    if re.fullmatch(r"(?:\d{1,5}[dhms])+", text):
+        seconds = sum(int(part[:-1]) * _UNITS_S[part[-1]] for part in re.findall(r"\d+[dhms]", text))
+    elif found := re.fullmatch(r"(?:(\d{1,3})-)?(\d{1,4}):([0-5]\d):([0-5]\d)", text):
+        seconds = sum(int(part or 0) * unit for part, unit in zip(found.groups(), _UNITS_S.values(), strict=True))
+    else:
+        raise ArgumentTypeError(f"{text!r} is not a time; expected 2h, 1h30m or 1:30:00")
+    if not seconds:
+        raise ArgumentTypeError(f"{text!r} is too short; expected a time above 0")
+    return seconds
+
+
+def parser() -> Parser:
+    """Return the parser of the options."""
+    raw = argparse.RawDescriptionHelpFormatter
+    usage = "hvdtrain launch [OPTIONS] [-- ARGS]"
+    made = Parser(prog="hvdtrain launch", usage=usage, description=_DESCRIPTION, formatter_class=raw)
+    add = made.add_argument
+    targets = [AUTO, OWN, *TARGETS]
+    launcher = f"launcher of the ranks: {', '.join(targets)} (default: auto, which fits this machine)"
+    add("--to", choices=targets, default=AUTO, metavar="TARGET", help=launcher)
+    ranks = (
+        "number of ranks; an elastic job starts with N or more, or with MIN after --start-timeout (default: one per"
+        " slot of -H, or one per GPU of --gpus-per-node)"
+    )
+    add("-np", "-n", type=_positive, metavar="N", help=ranks)
+    which = made.add_mutually_exclusive_group()
+    hosts = "hosts and their slots; schedulers use only the counts (default: this host)"
+    which.add_argument("-H", dest="hosts", metavar="a:2,b:2", help=hosts)
+    script = "program that prints host:slots lines; runs every second"
+    which.add_argument("--discover", type=Path, metavar="SCRIPT", help=script)
+    add_network(add)
+    passed = "pass this variable to ranks on other hosts; its value is never written to a file or a command line"
+    add("--env", action="append", type=_variable, default=[], metavar="NAME", help=passed)
+    add("--dry-run", action="store_true", help="print what would run and exit")
+    _add_own(made.add_argument_group("hvdtrain's own driver, over Gloo").add_argument)
+    _add_scheduled(made.add_argument_group("schedulers").add_argument)
+    arguments = "options of hvdtrain train, or a program: python script.py"
+    add("arguments", nargs=argparse.REMAINDER, metavar="-- ARGS", help=arguments)
+    return made
+
+
+def add_network(add: Callable[..., object]) -> None:
+    """Declare the options for reaching other hosts."""
+    interface = "network interface between hosts (default: the launcher's choice; detected by hvdtrain's own driver)"
+    add("--interface", type=_interface, default="", metavar="NAME", help=interface)
+    port = "port of ssh on other hosts (default: from ssh's configuration)"
+    add("--ssh-port", type=_positive, metavar="PORT", help=port)
+    add("--ssh-option", action="append", default=[], metavar="ARG", help="argument for ssh; may be repeated")
+
+
+def _add_own(add: Callable[..., object]) -> None:
+    elastic = "continue with MIN to MAX ranks when ranks die or join (default: a dead rank ends the job)"
+    add("--elastic", metavar="MIN:MAX", help=elastic)
+    slots = "slots of a host that the --discover script prints without a number (default: 1)"
+    add("--slots", type=_positive, default=1, metavar="N", help=slots)
+    restarts = "restart the job up to N times when no rank is left (default: 0)"
+    add("--restarts", type=_whole, default=0, metavar="N", help=restarts)
+    resets = "fail after N changes of membership (default: no limit)"
+    add("--reset-limit", type=_whole, metavar="N", help=resets)
+    seconds = {"type": _seconds, "metavar": "S"}
+    hang = "kill a rank that blocks the others for S seconds, or for 10 S while it computes; 0 means never"
+    add("--hang-timeout", default=60.0, help=f"{hang} (default: 60)", **seconds)
+    short = "wait S seconds when fewer than MIN ranks are left (default: 600)"
+    add("--elastic-timeout", default=600.0, help=short, **seconds)
+    start = "wait S seconds for N ranks, then start with MIN or more (default: 600)"
+    add("--start-timeout", default=600.0, help=start, **seconds)
+    unheard = "treat a rank as lost after S seconds without an answer (default: the larger of 10 and ranks / 8)"
+    add("--gloo-timeout", type=_positive, metavar="S", help=unheard)
+    add("--local", default="", metavar="NAMES", help="other names of this host, separated by commas")
+    add("--events", type=Path, metavar="FILE", help="append the events of the job to FILE, as JSON lines")
+    add("--tag", action="store_true", help="also mark the lines of rank 0 with its number")
+
+
+def _add_scheduled(add: Callable[..., object]) -> None:
+    add("--nodes", type=_positive, metavar="N", help="number of hosts (default: those of -H, or 1)")
+    add("--gpus-per-node", type=_positive, metavar="N", help="GPUs per host, one per rank (default: none)")
+    add("--cpus-per-rank", type=_positive, metavar="N", help="cores per rank (default: the site's)")
+    limit = "time limit of the job, such as 2h, 1h30m or 1:30:00 (default: the site's)"
+    add("--time", type=_duration_s, metavar="T", help=limit)
+    add("--queue", type=_plain, metavar="NAME", help="partition or queue (default: the site's)")
+    add("--account", type=_plain, metavar="NAME", help="account to charge (default: yours)")
+    add("--name", type=_name, default="hvdtrain", help="name of the job (default: hvdtrain)")
+    add("--array", type=_array, metavar="0-3", help="submit one job per index; {array} in ARGS becomes the index")
+    notice = "save this long before the time limit, such as 90s, 2m or 0:02:00 (default: 2m)"
+    add("--notice", type=_duration_s, default=120, metavar="T", help=notice)
+    requeues = "requeue the job up to N times (default: 20; 0 if a program follows --)"
+    add("--requeues", type=_whole, metavar="N", help=requeues)
+    directive = "another directive for the scheduler, such as --qos=high"
+    add("--directive", action="append", type=_directive, default=[], metavar="D", help=directive)
+    add("--image", type=_plain, metavar="NAME", help="container image (default: hvdtrain:cuda or hvdtrain:cpu)")
+    add("--namespace", type=_plain, metavar="NAME", help="Kubernetes namespace (default: the current one)")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

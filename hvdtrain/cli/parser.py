@@ -12,9 +12,14 @@ from hvdtrain.errors import USAGE
 
 
 class Parser(EitherSpelling):
-    """An argparse parser with short errors that say what to do next. It accepts no abbreviated options."""
+    """An argparse parser with short errors that say what to do next. It accepts no abbreviated options.
+
+    With an epilog, such as examples, the lines of description and epilog stay as they are.
+    """
 
     def __init__(self, **settings: Any) -> None:
+        if "epilog" in settings:
+            settings["formatter_class"] = argparse.RawDescriptionHelpFormatter
         super().__init__(allow_abbrev=False, add_help=False, **settings)
         self.add_argument("-h", "--help", action="help", help="show this help and exit")
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hvdtrain.cli.launch_options import parse
-from hvdtrain.cli.launch_parser import parser
+from hvdtrain.cli.launch_options import parse, parser
 from hvdtrain.launch.choose import AUTO, OWN
 from hvdtrain.launch.targets import TARGETS
 

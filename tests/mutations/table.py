@@ -77,8 +77,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _missed(
         "launch/job_end.py",
-        '        job.log_event("finishing", why=why)\n    job.deadline_s = job.now_s + job.limits.grace_s\n',
-        '        job.log_event("finishing", why=why)\n',
+        "  # a stopping job has its own deadline\n        job.deadline_s = job.now_s + job.limits.grace_s\n",
+        "  # a stopping job has its own deadline\n        pass\n",
         "ranks that stay are killed at once while the first still writes",
         MEMBERSHIP,
     ),

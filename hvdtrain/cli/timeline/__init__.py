@@ -29,12 +29,7 @@ def parser(name: str) -> ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Run a command of this group. Return 0; 1 if a condition is met or on an error; 2 on a wrong option."""
-
-    def call(name: str, rest: list[str]) -> int:
-        code: int = _module(name).main(name, rest)
-        return code
-
-    return run("timeline", "[OPTIONS]", COMMANDS, argv, call)
+    return run("timeline", "[OPTIONS]", COMMANDS, argv, lambda name, rest: _module(name).main(name, rest))
 
 
 def _module(name: str) -> ModuleType:

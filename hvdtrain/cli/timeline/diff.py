@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -40,7 +39,6 @@ def parser(command: str) -> Parser:
         prog=f"hvdtrain timeline {command}",
         description="Compare step times and options of two runs; mark significant differences.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("run_a", type=Path, metavar="RUN_A", help="a run's folder, or Horovod's Timeline")
     made.add_argument("run_b", type=Path, metavar="RUN_B", help="another run or Timeline")

@@ -21,12 +21,10 @@ def main(command: str, argv: list[str]) -> int:
 def parser(command: str) -> Parser:
     """Declare the options."""
     made = Parser(prog=f"hvdtrain timeline {command}", description=_DESCRIPTION)
-    made.add_argument(
-        "sources", type=Path, nargs="+", metavar="RUN|FILE", help="a run's folder, or Timelines of Horovod"
-    )
-    made.add_argument(
-        "-o", "--output", type=Path, required=True, metavar="FILE", help="file to write (gzip if it ends in .gz)"
-    )
+    sources = "a run's folder, or Timelines of Horovod"
+    made.add_argument("sources", type=Path, nargs="+", metavar="RUN|FILE", help=sources)
+    output = "file to write (gzip if it ends in .gz)"
+    made.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help=output)
     return made
 
 

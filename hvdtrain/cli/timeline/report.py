@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -98,22 +97,12 @@ def parser(command: str) -> Parser:
         prog=f"hvdtrain timeline {command}",
         description="Explain a run or any Horovod Timeline: step time by part, stragglers, findings.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("path", nargs="+", type=Path, metavar="PATH", help="a run's folder, or Horovod's Timeline")
-    made.add_argument(
-        "--json", action="store_true", help="print JSON (schema: python -m hvdtrain.timeline.report.form)"
-    )
-    made.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained page")
-    made.add_argument(
-        "--log",
-        type=Path,
-        metavar="FILE",
-        action="append",
-        default=[],
-        help="output of the job, for lines of Horovod and NCCL",
-    )
-    made.add_argument(
-        "--fail_if", metavar="CONDITION", help="exit with code 1 if this is true: NAME OP NUMBER [and ...]"
-    )
+    add = made.add_argument
+    add("path", nargs="+", type=Path, metavar="PATH", help="a run's folder, or Horovod's Timeline")
+    add("--json", action="store_true", help="print JSON (schema: python -m hvdtrain.timeline.report.form)")
+    add("--html", type=Path, metavar="FILE", help="write a self-contained page")
+    log = "output of the job, for lines of Horovod and NCCL"
+    add("--log", type=Path, metavar="FILE", action="append", default=[], help=log)
+    add("--fail_if", metavar="CONDITION", help="exit with code 1 if this is true: NAME OP NUMBER [and ...]")
     return made

@@ -6,7 +6,7 @@ import json
 import tempfile
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.cli.parser import Parser
 from hvdtrain.errors import ConfigError
@@ -85,39 +85,23 @@ def parser(command: str) -> Parser:
         description="Predict the time of a step of RUN under a change, by replaying its measured step. An option that"
         " is not given keeps its value.",
     )
-    made.add_argument("run", type=Path, metavar="RUN", help="folder of a run of hvdtrain")
     add = made.add_argument
-    add("--size", type=int, metavar="N", help="number of ranks")
-    add(
-        "--ranks_per_host",
-        type=int,
-        metavar="N",
-        help="ranks on each host (default: as in the run; if it had one host, as many as its cores hold)",
-    )
-    add("--bandwidth_gbit", type=float, metavar="X", help="bandwidth of each host's link, in Gbit/s")
-    add(
-        "--latency_us",
-        type=float,
-        metavar="X",
-        help="latency of a small message between two ranks, in microseconds",
-    )
-    algorithms = ("auto", "ring", "tree")
-    add("--algorithm", choices=algorithms, help="algorithm of all-reduces; auto is the faster one")
+    count: dict[str, Any] = {"type": int, "metavar": "N"}
+    number: dict[str, Any] = {"type": float, "metavar": "X"}
+    add("run", type=Path, metavar="RUN", help="folder of a run of hvdtrain")
+    add("--size", help="number of ranks", **count)
+    per_host = "ranks on each host (default: as in the run; if it had one host, as many as its cores hold)"
+    add("--ranks_per_host", help=per_host, **count)
+    add("--bandwidth_gbit", help="bandwidth of each host's link, in Gbit/s", **number)
+    add("--latency_us", help="latency of a small message between two ranks, in microseconds", **number)
+    add("--algorithm", choices=("auto", "ring", "tree"), help="algorithm of all-reduces; auto is the faster one")
     add("--compression", metavar="NAME", help="a value of --parallel.compression, such as powersgd:4")
-    add("--bucket_mib", type=float, metavar="X", help="a value of --parallel.bucket_mib, in MiB")
-    add("--global_batch", type=int, metavar="N", help="samples per step over all ranks")
-    add(
-        "--data_ms",
-        type=float,
-        metavar="X",
-        help="time per step to wait for data, in ms; 0 means that data is always ready",
-    )
-    add("--slow_rank_percent", type=float, metavar="X", help="how much slower one rank computes, in percent")
+    add("--bucket_mib", help="a value of --parallel.bucket_mib, in MiB", **number)
+    add("--global_batch", help="samples per step over all ranks", **count)
+    add("--data_ms", help="time per step to wait for data, in ms; 0 means that data is always ready", **number)
+    add("--slow_rank_percent", help="how much slower one rank computes, in percent", **number)
     add("--json", action="store_true", help="print JSON")
-    add(
-        "--probe",
-        action="store_true",
-        help="first measure the cost of compression on this machine (takes seconds, needs torch)",
-    )
+    probe = "first measure the cost of compression on this machine (takes seconds, needs torch)"
+    add("--probe", action="store_true", help=probe)
     add("--check", action="store_true", help="try the change on this machine too, and show the error of the prediction")
     return made

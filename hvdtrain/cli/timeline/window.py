@@ -34,17 +34,11 @@ def parser(command: str) -> Parser:
     made = Parser(prog=f"hvdtrain timeline {command}", description=_DESCRIPTIONS[command])
     made.add_argument("run", type=Path, metavar="RUN", help="the run's folder, as the job printed it")
     if command == "start":
-        made.add_argument(
-            "--steps", type=_count, default=0, metavar="N", help="stop after N steps (default: record until stopped)"
-        )
+        steps = "stop after N steps (default: record until stopped)"
+        made.add_argument("--steps", type=_count, default=0, metavar="N", help=steps)
         made.add_argument("--profile", action="store_true", help="record torch.profiler too, which slows these steps")
-    made.add_argument(
-        "--patience_s",
-        type=float,
-        default=_PATIENCE_S,
-        metavar="S",
-        help="most seconds to wait for the job to finish its current step (default: %(default)g)",
-    )
+    patience = "most seconds to wait for the job to finish its current step (default: %(default)g)"
+    made.add_argument("--patience_s", type=float, default=_PATIENCE_S, metavar="S", help=patience)
     return made
 
 

@@ -1,4 +1,4 @@
-"""``hvdtrain verify resume``: check that an interrupted run equals an uninterrupted one."""
+"""``hvdtrain verify``: check the data and the resume of a run."""
 
 from __future__ import annotations
 
@@ -13,12 +13,28 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from hvdtrain.cli.group import run
 from hvdtrain.cli.parser import Parser
 
 if TYPE_CHECKING:
     from hvdtrain.verify.equality import Comparison
 
-_EPILOG = """\
+COMMANDS = {
+    "data": "check that every sample of each epoch was used exactly once, over kills and resizes",
+    "resume": "check that an interrupted run equals an uninterrupted one, also on other numbers of ranks",
+}
+_DATA_DESCRIPTION = """\
+Check from a run's ledger that every sample of each epoch was used exactly
+once, over kills, resumes and changed numbers of ranks. The run may still be
+training."""
+_DATA_EPILOG = """\
+examples:
+  hvdtrain verify data runs/20250301-101500-language_model
+
+exit code: 0 if everything that can be checked is correct, 1 otherwise
+"""
+_RESUME_DESCRIPTION = "Check that an interrupted and resumed run equals an uninterrupted one."
+_RESUME_EPILOG = """\
 examples:
   hvdtrain verify resume runs/20250301-101500-language_model
   hvdtrain verify resume runs/NAME --steps 50 --sizes 1,2,4
@@ -33,16 +49,44 @@ differs; 130 on Ctrl-C
 
 
 def main(argv: list[str]) -> int:
-    """Train, compare, print, and return the exit code."""
-    options = parser().parse_args(argv)
+    """Run a command of this group. Return 0, 1 if a check fails or on an error, 2 on a wrong option."""
+    return run("verify", "RUN [OPTIONS]", COMMANDS, argv, _call)
 
+
+def parser(name: str) -> Parser:
+    """Declare the options of a command of this group."""
+    if name == "data":
+        made = Parser(prog="hvdtrain verify data", description=_DATA_DESCRIPTION, epilog=_DATA_EPILOG)
+        made.add_argument("run", type=Path, metavar="RUN", help="run folder")
+        return made
+    made = Parser(prog="hvdtrain verify resume", description=_RESUME_DESCRIPTION, epilog=_RESUME_EPILOG)
+    made.add_argument("run", type=Path, metavar="RUN", help="run folder with the config to train")
+    made.add_argument("--steps", type=_positive, default=10, metavar="N", help="steps of each half (default: 10)")
+    made.add_argument("--sizes", type=_sizes, default=[1, 2], metavar="A,B", help="numbers of ranks (default: 1,2)")
+    return made
+
+
+def _call(name: str, argv: list[str]) -> int:
+    options = parser(name).parse_args(argv)
+    if name == "resume":
+        return _verify_resume(options.run, options.steps, options.sizes)
+    from hvdtrain.verify.data import verify_data
+    from hvdtrain.verify.data_text import to_text
+
+    report = verify_data(options.run)
+    print(to_text(report, options.run))
+    return 1 if report.wrong else 0
+
+
+def _verify_resume(run_dir: Path, steps: int, sizes: list[int]) -> int:
+    """Train, compare, print, and return the exit code."""
     from hvdtrain.verify.resume import read_config, verify_resume
 
-    config = read_config(options.run)  # first, so that a wrong path creates nothing
+    config = read_config(run_dir)  # first, so that a wrong path creates nothing
     folder = Path(tempfile.mkdtemp(prefix="hvdtrain-verify-"))
     try:
         with _ended_by(signal.SIGTERM, signal.SIGHUP):
-            compared = list(verify_resume(config, folder, options.steps, options.sizes, _say))
+            compared = list(verify_resume(config, folder, steps, sizes, _say))
     except (KeyboardInterrupt, SystemExit):  # after other errors the folder keeps the output of the job
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -56,20 +100,6 @@ def main(argv: list[str]) -> int:
     shutil.rmtree(folder)
     print("the runs are equal")
     return 0
-
-
-def parser() -> Parser:
-    """Declare the options."""
-    made = Parser(
-        prog="hvdtrain verify resume",
-        description="Check that an interrupted and resumed run equals an uninterrupted one.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    made.add_argument("run", type=Path, metavar="RUN", help="run folder with the config to train")
-    made.add_argument("--steps", type=_positive, default=10, metavar="N", help="steps of each half (default: 10)")
-    made.add_argument("--sizes", type=_sizes, default=[1, 2], metavar="A,B", help="numbers of ranks (default: 1,2)")
-    return made
 
 
 @contextmanager
