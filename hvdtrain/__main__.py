@@ -46,7 +46,7 @@ common options of train:
   --run_dir DIR           folder of the run; the same command resumes it
 
 hvdtrain COMMAND --help lists the options of a command.
-In option names - and _ are the same.
+Option names accept - and _ alike.
 """
 
 

@@ -57,13 +57,17 @@ def read_yaml(path: Path) -> dict[str, Any]:
         finally:
             loader.dispose()
     except OSError as error:
-        raise ConfigError(f"cannot read the config file {str(path)!r}: {error.strerror}") from None
+        raise ConfigError(
+            f"cannot read the config file {str(path)!r}: {error.strerror}",
+            found=f"working directory {Path.cwd()}",
+            next_step="correct the path; hvdtrain config init FILE writes a new file",
+        ) from None
     except ConfigError:
         raise
     except RecursionError:
         raise ConfigError(f"the config file {str(path)!r} is nested too deeply", expected=_DEPTH) from None
     except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
-        raise ConfigError(f"the config file {str(path)!r} is not YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"the config file {str(path)!r} is not YAML", found=_described(error)) from None
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -71,6 +75,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
             f"the config file {str(path)!r} is not a mapping", expected="lines like `train: {steps: 100}`"
         )
     return content
+
+
+def _described(error: Exception) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem and error.problem_mark:
+        return f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {error.problem}"
+    return " ".join(str(error).split())
 
 
 def _check_nodes(root: yaml.Node, path: Path) -> None:

@@ -18,14 +18,14 @@ def parser() -> Parser:
     made = Parser(
         prog="hvdtrain bundle",
         description="Make a folder with hvdtrain, torch, all their dependencies, Horovod's source, and a script, "
-        "install.sh, that installs them without a package registry. After an interrupt, the same command continues.",
+        "install.sh, that installs them without a package registry. Repeat the command to continue after an interrupt.",
     )
     made.add_argument("folder", type=Path, metavar="FOLDER", help="folder of the bundle")
     python = "Python version of the target machine (default: that of this Python)"
     made.add_argument("--python", metavar="3.X", help=python)
-    torch = "such as 2.13.0 or 2.13.0+cpu (default: the installed version, else the pinned one)"
+    torch = "version of torch, such as 2.13.0 or 2.13.0+cpu (default: the installed version, else the pinned one)"
     made.add_argument("--torch", metavar="VERSION", help=torch)
-    platform = "such as manylinux_2_28_x86_64: Linux with glibc 2.28 or newer (default: this machine)"
+    platform = "wheel platform, such as manylinux_2_28_x86_64: Linux with glibc 2.28 or newer (default: this machine)"
     made.add_argument("--platform", metavar="NAME", help=platform)
     return made
 

@@ -17,8 +17,8 @@ from hvdtrain.launch.choose import AUTO, OWN
 from hvdtrain.launch.targets import TARGETS
 
 _DESCRIPTION = """\
-Start training, or any program, on several ranks: by this machine's MPI or
-scheduler, or by hvdtrain's own driver. The driver keeps an elastic job running
+Start training, or any program, on several ranks with this machine's MPI or
+scheduler, or with hvdtrain's own driver. The driver keeps an elastic job running
 while ranks and hosts join and leave. --dry-run prints what would run."""
 
 _OF_HOROVODRUN = {
@@ -51,16 +51,14 @@ def _seconds(text: str) -> float:
     return number
 
 
-def _whole(text: str) -> int:
-    if not re.fullmatch("[0-9]{1,6}", text):
-        raise ArgumentTypeError(f"{text!r} is not a whole number; expected 0 to 999999")
+def _whole(text: str, least: int = 0) -> int:
+    if not re.fullmatch("[0-9]{1,6}", text) or int(text) < least:
+        raise ArgumentTypeError(f"invalid number {text!r}; expected {least} to 999999")
     return int(text)
 
 
 def _positive(text: str) -> int:
-    if not _whole(text):
-        raise ArgumentTypeError(f"{text!r} is too small; expected 1 or more")
-    return int(text)
+    return _whole(text, 1)
 
 
 def _word(pattern: str, problem: str) -> Callable[[str], str]:
@@ -127,7 +125,7 @@ def parser() -> Parser:
     made = Parser(prog="hvdtrain launch", usage=usage, description=_DESCRIPTION, formatter_class=raw)
     add = made.add_argument
     targets = [AUTO, OWN, *TARGETS]
-    launcher = f"launcher of the ranks: {', '.join(targets)} (default: auto, which fits this machine)"
+    launcher = f"launcher of the ranks: {', '.join(targets)} (default: auto, chosen by what is installed)"
     add("--to", choices=targets, default=AUTO, metavar="TARGET", help=launcher)
     ranks = (
         "number of ranks; an elastic job starts with N or more, or with MIN after --start-timeout (default: one per"
@@ -137,7 +135,7 @@ def parser() -> Parser:
     which = made.add_mutually_exclusive_group()
     hosts = "hosts and their slots; schedulers use only the counts (default: this host)"
     which.add_argument("-H", dest="hosts", metavar="a:2,b:2", help=hosts)
-    script = "program that prints host:slots lines; runs every second"
+    script = "program that prints the available hosts, a line host:slots each; runs every second"
     which.add_argument("--discover", type=Path, metavar="SCRIPT", help=script)
     add_network(add)
     passed = "pass this variable to ranks on other hosts; its value is never written to a file or a command line"
@@ -156,7 +154,13 @@ def add_network(add: Callable[..., object]) -> None:
     add("--interface", type=_interface, default="", metavar="NAME", help=interface)
     port = "port of ssh on other hosts (default: from ssh's configuration)"
     add("--ssh-port", type=_positive, metavar="PORT", help=port)
-    add("--ssh-option", action="append", default=[], metavar="ARG", help="argument for ssh; may be repeated")
+    add(
+        "--ssh-option",
+        action="append",
+        default=[],
+        metavar="ARG",
+        help="argument for ssh; may be repeated: --ssh-option=-i --ssh-option=KEY",
+    )
 
 
 def _add_own(add: Callable[..., object]) -> None:
@@ -169,7 +173,7 @@ def _add_own(add: Callable[..., object]) -> None:
     resets = "fail after N changes of membership (default: no limit)"
     add("--reset-limit", type=_whole, metavar="N", help=resets)
     seconds = {"type": _seconds, "metavar": "S"}
-    hang = "kill a rank that blocks the others for S seconds, or for 10 S while it computes; 0 means never"
+    hang = "kill a rank that blocks the others for S seconds, or for 10 x S if it still computes; 0 means never"
     add("--hang-timeout", default=60.0, help=f"{hang} (default: 60)", **seconds)
     short = "wait S seconds when fewer than MIN ranks are left (default: 600)"
     add("--elastic-timeout", default=600.0, help=short, **seconds)

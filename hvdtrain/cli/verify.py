@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from hvdtrain.verify.equality import Comparison
 
 COMMANDS = {
-    "data": "check that every sample of each epoch was used exactly once, over kills and resizes",
+    "data": "check that every sample of each epoch was used exactly once, across kills and resizes",
     "resume": "check that an interrupted run equals an uninterrupted one, also on other numbers of ranks",
 }
 _DATA_DESCRIPTION = """\
 Check from a run's ledger that every sample of each epoch was used exactly
-once, over kills, resumes and changed numbers of ranks. The run may still be
+once, across kills, resumes and changed numbers of ranks. The run may still be
 training."""
 _DATA_EPILOG = """\
 examples:

@@ -247,8 +247,10 @@ TABLE = {
 def choices() -> list[str]:
     """Return how each compression is written, with the range of its number."""
     return [
-        f"{kind.name}[:{kind.number.keyword} {kind.number.low:g} to {kind.number.high:g}]" if kind.number else kind.name
-        for kind in TABLE.values()
+        f"{name} or {name}:{kind.number.default:g} ({kind.number.low:g} to {kind.number.high:g})"
+        if kind.number
+        else name
+        for name, kind in TABLE.items()
     ]
 
 

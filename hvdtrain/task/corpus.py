@@ -25,8 +25,8 @@ class TextConfig:
     """Training data. The default is the source code of Python's standard library, as bytes.
 
     Attributes:
-        text: train on text files: names or quoted patterns such as 'books/**/*.txt'. Some files are held out, or the
-            end of a single file (default: source code of Python's standard library)
+        text: train on text files: names or quoted patterns such as 'books/**/*.txt'. Some of the files are held out,
+            or the end of the file if there is only one (default: source code of Python's standard library)
         tokens: train on token ids: a .npy file with one dimension of integers. Its end is held out (default: use
             data.text)
         dataset: train on a folder written by datasets' save_to_disk, with a column text or input_ids. Its validation or
@@ -144,8 +144,8 @@ def _describe_npy_once(tokens: str, heldout: float) -> TokenFile:
         about = path.stat()
     except OSError as error:
         raise DataError(
-            f"there are no tokens in {tokens!r}",
-            expected="a .npy of token ids",
+            f"cannot read the tokens {tokens!r}",
+            expected="a .npy file of token ids",
             found=f"{error.strerror}; working directory {Path.cwd()}",
             next_step="correct --data.tokens",
         ) from error

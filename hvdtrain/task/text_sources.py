@@ -94,7 +94,10 @@ def files_matching(patterns: Sequence[str]) -> list[TextFile]:
     described = _text_files(sorted(files), folder)
     if not sum(file.size_bytes for file in described):
         raise DataError(
-            "the text is empty", expected="text to train on", found=f"{len(described)} files of 0 bytes in {folder}"
+            "the text is empty",
+            expected="text to train on",
+            found=f"{len(described)} file(s) of 0 bytes in {folder}",
+            next_step="correct --data.text",
         )
     return described
 

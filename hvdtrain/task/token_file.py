@@ -29,7 +29,7 @@ FORMAT = 1
 _ABOUT = "about.json"
 _TOKENS = "tokens.bin"
 _NPY_STRIDE = 1 << 22
-_NPY_EXPECTED = "a .npy of token ids, as numpy.save writes a one-dimensional array of integers"
+_NPY_EXPECTED = "a .npy file of token ids, as numpy.save writes a one-dimensional array of integers"
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,8 @@ def _mapped(path: Path) -> np.memmap[Any, Any]:
             next_step="correct --data.tokens",
         ) from error
     except (ValueError, EOFError) as error:  # no .npy file, a pickle, an array of objects, a truncated file
-        raise DataError(f"{path} contains no tokens", expected=_NPY_EXPECTED, found=str(error)) from error
+        found = "pickled objects, or a file of another format" if "pickle" in str(error) else str(error)
+        raise DataError(f"{path} contains no tokens", expected=_NPY_EXPECTED, found=found) from error
     if not isinstance(loaded, np.memmap):
         loaded.close()
         raise DataError(f"{path} contains no tokens", expected=_NPY_EXPECTED, found="an archive of arrays (.npz)")

@@ -66,6 +66,7 @@ def verify_data(run: Path) -> DataReport:
         raise RunDirectoryError(
             f"{run} contains no ledger",
             expected=f"files such as {layout.ledger}/start-0000.rank-00000.jsonl",
+            found="no such files" if run.is_dir() else "no such folder",
             next_step="name the folder of a run; every run writes a ledger",
         )
     report = DataReport(starts, find_windows(starts, durable), durable, journal)

@@ -177,7 +177,7 @@ def test_a_save_that_a_signal_asks_for_is_shown(tmp_path: Path, capfd: pytest.Ca
     options = {"train": TRAIN, "checkpoint": {"every": 0}, "run_dir": str(tmp_path)}
     hvdtrain.train(options, replace(toy(), schedule=schedule))
     said = capfd.readouterr().out
-    assert said.count("saved, asked for by SIGUSR1: checkpoints/step-0") == 1
+    assert said.count("saved, requested by SIGUSR1: checkpoints/step-0") == 1
     assert [step for _, step in _events(tmp_path)][1:] == [12]
 
 

@@ -102,7 +102,7 @@ def parser(command: str) -> Parser:
     add("path", nargs="+", type=Path, metavar="PATH", help="a run's folder, or Horovod's Timeline")
     add("--json", action="store_true", help="print JSON (schema: python -m hvdtrain.timeline.report.form)")
     add("--html", type=Path, metavar="FILE", help="write a self-contained page")
-    log = "output of the job, for lines of Horovod and NCCL"
+    log = "output of the job, to explain Horovod's and NCCL's lines in it"
     add("--log", type=Path, metavar="FILE", action="append", default=[], help=log)
     add("--fail_if", metavar="CONDITION", help="exit with code 1 if this is true: NAME OP NUMBER [and ...]")
     return made

@@ -63,7 +63,7 @@ def _check(evidence: Evidence, change: Change, probed: CodingProbe, *, quiet: bo
         raise ConfigError(
             "this change cannot be tried here",
             found="; ".join(reasons),
-            next_step="leave --check out, or try it where it can be",
+            next_step="omit --check, or run the command on a machine where the change can be tried",
         )
     show("\ntrying it here, rounds interleaved:")
     with tempfile.TemporaryDirectory(prefix="hvdtrain-whatif-") as folder:
@@ -82,8 +82,8 @@ def parser(command: str) -> Parser:
     """Declare the options."""
     made = Parser(
         prog=f"hvdtrain timeline {command}",
-        description="Predict the time of a step of RUN under a change, by replaying its measured step. An option that"
-        " is not given keeps its value.",
+        description="Predict the time of a step of RUN under a change, by replaying its measured step. Options"
+        " that are not given stay as in the run.",
     )
     add = made.add_argument
     count: dict[str, Any] = {"type": int, "metavar": "N"}

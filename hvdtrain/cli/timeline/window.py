@@ -37,7 +37,7 @@ def parser(command: str) -> Parser:
         steps = "stop after N steps (default: record until stopped)"
         made.add_argument("--steps", type=_count, default=0, metavar="N", help=steps)
         made.add_argument("--profile", action="store_true", help="record torch.profiler too, which slows these steps")
-    patience = "most seconds to wait for the job to finish its current step (default: %(default)g)"
+    patience = "maximum seconds to wait for the job to finish its current step (default: %(default)g)"
     made.add_argument("--patience_s", type=float, default=_PATIENCE_S, metavar="S", help=patience)
     return made
 

@@ -156,7 +156,7 @@ class Trainer:
             evaluating = not (reason or is_back) and saving.evaluates(progress.step, self.stop)
             evaluated = saving.evaluate() if evaluating else None
             if asked or reason or (not is_back and saving.saves(progress.step, self.stop)):
-                why = f"asked for by {reason or 'SIGUSR1'}" if reason or asked else ""
+                why = f"requested by {reason or 'SIGUSR1'}" if reason or asked else ""
                 saving.save(evaluated, wait=bool(reason) or last, urgent=bool(reason), why=why, requests=requests)
             if reason:
                 return self._end(reason)

@@ -21,7 +21,8 @@ from hvdtrain.yaml_file import yaml_text
 RUNS = Path("runs")
 _NEXT = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room on the disk, or give another --run_dir"),
-    errno.ENOENT: "put it back (if it is a link: its target), or give another --run_dir",
+    errno.ENOENT: "restore it (if it is a link: its target), or give another --run_dir",
+    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "remove the file of that name, or give another --run_dir"),
 }
 
 
