@@ -25,9 +25,12 @@ import torch.distributed.checkpoint as dcp
 from common import Figure, figure, main, ratios
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from hvdtrain.state.checkpoint_store import CheckpointStore, load
 from hvdtrain.state.snapshot import Snapshot
 from hvdtrain.state.train_state import StateDict
+from tests.support.checkpoints import save
 
 GB = 1e9
 READ = "--read"
@@ -69,7 +72,7 @@ def written(full: StateDict, size: int, folder: Path, rounds: int) -> dict[str, 
     command = ["dd", "if=/dev/zero", f"of={folder / 'dd'}", "bs=1M", f"count={blocks}", "conv=fsync", "status=none"]
     found: dict[str, list[float]] = {"ours": [], "dd": []}
     for number in range(rounds):
-        found["ours"].append(seconds(lambda number=number: store.save(number, full, {})))
+        found["ours"].append(seconds(lambda number=number: save(store, number, full)))
         shutil.rmtree(store.directory)
         os.sync()
         found["dd"].append(seconds(lambda: subprocess.run(command, check=True)))
@@ -90,7 +93,7 @@ def touched(tensors: Mapping[str, Tensor]) -> int:
 def save_all(full: StateDict, folder: Path) -> dict[str, Path]:
     """Write the state as each contender does; where."""
     tensors = flat(full)
-    ours = CheckpointStore(folder / "ours", print).save(1, full, {})
+    ours = save(CheckpointStore(folder / "ours", print), 1, full)
     torch.save(tensors, folder / "state.pt")
     safetensors.torch.save_file(tensors, folder / "state.safetensors")
     dcp.save(tensors, checkpoint_id=folder / "dcp", no_dist=True)

@@ -19,10 +19,10 @@ from typing import Any
 
 from hvdtrain.durable import fsync
 from hvdtrain.errors import CheckpointError, UnreadableCheckpointError
+from hvdtrain.state.folders import discard, is_being_written, temporary_name
 from hvdtrain.state.manifest import MANIFEST as MANIFEST
 from hvdtrain.state.manifest import VALUES, detect_unreadable, manifest_text, read_manifest, read_state, verify
-from hvdtrain.state.shard_files import request_shards, write_shard
-from hvdtrain.state.temporary_folder import discard, is_being_written, new_name
+from hvdtrain.state.shard_files import request_shards
 from hvdtrain.state.tensor_file import FileDigest, write_text
 from hvdtrain.state.train_state import StateDict
 
@@ -76,26 +76,15 @@ class CheckpointStore:
                     found.append(Saved(int(match[1]), int(match[2] or 0), self.directory / entry.name))
         return sorted(found)
 
-    def save(self, step: int, state: StateDict, notes: Mapping[str, Any]) -> Path:
-        """Write a checkpoint and return its path. It never changes existing files.
-
-        Args:
-            step: optimizer steps done.
-            state: tensors on any device.
-            notes: values for the manifest; `heldout_loss` determines the best checkpoint.
+    def begin(self, step: int, writers: int) -> Path:
+        """Create the temporary folder of a checkpoint with this many writers.
 
         Errors:
-            CheckpointError: the disk is full or not writable. The temporary directory is removed.
+            CheckpointError: the disk is full or not writable. The folder is removed.
+            Others: those of `check`.
         """
-        folder = self.begin(step, 1)
-        with self.discard_on_error(step, folder):
-            files = write_shard(folder, 0, 1, state, self.progress)
-            return self.finish(folder, step, state.values, notes, files)
-
-    def begin(self, step: int, writers: int) -> Path:
-        """Create the temporary folder of a checkpoint with this many writers. Errors: see `save` and `check`."""
         self._check_owner()
-        folder = self.directory / new_name(step)
+        folder = self.directory / temporary_name(step)
         with self.discard_on_error(step, folder):
             folder.mkdir(parents=True)
             request_shards(folder, writers)
@@ -109,7 +98,10 @@ class CheckpointStore:
         notes: Mapping[str, Any],
         files: Mapping[str, FileDigest],
     ) -> Path:
-        """Complete a checkpoint from the files in `folder`, and return its path. Call in `discard_on_error`."""
+        """Complete a checkpoint from the files in `folder`, and return its path. Call in `discard_on_error`.
+
+        It never changes existing checkpoints. `heldout_loss` in `notes` determines the best one.
+        """
         every = {**files, VALUES: write_text(folder / VALUES, json.dumps(dict(values)))}
         write_text(folder / MANIFEST, manifest_text(step, notes, every))
         fsync(folder)

@@ -12,28 +12,13 @@ MAX_COST = 0.01
 """Largest fraction of the time to spend on commits."""
 
 
-class CommitInterval:
-    """Decides when the next commit is due, from one rank's clock. Pure.
+def is_commit_due(since_s: float, step_s: float, cost_s: float, loss_s: float) -> bool:
+    """Return whether the next step, which takes about `step_s` seconds, should end with a commit. Pure.
 
-    A commit is due when commits take at most `MAX_COST` of the time, or if more than `loss_s` could be lost otherwise.
-
-    Args:
-        loss_s: seconds of training that may be lost.
+    It should when commits take at most `MAX_COST` of the time, or if more than `loss_s` could be lost otherwise. The
+    last commit was `since_s` seconds ago and took `cost_s`.
     """
-
-    def __init__(self, loss_s: float) -> None:
-        self._loss_s = loss_s
-        self._at_s = 0.0
-        self._cost_s = 0.0
-
-    def record(self, at_s: float, cost_s: float) -> None:
-        """Record a commit at `at_s` that took `cost_s` seconds."""
-        self._at_s, self._cost_s = at_s, cost_s
-
-    def due(self, now_s: float, step_s: float) -> bool:
-        """Return whether the next step, which takes about `step_s` seconds, should end with a commit."""
-        since_s = now_s - self._at_s
-        return since_s + step_s >= self._cost_s / MAX_COST or since_s + 2 * step_s >= self._loss_s
+    return since_s + step_s >= cost_s / MAX_COST or since_s + 2 * step_s >= loss_s
 
 
 class Commits:
@@ -45,9 +30,10 @@ class Commits:
     """
 
     def __init__(self, loss_s: float, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._interval = CommitInterval(loss_s)
+        self._loss_s = loss_s
         self._clock = clock
         self._asked_s = clock()
+        self._at_s = self._cost_s = 0.0
         self._snapshot = Snapshot()
 
     @property
@@ -61,7 +47,8 @@ class Commits:
         All ranks must follow one rank's answer, which travels with the numbers that a step sums over ranks.
         """
         before_s, self._asked_s = self._asked_s, self._clock()
-        return self.step < 0 or self._interval.due(self._asked_s, self._asked_s - before_s)
+        since_s, step_s = self._asked_s - self._at_s, self._asked_s - before_s
+        return self.step < 0 or is_commit_due(since_s, step_s, self._cost_s, self._loss_s)
 
     def commit(self, state: TrainState, *, synchronized: bool = False) -> None:
         """Copy the state, with exchange state equal on all ranks. Collective: yes, unless `synchronized`.
@@ -77,8 +64,8 @@ class Commits:
         if not synchronized and state.exchange is not None and (exchange := state.exchange.synchronized_state()):
             copied = StateDict({**copied.tensors, "exchange": exchange}, copied.values)
         self._snapshot.capture(copied, state.progress.step)
-        now_s = self._clock()
-        self._interval.record(now_s, now_s - began_s)
+        self._at_s = self._clock()
+        self._cost_s = self._at_s - began_s
 
     def restore(self, state: TrainState) -> None:
         """Load the newest commit into `state`."""

@@ -44,6 +44,27 @@ class Abandoned(Exception):
     """The checkpoint is no longer needed."""
 
 
+def request_shards(folder: Path, count: int) -> None:
+    """On rank 0, before any rank writes: request the parts of writers 1 to `count` - 1. Errors: OSError."""
+    for number in range(1, count):
+        (folder / f"wanted-{number:05d}").touch()
+
+
+def write_shard(
+    folder: Path, number: int, count: int, state: StateDict, progress: Callable[[], None]
+) -> dict[str, FileDigest]:
+    """Write the tensors of writer `number` of `count` to disk, and return the digests of the files. Errors: OSError."""
+    files = {}
+    for group, tensors in state.tensors.items():
+        name = shard_file_name(group, number, count)
+        files[name] = write_tensors(folder / name, tensors, progress)
+        progress()
+    for name in files:  # after all writes, so that the disk is busy with the first while the last is written
+        fsync(folder / name)
+        progress()
+    return files
+
+
 @dataclass(frozen=True)
 class ShardedWrite:
     """One attempt of a rank to write its part of a checkpoint. Runs in any thread, without collectives.
@@ -78,9 +99,7 @@ class ShardedWrite:
                 state = self.own_state()
                 files = write_shard(self.folder, 0, self.count, state, progress)
                 if self.count > 1:
-                    files |= gather_shards(
-                        self.folder, self.count, self.step, self.others, progress=progress, abandoned=abandoned
-                    )
+                    files |= self.gather(progress, abandoned)
                 path = store.finish(self.folder, self.step, state.values, self.notes, files)
             if self.keep is not None:
                 store.remove_old(self.keep, path, progress)
@@ -99,109 +118,63 @@ class ShardedWrite:
         try:
             state = self.own_state()
             files = write_shard(self.folder, number, self.count, state, progress)
-            report_shard(self.folder, number, self.step, state, files)
+            digests = {name: asdict(digest) for name, digest in files.items()}
+            report = {"step": self.step, "tensors": state.count, "files": digests}
+            write_text(self.folder / f"shard-{number:05d}.json", json.dumps(report))
         except Abandoned:
             raise
         except Exception as error:
-            report_failure(self.folder, number, error)
+            name = errno.errorcode.get((error.errno if isinstance(error, OSError) else None) or errno.EIO, "EIO")
+            with suppress(OSError):
+                (self.folder / f"wanted-{number:05d}").rename(self.folder / f"failed-{number:05d}-{name}")
 
+    def gather(
+        self, progress: Callable[[], None], abandoned: threading.Event, timeout_s: float = TIMEOUT_S
+    ) -> dict[str, FileDigest]:
+        """On rank 0: wait for the other writers, remove their reports, and return the digests of their files.
 
-def request_shards(folder: Path, count: int) -> None:
-    """On rank 0, before any rank writes: request the parts of writers 1 to `count` - 1. Errors: OSError."""
-    for number in range(1, count):
-        (folder / f"wanted-{number:05d}").touch()
+        Calls `progress` after each change in the folder. For `timeout_s` see `TIMEOUT_S`.
 
+        Errors:
+            OSError: a writer failed or timed out.
+            Abandoned: `abandoned` was set.
+        """
+        waited_s, poll_s, before = 0.0, _POLL_S[0], None
+        while True:
+            now = _file_sizes(self.folder)
+            _raise_failure(now)
+            missing = [number for number in range(1, self.count) if f"shard-{number:05d}.json" not in now]
+            if not missing:
+                return self._collect_reports()
+            if now != before:
+                waited_s, before = 0.0, now
+                progress()
+            if waited_s > timeout_s:
+                raise OSError(errno.ETIMEDOUT, f"rank {missing[0]} has not written its part for {waited_s:.0f} s")
+            if abandoned.wait(poll_s):
+                raise Abandoned
+            waited_s, poll_s = waited_s + poll_s, min(2 * poll_s, _POLL_S[1])
 
-def write_shard(
-    folder: Path, number: int, count: int, state: StateDict, progress: Callable[[], None]
-) -> dict[str, FileDigest]:
-    """Write the tensors of writer `number` of `count` to disk, and return the digests of the files. Errors: OSError."""
-    files = {}
-    for group, tensors in state.tensors.items():
-        name = shard_file_name(group, number, count)
-        files[name] = write_tensors(folder / name, tensors, progress)
-        progress()
-    for name in files:  # after all writes, so that the disk is busy with the first while the last is written
-        fsync(folder / name)
-        progress()
-    return files
-
-
-def report_shard(folder: Path, number: int, step: int, state: StateDict, files: Mapping[str, FileDigest]) -> None:
-    """Report that a writer other than 0 has finished. Errors: OSError."""
-    content = {"step": step, "tensors": state.count, "files": {name: asdict(digest) for name, digest in files.items()}}
-    write_text(folder / f"shard-{number:05d}.json", json.dumps(content))
-
-
-def report_failure(folder: Path, number: int, error: Exception) -> None:
-    """Report that a writer other than 0 could not write."""
-    name = errno.errorcode.get((error.errno if isinstance(error, OSError) else None) or errno.EIO, "EIO")
-    with suppress(OSError):
-        (folder / f"wanted-{number:05d}").rename(folder / f"failed-{number:05d}-{name}")
-
-
-def gather_shards(
-    folder: Path,
-    count: int,
-    step: int,
-    tensors: int,
-    *,
-    progress: Callable[[], None],
-    abandoned: threading.Event,
-    timeout_s: float = TIMEOUT_S,
-) -> dict[str, FileDigest]:
-    """On rank 0: wait for the other writers, remove their reports, and return the digests of their files.
-
-    Args:
-        folder: the temporary folder.
-        count: number of writers.
-        step: the step that all writers must report.
-        tensors: number of tensors that the other writers must report.
-        progress: called after each change in the folder.
-        abandoned: ends the wait.
-        timeout_s: see `TIMEOUT_S`.
-
-    Errors:
-        OSError: a writer failed or timed out.
-        Abandoned: `abandoned` was set.
-    """
-    waited_s, poll_s, before = 0.0, _POLL_S[0], None
-    while True:
-        now = _file_sizes(folder)
-        _raise_failure(now)
-        missing = [number for number in range(1, count) if f"shard-{number:05d}.json" not in now]
-        if not missing:
-            return _collect_reports(folder, count, step, tensors)
-        if now != before:
-            waited_s, before = 0.0, now
-            progress()
-        if waited_s > timeout_s:
-            raise OSError(errno.ETIMEDOUT, f"rank {missing[0]} has not written its part for {waited_s:.0f} s")
-        if abandoned.wait(poll_s):
-            raise Abandoned
-        waited_s, poll_s = waited_s + poll_s, min(2 * poll_s, _POLL_S[1])
-
-
-def _collect_reports(folder: Path, count: int, step: int, tensors: int) -> dict[str, FileDigest]:
-    files: dict[str, FileDigest] = {}
-    found = 0
-    for number in range(1, count):
-        report = json.loads((folder / f"shard-{number:05d}.json").read_text())
-        if report["step"] != step:
-            raise OSError(errno.ESTALE, f"rank {number} has written step {report['step']} instead of {step}")
-        found += report["tensors"]
-        files |= {name: FileDigest(**digest) for name, digest in report["files"].items()}
-    if found != tensors:
-        raise OSError(errno.ESTALE, f"the other ranks have written {found} tensors instead of {tensors}")
-    for name, digest in files.items():
-        with (folder / name).open("rb") as file:  # opening a file makes a network file system update its size
-            if os.fstat(file.fileno()).st_size != digest.size_bytes:
-                raise OSError(errno.EIO, f"the size of {name} has changed since it was written")
-    for number in range(1, count):
-        (folder / f"wanted-{number:05d}").unlink()
-        (folder / f"shard-{number:05d}.json").unlink()
-    fsync(folder)
-    return files
+    def _collect_reports(self) -> dict[str, FileDigest]:
+        files: dict[str, FileDigest] = {}
+        found = 0
+        for number in range(1, self.count):
+            report = json.loads((self.folder / f"shard-{number:05d}.json").read_text())
+            if report["step"] != self.step:
+                raise OSError(errno.ESTALE, f"rank {number} has written step {report['step']} instead of {self.step}")
+            found += report["tensors"]
+            files |= {name: FileDigest(**digest) for name, digest in report["files"].items()}
+        if found != self.others:
+            raise OSError(errno.ESTALE, f"the other ranks have written {found} tensors instead of {self.others}")
+        for name, digest in files.items():
+            with (self.folder / name).open("rb") as file:  # opening it makes a network file system update its size
+                if os.fstat(file.fileno()).st_size != digest.size_bytes:
+                    raise OSError(errno.EIO, f"the size of {name} has changed since it was written")
+        for number in range(1, self.count):
+            (self.folder / f"wanted-{number:05d}").unlink()
+            (self.folder / f"shard-{number:05d}.json").unlink()
+        fsync(self.folder)
+        return files
 
 
 def _raise_failure(names: Mapping[str, int]) -> None:

@@ -592,8 +592,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _new(
         "state/shard_files.py",
-        "    if found != tensors:\n",
-        "    if found > tensors:\n",
+        "        if found != self.others:\n",
+        "        if found > self.others:\n",
         "a checkpoint that lacks tensors of another rank is kept",
         "tests/state/test_background_writer.py",
     ),

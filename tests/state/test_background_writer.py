@@ -17,7 +17,7 @@ from hvdtrain.errors import CheckpointError
 from hvdtrain.state import background_writer, shard_files
 from hvdtrain.state.background_writer import CheckpointWriter
 from hvdtrain.state.checkpoint_store import CheckpointStore, load
-from hvdtrain.state.shard_files import ShardedWrite, gather_shards, report_shard, request_shards, write_shard
+from hvdtrain.state.shard_files import ShardedWrite, request_shards
 from hvdtrain.state.train_state import StateDict
 from tests.support.launch import TIMEOUT_S
 from tests.support.thread_comm import ThreadComm, on_ranks
@@ -250,7 +250,7 @@ def test_a_last_save_that_fails_is_an_error_on_every_rank(
 @pytest.fixture
 def silent_rank_1(monkeypatch: pytest.MonkeyPatch) -> None:
     """At step 2 rank 1 writes its files and is gone before it has said so; patience is short."""
-    write_on_other_rank, gather = ShardedWrite.write_on_other_rank, shard_files.gather_shards
+    write_on_other_rank, gather = ShardedWrite.write_on_other_rank, ShardedWrite.gather
 
     def write_and_go(self: ShardedWrite, number: int, progress: Callable[[], None]) -> None:
         if self.step == 1:
@@ -260,9 +260,9 @@ def silent_rank_1(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ShardedWrite, "write_on_other_rank", write_and_go)
     monkeypatch.setattr(
-        shard_files,
-        "gather_shards",
-        lambda *what, **how: gather(*what, **how, timeout_s=TIMEOUT_S if what[2] == 1 else 0.0),
+        ShardedWrite,
+        "gather",
+        lambda self, *what: gather(self, *what, timeout_s=TIMEOUT_S if self.step == 1 else 0.0),
     )
 
 
@@ -351,6 +351,7 @@ def test_ranks_that_see_other_files_leave_all_to_rank_0(tmp_path: Path, monkeypa
 def test_a_part_of_which_a_tensor_is_missing_is_refused(tmp_path: Path) -> None:
     request_shards(tmp_path, 2)
     mine = StateDict({"model": {"a": torch.ones(2)}}, {})
-    report_shard(tmp_path, 1, 3, mine, write_shard(tmp_path, 1, 2, mine, lambda: None))
+    write = ShardedWrite(tmp_path, 3, 2, lambda: mine, 2, {}, None)
+    write.write_on_other_rank(1, lambda: None)
     with pytest.raises(OSError, match="written 1 tensors instead of 2"):
-        gather_shards(tmp_path, 2, 3, 2, progress=lambda: None, abandoned=threading.Event())
+        write.gather(lambda: None, threading.Event())

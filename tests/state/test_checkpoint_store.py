@@ -22,6 +22,7 @@ from hvdtrain.errors import CheckpointError, TaskError
 from hvdtrain.state.checkpoint_store import CheckpointStore, load
 from hvdtrain.state.manifest import MANIFEST
 from hvdtrain.state.train_state import Progress, StateDict, TrainState
+from tests.support.checkpoints import save
 from tests.support.toy import Net
 
 
@@ -55,7 +56,7 @@ def _equal(a: StateDict, b: StateDict) -> bool:
 def test_what_is_loaded_is_what_was_saved(tmp_path: Path, optimizer: type) -> None:
     store, _ = _store(tmp_path)
     state = _state(optimizer=optimizer)
-    store.save(2, state.state_dict(), {})
+    save(store, 2, state.state_dict())
     other = _state(seed=1, steps=0, optimizer=optimizer)
     found = store.load_newest()
     assert found is not None
@@ -93,7 +94,7 @@ def test_tied_weights_are_kept_once(tmp_path: Path) -> None:
         return TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False), Progress())
 
     store, _ = _store(tmp_path)
-    path = store.save(1, state(0).state_dict(), {})
+    path = save(store, 1, state(0).state_dict())
     assert list(load(path).tensors["model"]) == ["embedding.weight"]
     other = state(1)
     other.load_state_dict(load(path))
@@ -120,7 +121,7 @@ def test_another_model_changes_nothing() -> None:
 
 def test_no_file_is_a_pickle(tmp_path: Path) -> None:
     store, _ = _store(tmp_path)
-    path = store.save(1, _state().state_dict(), {})
+    path = save(store, 1, _state().state_dict())
     assert sorted(p.suffix for p in path.iterdir()) == [".json", ".json", ".safetensors", ".safetensors"]
 
 
@@ -129,8 +130,8 @@ def test_no_file_is_a_pickle(tmp_path: Path) -> None:
 def test_any_damage_is_named_and_passed_over(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """Flip a byte, cut the end or remove any file of the newest: the one before is loaded."""
     store, warnings = _store(tmp_path_factory.mktemp("store"))
-    store.save(1, _state(steps=1).state_dict(), {})
-    newest = store.save(2, _state(steps=2).state_dict(), {})
+    save(store, 1, _state(steps=1).state_dict())
+    newest = save(store, 2, _state(steps=2).state_dict())
     file = data.draw(st.sampled_from(sorted(p for p in newest.iterdir() if p.name != MANIFEST)))
     content = file.read_bytes()
     place = data.draw(st.integers(0, len(content) - 1))
@@ -162,7 +163,7 @@ def test_any_damage_is_named_and_passed_over(tmp_path_factory: pytest.TempPathFa
 )
 def test_a_damaged_manifest_is_passed_over(tmp_path: Path, content: str) -> None:
     store, warnings = _store(tmp_path)
-    path = store.save(1, _state().state_dict(), {})
+    path = save(store, 1, _state().state_dict())
     (path / MANIFEST).write_text(content)
     assert store.load_newest() is None
     assert len(warnings) == 1
@@ -182,7 +183,7 @@ def test_a_manifest_that_was_changed_is_damaged_and_not_of_another_format(
     tmp_path: Path, change: Callable[[dict[str, Any]], object], damaged: bool
 ) -> None:
     store, warnings = _store(tmp_path)
-    file = store.save(2, _state().state_dict(), {}) / MANIFEST
+    file = save(store, 2, _state().state_dict()) / MANIFEST
     manifest = json.loads(file.read_text())
     change(manifest)
     file.write_text(json.dumps(manifest))
@@ -193,9 +194,9 @@ def test_a_manifest_that_was_changed_is_damaged_and_not_of_another_format(
 
 def test_saving_a_step_again_leaves_the_old_one(tmp_path: Path) -> None:
     store, _ = _store(tmp_path)
-    old = store.save(3, _state(seed=0).state_dict(), {})
+    old = save(store, 3, _state(seed=0).state_dict())
     before = {p.name: p.read_bytes() for p in old.iterdir()}
-    new = store.save(3, _state(seed=1).state_dict(), {})
+    new = save(store, 3, _state(seed=1).state_dict())
     assert new != old
     assert {p.name: p.read_bytes() for p in old.iterdir()} == before
     found = store.load_newest()
@@ -206,7 +207,7 @@ def test_retention_keeps_the_last_and_the_best(tmp_path: Path) -> None:
     store, _ = _store(tmp_path)
     snapshot = _state().state_dict()
     for step, loss in enumerate([5.0, 2.0, 3.0, None, 4.0, 6.0], start=1):
-        store.remove_old(2, store.save(step, snapshot, {"heldout_loss": loss}))
+        store.remove_old(2, save(store, step, snapshot, {"heldout_loss": loss}))
     assert [saved.step for saved in store.list()] == [2, 5, 6]
     assert sorted(p.name for p in store.directory.iterdir()) == ["step-000002", "step-000005", "step-000006"]
 
@@ -216,7 +217,7 @@ def test_leftovers_of_a_kill_are_removed_and_never_loaded(tmp_path: Path) -> Non
     (store.directory / ".writing-step-000009-1").mkdir(parents=True)
     (store.directory / ".removing-step-000001").mkdir()
     assert store.load_newest() is None
-    store.remove_old(3, store.save(1, _state().state_dict(), {}))
+    store.remove_old(3, save(store, 1, _state().state_dict()))
     assert [p.name for p in store.directory.iterdir()] == ["step-000001"]
 
 
@@ -224,7 +225,7 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     store = CheckpointStore(tmp_path / "file" / "checkpoints", print)
     with pytest.raises(CheckpointError, match="step 4 could not be written"):
-        store.save(4, _state().state_dict(), {})
+        save(store, 4, _state().state_dict())
 
 
 _SAVER = """
@@ -273,7 +274,7 @@ def test_sigkill_while_saving_loses_nothing_that_was_saved(tmp_path: Path, momen
 
 def test_the_manifest_says_what_it_is(tmp_path: Path) -> None:
     store, _ = _store(tmp_path)
-    path = store.save(7, _state().state_dict(), {"heldout_loss": 1.5})
+    path = save(store, 7, _state().state_dict(), {"heldout_loss": 1.5})
     manifest = json.loads((path / MANIFEST).read_text())
     assert (manifest["format"], manifest["step"], manifest["heldout_loss"]) == (2, 7, 1.5)
     assert sorted(manifest["files"]) == sorted(p.name for p in path.iterdir() if p.name != MANIFEST)
@@ -284,12 +285,12 @@ def test_what_was_just_saved_is_kept_whatever_else_is_there(tmp_path: Path) -> N
     store, warnings = _store(tmp_path)
     snapshot = _state().state_dict()
     for step in (1, 2, 3, 4):
-        store.save(step, snapshot, {})
+        save(store, step, snapshot)
     for step in (3, 4):
         (store.directory / f"step-{step:06d}" / "state.json").unlink()
     found = store.load_newest()
     assert found is not None and found[0].step == 2
-    store.remove_old(1, store.save(2, snapshot, {}))
+    store.remove_old(1, save(store, 2, snapshot))
     assert (2, 1) in [(saved.step, saved.again) for saved in store.list()]
     first = store.list()[0]
     store.set_aside_after(first)
@@ -301,7 +302,7 @@ def test_what_was_just_saved_is_kept_whatever_else_is_there(tmp_path: Path) -> N
 def test_a_leftover_of_the_same_process_number_is_no_obstacle(tmp_path: Path) -> None:
     store, _ = _store(tmp_path)
     (store.directory / f".writing-step-000004-{os.getpid()}" / "x").mkdir(parents=True)
-    assert store.save(4, _state().state_dict(), {}).name == "step-000004"
+    assert save(store, 4, _state().state_dict()).name == "step-000004"
 
 
 def test_a_full_disk_while_writing_tensors(tmp_path: Path) -> None:
@@ -309,12 +310,13 @@ def test_a_full_disk_while_writing_tensors(tmp_path: Path) -> None:
     program = (
         "import resource, signal, sys\nfrom pathlib import Path\nimport torch\n"
         "from hvdtrain.errors import CheckpointError\nfrom hvdtrain.state.checkpoint_store import CheckpointStore\n"
+        "from tests.support.checkpoints import save\n"
         "from hvdtrain.state.train_state import StateDict\n"
         "store = CheckpointStore(Path(sys.argv[1]), print)\n"
         "state = StateDict({'model': {'w': torch.zeros(100_000)}, 'optimizer': {}}, {})\n"
-        "store.save(1, state, {})\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "save(store, 1, state)\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
-        "try:\n    store.save(2, state, {})\nexcept CheckpointError as error:\n    print(error)\n"
+        "try:\n    save(store, 2, state)\nexcept CheckpointError as error:\n    print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -353,7 +355,7 @@ def test_who_watches_sees_it_go_on_while_files_are_written_and_read(tmp_path: Pa
     store = CheckpointStore(tmp_path, pytest.fail, lambda: moves.append(1))
     state = _state().state_dict()
     mib = {"big": torch.zeros(5 << 20, dtype=torch.uint8)}
-    path = store.save(1, StateDict({**state.tensors, "model": mib}, state.values), {})
+    path = save(store, 1, StateDict({**state.tensors, "model": mib}, state.values))
     files = len(list(path.iterdir()))
     assert len(moves) >= 5 + 2 * files - 2, "each MiB that is verified, each file written and on the disk"
     moves.clear()
@@ -365,8 +367,8 @@ def test_nothing_is_removed_before_what_was_saved_is_seen_to_be_whole(tmp_path: 
     """A disk that does not give back what it was given must not cost the last checkpoint that is whole."""
     store, warnings = _store(tmp_path)
     snapshot = _state().state_dict()
-    store.save(1, snapshot, {})
-    newest = store.save(2, snapshot, {})
+    save(store, 1, snapshot)
+    newest = save(store, 2, snapshot)
     file = newest / "optimizer.safetensors"
     file.write_bytes(bytes(file.stat().st_size))
     with pytest.raises(CheckpointError, match="step-000002 was written, but the disk returns other bytes"):

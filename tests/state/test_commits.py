@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hvdtrain.engine.make import make_engine
-from hvdtrain.state.commits import MAX_COST, CommitInterval, Commits
+from hvdtrain.state.commits import MAX_COST, Commits, is_commit_due
 from hvdtrain.state.train_state import Progress, TrainState
 from tests.support.thread_comm import ThreadComm, on_ranks
 
@@ -19,10 +19,8 @@ SECONDS = st.floats(1e-4, 10.0)
 
 @given(SECONDS, st.floats(0.0, 2.0), st.floats(0.1, 1000.0))
 def test_commits_take_their_share_or_lose_no_more_than_is_allowed(step_s: float, cost_s: float, loss_s: float) -> None:
-    interval = CommitInterval(loss_s)
-    interval.record(0.0, cost_s)
     now_s, steps = 0.0, 0
-    while not interval.due(now_s, step_s) and steps < 100_000:
+    while not is_commit_due(now_s, step_s, cost_s, loss_s) and steps < 100_000:
         now_s, steps = now_s + step_s, steps + 1
     now_s += step_s  # the step that ends with it
     assert cost_s <= MAX_COST * now_s * 1.001 or now_s + step_s >= loss_s * 0.999 or steps == 100_000
@@ -31,10 +29,9 @@ def test_commits_take_their_share_or_lose_no_more_than_is_allowed(step_s: float,
 
 @given(SECONDS, st.floats(0.0, 0.5))
 def test_no_commit_waits_for_longer_than_it_has_to(step_s: float, cost_s: float) -> None:
-    interval = CommitInterval(1e9)
-    interval.record(5.0, cost_s)
-    assert interval.due(5.0 + cost_s / MAX_COST, step_s)
-    assert not interval.due(5.0 + cost_s / MAX_COST - 2 * step_s, step_s) or cost_s / MAX_COST <= step_s
+    wait_s = cost_s / MAX_COST
+    assert is_commit_due(wait_s, step_s, cost_s, 1e9)
+    assert not is_commit_due(wait_s - 2 * step_s, step_s, cost_s, 1e9) or wait_s <= step_s
 
 
 def _state(model: nn.Linear | None = None) -> TrainState:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.state.shared_folder import is_folder_shared
+from hvdtrain.state.folders import is_folder_shared
 from tests.support.thread_comm import ThreadComm, on_ranks
 
 
