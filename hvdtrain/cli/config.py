@@ -35,8 +35,7 @@ def _call(name: str, argv: list[str]) -> int:
     if file.exists() or file.is_symlink():  # before loading the task, which takes seconds
         raise ConfigError(f"{file} exists already", next_step="name another file, or move this one away")
 
-    from hvdtrain.config.commented import to_yaml
-    from hvdtrain.config.options import list_options
+    from hvdtrain.config.options import list_options, to_yaml
     from hvdtrain.config.parse import make_parser
     from hvdtrain.config.schema import Config
     from hvdtrain.durable import write_text

@@ -63,11 +63,7 @@ _RULES: Mapping[str, _Rule] = {
 
 
 def check_values(flat: Mapping[str, Any], config: Config) -> None:
-    """Check the values of the options that every run has.
-
-    Args:
-        flat: the values of `config` by name, such as ``train.steps``.
-        config: the options.
+    """Check the values of the options that every run has; `flat` has those of `config` by name: ``train.steps``.
 
     Errors:
         ConfigError: a value is out of range, or two options contradict each other.

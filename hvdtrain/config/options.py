@@ -1,17 +1,19 @@
-"""The options of training as a list, which help, completion and `hvdtrain config init` are made from."""
+"""The options of training as a list; help, completion and the file of `hvdtrain config init` made from it."""
 
 from __future__ import annotations
 
+import textwrap
 import types
 from argparse import ArgumentParser
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Union, get_args, get_origin
 
 import jsonargparse
 import yaml
 
 from hvdtrain.config.schema import Config
+from hvdtrain.yaml_file import yaml_text
 
 _TYPE_NAMES: Mapping[Any, str] = {
     bool: "true or false",
@@ -34,34 +36,27 @@ _METAVARS: Mapping[str, str] = {
     "observe.profile": "STEPS",
 }
 """Placeholders of options for which the last part of the name says nothing new."""
-_SECTIONS = (
-    *("", "model", "data", "train", "optimizer", "parallel"),
-    *("checkpoint", "loader", "elastic", "observe"),
-)
+_SECTIONS = ("", "model", "data", "train", "optimizer", "parallel", "checkpoint", "loader", "elastic", "observe")
 """The order in which a newcomer needs the sections. Other sections of a task come last."""
+
+_WIDTH = 110
+_HEAD = """\
+# Options of `hvdtrain train`, each with its default. Use: hvdtrain train --config FILE
+# Options on the command line override this file. You may delete lines that you do not change.
+"""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option of training.
+    """One option of training."""
 
-    Attributes:
-        name: the name after ``--``, such as ``train.steps``.
-        effect: the description from its docstring.
-        default: the default as YAML would give it.
-        required: True if it has no default.
-        values: the accepted values in words.
-        choices: all accepted values, if they are few.
-        metavar: the placeholder for its value in help.
-    """
-
-    name: str
-    effect: str
-    default: Any
-    required: bool
-    values: str
-    choices: tuple[str, ...]
-    metavar: str
+    name: str  # after ``--``, such as ``train.steps``
+    effect: str  # the description from its docstring
+    default: Any  # as YAML would give it
+    required: bool  # True if it has no default
+    values: str  # the accepted values in words
+    choices: tuple[str, ...]  # all accepted values, if they are few
+    metavar: str  # the placeholder for its value in help
 
     @property
     def section(self) -> str:
@@ -142,6 +137,25 @@ def plain_parser(options: Options) -> ArgumentParser:
     return made
 
 
+def to_yaml(options: Options, task: str) -> str:
+    """Return all options as YAML with their defaults, each below a comment; reading it gives these defaults.
+
+    `task` is the value to write for that option; `options` include those of the function that it names.
+    """
+    lines = [_HEAD]
+    before: list[str] = []
+    for option in options.options:
+        *sections, _ = option.name.split(".")
+        for depth, name in enumerate(sections):
+            path = sections[: depth + 1]
+            if path != before[: depth + 1]:
+                margin = "  " * depth
+                lines += ["", *_comment(options.titles.get(".".join(path), ""), margin), f"{margin}{name}:"]
+        before = sections
+        lines += _entry(replace(option, default=task) if option.name == "task" else option)
+    return "\n".join(lines) + "\n"
+
+
 def _order(option: Option) -> tuple[int, bool]:
     section = option.section.partition(".")[0]
     known = {field.name for field in fields(Config)}
@@ -201,3 +215,18 @@ def _in_words(hint: Any) -> str:
         return f"list of {_in_words(get_args(hint)[0])}"
     name = str(getattr(hint, "__name__", hint))
     return "anything" if name in ("Any", "None", "Untyped") else name
+
+
+def _entry(option: Option) -> list[str]:
+    *sections, name = option.name.split(".")
+    margin = "  " * len(sections)
+    effect, default, rest = " ".join(option.effect.split()).rpartition("(default: ")
+    about = f"{effect}({option.values}; default: {rest}" if default else f"{rest} ({option.values})".strip()
+    if option.required:  # an empty value would read as null, and hide that it is missing
+        return _comment(f"{about} (required) {name}: ...", margin)
+    value = yaml_text({name: option.default}, allow_unicode=True, width=1 << 20)
+    return [*_comment(about, margin), *(margin + line for line in value.splitlines())]
+
+
+def _comment(text: str, margin: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent=f"{margin}# ", subsequent_indent=f"{margin}# ")

@@ -31,7 +31,6 @@ from hvdtrain.yaml_file import flatten, read_yaml
 NOT_IDENTITY = ("run_dir", "resume", "log_level", "train.stop_at", "observe.")
 """Prefixes of options that may change when a run resumes."""
 
-
 _TYPE_WORDS = {
     "int": "a whole number",
     "float": "a number",
@@ -44,17 +43,11 @@ _TYPE_WORDS = {
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A config and the arguments of its task.
+    """A config and the arguments of its task."""
 
-    Attributes:
-        config: the options that every run has.
-        task_args: arguments for the task's function, by parameter name.
-        resolved: all options as plain values, as in `config.yaml`.
-    """
-
-    config: Config
-    task_args: Mapping[str, Any]
-    resolved: Mapping[str, Any]
+    config: Config  # the options that every run has
+    task_args: Mapping[str, Any]  # arguments for the task's function, by parameter name
+    resolved: Mapping[str, Any]  # all options as plain values, as in `config.yaml`
 
     def identity(self) -> str:
         """Return a hash. Two configs with the same hash may continue the same run."""

@@ -13,15 +13,10 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Window:
-    """Steps `first` to `last`, both included. Steps count from 1.
-
-    Attributes:
-        first: first step of the window.
-        last: last step of the window; None means the run's last. If it is below `first`, the window is empty and false.
-    """
+    """Steps `first` to `last`, both included. Steps count from 1."""
 
     first: int = 1
-    last: int | None = None
+    last: int | None = None  # None means the run's last. If it is below `first`, the window is empty and false
 
     def __contains__(self, step: int) -> bool:
         return self.first <= step and not self.is_over(step)
@@ -39,15 +34,11 @@ OFF = Window(last=0)
 
 
 def parse_window(text: str, option: str, *words: str) -> Window:
-    """Read a window of steps.
-
-    Args:
-        text: ``off``, ``all`` or ``FIRST:LAST``.
-        option: name of the option, for the error.
-        words: other values of the option, which the caller handles; for the error.
+    """Read a window of steps: ``off``, ``all`` or ``FIRST:LAST``.
 
     Errors:
-        ConfigError: it is none of these, FIRST is 0, or FIRST is after LAST.
+        ConfigError: it is none of these, FIRST is 0, or FIRST is after LAST. The message names `option`, and `words`,
+            its other values, which the caller handles.
     """
     if text in ("off", "all"):
         return OFF if text == "off" else ALL

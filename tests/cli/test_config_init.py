@@ -12,8 +12,7 @@ import pytest
 import yaml
 
 from hvdtrain.cli.config import main
-from hvdtrain.config.commented import to_yaml
-from hvdtrain.config.options import Options, list_options
+from hvdtrain.config.options import Options, list_options, to_yaml
 from hvdtrain.config.parse import make_parser, parse_argv
 from hvdtrain.config.schema import Config, ObserveConfig
 from hvdtrain.errors import ConfigError
