@@ -10,7 +10,7 @@ import json
 import mmap
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -26,23 +26,16 @@ BUILD_COMMAND = "hvdtrain build-horovod"
 class BuildRecord:
     """What the installed Horovod was built for. Unknown fields are None."""
 
-    version: str
-    """Full version of the distribution, including the local part."""
+    version: str  # full version of the distribution, including the local part
     torch: TorchBuild | None = None
     mpi: MpiBuild | None = None
     nccl: str | None = None
     has_mpi: bool | None = None
-    quiet: bool = False
-    """Whether its Timeline thread sleeps when idle, as in our builds; otherwise it keeps a core busy. Read from the
-    library."""
-    prompt: bool = False
-    """Whether its threads sleep until there is work, as in our builds; otherwise they poll once per cycle, or all the
-    time. Read from the library."""
-    fixed: bool = False
-    """Whether its bugs with lost and joining ranks are fixed, as in our builds; otherwise a rank may wait for a
-    timeout, deadlock or crash. Read from the library."""
-    source: str | None = None
-    """URL of the wheel it was installed from, if pip recorded it."""
+    # Read from the library; all are true of our builds.
+    quiet: bool = False  # its Timeline thread sleeps when idle; otherwise it keeps a core busy
+    prompt: bool = False  # its threads sleep until there is work; otherwise they poll once per cycle, or all the time
+    fixed: bool = False  # for lost and joining ranks; otherwise a rank may wait for a timeout, deadlock or crash
+    source: str | None = None  # URL of the wheel it was installed from, if pip recorded it
 
     @property
     def ours(self) -> bool:
@@ -67,11 +60,9 @@ def installed(path: Iterable[str] | None = None) -> BuildRecord | None:
     record = BuildRecord.from_version(distribution.version)
     direct = json.loads(distribution.read_text("direct_url.json") or "{}")
     package = Path(str(distribution.locate_file("horovod")))
-    return BuildRecord(
-        version=record.version,
+    return replace(
+        record,
         torch=record.torch or _torch_of_foreign(package),
-        mpi=record.mpi,
-        nccl=record.nccl,
         has_mpi=record.has_mpi if record.ours else _library_holds(package, b"libmpi"),
         quiet=bool(_library_holds(package, QUIET_MARK.encode())),
         prompt=all(_library_holds(package, mark.encode()) for mark in PROMPT_MARKS),

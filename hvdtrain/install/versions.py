@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 MPI_NAMES = {"openmpi": "Open MPI", "mpich": "MPICH", "intelmpi": "Intel MPI"}
 
-_TORCH_LABEL = re.compile(
-    r"torch(?P<version>\d[0-9a-z]*(?:\.(?:\d[0-9a-z]*|(?:dev|post|rc)\d+))*)\.(?P<flavour>cpu|cu\d+)(?:\.b(?P<build>[0-9a-z]+))?"
+_LABEL = re.compile(
+    r"torch(?P<torch>\d[0-9a-z]*(?:\.(?:\d[0-9a-z]*|(?:dev|post|rc)\d+))*)\.(?P<cuda>cpu|cu\d+)(?:\.b(?P<build>[0-9a-z]+))?"
+    r"\.(?P<flavour>openmpi|mpich|intelmpi)(?P<mpi>\d[0-9a-z]*(?:\.\d[0-9a-z]*)*)"
+    r"(?:\.nccl(?P<nccl>\d+(?:\.\d+)*))?"
 )
-_MPI_LABEL = re.compile(r"(?P<flavour>openmpi|mpich|intelmpi)(?P<version>\d[0-9a-z]*(?:\.\d[0-9a-z]*)*)")
 _VERSION_PATTERNS = (
     ("openmpi", re.compile(r"(?:Open MPI\)?|OpenRTE\)?)\s+v?(\d[\w.]*)")),
     ("intelmpi", re.compile(r"Intel\(R\) MPI Library\D*?(\d{4}[\d.]*)")),
@@ -99,18 +100,8 @@ class Label:
     @classmethod
     def parse(cls, text: str) -> Label | None:
         """Parse a label; None if the text is not a label."""
-        torch = _TORCH_LABEL.match(text)
-        if not torch:
+        found = _LABEL.fullmatch(text)
+        if not found:
             return None
-        rest = text[torch.end() :]
-        mpi = _MPI_LABEL.match(rest[1:]) if rest.startswith(".") else None
-        if not mpi:
-            return None
-        nccl = re.fullmatch(r"(?:\.nccl(\d+(?:\.\d+)*))?", rest[1 + mpi.end() :])
-        if not nccl:
-            return None
-        return cls(
-            TorchBuild(torch["version"], torch["flavour"], torch["build"] or ""),
-            MpiBuild(mpi["flavour"], mpi["version"]),
-            nccl[1],
-        )
+        torch = TorchBuild(found["torch"], found["cuda"], found["build"] or "")
+        return cls(torch, MpiBuild(found["flavour"], found["mpi"]), found["nccl"])
