@@ -16,19 +16,12 @@ PROC = Path("/proc")
 
 
 class ProcessStat(NamedTuple):
-    """Facts about one process.
+    """Facts about one process."""
 
-    Attributes:
-        state: the kernel's letter: T is stopped, Z a zombie, X dead.
-        session: number of the process that leads its session.
-        cpu_s: seconds of CPU time, its own and that of children it has waited for.
-        start_ticks: its start, in clock ticks since boot.
-    """
-
-    state: str
-    session: int
-    cpu_s: float
-    start_ticks: int
+    state: str  # the kernel's letter: T is stopped, Z a zombie, X dead
+    session: int  # number of the process that leads its session
+    cpu_s: float  # seconds of CPU time, its own and that of children it has waited for
+    start_ticks: int  # its start, in clock ticks since boot
 
 
 def read_stat(pid: int, root: Path = PROC) -> ProcessStat:

@@ -23,21 +23,13 @@ RawEvent = tuple[str, int, int, int, int]
 
 
 class Event(NamedTuple):
-    """A span that has ended.
+    """A span that has ended, by the recorder's clock."""
 
-    Attributes:
-        name: of the work.
-        track: of the trace; spans of one track follow each other or are nested.
-        start_ns: by the recorder's clock.
-        end_ns: by the recorder's clock.
-        step: its optimizer step, counted from 1; 0 before the first.
-    """
-
-    name: str
-    track: int
+    name: str  # of the work
+    track: int  # of the trace; spans of one track follow each other or are nested
     start_ns: int
     end_ns: int
-    step: int
+    step: int  # its optimizer step, counted from 1; 0 before the first
 
 
 class Listener(Protocol):
@@ -61,17 +53,12 @@ class Spans:
 
     A span is never nested in another of the same name. Any thread may call `open` and `idle_s`; only the training
     thread may call the other methods.
-
-    Attributes:
-        step: the current optimizer step, counted from 1; the training loop sets it.
-        listeners: called for each span.
-        labels: description of a track, if it has one: a bucket's name and parameters.
     """
 
     def __init__(self, clock: Callable[[], int] = time.perf_counter_ns, capacity: int = CAPACITY) -> None:
-        self.step = 0
-        self.listeners: list[Listener] = []
-        self.labels: dict[int, Mapping[str, Any]] = {}
+        self.step = 0  # the current optimizer step, counted from 1; the training loop sets it
+        self.listeners: list[Listener] = []  # called for each span
+        self.labels: dict[int, Mapping[str, Any]] = {}  # of a track that has one: a bucket's name and parameters
         self.now = clock
         self._events: deque[RawEvent] = deque(maxlen=capacity)
         self._spans: dict[str, _Span] = {}

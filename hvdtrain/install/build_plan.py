@@ -30,23 +30,18 @@ _BARE = ("--no-deps", "--no-build-isolation")  # Horovod's setup.py imports torc
 class BuildPlan:
     """The settings, files and commands of a build."""
 
-    version: str
-    """Version of the distribution: that of Horovod with our label."""
+    version: str  # of the distribution: that of Horovod with our label
     key: str
     label: Label
-    gpu: str
-    """nccl; copy: GPU tensors are copied through CPU memory; none: CPU tensors only."""
+    gpu: str  # nccl; copy: GPU tensors are copied through CPU memory; none: CPU tensors only
     cache: Path
-    environment: tuple[tuple[str, str], ...]
-    """Variables of the compilation."""
-    proof_environment: tuple[tuple[str, str], ...]
-    """Variables of the test."""
+    environment: tuple[tuple[str, str], ...]  # variables of the compilation
+    proof_environment: tuple[tuple[str, str], ...]  # variables of the test
     wrapper: str
     steps: tuple[Step, ...]
     sdist: Path
     wheel: Path
-    nccl_links: tuple[tuple[str, str], ...] = ()
-    """Symbolic links to create: (path in the scratch folder, target)."""
+    nccl_links: tuple[tuple[str, str], ...] = ()  # to create: (path in the scratch folder, target)
 
     @property
     def scratch(self) -> Path:

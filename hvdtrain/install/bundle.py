@@ -34,29 +34,18 @@ ROOTS = ("pip", "setuptools", "wheel", "cmake", OPEN_MPI, f"hvdtrain[{EXTRAS}]")
 
 @dataclass(frozen=True)
 class Source:
-    """The inputs of a bundle.
+    """The inputs of a bundle."""
 
-    Attributes:
-        project: folder with hvdtrain's setup.cfg and constraints.txt.
-        cached_sdist: Horovod's source in the cache of builds; it may be missing.
-        log: file for the output of pip.
-        environ: environment of this process.
-    """
-
-    project: Path
-    cached_sdist: Path
-    log: Path
+    project: Path  # folder with hvdtrain's setup.cfg and constraints.txt
+    cached_sdist: Path  # Horovod's source in the cache of builds; it may be missing
+    log: Path  # file for the output of pip
     environ: Mapping[str, str]
 
 
 def make(source: Source, out: Path, target: Target, say: Say) -> int:
     """Make a bundle, or complete an interrupted one, and return its size in bytes.
 
-    Args:
-        source: its inputs.
-        out: its folder: new, empty, or a bundle for the same target.
-        target: the target machines.
-        say: prints a line.
+    The folder `out` is new, empty, or a bundle for the same target.
 
     Raises:
         BuildError: a package cannot be fetched or written, or the folder contains something else.

@@ -33,19 +33,12 @@ that has joined executes no cached allgather or alltoall."""
 
 @dataclass(frozen=True)
 class Change:
-    """A header that is included first when a certain source of Horovod is compiled.
+    """A header that is included first when a certain source of Horovod is compiled."""
 
-    Attributes:
-        source: end of the source's path.
-        read: sha256 of the known versions of the source. Other versions are compiled unchanged.
-        header: file in this folder. Its first lines explain the change and why it is safe.
-        mark: text that the library contains only if the header took effect.
-    """
-
-    source: str
-    read: tuple[str, ...]
-    header: str
-    mark: str
+    source: str  # end of the source's path
+    read: tuple[str, ...]  # sha256 of the known versions of the source. Other versions are compiled unchanged
+    header: str  # file in this folder. Its first lines explain the change and why it is safe
+    mark: str  # text that the library contains only if the header took effect
 
     def applies(self, argument: str) -> bool:
         """Tell whether an argument of the compiler is this source in a known version."""

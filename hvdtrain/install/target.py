@@ -17,17 +17,11 @@ _FORMER_NAMES = {17: "manylinux2014", 12: "manylinux2010", 5: "manylinux1"}
 
 @dataclass(frozen=True)
 class Target:
-    """The target machines of a bundle.
+    """The target machines of a bundle."""
 
-    Attributes:
-        python: version, such as ``3.11``.
-        platform: oldest glibc and processor, such as ``manylinux_2_28_x86_64``.
-        torch: version, optionally with its local part: ``2.13.0+cpu``.
-    """
-
-    python: str
-    platform: str
-    torch: str
+    python: str  # version, such as ``3.11``
+    platform: str  # oldest glibc and processor, such as ``manylinux_2_28_x86_64``
+    torch: str  # version, optionally with its local part: ``2.13.0+cpu``
 
     def __post_init__(self) -> None:
         """Check Python and platform.

@@ -38,10 +38,8 @@ class BaseInterpreter:
 
     executable: str
     prefix: str
-    shared_folders: tuple[str, ...] = ()
-    """Folders of its packages if it has torch, which the environment then uses."""
-    packages: tuple[str, ...] = ()
-    """Names of these packages."""
+    shared_folders: tuple[str, ...] = ()  # of its packages if it has torch, which the environment then uses
+    packages: tuple[str, ...] = ()  # names of these packages
     has_mpi: bool = False
 
 

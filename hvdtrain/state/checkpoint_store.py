@@ -31,17 +31,11 @@ _NAME = re.compile(r"step-(\d{6,})(?:\.(\d+))?")
 
 @dataclass(frozen=True, order=True)
 class Saved:
-    """A checkpoint on disk, possibly damaged.
+    """A checkpoint on disk, possibly damaged."""
 
-    Attributes:
-        step: optimizer steps done.
-        again: how often the step was saved before, which a resume from an earlier checkpoint causes.
-        path: its directory.
-    """
-
-    step: int
-    again: int
-    path: Path
+    step: int  # optimizer steps done
+    again: int  # how often the step was saved before, which a resume from an earlier checkpoint causes
+    path: Path  # its directory
 
 
 class CheckpointStore:

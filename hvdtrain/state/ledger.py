@@ -25,37 +25,21 @@ _NAME = re.compile(r"start-(\d{4,})\.rank-(\d{5,})\.jsonl")
 
 @dataclass(frozen=True)
 class StartHeader:
-    """Description of a start: of a command, a round of an elastic job, or a roll back.
+    """Description of a start: of a command, a round of an elastic job, or a roll back."""
 
-    Attributes:
-        start: its number, counted from 0.
-        why: started, round, or rolled_back.
-        from_step: the step that it resumes from.
-        position: position in the stream after that step.
-        size: number of ranks.
-        rank: rank of this file.
-        host: host of that rank.
-        seed: seed of the sample order.
-        global_batch: samples per step.
-        micro_batch: samples per forward pass.
-        samples: samples per epoch.
-        data_id: see `Task`.
-        left_out: ranges [begin, end) of positions that are skipped on purpose, in order.
-    """
-
-    start: int
-    why: str
-    from_step: int
-    position: int
-    size: int
-    rank: int
-    host: str
-    seed: int
-    global_batch: int
-    micro_batch: int
-    samples: int
-    data_id: str
-    left_out: list[list[int]] = field(default_factory=list)
+    start: int  # its number, counted from 0
+    why: str  # started, round, or rolled_back
+    from_step: int  # the step that it resumes from
+    position: int  # position in the stream after that step
+    size: int  # number of ranks
+    rank: int  # rank of this file
+    host: str  # host of that rank
+    seed: int  # seed of the sample order
+    global_batch: int  # samples per step
+    micro_batch: int  # samples per forward pass
+    samples: int  # samples per epoch
+    data_id: str  # see `Task`
+    left_out: list[list[int]] = field(default_factory=list)  # positions [begin, end) skipped on purpose, in order
 
 
 def ledger_file_name(start: int, rank: int) -> str:

@@ -67,25 +67,15 @@ def write_shard(
 
 @dataclass(frozen=True)
 class ShardedWrite:
-    """One attempt of a rank to write its part of a checkpoint. Runs in any thread, without collectives.
+    """One attempt of a rank to write its part of a checkpoint. Runs in any thread, without collectives."""
 
-    Attributes:
-        folder: the temporary folder.
-        step: optimizer steps done.
-        count: number of writers, including this rank.
-        own_state: returns the tensors that this rank writes, with the values of the whole state.
-        others: number of tensors that the other ranks write.
-        notes: values for the manifest.
-        keep: number of newest checkpoints to keep; None for all.
-    """
-
-    folder: Path
-    step: int
-    count: int
-    own_state: Callable[[], StateDict]
-    others: int
-    notes: Mapping[str, Any]
-    keep: int | None
+    folder: Path  # the temporary folder
+    step: int  # optimizer steps done
+    count: int  # number of writers, including this rank
+    own_state: Callable[[], StateDict]  # returns this rank's tensors, with the values of the whole state
+    others: int  # number of tensors that the other ranks write
+    notes: Mapping[str, Any]  # values for the manifest
+    keep: int | None  # number of newest checkpoints to keep; None for all
 
     def write_on_rank_0(self, store: CheckpointStore, progress: Callable[[], None], abandoned: threading.Event) -> str:
         """Write, wait for the other ranks, complete the checkpoint and return its name.

@@ -62,15 +62,10 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True)
 class FileDigest:
-    """Size and checksum of a file when it was written.
-
-    Attributes:
-        size_bytes: size of the file.
-        checksum: hexadecimal.
-    """
+    """Size and checksum of a file when it was written."""
 
     size_bytes: int
-    checksum: str
+    checksum: str  # hexadecimal
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], progress: Callable[[], None]) -> FileDigest:

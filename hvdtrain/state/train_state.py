@@ -15,31 +15,18 @@ from hvdtrain.errors import CheckpointError, TaskError
 
 @dataclass
 class Progress:
-    """The progress of a run.
+    """The progress of a run."""
 
-    Attributes:
-        step: optimizer steps done, including skipped ones.
-        position: samples consumed.
-        skipped: number of steps with a loss or gradient that was not finite.
-        skipped_in_row: number of these at the end.
-        samples: samples per epoch.
-        data_id: see `Task`.
-        losses: losses of the newest applied steps, from which a loss spike is detected.
-        left_out: ranges [begin, end) of positions that roll backs have skipped, in order.
-        rolled_back: steps that were rolled back because of them.
-        lr: learning rate of the last step in the optimizer's first group; 0 before, and in older checkpoints.
-    """
-
-    step: int = 0
-    position: int = 0
-    skipped: int = 0
-    skipped_in_row: int = 0
-    samples: int = 0
-    data_id: str = ""
-    losses: list[float] = field(default_factory=list)
-    left_out: list[list[int]] = field(default_factory=list)
-    rolled_back: list[int] = field(default_factory=list)
-    lr: float = 0.0
+    step: int = 0  # optimizer steps done, including skipped ones
+    position: int = 0  # samples consumed
+    skipped: int = 0  # number of steps with a loss or gradient that was not finite
+    skipped_in_row: int = 0  # number of these at the end
+    samples: int = 0  # samples per epoch
+    data_id: str = ""  # see `Task`
+    losses: list[float] = field(default_factory=list)  # of the newest applied steps, to detect a loss spike
+    left_out: list[list[int]] = field(default_factory=list)  # positions [begin, end) that roll backs skipped, in order
+    rolled_back: list[int] = field(default_factory=list)  # steps that were rolled back because of them
+    lr: float = 0.0  # of the last step in the optimizer's first group; 0 before, and in older checkpoints
 
 
 class Exchange(Protocol):
@@ -67,12 +54,10 @@ class Exchange(Protocol):
 
 @dataclass(frozen=True)
 class StateDict:
-    """A state: tensors by group and name, and plain values.
+    """A state: tensors by group and name, and plain values that JSON supports.
 
-    Attributes:
-        tensors: {"model": {name: tensor}, "optimizer": {"name/slot": tensor}, "exchange": {"name/kind": tensor}}; the
-            last group only if it is not empty.
-        values: values that JSON supports.
+    The groups: {"model": {name: tensor}, "optimizer": {"name/slot": tensor}, "exchange": {"name/kind": tensor}}; the
+    last one only if it is not empty.
     """
 
     tensors: Mapping[str, Mapping[str, Tensor]]
@@ -86,21 +71,13 @@ class StateDict:
 
 @dataclass
 class TrainState:
-    """The parts of a run that training changes.
-
-    Attributes:
-        model: model with its parameters and buffers.
-        optimizer: optimizer. Its state is saved by parameter name, independent of groups, order and world size.
-        scaler: loss scaler of fp16.
-        progress: progress of the run.
-        exchange: exchange of gradients, synchronized before it is saved; None if there is none.
-    """
+    """The parts of a run that training changes."""
 
     model: nn.Module
-    optimizer: Optimizer
-    scaler: torch.amp.GradScaler
+    optimizer: Optimizer  # its state is saved by parameter name, independent of groups, order and world size
+    scaler: torch.amp.GradScaler  # loss scaler of fp16
     progress: Progress
-    exchange: Exchange | None = None
+    exchange: Exchange | None = None  # synchronized before it is saved
 
     def state_dict(self) -> StateDict:
         """Return the state without copying tensors."""
