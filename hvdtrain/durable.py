@@ -26,9 +26,7 @@ def fsync_folder(folder: Path) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write a file completely or not at all. An error leaves no temporary file.
 
-    Errors:
-        OSError: the file cannot be written.
-        UnicodeEncodeError: `text` cannot be encoded as UTF-8.
+    Errors: OSError; UnicodeEncodeError if `text` cannot be encoded as UTF-8.
     """
     temporary = path.with_name(f".{path.name}.writing")
     try:

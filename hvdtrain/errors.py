@@ -40,14 +40,10 @@ class HvdtrainError(Exception):
         expected: a correct value or state.
         found: the actual value or state.
         next_step: the command or change that solves the problem.
-
-    Attributes:
-        everywhere: every rank raises this same error, so that one rank reports it for all.
-        consequence: it only reports an error of another rank, which that rank raises itself.
     """
 
-    everywhere = False
-    consequence = False
+    everywhere = False  # every rank raises this same error, so that one rank reports it for all
+    consequence = False  # it only reports an error of another rank, which that rank raises itself
 
     def __init__(
         self, what: str, *, expected: str | None = None, found: str | None = None, next_step: str | None = None

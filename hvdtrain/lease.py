@@ -22,20 +22,12 @@ _SILENT_BEATS = 4
 
 
 class Lease:
-    """A lease, held until `release` or the end of the process.
-
-    Args:
-        path: its file.
-        who: content of the file, which identifies the holder.
-
-    Attributes:
-        lost: another process has taken the lease, because this one was suspended or the file system hung.
-    """
+    """A lease, held until `release` or the end of the process. The file has `who`, which identifies the holder."""
 
     def __init__(self, path: Path, who: dict[str, Any]) -> None:
         self._path = path
         self._who = who
-        self.lost = False
+        self.lost = False  # another process has taken it, because this one was suspended or the file system hung
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
         self._thread.start()
@@ -66,17 +58,10 @@ class Lease:
 
 
 def take_lease(path: Path, wait: Callable[[float], None] = time.sleep) -> Lease | None:
-    """Take the lease of the file `path`; None where a living process holds it.
+    """Take the lease of the file `path`; None where a living process holds it. Errors: OSError if it cannot be written.
 
     A holder on this host is looked up among the processes. Of one elsewhere only the file is visible: it is observed
     for up to `_SILENT_BEATS` * `BEAT_S` seconds, only by its content, as the clocks of two hosts may differ.
-
-    Args:
-        path: of the file.
-        wait: for this many seconds.
-
-    Errors:
-        OSError: the file cannot be written.
     """
     found = _read(path)
     if path.exists():

@@ -12,13 +12,9 @@ from hvdtrain.errors import HvdtrainError
 
 
 def load(spec: str, error: type[HvdtrainError], expected: str, folder: Path = Path()) -> Any:
-    """Return the function or class that `spec` names.
+    """Return the function or class that `spec` names, ``file.py:name`` (relative to `folder`) or ``module:name``.
 
-    Args:
-        spec: ``file.py:name`` or ``module:name``.
-        error: class of the error if there is no such function; the message lists the existing ones.
-        expected: the expected kind of function, for that error.
-        folder: the folder that file names are relative to.
+    Raises `error` if there is none. The message says which kind of function is `expected`, and lists the existing ones.
     """
     place, colon, name = spec.rpartition(":")
     if not colon or not place.strip(".") or not name:

@@ -27,9 +27,7 @@ class ProcessStat(NamedTuple):
 def read_stat(pid: int, root: Path = PROC) -> ProcessStat:
     """Read the facts about a process.
 
-    Errors:
-        FileNotFoundError, ProcessLookupError: there is no such process.
-        OSError: it cannot be read, for example because this process has no file descriptor left.
+    Errors: FileNotFoundError or ProcessLookupError if there is none; OSError, as without a free file descriptor.
     """
     text = (root / str(pid) / "stat").read_text(errors="replace")
     fields = text.rpartition(")")[2].split()  # the field before, the program's name, may hold blanks and brackets

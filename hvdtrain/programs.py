@@ -33,14 +33,8 @@ def run_program(
     """Run a program without stdin, in a session of its own, and capture its output as text.
 
     On a timeout or an exception, such as KeyboardInterrupt, the program's process group is killed. mpirun starts groups
-    of its own; it needs `end_s` to end them.
-
-    Args:
-        argv: the command line.
-        timeout_s: None for no limit.
-        env: the whole environment (default: that of this process).
-        folder: the working directory (default: that of this process).
-        end_s: how long the program gets after SIGTERM, to end its own children, before it is killed.
+    of its own; to end them it gets `end_s` seconds after SIGTERM, before it is killed. The default of `env`, the whole
+    environment, and of `folder` are those of this process.
 
     Errors:
         OSError: it cannot be started; TimeoutError, a subclass, where it does not end in time.

@@ -12,8 +12,7 @@ from typing import BinaryIO
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file, or a link to one, for reading.
 
-    Errors:
-        OSError: it cannot be opened, or is no regular file; `strerror` names the kind.
+    Errors: OSError if it cannot be opened, or is no regular file; `strerror` names the kind.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # does not block on a FIFO
     try:

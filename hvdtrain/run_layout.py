@@ -63,11 +63,7 @@ class RunLayout:
         return self.journal.is_file()
 
     def read_config(self) -> dict[str, Any]:
-        """Read the resolved options.
-
-        Errors:
-            ConfigError: the file is missing or damaged.
-        """
+        """Read the resolved options. Errors: ConfigError if the file is missing or damaged."""
         from hvdtrain.yaml_file import read_yaml  # PyYAML takes 30 ms
 
         return read_yaml(self.config)

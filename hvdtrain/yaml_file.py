@@ -44,8 +44,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the options in a YAML file.
 
-    Errors:
-        ConfigError: it cannot be read, is not YAML, has a duplicate key, is nested too deeply, or is not a mapping.
+    Errors: ConfigError if it cannot be read, is not YAML or no mapping, has a duplicate key, or is nested too deeply.
     """
     try:
         loader = yaml.SafeLoader(read_regular(path).decode("utf-8"))

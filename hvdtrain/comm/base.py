@@ -28,21 +28,15 @@ class Comm(Protocol):
     Collectives are matched by ``name``: every rank calls the same names with the same shapes and dtypes, in any order.
     Two collectives that run at the same time have different names. Do not touch a tensor until `wait` of its handle
     returns.
-
-    Attributes:
-        rank: this process, 0 to size - 1.
-        size: number of processes.
-        local_rank: index of this process on its host. Not a device index where each rank sees one GPU.
-        local_size: number of processes on this host.
-        in_flight: names of the collectives that this rank has started and not yet waited for, with `time.monotonic` of
-            the start; other threads read it.
     """
 
+    rank: int  # this process, 0 to size - 1
+    size: int  # number of processes
+    local_rank: int  # index of this process on its host. Not a device index where each rank sees one GPU
+    local_size: int  # number of processes on this host
+    # Names of the collectives that this rank has started and not yet waited for, with `time.monotonic` of the start;
+    # other threads read it.
     in_flight: dict[str, float]
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
 
     def allreduce(self, tensor: Tensor, *, name: str) -> Handle:
         """Sum over ranks, in place; the result is `tensor` itself. Collective: yes."""
@@ -81,13 +75,9 @@ class Comm(Protocol):
 
 @runtime_checkable
 class TimelineComm(Protocol):
-    """A communicator with collectives that Horovod can record.
+    """A communicator with collectives that Horovod can record."""
 
-    Attributes:
-        started_threads: the kernel's ids of Horovod's threads.
-    """
-
-    started_threads: frozenset[int]
+    started_threads: frozenset[int]  # the kernel's ids of Horovod's threads
 
     def start_timeline(self, path: Path) -> None:
         """Record into `path` from now on. Affects only rank 0."""

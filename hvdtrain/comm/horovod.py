@@ -80,8 +80,7 @@ class HorovodHandle:
     def wait(self) -> Tensor:
         """Block until the collective is complete and return its result.
 
-        Errors:
-            JoinedError: a rank has joined, and this is not a sum.
+        Errors: JoinedError if a rank has joined, and this is not a sum.
         """
         if self._result is None:
             try:
@@ -106,9 +105,6 @@ class HorovodComm:
 
     Args:
         process_set: a subset of the ranks that contains this one; rank and size are those within it (default: all).
-
-    Attributes:
-        started_threads: the kernel's ids of Horovod's threads.
     """
 
     def __init__(self, process_set: Any = hvd.global_process_set) -> None:
@@ -156,8 +152,7 @@ class HorovodComm:
     def start_timeline(self, path: Path) -> None:
         """Record Horovod's Timeline into `path`, truncating it; return when it is open. Affects only rank 0.
 
-        Errors:
-            HorovodError: HOROVOD_TIMELINE=DYNAMIC was not set when Horovod was initialised.
+        Errors: HorovodError if HOROVOD_TIMELINE=DYNAMIC was not set when Horovod was initialised.
         """
         try:
             hvd.start_timeline(str(path))
@@ -170,8 +165,7 @@ class HorovodComm:
     def stop_timeline(self) -> None:
         """Stop recording; return when everything is written and the file is closed. Affects only rank 0.
 
-        Errors:
-            HorovodError: Horovod was shut down in between, which closed the file too.
+        Errors: HorovodError if Horovod was shut down in between, which closed the file too.
         """
         try:
             hvd.stop_timeline()

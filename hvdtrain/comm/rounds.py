@@ -30,22 +30,13 @@ _AGAIN_S = 0.05
 
 
 class Rounds(ABC):
-    """How a process joins other ranks, and notices changes among them. Collective: yes, from one round to the next.
+    """How a process joins other ranks, and notices changes among them."""
 
-    Args:
-        process: this process, by its communicator or its environment.
-
-    Attributes:
-        elastic: whether there may be more than one round.
-        local_rank: index of this process on its host, constant: it uses the device with this number.
-        local_size: upper bound of the processes on this host.
-    """
-
-    elastic = True
+    elastic = True  # whether there may be more than one round
 
     def __init__(self, process: Comm | RankInfo) -> None:
-        self.local_rank = process.local_rank
-        self.local_size = process.local_size
+        self.local_rank = process.local_rank  # constant: this process uses the device with this number
+        self.local_size = process.local_size  # upper bound of the processes on this host
 
     @abstractmethod
     def enter(self, why: str, text: str = "", step: int = -1) -> Comm:
@@ -108,9 +99,6 @@ class StockRounds(Rounds):
     A round is one rendezvous of Horovod. The first one is joined at once. Running ranks wait for the others without a
     timeout in a collective, but not in Horovod's initialisation. Of a lost rank only Horovod knows, and fails in the
     next collective. Its driver does not monitor progress, and looks only at exit codes.
-
-    Args:
-        comm: the ranks of the first round.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -158,12 +146,7 @@ class StockRounds(Rounds):
 
 
 class DriverRounds(Rounds):
-    """A job of hvdtrain's own elastic driver.
-
-    Args:
-        client: this process's connection to the driver.
-        info: its rank by the environment, before the first round.
-    """
+    """A job of hvdtrain's own elastic driver. `info` is from the environment, before the first round."""
 
     def __init__(self, client: DriverClient, info: RankInfo) -> None:
         super().__init__(info)

@@ -98,8 +98,7 @@ def make_parser(task_function: Callable[..., Any] | None) -> ArgumentParser:
 def parse_argv(argv: Sequence[str], task_function: Callable[..., Any] | None) -> RunConfig:
     """Parse a command line.
 
-    Errors:
-        ConfigError: an option is unknown (the message names the nearest), or a value is invalid.
+    Errors: ConfigError if an option is unknown (the message names the nearest), or a value is invalid.
     """
     parser = make_parser(task_function)
     paths = _values("--config", argv)

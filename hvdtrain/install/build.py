@@ -27,11 +27,7 @@ from hvdtrain.install.steps import Say, Step, run, timed
 def build(plan: BuildPlan, environ: Mapping[str, str], say: Say, progress: Say = lambda text: None) -> None:
     """Run the remaining steps of a plan. Afterwards its wheel is installed and tested.
 
-    Args:
-        plan: from `build_plan.plan`.
-        environ: environment of this process.
-        say: prints a line.
-        progress: prints a text over the previous one, during a long step.
+    `say` prints a line; `progress` prints a text over the previous one, during a long step.
 
     Raises:
         BuildError: a step failed. The log has details.
@@ -65,11 +61,7 @@ def _is_installed(plan: BuildPlan, record: BuildRecord | None) -> bool:
 
 
 def check_sdist(path: Path) -> None:
-    """Check that a file is the released source of Horovod.
-
-    Raises:
-        BuildError: it is another file, or missing.
-    """
+    """Check that a file is the released source of Horovod. Errors: BuildError if it is another file, or missing."""
     found = digest(path)
     if found != SDIST_SHA256:
         raise BuildError(

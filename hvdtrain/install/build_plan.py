@@ -72,11 +72,7 @@ class BuildPlan:
 
 
 def plan(probe: Probe, gpu: str = "auto") -> BuildPlan:
-    """Plan a build.
-
-    Args:
-        probe: the gathered facts.
-        gpu: ``nccl``, ``none``, or ``auto``: nccl if torch has CUDA and there is a CUDA toolkit.
+    """Plan a build. With `gpu` auto it uses nccl if torch has CUDA and there is a CUDA toolkit.
 
     Raises:
         BuildError: a prerequisite is missing. The error names it and the command that installs it.

@@ -71,11 +71,7 @@ def make(source: Source, out: Path, target: Target, say: Say) -> int:
 
 
 def require_project(project: Path) -> None:
-    """Check that the sources of hvdtrain exist, which a bundle needs.
-
-    Raises:
-        BuildError: some are missing.
-    """
+    """Check that the sources of hvdtrain exist, which a bundle needs. Errors: BuildError if some are missing."""
     missing = [name for name in ("setup.cfg", "constraints.txt") if not (project / name).is_file()]
     if missing:
         raise BuildError(

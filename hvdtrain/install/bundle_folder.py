@@ -51,8 +51,7 @@ class BundleFolder:
     def locked(self, target: Target) -> Iterator[None]:
         """Lock the folder for this process, and reserve it for one target.
 
-        Raises:
-            BuildError: another process has locked it, or it contains something else.
+        Errors: BuildError if another process has locked it, or it contains something else.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.path, os.O_RDONLY)  # the kernel closes it even after kill -9

@@ -39,16 +39,10 @@ def pins(text: str, markers: Mapping[str, str]) -> dict[str, str]:
 def closure(
     roots: Sequence[str], pinned: Mapping[str, str], markers: Mapping[str, str], fetch: Fetch
 ) -> dict[str, Path]:
-    """Fetch the requested packages and all their dependencies.
+    """Fetch the requested packages and all their dependencies, and return a wheel by each name.
 
-    Args:
-        roots: requirements. Those of an earlier root precede the pins and those of a later root.
-        pinned: versions by name. A pin that a requirement excludes is ignored.
-        markers: environment markers of the target.
-        fetch: fetches the wheel of a requirement.
-
-    Returns:
-        A wheel by each name.
+    The requirements of an earlier root precede the pins and the requirements of a later root. A pin that a requirement
+    excludes is ignored.
 
     Raises:
         BuildError: two packages have incompatible requirements.

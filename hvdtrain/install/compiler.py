@@ -112,13 +112,10 @@ def digest() -> str:
 
 
 def rewrite(arguments: Sequence[str], standard: str, relocations: Sequence[tuple[str, str]]) -> list[str]:
-    """Return the arguments for the real compiler.
+    """Return the arguments for the real compiler, from those of CMake.
 
-    Args:
-        arguments: arguments from CMake, without the program.
-        standard: C++ standard, such as ``c++20``.
-        relocations: (folder, replacement) pairs for run paths below a folder. The first match counts. An empty
-            replacement removes the run path.
+    `standard` is such as ``c++20``. `relocations` are (folder, replacement) pairs for run paths below a folder. The
+    first match counts. An empty replacement removes the run path.
     """
     if any(mark in argument for argument in arguments for mark in _NVCC_MARKS):
         return list(arguments)  # nvcc has prepared the code for the standard in its arguments

@@ -22,13 +22,7 @@ _EPOCH = "315532800"  # 1980-01-01, the earliest date of a zip file. A fixed dat
 
 
 class Pip:
-    """The pip of the running interpreter, with the user's settings.
-
-    Args:
-        environ: environment of this process.
-        folder: folder for its files, on the disk of the bundle.
-        log: file for its output.
-    """
+    """The pip of the running interpreter, with the user's settings. `folder` is for its files, on the bundle's disk."""
 
     def __init__(self, environ: Mapping[str, str], folder: Path, log: TextIO) -> None:
         self.folder = folder.absolute()
@@ -40,8 +34,7 @@ class Pip:
     def download(self, requirement: Requirement, target: Target) -> Path:
         """Fetch the wheel of a requirement for a target.
 
-        Raises:
-            BuildError: there is none, or the registry cannot be reached.
+        Errors: BuildError if there is none, or the registry cannot be reached.
         """
         flags = ["--no-deps", "--only-binary", ":all:", "--implementation", "cp", "--abi", target.abi]
         flags += ["--python-version", target.python]
@@ -85,12 +78,7 @@ class Pip:
         return (sys.executable, "-m", "pip", *words)
 
     def _run(self, step: Step) -> None:
-        """Run pip.
-
-        Raises:
-            BuildError: pip failed.
-            OSError: pip failed because the disk is full.
-        """
+        """Run pip. Errors: BuildError if it failed; OSError if that was because the disk is full."""
         try:
             run(step, self._environ, self.folder, self._log, lambda text: None)
         except BuildError as error:

@@ -53,13 +53,8 @@ def start_variables(flavour: str, major: int, *, is_root: bool, remote_shell: bo
     """Return what mpirun needs to start ranks on this host; nothing for other MPIs.
 
     Without ssh and rsh Open MPI 4 starts nothing (its issue 12386), and Open MPI 5.0.11 gives this host no more slots
-    than it has cores, whatever ``--host`` says. Both accept any existing program, as they never call it.
-
-    Args:
-        flavour: of the MPI, such as openmpi.
-        major: its major version.
-        is_root: whether the user is root.
-        remote_shell: whether mpirun finds ssh or rsh, or does not need them.
+    than it has cores, whatever ``--host`` says. Both accept any existing program, as they never call it. `remote_shell`
+    is true if mpirun finds ssh or rsh, or does not need them.
     """
     if flavour != "openmpi":
         return {}

@@ -30,11 +30,7 @@ class Ready:
 
 
 def check_prerequisites(probe: Probe, gpu: str) -> Ready:
-    """Check all prerequisites.
-
-    Raises:
-        BuildError: names the first one that is missing.
-    """
+    """Check all prerequisites. Errors: BuildError, which names the first one that is missing."""
     if probe.torch is None:
         raise BuildError("torch is not installed, and Horovod is built for it.", next_step="pip install torch==2.13.0")
     if probe.torch.rocm:

@@ -51,11 +51,7 @@ def environment(probe: Probe) -> dict[str, str]:
 
 
 def check_output(output: str) -> None:
-    """Check the sum that rank 0 printed.
-
-    Raises:
-        BuildError: the sum is wrong, was not computed with MPI, or is missing.
-    """
+    """Check the sum that rank 0 printed. Errors: BuildError if it is wrong, missing, or was not computed with MPI."""
     lines = [line.partition(_MARK)[2] for line in output.splitlines() if _MARK in line]
     expected = {"size": RANKS, "mpi": True, "total": [value * RANKS * (RANKS + 1) / 2 for value in _VALUES]}
     found: Mapping[str, object] = json.loads(lines[0]) if lines else {}

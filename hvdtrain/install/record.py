@@ -72,13 +72,9 @@ def installed(path: Iterable[str] | None = None) -> BuildRecord | None:
 
 
 def check(*, by_mpi: bool = True) -> None:
-    """Check that the installed Horovod can run here. Call it before importing Horovod.
+    """Check that the installed Horovod can run here. Call it before importing Horovod. Errors: see `check_record`.
 
-    Args:
-        by_mpi: whether the ranks use MPI, as under mpirun, or Gloo.
-
-    Raises:
-        HorovodError: as in `check_record`.
+    `by_mpi`: whether the ranks use MPI, as under mpirun, or Gloo.
     """
     torch = find_torch()
     if torch is None:
@@ -89,8 +85,7 @@ def check(*, by_mpi: bool = True) -> None:
 def check_record(record: BuildRecord | None, torch: TorchBuild, *, by_mpi: bool = True) -> None:
     """Check that Horovod was built for this torch, and with MPI if needed.
 
-    Raises:
-        HorovodError: it is missing, built for another torch, or without MPI.
+    Errors: HorovodError if it is missing, built for another torch, or without MPI.
     """
     if record is None:
         raise HorovodError("Horovod is not installed.", expected=f"Horovod built for {torch}", next_step=BUILD_COMMAND)

@@ -55,17 +55,9 @@ class Step:
 
 
 def run(step: Step, environ: Mapping[str, str], folder: Path, log: TextIO, progress: Say) -> str:
-    """Run a step and return its output.
+    """Run a step with this whole environment in this folder, and return its output, which also goes to the log.
 
-    Args:
-        step: the command.
-        environ: its complete environment.
-        folder: its working directory.
-        log: file for the command line and the output.
-        progress: prints a text whenever the command prints a percentage.
-
-    Raises:
-        BuildError: the exit code is not 0.
+    `progress` prints a text whenever the command prints a percentage. Errors: BuildError if the exit code is not 0.
     """
     lines: list[str] = []
     log.write(f"$ {shlex.join(step.argv)}\n")

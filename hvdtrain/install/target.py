@@ -24,11 +24,7 @@ class Target:
     torch: str  # version, optionally with its local part: ``2.13.0+cpu``
 
     def __post_init__(self) -> None:
-        """Check Python and platform.
-
-        Raises:
-            BuildError: the Python is invalid or too old, or the platform is not Linux with glibc.
-        """
+        """Check Python and platform. Errors: BuildError."""
         python = re.fullmatch(r"3\.(\d+)", self.python)
         if not python or int(python[1]) < _OLDEST_PYTHON:
             raise BuildError(
@@ -97,11 +93,7 @@ def this_python() -> str:
 
 
 def this_platform() -> str:
-    """Return the platform of this machine.
-
-    Raises:
-        BuildError: it has no glibc, which torch's wheels need.
-    """
+    """Return the platform of this machine. Errors: BuildError if it has no glibc, which torch's wheels need."""
     try:
         library = os.confstr("CS_GNU_LIBC_VERSION") or ""  # glibc 2.36
     except (OSError, ValueError):

@@ -69,11 +69,7 @@ def is_current(project: Path, venv: Path) -> bool:
 def install(project: Path, venv: Path, environ: Mapping[str, str], say: Say) -> None:
     """Create or update the environment, except for Horovod.
 
-    Args:
-        project: folder of setup.cfg and constraints.txt.
-        venv: folder of the environment. It is created again if another interpreter created it, or it is incomplete.
-        environ: environment of this process.
-        say: prints a line.
+    It is created again if another interpreter created it, or it is incomplete. `project` has the pins.
 
     Raises:
         BuildError: something is missing, or a command failed.

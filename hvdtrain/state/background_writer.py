@@ -38,14 +38,11 @@ class CheckpointWriter:
     save that is due earlier is a retry, too. Its failure is reported only if the reason is different.
 
     Args:
-        comm: the ranks.
         store: the store on rank 0; None elsewhere.
         keep: see `CheckpointStore.remove_old`.
-        event: records an event; called on the training thread.
-        warn: shows a warning; called on the training thread.
+        event, warn: record an event, and show a warning; called on the training thread.
         touch: called on the training thread while it waits and the write makes progress.
         min_bytes: least bytes that a rank writes.
-        clock: returns seconds.
     """
 
     def __init__(
@@ -99,15 +96,10 @@ class CheckpointWriter:
     def save(
         self, step: int, state: StateDict, notes: Mapping[str, Any], *, wait: bool, urgent: bool = False, why: str = ""
     ) -> None:
-        """Save a state, the same on every rank. Collective: yes.
+        """Save a state, the same on every rank; it may change after this returns. Collective: yes.
 
-        Args:
-            step: optimizer steps done.
-            state: may change after this returns.
-            notes: values for the manifest.
-            wait: return when the checkpoint is on disk, and make no copy.
-            urgent: little time is left, so do not remove old checkpoints.
-            why: reason for the save, for the event that reports it.
+        With `wait` it returns when the checkpoint is on disk, and makes no copy. `urgent`: little time is left, so it
+        removes no old checkpoints. `notes` are values for the manifest; the event that reports the save has `why`.
 
         Errors:
             CheckpointError: on every rank: the state contains a dtype that cannot be saved; or, with `wait`, the

@@ -22,12 +22,7 @@ def is_commit_due(since_s: float, step_s: float, cost_s: float, loss_s: float) -
 
 
 class Commits:
-    """The newest commit of a rank.
-
-    Args:
-        loss_s: seconds of training that may be lost.
-        clock: returns seconds.
-    """
+    """The newest commit of a rank. At most about `loss_s` seconds of training may be lost."""
 
     def __init__(self, loss_s: float, clock: Callable[[], float] = time.perf_counter) -> None:
         self._loss_s = loss_s
@@ -51,13 +46,9 @@ class Commits:
         return self.step < 0 or is_commit_due(since_s, step_s, self._cost_s, self._loss_s)
 
     def commit(self, state: TrainState, *, synchronized: bool = False) -> None:
-        """Copy the state, with exchange state equal on all ranks. Collective: yes, unless `synchronized`.
+        """Copy the state, with exchange state equal on all ranks. Collective: yes, unless it is equal, `synchronized`.
 
         It does not change the state: the time of a commit depends on clocks, but training must not.
-
-        Args:
-            state: the state of this rank.
-            synchronized: the exchange state is equal on all ranks already.
         """
         began_s = self._clock()
         copied = state.state_dict()

@@ -48,9 +48,7 @@ def is_being_written(folder: Path) -> bool:
 def is_folder_shared(comm: Comm, folder: Path | None) -> bool:
     """Return whether there are other ranks, and all see the files that rank 0 writes to `folder`. Collective: yes.
 
-    Args:
-        comm: the ranks.
-        folder: an existing folder on rank 0; ignored elsewhere.
+    `folder` exists on rank 0, and is ignored elsewhere.
     """
     if comm.size == 1:
         return False

@@ -65,11 +65,7 @@ def next_start(folder: Path) -> int:
 class Ledger:
     """Appends a rank's lines, each with one system call, so that a killed process loses none.
 
-    If the disk fails, the ledger ends with one warning, and training continues.
-
-    Args:
-        folder: `RUN/ledger`; created by the first start.
-        warn: shows a warning.
+    The first start creates `folder`. If the disk fails, the ledger ends with one warning, and training continues.
     """
 
     def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:

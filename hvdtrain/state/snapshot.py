@@ -22,13 +22,10 @@ class Snapshot:
     Copying is as fast as copying one tensor of the same size.
 
     `capture` overwrites the tensors that `state` returned before. Finish reading them first.
-
-    Attributes:
-        step: optimizer steps done at the capture; -1 before.
     """
 
     def __init__(self) -> None:
-        self.step = -1
+        self.step = -1  # optimizer steps done at the capture; -1 before
         self._layout: _Layout = []
         self._pinned = False
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -38,14 +35,10 @@ class Snapshot:
         self._copied: torch.cuda.Event | None = None
 
     def capture(self, state: StateDict, step: int) -> None:
-        """Copy a state.
+        """Copy a state with tensors on any devices, of any layout.
 
         On CUDA this returns before the copies are done. They are on the stream of training, ahead of any change of
         the tensors, and `state` waits for them.
-
-        Args:
-            state: tensors on any devices, of any layout; values that JSON supports.
-            step: optimizer steps done.
         """
         named = [(group, name, t.detach()) for group, tensors in state.tensors.items() for name, t in tensors.items()]
         layout = [(group, name, tensor.shape, tensor.dtype) for group, name, tensor in named]
@@ -81,10 +74,7 @@ class Snapshot:
         return self._buffer.numel()
 
     def _allocate(self, layout: _Layout, pinned: bool) -> None:
-        self._views, self._buffer = (
-            [],
-            torch.empty(0, dtype=torch.uint8),
-        )  # frees the old one first
+        self._views, self._buffer = [], torch.empty(0, dtype=torch.uint8)  # frees the old one first
         places, end = [], 0
         for _, _, shape, dtype in layout:
             places.append(end)

@@ -19,11 +19,7 @@ _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dty
 def broadcast_state(state: TrainState, comm: Comm, progress: Callable[[], None] | None = None, root: int = 0) -> None:
     """Copy parameters, buffers, optimizer state and progress from rank `root` to every rank. Collective: yes.
 
-    Args:
-        state: read on `root`, changed elsewhere.
-        comm: the ranks.
-        progress: called after each tensor.
-        root: the rank to copy from.
+    `progress` is called after each tensor.
 
     Errors:
         LaunchError: on every rank, if the model of one rank has other tensors than that of `root`.

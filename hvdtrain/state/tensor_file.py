@@ -69,12 +69,9 @@ class FileDigest:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], progress: Callable[[], None]) -> FileDigest:
-    """Write a safetensors file. The kernel has started to write it to disk; the caller must fsync.
+    """Write a new safetensors file from tensors on any device, of any layout; call `progress` for each MiB.
 
-    Args:
-        path: a file that does not exist yet.
-        tensors: tensors on any device, of any layout.
-        progress: called for each MiB.
+    The kernel has started to write it to disk; the caller must fsync.
 
     Errors:
         CheckpointError: the format does not support a dtype.
@@ -115,12 +112,7 @@ def read_tensors(path: Path, digest: FileDigest, progress: Callable[[], None]) -
 
 
 def read_verified(path: Path, digest: FileDigest, progress: Callable[[], None]) -> Tensor:
-    """Read and verify all bytes of a file.
-
-    Errors:
-        CheckpointError: the file is missing or changed.
-        OSError: the file cannot be read.
-    """
+    """Read and verify all bytes of a file. Errors: CheckpointError if it is missing or changed; OSError."""
     try:
         size = path.stat().st_size
     except (FileNotFoundError, NotADirectoryError):

@@ -98,8 +98,7 @@ class TrainState:
     def load_state_dict(self, state: StateDict) -> None:
         """Load a state; tensors are copied.
 
-        Errors:
-            CheckpointError: it is the state of another model or optimizer. Nothing was changed.
+        Errors: CheckpointError if it is the state of another model or optimizer. Nothing was changed.
         """
         model = dict(state.tensors["model"])
         model |= {alias: model[name] for alias, name in state.values["aliases"].items()}
@@ -132,8 +131,7 @@ class TrainState:
     def _optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, dict[str, Any]]]:
         """Return tensors and plain values by parameter and slot, and the values in groups that training has changed.
 
-        Errors:
-            TaskError: the optimizer has state that cannot be saved.
+        Errors: TaskError if the optimizer has state that cannot be saved.
         """
         slots: dict[str, Tensor] = {}
         plain: dict[str, Any] = {}
