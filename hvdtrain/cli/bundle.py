@@ -6,6 +6,7 @@ import sys
 import time
 from importlib import metadata
 from pathlib import Path
+from sysconfig import get_python_version
 
 import hvdtrain
 from hvdtrain.cli.parser import Parser
@@ -51,12 +52,12 @@ def _make(out: Path, python: str | None, platform: str | None, torch: str | None
     from hvdtrain.install import bundle, closure
     from hvdtrain.install.build_plan import SDIST
     from hvdtrain.install.build_probe import cache_folder
-    from hvdtrain.install.target import Target, this_platform, this_python
+    from hvdtrain.install.target import Target, this_platform
 
     variables = environ()
     cache, project = cache_folder(variables), Path(hvdtrain.__file__).parents[1]
     bundle.require_project(project)
-    target = Target(python or this_python(), platform or this_platform(), torch or "0")
+    target = Target(python or get_python_version(), platform or this_platform(), torch or "0")
     if torch is None:
         pins = closure.pins((project / "constraints.txt").read_text(), target.markers)
         target = Target(target.python, target.platform, _installed_torch() or pins["torch"])

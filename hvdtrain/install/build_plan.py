@@ -53,10 +53,6 @@ class BuildPlan:
         """File with the output of all steps."""
         return self.cache / f"{self.key}.log"
 
-    def step(self, name: str) -> Step:
-        """Return a step by name."""
-        return next(step for step in self.steps if step.name == name)
-
     def __str__(self) -> str:
         lines = [f"Horovod {self.version}, GPU operations: {self.gpu}", f"wheel: {self.wheel}", f"log: {self.log}"]
         lines += ["", "environment of the compilation:"]

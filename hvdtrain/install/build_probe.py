@@ -46,6 +46,7 @@ def probe(environ: Mapping[str, str]) -> Probe:
     torch = find_torch()
     cuda = find_cuda(environ)
     cache = cache_folder(environ) / "horovod"
+    existing = next(folder for folder in (cache, *cache.parents) if folder.exists())
     return Probe(
         python=python,
         torch=torch,
@@ -59,7 +60,7 @@ def probe(environ: Mapping[str, str]) -> Probe:
         arch_flags=_arch_flags(),
         cores=len(os.sched_getaffinity(0)),
         cache=cache,
-        free_bytes=shutil.disk_usage(_existing(cache)).free,
+        free_bytes=shutil.disk_usage(existing).free,
         is_root=os.geteuid() == 0,
         remote_shell=has_remote_shell(environ),
         environ=dict(environ),
@@ -190,7 +191,3 @@ def output(argv: list[str], environ: Mapping[str, str]) -> str:
     except OSError:
         return ""
     return done.out + done.err
-
-
-def _existing(path: Path) -> Path:
-    return path if path.exists() else _existing(path.parent)

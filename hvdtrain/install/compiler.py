@@ -47,54 +47,24 @@ class Change:
         )
 
 
-# For Horovod 0.28.1. The Timeline thread of rank 0 writes events from a queue, checks whether to open or close a file,
+# For Horovod 0.28.1: source, header, SHA-256 of the source.
+# quiet_timeline: the Timeline thread of rank 0 writes events from a queue, checks whether to open or close a file,
 # calls std::this_thread::yield and repeats; yield has no other caller. It holds no mutex at that point. Only opening or
 # closing a file and the shutdown wait for it; with 10 ms of sleep they wait up to 20 ms longer. The queue holds a
 # million events, which 10 ms cannot fill. A killed process, and a shutdown with an open file, lose the last 10 ms of
 # events. (With 1 ms of sleep the thread took 1.3% of a core.)
-CHANGES = (
-    Change(
-        "horovod/common/timeline.cc",
-        ("00fd3e4125bdc92e80e59a6e3b1a3227fd53b6f82edd87a93c21141d01c88e74",),
-        "quiet_timeline.h",
-        QUIET_MARK,
-    ),
-    Change(
-        "horovod/common/operations.cc",
-        ("0131aebee083cbd79e5a1c8bedd0f644faf5dd45df4e91bcb765ae46c436baf4",),
-        "prompt_cycle.h",
-        PROMPT_MARKS[0],
-    ),
-    Change(
-        "horovod/torch/handle_manager.cc",
-        ("58192ce7b38b3f822f5673784d9d44d491f3365c59434b4d15b76ae59f9c436c",),
-        "prompt_done.h",
-        PROMPT_MARKS[1],
-    ),
-    Change(
-        "horovod/torch/mpi_ops_v2.cc",
-        ("e33c17c9ce12de8d02d38473af8a042da3a591c3dc63da55d5247d3d28f6100d",),
-        "prompt_wait.h",
-        PROMPT_MARKS[2],
-    ),
-    Change(
-        "gloo/transport/tcp/pair.cc",
-        ("7abd292c5c927a4258f0f00a2a627264d24d4adaa724c81dd56208397aac0d93",),
-        "told_pair.h",
-        FIX_MARKS[0],
-    ),
-    Change(
-        "horovod/common/tensor_queue.cc",
-        ("da59b96d10291ec14f46f46fed81bfebf7e8f9c3a4817102c2b745a6a0e31fd0",),
-        "late_release.h",
-        FIX_MARKS[1],
-    ),
-    Change(
-        "horovod/common/controller.cc",
-        ("310cac98ca6b97c942e7199fcdeac1ed4acf04576f162050692a726a23e3ebf7",),
-        "joined_cache.h",
-        FIX_MARKS[2],
-    ),
+_KNOWN = """
+horovod/common/timeline.cc quiet_timeline 00fd3e4125bdc92e80e59a6e3b1a3227fd53b6f82edd87a93c21141d01c88e74
+horovod/common/operations.cc prompt_cycle 0131aebee083cbd79e5a1c8bedd0f644faf5dd45df4e91bcb765ae46c436baf4
+horovod/torch/handle_manager.cc prompt_done 58192ce7b38b3f822f5673784d9d44d491f3365c59434b4d15b76ae59f9c436c
+horovod/torch/mpi_ops_v2.cc prompt_wait e33c17c9ce12de8d02d38473af8a042da3a591c3dc63da55d5247d3d28f6100d
+gloo/transport/tcp/pair.cc told_pair 7abd292c5c927a4258f0f00a2a627264d24d4adaa724c81dd56208397aac0d93
+horovod/common/tensor_queue.cc late_release da59b96d10291ec14f46f46fed81bfebf7e8f9c3a4817102c2b745a6a0e31fd0
+horovod/common/controller.cc joined_cache 310cac98ca6b97c942e7199fcdeac1ed4acf04576f162050692a726a23e3ebf7
+"""
+CHANGES = tuple(
+    Change(source, (sha256,), f"{name}.h", f"hvdtrain-{name.replace('_', '-')}")
+    for source, name, sha256 in map(str.split, _KNOWN.strip().splitlines())
 )
 
 _TREES = ("/third_party/", "/horovod/")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -85,11 +84,6 @@ class Target:
             "python_version": self.python,
             "sys_platform": "linux",
         }
-
-
-def this_python() -> str:
-    """Return the version of the running Python, as in `Target`."""
-    return f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def this_platform() -> str:

@@ -131,10 +131,9 @@ def constraints(text: str, packages: Iterable[str]) -> str:
 def check_requirements(project: Path, environ: Mapping[str, str]) -> None:
     """Check early for errors that would otherwise appear after minutes."""
     if importlib.util.find_spec("ensurepip") is None or importlib.util.find_spec("venv") is None:
-        version = f"{sys.version_info.major}.{sys.version_info.minor}"
         raise BuildError(
             f"{sys.executable} cannot make virtual environments: it lacks venv or ensurepip.",
-            next_step=f"sudo apt-get install python{version}-venv",
+            next_step=f"sudo apt-get install python{sysconfig.get_python_version()}-venv",
         )
     if find_compiler(environ) is None:
         raise BuildError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from importlib import metadata
 from pathlib import Path
+from sysconfig import get_python_version
 
 import pytest
 
@@ -12,7 +13,7 @@ from hvdtrain.cli.bundle import main
 from hvdtrain.install import bundle
 from hvdtrain.install.bundle import Source
 from hvdtrain.install.steps import Say
-from hvdtrain.install.target import Target, this_platform, this_python
+from hvdtrain.install.target import Target, this_platform
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,7 +34,7 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Source, 
 def test_it_is_for_this_machine(made: list[tuple[Source, Target]], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["/nowhere/offline"]) == 0
     ((source, target),) = made
-    assert target == Target(this_python(), this_platform(), metadata.version("torch"))
+    assert target == Target(get_python_version(), this_platform(), metadata.version("torch"))
     assert source.project == ROOT
     assert capsys.readouterr().out.endswith(
         "s: 3 MiB\ncopy it to the target machine and run: offline/install.sh VENV\n"

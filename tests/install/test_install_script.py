@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from sysconfig import get_python_version
 
 import pytest
 
@@ -16,11 +17,11 @@ from hvdtrain.install import bundle
 from hvdtrain.install.build import digest
 from hvdtrain.install.build_plan import SDIST
 from hvdtrain.install.bundle import Source, make, script
-from hvdtrain.install.target import Target, this_platform, this_python
+from hvdtrain.install.target import Target, this_platform
 from tests.support.launch import TIMEOUT_S
 from tests.support.wheels import Copying, project, registry, settings
 
-HERE = Target(this_python(), this_platform(), "2.13.0")
+HERE = Target(get_python_version(), this_platform(), "2.13.0")
 PYTHON = str(getattr(sys, "_base_executable", sys.executable))
 TOOLS = ("sh", "env", "uname", "getconf", "df", "awk", "sed", "grep", "cut", "ls", "mkdir", "rm", "tail", "dirname")
 TOOLS += ("sha256sum", "make")

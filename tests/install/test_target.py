@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import platform
 import sys
+from sysconfig import get_python_version
 
 import pytest
 from packaging.markers import default_environment
 from packaging.tags import compatible_tags, cpython_tags, sys_tags
 
 from hvdtrain.errors import BuildError
-from hvdtrain.install.target import Target, this_platform, this_python
+from hvdtrain.install.target import Target, this_platform
 
-HERE = Target(this_python(), this_platform(), "2.13.0")
+HERE = Target(get_python_version(), this_platform(), "2.13.0")
 
 
 def tags(target: Target) -> set[str]:
