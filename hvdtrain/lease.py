@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.processes import read_stat
+from hvdtrain.programs import read_stat
 
 BEAT_S = 3.0
 """Between two writes of a holder."""

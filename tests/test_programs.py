@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.processes import read_stat, wait_with_signals
-from hvdtrain.programs import Finished, run_program
+from hvdtrain.programs import Finished, read_stat, run_program, wait_with_signals
 
 
 def test_code_and_output(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = {
     "durable": 0,
     "errors": 0,
-    "processes": 0,
     "programs": 0,
     "regular": 0,
     "spans": 0,

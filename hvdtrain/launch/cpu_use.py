@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 
-from hvdtrain.processes import read_stat
+from hvdtrain.programs import read_stat
 
 EVERY_S = 5.0
 """Between two measurements: each reads a file per process of this host."""

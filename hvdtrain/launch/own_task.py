@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from hvdtrain.errors import CANNOT_START, USAGE, LaunchError
-from hvdtrain.processes import wait_with_signals
+from hvdtrain.programs import wait_with_signals
 from hvdtrain.runtime.channel import VARIABLE
 from hvdtrain.runtime.driver_client import NoPlace, connect_to_driver
 from hvdtrain.runtime.environment import environ

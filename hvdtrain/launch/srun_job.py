@@ -25,8 +25,7 @@ from hvdtrain.launch.node_store import LOG, ROUND, Batches
 from hvdtrain.launch.nodelist import node_names
 from hvdtrain.launch.rendezvous import Rendezvous
 from hvdtrain.launch.slurm_task import INTERFACE, STEP, STORE
-from hvdtrain.processes import wait_with_signals
-from hvdtrain.programs import run_program
+from hvdtrain.programs import run_program, wait_with_signals
 from hvdtrain.runtime.environment import environ
 
 _PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"

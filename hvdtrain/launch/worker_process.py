@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import IO, Any
 
-from hvdtrain.processes import read_stat
+from hvdtrain.programs import read_stat
 from hvdtrain.runtime.channel import HELD, VARIABLE, Channel
 from hvdtrain.runtime.exit_lock import VARIABLE as LIFELINE
 from hvdtrain.runtime.exit_lock import Lifeline, make_lifeline

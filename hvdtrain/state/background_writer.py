@@ -15,8 +15,7 @@ from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.errors import CheckpointError, HvdtrainError, UnreadableCheckpointError
 from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.state.folders import is_folder_shared
-from hvdtrain.state.shard_files import Abandoned, ShardedWrite
-from hvdtrain.state.shard_plan import MIN_BYTES, count_writers, select_shard
+from hvdtrain.state.shard_files import MIN_BYTES, Abandoned, ShardedWrite, count_writers, select_shard
 from hvdtrain.state.snapshot import Snapshot
 from hvdtrain.state.tensor_file import check_dtypes
 from hvdtrain.state.train_state import StateDict

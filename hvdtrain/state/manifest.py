@@ -21,7 +21,7 @@ from typing import Any
 
 from hvdtrain.errors import CheckpointError, UnreadableCheckpointError
 from hvdtrain.regular import read_regular
-from hvdtrain.state.shard_plan import file_group
+from hvdtrain.state.shard_files import file_group
 from hvdtrain.state.tensor_file import CHECKSUM, FileDigest, checksum, read_tensors, read_verified
 from hvdtrain.state.train_state import StateDict
 

@@ -68,11 +68,6 @@ class Snapshot:
             tensors[group][name] = view
         return StateDict(tensors, json.loads(self._values))
 
-    @property
-    def size_bytes(self) -> int:
-        """Size of the buffer."""
-        return self._buffer.numel()
-
     def _allocate(self, layout: _Layout, pinned: bool) -> None:
         self._views, self._buffer = [], torch.empty(0, dtype=torch.uint8)  # frees the old one first
         places, end = [], 0

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.state.shard_plan import count_writers, file_group, select_shard, shard_file_name
+from hvdtrain.state.shard_files import count_writers, file_group, select_shard, shard_file_name
 from hvdtrain.state.train_state import StateDict
 
 

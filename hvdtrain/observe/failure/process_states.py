@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from hvdtrain.processes import read_stat
+from hvdtrain.programs import read_stat
 
 RUNNING, STOPPED, ZOMBIE, GONE, UNKNOWN = "running", "stopped", "zombie", "gone", "unknown"
 """States of a process. "unknown": this host cannot see the process, or cannot read its state now."""
