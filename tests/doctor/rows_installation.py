@@ -121,11 +121,11 @@ ROWS: list[Any] = [
         "warning",
         "--gpu nccl",
     ),
-    ("GPUs, and a torch for the CPU", fake(gpu={"devices": 8}), "gpus", "warning", "install a torch with CUDA"),
+    ("GPUs, and a torch for the CPU", fake(gpu={"count": 8}), "gpus", "warning", "install a torch with CUDA"),
     (
         "GPUs that a variable hides",
         fake(
-            gpu={"devices": 8},
+            gpu={"count": 8},
             environ={"CUDA_VISIBLE_DEVICES": ""},
             installation={"torch": Answer(TORCH | {"cuda": "13.0"})},
         ),
@@ -135,15 +135,15 @@ ROWS: list[Any] = [
     ),
     (
         "a driver too old for torch's CUDA",
-        fake(gpu={"devices": 8, "driver": "535.104", "driver_cuda": (12, 2)}, installation=GPUS),
+        fake(gpu={"count": 8, "driver": "535.104", "driver_cuda": (12, 2)}, installation=GPUS),
         "driver",
         "broken",
         "580",
     ),
-    ("no driver", fake(gpu={"on_bus": 8}, installation=GPUS), "driver", "broken", "nvidia-smi"),
+    ("no driver", fake(gpu={"count": 8}, installation=GPUS), "driver", "broken", "nvidia-smi"),
     (
         "a container without the driver's library",
-        fake(gpu={"devices": 8, "driver": "580.9"}, installation=GPUS),
+        fake(gpu={"count": 8, "driver": "580.9"}, installation=GPUS),
         "driver",
         "broken",
         "--gpus all",

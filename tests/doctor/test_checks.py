@@ -64,7 +64,7 @@ NO_TRANSFORMERS = {**WELL.installation.packages, "transformers": None}
         ("packages", "warning", "language_model", "hvdtrain[lm]", {"installation": {"packages": NO_TRANSFORMERS}}),
         ("host", "ok", "1 usable by this process", "", {}),
         ("gpus", "ok", "2 x H200", "", {"installation": {"torch": Answer(ON_GPU)}}),
-        ("gpus", "warning", "torch sees none", "nvidia-smi", {"gpu": {"devices": 1}, "installation": {"torch": CUDA}}),
+        ("gpus", "warning", "torch sees none", "nvidia-smi", {"gpu": {"count": 1}, "installation": {"torch": CUDA}}),
     ],
 )
 def test_a_check(name: str, level: str, said: str, fix: str, changes: dict[str, Any]) -> None:

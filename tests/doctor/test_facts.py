@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import sys
 from pathlib import Path
@@ -91,10 +92,12 @@ def test_gpus_are_seen_without_torch(tmp_path: Path) -> None:
         },
     )
     found = gpu_facts(root)
-    assert (found.devices, found.on_bus, found.driver) == (2, 1, "580.65.06")
+    assert (found.count, found.driver) == (2, "580.65.06")
     assert found.peer_memory and not found.gdrcopy
+    shutil.rmtree(root / "dev")
+    assert gpu_facts(root).count == 1, "on the bus"
     nothing = gpu_facts(tmp_path / "nothing")
-    assert (nothing.devices, nothing.on_bus, nothing.driver, nothing.driver_cuda) == (0, 0, None, None)
+    assert (nothing.count, nothing.driver, nothing.driver_cuda) == (0, None, None)
 
 
 def state(up: bool = True, speed: int = 0) -> SimpleNamespace:

@@ -15,37 +15,33 @@ def gpus(facts: DoctorFacts) -> Finding:
     """Compare the GPUs that torch can use with those of the machine."""
     torch, machine = facts.installation.torch, facts.gpu
     names: list[str] = list(torch.values.get("gpus", []))
-    if names or torch.error:
+    if names or torch.error or not machine.count:
         text = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
         return Finding("gpus", "ok", text or "none")
-    count = max(machine.devices, machine.on_bus)
-    if not count:
-        return Finding("gpus", "ok", "none")
     if not torch.values.get("cuda"):
-        fix = f"install a torch with CUDA, then: {BUILD_COMMAND} --gpu nccl"
-        return Finding(
-            "gpus", "warning", "none", f"the machine has {count}, but this torch is built for the CPU only", fix
+        why, fix = (
+            "this torch is built for the CPU only",
+            f"install a torch with CUDA, then: {BUILD_COMMAND} --gpu nccl",
         )
-    if facts.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
-        why = f"the machine has {count}, but CUDA_VISIBLE_DEVICES hides them"
-        return Finding("gpus", "warning", "none", why, "unset CUDA_VISIBLE_DEVICES")
-    messages = "; ".join(torch.values.get("driver_warnings", []))
-    why = f"the machine has {count}, but torch sees none" + (f": {messages}" if messages else "")
-    fix = "compare the driver's version (nvidia-smi) with the one that this torch needs"
-    return Finding("gpus", "warning", "none", why, fix)
+    elif facts.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        why, fix = "CUDA_VISIBLE_DEVICES hides them", "unset CUDA_VISIBLE_DEVICES"
+    else:
+        messages = "; ".join(torch.values.get("driver_warnings", []))
+        why = "torch sees none" + (f": {messages}" if messages else "")
+        fix = "compare the driver's version (nvidia-smi) with the one that this torch needs"
+    return Finding("gpus", "warning", "none", f"the machine has {machine.count}, but {why}", fix)
 
 
 def driver(facts: DoctorFacts) -> Finding | None:
     """Compare the driver with the CUDA version of torch."""
     machine, cuda = facts.gpu, facts.installation.torch.values.get("cuda")
-    if not cuda or not (machine.devices or machine.on_bus):
+    if not cuda or not machine.count:
         return None
     needed = int(str(cuda).split(".")[0])
     oldest = _DRIVER_OF_CUDA.get(needed)
     fix = f"install driver {oldest} or newer" if oldest else "install the newest driver"
     if machine.driver is None:
-        count = max(machine.devices, machine.on_bus)
-        why = f"the machine has {count} GPUs, but no NVIDIA driver is loaded: torch uses the CPU"
+        why = f"the machine has {machine.count} GPUs, but no NVIDIA driver is loaded: torch uses the CPU"
         return Finding("driver", "broken", "none", why, f"{fix}; then: nvidia-smi")
     if machine.driver_cuda is None:
         why = "the driver's library libcuda.so.1 is missing: torch uses the CPU"

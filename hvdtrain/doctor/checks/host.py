@@ -21,8 +21,8 @@ def host(facts: DoctorFacts) -> Finding:
     """Describe the machine."""
     system, cores, own = facts.machine.system, facts.machine.host.cores, facts.machine.host.own_cores
     bound = f" ({own} usable by this process)" if own != cores else ""
-    text = f"{facts.info.host}: {system['cpu']}, {cores} cores{bound}, {system['memory']}, {system['kernel']}"
-    return Finding("host", "ok", text)
+    found = f"{facts.info.host}: {system['cpu']}, {cores} cores{bound}, {system['memory']}, {system['kernel']}"
+    return Finding("host", "ok", found)
 
 
 def binding(facts: DoctorFacts) -> Finding | None:
@@ -44,10 +44,9 @@ def oversubscription(facts: DoctorFacts) -> Finding | None:
     limit = f" (the container's quota; the machine has {facts.machine.processors})" if facts.machine.host.quota else ""
     found = f"{facts.info.local_size} rank(s) of {known.threads} thread(s) on {cores} core(s){limit}"
     why = "threads compete for cores: each step is as slow as its slowest rank, and waiting ranks slow down busy ones"
+    fix = f"unset {THREADS}, or set {THREADS}={cores // facts.info.local_size}"
     if facts.info.local_size > cores:
         fix = f"start at most {cores} ranks on this host"
-    else:
-        fix = f"unset {THREADS}, or set {THREADS}={cores // facts.info.local_size}"
     return Finding("oversubscription", "warning", found, why, fix)
 
 
@@ -70,13 +69,8 @@ def memory(facts: DoctorFacts) -> Finding | None:
     if limit >= ranks * _MEMORY_PER_RANK:
         return Finding("memory", "ok", found)
     why = f"{ranks} rank(s) need {_MEMORY_PER_RANK // _MIB} MiB each for Python and torch alone"
-    return Finding(
-        "memory",
-        "warning",
-        found,
-        why,
-        "raise it: sbatch --mem, docker run --memory, or resources.limits.memory of the pod",
-    )
+    fix = "raise it: sbatch --mem, docker run --memory, or resources.limits.memory of the pod"
+    return Finding("memory", "warning", found, why, fix)
 
 
 def shared_memory(facts: DoctorFacts) -> Finding | None:
@@ -102,9 +96,9 @@ def open_files(facts: DoctorFacts) -> Finding:
     if not _below(limits.files, needed):
         return Finding("files", "ok", f"{_number(limits.files)} open files", minor=True)
     why = f"{facts.info.size} rank(s) and their loader workers may open {needed} files in one process"
-    can_raise = not _below(limits.most_files, needed)
     fix = f"ulimit -n {max(needed, 65536) if limits.most_files == UNLIMITED else limits.most_files}"
-    fix = fix if can_raise else "raise nofile in /etc/security/limits.conf, or docker run --ulimit nofile=65536"
+    if _below(limits.most_files, needed):
+        fix = "raise nofile in /etc/security/limits.conf, or docker run --ulimit nofile=65536"
     return Finding("files", "warning", f"{limits.files} open files at most (ulimit -n)", why, fix)
 
 

@@ -9,13 +9,7 @@ from hvdtrain.doctor.finding import Finding
 from hvdtrain.install.record import BUILD_COMMAND, BuildRecord
 
 _NAMES = {"mpi": "MPI", "gloo": "Gloo", "nccl": "NCCL", "cuda": "CUDA"}
-_RUNTIME = {
-    "cloudpickle": "cloudpickle",
-    "psutil": "psutil",
-    "yaml": "pyyaml",
-    "cffi": "cffi",
-    "packaging": "packaging",
-}
+_UNDECLARED = ("cloudpickle", "psutil", "yaml", "cffi", "packaging")
 
 _IMPORT_ERRORS = (
     (
@@ -88,10 +82,9 @@ def horovod(facts: DoctorFacts) -> Finding:
 
 
 def _explain_import_error(error: str) -> tuple[str, str]:
-    if missing := re.search(r"No module named '(\w+)", error):
-        package = _RUNTIME.get(missing[1])
-        if package:
-            return "; Horovod does not declare this dependency", f"pip install {package}"
+    if (missing := re.search(r"No module named '(\w+)", error)) and missing[1] in _UNDECLARED:
+        package = "pyyaml" if missing[1] == "yaml" else missing[1]
+        return "; Horovod does not declare this dependency", f"pip install {package}"
     for pattern, why, fix in _IMPORT_ERRORS:
         if re.search(pattern, error):
             return f"; {why}", fix
@@ -135,10 +128,9 @@ def packages(facts: DoctorFacts) -> Finding:
     """Check that the packages of the default task are installed."""
     versions = facts.installation.packages
     found = ", ".join(f"{name} {versions[name] or 'not installed'}" for name in ("transformers", "numpy"))
-    if versions["transformers"] is None:
-        why = "the task language_model needs it"
-        return Finding("packages", "warning", found, why, "pip install 'hvdtrain[lm]'")
-    return Finding("packages", "ok", found)
+    if versions["transformers"] is not None:
+        return Finding("packages", "ok", found)
+    return Finding("packages", "warning", found, "the task language_model needs it", "pip install 'hvdtrain[lm]'")
 
 
 def torch_files(facts: DoctorFacts) -> Finding | None:

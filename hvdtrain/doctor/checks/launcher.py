@@ -25,12 +25,8 @@ def launcher(facts: DoctorFacts) -> Finding:
     if refusal is not None:
         why = f"{refusal.what} Expected: {refusal.expected}"
         return Finding("launcher", "broken", found, why, refusal.next_step or "")
-    note = (
-        "a single process; start several ranks with hvdtrain launch, mpirun, horovodrun or srun"
-        if facts.info.launcher == NO_LAUNCHER
-        else ""
-    )
-    return Finding("launcher", "ok", found, note)
+    note = "a single process; start several ranks with hvdtrain launch, mpirun, horovodrun or srun"
+    return Finding("launcher", "ok", found, note if facts.info.launcher == NO_LAUNCHER else "")
 
 
 def stale_launcher(facts: DoctorFacts) -> Finding | None:
@@ -82,12 +78,8 @@ def rendezvous(facts: DoctorFacts) -> Finding | None:
 
 def secrets(facts: DoctorFacts) -> Finding | None:
     """Name secret variables that ``horovodrun --gloo`` writes on command lines, where all users can read them."""
-    if facts.info.launcher != GLOO_LAUNCHER or elastic(facts.environ):
-        return None
-    if "HOROVOD_GLOO_RENDEZVOUS_ADDR" not in facts.environ or "/" in facts.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"]:
-        return None
     names = sorted(name for name in facts.environ if _SECRET.search(name.upper()))
-    if not names:
+    if facts.info.launcher != GLOO_LAUNCHER or not names or not describe_exposure(facts.environ):
         return None
     why = (
         "horovodrun --gloo writes each variable and its value on a command line, which every user of the host can"

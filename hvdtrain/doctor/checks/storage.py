@@ -7,14 +7,12 @@ import re
 from hvdtrain.doctor.facts import DoctorFacts
 from hvdtrain.doctor.finding import Finding
 
-_GIB = 1 << 30
-_LITTLE_BYTES, _SLOW_MIB_PER_S, _SLOW_SYNC_MS = _GIB, 20, 250
+_LITTLE_BYTES, _SLOW_MIB_PER_S, _SLOW_SYNC_MS = 1 << 30, 20, 250
 _ON_SERVERS = re.compile(
     r"nfs4?|lustre|beegfs|gpfs|wekafs|ceph|cifs|smb3|smbfs|glusterfs|afs|pvfs2|orangefs|panfs|9p|virtiofs"
     r"|fuse\.(glusterfs|sshfs|juicefs|s3fs|gcsfuse|ceph|beegfs)"
 )
 """Types of file systems that several hosts can mount."""
-_IN_MEMORY = frozenset(("tmpfs", "ramfs"))
 
 
 def run_dir(facts: DoctorFacts) -> Finding:
@@ -22,22 +20,19 @@ def run_dir(facts: DoctorFacts) -> Finding:
     wanted, answer = facts.storage.wanted, facts.storage.answer
     if answer.error:
         why = f"checking it failed: {answer.error}; a file server that hangs blocks every save"
-        return Finding(
-            "run_dir", "broken", wanted, why, "run df on that folder; or use --run_dir on another file system"
-        )
+        fix = "run df on that folder; or use --run_dir on another file system"
+        return Finding("run_dir", "broken", wanted, why, fix)
     values = answer.values
-    folder, kind, free = values["folder"], values["type"], int(values["free_bytes"])
-    found = f"{folder} ({kind}), {free / _GIB:.1f} GiB free"
+    kind, free_bytes = values["type"], int(values["free_bytes"])
+    found = f"{values['folder']} ({kind}), {free_bytes / 2**30:.1f} GiB free"
     if problem := values.get("problem"):
-        return Finding(
-            "run_dir", "broken", found, f"it is not writable: {problem}", "use --run_dir with another folder"
-        )
-    if free < _LITTLE_BYTES:
+        why = f"it is not writable: {problem}"
+        return Finding("run_dir", "broken", found, why, "use --run_dir with another folder")
+    if free_bytes < _LITTLE_BYTES:
         why = "a checkpoint with AdamW takes 12 bytes per parameter, and several are kept"
-        return Finding(
-            "run_dir", "warning", found, why, "free some space, or use --run_dir on another disk or --checkpoint.keep 1"
-        )
-    if kind in _IN_MEMORY:
+        fix = "free some space, or use --run_dir on another disk or --checkpoint.keep 1"
+        return Finding("run_dir", "warning", found, why, fix)
+    if kind in ("tmpfs", "ramfs"):
         why = "it is in memory: checkpoints take memory and are lost when the machine reboots"
         return Finding("run_dir", "warning", found, why, "use --run_dir on a disk")
     return Finding("run_dir", "ok", found)
@@ -69,10 +64,5 @@ def run_dir_shared(facts: DoctorFacts) -> Finding | None:
         "the job has several hosts: rank 0 then writes all checkpoints alone, and a resumed run needs rank 0 on this"
         " host"
     )
-    return Finding(
-        "run_dir_shared",
-        "warning",
-        f"{kind}: local to this host",
-        why,
-        "use --run_dir on a file system that all hosts mount",
-    )
+    fix = "use --run_dir on a file system that all hosts mount"
+    return Finding("run_dir_shared", "warning", f"{kind}: local to this host", why, fix)

@@ -22,16 +22,14 @@ class GpuFacts:
     """NVIDIA GPUs.
 
     Attributes:
-        on_bus: number of GPUs on the PCI bus.
-        devices: number of GPUs with a device file.
+        count: number of GPUs on the PCI bus, or with a device file.
         driver: version of the kernel driver; None if it is not loaded.
         driver_cuda: newest CUDA version that the driver supports, such as (12, 4); None if its library is missing.
         peer_memory: whether the kernel module that lets network cards access GPU memory is loaded.
         gdrcopy: whether the kernel module of GDRCopy is loaded.
     """
 
-    on_bus: int = 0
-    devices: int = 0
+    count: int = 0
     driver: str | None = None
     driver_cuda: tuple[int, int] | None = None
     peer_memory: bool = False
@@ -45,8 +43,7 @@ def gpu_facts(root: Path = Path("/")) -> GpuFacts:
     number = int(ask(_DRIVER, timeout_s=20).values.get("cuda", 0)) if devices or driver else 0
     modules = root / "sys/module"
     return GpuFacts(
-        on_bus=sum(_is_gpu(device) for device in (root / "sys/bus/pci/devices").glob("*")),
-        devices=devices,
+        count=max(devices, sum(_is_gpu(device) for device in (root / "sys/bus/pci/devices").glob("*"))),
         driver=driver,
         driver_cuda=(number // 1000, number % 1000 // 10) if number else None,
         peer_memory=any((modules / name).exists() for name in ("nvidia_peermem", "nv_peer_mem")),
