@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hvdtrain.cli.launch_options import add_network
 from hvdtrain.doctor.finding import LEVELS, Finding, worst
 from hvdtrain.doctor.hosts.checks import examine
-from hvdtrain.doctor.hosts.survey import Hosts, HostsRequest, Survey, connected
+from hvdtrain.doctor.hosts.survey import Hosts, HostsRequest, Survey
 from hvdtrain.doctor.links import by_tcp
 from hvdtrain.doctor.links import link_table as table
 from hvdtrain.doctor.links.measured import Links, check_links
@@ -88,7 +88,7 @@ def check_hosts(options: argparse.Namespace) -> Report:
         ssh_port=options.ssh_port,
         ssh_options=tuple(options.ssh_option),
     )
-    with connected(request) as hosts:
+    with Hosts(request) as hosts:
         survey = hosts.survey()
         report = Report(examine(survey))
         if options.probe:

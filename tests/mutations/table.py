@@ -468,7 +468,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # doctor
     _missed(
-        "doctor/hosts/comparisons.py",
+        "doctor/hosts/checks.py",
         "if facts.fabric and facts.locked_bytes >= 0}",
         "if facts.locked_bytes >= 0}",
         "doctor warns of locked memory where only TCP is used",

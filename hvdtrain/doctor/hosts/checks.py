@@ -1,14 +1,82 @@
-"""The checks of several hosts. Each is one line in `CHECKS`."""
+"""The checks of several hosts: software, hardware, limits, working folder, and those of `network_checks`. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from hvdtrain.doctor.finding import Finding
-from hvdtrain.doctor.hosts import comparisons, network_checks
-from hvdtrain.doctor.hosts.host_text import names
+from hvdtrain.doctor.finding import Finding, Level
+from hvdtrain.doctor.hosts import network_checks
+from hvdtrain.doctor.hosts.host_report import HostReport
+from hvdtrain.doctor.hosts.host_text import by_value, names
 from hvdtrain.doctor.hosts.ssh_errors import explain_ssh_failure
 from hvdtrain.doctor.hosts.survey import Survey
+from hvdtrain.install.record import BUILD_COMMAND
+
+_SAME = "install the same version on all hosts, or one environment on a file system that all hosts mount"
+_FEW_FILES = 1024
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """A value that all hosts should share, and the finding if they differ."""
+
+    name: str
+    value: Callable[[HostReport], object]
+    level: Level
+    why: str
+    fix: str = _SAME
+    minor: bool = False
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _release(text: str) -> str:
+    """Return name and release of an MPI, in the same form for its library and its mpirun."""
+    return text.replace("mpirun (", "").replace(")", "").replace(" v", " ")
+
+
+COMPARISONS: Sequence[_Comparison] = (
+    _Comparison(
+        "hvdtrain", lambda host: host.hvdtrain, "broken", "ranks with different versions wait for each other forever"
+    ),
+    _Comparison("python", lambda host: _minor(host.python), "warning", "packages are built for one version of Python"),
+    _Comparison("torch", lambda host: host.torch, "broken", "Horovod is built for one version of torch"),
+    _Comparison("horovod", lambda host: host.horovod, "broken", "it is built for one torch and one MPI", BUILD_COMMAND),
+    _Comparison("libmpi", lambda host: host.libmpi, "broken", "ranks on different MPIs do not find each other"),
+    _Comparison(
+        "mpirun",
+        lambda host: _release(host.mpirun),
+        "warning",
+        "mpirun starts a helper (orted, prted, hydra_pmi_proxy) on each host; the helper must have the same release "
+        "and be on the PATH of commands run by ssh",
+        "set PATH in ~/.bashrc, above the line that returns for non-interactive shells; or, for Open MPI: "
+        "mpirun --prefix FOLDER",
+    ),
+    _Comparison(
+        "machine", lambda host: host.machine, "broken", "their processors store numbers differently", minor=True
+    ),
+    _Comparison("kernel", lambda host: host.kernel, "ok", "the difference is harmless by itself", minor=True),
+    _Comparison(
+        "cores",
+        lambda host: host.cores,
+        "warning",
+        "every step waits for the slowest rank, and the ranks of a host share its cores",
+        "start fewer ranks on the smaller host: -H a:4,b:2",
+    ),
+    _Comparison(
+        "gpus",
+        lambda host: ", ".join(f"{host.gpus.count(name)} x {name}" for name in dict.fromkeys(host.gpus)),
+        "warning",
+        "every step waits for the slowest GPU",
+        "start one rank per GPU (-H a:4,b:2), or use hosts of one kind in a job",
+    ),
+    _Comparison(
+        "driver", lambda host: host.driver, "warning", "the oldest driver limits the CUDA version of all hosts"
+    ),
+)
 
 
 def reached(survey: Survey) -> list[Finding]:
@@ -18,13 +86,87 @@ def reached(survey: Survey) -> list[Finding]:
     return [Finding("hosts", "ok", names(answering)), *found] if answering else found
 
 
+def compare(survey: Survey) -> list[Finding]:
+    """Compare all hosts that answer. A value that no host has gives no finding."""
+    found = []
+    for line in COMPARISONS:
+        values = {host: line.value(facts) for host, facts in survey.facts.items()}
+        if not any(values.values()):
+            continue
+        if len(set(map(str, values.values()))) == 1:
+            everywhere = "" if len(values) == 1 else f" on all {len(values)} hosts"
+            found.append(Finding(line.name, "ok", f"{by_value(values)}{everywhere}", minor=line.minor))
+        else:
+            fix = "" if line.level == "ok" else line.fix
+            found.append(Finding(line.name, line.level, by_value(values), line.why, fix))
+    return found
+
+
+def horovod_works(survey: Survey) -> list[Finding]:
+    """Report hosts on which Horovod cannot run."""
+    wrong = {host: facts.horovod_wrong for host, facts in survey.facts.items() if facts.horovod_wrong}
+    return [Finding(f"horovod {host}", "broken", why, "", f"on {host}: {BUILD_COMMAND}") for host, why in wrong.items()]
+
+
+def limits(survey: Survey) -> list[Finding]:
+    """Check the limits of processes that ssh starts, which are also those of ranks."""
+    files = {host: facts.open_files for host, facts in survey.facts.items() if 0 <= facts.open_files < _FEW_FILES}
+    locked = {h: facts.locked_bytes for h, facts in survey.facts.items() if facts.fabric and facts.locked_bytes >= 0}
+    found = []
+    if files:
+        why = "each rank opens a connection to every other rank, and data files"
+        fix = "raise nofile in /etc/security/limits.conf on these hosts, then log in again"
+        found.append(Finding("open files", "warning", by_value(files), why, fix))
+    if locked:
+        why = "InfiniBand and RoCE need locked memory: without it NCCL and UCX fail or use TCP"
+        fix = "set memlock to unlimited in /etc/security/limits.conf on these hosts, and LimitMEMLOCK=infinity for sshd"
+        found.append(Finding("locked memory", "warning", f"{by_value(locked)} bytes", why, fix))
+    return found
+
+
+def folder(survey: Survey) -> list[Finding]:
+    """Check that all hosts have the working folder and share it."""
+    where = survey.folder
+    if not survey.facts:
+        return []  # no host answers
+    lacking = [host for host, facts in survey.facts.items() if not facts.folder]
+    if lacking:
+        why = f"it does not exist on {names(lacking)}, but ranks start in it"
+        fix = f"mkdir -p {where} on these hosts, or start from a folder that all hosts have"
+        return [Finding("folder", "broken", where, why, fix)]
+    if not survey.writer:
+        why = "no host can write there: runs and checkpoints could not be saved"
+        return [Finding("folder", "broken", where, why, "start from a writable folder")]
+    blind = [host for host, sees in survey.sees_file.items() if not sees]
+    if blind:
+        why = (
+            f"{names(blind)} cannot see what {survey.writer} writes there; the run folder and its checkpoints are on "
+            "rank 0's host, and you have to copy config, task and data to each host"
+        )
+        fix = "start from a folder that all hosts mount, or copy the files"
+        return [Finding("folder", "warning", f"{where}, not shared", why, fix)]
+    return [Finding("folder", "ok", f"{where}, {'shared' if len(survey.sees_file) > 1 else 'writable'}")]
+
+
+def duplicate_hosts(survey: Survey) -> list[Finding]:
+    """Warn of one host under two names."""
+    hosts: dict[tuple[str, str], list[str]] = {}
+    for host, address in survey.addresses.items():
+        hosts.setdefault((survey.facts[host].name, address), []).append(host)
+    return [
+        Finding("same host", "warning", names(found), f"they are all {name} at {address}", "name each host once")
+        for (name, address), found in hosts.items()
+        if len(found) > 1
+    ]
+
+
 CHECKS: tuple[Callable[[Survey], list[Finding]], ...] = (
     reached,
-    comparisons.duplicate_hosts,
-    comparisons.compare,
-    comparisons.horovod_works,
-    comparisons.limits,
-    comparisons.folder,
+    duplicate_hosts,
+    compare,
+    horovod_works,
+    limits,
+    folder,
     network_checks.clocks,
     network_checks.connections,
     network_checks.routes,

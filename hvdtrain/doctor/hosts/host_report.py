@@ -6,9 +6,8 @@ import platform
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hvdtrain import __version__
 from hvdtrain.doctor.facts.gpu import driver_version, gpu_models
@@ -28,7 +27,7 @@ class HostReport:
         address: address that ssh connected to; "" for the doctor's own host.
         hvdtrain, python, torch, horovod, mpi4py: versions.
         horovod_wrong: why this Horovod cannot run on this host.
-        libmpi, libmpi_path: the MPI library that Horovod loads.
+        libmpi: version of the MPI library that Horovod loads.
         mpirun: version of the mpirun on PATH, or next to Python.
         kernel, machine: operating system and processor type.
         cores: cores that ranks may use.
@@ -48,7 +47,6 @@ class HostReport:
     horovod_wrong: str
     mpi4py: str
     libmpi: str
-    libmpi_path: str
     mpirun: str
     kernel: str
     machine: str
@@ -61,28 +59,12 @@ class HostReport:
     folder: bool
     interfaces: tuple[Interface, ...]
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> HostReport:
-        """Restore a report from JSON.
-
-        Errors:
-            KeyError, TypeError: another version of hvdtrain wrote it.
-        """
-        values = {field.name: data[field.name] for field in fields(cls)}
-        own = tuple(Interface(**each) for each in values["interfaces"])
-        return cls(**{**values, "gpus": tuple(values["gpus"]), "interfaces": own})
-
 
 def report_host(environ: Mapping[str, str], folder: str) -> HostReport:
-    """Gather the facts about this host, in a second or two.
-
-    Args:
-        environ: environment of this process.
-        folder: working folder of the ranks.
-    """
+    """Gather the facts about this host, in a second or two. ``folder``: working folder of the ranks."""
     with ThreadPoolExecutor(2) as pool:
         mpi = mpi_versions(environ, pool, Path(sys.executable).parent)
-    library, host, limit = mpi.library, read_host(environ), limits()
+    host, limit = read_host(environ), limits()
     connection = environ.get("SSH_CONNECTION", "").split()
     return HostReport(
         name=platform.node(),
@@ -94,7 +76,6 @@ def report_host(environ: Mapping[str, str], folder: str) -> HostReport:
         horovod_wrong=" ".join((horovod_mismatch() or "").split()) if package_version("horovod") else "",
         mpi4py=package_version("mpi4py") or "",
         libmpi=mpi.library_version or "",
-        libmpi_path=str(library.path or library.soname) if library else "",
         mpirun=mpi.mpirun_version or "",
         kernel=f"{platform.system()} {platform.release()}",
         machine=platform.machine(),

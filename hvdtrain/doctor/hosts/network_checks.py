@@ -28,9 +28,8 @@ def clocks(survey: Survey) -> list[Finding]:
         why += (
             "; beyond 5 minutes Slurm's munge and Kerberos refuse connections, and TLS certificates seem not yet valid"
         )
-    return [
-        Finding("clocks", "warning", found, why, "on both hosts: timedatectl set-ntp true (verify: chronyc tracking)")
-    ]
+    fix = "on both hosts: timedatectl set-ntp true (verify: chronyc tracking)"
+    return [Finding("clocks", "warning", found, why, fix)]
 
 
 def connections(survey: Survey) -> list[Finding]:
@@ -84,20 +83,16 @@ def routes(survey: Survey) -> list[Finding]:
     used, sizes = {}, {}
     for host, attempts in survey.attempts.items():
         if attempts:
-            used[host] = " and ".join(
-                dict.fromkeys(attempt.interface or "no interface" for attempt in attempts.values())
-            )
-            sizes[host] = " and ".join(dict.fromkeys(str(attempt.mtu) for attempt in attempts.values()))
+            used[host] = " and ".join(dict.fromkeys(one.interface or "no interface" for one in attempts.values()))
+            sizes[host] = " and ".join(dict.fromkeys(str(one.mtu) for one in attempts.values()))
     if not used:
         return []
-    found = [Finding("interface", "ok", by_value(used), _by_network(survey, used))]
-    if len(set(sizes.values())) > 1:
-        why = "larger packets may be lost without an error: small messages pass, large ones hang"
-        fix = "ip link set dev IF mtu 1500 on all hosts, or 9000 on all hosts and switches"
-        found.append(Finding("mtu", "warning", by_value(sizes), why, fix))
-    else:
-        found.append(Finding("mtu", "ok", by_value(sizes), minor=True))
-    return found
+    interface = Finding("interface", "ok", by_value(used), _by_network(survey, used))
+    if len(set(sizes.values())) == 1:
+        return [interface, Finding("mtu", "ok", by_value(sizes), minor=True)]
+    why = "larger packets may be lost without an error: small messages pass, large ones hang"
+    fix = "ip link set dev IF mtu 1500 on all hosts, or 9000 on all hosts and switches"
+    return [interface, Finding("mtu", "warning", by_value(sizes), why, fix)]
 
 
 def _by_network(survey: Survey, used: dict[str, str]) -> str:

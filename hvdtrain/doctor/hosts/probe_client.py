@@ -6,7 +6,6 @@ import itertools
 import queue
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from hvdtrain.launch.agent_link import AgentLink
@@ -16,34 +15,14 @@ class NoAnswerError(Exception):
     """A host does not answer. The message is the reason, if known."""
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The answer of a host.
-
-    Attributes:
-        value: the requested value.
-        sent_ns, received_ns: when the question was sent and the answer received, by the clock of the doctor's host.
-    """
-
-    value: Any
-    sent_ns: int
-    received_ns: int
-
-
 class ProbeClient:
-    """The connection to a started probe. Any thread may ask, one question at a time.
-
-    Args:
-        host: name of the host.
-        argv: command line that starts the probe.
-        environment: environment of that process.
+    """The connection to a probe that `argv` starts. Any thread may ask, one question at a time.
 
     Errors:
         OSError: the process cannot be started.
     """
 
     def __init__(self, host: str, argv: Sequence[str], environment: Mapping[str, str]) -> None:
-        self.host = host
         self._numbers = itertools.count(1)
         self._inbox: queue.SimpleQueue[tuple[dict[str, Any], int]] = queue.SimpleQueue()
         self._link = AgentLink(host, argv, environment, lambda item: self._inbox.put((item[1], time.time_ns())))
@@ -59,12 +38,16 @@ class ProbeClient:
         message, _ = self._receive("says", time.monotonic() + timeout_s)
         return dict(message["facts"])
 
-    def ask(self, what: str, timeout_s: float, **facts: Any) -> Answer:
-        """Ask a question and wait for the answer.
+    def ask(self, what: str, timeout_s: float, **facts: Any) -> Any:
+        """Ask a question and return the answer.
 
         Errors:
             NoAnswerError: there is no answer, or the host reports an error.
         """
+        return self.ask_timed(what, timeout_s, **facts)[1]
+
+    def ask_timed(self, what: str, timeout_s: float, **facts: Any) -> tuple[int, Any, int]:
+        """Return also when the question was sent and the answer received, in nanoseconds by this host's clock."""
         number = next(self._numbers)
         deadline_s, sent_ns = time.monotonic() + timeout_s, time.time_ns()
         self._link.send("ask", number=number, what=what, **facts)
@@ -74,7 +57,7 @@ class ProbeClient:
                 continue
             if "error" in message:
                 raise NoAnswerError(str(message["error"]))
-            return Answer(message["value"], sent_ns, received_ns)
+            return sent_ns, message["value"], received_ns
 
     def close(self) -> None:
         """Let the probe end, without waiting for it."""

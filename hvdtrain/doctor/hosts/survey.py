@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ipaddress
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
+
+import msgspec
 
 import hvdtrain
 from hvdtrain.doctor.hosts.clock_offset import Offset, estimate_offset
@@ -79,7 +81,10 @@ class Survey:
 
 
 class Hosts:
-    """Hosts with a running probe. A host that fails to answer moves to `lost` and is asked no more."""
+    """Hosts with a probe, which runs until the end of the `with` block.
+
+    A host that fails to answer moves to `lost` and is asked no more.
+    """
 
     def __init__(self, request: HostsRequest) -> None:
         self.lost: dict[str, str] = {}
@@ -88,18 +93,27 @@ class Hosts:
         self._probes: dict[str, ProbeClient] = {}
         self._pool = ThreadPoolExecutor(max(1, len(request.hosts)))
 
+    def __enter__(self) -> Hosts:
+        return self
+
+    def __exit__(self, error: object, *_: object) -> None:
+        for probe in self._probes.values():
+            if error:
+                probe.kill()  # so that no thread waits for a host
+            else:
+                probe.close()
+        self._pool.shutdown()
+
     def survey(self) -> Survey:
         """Start the probes and ask all questions."""
         self._start()
         facts = self._ask_all(self._greet)
         addresses = self._addresses(facts)
         offsets = self._ask_all(self._offset)
-        survey = Survey(
-            dict(self._request.hosts), self._request.folder, facts=facts, addresses=addresses, offsets=offsets
-        )
         writer, sees_file = self._share_file()
         attempts = self._try_connections(addresses)
-        return replace(survey, writer=writer, sees_file=sees_file, attempts=attempts, lost=dict(self.lost))
+        slots, folder = dict(self._request.hosts), self._request.folder
+        return Survey(slots, folder, writer, dict(self.lost), facts, addresses, offsets, attempts, sees_file)
 
     def measure(self, source: str, target: str, budget_s: float) -> Speed:
         """Measure the speed from one host to another.
@@ -108,23 +122,11 @@ class Hosts:
             NoAnswerError: it cannot be measured.
         """
         listener = asdict(self._listeners[target])
-        answer = self._probes[source].ask("measure", 60.0 + budget_s, door=listener, budget_s=budget_s)
-        return Speed(**answer.value)
+        return Speed(**self._probes[source].ask("measure", 60.0 + budget_s, door=listener, budget_s=budget_s))
 
     def in_parallel(self, work: Callable[[T], Any], items: Sequence[T]) -> list[Any]:
         """Call a function for all items in parallel."""
         return list(self._pool.map(work, items))
-
-    def close(self) -> None:
-        """Let all probes end."""
-        for probe in self._probes.values():
-            probe.close()
-        self._pool.shutdown()
-
-    def kill(self) -> None:
-        """Kill all connections, so that no thread waits for a host."""
-        for probe in self._probes.values():
-            probe.kill()
 
     def _start(self) -> None:
         request = self._request
@@ -142,14 +144,13 @@ class Hosts:
         hello = {"folder": self._request.folder, "path": list(python_path(self._request.environment))}
         facts = self._probes[host].greet(hello, GREET_S)
         try:
-            return HostReport.from_json(facts)
-        except (KeyError, TypeError):
+            return msgspec.convert(facts, HostReport)
+        except msgspec.ValidationError:
             theirs = facts.get("hvdtrain", "?")
             raise NoAnswerError(f"that host runs hvdtrain {theirs}, this one {hvdtrain.__version__}") from None
 
     def _offset(self, host: str) -> Offset:
-        answers = [self._probes[host].ask("clock", _ASK_S) for _ in range(_CLOCK_SAMPLES)]
-        return estimate_offset([(answer.sent_ns, int(answer.value), answer.received_ns) for answer in answers])
+        return estimate_offset([self._probes[host].ask_timed("clock", _ASK_S) for _ in range(_CLOCK_SAMPLES)])
 
     def _addresses(self, facts: Mapping[str, HostReport]) -> dict[str, str]:
         """Return the address of each host.
@@ -161,7 +162,7 @@ class Hosts:
         def address(host: str) -> str:
             if not _is_local(facts[host].address):
                 return facts[host].address
-            return str(self._probes[host].ask("toward", _ASK_S, address=remote).value) or "127.0.0.1"
+            return str(self._probes[host].ask("toward", _ASK_S, address=remote)) or "127.0.0.1"
 
         return self._ask_all(address)
 
@@ -175,7 +176,7 @@ class Hosts:
                 continue
             try:
                 return writer, self._ask_all(
-                    lambda host: bool(self._probes[host].ask("look", _ASK_S, file=name, text=text).value)
+                    lambda host: bool(self._probes[host].ask("look", _ASK_S, file=name, text=text))
                 )
             finally:
                 with suppress(NoAnswerError, KeyError):  # the writer may be lost by now
@@ -186,14 +187,14 @@ class Hosts:
         """Let each host connect to all others."""
 
         def listen(host: str) -> Listener:
-            return Listener(**self._probes[host].ask("listen", _ASK_S, address=addresses[host]).value)
+            return Listener(**self._probes[host].ask("listen", _ASK_S, address=addresses[host]))
 
         self._listeners = self._ask_all(listen)
 
         def reach(host: str) -> Mapping[str, Attempt]:
             listeners = {other: asdict(one) for other, one in self._listeners.items() if other != host}
             timeout_s = _ASK_S + CONNECT_S * (1 + len(listeners) / 32)
-            attempts = self._probes[host].ask("reach", timeout_s, doors=listeners).value
+            attempts = self._probes[host].ask("reach", timeout_s, doors=listeners)
             return {other: Attempt(**attempt) for other, attempt in attempts.items()}
 
         return self._ask_all(reach)
@@ -214,19 +215,6 @@ class Hosts:
                 self.lost[host] = str(value)
                 self._probes.pop(host).kill()
         return {host: value for host, value in answers.items() if not isinstance(value, NoAnswerError)}
-
-
-@contextmanager
-def connected(request: HostsRequest) -> Iterator[Hosts]:
-    """Return the hosts; their probes run until the end of the block."""
-    hosts = Hosts(request)
-    try:
-        yield hosts
-    except BaseException:
-        hosts.kill()
-        raise
-    finally:
-        hosts.close()
 
 
 def _is_local(address: str) -> bool:

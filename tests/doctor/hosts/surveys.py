@@ -20,7 +20,6 @@ A = HostReport(
     horovod_wrong="",
     mpi4py="4.1",
     libmpi="Open MPI v4.1.8",
-    libmpi_path="/v/lib/libmpi.so.40",
     mpirun="mpirun (Open MPI) 4.1.8",
     kernel="Linux 6.1",
     machine="x86_64",

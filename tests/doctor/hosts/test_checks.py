@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 
+import msgspec
 import pytest
 
 from hvdtrain.doctor.facts.network import Interface
@@ -109,6 +110,6 @@ def test_what_most_hosts_have_comes_first_and_many_are_counted() -> None:
 
 def test_what_a_host_says_survives_json() -> None:
     said = replace(B, gpus=("H200",))
-    assert HostReport.from_json(json.loads(json.dumps(asdict(said)))) == said
-    with pytest.raises(KeyError):
-        HostReport.from_json({"hvdtrain": "0.0.1"})
+    assert msgspec.convert(json.loads(json.dumps(asdict(said))), HostReport) == said
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"hvdtrain": "0.0.1"}, HostReport)

@@ -15,7 +15,7 @@ import pytest
 
 from hvdtrain.doctor.hosts import survey
 from hvdtrain.doctor.hosts.checks import examine
-from hvdtrain.doctor.hosts.survey import HostsRequest, Survey, connected
+from hvdtrain.doctor.hosts.survey import Hosts, HostsRequest, Survey
 from tests.support.launch import TIMEOUT_S
 
 ROOT = Path(__file__).parents[3]
@@ -51,7 +51,7 @@ def found_of(tmp_path: Path, *hosts: str, folder: str = "") -> Survey:
     ask = HostsRequest(dict.fromkeys(hosts, 1), frozenset(), folder or str(tmp_path), sys.executable, environment)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", environment["PATH"])  # where programs are looked for
-        with connected(ask) as open_hosts:
+        with Hosts(ask) as open_hosts:
             return open_hosts.survey()
 
 
@@ -92,7 +92,7 @@ def test_ssh_that_is_not_there_is_told(tmp_path: Path) -> None:
     ask = HostsRequest({"b": 1}, frozenset(), str(tmp_path), sys.executable, {})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", str(tmp_path))
-        with connected(ask) as open_hosts:
+        with Hosts(ask) as open_hosts:
             found = open_hosts.survey()
     assert "ssh" in found.lost["b"] and not found.facts
     assert examine(found)[0].level == "broken"
