@@ -15,8 +15,7 @@ from hvdtrain.doctor.finding import LEVELS, Finding, worst
 from hvdtrain.doctor.hosts.checks import examine
 from hvdtrain.doctor.hosts.survey import Hosts, HostsRequest, Survey
 from hvdtrain.doctor.links import by_tcp
-from hvdtrain.doctor.links import link_table as table
-from hvdtrain.doctor.links.measured import Links, check_links
+from hvdtrain.doctor.links.measured import Links, check_links, link_table
 from hvdtrain.doctor.report import finding_lines, summary
 from hvdtrain.errors import ConfigError, HvdtrainError
 from hvdtrain.launch.hosts import LOCAL_NAMES, parse_hosts
@@ -137,7 +136,7 @@ def show(report: Report, *, as_json: bool) -> int:
         return worst(report.findings)
     print("\n".join(finding_lines(report.findings)))
     if report.links is not None:
-        print("\n".join(["", *table.lines(report.links)]))
+        print("\n".join(["", *link_table(report.links)]))
     if report.outlook is not None:
         from hvdtrain.doctor.links.expected import lines
 

@@ -52,23 +52,14 @@ def measure(info: RankInfo) -> Links | None:
     directions = [
         Direction(names[a], names[b], *map(float, total[a, b])) for a, b in np.argwhere(total[:, :, 1] > 0).tolist()
     ]
-    return Links(names, directions, f"MPI ({mpi_name(world)})")
-
-
-def mpi_name(world: Any) -> str:
-    """Return name and release of the MPI."""
     from mpi4py import MPI
 
-    return str(MPI.Get_library_version()).splitlines()[0].split(", ")[0].strip()
+    name = str(MPI.Get_library_version()).splitlines()[0].split(", ")[0].strip()
+    return Links(names, directions, f"MPI ({name})")
 
 
 def other_library(maps: str, wanted: Path) -> str | None:
-    """Return the MPI library that this process has loaded if it is not the wanted one, else None.
-
-    Args:
-        maps: content of ``/proc/self/maps``.
-        wanted: the library that Horovod loads.
-    """
+    """Return the MPI library in ``/proc/self/maps`` if it is not the wanted one, which Horovod loads; else None."""
     paths = [Path(line.split(maxsplit=5)[5]) for line in maps.splitlines() if len(line.split(maxsplit=5)) == 6]
     loaded = {str(path.resolve()) for path in paths if path.name.startswith(("libmpi.", "libmpich.", "libmpi_"))}
     return None if not loaded or str(wanted.resolve()) in loaded else min(loaded)

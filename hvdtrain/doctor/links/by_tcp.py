@@ -9,16 +9,9 @@ from hvdtrain.doctor.hosts.survey import Hosts
 from hvdtrain.doctor.links.link_pairs import budget_s, rounds
 from hvdtrain.doctor.links.measured import Direction, Links
 
-BY = "TCP, one stream"
-
 
 def measure(hosts: Hosts, names: Sequence[str]) -> Links:
-    """Measure all pairs of hosts. Pairs without a common host are measured in parallel.
-
-    Args:
-        hosts: surveyed hosts.
-        names: hosts that reach each other.
-    """
+    """Measure all pairs of `names`, which reach each other. Pairs without a common host are measured in parallel."""
     each_s = budget_s(len(names))
     directions: list[Direction] = []
 
@@ -33,4 +26,4 @@ def measure(hosts: Hosts, names: Sequence[str]) -> Links:
         forward = [(names[a], names[b]) for a, b in pairs]
         for batch in (forward, [(b, a) for a, b in forward]):
             directions += [found for found in hosts.in_parallel(one, batch) if found is not None]
-    return Links(list(names), directions, BY)
+    return Links(list(names), directions, "TCP, one stream")

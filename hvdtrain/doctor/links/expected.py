@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hvdtrain.compression.table import auto_candidates
-from hvdtrain.doctor.links.link_table import aligned
-from hvdtrain.doctor.links.measured import Links, gbit, microseconds
+from hvdtrain.doctor.links.measured import Links, aligned, gbit, microseconds
 from hvdtrain.timeline.whatif.bucket_plan import Gradient, spread_evenly
 from hvdtrain.timeline.whatif.change import Change
 from hvdtrain.timeline.whatif.evidence import Evidence, FittedLink, Job
@@ -56,14 +55,9 @@ class Outlook:
 
 
 def assumed_run(parameters: int, step_s: float, cores: int, threads: int, *, on_cpu: bool) -> Evidence:
-    """Return assumed evidence for a model without a recorded run.
+    """Return assumed evidence for a model of so many fp32 parameters without a recorded run.
 
-    Args:
-        parameters: number of fp32 parameters.
-        step_s: step time of a single rank.
-        cores: cores per host.
-        threads: compute threads per rank.
-        on_cpu: whether ranks compute on the CPU.
+    ``step_s`` is the step time of a single rank, ``cores`` are those of a host, ``threads`` compute for a rank.
     """
     layers = max(1, min(_LAYERS, parameters // 1024))
     each = parameters / layers
@@ -89,14 +83,10 @@ def assumed_run(parameters: int, step_s: float, cores: int, threads: int, *, on_
     )
 
 
-def outlook(evidence: Evidence, links: Links, per_host: int, compressions: Sequence[str] = COMPRESSIONS) -> Outlook:
+def outlook(evidence: Evidence, links: Links, per_host: int) -> Outlook:
     """Predict the step time by number of ranks and compression. Each rank has the work of a single one.
 
-    Args:
-        evidence: evidence of a run, or from `assumed_run`.
-        links: measured links.
-        per_host: ranks per host.
-        compressions: names of compressions, as in options.
+    ``evidence`` is that of a run, or from `assumed_run`.
     """
     inside, between = _inside(evidence, links), _between(links)
     if inside is not None:
@@ -114,7 +104,7 @@ def outlook(evidence: Evidence, links: Links, per_host: int, compressions: Seque
     alone_s = step_s(Ranks(1, 1), "none")
     rows = []
     for ranks in _sizes(len(links.hosts), per_host, several=between is not None):
-        steps = {name: step_s(ranks, name) if ranks.size > 1 else alone_s for name in compressions}
+        steps = {name: step_s(ranks, name) if ranks.size > 1 else alone_s for name in COMPRESSIONS}
         efficiency = {name: alone_s / seconds for name, seconds in steps.items()}
         rows.append(Prediction(ranks, steps, efficiency, ranks.hosts > len(links.hosts)))
     return Outlook(rows, _notes(evidence, links, per_host, inside, between))

@@ -1,4 +1,4 @@
-"""Measured links, and the checks that find slow ones. Pure."""
+"""Measured links: the checks that find slow ones, and a table. Pure."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ _LATE, _LATE_S = 3.0, 50e-6
 """Latency is high above this multiple of the median, and if it exceeds the median by this time."""
 _SLOW_INTERFACE = 0.6
 """Part of the interface's speed that a single TCP stream exceeds if nothing is wrong."""
+_MOST_HOSTS = 12
+"""Largest number of hosts in the table. With more, the slowest links are listed."""
 
 
 @dataclass(frozen=True)
@@ -81,22 +83,10 @@ class Links:
         return cls(data["hosts"], [Direction(**one) for one in data["ways"]], data["by"])
 
 
-def median_gbit(directions: Iterable[Direction]) -> float:
-    """Return the median bandwidth."""
-    return median(one.gbit for one in directions)
-
-
-def median_latency_s(directions: Iterable[Direction]) -> float:
-    """Return the median latency."""
-    return median(one.latency_s for one in directions)
-
-
 def check_links(links: Links, interface_mbit: Mapping[str, int] | None = None) -> list[Finding]:
     """Report the measured links, and each link that is much slower than the others.
 
-    Args:
-        links: measured links.
-        interface_mbit: speed of each host's interface in Mbit/s, if known.
+    ``interface_mbit``: speed of each host's interface in Mbit/s, if known.
     """
     found = []
     for name, directions in (("links", links.between), ("in a host", links.inside)):
@@ -110,18 +100,23 @@ def check_links(links: Links, interface_mbit: Mapping[str, int] | None = None) -
 def _summary(directions: Sequence[Direction]) -> str:
     speeds = sorted(one.gbit for one in directions)
     spread = f" ({gbit(speeds[0])} to {gbit(speeds[-1])})" if len(directions) > 1 else ""
-    return f"{gbit(median_gbit(directions))}{spread}, {microseconds(median_latency_s(directions))} per small message"
+    latency = microseconds(median(one.latency_s for one in directions))
+    return f"{gbit(_median_gbit(directions))}{spread}, {latency} per small message"
+
+
+def _median_gbit(directions: Iterable[Direction]) -> float:
+    return median(one.gbit for one in directions)
 
 
 def _slow(directions: Sequence[Direction]) -> list[Finding]:
-    usual = median_gbit(directions)
+    usual = _median_gbit(directions)
     why = "every allreduce is as slow as its slowest link"
     found = []
     slow_hosts = [] if directions[0].inside else _slow_hosts(directions, usual)
     for host in slow_hosts:
         mine = [one for one in directions if host in (one.source, one.target)]
         fix = f"on {host}: check ethtool IF (speed, duplex, errors), cable, port and switch; or leave the host out"
-        text = f"{gbit(median_gbit(mine))} to the other hosts; the median is {gbit(usual)}"
+        text = f"{gbit(_median_gbit(mine))} to the other hosts; the median is {gbit(usual)}"
         found.append(Finding(f"slow {host}", "warning", text, why, fix))
     for one in directions:
         if one.gbit < _SLOW * usual and not {one.source, one.target} & set(slow_hosts):
@@ -136,11 +131,11 @@ def _slow(directions: Sequence[Direction]) -> list[Finding]:
 def _slow_hosts(directions: Sequence[Direction], usual: float) -> list[str]:
     """Return the hosts with mostly slow links. With only two hosts there are none, because they share their links."""
     hosts = dict.fromkeys(name for one in directions for name in (one.source, one.target))
-    return [h for h in hosts if median_gbit(w for w in directions if h in (w.source, w.target)) < _SLOW * usual]
+    return [h for h in hosts if _median_gbit(w for w in directions if h in (w.source, w.target)) < _SLOW * usual]
 
 
 def _late(directions: Sequence[Direction]) -> list[Finding]:
-    usual = median_latency_s(directions)
+    usual = median(one.latency_s for one in directions)
     late = [one for one in directions if one.latency_s > max(_LATE * usual, usual + _LATE_S)]
     if not late:
         return []
@@ -153,13 +148,34 @@ def _late(directions: Sequence[Direction]) -> list[Finding]:
 def _slow_interfaces(links: Links, interface_mbit: Mapping[str, int]) -> list[Finding]:
     found = []
     for host, mbit in interface_mbit.items():
-        mine = [one for one in links.between if host in (one.source, one.target)]
-        if mine and mbit and max(one.gbit for one in mine) < _SLOW_INTERFACE * mbit * 1e-3:
-            text = f"{gbit(max(one.gbit for one in mine))} at best; its interface has {gbit(mbit * 1e-3)}"
+        best = max((one.gbit for one in links.between if host in (one.source, one.target)), default=0.0)
+        if 0 < best < _SLOW_INTERFACE * mbit * 1e-3:
+            text = f"{gbit(best)} at best; its interface has {gbit(mbit * 1e-3)}"
             why = "one TCP stream does not fill the link, a part of the path is slower, or other traffic uses it"
             fix = f"on {host}: check iperf3 -P 4, sysctl net.ipv4.tcp_rmem net.ipv4.tcp_wmem, and the switches"
             found.append(Finding(f"link of {host}", "warning", text, why, fix))
     return found
+
+
+def link_table(links: Links) -> list[str]:
+    """Return a table as plain lines, in Gbit/s and microseconds: one row per source, one column per target."""
+    if len(links.hosts) > _MOST_HOSTS:
+        slowest = sorted(links.between, key=lambda one: one.bytes_per_s)[:_MOST_HOSTS]
+        return [f"the slowest of {len(links.between)} directions:", *(f"  {one}: {_cell(one)}" for one in slowest)]
+    by_pair = {(one.source, one.target): one for one in links.directions}
+    rows = [["from / to", *links.hosts]]
+    rows += [[source, *(_cell(by_pair.get((source, target))) for target in links.hosts)] for source in links.hosts]
+    return ["Gbit/s, and microseconds per small message:", *aligned(rows)]
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return indented lines with right-aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _cell(direction: Direction | None) -> str:
+    return "-" if direction is None else f"{direction.gbit:.3g} {direction.latency_s * 1e6:.3g}us"
 
 
 def gbit(number: float) -> str:

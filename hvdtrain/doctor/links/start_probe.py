@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from hvdtrain.doctor.hosts.survey import HostsRequest, Survey
 from hvdtrain.doctor.links.link_pairs import MOST_S
@@ -39,11 +39,7 @@ def obstacle(survey: Survey, hosts: Sequence[str]) -> str:
 def command(request: HostsRequest, hosts: Sequence[str], interface: str, mpi: Mpi) -> Command:
     """Return the command that starts the probe.
 
-    Args:
-        request: how to reach the hosts.
-        hosts: hosts, with two ranks each.
-        interface: interface between the hosts, or their network; "" lets MPI choose.
-        mpi: the MPI of Horovod.
+    ``interface`` is that between the hosts, or their network; "" lets MPI choose. ``mpi`` is the MPI of Horovod.
     """
     names = ("PATH", "LD_LIBRARY_PATH", *passed_variables(request.environment))
     spec = JobSpec(
@@ -67,12 +63,8 @@ def command(request: HostsRequest, hosts: Sequence[str], interface: str, mpi: Mp
 
 def common_interface(survey: Survey, hosts: Sequence[str]) -> str:
     """Return the interface between these hosts if it has the same name on all of them, else ""."""
-    used = {
-        attempt.interface
-        for host in hosts
-        for other, attempt in survey.attempts.get(host, {}).items()
-        if other in hosts
-    }
+    attempts = [survey.attempts.get(host, {}) for host in hosts]
+    used = {attempt.interface for row in attempts for other, attempt in row.items() if other in hosts}
     return used.pop() if len(used) == 1 else ""
 
 
@@ -103,8 +95,7 @@ def _parse_links(text: str) -> Links | None:
     """Find the JSON report of rank 0 in the output of mpirun."""
     for line in text.splitlines():
         try:
-            report: Mapping[str, object] = json.loads(line)
-            return Links.from_data(report["links"])  # type: ignore[arg-type]
+            return Links.from_data(json.loads(line)["links"])
         except (ValueError, KeyError, TypeError):
             continue
     return None

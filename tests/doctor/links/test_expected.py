@@ -58,7 +58,7 @@ def test_less_bandwidth_is_never_faster(sizes: tuple[int, float, float, int], ti
 def test_a_link_that_decides_takes_what_a_ring_takes(gbit: float, per_host: int) -> None:
     """2 (n - 1) / n of the bytes leave each host, whatever the number of its ranks."""
     parameters = 100_000_000
-    found = outlook(model(parameters, 0.010), links(gbit, latency_us=0.0), per_host, ["none"])
+    found = outlook(model(parameters, 0.010), links(gbit, latency_us=0.0), per_host)
     for row in found.rows:
         n = row.ranks.size
         if row.ranks.hosts > 1:
@@ -67,16 +67,16 @@ def test_a_link_that_decides_takes_what_a_ring_takes(gbit: float, per_host: int)
 
 
 def test_halves_take_half_of_what_is_sent_and_the_slowest_link_decides() -> None:
-    even = outlook(model(10**8, 0.01), links(0.1), 1, ["none", "fp16"]).rows[1]
+    even = outlook(model(10**8, 0.01), links(0.1), 1).rows[1]
     assert even.step_s["fp16"] == pytest.approx(even.step_s["none"] / 2, rel=0.05)
     found = links(0.1)
     fast = [replace(way, bytes_per_s=1e9) if way.source == "n0" else way for way in found.directions]
-    lame = outlook(model(10**8, 0.01), replace(found, directions=fast), 1, ["none"]).rows[1]
+    lame = outlook(model(10**8, 0.01), replace(found, directions=fast), 1).rows[1]
     assert lame.step_s["none"] == pytest.approx(even.step_s["none"])
 
 
 def test_a_fast_link_hides_all_of_it() -> None:
-    found = outlook(model(1_000_000, 1.0), links(400.0, 1.0), 1, ["none"])
+    found = outlook(model(1_000_000, 1.0), links(400.0, 1.0), 1)
     assert all(row.efficiency["none"] > 0.98 for row in found.rows)
 
 
@@ -106,7 +106,7 @@ def test_one_host_tells_nothing_of_a_link_between_hosts() -> None:
 def test_a_run_tells_what_a_model_is_asked_for(tmp_path: Path, size: int, passes: int) -> None:
     """A rank's work is that of the run, whatever the number of ranks."""
     evidence = read_evidence(run_folder(tmp_path / "run", size=size, local_size=size, passes=passes))
-    found = outlook(evidence, links(1.0), 2, ["none"])
+    found = outlook(evidence, links(1.0), 2)
     assert found.rows[0].step_s["none"] == pytest.approx(evidence.step_s, rel=0.1)
     assert all(row.step_s["none"] > 0.95 * evidence.step_s for row in found.rows)
     assert found.rows[-1].efficiency["none"] < found.rows[1].efficiency["none"] <= 1.05

@@ -7,8 +7,7 @@ from itertools import permutations
 
 import pytest
 
-from hvdtrain.doctor.links import link_table as table
-from hvdtrain.doctor.links.measured import Direction, Links, check_links, gbit
+from hvdtrain.doctor.links.measured import Direction, Links, check_links, gbit, link_table
 
 GBIT = 1.25e8
 
@@ -65,18 +64,18 @@ def test_what_was_measured_survives_json() -> None:
 
 def test_a_table_has_a_cell_for_each_pair() -> None:
     found = links("ab", {("a", "b"): 0.095})
-    text = [line.split() for line in table.lines(found)[1:]]
+    text = [line.split() for line in link_table(found)[1:]]
     assert text == [
         ["from", "/", "to", "a", "b"],
         ["a", "80", "1us", "0.095", "20us"],
         ["b", "10", "20us", "80", "1us"],
     ]
     missing = Links(["a", "b"], found.directions[:1], "TCP")
-    assert table.lines(missing)[-1].split() == ["b", "-", "-"]
+    assert link_table(missing)[-1].split() == ["b", "-", "-"]
 
 
 def test_of_many_hosts_the_slowest_ways_are_listed() -> None:
-    many = table.lines(links("abcdefghijklmno", {("b", "c"): 0.5}))
+    many = link_table(links("abcdefghijklmno", {("b", "c"): 0.5}))
     assert many[1].split()[:4] == ["b", "to", "c:", "0.5"] and len(many) == 13
 
 
