@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
         return 128 + signal.SIGINT
     if info.rank != 0:
         return 0
-    findings = examine(gather(info, choices, environ(), options.run_dir, log, refusal))
+    findings = examine(gather(info, environ(), options.run_dir, log, refusal))
     if options.json:
         print(json.dumps(report.as_json(info, findings, choices)))
     elif sys.stdout.isatty():

@@ -88,10 +88,7 @@ def _quota(root: Path) -> int | None:
     for folder in _cgroup(root, "cpu"):
         quota, _, period = read_text_or_empty(folder / "cpu.max").partition(" ")
         if not quota:
-            quota, period = (
-                read_text_or_empty(folder / "cpu.cfs_quota_us"),
-                read_text_or_empty(folder / "cpu.cfs_period_us"),
-            )
+            quota, period = (read_text_or_empty(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
         if quota.strip().isdigit() and period.strip().isdigit():
             return max(1, int(quota) // int(period))
     return None

@@ -36,10 +36,8 @@ def _unused_launcher(info: RankInfo) -> tuple[str, str] | None:
         nested = "TORCHELASTIC_RUN_ID" in variables and variables.get("WORLD_SIZE") != str(info.size)
         return ("WORLD_SIZE", "torchrun") if nested else None
     sizes = _SIZES_OF_OTHERS
-    if (
-        info.launcher == NO_LAUNCHER and "SLURM_STEP_ID" in variables
-    ):  # elsewhere SLURM_NTASKS is the size of the allocation
-        sizes = {**sizes, "SLURM_NTASKS": "srun"}
+    if info.launcher == NO_LAUNCHER and "SLURM_STEP_ID" in variables:
+        sizes = {**sizes, "SLURM_NTASKS": "srun"}  # without a step it is the size of the allocation
     for variable, launcher in sizes.items():
         text = variables.get(variable, "").strip()
         if re.fullmatch(r"[0-9]{1,9}", text) and int(text) > 1:
@@ -58,9 +56,8 @@ def refuse_unused_launcher(info: RankInfo) -> None:
         return
     variable, launcher = found
     value = info.variables.get(variable, "")
-    joined = "no launcher that hvdtrain supports"
-    if info.launcher != NO_LAUNCHER:
-        joined = f"{info.size} rank(s) by {info.launcher}"
+    supported = info.launcher != NO_LAUNCHER
+    joined = f"{info.size} rank(s) by {info.launcher}" if supported else "no launcher that hvdtrain supports"
     number = value if variable in _SIZES_OF_OTHERS else "N"
     raise LaunchError(
         f"{launcher} seems to have started this process, but not as a rank of a Horovod job: each process would train"

@@ -42,12 +42,6 @@ class Choice:
         """Whether the setting is made."""
         return self.kept is None
 
-    def __str__(self) -> str:
-        setting = self.setting
-        if self.kept is not None:
-            return f"{setting.variable}: {self.kept}; {setting.value} would be set because {setting.reason}"
-        return f"{setting.variable}={setting.value}: {setting.reason} ({setting.effect})"
-
 
 def choose(
     info: RankInfo,
@@ -71,19 +65,11 @@ def choose(
         ours: variables that we set earlier, before these modules were imported.
     """
     facts = Facts(info, host, library, environ)
-    settings = [setting for rule in RULES for setting in rule(facts)]
-    late = {
-        setting.variable
-        for setting in settings
-        if setting.before in loaded and (ours or {}).get(setting.variable) != setting.value
-    }
     choices = []
-    for setting in settings:
+    for setting in (setting for rule in RULES for setting in rule(facts)):
         kept = _kept(setting, environ, site or {})
-        if kept is None and setting.variable in late:
-            choices.append(Choice(setting, f"too late, {setting.before} is loaded", late=True))
-        else:
-            choices.append(Choice(setting, kept))
+        late = kept is None and setting.before in loaded and (ours or {}).get(setting.variable) != setting.value
+        choices.append(Choice(setting, f"too late, {setting.before} is loaded" if late else kept, late))
     return choices
 
 

@@ -35,7 +35,6 @@ GLOO = RankInfo("horovod-gloo", 0, 2, 0, 2, "node")
 
 WELL = DoctorFacts(
     info=RankInfo("openmpi", 0, 2, 0, 2, "node"),
-    choices=[],
     environ={"OMPI_COMM_WORLD_RANK": "0"},
     installation=Installation(
         packages={"hvdtrain": "0.1.0", "numpy": "2.4", "transformers": "5.0"},

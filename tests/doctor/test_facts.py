@@ -185,7 +185,7 @@ def test_a_folder_is_asked_in_a_process_of_its_own(tmp_path: Path, monkeypatch: 
 
 def test_what_we_set_ourselves_is_not_taken_for_somebodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ask, "__defaults__", (TIMEOUT_S,))
-    found = gather(RankInfo(), [], {"PATH": "/bin", "A": "1", "B": "2", "HVDTRAIN_SET": '{"A": "1"}'}, tmp_path)
+    found = gather(RankInfo(), {"PATH": "/bin", "A": "1", "B": "2", "HVDTRAIN_SET": '{"A": "1"}'}, tmp_path)
     assert found.environ == {"PATH": "/bin", "B": "2"}
     assert found.installation.python == sys.version_info[:2]
     assert found.installation.torch.values["version"]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from hvdtrain.runtime.environment import by_gloo, elastic
-from hvdtrain.runtime.exposure import describe_exposure
+from hvdtrain.runtime.gloo import describe_exposure
 
 STOCK = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.5", "HOROVOD_GLOO_RENDEZVOUS_PORT": "40123"}
 ELASTIC = {**STOCK, "HOROVOD_ELASTIC": "1"}

@@ -9,7 +9,7 @@ from hvdtrain.doctor.facts import DoctorFacts
 from hvdtrain.doctor.finding import Finding
 from hvdtrain.install.record import BUILD_COMMAND
 from hvdtrain.runtime.environment import GLOO_LAUNCHER, LAUNCHERS, NO_LAUNCHER, elastic, rank_label
-from hvdtrain.runtime.exposure import describe_exposure
+from hvdtrain.runtime.gloo import describe_exposure
 from hvdtrain.runtime.rules import Facts
 from hvdtrain.runtime.timeline import ASK, decide
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from hvdtrain.doctor.facts.storage import Storage, storage
 from hvdtrain.doctor.nccl_log import NcclLog
 from hvdtrain.errors import LaunchError
 from hvdtrain.runtime.environment import RankInfo
-from hvdtrain.runtime.tuning import Choice, without_our_variables
+from hvdtrain.runtime.tuning import without_our_variables
 
 _WORKERS = 16
 """More threads than there are probes that wait for other probes."""
@@ -27,14 +27,13 @@ class DoctorFacts:
     """All facts that the checks use.
 
     Attributes:
-        info, choices: from `runtime.tuning.prepare`.
+        info: rank of this process.
         environ: environment of this process, without the variables that hvdtrain set.
         installation, mpi, machine, gpu, network, storage: facts from the file of the same name.
         nccl_log: content of NCCL's log, if the user named one.
     """
 
     info: RankInfo
-    choices: Sequence[Choice]
     environ: Mapping[str, str]
     installation: Installation
     mpi: MpiFacts
@@ -47,7 +46,6 @@ class DoctorFacts:
 
 def gather(
     info: RankInfo,
-    choices: Sequence[Choice],
     environ: Mapping[str, str],
     run_dir: Path,
     nccl_log: NcclLog | None = None,
@@ -55,13 +53,7 @@ def gather(
 ) -> DoctorFacts:
     """Gather all facts. This takes as long as importing torch and Horovod. Collective: no.
 
-    Args:
-        info: as in `DoctorFacts`.
-        choices: as in `DoctorFacts`.
-        environ: environment of this process.
-        run_dir: folder of the runs.
-        nccl_log: as in `DoctorFacts`.
-        refusal: error of the launcher's variables, if they are inconsistent.
+    ``environ`` is that of this process. ``refusal``: error of the launcher's variables, if they are inconsistent.
     """
     before = without_our_variables(environ)
     with ThreadPoolExecutor(_WORKERS) as pool:
@@ -70,7 +62,6 @@ def gather(
         gpu, net, disk = pool.submit(gpu_facts), pool.submit(network), pool.submit(storage, run_dir)
         return DoctorFacts(
             info=info,
-            choices=choices,
             environ=before,
             machine=machine(before),
             gpu=gpu.result(),

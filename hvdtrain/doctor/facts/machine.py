@@ -65,6 +65,7 @@ def machine(environ: Mapping[str, str], root: Path = Path("/")) -> Machine:
     cpu = _cpu(root)
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     shm = shutil.disk_usage(root / "dev/shm") if (root / "dev/shm").is_dir() else None
+    pages = read_text_or_empty(root / "sys/kernel/mm/transparent_hugepage/enabled")  # such as: always [madvise] never
     return Machine(
         host=read_host(environ, root),
         system={
@@ -79,7 +80,7 @@ def machine(environ: Mapping[str, str], root: Path = Path("/")) -> Machine:
         memory_limit_bytes=_memory_limit(root),
         shm_bytes=shm.total if shm else None,
         shm_free_bytes=shm.free if shm else None,
-        huge_pages=_chosen(read_text_or_empty(root / "sys/kernel/mm/transparent_hugepage/enabled")),
+        huge_pages=pages.partition("[")[2].partition("]")[0],
         limits=limits(),
         is_root=os.geteuid() == 0,
         remote_shell=has_remote_shell(environ),
@@ -93,28 +94,19 @@ def _cpu(root: Path) -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
-def _chosen(text: str) -> str:
-    """Return the selected word of a kernel setting such as ``always [madvise] never``."""
-    return text.partition("[")[2].partition("]")[0]
-
-
 def _memory_limit(root: Path) -> int | None:
     """Return the lowest memory limit of the control groups around this process, of versions 1 and 2."""
-    base, found = root / "sys/fs/cgroup", []
+    base, files = root / "sys/fs/cgroup", list[Path]()
     for line in read_text_or_empty(root / "proc/self/cgroup").splitlines():
         group = Path(line.split(":", 2)[2].strip("/"))
         for part in (group, *group.parents):
-            found += [
-                read_text_or_empty(base / part / "memory.max"),
-                read_text_or_empty(base / "memory" / part / "memory.limit_in_bytes"),
-            ]
-    numbers = [int(text) for text in found if text.strip().isdigit()]
+            files += [base / part / "memory.max", base / "memory" / part / "memory.limit_in_bytes"]
+    numbers = [int(text) for text in map(read_text_or_empty, files) if text.strip().isdigit()]
     return min((number for number in numbers if number < _V1_NO_LIMIT), default=None)
 
 
 def limits() -> Limits:
     """Return the limits of this process."""
-    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return Limits(
-        files, most, resource.getrlimit(resource.RLIMIT_NPROC)[0], resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    )
+    files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    processes, locked_bytes = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NPROC, resource.RLIMIT_MEMLOCK))
+    return Limits(files, most_files, processes, locked_bytes)

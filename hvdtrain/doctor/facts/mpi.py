@@ -92,7 +92,7 @@ def mpi_facts(
         file=path.resolve() if path else None,
         programs=mpirun_of_library.parent if (mpirun_of_library := own_mpirun(path)) else None,
         prefix=Path(prefix).resolve() if prefix else None,
-        missing_folders=_missing_folders(mpi.horovod_library()) if library and path is None else (),
+        missing_folders=_missing_folders() if library and path is None else (),
         horovodrun=shutil.which("horovodrun", path=environ.get("PATH", os.defpath)) is not None,
         refusal=refusal or _refusal(info, environ),
         mpi4py=mpi4py.result(),
@@ -104,10 +104,7 @@ def mpi_facts(
 def mpi_versions(environ: Mapping[str, str], pool: Executor, programs: Path | None = None) -> MpiFacts:
     """Find the libmpi that Horovod loads and an mpirun, and ask both for their versions.
 
-    Args:
-        environ: environment of this process.
-        pool: runs the two programs.
-        programs: folder to search for mpirun after PATH.
+    ``programs``: folder to search for mpirun after PATH.
     """
     library = mpi.mpi_library(mpi.horovod_library(), environ)
     folders = [environ.get("PATH", os.defpath), *([str(programs)] if programs else [])]
@@ -135,9 +132,9 @@ def _mpi4py() -> Mpi4py | None:
     return Mpi4py(answer, Path(path).resolve() if path else None, (Path(found.origin).parent / "_mpiabi.py").exists())
 
 
-def _missing_folders(horovod: Path | None) -> tuple[Path, ...]:
-    if horovod is None:
-        return ()
+def _missing_folders() -> tuple[Path, ...]:
+    horovod = mpi.horovod_library()
+    assert horovod is not None  # it names the libmpi
     linkage = read_linkage(horovod)
     folders = (Path(os.path.normpath(folder)) for folder in (*linkage.rpath, *linkage.runpath))
     return tuple(folder for folder in folders if not folder.is_dir())

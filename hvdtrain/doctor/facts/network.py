@@ -78,8 +78,7 @@ class Network:
 def network(root: Path = Path("/")) -> Network:
     """Gather the facts. The only packets sent are those that resolve this host's name.
 
-    Args:
-        root: root folder of ``sys``, ``proc`` and ``dev``.
+    ``root``: root folder of ``sys``, ``proc`` and ``dev``.
     """
     name = platform.node()
     return Network(

@@ -17,7 +17,7 @@ from hvdtrain.errors import RunDirectoryError
 from hvdtrain.observe.failure.fault import first_of_device
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.runtime.environment import JOB
-from hvdtrain.runtime.exposure import describe_exposure
+from hvdtrain.runtime.gloo import describe_exposure
 from hvdtrain.training.diagnostics.health import batch_statistics
 from hvdtrain.training.elastic.worker_state import WorkerState
 from hvdtrain.training.start.resume_checks import check_end, check_files
