@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hvdtrain.exchange.residual_transfer import DetachedState, residual_key
-from hvdtrain.exchange.sparse import zero_rows
+from hvdtrain.exchange.active_buckets import DetachedState, residual_key
+from hvdtrain.exchange.rows import zero_rows
 
 
 class LocalEngine:

@@ -2,23 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hvdtrain.compression.base import Compressor
+from hvdtrain.compression.feedback import RESIDUAL
 from hvdtrain.exchange.bucket_exchange import BucketExchange
-from hvdtrain.exchange.buckets import Named, Plan
-from hvdtrain.exchange.residual_transfer import DetachedState, residual_key
+from hvdtrain.exchange.buckets import Layout, Plan
 
 
-class ActiveBuckets:
+@dataclass(frozen=True)
+class DetachedState:
+    """State of compressors that belongs to no bucket: residuals, and what the compressors have learned.
+
+    Attributes:
+        tensors: by ``parameter/kind``.
+        ranks: world size of the job in which all ranks hold this state.
+    """
+
+    tensors: Mapping[str, Tensor]
+    ranks: int
+
+    def residuals_only(self, ranks: int) -> DetachedState:
+        """Return this rank's residuals alone, for a job of another world size."""
+        return DetachedState({key: t for key, t in self.tensors.items() if is_residual(key)}, ranks)
+
+    def without_keys(self, keys: Collection[str]) -> DetachedState:
+        """Return the state without these keys."""
+        return DetachedState({key: t for key, t in self.tensors.items() if key not in keys}, self.ranks)
+
+    def without_parameters(self, parameters: Collection[str], ranks: int, keep: Collection[str] = ()) -> DetachedState:
+        """Return the state of other parameters, for `ranks`: the sum of a residual over ranks stays the same.
+
+        Args:
+            parameters: names to leave out.
+            ranks: new world size.
+            keep: keys to keep in any case.
+        """
+        scale = self.ranks / ranks
+        rest = {k: t for k, t in self.tensors.items() if k in keep or k.rpartition("/")[0] not in parameters}
+        scaled = {key: t * scale if is_residual(key) and scale != 1.0 else t for key, t in rest.items()}
+        return DetachedState(scaled, ranks)
+
+    def has_residual(self, parameter: str) -> bool:
+        """Whether there is a residual of this parameter."""
+        return residual_key(parameter) in self.tensors
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the residuals."""
+        for key, tensor in self.tensors.items():
+            if is_residual(key):
+                tensor.mul_(factor)
+
+
+class ActiveBuckets(ABC):
     """The buckets in use; none until their plan is known.
 
     Args:
-        make: makes the exchange of a plan, for the current ranks and parameters.
         ranks: world size.
 
     Attributes:
@@ -26,27 +70,31 @@ class ActiveBuckets:
         detached: state of compressors that belongs to no bucket.
     """
 
-    def __init__(self, make: Callable[[Plan], BucketExchange], ranks: int) -> None:
-        self._make = make
+    def __init__(self, ranks: int) -> None:
         self._ranks = ranks
+        self._known: list[tuple[str, nn.Parameter]] = []
         self.exchange: BucketExchange | None = None
         self.detached = DetachedState({}, ranks)
         self._delivered: list[str] = []
 
-    def adopt(self, plan: Plan, parameters: Collection[str]) -> BucketExchange:
-        """Make the buckets of a plan and give their compressors the state of these parameters.
+    @abstractmethod
+    def _make_exchange(self, plan: Plan) -> BucketExchange:
+        """Return the exchange of a plan, for the current ranks and parameters."""
+
+    def adopt(self, plan: Plan) -> BucketExchange:
+        """Make the buckets of a plan and give their compressors the state of their parameters.
 
         A compressor without error feedback cannot take over a residual: the next exchange adds it to the gradient.
         """
         self.drop()
-        exchange = self.exchange = self._make(plan)
+        exchange = self.exchange = self._make_exchange(plan)
         for compressor in exchange.compressors:
             compressor.load_state_dict(self.detached.tensors, self.detached.ranks)
         lossless = [compressor for compressor in exchange.compressors if not compressor.keeps_error]
         names = [p.name for c in lossless for p in c.shape.parts if self.detached.has_residual(p.name)]
         self._delivered = [residual_key(name) for name in names]
         # State of other parameters stays: a frozen parameter may be freed again.
-        self.detached = self.detached.without_parameters(parameters, self._ranks, keep=self._delivered)
+        self.detached = self.detached.without_parameters(dict(self._known), self._ranks, keep=self._delivered)
         exchange.add_residuals({name: self.detached.tensors[residual_key(name)] for name in names})
         return exchange
 
@@ -55,7 +103,7 @@ class ActiveBuckets:
         self.detached = self._state()
         self.exchange = None
 
-    def restart(self, ranks: int) -> None:
+    def drop_all_but_residuals(self, ranks: int) -> None:
         """Remove the buckets and keep this rank's residuals, for a job of another world size.
 
         Other state of compressors must be equal on all ranks. A rank that joins has none, so it is dropped.
@@ -101,17 +149,21 @@ class ActiveBuckets:
         state = self._state()
         return dict(state.tensors), {"plan": self.exchange and asdict(self.exchange.plan), "ranks": state.ranks}
 
-    def load_state_dict(
-        self, tensors: Mapping[str, Tensor], values: Mapping[str, Any], known: Named, limit_bytes: int
-    ) -> None:
-        """Load a state. Its plan is ignored if it has other parameters than `known` or another size of buckets."""
-        self.exchange = None
-        self.detached = DetachedState(tensors, int(values["ranks"]))
-        if (saved := values["plan"]) is not None:
-            plan = Plan.from_saved(saved)
-            if plan.fits(known) and plan.limit_bytes == limit_bytes:
-                with_residual = [name for name in plan.rows if self.detached.has_residual(name)]
-                self.adopt(plan.without_rows(with_residual), dict(known))
+    def parameter_names(self) -> dict[str, list[str]]:
+        """Return the names of each bucket's parameters, by the prefix of its collectives' names."""
+        return self.exchange.parameter_names() if self.exchange else {}
+
+    def layouts(self) -> list[Layout]:
+        """Return the layouts of the dense buckets; empty in a step that learns the order."""
+        return self.exchange.layouts if self.exchange else []
+
+    def start_times_ns(self) -> list[int]:
+        """Return when the exchange of each dense bucket last started."""
+        return self.exchange.start_times_ns() if self.exchange else []
+
+    def buffers(self) -> list[Tensor]:
+        """Return the buffers of all buckets."""
+        return self.exchange.buffers() if self.exchange else []
 
     def _state(self) -> DetachedState:
         if self.exchange is None:
@@ -121,3 +173,13 @@ class ActiveBuckets:
 
     def _compressors(self) -> Sequence[Compressor]:
         return self.exchange.compressors if self.exchange else ()
+
+
+def residual_key(parameter: str) -> str:
+    """Return the key of a parameter's residual."""
+    return f"{parameter}/{RESIDUAL}"
+
+
+def is_residual(key: str) -> bool:
+    """Whether a key in the state of compressors is that of a residual."""
+    return key.endswith(f"/{RESIDUAL}")

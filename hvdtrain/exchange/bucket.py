@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.comm.base import Handle
-from hvdtrain.compression.base import Phases
+from hvdtrain.compression.base import Compressor, Phases
 from hvdtrain.errors import JoinedError
 from hvdtrain.exchange.buckets import Layout
 
@@ -24,31 +24,27 @@ class Bucket(ABC):
 
     Args:
         layout: of the bucket.
+        factor: applied to the sum.
         as_views: whether the parameters' gradients become views of the bucket. Otherwise they stay the same tensors.
 
     Attributes:
-        layout: as given.
-        missing: number of gradients of this step that are not packed yet.
+        missing: indices of the gradients of this step that are not packed yet.
         eager: whether it starts as soon as it is full, because its exchange does not wait for the device.
     """
 
     eager = True
 
-    def __init__(self, layout: Layout, *, as_views: bool) -> None:
+    def __init__(self, layout: Layout, factor: float, *, as_views: bool) -> None:
         self.layout = layout
+        self._factor = factor
         self._as_views = as_views
         self.begin()
 
     def begin(self) -> None:
         """Start another step."""
-        self._packed = [False] * len(self.layout.parameters)
-        self.missing = len(self._packed)
+        self.missing = set(range(len(self.layout.parameters)))
         self._phases: Phases | None = None
         self._handle: Handle | None = None
-
-    def is_packed(self, index: int) -> bool:
-        """Whether a parameter's gradient of this step is packed."""
-        return self._packed[index]
 
     def pack(self, index: int, weight: float) -> None:
         """Pack the gradient of a parameter, times `weight`; zero if it has none.
@@ -59,14 +55,12 @@ class Bucket(ABC):
         self._pack(index, parameter.grad, weight)
         if self._as_views:
             parameter.grad = None
-        self._packed[index] = True
-        self.missing -= 1
+        self.missing.remove(index)
 
     def pack_missing(self, weight: float) -> None:
         """Pack the gradients that backward skipped."""
-        for index, packed in enumerate(self._packed):
-            if not packed:
-                self.pack(index, weight)
+        for index in sorted(self.missing):
+            self.pack(index, weight)
 
     @abstractmethod
     def _pack(self, index: int, gradient: Tensor | None, weight: float) -> None: ...
@@ -136,6 +130,39 @@ class Bucket(ABC):
             self._handle = resume()
         except StopIteration:
             self._handle = None
+
+
+class DenseBucket(Bucket):
+    """Gradients that a compressor sums.
+
+    Attributes:
+        residuals: by index, residuals that the compressor cannot take over; each is packed with its gradient.
+        out: (length,) the sums, in the dtype of the gradients.
+    """
+
+    def __init__(self, layout: Layout, factor: float, compressor: Compressor, *, as_views: bool) -> None:
+        super().__init__(layout, factor, as_views=as_views)
+        self.compressor = compressor
+        self.out = compressor.make_out()
+        self._views = [part.view(self.out) for part in layout.shape.parts]
+        self.residuals: dict[int, Tensor] = {}
+
+    def _pack(self, index: int, gradient: Tensor | None, weight: float) -> None:
+        if gradient is not None and gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if (residual := self.residuals.get(index)) is not None:
+            residual = residual.to(self.layout.shape.device) / weight
+            gradient = (residual if gradient is None else residual + gradient).to(self.layout.shape.dtype)
+        self.compressor.pack(index, gradient, weight)
+
+    def _exchange(self) -> Phases:
+        yield from self.compressor.exchange(self.out)
+        if self._factor != 1.0:
+            self.out.mul_(self._factor)
+
+    def _sums(self) -> list[Tensor]:
+        # One view per parameter: a norm over 30 MB summed in fp32 is off by 2e-4, that of the parts by 6e-6.
+        return self._views
 
 
 class SideStream:

@@ -10,11 +10,9 @@ from torch import Tensor, nn
 from hvdtrain.comm.base import Comm
 from hvdtrain.compression.table import Compression
 from hvdtrain.errors import CallOrderError
-from hvdtrain.exchange.bucket import Bucket, SideStream
+from hvdtrain.exchange.bucket import Bucket, DenseBucket, SideStream
 from hvdtrain.exchange.buckets import Layout, Plan, lay_out
-from hvdtrain.exchange.dense import DenseBucket
-from hvdtrain.exchange.rows import RowBucket
-from hvdtrain.exchange.sparse import SparseBucket
+from hvdtrain.exchange.rows import RowBucket, SparseBucket
 from hvdtrain.spans import EXCHANGE, Spans
 
 
@@ -59,11 +57,11 @@ class BucketExchange:
         def bucket(layout: Layout) -> Bucket:
             first = layout.shape.parts[0].name
             if first in plan.sparse:
-                return SparseBucket(layout, comm, factor, as_views=as_views)
+                return SparseBucket(layout, factor, comm, as_views=as_views)
             rows = plan.rows.get(first)
             if rows and compression.leaves_to_rows(layout.shape.sizes, rows, comm.size):
-                return RowBucket(layout, comm, factor, exact=compression.exact_rows, as_views=as_views)
-            return DenseBucket(layout, make(layout.shape, comm), factor, as_views=as_views)
+                return RowBucket(layout, factor, comm, exact=compression.exact_rows, as_views=as_views)
+            return DenseBucket(layout, factor, make(layout.shape, comm), as_views=as_views)
 
         self._buckets = [bucket(layout) for layout in lay_out(plan, parameters, name)]
         spans.labels.update({EXCHANGE + number: _facts(b.layout) for number, b in enumerate(self._buckets)})
@@ -91,7 +89,7 @@ class BucketExchange:
         """
         number, index = self._positions[name]
         bucket = self._buckets[number]
-        if bucket.is_packed(index):
+        if index not in bucket.missing:
             raise CallOrderError(
                 f"{name} got a second gradient in a step, while the first one was being exchanged",
                 next_step="run backward once per step, or as often as backward_passes_per_step says; checkpoint"
@@ -99,7 +97,7 @@ class BucketExchange:
             )
         bucket.pack(index, self._weight)
         self._streams[number].record_packed()
-        if bucket.missing == 0 and bucket.eager:
+        if not bucket.missing and bucket.eager:
             self._start(number)
         for number, bucket in enumerate(self._buckets):
             if bucket.running and self._streams[number].run(bucket.advance):

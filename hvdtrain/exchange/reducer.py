@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from hvdtrain.comm.base import Comm
 from hvdtrain.compression.table import ONE_HOST_MIB, Compression
 from hvdtrain.errors import JoinedError
-from hvdtrain.exchange.active_buckets import ActiveBuckets
+from hvdtrain.exchange.active_buckets import ActiveBuckets, DetachedState
 from hvdtrain.exchange.agreement import agree_on_plan
 from hvdtrain.exchange.backward_passes import BackwardPasses, FinishedGradients
 from hvdtrain.exchange.bucket_exchange import BucketExchange
-from hvdtrain.exchange.buckets import Layout, Named, Plan, plan
+from hvdtrain.exchange.buckets import Named, Plan, plan
 from hvdtrain.spans import Spans
 
 BUCKET_BYTES = ONE_HOST_MIB << 20
 """Default size limit of a bucket."""
 
 
-class Reducer:
+class Reducer(ActiveBuckets):
     """Sums gradients over ranks.
 
     Autograd makes a gradient in its own memory. It is then copied once into its bucket, while it is in the cache.
@@ -71,6 +71,7 @@ class Reducer:
         name: str = "gradients",
         spans: Spans | None = None,
     ) -> None:
+        super().__init__(comm.size)
         self._parameters = parameters
         self._comm = comm
         self._compression = compression or Compression.none()
@@ -83,9 +84,7 @@ class Reducer:
         self._as_views = as_views
         self._name = name
         self._spans = spans or Spans()
-        self._known: list[tuple[str, nn.Parameter]] = []
         self._hooks: list[Any] = []
-        self._buckets = ActiveBuckets(self._make_exchange, comm.size)
         self._finished = FinishedGradients(detect_changes=not as_views)
         self.before: Callable[[], None] = lambda: None
         self.over = False
@@ -109,10 +108,10 @@ class Reducer:
         """Drop the gradients of the current step and start another one."""
         if self._provisional:
             self._provisional = False
-            self._buckets.drop()
-        if (exchange := self._buckets.exchange) is not None:
+            self.drop()
+        if (exchange := self.exchange) is not None:
             if revised := exchange.revised_plan():
-                exchange = self._buckets.adopt(revised, dict(self._known))
+                exchange = self.adopt(revised)
             exchange.begin()
         self._finished.clear()
         self._passes.begin()
@@ -129,8 +128,8 @@ class Reducer:
         """Use another compression from the next step on. Collective: yes."""
         self.synchronize_state()
         self._compression = compression
-        if (exchange := self._buckets.exchange) is not None:
-            self._buckets.adopt(exchange.plan, dict(self._known))
+        if (exchange := self.exchange) is not None:
+            self.adopt(exchange.plan)
 
     def set_passes(self, passes: int) -> None:
         """Expect this many backward passes per step from now on."""
@@ -151,11 +150,11 @@ class Reducer:
         """
         self._begin_once()
         self._passes.end()
-        if self._alone and not self.keeps_error and not any(self._has_residual(n) for n, _ in self._known):
+        if self._alone and not self.keeps_error and not any(self.detached.has_residual(n) for n, _ in self._known):
             self.over = True
             return []
         self._finished.check_unchanged(self._known)
-        exchange = self._buckets.exchange or self._learn()
+        exchange = self.exchange or self._learn()
         sums = exchange.finish()
         self.over = True
         return sums
@@ -180,38 +179,20 @@ class Reducer:
         number = torch.tensor([value * self._weight], dtype=torch.float64)
         return float(self._comm.allreduce(number, name=f"{self._name}/total").wait()) * self._factor
 
-    def finite(self) -> bool:
-        """See `ActiveBuckets.finite`."""
-        return self._buckets.finite()
-
-    def commit(self, *, applied: bool) -> None:
-        """See `ActiveBuckets.commit`."""
-        self._buckets.commit(applied=applied)
-
-    def rescale(self, factor: float) -> None:
-        """See `ActiveBuckets.rescale`."""
-        self._buckets.rescale(factor)
-
-    def synchronize_state(self) -> None:
-        """See `ActiveBuckets.synchronize_state`. Collective: yes."""
-        self._buckets.synchronize_state()
-
-    def synchronized_state(self) -> dict[str, Tensor]:
-        """See `ActiveBuckets.synchronized_state`. Collective: yes."""
-        return self._buckets.synchronized_state()
-
-    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """See `ActiveBuckets.state_dict`."""
-        return self._buckets.state_dict()
-
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """See `ActiveBuckets.load_state_dict`."""
-        self._buckets.load_state_dict(tensors, values, self._known, self._bucket_bytes)
+        """Load a state. Its plan is ignored if it has other parameters or another size of buckets."""
+        self.exchange = None
+        self.detached = DetachedState(tensors, int(values["ranks"]))
+        if (saved := values["plan"]) is not None:
+            loaded = Plan.from_saved(saved)
+            if loaded.fits(self._known) and loaded.limit_bytes == self._bucket_bytes:
+                with_residual = [name for name in loaded.rows if self.detached.has_residual(name)]
+                self.adopt(loaded.without_rows(with_residual))
 
     def restart(self, comm: Comm, weight: float, factor: float) -> None:
         """Drop the current step and continue with other ranks; this rank keeps its residuals."""
         self._comm, self._weight, self._factor = comm, weight, factor
-        self._buckets.restart(comm.size)
+        self.drop_all_but_residuals(comm.size)
         self.forget()
 
     def close(self) -> None:
@@ -220,25 +201,9 @@ class Reducer:
             hook.remove()
         self._hooks.clear()
 
-    def parameter_names(self) -> dict[str, list[str]]:
-        """Return the names of each bucket's parameters, by the prefix of its collectives' names."""
-        return self._buckets.exchange.parameter_names() if self._buckets.exchange else {}
-
-    def layouts(self) -> list[Layout]:
-        """Return the layouts of the dense buckets; empty in a step that learns the order."""
-        return self._buckets.exchange.layouts if self._buckets.exchange else []
-
-    def start_times_ns(self) -> list[int]:
-        """Return when the exchange of each dense bucket last started."""
-        return self._buckets.exchange.start_times_ns() if self._buckets.exchange else []
-
-    def buffers(self) -> list[Tensor]:
-        """Return the buffers of all buckets."""
-        return self._buckets.exchange.buffers() if self._buckets.exchange else []
-
     def _set_parameters(self, named: list[tuple[str, nn.Parameter]]) -> None:
         """Exchange these parameters from now on; the next step learns their order."""
-        self._buckets.drop()
+        self.drop()
         self.close()
         self._known = named
         for name, parameter in named:
@@ -254,13 +219,10 @@ class Reducer:
             if not self._passes.record_gradient(name) or self._alone:
                 return
             self._finished.add(name, parameter.grad)
-            if (exchange := self._buckets.exchange) is not None:
+            if (exchange := self.exchange) is not None:
                 exchange.add_gradient(name)
 
         return on_gradient
-
-    def _has_residual(self, name: str) -> bool:
-        return self._buckets.detached.has_residual(name)
 
     def _learn(self) -> BucketExchange:
         """Agree with the other ranks on a plan. Collective: yes.
@@ -273,13 +235,13 @@ class Reducer:
                 self._known,
                 self._make_plan,
                 self._finished.names,
-                self._has_residual,
+                self.detached.has_residual,
                 self._name,
                 sparse_as_dense=self._sparse_as_dense,
             )
         except JoinedError:
             agreed, self._provisional = self._make_plan(self._known), True
-        return self._buckets.adopt(agreed, dict(self._known))
+        return self.adopt(agreed)
 
     def _make_exchange(self, agreed: Plan) -> BucketExchange:
         return BucketExchange(

@@ -1,11 +1,11 @@
-"""The bucket of a dense gradient with few non-zero rows, such as that of an embedding with few entries in a batch."""
+"""Buckets of one gradient with few non-zero rows, such as that of an embedding: dense, or sparse as torch makes it."""
 
 from __future__ import annotations
 
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.compression.base import Phases
@@ -24,27 +24,22 @@ _MAX_SCALE = 100
 
 
 class RowBucket(Bucket):
-    """The gradient of one parameter. Only rows that are not zero on some rank are sent and summed.
+    """The dense gradient of one parameter. Only rows that are not zero on some rank are sent and summed.
 
     An allgather of the row numbers and of the largest magnitude, then an allreduce of these rows. With any compression
     rows are sent as fp16, scaled so that their sum fits. After a rank has joined, the whole gradient is summed, because
     that rank has no rows.
 
     Args:
-        layout: of this parameter alone.
-        comm: the ranks.
-        factor: applied to the sum.
         exact: send rows uncompressed (bfloat16 as fp32, because Horovod cannot sum it).
-        as_views: as for `Bucket`.
 
     Attributes:
         count: rows that were not zero on some rank in the last exchange. Equal on all ranks.
     """
 
-    def __init__(self, layout: Layout, comm: Comm, factor: float = 1.0, *, exact: bool, as_views: bool = True) -> None:
-        super().__init__(layout, as_views=as_views)
+    def __init__(self, layout: Layout, factor: float, comm: Comm, *, exact: bool, as_views: bool) -> None:
+        super().__init__(layout, factor, as_views=as_views)
         self._comm = comm
-        self._factor = factor
         dtype = layout.shape.dtype
         self._wire = (torch.float32 if dtype == torch.bfloat16 else dtype) if exact else torch.float16
         self._exact = exact
@@ -98,6 +93,45 @@ class RowBucket(Bucket):
         elif self.count:  # only now: a gradient of the user must not change before
             self._gradient.index_copy_(0, self._rows, self._values)
         return [self._gradient]
+
+
+class SparseBucket(Bucket):
+    """The gradient of one parameter, such as that of ``nn.Embedding(sparse=True)``.
+
+    Every rank sends its rows uncompressed and sums those of all ranks in rank order, so bits are equal on all ranks.
+    """
+
+    def __init__(self, layout: Layout, factor: float, comm: Comm, *, as_views: bool) -> None:
+        super().__init__(layout, factor, as_views=as_views)
+        self._comm = comm
+
+    def _pack(self, index: int, gradient: Tensor | None, weight: float) -> None:
+        rows = zero_rows(self.layout.parameters[0]) if gradient is None else gradient
+        if not rows.is_sparse:
+            rows = rows.to_sparse(1)
+        self._indices = rows._indices().t().contiguous()
+        self._values = rows._values() * weight if weight != 1.0 else rows._values().contiguous()
+
+    def _exchange(self) -> Phases:
+        name = self.layout.shape.name
+        all_indices = self._comm.allgather(self._indices, name=f"{name}/rows")
+        all_values = self._comm.allgather(self._values, name=f"{name}/values")
+        indices = yield all_indices
+        values = yield all_values
+        size = self.layout.parameters[0].shape
+        self._sum = torch.sparse_coo_tensor(indices.t(), values, size, check_invariants=False).coalesce()
+        if self._factor != 1.0:
+            self._sum._values().mul_(self._factor)
+
+    def _sums(self) -> list[Tensor]:
+        return [self._sum]
+
+
+def zero_rows(parameter: nn.Parameter) -> Tensor:
+    """Return a sparse gradient without rows."""
+    indices = torch.zeros((1, 0), dtype=torch.int64, device=parameter.device)
+    values = parameter.new_zeros((0, *parameter.shape[1:])).detach()
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False).coalesce()
 
 
 def count_rows(named: Named) -> dict[str, int]:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from hvdtrain.compression.table import parse
 from hvdtrain.engine.local import LocalEngine
+from hvdtrain.exchange.active_buckets import DetachedState
 from hvdtrain.exchange.reducer import Reducer
-from hvdtrain.exchange.residual_transfer import DetachedState
 from tests.support.thread_comm import ThreadComm, on_ranks
 
 TENSORS = {"a/residual": torch.ones(2), "a/powersgd_q": torch.ones(3), "b.c/residual": torch.full((2,), 2.0)}

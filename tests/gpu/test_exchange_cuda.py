@@ -93,7 +93,7 @@ def test_rows_are_exchanged_after_what_made_them(exact: bool) -> None:
     """A slow kernel is in front of the gradient; the exchange, on its own stream, sends what comes after it."""
     parameter = nn.Parameter(torch.zeros(4096, 130, device="cuda"))
     layout = lay_out(Plan((("rows",),)), {"rows": parameter}, "g")[0]
-    bucket, side = RowBucket(layout, SoloComm(), 3.0, exact=exact), SideStream(parameter.device)
+    bucket, side = RowBucket(layout, 3.0, SoloComm(), exact=exact, as_views=True), SideStream(parameter.device)
     expected = torch.zeros_like(parameter)
     expected[5:4096:500] = torch.linspace(-1, 1, 130, device="cuda")
     torch.cuda._sleep(20_000_000)

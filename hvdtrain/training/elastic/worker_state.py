@@ -15,7 +15,7 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.config.parse import RunConfig
 from hvdtrain.data.loader import dataset_length
 from hvdtrain.engine.base import Engine
-from hvdtrain.exchange.residual_transfer import is_residual
+from hvdtrain.exchange.active_buckets import is_residual
 from hvdtrain.observe.journal import Journal
 from hvdtrain.observe.progress import Progress as ProgressDisplay
 from hvdtrain.observe.recorder import Recorder
