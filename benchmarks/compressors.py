@@ -14,6 +14,7 @@ import math
 import os
 import socket
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -21,12 +22,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Figure, figure, main, ratios
+from common import HERE, Figure, figure, main, ratios
 from torch import Tensor
 
+sys.path.insert(0, str(HERE.parent))
+
 from hvdtrain.comm.solo import Finished, SoloComm
-from hvdtrain.compression.base import BucketShape, Compressor, Part, drive
+from hvdtrain.compression.base import BucketShape, Compressor, Part
 from hvdtrain.compression.table import TABLE, parse
+from tests.support.compression import drive
 
 NAMES = (*TABLE, "powersgd:2", "topk:0.001")
 HIDDEN, INNER, WORDS, LAYERS = 320, 864, 8192, 8
@@ -56,7 +60,7 @@ def exchange(compressor: Compressor, out: Tensor, gradients: Sequence[Tensor], w
     """One exchange, as a reducer does it."""
     for index, gradient in enumerate(gradients):
         compressor.pack(index, gradient, weight)
-    drive(compressor.exchange(out))
+    drive(compressor, out)
 
 
 def seconds(action: Callable[[], object], device: torch.device, times: int) -> float:

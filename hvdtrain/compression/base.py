@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,14 +15,6 @@ from hvdtrain.compression import sizes
 
 Phases: TypeAlias = Generator[Handle, Tensor, None]
 """A generator that yields each collective it has started, and is resumed with its result."""
-
-
-def drive(phases: Phases) -> None:
-    """Run an exchange to its end and wait for one collective after the other."""
-    result: Any = None  # what starts a generator
-    with suppress(StopIteration):
-        while True:
-            result = phases.send(result).wait()
 
 
 @dataclass(frozen=True)
@@ -107,11 +98,12 @@ class Compressor(ABC):
         self.shape = shape
         self.comm = comm
         self.keeps_error = keep_error
+        self._buffers: list[Tensor] = []
         self.use_work(self.make_work())
 
     def make_work(self) -> Tensor:
-        """Return a buffer of zeros for `work`."""
-        return self.shape.zeros()
+        """Return a buffer of zeros for `work`; fp32 unless a compressor chooses another dtype."""
+        return self.shape.zeros(dtype=torch.float32)
 
     def use_work(self, work: Tensor) -> None:
         """Pack into a buffer that `make_work` has returned."""
@@ -178,6 +170,11 @@ class Compressor(ABC):
         """
         return
 
+    def add_buffer(self, length: int | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return a flat buffer of zeros, by default of the bucket's length, and list it in `buffers`."""
+        self._buffers.append(self.shape.zeros(length, dtype))
+        return self._buffers[-1]
+
     def buffers(self) -> list[Tensor]:
-        """Return the buffers."""
-        return [self.work]
+        """Return the buffers, without scratch memory for single pieces."""
+        return [self.work, *self._buffers]

@@ -51,13 +51,7 @@ class CodingCost:
 
     def scaled(self, factor: float) -> CodingCost:
         """Return the cost on a machine that takes `factor` times as long."""
-        return CodingCost(
-            [factor * s for s in self.pack_s],
-            [factor * s for s in self.before_s],
-            [factor * s for s in self.during_s],
-            factor * self.after_s,
-            factor * self.commit_s,
-        )
+        return CodingCost.combine([self], lambda column: factor * column[0])
 
 
 @dataclass(frozen=True)

@@ -28,36 +28,30 @@ _TIMES = 4
 
 
 class _EchoComm(SoloComm):
-    """A rank among `size` equal ones: other ranks add nothing to a sum, and send what this rank sends.
-
-    Attributes:
-        started_s: when the last collective started.
-    """
+    """A rank among `size` equal ones: other ranks add nothing to a sum, and send what this rank sends."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         super().__init__()
         self.size = self.local_size = size
-        self.started_s = 0.0
+        self.started_s = 0.0  # of the last collective
         self._device = device
 
     def allreduce(self, tensor: Tensor, *, name: str) -> Finished:
-        """Return `tensor`."""
         self.started_s = clock_s(self._device)
         return Finished(tensor)
 
     def allgather(self, tensor: Tensor, *, name: str) -> Any:
-        """Return `size` copies of `tensor`, made when the caller waits: no part of the rank's own cost."""
         self.started_s = clock_s(self._device)
         return _Repeated(tensor, self.size)
 
     def alltoall(self, tensor: Tensor, *, name: str, splits: list[int] | None = None) -> Finished:
-        """Return `tensor`."""
-        self.started_s = clock_s(self._device)
-        return Finished(tensor)
+        return self.allreduce(tensor, name=name)
 
 
 @dataclass(frozen=True)
 class _Repeated:
+    """A gathered tensor that is made when the caller waits: no part of the rank's own cost."""
+
     tensor: Tensor
     times: int
 

@@ -57,12 +57,12 @@ class Int8(Compressor):
         super().__init__(shape, comm, keep_error=keep_error)
         blocks = self._shard // BLOCK
         self._step = min(_ROWS, blocks) if shape.device.type == "cpu" else blocks
-        self._sent = shape.zeros(comm.size * self._row, torch.uint8)
-        self._own = shape.zeros(self._row, torch.uint8)
-        self._scaled = shape.zeros(self._step * BLOCK, torch.float32).view(-1, BLOCK)
-        self._total = torch.zeros_like(self._scaled)
+        self._sent = self.add_buffer(comm.size * self._row, torch.uint8)
+        self._own = self.add_buffer(self._row, torch.uint8)
+        self._scaled = self.add_buffer(self._step * BLOCK).view(-1, BLOCK)
+        self._total = self.add_buffer(self._step * BLOCK).view(-1, BLOCK)
         self._high = shape.zeros(self._step, torch.float32).view(-1, 1)
-        self._noise = shape.zeros(self._step * BLOCK, torch.float32).view(-1, BLOCK) if stochastic else None
+        self._noise = self.add_buffer(self._step * BLOCK).view(-1, BLOCK) if stochastic else None
         self._levels = _LEVELS - 0.01 * stochastic  # so that 127 plus a random number stays below 128
         self._applied = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._sum_scales = shape.zeros(0, torch.float32)
@@ -108,17 +108,6 @@ class Int8(Compressor):
         """Continue the sequence of random numbers."""
         found = [int(state[key]) for part in self.shape.parts if (key := f"{part.name}/int8_steps") in state]
         self._applied.fill_(max(found, default=0))
-
-    def buffers(self) -> list[Tensor]:
-        """Return the buffers."""
-        return [
-            self.work,
-            self._sent,
-            self._own,
-            self._scaled,
-            self._total,
-            *([] if self._noise is None else [self._noise]),
-        ]
 
     def _views(self, flat: Tensor) -> list[_Codes]:
         """Return the views of each shard in `flat`."""

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.compression.base import BucketShape, Compressor, Phases
-from hvdtrain.compression.index_coding import decode, encode
-from hvdtrain.compression.sizes import topk_plan
+from hvdtrain.compression.sizes import INT16_REACH, topk_plan
 
 _MOST_ROWS = 16
 
@@ -38,13 +37,9 @@ class TopK(Compressor):
     def __init__(self, shape: BucketShape, comm: Comm, *, share: float, keep_error: bool = False) -> None:
         super().__init__(shape, comm, keep_error=keep_error)
         self._plan = topk_plan(shape.length, share)
-        self._sent = shape.zeros(self._plan.row_bytes, torch.uint8)
-        self._total = None if shape.dtype == torch.float32 else shape.zeros(dtype=torch.float32)
+        self._sent = self.add_buffer(self._plan.row_bytes, torch.uint8)
+        self._total = None if shape.dtype == torch.float32 else self.add_buffer()
         self._values: list[Tensor] = []
-
-    def make_work(self) -> Tensor:
-        """Return a buffer of fp32."""
-        return self.shape.zeros(dtype=torch.float32)
 
     def exchange(self, out: Tensor) -> Phases:
         """Run one allgather."""
@@ -70,10 +65,6 @@ class TopK(Compressor):
     def finite(self) -> bool:
         """Whether all received values are finite: nan and inf are larger than all else, so they are among them."""
         return all(bool(torch.isfinite(values.sum())) for values in self._values)
-
-    def buffers(self) -> list[Tensor]:
-        """Return the buffers."""
-        return [self.work, self._sent, *([] if self._total is None else [self._total])]
 
     def _parts(self, row: Tensor) -> tuple[Tensor, Tensor]:
         """Return the views of values and encoded indices in a row."""
@@ -117,3 +108,48 @@ def _largest(values: Tensor, count: int) -> Tensor:
     chosen = values.numpy().argpartition(len(values) - count)[len(values) - count :]
     chosen.sort()
     return torch.from_numpy(chosen)
+
+
+def encode(coding: str, indices: Tensor, coded: Tensor, length: int) -> None:
+    """Write ascending int64 `indices` below `length` to `coded`, (bytes,) of uint8, in a format of `sizes.TopKPlan`."""
+    if coding == "int32":
+        coded.view(torch.int32).copy_(indices)
+    elif coding == "int16":
+        counts, offsets = _int16(coded, length)
+        edges = torch.arange(len(counts) + 1, device=indices.device) * INT16_REACH
+        counts.copy_(torch.searchsorted(indices, edges).diff())
+        offsets.copy_(indices)  # the low 16 bits
+    else:
+        # Bit p of byte j stands for index p * bytes + j, so that whole rows are shifted and joined, not single bits.
+        flags = torch.zeros(8 * len(coded), dtype=torch.uint8, device=indices.device)
+        flags.index_fill_(0, indices, 1)
+        coded.zero_()
+        for bit, row in enumerate(flags.view(8, -1)):
+            coded.bitwise_or_(row << bit)
+
+
+def decode(coding: str, coded: Tensor, count: int, length: int) -> Tensor:
+    """Return the `count` int64 indices that `encode` has written. Never waits for a GPU."""
+    if coding == "int32":
+        return coded.view(torch.int32).long()
+    if coding == "int16":
+        counts, offsets = _int16(coded, length)
+        blocks = torch.arange(len(counts), device=coded.device) * INT16_REACH
+        return blocks.repeat_interleave(counts.long(), output_size=count).add_(offsets.long() & (INT16_REACH - 1))
+    bits = torch.arange(8, dtype=torch.uint8, device=coded.device)
+    flags = ((coded >> bits[:, None]) & 1).view(-1)
+    return torch.from_numpy(flags.numpy().nonzero()[0]) if coded.device.type == "cpu" else _nonzero(flags, count)
+
+
+def _nonzero(flags: Tensor, count: int) -> Tensor:
+    """Return the indices of the `count` ones: the n-th is where the running sum reaches n.
+
+    `torch.nonzero` would wait for the GPU to count them.
+    """
+    wanted = torch.arange(1, count + 1, dtype=torch.int32, device=flags.device)
+    return torch.searchsorted(flags.cumsum(0, dtype=torch.int32), wanted)
+
+
+def _int16(coded: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    split = 4 * -(-length // INT16_REACH)
+    return coded[:split].view(torch.int32), coded[split:].view(torch.int16)

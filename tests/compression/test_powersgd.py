@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.compression.base import BucketShape
 from hvdtrain.compression.feedback import Feedback
-from hvdtrain.compression.matrices import SameShapeMatrices, _runs, orthonormal
-from hvdtrain.compression.powersgd import PowerSGD
+from hvdtrain.compression.powersgd import PowerSGD, SameShapeMatrices, _runs, orthonormal
 from hvdtrain.compression.sizes import matrix_sides
 from hvdtrain.compression.table import parse
 from tests.support.compression import bucket, exchange, gradients, parts, step

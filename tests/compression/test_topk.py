@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.comm.solo import SoloComm
-from hvdtrain.compression import index_coding
 from hvdtrain.compression.sizes import topk_plan
-from hvdtrain.compression.topk import TopK
+from hvdtrain.compression.topk import TopK, _nonzero, decode, encode
 from tests.support.compression import bucket, exchange
 from tests.support.thread_comm import ThreadComm, on_ranks
 
@@ -48,15 +47,15 @@ def test_places_are_read_as_they_were_written(coding: str, length: int, count: i
     chosen = torch.randperm(length, generator=torch.Generator().manual_seed(seed))[:count].sort().values
     takes = {"int32": 4 * count, "int16": 4 * -(-length // 65536) + 2 * count, "bitmap": -(-length // 8)}
     coded = torch.full((takes[coding],), 0xAA, dtype=torch.uint8)
-    index_coding.encode(coding, chosen, coded, length)
-    assert torch.equal(index_coding.decode(coding, coded, count, length), chosen)
+    encode(coding, chosen, coded, length)
+    assert torch.equal(decode(coding, coded, count, length), chosen)
 
 
 @settings(deadline=None)
 @given(st.lists(st.booleans(), max_size=99))
 def test_a_gpu_finds_the_same_flags(flags: list[bool]) -> None:
     made = torch.tensor(flags, dtype=torch.uint8)
-    assert index_coding._nonzero(made, sum(flags)).tolist() == [place for place, flag in enumerate(flags) if flag]
+    assert _nonzero(made, sum(flags)).tolist() == [place for place, flag in enumerate(flags) if flag]
 
 
 @pytest.mark.parametrize(

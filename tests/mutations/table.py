@@ -202,13 +202,13 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _missed(
         "compression/powersgd.py",
-        "q.copy_(saved if saved is not None and fits else first_guess(part, self._rank, group.n))",
-        "q.copy_(saved[:1] if saved is not None else first_guess(part, self._rank, group.n))",
+        "q.copy_(saved if saved is not None and fits else _first_guess(part, self._rank, group.n))",
+        "q.copy_(saved[:1] if saved is not None else _first_guess(part, self._rank, group.n))",
         "a start saved with another rank number is taken over",
         "tests/compression/test_powersgd.py",
     ),
     _missed(
-        "compression/index_coding.py",
+        "compression/topk.py",
         "wanted = torch.arange(1, count + 1, dtype=torch.int32, device=flags.device)",
         "wanted = torch.arange(0, count, dtype=torch.int32, device=flags.device)",
         "a GPU reads the places of a bitmap off by one",
@@ -688,7 +688,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/compression/test_cast.py",
     ),
     _new(
-        "compression/owners.py",
+        "compression/cast.py",
         "owned[piece].add_(total.sub_(self._mine[piece]), alpha=unit)",
         "owned[piece].add_(total.sub_(self._mine[piece]))",
         "what rounding takes from a sum is owed in the wrong unit",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor
 
 from hvdtrain.comm.base import Comm, Handle
 from hvdtrain.compression.base import BucketShape, Compressor, Part
-from hvdtrain.compression.base import drive as drive_phases
 from hvdtrain.compression.table import Kind
 
 SHAPES: Sequence[Sequence[int]] = ((7,), (), (96, 40), (0, 3), (96, 40), (1200, 1), (5, 3, 2), (96, 40), (40, 8, 3, 3))
@@ -73,7 +73,11 @@ def exchange(compressor: Compressor, values: Sequence[Tensor | None], weight: fl
 def drive(compressor: Compressor, out: Tensor | None = None) -> Tensor:
     if out is None:
         out = torch.full((compressor.shape.length,), 7.0, dtype=compressor.shape.dtype)
-    drive_phases(compressor.exchange(out))
+    phases = compressor.exchange(out)
+    result: Any = None  # what starts a generator
+    with suppress(StopIteration):
+        while True:
+            result = phases.send(result).wait()
     return out
 
 
