@@ -29,14 +29,14 @@ _PIECE = 32 << 10
 operation on one piece."""
 
 
-def fp16(shape: BucketShape, comm: Comm, *, keep_error: bool = False) -> Compressor:
+def fp16(shape: BucketShape, comm: Comm) -> Compressor:
     """Make the compressor of fp16; bfloat16 gradients stay bfloat16, because fp16 lacks their range."""
-    return (Bf16 if shape.dtype == torch.bfloat16 else Fp16)(shape, comm, keep_error=keep_error)
+    return (Bf16 if shape.dtype == torch.bfloat16 else Fp16)(shape, comm)
 
 
-def fp16_by_owners(shape: BucketShape, comm: Comm, *, keep_error: bool = False) -> Compressor:
+def fp16_by_owners(shape: BucketShape, comm: Comm) -> Compressor:
     """Make the compressor of fp16 for a slow allreduce of 16-bit floats."""
-    return (Bf16 if shape.dtype == torch.bfloat16 else Fp16ByOwners)(shape, comm, keep_error=keep_error)
+    return (Bf16 if shape.dtype == torch.bfloat16 else Fp16ByOwners)(shape, comm)
 
 
 class Fp16(Compressor):
@@ -53,9 +53,8 @@ class Fp16(Compressor):
         scale: s, by which gradients are multiplied.
     """
 
-    def __init__(self, shape: BucketShape, comm: Comm, *, keep_error: bool = False) -> None:
-        super().__init__(shape, comm, keep_error=keep_error)
-        self._wire = self.add_buffer(len(self.work), torch.float16) if keep_error else self.work
+    def __init__(self, shape: BucketShape, comm: Comm) -> None:
+        super().__init__(shape, comm)
         count = len(list(_pieces(shape.length, self.work)))
         self._sums = shape.zeros(count, torch.float32)  # in fp32: an fp16 sum of finite values may be infinite
         self._lows, self._highs = shape.zeros(count), shape.zeros(count)
@@ -69,31 +68,26 @@ class Fp16(Compressor):
         self.scale = math.ldexp(1.0, self._exponent)
 
     def make_work(self) -> Tensor:
-        """Return the buffer that is sent, or that is encoded if errors are kept."""
-        return self.shape.zeros(dtype=torch.float32 if self.keeps_error else torch.float16)
+        """Return the buffer that is sent."""
+        return self.shape.zeros(dtype=torch.float16)
 
     def pack(self, index: int, gradient: Tensor | None, weight: float = 1.0) -> None:
         """Pack the scaled gradient."""
-        super().pack(index, gradient, weight if self.keeps_error else weight * self.scale)
+        super().pack(index, gradient, weight * self.scale)
 
     def exchange(self, out: Tensor) -> Phases:
-        """Scale if packing has not done so, sum, scale back."""
-        scale = self.scale
-        if self.keeps_error:
-            for piece in _pieces(self.shape.length, self.work):
-                torch.mul(self.work[piece], scale, out=self._wire[piece])
-                self.work[piece].sub_(self._wire[piece], alpha=1 / scale)
+        """Sum, scale back."""
         sums = yield from self._exchange_sums()
         for number, piece in enumerate(_pieces(self.shape.length, out)):
             # torch.mul(out=) would round the product to fp16.
-            summed = out[piece].copy_(sums[piece]).mul_(1 / scale)
+            summed = out[piece].copy_(sums[piece]).mul_(1 / self.scale)
             if self._steps == 0:
                 torch.aminmax(summed, out=(self._lows[number], self._highs[number]))
             torch.sum(summed, 0, dtype=torch.float32, out=self._sums[number])
 
     def _exchange_sums(self) -> Generator[Handle, Tensor, Tensor]:
-        yield self.comm.allreduce(self._wire, name=self.shape.name)
-        return self._wire
+        yield self.comm.allreduce(self.work, name=self.shape.name)
+        return self.work
 
     def finite(self) -> bool:
         """Whether the sums are finite: reads one number for each piece."""
@@ -132,20 +126,19 @@ class Fp16ByOwners(Fp16):
     Passes over the bucket in addition to those of `Fp16`, in bytes of fp32: 1 to sum.
     """
 
-    def __init__(self, shape: BucketShape, comm: Comm, *, keep_error: bool = False) -> None:
-        super().__init__(shape, comm, keep_error=keep_error)
-        self._owners = _Owners(self, torch.float16)
+    def __init__(self, shape: BucketShape, comm: Comm) -> None:
+        super().__init__(shape, comm)
+        self._owners = _Owners(self)
 
     def make_work(self) -> Tensor:
-        """Return the buffer that is sent, or that is encoded if errors are kept, padded to equal shards."""
-        return _padded_work(self, torch.float16)
+        """Return the buffer that is sent, padded to equal shards."""
+        return self.shape.zeros(_padded_length(self), torch.float16)
 
     def _exchange_sums(self) -> Generator[Handle, Tensor, Tensor]:
         if not self.shape.length:
-            return self._wire
-        error = self.work if self.keeps_error else None
+            return self.work
         try:
-            return (yield from self._owners.sum(self._wire, error, 1 / self.scale))
+            return (yield from self._owners.sum())
         except JoinedError:  # a rank that has joined owns no shard
             return (yield from super()._exchange_sums())
 
@@ -158,67 +151,46 @@ class Bf16(Compressor):
     Passes over the bucket, in bytes of fp32: 1/2 to pack, 1 to sum, 1 1/2 to unpack.
     """
 
-    def __init__(self, shape: BucketShape, comm: Comm, *, keep_error: bool = False) -> None:
-        super().__init__(shape, comm, keep_error=keep_error)
-        self._owners = _Owners(self, torch.bfloat16)
-        self._wire = self.add_buffer(len(self.work), torch.bfloat16) if keep_error else self.work
-        self._sums_received = self._wire
+    def __init__(self, shape: BucketShape, comm: Comm) -> None:
+        super().__init__(shape, comm)
+        self._owners = _Owners(self)
 
     def make_work(self) -> Tensor:
-        """Return the buffer that is sent, or that is encoded if errors are kept, padded to equal shards."""
-        return _padded_work(self, torch.bfloat16)
+        """Return the buffer that is sent, padded to equal shards."""
+        return self.shape.zeros(_padded_length(self), torch.bfloat16)
 
     def exchange(self, out: Tensor) -> Phases:
         """Run an alltoall, sum this rank's shard, run an allgather."""
         length = self.shape.length
-        if not length:
-            return
-        if self.keeps_error:
-            for piece in _pieces(len(self.work), self.work):
-                self._wire[piece].copy_(self.work[piece])
-                self.work[piece].sub_(self._wire[piece])
-        self._sums_received = yield from self._owners.sum(self._wire, self.work if self.keeps_error else None)
-        out[:length].copy_(self._sums_received[:length])
-
-    def finite(self) -> bool:
-        """Whether the sums are finite; checked only if an error is kept, because it reads all of them again."""
-        return not self.keeps_error or bool(torch.isfinite(self._sums_received.sum(dtype=torch.float32)))
+        if length:
+            sums = yield from self._owners.sum()
+            out[:length].copy_(sums[:length])
 
 
 class _Owners:
-    """An alltoall of shards, their sums in fp32 in rank order, and an allgather of the rounded sums."""
+    """An alltoall of the shards of `work`, their sums in fp32 in rank order, and an allgather of the rounded sums."""
 
-    def __init__(self, compressor: Compressor, dtype: torch.dtype) -> None:
-        self._name, self._comm = compressor.shape.name, compressor.comm
-        self._shard = shard_length(compressor.shape.length, self._comm.size)
-        self._mine = compressor.add_buffer(self._shard, dtype)
+    def __init__(self, compressor: Compressor) -> None:
+        self._compressor = compressor
+        self._shard = len(compressor.work) // compressor.comm.size
+        self._mine = compressor.add_buffer(self._shard, compressor.work.dtype)
         self._sum = compressor.add_buffer(self._shard)
 
-    def sum(self, wire: Tensor, error: Tensor | None = None, unit: float = 1.0) -> Generator[Handle, Tensor, Tensor]:
-        """Return the sums: (padded,) of the 16-bit dtype. Collective: yes.
-
-        Args:
-            wire: (padded,) this rank's part.
-            error: (padded,) buffer to which `unit` times the rounding error of this rank's shard is added.
-            unit: see `error`.
-        """
-        rows = (yield self._comm.alltoall(wire, name=f"{self._name}/shares")).view(-1, self._shard)
-        owned = error.view(-1, self._shard)[self._comm.rank] if error is not None else None
+    def sum(self) -> Generator[Handle, Tensor, Tensor]:
+        """Return the sums: (padded length,) of the 16-bit dtype. Collective: yes."""
+        name, comm = self._compressor.shape.name, self._compressor.comm
+        rows = (yield comm.alltoall(self._compressor.work, name=f"{name}/shares")).view(-1, self._shard)
         for piece in _pieces(self._shard, rows):
             total = self._sum[piece].copy_(rows[0, piece])
             for row in rows[1:]:
                 total.add_(row[piece])
             self._mine[piece].copy_(total)
-            if owned is not None:
-                owned[piece].add_(total.sub_(self._mine[piece]), alpha=unit)
-        return (yield self._comm.allgather(self._mine, name=f"{self._name}/sums"))
+        return (yield comm.allgather(self._mine, name=f"{name}/sums"))
 
 
-def _padded_work(compressor: Compressor, dtype: torch.dtype) -> Tensor:
-    """Return the buffer that is sent, or that is encoded if errors are kept, padded to equal shards."""
-    ranks = compressor.comm.size
-    length = ranks * shard_length(compressor.shape.length, ranks)
-    return compressor.shape.zeros(length, torch.float32 if compressor.keeps_error else dtype)
+def _padded_length(compressor: Compressor) -> int:
+    """Return the elements of the bucket, padded to equal shards."""
+    return shard_length(compressor.shape.length, compressor.comm.size) * compressor.comm.size
 
 
 def _pieces(length: int, like: Tensor) -> Iterator[slice]:

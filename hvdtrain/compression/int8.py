@@ -27,9 +27,9 @@ _LEAST = 1e-30
 """A block of values below this times 127 is sent as zeros, because its scale would have no inverse."""
 
 
-def stochastic(shape: BucketShape, comm: Comm, *, keep_error: bool = False) -> Int8:
+def stochastic(shape: BucketShape, comm: Comm) -> Int8:
     """Make the compressor with stochastic rounding, which is unbiased."""
-    return Int8(shape, comm, keep_error=keep_error, stochastic=True)
+    return Int8(shape, comm, stochastic=True)
 
 
 class _Codes(NamedTuple):

@@ -20,5 +20,3 @@ class Plain(Compressor):
         yield self.comm.allreduce(self.work, name=self.shape.name)
         if out is not self.work:
             out.copy_(self.work)
-        if self.keeps_error:
-            self.work.zero_()

@@ -7,6 +7,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -170,7 +171,7 @@ def exchanging(optimizer: Optimizer, exchange: Exchange) -> Optimizer:
     if hasattr(optimizer, _ATTRIBUTE):
         raise TaskError("the optimizer is distributed already", next_step="call DistributedOptimizer once")
     kind = type(optimizer)
-    optimizer.__class__ = type(kind.__name__, (kind,), _methods(kind))
+    optimizer.__class__ = _distributed(kind)
     # An existing scheduler has set an attribute that wraps the former class's step.
     optimizer.__dict__.pop("step", None)
     setattr(optimizer, _ATTRIBUTE, exchange)
@@ -178,62 +179,52 @@ def exchanging(optimizer: Optimizer, exchange: Exchange) -> Optimizer:
     return optimizer
 
 
-def _methods(kind: type[Optimizer]) -> dict[str, Any]:
-    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-        """Sum the gradients over ranks, unless that was done, and update the parameters. Collective: yes."""
-        self._opt_called = True  # schedulers warn if it is missing
+def _distributed(kind: type[Optimizer]) -> type[Optimizer]:
+    class Distributed(kind):  # type: ignore[misc, valid-type]
+        # Horovod's broadcast_optimizer_state recognizes distributed optimizers by this module name.
+        __module__ = "horovod.torch.optimizer"
+        __qualname__ = kind.__name__
 
-        def update(*arguments: Any) -> Any:
-            return kind.step(self, *arguments)
+        def step(self, closure: Callable[[], Any] | None = None) -> Any:
+            """Sum the gradients over ranks, unless that was done, and update the parameters. Collective: yes."""
+            self._opt_called = True  # schedulers warn if it is missing
+            return self._hvdtrain_exchange.step(partial(kind.step, self), closure)
 
-        return self._hvdtrain_exchange.step(update, closure)
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # so schedulers do not wrap it again
+        step.hooked = True  # type: ignore[attr-defined]  # nor does torch when it loads a state: `kind.step` calls the hooks
 
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # so schedulers do not wrap it again
-    step.hooked = True  # type: ignore[attr-defined]  # nor does torch when it loads a state: `kind.step` calls the hooks
+        def zero_grad(self, *arguments: Any, **keywords: Any) -> None:
+            """Clear the gradients; none may be in an exchange."""
+            self._hvdtrain_exchange.clear()
+            kind.zero_grad(self, *arguments, **keywords)
 
-    def zero_grad(self: Any, *arguments: Any, **keywords: Any) -> None:
-        """Clear the gradients; none may be in an exchange."""
-        self._hvdtrain_exchange.clear()
-        kind.zero_grad(self, *arguments, **keywords)
+        def synchronize(self) -> None:
+            """Make every gradient the sum (or mean) over ranks; each call sums again. Collective: yes."""
+            self._hvdtrain_exchange.synchronize()
 
-    def synchronize(self: Any) -> None:
-        """Make every gradient the sum (or mean) over ranks; each call sums again. Collective: yes."""
-        self._hvdtrain_exchange.synchronize()
+        def skip_synchronize(self) -> Any:
+            """Return a context in which `step` uses the gradients without an exchange: `synchronize`, clip, `step`."""
+            return self._hvdtrain_exchange.skipping()
 
-    def skip_synchronize(self: Any) -> Any:
-        """Return a context in which `step` uses the gradients without an exchange, after `synchronize` and clipping."""
-        return self._hvdtrain_exchange.skipping()
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            """Load a state, on any of the ranks, and drop the current step."""
+            kind.load_state_dict(self, state_dict)
+            self._hvdtrain_exchange.forget()
 
-    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        """Load a state, on any of the ranks, and drop the current step."""
-        kind.load_state_dict(self, state_dict)
-        self._hvdtrain_exchange.forget()
+        def set_backward_passes_per_step(self, passes: int) -> None:
+            """Exchange gradients after this many backward passes, from the next step on."""
+            self.backward_passes_per_step = passes
+            self._hvdtrain_exchange.reducer.set_passes(passes)
 
-    def set_backward_passes_per_step(self: Any, passes: int) -> None:
-        """Exchange gradients after this many backward passes, from the next step on."""
-        self.backward_passes_per_step = passes
-        self._hvdtrain_exchange.reducer.set_passes(passes)
+        def exchange_state_dict(self) -> dict[str, Any]:
+            """Return the state of the compressors, equal on all ranks. Collective: yes."""
+            self._hvdtrain_exchange.reducer.synchronize_state()
+            tensors, values = self._hvdtrain_exchange.reducer.state_dict()
+            return {"tensors": tensors, "values": values}
 
-    def exchange_state_dict(self: Any) -> dict[str, Any]:
-        """Return the state of the compressors, equal on all ranks. Collective: yes."""
-        self._hvdtrain_exchange.reducer.synchronize_state()
-        tensors, values = self._hvdtrain_exchange.reducer.state_dict()
-        return {"tensors": tensors, "values": values}
+        def load_exchange_state_dict(self, state: Mapping[str, Any]) -> None:
+            """Load a state from `exchange_state_dict`, on every rank the same."""
+            self._hvdtrain_exchange.reducer.load_state_dict(state["tensors"], state["values"])
 
-    def load_exchange_state_dict(self: Any, state: Mapping[str, Any]) -> None:
-        """Load a state from `exchange_state_dict`, on every rank the same."""
-        tensors: Mapping[str, Tensor] = state["tensors"]
-        self._hvdtrain_exchange.reducer.load_state_dict(tensors, state["values"])
-
-    # Horovod's broadcast_optimizer_state recognizes distributed optimizers by this module name.
-    methods = (
-        step,
-        synchronize,
-        skip_synchronize,
-        zero_grad,
-        load_state_dict,
-        set_backward_passes_per_step,
-        exchange_state_dict,
-        load_exchange_state_dict,
-    )
-    return {"__module__": "horovod.torch.optimizer", **{method.__name__: method for method in methods}}
+    Distributed.__name__ = kind.__name__
+    return Distributed

@@ -72,19 +72,21 @@ def DistributedOptimizer(
         ConfigError: an invalid argument, such as missing or duplicate names; it is a ValueError.
         TaskError: the optimizer is already distributed.
     """
+    groups = num_groups or None if groups is None else groups
     ours = compression if isinstance(compression, str) else _COMPRESSIONS.get(compression)
     if op not in (hvd.Average, hvd.Sum) or ours is None:
-        return _stock_optimizer(
+        wrapped: Optimizer = hvd.DistributedOptimizer(
             optimizer,
-            _stock_compression(compression),
+            compression=_stock_compression(compression),
             named_parameters=named_parameters,
             backward_passes_per_step=backward_passes_per_step,
             op=op,
             gradient_predivide_factor=gradient_predivide_factor,
-            groups=num_groups or None if groups is None else groups,
+            groups=groups,
             sparse_as_dense=sparse_as_dense,
             process_set=process_set,
         )
+        return wrapped
     if backward_passes_per_step < 1 or gradient_predivide_factor <= 0:
         raise ConfigError(
             "an argument of DistributedOptimizer is out of range",
@@ -96,7 +98,6 @@ def DistributedOptimizer(
         raise ConfigError("gradient_predivide_factor requires op=Average")
     predivide = gradient_predivide_factor
     names = _names(named_parameters, optimizer)
-    groups = _checked_groups(num_groups or None if groups is None else groups)
 
     def terms() -> tuple[Comm, float, float]:
         # A rank outside the set trains alone.
@@ -115,6 +116,7 @@ def DistributedOptimizer(
             if parameter.requires_grad
         ]
 
+    grouped = _groups(groups, trained())
     comm, weight, factor = terms()
     device = next((parameter.device for _, parameter in trained()), torch.device("cpu"))
     chosen = resolve_compression(ours, device, info.variables)
@@ -126,7 +128,7 @@ def DistributedOptimizer(
         weight=weight,
         factor=factor,
         passes=backward_passes_per_step,
-        groups=_groups(groups, trained()),
+        groups=grouped,
         sparse_as_dense=sparse_as_dense,
         as_views=gradient_as_bucket_view,
         name=fresh_name(process_set.process_set_id),
@@ -176,40 +178,34 @@ def _names(
     return names
 
 
-def _checked_groups(groups: Any) -> int | Sequence[Sequence[Tensor]]:
-    """Return the groups as given; 0 if there are none.
+def _groups(groups: Any, named: Sequence[tuple[str, nn.Parameter]]) -> list[list[str]]:
+    """Return the names of parameters that share a bucket: as listed, or runs of about equal size.
 
     Errors:
-        ConfigError: neither a number above 0 nor lists of tensors without repetition.
+        ConfigError: neither None, a number above 0, nor lists of tensors without repetition.
     """
     if groups is None:
-        return 0
+        return []
+    found = ""
     if isinstance(groups, int):
-        if groups > 0:
-            return groups
-        found = str(groups)
+        found = str(groups) if groups <= 0 else ""
     elif not all(isinstance(p, Tensor) for group in groups for p in group):
         found = "it lists a value that is not a tensor"
     elif len({id(p) for group in groups for p in group}) < sum(map(len, groups)):
         found = "it lists a parameter twice"
-    else:
-        return groups  # type: ignore[no-any-return]
-    raise ConfigError(
-        f"the argument groups of DistributedOptimizer is invalid: {found}",
-        expected="a number above 0, or lists of parameters",
-    )
-
-
-def _groups(groups: int | Sequence[Sequence[Tensor]], named: Sequence[tuple[str, nn.Parameter]]) -> list[list[str]]:
-    """Return the names of parameters that share a bucket: as listed, or runs of about equal size."""
-    if isinstance(groups, int):
-        runs: list[list[str]] = [[] for _ in range(groups)]
-        ends = list(itertools.accumulate(p.numel() * p.element_size() for _, p in named))
-        for (name, _), end in zip(named if groups else (), ends, strict=False):
-            runs[max(0, -(-end * groups // max(ends[-1], 1)) - 1)].append(name)
-        return runs
-    names = {id(parameter): name for name, parameter in named}
-    return [[names[id(p)] for p in group if id(p) in names] for group in groups]
+    if found:
+        raise ConfigError(
+            f"the argument groups of DistributedOptimizer is invalid: {found}",
+            expected="a number above 0, or lists of parameters",
+        )
+    if not isinstance(groups, int):
+        names = {id(parameter): name for name, parameter in named}
+        return [[names[id(p)] for p in group if id(p) in names] for group in groups]
+    runs: list[list[str]] = [[] for _ in range(groups)]
+    ends = list(itertools.accumulate(p.numel() * p.element_size() for _, p in named))
+    for (name, _), end in zip(named, ends, strict=True):
+        runs[max(0, -(-end * groups // max(ends[-1], 1)) - 1)].append(name)
+    return runs
 
 
 def _stock_compression(compression: Any) -> Any:
@@ -219,9 +215,3 @@ def _stock_compression(compression: Any) -> Any:
             f"this op does not support {compression} compression", expected=" or ".join(own), found=compression
         )
     return own.get(compression, compression)
-
-
-def _stock_optimizer(optimizer: Optimizer, compression: Any, **arguments: Any) -> Optimizer:
-    """Return Horovod's own optimizer, for other ops and for the user's own compression classes."""
-    wrapped: Optimizer = hvd.DistributedOptimizer(optimizer, compression=compression, **arguments)
-    return wrapped

@@ -679,22 +679,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/compression/test_contract.py",
         "tests/parallel/test_compression.py",
     ),
-    _new(
-        "compression/cast.py",
-        "self.work[piece].sub_(self._wire[piece], alpha=1 / scale)",
-        "self.work[piece].sub_(self._wire[piece])",
-        "the residual of fp16 is not in the unit of the gradient",
-        "tests/compression/test_contract.py",
-        "tests/compression/test_cast.py",
-    ),
-    _new(
-        "compression/cast.py",
-        "owned[piece].add_(total.sub_(self._mine[piece]), alpha=unit)",
-        "owned[piece].add_(total.sub_(self._mine[piece]))",
-        "what rounding takes from a sum is owed in the wrong unit",
-        "tests/compression/test_contract.py",
-        "tests/compression/test_cast.py",
-    ),
     # a straggler is named
     _new(
         "timeline/analysis/rank_steps.py",
