@@ -79,14 +79,7 @@ class Copies:
     commit: float = 0.0
 
     def estimate(self, gradient_bytes: Sequence[int], collectives: int, ranks: int, copy_s: float) -> CodingCost:
-        """Estimate the cost of one bucket.
-
-        Args:
-            gradient_bytes: bytes of each gradient.
-            collectives: how many collectives one exchange starts.
-            ranks: world size.
-            copy_s: seconds to pack a byte uncompressed.
-        """
+        """Estimate the cost of one bucket; `copy_s` is the seconds to pack a byte uncompressed."""
         whole_s = sum(gradient_bytes) * copy_s
         padding = [0.0] * collectives
         return CodingCost(

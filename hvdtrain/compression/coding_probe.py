@@ -70,13 +70,8 @@ def measure_coding(
 ) -> list[CodingCost]:
     """Measure the cost of each bucket: the minimum over several steps, after one that is not counted.
 
-    All buckets are in memory at the same time, as in training, so that none of them stays in the cache.
-
-    Args:
-        compression: as it would be used.
-        shapes: of the buckets, at least one.
-        gradients: of each bucket's parts. Their values do not change.
-        ranks: world size.
+    All buckets are in memory at the same time, as in training, so that none of them stays in the cache. There is at
+    least one. The values of the gradients do not change.
     """
     comm = _EchoComm(ranks, shapes[0].device)
     make = compression.load()

@@ -140,11 +140,6 @@ class SameShapeMatrices:
 
     Their factors of rank r are stored as rows: P^T (r, m) and Q^T (r, n). With factors stored as (n, r) or (m, r),
     products take up to five times as long on a CPU. Only making P is faster that way.
-
-    Attributes:
-        parts: of the bucket.
-        m: rows.
-        n: columns.
     """
 
     def __init__(self, parts: Sequence[Part], m: int, n: int) -> None:

@@ -107,11 +107,6 @@ class Compression:
         """Return the size limit of a bucket."""
         return (ONE_HOST_MIB if one_host else self.kind.between_hosts_mib) << 20
 
-    @classmethod
-    def none(cls) -> Compression:
-        """Return the compression that changes nothing."""
-        return cls(TABLE["none"])
-
     def where_halves_are_slow(self) -> Compression:
         """Return the variant for Gloo on CPUs, which sums fp16 slowly: 4 MiB in 54 ms, but 8 MiB of fp32 in 9 ms."""
         return replace(self, kind=self.kind.without_halves or self.kind, halves=False)
@@ -142,14 +137,9 @@ class Compression:
         return self.exact or not self.halves
 
     def leaves_to_rows(self, bucket: Bucket, count: int, ranks: int) -> bool:
-        """Whether to send a gradient as the `count` rows that are not zero on some rank, instead of compressing it.
+        """Whether to send the gradient of a bucket as the `count` rows that are not zero on some rank.
 
         Rows may be slightly larger: they need no coding of the whole gradient and lose less.
-
-        Args:
-            bucket: holds this one gradient.
-            count: rows, over all ranks.
-            ranks: world size.
         """
         plain, coded, sent = (
             sizes.sent_bytes(payload, ranks)

@@ -36,12 +36,9 @@ class DetachedState:
         return DetachedState({key: t for key, t in self.tensors.items() if key not in keys}, self.ranks)
 
     def without_parameters(self, parameters: Collection[str], ranks: int, keep: Collection[str] = ()) -> DetachedState:
-        """Return the state of other parameters, for `ranks`: the sum of a residual over ranks stays the same.
+        """Return the state of other parameters and of the keys `keep`, for a world size of `ranks`.
 
-        Args:
-            parameters: names to leave out.
-            ranks: new world size.
-            keep: keys to keep in any case.
+        The sum of a residual over ranks stays the same.
         """
         scale = self.ranks / ranks
         rest = {k: t for k, t in self.tensors.items() if k in keep or k.rpartition("/")[0] not in parameters}
@@ -61,9 +58,6 @@ class DetachedState:
 
 class ActiveBuckets(ABC):
     """The buckets in use; none until their plan is known.
-
-    Args:
-        ranks: world size.
 
     Attributes:
         exchange: the exchange of the buckets in use.

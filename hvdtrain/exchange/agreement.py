@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json, broadcast_json
-from hvdtrain.compression.bucket_filling import FEW_ROWS
+from hvdtrain.compression.sizes import FEW_ROWS
 from hvdtrain.errors import LaunchError
 from hvdtrain.exchange.buckets import Named, Plan
 from hvdtrain.exchange.rows import count_rows

@@ -13,11 +13,10 @@ class BackwardPasses:
 
     Args:
         count: backward passes per step, counted by the gradients that arrive: the parameter that was reached most often
-            gives the number of the pass. 0 if `announce_last` says that the next pass is the last one.
+            gives the number of the pass. 0 if the caller sets `last` before the last pass.
 
     Attributes:
-        count: as given.
-        last: whether the current pass is the last one.
+        last: whether the current or next pass is the last one. The caller clears it when no further pass is expected.
     """
 
     def __init__(self, count: int = 0) -> None:
@@ -31,14 +30,6 @@ class BackwardPasses:
         self._by_name.clear()
         self._most = 0
         self.last = self.count == 1
-
-    def announce_last(self) -> None:
-        """Make the next pass the last one."""
-        self.last = True
-
-    def end(self) -> None:
-        """Expect no further pass in this step."""
-        self.last = False
 
     def record_gradient(self, name: str) -> bool:
         """Record that a parameter got a gradient; return whether it is from the last pass."""

@@ -17,21 +17,9 @@ from hvdtrain.spans import EXCHANGE, Spans
 
 
 class BucketExchange:
-    """Exchanges the gradients of a plan's parameters.
-
-    Args:
-        plan: equal on all ranks.
-        parameters: by name.
-        comm: the ranks.
-        compression: of dense gradients.
-        weight: applied to each gradient before the exchange.
-        factor: applied to each sum after the exchange.
-        name: prefix of the collectives' names.
-        spans: records each exchange, from its start until it was waited for.
-        as_views: whether gradients become views of the buckets.
+    """Exchanges the gradients of a plan's parameters. The plan is equal on all ranks; for the rest see `Reducer`.
 
     Attributes:
-        plan: as given.
         compressors: of the buckets that have one.
         layouts: of these buckets.
     """

@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import nn
 
 from hvdtrain.compression.base import BucketShape, Part
-from hvdtrain.compression.bucket_filling import fill, padded
+from hvdtrain.compression.sizes import fill, padded
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
@@ -33,12 +32,6 @@ class Plan:
     sparse: tuple[str, ...] = ()
     rows: Mapping[str, int] = field(default_factory=dict)
     limit_bytes: int = 0
-
-    @classmethod
-    def from_saved(cls, saved: Mapping[str, Any]) -> Plan:
-        """Return the plan with these fields, as read from JSON."""
-        buckets, sparse = tuple(map(tuple, saved["buckets"])), tuple(saved["sparse"])
-        return cls(buckets, sparse, dict(saved.get("rows", {})), int(saved.get("limit_bytes", 0)))
 
     def without_rows(self, names: Collection[str]) -> Plan:
         """Return the plan that sends all rows of these gradients."""

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.compression.table import ONE_HOST_MIB, Compression
+from hvdtrain.compression.table import ONE_HOST_MIB, Compression, parse
 from hvdtrain.errors import JoinedError
 from hvdtrain.exchange.active_buckets import ActiveBuckets, DetachedState
 from hvdtrain.exchange.agreement import agree_on_plan
@@ -36,8 +37,7 @@ class Reducer(ActiveBuckets):
     Args:
         parameters: returns the parameters to exchange, equal on all ranks and in the same order; called before each
             step.
-        comm: the ranks.
-        compression: of buckets; default: none.
+        compression: of dense gradients; default: none.
         bucket_bytes: size limit of a bucket.
         weight: applied to each gradient before the exchange.
         factor: applied to each sum after the exchange.
@@ -74,7 +74,7 @@ class Reducer(ActiveBuckets):
         super().__init__(comm.size)
         self._parameters = parameters
         self._comm = comm
-        self._compression = compression or Compression.none()
+        self._compression = compression or parse("none")
         self._bucket_bytes = bucket_bytes
         self._make_plan = partial(plan, limit_bytes=bucket_bytes, groups=groups)
         self._weight = weight
@@ -137,7 +137,7 @@ class Reducer(ActiveBuckets):
 
     def collect(self) -> None:
         """Exchange the gradients of the next backward pass, which is the last one of the step."""
-        self._passes.announce_last()
+        self._passes.last = True
 
     def finish(self) -> list[Tensor]:
         """Exchange the remaining gradients, wait for all, and return the sums, views of the buckets. Collective: yes.
@@ -149,7 +149,7 @@ class Reducer(ActiveBuckets):
             CallOrderError: a gradient was changed after its backward pass.
         """
         self._begin_once()
-        self._passes.end()
+        self._passes.last = False
         if self._alone and not self.keeps_error and not any(self.detached.has_residual(n) for n, _ in self._known):
             self.over = True
             return []
@@ -184,7 +184,7 @@ class Reducer(ActiveBuckets):
         self.exchange = None
         self.detached = DetachedState(tensors, int(values["ranks"]))
         if (saved := values["plan"]) is not None:
-            loaded = Plan.from_saved(saved)
+            loaded = msgspec.convert(saved, Plan)
             if loaded.fits(self._known) and loaded.limit_bytes == self._bucket_bytes:
                 with_residual = [name for name in loaded.rows if self.detached.has_residual(name)]
                 self.adopt(loaded.without_rows(with_residual))

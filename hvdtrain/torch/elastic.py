@@ -25,12 +25,7 @@ def __getattr__(name: str) -> Any:
 
 
 class ElasticProgram:
-    """A rank that runs the user's program under our own elastic driver.
-
-    Args:
-        client: connection to the driver.
-        info: rank and environment of this process.
-    """
+    """A rank that runs the user's program under our own elastic driver."""
 
     def __init__(self, client: DriverClient, info: RankInfo) -> None:
         self._client = client

@@ -72,6 +72,13 @@ def DistributedOptimizer(
         ConfigError: an invalid argument, such as missing or duplicate names; it is a ValueError.
         TaskError: the optimizer is already distributed.
     """
+    attributes = {
+        "backward_passes_per_step": backward_passes_per_step,
+        "op": op,
+        "gradient_predivide_factor": gradient_predivide_factor,
+        "sparse_as_dense": sparse_as_dense,
+        "process_set": process_set,
+    }
     groups = num_groups or None if groups is None else groups
     ours = compression if isinstance(compression, str) else _COMPRESSIONS.get(compression)
     if op not in (hvd.Average, hvd.Sum) or ours is None:
@@ -79,12 +86,8 @@ def DistributedOptimizer(
             optimizer,
             compression=_stock_compression(compression),
             named_parameters=named_parameters,
-            backward_passes_per_step=backward_passes_per_step,
-            op=op,
-            gradient_predivide_factor=gradient_predivide_factor,
             groups=groups,
-            sparse_as_dense=sparse_as_dense,
-            process_set=process_set,
+            **attributes,
         )
         return wrapped
     if backward_passes_per_step < 1 or gradient_predivide_factor <= 0:
@@ -134,13 +137,7 @@ def DistributedOptimizer(
         name=fresh_name(process_set.process_set_id),
     )
     wrapped = exchanging(optimizer, Exchange(reducer, terms, session))
-    wrapped.__dict__.update(
-        backward_passes_per_step=backward_passes_per_step,
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        sparse_as_dense=sparse_as_dense,
-        process_set=process_set,
-    )
+    wrapped.__dict__.update(attributes)
     return wrapped
 
 

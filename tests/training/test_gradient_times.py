@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hvdtrain.comm.solo import SoloComm
-from hvdtrain.compression.table import Compression
+from hvdtrain.compression.table import parse
 from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.runtime.host import read_host
@@ -29,7 +29,7 @@ def _run(path: Path, steps: int, warn: Any = None) -> tuple[nn.Module, Spans]:
     comm = SoloComm()
     ready = ReadyTimes(model, spans)
     named = [(name, p) for name, p in model.named_parameters()]
-    reducer = Reducer(lambda: named, comm, Compression.none(), spans=spans)
+    reducer = Reducer(lambda: named, comm, parse("none"), spans=spans)
     engine = ExchangeEngine(torch.optim.SGD(model.parameters(), lr=0.1), reducer)
     times = GradientTimes(ready, engine, comm, spans, path, warn or (lambda text: None), read_host({}))
     for step in range(1, steps + 1):

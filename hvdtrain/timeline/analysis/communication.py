@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from hvdtrain.compression.sizes import Bucket
-from hvdtrain.compression.table import Compression, parse
+from hvdtrain.compression.table import parse
 from hvdtrain.errors import ConfigError
 from hvdtrain.timeline.analysis.analysis import Communication, Estimate, Part
 from hvdtrain.timeline.analysis.intervals import Span, common, length, union
@@ -172,7 +172,7 @@ def payload_bytes(facts: BucketFacts, run: RunTrace) -> int | None:
     parallel = run.config.get("parallel")
     asked = parallel.get("compression") if isinstance(parallel, Mapping) else None
     try:
-        compression = parse(str(asked)) if asked is not None else Compression.none()
+        compression = parse(str(asked)) if asked is not None else parse("none")
         payload = compression.payload(Bucket(facts.shapes, facts.dtype, facts.length), max(1, run.size))
     except (ConfigError, KeyError):  # "auto", say, or a dtype of another version
         return None

@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hvdtrain.compression.bucket_filling import FEW_ROWS, fill, padded
-from hvdtrain.compression.sizes import ITEM_BYTES, Bucket
+from hvdtrain.compression.sizes import FEW_ROWS, ITEM_BYTES, Bucket, fill, padded
 from hvdtrain.compression.table import Compression
 
 
