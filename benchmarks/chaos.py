@@ -24,9 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common import Figure, figure, machine, options, print_table, versions
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
+from common import Figure, content, figure, options, print_table
 
 from hvdtrain.durable import write_text
 from tests.support.chaos import STEP, Cell, Outcome, cells, run_cell, undisturbed
@@ -130,9 +128,7 @@ def write(results: Mapping[str, Row], file: Path | None) -> None:
     if file is None:
         return
     rows = [results[name(cell)] for cell in cells() if name(cell) in results]
-    figures_ = [asdict(f) for f in figures(rows)]
-    content = {"machine": machine(), "versions": versions(), "results": figures_, "cells": rows}
-    write_text(file, json.dumps(content, indent=1) + "\n")
+    write_text(file, json.dumps(content(figures(rows), cells=rows), indent=1) + "\n")
 
 
 def main() -> int:

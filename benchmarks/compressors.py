@@ -10,26 +10,23 @@ for DDP, both with error feedback, from the same first guess.
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import HERE, Figure, figure, main, ratios
-from torch import Tensor
-
-sys.path.insert(0, str(HERE.parent))
+from common import Figure, figure, main, ratios
+from torch import Tensor, nn
 
 from hvdtrain.comm.solo import Finished, SoloComm
 from hvdtrain.compression.base import BucketShape, Compressor, Part
 from hvdtrain.compression.table import TABLE, parse
+from hvdtrain.exchange.buckets import lay_out, plan
 from tests.support.compression import drive
 
 NAMES = (*TABLE, "powersgd:2", "topk:0.001")
@@ -43,17 +40,10 @@ def llama() -> list[tuple[int, ...]]:
     return [(WORDS, HIDDEN), (HIDDEN,), *layer * LAYERS, (WORDS, HIDDEN)]
 
 
-def buckets(shapes: Sequence[tuple[int, ...]], device: torch.device, limit: int = 8 << 20) -> Iterator[BucketShape]:
-    """The shapes in flat buffers."""
-    parts: list[Part] = []
-    length = number = 0
-    for index, shape in enumerate([*shapes, None]):
-        if parts and (shape is None or 4 * (length + math.prod(shape)) > limit):
-            yield BucketShape(f"bucket{number}", tuple(parts), length, torch.float32, device)
-            parts, length, number = [], 0, number + 1
-        if shape is not None:
-            parts.append(Part(f"p{index}", torch.Size(shape), length))
-            length += -(-math.prod(shape) // 16) * 16
+def buckets(shapes: Sequence[tuple[int, ...]], device: torch.device, limit: int = 8 << 20) -> list[BucketShape]:
+    named = [(f"p{index}", nn.Parameter(torch.empty(shape, device=device))) for index, shape in enumerate(shapes)]
+    agreed = plan(named, limit, finished=[name for name, _ in named])
+    return [layout.shape for layout in lay_out(agreed, dict(named), "bucket")]
 
 
 def exchange(compressor: Compressor, out: Tensor, gradients: Sequence[Tensor], weight: float = 0.5) -> None:
@@ -64,7 +54,6 @@ def exchange(compressor: Compressor, out: Tensor, gradients: Sequence[Tensor], w
 
 
 def seconds(action: Callable[[], object], device: torch.device, times: int) -> float:
-    """The median of some."""
     found = []
     for _ in range(times):
         if device.type == "cuda":
@@ -78,8 +67,7 @@ def seconds(action: Callable[[], object], device: torch.device, times: int) -> f
 
 
 def speed(device: torch.device, quick: bool) -> list[Figure]:
-    """Of each compressor beside a copy."""
-    shapes = list(buckets(llama(), device))
+    shapes = buckets(llama(), device)
     generator = torch.Generator().manual_seed(1)
     gradients = [[torch.randn(p.shape, generator=generator).to(device) for p in shape.parts] for shape in shapes]
     outs, copies = [shape.zeros() for shape in shapes], [[torch.zeros_like(g) for g in gs] for gs in gradients]
@@ -222,7 +210,6 @@ def numerics() -> list[Figure]:
 
 
 def measure(quick: bool) -> list[Figure]:
-    """Both questions."""
     torch.set_num_threads(1)
     figures = speed(torch.device("cpu"), quick)
     if torch.cuda.is_available():

@@ -16,14 +16,10 @@ PAIRS = (("drop_in", "stock_horovod"), ("drop_in_views", "stock_horovod"), ("dro
 
 
 def measure(quick: bool) -> list[Figure]:
-    """All contenders, round by round."""
     figures = []
     for model in ("llama15m",) if quick else ("llama15m", "comm_heavy"):
-        seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-        for _ in range(1 if quick else 3):
-            found = race(CONTENDERS, SETTINGS[model], median_step_s, rounds=3, warm_up=WARM_UP)
-            for name in CONTENDERS:
-                seconds[name] += found[name]
+        starts = 1 if quick else 3
+        seconds = race(CONTENDERS, SETTINGS[model], median_step_s, rounds=3, warm_up=WARM_UP, starts=starts)
         for a, b in PAIRS:
             figures.append(figure(f"drop_in/{a}_over_{b}/{model}", ratios(seconds[a], seconds[b]), "ratio"))
         for name in CONTENDERS:

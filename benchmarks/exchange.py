@@ -14,14 +14,12 @@ median over rounds of what the ratio was in one round, of medians over repeats.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-from common import HERE, Figure, figure, main, ratios
-from exchange_job import FLAT, MODEL, RING_RANKS, SIZES, SMALL
-from jobs import environment
+from common import HERE, Figure, figure, in_turn, main, ratios
+from exchange_job import FLAT, MODEL, SIZES, SMALL
+from jobs import mpirun
 
 RING = {"OMPI_MCA_coll_tuned_use_dynamic_rules": "1", "OMPI_MCA_coll_tuned_allreduce_algorithm": "4"}
 CONTENDERS = {"ours": {}, "stock": {}, "mpi": {}, "mpi_ring": RING, "gloo": {}}
@@ -33,27 +31,16 @@ def run(name: str, cases: tuple[str, ...]) -> dict[str, float]:
     """One job: milliseconds by case."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
-        argv = ["mpirun", "-np", str(RING_RANKS), "--bind-to", "none", sys.executable, str(HERE / "exchange_job.py")]
         kind = "mpi" if name == "mpi_ring" else name
-        done = subprocess.run(
-            [*argv, kind, str(file), *cases],
-            env=environment(**CONTENDERS[name]),
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        if done.returncode:
-            raise SystemExit(f"{name}: {done.stdout}{done.stderr}")
+        mpirun(name, [str(HERE / "exchange_job.py"), kind, str(file), *cases], CONTENDERS[name], timeout_s=300)
         return dict(json.loads(file.read_text()))
 
 
 def rounds(number: int, cases: tuple[str, ...]) -> dict[str, Milliseconds]:
     """By contender, by case, the milliseconds of each round."""
     found: dict[str, Milliseconds] = {}
-    names = list(CONTENDERS)
     for turn in range(number):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+        for name in in_turn(list(CONTENDERS), turn):
             for case, milliseconds in run(name, cases).items():
                 owner, _, own_case = case.rpartition("/")
                 if owner and name != "mpi":
@@ -63,7 +50,6 @@ def rounds(number: int, cases: tuple[str, ...]) -> dict[str, Milliseconds]:
 
 
 def measure(quick: bool) -> list[Figure]:
-    """All contenders, round by round."""
     cases = QUICK if quick else (*SIZES, SMALL, MODEL)
     found = rounds(2 if quick else 3, cases)
     ours = found["ours"]

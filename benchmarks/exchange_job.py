@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-RING_RANKS = 2
 SIZES = {"4B": 4, "4KiB": 4 << 10, "64KiB": 64 << 10, "256KiB": 256 << 10, "1MiB": 1 << 20, "8MiB": 8 << 20}
 FLAT = "32MiB"
 SIZES |= {FLAT: 32 << 20, "256MiB": 256 << 20}
@@ -176,7 +175,6 @@ def mpi() -> tuple[Callable[[str], Once], Callable[[], None], Callable[[float], 
 
 
 def main() -> None:
-    """Measure the cases."""
     contender, file, *cases = sys.argv[1:]
     case, together, agreed = {"ours": ours, "stock": stock, "gloo": gloo, "mpi": mpi}[contender]()
     if contender == "mpi":

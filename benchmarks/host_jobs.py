@@ -7,7 +7,6 @@ import itertools
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,11 +14,7 @@ import psutil
 from common import HERE
 from jobs import Job, Setting, ours, peer
 
-sys.path.insert(0, str(HERE.parent))
-
-from tests.support.two_hosts import LINK, TwoHosts, UnavailableError, two_hosts
-
-__all__ = ["HostsJob", "TwoHosts", "UnavailableError", "two_hosts"]
+from tests.support.two_hosts import LINK, TwoHosts
 
 MARK = "BENCHMARK_JOB"
 """The variable by which the processes of a job are known, wherever they run."""
@@ -40,14 +35,17 @@ class HostsJob(Job):
 
     def __init__(self, name: str, kind: str, setting: Setting, folder: Path, hosts: TwoHosts) -> None:
         self.name = name
+        self.folder = folder
         self._hosts = hosts
         self._journal = folder / "journal.jsonl"
         self._output = (folder / "output.txt").open("w+")
         path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._variables = {MARK: f"{os.getpid()}/{name}", "PYTHONPATH": path, **setting.variables}
         rank = ours(setting, folder) if kind == "ours" else peer(kind, setting, self._journal)
-        by_mpirun = kind == "ours" or kind.startswith("stock_horovod")
-        self._processes = [self._mpirun(rank)] if by_mpirun else self._group(rank)
+        if kind == "ours" or kind.startswith("stock_horovod"):
+            self._processes = [self._start(0, hosts.mpirun_command(rank, environment=self._variables))]
+        else:
+            self._processes = self._group(rank)
 
     def bytes_a_step(self, steps: int) -> float:
         """Bytes that left one host for each step, by the counters of the interfaces, over a run of so many steps."""
@@ -69,10 +67,6 @@ class HostsJob(Job):
         deadline = time.monotonic() + 10
         while self._members() and time.monotonic() < deadline:
             time.sleep(0.05)
-
-    def _mpirun(self, rank: list[str]) -> subprocess.Popen[str]:
-        command = self._hosts.mpirun_command(rank, environment=self._variables)
-        return self._start(0, command)
 
     def _group(self, rank: list[str]) -> list[subprocess.Popen[str]]:
         a = self._hosts.a

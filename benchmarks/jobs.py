@@ -15,20 +15,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import psutil
-from common import HERE
+from common import HERE, T, in_turn
 
 from hvdtrain.config.schema import OptimizerConfig
 from hvdtrain.observe.past_journal import read_steps
 
 PATIENCE_S = 180
-
-T = TypeVar("T")
+SGD = {"name": "sgd", "lr": 0.01, "momentum": 0.0, "weight_decay": 0.0, "schedule": "constant", "warmup_steps": 0}
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class Job:
 
     def __init__(self, name: str, setting: Setting, folder: Path) -> None:
         self.name = name
+        self.folder = folder
         self._journal = folder / "journal.jsonl"
         self._output = (folder / "output.txt").open("w+")
         commands = _ours(setting, folder) if name == "ours" else _peer(name, setting, self._journal)
@@ -118,6 +119,30 @@ class Job:
                     member.send_signal(number)
 
 
+@contextmanager
+def warmed_up(starts: Mapping[str, Callable[[Path], Job]], steps: int) -> Iterator[dict[str, Job]]:
+    """Jobs that are started one after the other, each in a folder of its own, and stopped after so many steps."""
+    jobs: dict[str, Job] = {}
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        for name, start in starts.items():
+            folder = scratch / name.replace(":", "_")
+            folder.mkdir()
+            jobs[name] = start(folder)
+            stack.callback(jobs[name].end)
+            jobs[name].until(lambda seen: len(seen) >= steps)
+        yield jobs
+
+
+def take_turns(jobs: Mapping[str, Job], turn: Callable[[Job], T], rounds: int) -> dict[str, list[T]]:
+    """What `turn` gives of each job in each of `rounds`."""
+    found: dict[str, list[T]] = {name: [] for name in jobs}
+    for number in range(rounds):
+        for name in in_turn(list(jobs), number):
+            found[name].append(turn(jobs[name]))
+    return found
+
+
 def race(
     names: Sequence[str],
     setting: Setting | Mapping[str, Setting],
@@ -125,30 +150,29 @@ def race(
     *,
     rounds: int,
     warm_up: int,
+    starts: int = 1,
 ) -> dict[str, list[T]]:
-    """What `turn` gives of each contender in each of `rounds`, after `warm_up` steps of each.
+    """What `turn` gives of each contender in each of `rounds` of each of `starts`, after `warm_up` steps of each.
 
     Where settings are given by name, the contenders are all ours.
     """
     found: dict[str, list[T]] = {name: [] for name in names}
-    with tempfile.TemporaryDirectory() as scratch:
-        jobs: dict[str, Job] = {}
-        try:
-            for name in names:
-                folder = Path(scratch) / name
-                folder.mkdir()
-                jobs[name] = (
-                    Job(name, setting, folder) if isinstance(setting, Setting) else Job("ours", setting[name], folder)
-                )
-                jobs[name].until(lambda steps: len(steps) >= warm_up)
-            for number in range(rounds):
-                first = number % len(names)
-                for name in (*names[first:], *names[:first]):
-                    found[name].append(turn(jobs[name]))
-        finally:
-            for job in jobs.values():
-                job.end()
+    for _ in range(starts):
+        one = isinstance(setting, Setting)
+        jobs = {name: partial(Job, name, setting) if one else partial(Job, "ours", setting[name]) for name in names}
+        with warmed_up(jobs, warm_up) as running:
+            for name, values in take_turns(running, turn, rounds).items():
+                found[name] += values
     return found
+
+
+def mpirun(label: str, argv: Sequence[str], variables: Mapping[str, str], timeout_s: float) -> None:
+    """Run a Python script on two ranks here."""
+    command = ["mpirun", "-np", "2", "--bind-to", "none", sys.executable, *argv]
+    env = environment(**variables)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
+    if done.returncode:
+        raise SystemExit(f"{label}: {done.stdout}{done.stderr}")
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -165,7 +189,6 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def ours(setting: Setting, folder: Path) -> list[str]:
-    """What one rank of ours is started with."""
     task = [] if setting.model == "default" else [f"--task={HERE / 'models.py'}:{setting.model}"]
     optimizer = {f"optimizer.{name}": value for name, value in setting.optimizer.items()}
     options = [
@@ -182,7 +205,6 @@ def ours(setting: Setting, folder: Path) -> list[str]:
 
 
 def peer(name: str, setting: Setting, journal: Path) -> list[str]:
-    """What one rank of a peer is started with."""
     return [sys.executable, str(HERE / "peer_loops.py"), name, json.dumps(asdict(setting)), str(journal)]
 
 

@@ -15,12 +15,8 @@ CONTENDERS = ("no_exchange", "lockstep", "ours")
 
 
 def measure(quick: bool) -> list[Figure]:
-    """All contenders, round by round."""
-    seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-    for _ in range(1 if quick else 6):
-        found = race(CONTENDERS, SETTINGS["default"], median_step_s, rounds=3, warm_up=WARM_UP)
-        for name in CONTENDERS:
-            seconds[name] += found[name]
+    starts = 1 if quick else 6
+    seconds = race(CONTENDERS, SETTINGS["default"], median_step_s, rounds=3, warm_up=WARM_UP, starts=starts)
     base = seconds["no_exchange"]
     return [figure(f"lockstep/{name}", ratios(seconds[name], base), "ratio") for name in CONTENDERS[1:]]
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from hvdtrain import Task
@@ -70,46 +68,6 @@ def resnet(preset: Literal["tiny", "resnet18", "resnet50"] = "resnet50", size: i
     return replace(task, train_data=range(1000 * batch), collate=lambda indices: kept)
 
 
-class _Sleep(torch.autograd.Function):
-    """What a matrix of weights would do to a number, at a pace of its own: it sleeps, and no core is busy."""
-
-    @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor, forward_s: float, backward_s: float) -> Tensor:
-        context.shape, context.backward_s = weight.shape, backward_s
-        time.sleep(forward_s)
-        return x.clone()
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        time.sleep(context.backward_s)
-        return gradient, torch.full(context.shape, 1e-3), None, None
-
-
-class _Sleeper(nn.Module):
-    def __init__(self, layers: int, forward_s: float, backward_s: float) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList([torch.zeros(960, 960) for _ in range(layers)])
-        self.seconds = forward_s / layers, backward_s / layers
-
-    def forward(self, x: Tensor) -> Tensor:
-        for weight in self.weights:
-            x = _Sleep.apply(x, weight, *self.seconds)
-        return x
-
-
-def sleeper(layers: int = 16, forward_ms: float = 140.0, backward_ms: float = 260.0) -> Task:
-    """As many gradients as a Llama of 15 million parameters, of layers that sleep.
-
-    Args:
-        layers: each of 3.7 MB
-        forward_ms: of all of them
-        backward_ms: of all of them
-    """
-    data = [torch.ones(1)] * 1000
-    model = _Sleeper(layers, forward_ms / 1e3, backward_ms / 1e3)
-    return Task(model, lambda model, batch: (model(batch).sum(), torch.tensor(float(len(batch)))), data)
-
-
 def device() -> torch.device:
     """The CUDA device of this rank, where there is one."""
     names = ("OMPI_COMM_WORLD_LOCAL_RANK", "HOROVOD_LOCAL_RANK", "RANK")
@@ -117,4 +75,4 @@ def device() -> torch.device:
     return torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
 
 
-MODELS = {"default": default, "llama15m": llama15m, "llama60m": llama60m, "resnet": resnet, "sleeper": sleeper}
+MODELS = {"default": default, "llama15m": llama15m, "llama60m": llama60m, "resnet": resnet}

@@ -78,7 +78,6 @@ def by_hand(name: str, steps: int) -> tuple[float, list[float]]:
 
 
 def measure(quick: bool) -> list[Figure]:
-    """Ours and the loop in turn."""
     torch.set_num_threads(1)
     figures = []
     for name in LAYERS:

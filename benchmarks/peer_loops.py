@@ -29,9 +29,11 @@ from hvdtrain.config.schema import OptimizerConfig
 from hvdtrain.training.loop.step import to_device
 from hvdtrain.training.start.optimizers import make_optimizer
 
+Loop = tuple[int, Any, Any, Callable[[bool], Any]]
+"""This rank, model and optimizer as the library wraps them, and the context of a pass, given whether it is the last."""
+
 
 def batches(task: Any, micro_batch: int, rank: int) -> Iterator[Any]:
-    """Shuffled batches without end."""
     generator = torch.Generator().manual_seed(rank)
     while True:
         yield from DataLoader(
@@ -45,28 +47,26 @@ def join_group(backend: str) -> int:
     return torch.distributed.get_rank()
 
 
-def no_exchange(model: Any, optimizer: Any, passes: int) -> tuple[int, Any, Any, Callable[[bool], Any]]:
+def no_exchange(model: Any, optimizer: Any, passes: int) -> Loop:
     """Each rank for itself; a group only to start together."""
     return join_group("gloo"), model, optimizer, _nothing
 
 
-def lockstep(model: Any, optimizer: Any, passes: int) -> tuple[int, Any, Any, Callable[[bool], Any]]:
+def lockstep(model: Any, optimizer: Any, passes: int) -> Loop:
     """Each rank for itself, but for that none goes on to its next step before the other."""
     rank = join_group("gloo")
     optimizer.register_step_pre_hook(lambda *_: torch.distributed.barrier())
     return rank, model, optimizer, _nothing
 
 
-def ddp(
-    model: Any, optimizer: Any, passes: int, bucket_cap_mb: int | None = None
-) -> tuple[int, Any, Any, Callable[[bool], Any]]:
+def ddp(model: Any, optimizer: Any, passes: int, bucket_cap_mb: int | None = None) -> Loop:
     """DistributedDataParallel, no_sync on all but the last micro-batch."""
     rank = join_group("nccl" if device().type == "cuda" else "gloo")
     wrapped = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
     return rank, wrapped, optimizer, lambda last: contextlib.nullcontext() if last else wrapped.no_sync()
 
 
-def ddp_fp16(model: Any, optimizer: Any, passes: int) -> tuple[int, Any, Any, Callable[[bool], Any]]:
+def ddp_fp16(model: Any, optimizer: Any, passes: int) -> Loop:
     """DDP with torch's hook that sends halves."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
@@ -75,7 +75,7 @@ def ddp_fp16(model: Any, optimizer: Any, passes: int) -> tuple[int, Any, Any, Ca
     return rank, wrapped, optimizer, exchange_if_last
 
 
-def ddp_powersgd(model: Any, optimizer: Any, passes: int) -> tuple[int, Any, Any, Callable[[bool], Any]]:
+def ddp_powersgd(model: Any, optimizer: Any, passes: int) -> Loop:
     """DDP with torch's PowerSGD hook at rank 4, from the third step on.
 
     In one bucket: the hook starts collectives from callbacks, which over Gloo run in another order on each rank where
@@ -89,27 +89,21 @@ def ddp_powersgd(model: Any, optimizer: Any, passes: int) -> tuple[int, Any, Any
     return rank, wrapped, optimizer, exchange_if_last
 
 
-def stock_horovod(
-    model: Any, optimizer: Any, passes: int, compression: str = "none"
-) -> tuple[int, Any, Any, Callable[[bool], Any]]:
+def stock_horovod(model: Any, optimizer: Any, passes: int, compression: str = "none") -> Loop:
     """Horovod as its own examples use it."""
     import horovod.torch as hvd
 
     return _by_horovod(hvd, model, optimizer, passes, compression=getattr(hvd.Compression, compression))
 
 
-def drop_in(
-    model: Any, optimizer: Any, passes: int, views: bool = False
-) -> tuple[int, Any, Any, Callable[[bool], Any]]:
+def drop_in(model: Any, optimizer: Any, passes: int, views: bool = False) -> Loop:
     """The same script with hvdtrain.torch."""
     import hvdtrain.torch as hvd
 
     return _by_horovod(hvd, model, optimizer, passes, gradient_as_bucket_view=views)
 
 
-def _by_horovod(
-    hvd: Any, model: Any, optimizer: Any, passes: int, **options: Any
-) -> tuple[int, Any, Any, Callable[[bool], Any]]:
+def _by_horovod(hvd: Any, model: Any, optimizer: Any, passes: int, **options: Any) -> Loop:
     hvd.init()
     optimizer = hvd.DistributedOptimizer(
         optimizer, named_parameters=model.named_parameters(), backward_passes_per_step=passes, **options
@@ -122,7 +116,7 @@ def _nothing(last: bool) -> Any:
     return contextlib.nullcontext()
 
 
-PEERS: dict[str, Callable[[Any, Any, int], tuple[int, Any, Any, Callable[[bool], Any]]]] = {
+PEERS: dict[str, Callable[[Any, Any, int], Loop]] = {
     "no_exchange": no_exchange,
     "lockstep": lockstep,
     "ddp": ddp,
@@ -139,7 +133,6 @@ BY_HOROVODRUN = ("stock_horovod", "drop_in")
 
 
 def follow(optimizer: Any, model: Any, clip: float, peer: str) -> None:
-    """Clip, where asked for, and step."""
     exchanges = peer.startswith(BY_HOROVODRUN)
     if clip and exchanges:
         optimizer.synchronize()
@@ -150,7 +143,6 @@ def follow(optimizer: Any, model: Any, clip: float, peer: str) -> None:
 
 
 def main() -> None:
-    """Train, time, write."""
     peer, setting, file = sys.argv[1], Setting(**json.loads(sys.argv[2])), sys.argv[3]
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.manual_seed(0)

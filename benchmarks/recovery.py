@@ -66,7 +66,6 @@ def ends_of_enough(marks: list[Mark]) -> list[float] | None:
 
 
 def measure(quick: bool) -> list[Figure]:
-    """In turns."""
     rounds = 2 if quick else 5
     found: Found = {name: [] for name in COMMANDS}
     for number in range(rounds):
@@ -76,7 +75,6 @@ def measure(quick: bool) -> list[Figure]:
 
 
 def seconds(found: Found) -> list[Figure]:
-    """Of each contender."""
     figures = []
     for name, results in found.items():
         prefix = "recovery/" if name == "ours" else f"recovery/{name}_"
@@ -92,7 +90,6 @@ def seconds(found: Found) -> list[Figure]:
 
 
 def compared(found: Found) -> list[Figure]:
-    """Ours over the peers."""
     figures = []
     pairs = [(ours, stock) for (_, ours), (_, stock) in zip(found["ours"], found["stock"], strict=True)]
     whole = [ours.standstill_s / stock.standstill_s for ours, stock in pairs if ours is not None and stock is not None]

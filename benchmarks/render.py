@@ -42,7 +42,6 @@ Results = Mapping[str, Mapping[str, float]]
 
 
 def read(file: Path) -> Results:
-    """Figures by name."""
     return {result["name"]: result for result in json.loads(file.read_text())["results"]}
 
 
@@ -62,7 +61,6 @@ def table(
 
 
 def pages(results: Results) -> dict[Path, str]:
-    """Return the table of each page."""
     return {ROOT / "README.md": table(results, SHORT_ROWS, SHORT_COLUMNS), ROOT / "docs/figures.md": table(results)}
 
 
@@ -75,21 +73,14 @@ def _cell(results: Results, name: str) -> str:
 
 def draw(results: Results, file: Path) -> None:
     """Bars: a step between two hosts at 1 Gbit/s over the same step without exchange."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
+    from common import pyplot
 
     named = {name: results[f"two_hosts/1gbit/{between}"] for name, (_, between) in CONTENDERS.items()}
     order = sorted(named, key=lambda name: named[name]["value"], reverse=True)
     values = [named[name]["value"] for name in order]
     below = [named[name]["value"] - named[name]["low"] for name in order]
     above = [named[name]["high"] - named[name]["value"] for name in order]
-    # Grey that is read on white and on black; text stays text.
-    pyplot.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "exchange", "font.size": 10})
-    for part in ("text.color", "axes.edgecolor", "xtick.color", "ytick.color", "axes.labelcolor"):
-        pyplot.rcParams[part] = "#808080"
-    figure, axes = pyplot.subplots(figsize=(8, 3.6), layout="constrained")
+    figure, axes = pyplot("exchange").subplots(figsize=(8, 3.6), layout="constrained")
     colours = ["#2f81f7" if name.startswith("hvdtrain") else "#a0a0a0" for name in order]
     axes.barh(order, values, xerr=[below, above], color=colours, ecolor="#808080", height=0.7)
     for place, (value, high) in enumerate(zip(values, above, strict=True)):
@@ -101,7 +92,6 @@ def draw(results: Results, file: Path) -> None:
 
 
 def main() -> None:
-    """Write the tables and the plot."""
     results = read(Path(sys.argv[1]))
     for page, text in pages(results).items():
         before, _, rest = page.read_text().partition(BEGIN)

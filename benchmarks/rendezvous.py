@@ -152,7 +152,6 @@ def run(ranks: Sequence[Rank]) -> list[tuple[float, float]]:
 
 
 def simulate(hosts: int, local: int, only_first: bool) -> list[Figure]:
-    """The figures of so many ranks."""
     size, there = hosts * local, Hosts(hosts)
     try:
         stores = there.stores()

@@ -18,11 +18,10 @@ from collections.abc import Sequence
 
 import torch
 from common import Figure, figure, options, ratios, report
-from jobs import Job, Setting, race
+from jobs import SGD, Job, Setting, race
 
 CONTENDERS = ("ours", "stock_horovod", "ddp")
 WARM_UP, BATCHES, ITERATIONS, STARTS = 10, 10, 10, 2
-SGD = {"name": "sgd", "lr": 0.01, "momentum": 0.0, "weight_decay": 0.0, "schedule": "constant", "warmup_steps": 0}
 OURS = {"loader.pin_memory": "off"}  # the batch is on the device already
 ON_CUDA = torch.cuda.is_available()
 
@@ -35,15 +34,6 @@ def iteration_s(job: Job) -> float:
     return ends[BATCHES] - ends[0]
 
 
-def iterations_s(setting: Setting, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each iteration of each contender."""
-    groups = [(name,) for name in CONTENDERS] if ON_CUDA else [CONTENDERS]
-    found: dict[str, list[float]] = {}
-    for names in groups:
-        found |= race(names, setting, iteration_s, rounds=rounds, warm_up=WARM_UP)
-    return found
-
-
 def speed(name: str, seconds: Sequence[float], images: int) -> Figure:
     """The mean over iterations of `images` each, less and more 1.96 standard deviations."""
     speeds = [images / s for s in seconds]
@@ -52,7 +42,6 @@ def speed(name: str, seconds: Sequence[float], images: int) -> Figure:
 
 
 def measure(arguments: argparse.Namespace) -> list[Figure]:
-    """All contenders, iteration by iteration."""
     ranks = torch.cuda.device_count() if ON_CUDA else 2
     batch = arguments.batch or (32 if ON_CUDA else 4)
     size = arguments.image_size or (224 if ON_CUDA else 64)
@@ -61,11 +50,11 @@ def measure(arguments: argparse.Namespace) -> list[Figure]:
     about = f"{arguments.model}_{batch}x{size}x{size}"
     kind = "GPUs" if ON_CUDA else "CPU threads (the published protocol: resnet50, 32 images of 224 x 224 on each GPU)"
     print(f"{arguments.model}, {batch} images of {size} x {size} on each of {ranks} {kind}", flush=True)
-    seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     starts, iterations = (1, 2) if arguments.quick else (STARTS, ITERATIONS)
-    for _ in range(starts):
-        for name, found in iterations_s(setting, iterations // starts).items():
-            seconds[name] += found
+    seconds: dict[str, list[float]] = {}
+    for names in [(name,) for name in CONTENDERS] if ON_CUDA else [CONTENDERS]:
+        rounds = iterations // starts
+        seconds |= race(names, setting, iteration_s, rounds=rounds, warm_up=WARM_UP, starts=starts)
     figures = [
         figure(f"resnet/{name}/{about}", ratios(seconds["ours"], seconds[name]), "ratio") for name in CONTENDERS[1:]
     ]

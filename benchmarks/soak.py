@@ -19,15 +19,13 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import psutil
-from common import Figure, figure, machine, options, print_table, versions
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
+from common import Figure, content, figure, options, print_table, pyplot
 
 from hvdtrain.durable import write_text
 from hvdtrain.observe.past_journal import read_steps
@@ -194,7 +192,6 @@ def means(losses: Sequence[float]) -> list[float]:
 
 
 def figures(found: Mapping[str, Any]) -> list[Figure]:
-    """In numbers."""
     rounds, strikes = found["rounds"], found["strikes"]
     grown = {name.partition(" ")[0]: values for name, values in found["grown"].items()}
     return [
@@ -211,17 +208,8 @@ def figures(found: Mapping[str, Any]) -> list[Figure]:
 
 
 def draw(found: Mapping[str, Any], file: Path) -> None:
-    """Both curves, and a mark a strike. Drawn by matplotlib, which nothing else needs."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    # Grey that is read on white and on black; text stays text.
-    pyplot.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "soak", "font.size": 10})
-    for part in ("text.color", "axes.edgecolor", "xtick.color", "ytick.color", "axes.labelcolor"):
-        pyplot.rcParams[part] = "#808080"
-    plot, axes = pyplot.subplots(figsize=(8, 3.2), layout="constrained")
+    """Both curves, and a mark a strike."""
+    plot, axes = pyplot("soak").subplots(figsize=(8, 3.2), layout="constrained")
     struck, undisturbed = found["curves"]["struck"], found["curves"]["alone"]
     width = found["steps"] / len(undisturbed)
     middles = [(index + 0.5) * width for index in range(len(undisturbed))]
@@ -252,9 +240,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="soak-", ignore_cleanup_errors=True) as folder:
         found = measure(Path(folder), minutes, arguments.seed)
     results = figures(found)
-    content = {"machine": machine(), "versions": versions(), "results": [asdict(f) for f in results], "soak": found}
     if arguments.json:
-        write_text(arguments.json, json.dumps(content, indent=1) + "\n")
+        write_text(arguments.json, json.dumps(content(results, soak=found), indent=1) + "\n")
     if arguments.picture:
         draw(found, arguments.picture)
     print_table(results)

@@ -65,7 +65,6 @@ def cost_us(names: list[str], folder: Path, repeats: int) -> float:
 
 
 def measure(quick: bool) -> list[Figure]:
-    """Several times over."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         names = recorded(Path(folder))

@@ -34,12 +34,9 @@ print(time.time())
 """
 
 
-def _environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
-
-
 def _run(command: list[str]) -> str:
-    return subprocess.run(command, env=_environment(), check=True, capture_output=True, text=True).stdout
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
+    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
 
 
 def help_s() -> float:
@@ -65,7 +62,6 @@ def bare_s() -> float:
 
 
 def measure(quick: bool) -> list[Figure]:
-    """In turn."""
     _run([sys.executable, "-c", PROBE])
     first_step_s()  # tokenises the text and fills the file cache
     repeats = 3 if quick else 10

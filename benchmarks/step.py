@@ -25,20 +25,15 @@ SETTINGS = {
 CONTENDERS = ("ours", "no_exchange", "ddp", "stock_horovod")
 
 
-def median_step_s(job: Job) -> float:
-    """Of the steps of a turn."""
-    return statistics.median(step["step_s"] for step in job.turn(TURN_S))
+def median_step_s(job: Job, turn_s: float = TURN_S) -> float:
+    return statistics.median(step["step_s"] for step in job.turn(turn_s))
 
 
 def measure(quick: bool) -> list[Figure]:
-    """All contenders, round by round."""
     figures = []
     for model in ("default",) if quick else SETTINGS:
-        seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-        for _ in range(1 if quick else 5):
-            found = race(CONTENDERS, SETTINGS[model], median_step_s, rounds=2 if quick else 3, warm_up=WARM_UP)
-            for name in CONTENDERS:
-                seconds[name] += found[name]
+        starts, rounds = (1, 2) if quick else (5, 3)
+        seconds = race(CONTENDERS, SETTINGS[model], median_step_s, rounds=rounds, warm_up=WARM_UP, starts=starts)
         suffix = "" if model == "default" else f"/{model}"
         for name in CONTENDERS[1:]:
             figures.append(figure(f"step/{name}{suffix}", ratios(seconds["ours"], seconds[name]), "ratio"))

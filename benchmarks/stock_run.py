@@ -28,7 +28,6 @@ CPU = torch.device("cpu")
 
 
 def main() -> None:
-    """Train, time, evaluate, write."""
     seed, steps, every, file = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     hvd.init()
     torch.set_num_threads(1)

@@ -7,14 +7,11 @@ nobody; and the stated cost over what the step would be shorter by without the p
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from itertools import product
 from pathlib import Path
 
 from common import Figure, figure, main
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from hvdtrain.timeline.analysis.analyse import analyse
 from hvdtrain.timeline.analysis.rank_steps import from_stamps
@@ -51,7 +48,6 @@ def _shorter_ms(folder: Path, planted: int) -> float:
 
 
 def measure(quick: bool) -> list[Figure]:
-    """Ten runs of each kind."""
     figures = []
     for size, late in product((2, 4), ("forward", "data", "nobody")):
         right, costs = [], []

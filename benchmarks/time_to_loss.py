@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common import HERE, Figure, figure, main
-from host_jobs import TwoHosts, two_hosts
 from models import MODELS
 
 from hvdtrain.compression.base import BucketShape
@@ -33,6 +32,7 @@ from hvdtrain.compression.table import parse
 from hvdtrain.exchange.buckets import lay_out, plan
 from hvdtrain.exchange.reducer import BUCKET_BYTES
 from hvdtrain.observe.past_journal import read_journal
+from tests.support.two_hosts import TwoHosts, two_hosts
 
 STOCK = "stock_horovod"
 OURS = ("none", "fp16", "int8", "topk:0.01", "powersgd:4")
@@ -89,7 +89,6 @@ def train(who: str, seed: int, hosts: TwoHosts, folder: Path) -> Run:
 
 
 def measure(quick: bool) -> list[Figure]:
-    """All contenders, seed by seed."""
     contenders = ("fp16", "powersgd:4") if quick else OURS
     runs: dict[str, list[Run]] = {name: [] for name in (STOCK, *contenders)}
     with tempfile.TemporaryDirectory() as scratch, two_hosts(rate=RATE) as hosts:

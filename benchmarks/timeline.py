@@ -82,7 +82,6 @@ def race(program: str, file: Path, rounds: int, python: str = sys.executable) ->
 
 
 def measure(quick: bool, hta: str | None) -> list[Figure]:
-    """All figures."""
     rounds = 3 if quick else 7
     found = []
     with tempfile.TemporaryDirectory() as folder:
@@ -111,7 +110,6 @@ def measure_hta(python: str, timeline: Path, folder: Path, rounds: int) -> Figur
 
 
 def main() -> None:
-    """Parse the options, measure, report."""
     parser = options(__doc__)
     parser.add_argument("--hta", metavar="PYTHON", help="an interpreter that has HolisticTraceAnalysis")
     arguments = parser.parse_args()

@@ -29,12 +29,8 @@ CONTENDERS = {
 
 
 def measure(quick: bool) -> list[Figure]:
-    """All contenders, round by round."""
-    seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-    for _ in range(1 if quick else 3):
-        found = race(list(CONTENDERS), CONTENDERS, median_step_s, rounds=2 if quick else 3, warm_up=WARM_UP)
-        for name in CONTENDERS:
-            seconds[name] += found[name]
+    starts, rounds = (1, 2) if quick else (3, 3)
+    seconds = race(list(CONTENDERS), CONTENDERS, median_step_s, rounds=rounds, warm_up=WARM_UP, starts=starts)
     return [
         figure(f"timeline_cost/{name}", ratios(seconds[name], seconds["off"]), "ratio")
         for name in CONTENDERS

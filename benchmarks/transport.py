@@ -10,16 +10,13 @@ under mpirun (HOROVOD_CPU_OPERATIONS=gloo) is no choice: Horovod 0.28.1 crashes 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from common import HERE, Figure, figure, main, ratios
-from jobs import environment
-
-sys.path.insert(0, str(HERE.parent))
+from jobs import mpirun
 
 from hvdtrain.runtime.rules import BLOCK, PROMPT, RING, TCP_FLAGS, YIELD
 from tests.support.two_hosts import TwoHosts, UnavailableError, two_hosts
@@ -59,22 +56,19 @@ TWO_HOSTS = {
     "asking, not blocking": {BLOCK: "0"},
 }
 QUICK = ("not woken, cycle 1 ms", "fusion 128 MiB", "Open MPI's own choice", "one direction at a time")
-ARGV = (sys.executable, str(HERE / "transport_job.py"))
+JOB = str(HERE / "transport_job.py")
 
 
 def on_one_host(file: Path, variables: Variables) -> None:
     """Run a job of two ranks here."""
-    argv = ["mpirun", "-np", "2", "--bind-to", "none", *ARGV, str(file)]
-    done = subprocess.run(argv, env=environment(**variables), capture_output=True, text=True, timeout=120, check=False)
-    if done.returncode:
-        raise SystemExit(f"{variables}: {done.stdout}{done.stderr}")
+    mpirun(str(variables), [JOB, str(file)], variables, timeout_s=120)
 
 
 def on(hosts: TwoHosts) -> Run:
     """A job of one rank on each of two hosts."""
     # Under the checkout's own path: the package may be installed from elsewhere.
     ours = {"PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
-    return lambda file, variables: hosts.mpirun([*ARGV, str(file)], environment={**ours, **variables})
+    return lambda file, variables: hosts.mpirun([sys.executable, JOB, str(file)], environment={**ours, **variables})
 
 
 def compare(place: str, run: Run, choices: dict[str, Variables], rounds: int) -> list[Figure]:
@@ -96,7 +90,6 @@ def compare(place: str, run: Run, choices: dict[str, Variables], rounds: int) ->
 
 
 def measure(quick: bool) -> list[Figure]:
-    """On one host, then between two."""
     rounds = 1 if quick else 2
     one, two = ({n: v for n, v in all_.items() if not quick or n in QUICK} for all_ in (ONE_HOST, TWO_HOSTS))
     figures = compare("one_host", on_one_host, one, rounds)

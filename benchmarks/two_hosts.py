@@ -12,19 +12,21 @@ from __future__ import annotations
 
 import statistics
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
+from functools import partial
+from typing import Any
 
 from common import Figure, figure, main, ratios
-from host_jobs import HostsJob, TwoHosts, UnavailableError, two_hosts
-from jobs import Setting
+from host_jobs import HostsJob
+from jobs import SGD, Setting, take_turns, warmed_up
 from models import MODELS
+from step import median_step_s
 
 from hvdtrain.compression.table import parse
 from hvdtrain.config.parse import parse_object
 from hvdtrain.errors import ConfigError
+from tests.support.two_hosts import UnavailableError, two_hosts
 
 OURS = ("none", "fp16", "int8", "topk:0.01", "powersgd:4")
 PEERS = ("stock_horovod", "stock_horovod_fp16", "ddp", "ddp_fp16", "ddp_powersgd")
@@ -37,7 +39,6 @@ ROUNDS: Mapping[str, tuple[str | None, int]] = {
 }
 """By name, the rate and how many rounds at it."""
 WARM_UP, TURN_S, COUNTED = 4, 3.0, 4
-SGD = {"name": "sgd", "lr": 0.01, "momentum": 0.0, "weight_decay": 0.0, "schedule": "constant", "warmup_steps": 0}
 
 
 def accepted(compression: str) -> bool:
@@ -52,37 +53,11 @@ def accepted(compression: str) -> bool:
 
 
 def setting(compression: str = "none") -> Setting:
-    """What is trained."""
     further = {"parallel.compression": compression, "observe.stall_timeout_s": 0}
     return Setting("llama15m", 4, optimizer=SGD, clip=0.0, ours=further)
 
 
-def start(contenders: Sequence[str], hosts: TwoHosts, stack: ExitStack) -> dict[str, HostsJob]:
-    """All contenders, warmed up and stopped."""
-    scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    jobs = {}
-    for name in contenders:
-        folder = scratch / name.partition(":")[0]
-        folder.mkdir()
-        kind = "ours" if name in OURS else name
-        jobs[name] = HostsJob(name, kind, setting(name if kind == "ours" else "none"), folder, hosts)
-        stack.callback(jobs[name].end)
-        jobs[name].until(lambda steps: len(steps) >= WARM_UP)
-    return jobs
-
-
-def rounds(jobs: Mapping[str, HostsJob], number: int) -> dict[str, list[float]]:
-    """Seconds of a median step of each contender, round by round."""
-    found: dict[str, list[float]] = {name: [] for name in jobs}
-    names = list(jobs)
-    for first in range(number):
-        for name in (*names[first:], *names[:first]):
-            found[name].append(statistics.median(step["step_s"] for step in jobs[name].turn(TURN_S)))
-    return found
-
-
 def at_rate(rate: str, seconds: Mapping[str, list[float]]) -> list[Figure]:
-    """The figures at one rate."""
     compute = seconds[COMPUTE]
     over = {name: ratios(own, compute) for name, own in seconds.items() if name != COMPUTE}
     best = min((name for name in over if name in OURS), key=lambda name: statistics.median(over[name]))
@@ -93,7 +68,7 @@ def at_rate(rate: str, seconds: Mapping[str, list[float]]) -> list[Figure]:
     return [*figures, *(figure(f"two_hosts/{rate}/{_label(name)}_ms", own, "ms") for name, own in times.items())]
 
 
-def sent(jobs: Mapping[str, HostsJob]) -> list[Figure]:
+def sent(jobs: Mapping[str, Any]) -> list[Figure]:
     """Of each of ours, what the interfaces count over the size of all gradients."""
     gradients = sum(4 * parameter.numel() for parameter in MODELS["llama15m"]().model.parameters())
     own = {name: jobs[name].bytes_a_step(COUNTED) / gradients for name in jobs if name in OURS}
@@ -114,12 +89,15 @@ def _measure(quick: bool) -> list[Figure]:
     contenders = [COMPUTE, *(name for name in (*known, *PEERS) if not quick or name in QUICK)]
     with ExitStack() as stack:
         hosts = stack.enter_context(two_hosts())
-        jobs = start(contenders, hosts, stack)
+        kinds = {name: ("ours", setting(name)) if name in OURS else (name, setting()) for name in contenders}
+        starts = {name: partial(HostsJob, name, *kinds[name], hosts=hosts) for name in contenders}
+        jobs = stack.enter_context(warmed_up(starts, WARM_UP))
         figures = sent(jobs)
+        turn = partial(median_step_s, turn_s=TURN_S)
         for name, (rate, number) in ROUNDS.items():
             if not quick or name == "1gbit":
                 hosts.throttle(rate)
-                figures += at_rate(name, rounds(jobs, 1 if quick else number))
+                figures += at_rate(name, take_turns(jobs, turn, 1 if quick else number))
     return figures
 
 

@@ -16,23 +16,22 @@ from __future__ import annotations
 
 import statistics
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from functools import partial
 from statistics import fmean
 
 from common import Figure, main
-from host_jobs import HostsJob, UnavailableError, two_hosts
-from jobs import Job, Setting
+from host_jobs import HostsJob
+from jobs import SGD, Job, Setting, take_turns, warmed_up
 
 from hvdtrain.timeline.whatif.change import Change
 from hvdtrain.timeline.whatif.evidence import Evidence
 from hvdtrain.timeline.whatif.predict import Prediction, predict
 from hvdtrain.timeline.whatif.read_run import read_evidence
+from tests.support.two_hosts import UnavailableError, two_hosts
 
-SGD = {"name": "sgd", "lr": 0.01, "momentum": 0.0, "weight_decay": 0.0, "schedule": "constant", "warmup_steps": 0}
 PLAIN = Setting("llama15m", 4, optimizer=SGD, clip=0.0, ours={"observe.stall_timeout_s": 0})
 BASE = "base"
 WARM_UP = 9
@@ -70,70 +69,27 @@ QUICK = (BASE, "bucket_1", "int8", "powersgd_4")
 
 @dataclass
 class Turns:
-    """What was seen of jobs that take turns.
-
-    Attributes:
-        jobs: by name.
-        folders: of their runs.
-    """
+    """What was seen of jobs that take turns."""
 
     jobs: Mapping[str, Job]
-    folders: Mapping[str, Path]
 
-    def __post_init__(self) -> None:
-        """Nothing was seen yet."""
-        self.forget()
-
-    def forget(self) -> None:
-        """Begin anew."""
-        self.medians: dict[str, list[tuple[float, float]]] = {name: [] for name in self.jobs}
+    def go(self, rounds: int, seconds: float) -> None:
+        """Let the jobs run in turn; what was seen before is forgotten."""
         self._seen: set[float] = set()
+        self.medians = take_turns(self.jobs, partial(self._turn, seconds=seconds), rounds)
 
-    def go(self, names: Sequence[str], rounds: int, seconds: float) -> None:
-        """Let the jobs run in turn."""
-        for first in range(rounds):
-            turn = first % len(names)
-            for name in (*names[turn:], *names[:turn]):
-                steps: list[dict[str, float]] = []
-                while len(steps) < LEAST:
-                    steps += self.jobs[name].turn(seconds)
-                step_s, forward_s = (statistics.median(s[key] for s in steps) for key in ("step_s", "forward_s"))
-                self.medians[name].append((step_s, forward_s))
-                if name == BASE:
-                    self._seen |= {step["time"] for step in steps}
+    def _turn(self, job: Job, seconds: float) -> tuple[float, float]:
+        """Medians of a step and of its forward passes."""
+        steps: list[dict[str, float]] = []
+        while len(steps) < LEAST:
+            steps += job.turn(seconds)
+        if job is self.jobs[BASE]:
+            self._seen |= {step["time"] for step in steps}
+        return statistics.median(s["step_s"] for s in steps), statistics.median(s["forward_s"] for s in steps)
 
     def evidence(self) -> Evidence:
         """What the base has left of the steps that were seen."""
-        return read_evidence(self.folders[BASE], lambda step: step["time"] in self._seen)
-
-
-@contextmanager
-def hosts_turns(names: Sequence[str]) -> Iterator[tuple[Turns, object]]:
-    """Jobs on two hosts."""
-    with ExitStack() as stack:
-        hosts = stack.enter_context(two_hosts())
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        jobs: dict[str, Job] = {}
-        for name in names:
-            (scratch / name).mkdir()
-            jobs[name] = HostsJob(name, "ours", _setting(TRIED[name]), scratch / name, hosts)
-            stack.callback(jobs[name].end)
-            jobs[name].until(lambda steps: len(steps) >= WARM_UP)
-        yield Turns(jobs, {name: scratch / name for name in names}), hosts
-
-
-@contextmanager
-def one_host_turns(settings: Mapping[str, Setting]) -> Iterator[Turns]:
-    """Jobs here."""
-    with ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        jobs: dict[str, Job] = {}
-        for name, setting in settings.items():
-            (scratch / name).mkdir()
-            jobs[name] = Job("ours", setting, scratch / name)
-            stack.callback(jobs[name].end)
-            jobs[name].until(lambda steps: len(steps) >= WARM_UP)
-        yield Turns(jobs, {name: scratch / name for name in settings})
+        return read_evidence(self.jobs[BASE].folder, lambda step: step["time"] in self._seen)
 
 
 def _setting(tried: Tried) -> Setting:
@@ -154,13 +110,11 @@ Pair = tuple[Prediction, float]
 
 
 def paired(evidence: Evidence, change: Change, medians: Sequence[tuple[float, float]]) -> Pair:
-    """Of one start of all jobs."""
     step_s, forward_s = (statistics.median(column) for column in zip(*medians, strict=True))
     return predict(at_pace(evidence, forward_s), change), step_s
 
 
 def compared(label: str, pairs: Sequence[Pair]) -> Figure:
-    """All starts of one configuration."""
     predicted_s, measured_s = fmean(found.then.step_s for found, _ in pairs), fmean(seconds for _, seconds in pairs)
     low_s, high_s = fmean(found.low_s for found, _ in pairs), fmean(found.high_s for found, _ in pairs)
     error = 100 * (predicted_s / measured_s - 1)
@@ -174,9 +128,9 @@ def compared(label: str, pairs: Sequence[Pair]) -> Figure:
 
 
 def here(names: Sequence[str], rounds: int) -> dict[str, Pair]:
-    """On one host."""
-    with one_host_turns({name: _setting(TRIED[name]) for name in names}) as turns:
-        turns.go(names, rounds, 3.0)
+    with warmed_up({name: partial(Job, "ours", _setting(TRIED[name])) for name in names}, WARM_UP) as jobs:
+        turns = Turns(jobs)
+        turns.go(rounds, 3.0)
         evidence = turns.evidence()
         _told(evidence)
         return {
@@ -189,8 +143,9 @@ def here(names: Sequence[str], rounds: int) -> dict[str, Pair]:
 def more_ranks(rounds: int) -> dict[str, Pair]:
     """From 1 rank to 2, of the same global batch. That forward takes longer beside another rank is part of it."""
     alone = replace(PLAIN, ranks=1, passes=2)
-    with one_host_turns({BASE: alone, "two": PLAIN}) as turns:
-        turns.go((BASE, "two"), rounds, 5.0)
+    with warmed_up({BASE: partial(Job, "ours", alone), "two": partial(Job, "ours", PLAIN)}, WARM_UP) as jobs:
+        turns = Turns(jobs)
+        turns.go(rounds, 5.0)
         evidence = turns.evidence()
         _told(evidence)
         return {
@@ -201,13 +156,15 @@ def more_ranks(rounds: int) -> dict[str, Pair]:
 def between(names: Sequence[str], rates: Sequence[str]) -> dict[str, Pair]:
     """Between two hosts: what is known is the base at the first rate."""
     found: dict[str, Pair] = {}
-    with hosts_turns(names) as (turns, hosts):
+    with ExitStack() as stack:
+        hosts = stack.enter_context(two_hosts())
+        starts = {name: partial(HostsJob, name, "ours", _setting(TRIED[name]), hosts=hosts) for name in names}
+        turns = Turns(stack.enter_context(warmed_up(starts, WARM_UP)))
         evidence: Evidence | None = None
         for label in rates:
             rate, gbit, seconds, rounds = RATES[label]
-            hosts.throttle(rate)  # type: ignore[attr-defined]
-            turns.forget()
-            turns.go(names, rounds, seconds)
+            hosts.throttle(rate)
+            turns.go(rounds, seconds)
             if evidence is None:
                 evidence = turns.evidence()
                 _told(evidence)
