@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hvdtrain.comm.waiting import waits_in_collective
 from hvdtrain.errors import HorovodError
 from hvdtrain.runtime.driver_client import DriverClient, Heartbeat, Place
 from hvdtrain.runtime.environment import RankInfo, change_variables, horovod_numbers
@@ -25,6 +26,8 @@ T = TypeVar("T")
 STARTED, FAILED, CHANGED = "started", "failed", "changed"
 """Why a rank asks for a place."""
 
+_WAITING_IN = ("hvdtrain.comm.horovod", "horovod.")
+_INNERMOST = 3
 _AGAIN_S = 0.05
 """Between two checks for new connections while the round cannot be completed."""
 
@@ -218,7 +221,9 @@ class DriverRounds(Rounds):
     def report_progress(self, spans: Spans) -> None:
         """Report progress to the driver once a second."""
         thread = threading.get_ident()
-        self._client.heartbeat = Heartbeat(lambda: spans.step, spans.idle_s, lambda: waits_in_collective(thread))
+        self._client.heartbeat = Heartbeat(
+            lambda: spans.step, spans.idle_s, lambda: in_collective(sys._current_frames().get(thread))
+        )
 
     def report_leaving(self, why: str) -> None:
         """Report the end to the driver."""
@@ -230,3 +235,12 @@ def _cut_all(before: Collection[int], met: threading.Event) -> None:
     while not met.is_set():
         shut_down_receiving(open_sockets().keys() - before)
         met.wait(_AGAIN_S)
+
+
+def in_collective(frame: FrameType | None) -> bool:
+    """Check whether a thread waits for other ranks: one of its innermost frames is in the communicator."""
+    for _ in range(_INNERMOST):
+        if frame is not None and str(frame.f_globals.get("__name__", "")).startswith(_WAITING_IN):
+            return True
+        frame = frame.f_back if frame is not None else None
+    return False

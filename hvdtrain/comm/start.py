@@ -10,9 +10,6 @@ from hvdtrain.runtime.environment import GLOO_LAUNCHER, RankInfo
 from hvdtrain.runtime.gloo import refuse_without_address
 from hvdtrain.runtime.other_launchers import refuse_unused_launcher
 
-STOCK_ELASTIC = "HOROVOD_ELASTIC"
-"""Horovod's own elastic driver sets it to 1."""
-
 
 def start_rounds(info: RankInfo) -> Rounds:
     """Return the rounds of this job. A job that is not elastic has one, which is joined here.
@@ -24,7 +21,7 @@ def start_rounds(info: RankInfo) -> Rounds:
     if client is not None:
         return DriverRounds(client, info)
     comm = start_comm(info)
-    if info.launcher == GLOO_LAUNCHER and info.variables.get(STOCK_ELASTIC) == "1":
+    if info.launcher == GLOO_LAUNCHER and info.variables.get("HOROVOD_ELASTIC") == "1":  # set by Horovod's own driver
         return StockRounds(comm)
     return OneRound(comm)
 

@@ -12,15 +12,7 @@ from collections.abc import Iterable, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from hvdtrain.install.build_facts import (
-    FoundCompiler,
-    FoundCuda,
-    FoundMpi,
-    FoundNccl,
-    FoundPython,
-    FoundTorch,
-    Probe,
-)
+from hvdtrain.install.build_facts import FoundCompiler, FoundCuda, FoundMpi, FoundNccl, FoundPython, FoundTorch, Probe
 from hvdtrain.install.mpirun import has_remote_shell, identify_mpi
 from hvdtrain.install.versions import TorchBuild
 from hvdtrain.programs import run_program

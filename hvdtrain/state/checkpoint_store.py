@@ -23,7 +23,7 @@ from hvdtrain.state.folders import discard, is_being_written, temporary_name
 from hvdtrain.state.manifest import MANIFEST as MANIFEST
 from hvdtrain.state.manifest import VALUES, detect_unreadable, manifest_text, read_manifest, read_state, verify
 from hvdtrain.state.shard_files import request_shards
-from hvdtrain.state.tensor_file import FileDigest, write_text
+from hvdtrain.state.tensor_file import FileDigest, damaged, write_text
 from hvdtrain.state.train_state import StateDict
 
 _NAME = re.compile(r"step-(\d{6,})(?:\.(\d+))?")
@@ -208,11 +208,7 @@ def load(path: Path, progress: Callable[[], None] = lambda: None) -> StateDict:
         with detect_unreadable(path):
             return read_state(path, progress)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
-        raise CheckpointError(
-            f"{path} is damaged",
-            found=f"{type(error).__name__}: {error}",
-            next_step="resume from another checkpoint",
-        ) from error
+        raise damaged(path, found=f"{type(error).__name__}: {error}") from error
 
 
 def _check_step(saved: Saved) -> None:

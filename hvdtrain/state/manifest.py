@@ -22,7 +22,7 @@ from typing import Any
 from hvdtrain.errors import CheckpointError, UnreadableCheckpointError
 from hvdtrain.regular import read_regular
 from hvdtrain.state.shard_files import file_group
-from hvdtrain.state.tensor_file import CHECKSUM, FileDigest, checksum, read_tensors, read_verified
+from hvdtrain.state.tensor_file import CHECKSUM, FileDigest, checksum, damaged, read_tensors, read_verified
 from hvdtrain.state.train_state import StateDict
 
 FORMAT = 2
@@ -68,18 +68,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
     content = {key: value for key, value in manifest.items() if key != CHECKSUM}
     # First, because the format number itself may have changed.
     if (CHECKSUM in manifest or form == FORMAT) and manifest.get(CHECKSUM) != _own_checksum(content):
-        raise CheckpointError(
-            f"{file} is damaged: it has changed since it was written",
-            expected=f"{CHECKSUM} {str(manifest.get(CHECKSUM))[:12]}...",
-            found=_own_checksum(content)[:12] + "...",
-            next_step="resume from another checkpoint",
-        )
+        expected = f"{CHECKSUM} {str(manifest.get(CHECKSUM))[:12]}..."
+        found = _own_checksum(content)[:12] + "..."
+        raise damaged(file, ": it has changed since it was written", expected=expected, found=found)
     if form is None:
-        raise CheckpointError(
-            f"{file} is damaged: it has no format number",
-            expected=f"format 1 or {FORMAT}",
-            next_step="resume from another checkpoint",
-        )
+        raise damaged(file, ": it has no format number", expected=f"format 1 or {FORMAT}")
     if form not in (1, FORMAT) or isinstance(form, (bool, float)):
         raise CheckpointError(
             f"{path} has a format that this version cannot read",
@@ -156,12 +149,7 @@ def _digest_of_format_1(file: Path, size_bytes: int, sha256: str, progress: Call
     data = file.read_bytes()
     progress()
     if hashlib.sha256(data).hexdigest() != sha256:
-        raise CheckpointError(
-            f"{file} is damaged",
-            expected=f"{size_bytes} bytes with SHA-256 {sha256[:12]}...",
-            found="other bytes",
-            next_step="resume from another checkpoint",
-        )
+        raise damaged(file, expected=f"{size_bytes} bytes with SHA-256 {sha256[:12]}...", found="other bytes")
     return FileDigest(size_bytes, checksum(data))
 
 

@@ -113,12 +113,13 @@ def read_tensors(path: Path, digest: FileDigest, progress: Callable[[], None]) -
 
 def read_verified(path: Path, digest: FileDigest, progress: Callable[[], None]) -> Tensor:
     """Read and verify all bytes of a file. Errors: CheckpointError if it is missing or changed; OSError."""
+    expected = f"{digest.size_bytes} bytes with {CHECKSUM} {digest.checksum[:12]}..."
     try:
         size = path.stat().st_size
     except (FileNotFoundError, NotADirectoryError):
-        raise _damaged(path, digest, "no file") from None
+        raise damaged(path, expected=expected, found="no file") from None
     if size != digest.size_bytes:
-        raise _damaged(path, digest, f"{size} bytes")
+        raise damaged(path, expected=expected, found=f"{size} bytes")
     data = torch.empty(size, dtype=torch.uint8)
     hasher = xxhash.xxh3_128()
     view = data.numpy().data
@@ -130,7 +131,7 @@ def read_verified(path: Path, digest: FileDigest, progress: Callable[[], None]) 
                 progress()
             view = view[count:]
     if hasher.hexdigest() != digest.checksum:
-        raise _damaged(path, digest, f"{CHECKSUM} {hasher.hexdigest()[:12]}...")
+        raise damaged(path, expected=expected, found=f"{CHECKSUM} {hasher.hexdigest()[:12]}...")
     return data
 
 
@@ -153,13 +154,10 @@ def _check_dtype(name: str, tensor: Tensor) -> None:
         )
 
 
-def _damaged(path: Path, digest: FileDigest, found: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path} is damaged",
-        expected=f"{digest.size_bytes} bytes with {CHECKSUM} {digest.checksum[:12]}...",
-        found=found,
-        next_step="resume from another checkpoint",
-    )
+def damaged(path: Path, why: str = "", *, expected: str | None = None, found: str | None = None) -> CheckpointError:
+    """Return the error for a damaged checkpoint, or one of its files."""
+    advice = "resume from another checkpoint"
+    return CheckpointError(f"{path} is damaged{why}", expected=expected, found=found, next_step=advice)
 
 
 def _header(names: Iterable[str], tensors: Mapping[str, Tensor]) -> bytes:

@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from hvdtrain.comm.waiting import in_collective
+from hvdtrain.comm.rounds import in_collective
 from hvdtrain.observe.encodable import encodable
 from hvdtrain.observe.failure import process_states
 from hvdtrain.observe.failure.fault import Fault, bare_fault, fault
