@@ -26,7 +26,7 @@ from typing import Any
 
 from common import Figure, content, figure, options, print_table
 
-from hvdtrain.durable import write_text
+from hvdtrain.files import write_text
 from tests.support.chaos import STEP, Cell, Outcome, cells, run_cell, undisturbed
 from tests.support.chaos_rank import FAULTS, PHASES
 

@@ -27,7 +27,7 @@ from typing import Any
 import psutil
 from common import Figure, content, figure, options, print_table, pyplot
 
-from hvdtrain.durable import write_text
+from hvdtrain.files import write_text
 from hvdtrain.observe.past_journal import read_steps
 from hvdtrain.verify.data import verify_data
 from tests.support.chaos import LAUNCH, RANK, ROOT, TASK

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.regular import read_regular
+from hvdtrain.files import read_regular
 
 _DEEPEST = 20
 _DEPTH = f"at most {_DEEPEST} levels"

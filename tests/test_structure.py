@@ -19,10 +19,9 @@ PACKAGE = ROOT / "hvdtrain"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = {
-    "durable": 0,
     "errors": 0,
+    "files": 0,
     "programs": 0,
-    "regular": 0,
     "spans": 0,
     "yaml_file": 1,
     "run_layout": 2,

@@ -38,7 +38,7 @@ def _call(name: str, argv: list[str]) -> int:
     from hvdtrain.config.options import list_options, to_yaml
     from hvdtrain.config.parse import make_parser
     from hvdtrain.config.schema import Config
-    from hvdtrain.durable import write_text
+    from hvdtrain.files import write_text
     from hvdtrain.task.base import load_task_function
 
     task = options.task or Config.task

@@ -19,7 +19,7 @@ from hvdtrain.doctor.facts import gather
 from hvdtrain.doctor.finding import LEVELS, Finding, worst
 from hvdtrain.doctor.nccl_log import NcclLog, read_nccl_log
 from hvdtrain.errors import ConfigError, HvdtrainError, LaunchError
-from hvdtrain.regular import open_regular
+from hvdtrain.files import open_regular
 from hvdtrain.runtime.environment import RankInfo, environ
 from hvdtrain.runtime.tuning import Choice, prepare
 

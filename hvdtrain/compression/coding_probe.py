@@ -22,7 +22,7 @@ from hvdtrain.comm.solo import Finished, SoloComm
 from hvdtrain.compression.base import BucketShape, Compressor, Part
 from hvdtrain.compression.coding_cost import CodingCost
 from hvdtrain.compression.table import Compression, parse
-from hvdtrain.durable import write_text
+from hvdtrain.files import write_text
 
 _TIMES = 4
 

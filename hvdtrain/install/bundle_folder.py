@@ -21,8 +21,8 @@ from zipfile import is_zipfile
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
 
-from hvdtrain.durable import fsync, write_text
 from hvdtrain.errors import BuildError
+from hvdtrain.files import fsync, write_text
 from hvdtrain.install.build import digest
 from hvdtrain.install.target import Target
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from hvdtrain.regular import open_regular
+from hvdtrain.files import open_regular
 
 ENDINGS = ("finished", "stopped", "failed")
 """Events that end a start."""

@@ -12,8 +12,7 @@ from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
-from hvdtrain.durable import write_text
-from hvdtrain.regular import read_regular
+from hvdtrain.files import read_regular, write_text
 from hvdtrain.run_layout import TimelineLayout
 
 _Content = TypeVar("_Content", bound=msgspec.Struct)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from hvdtrain.regular import read_text_or_empty
+from hvdtrain.files import read_text_or_empty
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.durable import fsync
 from hvdtrain.errors import CheckpointError, UnreadableCheckpointError
+from hvdtrain.files import fsync
 from hvdtrain.state.folders import discard, is_being_written, temporary_name
 from hvdtrain.state.manifest import MANIFEST as MANIFEST
 from hvdtrain.state.manifest import VALUES, detect_unreadable, manifest_text, read_manifest, read_state, verify

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import CheckpointError, UnreadableCheckpointError
-from hvdtrain.regular import read_regular
+from hvdtrain.files import read_regular
 from hvdtrain.state.shard_files import file_group
 from hvdtrain.state.tensor_file import CHECKSUM, FileDigest, checksum, damaged, read_tensors, read_verified
 from hvdtrain.state.train_state import StateDict

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hvdtrain.durable import fsync, write_text
 from hvdtrain.errors import CheckpointError
+from hvdtrain.files import fsync, write_text
 from hvdtrain.state.tensor_file import FileDigest, write_tensors
 from hvdtrain.state.train_state import StateDict
 

@@ -23,8 +23,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from hvdtrain.durable import fsync
 from hvdtrain.errors import CheckpointError
+from hvdtrain.files import fsync
 from hvdtrain.state.train_state import StateDict
 
 CHECKSUM = "xxh3_128"

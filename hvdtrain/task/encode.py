@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.errors import DataError, TaskError
-from hvdtrain.regular import read_regular
+from hvdtrain.files import read_regular
 
 if TYPE_CHECKING:
     import numpy as np

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import gettempdir, mkdtemp
 
-from hvdtrain.durable import fsync, fsync_folder
 from hvdtrain.errors import DataError
+from hvdtrain.files import fsync, fsync_folder
 
 log = logging.getLogger(__name__)
 

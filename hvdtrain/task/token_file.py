@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.errors import DataError
-from hvdtrain.regular import open_regular
+from hvdtrain.files import open_regular
 
 if TYPE_CHECKING:
     import numpy as np

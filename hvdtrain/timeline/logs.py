@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from hvdtrain.errors import TraceError
-from hvdtrain.regular import open_regular
+from hvdtrain.files import open_regular
 from hvdtrain.timeline.log_facts import Nccl, Stalls
 
 _TAG = re.compile(r"\[\d+(?:,\d+)?\](?:\[\S+\])?<(?:stdout|stderr|stddiag)>:? ?")

@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 import orjson
 
+from hvdtrain.files import open_regular
 from hvdtrain.observe.span_trace import BUCKET, CLOCK, SpanClock, host_of
-from hvdtrain.regular import open_regular
 from hvdtrain.run_layout import RunLayout, TimelineLayout
 from hvdtrain.timeline.columns import BucketFacts, Floats, RankSpans
 from hvdtrain.timeline.steps import Start

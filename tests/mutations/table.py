@@ -755,11 +755,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/doctor/hosts/test_clock_offset.py",
     ),
     _new(
-        "durable.py",
+        "files.py",
         "        fsync(temporary)\n",
         "",
         "a file is renamed into place before it is on the disk",
-        "tests/test_durable.py",
+        "tests/test_files.py",
     ),
     _new(
         "lease.py",

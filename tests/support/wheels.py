@@ -86,7 +86,7 @@ def project(folder: Path) -> Path:
     """Make a repository whose hvdtrain has our room `install`, and notes its other calls in ``called.jsonl``."""
     package = folder / "hvdtrain"
     shutil.copytree(ROOT / "hvdtrain" / "install", package / "install", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("errors.py", "durable.py", "programs.py"):
+    for name in ("errors.py", "files.py", "programs.py"):
         shutil.copy(ROOT / "hvdtrain" / name, package)
     (package / "__init__.py").write_text('__version__ = "0.1.0"\n')
     (package / "__main__.py").write_text(_MAIN)

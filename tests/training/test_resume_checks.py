@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from hvdtrain.config.parse import parse_argv
-from hvdtrain.durable import write_text
 from hvdtrain.errors import (
     CheckpointError,
     ConfigError,
@@ -19,6 +18,7 @@ from hvdtrain.errors import (
     UnreadableCheckpointError,
     UnusableRunDirectoryError,
 )
+from hvdtrain.files import write_text
 from hvdtrain.observe.past_journal import read_journal, read_steps
 from hvdtrain.training.api import _options
 from hvdtrain.training.result import Result

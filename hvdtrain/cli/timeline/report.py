@@ -76,8 +76,8 @@ def _show(analysis: Analysis, as_json: bool, html: Path | None) -> None:
 
 
 def _write_page(analysis: Analysis, file: Path) -> None:
-    from hvdtrain.durable import write_text
     from hvdtrain.errors import TraceError
+    from hvdtrain.files import write_text
     from hvdtrain.timeline.report.page import to_html
 
     try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.doctor.facts.child import ask
-from hvdtrain.regular import read_text_or_empty
+from hvdtrain.files import read_text_or_empty
 
 _DRIVER = """
 import ctypes, json

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hvdtrain.files import read_text_or_empty
 from hvdtrain.install.mpirun import has_remote_shell
-from hvdtrain.regular import read_text_or_empty
 from hvdtrain.runtime.host import HostFacts, read_host
 
 UNLIMITED = resource.RLIM_INFINITY

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from hvdtrain.files import read_text_or_empty
 from hvdtrain.programs import run_program
-from hvdtrain.regular import read_text_or_empty
 
 _NAME_TIMEOUT_S = 5
 _VIRTUAL = ("docker", "veth", "virbr", "cni", "flannel", "cali", "lxc")

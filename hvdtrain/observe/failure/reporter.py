@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from hvdtrain.durable import write_text
+from hvdtrain.files import write_text
 from hvdtrain.observe.encodable import encodable
 from hvdtrain.observe.failure import card
 from hvdtrain.observe.failure.failure_output import FailureOutput, to_stderr

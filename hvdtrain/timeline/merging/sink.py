@@ -10,7 +10,7 @@ from typing import IO, Any
 
 import orjson
 
-from hvdtrain.durable import fsync
+from hvdtrain.files import fsync
 
 Event = Mapping[str, Any]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from hvdtrain.regular import open_regular
+from hvdtrain.files import open_regular
 
 _GZIP = b"\x1f\x8b"
 _READ_BYTES = 1 << 18

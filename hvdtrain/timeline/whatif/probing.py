@@ -16,9 +16,8 @@ import orjson
 
 from hvdtrain.compression.coding_cost import CodingCost
 from hvdtrain.compression.table import Compression
-from hvdtrain.durable import write_text
 from hvdtrain.errors import LaunchError
-from hvdtrain.regular import read_regular
+from hvdtrain.files import read_regular, write_text
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.timeline.whatif.assemble import job_buckets
 from hvdtrain.timeline.whatif.bucket_plan import PlannedBucket

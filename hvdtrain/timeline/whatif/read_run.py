@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from hvdtrain.compression.table import parse
 from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.files import read_regular
 from hvdtrain.observe.past_journal import journal_lines, read_events
-from hvdtrain.regular import read_regular
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.timeline.steps import Start, read_starts
 from hvdtrain.timeline.whatif.bucket_plan import Gradient

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from hvdtrain.comm.base import Comm, TimelineComm
-from hvdtrain.durable import write_text
 from hvdtrain.engine.base import Engine
 from hvdtrain.exchange.rows import count_rows
+from hvdtrain.files import write_text
 from hvdtrain.runtime.host import HostFacts
 from hvdtrain.runtime.threads import read_use
 from hvdtrain.spans import Listener, Spans

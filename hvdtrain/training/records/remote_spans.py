@@ -11,7 +11,7 @@ import torch
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json, broadcast_json
-from hvdtrain.durable import write_text
+from hvdtrain.files import write_text
 from hvdtrain.observe.trace_file import free_path
 from hvdtrain.run_layout import TimelineLayout
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.config.schema import ObserveConfig
-from hvdtrain.durable import write_text
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.files import write_text
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.timeline.analysis.analysis import Analysis, figures

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from hvdtrain.config.parse import RunConfig
-from hvdtrain.durable import write_text
 from hvdtrain.errors import ConfigError, RunDirectoryError, UnusableRunDirectoryError
+from hvdtrain.files import write_text
 from hvdtrain.lease import BEAT_S, Lease, take_lease
 from hvdtrain.observe.past_journal import is_finished
 from hvdtrain.run_layout import RunLayout

@@ -1,10 +1,14 @@
-"""Open regular files for reading, but no FIFOs or devices, which can block the reader. A leaf."""
+"""Read regular files only, and write files that survive a power cut. A leaf.
+
+FIFOs and devices can block a reader. A written file reaches the disk before it is renamed into place.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -40,3 +44,36 @@ def read_text_or_empty(path: Path) -> str:
         return path.read_text(errors="replace")
     except OSError:
         return ""
+
+
+def fsync(path: Path) -> None:
+    """Wait until a file, or a directory's list of names, is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Wait until every file in a folder, and the folder itself, are on disk."""
+    for path in folder.iterdir():
+        fsync(path)
+    fsync(folder)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file completely or not at all. An error leaves no temporary file.
+
+    Errors: OSError; UnicodeEncodeError if `text` cannot be encoded as UTF-8.
+    """
+    temporary = path.with_name(f".{path.name}.writing")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        fsync(temporary)
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+    fsync(path.parent)

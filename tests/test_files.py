@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain import durable
-from hvdtrain.durable import write_text
+from hvdtrain import files
+from hvdtrain.files import write_text
 
 
 def test_a_file_is_written_and_written_over(tmp_path: Path) -> None:
@@ -34,9 +34,9 @@ def test_the_file_is_on_the_disk_before_its_name_and_the_name_before_it_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[str] = []
-    real = durable.os.fsync
+    real = files.os.fsync
     monkeypatch.setattr(
-        durable.os, "fsync", lambda file: synced.append(str(Path(f"/proc/self/fd/{file}").readlink())) or real(file)
+        files.os, "fsync", lambda file: synced.append(str(Path(f"/proc/self/fd/{file}").readlink())) or real(file)
     )
     write_text(tmp_path / "file", "x")
     assert synced == [str(tmp_path / ".file.writing"), str(tmp_path)]
