@@ -4,50 +4,51 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from hvdtrain.cli import launch_own
 from hvdtrain.cli.launch_options import given, parse
-from hvdtrain.cli.launch_own import say
-from hvdtrain.cli.launch_spec import spec_of
+from hvdtrain.cli.launch_spec import plan_of, spec_of
 from hvdtrain.errors import USAGE, HvdtrainError, LaunchError
 from hvdtrain.launch.choose import OWN, choose, needs_machine
 from hvdtrain.launch.detect import Machine, detect_machine, search_path
-from hvdtrain.launch.host_names import find_unknown_host
+from hvdtrain.launch.discovery import run_script
+from hvdtrain.launch.driver import Driver
+from hvdtrain.launch.hosts import find_unknown_host
+from hvdtrain.launch.job_output import SAID
 from hvdtrain.launch.refuse import refuse_options, refuse_shape
 from hvdtrain.launch.spec import Command, JobSpec, Script
 from hvdtrain.launch.targets import TARGETS
+from hvdtrain.launch.worker_plan import Plan, describe_plan
 from hvdtrain.observe.shell_commands import command_line
 from hvdtrain.programs import run_program
 from hvdtrain.runtime.environment import LAUNCH_OPTIONS, environ, launch_options_text
 
+_SIGNALS = {"SIGTERM": "SIGTERM", "SIGINT": "SIGINT", "SIGHUP": "SIGTERM", "SIGUSR1": "SIGUSR1"}
+"""Signals that our own driver handles, and as which."""
 
-def main(argv: list[str], program: Sequence[str] | None = None) -> int:
+
+def main(argv: list[str]) -> int:
     """Run the subcommand and return the launcher's exit code.
 
     hvdtrain's own driver returns 0 when training finished, and 128 + number where a signal ended it. 2: a wrong option.
     1: the job could not be started.
-
-    Args:
-        argv: the options.
-        program: what ranks of our own driver run instead of ``python -m hvdtrain ARGS``.
     """
     try:
         options = parse(argv)
-        to = OWN if program is not None else options.to
-        machine = detect_machine(environ()) if needs_machine(to, given(options)) else Machine()
-        choice = choose(to, given(options), machine)
+        machine = detect_machine(environ()) if needs_machine(options.to, given(options)) else Machine()
+        choice = choose(options.to, given(options), machine)
         refuse_options(choice.target, given(options))
         spec = spec_of(options, choice, machine, environ())
         refuse_shape(spec, choice.target)
         own = argv[: len(argv) - len(options.arguments)]
-        if program is None:
-            say(f"--to {choice.target}{f' ({choice.mpi})' if choice.mpi else ''}: {choice.why}")
+        say(f"--to {choice.target}{f' ({choice.mpi})' if choice.mpi else ''}: {choice.why}")
         if choice.target == OWN:
-            return launch_own.start(own, options, spec, program)
+            return _drive(plan_of(own, options, spec, environ()), options.dry_run)
         start = TARGETS[choice.target].render(spec)
         if isinstance(start, Command):
             command = _found(start)
@@ -62,6 +63,39 @@ def main(argv: list[str], program: Sequence[str] | None = None) -> int:
     except (HvdtrainError, OSError) as error:
         say(f"error: {error}")
         return 2 if isinstance(error, HvdtrainError) else 1
+
+
+def say(text: str) -> None:
+    """Print a line to the user."""
+    _show(SAID + text, True)
+
+
+def _show(text: str, err: bool) -> None:
+    stream = sys.stderr if err else sys.stdout
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    text = text.encode(encoding, "backslashreplace").decode(encoding)  # the terminal may not support the characters
+    with suppress(OSError):  # a closed terminal or `head` must not end training
+        print(text, file=stream, flush=True)
+
+
+def _drive(plan: Plan, dry_run: bool) -> int:
+    """Run the job by our own driver."""
+    if dry_run:
+        script = plan.job.discover
+        print(describe_plan(plan, run_script(Path(script), slots=plan.slots) if script else plan.hosts))
+        return 0
+    driver = Driver(plan, _show)
+    before = {name: signal.getsignal(signal.Signals[name]) for name in _SIGNALS}
+    for name in _SIGNALS:
+        signal.signal(signal.Signals[name], lambda number, _: driver.signal(_SIGNALS[signal.Signals(number).name]))
+    try:
+        code = driver.run()
+    finally:
+        for name, old in before.items():
+            signal.signal(signal.Signals[name], old)
+    if code and plan.job.is_program and plan.job.elastic and not driver.had_round:
+        say("with --elastic a program must call hvdtrain.torch's init and elastic.run; or use --to horovodrun")
+    return code
 
 
 def _found(start: Command) -> Command:

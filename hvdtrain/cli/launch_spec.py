@@ -1,28 +1,32 @@
-"""Build a job from the options of ``hvdtrain launch``."""
+"""Build a job, and the plan of our own driver, from the options of ``hvdtrain launch``."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import platform
 import re
+import secrets
 import shutil
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hvdtrain.cli.launch_options import AFTER_DASHES
 from hvdtrain.errors import LaunchError
 from hvdtrain.install.mpirun import has_remote_shell
 from hvdtrain.launch.choose import OWN, Choice
+from hvdtrain.launch.commands import Limits
 from hvdtrain.launch.detect import Machine
-from hvdtrain.launch.hosts import parse_hosts
-from hvdtrain.launch.nodelist import slots_by_node
-from hvdtrain.launch.software import as_shell, setup_lines
+from hvdtrain.launch.hosts import LOCAL_NAMES, parse_hosts, slots_by_node
+from hvdtrain.launch.software import setup_lines
 from hvdtrain.launch.spec import PYTHON, Batch, JobSpec
 from hvdtrain.launch.targets import TARGETS
-from hvdtrain.launch.worker_plan import passed_variables
+from hvdtrain.launch.worker_plan import Plan, passed_variables
+from hvdtrain.runtime.environment import JOB, LAUNCH_OPTIONS, launch_options_text
 
 REQUEUES = 20
 """How often a training job is requeued. A program may not be able to resume, so it is requeued only on request."""
@@ -75,6 +79,44 @@ def spec_of(options: argparse.Namespace, choice: Choice, machine: Machine, envir
     )
 
 
+def plan_of(own: Sequence[str], options: argparse.Namespace, spec: JobSpec, environ: Mapping[str, str]) -> Plan:
+    """Build the plan of our own driver. `own`: the options as typed."""
+    least, most = spec.elastic or (spec.ranks, spec.ranks)
+    limits = Limits(
+        start=spec.ranks,
+        least=least,
+        most=most,
+        elastic=spec.elastic is not None,
+        restarts=options.restarts,
+        reset_limit=options.reset_limit,
+        hang_timeout_s=options.hang_timeout,
+        elastic_timeout_s=options.elastic_timeout,
+        start_timeout_s=options.start_timeout,
+        gloo_timeout_s=options.gloo_timeout or 0,
+    )
+    if spec.is_program:
+        limits = replace(limits, grace_s=math.inf)  # a rank may work longer than the others
+    variables = {**environ, LAUNCH_OPTIONS: launch_options_text(own), JOB: secrets.token_hex(8)}
+    return Plan(
+        spec,
+        program=_rank_program(spec),
+        limits=limits,
+        hosts=spec.hosts or {"localhost": most},
+        slots=options.slots,
+        local=frozenset({*LOCAL_NAMES, platform.node(), *filter(None, options.local.split(","))}),
+        environment=variables,
+        pass_on=tuple(options.env),
+        events=options.events,
+        tag=options.tag,
+    )
+
+
+def _rank_program(spec: JobSpec) -> tuple[str, ...]:
+    """Return the command of a rank. An elastic program talks to the driver itself, by `hvdtrain.torch`."""
+    alone = spec.is_program and spec.elastic is None
+    return (spec.python, "-m", "hvdtrain.launch.own_task", *spec.program) if alone else spec.program
+
+
 def _passed(asked: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the names of the variables that ranks on other hosts get."""
     missing = next((name for name in asked if name not in environ), None)
@@ -108,7 +150,7 @@ def _batch(options: argparse.Namespace, machine: Machine, environ: Mapping[str, 
         directives=tuple(options.directive),
         image=options.image,
         namespace=options.namespace,
-        setup=tuple(as_shell([line]).removesuffix("\n") for line in setup_lines(environ)),
+        setup=tuple(setup_lines(environ)),
         jsrun="jsrun" in machine.programs,
     )
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from hvdtrain.launch import discovery
@@ -27,11 +28,10 @@ from hvdtrain.launch.commands import (
     StartWorker,
     StopAgent,
 )
-from hvdtrain.launch.event_log import EventLog
 from hvdtrain.launch.interfaces import interface_to
+from hvdtrain.launch.job_output import EventLog, Screen
 from hvdtrain.launch.membership import Membership
 from hvdtrain.launch.rendezvous_store import Relay
-from hvdtrain.launch.screen import Screen
 from hvdtrain.launch.worker_plan import Plan, agent_command, agent_environment, hello_message, rank_environment
 from hvdtrain.runtime.channel import BEAT_S
 from hvdtrain.runtime.json_lines import encode_message
@@ -46,13 +46,12 @@ class Driver:
 
     Args:
         plan: what to run.
-        say: called with a line of the driver's own.
-        show: called with a rank's line, and whether it was on stderr.
+        show: called with a line, and whether it is for stderr.
     """
 
-    def __init__(self, plan: Plan, say: Callable[[str], None], show: Callable[[str, bool], None]) -> None:
+    def __init__(self, plan: Plan, show: Callable[[str, bool], None]) -> None:
         self._plan = plan
-        self._screen = Screen(say, show)
+        self._screen = Screen(show)
         self._say = self._screen.say
         self._inbox: queue.SimpleQueue[AgentMessage] = queue.SimpleQueue()
         self._members = Membership(plan.limits, plan.local, time.monotonic())
@@ -92,11 +91,11 @@ class Driver:
             self._close()
 
     def _find_hosts(self) -> None:
-        script = self._plan.script
+        script = self._plan.job.discover
         if script is None:
             self._execute(self._members.hosts_discovered(dict(self._plan.hosts), time.monotonic()))
             return
-        ask = partial(discovery.run_script, script, slots=self._plan.slots)
+        ask = partial(discovery.run_script, Path(script), slots=self._plan.slots)
         self._execute(self._members.hosts_discovered(ask(), time.monotonic()))
 
         def found(hosts: dict[str, int]) -> None:
@@ -200,8 +199,8 @@ class Driver:
         away = [host for host in chosen if host not in self._plan.local]
         if not away:
             return "lo"
-        if self._plan.interface or link.host not in self._plan.local:
-            return self._plan.interface or link.interface
+        if self._plan.job.interface or link.host not in self._plan.local:
+            return self._plan.job.interface or link.interface
         return interface_to(self._links[away[0]].address)
 
     def _start_worker(self, command: StartWorker) -> None:

@@ -10,13 +10,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from hvdtrain.launch.dockerfile import render_dockerfile
-from hvdtrain.launch.render import fill
+from hvdtrain.install.venv import EXTRAS
 from hvdtrain.launch.spec import Batch, JobSpec, Mpi, Script, Shell, join
 from hvdtrain.launch.targets import TARGETS, openmpi
+from hvdtrain.launch.targets.base import fill
 from hvdtrain.launch.targets.mpijob import IMAGE
 
 _SETUP = ("# module load openmpi cuda", 'export PATH="$PWD/.venv/bin:$PATH"')
+
+BASE = "debian:12.11-slim"
+"""The image on which that of an MPIJob is built."""
 
 _MPIRUN = Shell('"$(command -v mpirun)"')
 """Open MPI finds its parts on all hosts when it is called by its full path."""
@@ -34,6 +37,11 @@ def files() -> Mapping[str, str]:
         "elastic-discovery.sh": fill("elastic-discovery.sh.j2"),
         "Dockerfile": render_dockerfile(),
     }
+
+
+def render_dockerfile() -> str:
+    """Return the Dockerfile of an MPIJob's image; its build context is the root of the project."""
+    return fill("Dockerfile.j2", image=IMAGE, base=BASE, extras=EXTRAS)
 
 
 def _job(folder: str) -> JobSpec:

@@ -1,14 +1,30 @@
-"""Parse the hosts of a job, from ``-H`` and from a discovery script. Pure."""
+"""The hosts of a job: from ``-H``, a discovery script, or Slurm's lists. Which of their names are unknown."""
 
 from __future__ import annotations
 
+import itertools
 import re
+import shutil
+import socket
+from collections.abc import Iterable, Sequence
 
 from hvdtrain.errors import LaunchError
+from hvdtrain.programs import run_program
+from hvdtrain.runtime.environment import tasks_per_node
 
 _NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9._-]{0,63}@)?[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 _MOST_SLOTS = 4096
 LOCAL_NAMES = ("localhost", "127.0.0.1")
+
+_MOST_NODES = 1 << 16
+"""Most nodes of a list of Slurm."""
+
+_ITEM = re.compile(r"[A-Za-z0-9._-]+|(?:[A-Za-z0-9._-]*\[[0-9,-]+\])+")
+_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
+
+_SSH_S = 5.0
+_BY_OTHERS = ("proxyjump ", "proxycommand ")
+"""Options of ssh with which another machine resolves the name."""
 
 
 def parse_hosts(text: str) -> dict[str, int]:
@@ -57,3 +73,98 @@ def _add(hosts: dict[str, int], part: str, found: str, where: str, *, least: int
     if name in hosts:
         raise LaunchError(f"{where} names a host twice", expected="each host once, as host:slots", found=repr(name))
     hosts[name] = int(count)
+
+
+def node_names(text: str) -> list[str]:
+    """Return the names of a list of Slurm, such as ``n[01-04,7],m3-[1-2]``, in order.
+
+    By https://slurm.schedmd.com/scontrol.html (show hostnames): a number keeps its leading zeros, and of several
+    brackets the last varies fastest. No text follows the last bracket (scontrol of 22.05 prints no name then).
+
+    Errors:
+        LaunchError: invalid list.
+    """
+    names: list[str] = []
+    for item in re.split(r",(?![^\[]*\])", text):
+        if not _ITEM.fullmatch(item):
+            raise _wrong(text, item)
+        parts = [_numbers(text, part) if part[0] == "[" else [part] for part in re.findall(r"\[[^]]*\]|[^[]+", item)]
+        for name in itertools.product(*parts):
+            names.append("".join(name))
+            if len(names) > _MOST_NODES:
+                raise _wrong(text, item)
+    return names
+
+
+def slots_by_node(nodes: str, tasks: str) -> dict[str, int]:
+    """Return the number of ranks per host of an allocation.
+
+    Args:
+        nodes: as in SLURM_JOB_NODELIST.
+        tasks: as in SLURM_TASKS_PER_NODE, ``2(x3),1``.
+
+    Errors:
+        LaunchError: either is invalid, or their lengths differ.
+    """
+    names = node_names(nodes)
+    try:
+        counts = tasks_per_node(tasks)
+    except ValueError:
+        counts = []
+    if len(counts) != len(names):
+        raise LaunchError(
+            "Slurm's task counts do not match its nodes",
+            expected=f"a count for each of {nodes}, such as 2(x3),1",
+            found=repr(tasks),
+            next_step="give the hosts: -H a:2,b:2",
+        )
+    return dict(zip(names, counts, strict=True))
+
+
+def _numbers(text: str, bracket: str) -> list[str]:
+    numbers: list[str] = []
+    for part in bracket[1:-1].split(","):
+        found = _RANGE.fullmatch(part)
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        if not found or not 0 <= last - first < _MOST_NODES:
+            raise _wrong(text, bracket)
+        numbers += [f"{number:0{len(found[1])}}" for number in range(first, last + 1)]
+    return numbers
+
+
+def _wrong(text: str, part: str) -> LaunchError:
+    return LaunchError(
+        "invalid list of hosts from Slurm",
+        expected=f"such as n[01-04,7],m3-[1-2], of at most {_MOST_NODES} hosts",
+        found=f"{part!r} in {text!r}" if part != text else repr(text),
+        next_step="compare with the output of: scontrol show hostnames",
+    )
+
+
+def find_unknown_host(hosts: Iterable[str], ssh_arguments: Sequence[str] = ()) -> str | None:
+    """Return the first host without an address here and without a name or proxy in ssh's configuration, or None.
+
+    An MPI that cannot resolve a name fills the screen with errors. `hosts`: host or user@host.
+    """
+    for host in hosts:
+        if not _has_address(host.rpartition("@")[2]) and not _by_ssh(host, ssh_arguments):
+            return host
+    return None
+
+
+def _has_address(name: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(name, None))
+    except OSError:
+        return False
+
+
+def _by_ssh(host: str, arguments: Sequence[str]) -> bool:
+    if shutil.which("ssh") is None:
+        return False
+    try:
+        lines = run_program(["ssh", *arguments, "-G", host], _SSH_S).out.splitlines()
+    except TimeoutError:
+        return True  # unknown: let the launcher try
+    name = next((line.partition(" ")[2] for line in lines if line.startswith("hostname ")), "")
+    return any(line.startswith(_BY_OTHERS) for line in lines) or (bool(name) and _has_address(name))

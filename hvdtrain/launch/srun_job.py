@@ -20,9 +20,9 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from hvdtrain.errors import USAGE, LaunchError
+from hvdtrain.launch.hosts import node_names
 from hvdtrain.launch.interfaces import address_of, source_to
 from hvdtrain.launch.node_store import LOG, ROUND, Batches
-from hvdtrain.launch.nodelist import node_names
 from hvdtrain.launch.rendezvous import Rendezvous
 from hvdtrain.launch.slurm_task import INTERFACE, STEP, STORE
 from hvdtrain.programs import run_program, wait_with_signals

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvdtrain.launch.commands import Limits
+from hvdtrain.launch.hosts import LOCAL_NAMES
+from hvdtrain.launch.spec import JobSpec
 from hvdtrain.runtime.environment import horovod_numbers
 
 AGENT = "hvdtrain.launch.agent"
@@ -34,40 +36,29 @@ _FOREIGN = (
 
 @dataclass(frozen=True)
 class Plan:
-    """A job.
+    """A job, as our own driver runs it.
 
     Attributes:
+        job: what to run, and where.
         program: command of each rank.
         limits: of the job.
         hosts: slots by host, without a discovery script.
-        script: the discovery script.
-        slots: of a host that it lists without a number.
+        slots: of a host that the discovery script lists without a number.
         local: names of this host.
-        folder: working folder of the ranks, on all hosts.
         environment: of this process.
-        python: this Python.
-        path: folders of PYTHONPATH, for the agents of other hosts.
         pass_on: names of additional variables for ranks on other hosts.
-        ssh_port, ssh_options: of ssh to other hosts; options are whole arguments.
-        interface: network interface between hosts; "" to detect it.
         events: a file for the event log.
         tag: whether lines of rank 0 are tagged too.
     """
 
+    job: JobSpec
     program: tuple[str, ...]
     limits: Limits
     hosts: Mapping[str, int]
-    script: Path | None = None
     slots: int = 1
-    local: frozenset[str] = frozenset({"localhost", "127.0.0.1"})
-    folder: str = "."
+    local: frozenset[str] = frozenset(LOCAL_NAMES)
     environment: Mapping[str, str] = field(default_factory=dict)
-    python: str = "python3"
-    path: tuple[str, ...] = ()
     pass_on: tuple[str, ...] = ()
-    ssh_port: int | None = None
-    ssh_options: tuple[str, ...] = ()
-    interface: str = ""
     events: Path | None = None
     tag: bool = False
 
@@ -75,8 +66,8 @@ class Plan:
 def agent_command(plan: Plan, host: str) -> list[str]:
     """Return the command that starts the agent of a host."""
     if host in plan.local:
-        return [plan.python, "-m", AGENT]
-    return ssh_command(host, AGENT, plan.python, plan.ssh_port, plan.ssh_options)
+        return [plan.job.python, "-m", AGENT]
+    return ssh_command(host, AGENT, plan.job.python, plan.job.ssh_port, plan.job.ssh_options)
 
 
 def ssh_command(host: str, module: str, python: str, ssh_port: int | None, ssh_options: Sequence[str]) -> list[str]:
@@ -91,7 +82,8 @@ def hello_message(plan: Plan, host: str) -> dict[str, object]:
     remote = host not in plan.local
     names = {*passed_variables(plan.environment), *plan.pass_on} if remote else set()
     variables = {k: v for k, v in plan.environment.items() if k in names}
-    return {"host": host, "folder": plan.folder, "environment": variables, "remote": remote, "path": list(plan.path)}
+    path = list(python_path(plan.environment))
+    return {"host": host, "folder": plan.job.folder, "environment": variables, "remote": remote, "path": path}
 
 
 def passed_variables(environment: Mapping[str, str]) -> list[str]:
@@ -128,7 +120,7 @@ def describe_plan(plan: Plan, hosts: Mapping[str, int]) -> str:
     host, slots = next(iter(hosts.items()), ("localhost", 1))
     place = {"rank": 0, "size": plan.limits.start, "local_rank": 0, "local_size": min(plan.limits.start, slots)}
     variables = rank_environment(plan, host, {**place, "cross_rank": 0, "cross_size": len(hosts)})
-    lines.append(f"each rank, in {shlex.quote(plan.folder)}, the first with:")
+    lines.append(f"each rank, in {shlex.quote(plan.job.folder)}, the first with:")
     lines.append(f"  {shlex.join(plan.program)}")
     lines += [f"  {name}={shlex.quote(text)}" for name, text in variables.items()]
     return "\n".join(lines)

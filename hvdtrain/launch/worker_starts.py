@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hvdtrain.launch.commands import StartAgent, StartWorker, StopAgent
 from hvdtrain.launch.job import Host, Job, Phase, Slot, Worker
-from hvdtrain.launch.rank_assignment import order, places
+from hvdtrain.launch.round_changes import order, places
 
 
 def set_hosts(job: Job, hosts: dict[str, int], local: frozenset[str]) -> None:

@@ -15,8 +15,7 @@ import pytest
 
 from hvdtrain.cli.launch import main
 from hvdtrain.cli.launch_options import parse
-from hvdtrain.cli.launch_own import _plan
-from hvdtrain.cli.launch_spec import spec_of
+from hvdtrain.cli.launch_spec import plan_of, spec_of
 from hvdtrain.launch.choose import OWN, Choice
 from hvdtrain.launch.detect import Machine
 from hvdtrain.launch.spec import JobSpec
@@ -88,14 +87,14 @@ def test_every_target_starts_it_and_promises_no_checkpoint(target: str) -> None:
 
 def test_the_others_may_work_on_when_one_has_ended() -> None:
     options = parse(["-np", "2", "--", "sh"])
-    assert _plan([], options, spec("sh"), None).limits.grace_s == float("inf")
-    assert _plan([], options, spec(), None).limits.grace_s < float("inf")
+    assert plan_of([], options, spec("sh"), {}).limits.grace_s == float("inf")
+    assert plan_of([], options, spec(), {}).limits.grace_s < float("inf")
 
 
 def test_with_elastic_it_speaks_to_the_driver_itself() -> None:
     words = ["-np", "2", "--elastic", "1:2", "--", "python", "script.py"]
     made = spec_of(parse(words), Choice(OWN, None, ""), Machine(), {})
-    assert _plan(words, parse(words), made, None).program == (sys.executable, "script.py")
+    assert plan_of(words, parse(words), made, {}).program == (sys.executable, "script.py")
 
 
 def test_it_finds_its_place_as_under_horovodrun(tmp_path: Path) -> None:

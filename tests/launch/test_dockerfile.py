@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.launch.dockerfile import render_dockerfile
+from hvdtrain.launch.examples import render_dockerfile
 from hvdtrain.launch.targets.mpijob import IMAGE
 from tests.support.host import UnavailableError, beside_python
 from tests.support.image import Container, Store, needed

@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from hvdtrain.cli.launch import main
-from hvdtrain.launch.host_names import find_unknown_host
+from hvdtrain.launch.hosts import find_unknown_host
 
 needs_ssh = pytest.mark.skipif(
     shutil.which("ssh") is None and "CI" not in os.environ, reason="there is no ssh: apt-get install openssh-client"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.launch.nodelist import node_names, slots_by_node
+from hvdtrain.launch.hosts import node_names, slots_by_node
 
 
 def test_names_keep_their_zeros_and_their_order() -> None:

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from hvdtrain.cli.launch_own import _show
-from hvdtrain.launch.screen import MOST_CHARACTERS, Screen
+from hvdtrain.cli.launch import _show
+from hvdtrain.launch.job_output import MOST_CHARACTERS, SAID, Screen
 
 
 class Terminal:
@@ -17,10 +17,10 @@ class Terminal:
 
     def __init__(self) -> None:
         self.open = threading.Event()
-        self.seen: list[tuple[str, bool | None]] = []
-        self.screen = Screen(lambda text: self._take(text, None), self._take)
+        self.seen: list[tuple[str, bool]] = []
+        self.screen = Screen(self._take)
 
-    def _take(self, text: str, err: bool | None) -> None:
+    def _take(self, text: str, err: bool) -> None:
         self.open.wait()
         self.seen.append((text, err))
 
@@ -32,7 +32,7 @@ def test_lines_are_shown_in_their_order() -> None:
     terminal.screen.say("driver")
     terminal.screen.show("err", err=True)
     terminal.screen.close()
-    assert terminal.seen == [("out", False), ("driver", None), ("err", True)]
+    assert terminal.seen == [("out", False), (f"{SAID}driver", True), ("err", True)]
 
 
 @pytest.mark.parametrize("more", [0, 3])
@@ -44,9 +44,9 @@ def test_who_is_not_read_holds_nobody_up_and_holds_little_memory(more: int) -> N
         terminal.screen.show(line, err=False)
     terminal.open.set()
     terminal.screen.close()
-    said = [text for text, err in terminal.seen if err is None]
+    said = [text for text, err in terminal.seen if err]
     assert len(terminal.seen) - len(said) == room
-    expected = f"{more} lines were dropped around here: they arrived faster than they could be shown"
+    expected = f"{SAID}{more} lines were dropped around here: they arrived faster than they could be shown"
     assert said == ([expected] if more else [])
 
 

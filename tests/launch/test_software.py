@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.launch.software import as_shell, setup_lines
+from hvdtrain.launch.software import setup_lines
 
 MODULES = Path("/usr/share/modules/init/bash")
 ODD = 'it\'s a "$HOME"\nand `more`'
@@ -27,6 +27,10 @@ def _run(script: str, environ: Mapping[str, str] | None = None) -> subprocess.Co
     return subprocess.run(["/bin/bash", "--norc", "-c", script], capture_output=True, text=True, env=clean)
 
 
+def _script(environ: Mapping[str, str]) -> str:
+    return "".join(f"{line}\n" for line in setup_lines(environ))
+
+
 def _variables(script: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
     done = _run(f"{script}\nexec env -0", environ)
     assert done.returncode == 0, done.stderr
@@ -37,7 +41,6 @@ def test_nothing_is_said_where_nothing_is_on() -> None:
     assert (
         setup_lines({"PATH": "/usr/bin", "MODULESHOME": "/m", "LOADEDMODULES": "", "CONDA_EXE": "/c/bin/conda"}) == []
     )
-    assert as_shell([]) == ""
 
 
 def test_real_modules_are_loaded_again(tmp_path: Path) -> None:
@@ -57,7 +60,7 @@ def test_real_modules_are_loaded_again(tmp_path: Path) -> None:
     set_up = f". {MODULES}; module use {shlex.quote(str(tmp_path / 'files'))}"
     before = _variables(f'{set_up}; module load "my mpi\'s/4.1" torch/2')
     assert before["TORCH"] == "on 4"
-    script = as_shell(setup_lines(before))
+    script = _script(before)
     kept = ("MPI", "TORCH", "LOADEDMODULES", "MODULEPATH")
     passed_on = {name: value for name, value in before.items() if name != "PATH" and not name.startswith("BASH_FUNC_")}
     for start in ({}, passed_on):  # as schedulers do by default: PBS the one, Slurm the other
@@ -88,20 +91,20 @@ def test_names_survive_whatever_is_in_them(tmp_path: Path) -> None:
     _stand_in(root / "etc" / "profile.d" / "conda.sh", "conda")
     _stand_in(root / "share" / "spack" / "setup-env.sh", "spack")
     name = str(root)
-    modules = as_shell(setup_lines({"LOADEDMODULES": f"a/1:{ODD}", "MODULESHOME": name, "MODULEPATH": ODD}))
+    modules = _script({"LOADEDMODULES": f"a/1:{ODD}", "MODULESHOME": name, "MODULEPATH": ODD})
     assert _called(modules) == [["module", "purge", "module", "load", "a/1", ODD]]
-    conda = as_shell(setup_lines({"CONDA_PREFIX": name, "CONDA_EXE": f"{name}/bin/conda", "CONDA_DEFAULT_ENV": "x"}))
+    conda = _script({"CONDA_PREFIX": name, "CONDA_EXE": f"{name}/bin/conda", "CONDA_DEFAULT_ENV": "x"})
     assert _called(conda) == [["conda", "activate", name]]
-    spack = as_shell(setup_lines({"SPACK_ENV": name, "SPACK_ROOT": name}))
+    spack = _script({"SPACK_ENV": name, "SPACK_ROOT": name})
     assert _called(spack) == [["spack", "env", "activate", "--dir", name]]
-    packed = _variables(as_shell(setup_lines({"CONDA_PREFIX": name})))
+    packed = _variables(_script({"CONDA_PREFIX": name}))
     assert (packed["CONDA_PREFIX"], packed["PATH"]) == (name, f"{name}/bin:/usr/bin:/bin")
 
 
 def test_a_real_virtual_environment_is_active_again(tmp_path: Path) -> None:
     folder = tmp_path / "my env"
     venv.create(folder, with_pip=False, symlinks=True)
-    script = as_shell(setup_lines({"VIRTUAL_ENV": str(folder)}))
+    script = _script({"VIRTUAL_ENV": str(folder)})
     found = _run(f"{script}python -c 'import sys; print(sys.prefix)'")
     assert found.stdout == f"{folder}\n", found.stderr
     assert sys.prefix != str(folder)
@@ -118,7 +121,7 @@ def test_a_real_virtual_environment_is_active_again(tmp_path: Path) -> None:
     ids=lambda environ: next(iter(environ)),
 )
 def test_what_is_not_there_ends_the_script(environ: dict[str, str]) -> None:
-    done = _run(f"{as_shell(setup_lines(environ))}\necho went on")
+    done = _run(f"{_script(environ)}\necho went on")
     assert done.returncode != 0
     assert done.stdout == ""
     assert "nowhere" in done.stderr
@@ -126,31 +129,27 @@ def test_what_is_not_there_ends_the_script(environ: dict[str, str]) -> None:
 
 def test_what_builds_on_another_comes_after_it() -> None:
     environ = {"VIRTUAL_ENV": "/v", "CONDA_PREFIX": "/c", "SPACK_ENV": "/s", "LOADEDMODULES": "m"}
-    order = [line.command for line in setup_lines(environ)]
+    order = setup_lines(environ)
     places = [
         next(i for i, line in enumerate(order) if mark in line) for mark in ("load m", "--dir /s", "/c", "/v/bin")
     ]
     assert places == sorted(places)
 
 
+VARIABLES = ["LOADEDMODULES", "MODULESHOME", "MODULEPATH", "CONDA_PREFIX", "CONDA_EXE"]
+VARIABLES += ["SPACK_ENV", "SPACK_ROOT", "VIRTUAL_ENV"]
+SET_UPS = [dict.fromkeys(VARIABLES, "x"), {"CONDA_PREFIX": "x"}]
+REASONS = {line.partition("\n")[0] for environ in SET_UPS for line in setup_lines(environ)}
+"""All that there are."""
+
+
 @given(
     st.dictionaries(
-        st.sampled_from(
-            [
-                "LOADEDMODULES",
-                "MODULESHOME",
-                "MODULEPATH",
-                "CONDA_PREFIX",
-                "CONDA_EXE",
-                "SPACK_ENV",
-                "SPACK_ROOT",
-                "VIRTUAL_ENV",
-            ]
-        ),
+        st.sampled_from(VARIABLES),
         st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=12),
     )
 )
 def test_a_reason_is_one_line_and_holds_no_name(environ: dict[str, str]) -> None:
     for line in setup_lines(environ):
-        assert "\n" not in line.reason
-        assert line.reason and line.command
+        reason, _, command = line.partition("\n")
+        assert reason in REASONS and command

@@ -8,12 +8,14 @@ import os
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hvdtrain.cli.launch import main
 from hvdtrain.launch.commands import Limits
+from hvdtrain.launch.spec import JobSpec
 from hvdtrain.launch.worker_plan import (
     Plan,
     agent_command,
@@ -27,14 +29,13 @@ from hvdtrain.runtime.json_lines import MessageWriter, read_messages
 from tests.support.launch import TIMEOUT_S
 
 NASTY = "a b'c\"d\n$(touch pwned);`x` -- -o"
+JOB = JobSpec((), 2, folder=f"/work/{NASTY}", python="/opt/my python/bin/python")
 PLAN = Plan(
+    JOB,
     program=("python", "-m", "hvdtrain", NASTY),
     limits=Limits(2, 1, 4),
     hosts={"localhost": 2, "b": 2},
-    folder=f"/work/{NASTY}",
     environment={"HVDTRAIN_X": NASTY, "SECRET": "s", "HOROVOD_RANK": "7", "HOROVOD_CYCLE_TIME": "2", "PATH": "/bin"},
-    python="/opt/my python/bin/python",
-    path=(NASTY,),
 )
 PLACE = {"rank": 1, "size": 2, "local_rank": 0, "local_size": 1, "cross_rank": 1, "cross_size": 2}
 
@@ -43,12 +44,12 @@ def test_ssh_gets_one_word_of_constants() -> None:
     *options, dashes, host, command = agent_command(PLAN, "b")
     assert options[0] == "ssh" and (dashes, host) == ("--", "b")
     assert "BatchMode=yes" in options and not any("Strict" in option for option in options)
-    assert shlex.split(command)[:3] == ["exec", PLAN.python, "-c"] and NASTY not in command
+    assert shlex.split(command)[:3] == ["exec", JOB.python, "-c"] and NASTY not in command
     assert "pwned" not in " ".join(agent_command(PLAN, "localhost"))
 
 
 def test_options_of_ssh_are_whole_arguments_before_the_host() -> None:
-    plan = Plan(PLAN.program, PLAN.limits, PLAN.hosts, ssh_port=2222, ssh_options=("-F", "my config"))
+    plan = replace(PLAN, job=replace(JOB, ssh_port=2222, ssh_options=("-F", "my config")))
     command = agent_command(plan, "b")
     assert command[command.index("-p") + 1] == "2222" and command[command.index("-F") + 1] == "my config"
     assert command.index("-F") < command.index("--")
@@ -57,7 +58,7 @@ def test_options_of_ssh_are_whole_arguments_before_the_host() -> None:
 def test_other_hosts_get_what_is_named_and_nothing_else() -> None:
     given = hello_message(PLAN, "b")["environment"]
     assert given == {"HVDTRAIN_X": NASTY, "HOROVOD_CYCLE_TIME": "2"}
-    assert hello_message(Plan(**{**vars(PLAN), "pass_on": ("SECRET",)}), "b")["environment"]["SECRET"] == "s"  # type: ignore[index]
+    assert hello_message(replace(PLAN, pass_on=("SECRET",)), "b")["environment"]["SECRET"] == "s"
     assert hello_message(PLAN, "localhost")["environment"] == {}, "its agent has the environment already"
 
 
@@ -83,7 +84,8 @@ def test_what_ssh_would_run_there_works_from_any_folder(tmp_path: Path) -> None:
     """The command goes through a shell, as sshd does it, in a home with a module that is in the way."""
     (tmp_path / "json.py").write_text("raise SystemExit('the wrong one')")
     root = Path(__file__).parents[2]
-    plan = Plan(("sh", "-c", 'echo "$FIRST"; pwd'), Limits(1, 1, 1), {"b": 1}, folder=str(root), python=sys.executable)
+    job = JobSpec((), 1, folder=str(root), python=sys.executable)
+    plan = Plan(job, ("sh", "-c", 'echo "$FIRST"; pwd'), Limits(1, 1, 1), {"b": 1})
     stream = io.BytesIO()
     writer = MessageWriter(stream)
     writer.send("hello", **{**hello_message(plan, "b"), "path": [str(root)]})

@@ -47,7 +47,7 @@ MISUSE = "tests/parallel/test_drop_in_misuse.py"
 MUTATIONS: tuple[Mutation, ...] = (
     # launch: who is in a job, and what becomes of it
     _missed(
-        "launch/rank_assignment.py",
+        "launch/round_changes.py",
         "return newcomer, away, -worker.round, worker.rank, position[worker.host], worker.slot",
         "return newcomer, away, -worker.round, position[worker.host], worker.slot, worker.rank",
         "survivors are ordered by slot instead of by the rank they had",

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hvdtrain.launch.nodelist import node_names
+from hvdtrain.launch.hosts import node_names
 from hvdtrain.launch.spec import JobSpec, Mpi
 from hvdtrain.launch.targets import srun as target
 from hvdtrain.observe.past_journal import read_journal, read_steps

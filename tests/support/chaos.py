@@ -22,7 +22,12 @@ from tests.support.two_hosts import TwoHosts, two_hosts
 
 ROOT = Path(__file__).parents[2]
 RANK = Path(__file__).with_name("chaos_rank.py")
-LAUNCH = "import json, sys; from hvdtrain.cli.launch import main; sys.exit(main(sys.argv[2:], json.loads(sys.argv[1])))"
+LAUNCH = """\
+import json, sys
+from hvdtrain.cli import launch, launch_spec
+launch_spec._rank_program = lambda spec: json.loads(sys.argv[1])
+sys.exit(launch.main(["--to", "hvdtrain", *sys.argv[2:]]))
+"""
 STEPS, STEP, LATE = 160, 12, 155
 """Of the run, the one that the fault befalls, and one that is so late that the run is over before the fault is."""
 

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from hvdtrain.cli import launch_own
-from hvdtrain.cli.launch import main
+from hvdtrain.cli import launch, launch_spec
 from hvdtrain.launch.commands import Limits
 
 if TYPE_CHECKING:
@@ -139,5 +138,6 @@ if __name__ == "__main__":
     split = sys.argv.index("--")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
     patient = {**dict.fromkeys(PATIENT, TIMEOUT_S), "silent_s": float(os.environ.get(SILENT, TIMEOUT_S))}
-    launch_own.Limits = partial(Limits, **patient)  # type: ignore[misc,assignment]
-    sys.exit(main(sys.argv[2:split], [sys.executable, sys.argv[1], *sys.argv[split + 1 :]]))
+    launch_spec.Limits = partial(Limits, **patient)  # type: ignore[misc,assignment]
+    launch_spec._rank_program = lambda spec: (sys.executable, sys.argv[1], *sys.argv[split + 1 :])
+    sys.exit(launch.main(["--to", "hvdtrain", *sys.argv[2:split]]))

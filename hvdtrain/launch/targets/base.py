@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.launch.spec import Command, JobSpec, Script
+from hvdtrain.launch.spec import Command, JobSpec, Script, join
 
 BY_MPI = frozenset({"hosts", "interface", "ssh_port", "ssh_option", "env"})
 """Options of targets that reach named hosts."""
@@ -31,6 +35,28 @@ def for_ssh(spec: JobSpec) -> str:
             next_step="set it in ~/.ssh/config, or use --to hvdtrain",
         )
     return " ".join(spec.ssh_arguments)
+
+
+def fill(template: str, **values: Any) -> str:
+    """Render a file of ``templates``, which quotes user input with the filters q for shells and y for YAML.
+
+    A missing value is an error.
+    """
+    made = Environment(  # noqa: S701  (not HTML)
+        loader=PackageLoader("hvdtrain.launch"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    made.filters["q"] = lambda word: join([word])
+    made.filters["y"] = json.dumps
+    return made.get_template(template).render(**values)
+
+
+def clock(seconds: int) -> str:
+    """Return a time as ``HH:MM:SS``."""
+    return f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,8 @@ Directives from bsub(1) of LSF 10.1. ``$LSB_DJOB_HOSTFILE`` has a line per slot 
 from __future__ import annotations
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.launch.render import fill
 from hvdtrain.launch.spec import JobSpec, Script, join
-from hvdtrain.launch.targets.base import SCHEDULED, Target
+from hvdtrain.launch.targets.base import SCHEDULED, Target, fill
 from hvdtrain.launch.targets.in_hosts import insert_array_index, start_values
 
 

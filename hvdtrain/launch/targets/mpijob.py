@@ -10,10 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from hvdtrain.install.venv import OPEN_MPI
-from hvdtrain.launch.render import fill
 from hvdtrain.launch.spec import JobSpec, Mpi, Script
 from hvdtrain.launch.targets import openmpi
-from hvdtrain.launch.targets.base import Target
+from hvdtrain.launch.targets.base import Target, fill
 
 HOSTS, DISCOVER = "/etc/mpi/hostfile", "/etc/mpi/discover_hosts.sh"
 

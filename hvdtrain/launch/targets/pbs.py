@@ -5,9 +5,8 @@ Directives from qsub(1B) of OpenPBS 23. ``$PBS_NODEFILE`` has a line per ``mpipr
 
 from __future__ import annotations
 
-from hvdtrain.launch.render import clock, fill
 from hvdtrain.launch.spec import JobSpec, Script
-from hvdtrain.launch.targets.base import SCHEDULED, Target
+from hvdtrain.launch.targets.base import SCHEDULED, Target, clock, fill
 from hvdtrain.launch.targets.in_hosts import start_values
 
 

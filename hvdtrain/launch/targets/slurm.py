@@ -5,10 +5,9 @@ Directives from sbatch(1) of Slurm 22.05.
 
 from __future__ import annotations
 
-from hvdtrain.launch.render import clock, fill
 from hvdtrain.launch.spec import JobSpec, Script, join
 from hvdtrain.launch.targets import srun
-from hvdtrain.launch.targets.base import SCHEDULED, Target
+from hvdtrain.launch.targets.base import SCHEDULED, Target, clock, fill
 from hvdtrain.launch.targets.in_hosts import insert_array_index
 
 
