@@ -62,7 +62,7 @@ def _positive(text: str) -> int:
 
 
 def _word(pattern: str, problem: str) -> Callable[[str], str]:
-    """Return the type of options whose whole value must match a pattern. `problem`: the message for others."""
+    """Return the type of options that must match a pattern as a whole. `problem`: the message for others."""
 
     def checked(text: str) -> str:
         if not re.fullmatch(pattern, text):

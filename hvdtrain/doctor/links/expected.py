@@ -55,7 +55,7 @@ class Outlook:
 
 
 def assumed_run(parameters: int, step_s: float, cores: int, threads: int, *, on_cpu: bool) -> Evidence:
-    """Return assumed evidence for a model of so many fp32 parameters without a recorded run.
+    """Return assumed evidence for a model of N fp32 parameters without a recorded run.
 
     ``step_s`` is the step time of a single rank, ``cores`` are those of a host, ``threads`` compute for a rank.
     """
