@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from sysconfig import get_python_version
@@ -11,6 +13,7 @@ from sysconfig import get_python_version
 import hvdtrain
 from hvdtrain.cli.parser import Parser
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.install.venv import EXTRAS
 from hvdtrain.runtime.environment import environ
 
 
@@ -28,6 +31,10 @@ def parser() -> Parser:
     made.add_argument("--torch", metavar="VERSION", help=torch)
     platform = "wheel platform, such as manylinux_2_28_x86_64: Linux with glibc 2.28 or newer (default: this machine)"
     made.add_argument("--platform", metavar="NAME", help=platform)
+    installed = "packages that the Python of the target machine has, such as torch,cmake: the bundle omits them"
+    made.add_argument("--installed", metavar="NAMES", default="", help=installed)
+    extras = f"extras of hvdtrain to install (default: {EXTRAS})"
+    made.add_argument("--extras", metavar="NAMES", default=EXTRAS, help=extras)
     return made
 
 
@@ -36,7 +43,7 @@ def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     started = time.monotonic()
     try:
-        size = _make(options.folder, options.python, options.platform, options.torch)
+        size = _make(options)
     except HvdtrainError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -48,7 +55,9 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _make(out: Path, python: str | None, platform: str | None, torch: str | None) -> int:
+def _make(options: argparse.Namespace) -> int:
+    from packaging.utils import canonicalize_name
+
     from hvdtrain.install import bundle, closure
     from hvdtrain.install.build_plan import SDIST
     from hvdtrain.install.build_probe import cache_folder
@@ -57,14 +66,21 @@ def _make(out: Path, python: str | None, platform: str | None, torch: str | None
     variables = environ()
     cache, project = cache_folder(variables), Path(hvdtrain.__file__).parents[1]
     bundle.require_project(project)
-    target = Target(python or get_python_version(), platform or this_platform(), torch or "0")
-    if torch is None:
+    installed = tuple(sorted(canonicalize_name(name) for name in options.installed.split(",") if name.strip()))
+    target = Target(
+        options.python or get_python_version(),
+        options.platform or this_platform(),
+        options.torch or "0",
+        installed,
+        options.extras,
+    )
+    if options.torch is None:
         pins = closure.pins((project / "constraints.txt").read_text(), target.markers)
-        target = Target(target.python, target.platform, _installed_torch() or pins["torch"])
+        target = replace(target, torch=_installed_torch() or pins["torch"])
     cache.mkdir(parents=True, exist_ok=True)
     source = bundle.Source(project, cache / "horovod" / "sdist" / SDIST, cache / "bundle.log", variables)
     print(f"making a bundle for {target}   (log: {source.log})", flush=True)
-    return bundle.make(source, out, target, lambda line: print(f"  {line}", flush=True))
+    return bundle.make(source, options.folder, target, lambda line: print(f"  {line}", flush=True))
 
 
 def _installed_torch() -> str | None:

@@ -66,7 +66,7 @@ class FoundCuda:
 
 @dataclass(frozen=True)
 class FoundNccl:
-    """An NCCL library and the folder of its header. ``in_site``: whether it came with torch's wheel."""
+    """An NCCL library and the folder of its header. ``in_site``: whether it is in this environment."""
 
     include: Path
     library: Path

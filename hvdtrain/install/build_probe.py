@@ -47,7 +47,7 @@ def probe(environ: Mapping[str, str]) -> Probe:
         cmake=_find_cmake(python, environ),
         make=_program("make", [], environ),
         cuda=cuda,
-        nccl=find_nccl(environ, torch),
+        nccl=find_nccl(environ, torch, python.site),
         machine=os.uname().machine,
         arch_flags=_arch_flags(),
         cores=len(os.sched_getaffinity(0)),
@@ -147,18 +147,24 @@ def find_cuda(environ: Mapping[str, str]) -> FoundCuda | None:
     return None
 
 
-def find_nccl(environ: Mapping[str, str], torch: FoundTorch | None) -> FoundNccl | None:
-    """Find NCCL. The one of torch is preferred, because torch has loaded it when Horovod loads."""
-    homes = [(torch.root.parent / "nvidia" / "nccl", True)] if torch else []
-    homes += [(Path(environ[name]), False) for name in ("HOROVOD_NCCL_HOME", "NCCL_HOME") if environ.get(name)]
-    homes += [(Path("/usr"), False), (Path("/usr/local"), False)]
-    for home, in_site in homes:
+def find_nccl(environ: Mapping[str, str], torch: FoundTorch | None, site: Path) -> FoundNccl | None:
+    """Find NCCL. The one of torch is preferred, because torch has loaded it when Horovod loads.
+
+    Args:
+        environ: environment of this process.
+        torch: the installed torch, in `site` or in a folder that the environment shares.
+        site: folder of the packages of this environment.
+    """
+    homes = [torch.root.parent / "nvidia" / "nccl"] if torch else []
+    homes += [Path(environ[name]) for name in ("HOROVOD_NCCL_HOME", "NCCL_HOME") if environ.get(name)]
+    homes += [Path("/usr"), Path("/usr/local")]
+    for home in homes:
         header = home / "include" / "nccl.h"
         for folder in ("lib", "lib64", f"lib/{os.uname().machine}-linux-gnu"):
             library = home / folder / "libnccl.so.2"
             if header.is_file() and library.exists():
                 numbers = dict(re.findall(r"#define NCCL_(MAJOR|MINOR)\s+(\d+)", header.read_text()))
-                return FoundNccl(header.parent, library, f"{numbers['MAJOR']}.{numbers['MINOR']}", in_site)
+                return FoundNccl(header.parent, library, f"{numbers['MAJOR']}.{numbers['MINOR']}", home.is_relative_to(site))
     return None
 
 

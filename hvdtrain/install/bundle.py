@@ -25,11 +25,11 @@ from hvdtrain.install.fetch import Pip
 from hvdtrain.install.prerequisites import NEEDED_BYTES
 from hvdtrain.install.steps import Say
 from hvdtrain.install.target import Target
-from hvdtrain.install.venv import EXTRAS, OPEN_MPI
+from hvdtrain.install.venv import OPEN_MPI
 
 FORMAT = 1
-ROOTS = ("pip", "setuptools", "wheel", "cmake", OPEN_MPI, f"hvdtrain[{EXTRAS}]")
-"""Packages to install besides torch. cmake and Open MPI are used only if the target machine has none."""
+ROOTS = ("pip", "setuptools", "wheel", "cmake", OPEN_MPI)
+"""Packages to install besides torch and hvdtrain. cmake and Open MPI are used only if the target machine has none."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ def _make(source: Source, folder: BundleFolder, target: Target, pip: Pip, say: S
         return found
 
     # torch first: the exact versions that it requires precede the pins
-    roots = (f"torch=={target.torch}", *ROOTS)
-    wheels = closure(roots, {**pinned, "torch": target.torch}, target.markers, fetch)
+    roots = (f"torch=={target.torch}", *ROOTS, f"hvdtrain[{target.extras}]")
+    wheels = closure(roots, {**pinned, "torch": target.torch}, target.markers, fetch, target.installed)
     sdist = folder.packages / SDIST
     if digest(sdist) != SDIST_SHA256:
         say(f"fetching {SDIST}")
@@ -132,7 +132,8 @@ def script(target: Target, needed_bytes: int) -> str:
         "MACHINE": target.machine,
         "GLIBC_MINOR": str(target.glibc_minor),
         "NEEDED_KIB": str(-(-needed_bytes // 1024)),
-        "EXTRAS": EXTRAS,
+        "EXTRAS": target.extras,
+        "INSTALLED": " ".join(target.installed),
         "OPEN_MPI": OPEN_MPI,
     }
     for name, value in values.items():

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from email.parser import HeaderParser
 from pathlib import Path
 from zipfile import ZipFile
@@ -37,12 +37,16 @@ def pins(text: str, markers: Mapping[str, str]) -> dict[str, str]:
 
 
 def closure(
-    roots: Sequence[str], pinned: Mapping[str, str], markers: Mapping[str, str], fetch: Fetch
+    roots: Sequence[str],
+    pinned: Mapping[str, str],
+    markers: Mapping[str, str],
+    fetch: Fetch,
+    installed: Collection[str] = (),
 ) -> dict[str, Path]:
     """Fetch the requested packages and all their dependencies, and return a wheel by each name.
 
     The requirements of an earlier root precede the pins and the requirements of a later root. A pin that a requirement
-    excludes is ignored.
+    excludes is ignored. Packages in `installed`, which the target has, are not fetched.
 
     Raises:
         BuildError: two packages have incompatible requirements.
@@ -54,6 +58,8 @@ def closure(
     while left:
         requirement, by = left.popleft()
         name = canonicalize_name(requirement.name)
+        if name in installed:
+            continue
         if name not in wheels:
             wheels[name] = fetch(_pinned(requirement, pinned.get(name)))
             required_by[name] = f"{by} ({requirement.name}{requirement.specifier})"

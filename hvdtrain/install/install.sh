@@ -16,6 +16,7 @@ for_glibc='@GLIBC_MINOR@'
 needed_kib='@NEEDED_KIB@'
 extras='@EXTRAS@'
 open_mpi='@OPEN_MPI@'
+for_installed='@INSTALLED@'
 
 fail() { # what, expected, found, next; empty ones are not printed
   printf 'error: %s\n' "$1" >&2
@@ -62,9 +63,14 @@ check_python() {
   [ "$found" = "cpython $for_python" ] ||
     fail 'The bundle is for another Python.' "cpython $for_python" "$found ($python)" \
       "name one: install.sh VENV /path/to/python$for_python, or make a bundle for this Python: hvdtrain bundle --python"
-  "$python" -c 'import ensurepip, venv' 2>/dev/null ||
-    fail "$python cannot make virtual environments: it lacks venv or ensurepip." '' '' \
-      "sudo apt-get install python$for_python-venv"
+  "$python" -c 'import venv' 2>/dev/null ||
+    fail "$python cannot make virtual environments: it lacks venv." '' '' "sudo apt-get install python$for_python-venv"
+  for name in $for_installed; do
+    command -v "$name" >/dev/null ||
+      "$python" -c 'import importlib.metadata, sys; importlib.metadata.version(sys.argv[1])' "$name" 2>/dev/null ||
+      fail "$python has no $name, and the bundle was made for a Python that has it." '' '' \
+        "name a Python with $name: install.sh VENV /path/to/python$for_python; or make a bundle that contains it"
+  done
   "$python" -c 'import os, sys, sysconfig
 sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' ||
     fail "The headers of Python (Python.h) are not installed. Building Horovod needs them." '' '' \
@@ -150,8 +156,9 @@ main() {
   make_folder
   only_this_bundle
   own=$venv/bin/python
-  run "creating $venv with $python" "$python" -m venv "$venv"
-  run 'installing build tools' "$own" -m pip install --quiet --upgrade pip setuptools wheel
+  run "creating $venv with $python" "$python" -m venv --without-pip "$venv"
+  for pip in "$here"/packages/pip-*.whl; do :; done # there is one
+  run 'installing build tools' "$own" "$pip/pip" install --quiet pip setuptools wheel
   run 'installing hvdtrain' "$own" -m pip install --quiet --no-deps hvdtrain
   site=$venv/lib/python$for_python/site-packages
   has=$(PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} "$python" -c "$share" "$venv") ||

@@ -1,4 +1,4 @@
-"""The target of a bundle: Python, platform and torch, as wheels and requirement markers name them."""
+"""The target of a bundle: Python, platform, torch and installed packages, as wheels and requirement markers name them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hvdtrain.errors import BuildError
+from hvdtrain.install.venv import EXTRAS
 
 _OLDEST_PYTHON = 10
 _OLDEST_GLIBC = 5  # manylinux_2_5 is the oldest tag of wheels
@@ -21,9 +22,12 @@ class Target:
     python: str  # version, such as ``3.11``
     platform: str  # oldest glibc and processor, such as ``manylinux_2_28_x86_64``
     torch: str  # version, optionally with its local part: ``2.13.0+cpu``
+    installed: tuple[str, ...] = ()  # packages that the target has; neither they nor their dependencies are bundled
+    extras: str = EXTRAS  # hvdtrain's extras to install
 
     def __post_init__(self) -> None:
         """Check Python and platform. Errors: BuildError."""
+        object.__setattr__(self, "installed", tuple(self.installed))  # JSON has lists
         python = re.fullmatch(r"3\.(\d+)", self.python)
         if not python or int(python[1]) < _OLDEST_PYTHON:
             raise BuildError(
@@ -41,7 +45,8 @@ class Target:
             )
 
     def __str__(self) -> str:
-        return f"Python {self.python} on {self.platform} with torch {self.torch}"
+        installed = f"; {', '.join(self.installed)} already installed" if self.installed else ""
+        return f"Python {self.python} on {self.platform} with torch {self.torch}{installed}"
 
     @property
     def abi(self) -> str:

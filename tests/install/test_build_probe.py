@@ -121,9 +121,11 @@ def test_nccl_beside_torch_goes_before_the_systems(tmp_path: Path) -> None:
         (home / "lib" / "libnccl.so.2").write_text("")
     environ = {"NCCL_HOME": str(tmp_path / "system")}
     torch = FoundTorch(TorchBuild("2.12.1", "cu130"), tmp_path / "site" / "torch")
-    beside, system = probe.find_nccl(environ, torch), probe.find_nccl(environ, None)
+    beside, system = (probe.find_nccl(environ, found, tmp_path / "site") for found in (torch, None))
     assert beside is not None
     assert (beside.version, beside.in_site) == ("2.29", True)
+    shared = probe.find_nccl(environ, torch, tmp_path / "other")
+    assert shared is not None and not shared.in_site, "torch of another environment, which this one shares"
     assert system is not None
     assert (system.version, system.in_site) == ("2.18", False)
 

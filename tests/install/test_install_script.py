@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from sysconfig import get_python_version
 
@@ -80,6 +81,17 @@ def add(name: str) -> Callable[[Machine], None]:
     return lambda machine: (machine.bundle / name).touch()
 
 
+def needs(name: str) -> Callable[[Machine], None]:
+    def change(machine: Machine) -> None:
+        path, sums = machine.bundle / "install.sh", machine.bundle / "SHA256SUMS"
+        before = digest(path)
+        path.write_text(script(replace(HERE, installed=("sh", "pip", name)), 1 << 10))
+        assert before is not None
+        sums.write_text(sums.read_text().replace(before, str(digest(path))))
+
+    return change
+
+
 def says(tool: str, text: str) -> Callable[[Machine], None]:
     return lambda machine: machine.fake(tool, text)
 
@@ -114,6 +126,7 @@ OLD = f'[ "$1" = GNU_LIBC_VERSION ] && echo glibc 2.{HERE.glibc_minor - 1}'
         (without("make"), ["make is not installed", "apt-get install"]),
         (says("df", SMALL), ["not enough free disk space", "found: 2 MiB", "another disk"]),
         (thesis, ["was not created by this script", "move "]),
+        (needs("nothing-such"), ["has no nothing-such", "install.sh VENV /path/to/python", "make a bundle"]),
     ],
 )  # fmt: skip
 def test_it_refuses_at_once(machine: Machine, spoil: Callable[[Machine], None], told: list[str]) -> None:
@@ -134,7 +147,7 @@ def test_it_refuses_at_once(machine: Machine, spoil: Callable[[Machine], None], 
             ["for another Python", f"cpython {HERE.python}", "cpython 3.9", "hvdtrain bundle --python"],
         ),
         ("exit 1", ["for another Python", "an interpreter that does not run"]),
-        (f'case "$2" in *ensurepip*) exit 1;; *) echo cpython {HERE.python};; esac', ["venv or ensurepip", "-venv"]),
+        (f'case "$2" in *"import venv"*) exit 1;; *) echo cpython {HERE.python};; esac', ["it lacks venv", "-venv"]),
         (f'case "$2" in *Python.h*) exit 1;; *) echo cpython {HERE.python};; esac', ["Python.h", "-dev"]),
     ],
 )

