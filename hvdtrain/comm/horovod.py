@@ -27,6 +27,7 @@ __all__ = ["HorovodInternalError", "HostsUpdatedInterrupt", "hvd", "mpi_ops"]
 _session = 0
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from torch import Tensor
@@ -66,11 +67,11 @@ def notify_host_update(number: int) -> None:
 class HorovodHandle:
     """A collective that Horovod's background thread executes."""
 
-    def __init__(self, handle: Any, name: str, in_flight: dict[str, float], dtype: torch.dtype | None = None) -> None:
+    def __init__(self, handle: Any, name: str, in_flight: dict[str, float], finish: Callable[[Tensor], Tensor]) -> None:
         self._handle = handle
         self._name = name
         self._in_flight = in_flight
-        self._dtype = dtype
+        self._finish = finish
         self._result: Tensor | None = None
 
     def done(self) -> bool:
@@ -92,8 +93,7 @@ class HorovodHandle:
                 raise
             self._in_flight.pop(self._name, None)
             # with splits, alltoall returns (rows, number of rows from each rank)
-            rows: Tensor = result[0] if isinstance(result, tuple) else result
-            self._result = rows if self._dtype is None else rows.view(self._dtype)
+            self._result = self._finish(result[0] if isinstance(result, tuple) else result)
         return self._result
 
 
@@ -105,7 +105,13 @@ class HorovodComm:
 
     Args:
         process_set: a subset of the ranks that contains this one; rank and size are those within it (default: all).
+
+    Attributes:
+        through_host: whether tensors go through host memory, by MPI or Gloo, because ranks share a CUDA device, which
+            NCCL does not support. Each collective then waits for the device, twice.
     """
+
+    through_host = False
 
     def __init__(self, process_set: Any = hvd.global_process_set) -> None:
         before = thread_ids()
@@ -120,28 +126,31 @@ class HorovodComm:
 
     def allreduce(self, tensor: Tensor, *, name: str) -> HorovodHandle:
         """Sum over ranks, in place. Collective: yes."""
-        return self._under_way(name, hvd.allreduce_async_(tensor, name=name, op=hvd.Sum, process_set=self._set))
+        sent = self._on_host(tensor)
+        handle = hvd.allreduce_async_(sent, name=name, op=hvd.Sum, process_set=self._set)
+        return self._under_way(name, handle, self._into(tensor))
 
     def allgather(self, tensor: Tensor, *, name: str) -> HorovodHandle:
         """Concatenate along dimension 0. Collective: yes."""
-        return self._under_way(
-            name, hvd.allgather_async(_movable(tensor), name=name, process_set=self._set), tensor.dtype
-        )
+        handle = hvd.allgather_async(self._movable(tensor), name=name, process_set=self._set)
+        return self._under_way(name, handle, _like(tensor))
 
     def alltoall(self, tensor: Tensor, *, name: str, splits: list[int] | None = None) -> HorovodHandle:
         """Exchange rows of dimension 0. Collective: yes."""
         counts = None if splits is None else torch.tensor(splits, dtype=torch.int32)
-        handle = hvd.alltoall_async(_movable(tensor), splits=counts, name=name, process_set=self._set)
-        return self._under_way(name, handle, tensor.dtype)
+        handle = hvd.alltoall_async(self._movable(tensor), splits=counts, name=name, process_set=self._set)
+        return self._under_way(name, handle, _like(tensor))
 
     def reducescatter(self, tensor: Tensor, *, name: str) -> HorovodHandle:
         """Sum over ranks and return this rank's share. Collective: yes."""
-        return self._under_way(name, hvd.reducescatter_async(tensor, name=name, op=hvd.Sum, process_set=self._set))
+        handle = hvd.reducescatter_async(self._on_host(tensor), name=name, op=hvd.Sum, process_set=self._set)
+        return self._under_way(name, handle, _like(tensor))
 
     def broadcast(self, tensor: Tensor, *, name: str, root: int = 0) -> HorovodHandle:
         """Overwrite with the tensor of `root`, in place. Collective: yes."""
-        handle = hvd.broadcast_async_(_movable(tensor), self._set.ranks[root], name=name, process_set=self._set)
-        return self._under_way(name, handle, tensor.dtype)
+        sent = self._movable(tensor)
+        handle = hvd.broadcast_async_(sent, self._set.ranks[root], name=name, process_set=self._set)
+        return self._under_way(name, handle, self._into(tensor))
 
     def barrier(self) -> None:
         """Wait for every rank. Collective: yes."""
@@ -176,9 +185,20 @@ class HorovodComm:
         """Shut Horovod down. Collective: yes."""
         hvd.shutdown()
 
-    def _under_way(self, name: str, handle: Any, dtype: torch.dtype | None = None) -> HorovodHandle:
+    def _under_way(self, name: str, handle: Any, finish: Callable[[Tensor], Tensor]) -> HorovodHandle:
         self.in_flight[name] = time.monotonic()
-        return HorovodHandle(handle, name, self.in_flight, dtype)
+        return HorovodHandle(handle, name, self.in_flight, finish)
+
+    def _on_host(self, tensor: Tensor) -> Tensor:
+        return tensor.to("cpu", copy=True) if self.through_host else tensor
+
+    def _movable(self, tensor: Tensor) -> Tensor:
+        sent = self._on_host(tensor)
+        return sent.view(torch.float16) if sent.dtype == torch.bfloat16 else sent
+
+    def _into(self, tensor: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return what finishes a collective in place: Horovod's result is `tensor`, or a copy of it on the host."""
+        return (lambda result: tensor.copy_(result.view(tensor.dtype))) if self.through_host else lambda result: tensor
 
 
 def _joined(name: str) -> JoinedError:
@@ -189,5 +209,7 @@ def _joined(name: str) -> JoinedError:
     )
 
 
-def _movable(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.float16) if tensor.dtype == torch.bfloat16 else tensor
+def _like(tensor: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return what gives a result the dtype and device of `tensor`."""
+    dtype, device = tensor.dtype, tensor.device
+    return lambda result: result.view(dtype).to(device)

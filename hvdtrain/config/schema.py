@@ -49,13 +49,14 @@ class ParallelConfig:
             or 2 for fp16 and bf16)
         buffers: persistent buffers that differ between ranks, such as running statistics: mean averages them after
             every step, broadcast copies those of rank 0, check ends the run with an error that names them
-        device: device of a rank: cuda is the GPU numbered by its local rank; auto is cuda if available, otherwise cpu
+        device: device of a rank: cuda is the GPU numbered by its local rank; auto is cuda if available, otherwise cpu;
+            shared lets several ranks use one GPU, which is slow and meant for tests
     """
 
     compression: str = "none"
     bucket_mib: float | None = None
     buffers: Literal["mean", "broadcast", "check"] = "mean"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda", "shared"] = "auto"
 
 
 @dataclass(frozen=True)

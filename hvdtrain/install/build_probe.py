@@ -164,7 +164,9 @@ def find_nccl(environ: Mapping[str, str], torch: FoundTorch | None, site: Path) 
             library = home / folder / "libnccl.so.2"
             if header.is_file() and library.exists():
                 numbers = dict(re.findall(r"#define NCCL_(MAJOR|MINOR)\s+(\d+)", header.read_text()))
-                return FoundNccl(header.parent, library, f"{numbers['MAJOR']}.{numbers['MINOR']}", home.is_relative_to(site))
+                return FoundNccl(
+                    header.parent, library, f"{numbers['MAJOR']}.{numbers['MINOR']}", home.is_relative_to(site)
+                )
     return None
 
 

@@ -1,4 +1,4 @@
-"""The target of a bundle: Python, platform, torch and installed packages, as wheels and requirement markers name them."""
+"""The target of a bundle: Python, platform and torch, as wheels and requirement markers name them."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class _Round:
     def train(self) -> Result | None:
         """Train; return None if the ranks are about to change. Collective: yes."""
         run, worker, comm = self.run, self.worker, self.comm
-        check_device_is_own(worker.device, comm)
+        warning = check_device_is_own(worker.device, comm, may_share=run.config.parallel.device == "shared")
         check_same_data(worker.task, comm)
         directory, claim = claim_together(run, worker, comm)
         self.rounds.report_progress(spans := Spans())
@@ -124,6 +124,8 @@ class _Round:
             ) as self.reporter:
                 is_new = worker.open_recorder(run, comm, RunLayout(directory))
                 with recording(worker, self.rounds.is_over) as recorder:
+                    if warning and comm.rank == 0:
+                        recorder.warn(warning)
                     return self._train(directory, claim, recorder, spans, is_new=is_new)
         finally:
             if claim is not None:

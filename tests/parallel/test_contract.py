@@ -13,3 +13,12 @@ from tests.support.contract import CLAUSES
 @pytest.mark.parametrize("clause", CLAUSES, ids=lambda c: c.__name__)
 def test_job(clause: Callable[[Comm], None], job: Comm) -> None:
     clause(job)
+
+
+@pytest.mark.parametrize("clause", CLAUSES, ids=lambda c: c.__name__)
+def test_copies_on_the_host(clause: Callable[[Comm], None], job: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where ranks share a CUDA device."""
+    if job.size == 1:
+        pytest.skip("one rank shares no device")
+    monkeypatch.setattr(job, "through_host", True)
+    clause(job)

@@ -13,6 +13,9 @@ from hvdtrain.errors import ConfigError, LaunchError
 from hvdtrain.runtime.rules import THREADS
 from hvdtrain.runtime.tuning import Choice
 
+_NEXT_STEP = "start fewer ranks a host, or use --parallel.device cpu; for a test: --parallel.device shared"
+_SLOW = "NCCL does not support this, so gradients go through host memory, by MPI or Gloo; use it only for tests"
+
 
 def set_torch_threads(choices: Sequence[Choice]) -> None:
     """Set torch's number of threads, if torch was imported before its environment variable could be set."""
@@ -24,6 +27,8 @@ def set_torch_threads(choices: Sequence[Choice]) -> None:
 def pick_device(wanted: str, local_rank: int, local_size: int) -> torch.device:
     """Return the CPU, or the CUDA device of `local_rank`; if only one device is visible, that one.
 
+    With ``shared``, ranks beyond the number of devices begin again at the first.
+
     A process keeps its device: its local rank may change later, when ranks join or leave.
 
     Errors:
@@ -34,41 +39,53 @@ def pick_device(wanted: str, local_rank: int, local_size: int) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError(
-            "--parallel.device cuda, but torch finds no CUDA device",
+            f"--parallel.device {wanted}, but torch finds no CUDA device",
             found=f"torch {torch.__version__}, CUDA {torch.version.cuda or 'not built in'}",
             next_step="hvdtrain doctor shows torch's and the driver's versions",
         )
     count = torch.cuda.device_count()
-    index = local_rank if count > 1 else 0
+    index = local_rank % count if wanted == "shared" else local_rank if count > 1 else 0
     if index >= count:
         raise LaunchError(
             "this host has more ranks than CUDA devices",
             expected=f"{count} rank(s) or fewer",
             found=f"{local_size}",
-            next_step="start fewer ranks a host, or use --parallel.device cpu",
+            next_step=_NEXT_STEP,
         )
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
 
 
-def check_device_is_own(device: torch.device, comm: Comm) -> None:
+def check_device_is_own(device: torch.device, comm: Comm, *, may_share: bool = False) -> str:
     """Check that no two ranks share a device; NCCL does not support it. Collective: yes.
 
+    Args:
+        device: of this rank.
+        comm: the ranks.
+        may_share: if two ranks share a device, have tensors go through host memory, instead of an error.
+
+    Returns:
+        A warning, if two ranks share a device.
+
     Errors:
-        LaunchError: two ranks do, on every rank.
+        LaunchError: two ranks do, and may not, on every rank.
     """
     if device.type != "cuda":
-        return
+        return ""
     mine = [socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)]
     everyone = allgather_json(comm, mine, name="devices")
     for rank, theirs in enumerate(everyone):
         first = everyone.index(theirs)
+        if first != rank and may_share:
+            setattr(comm, "through_host", True)  # noqa: B010  (a comm of several ranks is a HorovodComm)
+            return f"ranks {first} and {rank} share a CUDA device of {theirs[0]}: {_SLOW}"
         if first != rank:
             error = LaunchError(
                 f"ranks {first} and {rank} would share a CUDA device of {theirs[0]}",
                 expected="one device for each rank",
-                next_step="start fewer ranks a host, or use --parallel.device cpu",
+                next_step=_NEXT_STEP,
             )
             error.everywhere = True
             raise error
+    return ""
