@@ -158,7 +158,7 @@ main() {
   own=$venv/bin/python
   run "creating $venv with $python" "$python" -m venv --without-pip "$venv"
   for pip in "$here"/packages/pip-*.whl; do :; done # there is one
-  run 'installing build tools' "$own" "$pip/pip" install --quiet pip setuptools wheel
+  run 'installing pip' "$own" "$pip/pip" install --quiet pip
   run 'installing hvdtrain' "$own" -m pip install --quiet --no-deps hvdtrain
   site=$venv/lib/python$for_python/site-packages
   has=$(PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} "$python" -c "$share" "$venv") ||
@@ -166,7 +166,7 @@ main() {
   mpi="$open_mpi"
   [ "$has" != mpi ] || mpi=hvdtrain
   run 'installing torch and all other packages (minutes if torch includes CUDA)' \
-    "$own" -m pip install --quiet "hvdtrain[$extras]" "$mpi"
+    "$own" -m pip install --quiet setuptools wheel "hvdtrain[$extras]" "$mpi"
   printf 'building Horovod\n'
   "$venv/bin/hvdtrain" build-horovod ||
     fail 'Horovod could not be built.' '' '' "fix the error above, then run this script again; or only: $venv/bin/hvdtrain \
