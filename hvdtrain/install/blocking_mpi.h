@@ -1,11 +1,12 @@
-// Lets Open MPI 4 wait for TCP in the kernel, where it would ask all sockets without end.
+// Lets Open MPI 4 wait for TCP in the kernel instead of polling all sockets.
 //
-// Open MPI's opal_progress asks libevent for what has come, and is told not to wait (EVLOOP_ONCE | EVLOOP_NONBLOCK). With
-// EVLOOP_ONCE alone libevent waits until a socket can be read, or be written where something is to be written. A timer
-// of 1 ms in the same loop ends each wait soon, for whatever does not come by a socket.
+// Open MPI's opal_progress calls libevent without waiting (EVLOOP_ONCE | EVLOOP_NONBLOCK). With EVLOOP_ONCE alone,
+// libevent waits until a socket is readable, or writable if something is to be written. A timer of 1 ms in the same
+// loop ends each wait soon, for events that use no socket.
 //
-// Right only where all that this rank waits for comes by TCP: one rank a host, no other fabric. So it must be asked for,
-// by HVDTRAIN_BLOCK_IN_MPI. The symbols are Open MPI 4's; in another MPI they are missing, and nothing is done.
+// This is right only where everything that this rank waits for uses TCP: one rank a host, no other fabric. So it is
+// active only with HVDTRAIN_BLOCK_IN_MPI. The symbols are Open MPI 4's; in another MPI they are missing, and nothing
+// happens.
 
 #ifndef HVDTRAIN_BLOCKING_MPI_H
 #define HVDTRAIN_BLOCKING_MPI_H

@@ -1,15 +1,15 @@
-// Included before everything else where Horovod's operations.cc is compiled: when ranks cannot meet, init says so.
+// Injected into Horovod's operations.cc: init returns an error when the ranks cannot meet.
 //
-// Horovod connects to the other ranks in a thread of its own. What is thrown there, because one of them is gone or the
-// store with their addresses is closed, nobody catches: the process is aborted, with all that it holds. Here it is
-// caught, and told to who waits in init by the flag that Horovod has for other reasons, so that init returns false. The
-// thread then waits for shutdown, which joins it, and leaves all as it was before init: another may follow.
+// Horovod connects to the other ranks in its own thread. Nobody catches an exception there (a rank is dead, or the
+// store of addresses is closed), so stock Horovod aborts the process. Here it is caught and reported through Horovod's
+// flag `initialization_failed`, so that init returns false. The thread then waits for shutdown, which joins it and
+// leaves the state as it was before init: another init may follow.
 //
-// When the thread ends it empties the queue once more. A thread of Python's that looked at `shut_down` just before it was
-// set may enqueue a tensor after Horovod has emptied the queue, and would wait for its result without end.
+// When the thread ends, it empties the queue once more. A Python thread that checked `shut_down` just before it was set
+// may enqueue a tensor after Horovod has emptied the queue, and would wait for its result forever.
 //
-// What is thrown once init is over goes where it went. Of the calls of `thread` only the one that starts Horovod's thread
-// has two arguments.
+// Exceptions after init are thrown as before. Of the calls of `thread`, only the one that starts Horovod's thread has
+// two arguments.
 
 #ifndef HVDTRAIN_CAUGHT_START_H
 #define HVDTRAIN_CAUGHT_START_H

@@ -25,7 +25,7 @@ QUIET_MARK = "hvdtrain-quiet-timeline"
 PROMPT_MARKS = ("hvdtrain-prompt-cycle", "hvdtrain-prompt-done", "hvdtrain-prompt-wait")
 """Texts in a library of Horovod with threads that sleep until there is work, if `HVDTRAIN_PROMPT` is set."""
 
-FIX_MARKS = ("hvdtrain-told-pair", "hvdtrain-late-release", "hvdtrain-joined-cache")
+FIX_MARKS = ("hvdtrain-pair-errors", "hvdtrain-late-release", "hvdtrain-joined-cache")
 """Texts that our build leaves in Horovod's library, one for each fault that it fixes: ranks that wait for the rest of a
 message get an error when its sender is lost; a shutdown does not deadlock with a thread that enqueues tensors; a rank
 that has joined executes no cached allgather or alltoall."""
@@ -58,7 +58,7 @@ horovod/common/timeline.cc quiet_timeline 00fd3e4125bdc92e80e59a6e3b1a3227fd53b6
 horovod/common/operations.cc prompt_cycle 0131aebee083cbd79e5a1c8bedd0f644faf5dd45df4e91bcb765ae46c436baf4
 horovod/torch/handle_manager.cc prompt_done 58192ce7b38b3f822f5673784d9d44d491f3365c59434b4d15b76ae59f9c436c
 horovod/torch/mpi_ops_v2.cc prompt_wait e33c17c9ce12de8d02d38473af8a042da3a591c3dc63da55d5247d3d28f6100d
-gloo/transport/tcp/pair.cc told_pair 7abd292c5c927a4258f0f00a2a627264d24d4adaa724c81dd56208397aac0d93
+gloo/transport/tcp/pair.cc pair_errors 7abd292c5c927a4258f0f00a2a627264d24d4adaa724c81dd56208397aac0d93
 horovod/common/tensor_queue.cc late_release da59b96d10291ec14f46f46fed81bfebf7e8f9c3a4817102c2b745a6a0e31fd0
 horovod/common/controller.cc joined_cache 310cac98ca6b97c942e7199fcdeac1ed4acf04576f162050692a726a23e3ebf7
 """

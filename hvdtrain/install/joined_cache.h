@@ -1,12 +1,12 @@
-// Included before everything else where Horovod's controller.cc is compiled: a rank that has called join takes part in
-// cached sums, and in no other cached collective.
+// Injected into Horovod's controller.cc: a rank that has called join takes part in cached sums, but in no other cached
+// collective.
 //
-// Horovod refuses an allgather or alltoall while a rank has joined. But it looks at that only when the ranks negotiate,
-// and what was negotiated once is cached: the rank that has joined says of each cached collective that it is ready. It
-// then executes an allgather with the counts of another rank, or an alltoall with none: results are wrong, or it crashes.
+// Horovod refuses an allgather or alltoall while a rank has joined, but checks this only when the ranks negotiate. For
+// a cached collective, the joined rank reports that it is ready. It then executes an allgather with the counts of
+// another rank, or an alltoall with none: results are wrong, or it crashes.
 //
-// Here it says of these that their cache entries are invalid, as a rank does whose tensor has changed its shape. They are
-// negotiated again, and refused. The one call of list_all_bits() in that file lists what the rank says it is ready for.
+// Here the joined rank reports these cache entries as invalid, as if a tensor had changed its shape. They are
+// negotiated again, and refused. The only call of list_all_bits() in that file lists what the rank reports as ready.
 
 #ifndef HVDTRAIN_JOINED_CACHE_H
 #define HVDTRAIN_JOINED_CACHE_H

@@ -1,10 +1,10 @@
-// What the threads of Horovod wait for instead of looking at it again and again: bells, that others ring.
+// Events that Horovod's threads wait for instead of polling.
 //
-// As it comes, Horovod's own thread looks for work once in a cycle, and who waits for a result looks whether it is there
-// without end, letting other threads have a turn in between. Where ranks fill the cores, looking takes the cores from the
-// exchange that is looked for. Included before everything else where `compiler.CHANGES` says.
+// Stock Horovod's own thread looks for work once a cycle, and a caller that waits for a result polls, with a yield in
+// between. Where ranks fill the cores, polling takes processor time from the exchange itself. Included first in the
+// sources that `compiler.CHANGES` names.
 //
-// Everything is as it comes unless HVDTRAIN_PROMPT is set, and not to 0, when it is first asked for.
+// Nothing changes unless HVDTRAIN_PROMPT is set, and not to 0, when it is first read.
 
 #ifndef HVDTRAIN_PROMPT_H
 #define HVDTRAIN_PROMPT_H
@@ -29,8 +29,8 @@ inline bool prompt() {
   return asked_for;
 }
 
-// A bell that somebody may wait for. What was rung since `heard` is not waited for, so that no ring is missed by who
-// looks after he has heard and before he waits.
+// An event with a counter. A waiter passes the count that it has seen (`heard`) and returns at once if the event was
+// rung since, so it misses no ring between its check and its wait.
 class Bell {
 public:
   void ring() {
@@ -59,7 +59,7 @@ private:
 };
 
 inline Bell work;     // rung when something was put into Horovod's queue
-inline Bell finished; // rung when something has got its result
+inline Bell finished; // rung when a result is ready
 
 } // namespace hvdtrain
 

@@ -1,20 +1,20 @@
-// Included before everything else where Horovod's operations.cc is compiled: the thread that does the exchanges sleeps
-// for the rest of a cycle only as long as nobody puts work into its queue.
+// Injected into Horovod's operations.cc: the thread that does the exchanges sleeps for the rest of a cycle, but wakes
+// when work is queued.
 //
-// Work is put there by AddToTensorQueue and AddToTensorQueueMulti. Their argument comes to hold an object which rings
-// when the whole statement is over, the queue's lock released. What a cycle puts back, because other ranks are not ready,
-// goes another way and does not ring. Of the calls of sleep_for only the cycle's has a duration in nanoseconds; the others
-// wait for initialisation and the like, in milliseconds, and stay what they are.
+// AddToTensorQueue and AddToTensorQueueMulti queue work. Their argument gets a temporary object that rings at the end
+// of the whole statement, after the queue's lock is released. Work that a cycle puts back, because other ranks are not
+// ready, takes another path and does not ring. Of the calls of sleep_for, only the cycle's has a duration in
+// nanoseconds; the others wait in milliseconds for initialisation and the like, and stay as they are.
 //
-// What other ranks were not ready for is tried again soon, at first after 50 us, then less and less often: a rank that
-// sleeps while it has something to exchange is not there when the last of the others comes, by its bell. There is such
-// work as long as fewer results than pieces of work have rung. A piece of work that is refused never rings for a result;
-// afterwards it is tried again once too often after each piece of work, no more.
+// Work for which other ranks were not ready is tried again after 50 us, then less and less often: a rank that sleeps
+// with pending work would be late when the last of the others is ready. Work is pending as long as fewer results than
+// pieces of work have rung. Refused work never rings for a result; it causes one extra try after each later piece of
+// work.
 //
-// A rank that has nothing to exchange looks at least every 10 ms, for shutdown, stalls and sets of processes: each look
-// is a small collective of all ranks, which at one a millisecond takes 1% of a core between hosts. It holds up nobody: an
+// A rank that has nothing to exchange looks at least every 10 ms, for shutdown, stalls and process sets: each look is a
+// small collective of all ranks, which once a millisecond takes 1% of a core between hosts. It delays nobody: an
 // exchange begins when the last rank has work for it, which rings. A rank that wakes early waits for the others in MPI,
-// as it does for a rank that is late.
+// as it does for a late rank.
 
 #ifndef HVDTRAIN_PROMPT_CYCLE_H
 #define HVDTRAIN_PROMPT_CYCLE_H
@@ -22,7 +22,7 @@
 #include <algorithm>
 
 #include "blocking_mpi.h"
-#include "caught_start.h" // a change of its own to the same source
+#include "caught_start.h" // another change to the same source
 #include "prompt.h"
 #include "tensor_queue.h"
 

@@ -1,14 +1,14 @@
-// Included before everything else where Horovod's handle_manager.cc is compiled: a result that is there rings.
+// Injected into Horovod's handle_manager.cc: a finished result rings.
 //
-// It is there once `results_[handle]` is made, by the one call of std::make_shared in that file, the lock held: who is
-// woken waits for the lock and then sees it.
+// The result is ready once `results_[handle]` is made by the only call of std::make_shared in that file. The lock is
+// held then, so a waiter that wakes waits for the lock and finds the result.
 
 #ifndef HVDTRAIN_PROMPT_DONE_H
 #define HVDTRAIN_PROMPT_DONE_H
 
 #include <memory>
 
-#include "handle_manager.h" // what it defines itself stays as it is
+#include "handle_manager.h" // its own definitions stay as they are
 #include "prompt.h"
 
 namespace std {

@@ -1,8 +1,8 @@
-// Included before everything else where Horovod's mpi_ops_v2.cc is compiled: who waits for a result sleeps until one is
-// there, where he would look without end.
+// Injected into Horovod's mpi_ops_v2.cc: a caller that waits for a result sleeps until one is ready, instead of
+// polling.
 //
-// The place is known by the name of the object that lets Python's lock go while waiting, which occurs only there. Should
-// nothing ring, he looks once in a millisecond.
+// The place is identified by the name of the object that releases Python's lock while waiting, which occurs only there.
+// If nothing rings, the caller looks once a millisecond.
 
 #ifndef HVDTRAIN_PROMPT_WAIT_H
 #define HVDTRAIN_PROMPT_WAIT_H

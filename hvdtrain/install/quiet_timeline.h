@@ -1,13 +1,12 @@
-// Included before everything else where Horovod's timeline.cc is compiled: the thread that writes its Timeline then
-// sleeps for 10 milliseconds where it would only let other threads have a turn, which on a core that nobody else wants
-// means to run without end.
+// Injected into Horovod's timeline.cc: the thread that writes the Timeline sleeps for 10 ms where stock Horovod only
+// yields, which on an idle core means to spin.
 //
-// `yield` is renamed, not `yield()` replaced: a macro with arguments would meet functions of other libraries that have
-// the same name and take some. Under the new name these still are what they were, as far as headers define them, and
-// the one that is called here, std::this_thread::yield, is found where the standard library's is looked for. (Names in
-// std are the standard library's to give; one with our name in it is in nobody's way.)
+// The macro renames `yield` and does not replace `yield()`: a macro with arguments would also match functions of other
+// libraries with that name. Renamed functions keep their definitions, as far as headers define them, and the one that
+// is called here, std::this_thread::yield, is defined below under the new name. (Names in std are reserved for the
+// standard library; ours has our name in it and collides with none.)
 //
-// The text HVDTRAIN_MARK comes into the library wherever the renamed function is called, and only then.
+// The text HVDTRAIN_MARK gets into the library only where the renamed function is called.
 
 #ifndef HVDTRAIN_QUIET_TIMELINE_H
 #define HVDTRAIN_QUIET_TIMELINE_H

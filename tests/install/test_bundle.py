@@ -75,7 +75,7 @@ def test_what_is_in_it(source: Source, tmp_path: Path) -> None:
         os.access(out / "install.sh", os.X_OK) and "for_python='3.12'\nfor_machine='aarch64'\nfor_glibc='28'" in script
     )
     with zipfile.ZipFile(out / "packages" / "hvdtrain-0.1.0-py3-none-any.whl") as own:
-        assert {"hvdtrain/install/told_pair.h", "hvdtrain/install/install.sh"} <= set(own.namelist())
+        assert {"hvdtrain/install/pair_errors.h", "hvdtrain/install/install.sh"} <= set(own.namelist())
         texts = [own.read(name) for name in own.namelist()]
     texts += [(out / name).read_bytes() for name in ("manifest.json", "install.sh", "SHA256SUMS")]
     for private in (SECRET, "127.0.0.1:9", str(tmp_path), os.uname().nodename + "\n", str(Path.home())):
