@@ -14,7 +14,6 @@ from hvdtrain.cli.launch_options import add_network
 from hvdtrain.doctor.finding import LEVELS, Finding, worst
 from hvdtrain.doctor.hosts.checks import examine
 from hvdtrain.doctor.hosts.survey import Hosts, HostsRequest, Survey
-from hvdtrain.doctor.links import by_tcp
 from hvdtrain.doctor.links.measured import Links, check_links, link_table
 from hvdtrain.doctor.report import finding_lines, summary
 from hvdtrain.errors import ConfigError, HvdtrainError
@@ -175,7 +174,8 @@ def _probe(report: Report, options: argparse.Namespace, request: HostsRequest, s
     why = start.obstacle(survey, names)
     if not why:
         try:
-            report.links = start.measure(request, names, options.interface or start.common_interface(survey, names))
+            interface = options.interface or start.common_interface(survey, names)
+            report.links = start.measure_by_mpi(request, names, interface)
             return
         except HvdtrainError as error:
             found = f"{error.what} {error.found or ''}".strip()
@@ -184,7 +184,7 @@ def _probe(report: Report, options: argparse.Namespace, request: HostsRequest, s
     else:
         report.findings.append(Finding("probe", "ok", "measured with TCP", why))
     if len(names) > 1:
-        report.links = by_tcp.measure(hosts, names)
+        report.links = start.measure_by_tcp(hosts, names)
 
 
 def _reachable(survey: Survey) -> list[str]:

@@ -52,11 +52,7 @@ _MOST_BYTES = 1 << 20
 
 
 class Channel:
-    """One end of the connection. Any thread may send, one thread receives.
-
-    Args:
-        end: a connected stream socket; the channel closes it.
-    """
+    """One end of the connection; it closes its socket. Any thread may send, one thread receives."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end

@@ -90,9 +90,7 @@ class Heartbeat:
 class DriverClient:
     """The rank's end of the connection. Its own threads receive messages and send heartbeats.
 
-    Args:
-        channel: to the driver.
-        exit: ends this process when the driver is lost.
+    ``exit`` ends this process when the driver is lost.
 
     Attributes:
         round: the current or last round; 0 before the first.
@@ -124,12 +122,7 @@ class DriverClient:
         return self
 
     def join(self, why: str, text: str = "", step: int = -1) -> Place:
-        """Request a place, and wait for it.
-
-        Args:
-            why: started, failed or changed.
-            text: of the error that made it fail.
-            step: optimizer steps in this process's memory; -1 for no state.
+        """Request a place, and wait for it. The parameters are those of the message `join`.
 
         Errors:
             NoPlace: there is none; `JobFailed` where the job has failed.
@@ -159,10 +152,8 @@ class DriverClient:
     def requests(self, requests: list[int], changed: int, terminate: int) -> list[int]:
         """Return the requests of this rank's next step. SIGTERM to this rank alone makes it leave; the run continues.
 
-        Args:
-            requests: how often each came.
-            changed: index of the request to end the round.
-            terminate: index of SIGTERM.
+        ``requests``: how often each came; ``changed``, ``terminate``: indices of the request to end the round, and of
+        SIGTERM.
         """
         requests = list(requests)
         if requests[terminate] and not self._stopping:

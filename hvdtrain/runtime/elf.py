@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import BinaryIO
 
@@ -50,7 +51,8 @@ def _read(file: BinaryIO, origin: Path) -> Linkage:
     if dynamic is None:
         return Linkage()
     file.seek(dynamic[1])
-    entries = list(_entries(file.read(dynamic[3])))
+    section = struct.iter_unpack("<qQ", file.read(dynamic[3]))
+    entries: list[tuple[int, int]] = list(takewhile(lambda entry: entry[0] != _DT_NULL, section))
     values = dict(entries)
     address, length = values[_DT_STRTAB], values[_DT_STRSZ]
     home = next(part for part in segments if part[0] == _PT_LOAD and part[2] <= address < part[2] + part[3])
@@ -67,13 +69,6 @@ def _read(file: BinaryIO, origin: Path) -> Linkage:
         return tuple(Path(part.replace("${ORIGIN}", "$ORIGIN").replace("$ORIGIN", str(origin))) for part in paths)
 
     return Linkage(tuple(texts(_DT_NEEDED)), folders(_DT_RPATH), folders(_DT_RUNPATH))
-
-
-def _entries(section: bytes) -> Iterator[tuple[int, int]]:
-    for tag, value in struct.iter_unpack("<qQ", section):
-        if tag == _DT_NULL:
-            return
-        yield tag, value
 
 
 def find_needed(name: str, linkage: Linkage, library_path: str) -> Path | None:

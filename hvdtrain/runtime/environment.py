@@ -140,11 +140,7 @@ def by_srun(environ: Mapping[str, str]) -> bool:
 
 
 def rank_info(environ: Mapping[str, str], host: str | None = None) -> RankInfo:
-    """Read this process's rank from the launcher's variables.
-
-    Args:
-        environ: the process's environment.
-        host: name of this host (default: the system's).
+    """Read this process's rank from the launcher's variables. ``host``: name of this host (default: the system's).
 
     Errors:
         LaunchError: a variable of the launcher is missing, not a number, or out of range.

@@ -28,11 +28,7 @@ _libc = ctypes.CDLL(None)
 
 
 class Lifeline:
-    """A lock in shared memory.
-
-    Args:
-        descriptor: of that memory; it may be closed afterwards.
-    """
+    """A lock in shared memory. The descriptor of that memory may be closed afterwards."""
 
     def __init__(self, descriptor: int) -> None:
         self._memory = mmap.mmap(descriptor, _BYTES)

@@ -46,7 +46,10 @@ def read_host(environ: Mapping[str, str], root: Path = Path("/")) -> HostFacts:
     quota = _quota(root)
     cores = max(1, min(_physical(root, allowed), quota or online))
     own_cores = _physical(root, own) if bound else cores
-    return HostFacts(cores, own_cores, _gpus(environ, root), _huge_pages(root), quota is not None, _fabric(root))
+    huge_pages = "[never]" not in read_text_or_empty(root / "sys/kernel/mm/transparent_hugepage/enabled")
+    # InfiniBand, RoCE, Omni-Path and EFA have one folder, Slingshot has another
+    fabric = any(any((root / "sys/class" / kind).glob("*")) for kind in ("infiniband", "cxi"))
+    return HostFacts(cores, own_cores, _gpus(environ, root), huge_pages, quota is not None, fabric)
 
 
 def cpu_list(text: str) -> frozenset[int]:
@@ -103,12 +106,3 @@ def _gpus(environ: Mapping[str, str], root: Path) -> int:
     if visible is None:
         return devices
     return min(devices, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
-
-
-def _huge_pages(root: Path) -> bool:
-    return "[never]" not in read_text_or_empty(root / "sys/kernel/mm/transparent_hugepage/enabled")
-
-
-def _fabric(root: Path) -> bool:
-    """Check for InfiniBand, RoCE, Omni-Path and EFA, which have one folder, and Slingshot, which has another."""
-    return any(any((root / "sys/class" / kind).glob("*")) for kind in ("infiniband", "cxi"))

@@ -18,11 +18,7 @@ def encode_message(kind: str, facts: Mapping[str, Any]) -> bytes:
 
 
 class MessageWriter:
-    """Writes whole messages, from any thread.
-
-    Args:
-        end: a pipe or a connected socket. When nobody reads it any more, messages are lost.
-    """
+    """Writes whole messages, from any thread. When nobody reads them any more, they are lost."""
 
     def __init__(self, end: IO[bytes] | socket.socket) -> None:
         self._end = end

@@ -96,13 +96,10 @@ def _open_mpi_major(libmpi: Path) -> int | None:
     return 5 if "libopen-pal.so.80" in needed else 4 if "libopen-pal.so.40" in needed else None
 
 
-def check_launch(info: RankInfo, library: Path | None = None, variables: Mapping[str, str] | None = None) -> None:
+def check_launch(info: RankInfo, library: Path | None = None) -> None:
     """Refuse to start where Horovod's MPI cannot join the launcher's ranks; call it before ``hvd.init()``.
 
-    Args:
-        info: this rank.
-        library: Horovod's library (default: the installed one).
-        variables: the environment (default: that of this process).
+    ``library`` is Horovod's (default: the installed one).
 
     Errors:
         LaunchError: started by mpirun of another MPI than Horovod's, or by srun without PMI, or Horovod has no MPI.
@@ -112,13 +109,15 @@ def check_launch(info: RankInfo, library: Path | None = None, variables: Mapping
     library = horovod_library() if library is None else library
     if library is None:
         return  # install.record reports that Horovod is missing
-    variables = environ() if variables is None else variables
+    variables = info.variables
     mpi = mpi_library(library, variables)
     if info.launcher == "slurm":
-        return _check_srun(info, mpi, variables)
+        return _check_srun(info, mpi)
     if mpi is not None and (mpi.family == "unknown" or _serves(mpi, info.launcher, variables)):
         return
-    started = _launcher_name(info.launcher, variables)
+    started = _NAMES["mpich"]
+    if info.launcher == "openmpi":
+        started = f"Open MPI {variables.get('OMPI_VERSION', '5') if _is_open_mpi_5(variables) else '4'}"
     raise LaunchError(
         f"{rank_label(info)}: this process was started by another MPI than Horovod's",
         expected=f"mpirun of {mpi}" if mpi else "a Horovod with MPI, or a start by horovodrun --gloo",
@@ -127,9 +126,9 @@ def check_launch(info: RankInfo, library: Path | None = None, variables: Mapping
     )
 
 
-def _check_srun(info: RankInfo, mpi: MpiLibrary | None, variables: Mapping[str, str]) -> None:
+def _check_srun(info: RankInfo, mpi: MpiLibrary | None) -> None:
     """Refuse srun without PMI: each rank would be alone, and Open MPI 4 aborts in C (4.1.8, 5.0.11 and MPICH 5.0.2)."""
-    if any(sign in variables for sign in _PMI) or (info.size == 1 and mpi is not None and mpi.major != 4):
+    if any(sign in info.variables for sign in _PMI) or (info.size == 1 and mpi is not None and mpi.major != 4):
         return
     how = "--mpi=pmi2" if mpi is not None and mpi.family == "mpich" else "--mpi=pmix"
     raise LaunchError(
@@ -148,12 +147,6 @@ def _serves(mpi: MpiLibrary, launcher: str, variables: Mapping[str, str]) -> boo
 
 def _is_open_mpi_5(variables: Mapping[str, str]) -> bool:
     return "PRTE_LAUNCHED" in variables or variables.get("OMPI_VERSION", "").startswith("5.")
-
-
-def _launcher_name(launcher: str, variables: Mapping[str, str]) -> str:
-    if launcher == "hydra":
-        return _NAMES["mpich"]
-    return "Open MPI " + (variables.get("OMPI_VERSION", "5") if _is_open_mpi_5(variables) else "4")
 
 
 def _mend(mpi: MpiLibrary | None, info: RankInfo) -> str:

@@ -20,12 +20,7 @@ _TASKS = Path("/proc/self/task")
 
 @dataclass(frozen=True)
 class ThreadUse:
-    """CPU use of a thread since its start.
-
-    Attributes:
-        busy_ns: time it ran.
-        sleeps: how often it gave up its core to wait.
-    """
+    """CPU use of a thread since its start: the time it ran, and how often it gave up its core to wait."""
 
     busy_ns: int
     sleeps: int
@@ -84,9 +79,7 @@ class SpinningThread:
     Without the right to raise priorities (CAP_SYS_NICE, or RLIMIT_NICE of 20) it cannot return from rest, so it rests
     only when it has no more work.
 
-    Args:
-        thread: the kernel's id.
-        can_restore: whether it can return from rest (default: tested).
+    ``thread`` is the kernel's id; ``can_restore``: whether it can return from rest (default: tested).
     """
 
     def __init__(self, thread: int, can_restore: bool | None = None) -> None:

@@ -63,10 +63,8 @@ class TimelinePlan:
 def decide(wanted: str, facts: Facts, *, quiet: bool) -> TimelinePlan:
     """Decide the plan. Pure.
 
-    Args:
-        wanted: the option ``observe.timeline``: off, auto, all or FIRST:LAST.
-        facts: `already` without variables that we set.
-        quiet: whether the installed Horovod is quiet (`BuildRecord.quiet`).
+    ``wanted`` is the option ``observe.timeline``; `facts.already` is without variables that we set; ``quiet`` is
+    `BuildRecord.quiet`.
     """
     theirs = facts.already.get(VARIABLE)
     # An empty name opens no file and makes windows possible, as DYNAMIC does.

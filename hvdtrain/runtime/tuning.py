@@ -1,7 +1,10 @@
 """Settings for MPI, Horovod and torch, made before any of them is loaded.
 
-Settings of the user, in the environment or in Open MPI's parameter files, take precedence over those of `rules`. The
-variables that we set are listed in one of our own (`RECORD`), so that a child process does not take them for the
+Settings of the user, in the environment or in Open MPI's parameter files, take precedence over those of `rules`. An
+``OMPI_MCA_*`` variable overrides these files, so ours would silently undo a site's settings: read the files first. They
+are those that ``ompi_info`` lists as ``mca_param_files`` and ``mca_base_override_param_file``.
+
+The variables that we set are listed in one of our own (`RECORD`), so that a child process does not take them for the
 user's.
 """
 
@@ -18,9 +21,9 @@ from hvdtrain.runtime.environment import RankInfo, rank_info
 from hvdtrain.runtime.host import HostFacts, read_host
 from hvdtrain.runtime.mpi import MpiLibrary
 from hvdtrain.runtime.rules import RULES, Facts, Setting
-from hvdtrain.runtime.site import site_settings
 
 RECORD = "HVDTRAIN_SET"
+_PREFIX = "OMPI_MCA_"
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ def choose(
         environ: the environment without variables that we set.
         host: facts about the host.
         library: the libmpi that Horovod loads.
-        site: settings from Open MPI's parameter files (`site.site_settings`).
+        site: settings from Open MPI's parameter files (`site_settings`).
         loaded: names of modules that are already imported.
         ours: variables that we set earlier, before these modules were imported.
     """
@@ -79,8 +82,44 @@ def _kept(setting: Setting, environ: Mapping[str, str], site: Mapping[str, tuple
             return f"kept {variable}={environ[variable]} of the environment"
         if variable in site:
             value, path = site[variable]
-            return f"kept {variable.removeprefix('OMPI_MCA_')}={value} of {path}"
+            return f"kept {variable.removeprefix(_PREFIX)}={value} of {path}"
     return None
+
+
+def open_mpi_files(environ: Mapping[str, str], library: Path | None) -> list[Path]:
+    """Return the parameter files, highest priority first. ``library``: the libmpi in use."""
+    if own := environ.get(f"{_PREFIX}mca_base_param_files") or environ.get(f"{_PREFIX}mca_param_files"):
+        return [Path(part) for part in own.replace(",", ":").split(":") if part]
+    folders = [Path("/etc/openmpi")]
+    if library is not None:
+        # Debian's library is two folders below its prefix, which links etc to /etc/openmpi
+        folders = [library.parent.parent / "etc", library.resolve().parent.parent / "etc", *folders]
+    if prefix := environ.get("OPAL_PREFIX"):
+        folders.insert(0, Path(prefix) / "etc")
+    if etc := environ.get("OPAL_SYSCONFDIR"):
+        folders.insert(0, Path(etc))
+    home = [Path(environ["HOME"]) / ".openmpi/mca-params.conf"] if "HOME" in environ else []
+    override = [folder / "openmpi-mca-params-override.conf" for folder in folders]
+    return [*override, *home, *(folder / "openmpi-mca-params.conf" for folder in folders)]
+
+
+def read_parameters(text: str) -> dict[str, str]:
+    """Parse ``name = value`` lines; ``#`` starts a comment. A later line wins."""
+    lines = (line.split("#", 1)[0].partition("=") for line in text.splitlines())
+    return {name.strip(): value.strip().strip("\"'") for name, equals, value in lines if equals and name.strip()}
+
+
+def site_settings(environ: Mapping[str, str], library: Path | None) -> dict[str, tuple[str, Path]]:
+    """Return the settings of the files as (value, file), by the environment variable that would override each."""
+    found: dict[str, tuple[str, Path]] = {}
+    for path in open_mpi_files(environ, library):
+        try:
+            text = path.read_text()
+        except (OSError, UnicodeDecodeError):
+            continue
+        for name, value in read_parameters(text).items():
+            found.setdefault(_PREFIX + name, (value, path))
+    return found
 
 
 def our_variables(environ: Mapping[str, str]) -> dict[str, str]:

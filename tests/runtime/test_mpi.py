@@ -100,7 +100,7 @@ MAJOR = {"openmpi4": 4, "openmpi5": 5}
 
 
 def started(library: Path, variables: dict[str, str]) -> None:
-    check_launch(rank_info(variables, "node"), library, variables)
+    check_launch(rank_info(variables, "node"), library)
 
 
 def make(tmp_path: Path, kind: str) -> Path:

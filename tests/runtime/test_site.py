@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hvdtrain.runtime.site import read_parameters, site_settings
+from hvdtrain.runtime.tuning import read_parameters, site_settings
 from tests.runtime.libraries import open_mpi
 
 

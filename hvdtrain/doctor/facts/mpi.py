@@ -18,7 +18,7 @@ from hvdtrain.runtime.elf import read_linkage
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.mpi import MpiLibrary
 from hvdtrain.runtime.other_launchers import refuse_unused_launcher
-from hvdtrain.runtime.site import site_settings
+from hvdtrain.runtime.tuning import site_settings
 
 _MPI4PY = f"""
 import json, mpi4py
@@ -60,7 +60,7 @@ class MpiFacts:
         refusal: why the ranks of the launcher cannot form a job.
         mpi4py: None if it is not installed.
         ucx: whether that Open MPI can use UCX; None if unknown.
-        site: settings in Open MPI's parameter files, from `runtime.site.site_settings`.
+        site: settings in Open MPI's parameter files, from `runtime.tuning.site_settings`.
     """
 
     library: MpiLibrary | None = None
@@ -94,7 +94,7 @@ def mpi_facts(
         prefix=Path(prefix).resolve() if prefix else None,
         missing_folders=_missing_folders() if library and path is None else (),
         horovodrun=shutil.which("horovodrun", path=environ.get("PATH", os.defpath)) is not None,
-        refusal=refusal or _refusal(info, environ),
+        refusal=refusal or _refusal(replace(info, variables=environ)),
         mpi4py=mpi4py.result(),
         ucx=_ucx(path) if library and library.family == "openmpi" and path else None,
         site=site_settings(environ, path) if library and library.family == "openmpi" else {},
@@ -114,10 +114,10 @@ def mpi_versions(environ: Mapping[str, str], pool: Executor, programs: Path | No
     return MpiFacts(library, library_version.result(), mpirun, mpirun_version.result())
 
 
-def _refusal(info: RankInfo, environ: Mapping[str, str]) -> LaunchError | None:
+def _refusal(info: RankInfo) -> LaunchError | None:
     try:
-        refuse_unused_launcher(replace(info, variables=environ))
-        mpi.check_launch(info, variables=environ)
+        refuse_unused_launcher(info)
+        mpi.check_launch(info)
     except LaunchError as error:
         return error
     return None

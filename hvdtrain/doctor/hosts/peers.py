@@ -54,12 +54,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Speed:
-    """The speed of one direction between two hosts.
-
-    Attributes:
-        latency_s: one-way time of a few bytes.
-        bytes_per_s: bandwidth.
-    """
+    """The speed of one direction between two hosts: the one-way time of a few bytes, and the bandwidth."""
 
     latency_s: float
     bytes_per_s: float

@@ -1,4 +1,4 @@
-"""Start the link probe on all hosts with mpirun."""
+"""Measure links between hosts: with MPI, by a probe that mpirun starts on all of them, or with TCP."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import json
 import os
 from collections.abc import Sequence
 
-from hvdtrain.doctor.hosts.survey import HostsRequest, Survey
-from hvdtrain.doctor.links.link_pairs import MOST_S
-from hvdtrain.doctor.links.measured import Links
+from hvdtrain.doctor.hosts.probe_client import NoAnswerError
+from hvdtrain.doctor.hosts.survey import Hosts, HostsRequest, Survey
+from hvdtrain.doctor.links.link_pairs import MOST_S, budget_s, rounds
+from hvdtrain.doctor.links.measured import Direction, Links
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.choose import AUTO, choose
 from hvdtrain.launch.detect import detect_machine
@@ -68,8 +69,8 @@ def common_interface(survey: Survey, hosts: Sequence[str]) -> str:
     return used.pop() if len(used) == 1 else ""
 
 
-def measure(request: HostsRequest, hosts: Sequence[str], interface: str) -> Links:
-    """Run the probe and return the links.
+def measure_by_mpi(request: HostsRequest, hosts: Sequence[str], interface: str) -> Links:
+    """Run the probe `by_mpi` and return the links.
 
     Errors:
         LaunchError: there is no suitable mpirun, or it failed.
@@ -89,6 +90,25 @@ def measure(request: HostsRequest, hosts: Sequence[str], interface: str) -> Link
         found = f"exit code {code}: {' '.join(output[-_TAIL:])}"
         raise LaunchError("mpirun did not measure these hosts.", found=found, next_step=join(made.argv))
     return links
+
+
+def measure_by_tcp(hosts: Hosts, names: Sequence[str]) -> Links:
+    """Measure all pairs of `names`, which reach each other. Pairs without a common host are measured in parallel."""
+    each_s = budget_s(len(names))
+    directions: list[Direction] = []
+
+    def one(pair: tuple[str, str]) -> Direction | None:
+        try:
+            speed = hosts.measure(*pair, each_s)
+        except NoAnswerError:
+            return None
+        return Direction(*pair, speed.latency_s, speed.bytes_per_s)
+
+    for pairs in rounds(len(names)):
+        forward = [(names[a], names[b]) for a, b in pairs]
+        for batch in (forward, [(b, a) for a, b in forward]):
+            directions += [found for found in hosts.in_parallel(one, batch) if found is not None]
+    return Links(list(names), directions, "TCP, one stream")
 
 
 def _parse_links(text: str) -> Links | None:
