@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from hvdtrain.doctor.finding import LEVELS, Finding, Level, worst
+from hvdtrain.doctor.finding import LEVELS, Finding, worst
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.tuning import Choice
 
@@ -43,8 +43,8 @@ def entries(findings: Sequence[Finding]) -> Iterator[Entry]:
     for level in reversed(LEVELS):
         for finding in findings:
             if finding.level == level and not (finding.minor and level == "ok"):
-                fix = (f"fix: {finding.fix}",) if finding.fix else ()
-                yield Entry(level, finding.name, finding.found, (finding.why,) * bool(finding.why) + fix)
+                remarks = (finding.why, finding.fix and f"fix: {finding.fix}")
+                yield Entry(level, finding.name, finding.found, tuple(filter(None, remarks)))
     if brief:
         yield Entry("ok", "also", f"{', '.join(brief)} (details: --json)")
 
@@ -64,10 +64,8 @@ def settings(choices: Sequence[Choice]) -> Iterator[Entry]:
 
 def summary(findings: Sequence[Finding]) -> str:
     """Return one line with the number and the names of the problems."""
-    wrong: dict[Level, list[str]] = {level: [] for level in reversed(LEVELS)}
-    for finding in findings:
-        wrong[finding.level].append(finding.name)
-    broken, warnings = wrong["broken"], wrong["warning"]
+    broken = [finding.name for finding in findings if finding.level == "broken"]
+    warnings = [finding.name for finding in findings if finding.level == "warning"]
     parts = [f"{len(broken)} broken: {', '.join(broken)}"] if broken else []
     if warnings:
         parts.append(f"{len(warnings)} warning{'s' * (len(warnings) > 1)}: {', '.join(warnings)}")

@@ -10,16 +10,18 @@ From a rank:
     join     {"after", "why", "text", "step"}   it is ready and asks for a place in the next round. `after`: its last
              round, 0 for none; `why`: started | failed | changed; `text`: of the error that made it fail; `step`:
              optimizer steps in its memory, -1 for no state yet
-    alive    {"round", "step", "idle_s", "waiting"}   heartbeat, every `BEAT_S`, from its own thread. `idle_s`: since
-             the training thread last made progress; `waiting`: whether that thread waits in a collective
+    alive    {"round", "step", "idle_s", "waiting"}   heartbeat, every `BEAT_S`, from its own thread. `step`: optimizer
+             steps begun; `idle_s`: since the training thread last made progress; `waiting`: whether that thread waits
+             in a collective
     drain    {}      it received SIGTERM: it leaves at the next step boundary, the other ranks continue
     leaving  {"why"}   its training has ended (finished, stop_at, a signal's name), and it exits by itself
     held     {}      it holds its `lifeline`; only the agent reads this
 
 To a rank:
     round    {"round", "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size", "host", "interface",
-             "store", "timeout_s"}   its place. `store`: the value of `HOROVOD_GLOO_RENDEZVOUS_ADDR` for this round;
-             `host`: unique to the host; `interface`: by which ranks reach each other, "" for any
+             "store", "timeout_s"}   its place. `round`: counted from 1; `store`: address, token and round of the
+             rendezvous, as in `HOROVOD_GLOO_RENDEZVOUS_ADDR`; `host`: unique to the host; `interface`: by which ranks
+             reach each other, "" for any; `timeout_s`: how long to wait for a silent rank
     changed  {"why"}   others wait to join, or some must leave: at the next step boundary all leave the round and join
     broken   {"round", "why"}   a rank of the round is lost: leave now; a rank that waits in a collective is woken
     stop     {"signal"}   the whole job saves and ends, as if every rank had received the signal

@@ -12,12 +12,7 @@ _BEGAN_S = time.time() - time.monotonic()
 
 
 class Pair(NamedTuple):
-    """One moment by two clocks, in microseconds.
-
-    Attributes:
-        epoch_us: since 1970, by the system's clock.
-        monotonic_us: by `time.perf_counter_ns`.
-    """
+    """One moment in microseconds: since 1970 by the system's clock, and by `time.perf_counter_ns`."""
 
     epoch_us: float
     monotonic_us: float

@@ -36,16 +36,7 @@ class JobFailed(NoPlace):
 
 @dataclass(frozen=True)
 class Place:
-    """The place of this process in one round.
-
-    Attributes:
-        round: counted from 1.
-        rank, size, local_rank, local_size, cross_rank, cross_size: Horovod's.
-        host: name of this host, unique in the job.
-        interface: network interface by which ranks reach each other; "" for any.
-        store: address, token and round of the rendezvous, in Horovod's format.
-        timeout_s: how long to wait for a silent rank.
-    """
+    """The place of this process in one round: the content of the message `round`."""
 
     round: int
     rank: int
@@ -74,13 +65,7 @@ class Place:
 
 @dataclass
 class Heartbeat:
-    """Values that a rank reports once a second.
-
-    Attributes:
-        step: optimizer steps begun.
-        idle_s: time since its training thread last made progress.
-        waiting: whether that thread waits in a collective.
-    """
+    """Functions that return the values of the message `alive`, for a rank that has not begun a step by default."""
 
     step: Callable[[], int] = lambda: 0
     idle_s: Callable[[], float] = lambda: 0.0

@@ -151,18 +151,11 @@ def rank_info(environ: Mapping[str, str], host: str | None = None) -> RankInfo:
         return RankInfo(host=host, variables=environ)
     size = _number(environ, launcher, launcher.size, least=1)
     local_size = _local_size(environ, launcher)
-    info = RankInfo(
-        launcher.name,
-        _number(environ, launcher, launcher.rank, below=size),
-        size,
-        _number(environ, launcher, launcher.local_rank, below=local_size),
-        local_size,
-        host,
-        environ,
-    )
-    if info.local_size > info.size:
+    rank = _number(environ, launcher, launcher.rank, below=size)
+    local_rank = _number(environ, launcher, launcher.local_rank, below=local_size)
+    if local_size > size:
         raise _wrong(launcher, launcher.local_size, f"at most {launcher.size}={size}", str(local_size))
-    return info
+    return RankInfo(launcher.name, rank, size, local_rank, local_size, host, environ)
 
 
 def horovod_numbers(numbers: Mapping[str, int]) -> dict[str, str]:
@@ -209,9 +202,7 @@ def _number(
 ) -> int:
     expected = f"a whole number from {least}" + ("" if below is None else f" to {below - 1}")
     text = environ.get(variable)
-    if text is None or not re.fullmatch(r"[0-9]{1,9}", text.strip()):
-        raise _wrong(launcher, variable, expected, text)
-    number = int(text)
+    number = int(text) if text is not None and re.fullmatch(r"[0-9]{1,9}", text.strip()) else -1
     if number < least or (below is not None and number >= below):
         raise _wrong(launcher, variable, expected, text)
     return number
@@ -232,11 +223,10 @@ def _local_size(environ: Mapping[str, str], launcher: Launcher) -> int:
 
 
 def _wrong(launcher: Launcher, variable: str, expected: str, found: str | None) -> LaunchError:
+    signs = ", ".join(launcher.signs)
     return LaunchError(
         f"{launcher.name} started this process, but {variable} is invalid",
         expected=expected,
         found="it is not set" if found is None else repr(found),
-        next_step="start it by mpirun, horovodrun or srun; or unset "
-        + ", ".join(launcher.signs)
-        + " if you set them yourself",
+        next_step=f"start it by mpirun, horovodrun or srun; or unset {signs} if you set them yourself",
     )

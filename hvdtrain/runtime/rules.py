@@ -4,22 +4,8 @@ Settings that must be equal on all ranks depend only on facts that are equal on 
 may depend on the host. Each rule is a pure function of `Facts` that yields settings.
 
 The figures: two ranks on a 2-core machine, Python 3.11, torch 2.13 for CPU, one thread per rank; Open MPI 4.1.8 unless
-noted. "Busy" figures were measured while other work used as many cores: compare only within a sentence.
-
-Not set, because it did not help: ``MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM`` of MPICH (5.0.2; 33.5 MB, busy: its own choice
-25 to 28 ms, ring 38 to 40, reduce_scatter_allgather 25 to 28); MPICH yields by itself.
-
-Not set, because it made no significant difference: ``HOROVOD_CYCLE_TIME``. With ranks that yield, a step of a
-transformer of 14.6M parameters took, busy, 686 ms at a cycle of 0.1 ms, 664 at 0.5, 700 at 1 (the default), 750 at 2,
-674 at 5, 687 at 10, 820 at 20, with a spread of 90 to 540 ms within a run; in ten pairs of runs 0.1 was ahead of 1 in
-six. Waking at once (`prompt`) has the benefit of a short cycle without its cost.
-
-Not set, because it would be harmful: ``HOROVOD_ENABLE_ASYNC_COMPLETION``. The thread that completes an operation then
-makes the device's default stream wait for it (horovod/torch/mpi_ops_v2.cc, the callback of DoAllreduce, uses that
-thread's current stream), and backward runs on the default stream. Without it, another thread of Horovod waits for the
-device, and ours only after backward. From the source, not measured.
-
-Not set, because it was not measured: anything of NCCL.
+noted. "Busy" figures were measured while other work used as many cores: compare only within a sentence. Variables that
+are not set, and why: docs/figures.md.
 """
 
 from __future__ import annotations

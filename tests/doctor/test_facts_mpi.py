@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.doctor.facts.installation import find_linked
+from hvdtrain.doctor.facts.installation import find_nccl
 from hvdtrain.doctor.facts.mpi import MpiFacts, mpi_facts
 from hvdtrain.runtime.environment import RankInfo
 from tests.runtime.libraries import horovod, open_mpi, write_library
@@ -52,13 +52,13 @@ def test_an_nccl_that_is_gone(tmp_path: Path) -> None:
     write_library(tmp_path / "here/libnccl.so.2", [])
     there = write_library(tmp_path / "a.so", ["libc.so.6", "libnccl.so.2"], runpath=f"{tmp_path}/here")
     gone = write_library(tmp_path / "b.so", ["libnccl.so.2"], runpath=f"{tmp_path}/gone")
-    found, missing = find_linked(there, "libnccl.so", {}), find_linked(gone, "libnccl.so", {})
+    found, missing = find_nccl(there, {}), find_nccl(gone, {})
     assert found is not None and found.path == tmp_path / "here/libnccl.so.2"
     assert missing is not None and missing.folders == (tmp_path / "gone",)
     if missing.path:  # this machine has one of its own
         assert not missing.path.is_relative_to(tmp_path)
-    assert find_linked(write_library(tmp_path / "c.so", ["libc.so.6"]), "libnccl.so", {}) is None
-    assert find_linked(None, "libnccl.so", {}) is None
+    assert find_nccl(write_library(tmp_path / "c.so", ["libc.so.6"]), {}) is None
+    assert find_nccl(None, {}) is None
 
 
 def test_a_rank_of_another_mpi_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from hvdtrain.doctor.facts.child import LOADED, Answer, ask
 from hvdtrain.errors import HorovodError
 from hvdtrain.install import record
-from hvdtrain.runtime.elf import find_needed, read_linkage
+from hvdtrain.runtime.elf import Linkage, find_needed, read_linkage
 from hvdtrain.runtime.mpi import horovod_library
 
 PACKAGES = ("hvdtrain", "numpy", "transformers")
@@ -89,7 +89,7 @@ def installation(environ: Mapping[str, str], pool: Executor) -> Installation:
         packages={name: package_version(name) for name in PACKAGES},
         record=record.installed(),
         mismatch=horovod_mismatch(),
-        nccl=find_linked(horovod_library(), "libnccl.so", environ),
+        nccl=find_nccl(horovod_library(), environ),
         python=sys.version_info[:2],
         distutils=sys.version_info < (3, 12) or importlib.util.find_spec("distutils") is not None,
         torch=torch.result(),
@@ -97,16 +97,14 @@ def installation(environ: Mapping[str, str], pool: Executor) -> Installation:
     )
 
 
-def find_linked(library: Path | None, beginning: str, environ: Mapping[str, str]) -> LinkedLibrary | None:
-    """Find a library that another one is linked to, by the beginning of its name."""
-    if library is None:
+def find_nccl(library: Path | None, environ: Mapping[str, str]) -> LinkedLibrary | None:
+    """Find the libnccl that a library is linked to."""
+    linkage = read_linkage(library) if library else Linkage()
+    soname = next((name for name in linkage.needed if name.startswith("libnccl.so")), None)
+    if soname is None:
         return None
-    linkage = read_linkage(library)
-    for soname in linkage.needed:
-        if soname.startswith(beginning):
-            path = find_needed(soname, linkage, environ.get("LD_LIBRARY_PATH", ""))
-            return LinkedLibrary(soname, path, (*linkage.rpath, *linkage.runpath))
-    return None
+    path = find_needed(soname, linkage, environ.get("LD_LIBRARY_PATH", ""))
+    return LinkedLibrary(soname, path, (*linkage.rpath, *linkage.runpath))
 
 
 def package_version(package: str) -> str | None:

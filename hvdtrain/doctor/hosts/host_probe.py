@@ -23,6 +23,7 @@ import psutil
 from hvdtrain.doctor.hosts.host_report import report_host
 from hvdtrain.doctor.hosts.peers import Attempt, Listener, listen, measure, try_connection
 from hvdtrain.launch.interfaces import interface_to, source_to
+from hvdtrain.regular import read_text_or_empty
 from hvdtrain.runtime.environment import environ
 from hvdtrain.runtime.json_lines import MessageWriter, read_messages
 
@@ -67,11 +68,8 @@ def _sees_file(question: Mapping[str, Any]) -> bool:
     """Tell whether a file exists and has the expected content."""
     deadline_s = time.monotonic() + _VISIBLE_WITHIN_S
     while True:
-        try:
-            if Path(question["file"]).read_text() == question["text"]:
-                return True
-        except OSError:
-            pass
+        if read_text_or_empty(Path(question["file"])) == question["text"]:
+            return True
         if time.monotonic() > deadline_s:
             return False
         time.sleep(0.1)
