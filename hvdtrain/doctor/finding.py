@@ -1,14 +1,15 @@
-"""The result of a check."""
+"""The result of a check, and texts about several hosts in it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 Level = Literal["ok", "warning", "broken"]
 LEVELS: tuple[Level, ...] = ("ok", "warning", "broken")
 """Levels from best to worst. The index is the exit status."""
+_MOST_NAMES = 6
 
 
 @dataclass(frozen=True)
@@ -39,3 +40,22 @@ class Finding:
 def worst(findings: Iterable[Finding]) -> int:
     """Return the exit status: 0 no problem, 1 warnings, 2 something is broken."""
     return max((LEVELS.index(finding.level) for finding in findings), default=0)
+
+
+def names(hosts: Iterable[str]) -> str:
+    """Join names, shortened as in ``a, b and 3 more``."""
+    found = list(hosts)
+    if len(found) <= _MOST_NAMES:
+        return ", ".join(found)
+    return f"{', '.join(found[:_MOST_NAMES])} and {len(found) - _MOST_NAMES} more"
+
+
+def by_value(values: Mapping[str, object]) -> str:
+    """Group hosts by value, most frequent first: ``2.13 on a, b; 2.12 on c``. One common value stands alone."""
+    hosts: dict[str, list[str]] = {}
+    for host, value in values.items():
+        hosts.setdefault(str(value) or "none", []).append(host)
+    if len(hosts) == 1:
+        return next(iter(hosts))
+    most_first = sorted(hosts.items(), key=lambda item: -len(item[1]))
+    return "; ".join(f"{value} on {names(where)}" for value, where in most_first)

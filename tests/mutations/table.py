@@ -748,7 +748,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/cli/test_launchers.py",
     ),
     _new(
-        "doctor/hosts/clock_offset.py",
+        "doctor/hosts/survey.py",
         "Offset((there - (sent + came) / 2) * 1e-9,",
         "Offset((there - sent) * 1e-9,",
         "the time of the question counts as an offset of the clocks",

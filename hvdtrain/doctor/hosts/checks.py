@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hvdtrain.doctor.finding import Finding, Level
+from hvdtrain.doctor.finding import Finding, Level, by_value, names
 from hvdtrain.doctor.hosts import network_checks
 from hvdtrain.doctor.hosts.host_report import HostReport
-from hvdtrain.doctor.hosts.host_text import by_value, names
 from hvdtrain.doctor.hosts.ssh_errors import explain_ssh_failure
 from hvdtrain.doctor.hosts.survey import Survey
 from hvdtrain.install.record import BUILD_COMMAND

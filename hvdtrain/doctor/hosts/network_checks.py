@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Mapping
 
-from hvdtrain.doctor.finding import Finding
-from hvdtrain.doctor.hosts.clock_offset import largest_offset
-from hvdtrain.doctor.hosts.host_text import by_value, names
-from hvdtrain.doctor.hosts.survey import Survey
+from hvdtrain.doctor.finding import Finding, by_value, names
+from hvdtrain.doctor.hosts.survey import Offset, Survey
 
 _CLOCK_S = 1.0
 """Up to this offset, file times and log lines of two hosts can be compared."""
@@ -30,6 +29,14 @@ def clocks(survey: Survey) -> list[Finding]:
         )
     fix = "on both hosts: timedatectl set-ntp true (verify: chronyc tracking)"
     return [Finding("clocks", "warning", found, why, fix)]
+
+
+def largest_offset(offsets: Mapping[str, Offset]) -> tuple[str, str, Offset]:
+    """Return the hosts with the slowest and the fastest clock, and the offset between them."""
+    behind = min(offsets, key=lambda host: offsets[host].ahead_s)
+    ahead = max(offsets, key=lambda host: offsets[host].ahead_s)
+    low, high = offsets[behind], offsets[ahead]
+    return behind, ahead, Offset(high.ahead_s - low.ahead_s, high.error_s + low.error_s)
 
 
 def connections(survey: Survey) -> list[Finding]:

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import msgspec
 
 import hvdtrain
-from hvdtrain.doctor.hosts.clock_offset import Offset, estimate_offset
 from hvdtrain.doctor.hosts.host_report import HostReport
 from hvdtrain.doctor.hosts.peers import CONNECT_S, Attempt, Listener, Speed
 from hvdtrain.doctor.hosts.probe_client import NoAnswerError, ProbeClient
@@ -29,6 +28,14 @@ _ANYWHERE = "192.0.2.1"
 """An address that no host has (RFC 5737). Its route is the default route."""
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Offset:
+    """By how many seconds another clock is ahead of this host's clock, and the error bound."""
+
+    ahead_s: float
+    error_s: float
 
 
 @dataclass(frozen=True)
@@ -219,3 +226,13 @@ class Hosts:
 
 def _is_local(address: str) -> bool:
     return not address or ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def estimate_offset(samples: Sequence[tuple[int, int, int]]) -> Offset:
+    """Estimate the offset from samples: time sent, time on the other clock, time received, in nanoseconds.
+
+    The other clock was read between sending and receiving, so the fastest sample has the smallest error (Cristian,
+    "Probabilistic clock synchronization", 1989).
+    """
+    sent, there, came = min(samples, key=lambda sample: sample[2] - sample[0])
+    return Offset((there - (sent + came) / 2) * 1e-9, (came - sent) / 2e9)

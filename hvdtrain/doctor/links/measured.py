@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from hvdtrain.doctor.finding import Finding
-from hvdtrain.doctor.hosts.host_text import names
+from hvdtrain.doctor.finding import Finding, names
 
 _SLOW = 0.5
 """A link is slow below this part of the median bandwidth."""

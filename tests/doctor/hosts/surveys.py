@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hvdtrain.doctor.facts.network import Interface
-from hvdtrain.doctor.hosts.clock_offset import Offset
 from hvdtrain.doctor.hosts.host_report import HostReport
 from hvdtrain.doctor.hosts.peers import Attempt
-from hvdtrain.doctor.hosts.survey import Survey
+from hvdtrain.doctor.hosts.survey import Offset, Survey
 
 A = HostReport(
     name="node-a",

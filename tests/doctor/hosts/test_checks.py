@@ -9,13 +9,11 @@ import msgspec
 import pytest
 
 from hvdtrain.doctor.facts.network import Interface
-from hvdtrain.doctor.finding import Finding, worst
+from hvdtrain.doctor.finding import Finding, by_value, names, worst
 from hvdtrain.doctor.hosts.checks import examine
-from hvdtrain.doctor.hosts.clock_offset import Offset
 from hvdtrain.doctor.hosts.host_report import HostReport
-from hvdtrain.doctor.hosts.host_text import by_value, names
 from hvdtrain.doctor.hosts.peers import Attempt
-from hvdtrain.doctor.hosts.survey import Survey
+from hvdtrain.doctor.hosts.survey import Offset, Survey
 from tests.doctor.hosts.surveys import WELL, A, B, other, tried
 
 BRIDGE = Interface("docker0", "172.17.0.1", "172.17.0.0/16", 1500, 0)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.doctor.hosts.clock_offset import Offset, estimate_offset, largest_offset
+from hvdtrain.doctor.hosts.network_checks import largest_offset
+from hvdtrain.doctor.hosts.survey import Offset, estimate_offset
 
 NS = st.integers(0, 10**9)
 
