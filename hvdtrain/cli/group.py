@@ -17,14 +17,7 @@ def run(
     """Run a command of a group and return its exit code.
 
     The code is 1 after an error, 2 for an unknown command, 130 after an interrupt, 141 if the reader of stdout closed
-    it.
-
-    Args:
-        group: name of the group.
-        operands: text that the usage shows after the command.
-        commands: description of each command, by name.
-        argv: the command and its arguments.
-        call: function that runs a command, given its name and arguments.
+    it. `operands`: what the usage shows after the command; `commands`: descriptions by name; `call`: runs a command.
     """
     if not argv or argv[0] in ("--help", "-h", "help"):
         wrapped = [textwrap.wrap(f"{name:<8} {text}", 77) for name, text in commands.items()]

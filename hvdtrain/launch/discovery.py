@@ -16,12 +16,7 @@ _AGAIN_S = 1.0
 
 
 def run_script(script: Path, timeout_s: float = TIMEOUT_S, *, slots: int = 1) -> dict[str, int]:
-    """Run the script directly, without a shell; return the slots of each host.
-
-    Args:
-        script: the program.
-        timeout_s: how long it may take.
-        slots: of a host that it lists without a number.
+    """Run the script directly, without a shell; return the slots of each host: `slots` where it prints no number.
 
     Errors:
         LaunchError: it cannot be run, takes too long, fails, or prints an invalid host.
@@ -33,9 +28,8 @@ def run_script(script: Path, timeout_s: float = TIMEOUT_S, *, slots: int = 1) ->
         what = f"the discovery script {script} did not end within {timeout_s:.0f} s"
         raise LaunchError(what, expected=expected) from None
     except OSError as error:
-        hint = _hint(script)
         what = f"the discovery script {script} cannot be run"
-        raise LaunchError(what, expected=expected, found=str(error), next_step=hint) from None
+        raise LaunchError(what, expected=expected, found=str(error), next_step=_hint(script)) from None
     if code != 0:
         found = f"exit code {code}: {err.strip()[-500:]}"
         raise LaunchError(f"the discovery script {script} failed", expected=expected, found=found)
@@ -62,13 +56,9 @@ def watch_script(
     found: Callable[[dict[str, int]], None],
     say: Callable[[str], None],
 ) -> None:
-    """Run the script repeatedly until it is over; the last answer stays valid while it fails.
+    """Ask for the hosts repeatedly until it is over; the last answer stays valid while the script fails.
 
-    Args:
-        ask: returns the hosts, as `run_script`.
-        over: set at the end of the job.
-        found: called with each new answer.
-        say: called with each new error.
+    `found` is called with each new answer, `say` with each new error.
     """
     last: dict[str, int] = {}
     error = ""

@@ -42,9 +42,7 @@ def parse_hosts(text: str) -> dict[str, int]:
 def parse_discovered(text: str, slots: int = 1) -> dict[str, int]:
     """Parse the output of a discovery script: a line ``host`` or ``host:slots`` per host; empty lines are skipped.
 
-    Args:
-        text: the output.
-        slots: of a host without a number.
+    `slots`: of a host without a number.
 
     Errors:
         LaunchError: as of `parse_hosts`; 0 slots are allowed, for a host that must be vacated.

@@ -1,14 +1,11 @@
-"""Find the network interface by which this host reaches another. Linux only."""
+"""Find the network interface by which this host reaches another."""
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import socket
-import struct
-from pathlib import Path
+from collections.abc import Iterator
 
-_SIOCGIFADDR = 0x8915
 _ANY_PORT = 9
 
 
@@ -20,10 +17,7 @@ def interface_of(address: str) -> str:
         return ""
     if wanted.is_loopback:
         return "lo"
-    if wanted.version == 6:
-        return _interface_of_6(wanted)
-    names = (name for _, name in socket.if_nameindex())
-    return next((name for name in names if address_of(name) == str(wanted)), "")
+    return next((name for name, found in _addresses() if found == wanted), "")
 
 
 def interface_to(address: str) -> str:
@@ -44,20 +38,14 @@ def source_to(address: str) -> str:
 
 def address_of(interface: str) -> str:
     """Return the IPv4 address of an interface, "" where it has none or does not exist."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        try:
-            found = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-        except OSError:
-            return ""
-    return socket.inet_ntoa(found[20:24])
+    return next((str(found) for name, found in _addresses() if name == interface and found.version == 4), "")
 
 
-def _interface_of_6(wanted: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
-    try:
-        lines = Path("/proc/net/if_inet6").read_text().splitlines()
-    except OSError:
-        return ""
-    for fields in map(str.split, lines):
-        if len(fields) == 6 and ipaddress.ip_address(bytes.fromhex(fields[0])) == wanted:
-            return fields[5]
-    return ""
+def _addresses() -> Iterator[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
+    """Yield the interfaces of this host, each with one of its addresses."""
+    import psutil  # takes 30 ms
+
+    for name, entries in psutil.net_if_addrs().items():
+        for entry in entries:
+            if entry.family in (socket.AF_INET, socket.AF_INET6):
+                yield name, ipaddress.ip_address(entry.address.partition("%")[0])

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from hvdtrain.launch import faults, hangs, job_end, round_changes, shortage, worker_starts
+from hvdtrain.launch import faults, job_end, round_changes, worker_starts
 from hvdtrain.launch.commands import Command, Limits
 from hvdtrain.launch.job import Job, Phase, Worker
 
@@ -116,15 +116,15 @@ class Membership:
         away = now_s - self.job.now_s > _GAP_S
         self.job.now_s = now_s
         if away:
-            hangs.reset_heartbeats(self.job)
+            faults.reset_heartbeats(self.job)
 
     def _advance(self) -> list[Command]:
         """Apply all rules to the current state."""
         job = self.job
-        hangs.check_hangs(job)
+        faults.check_hangs(job)
         worker_starts.forget_old_failures(job)
         faults.check_survivors(job)
-        shortage.check_shortage(job)
+        worker_starts.check_shortage(job)
         round_changes.start_next_round(job)
         round_changes.request_change(job)
         for worker in list(job.workers.values()):

@@ -34,15 +34,7 @@ _PATH = re.compile(rb"/([A-Za-z0-9_-]{1,128})/([0-9]{1,9}):0/([A-Za-z0-9._@:-]{1
 class Request:
     """One connection: a head, perhaps a body, and the answer.
 
-    Args:
-        server: has the token and the keys.
-        peer: the socket.
-        sender: its address, for messages.
-
-    Attributes:
-        peer: the socket, non-blocking.
-        until_s: the deadline.
-        events: at which it advances.
+    `sender`: the address of the peer, for messages; `until_s`: the deadline; `events`: those at which it advances.
     """
 
     def __init__(self, server: Rendezvous, peer: socket.socket, sender: str) -> None:

@@ -178,15 +178,7 @@ def places(workers: Sequence[Worker]) -> list[dict[str, int]]:
     met: Counter[int] = Counter()
     result = []
     for rank, (worker, number) in enumerate(zip(workers, numbers, strict=True)):
-        result.append(
-            {
-                "rank": rank,
-                "size": len(workers),
-                "local_rank": number,
-                "local_size": local[worker.host],
-                "cross_rank": met[number],
-                "cross_size": across[number],
-            }
-        )
+        place = {"rank": rank, "size": len(workers), "local_rank": number, "local_size": local[worker.host]}
+        result.append({**place, "cross_rank": met[number], "cross_size": across[number]})
         met[number] += 1
     return result

@@ -54,11 +54,7 @@ def task_numbers(environ: Mapping[str, str]) -> dict[str, int]:
 
 
 def variables(environ: Mapping[str, str], host: str) -> dict[str, str]:
-    """Return the variables that the program's environment gets in addition.
-
-    Args:
-        environ: of this task.
-        host: its name.
+    """Return the variables that the program's environment gets in addition. `host`: the name of this host.
 
     Errors:
         LaunchError: as of `task_numbers`; or there is no store.

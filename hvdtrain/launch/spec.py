@@ -132,6 +132,11 @@ class JobSpec:
         return -(-self.ranks // self.nodes)
 
     @property
+    def host_list(self) -> str:
+        """The hosts as ``a:4,b:4``."""
+        return ",".join(f"{host}:{slots}" for host, slots in self.hosts.items())
+
+    @property
     def remote(self) -> bool:
         """Whether there are ranks on other hosts than the one that starts the job."""
         return self.nodes > 1 or any(name not in (*LOCAL_NAMES, self.host) for name in self.hosts)

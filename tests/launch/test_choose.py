@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.launch.choose import AUTO, OWN, choose, needs_machine
+from hvdtrain.launch.choose import AUTO, OWN, choose, needs_machine, refuse_options, refuse_shape
 from hvdtrain.launch.detect import Machine
-from hvdtrain.launch.refuse import refuse_options, refuse_shape
 from hvdtrain.launch.spec import Batch, JobSpec, Mpi
 from hvdtrain.launch.targets import TARGETS
 from tests.support.jobs import INTEL, MPICH, OPEN_MPI_4, OPEN_MPI_5

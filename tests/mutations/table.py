@@ -61,7 +61,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         MEMBERSHIP,
     ),
     _missed(
-        "launch/shortage.py",
+        "launch/worker_starts.py",
         "if len(present) >= limits.least or not limits.elastic:  # else the first loss ends it\n"
         "        job.short_s = None\n",
         "if len(present) >= limits.least or not limits.elastic:  # else the first loss ends it\n        return\n",
@@ -113,14 +113,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         MEMBERSHIP,
     ),
     _missed(
-        "launch/hangs.py",
+        "launch/faults.py",
         "if not worker.joined and not worker.round and job.now_s - worker.started_s",
         "if not worker.joined and worker.round and job.now_s - worker.started_s",
         "a worker that never asks for a place is waited for without end",
         MEMBERSHIP,
     ),
     _missed(
-        "launch/hangs.py",
+        "launch/faults.py",
         "if not timeout or not (waiting or overdue) or len(waiting) + len(blocking) < len(members):",
         "if not timeout or not (waiting or overdue):",
         "a rank counts as hanging while another still computes",

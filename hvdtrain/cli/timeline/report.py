@@ -34,14 +34,16 @@ def main(command: str, argv: list[str]) -> int:
     """Print or write the report; return the exit code."""
     options = parser(command).parse_args(argv)
     from hvdtrain.errors import ConfigError
+    from hvdtrain.timeline.analysis.analyse import analyse
     from hvdtrain.timeline.analysis.analysis import figures
     from hvdtrain.timeline.report import condition
+    from hvdtrain.timeline.run import load
 
     clauses: list[condition.Clause] = []
     try:
         if options.fail_if is not None:
             clauses = condition.parse(options.fail_if)
-        analysis = _analysis(options.path, options.log)
+        analysis = analyse(load(*options.path, logs=options.log))
         met = clauses if clauses and condition.holds(clauses, figures(analysis)) else None
     except ConfigError as error:
         sys.stderr.write(f"hvdtrain: ConfigError: {error}\n")
@@ -51,13 +53,6 @@ def main(command: str, argv: list[str]) -> int:
         return 0
     sys.stderr.write(f"hvdtrain: --fail_if is met: {condition.met_text(met, figures(analysis))}\n")
     return 1
-
-
-def _analysis(paths: list[Path], logs: list[Path]) -> Analysis:
-    from hvdtrain.timeline.analysis.analyse import analyse
-    from hvdtrain.timeline.run import load
-
-    return analyse(load(*paths, logs=logs))
 
 
 def _show(analysis: Analysis, as_json: bool, html: Path | None) -> None:

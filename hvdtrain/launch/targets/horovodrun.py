@@ -33,10 +33,8 @@ def render(spec: JobSpec) -> Command:
         words += ["--min-np", str(least), "--max-np", str(most)]
     if spec.discover is not None:
         words += ["--host-discovery-script", spec.discover]
-    elif spec.hosts:
-        words += ["-H", ",".join(f"{host}:{slots}" for host, slots in spec.hosts.items())]
     else:
-        words += ["-H", f"localhost:{spec.ranks}"]
+        words += ["-H", spec.host_list or f"localhost:{spec.ranks}"]
     words += ["--network-interface", spec.interface] if spec.interface else []
     words += ["--ssh-port", str(spec.ssh_port)] if spec.ssh_port else []
     if over_mpi and spec.remote and spec.mpi is not None and spec.mpi.prefix:

@@ -18,7 +18,7 @@ def render(spec: JobSpec) -> Command:
     if not spec.hosts:
         where: tuple[str, ...] = ()
     elif spec.mpi.flavour == "mpich":
-        where = ("-hosts", ",".join(f"{host}:{slots}" for host, slots in spec.hosts.items()))
+        where = ("-hosts", spec.host_list)
     else:  # Intel's Hydra ignores a number after a colon
         where = ("-ppn", str(max(spec.hosts.values())), "-hosts", ",".join(spec.hosts))
     return Command(argv(spec, where), variables(spec))

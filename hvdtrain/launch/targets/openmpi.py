@@ -15,10 +15,7 @@ from hvdtrain.launch.targets.base import BY_MPI, Target, for_ssh
 
 def render(spec: JobSpec) -> Command:
     """Return the start by mpirun."""
-    hosts = spec.hosts or {"localhost": spec.ranks}
-    return Command(
-        argv(spec, ("--host", ",".join(f"{host}:{slots}" for host, slots in hosts.items()))), variables(spec)
-    )
+    return Command(argv(spec, ("--host", spec.host_list or f"localhost:{spec.ranks}")), variables(spec))
 
 
 def argv(spec: JobSpec, where: Sequence[str]) -> tuple[str, ...]:
