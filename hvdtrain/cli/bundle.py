@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
 def _make(options: argparse.Namespace) -> int:
     from packaging.utils import canonicalize_name
 
-    from hvdtrain.install import bundle, closure
+    from hvdtrain.install import bundle, fetch
     from hvdtrain.install.build_plan import SDIST
     from hvdtrain.install.build_probe import cache_folder
     from hvdtrain.install.target import Target, this_platform
@@ -75,7 +75,7 @@ def _make(options: argparse.Namespace) -> int:
         options.extras,
     )
     if options.torch is None:
-        pins = closure.pins((project / "constraints.txt").read_text(), target.markers)
+        pins = fetch.pins((project / "constraints.txt").read_text(), target.markers)
         target = replace(target, torch=_installed_torch() or pins["torch"])
     cache.mkdir(parents=True, exist_ok=True)
     source = bundle.Source(project, cache / "horovod" / "sdist" / SDIST, cache / "bundle.log", variables)

@@ -20,8 +20,7 @@ from hvdtrain.errors import BuildError
 from hvdtrain.install.build import check_sdist, digest
 from hvdtrain.install.build_plan import HOROVOD, SDIST, SDIST_SHA256
 from hvdtrain.install.bundle_folder import BundleFolder
-from hvdtrain.install.closure import closure, pins
-from hvdtrain.install.fetch import Pip
+from hvdtrain.install.fetch import Pip, closure, pins
 from hvdtrain.install.prerequisites import NEEDED_BYTES
 from hvdtrain.install.steps import Say
 from hvdtrain.install.target import Target

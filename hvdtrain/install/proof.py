@@ -35,7 +35,7 @@ def command(probe: Probe, mpi: FoundMpi) -> tuple[str, ...]:
     return (str(mpi.mpirun), "-np", str(RANKS), *flags, probe.python.executable, "-c", PROGRAM)
 
 
-def environment(probe: Probe) -> dict[str, str]:
+def environment(probe: Probe, mpi: FoundMpi) -> dict[str, str]:
     """Return the variables of the test: one thread, loopback only, idle ranks yield, root allowed, no ssh."""
     values = {
         "OMP_NUM_THREADS": "1",
@@ -44,9 +44,7 @@ def environment(probe: Probe) -> dict[str, str]:
         "OMPI_MCA_oob_tcp_if_include": "lo",
         "HOROVOD_GLOO_IFACE": "lo",
     }
-    if probe.mpi is None:
-        return values
-    build = probe.mpi.build
+    build = mpi.build
     return values | start_variables(build.flavour, build.major, is_root=probe.is_root, remote_shell=probe.remote_shell)
 
 

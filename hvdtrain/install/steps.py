@@ -18,16 +18,8 @@ from hvdtrain.errors import BuildError
 Say = Callable[[str], None]
 
 _PERCENT = re.compile(r"^\s*\[\s*(\d+)%\]")
-_MEANINGFUL = re.compile(
-    r"\w*error:|cmake error|fatal|no space left|undefined (reference|symbol)|killed", re.IGNORECASE
-)
-_NOISE = (
-    "subprocess-exited-with-error",
-    "Failed building wheel",
-    "Failed to build",
-    "execute `setup.py`",
-    " as error:",
-)
+_MEANINGFUL = re.compile(r"\w*error:|cmake error|fatal|no space left|undefined (reference|symbol)|killed", re.I)
+_NOISE = re.compile(r"subprocess-exited-with-error|Failed building wheel|Failed to build|execute `setup.py`| as error:")
 OFFLINE = "the package registry cannot be reached: check the network, the proxy and pip's index-url"
 _FIXES = (
     ("No space left on device", "free some disk space, or set XDG_CACHE_HOME and TMPDIR to folders on another disk"),
@@ -97,7 +89,7 @@ def timed(step: Step, say: Say, number: str = "") -> Iterator[None]:
 
 def explain_failure(step: Step, code: int, lines: Sequence[str], log: str) -> BuildError:
     """Explain a failed command by the most meaningful lines of its output."""
-    meaningful = [line for line in lines if _MEANINGFUL.search(line) and not any(noise in line for noise in _NOISE)]
+    meaningful = [line for line in lines if _MEANINGFUL.search(line) and not _NOISE.search(line)]
     shown = list(dict.fromkeys(line.strip() for line in meaningful or lines[-8:]))
     if len(shown) > 8:
         shown = [*shown[:5], "...", *shown[-3:]]  # the first errors are the most useful

@@ -85,18 +85,13 @@ class CheckpointStore:
         return folder
 
     def finish(
-        self,
-        folder: Path,
-        step: int,
-        values: Mapping[str, Any],
-        notes: Mapping[str, Any],
-        files: Mapping[str, FileDigest],
+        self, folder: Path, step: int, state: StateDict, notes: Mapping[str, Any], files: Mapping[str, FileDigest]
     ) -> Path:
         """Complete a checkpoint from the files in `folder`, and return its path. Call in `discard_on_error`.
 
         It never changes existing checkpoints. `heldout_loss` in `notes` determines the best one.
         """
-        every = {**files, VALUES: write_text(folder / VALUES, json.dumps(dict(values)))}
+        every = {**files, VALUES: write_text(folder / VALUES, json.dumps(dict(state.values)))}
         write_text(folder / MANIFEST, manifest_text(step, notes, every))
         fsync(folder)
         target = self._free_name(step)

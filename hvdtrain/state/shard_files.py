@@ -132,7 +132,7 @@ class ShardedWrite:
                 files = write_shard(self.folder, 0, self.count, state, progress)
                 if self.count > 1:
                     files |= self.gather(progress, abandoned)
-                path = store.finish(self.folder, self.step, state.values, self.notes, files)
+                path = store.finish(self.folder, self.step, state, self.notes, files)
             if self.keep is not None:
                 store.remove_old(self.keep, path, progress)
         except (CheckpointError, Abandoned):

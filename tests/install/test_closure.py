@@ -8,7 +8,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from hvdtrain.errors import BuildError
-from hvdtrain.install.closure import closure, pins
+from hvdtrain.install.fetch import closure, pins
 from hvdtrain.install.target import Target
 from tests.support.wheels import ROOT, wheel
 

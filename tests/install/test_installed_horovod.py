@@ -72,7 +72,7 @@ def on_two_ranks(program: str, folder: Path) -> str:
     here = probe(os.environ)
     assert here.mpi is not None, "Horovod is installed, and no MPI to start it with"
     kept = {name: value for name, value in os.environ.items() if not name.startswith(DROPPED_PREFIXES)}
-    environment = {**kept, **proof.environment(here)}
+    environment = {**kept, **proof.environment(here, here.mpi)}
     command = [program if word == proof.PROGRAM else word for word in proof.command(here, here.mpi)]
     done = subprocess.run(
         command, env=environment, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False

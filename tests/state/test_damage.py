@@ -39,7 +39,7 @@ def _save(folder: Path, seed: int, writers: int) -> Path:
     for number in range(writers):
         part = select_shard(state, number, writers)
         files |= write_shard(temporary, number, writers, part, lambda: None)
-    return store.finish(temporary, 7, state.values, {"heldout_loss": 0.5 + seed}, files)
+    return store.finish(temporary, 7, state, {"heldout_loss": 0.5 + seed}, files)
 
 
 def _bits(state: StateDict) -> dict[str, dict[str, tuple[torch.dtype, torch.Size, bytes]]]:
