@@ -37,11 +37,9 @@ class Listener(Protocol):
 
     def enter(self, name: str) -> None:
         """Begin a span."""
-        ...
 
     def exit(self, name: str) -> None:
         """End the innermost span."""
-        ...
 
     def pop_seconds(self) -> dict[str, float]:
         """Return the seconds by name since the last call; they replace those of the host's clock."""

@@ -15,11 +15,9 @@ class Handle(Protocol):
 
     def done(self) -> bool:
         """Check whether `wait` would return at once."""
-        ...
 
     def wait(self) -> Tensor:
         """Block until the collective is complete and return its result. Further calls return the same result."""
-        ...
 
 
 class Comm(Protocol):
@@ -40,37 +38,30 @@ class Comm(Protocol):
 
     def allreduce(self, tensor: Tensor, *, name: str) -> Handle:
         """Sum over ranks, in place; the result is `tensor` itself. Collective: yes."""
-        ...
 
     def allgather(self, tensor: Tensor, *, name: str) -> Handle:
         """Concatenate along dimension 0 in rank order; first dimensions may differ. Collective: yes."""
-        ...
 
     def alltoall(self, tensor: Tensor, *, name: str, splits: list[int] | None = None) -> Handle:
         """Send `splits[r]` rows of dimension 0 to rank r (equal shares without `splits`). Collective: yes.
 
         The result has the received rows, in rank order.
         """
-        ...
 
     def reducescatter(self, tensor: Tensor, *, name: str) -> Handle:
         """Sum over ranks and return this rank's share of dimension 0. Collective: yes.
 
         Shares are as equal as possible; the first ``len % size`` ranks have one row more.
         """
-        ...
 
     def broadcast(self, tensor: Tensor, *, name: str, root: int = 0) -> Handle:
         """Overwrite `tensor` with that of `root`, in place. Collective: yes."""
-        ...
 
     def barrier(self) -> None:
         """Return once every rank has called this. Collective: yes."""
-        ...
 
     def close(self) -> None:
         """End communication. Collective: yes."""
-        ...
 
 
 @runtime_checkable
@@ -81,8 +72,6 @@ class TimelineComm(Protocol):
 
     def start_timeline(self, path: Path) -> None:
         """Record into `path` from now on. Affects only rank 0."""
-        ...
 
     def stop_timeline(self) -> None:
         """Write the recording and close the file. Affects only rank 0."""
-        ...

@@ -34,22 +34,18 @@ class Exchange(Protocol):
 
     def synchronize_state(self) -> None:
         """Make the state equal on all ranks. Collective: yes."""
-        ...
 
     def synchronized_state(self) -> dict[str, Tensor]:
         """Return the tensors that `synchronize_state` would produce, without changing any. Collective: yes.
 
         They are valid until the next step.
         """
-        ...
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return tensors by name, and plain values."""
-        ...
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Load them, possibly without a copy."""
-        ...
 
 
 @dataclass(frozen=True)
