@@ -50,7 +50,7 @@ def test_a_holder_that_was_killed_is_no_obstacle(tmp_path: Path) -> None:
     held.release()
 
 
-def test_a_process_number_that_was_given_anew_is_no_holder(tmp_path: Path) -> None:
+def test_a_reused_process_number_is_no_holder(tmp_path: Path) -> None:
     held = _take(tmp_path / "l")
     assert held is not None
     content = json.loads((tmp_path / "l").read_text())
@@ -61,7 +61,7 @@ def test_a_process_number_that_was_given_anew_is_no_holder(tmp_path: Path) -> No
     again.release()
 
 
-def test_who_is_slower_to_find_it_stale_does_not_take_it_from_who_was_faster(
+def test_of_two_jobs_that_find_a_stale_lease_the_slower_does_not_take_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "l"
@@ -101,7 +101,7 @@ def test_a_holder_elsewhere_is_known_by_its_beats(tmp_path: Path, lives: bool) -
         taken.release()
 
 
-def test_of_two_who_find_it_stale_one_gets_it(tmp_path: Path) -> None:
+def test_of_two_jobs_that_find_a_stale_lease_one_gets_it(tmp_path: Path) -> None:
     path = tmp_path / "l"
     path.write_text(json.dumps(FAR))
     faster: list[Lease | None] = []
@@ -137,7 +137,7 @@ def test_a_run_directory_is_claimed_once_without_locks(tmp_path: Path) -> None:
     again.release()
 
 
-def test_who_has_lost_it_does_not_take_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_lost_its_lease_does_not_take_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "BEAT_S", 0.001)
     held = _take(tmp_path / "l")
     assert held is not None
@@ -167,9 +167,7 @@ def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("without_locks")
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_job_that_was_taken_for_dead_ends_on_every_rank(
-    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_treated_as_dead_ends_on_every_rank(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It came back from a suspension, say: two jobs must not write into one run."""
     monkeypatch.setattr(lease, "BEAT_S", 0.001)
     run, drawn = tmp_path / "run", list[int]()

@@ -103,7 +103,7 @@ def test_other_commands(command: str, folder: Path) -> None:
     assert "hvdtrain" in _run(shlex.split(command), folder, codes)
 
 
-def test_the_model_of_ones_own_from_python(folder: Path) -> None:
+def test_an_own_model_from_python(folder: Path) -> None:
     (folder / "own.py").write_text(FROM_PYTHON)
     out = _run([sys.executable, "own.py"], folder)
     assert float(out.splitlines()[-1].split()[0]) < 100
@@ -117,7 +117,7 @@ def test_the_horovod_script(folder: Path) -> None:
     assert float(re.findall(r"loss ([\d.]+)", _run([*shlex.split(command)], folder))[-1]) < 8, "it was 16 at first"
 
 
-def test_the_transcript_of_a_lost_rank_is_what_a_job_prints(gallery: Gallery) -> None:
+def test_a_job_prints_the_transcript_of_a_lost_rank(gallery: Gallery) -> None:
     """Ranks, steps and times differ from those of the README."""
     survived = gallery["survived"]
     proof = to_text(verify_data(survived.run), survived.run)

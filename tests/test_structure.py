@@ -201,7 +201,7 @@ def test_nothing_is_unpickled_and_no_text_is_run() -> None:
     ("call", "keyword"),
     [("np.load", "allow_pickle"), ("from_pretrained", "trust_remote_code"), ("from_pretrained", "use_safetensors")],
 )
-def test_what_reads_files_of_others_says_that_it_runs_none_of_them(call: str, keyword: str) -> None:
+def test_readers_of_foreign_files_state_that_they_run_no_code(call: str, keyword: str) -> None:
     found = [node for file in FILES for name, node in _calls(file) if name.endswith(call)]
     assert found
     assert all(any(part.arg == keyword for part in node.keywords) for node in found)
@@ -235,7 +235,7 @@ def test_each_mutation_finds_the_text_that_it_replaces() -> None:
     assert not wrong, "tests/mutations/table.py is to follow the source"
 
 
-def test_programs_in_texts_import_what_there_is() -> None:
+def test_programs_in_documents_import_existing_names() -> None:
     """Tests start programs that they hold as text, which no type checker reads; so does the package."""
     wrong = []
     for file in sorted(ROOT.rglob("*.py")):

@@ -46,14 +46,14 @@ def test_parts_sum_to_the_whole_and_steps_done_again_come_after_it(parts: list[f
     assert found.passed_s == pytest.approx(found.seconds + back * parts[3])
 
 
-def test_a_step_that_the_survivor_ends_after_the_kill_belongs_to_what_was_before_it() -> None:
+def test_a_step_that_ends_after_the_kill_counts_as_before_it() -> None:
     job = [m for m in _job([0.5, 0.1, 0.1, 1.0]) if m.step != 11]
     found = marks.split([*job, Mark(KILLED_S + 0.4, "step", 11, 2)], KILLED_S)
     assert found.step_s == pytest.approx(2.0)
     assert found.lost_steps == 0
 
 
-def test_nothing_is_known_while_a_mark_is_to_come() -> None:
+def test_nothing_is_known_while_a_mark_is_missing() -> None:
     job = sorted(_job([0.5, 0.1, 0.1, 1.0], back=3), key=lambda mark: mark.time)
     numbers = [n for n in range(len(job)) if marks.split(job[:n], KILLED_S) is not None]
     first = next(n for n, mark in enumerate(job) if mark.time > KILLED_S and mark.step == 11)
@@ -61,7 +61,7 @@ def test_nothing_is_known_while_a_mark_is_to_come() -> None:
 
 
 @given(st.floats(0.0, 20.0))
-def test_a_standstill_is_what_joining_took_beyond_a_step(standstill_s: float) -> None:
+def test_a_pause_is_the_time_of_joining_beyond_a_step(standstill_s: float) -> None:
     job = _job([0.5, 0.1, 0.1, 1.0])
     assert marks.come_back(job, KILLED_S, 2) is None
     last_s = max(m.time for m in job)

@@ -63,7 +63,7 @@ def test_what_cannot_be_is_an_error(made: list[tuple[Source, Target]], capsys: p
     assert not made
 
 
-def test_interrupted_it_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_says_how_to_continue(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def stopped(*arguments: object) -> int:
         raise KeyboardInterrupt
 

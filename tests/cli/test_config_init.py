@@ -75,7 +75,7 @@ _TASKS: list[Callable[..., Any]] = [load_task_function("language_model"), load_t
 
 
 @pytest.mark.parametrize("function", _TASKS, ids=lambda function: function.__name__)
-def test_what_is_written_reads_back_as_the_defaults(function: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_written_file_reads_back_as_the_defaults(function: Callable[..., Any], tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(to_yaml(_options(function), "a task"))
     written = parse_argv(["--config", str(file)], function)
@@ -101,7 +101,7 @@ def test_each_option_comes_after_its_description(function: Callable[..., Any]) -
     assert max(map(len, (line for line in lines if "#" in line))) <= 112
 
 
-def test_comments_are_what_the_classes_say() -> None:
+def test_comments_are_the_docstrings_of_the_classes() -> None:
     text = to_yaml(_options(plain), "t")
     assert text.startswith("# Options of")
     assert "\n# output and recording\nobserve:\n" in text

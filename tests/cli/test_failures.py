@@ -61,7 +61,7 @@ def _told_once(output: str, text: str) -> None:
     assert not missing, f"{missing} is not in\n{output}"
 
 
-def test_an_exception_on_one_rank_ends_the_job_and_is_told_once(gallery: Gallery) -> None:
+def test_an_exception_on_one_rank_ends_the_job_and_is_reported_once(gallery: Gallery) -> None:
     job = gallery["raised"]
     assert job.code != 0
     _told_once(job.out + job.err, (job.run / "failure.txt").read_text())
@@ -84,7 +84,7 @@ def test_an_exception_on_one_rank_under_another_launcher(launcher: str, tmp_path
     assert (card["kind"], card["ranks"], card["size"]) == ("exception", [1], 2)
 
 
-def test_the_command_on_the_card_goes_on(gallery: Gallery) -> None:
+def test_the_command_on_the_card_resumes_the_run(gallery: Gallery) -> None:
     """It was typed in a shell after rank 1 of the run had been killed."""
     job = gallery["killed"]
     words = job.notes["card"]["resume"].split()
@@ -108,7 +108,7 @@ def test_an_exception_in_a_loader_process_and_in_reading_data(tmp_path: Path) ->
 
 @pytest.mark.parametrize("how", ["raise", "user"])
 @pytest.mark.slow
-def test_what_every_rank_raises_is_told_once(how: str, tmp_path: Path) -> None:
+def test_an_error_of_every_rank_is_reported_once(how: str, tmp_path: Path) -> None:
     output = _fails(tmp_path, f"--how={how}", "--everywhere=true")
     assert output.count("Traceback") == (1 if how == "raise" else 0)
     if how == "user":

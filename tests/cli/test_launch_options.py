@@ -33,7 +33,7 @@ def test_an_option_that_does_not_exist_is_answered(
     assert code == 2 and said in error and wrong[0][:8] in error
 
 
-def test_the_ranks_are_told_as_to_mpiexec_and_srun_too() -> None:
+def test_np_has_the_short_form_of_mpiexec_and_srun() -> None:
     assert parse(["-n", "3"]).np == parse(["-np", "3"]).np == 3
     assert "-np N, -n N" in parser().format_help()
 
@@ -48,7 +48,7 @@ def test_the_ranks_are_told_as_to_mpiexec_and_srun_too() -> None:
         ("headless", "interpreter", "chmod"),
     ],
 )
-def test_what_to_do_about_a_script_is_fit_for_what_is_wrong(
+def test_the_advice_about_a_script_fits_its_fault(
     name: str, said: str, unsaid: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

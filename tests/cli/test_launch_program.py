@@ -50,7 +50,7 @@ def launch(folder: Path, *words: str, to: str = OWN, options: Sequence[str] = ()
         (("sh", "-c", "python"), ["sh", "-c", "python"]),
     ],
 )
-def test_the_first_word_says_what_ranks_run(words: tuple[str, ...], ran: list[str]) -> None:
+def test_the_first_word_decides_what_ranks_run(words: tuple[str, ...], ran: list[str]) -> None:
     assert list(spec(*words).program) == ran
 
 
@@ -69,7 +69,7 @@ def test_a_container_may_have_programs_that_are_not_here() -> None:
     assert spec("./nothing", target="mpijob").program == ("./nothing",)
 
 
-def test_a_program_goes_back_into_the_queue_only_where_that_is_asked_for() -> None:
+def test_a_program_is_requeued_only_on_request() -> None:
     assert [spec(*words).batch.requeues for words in ((), ("sh",))] == [20, 0]
     assert spec("sh", options=("--requeues", "3")).batch.requeues == 3
 
@@ -150,7 +150,7 @@ def test_ranks_of_horovod_meet(module: str, to: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_elastic_program_of_stock_horovod_is_told_where_it_can_run(tmp_path: Path) -> None:
+def test_an_elastic_program_of_stock_horovod_is_refused_with_advice(tmp_path: Path) -> None:
     (tmp_path / "sum.py").write_text(SUM.format(module="horovod.torch"))
     done = launch(tmp_path, "python", "sum.py", options=("--elastic", "1:2", "--gloo-timeout", "2"))
     assert done.returncode == 1 and "call hvdtrain.torch's init and elastic.run; or use --to horovodrun" in done.stderr

@@ -97,7 +97,7 @@ def test_the_script_that_is_shown_is_the_one_that_is_handed_in(spied: dict[str, 
         (("--seed", "x{array}"), "x2"),
     ],
 )
-def test_what_training_does_not_take_is_not_handed_in(
+def test_invalid_training_options_are_not_submitted(
     words: tuple[str, ...], said: str, spied: dict[str, str], tmp_path: Path
 ) -> None:
     """It would be found out after hours in a queue."""
@@ -112,7 +112,7 @@ def test_an_index_of_an_array_is_a_value(spied: dict[str, str], tmp_path: Path) 
     assert Path(received(done.stdout)[0][0]).name == "qsub"
 
 
-def test_a_script_switches_on_what_is_on_here(spied: dict[str, str], tmp_path: Path) -> None:
+def test_a_script_activates_the_environment_of_this_shell(spied: dict[str, str], tmp_path: Path) -> None:
     """Modules, and of the variables those that there are."""
     variables = {k: v for k, v in spied.items() if k != "LD_LIBRARY_PATH"}
     variables |= {"LOADEDMODULES": "cuda/12:gcc", "MY_OWN": "1"}
@@ -135,7 +135,7 @@ def test_hosts_of_an_allocation_are_those_of_the_job(spied: dict[str, str], tmp_
     assert " -np 1 --host a:1 " in shown
 
 
-def test_without_ssh_open_mpi_is_told_not_to_look_for_it(spied: dict[str, str], tmp_path: Path) -> None:
+def test_without_ssh_open_mpi_does_not_look_for_it(spied: dict[str, str], tmp_path: Path) -> None:
     """Its ranks on this host need none; a job on others is left to say what it lacks."""
     bare = {name: value for name, value in spied.items() if name not in REMOTE_SHELL}
     bare["PATH"] = spied["PATH"].partition(":")[0]
@@ -169,7 +169,7 @@ def test_lsf_with_jsrun(spied: dict[str, str], tmp_path: Path) -> None:
     assert "#BSUB -nnodes 2" in shown and "jsrun --nrs 4 --rs_per_host 2 " in shown
 
 
-def test_ranks_train_by_what_is_here(gallery: Gallery) -> None:
+def test_ranks_train_with_the_installed_launcher(gallery: Gallery) -> None:
     """Without --to, by the MPI that Horovod uses; the command to resume is launch again."""
     job = gallery["launched"]
     assert "hvdtrain launch: --to openmpi (Open MPI" in job.err and "Horovod uses Open MPI" in job.err
@@ -193,7 +193,9 @@ def test_ranks_train_by_what_is_here(gallery: Gallery) -> None:
         (["--np", "2"], "use -np N instead of --np"),
     ],
 )
-def test_what_cannot_be_is_refused(asked: list[str], said: str, spied: dict[str, str], tmp_path: Path) -> None:
+def test_impossible_combinations_are_refused(
+    asked: list[str], said: str, spied: dict[str, str], tmp_path: Path
+) -> None:
     assert said in launch(tmp_path, spied, *asked, "--dry-run", code=2).stderr
 
 
@@ -211,9 +213,7 @@ def test_what_cannot_be_is_refused(asked: list[str], said: str, spied: dict[str,
         (["--queue", "a b"], "no spaces"),
     ],
 )
-def test_a_value_that_makes_no_sense_is_refused(
-    wrong: list[str], said: str, spied: dict[str, str], tmp_path: Path
-) -> None:
+def test_an_invalid_value_is_refused(wrong: list[str], said: str, spied: dict[str, str], tmp_path: Path) -> None:
     done = launch(tmp_path, spied, "--to", "pbs", "-np", "2", *wrong, "--dry-run", code=2)
     assert said in done.stderr and "secret" not in done.stderr
 

@@ -52,7 +52,7 @@ def test_one_process_never_imports_horovod(gallery: Gallery) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
-def test_more_ranks_than_micro_batches_works_and_says_so(
+def test_more_ranks_than_micro_batches_work_with_a_note(
     precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train_on_threads(*TOY, "--train.micro_batch=8", f"--run_dir={tmp_path}", f"--precision={precision}", size=2)
@@ -109,7 +109,9 @@ def _checkpoints(folder: Path) -> list[str]:
     [(2, 1), (1, 0), (1, 1), (2, 0)],
 )
 @pytest.mark.slow
-def test_sigusr1_saves_and_goes_on_sigterm_saves_and_stops(size: int, workers: int, jobs: list, tmp_path: Path) -> None:  # type: ignore[type-arg]
+def test_sigusr1_saves_and_continues_sigterm_saves_and_stops(
+    size: int, workers: int, jobs: list, tmp_path: Path
+) -> None:  # type: ignore[type-arg]
     """mpirun sends what it gets to all processes of the job, loader processes too."""
     process = _start(jobs, tmp_path, size, f"--loader.workers={workers}")
     process.send_signal(signal.SIGUSR1)
@@ -153,7 +155,7 @@ def build():
 
 
 @pytest.mark.slow
-def test_a_wrong_option_that_one_rank_alone_sees_is_told(tmp_path: Path) -> None:
+def test_an_error_on_one_rank_only_is_reported(tmp_path: Path) -> None:
     only_there = "raise __import__('hvdtrain.errors').errors.ConfigError('not on this host')"
     (tmp_path / "unlike.py").write_text(FAILING.replace('raise RuntimeError("rank 1 has had enough")', only_there))
     done = train("--task=unlike.py:build", size=2, cwd=tmp_path, check=False)
@@ -162,7 +164,7 @@ def test_a_wrong_option_that_one_rank_alone_sees_is_told(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_wrong_input_is_told_once(tmp_path: Path) -> None:
+def test_wrong_input_is_reported_once(tmp_path: Path) -> None:
     done = train(*TOY, "--train.stpes=3", size=2, cwd=tmp_path, check=False)
     assert done.returncode != 0
     assert done.stderr.count("did you mean --train.steps?") == 1

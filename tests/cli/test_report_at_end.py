@@ -27,7 +27,7 @@ def _told(out: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "size"), [("one", 1), ("two", 2), ("three", 3)])
-def test_it_says_where_the_time_went(name: str, size: int, gallery: Gallery) -> None:
+def test_it_reports_where_the_time_went(name: str, size: int, gallery: Gallery) -> None:
     job = gallery[name]
     told = _told(job.out)
     assert 5 <= len(told) <= MOST_LINES

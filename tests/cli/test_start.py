@@ -57,7 +57,7 @@ def test_open_mpi_4_is_driven_by_horovodrun(run: Any, in_slurm: bool, capsys: py
 
 
 @pytest.mark.parametrize("mpi", [OPEN_MPI_5, MPICH, INTEL])
-def test_others_are_driven_by_mpirun_and_it_says_why(run: Any, mpi: Mpi, capsys: pytest.CaptureFixture[str]) -> None:
+def test_others_are_started_by_mpirun_with_a_reason(run: Any, mpi: Mpi, capsys: pytest.CaptureFixture[str]) -> None:
     argv, variables = run(mpi)
     assert argv[0].endswith(("mpirun", "mpiexec.hydra")) and argv[1:3] == ["-np", "3"]
     assert argv[-len(PROGRAM) :] == PROGRAM
@@ -75,7 +75,9 @@ def test_open_mpi_starts_for_root_and_without_ssh(run: Any, monkeypatch: pytest.
     assert start_variables("mpich", 4, is_root=True, remote_shell=False) == {}
 
 
-def test_what_cannot_be_started_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_program_that_cannot_be_started_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("hvdtrain.install.record.check", lambda: None)
     monkeypatch.setattr(start, "detect_machine", lambda variables: Machine((MPICH,), "openmpi"))
     assert start.main(["-np", "2"]) == start.main(["-np", "0"]) == 1

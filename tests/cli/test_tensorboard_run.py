@@ -56,7 +56,7 @@ def test_turned_off(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "tensorboard").exists()
 
 
-def test_without_the_library_the_run_goes_on_and_says_what_to_install(
+def test_without_the_library_the_run_continues_and_names_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("hvdtrain.observe.tensorboard.find_spec", lambda name: None)

@@ -184,7 +184,7 @@ raise SystemExit(main({options!r}))
 
 
 @pytest.mark.slow
-def test_a_program_that_started_horovod_without_timeline_is_told_so(tmp_path: Path) -> None:
+def test_a_program_that_started_horovod_without_timeline_is_warned(tmp_path: Path) -> None:
     done = run(["-c", INITIALISED.format(options=[*TOY, "--observe.timeline=3:4"])], size=2, cwd=tmp_path)
     assert "finished at step 8 of 8" in done.stdout
     assert len([text for text in warnings(tmp_path) if "initialised without Timeline" in text]) == 1
@@ -260,7 +260,7 @@ def build():
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.slow
-def test_outside_of_the_window_no_thread_runs_without_end(launcher: str, tmp_path: Path) -> None:
+def test_outside_of_the_window_no_thread_spins(launcher: str, tmp_path: Path) -> None:
     if "CI" not in os.environ and not is_quiet():
         pytest.skip("this Horovod's writer spins: it was not built by this version's hvdtrain build-horovod")
     (tmp_path / "watching.py").write_text(WATCHING)
@@ -285,7 +285,7 @@ def test_by_itself_a_run_on_full_cores_records_its_early_steps_where_the_writer_
 
 
 @pytest.mark.slow
-def test_by_itself_a_run_on_full_cores_records_none_and_says_how(tmp_path: Path) -> None:
+def test_auto_records_nothing_on_full_cores_and_says_how_to(tmp_path: Path) -> None:
     if is_quiet():
         pytest.skip("this Horovod's writer sleeps")
     full = {"OMP_NUM_THREADS": str(os.cpu_count() or 1)}

@@ -32,7 +32,7 @@ def test_json_goes_to_stdout_alone_and_html_to_its_file(capsys: pytest.CaptureFi
     assert "training.json.gz" in page.read_text()
 
 
-def test_a_page_that_cannot_be_written_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_page_that_cannot_be_written_is_reported(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     absent = tmp_path / "missing" / "report.html"
     for page, found in ((absent, "No such file or directory"), (tmp_path, "a folder"), (Path(), "a folder")):
         assert main(["timeline", "report", TRACE, "--html", str(page)]) == 1

@@ -63,7 +63,7 @@ def test_a_run_leaves_what_the_readme_says(capsys: pytest.CaptureFixture[str]) -
     assert all(0 <= line["data_s"] + line["exposed_comm_s"] <= line["step_s"] for line in steps.values())
 
 
-def test_the_same_command_goes_on_where_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_command_resumes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SHORT, "--train.stop_at=3"]) == 0
     assert main(SHORT) == 0
     assert "resuming from step 3" in capsys.readouterr().out
@@ -75,7 +75,7 @@ def test_the_same_command_goes_on_where_it_was(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("stop", [[], ["--train.stop_at=3"]])
-def test_the_command_to_go_on_is_exact(stop: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_resume_command_is_exact(stop: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SHORT, "--hidden=3", "--run_dir=run", *stop]) == 0
     label, command_line = re.split(" {2,}", capsys.readouterr().out.splitlines()[-1].strip())
     assert label == ("continue" if stop else "train longer")
@@ -86,7 +86,7 @@ def test_the_command_to_go_on_is_exact(stop: list[str], capsys: pytest.CaptureFi
     assert sorted(read_steps(Path("run/journal.jsonl"))) == list(range(1, 7 if stop else 13))
 
 
-def test_a_changed_config_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_changed_config_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SHORT, "--run_dir=run", "--train.stop_at=2"]) == 0
     assert main([*SHORT, "--run_dir=run", "--optimizer.lr=0.5", "--train.clip=0"]) == 0
     out = capsys.readouterr().out
@@ -105,7 +105,7 @@ def test_resume_from_a_path_and_never() -> None:
     assert b[6]["loss"] == a[6]["loss"]
 
 
-def test_the_same_command_with_a_path_goes_on_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_command_with_a_path_resumes_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SHORT, "--run_dir=a", "--train.stop_at=2"]) == 0
     command = [*SHORT, "--run_dir=b", "--resume=a"]
     assert main([*command, "--train.stop_at=4"]) == 0
@@ -136,7 +136,7 @@ def test_never_does_not_mix_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("resume", ["never", "run/checkpoints/step-000002"])
-def test_a_launched_job_that_is_started_again_goes_on_whatever_it_began_from(
+def test_a_restarted_job_resumes_whatever_it_began_from(
     resume: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if resume != "never":
@@ -155,7 +155,7 @@ def test_a_launched_job_that_is_started_again_goes_on_whatever_it_began_from(
 
 
 @pytest.mark.parametrize("content", ["train: [", "a: &a [*a]", "- 1", "seed: 1\nseed: 2"])
-def test_a_run_whose_config_is_broken_is_named_and_its_config_is_not_the_way_on(
+def test_a_run_with_a_broken_config_is_named_and_not_resumed_from_it(
     content: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*SHORT, "--run_dir=run", "--train.stop_at=2"]) == 0

@@ -20,7 +20,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 TOY = [f"--task={SUPPORT}/toy.py:toy", "--train.global_batch=9", "--train.micro_batch=2", "--checkpoint.every=4"]
 
 
-def test_data_of_a_run_that_goes_on(gallery: Gallery) -> None:
+def test_data_of_a_running_run(gallery: Gallery) -> None:
     assert gallery["signalled"].notes["verified"] == 0
 
 
@@ -131,7 +131,7 @@ def test_where_there_is_no_run_nothing_is_made(scratch: Path, capfd: pytest.Capt
 
 
 @pytest.mark.parametrize("option", ["--sizes=0,1", "--sizes=1,two", "--sizes=", "--steps=0", "--steps=x"])
-def test_a_wrong_number_is_told_in_words(option: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_number_is_reported_in_words(option: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["verify", "resume", "run", option])
     told = capfd.readouterr().err

@@ -24,7 +24,7 @@ class _Client:
 
 
 @pytest.mark.parametrize("after", [0, 1, 4])
-def test_no_micro_batch_is_begun_once_a_rank_is_gone(after: int) -> None:
+def test_no_micro_batch_begins_after_a_rank_died(after: int) -> None:
     rounds = DriverRounds(_Client(after), rank_info({}))  # type: ignore[arg-type]
     begun: list[int] = []
     with pytest.raises(Exception, match="lost a rank") as caught:
@@ -48,7 +48,7 @@ class _Breaking:
         return Place(1, 0, 2, 0, 2, 0, 1, "localhost", "lo", "127.0.0.1:1/t/1", 10)
 
 
-def test_connections_that_are_opened_once_a_rank_is_gone_are_cut_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_opened_after_a_rank_died_are_cut_too(monkeypatch: pytest.MonkeyPatch) -> None:
     client = _Breaking()
     rounds = DriverRounds(client, rank_info({}))  # type: ignore[arg-type]
     ends: list[bytes] = []
@@ -67,7 +67,7 @@ def test_connections_that_are_opened_once_a_rank_is_gone_are_cut_too(monkeypatch
     assert ends == [b"", b""]
 
 
-def test_who_does_not_come_out_of_a_round_is_seen_to_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_does_not_leave_a_round_is_reported_as_hanging(monkeypatch: pytest.MonkeyPatch) -> None:
     """Horovod's shutdown may never end: the driver goes by what this rank says of its progress."""
     client = _Breaking()
     rounds = DriverRounds(client, rank_info({}))  # type: ignore[arg-type]

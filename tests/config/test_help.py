@@ -53,7 +53,7 @@ def test_help_shows_no_noise_of_the_parser(text: str) -> None:
     assert "Literal" not in text
 
 
-def test_help_says_the_default_once(text: str) -> None:
+def test_help_shows_the_default_once(text: str) -> None:
     options = re.split(r"\n  (?=--)", text.partition("--task TASK   ")[2])
     assert len(options) > 30
     for option in options:

@@ -122,7 +122,7 @@ def test_a_misspelt_key_in_a_file_names_file_and_nearest(tmp_path: Path) -> None
         ("--observe.timeline=0:5", "auto, off, all or FIRST:LAST (step numbers, 1 <= FIRST <= LAST)", "0:5"),
     ],
 )
-def test_a_wrong_value_says_what_was_expected(flag: str, expected: str, found: str) -> None:
+def test_a_wrong_value_names_the_expected_one(flag: str, expected: str, found: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_argv([flag], build)
     assert flag.partition("=")[0] in caught.value.what
@@ -171,7 +171,7 @@ def test_steps_and_epochs_exclude_each_other() -> None:
         ),
     ],
 )
-def test_yaml_that_says_two_things_or_has_no_end_is_refused(content: str, what: str, tmp_path: Path) -> None:
+def test_yaml_with_duplicate_keys_or_endless_nesting_is_refused(content: str, what: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(content)
     for read in (lambda: task_spec(["--config", str(file)]), lambda: parse_argv([f"--config={file}"], build)):
@@ -234,7 +234,7 @@ def test_the_last_task_wins(tmp_path: Path) -> None:
     st.floats(1e-6, 10),
     st.sampled_from(["run_dir=a", "resume=never", "train.stop_at=3", "observe.timeline=2:3"]),
 )
-def test_identity_ignores_only_what_may_change(steps: int, lr: float, other: str) -> None:
+def test_identity_ignores_only_options_that_may_change(steps: int, lr: float, other: str) -> None:
     options = [f"--train.steps={steps}", f"--optimizer.lr={lr}"]
     run = parse_argv(options, build)
     assert parse_argv([*options, f"--{other}"], build).identity() == run.identity()
@@ -242,6 +242,6 @@ def test_identity_ignores_only_what_may_change(steps: int, lr: float, other: str
     assert parse_argv([*options, "--hidden=65"], build).identity() != run.identity()
 
 
-def test_changes_are_told_by_option() -> None:
+def test_changes_are_reported_by_option() -> None:
     old, new = parse_argv(["--hidden=3"], build), parse_argv(["--hidden=4", "--run_dir=x"], build)
     assert list_changes(old.resolved, new.resolved) == ["hidden: 3 -> 4"]

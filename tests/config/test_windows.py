@@ -34,7 +34,7 @@ def test_one_step_is_a_window() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0:5", "5:4", "5", "5:", ":5", "-1:5", "1:2:3", " 1:2", "1:2\n", "Off", "¹:2"])
-def test_what_is_no_window_names_the_option_and_the_form(text: str) -> None:
+def test_an_invalid_window_names_the_option_and_the_format(text: str) -> None:
     with pytest.raises(ConfigError) as raised:
         parse_window(text, "observe.timeline")
     message = str(raised.value)

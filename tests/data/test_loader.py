@@ -75,7 +75,7 @@ def test_law_4_every_sample_once_an_epoch() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.filterwarnings("ignore:.*:UserWarning"))])
-def test_what_is_drawn_is_told_with_its_batch(workers: int) -> None:
+def test_drawn_samples_are_reported_with_their_batch(workers: int) -> None:
     stream = Stream(Numbers(23), 3, 10, 3, 0, 2)
     for drawn in train_batches(stream, 0, 5, LoaderConfig(workers=workers), None, on_cuda=False):
         assert np.frombuffer(drawn.indices, np.int64).tolist() == [int(row[0]) for row in drawn.batch]
@@ -88,7 +88,7 @@ def test_what_is_drawn_is_told_with_its_batch(workers: int) -> None:
     st.integers(1, 4),
     st.integers(1, 3),
 )
-def test_what_is_left_out_is_passed_over_at_any_size(
+def test_skipped_positions_are_skipped_at_any_world_size(
     position: int, holes: list[tuple[int, int]], global_batch: int, micro_batch: int, size: int
 ) -> None:
     left_out: list[list[int]] = []

@@ -49,7 +49,7 @@ RAISES, ENDS, HANGS = "raise ValueError('sample 3 is bad')", "sys.exit(4)", "tim
     ],
     ids=["raises", "ends", "hangs"],
 )
-def test_the_rank_says_why_and_ends(act: str, draws: int, said: list[str], tmp_path: Path) -> None:
+def test_the_rank_reports_the_reason_and_ends(act: str, draws: int, said: list[str], tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(act=act, draws=draws))
     done = subprocess.run(

@@ -82,7 +82,7 @@ def test_a_launcher_of_another_mpi_is_broken() -> None:
     assert "Another MPI. Expected: MPICH" in found.why
 
 
-def test_what_does_not_apply_is_silent() -> None:
+def test_checks_that_do_not_apply_report_nothing() -> None:
     names = {one.name for one in examine(changed(mpi={"library": None}))}
     assert not names & {"libmpi", "nccl", "gloo"}
 
@@ -92,7 +92,7 @@ def test_the_exit_status_is_the_worst_level() -> None:
         assert worst([Finding("a", "ok", ""), Finding("b", level, ""), Finding("c", "ok", "")]) == status
 
 
-def test_what_is_recorded_of_horovod_is_told_where_there_is_something_to_exchange() -> None:
+def test_the_choice_of_observe_timeline_auto_is_reported() -> None:
     assert WELL.installation.record is not None
     spins = dataclasses.replace(WELL.installation.record, quiet=False)
     spinning = changed(installation={"record": spins})
@@ -114,7 +114,7 @@ def test_what_is_recorded_of_horovod_is_told_where_there_is_something_to_exchang
 
 
 @pytest.mark.parametrize(("change", "said"), [("quiet", "sleeps"), ("prompt", "wake"), ("fixed", "fixed")])
-def test_what_the_build_changed_is_told(change: str, said: str) -> None:
+def test_changes_of_our_build_are_reported(change: str, said: str) -> None:
     assert WELL.installation.record is not None
     without = dataclasses.replace(WELL.installation.record, **{change: False})
     assert said in finding("horovod", WELL).why

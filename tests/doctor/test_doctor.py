@@ -120,13 +120,13 @@ def test_horovod_for_another_torch_is_broken(tmp_path: Path) -> None:
         ("while True: pass", {}, "no answer in 1 s"),
     ],
 )
-def test_a_child_answers_or_says_why_not(code: str, values: dict[str, int], error: str | None) -> None:
+def test_a_child_process_answers_or_reports_why_not(code: str, values: dict[str, int], error: str | None) -> None:
     answer = ask(code, timeout_s=1 if "while" in code else TIMEOUT_S)
     assert answer.values == values
     assert answer.error is error is None or str(error) in str(answer.error)
 
 
-def test_lines_say_all_there_is_and_first_what_is_wrong() -> None:
+def test_lines_list_problems_first_then_all_findings() -> None:
     text = list(report.lines(FINDINGS, CHOICES))
     assert [line.split()[:2] for line in text if line.startswith(("ok", "warning", "broken"))] == [
         ["broken", "mpirun"],

@@ -73,7 +73,7 @@ def test_the_machine_is_read(tmp_path: Path) -> None:
     assert machine({}, tmp_path / "nothing").huge_pages == ""
 
 
-def test_gpus_are_seen_without_torch(tmp_path: Path) -> None:
+def test_gpus_are_found_without_torch(tmp_path: Path) -> None:
     version = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (root@x)\n"
     root = files(
         tmp_path,
@@ -162,7 +162,7 @@ MOUNTS = """\
     ("folder", "kind"),
     [("/work", "ext4"), ("/homes", "ext4"), ("/home/me/runs", "lustre"), ("/home/with space/x", "tmpfs")],
 )
-def test_what_is_mounted_last_and_deepest_is_what_a_folder_is_on(folder: str, kind: str) -> None:
+def test_the_file_system_of_a_folder_is_the_deepest_and_latest_mount(folder: str, kind: str) -> None:
     assert file_system_type(Path(folder), MOUNTS) == kind
 
 
@@ -173,17 +173,17 @@ def test_a_folder_is_measured_and_nothing_stays_there(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
-def test_a_folder_that_refuses_says_why() -> None:
+def test_a_folder_that_cannot_be_written_reports_why() -> None:
     assert probe(Path("/proc/runs"), MOUNTS)["problem"]
 
 
-def test_a_folder_is_asked_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_checked_in_a_separate_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(storage.__globals__, "_TIMEOUT_S", TIMEOUT_S)
     found = storage(tmp_path)
     assert found.answer.error is None and found.answer.values["folder"] == str(tmp_path)
 
 
-def test_what_we_set_ourselves_is_not_taken_for_somebodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_own_settings_are_not_attributed_to_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ask, "__defaults__", (TIMEOUT_S,))
     found = gather(RankInfo(), {"PATH": "/bin", "A": "1", "B": "2", "HVDTRAIN_SET": '{"A": "1"}'}, tmp_path)
     assert found.environ == {"PATH": "/bin", "B": "2"}

@@ -19,7 +19,7 @@ def facts_of(monkeypatch: pytest.MonkeyPatch, library: Path, environ: dict[str, 
         return mpi_facts(RankInfo(), {"PATH": "/no/programs", **(environ or {})}, pool)
 
 
-def test_folders_of_the_build_that_are_gone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_folders_of_the_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = facts_of(monkeypatch, horovod(tmp_path, runpath="/gone/lib:/usr", soname="libmpi.so.12"))
     assert found.library is not None
     if found.library.path is None:  # this machine has no MPICH
@@ -27,7 +27,7 @@ def test_folders_of_the_build_that_are_gone(monkeypatch: pytest.MonkeyPatch, tmp
     assert found.mpirun is None and not found.horovodrun
 
 
-def test_an_mpi_is_seen_from_all_its_sides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_all_facts_of_an_mpi_are_gathered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     libmpi = open_mpi(tmp_path / "real", 4)
     (tmp_path / "link").symlink_to(tmp_path / "real")
     (tmp_path / "link/bin").mkdir()
@@ -48,7 +48,7 @@ def test_ucx_within_a_library_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert facts_of(monkeypatch, horovod(tmp_path, runpath=str(tmp_path / "lib"))).ucx is True
 
 
-def test_an_nccl_that_is_gone(tmp_path: Path) -> None:
+def test_a_missing_nccl(tmp_path: Path) -> None:
     write_library(tmp_path / "here/libnccl.so.2", [])
     there = write_library(tmp_path / "a.so", ["libc.so.6", "libnccl.so.2"], runpath=f"{tmp_path}/here")
     gone = write_library(tmp_path / "b.so", ["libnccl.so.2"], runpath=f"{tmp_path}/gone")

@@ -95,7 +95,7 @@ CALLED = ["-std=c++14", "-c", "/src/x.cc"]
         ),
     ],
 )
-def test_what_only_a_build_can_meet_is_met_by_ours(row: str, does: Callable[[], bool]) -> None:
+def test_our_build_meets_requirements_that_only_a_build_can_meet(row: str, does: Callable[[], bool]) -> None:
     assert does(), row
 
 

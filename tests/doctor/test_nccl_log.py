@@ -79,7 +79,7 @@ def test_tcp_has_no_gpu_direct() -> None:
     assert "nccl_gpudirect" not in judged(SOCKET)
 
 
-def test_without_a_log_nothing_is_said() -> None:
+def test_without_a_log_nothing_is_reported() -> None:
     assert not [name for name in told(WELL) if name.startswith("nccl_")]
 
 

@@ -41,7 +41,7 @@ def test_open_mpi_5(four: Path) -> None:
     assert wrong["launcher"]["level"] == "broken"
 
 
-def test_mpi4py_on_mpich_is_cured_as_it_is_said() -> None:
+def test_the_proposed_fix_of_mpi4py_on_mpich_works() -> None:
     pytest.importorskip("mpi4py")
     found = look(environment={"MPI4PY_LIBMPI": f"{wheel('mpich').prefix}/lib/libmpi.so.12"})["mpi4py"]
     assert found["level"] == "warning" and "MPICH" in found["found"]

@@ -219,7 +219,7 @@ def test_the_other_side_of_each_limit(name: str, level: str, said: str, changes:
     assert found.level == level and said in f"{found.found} {found.why}" and found.fix
 
 
-def test_how_full_shared_memory_is_decides_what_is_said() -> None:
+def test_the_finding_depends_on_the_free_shared_memory() -> None:
     some, little = (finding("shm", changed(machine={"shm_free_bytes": count})) for count in (100 << 20, 7 << 20))
     container = finding("shm", changed(machine={"shm_bytes": 64 << 20, "shm_free_bytes": 64 << 20}))
     assert "Open MPI" in little.why and "Open MPI" not in some.why

@@ -37,7 +37,7 @@ def test_hosts_are_added_and_removed_and_come_back(tmp_path: Path, losses: Losse
         (EXCEPTION, 0),
     ],
 )
-def test_a_rank_fails_and_the_others_go_on(fault: str, rank: int, tmp_path: Path, losses: Losses) -> None:
+def test_a_rank_fails_and_the_others_continue(fault: str, rank: int, tmp_path: Path, losses: Losses) -> None:
     job = Scenario(tmp_path, "-np", "2", "--elastic", "1:2", fault=fault, rank=rank)
     with nothing_lost(job.run, losses), job:
         job.until("round 2: 1 rank(s) on 1 host(s)")
@@ -57,7 +57,7 @@ def test_an_evaluation_in_which_a_rank_is_lost_is_made_up(rank: int, tmp_path: P
     assert [line["at_step"] for line in lines if line.get("event") == "evaluation"] == list(range(0, STEPS + 1, 5))
 
 
-def test_a_rank_is_gone_while_the_others_meet(tmp_path: Path, losses: Losses) -> None:
+def test_a_rank_dies_while_the_others_meet(tmp_path: Path, losses: Losses) -> None:
     """Horovod as it comes is aborted then, on each of them."""
     hosts = Hosts(tmp_path, "localhost:2")
     elastic = ("-np", "2", "--elastic", "1:3", "--discover", str(hosts.script))

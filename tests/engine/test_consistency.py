@@ -64,7 +64,7 @@ def _with_option() -> Made:
 
 @pytest.mark.parametrize("how", DIFFERENT)
 @pytest.mark.parametrize("odd", [0, 1, 2])
-def test_every_rank_is_told_what_differs_and_where(how: str, odd: int) -> None:
+def test_every_rank_reports_what_differs_and_where(how: str, odd: int) -> None:
     make, said = DIFFERENT[how]
 
     def body(comm: ThreadComm) -> str:

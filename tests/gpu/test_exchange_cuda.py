@@ -89,7 +89,7 @@ def test_backward_on_a_stream_of_its_own_is_followed() -> None:
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["as they are", "halves"])
-def test_rows_are_exchanged_after_what_made_them(exact: bool) -> None:
+def test_rows_are_exchanged_after_the_kernels_that_made_them(exact: bool) -> None:
     """A slow kernel is in front of the gradient; the exchange, on its own stream, sends what comes after it."""
     parameter = nn.Parameter(torch.zeros(4096, 130, device="cuda"))
     layout = lay_out(Plan((("rows",),)), {"rows": parameter}, "g")[0]

@@ -14,7 +14,7 @@ pytestmark = [
 ]
 
 
-def test_what_is_queued_after_it_changes_nothing_in_it() -> None:
+def test_kernels_queued_later_do_not_change_a_snapshot() -> None:
     tensors = {"w": torch.zeros(64 << 20, device="cuda"), "step": torch.tensor(0.0), "turned": torch.zeros(3, 2).t()}
     snapshot = Snapshot()
     for step in range(5):

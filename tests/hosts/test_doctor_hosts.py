@@ -67,7 +67,7 @@ def _probes(hosts: TwoHosts) -> list[list[str]]:
     return [words for words in commands if any("doctor.hosts.host_probe" in word for word in words)]
 
 
-def test_each_way_in_which_ssh_fails_is_told_with_its_cure(hosts: TwoHosts) -> None:
+def test_each_failure_of_ssh_is_reported_with_its_fix(hosts: TwoHosts) -> None:
     hosts.a.write(CONFIG, ALIASES)
     key = (hosts.a.files / "run/two_hosts/host_key.pub").read_text()
     hosts.a.write(OWN / "wrong_hosts", f"b,{hosts.b.address} {key}")
@@ -168,7 +168,7 @@ def test_without_mpi_links_are_measured_by_tcp(hosts: TwoHosts, tmp_path: Path) 
     assert "slow b to a" in checks(said) and done.returncode == 1
 
 
-def test_an_mpi_that_does_not_start_is_told_and_tcp_measures(hosts: TwoHosts) -> None:
+def test_an_mpi_that_does_not_start_is_reported_and_tcp_measures(hosts: TwoHosts) -> None:
     said = doctor(hosts.a, "--hosts", "a,b", "--probe", "--interface", "nosuch0")
     (found,) = [check for check in said["checks"] if check["level"] == "warning"]
     assert found["name"] == "probe" and "nosuch0" in found["mend"], "what was run, to be tried by hand"

@@ -36,7 +36,7 @@ def test_torch_is_read_without_running_it(tmp_path: Path) -> None:
     assert found == FoundTorch(TorchBuild("2.12.1", "cu130"), tmp_path / "torch", rocm=False)
 
 
-def test_torch_for_rocm_is_told_apart(tmp_path: Path) -> None:
+def test_torch_for_rocm_is_recognised(tmp_path: Path) -> None:
     found = fake_torch(tmp_path, "__version__ = '2.12.1+rocm6.4'\ncuda = None\nhip = '6.4.1'\n")
     assert found is not None
     assert found.rocm

@@ -104,7 +104,7 @@ def test_a_wheel_that_is_not_there_is_named(source: Source, tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("copied")
-def test_it_goes_on_where_it_was(source: Source, tmp_path: Path) -> None:
+def test_it_continues_after_an_interrupt(source: Source, tmp_path: Path) -> None:
     out = tmp_path / "out"
 
     def stop(line: str) -> None:
@@ -185,7 +185,7 @@ def test_two_at_once_are_refused(source: Source, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("copied")
-def test_a_full_disk_is_told_and_nothing_half_is_left(
+def test_a_full_disk_is_reported_and_nothing_partial_is_left(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
@@ -202,7 +202,7 @@ def test_a_full_disk_is_told_and_nothing_half_is_left(
 
 
 @pytest.mark.parametrize("said", ["No space left on device", "Disk quota exceeded"])
-def test_a_disk_that_is_full_for_pip_is_told_alike(
+def test_a_full_disk_in_pip_is_reported_alike(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str
 ) -> None:
     def run(*arguments: object) -> None:

@@ -151,14 +151,14 @@ def test_it_refuses_at_once(machine: Machine, spoil: Callable[[Machine], None], 
         (f'case "$2" in *Python.h*) exit 1;; *) echo cpython {HERE.python};; esac', ["Python.h", "-dev"]),
     ],
 )
-def test_a_python_that_does_not_fit_is_told(machine: Machine, answer: str, told: list[str]) -> None:
+def test_an_unsuitable_python_is_reported(machine: Machine, answer: str, told: list[str]) -> None:
     machine.fake("other", answer)
     done = machine.install("other")
     assert done.returncode == 1 and all(text in done.stderr for text in told), done.stderr
     assert not machine.venv.exists()
 
 
-def test_no_python_and_no_folder_are_told(machine: Machine) -> None:
+def test_a_missing_python_and_a_missing_folder_are_reported(machine: Machine) -> None:
     assert "none was not found" in machine.install("none").stderr
     assert machine.install("a", "b").returncode == 2
     assert "usage: install.sh VENV [PYTHON]" in machine.install("a", "b").stderr

@@ -46,7 +46,7 @@ def test_it_fits_the_torch_beside_it() -> None:
     record.check()
 
 
-def test_its_threads_sleep_where_they_would_look_without_end() -> None:
+def test_its_threads_sleep_instead_of_polling() -> None:
     found = installed()
     if "CI" not in os.environ and not (found.quiet and found.prompt):
         pytest.skip("this Horovod was not built by this version's hvdtrain build-horovod")

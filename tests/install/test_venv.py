@@ -106,7 +106,7 @@ def test_the_second_set_up_does_nothing(project: Path, monkeypatch: pytest.Monke
     assert not is_current(project, venv)
 
 
-def test_a_set_up_that_was_broken_off_is_made_anew(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_set_up_starts_again(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     venv = project / ".venv"
     pretend(monkeypatch, BARE)
     install(project, venv, os.environ, lambda line: None)
@@ -122,7 +122,7 @@ def test_a_set_up_that_was_broken_off_is_made_anew(project: Path, monkeypatch: p
     assert not is_current(project, venv), "half updated is not what the stamp said before"
 
 
-def test_another_interpreter_makes_it_anew(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_interpreter_rebuilds_it(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     venv = project / ".venv"
     pretend(monkeypatch, BARE)
     install(project, venv, os.environ, lambda line: None)

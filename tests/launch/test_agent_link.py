@@ -13,7 +13,7 @@ from hvdtrain.launch import agent_link as link
 from hvdtrain.launch.agent_link import AgentLink
 
 
-def test_an_agent_that_ends_at_once_is_known_to_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_that_ends_at_once_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where its output has ended before all threads are started."""
 
     class Eager(threading.Thread):

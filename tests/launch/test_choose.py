@@ -36,7 +36,7 @@ GLOO_ONLY = Machine(mpis=(OPEN_MPI_4,), family=None)
         (ON_OPEN_MPI, ["np", "tag"], OWN, None, "--tag is"),
     ],
 )
-def test_what_fits_is_taken(here: Machine, given: list[str], target: str, mpi: object, why: str) -> None:
+def test_the_fitting_target_is_chosen(here: Machine, given: list[str], target: str, mpi: object, why: str) -> None:
     choice = choose(AUTO, given, here)
     assert (choice.target, choice.mpi) == (target, mpi)
     assert why in choice.why
@@ -58,7 +58,7 @@ def test_an_mpi_of_another_build_is_refused(to: str, here: Machine, said: list[s
 
 
 @pytest.mark.parametrize("to", ["srun", "slurm"])
-def test_that_ranks_of_slurm_talk_by_gloo_is_said(to: str) -> None:
+def test_gloo_under_slurm_is_reported(to: str) -> None:
     assert "over Gloo" in choose(to, [], IN_SLURM).why
     assert choose(to, [], replace(IN_SLURM, slurm_mpi=("pmix",))).why == "requested"
 

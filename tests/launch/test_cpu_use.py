@@ -7,7 +7,7 @@ import os
 from hvdtrain.launch.cpu_use import EVERY_S, BusyWorkers, cpu_seconds
 
 
-def test_a_session_that_computes_is_seen() -> None:
+def test_a_session_that_computes_is_detected() -> None:
     session = os.getsid(0)
     before = cpu_seconds([session, 0])
     while cpu_seconds([session])[session] < before[session] + 0.02:  # which itself takes time of the processor

@@ -53,7 +53,7 @@ def test_it_is_pinned_in_stages_and_runs_as_a_user() -> None:
     assert [name for name, _ in last][-1] == "CMD"
 
 
-def test_what_it_copies_is_sent_to_the_builder_and_nothing_else() -> None:
+def test_only_copied_files_are_sent_to_the_builder() -> None:
     copied = {
         name
         for step, rest in instructions(render_dockerfile())

@@ -19,13 +19,13 @@ FOLDER = Path(__file__).parents[2] / "launchers"
 SCRIPTS = sorted(name for name, text in files().items() if text.startswith("#!"))
 
 
-def test_the_folder_is_what_is_rendered() -> None:
+def test_the_folder_equals_the_rendered_files() -> None:
     assert {path.name for path in FOLDER.iterdir()} == set(files())
     for name, text in files().items():
         assert (FOLDER / name).read_text() == text, f"{name}: make launchers"
 
 
-def test_what_is_to_be_run_by_hand_can_be(tmp_path: Path) -> None:
+def test_only_scripts_are_executable(tmp_path: Path) -> None:
     write(tmp_path / "new")
     for folder in (FOLDER, tmp_path / "new"):
         assert {path.name for path in folder.iterdir() if os.access(path, os.X_OK)} == set(SCRIPTS) - {"slurm.sbatch"}
@@ -75,7 +75,7 @@ def test_mpirun(spied: dict[str, str]) -> None:
     assert done.returncode != 0 and "such as NP=8" in done.stderr
 
 
-def test_the_discovery_script_says_what_the_file_says(tmp_path: Path) -> None:
+def test_the_discovery_script_prints_the_file(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a:4\nb:2\n")
     script = FOLDER / "elastic-discovery.sh"
     for variables in ({"PATH": "/usr/bin:/bin"}, {"PATH": "/usr/bin:/bin", "HVDTRAIN_HOSTS": str(tmp_path / "hosts")}):

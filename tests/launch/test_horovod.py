@@ -21,7 +21,7 @@ def horovod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HVD_RANK_MARK", str(tmp_path / "mark"))
 
 
-def test_horovod_goes_on_with_those_who_are_left(tmp_path: Path) -> None:
+def test_horovod_continues_with_the_remaining_ranks(tmp_path: Path) -> None:
     options = ("-np", "2", "--elastic", "1:2", "-H", "localhost:1,127.0.0.1:1", "--events", "events")
     with FakeJob(tmp_path, *options, "--", "3", "kill:1:200", program=PROGRAM) as job:
         code, out = job.end()
@@ -31,7 +31,7 @@ def test_horovod_goes_on_with_those_who_are_left(tmp_path: Path) -> None:
     assert "round 2: rank 0 of 1 at 200" in out and "[1] round 3: rank 1 of 2 at 0" in out
 
 
-def test_nobody_waits_for_the_rest_of_a_message_of_a_rank_that_is_gone(tmp_path: Path) -> None:
+def test_pending_messages_of_a_dead_rank_fail_at_once(tmp_path: Path) -> None:
     found = installed()
     if found is None or not found.fixed:
         pytest.skip("this Horovod's Gloo does not tell")

@@ -28,13 +28,13 @@ def test_a_name_or_a_way_that_ssh_knows_is_enough(option: str) -> None:
     assert find_unknown_host(["a.invalid"], ["-o", "HostName=b.invalid"]) == "a.invalid"
 
 
-def test_what_ssh_cannot_answer_is_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_answer_of_ssh_there_is_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_unknown_host(["a.invalid"], ["--no-such-option"]) == "a.invalid"
     monkeypatch.setenv("PATH", "")
     assert find_unknown_host(["me@127.0.0.1", "a.invalid"]) == "a.invalid"
 
 
-def test_it_is_said_before_mpi_does_it_in_many_words(
+def test_it_is_reported_before_mpis_long_message(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started: list[str] = []

@@ -94,7 +94,7 @@ def test_a_script_is_run_by_its_path(tmp_path: Path) -> None:
         ("#!/bin/sh\necho -- -x", 0o755, "-x"),
     ],
 )
-def test_what_is_wrong_with_a_script_is_said(tmp_path: Path, text: str, mode: int, said: str) -> None:
+def test_the_fault_of_a_script_is_reported(tmp_path: Path, text: str, mode: int, said: str) -> None:
     with pytest.raises(LaunchError) as wrong:
         discovery.run_script(script(tmp_path, text, mode), timeout_s=0.2 if "sleep" in text else TIMEOUT_S)
     assert said in str(wrong.value)

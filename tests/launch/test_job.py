@@ -32,7 +32,7 @@ def test_start_and_end(tmp_path: Path) -> None:
     assert not [line for line in job.said if "Warning" in line]  # such as of a pipe that is left open
 
 
-def test_what_a_rank_writes_just_before_its_end_is_shown(tmp_path: Path) -> None:
+def test_the_last_output_of_a_rank_is_shown(tmp_path: Path) -> None:
     program = Path(__file__).parents[1] / "support" / "bursting_rank.py"
     with FakeJob(tmp_path, "-np", "1", "--", program=program) as job:
         code, out = job.end()
@@ -47,7 +47,7 @@ def stop(job: FakeJob, after: str) -> None:
 
 
 @pytest.mark.parametrize("deed", ["kill:0", "kill:1", "raise:1", "hang:0"])
-def test_a_rank_is_gone_and_another_takes_its_place(tmp_path: Path, deed: str) -> None:
+def test_a_dead_rank_is_replaced(tmp_path: Path, deed: str) -> None:
     options = (*TWO, "--hang-timeout", "1", "--events", "events")
     with FakeJob(tmp_path, *options, "--", FOR_EVER, f"{deed}:20") as job:
         stop(job, "round 3")
@@ -83,7 +83,7 @@ def test_growth_and_removal_by_a_script(tmp_path: Path) -> None:
     assert len(job.log("end")) == 2
 
 
-def test_a_rank_that_is_told_to_go(tmp_path: Path) -> None:
+def test_a_rank_that_gets_sigterm(tmp_path: Path) -> None:
     with FakeJob(tmp_path, *TWO, "--events", "events", "--", FOR_EVER, "drain:1:5") as job:
         stop(job, "round 2")
     assert sizes(job) == [2, 1] and len(job.log("end")) == 1
@@ -164,7 +164,7 @@ def test_a_killed_agent_takes_its_ranks_with_it_and_is_started_again(tmp_path: P
     assert len(ranks) == 1 and not ranks[0].is_running()
 
 
-def test_what_is_wrong_each_time_ends_the_job_though_a_round_had_begun(tmp_path: Path) -> None:
+def test_a_repeating_error_ends_the_job_though_a_round_had_begun(tmp_path: Path) -> None:
     with FakeJob(tmp_path, *TWO, "--restarts", "3", "--events", "events", "--", FOR_EVER, "always-usage:0:0") as job:
         assert job.end()[0] == 2
     assert not any("started again" in line or "checkpoint" in line for line in job.said), job.said

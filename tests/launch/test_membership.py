@@ -38,7 +38,7 @@ class TestStart:
         job.join(job.living()[3])
         assert [w.size for w in job.round()] == [4] * 4
 
-    def test_those_beyond_n_are_taken_along_when_they_are_just_behind(self) -> None:
+    def test_ranks_beyond_n_join_the_first_round_if_ready_within_a_second(self) -> None:
         job = world(replace(ELASTIC, most=6), {"a": 6}, joining=False)
         for worker in job.living():
             job.join(worker)
@@ -64,7 +64,7 @@ class TestStart:
         job.wait(ELASTIC.start_timeout_s + 1)
         assert [len(r) for r in job.rounds] == [2]
 
-    def test_fewer_than_the_least_end_the_job_saying_what_was_missing(self) -> None:
+    def test_fewer_than_min_end_the_job_with_the_missing_ranks(self) -> None:
         job = world(hosts={"a": 1, "b": 3}, joining=True)
         assert job.rounds
         job = World(ELASTIC, {"a": 1})
@@ -72,7 +72,7 @@ class TestStart:
         assert job.code == 1 and "1 of at least 2" in job.said[-1] and "a: 1 slot" in job.said[-1]
 
     @pytest.mark.parametrize(("slots", "then"), [(3, "then 2 are enough"), (1, "(--start-timeout)")])
-    def test_too_few_slots_for_all_are_told_of_once_before_they_are_waited_for(self, slots: int, then: str) -> None:
+    def test_too_few_slots_are_reported_once_before_the_wait(self, slots: int, then: str) -> None:
         job = World(ELASTIC, {"a": slots})
         job.wait(30)
         told = [text for text in job.said if "4 ranks requested" in text]
@@ -81,7 +81,7 @@ class TestStart:
         job.hosts({"a": 4})
         assert [len(r) for r in job.rounds] == [4]
 
-    def test_ranks_that_do_not_come_are_told_of_once_while_others_wait_for_them(self) -> None:
+    def test_ranks_that_do_not_start_are_reported_once_while_others_wait(self) -> None:
         job = World(replace(ELASTIC, start=2, least=1), {"a": 1, "b": 1}, joining=False)
         job.unreachable.add("b")
         job.cut("b")
@@ -95,7 +95,7 @@ class TestStart:
         job.wait(ELASTIC.start_timeout_s)
         assert [len(r) for r in job.rounds] == [1]
 
-    def test_a_rank_that_starts_slowly_is_not_told_of(self) -> None:
+    def test_a_slowly_starting_rank_is_not_reported(self) -> None:
         job = world(joining=False)
         for worker in job.living()[:3]:
             job.join(worker)
@@ -112,7 +112,7 @@ class TestStart:
         assert job.code == 2 and not job.living()
         assert not any("started again" in text for text in job.said)
 
-    def test_what_is_wrong_each_time_is_not_tried_again_before_the_first_step(self) -> None:
+    def test_a_repeating_error_is_not_tried_again_before_the_first_step(self) -> None:
         job = world(replace(ELASTIC, restarts=5))
         job.exit(job.by_rank(0), 2)
         assert job.code == 2 and len(job.rounds) == 1
@@ -202,7 +202,7 @@ class TestPlaces:
 
 class TestFailure:
     @pytest.mark.parametrize("code", [-9, 1, 0])
-    def test_all_others_are_told_at_once_and_go_on_without_it(self, code: int) -> None:
+    def test_the_others_are_notified_at_once_and_continue(self, code: int) -> None:
         job = world()
         others = job.round()[:1] + job.round()[2:]
         now_s = job.now_s
@@ -210,7 +210,7 @@ class TestFailure:
         assert all(w.told == ["round", "broken", "round"] for w in others)
         assert len(job.round()) == 3 and job.now_s == now_s
 
-    def test_the_others_go_on_before_its_process_is_gone(self) -> None:
+    def test_the_others_continue_before_its_process_has_ended(self) -> None:
         job = world()
         others = job.round()[:1] + job.round()[2:]
         dying = job.by_rank(1)
@@ -224,13 +224,13 @@ class TestFailure:
         job.wait(3)
         assert [len(r) for r in job.rounds] == [4, 3, 4]
 
-    def test_one_that_cannot_end_is_told_of(self) -> None:
+    def test_a_rank_that_cannot_be_killed_is_reported(self) -> None:
         job = world()
         job.die(job.by_rank(1))
         job.wait(ELASTIC.end_s + 1)
         assert "rank 1 on a did not end in time: killed" in job.said
 
-    def test_how_one_ended_is_told_though_the_job_has_ended_meanwhile(self) -> None:
+    def test_the_exit_of_a_rank_is_reported_though_the_job_has_ended(self) -> None:
         job = world(replace(ELASTIC, reset_limit=0))
         dying = job.by_rank(1)
         job.die(dying)
@@ -256,7 +256,7 @@ class TestFailure:
         job.join(late, "failed")
         assert [len(r) for r in job.rounds] == [4, 2] and not dying.inside
 
-    def test_newcomers_do_not_begin_anew_while_the_last_who_holds_the_state_dies(self) -> None:
+    def test_newcomers_do_not_restart_while_the_last_rank_with_the_state_dies(self) -> None:
         job = world(replace(ELASTIC, least=1))
         for worker in job.round()[1:]:
             job.exit(worker)
@@ -285,7 +285,7 @@ class TestFailure:
         job.exit(only, 7)
         assert job.code == 1 and "ended with exit code 7" in job.said[-1]
 
-    def test_it_is_started_again_after_a_while_and_taken_in(self) -> None:
+    def test_it_is_started_again_and_joins(self) -> None:
         job = world()
         job.exit(job.by_rank(3))
         assert len(job.living()) == 3
@@ -375,7 +375,7 @@ class TestBelowTheLeast:
         job.wait(3)
         assert [len(r) for r in job.rounds] == [2, 2] and job.by_rank(0) is survivor
 
-    def test_after_a_time_the_job_ends_saying_what_was_missing(self) -> None:
+    def test_after_the_timeout_the_job_ends_with_the_missing_ranks(self) -> None:
         job = World(replace(ELASTIC, start=2), {"a": 1, "b": 1})
         job.unreachable.add("b")
         job.cut("b")
@@ -397,7 +397,7 @@ class TestBelowTheLeast:
 
 
 class TestAllFail:
-    def test_nobody_is_said_to_wait_where_the_last_one_is_ending(self) -> None:
+    def test_no_wait_is_reported_while_the_last_rank_ends(self) -> None:
         job = world(replace(ELASTIC, least=1))
         for worker in list(job.round()):
             worker.deaf = True
@@ -423,7 +423,7 @@ class TestAllFail:
         assert job.code == 2 and len(job.rounds) == 1
 
     @pytest.mark.parametrize("restarts", [0, 1])
-    def test_no_checkpoint_is_spoken_of_where_nobody_ever_did_a_step(self, restarts: int) -> None:
+    def test_no_checkpoint_is_mentioned_before_the_first_step(self, restarts: int) -> None:
         job = world(replace(ELASTIC, restarts=restarts))
         for worker in list(job.round()):
             worker.deaf = True
@@ -432,7 +432,7 @@ class TestAllFail:
         assert any("no rank is left" in text for text in job.said)
         assert not any("checkpoint" in text for text in job.said)
 
-    def test_nothing_is_said_to_be_tried_again_by_a_job_that_ends(self) -> None:
+    def test_a_job_that_ends_announces_no_retry(self) -> None:
         job = world(joining=False)
         for worker in job.living():
             job.exit(worker, 1)
@@ -460,7 +460,7 @@ class TestAllFail:
         job.wait(5)
         assert [len(r) for r in job.rounds] == [4, 2, 4] or [len(r) for r in job.rounds] == [4, 4]
 
-    def test_a_restart_does_not_wait_for_a_host_that_is_gone(self) -> None:
+    def test_a_restart_does_not_wait_for_a_lost_host(self) -> None:
         job = world(replace(ELASTIC, restarts=1))
         job.unreachable.add("b")
         for worker in list(job.round()):
@@ -489,7 +489,7 @@ class TestGrowth:
             job.wait(0.5)
         assert len(job.rounds) > 2
 
-    def test_who_still_starts_holds_nobody_up(self) -> None:
+    def test_a_starting_rank_blocks_no_round(self) -> None:
         job = World(replace(ELASTIC, start=2), {"a": 2})
         job.joining = False
         job.hosts({"a": 4})
@@ -498,7 +498,7 @@ class TestGrowth:
 
 
 class TestRemoval:
-    def test_a_host_that_is_taken_away_leaves_at_the_next_step(self) -> None:
+    def test_a_removed_host_leaves_at_the_next_step(self) -> None:
         job = world()
         gone = job.living("b")
         job.hosts({"a": 2})
@@ -507,7 +507,7 @@ class TestRemoval:
         assert [len(r) for r in job.rounds] == [4, 2] and not job.living("b") and job.code is None
         assert all(w.told == ["round", "changed", "end"] for w in gone) and "b" not in job.agents
 
-    def test_who_still_starts_where_it_may_not_be_is_ended(self) -> None:
+    def test_a_starting_rank_on_a_removed_host_is_ended(self) -> None:
         job = World(replace(ELASTIC, start=2), {"a": 2})
         job.joining = False
         job.hosts({"a": 3})
@@ -535,7 +535,7 @@ class TestRemoval:
         job.wait(3)
         assert [len(r) for r in job.rounds] == [4, 2, 4]
 
-    def test_a_removal_that_is_taken_back_in_time_changes_nothing(self) -> None:
+    def test_a_removal_revoked_in_time_changes_nothing(self) -> None:
         job = world()
         job.hosts({"a": 2})
         job.hosts(TWO_HOSTS)
@@ -548,14 +548,14 @@ class TestRemoval:
         job.wait(5)
         assert {w.host for w in job.round()} == {"a", "c"} and len(job.rounds) <= 3
 
-    def test_who_holds_the_state_stays_until_others_hold_it(self) -> None:
+    def test_ranks_with_the_state_stay_until_others_have_it(self) -> None:
         job = World(replace(ELASTIC, start=2), {"a": 2})
         job.hosts({"b": 2})
         job.wait(5)
         assert all(set(before) & set(after) for before, after in zip(job.rounds, job.rounds[1:], strict=False))
         assert {w.host for w in job.round()} == {"b"} and not job.living("a")
 
-    def test_nobody_has_to_go_where_too_few_would_be_left_for_a_while(self) -> None:
+    def test_no_rank_leaves_while_too_few_would_remain(self) -> None:
         job = World(replace(ELASTIC, start=2), {"a": 2})
         job.hosts({"a": 1})
         job.wait(60)
@@ -568,7 +568,7 @@ class TestRemoval:
         assert job.code == 1 and not job.living()
         assert any("2 rank(s) that train get SIGTERM to save" in text for text in job.said)
 
-    def test_a_rank_that_is_told_to_go_does_and_its_slot_rests(self) -> None:
+    def test_a_rank_with_sigterm_leaves_and_its_slot_rests(self) -> None:
         job = world()
         leaver = job.by_rank(1)
         job.say(leaver, "drain")
@@ -588,7 +588,7 @@ class TestEnd:
             job.finish(worker)
         assert job.code == 0
 
-    def test_the_first_to_finish_ends_nobodys_work(self) -> None:
+    def test_the_first_to_finish_does_not_end_the_others(self) -> None:
         job = world()
         first, *others = job.round()
         job.finish(first)
@@ -599,7 +599,7 @@ class TestEnd:
             job.wait(20)
         assert job.code == 0
 
-    def test_who_stays_too_long_is_ended(self) -> None:
+    def test_a_rank_that_finishes_too_late_is_killed(self) -> None:
         job = world()
         first, second, *_ = job.round()
         job.finish(first)
@@ -609,7 +609,7 @@ class TestEnd:
         job.exit(second, 0)
         assert job.code == 0
 
-    def test_who_stays_is_ended_though_the_first_still_writes(self) -> None:
+    def test_a_late_rank_is_killed_while_the_first_still_writes(self) -> None:
         job = world()
         first, *_ = job.round()
         job.say(first, "leaving", why="finished")
@@ -631,7 +631,7 @@ class TestEnd:
             job.finish(worker, code=-9 if worker.rank == 0 else 0)
         assert job.code == 1 and "rank 0" in job.said[-1]
 
-    def test_nothing_is_done_where_rank_0_died_before_it_had_finished(self) -> None:
+    def test_a_job_is_not_finished_if_rank_0_died_before_its_end(self) -> None:
         job = world()
         first, *others = job.round()
         for worker in others:
@@ -671,7 +671,7 @@ class TestEnd:
         job.do(job.members.signal_received("SIGTERM", job.now_s))
         assert job.code == 143 and not job.living() and not any("started again" in text for text in job.said)
 
-    def test_who_saves_as_the_job_fails_has_not_spoilt_anything(self) -> None:
+    def test_a_rank_that_saves_while_the_job_fails_is_no_failure(self) -> None:
         job = World(replace(ELASTIC, start=2), {"a": 2})
         job.hosts({"a": 1})
         job.wait(ELASTIC.elastic_timeout_s + 10)
@@ -688,7 +688,7 @@ class TestEnd:
 
     @pytest.mark.parametrize("grace_s", [ELASTIC.grace_s, float("inf")])
     @pytest.mark.parametrize("deaf", [4, 1])
-    def test_who_does_not_stop_is_killed(self, deaf: int, grace_s: float) -> None:
+    def test_a_rank_that_does_not_stop_is_killed(self, deaf: int, grace_s: float) -> None:
         job = world(replace(ELASTIC, grace_s=grace_s))
         for worker in job.round()[:deaf]:
             worker.deaf = True
@@ -743,7 +743,7 @@ class TestHangs:
         job.wait(3)
         assert not stopped.alive and other.alive
 
-    def test_one_that_hangs_is_asked_where_before_it_is_killed(self) -> None:
+    def test_a_hanging_rank_prints_its_stack_before_it_is_killed(self) -> None:
         job = world()
         held = job.by_rank(1)
         kills: list[KillWorker] = []
@@ -773,7 +773,7 @@ class TestHangs:
         job.wait(100)
         assert len(job.round()) == 4
 
-    def test_one_that_never_asks_for_a_place_is_started_anew(self) -> None:
+    def test_a_rank_that_never_requests_a_place_is_started_again(self) -> None:
         job = World(replace(ELASTIC, start=2), {"a": 2})
         job.joining = False
         job.hosts({"a": 3})
@@ -793,7 +793,7 @@ class TestHangs:
         job.wait(10)
         assert not mute.alive
 
-    def test_who_holds_the_others_up_is_killed(self) -> None:
+    def test_a_rank_that_blocks_the_others_is_killed(self) -> None:
         job = world()
         job.wait(70)
         *others, hung = job.round()
@@ -854,7 +854,7 @@ class TestHangs:
             assert hung.alive == (idle_s == 61)
             job.wait(20)
 
-    def test_what_it_computed_before_it_hung_is_no_work(self) -> None:
+    def test_computation_before_the_hang_does_not_count(self) -> None:
         job = world(replace(ELASTIC, hang_timeout_s=1))
         job.wait(20)
         *others, hung = job.round()
@@ -872,7 +872,7 @@ class TestHangs:
         job.alive(slow, idle_s=30)
         assert slow.alive
 
-    def test_nobody_is_while_another_is_still_at_work(self) -> None:
+    def test_no_rank_hangs_while_another_still_works(self) -> None:
         job = world()
         job.wait(70)
         first, second, *others = job.round()
@@ -884,7 +884,7 @@ class TestHangs:
         job.alive(first, idle_s=0.1, waiting=True)
         assert not second.alive
 
-    def test_nobody_is_where_all_work_or_the_time_is_0(self) -> None:
+    def test_no_rank_hangs_if_all_work_or_the_timeout_is_0(self) -> None:
         for limits in (ELASTIC, replace(ELASTIC, hang_timeout_s=0)):
             job = world(limits)
             job.wait(70)
@@ -892,7 +892,7 @@ class TestHangs:
                 job.alive(worker, idle_s=1e6, waiting=not limits.hang_timeout_s and worker.rank != 0)
             assert len(job.round()) == 4 and len(job.rounds) == 1
 
-    def test_what_was_before_the_round_is_not_held_against_anyone(self) -> None:
+    def test_time_before_the_round_does_not_count_as_a_hang(self) -> None:
         job = world()
         job.wait(70)
         job.exit(job.by_rank(0))
@@ -909,7 +909,7 @@ class TestHangs:
             job.alive(worker, idle_s=61, waiting=True)
         assert [len(r) for r in job.rounds] == [4, 4]
 
-    def test_who_does_not_leave_a_broken_round_is_killed(self) -> None:
+    def test_a_rank_that_does_not_leave_a_broken_round_is_killed(self) -> None:
         job = world()
         job.wait(70)
         stays = job.by_rank(2)
@@ -921,7 +921,7 @@ class TestHangs:
         job.alive(stays, idle_s=61, waiting=True)
         assert not stays.alive and len(job.round()) >= 2
 
-    def test_a_driver_that_was_away_blames_nobody(self) -> None:
+    def test_a_driver_that_was_suspended_kills_no_rank(self) -> None:
         job = world()
         for worker in job.round():
             job.alive(worker)
@@ -929,7 +929,7 @@ class TestHangs:
         job.tick(1000)
         assert len(job.round()) == 4 and len(job.agents) == 2
 
-    def test_a_host_whose_agent_never_is_ready_is_tried_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_host_with_an_agent_that_never_starts_is_tried_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
         job = World(replace(ELASTIC, start=2), {"a": 2})
         started: list[str] = []
         monkeypatch.setattr(job, "_start_agent", started.append)
@@ -938,7 +938,7 @@ class TestHangs:
         assert started == ["b"] * 3 and len(job.round()) == 2
         assert any("b is lost: its agent was not ready within 120 s" in text for text in job.said)
 
-    def test_a_host_lives_while_its_ranks_are_heard_of(self) -> None:
+    def test_messages_of_ranks_count_as_heartbeats_of_their_host(self) -> None:
         job = world()
         for _ in range(int(ELASTIC.lost_s) + 5):
             for worker in job.round():
@@ -947,7 +947,7 @@ class TestHangs:
             job.tick(1)
         assert [len(r) for r in job.rounds] == [4]
 
-    def test_a_host_that_is_not_heard_of_is_lost_and_tried_again(self) -> None:
+    def test_a_silent_host_is_lost_and_tried_again(self) -> None:
         job = world()
         job.unreachable.add("b")
         job.wait(ELASTIC.lost_s + 1)

@@ -46,7 +46,7 @@ DEEDS: dict[str, Callable[[World], object]] = {
 
 
 @pytest.mark.parametrize("deed", DEEDS)
-def test_what_happens_costs_no_more_than_in_proportion(deed: str) -> None:
+def test_the_cost_of_events_grows_in_proportion(deed: str) -> None:
     few, many = job(32), job(128)
     assert calls(lambda: DEEDS[deed](many)) < 6 * calls(lambda: DEEDS[deed](few))
 

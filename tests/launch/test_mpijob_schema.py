@@ -42,7 +42,7 @@ def _job() -> dict[str, Any]:
     }
 
 
-def test_a_right_job_is_taken() -> None:
+def test_a_valid_job_is_accepted() -> None:
     assert problems(_job()) == []
     small = _job()
     template = small["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]

@@ -21,7 +21,7 @@ NAMELESS = "nobody-knows-me"
 
 
 @pytest.mark.parametrize("launcher", ["horovodrun --gloo", "mpirun", "hvdtrain launch"])
-def test_what_gloo_needs_is_told_and_mpi_does_without(launcher: str, tmp_path: Path) -> None:
+def test_a_missing_address_is_an_error_for_gloo_but_not_for_mpi(launcher: str, tmp_path: Path) -> None:
     toy = [f"--task={ROOT}/tests/support/toy.py:toy", "--train.steps=2", "--run_dir=run"]
     program = [sys.executable, "-m", "hvdtrain"]
     own = [*program, "launch", "--to", "hvdtrain", "-np", "2", "--"]
@@ -45,7 +45,7 @@ def test_what_gloo_needs_is_told_and_mpi_does_without(launcher: str, tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["nobody-knows-me.invalid", "localhost"])
-def test_who_is_alone_or_comes_by_mpi_is_not_asked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_or_mpi_needs_no_address(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: name)
     for variables in ({}, {"HOROVOD_SIZE": "1"}, {"OMPI_COMM_WORLD_SIZE": "2"}):
         refuse_without_address(variables)

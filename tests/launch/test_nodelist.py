@@ -30,7 +30,7 @@ def test_names_keep_their_zeros_and_their_order() -> None:
         "a b",
     ],
 )
-def test_what_is_no_list_is_refused(text: str) -> None:
+def test_an_invalid_list_is_refused(text: str) -> None:
     with pytest.raises(LaunchError, match="scontrol show hostnames"):
         node_names(text)
 

@@ -45,7 +45,7 @@ def told(output: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_ranks_get_what_they_are_told(mpi: Mpi, ranks: int, tmp_path: Path) -> None:
+def test_ranks_get_their_arguments_and_environment(mpi: Mpi, ranks: int, tmp_path: Path) -> None:
     """More ranks than cores too, in a folder of an awkward name, and no rank is bound to a part of the cores."""
     folder = tmp_path / "it's\na folder"
     folder.mkdir()
@@ -62,7 +62,7 @@ def test_ranks_get_what_they_are_told(mpi: Mpi, ranks: int, tmp_path: Path) -> N
     assert all(line["cores"] == len(os.sched_getaffinity(0)) for line in lines)
 
 
-def test_what_is_shown_is_what_a_shell_runs(mpi: Mpi, tmp_path: Path) -> None:
+def test_a_shell_runs_the_shown_command(mpi: Mpi, tmp_path: Path) -> None:
     start = TARGETS[mpi.flavour].render(spec(mpi, tmp_path, 1))
     variables = {**ENVIRONMENT, "PATH": environment(mpi, Command(()))["PATH"]}
     done = subprocess.run(["bash", "-c", str(start)], env=variables, capture_output=True, text=True, timeout=TIMEOUT_S)

@@ -65,7 +65,7 @@ def served(serving: Served) -> Served:
     return serving
 
 
-def test_what_horovod_asks(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_horovods_requests(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request, "_POLL_S", 0.0)
     path = f"/{served.token}/3:0/local_my-host.x@y/0"
     assert served.ask("GET", path) == (404, b"")
@@ -76,7 +76,7 @@ def test_what_horovod_asks(served: Served, monkeypatch: pytest.MonkeyPatch) -> N
     assert served.keys == {(3, "local_my-host.x@y/0"): b"\x00\xff bytes"} and not served.log
 
 
-def test_who_asks_early_gets_the_value_when_it_comes(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_early_request_gets_the_value_when_it_is_set(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request, "_POLL_S", TIMEOUT_S)
     here, of_another_host = (f"/{served.token}/3:0/global/{rank}" for rank in (0, 1))
     with ThreadPoolExecutor() as threads:
@@ -134,21 +134,21 @@ def test_bodies_without_a_sensible_length_are_refused(served: Served, length: st
     assert not served.keys and len(served.log) == 1
 
 
-def test_what_is_no_http_gets_no_answer(served: Served) -> None:
+def test_a_request_that_is_no_http_gets_no_answer(served: Served) -> None:
     with served.connect() as connection:
         connection.sendall(b"\x80\x04\x95 pickle or what\r\n\r\n")
         assert connection.recv(1 << 16) == b""
     assert len(served.log) == 1 and "pickle" not in served.log[0]
 
 
-def test_a_head_without_end_is_cut_off(served: Served) -> None:
+def test_an_endless_header_is_cut_off(served: Served) -> None:
     with served.connect() as connection:
         connection.sendall(f"PUT /{served.token}/3:0/scope/key HTTP/1.1\r\nX: ".encode() + b"y" * 30_000)
         assert b" 4" in connection.recv(1 << 16)[:12]
     assert not served.keys
 
 
-def test_who_is_refused_ever_again_fills_no_log(served: Served) -> None:
+def test_repeated_refusals_do_not_fill_the_log(served: Served) -> None:
     for _ in range(200):
         served.server.log_limited("refused", "refused a GET")
     assert len(served.log) == 20 + len([32, 64, 128]) and served.log[-1].endswith("the 128th")
@@ -158,7 +158,7 @@ def test_it_listens_on_this_host_alone(served: Served) -> None:
     assert served.address.startswith("127.0.0.1:")
 
 
-def test_who_only_connects_holds_nobody_up(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connections_block_no_rank(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strangers that say nothing, or say it slowly, have few places, and the oldest of them make room."""
     monkeypatch.setattr(request, "STRANGER_S", TIMEOUT_S)
     drip = f"PUT /{served.token}/3:0/scope/key HTTP/1.1\r\nX: ".encode()
@@ -178,9 +178,7 @@ def test_who_only_connects_holds_nobody_up(served: Served, monkeypatch: pytest.M
         connection.close()
 
 
-def test_a_request_has_a_deadline_however_often_it_says_something(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_request_has_a_deadline(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request, "STRANGER_S", 0.1)
     with served.connect() as connection, suppress(ConnectionError):
         while not served.log:

@@ -47,7 +47,7 @@ def test_every_request_is_answered_once_by_the_value(events: list[tuple[bool, st
     assert sorted(n for n, _, _ in asking.replies) == list(range(len(asking.asked)))
 
 
-def test_a_round_sees_nothing_of_another() -> None:
+def test_rounds_do_not_share_keys() -> None:
     asking = Asking(key=b"old")
     assert not asking.ask("other")
     asking.store.open(2, {"own": b"new"})
@@ -62,7 +62,7 @@ def test_without_a_round_nothing_is_kept() -> None:
     assert asking.replies == [(0, GONE, b"")]
 
 
-def test_a_request_that_was_taken_back_gets_no_reply() -> None:
+def test_a_cancelled_request_gets_no_reply() -> None:
     asking, replies = Asking(), list[int]()
     one, other = (lambda status, value: replies.append(1)), (lambda status, value: replies.append(2))
     asking.store.get(1, "key", one)
@@ -82,7 +82,7 @@ def test_the_addresses_of_a_thousand_ranks_travel_small() -> None:
 
 
 class TestRelay:
-    def test_what_is_put_goes_to_all_in_one_message(self) -> None:
+    def test_a_stored_value_goes_to_all_in_one_message(self) -> None:
         sent = Sent()
         relay = Relay(sent)
         relay.open(1, {"rank_and_size/a:0": "0,2"})

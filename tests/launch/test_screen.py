@@ -36,7 +36,7 @@ def test_lines_are_shown_in_their_order() -> None:
 
 
 @pytest.mark.parametrize("more", [0, 3])
-def test_who_is_not_read_holds_nobody_up_and_holds_little_memory(more: int) -> None:
+def test_an_unread_output_does_not_block_ranks_and_uses_little_memory(more: int) -> None:
     terminal = Terminal()
     line = "x" * (1 << 16)
     room = MOST_CHARACTERS // len(line)
@@ -50,7 +50,7 @@ def test_who_is_not_read_holds_nobody_up_and_holds_little_memory(more: int) -> N
     assert said == ([expected] if more else [])
 
 
-def test_what_a_terminal_cannot_show_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_characters_that_a_terminal_cannot_show_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", stream)
     _show("loss → 1\udce9", err=False)

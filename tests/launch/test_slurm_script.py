@@ -86,7 +86,7 @@ def run(
         (0, OVER, True, False),
     ],
 )
-def test_what_goes_back_into_the_queue(code: int, facts: str, notice: bool, back: bool, tmp_path: Path) -> None:
+def test_which_jobs_are_requeued(code: int, facts: str, notice: bool, back: bool, tmp_path: Path) -> None:
     ended, calls, said = run(tmp_path, code=code, facts=facts, signals="USR1" if notice else "")
     assert (["scontrol", "requeue", "7"] in calls) == back
     assert (["scancel", "--signal=TERM", "7"] in calls) == notice
@@ -95,7 +95,7 @@ def test_what_goes_back_into_the_queue(code: int, facts: str, notice: bool, back
 
 
 @pytest.mark.parametrize(("facts", "back"), [(OVER, True), (CANCELLED, False), (PREEMPTED, False)])
-def test_a_job_that_slurm_ends_is_seen_to_while_the_ranks_still_save(facts: str, back: bool, tmp_path: Path) -> None:
+def test_a_job_that_slurm_ends_is_handled_while_the_ranks_save(facts: str, back: bool, tmp_path: Path) -> None:
     """They may take all of the time that is left, and this shell is killed when they are."""
     ended, calls, said = run(tmp_path, code=0, facts=facts, signals="TERM")
     assert calls[1:] == [["scontrol", "--oneliner", "show", "job", "7"], *[["scontrol", "requeue", "7"]] * back]
@@ -131,7 +131,7 @@ def test_arguments_and_folders_survive(tmp_path: Path) -> None:
     assert calls[0][calls[0].index("-m") :] == ["-m", "hvdtrain", *WORDS]
 
 
-def test_a_folder_that_is_gone_starts_nothing(tmp_path: Path) -> None:
+def test_a_missing_folder_starts_nothing(tmp_path: Path) -> None:
     script = render(replace(SPEC, folder=str(tmp_path / "gone"))).text
     done = subprocess.run(["bash", "-s"], input=script, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 1

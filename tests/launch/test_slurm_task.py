@@ -52,13 +52,13 @@ def test_a_task_becomes_a_rank_over_gloo() -> None:
     assert (after["HOROVOD_GLOO_IFACE"], after["HOROVOD_HOSTNAME"]) == ("lo", "node")
 
 
-def test_what_the_user_set_stays() -> None:
+def test_variables_of_the_user_are_kept() -> None:
     own = {"HOROVOD_GLOO_IFACE": "ib0", "HOROVOD_GLOO_TIMEOUT_SECONDS": "9"}
     given = variables({**tasks("1,1")[0], **STORE, **own}, "node")
     assert {name: given[name] for name in own} == own
 
 
-def test_without_srun_or_store_it_says_what_to_do(
+def test_without_srun_or_store_the_error_says_what_to_do(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slurm_task, "environ", lambda: {"SLURM_PROCID": "0"})  # as in a batch script
@@ -90,7 +90,7 @@ def test_the_store_of_one_node_is_reached_on_that_node_alone() -> None:
             store_address(node, interface)
 
 
-def test_only_a_number_is_taken_for_that_of_a_step() -> None:
+def test_only_a_number_is_accepted_as_a_step() -> None:
     tasks = Tasks("7")
     for text in (b"", b"0 --user=root", b"-1", b"1\n", b"batch"):
         tasks.set_step(text)

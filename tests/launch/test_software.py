@@ -37,7 +37,7 @@ def _variables(script: str, environ: Mapping[str, str] | None = None) -> dict[st
     return dict(entry.split("=", 1) for entry in done.stdout.split("\0")[:-1])
 
 
-def test_nothing_is_said_where_nothing_is_on() -> None:
+def test_no_software_to_activate() -> None:
     assert (
         setup_lines({"PATH": "/usr/bin", "MODULESHOME": "/m", "LOADEDMODULES": "", "CONDA_EXE": "/c/bin/conda"}) == []
     )
@@ -120,14 +120,14 @@ def test_a_real_virtual_environment_is_active_again(tmp_path: Path) -> None:
     ],
     ids=lambda environ: next(iter(environ)),
 )
-def test_what_is_not_there_ends_the_script(environ: dict[str, str]) -> None:
+def test_missing_software_ends_the_script(environ: dict[str, str]) -> None:
     done = _run(f"{_script(environ)}\necho went on")
     assert done.returncode != 0
     assert done.stdout == ""
     assert "nowhere" in done.stderr
 
 
-def test_what_builds_on_another_comes_after_it() -> None:
+def test_dependent_software_is_activated_after_its_base() -> None:
     environ = {"VIRTUAL_ENV": "/v", "CONDA_PREFIX": "/c", "SPACK_ENV": "/s", "LOADEDMODULES": "m"}
     order = setup_lines(environ)
     places = [

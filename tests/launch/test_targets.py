@@ -57,7 +57,7 @@ SPY = "#!/bin/sh\nexec {python} -c 'import json, os, sys; print(json.dumps([sys.
 
 @pytest.mark.parametrize("target", ["pbs", "lsf"])
 @pytest.mark.parametrize("mpi", [jobs.OPEN_MPI_4, jobs.MPICH, jobs.INTEL, None])
-def test_a_script_starts_what_it_was_told_to(target: str, mpi: jobs.Mpi | None, tmp_path: Path) -> None:
+def test_a_script_starts_the_given_command(target: str, mpi: jobs.Mpi | None, tmp_path: Path) -> None:
     """By a real shell, with a spy in the place of the launcher; names and paths as awkward as they come."""
     folder = tmp_path / 'it\'s\na "folder"'
     folder.mkdir()
@@ -137,7 +137,7 @@ def test_an_array_of_lsf_counts_from_one() -> None:
         (Shell("{array}"), "{array}"),
     ],
 )
-def test_the_index_stands_where_it_was_asked_for(word: str, shown: str) -> None:
+def test_the_index_replaces_its_placeholder(word: str, shown: str) -> None:
     assert insert_array_index(word, "I") == shown
     assert isinstance(insert_array_index(word, "I"), Shell) == ("{array}" in word)
 

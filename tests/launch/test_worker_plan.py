@@ -55,7 +55,7 @@ def test_options_of_ssh_are_whole_arguments_before_the_host() -> None:
     assert command.index("-F") < command.index("--")
 
 
-def test_other_hosts_get_what_is_named_and_nothing_else() -> None:
+def test_other_hosts_get_only_the_named_variables() -> None:
     given = hello_message(PLAN, "b")["environment"]
     assert given == {"HVDTRAIN_X": NASTY, "HOROVOD_CYCLE_TIME": "2"}
     assert hello_message(replace(PLAN, pass_on=("SECRET",)), "b")["environment"]["SECRET"] == "s"
@@ -73,14 +73,14 @@ def test_a_rank_knows_its_place_from_the_start() -> None:
     assert variables["HOROVOD_HOSTNAME"] == "b" and variables["HOROVOD_CONTROLLER"] == "gloo"
 
 
-def test_what_is_shown_can_be_read_back() -> None:
+def test_shown_commands_can_be_parsed() -> None:
     lines = describe_plan(PLAN, PLAN.hosts).splitlines()
     assert shlex.split("\n".join(lines)).count(NASTY) == 1
     commands = [shlex.split(line) for line in lines if line.lstrip().startswith("ssh")]
     assert commands == [agent_command(PLAN, "b")]
 
 
-def test_what_ssh_would_run_there_works_from_any_folder(tmp_path: Path) -> None:
+def test_the_ssh_command_works_from_any_folder(tmp_path: Path) -> None:
     """The command goes through a shell, as sshd does it, in a home with a module that is in the way."""
     (tmp_path / "json.py").write_text("raise SystemExit('the wrong one')")
     root = Path(__file__).parents[2]

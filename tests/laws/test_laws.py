@@ -99,7 +99,7 @@ def test_law_2_holds_with_compression_where_both_save(compression: str, size: in
     _equal(parts.state(), one.state())
 
 
-def test_compression_goes_on_with_any_number_of_ranks(whole: dict[int, Recorded], tmp_path: Path) -> None:
+def test_compression_resumes_with_any_number_of_ranks(whole: dict[int, Recorded], tmp_path: Path) -> None:
     for size, stop in ((2, 3), (1, 6), (3, 12)):
         coded = _train(tmp_path, *SHORT, f"--train.stop_at={stop}", "--parallel.compression=int8", size=size)
     assert coded.losses() != whole[1].losses()

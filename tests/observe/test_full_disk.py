@@ -74,7 +74,7 @@ def test_of_too_many_the_oldest_are_lost_and_counted_where_they_were(tmp_path: P
     journal.close()
 
 
-def test_what_is_missing_in_the_end_is_said(tmp_path: Path) -> None:
+def test_lines_missing_at_the_end_are_reported(tmp_path: Path) -> None:
     said = list[str]()
     journal = Journal(tmp_path / "j", said.append)
     journal.write(_record(1))

@@ -74,7 +74,7 @@ def test_a_large_tensor_is_never_copied_as_a_whole(form: torch.memory_format, mo
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
-def test_memory_that_runs_out_costs_the_histogram_and_is_told_once(
+def test_out_of_memory_costs_the_histogram_and_is_reported_once(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def small(values: Tensor) -> dict[str, Any]:

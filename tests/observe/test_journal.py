@@ -23,7 +23,7 @@ def test_numbers_keep_full_precision(tmp_path_factory: pytest.TempPathFactory, v
     assert read_steps(path)[1]["loss"] == value
 
 
-def test_no_number_stands_as_null(tmp_path: Path) -> None:
+def test_not_a_number_is_written_as_null(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j")
     journal.write({"step": 1, "loss": math.nan, "grad_norm": math.inf})
     journal.close()
@@ -95,7 +95,7 @@ def test_finished_is_the_last_word(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_what_json_cannot_hold_stands_as_text(tmp_path: Path) -> None:
+def test_values_that_json_cannot_hold_are_written_as_text(tmp_path: Path) -> None:
     """An error's message may hold bytes that are no text; the record of a failure must not be lost for it."""
     journal = Journal(tmp_path / "journal.jsonl")
     broken = b"caf\xe9".decode("utf-8", errors="surrogateescape")

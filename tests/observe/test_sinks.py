@@ -36,7 +36,7 @@ def test_every_record_comes_in_order_from_a_thread_of_the_sink() -> None:
     assert sink.closed == 1
 
 
-def test_a_sink_that_hangs_holds_nobody_up_and_what_it_cannot_take_is_counted() -> None:
+def test_a_hanging_sink_does_not_block_training_and_lost_records_are_counted() -> None:
     gate, entered = threading.Event(), threading.Event()
     taken: list[int] = []
 
@@ -59,7 +59,7 @@ def test_a_sink_that_hangs_holds_nobody_up_and_what_it_cannot_take_is_counted() 
     assert said[1:] == ["the metric sink slow is too slow: 89 records were dropped"]
 
 
-def test_a_failing_sink_is_said_and_left_alone() -> None:
+def test_a_failing_sink_is_reported_and_paused() -> None:
     called: list[int] = []
 
     def fail(record: Mapping[str, Any]) -> None:
@@ -120,7 +120,7 @@ def test_a_sink_that_fails_now_and_then_gets_the_rest() -> None:
     assert taken == [0, 2, 4, 7]
 
 
-def test_a_sink_that_cannot_be_made_is_said() -> None:
+def test_a_sink_that_cannot_be_created_is_reported() -> None:
     def make() -> Keeping:
         raise KeyError("TRACKER_URL")
 
@@ -132,7 +132,7 @@ def test_a_sink_that_cannot_be_made_is_said() -> None:
     assert said == ["the metric sink web cannot be created: KeyError: 'TRACKER_URL'"]
 
 
-def test_what_a_sink_does_to_a_record_is_seen_by_nobody_else() -> None:
+def test_changes_of_a_record_by_one_sink_are_invisible_to_others() -> None:
     record = {"step": 1, "config": {"seed": 0}}
 
     def spoil(mine: Any) -> None:

@@ -253,7 +253,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert table.clock_error_us.tolist() == [0, 0]
 
 
-def test_a_full_disk_is_said_once(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_once(tmp_path: Path) -> None:
     told = run(1, 0, 2 * BLOCK)
     said: list[str] = []
     (tmp_path / "steps.jsonl").touch()

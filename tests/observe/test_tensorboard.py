@@ -128,7 +128,7 @@ def test_no_point_twice_and_none_lost(
         assert series(run.folder / "step" / band, STACK_TO).keys() == shown.keys()
 
 
-def test_a_run_that_begins_anew_in_its_folder_replaces_all(tmp_path: Path) -> None:
+def test_a_restart_in_the_same_folder_replaces_all(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.stretch(None, [0.5] * 9, save_every=2, end=False)
     run.stretch(None, [0.5] * 3)
@@ -136,7 +136,7 @@ def test_a_run_that_begins_anew_in_its_folder_replaces_all(tmp_path: Path) -> No
     assert "loss/heldout" not in read(run.folder).Tags()["scalars"] or not series(run.folder, "loss/heldout")
 
 
-def test_a_host_whose_clock_is_behind_goes_on_rightly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_with_a_late_clock_continues_correctly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path)
     monkeypatch.setattr("time.time", lambda: 2e9)
     run.stretch(None, [0.5] * 9, end=False)
@@ -274,7 +274,7 @@ RANKS = {
 }
 
 
-def test_the_straggler_while_the_run_goes_on(tmp_path: Path) -> None:
+def test_the_straggler_during_the_run(tmp_path: Path) -> None:
     later = {**RANKS, "at_step": 2, "late_ms": [None, 1.0, 3.0], "exposed_ms": [None, 4.0, 2.0]}
     nothing = {**RANKS, "at_step": 3, "late_ms": [], "exposed_ms": []}
     _write(

@@ -159,7 +159,7 @@ def test_a_later_start_adds_a_file(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["spans-rank-0-1.json", "spans-rank-0.json"]
 
 
-def test_what_cannot_be_written_is_said_once_and_fails_nothing(tmp_path: Path) -> None:
+def test_a_failed_write_is_reported_once_and_raises_nothing(tmp_path: Path) -> None:
     (tmp_path / "timeline").write_text("a file where the folder should be")
     said: list[str] = []
     spans = Spans()

@@ -157,7 +157,7 @@ def _with(reporter: Reporter, child: subprocess.Popen[bytes]) -> Reporter:
     return reporter
 
 
-def test_a_run_that_makes_no_progress_is_ended_and_told(reporter: Reporter, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_progress_is_ended_and_reported(reporter: Reporter, capfd: pytest.CaptureFixture[str]) -> None:
     ended = _Ended()
     with reporter.statements.spans("data"), Watchdog(reporter, 0.05, ended):
         ended.wait()
@@ -177,7 +177,7 @@ def test_a_run_that_makes_progress_is_left_alone(reporter: Reporter) -> None:
     assert reporter.mailbox.heartbeats()[0]["step"] == 0
 
 
-def test_a_rank_that_is_gone_is_told_of(
+def test_a_dead_rank_is_reported(
     reporter: Reporter, child: subprocess.Popen[bytes], capfd: pytest.CaptureFixture[str]
 ) -> None:
     ended = _Ended()

@@ -47,7 +47,7 @@ def test_another_model_is_named_on_every_rank(job: Comm) -> None:
     assert caught.value.found == "[[9], 'torch.float32']"
 
 
-def test_drift_is_seen_in_one_bit(job: Comm) -> None:
+def test_drift_of_one_bit_is_detected(job: Comm) -> None:
     model = _state(8, seed=0, steps=0).model
     check_equal(model, job, name="equal")
     if job.rank == job.size - 1:

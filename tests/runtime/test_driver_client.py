@@ -63,7 +63,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     assert exits == []
 
 
-def test_a_place_is_asked_for_and_given(driver: Driver) -> None:
+def test_a_rank_requests_and_gets_a_place(driver: Driver) -> None:
     driver.channel.send("round", **PLACE)
     place = driver.client.join("started", step=-1)
     asked = driver.hear("join")
@@ -80,17 +80,17 @@ def test_a_place_is_asked_for_and_given(driver: Driver) -> None:
     assert (asked["after"], asked["text"], asked["step"]) == (3, "gone", 17)
 
 
-def test_no_place_in_a_job_that_failed_is_told_apart(driver: Driver) -> None:
+def test_the_end_of_a_failed_job_is_an_error_of_its_own(driver: Driver) -> None:
     driver.channel.send("end", why="rank 1 was killed", failed=True)
     with pytest.raises(JobFailed, match="rank 1 was killed"):
         driver.client.join("failed")
 
 
-def test_a_rank_that_hangs_says_where(driver: Driver, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_hangs_prints_its_stack(driver: Driver, capsys: pytest.CaptureFixture[str]) -> None:
     driver.channel.send("stacks")
     driver.synchronize_state()
     said = capsys.readouterr().err
-    assert "where this rank hangs" in said and "test_a_rank_that_hangs_says_where" in said
+    assert "where this rank hangs" in said and "test_a_rank_that_hangs_prints_its_stack" in said
 
 
 def test_any_interface_is_none_in_the_environment(driver: Driver) -> None:
@@ -98,7 +98,7 @@ def test_any_interface_is_none_in_the_environment(driver: Driver) -> None:
     assert driver.client.join("started").variables()["HOROVOD_GLOO_IFACE"] is None
 
 
-def test_a_broken_round_wakes_who_waits_in_it(driver: Driver) -> None:
+def test_a_broken_round_wakes_the_waiting_rank(driver: Driver) -> None:
     cuts: list[int] = []
     driver.client.wake = lambda: cuts.append(driver.client.round)
     driver.channel.send("round", **PLACE)
@@ -111,7 +111,7 @@ def test_a_broken_round_wakes_who_waits_in_it(driver: Driver) -> None:
     assert driver.client.is_broken()
 
 
-def test_what_the_driver_wants_to_change_ends_the_round_at_a_step_boundary(driver: Driver) -> None:
+def test_a_change_of_the_driver_ends_the_round_at_a_step_boundary(driver: Driver) -> None:
     driver.channel.send("round", **PLACE)
     driver.client.join("started")
     assert driver.client.requests(NOTHING, CHANGED, TERMINATE) == NOTHING
@@ -134,7 +134,7 @@ def test_a_change_just_behind_the_place_is_of_the_new_round(driver: Driver) -> N
     assert driver.client.requests(NOTHING, CHANGED, TERMINATE)[CHANGED] == 1
 
 
-def test_an_error_without_end_is_told_in_part(driver: Driver) -> None:
+def test_a_very_long_error_is_truncated(driver: Driver) -> None:
     driver.channel.send("round", **PLACE)
     driver.client.join("failed", "x" * (1 << 21))
     assert 1000 < len(driver.hear("join")["text"]) < 10_000
@@ -161,7 +161,7 @@ def test_a_stop_of_the_job_reaches_the_rank_as_the_signal(driver: Driver) -> Non
     assert driver.client.requests([0, 1, 0, 0], CHANGED, TERMINATE) == [0, 1, 0, 0]
 
 
-def test_it_says_that_it_lives(driver: Driver) -> None:
+def test_it_sends_heartbeats(driver: Driver) -> None:
     driver.client.heartbeat = Heartbeat(lambda: 12, lambda: 0.25, lambda: True)
     while True:
         beat = driver.hear("alive")
@@ -186,7 +186,7 @@ def test_without_its_driver_a_rank_ends() -> None:
     client.close()
 
 
-def test_who_is_leaving_needs_no_driver() -> None:
+def test_a_leaving_rank_needs_no_driver() -> None:
     ours, theirs = socket.socketpair()
     codes: list[int] = []
     client = DriverClient(Channel(ours), codes.append)

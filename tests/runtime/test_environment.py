@@ -62,7 +62,7 @@ def compressed(hosts: list[int]) -> str:
 
 
 @given(jobs(), st.sampled_from(LAUNCHERS))
-def test_what_a_launcher_says_comes_back(job, launcher) -> None:
+def test_the_variables_of_a_launcher_are_parsed(job, launcher) -> None:
     hosts, rank = job
     node, local = place(hosts, rank)
     numbers = {launcher.rank: rank, launcher.size: sum(hosts), launcher.local_rank: local}
@@ -79,7 +79,7 @@ def test_what_a_launcher_says_comes_back(job, launcher) -> None:
 
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda line: f"{line.name}-{line.signs[0]}")
 @pytest.mark.parametrize("text", [None, "", "two", "-1", "1.5", "99999999999"])
-def test_a_variable_that_makes_no_sense_is_named(launcher, text: str | None) -> None:
+def test_an_invalid_variable_is_named(launcher, text: str | None) -> None:
     whole = dict.fromkeys((launcher.rank, launcher.local_rank), "0") | {launcher.size: "1", launcher.local_size: "1"}
     whole |= {launcher.node: "0"} if launcher.node else {}
     assert rank_info(whole, "h").launcher == launcher.name

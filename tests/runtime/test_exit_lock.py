@@ -59,7 +59,7 @@ def _tell(process: subprocess.Popen[str], line: str) -> None:
 @pytest.mark.parametrize(
     "end", ["exit(3)", "os._exit(0)", "os.abort()", "os.execv('/bin/sleep', ['sleep', '9999'])", ""]
 )
-def test_any_end_is_told(end: str) -> None:
+def test_the_end_of_a_process_is_reported_whatever_its_cause(end: str) -> None:
     with _holder() as (process, lifeline):
         told, watcher = _watch(lifeline)
         if end:
@@ -90,7 +90,7 @@ def test_the_end_of_its_children_and_threads_is_not_its_own(act: str) -> None:
         assert told.is_set()
 
 
-def test_what_nobody_holds_tells_of_no_end() -> None:
+def test_a_lock_without_holder_reports_no_end() -> None:
     made = make_lifeline()
     assert made is not None
     os.close(made[1])
@@ -110,11 +110,11 @@ def test_only_the_thread_that_ends_with_the_process_holds_one() -> None:
 
 
 @pytest.mark.parametrize("environ", [{}, {VARIABLE: ""}, {VARIABLE: "x"}, {VARIABLE: "987654"}])
-def test_no_process_holds_what_it_was_not_given(environ: dict[str, str]) -> None:
+def test_only_the_given_process_holds_the_lock(environ: dict[str, str]) -> None:
     assert not hold_lifeline(environ)
 
 
-def test_no_other_file_is_taken_for_one(tmp_path: Path) -> None:
+def test_other_files_are_not_accepted_as_locks(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(4096))
     with (tmp_path / "file").open("r+b") as file:
         assert not hold_lifeline({VARIABLE: str(file.fileno())})

@@ -34,7 +34,7 @@ def cores(root: Path) -> tuple[int, int]:
     return found.cores, found.own_cores
 
 
-def test_nobody_bound_us(machine) -> None:
+def test_an_unbound_process(machine) -> None:
     assert cores(machine(EIGHT, EIGHT)) == (8, 8)
 
 

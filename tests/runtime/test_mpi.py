@@ -40,12 +40,12 @@ def test_linkage_is_read_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", [b"", b"#!/bin/sh\n", b"\x7fELF\x01\x01" + bytes(80), b"\x7fELF\x02\x01" + bytes(9)]
 )
-def test_what_is_no_library_has_no_linkage(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_no_library_has_no_linkage(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.so").write_bytes(content)
     assert read_linkage(tmp_path / "x.so") == Linkage()
 
 
-def test_linkage_of_real_libraries_is_what_readelf_says() -> None:
+def test_linkage_of_real_libraries_equals_that_of_readelf() -> None:
     if shutil.which("readelf") is None:
         pytest.skip("readelf (binutils) is not installed")
     libraries = sorted(Path(sysconfig.get_path("stdlib"), "lib-dynload").glob("*.so"))[:20]
@@ -188,7 +188,7 @@ def test_as_many_ranks_must_join_as_were_started() -> None:
     assert error.value.expected == "4 ranks"
 
 
-def test_versions_of_what_is_not_there_are_none(tmp_path: Path) -> None:
+def test_versions_of_missing_programs_are_none(tmp_path: Path) -> None:
     fake = open_mpi(tmp_path, 4)
     assert library_version(fake) is None
     assert library_version(None) is mpirun_version(None) is mpirun_version(str(tmp_path / "mpirun")) is None

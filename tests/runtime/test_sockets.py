@@ -29,7 +29,7 @@ def test_new_connections_are_cut_and_older_ones_are_not() -> None:
         end.close()
 
 
-def test_what_had_come_is_read_first_and_sending_goes_on() -> None:
+def test_received_bytes_are_read_first_and_sending_continues() -> None:
     server, near, far = _pair()
     far.sendall(b"x")
     assert near.recv(1, socket.MSG_PEEK) == b"x", "it has come"
@@ -52,7 +52,7 @@ def test_other_kinds_of_sockets_are_left_alone() -> None:
     far.close()
 
 
-def test_what_was_closed_meanwhile_is_no_error_and_nobody_elses(tmp_path: Path) -> None:
+def test_a_connection_closed_meanwhile_is_no_error(tmp_path: Path) -> None:
     before = open_sockets().keys()
     ends = _pair()
     opened = open_sockets().keys() - before

@@ -51,12 +51,12 @@ def test_none_is_found_where_none_is(others: list[int]) -> None:
     assert find_spinning_thread(others, _uses(), lambda: None) is None
 
 
-def test_of_two_that_look_alike_none_is_taken() -> None:
+def test_two_threads_that_look_alike_are_both_left_alone() -> None:
     use = _uses()
     assert find_spinning_thread([1, 9], lambda thread: use(SPINS), lambda: None) is None
 
 
-def test_a_thread_that_is_gone_or_unknown_ends_the_search() -> None:
+def test_a_missing_or_unknown_thread_ends_the_search() -> None:
     assert find_spinning_thread([2**22 + 1], read_use, lambda: None) is None
 
 
@@ -120,7 +120,7 @@ def test_the_spinner_may_leave_the_cores_that_its_rank_is_bound_to(sleeper: int)
     assert os.sched_getaffinity(sleeper) == every
 
 
-def test_a_thread_that_is_gone_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_has_ended_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     spinner = SpinningThread(2**22 + 1, can_restore=True)
     spinner.lower_priority(for_good=True)
     spinner.restore_priority()

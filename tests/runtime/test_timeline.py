@@ -86,7 +86,7 @@ def test_what_is_recorded(wanted, info, host, environ, kind, window, reason) -> 
         (TWO, ROOMY, DYNAMIC, "theirs", "DYNAMIC"),
     ],
 )
-def test_what_is_recorded_by_itself_where_the_writer_sleeps(info, host, environ, kind, reason) -> None:  # type: ignore[no-untyped-def]
+def test_auto_records_if_the_writer_sleeps(info, host, environ, kind, reason) -> None:  # type: ignore[no-untyped-def]
     plan = decide("auto", Facts(info, host, already=environ), quiet=True)
     assert (plan.kind, plan.window) == (kind, AUTO_WINDOW if kind == "window" else OFF)
     assert reason in plan.reason and bool(reason) == bool(plan.reason)
@@ -138,7 +138,7 @@ def test_a_window_is_announced_to_horovod_and_nothing_else_is(variables: dict[st
     assert variables["HOROVOD_TIMELINE"] == "DYNAMIC"
 
 
-def test_what_we_wrote_is_not_taken_for_the_users_and_other_settings_stay_ours(variables: dict[str, str]) -> None:
+def test_our_variables_are_not_taken_for_the_users(variables: dict[str, str]) -> None:
     variables.update({"THP_MEM_ALLOC_ENABLE": "1", "HOME": "/h", RECORD: json.dumps({"THP_MEM_ALLOC_ENABLE": "1"})})
     prepare_timeline("2:3", TWO)
     assert without_our_variables(variables) == {"HOME": "/h"}

@@ -47,7 +47,7 @@ def test_two_ranks_that_fill_their_host() -> None:
     }
 
 
-def test_one_process_shares_with_nobody() -> None:
+def test_one_process_shares_no_cores() -> None:
     assert chosen(RankInfo(), HostFacts(8, 8)) == {THREADS: "8", HUGE: "1"}
 
 
@@ -95,7 +95,7 @@ def test_cores_are_shared_out(cores: int, own: int, local_size: int, threads: in
     assert chosen(ranks(local_size), HostFacts(cores, own))[THREADS] == str(threads)
 
 
-def test_a_wheel_is_told_where_it_is() -> None:
+def test_an_mpi_from_a_wheel_gets_opal_prefix() -> None:
     assert chosen(RankInfo(), mpi=WHEEL)["OPAL_PREFIX"] == "/venv"
     assert "OPAL_PREFIX" not in chosen(ranks(2), mpi=WHEEL, environ={"OPAL_PREFIX": "/by/mpirun"})
 
@@ -162,7 +162,7 @@ def test_the_sites_own_setting_is_kept() -> None:
     assert kept.kept == "kept mpi_yield_when_idle=0 of /mpi/etc/openmpi-mca-params.conf"
 
 
-def test_too_late_is_said() -> None:
+def test_settings_that_are_too_late_are_reported() -> None:
     found = choose(ranks(2), {}, FULL, OPEN_MPI, loaded={"torch"})
     assert {c.setting.variable for c in found if c.kept == "too late, torch is loaded"} == {THREADS, HUGE}
     ours = {THREADS: "1", HUGE: "1"}
@@ -183,7 +183,7 @@ any_host = st.builds(HostFacts, st.integers(1, 64), st.integers(1, 64), st.integ
     st.sampled_from([OPEN_MPI, WHEEL, MPICH]),
     st.sampled_from([{}, {RING[0]: "0"}, {YIELD: "0"}]),
 )
-def test_ranks_agree_on_what_they_must(
+def test_ranks_agree_on_settings_that_must_be_equal(
     hosts: list[int], seen: list[HostFacts], mpi: MpiLibrary, environ: dict[str, str]
 ) -> None:
     """How an allreduce goes is the same on every rank, whatever each of them sees of its host."""

@@ -70,7 +70,7 @@ def test_a_pickle_in_a_checkpoint_is_damage(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["file", "option", "run"])
-def test_yaml_makes_no_objects(where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_yaml_creates_no_objects(where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     marker = tmp_path / "was here"
     evil = f"!!python/object/apply:os.mkdir ['{marker}']"
     for folder, name in (("", "evil.yaml"), ("run", "config.yaml")):

@@ -75,7 +75,7 @@ def test_the_command_that_is_shown_can_be_pasted(folder: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("value", ["$(touch owned)", "-x", "a b", "'", '"', "\n", "!!python/name:os.system", "\udcff"])
-def test_a_value_that_makes_no_sense_is_told_and_run_nowhere(
+def test_an_invalid_value_is_reported_and_never_run(
     value: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(folder)

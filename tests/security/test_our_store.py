@@ -56,7 +56,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
         process.kill()
 
 
-def test_what_stock_horovod_unpickles_is_refused_or_kept_as_bytes(job: Job, tmp_path: Path) -> None:
+def test_values_that_stock_horovod_unpickles_are_refused_or_kept_as_bytes(job: Job, tmp_path: Path) -> None:
     marker = tmp_path / "was here"
     assert [job.put(path, marker) for path in STOCK_PATHS] == [404] * 3
     wrong = "A" * len(job.token)

@@ -56,7 +56,7 @@ def test_a_language_model_unpickles_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "plain"])
 @pytest.mark.slow
-def test_a_job_of_horovodrun_by_gloo_says_once_what_its_launcher_exposes(elastic: bool, tmp_path: Path) -> None:
+def test_a_gloo_job_of_horovodrun_warns_once_of_its_open_port(elastic: bool, tmp_path: Path) -> None:
     where = ["--network-interface", "lo", "--host-discovery-script", "./hosts", "--min-np", "1", "--max-np", "1"]
     (tmp_path / "hosts").write_text("#!/bin/sh\necho localhost:1\n")
     (tmp_path / "hosts").chmod(0o755)
@@ -88,7 +88,7 @@ def test_horovods_notification_service_never_runs(launcher: str, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_under_our_driver_a_rank_opens_no_port_and_nobody_unpickles(tmp_path: Path) -> None:
+def test_under_our_driver_a_rank_opens_no_port_and_unpickles_nothing(tmp_path: Path) -> None:
     task, file = f"--task={ROOT}/tests/support/listening.py:build", tmp_path / "audit"
     done = subprocess.run(
         [sys.executable, "-m", "hvdtrain", "launch", "--to", "hvdtrain", "-np", "2", "--", task, *TOY[1:]],

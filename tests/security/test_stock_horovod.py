@@ -55,7 +55,7 @@ def test_a_put_of_a_worker_address_runs_code(stock: Stock, tmp_path: Path) -> No
     assert marker.exists()
 
 
-def test_what_a_rank_reads_from_the_store_runs_code(stock: Stock, tmp_path: Path) -> None:
+def test_a_value_read_from_the_store_runs_code(stock: Stock, tmp_path: Path) -> None:
     """CVE-2026-31234: a value that anyone has put is unpickled by the rank that reads it, here by horovod.run()'s."""
     marker = tmp_path / "was here"
     assert request("PUT", stock.functions, "/runfunc/func", encoded(GivesFunction(marker))) == 200
@@ -71,7 +71,7 @@ def test_what_a_rank_reads_from_the_store_runs_code(stock: Stock, tmp_path: Path
     assert marker.exists() and done.returncode == 0, done.stderr
 
 
-def test_the_plain_rendezvous_keeps_what_anyone_puts_and_runs_none_of_it(stock: Stock, tmp_path: Path) -> None:
+def test_the_plain_rendezvous_stores_values_of_anyone_but_runs_none(stock: Stock, tmp_path: Path) -> None:
     """What the warning says of `horovodrun --gloo` without elastic: addresses can be replaced, nothing is unpickled."""
     marker = tmp_path / "was here"
     assert request("PUT", stock.plain, "/global/0", encoded(MakesFolder(marker))) == 200

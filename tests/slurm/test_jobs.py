@@ -116,7 +116,7 @@ def short_of_time(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield submit(undisturbed, folder, text, "low")
 
 
-def test_a_pre_empted_job_goes_on_where_it_was(slurm: Slurm, alone: list[float], tmp_path: Path) -> None:
+def test_a_pre_empted_job_resumes(slurm: Slurm, alone: list[float], tmp_path: Path) -> None:
     job = submit(slurm, tmp_path, script(tmp_path), "low")
     job.until_it_trains()
     rival = slurm.submit("#!/bin/bash\n", "--partition=high", f"--ntasks={SLOTS}", "--output=/dev/null", cwd=tmp_path)

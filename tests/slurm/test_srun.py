@@ -71,7 +71,7 @@ def test_ranks_of_srun_train_as_one_process_does(
     assert done.stdout.count("finished at step 8 of 8") == 1
 
 
-def test_ranks_without_pmi_are_refused_and_told_what_helps(slurm: Slurm, tmp_path: Path) -> None:
+def test_ranks_without_pmi_are_refused_with_a_fix(slurm: Slurm, tmp_path: Path) -> None:
     """Open MPI aborts in C where srun starts it without PMI: that has to be said before."""
     argv = ["srun", "--mpi=none", "--ntasks=2", sys.executable, "-m", "hvdtrain", *TOY]
     done = slurm.run(argv, cwd=tmp_path, environment=PATHS, check=False)
@@ -128,7 +128,7 @@ def test_a_signal_lets_the_ranks_save_and_goes_to_no_other_step(
     assert [path.name for path in (tmp_path / "run/checkpoints").glob("step-*")] == [f"step-{step:06d}"]
 
 
-def test_a_job_whose_ranks_have_not_started_ends_at_once(slurm: Slurm, tmp_path: Path) -> None:
+def test_a_job_without_started_ranks_ends_at_once(slurm: Slurm, tmp_path: Path) -> None:
     """Another step has the only task of the allocation, and srun waits for it."""
     job = command(*TOY, "--run_dir=run", slurm_mpi="", ranks=1)
     with slurm.popen(["salloc", "--quiet", "--ntasks=1", "bash", "-c", WAITS, "bash", *job], cwd=tmp_path) as process:
@@ -144,7 +144,7 @@ def test_a_job_whose_ranks_have_not_started_ends_at_once(slurm: Slurm, tmp_path:
     assert not (tmp_path / "run").exists()
 
 
-def test_the_secret_of_the_store_stands_on_no_command_line(slurm: Slurm, tmp_path: Path) -> None:
+def test_the_secret_of_the_store_is_on_no_command_line(slurm: Slurm, tmp_path: Path) -> None:
     with training(slurm, tmp_path):
         rank = _python(slurm.first, "hvdtrain")
         secret = rank.environ()["HOROVOD_GLOO_RENDEZVOUS_ADDR"].split("/")[1]

@@ -148,7 +148,7 @@ def _full(monkeypatch: pytest.MonkeyPatch, number: int, rank: int) -> Callable[[
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
-def test_what_fails_is_told_and_tried_again_at_growing_intervals(
+def test_a_failed_save_is_reported_and_tried_again_at_growing_intervals(
     number: int, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mend = _full(monkeypatch, number, rank)
@@ -185,7 +185,7 @@ def test_what_fails_is_told_and_tried_again_at_growing_intervals(
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000004"]
 
 
-def test_saves_that_are_due_meanwhile_are_tried_and_told_only_where_something_is_new(
+def test_due_saves_are_tried_and_reported_only_for_a_new_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mend = _full(monkeypatch, errno.ENOSPC, 0)
@@ -218,7 +218,7 @@ def test_saves_that_are_due_meanwhile_are_tried_and_told_only_where_something_is
     assert [event.get("why") for event in told.events[-2:]] == ["after saves that failed", None]
 
 
-def test_a_folder_that_cannot_be_made_is_told_too(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_reported_too(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
 
     def body(comm: ThreadComm) -> Told:
@@ -267,7 +267,7 @@ def silent_rank_1(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("silent_rank_1")
-def test_a_rank_that_is_not_heard_of_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+def test_a_silent_rank_is_not_waited_for_forever(tmp_path: Path) -> None:
     def body(comm: ThreadComm) -> Told:
         told = Told()
         writer = _writer(comm, tmp_path, told)
@@ -296,7 +296,7 @@ def test_an_error_of_the_run_waits_for_no_other_rank(tmp_path: Path, monkeypatch
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-def test_an_error_of_the_run_leaves_time_for_what_rank_0_writes_alone(
+def test_an_error_of_the_run_leaves_time_for_the_write_of_rank_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background_writer, "_PATIENCE_S", TIMEOUT_S)
@@ -309,7 +309,7 @@ def test_an_error_of_the_run_leaves_time_for_what_rank_0_writes_alone(
     assert told.names() == ["checkpoint"]
 
 
-def test_orphans_are_removed_at_the_start_but_not_what_is_being_written(tmp_path: Path) -> None:
+def test_orphans_are_removed_at_the_start_but_not_files_being_written(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     store = CheckpointStore(folder, pytest.fail)
     living = store.begin(7, 1)
@@ -326,7 +326,7 @@ def test_orphans_are_removed_at_the_start_but_not_what_is_being_written(tmp_path
         assert {path.name for path in folder.iterdir()} == {living.name}
 
 
-def test_what_cannot_be_saved_is_refused_on_every_rank(tmp_path: Path) -> None:
+def test_a_state_that_cannot_be_saved_is_refused_on_every_rank(tmp_path: Path) -> None:
     def body(comm: ThreadComm) -> None:
         state = StateDict({"model": {"odd": torch.zeros(1, dtype=torch.complex128)}, "optimizer": {}}, {})
         with pytest.raises(CheckpointError, match="odd cannot be saved"):
@@ -348,7 +348,7 @@ def test_ranks_that_see_other_files_leave_all_to_rank_0(tmp_path: Path, monkeypa
     assert [path.name for path in (tmp_path / "checkpoints/step-000001").glob("model*")] == ["model.safetensors"]
 
 
-def test_a_part_of_which_a_tensor_is_missing_is_refused(tmp_path: Path) -> None:
+def test_a_part_with_a_missing_tensor_is_refused(tmp_path: Path) -> None:
     request_shards(tmp_path, 2)
     mine = StateDict({"model": {"a": torch.ones(2)}}, {})
     write = ShardedWrite(tmp_path, 3, 2, lambda: mine, 2, {}, None)

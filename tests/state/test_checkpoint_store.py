@@ -53,7 +53,7 @@ def _equal(a: StateDict, b: StateDict) -> bool:
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.NAdam])
-def test_what_is_loaded_is_what_was_saved(tmp_path: Path, optimizer: type) -> None:
+def test_the_saved_state_is_loaded(tmp_path: Path, optimizer: type) -> None:
     store, _ = _store(tmp_path)
     state = _state(optimizer=optimizer)
     save(store, 2, state.state_dict())
@@ -272,7 +272,7 @@ def test_sigkill_while_saving_loses_nothing_that_was_saved(tmp_path: Path, momen
     assert warnings == []
 
 
-def test_the_manifest_says_what_it_is(tmp_path: Path) -> None:
+def test_the_manifest_names_its_format(tmp_path: Path) -> None:
     store, _ = _store(tmp_path)
     path = save(store, 7, _state().state_dict(), {"heldout_loss": 1.5})
     manifest = json.loads((path / MANIFEST).read_text())
@@ -280,7 +280,7 @@ def test_the_manifest_says_what_it_is(tmp_path: Path) -> None:
     assert sorted(manifest["files"]) == sorted(p.name for p in path.iterdir() if p.name != MANIFEST)
 
 
-def test_what_was_just_saved_is_kept_whatever_else_is_there(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_is_kept_whatever_else_exists(tmp_path: Path) -> None:
     """Going back to step 1 leaves newer checkpoints behind: they neither push out the new ones nor come back."""
     store, warnings = _store(tmp_path)
     snapshot = _state().state_dict()
@@ -324,7 +324,7 @@ def test_a_full_disk_while_writing_tensors(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
 
-def test_what_an_optimizer_counts_in_its_groups_is_kept(tmp_path: Path) -> None:
+def test_counters_in_optimizer_groups_are_kept(tmp_path: Path) -> None:
     class Counting(torch.optim.SGD):
         def step(self, closure=None):  # type: ignore[no-untyped-def]
             for group in self.param_groups:
@@ -350,7 +350,7 @@ def test_optimizer_state_that_cannot_be_saved_is_refused() -> None:
         state.state_dict()
 
 
-def test_who_watches_sees_it_go_on_while_files_are_written_and_read(tmp_path: Path) -> None:
+def test_progress_is_reported_while_files_are_written_and_read(tmp_path: Path) -> None:
     moves: list[int] = []
     store = CheckpointStore(tmp_path, pytest.fail, lambda: moves.append(1))
     state = _state().state_dict()
@@ -363,7 +363,7 @@ def test_who_watches_sees_it_go_on_while_files_are_written_and_read(tmp_path: Pa
     assert len(moves) >= 5 + files - 1
 
 
-def test_nothing_is_removed_before_what_was_saved_is_seen_to_be_whole(tmp_path: Path) -> None:
+def test_nothing_is_removed_before_the_new_checkpoint_is_verified(tmp_path: Path) -> None:
     """A disk that does not give back what it was given must not cost the last checkpoint that is whole."""
     store, warnings = _store(tmp_path)
     snapshot = _state().state_dict()

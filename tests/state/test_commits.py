@@ -84,7 +84,7 @@ def test_a_step_that_is_long_brings_the_next_commit_forward() -> None:
     assert commits.due(), "40 s have passed, and another step of 30 would lose too much"
 
 
-def test_commits_change_nothing_of_what_is_trained_and_are_equal_on_all_ranks() -> None:
+def test_commits_do_not_change_training_and_are_equal_on_all_ranks() -> None:
     model, samples = nn.Linear(3, 2), torch.randn(2, 4, 4, 3)
 
     def train(comm: ThreadComm, commits: Commits | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -62,7 +62,7 @@ def test_a_killed_process_loses_no_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["begin", "write", "sync"])
-def test_a_disk_that_fails_is_told_once(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_disk_is_reported_once(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     if where == "begin":
         (tmp_path / "ledger").write_text("a file where the folder should be")

@@ -29,7 +29,7 @@ def _state(seed: int, width: int = 5) -> StateDict:
     return StateDict({"model": model, "optimizer": {}}, {"progress": {"step": seed, "losses": [0.1, float(seed)]}})
 
 
-def test_what_was_taken_stays_when_the_state_changes() -> None:
+def test_a_snapshot_stays_when_the_state_changes() -> None:
     state, snapshot = _state(1), Snapshot()
     before = _bits(state)
     snapshot.capture(state, 7)
@@ -59,7 +59,7 @@ def test_the_memory_is_allocated_once() -> None:
 
 
 @pytest.mark.parametrize("width", [0, 3, 9])
-def test_another_shape_is_taken_too(width: int) -> None:
+def test_a_snapshot_of_another_shape(width: int) -> None:
     snapshot = Snapshot()
     snapshot.capture(_state(1), 1)
     snapshot.capture(_state(2, width), 2)
@@ -85,7 +85,7 @@ def test_tensors_do_not_overlap() -> None:
     assert spans[-1][1] - spans[0][0] <= snapshot._buffer.numel()
 
 
-def test_nothing_is_handed_out_that_could_not_be_taken() -> None:
+def test_a_failed_snapshot_is_not_returned() -> None:
     snapshot = Snapshot()
     snapshot.capture(_state(1), 1)
     with pytest.raises(TypeError):

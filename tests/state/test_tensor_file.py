@@ -64,7 +64,7 @@ def test_no_tensors_at_all(tmp_path: Path) -> None:
     assert safetensors.torch.load_file(tmp_path / "t") == {} == read_tensors(tmp_path / "t", facts, lambda: None)
 
 
-def test_what_the_library_wrote_is_read(tmp_path: Path) -> None:
+def test_files_written_by_the_library_are_read(tmp_path: Path) -> None:
     tensors = {name: tensor.detach().contiguous() for name, tensor in _all().items()}
     safetensors.torch.save_file(tensors, tmp_path / "library", metadata={"format": "pt"})
     content = (tmp_path / "library").read_bytes()

@@ -251,7 +251,7 @@ def test_too_few_tokens_for_a_window(tmp_path):
     assert len(open_corpus(TextConfig(text=str(tmp_path / "a"), seq_len=95)).train) == 1
 
 
-def test_too_few_tokens_held_out_are_told(tmp_path, caplog):
+def test_too_few_held_out_tokens_are_reported(tmp_path, caplog):
     (tmp_path / "a").write_text("x" * 500)
     assert open_corpus(TextConfig(text=str(tmp_path / "a"), seq_len=64)).heldout is None
     assert "no evaluation" in caplog.text

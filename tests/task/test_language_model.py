@@ -190,7 +190,7 @@ def pretrained(tmp_path):
     return tmp_path / "model", model.float()
 
 
-def test_a_pretrained_folder_is_gone_on_with(pretrained, text):
+def test_training_continues_from_a_pretrained_folder(pretrained, text):
     folder, saved = pretrained
     task = language_model(ModelConfig(pretrained=str(folder)), TextConfig(text=text, seq_len=32))
     loaded = task.model.state_dict()
@@ -228,7 +228,7 @@ def test_pickled_weights_are_not_read(pretrained, text):
         language_model(ModelConfig(pretrained=str(pretrained[0])), TextConfig(text=text, seq_len=32))
 
 
-def test_code_beside_a_config_is_not_run(tmp_path, text):
+def test_code_next_to_a_config_is_not_run(tmp_path, text):
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     auto = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": auto}))

@@ -100,7 +100,7 @@ def test_killed_half_way_leaves_nothing_wrong(texts, tmp_path, cache):
     assert found.train.file.map().size == sum(path.stat().st_size + 1 for path in texts.iterdir())
 
 
-def test_a_damaged_cache_is_made_anew(texts):
+def test_a_damaged_cache_is_rebuilt(texts):
     config = TextConfig(text=f"{texts}/*.txt", seq_len=8)
     first = open_corpus(config)
     os.truncate(first.train.file.path, 100)

@@ -73,7 +73,7 @@ def test_what_is_no_tokenizer(tmp_path, text):
 
 
 @pytest.mark.parametrize("piece_bytes", [5, 1 << 20])
-def test_what_is_not_utf8_is_told_with_its_place(tmp_path, monkeypatch, piece_bytes):
+def test_text_that_is_not_utf8_is_reported_with_its_place(tmp_path, monkeypatch, piece_bytes):
     train_tokenizer(tmp_path / "tokenizer.json")
     monkeypatch.setattr("hvdtrain.task.text_sources._PIECE_BYTES", piece_bytes)
     (tmp_path / "latin.txt").write_bytes(b"first line\nna\xefve\n")

@@ -237,7 +237,7 @@ def test_an_older_horovod_wrote_a_line_an_event_no_stamp_and_no_end(tmp_path: Pa
     assert older.epoch_us is None and older.dropped == []
 
 
-def test_timelines_one_behind_the_other_come_onto_one_clock(tmp_path: Path) -> None:
+def test_consecutive_timelines_are_put_on_one_clock(tmp_path: Path) -> None:
     first, second = CONTENT["training"], CONTENT["collectives"]
     both = read(first + b"\n" + second, tmp_path)
     one, other = read(first, tmp_path), read(second, tmp_path)
@@ -253,7 +253,7 @@ def test_bad_utf_8_costs_a_letter(tmp_path: Path) -> None:
     assert "allreduce.\ufffd\ufffd.weight" in trace.tensors and trace.dropped == []
 
 
-def test_what_was_dropped_is_said(tmp_path: Path) -> None:
+def test_dropped_records_are_reported(tmp_path: Path) -> None:
     content = CONTENT["training"]
     place = content.index(b'"ts"', 3000)
     damaged = content[:place] + b"#" + content[place + 1 :]

@@ -185,7 +185,7 @@ def test_what_is_damaged_is_no_error(tmp_path: Path, name: str, content: bytes) 
     assert to_text(analyse(load(folder)))
 
 
-def test_what_is_no_run_is_said_to_be_none(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_reported(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="does not exist"):
         load(tmp_path / "nowhere")
     (tmp_path / "notes.txt").write_text("hello")

@@ -56,7 +56,7 @@ def test_it_stays_with_none_where_nothing_waits_for_the_link(exposed_s: float) -
         assert events[0]["predicted_step_s"].keys() == {"none", *auto_candidates()}
 
 
-def test_it_takes_what_pays_on_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_chooses_the_compression_that_pays_on_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """A link of 10 kB/s stands in, and coding that costs nothing; the rest is as it is."""
     measure = auto_compression.measure_coding
     monkeypatch.setattr(auto_compression, "measure_coding", lambda *given: [c.scaled(0.0) for c in measure(*given)])
@@ -90,7 +90,7 @@ def test_a_prediction_that_fails_chooses_none(monkeypatch: pytest.MonkeyPatch) -
         assert lines == ["compression: none: the prediction failed: ZeroDivisionError: of a test"]
 
 
-def test_what_was_chosen_is_chosen_after_a_resume() -> None:
+def test_a_resume_keeps_the_choice() -> None:
     def body(comm: ThreadComm) -> None:
         model = nn.Linear(2, 1)
         engine = make_engine(torch.optim.SGD(model.parameters(), lr=0.1), model, comm, "auto")
@@ -107,7 +107,7 @@ def test_what_was_chosen_is_chosen_after_a_resume() -> None:
     on_ranks(2, body)
 
 
-def test_a_job_says_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_prints_its_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--parallel.compression=auto", "--train.steps=12", f"--run_dir={tmp_path}")
     train_on_threads(f"--task={Path(__file__).parents[1]}/support/toy.py:toy", *options, size=2)
     assert "compression: " in capsys.readouterr().out

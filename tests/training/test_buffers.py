@@ -93,13 +93,13 @@ def test_a_skipped_step_changes_no_buffer_on_any_rank(size: int, bad: list[bool]
         assert found == [(not spoilt, not spoilt) for spoilt in bad]
 
 
-def test_a_rank_that_idles_has_nothing_to_undo_and_takes_what_others_wrote() -> None:
+def test_an_idle_rank_takes_the_buffers_of_the_others() -> None:
     working, idle = on_ranks(2, lambda comm: _steps(comm, [True, False, True], idle=1))
     assert working == [(False, False), (True, True), (False, False)]
     assert [changed for _, changed in idle] == [False, True, False]
 
 
-def test_only_what_a_step_writes_is_copy_on_device_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_the_first_step_only_written_buffers_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[str] = []
     monkeypatch.setattr(buffers, "_copy_on_device", lambda places: copied.extend(name for _, name in places) or [])
     model = Counts()
@@ -133,7 +133,7 @@ def test_a_cache_that_no_checkpoint_holds_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64])
-def test_any_dtype_is_told_apart_and_put_back(dtype: torch.dtype) -> None:
+def test_buffers_of_any_dtype_are_compared_and_restored(dtype: torch.dtype) -> None:
     model = nn.Module()
     model.register_buffer("value", torch.ones(2, 3).to(dtype).t())
     (copy,) = copy_to_host(all_buffers(model))

@@ -65,7 +65,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModul
     torch._dynamo.reset()
 
 
-def test_blocks_are_what_the_outermost_lists_hold() -> None:
+def test_blocks_are_the_items_of_the_outermost_lists() -> None:
     model = Model()
     assert blocks(model) == [*model.layers, model.body[1]]
     assert blocks(nn.Sequential(model, model)) == [model]

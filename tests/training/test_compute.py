@@ -32,7 +32,7 @@ def _told(task: Task, size: int = 1, passes: int = 2, **options: Any) -> list[di
     return told
 
 
-def test_training_takes_three_times_a_forward_pass_and_is_told_once() -> None:
+def test_training_counts_three_times_a_forward_pass_and_is_reported_once() -> None:
     (found,) = _told(toy())
     assert found["per_sample"] == 3 * FORWARD
     assert (found["device"], found["peak_per_s"], found["peak_source"]) == ("cpu", None, None)

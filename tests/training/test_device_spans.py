@@ -76,7 +76,7 @@ def test_the_trace_has_them_on_the_devices_track_in_their_step() -> None:
     assert found == [("forward", DEVICE, 1000 + 2_000_000, 1000 + 7_000_000, 4)]
 
 
-def test_what_the_host_does_is_timed_by_the_host() -> None:
+def test_host_work_is_timed_by_the_host() -> None:
     device = Device()
     clock = iter(range(0, 10_000_000, 1_000_000))
     spans = Spans(lambda: next(clock))
@@ -89,7 +89,7 @@ def test_what_the_host_does_is_timed_by_the_host() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.999, 1.001], ids=["slow", "fast"])
-def test_a_device_clock_that_drifts_stays_beside_the_hosts(rate: float) -> None:
+def test_a_drifting_device_clock_follows_the_hosts(rate: float) -> None:
     device = Device()
     spans = _spans(device)
     for step in range(1, 2001):

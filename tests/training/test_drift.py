@@ -77,7 +77,7 @@ def test_nothing_is_found(every: int, at: int) -> None:
     assert on_ranks(3, lambda comm: _steps(comm, 1, every, at)) == [(0, "")] * 3
 
 
-def test_what_is_equal_again_is_told_and_ends_nothing() -> None:
+def test_drift_that_disappeared_is_reported_and_the_run_continues() -> None:
     def body(comm: ThreadComm) -> list[str]:
         warnings = list[str]()
         state = _state()

@@ -63,7 +63,7 @@ def test_looking_more_often_changes_no_training() -> None:
     assert curves[0] == curves[1]
 
 
-def test_a_resumed_run_goes_on_at_the_same_steps() -> None:
+def test_a_resumed_run_evaluates_at_the_same_steps() -> None:
     whole = _train("whole", 0, eval_every=4)
     _train("parts", 0, eval_every=4, stop_at=5)
     parts = _train("parts", 0, eval_every=4)
@@ -71,7 +71,7 @@ def test_a_resumed_run_goes_on_at_the_same_steps() -> None:
     assert whole == {step: parts[step] for step in whole}
 
 
-def test_an_interval_that_makes_no_sense() -> None:
+def test_an_invalid_interval() -> None:
     with pytest.raises(hvdtrain.HvdtrainError, match=r"--train.eval_every is "):
         _train("run", 0, eval_every=0)
 

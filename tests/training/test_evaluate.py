@@ -170,7 +170,7 @@ def test_most_spreads_over_all_samples() -> None:
     assert (found.loss, found.samples) == (expected.loss, 4)
 
 
-def test_what_a_model_keeps_from_evaluation_serves_training() -> None:
+def test_state_kept_during_evaluation_can_be_used_in_training() -> None:
     class Caching(nn.Module):
         def __init__(self) -> None:
             super().__init__()

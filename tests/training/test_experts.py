@@ -47,7 +47,7 @@ def test_the_most_uneven_router_counts_over_all_micro_batches() -> None:
     assert math.isnan(routers.pop_share())
 
 
-def test_nothing_is_seen_and_nothing_stays_beside_the_step() -> None:
+def test_outside_of_a_recorded_step_nothing_is_counted_or_kept() -> None:
     model = Moe()
     routers = find_routers(model)
     assert routers is not None

@@ -22,7 +22,7 @@ class _Mute(ValueError):
 @pytest.mark.parametrize(
     "error", [_Mute(), ValueError(b"caf\xe9".decode("utf-8", errors="surrogateescape"))], ids=["mute", "bytes"]
 )
-def test_an_error_of_any_text_comes_out_and_is_told(error: ValueError, tmp_path: Path) -> None:
+def test_an_error_with_any_text_is_raised_and_reported(error: ValueError, tmp_path: Path) -> None:
     def fails(step: int) -> float:
         raise error
 

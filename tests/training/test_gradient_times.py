@@ -46,7 +46,7 @@ def _run(path: Path, steps: int, warn: Any = None) -> tuple[nn.Module, Spans]:
     return model, spans
 
 
-def test_the_last_pass_of_some_early_steps_is_told(tmp_path: Path) -> None:
+def test_the_last_pass_of_some_early_steps_is_recorded(tmp_path: Path) -> None:
     path = tmp_path / "timeline" / "gradients.json"
     model, spans = _run(path, steps=12)
     found = json.loads(path.read_text())
@@ -67,14 +67,14 @@ def test_the_last_pass_of_some_early_steps_is_told(tmp_path: Path) -> None:
     assert all(len(p._post_accumulate_grad_hooks) == 1 for p in model.parameters())  # type: ignore[attr-defined]
 
 
-def test_a_run_that_ends_before_leaves_what_there_is(tmp_path: Path) -> None:
+def test_a_run_that_ends_earlier_writes_the_times_it_has(tmp_path: Path) -> None:
     _run(tmp_path / "short.json", steps=3)
     assert not (tmp_path / "short.json").exists()
     _run(tmp_path / "some.json", steps=6)
     assert [step["step"] for step in json.loads((tmp_path / "some.json").read_text())["steps"]] == [4, 5]
 
 
-def test_what_fails_while_a_run_fails_is_said_and_raises_nothing(tmp_path: Path) -> None:
+def test_a_failed_write_during_a_failure_is_reported_and_not_raised(tmp_path: Path) -> None:
     said: list[str] = []
     comm, spans = SoloComm(), Spans()
     model = nn.Linear(2, 2)

@@ -30,7 +30,7 @@ def test_digests_take_any_dtype_and_shape() -> None:
         assert digests(model.parameters()).shape == (3,)
 
 
-def test_what_every_rank_holds_a_copy_of_are_parameters_and_persistent_buffers() -> None:
+def test_replicated_tensors_are_parameters_and_persistent_buffers() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model.register_buffer("cache", torch.zeros(1), persistent=False)
     model.register_buffer("empty", None)

@@ -46,7 +46,7 @@ def test_noise_is_no_spike(kind: str, seed: int) -> None:
 
 @given(seed=st.integers(0, 10**6), at=st.integers(24, 199), length=st.integers(1, 60), factor=st.floats(1.3, 100))
 @settings(max_examples=30, derandomize=True)
-def test_a_spike_is_told_once_however_long_it_lasts(seed: int, at: int, length: int, factor: float) -> None:
+def test_a_long_spike_is_reported_once(seed: int, at: int, length: int, factor: float) -> None:
     losses = NOISE["level"](random.Random(seed), 300)
     for t in range(at, at + length):
         losses[t] *= factor
@@ -55,13 +55,13 @@ def test_a_spike_is_told_once_however_long_it_lasts(seed: int, at: int, length: 
     assert expected == pytest.approx(3, abs=0.1)
 
 
-def test_the_next_spike_is_told_again() -> None:
+def test_the_next_spike_is_reported_again() -> None:
     losses = NOISE["level"](random.Random(0), 200)
     losses[50] = losses[53] = losses[120] = 9.0
     assert _told(losses) == [50, 120]
 
 
-def test_nothing_is_said_before_there_is_something_to_go_by() -> None:
+def test_no_spike_is_reported_before_there_are_enough_losses() -> None:
     assert _told([1.0] * 23 + [1e9]) == []
     assert _told([1.0] * 24 + [1e9]) == [24]
 

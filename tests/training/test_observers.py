@@ -72,7 +72,7 @@ def test_a_profile_that_the_end_cuts_short_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("option", ["timeline", "profile"])
-def test_a_window_that_is_never_reached_is_said(tmp_path: Path, option: str) -> None:
+def test_a_window_that_is_never_reached_is_reported(tmp_path: Path, option: str) -> None:
     lines = _train(tmp_path, **{option: "7:9"})
     warnings = [line["text"] for line in lines if line.get("event") == "warning"]
     assert warnings == [f"--observe.{option} begins at step 7, but the run ends at step 6"]
@@ -83,7 +83,7 @@ def test_a_finished_run_that_is_started_again_has_no_warning(tmp_path: Path) -> 
     assert [line for line in _train(tmp_path) if line.get("event") == "warning"] == []
 
 
-def test_sinks_get_what_the_journal_gets(tmp_path: Path) -> None:
+def test_sinks_get_the_records_of_the_journal(tmp_path: Path) -> None:
     taken: list[Mapping[str, Any]] = []
     lines = _train(tmp_path, [taken.append])
     assert [json.loads(json.dumps(record)) for record in taken] == lines
@@ -143,9 +143,7 @@ class Watchers(list[Any]):
     warn = say = pytest.fail
 
 
-def test_what_fails_after_a_fault_of_the_device_does_not_replace_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_later_errors_do_not_replace_a_device_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Faulty(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             raise RuntimeError("CUDA error: device-side assert triggered")

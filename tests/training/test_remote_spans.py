@@ -48,7 +48,7 @@ def test_a_file_of_an_earlier_start_is_no_substitute(tmp_path: Path) -> None:
     assert brought[0]["args"]["monotonic_us"] == 2
 
 
-def test_what_is_too_long_is_cut_between_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_files_are_cut_between_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _trace(tmp_path / "b", 1, began=5, spans=500)
     monkeypatch.setattr(far_files, "MOST_BYTES", 1000)
     _bring(tmp_path, ["a", "b"])
@@ -61,7 +61,7 @@ def test_ranks_without_a_file_are_no_trouble(tmp_path: Path) -> None:
     assert not (tmp_path / "a").exists()
 
 
-def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
+def test_a_failed_write_is_reported(tmp_path: Path) -> None:
     _trace(tmp_path / "b", 1, began=5)
     (tmp_path / "a").write_text("in the way")
     said: list[str] = []

@@ -153,7 +153,7 @@ def test_the_command_of_a_finished_run_shows_its_result_again(run: Path) -> None
     assert len(read_steps(run / "journal.jsonl")) == 6
 
 
-def test_an_extended_run_says_how_the_learning_rate_changes_and_what_to_do(run: Path) -> None:
+def test_an_extended_run_reports_the_change_of_the_learning_rate(run: Path) -> None:
     result = _train(run, "--train.steps=6")
     _train(run, "--train.steps=12", "--train.stop_at=7")
     lrs = [line["lr"] for line in read_steps(run / "journal.jsonl").values()]
@@ -172,7 +172,7 @@ def test_the_way_to_train_on_that_a_run_recommends_keeps_the_learning_rate(run: 
     assert lrs[6:] == pytest.approx([lrs[5]] * 6, rel=1e-4)
 
 
-def test_a_resume_of_the_same_schedule_says_nothing_of_it(tmp_path: Path) -> None:
+def test_a_resume_of_the_same_schedule_does_not_mention_it(tmp_path: Path) -> None:
     for stop in (2, 6):
         _train(tmp_path, "--train.steps=6", f"--train.stop_at={stop}")
     assert "schedule has changed" not in (tmp_path / "journal.jsonl").read_text()
@@ -212,7 +212,7 @@ def test_wsd_is_constant_and_falls_linearly_at_the_end(tmp_path: Path) -> None:
     assert lrs == pytest.approx([1, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
 
 
-def test_the_config_of_a_run_folder_goes_on_with_that_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_config_of_a_run_folder_resumes_that_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From any working directory, by a command line or a program; whatever the folder was called when it was made."""
     moved = run.rename(run.with_name("moved"))
     config = moved / "config.yaml"

@@ -23,7 +23,7 @@ from tests.support.toy import toy
 
 
 @pytest.mark.parametrize("moved", [True, False])
-def test_a_run_whose_folder_stayed_on_another_host_is_told_and_can_be_gone_on_with(moved: bool, tmp_path: Path) -> None:
+def test_a_run_folder_left_on_another_host_is_reported_and_can_be_resumed(moved: bool, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run = parse_object({"task": "toy", "run_dir": str(folder)}, None)
     claim = claim_run_directory(run)

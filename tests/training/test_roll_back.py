@@ -67,7 +67,7 @@ def _proven(run: str) -> list[tuple[int, int]]:
     return report.left_out
 
 
-def test_a_spike_is_gone_past_whenever_commits_are_taken() -> None:
+def test_a_spike_is_skipped_whenever_commits_are_taken() -> None:
     _train("often", _task(), loss_s=0.0)
     _train("seldom", _task(), loss_s=1e9)
     often, seldom = _back("often"), _back("seldom")
@@ -86,7 +86,7 @@ def test_a_resumed_run_goes_the_same_way() -> None:
     assert _proven("parts") == [(296, 304)]
 
 
-def test_steps_that_are_not_finite_are_gone_past_where_the_run_would_end() -> None:
+def test_non_finite_steps_are_skipped_where_the_run_would_end() -> None:
     _train("run", _task(range(300, 320), NAN), policy="non_finite", every=3)
     (event,) = _back("run")
     assert (event["from_step"], event["positions"]) == (40, [296, 320])
@@ -98,7 +98,7 @@ def test_steps_that_are_not_finite_are_gone_past_where_the_run_would_end() -> No
 
 
 @pytest.mark.parametrize("policy", ["never", "spikes"])
-def test_what_the_policy_does_not_name_ends_the_run(policy: str) -> None:
+def test_faults_outside_of_the_policy_end_the_run(policy: str) -> None:
     with pytest.raises(NonFiniteError, match="3 steps in a row"):
         _train("run", _task(range(300, 320), NAN), policy=policy)
     assert _back("run") == []
@@ -142,11 +142,11 @@ def _after_two_skipped(comm: ThreadComm) -> str:
     return f"went on: {gone}"
 
 
-def test_who_came_amid_skipped_steps_does_as_the_others_do() -> None:
+def test_a_rank_that_joins_during_skipped_steps_agrees_with_the_others() -> None:
     assert len(set(on_ranks(2, _after_two_skipped))) == 1
 
 
-def test_where_a_rank_is_lost_while_others_go_back_the_journal_knows_what_they_left_out() -> None:
+def test_a_rank_lost_during_a_roll_back_leaves_the_skipped_positions_in_the_journal() -> None:
     model = torch.nn.Linear(2, 2)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler, Progress(step=3))
@@ -175,7 +175,7 @@ def test_merged_ranges_hold_the_same_positions(ranges: list[list[int]]) -> None:
 
 
 @given(RANGES, st.integers(0, 60), st.integers(1, 20))
-def test_where_a_step_began_is_found_behind_what_is_left_out(
+def test_the_position_of_a_step_accounts_for_skipped_samples(
     ranges: list[list[int]], position: int, count: int
 ) -> None:
     left_out = merge_ranges(ranges)

@@ -76,7 +76,7 @@ def test_without_traces_there_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "broken", ["hvdtrain.timeline.analysis.analyse.analyse", "hvdtrain.timeline.report.page.to_html"]
 )
-def test_what_fails_is_a_warning(broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_report_is_a_warning(broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object) -> None:
         raise ZeroDivisionError("there was nothing")
 
@@ -89,7 +89,7 @@ def test_what_fails_is_a_warning(broken: str, tmp_path: Path, monkeypatch: pytes
     assert is_finished(tmp_path / "journal.jsonl")
 
 
-def test_large_traces_are_left_out_and_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_traces_are_left_out_with_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "timeline").mkdir()
     (tmp_path / "timeline" / "horovod-steps-1-on.json").write_text("[" + " " * 2_000_000 + "]")
     monkeypatch.setattr("hvdtrain.training.records.run_report.MOST_BYTES", 1_000_000)

@@ -69,7 +69,7 @@ def test_a_failed_save_is_tried_again_before_the_next_is_due(tmp_path: Path, mon
     assert rest == [("checkpoint", 12)]
 
 
-def test_a_last_save_that_fails_is_told_by_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_last_save_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _fail(monkeypatch, 9)
     monkeypatch.setattr(saving, "WAITS_S", ())
     with pytest.raises(CheckpointError, match="step 12 could not be written: No space left on device"):
@@ -149,7 +149,7 @@ def test_a_signal_to_any_rank_ends_the_waiting_of_all(signalled: int, monkeypatc
         (33, 30, 0, ["evaluate", "save and wait"]),
     ],
 )
-def test_what_ranks_that_were_lost_kept_from_being_done_is_made_up_once(
+def test_a_save_that_lost_ranks_prevented_is_made_up_once(
     step: int, seen: int, saved: int, expected: list[str]
 ) -> None:
     def body(comm: ThreadComm) -> list[str]:
@@ -193,9 +193,7 @@ def test_every_save_of_a_run_is_whole_and_of_its_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("damaged", "is_told"), [(2, True), (1, False)])
-def test_a_run_that_begins_anew_for_want_of_a_whole_checkpoint_says_so(
-    damaged: int, is_told: bool, tmp_path: Path
-) -> None:
+def test_a_restart_for_lack_of_a_complete_checkpoint_is_reported(damaged: int, is_told: bool, tmp_path: Path) -> None:
     options = {"train": TRAIN, "checkpoint": {"every": 6}, "run_dir": str(tmp_path)}
     hvdtrain.train(options, toy)
     saves = CheckpointStore(tmp_path / "checkpoints", pytest.fail).list()

@@ -83,7 +83,7 @@ def test_replicas_hold_equal_buffers(size: int, policy: str, late: bool, tmp_pat
         assert all(torch.equal(resumed[0][name], whole[0][name]) for name in saved)
 
 
-def test_what_differs_is_an_error_where_it_is_only_checked(tmp_path: Path) -> None:
+def test_with_check_differing_buffers_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(DriftError, match=r"buffers are not equal on all ranks: total, largest, .* on rank\(s\) 1"):
         _trained(tmp_path, "--parallel.buffers=check", size=2)
 
@@ -134,7 +134,7 @@ def test_a_step_that_is_not_applied_shares_nothing() -> None:
     assert on_ranks(2, body) == [[5.0, 0.0, 1.0], [6.0, 0.0, 1.0]]
 
 
-def test_what_drift_finds_later_is_shared_from_then_on_beside_the_rest() -> None:
+def test_buffers_that_drift_later_are_shared_from_then_on() -> None:
     def body(comm: ThreadComm) -> list[float]:
         model = Held(comm.rank)
         buffers = SharedBuffers(model, comm)

@@ -49,7 +49,7 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def test_what_rank_0_knows_of_the_link_holds_for_a_rank_that_is_new(tmp_path: Path, probes: list[int]) -> None:
+def test_a_new_rank_gets_the_link_measured_by_rank_0(tmp_path: Path, probes: list[int]) -> None:
     survivor: Links = {}
     first = _meet(tmp_path, [survivor, {}])
     assert sorted(probes) == [0, 1] and len(first) >= 2

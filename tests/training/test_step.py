@@ -183,7 +183,7 @@ def test_spans_add_up_to_the_step() -> None:
     assert 0 < sum(seconds.values()) <= elapsed
 
 
-def test_what_several_ranks_have_left_follows_the_loss_scale_on_one() -> None:
+def test_residuals_of_several_ranks_follow_the_loss_scale_on_one() -> None:
     engine = LocalEngine([], torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1))
     left = {"p/residual": torch.ones(3), "p/powersgd_q": torch.ones(3)}
     engine.load_state_dict(left, {"plan": None, "ranks": 2})

@@ -46,7 +46,7 @@ def _index(position: int) -> int:
     return [i for key in stream.keys(0, 4) for i in key[1:]][position]
 
 
-def test_a_skipped_step_is_told_and_training_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_skipped_step_is_reported_and_training_continues(capsys: pytest.CaptureFixture[str]) -> None:
     hvdtrain.train(_config(), faulty.faulty(faulty.divides, [_index(13)]))
     (found,) = [e for e in _events("not_finite") if e["at_step"] == 2]
     facts = {"kind": "forward", "module": "blocks.1", "rank": 0, "samples": [13], "indices": [_index(13)]}
@@ -113,7 +113,7 @@ def test_a_replay_that_raises_ends_nothing(capsys: pytest.CaptureFixture[str]) -
     assert "the replay on rank 0 failed: OSError: the disk it wrote to is full" in capsys.readouterr().out
 
 
-def test_a_cause_that_is_gone_is_told_as_such(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cause_that_a_replay_does_not_repeat_is_reported_as_such(capsys: pytest.CaptureFixture[str]) -> None:
     spoilt = iter([float("nan"), 0.0])
     base = toy()
 
@@ -145,7 +145,9 @@ def test_fp16_finding_its_scale_is_no_matter() -> None:
 
 
 @pytest.mark.parametrize("stop", [None, 38])
-def test_a_spike_is_told_once_also_right_after_a_resume(stop: int | None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_spike_is_reported_once_also_right_after_a_resume(
+    stop: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
     def noisy(step: int) -> float:
         return (5.0 if 40 <= step < 46 else 1.0) * (1 + 0.02 * (step * 7 % 5 - 2))
 
@@ -192,7 +194,7 @@ def _weighted(weight: Any, **others: Any) -> Task:
 
 
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf, torch.tensor(-2.0)])
-def test_a_weight_that_makes_no_sense_is_an_error_of_the_task(weight: Any) -> None:
+def test_an_invalid_weight_is_a_task_error(weight: Any) -> None:
     with pytest.raises(TaskError, match="returned an invalid weight"):
         hvdtrain.train(_config(), lambda: _weighted(weight))
 
@@ -203,7 +205,7 @@ def test_batches_without_weight_are_named_as_such() -> None:
 
 
 @pytest.mark.parametrize("factor", [math.nan, math.inf, -0.5])
-def test_a_schedule_that_makes_no_sense_is_named_with_its_step(factor: float) -> None:
+def test_an_invalid_learning_rate_is_reported_with_its_step(factor: float) -> None:
     with pytest.raises(TaskError, match="invalid learning rate at step 3") as caught:
         hvdtrain.train(_config(), lambda: _weighted(1, schedule=lambda step: factor if step == 2 else 1.0))
     assert f"factor {factor}" in str(caught.value.found)
@@ -221,7 +223,7 @@ def test_parameters_that_the_tasks_optimizer_leaves_out_are_named(capsys: pytest
 
 
 @pytest.mark.parametrize("where", ["build", "loss"])
-def test_a_task_that_ends_the_process_is_an_error_that_says_so(where: str) -> None:
+def test_a_task_that_ends_the_process_is_reported_as_an_error(where: str) -> None:
     def leave() -> None:
         sys.exit("enough")
 

@@ -178,7 +178,7 @@ def test_nothing_is_found_where_nothing_is_wrong() -> None:
     assert replay(stepper, stream, 0, 1.0) == Replay([], {})
 
 
-def test_a_replay_that_raises_is_told() -> None:
+def test_a_replay_that_raises_is_reported() -> None:
     base = _marked(faulty.divides)
     calls = iter([False] * (GLOBAL // MICRO))
 
@@ -285,7 +285,7 @@ def test_checkpointed_activations(function: Callable[[Tensor], Tensor]) -> None:
 
 
 @pytest.mark.parametrize("function", [faulty.divides, faulty.roots, nn.Identity()])
-def test_nothing_of_a_replay_stays_in_memory(function: Callable[[Tensor], Tensor]) -> None:
+def test_a_replay_leaves_nothing_in_memory(function: Callable[[Tensor], Tensor]) -> None:
     stepper, stream = _parts(_marked(function))
     counts = []
     for _ in range(3):

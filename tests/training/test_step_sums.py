@@ -16,7 +16,7 @@ def _handlers() -> list[object]:
     return [signal.getsignal(number) for number in HELD]
 
 
-def test_signals_are_held_until_they_are_taken() -> None:
+def test_signals_are_kept_until_they_are_handled() -> None:
     before = _handlers()
     with PendingSignals() as signals:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR1):

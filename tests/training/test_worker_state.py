@@ -63,7 +63,7 @@ def test_without_residuals_nothing_is_lost_with_a_rank(worker: WorkerState) -> N
 
 
 @pytest.mark.parametrize("worker", ["topk:0.2", "powersgd:2"], indirect=True)
-def test_what_a_rank_owed_is_that_of_the_newest_commit(worker: WorkerState) -> None:
+def test_residuals_are_those_of_the_newest_commit(worker: WorkerState) -> None:
     worker.commits.commit(worker.state)
     weights, residuals = _weights(worker).clone(), _residuals(worker)
     assert residuals.abs().sum() > 0
@@ -76,7 +76,7 @@ def test_what_a_rank_owed_is_that_of_the_newest_commit(worker: WorkerState) -> N
 
 
 @pytest.mark.parametrize("worker", ["topk:0.2"], indirect=True)
-def test_what_was_settled_is_kept(worker: WorkerState) -> None:
+def test_a_synchronized_end_of_a_round_keeps_the_state(worker: WorkerState) -> None:
     worker.commits.commit(worker.state)
     _step(worker)
     weights, residuals = _weights(worker), _residuals(worker)
@@ -87,7 +87,7 @@ def test_what_was_settled_is_kept(worker: WorkerState) -> None:
 
 
 @pytest.mark.parametrize("worker", ["topk:0.2"], indirect=True)
-def test_a_round_that_breaks_before_its_first_step_costs_nothing_of_the_one_before(worker: WorkerState) -> None:
+def test_a_round_broken_before_its_first_step_keeps_the_previous_state(worker: WorkerState) -> None:
     worker.commits.commit(worker.state)
     _step(worker)  # a commit is long ago, as where one rank is left that exchanges nothing
     weights, residuals = _weights(worker).clone(), _residuals(worker)
@@ -105,7 +105,7 @@ def test_where_there_is_no_commit_there_is_nothing_to_offer(worker: WorkerState)
 
 
 @pytest.mark.parametrize("worker", ["none"], indirect=True)
-def test_who_never_had_the_state_of_the_run_has_nothing_to_offer(worker: WorkerState) -> None:
+def test_a_rank_that_never_had_the_state_offers_none(worker: WorkerState) -> None:
     worker.step = NOTHING  # it has a model as the task made it, and rank 0 was lost before it gave its own
     worker.end_round(synchronized=False)
     assert worker.offer() == (NOTHING, "")
@@ -121,7 +121,7 @@ def test_offers_are_equal_where_all_but_tensors_is(worker: WorkerState) -> None:
 
 
 @pytest.mark.parametrize("worker", ["topk:0.2"], indirect=True)
-def test_records_of_steps_that_are_done_again_are_begun_anew(worker: WorkerState, tmp_path: Path) -> None:
+def test_records_of_repeated_steps_start_again(worker: WorkerState, tmp_path: Path) -> None:
     worker.recorder = Recorder(None, Display("samples", 5.0, live=False, quiet=True))
     worker.commits.commit(worker.state)
     worker.last_record = {"step": 1}

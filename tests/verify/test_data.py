@@ -157,7 +157,7 @@ def test_a_missing_start_is_named() -> None:
     assert "no file of start(s) 1" in report.notes
 
 
-def test_what_no_checkpoint_holds_is_not_durable_yet() -> None:
+def test_steps_without_a_checkpoint_are_not_durable_yet() -> None:
     def change(run: Path) -> None:
         (saved,) = (run / "checkpoints").iterdir()
         saved.rename(saved.with_name("step-000011"))
@@ -189,7 +189,7 @@ def test_other_data_from_some_step_on_begins_another_order() -> None:
     assert [(e.number, e.samples, e.distinct) for e in report.epochs.others] == [(1, 20, 4), (0, 30, 6), (1, 30, 18)]
 
 
-def test_an_order_that_is_never_changed_is_said_to_hold_every_sample_once() -> None:
+def test_an_unchanged_order_has_every_sample_once() -> None:
     with _written(TWO) as done:
         assert "every sample exactly once, and each rank" in to_text(verify_data(done.run), done.run)
 

@@ -66,7 +66,7 @@ def test_a_difference(survey: Survey, name: str, level: str, said: str, fix: str
     assert bool(finding.fix) == (level != "ok")
 
 
-def test_of_hosts_that_do_not_answer_nothing_else_is_said() -> None:
+def test_hosts_that_do_not_answer_have_no_other_findings() -> None:
     survey = replace(WELL, facts={}, writer="", sees_file={}, addresses={}, attempts={})
     assert [finding.name for finding in examine(survey) if finding.level != "ok"] == []
 
@@ -77,7 +77,7 @@ def test_one_host_under_two_names_is_noticed() -> None:
     assert finding.found == "a, b"
 
 
-def test_limits_that_harm_nobody_are_left_alone() -> None:
+def test_harmless_limits_are_not_reported() -> None:
     assert worst(examine(other(locked_bytes=65536, open_files=-1))) == 0, "TCP pins no memory"
 
 
@@ -100,13 +100,13 @@ def test_interfaces_of_other_names_and_packets_of_other_sizes() -> None:
     assert mtu.level == "warning" and "9000 on a; 1500 on b" in mtu.found
 
 
-def test_what_most_hosts_have_comes_first_and_many_are_counted() -> None:
+def test_the_most_frequent_value_is_first_and_many_hosts_are_counted() -> None:
     values = {**{f"n{i}": "2.13" for i in range(9)}, "x": "2.12"}
     assert by_value(values) == "2.13 on n0, n1, n2, n3, n4, n5 and 3 more; 2.12 on x"
     assert names(["a", "b"]) == "a, b"
 
 
-def test_what_a_host_says_survives_json() -> None:
+def test_the_answer_of_a_host_survives_json() -> None:
     said = replace(B, gpus=("H200",))
     assert msgspec.convert(json.loads(json.dumps(asdict(said))), HostReport) == said
     with pytest.raises(msgspec.ValidationError):

@@ -46,7 +46,7 @@ def listening(say: bytes | None) -> Iterator[Listener]:
         thread.join(TIMEOUT_S)
 
 
-def test_who_knows_the_token_is_answered() -> None:
+def test_a_request_with_the_token_is_answered() -> None:
     door = listen(HERE)
     assert try_connection(door) == ""
     assert try_connection(replace(door, token="0" * 32)) == "stranger"
@@ -63,7 +63,7 @@ def test_a_door_is_on_its_address_alone() -> None:
         listen("192.0.2.1")
 
 
-def test_each_fault_is_told_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_fault_is_distinguished_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as closed:
         closed.bind((HERE, 0))
         assert try_connection(Listener(HERE, closed.getsockname()[1], "x" * 32)) == "refused"
@@ -74,7 +74,7 @@ def test_each_fault_is_told_from_the_others(monkeypatch: pytest.MonkeyPatch) -> 
         assert try_connection(door) == "timeout"
 
 
-def test_a_way_is_as_slow_as_it_is_and_measured_in_about_the_time_that_is_given(
+def test_a_slow_path_is_measured_in_about_the_given_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By a clock that only sending moves: a ping by 5 ms each way, a block by 10 ms."""

@@ -45,13 +45,13 @@ CHANGED = (
         ("something new", "does not answer", "ssh u@b true"),
     ],
 )
-def test_what_is_said_is_told_with_its_cure(said: str, why: str, fix: str) -> None:
+def test_each_message_is_reported_with_its_fix(said: str, why: str, fix: str) -> None:
     finding = explain_ssh_failure("u@b", said)
     assert finding.level == "broken" and finding.name == "ssh u@b"
     assert why in finding.why and fix in finding.fix, finding
 
 
-def test_the_line_that_says_most_is_shown() -> None:
+def test_the_most_specific_line_is_shown() -> None:
     assert (
         explain_ssh_failure("b", CHANGED).found == "Host key for b has changed and you have requested strict checking."
     )

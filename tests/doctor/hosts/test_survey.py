@@ -55,7 +55,7 @@ def found_of(tmp_path: Path, *hosts: str, folder: str = "") -> Survey:
             return open_hosts.survey()
 
 
-def test_a_clock_that_is_wrong_is_told_by_how_much(tmp_path: Path) -> None:
+def test_a_wrong_clock_is_reported_with_its_offset(tmp_path: Path) -> None:
     found = found_of(tmp_path, "plus400", "minus2", "right")
     assert not found.lost
     for host, seconds in (("plus400", 400), ("minus2", -2), ("right", 0)):
@@ -67,7 +67,7 @@ def test_a_clock_that_is_wrong_is_told_by_how_much(tmp_path: Path) -> None:
     assert "munge" in clocks.why
 
 
-def test_a_host_that_says_nothing_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(survey, "GREET_S", 0.5)
     before = psutil.Process().children(recursive=True)
     found = found_of(tmp_path, "mute")
@@ -76,7 +76,7 @@ def test_a_host_that_says_nothing_is_let_go(tmp_path: Path, monkeypatch: pytest.
     assert not psutil.wait_procs(left, timeout=TIMEOUT_S)[1]
 
 
-def test_what_login_scripts_write_is_passed_over(tmp_path: Path) -> None:
+def test_output_of_login_scripts_is_ignored(tmp_path: Path) -> None:
     found = found_of(tmp_path, "noisy")
     assert list(found.facts) == ["noisy"] and not found.lost
 
@@ -88,7 +88,7 @@ def test_a_folder_that_no_host_has_loses_no_host(tmp_path: Path) -> None:
     assert folder.level == "broken" and "here, there" in folder.why
 
 
-def test_ssh_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_missing_ssh_is_reported(tmp_path: Path) -> None:
     ask = HostsRequest({"b": 1}, frozenset(), str(tmp_path), sys.executable, {})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", str(tmp_path))
@@ -107,7 +107,7 @@ def _asking(doctor: int) -> list[psutil.Process]:
     return []
 
 
-def test_who_interrupts_it_does_not_wait_for_a_host(tmp_path: Path) -> None:
+def test_an_interrupt_does_not_wait_for_hosts(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", FOR_EVER, "doctor", "--hosts", "mute"]
     with subprocess.Popen(
         argv,

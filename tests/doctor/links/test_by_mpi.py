@@ -56,17 +56,17 @@ def test_mpi4py_that_is_not_there_is_named_with_its_extra(tmp_path: Path) -> Non
         (["--hosts", "a;b"], "invalid host name"),
     ],
 )
-def test_what_does_not_go_together_is_said(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_incompatible_options_are_reported(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(options) == 2
     assert said in capsys.readouterr().out
 
 
-def test_ranks_that_were_started_without_mpi_are_told_so(tmp_path: Path) -> None:
+def test_ranks_started_without_mpi_get_an_error(tmp_path: Path) -> None:
     done = run([*DOCTOR, "--probe"], size=2, launcher="horovodrun --gloo", cwd=tmp_path, check=False)
     assert done.returncode and "--probe needs MPI" in done.stdout
 
 
-def test_an_mpi_that_is_not_horovods_is_found_among_what_is_loaded(tmp_path: Path) -> None:
+def test_a_loaded_mpi_other_than_horovods_is_found(tmp_path: Path) -> None:
     assert other_library(MAPS, Path("/v/lib/libmpi.so.40.30.8")) is None
     assert other_library(MAPS, Path("/other/lib/libmpi.so.40")) == "/v/lib/libmpi.so.40.30.8"
     assert other_library("", Path("/other/lib/libmpi.so.40")) is None, "nothing is known of it"
@@ -87,7 +87,7 @@ def test_the_network_between_hosts_is_that_of_their_routes() -> None:
     assert common_interface(WELL, ["a"]) == ""
 
 
-def test_what_starts_it_is_what_starts_any_job(tmp_path: Path) -> None:
+def test_the_probe_is_started_like_any_job(tmp_path: Path) -> None:
     from hvdtrain.doctor.hosts.survey import HostsRequest
 
     ask = HostsRequest(

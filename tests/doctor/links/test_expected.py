@@ -55,7 +55,7 @@ def test_less_bandwidth_is_never_faster(sizes: tuple[int, float, float, int], ti
 
 @pytest.mark.parametrize("per_host", [1, 4])
 @pytest.mark.parametrize("gbit", [0.1, 1.0])
-def test_a_link_that_decides_takes_what_a_ring_takes(gbit: float, per_host: int) -> None:
+def test_a_slow_link_costs_the_time_of_a_ring(gbit: float, per_host: int) -> None:
     """2 (n - 1) / n of the bytes leave each host, whatever the number of its ranks."""
     parameters = 100_000_000
     found = outlook(model(parameters, 0.010), links(gbit, latency_us=0.0), per_host)
@@ -66,7 +66,7 @@ def test_a_link_that_decides_takes_what_a_ring_takes(gbit: float, per_host: int)
             assert row.step_s["none"] == pytest.approx(ring_s, rel=0.05)
 
 
-def test_halves_take_half_of_what_is_sent_and_the_slowest_link_decides() -> None:
+def test_fp16_sends_half_the_bytes_and_the_slowest_link_decides() -> None:
     even = outlook(model(10**8, 0.01), links(0.1), 1).rows[1]
     assert even.step_s["fp16"] == pytest.approx(even.step_s["none"] / 2, rel=0.05)
     found = links(0.1)
@@ -80,7 +80,7 @@ def test_a_fast_link_hides_all_of_it() -> None:
     assert all(row.efficiency["none"] > 0.98 for row in found.rows)
 
 
-def test_what_is_beyond_the_hosts_that_were_measured_is_marked() -> None:
+def test_predictions_for_more_hosts_than_measured_are_marked() -> None:
     found = outlook(model(), links(hosts=3), 2)
     assert [(row.ranks.hosts, row.ranks.size, row.beyond) for row in found.rows] == [
         (1, 1, False),
@@ -96,14 +96,14 @@ def test_what_is_beyond_the_hosts_that_were_measured_is_marked() -> None:
     assert json.loads(json.dumps(found.as_data()))["rows"][-1]["ranks"] == {"size": 48, "per_host": 2}
 
 
-def test_one_host_tells_nothing_of_a_link_between_hosts() -> None:
+def test_one_host_gives_no_information_about_links_between_hosts() -> None:
     found = outlook(model(), links(hosts=1), 4)
     assert [row.ranks.size for row in found.rows] == [1, 4]
     assert any("--hosts a,b" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(("size", "passes"), [(1, 1), (1, 4), (2, 2)])
-def test_a_run_tells_what_a_model_is_asked_for(tmp_path: Path, size: int, passes: int) -> None:
+def test_a_prediction_from_a_run_keeps_the_work_of_a_rank(tmp_path: Path, size: int, passes: int) -> None:
     """A rank's work is that of the run, whatever the number of ranks."""
     evidence = read_evidence(run_folder(tmp_path / "run", size=size, local_size=size, passes=passes))
     found = outlook(evidence, links(1.0), 2)

@@ -11,7 +11,7 @@ from hvdtrain.doctor.links.link_pairs import MOST_ROUNDS, MOST_S, budget_s, roun
 
 
 @given(st.integers(0, 40))
-def test_all_pairs_meet_once_and_nobody_stands_twice_in_a_round(count: int) -> None:
+def test_all_pairs_meet_once_and_no_host_is_twice_in_a_round(count: int) -> None:
     found = rounds(count)
     assert sorted(pair for pairs in found for pair in pairs) == list(combinations(range(count), 2))
     for pairs in found:

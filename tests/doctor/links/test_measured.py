@@ -26,7 +26,7 @@ def wrong(found: Links, **plugs: int) -> dict[str, str]:
     return {finding.name: finding.found for finding in check_links(found, plugs) if finding.level != "ok"}
 
 
-def test_nothing_stands_out_of_what_is_alike() -> None:
+def test_similar_links_have_no_outlier() -> None:
     assert not wrong(links(), a=10000)
     (between, inside) = check_links(links())
     assert "10 Gbit/s" in between.found and "20 us" in between.found and "80 Gbit/s" in inside.found
@@ -38,7 +38,7 @@ def test_a_slow_way_is_named_against_the_median() -> None:
     assert not wrong(links(slow={("a", "b"): 6.0}))
 
 
-def test_a_host_whose_links_are_slow_is_named_once() -> None:
+def test_a_host_with_slow_links_is_named_once() -> None:
     slow = {way: 1.0 for way in permutations("abcd", 2) if "c" in way}
     assert list(wrong(links(slow=slow))) == ["slow c"]
 
@@ -57,7 +57,7 @@ def test_a_link_that_is_slower_than_its_plug_is_named() -> None:
     assert list(wrong(links(), b=40000, a=0)) == ["link of b"]
 
 
-def test_what_was_measured_survives_json() -> None:
+def test_measurements_survive_json() -> None:
     found = links()
     assert Links.from_data(json.loads(json.dumps(found.as_data()))) == found
 

@@ -48,7 +48,7 @@ def test_json_holds_everything_and_gives_the_same_statements_again() -> None:
     assert FACTS.items() <= again.items()
 
 
-def test_a_users_error_is_told_by_its_parts_and_another_by_its_traceback() -> None:
+def test_a_users_error_is_shown_by_its_parts_others_by_their_traceback() -> None:
     told = _text([_failed(DataError("a sample is missing", expected="samples", next_step="bring some"))])
     assert "rank 1 on a failed: DataError" in told
     assert "a sample is missing\n  expected: samples\n  next: bring some" in told

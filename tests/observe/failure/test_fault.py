@@ -107,7 +107,7 @@ class _Mute(ValueError):
         raise RuntimeError("not even its text")
 
 
-def test_an_error_whose_text_cannot_be_made_is_told_of() -> None:
+def test_an_error_with_a_failing_str_is_reported() -> None:
     found = fault(_raised(_Mute()))
     assert found.type == "_Mute" and "_raised" in found.traceback and not out_of_memory(_Mute())
     assert bare_fault(_Mute()).type == "_Mute" and bare_fault(MemoryError()).memory

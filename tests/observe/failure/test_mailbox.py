@@ -33,7 +33,7 @@ def _of(mailbox: Mailbox, kind: str, **facts: object) -> Statement:
     return Statement(kind, 1.0, mailbox.process, **facts)  # type: ignore[arg-type]
 
 
-def test_every_rank_sees_what_the_others_said(tmp_path: Path) -> None:
+def test_every_rank_gets_the_answers_of_the_others(tmp_path: Path) -> None:
     mailboxes = _mailboxes(tmp_path)
     assert all(mailbox.reachable == {0, 1, 2} for mailbox in mailboxes)
     assert not any(mailbox.has_statements() for mailbox in mailboxes)
@@ -62,7 +62,7 @@ def test_one_rank_alone_claims_a_card(tmp_path: Path) -> None:
             assert sum(claims) == 1
 
 
-def test_what_a_start_before_left_is_gone(tmp_path: Path) -> None:
+def test_files_of_an_earlier_start_are_removed(tmp_path: Path) -> None:
     before = _mailboxes(tmp_path, 1)[0]
     before.post_statement(_of(before, FAILED))
     before.mark_reported()
@@ -95,7 +95,7 @@ def test_a_folder_that_cannot_be_made_is_done_without(tmp_path: Path) -> None:
     assert [mailbox.folder for mailbox in _mailboxes(tmp_path / "run")] == [None] * 3
 
 
-def test_ranks_that_are_gone_are_seen_unless_they_left(tmp_path: Path) -> None:
+def test_dead_ranks_are_reported_unless_they_left(tmp_path: Path) -> None:
     mailbox = _mailboxes(tmp_path, 1)[0]
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     other = RankProcess(1, "a", child.pid, started(child.pid) or 0)

@@ -74,7 +74,7 @@ def test_kills_for_want_of_memory(tmp_path: Path) -> None:
     assert oom_kills(tmp_path / "nothing") == 0
 
 
-def test_a_process_that_cannot_be_looked_at_is_not_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_process_does_not_count_as_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number, expected in (
         (errno.EMFILE, UNKNOWN),
         (errno.ENFILE, UNKNOWN),

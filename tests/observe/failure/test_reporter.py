@@ -136,7 +136,7 @@ class _Mute(ValueError):
         raise RuntimeError("not even its text")
 
 
-def test_an_error_of_any_text_is_told(tmp_path: Path) -> None:
+def test_an_error_with_any_text_is_reported(tmp_path: Path) -> None:
     for number, error in enumerate((_Mute(), ValueError(b"caf\xe9".decode("utf-8", errors="surrogateescape")))):
         shown: list[str] = []
         reporter = _reporters(tmp_path / str(number), 1, shown)[0]

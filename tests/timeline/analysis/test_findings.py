@@ -120,7 +120,7 @@ def test_a_rank_whose_sums_come_late_has_a_slow_link() -> None:
     assert analysis.blame.late == [2] and _causes(analysis, 2)[0].name == "sums"
 
 
-def test_waiting_for_data_on_every_rank_is_told_with_its_flag() -> None:
+def test_waiting_for_data_on_every_rank_is_reported_with_its_option() -> None:
     config = {"loader": {"workers": 2}}
     found = analyse(run_of(table_of(_work(), more_ms={"data": _each(10.0)}), config=config))
     finding = found.findings[0]
@@ -220,7 +220,7 @@ def test_jitter_of_one_rank_is_not_told_as_that_of_all() -> None:
     ("phase", "flag"),
     [("MPI_ALLREDUCE", "--parallel.compression auto"), ("NEGOTIATE_ALLREDUCE", "--parallel.bucket_mib 128")],
 )
-def test_exposed_communication_is_told_with_what_dominates_it(phase: str, flag: str) -> None:
+def test_exposed_communication_is_reported_with_its_main_part(phase: str, flag: str) -> None:
     table = table_of(_work(), exchange_ms=6.0)
     turns = [Turn("g", float(t), {phase: 6000.0}) for t in table.ready_us.max(axis=0)[5:60]]
     found = analyse(run_of(table, horovod=[trace_of(turns)], config={"parallel": {"compression": "none"}}))
@@ -249,7 +249,7 @@ def test_of_two_ranks_the_late_ones_data_is_told_once() -> None:
     assert found.blame.late == [1] and "input" not in _kinds(found)
 
 
-def test_evaluations_collections_and_cores_are_told() -> None:
+def test_evaluations_garbage_collections_and_cores_are_reported() -> None:
     aside = np.zeros(SHAPE)
     aside[:, 9::10] = 60.0
     facts: dict[str, list[float | None]] = {"cpu_wait_us": [150_000.0] * 4}
@@ -257,7 +257,7 @@ def test_evaluations_collections_and_cores_are_told() -> None:
     assert {"aside", "gc", "cpu"} <= _kinds(analyse(run))
 
 
-def test_stalls_and_pauses_are_told() -> None:
+def test_stalls_and_pauses_are_reported() -> None:
     work = _work()
     work[1, 90] += 9000.0
     stalled = [f"Horovod stalled on rank {rank} for more than 60 s, 2 times: a, b" for rank in (1, 3)]

@@ -27,7 +27,7 @@ def test_its_parts_sum_to_the_step() -> None:
         assert step == pytest.approx(each.step_ms.value) == pytest.approx(sum(shown), abs=0.5)
 
 
-def test_it_names_who_is_late_why_and_what_to_try() -> None:
+def test_it_names_the_late_rank_the_reason_and_the_fix() -> None:
     text = " ".join(line.strip() for line in to_lines(analysis(8)))
     assert (
         "straggler: rank 3 on node-0 costs 12.3 ms per step [11.2 .. 13.4]: waits for data 11.2 ms a step more" in text

@@ -39,7 +39,7 @@ def test_a_condition_holds_where_all_of_it_does(text: str, met: bool) -> None:
     "text",
     ["", "straggler_ms", "5 < straggler_ms", "straggler_ms > 5 or step_ms > 1", "straggler_ms > 5 and", "step_ms => 3"],
 )
-def test_what_is_no_condition_is_said_to_be_none(text: str) -> None:
+def test_an_invalid_condition_is_reported(text: str) -> None:
     with pytest.raises(ConfigError, match="invalid condition"):
         condition.parse(text)
 

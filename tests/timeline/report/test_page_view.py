@@ -125,7 +125,7 @@ def test_a_late_rank_keeps_its_lane_where_there_are_too_many() -> None:
     assert sum(len(lane.slices) for lane in shown) <= MOST_SLICES
 
 
-def test_the_table_beside_the_lanes_says_ms_a_step() -> None:
+def test_the_table_next_to_the_lanes_has_ms_per_step() -> None:
     lane = Lane("rank 0", [Slice("a", 0.0, 1.0, 1), Slice("a", 2.0, 5.0, 2), Slice("b", 5.0, 6.0, 2)])
     assert summary([lane, Lane("none", [])]) == (["a", "b"], [("rank 0", [2.0, 0.5]), ("none", [None, None])])
 
@@ -216,7 +216,7 @@ def test_a_rank_of_an_unknown_host_is_a_rank() -> None:
     assert "Rank 0 costs" in to_html(found) and "Rank 0 on here costs" in to_html(_of_ranks(_row(0, ABOUT_2), late=[0]))
 
 
-def test_clocks_are_told_as_well_as_they_are_known() -> None:
+def test_clocks_are_reported_with_their_error() -> None:
     one, near, never = (_of_ranks(_row(0, ABOUT_2), _row(1, ABOUT_2, "b", us)) for us in (0.0, 0.25, float("inf")))
     assert "the ranks share a clock" in to_html(one) and "its clock" not in to_html(one)
     assert "agree to within 0.250 ms" in to_html(near) and "rank 0's to within 0.250 ms" in _text(to_html(near))

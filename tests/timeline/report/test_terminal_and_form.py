@@ -119,7 +119,7 @@ def test_what_has_no_steps_is_not_told_as_one() -> None:
     assert "no recognisable steps" in text and "the trace spans " in text and "step time" not in text
 
 
-def test_the_text_says_who_is_late_what_it_costs_and_why() -> None:
+def test_the_text_names_the_late_rank_its_cost_and_the_reason() -> None:
     text = to_text(list(_all())[2])
     assert "stragglers (step stamps of 98 steps): rank 2" in text
     assert "costs 1.9" in text and "waits 3.00 ms per step for data" in text and "--loader.workers" in text

@@ -52,7 +52,7 @@ def test_text_and_json_say_the_same(pair: Path, capsys: pytest.CaptureFixture[st
         (["--algorithm", "star"], 2, "invalid choice"),
     ],
 )
-def test_what_is_wrong_is_said(
+def test_the_fault_is_reported(
     pair: Path, options: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str], monkeypatch
 ) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(probing.CodingProbe, "measure", lambda *_: None)
