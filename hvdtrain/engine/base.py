@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 
 class Engine(Protocol):
-    """An optimizer and the exchange of its gradients.
+    """An optimizer and the exchange of its gradients; the defaults are those of an engine without an exchange.
 
     Attributes:
         optimizer: of the model.
@@ -19,8 +19,8 @@ class Engine(Protocol):
     """
 
     optimizer: Optimizer
-    compression: str
-    undecided: bool
+    compression: str = "none"
+    undecided: bool = False
 
     def begin(self, micro_batches: int) -> None:
         """Clear gradients; this rank then runs backward `micro_batches` times, 0 if it is idle."""
@@ -40,11 +40,11 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Remove all hooks from the parameters."""
-        ...
+        return
 
     def step(self) -> None:
         """Run the optimizer with the gradients of `finish`."""
-        ...
+        self.optimizer.step()
 
     def commit(self, *, applied: bool) -> None:
         """End the step: keep the new residuals of the compression if it was applied, else the old ones."""
@@ -56,14 +56,14 @@ class Engine(Protocol):
 
     def synchronize_state(self) -> None:
         """Make the exchange's state equal on all ranks, so that one rank can save it. Collective: yes."""
-        ...
+        return
 
     def synchronized_state(self) -> dict[str, Tensor]:
         """Return the tensors that `synchronize_state` would make, without changing the state. Collective: yes.
 
         They are valid until the next step.
         """
-        ...
+        return self.state_dict()[0]
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the exchange's state, tensors and plain values; equal on all ranks after `synchronize_state`."""
@@ -75,8 +75,8 @@ class Engine(Protocol):
 
     def parameters_by_collective(self) -> dict[str, list[str]]:
         """Return the names of the parameters in each collective, by the prefix of its name."""
-        ...
+        return {}
 
     def buffers(self) -> list[Tensor]:
         """Return the memory of the exchange, without the gradients."""
-        ...
+        return []

@@ -9,15 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hvdtrain.engine.base import Engine
 from hvdtrain.exchange.active_buckets import DetachedState, residual_key
 from hvdtrain.exchange.rows import zero_rows
 
 
-class LocalEngine:
+class LocalEngine(Engine):
     """One rank: nothing to exchange, except residuals that several ranks have left."""
-
-    compression = "none"
-    undecided = False
 
     def __init__(self, named_parameters: list[tuple[str, nn.Parameter]], optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -64,13 +62,6 @@ class LocalEngine:
         """Multiply the residuals."""
         self._residuals.rescale(factor)
 
-    def synchronize_state(self) -> None:
-        """Do nothing."""
-
-    def synchronized_state(self) -> dict[str, Tensor]:
-        """Return the state's tensors, which need no synchronization."""
-        return self.state_dict()[0]
-
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the remaining residuals, for a later world size above 1."""
         return dict(self._residuals.tensors), dict(self._values)
@@ -81,18 +72,3 @@ class LocalEngine:
             {name: tensor.clone() for name, tensor in tensors.items()}, int(values["ranks"])
         )
         self._values = values
-
-    def step(self) -> None:
-        """Run the optimizer."""
-        self.optimizer.step()
-
-    def parameters_by_collective(self) -> dict[str, list[str]]:
-        """Return nothing: there is no exchange."""
-        return {}
-
-    def buffers(self) -> list[Tensor]:
-        """Return nothing."""
-        return []
-
-    def close(self) -> None:
-        """Do nothing."""

@@ -13,6 +13,7 @@ from torch import nn
 from hvdtrain.compression.table import auto_candidates
 from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.engine.make import make_engine
+from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.observe.past_journal import read_journal
 from hvdtrain.runtime.host import HostFacts
 from hvdtrain.training.start import auto_compression
@@ -70,11 +71,11 @@ def test_it_chooses_the_compression_that_pays_on_a_slow_link(monkeypatch: pytest
 def test_buckets_that_change_meanwhile_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: dict[int, int] = {}
 
-    def start_times_ns(engine: ExchangeEngine) -> list[int]:
-        measured[id(engine)] = measured.get(id(engine), 0) + 1
-        return [1, 2] if measured[id(engine)] <= 2 else [1]
+    def start_times_ns(reducer: Reducer) -> list[int]:
+        measured[id(reducer)] = measured.get(id(reducer), 0) + 1
+        return [1, 2] if measured[id(reducer)] <= 2 else [1]
 
-    monkeypatch.setattr(ExchangeEngine, "start_times_ns", start_times_ns)
+    monkeypatch.setattr(Reducer, "start_times_ns", start_times_ns)
     (_, events, lines), _ = on_ranks(2, lambda comm: _run(comm, 0.0))
     assert events[0]["at_step"] == 9, "five steps from step 5 on"
     assert "failed" not in lines[0]

@@ -70,7 +70,7 @@ class CompressionTrial:
             return
         self._count += 1
         if self._count >= _FIRST:
-            starts_ns = self._engine.start_times_ns()
+            starts_ns = self._engine.reducer.start_times_ns()
             if self._before_last_s and len(starts_ns) != len(self._before_last_s[-1]):
                 self._steps, self._before_last_s = [], []  # the plan of the buckets has changed
             self._steps.append(read_parts(record))
@@ -79,7 +79,7 @@ class CompressionTrial:
             self._choose(record["step"])
 
     def _choose(self, step: int) -> None:
-        layouts, names = self._engine.layouts(), ("none", *auto_candidates())
+        layouts, names = self._engine.reducer.layouts(), ("none", *auto_candidates())
         measured = {
             "step_s": median(step["step"] for step in self._steps),
             "parts_s": median_parts(self._steps),
