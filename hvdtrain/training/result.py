@@ -10,13 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import on_rank_0
-from hvdtrain.config.parse import RunConfig
 from hvdtrain.observe.past_journal import journal_lines
-from hvdtrain.run_layout import RunLayout
 from hvdtrain.timeline.analysis.analysis import Analysis
-from hvdtrain.training.elastic.worker_state import WorkerState
+from hvdtrain.training.round import Round
 from hvdtrain.training.start.resume_checks import options_to_continue
 
 _LAST = 10
@@ -81,23 +78,16 @@ class Result:
     analysis: Analysis | None = None
 
 
-def read_result(
-    run: RunConfig,
-    worker: WorkerState,
-    comm: Comm,
-    layout: RunLayout,
-    reason: str,
-    resumed_at: int,
-    analysis: Analysis | None,
-) -> Result:
+def read_result(current: Round, reason: str, resumed_at: int, analysis: Analysis | None) -> Result:
     """Return the result of a run that has ended, with the figures of rank 0's journal. Collective: yes."""
-    figures = on_rank_0(comm, partial(journal_figures, layout.journal), name="figures")
+    worker, layout = current.worker, current.layout
+    figures = on_rank_0(current.comm, partial(journal_figures, layout.journal), name="figures")
     return Result(
         run_dir=layout.folder,
         reason=reason,
         step=worker.state.progress.step,
         total_steps=worker.horizon,
-        train_on=options_to_continue(run.config, worker),
+        train_on=options_to_continue(current.run.config, worker),
         resumed_at=resumed_at,
         unit=worker.task.unit,
         model=worker.state.model,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from hvdtrain.comm.rounds import OneRound
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.config.parse import parse_object
 from hvdtrain.observe.journal import Journal
@@ -15,8 +16,10 @@ from hvdtrain.observe.past_journal import read_journal
 from hvdtrain.observe.progress import Progress as Display
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.runtime.environment import RankInfo
+from hvdtrain.spans import Spans
 from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.training.elastic.worker_state import make_worker_state
+from hvdtrain.training.round import Round
 from hvdtrain.training.start.restore import resume_state
 from hvdtrain.training.start.run_directory import claim_run_directory
 from tests.support.toy import toy
@@ -34,7 +37,9 @@ def test_a_run_folder_left_on_another_host_is_reported_and_can_be_resumed(moved:
     display = Display("samples", 5.0, live=False, quiet=True)
     recorder = Recorder(Journal(folder / "journal.jsonl", display.say), display)
     store = CheckpointStore(folder / "checkpoints", pytest.fail)
-    assert resume_state(run, worker, SoloComm(), store, claim, recorder, lambda: None) == 7
+    current = Round(run, worker, OneRound(SoloComm()), SoloComm())
+    current.store, current.claim, current.recorder, current.spans = store, claim, recorder, Spans()
+    assert resume_state(current) == 7
     recorder.close()
     claim.release()
     lines: list[dict[str, Any]] = read_journal(folder / "journal.jsonl")

@@ -6,19 +6,23 @@ import errno
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import hvdtrain
-from hvdtrain.config.schema import ObserveConfig
+from hvdtrain.config.parse import parse_object
 from hvdtrain.errors import RunDirectoryError
 from hvdtrain.observe.journal import Journal
 from hvdtrain.observe.past_journal import is_finished, read_journal
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.observe.span_trace import SpanTrace
+from hvdtrain.run_layout import RunLayout
+from hvdtrain.state.train_state import Progress
 from hvdtrain.timeline.analysis.analysis import figures
 from hvdtrain.training.records.run_report import explain_run
+from hvdtrain.training.round import Round
 from tests.support.analyses import analysis
 from tests.support.toy import toy
 
@@ -117,8 +121,11 @@ def test_files_of_all_ranks_are_closed_before_they_are_read(
     stand_in.event = lambda record: order.append(record["event"])
     module = "hvdtrain.training.records.run_report"
     monkeypatch.setattr(f"{module}.collect_spans", lambda *arguments: order.append("waited"))
-    monkeypatch.setattr(f"{module}._analyse", lambda directory: order.append("read") or analysis(2))
-    found = explain_run(ObserveConfig(), tmp_path, stand_in, stand_in, 3)
+    monkeypatch.setattr(f"{module}._analyse", lambda layout: order.append("read") or analysis(2))
+    current = Round(parse_object({"task": "toy"}, None), stand_in, stand_in, stand_in)
+    current.recorder, current.layout = stand_in, RunLayout(tmp_path)
+    stand_in.state = SimpleNamespace(progress=Progress(step=3))
+    found = explain_run(current)
     assert order == ["closed", "waited", *(["read", "explained"] if rank == 0 else [])]
     assert found == (analysis(2) if rank == 0 else None)
 

@@ -20,7 +20,7 @@ from hvdtrain.state import background_writer, shard_files
 from hvdtrain.state.background_writer import CheckpointWriter
 from hvdtrain.state.checkpoint_store import CheckpointStore, load
 from hvdtrain.training.loop import saving
-from hvdtrain.training.loop.saving import EvaluationProgress, Saving
+from hvdtrain.training.loop.saving import Saving
 from tests.support.thread_comm import ThreadComm, on_ranks
 from tests.support.toy import toy
 
@@ -130,7 +130,7 @@ def test_a_signal_to_any_rank_ends_the_waiting_of_all(signalled: int, monkeypatc
             looks[0] += 1
             return [0, int(comm.rank == signalled and looks[0] == 5), 0, 0]
 
-        one = SimpleNamespace(comm=comm, store=None, stepper=SimpleNamespace(spans=Spans()))
+        one = SimpleNamespace(_comm=comm, _store=None, stepper=SimpleNamespace(spans=Spans()))
         return Saving._is_stopped(cast(Saving, one), CheckpointError("no room"), 60.0, requests), looks[0]
 
     assert on_ranks(2, body) == [(True, 5)] * 2
@@ -155,14 +155,15 @@ def test_a_save_that_lost_ranks_prevented_is_made_up_once(
     def body(comm: ThreadComm) -> list[str]:
         done: list[str] = []
         one = cast(Any, Saving.__new__(Saving))
-        one.comm, one.evaluations = comm, EvaluationProgress(-1 if comm.rank else seen)
-        one.state = SimpleNamespace(progress=SimpleNamespace(step=step))
-        one.config = SimpleNamespace(train=SimpleNamespace(eval_every=5), checkpoint=SimpleNamespace(every=20))
-        one.store = SimpleNamespace(list=lambda: [SimpleNamespace(step=saved)])
+        one._comm, one._worker = comm, SimpleNamespace(evaluated=-1 if comm.rank else seen)
+        one._state = SimpleNamespace(progress=SimpleNamespace(step=step))
+        one._config = SimpleNamespace(train=SimpleNamespace(eval_every=5), checkpoint=SimpleNamespace(every=20))
+        one._store = SimpleNamespace(list=lambda: [SimpleNamespace(step=saved)])
+        one.current = SimpleNamespace(stop=33)
         one.evaluate = lambda: done.append("evaluate")
         one.save = lambda evaluated, wait, requests: done.append("save and wait" if wait else "save")
-        one.catch_up(33, lambda: [0])
-        assert one.evaluations.step == step
+        one.catch_up(lambda: [0])
+        assert one._worker.evaluated == step
         return done
 
     assert on_ranks(2, body) == [expected] * 2

@@ -45,13 +45,13 @@ def test_a_card_is_written_of_the_last_round_alone_and_only_if_it_failed(
     written: list[str] = []
     names = iter(["first", "second"])
 
-    def train(current: session._Round) -> None:
+    def train(current: session.Round, *given: object) -> None:
         name = next(names)
         current.reporter = SimpleNamespace(report_no_new_round=lambda: written.append(name))
         if name == "first" or last_failed:
             raise _LostRank
 
-    monkeypatch.setattr(session._Round, "train", train)
+    monkeypatch.setattr(session, "_train_round", train)
     run = parse_object({"task": "toy"}, None)
     with pytest.raises(JobFailed):
         session.run_training(run, toy, _TwoRounds(), None, RankInfo())  # type: ignore[arg-type]

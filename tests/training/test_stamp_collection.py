@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from torch import nn
 
-from hvdtrain.config.schema import ObserveConfig
+from hvdtrain.config.schema import Config
 from hvdtrain.observe.progress import Progress
 from hvdtrain.observe.recorder import Recorder
+from hvdtrain.run_layout import RunLayout
 from hvdtrain.spans import Spans
 from hvdtrain.training.records import stamp_collection as stamps
-from hvdtrain.training.records.stamp_collection import Links, add_stamps
+from hvdtrain.training.records.stamp_collection import add_stamps
+from hvdtrain.training.round import Round
 from tests.support.thread_comm import ThreadComm, on_ranks
 
-CPU = torch.device("cpu")
+Links = dict[tuple[str, ...], list[tuple[int, float]]]
 
 
 def _meet(folder: Path, known: list[Links], started_at: int = 0) -> list[object]:
@@ -25,12 +29,22 @@ def _meet(folder: Path, known: list[Links], started_at: int = 0) -> list[object]
 
     def body(comm: ThreadComm) -> None:
         recorder = Recorder(None, Progress("samples", 60.0, live=False, quiet=True))
-        links = known[comm.rank]
-        add_stamps(recorder, ObserveConfig(), Spans(), folder, comm, nn.Linear(1, 1), CPU, started_at, 100, links)
+        progress = SimpleNamespace(step=started_at)
+        state = SimpleNamespace(model=nn.Linear(1, 1), progress=progress)
+        current = SimpleNamespace(
+            run=SimpleNamespace(config=Config()),
+            worker=SimpleNamespace(device=torch.device("cpu"), state=state, links=known[comm.rank]),
+            comm=comm,
+            layout=RunLayout(folder),
+            spans=Spans(),
+            recorder=recorder,
+            stop=100,
+        )
+        add_stamps(cast(Round, current))
         recorder.close()
 
     on_ranks(len(known), body)
-    lines = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "timeline" / "steps.jsonl").read_text().splitlines()]
     link: list[object] = [line for line in lines if "link" in line][-1]["link"]
     return link
 

@@ -26,9 +26,7 @@ from hvdtrain.state.train_state import Progress, TrainState
 from hvdtrain.task.base import Task
 from hvdtrain.training.loop.compiled import compile_blocks
 from hvdtrain.training.loop.forward import Precision
-from hvdtrain.training.loop.saving import EvaluationProgress
 from hvdtrain.training.loop.step_sums import PendingSignals
-from hvdtrain.training.records.stamp_collection import Links
 from hvdtrain.training.start.optimizers import make_optimizer, move_optimizer_state
 from hvdtrain.training.start.schedule import lr_schedule, total_steps
 
@@ -56,8 +54,8 @@ class WorkerState:
         recorder: of this rank; it stays open while the rank leads, or does not lead, as before.
         step: optimizer steps in this process's state; `NOTHING` if the state is not that of the run.
         last_record: journal line of the newest step.
-        links: measured links between ranks.
-        evaluations: the newest evaluated step.
+        links: bytes and seconds of measured all-reduces, by the hosts of the ranks.
+        evaluated: the newest evaluated step, or the step at which this process joined; -1 before.
     """
 
     task: Task
@@ -75,8 +73,8 @@ class WorkerState:
     recorder: Recorder | None = None
     step: int = NOTHING
     last_record: Mapping[str, Any] | None = None
-    links: Links = field(default_factory=dict)
-    evaluations: EvaluationProgress = field(default_factory=EvaluationProgress)
+    links: dict[tuple[str, ...], list[tuple[int, float]]] = field(default_factory=dict)
+    evaluated: int = -1
 
     @property
     def resumes_in_job(self) -> bool:

@@ -5,47 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from hvdtrain.comm.base import Comm
 from hvdtrain.comm.rounds import CHANGED as RANKS_CHANGE
-from hvdtrain.comm.rounds import Rounds
-from hvdtrain.config.schema import Config
 from hvdtrain.errors import TaskError
 from hvdtrain.observe.histograms import Histograms
 from hvdtrain.runtime.clock import steady_s
-from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.diagnostics.step_checks import StepChecks
 from hvdtrain.training.elastic.roll_back import RollBack
 from hvdtrain.training.loop.feed import Feed
 from hvdtrain.training.loop.saving import Saving
 from hvdtrain.training.loop.step import Stepper, StepResult
 from hvdtrain.training.loop.step_sums import CHANGED, COUNT, SAVE, TERMINATE, PendingSignals, StepSums, stop_reason
-
-
-class Observer(Protocol):
-    """Records a run while it trains."""
-
-    def begin_step(self, step: int) -> None:
-        """Note that step `step`, counted from 1, begins."""
-        ...
-
-    def step(self, record: dict[str, Any]) -> None:
-        """Record the journal line of a step."""
-        ...
-
-    def event(self, record: dict[str, Any]) -> None:
-        """Record the journal line of an event."""
-        ...
-
-    def show(self, record: dict[str, Any]) -> None:
-        """Show an event that is too large for the journal."""
-        ...
+from hvdtrain.training.round import Round
 
 
 @dataclass
 class Trainer:
-    """Trains from `state` to step `stop`.
+    """Trains from the state of a round to its last step.
 
     ::
 
@@ -65,18 +42,10 @@ class Trainer:
     continues. The trainer waits for the save of the last step, or of a stop.
 
     Attributes:
-        config: the options.
-        comm: the ranks.
-        rounds: says whether ranks are about to change.
-        state: of the training; changed.
+        current: the round, with the state to train and the recorder.
         stepper: runs one step.
         feed: this rank's share of the samples.
-        schedule: factor on the learning rates by step.
-        base_lrs: learning rate of each optimizer group at factor 1.
-        horizon: the step at which the schedule ends.
-        stop: the step to stop at, `horizon` or earlier.
         saving: evaluates and saves.
-        observer: records on every rank; shows on rank 0.
         step_checks: checks each step's result.
         roll_back: rolls spoiled training back.
         on_step: called with each step's journal line; it may change the compression.
@@ -84,18 +53,10 @@ class Trainer:
         last_record: journal line of the newest step; empty before the first.
     """
 
-    config: Config
-    comm: Comm
-    rounds: Rounds
-    state: TrainState
+    current: Round
     stepper: Stepper
     feed: Feed
-    schedule: Callable[[int], float]
-    base_lrs: list[float]
-    horizon: int
-    stop: int
     saving: Saving
-    observer: Observer
     step_checks: StepChecks
     roll_back: RollBack
     on_step: Callable[[dict[str, Any]], None]
@@ -104,6 +65,8 @@ class Trainer:
 
     def __post_init__(self) -> None:
         """Make the histograms."""
+        self._worker, self._stop = self.current.worker, self.current.stop
+        self._state = self._worker.state
         self._histograms = Histograms(self.step_checks.warn)
 
     def run(self, signals: PendingSignals) -> str:
@@ -120,42 +83,42 @@ class Trainer:
             return self._run(signals)
 
     def _run(self, signals: PendingSignals) -> str:
-        progress, saving = self.state.progress, self.saving
+        progress, saving = self._state.progress, self.saving
         begun_at = progress.step
 
         def requests() -> list[int]:
-            return self.rounds.requests(signals.pop(), CHANGED, TERMINATE)
+            return self.current.rounds.requests(signals.pop(), CHANGED, TERMINATE)
 
         asked_at = -1
         if progress.step == 0:
             saving.evaluate()
-        elif self.rounds.elastic:
-            saving.catch_up(self.stop, requests)
-        self.roll_back.begin(self.state)
-        self._begin("round" if self.rounds.elastic else "started")
-        while progress.step < self.stop:
+        elif self.current.rounds.elastic:
+            saving.catch_up(requests)
+        self.roll_back.begin(self._state)
+        self._begin("round" if self.current.rounds.elastic else "started")
+        while progress.step < self._stop:
             own = [*requests(), *(commit := self.roll_back.values())]
             own[SAVE] += saving.writer.poll()  # all ranks together retry a failed save
             result = self._step([*own, *self.sums.values()])
             self.sums.on_sums(progress.step, result.sums[len(own) :])
             spoiled = self.step_checks.check(result, progress)
-            if is_back := spoiled is not None and self.roll_back.roll_back(spoiled, self.state, saving.writer.wait):
+            if is_back := spoiled is not None and self.roll_back.roll_back(spoiled, self._state, saving.writer.wait):
                 self._begin("rolled_back")
-                progress = self.state.progress
+                progress = self._state.progress
             elif any(result.sums[COUNT : COUNT + len(commit)]):
-                self.roll_back.commit(self.state)
+                self.roll_back.commit(self._state)
             if progress.step == begun_at + 1:
-                self.state.state_dict()  # an optimizer with unsavable state fails now, not at the first save
+                self._state.state_dict()  # an optimizer with unsavable state fails now, not at the first save
             reason = stop_reason(result.sums)
-            last = progress.step == self.stop
+            last = progress.step == self._stop
             # One signal may reach the ranks in two neighbouring steps: it asks for one save.
             asked = bool(result.sums[SAVE]) and progress.step > asked_at + 1
             if asked:
                 asked_at = progress.step
             # A stop by signal leaves no time for an evaluation: mpirun kills one second after SIGTERM.
-            evaluating = not (reason or is_back) and saving.evaluates(progress.step, self.stop)
+            evaluating = not (reason or is_back) and saving.is_evaluation_due()
             evaluated = saving.evaluate() if evaluating else None
-            if asked or reason or (not is_back and saving.saves(progress.step, self.stop)):
+            if asked or reason or (not is_back and saving.is_save_due()):
                 why = f"requested by {reason or 'SIGUSR1'}" if reason or asked else ""
                 saving.save(evaluated, wait=bool(reason) or last, urgent=bool(reason), why=why, requests=requests)
             if reason:
@@ -163,61 +126,61 @@ class Trainer:
             if result.sums[CHANGED] and not last:
                 self.stepper.engine.synchronize_state()
                 return RANKS_CHANGE
-        return self._end("finished" if progress.step >= self.horizon else "stop_at")
+        return self._end("finished" if progress.step >= self._worker.horizon else "stop_at")
 
     def _end(self, reason: str) -> str:
         # At once, before loader processes end: a launcher that has sent SIGTERM does not wait long.
         event = "finished" if reason == "finished" else "stopped"
-        self.observer.event({"event": event, "at_step": self.state.progress.step, "reason": reason})
+        self.current.recorder.event({"event": event, "at_step": self._state.progress.step, "reason": reason})
         self._set_lr(1.0)  # the task's own values, in case it trains again
         return reason
 
     def _begin(self, why: str) -> None:
-        self.feed.begin(self.state.progress, self.stop, why)
+        self.feed.begin(self._state.progress, self._stop, why)
 
     def _step(self, values: list[int]) -> StepResult:
-        progress, spans = self.state.progress, self.stepper.spans
-        self.observer.begin_step(progress.step + 1)
+        progress, spans = self._state.progress, self.stepper.spans
+        self.current.recorder.begin_step(progress.step + 1)
         spans.step = progress.step + 1
         start_ns = spans.now()
         lr_factor = self._lr_factor(progress.step)
         self._set_lr(lr_factor)
         mine = self.feed.micro_batches(progress.position)
-        parts = self.rounds.guard_parts(self.feed.draw(mine, progress.step + 1))
+        parts = self.current.rounds.guard_parts(self.feed.draw(mine, progress.step + 1))
         result = self.stepper.run(parts, len(mine), values)
         progress.step += 1
         progress.position = self.feed.stream.position_after(progress.position)
         progress.skipped_in_row = 0 if result.applied else progress.skipped_in_row + 1
         progress.skipped += not result.applied
-        progress.lr = self.base_lrs[0] * lr_factor
+        progress.lr = self._worker.base_lrs[0] * lr_factor
         spans.record("step", start_ns)
         self._record_step(result, progress.lr, (spans.now() - start_ns) * 1e-9)
         self._show_histograms()
         return result
 
     def _lr_factor(self, step: int) -> float:
-        factor = float(self.schedule(step))  # numpy's numbers are not JSON's
-        if not 0 <= factor * self.base_lrs[0] < math.inf:
+        factor = float(self._worker.schedule(step))  # numpy's numbers are not JSON's
+        if not 0 <= factor * self._worker.base_lrs[0] < math.inf:
             raise TaskError(
                 f"invalid learning rate at step {step + 1}",
                 expected="a schedule factor >= 0, times a finite learning rate",
-                found=f"factor {factor}, learning rate {self.base_lrs[0]}",
+                found=f"factor {factor}, learning rate {self._worker.base_lrs[0]}",
             )
         return factor
 
     def _set_lr(self, lr_factor: float) -> None:
-        for group, base in zip(self.state.optimizer.param_groups, self.base_lrs, strict=True):
+        for group, base in zip(self._state.optimizer.param_groups, self._worker.base_lrs, strict=True):
             group["lr"] = base * lr_factor
 
     def _record_step(self, result: StepResult, lr: float, step_s: float) -> None:
         seconds = self.stepper.spans.pop_seconds()
         self.last_record = {
-            "step": self.state.progress.step,
+            "step": self._state.progress.step,
             "time": steady_s(),
             "loss": result.loss,
             "lr": lr,
             "grad_norm": result.grad_norm,
-            "position": self.state.progress.position,
+            "position": self._state.progress.position,
             "tokens": result.weight,
             "step_s": step_s,
             "data_s": seconds.get("data", 0.0),
@@ -229,10 +192,12 @@ class Trainer:
             "optimizer_s": seconds.get("optimizer", 0.0),
             "skipped": not result.applied,
         }
-        self.observer.step(self.last_record)
+        self.current.recorder.step(self.last_record)
         self.on_step(self.last_record)
 
     def _show_histograms(self) -> None:
-        every, step = self.config.observe.histograms_every, self.state.progress.step
-        if every and step % every == 0 and self.comm.rank == 0:
-            self.observer.show({"event": "histograms", "at_step": step, **self._histograms.summaries(self.state.model)})
+        every, step = self.current.run.config.observe.histograms_every, self._state.progress.step
+        if every and step % every == 0 and self.current.comm.rank == 0:
+            self.current.recorder.show(
+                {"event": "histograms", "at_step": step, **self._histograms.summaries(self._state.model)}
+            )

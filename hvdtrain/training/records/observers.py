@@ -13,7 +13,6 @@ import torch
 
 from hvdtrain.comm.base import Comm, TimelineComm
 from hvdtrain.comm.objects import broadcast_json
-from hvdtrain.config.parse import RunConfig
 from hvdtrain.config.schema import ObserveConfig
 from hvdtrain.config.windows import AUTO, Window, parse_window
 from hvdtrain.errors import ConfigError
@@ -30,56 +29,33 @@ from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.threads import SpinningThread, find_spinning_thread
 from hvdtrain.runtime.timeline import ASK, TimelinePlan
 from hvdtrain.spans import Spans
-from hvdtrain.training.elastic.worker_state import WorkerState
 from hvdtrain.training.records.device_spans import DeviceSpans
 from hvdtrain.training.records.profiler import NvtxRanges, TorchProfile
 from hvdtrain.training.records.stamp_collection import add_stamps
-from hvdtrain.training.start.schedule import stop_step
+from hvdtrain.training.round import Round
 
 _FIRST_STEPS = 20
 """Steps of each start with written spans, under ``--observe.timeline auto``."""
 
 
-def add_job_observers(
-    recorder: Recorder,
-    run: RunConfig,
-    plan: TimelinePlan,
-    sinks: Sequence[Any],
-    layout: RunLayout,
-    worker: WorkerState,
-    comm: Comm,
-    *,
-    is_new: bool,
-) -> HorovodTimeline | None:
+def add_job_observers(current: Round, plan: TimelinePlan, sinks: Sequence[Any]) -> HorovodTimeline | None:
     """Add what needs no model: sinks, TensorBoard, the machine's monitor, Horovod's Timeline. Collective: yes.
 
-    Only a recorder that `is_new` gets sinks; one of an earlier round has them.
+    Only a new recorder gets sinks; one of an earlier round has them.
     """
-    if is_new:
-        add_sinks(recorder, run.config.observe, sinks, comm, worker.info.folder)
-        add_tensorboard(recorder, run.config.observe, layout, worker.device, comm)
+    worker, comm, recorder = current.worker, current.comm, current.recorder
+    if current.is_new:
+        add_sinks(recorder, current.run.config.observe, sinks, comm, worker.info.folder)
+        add_tensorboard(recorder, current.run.config.observe, current.layout, worker.device, comm)
     if comm.rank == 0:
         recorder.add_watcher(MonitorThread(Monitor(gpu_identity(worker.device)).sample, recorder.event))
-    return add_horovod_timeline(recorder, plan, layout, comm, quiet=not is_new)
+    return add_horovod_timeline(recorder, plan, current.layout, comm, quiet=not current.is_new)
 
 
-def add_step_observers(
-    recorder: Recorder,
-    run: RunConfig,
-    spans: Spans,
-    layout: RunLayout,
-    worker: WorkerState,
-    comm: Comm,
-    horovod: HorovodTimeline | None,
-) -> tuple[LiveWindow, StepStamps | None]:
+def add_step_observers(current: Round, horovod: HorovodTimeline | None) -> tuple[LiveWindow, StepStamps | None]:
     """Add the observers of the steps from the current one on: step stamps, and traces. Collective: yes."""
-    observe, done = run.config.observe, worker.state.progress.step
-    stop = stop_step(run.config.train, worker.horizon)
-    folder = layout.timeline.folder
-    start, stamps = add_stamps(
-        recorder, observe, spans, folder, comm, worker.state.model, worker.device, done, stop, worker.links
-    )
-    return add_traces(recorder, observe, spans, folder, comm, done, stop, horovod, start), stamps
+    start, stamps = add_stamps(current)
+    return add_traces(current, horovod, start), stamps
 
 
 def add_sinks(
@@ -143,33 +119,14 @@ def add_listeners(spans: Spans, observe: ObserveConfig, device: torch.device, st
     spans.listeners.append(DeviceSpans(spans))
 
 
-def add_traces(
-    recorder: Recorder,
-    observe: ObserveConfig,
-    spans: Spans,
-    folder: Path,
-    comm: Comm,
-    started_at: int,
-    stop: int,
-    horovod: HorovodTimeline | None = None,
-    start: int = 0,
-) -> LiveWindow:
+def add_traces(current: Round, horovod: HorovodTimeline | None, start: int) -> LiveWindow:
     """Trace the steps that the options ask for: this rank's spans, and torch.profiler.
 
-    Args:
-        recorder: of this rank.
-        observe: the options.
-        spans: of the training thread.
-        folder: ``RUN/timeline``.
-        comm: the ranks.
-        started_at: steps done.
-        stop: the step to stop at.
-        horovod: recorder of Horovod's Timeline, if there is one.
-        start: number of this start of the run.
-
-    Returns:
-        What opens windows of all these traces while the run continues.
+    `start` is the number of this start of the run. Returns what opens windows of all these traces, and of `horovod`,
+    while the run continues.
     """
+    observe, recorder, spans, comm = current.run.config.observe, current.recorder, current.spans, current.comm
+    folder, started_at = current.layout.timeline.folder, current.worker.state.progress.step
     if observe.timeline == AUTO:
         window = Window(started_at + 1, started_at + _FIRST_STEPS)
     else:
@@ -184,8 +141,8 @@ def add_traces(
         lacks = "spans and Horovod's Timeline (--observe.timeline off)"
     profile = parse_window(observe.profile, "observe.profile")
     for option, asked in (("timeline", window), ("profile", profile)):
-        if asked and started_at < stop < asked.first:
-            recorder.warn(f"--observe.{option} begins at step {asked.first}, but the run ends at step {stop}")
+        if asked and started_at < current.stop < asked.first:
+            recorder.warn(f"--observe.{option} begins at step {asked.first}, but the run ends at step {current.stop}")
     profiler = TorchProfile(spans, folder, comm.rank, profile, recorder.warn)
     recorder.add_watcher(profiler)
     requests = Requests(folder) if comm.rank == 0 else None

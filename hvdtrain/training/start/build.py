@@ -5,25 +5,18 @@ from __future__ import annotations
 from contextlib import nullcontext
 from functools import partial
 
-from hvdtrain.comm.base import Comm
 from hvdtrain.comm.rounds import Rounds
 from hvdtrain.compression.table import parse
-from hvdtrain.config.parse import RunConfig
 from hvdtrain.data.loader import Stream
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.engine.make import make_engine
 from hvdtrain.observe.live_window import LiveWindow
-from hvdtrain.observe.recorder import Recorder
-from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.host import read_host
-from hvdtrain.spans import Spans
-from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.state.ledger import Ledger
 from hvdtrain.training.diagnostics.drift import Drift
 from hvdtrain.training.diagnostics.step_checks import StepChecks
 from hvdtrain.training.elastic.roll_back import RollBack
-from hvdtrain.training.elastic.worker_state import WorkerState
 from hvdtrain.training.loop.feed import Feed
 from hvdtrain.training.loop.saving import Saving
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
@@ -32,16 +25,14 @@ from hvdtrain.training.loop.step_sums import CombinedSums
 from hvdtrain.training.loop.trainer import Trainer
 from hvdtrain.training.records.compute import FirstPass
 from hvdtrain.training.records.gradient_times import GradientTimes, ReadyTimes
+from hvdtrain.training.round import Round
 from hvdtrain.training.start.auto_compression import CompressionTrial
 from hvdtrain.training.start.opening import ClaimWatch
-from hvdtrain.training.start.run_directory import RunDirectory
-from hvdtrain.training.start.schedule import stop_step
 
 
-def build_engine(
-    run: RunConfig, worker: WorkerState, comm: Comm, layout: RunLayout, recorder: Recorder, spans: Spans
-) -> Engine:
+def build_engine(current: Round) -> Engine:
     """Make the round's engine, with the exchange state of the last round. Collective: yes."""
+    run, worker, comm, recorder, spans = current.run, current.worker, current.comm, current.recorder, current.spans
     parallel, variables, model = run.config.parallel, worker.info.variables, worker.state.model
     is_timed = comm.rank == 0 and run.config.observe.timeline != "off"
     # Its hooks must run before those of the engine.
@@ -56,44 +47,18 @@ def build_engine(
             ready.close()
         raise
     if ready is not None:
-        path, host = layout.timeline.gradients, read_host(variables)
+        path, host = current.layout.timeline.gradients, read_host(variables)
         recorder.add_watcher(GradientTimes(ready, engine, comm, spans, path, recorder.warn, host))
     return engine
 
 
-def build_trainer(
-    run: RunConfig,
-    worker: WorkerState,
-    rounds: Rounds,
-    comm: Comm,
-    engine: Engine,
-    layout: RunLayout,
-    store: CheckpointStore | None,
-    claim: RunDirectory | None,
-    recorder: Recorder,
-    spans: Spans,
-    live: LiveWindow,
-    *,
-    is_new: bool,
-) -> Trainer:
-    """Make the trainer of a round, after the state of the run is restored.
-
-    Args:
-        run: the options.
-        worker: state of this process.
-        rounds: says when the round is over.
-        comm: the ranks.
-        engine: of the round.
-        layout: of the run folder.
-        store: on rank 0; None elsewhere.
-        claim: to the run folder, on rank 0; None elsewhere.
-        recorder: of this rank.
-        spans: of the training thread.
-        live: opens windows of traces on request.
-        is_new: whether the recorder is new, so that it lacks the FLOPs of a sample.
-    """
-    config, train, task, device = run.config, run.config.train, worker.task, worker.device
+def build_trainer(current: Round, engine: Engine, live: LiveWindow) -> Trainer:
+    """Make the trainer of a round, after the state of the run is restored; `live` opens windows of traces."""
+    worker, comm, recorder, spans = current.worker, current.comm, current.recorder, current.spans
+    config, train, task, device = current.run.config, current.run.config.train, worker.task, worker.device
     model, on_cuda = worker.state.model, device.type == "cuda"
+    counts_flops = comm.rank == 0 and current.is_new
+    around = FirstPass(config, device, comm.size, recorder.event) if counts_flops else nullcontext
     buffers = SharedBuffers(model, comm, config.parallel.buffers, recorder.say)
     stepper = Stepper(
         task=task,
@@ -106,48 +71,28 @@ def build_trainer(
         clip=train.clip,
         spans=spans,
         buffers=buffers,
-        around=FirstPass(config, device, comm.size, recorder.event) if comm.rank == 0 and is_new else nullcontext,
+        around=around,
     )
     stream = Stream(task.train_data, config.seed, train.global_batch, train.micro_batch, comm.rank, comm.size)
-    ledger = Ledger(layout.ledger, recorder.warn)
+    ledger = Ledger(current.layout.ledger, recorder.warn)
     feed = Feed(config, comm, stream, ledger, spans, task.collate, on_cuda)
-    needs_commits = partial(_loses_residuals, rounds, engine)
-    roll_back = RollBack(
-        config.elastic.roll_back, worker.commits, comm, store, recorder.event, recorder.warn, needs_commits
-    )
+    needs_commits = partial(_loses_residuals, current.rounds, engine)
+    event, warn = recorder.event, recorder.warn
+    roll_back = RollBack(config.elastic.roll_back, worker.commits, comm, current.store, event, warn, needs_commits)
     drift = Drift(worker.state, comm, train.check_every, buffers, recorder.warn)
     trial = None
     if isinstance(engine, ExchangeEngine) and engine.undecided:
         batch, host = (train.global_batch, train.micro_batch), read_host(worker.info.variables)
-        trial = CompressionTrial(engine, comm, device, host, batch, recorder.event, recorder.say)
+        trial = CompressionTrial(engine, comm, device, host, batch, event, recorder.say)
     return Trainer(
-        config=config,
-        comm=comm,
-        rounds=rounds,
-        state=worker.state,
+        current=current,
         stepper=stepper,
         feed=feed,
-        schedule=worker.schedule,
-        base_lrs=worker.base_lrs,
-        horizon=worker.horizon,
-        stop=stop_step(train, worker.horizon),
-        saving=Saving(
-            config,
-            comm,
-            worker.state,
-            stepper,
-            store,
-            ledger,
-            roll_back,
-            recorder.event,
-            recorder.warn,
-            worker.evaluations,
-        ),
-        observer=recorder,
-        step_checks=StepChecks(stepper, feed, train.max_skipped, recorder.event, recorder.warn),
+        saving=Saving(current, stepper, ledger, roll_back),
+        step_checks=StepChecks(stepper, feed, train.max_skipped, event, warn),
         roll_back=roll_back,
         on_step=trial.add_step if trial is not None else lambda record: None,
-        sums=CombinedSums(live, drift, ClaimWatch(claim, comm)),
+        sums=CombinedSums(live, drift, ClaimWatch(current.claim, comm)),
     )
 
 

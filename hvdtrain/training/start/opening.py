@@ -20,6 +20,7 @@ from hvdtrain.runtime.environment import JOB
 from hvdtrain.runtime.gloo import describe_exposure
 from hvdtrain.training.diagnostics.health import batch_statistics
 from hvdtrain.training.elastic.worker_state import WorkerState
+from hvdtrain.training.round import Round
 from hvdtrain.training.start.resume_checks import check_end, check_files
 from hvdtrain.training.start.run_directory import RUNS, RunDirectory, claim_run_directory
 
@@ -119,14 +120,17 @@ def recording(worker: WorkerState, is_over: Callable[[BaseException], bool]) -> 
     recorder.close_watchers()
 
 
-def describe_start(run: RunConfig, worker: WorkerState, comm: Comm, directory: Path, recorder: Recorder) -> None:
+def describe_start(current: Round) -> None:
     """Record and show what begins."""
-    task, train = worker.task, run.config.train
+    worker, recorder, size = current.worker, current.recorder, current.comm.size
+    task, train = worker.task, current.run.config.train
     parameters = sum(p.numel() for p in task.model.parameters())
-    facts = {"size": comm.size, "parameters": parameters, "unit": task.unit, "run_dir": str(directory)}
+    facts = {"size": size, "parameters": parameters, "unit": task.unit, "run_dir": str(current.layout.folder)}
     if where := worker.info.variables.get("NCCL_DEBUG_FILE"):
         facts["nccl_debug_file"] = str(worker.info.folder.absolute() / where)
-    recorder.event({"event": "started", "goes_on": worker.resumes_in_job, **facts, "config": dict(run.resolved)})
+    recorder.event(
+        {"event": "started", "goes_on": worker.resumes_in_job, **facts, "config": dict(current.run.resolved)}
+    )
     if worker.resumes_in_job:
         return
     if task.optimizer is not None:
@@ -143,15 +147,15 @@ def describe_start(run: RunConfig, worker: WorkerState, comm: Comm, directory: P
             f"{worker.compiled} block(s) of the model are compiled during the first evaluation and step, which are slow"
         )
     recorder.say(
-        f"{_count(parameters)} parameters, {dataset_length(task.train_data):,} samples, {comm.size} rank(s),"
+        f"{_count(parameters)} parameters, {dataset_length(task.train_data):,} samples, {size} rank(s),"
         f" global batch {train.global_batch} in micro-batches of {train.micro_batch}"
     )
     if risk := describe_exposure(worker.info.variables):
         recorder.warn(risk)
     count = len(micro_batches(0, train.global_batch, train.micro_batch))
-    if count < comm.size:
+    if count < size:
         recorder.warn(
-            f"{comm.size - count} of {comm.size} ranks are idle: a global batch of {train.global_batch} has only"
+            f"{size - count} of {size} ranks are idle: a global batch of {train.global_batch} has only"
             f" {count} micro-batch(es) of {train.micro_batch}; lower --train.micro_batch or raise --train.global_batch"
         )
     names = batch_statistics(task.model)

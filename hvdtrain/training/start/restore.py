@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -23,42 +23,26 @@ from hvdtrain.state.sync import broadcast_state
 from hvdtrain.state.train_state import StateDict
 from hvdtrain.training.diagnostics.health import check_equal
 from hvdtrain.training.elastic.worker_state import NOTHING, WorkerState
+from hvdtrain.training.round import Round
 from hvdtrain.training.start.resume_checks import check_checkpoints_are_there, learning_rate_change
 from hvdtrain.training.start.run_directory import RunDirectory
-from hvdtrain.training.start.schedule import stop_step
 
 
-def resume_state(
-    run: RunConfig,
-    worker: WorkerState,
-    comm: Comm,
-    store: CheckpointStore | None,
-    claim: RunDirectory | None,
-    recorder: Recorder,
-    touch: Callable[[], None],
-) -> int:
+def resume_state(current: Round) -> int:
     """Give all ranks the state of the run; return the step to resume from. Collective: yes.
 
     The newest state in the memory of any rank counts. If no rank has one, rank 0 loads what `resume` asks for.
 
-    Args:
-        run: the options.
-        worker: state of this process; changed.
-        comm: the ranks.
-        store: on rank 0; None elsewhere.
-        claim: on rank 0; None elsewhere.
-        recorder: of this rank.
-        touch: called with each sign of progress.
-
     Errors:
         CheckpointError, LaunchError, DriftError: on every rank.
     """
-    state = worker.state
+    worker, comm, claim, recorder = current.worker, current.comm, current.claim, current.recorder
+    state, touch = worker.state, current.spans.touch
     offers = allgather_json(comm, worker.offer(), name="state/offers")
     steps = [step for step, _ in offers]
     newest = max(steps)
     if newest == NOTHING:
-        resumed = on_rank_0(comm, partial(restore, run, worker, store, claim, recorder), name="restored")
+        resumed = on_rank_0(comm, partial(_restore, current), name="restored")
         broadcast_state(state, comm, touch)
     else:
         source = steps.index(newest)
@@ -72,7 +56,7 @@ def resume_state(
         if claim is not None and last and last_step(claim.layout.journal) < newest == last["step"]:
             recorder.step(dict(last))  # rank 0 was behind, or the former rank 0 is lost
         if claim is not None:
-            _write_missing_config(run, claim, recorder)
+            _write_missing_config(current.run, claim, recorder)
         check_equal(state.model, comm, name="drift")
         _report_resumed(worker, comm, recorder)
         resumed = newest
@@ -104,14 +88,14 @@ def _report_resumed(worker: WorkerState, comm: Comm, recorder: Recorder) -> None
     recorder.say(f"resuming from step {progress.step} with {comm.size} rank(s){since}")
 
 
-def restore(
-    run: RunConfig, worker: WorkerState, store: CheckpointStore | None, claim: RunDirectory | None, recorder: Recorder
-) -> int:
+def _restore(current: Round) -> int:
     """On rank 0: load what `resume` asks for, report changes, write the config; return the step to resume from.
 
     Errors:
         CheckpointError: the checkpoint is missing, damaged, or of another model.
     """
+    run, worker, recorder = current.run, current.worker, current.recorder
+    claim, store = current.claim, current.store
     assert store is not None and claim is not None
     state, old = worker.state, claim.old_config()
     resume, saves = claim.resolve_resume(run.config.resume), store.list()
@@ -142,7 +126,7 @@ def restore(
             " another checkpoint, stop the run and give --resume PATH"
         )
     _warn_changes(old, run.resolved, recorder)
-    if found is not None and own and state.progress.step >= stop_step(run.config.train, worker.horizon):
+    if found is not None and own and state.progress.step >= current.stop:
         claim.mark_job()  # nothing to train: keep the config of the training that was done
     else:
         claim.write_config(run)

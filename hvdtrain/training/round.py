@@ -1,0 +1,60 @@
+"""A round of a run, as the parts of training see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.comm.rounds import Rounds
+from hvdtrain.config.parse import RunConfig
+from hvdtrain.engine.base import Engine
+from hvdtrain.observe.failure.reporter import Reporter
+from hvdtrain.observe.recorder import Recorder
+from hvdtrain.run_layout import RunLayout
+from hvdtrain.spans import Spans
+from hvdtrain.state.checkpoint_store import CheckpointStore
+from hvdtrain.training.elastic.worker_state import WorkerState
+from hvdtrain.training.start.run_directory import RunDirectory
+from hvdtrain.training.start.schedule import stop_step
+
+
+@dataclass
+class Round:
+    """One round: from the join of its ranks to the end of training, or until the ranks change.
+
+    `session.py` sets the attributes from `layout` on, in this order; those with a default may be asked for before.
+
+    Attributes:
+        run: the options.
+        worker: state of this process.
+        rounds: says when the round is over.
+        comm: the ranks.
+        layout: of the run folder.
+        claim: to the run folder, on rank 0; None elsewhere.
+        spans: of the training thread.
+        reporter: reports failures.
+        is_new: whether the recorder is new, so that it lacks sinks and the FLOPs of a sample.
+        recorder: of this rank.
+        store: of checkpoints, on rank 0; None elsewhere.
+        engine: exchange and optimizer.
+        is_ending: whether this rank needs no other rank any more, so that each may end.
+    """
+
+    run: RunConfig
+    worker: WorkerState
+    rounds: Rounds
+    comm: Comm
+    layout: RunLayout = field(init=False)
+    claim: RunDirectory | None = field(init=False)
+    spans: Spans = field(init=False)
+    reporter: Reporter | None = field(default=None, init=False)
+    is_new: bool = field(init=False)
+    recorder: Recorder = field(init=False)
+    store: CheckpointStore | None = field(default=None, init=False)
+    engine: Engine | None = field(default=None, init=False)
+    is_ending: bool = field(default=False, init=False)
+
+    @property
+    def stop(self) -> int:
+        """The step to stop at."""
+        return stop_step(self.run.config.train, self.worker.horizon)
