@@ -14,8 +14,8 @@ from hvdtrain.run_layout import RunLayout
 from hvdtrain.spans import Spans
 from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.training.elastic.worker_state import WorkerState
+from hvdtrain.training.start.optimizers import stop_step
 from hvdtrain.training.start.run_directory import RunDirectory
-from hvdtrain.training.start.schedule import stop_step
 
 
 @dataclass

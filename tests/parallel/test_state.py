@@ -9,7 +9,7 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.errors import DriftError, LaunchError
 from hvdtrain.state.sync import broadcast_state
 from hvdtrain.state.train_state import Progress, TrainState
-from hvdtrain.training.diagnostics.health import check_equal
+from hvdtrain.training.diagnostics.drift import check_equal
 from tests.support.toy import Net
 
 

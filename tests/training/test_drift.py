@@ -11,8 +11,7 @@ from torch import nn
 from hvdtrain.errors import DriftError
 from hvdtrain.observe.past_journal import read_steps
 from hvdtrain.state.train_state import Progress, TrainState
-from hvdtrain.training.diagnostics.drift import _BITS, Drift, model_hash
-from hvdtrain.training.diagnostics.health import digests
+from hvdtrain.training.diagnostics.drift import _BITS, Drift, digests, model_hash
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
 from hvdtrain.training.loop.step_sums import CombinedSums
 from tests.support.launch import train
@@ -42,7 +41,7 @@ def _steps(comm: ThreadComm, drifting: int, every: int, at: int) -> tuple[int, s
     """Steps until drift is found, and what is said of it; rank `drifting` goes its own way at step `at`."""
     state, warnings = _state(), list[str]()
     model = state.model
-    drift = CombinedSums(Drift(state, comm, every, SharedBuffers(model, comm), warnings.append))
+    drift = CombinedSums(Drift(state, comm, every, SharedBuffers(model, comm).share, warnings.append))
     for step in range(1, 13):
         if step == at and comm.rank == drifting:
             model[1].weight.data[0, 7] = torch.nextafter(model[1].weight.data[0, 7], torch.tensor(9.0))
@@ -81,7 +80,7 @@ def test_drift_that_disappeared_is_reported_and_the_run_continues() -> None:
     def body(comm: ThreadComm) -> list[str]:
         warnings = list[str]()
         state = _state()
-        drift = Drift(state, comm, 1, SharedBuffers(state.model, comm), warnings.append)
+        drift = Drift(state, comm, 1, SharedBuffers(state.model, comm).share, warnings.append)
         drift.on_sums(5, [3, 5])
         return warnings
 

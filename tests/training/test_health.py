@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hvdtrain.training.diagnostics.health import batch_statistics, digests, replicated
+from hvdtrain.training.diagnostics.drift import digests, replicated
+from hvdtrain.training.start.opening import batch_statistics
 
 
 def test_batch_statistics_are_named() -> None:

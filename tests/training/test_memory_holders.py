@@ -7,7 +7,7 @@ import torch
 from hvdtrain.config.schema import Config
 from hvdtrain.engine.make import make_engine
 from hvdtrain.spans import Spans
-from hvdtrain.training.diagnostics.memory_holders import memory_holders
+from hvdtrain.training.diagnostics.failure_report import memory_holders
 from tests.support.thread_comm import ThreadComm, on_ranks
 
 _MIB = 1 << 20

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hvdtrain.config.schema import OptimizerConfig, TrainConfig
-from hvdtrain.training.start.optimizers import make_optimizer
-from hvdtrain.training.start.schedule import lr_schedule, total_steps
+from hvdtrain.training.start.optimizers import lr_schedule, make_optimizer, total_steps
 
 
 @given(st.integers(0, 50), st.integers(1, 500), st.floats(0, 1))

@@ -143,7 +143,7 @@ def test_buffers_that_drift_later_are_shared_from_then_on() -> None:
         _step(buffers)
         assert model.values()[-1] == 1.0 + comm.rank
         state = TrainState(model, torch.optim.SGD([torch.zeros(1)]), None, Progress(), None)  # type: ignore[arg-type]
-        Drift(state, comm, 1, buffers, pytest.fail).on_sums(3, [1, 1])
+        Drift(state, comm, 1, buffers.share, pytest.fail).on_sums(3, [1, 1])
         assert model.values()[-1] == 1.5
         for buffer in model.buffers():
             buffer += 2 * comm.rank

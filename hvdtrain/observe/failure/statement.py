@@ -68,7 +68,7 @@ class Statement(Struct, frozen=True, rename=JSON_NAMES):
         memory: in MiB, see `process_states.memory`.
         fault: the error, if the kind is FAILED.
         stacks: by name of thread, innermost frame last. The training thread is called TRAINING.
-        memory_holders: what holds memory, if it ran out; see `hvdtrain.training.diagnostics.memory_holders`.
+        memory_holders: what holds memory, if it ran out; see `hvdtrain.training.diagnostics.failure_report`.
     """
 
     kind: str

@@ -1,18 +1,19 @@
-"""Detect parameters and buffers that differ between ranks, without an extra collective."""
+"""Detect parameters and buffers that differ between ranks; without an extra collective while training."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
+from hvdtrain.errors import DriftError
 from hvdtrain.state.train_state import TrainState
-from hvdtrain.training.diagnostics.health import check_equal, digests, replicated
-from hvdtrain.training.loop.shared_buffers import SharedBuffers
+from hvdtrain.training.loop.buffers import persistent_buffers
 
+_ROW_BYTES = 8192
 _BITS = 16
 """Bits of a rank's hash: few enough that the sum of squares over a million ranks is exact in float64. Different tensors
 have equal hashes once in 65,536 times; the next check finds them."""
@@ -28,14 +29,14 @@ class Drift:
         state: of the training.
         comm: the ranks.
         every: steps between two checks; 0 for none.
-        buffers: makes buffers that differ equal.
+        share: makes buffers that differ equal.
         warn: shows a warning.
     """
 
     state: TrainState
     comm: Comm
     every: int
-    buffers: SharedBuffers
+    share: Callable[[Mapping[str, list[int]]], None]
     warn: Callable[[str], None]
 
     def values(self) -> list[int]:
@@ -54,7 +55,7 @@ class Drift:
         total, squares = sums
         if self.comm.size * squares != total * total:
             found = check_equal(self.state.model, self.comm, name="drift/found")
-            self.buffers.share(found)
+            self.share(found)
             if not found:
                 self.warn(f"parameters differed between ranks before step {step}, and are equal again after it")
 
@@ -66,3 +67,65 @@ def model_hash(model: nn.Module) -> int:
     # Multiply by an odd number, so that the highest bits depend on all others (Knuth's multiplicative hashing).
     mixed = int((found * places).sum()) * 0x9E3779B97F4A7C15
     return (mixed >> (64 - _BITS)) & ((1 << _BITS) - 1)
+
+
+def replicated(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that every rank has a copy of: parameters, then persistent buffers."""
+    return {**dict(model.named_parameters()), **persistent_buffers(model)}
+
+
+def digests(tensors: Iterable[Tensor]) -> Tensor:
+    """Return a hash of each tensor's bits: (N,) int64 on the CPU."""
+    numbers = [_digest(tensor.detach()) for tensor in tensors]
+    return torch.stack(numbers).cpu() if numbers else torch.zeros(0, dtype=torch.int64)
+
+
+def _digest(tensor: Tensor) -> Tensor:
+    bits = tensor.contiguous().flatten().view(torch.uint8)
+    if bits.storage_offset() % 8:  # a slice of a flat buffer; eight bytes are read at a time
+        bits = bits.clone()
+    whole = len(bits) // _ROW_BYTES * _ROW_BYTES
+    # Two sums, the second weighted by position in a row, so that a swap of two elements shows. Modulo 2^64.
+    columns = bits[:whole].view(torch.int64).view(-1, _ROW_BYTES // 8).sum(dim=0)
+    if whole < len(bits):
+        rest = nn.functional.pad(bits[whole:], (0, -(len(bits) - whole) % 8)).view(torch.int64)
+        columns[: len(rest)] += rest
+    weights = torch.arange(1, len(columns) + 1, dtype=torch.int64, device=columns.device)
+    return (columns * (weights * 2654435761 + 97)).sum()
+
+
+def find_unequal(tensors: Mapping[str, Tensor], comm: Comm, *, name: str) -> dict[str, list[int]]:
+    """Return the names of the tensors that are not bit-equal on all ranks, with the ranks that differ from rank 0.
+
+    Equal on all ranks. Collective: yes.
+    """
+    everyone = comm.allgather(digests(tensors.values()).unsqueeze(0), name=name).wait()
+    unequal = everyone != everyone[0]
+    return {
+        tensor: unequal[:, index].nonzero().view(-1).tolist()
+        for index, tensor in enumerate(tensors)
+        if bool(unequal[:, index].any())
+    }
+
+
+def check_equal(model: nn.Module, comm: Comm, *, name: str) -> dict[str, list[int]]:
+    """Check that every parameter is bit-equal on all ranks. Collective: yes.
+
+    Returns:
+        Persistent buffers that differ, with the ranks on which they differ from rank 0.
+
+    Errors:
+        DriftError: on every rank, with the first parameter that differs and the ranks that differ from rank 0.
+    """
+    found = find_unequal(replicated(model), comm, name=name)
+    parameters = dict(model.named_parameters())
+    wrong = [tensor for tensor in found if tensor in parameters]
+    if not wrong:
+        return found
+    ranks = sorted({rank for tensor in wrong for rank in found[tensor]})
+    raise DriftError(
+        f"parameters are not equal on all ranks: {wrong[0]} differs on rank(s) {', '.join(map(str, ranks))}",
+        expected="bit-equal parameters after every step",
+        next_step="possible causes: a forward pass that writes to parameters, or different CPUs or GPUs;"
+        " resume from the last checkpoint with the same command",
+    )

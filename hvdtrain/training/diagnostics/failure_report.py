@@ -1,24 +1,30 @@
-"""Reports of a failed run: the watchdog while it trains, the failure card at its end."""
+"""Reports of a failed run: the watchdog while it trains, the failure card at its end, and what holds memory."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hvdtrain.config.schema import Config
+from hvdtrain.engine.base import Engine
 from hvdtrain.errors import UnreadableCheckpointError
 from hvdtrain.observe.failure.failure_output import FailureOutput
 from hvdtrain.observe.failure.mailbox import crash_notes, open_mailbox
+from hvdtrain.observe.failure.process_states import memory
 from hvdtrain.observe.failure.reporter import JobFacts, Reporter, archive_old_card
 from hvdtrain.observe.failure.statement import StatementMaker, this_process
 from hvdtrain.observe.shell_commands import relative_to_start, resume_command, resume_program
 from hvdtrain.observe.watchdog import Watchdog
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.state.checkpoint_store import CheckpointStore
-from hvdtrain.training.diagnostics.memory_holders import memory_holders
 from hvdtrain.training.loop.step_sums import handlers_as_before
 from hvdtrain.training.round import Round
 
@@ -33,6 +39,7 @@ def report_failures(current: Round, output: FailureOutput | None) -> Iterator[Re
     `output` shows the card. Without it a program trains, and the card names the program's own command to resume.
     """
     comm, rounds, directory = current.comm, current.rounds, current.layout.folder
+    config, model = current.run.config, current.worker.state.model
     ranks = {name: getattr(comm, name) for name in ("rank", "size", "local_rank", "local_size")}
     info = replace(current.worker.info, **ranks)
     mailbox = open_mailbox(directory, comm, this_process(comm.rank, info.host))
@@ -46,16 +53,15 @@ def report_failures(current: Round, output: FailureOutput | None) -> Iterator[Re
         place,
         resume,
         lambda: _newest_checkpoint(place, given),
-        lambda: _memory_holders(current),
+        lambda: {} if current.engine is None else memory_holders(config, current.worker.device, model, current.engine),
         lambda: {} if current.engine is None else current.engine.parameters_by_collective(),
         lambda: current.is_ending,
     )
     statements = StatementMaker(mailbox.process, current.spans, comm.in_flight)
     reporter = Reporter(mailbox, statements, job, output or FailureOutput())
-    stall_timeout_s = current.run.config.observe.stall_timeout_s
     with handlers_as_before():
         try:
-            with crash_notes(mailbox), Watchdog(reporter, stall_timeout_s, driven=rounds.elastic):
+            with crash_notes(mailbox), Watchdog(reporter, config.observe.stall_timeout_s, driven=rounds.elastic):
                 yield reporter
         except BaseException as error:
             if rounds.is_over(error):
@@ -69,16 +75,52 @@ def report_failures(current: Round, output: FailureOutput | None) -> Iterator[Re
         mailbox.remove()
 
 
-def _memory_holders(current: Round) -> dict[str, Any]:
-    """Return what holds memory in this process; nothing before the engine is made."""
-    if current.engine is None:
-        return {}
-    return memory_holders(current.run.config, current.worker.device, current.worker.state.model, current.engine)
-
-
 def _newest_checkpoint(place: Path, directory: Path) -> str | None:
     try:
         saves = CheckpointStore(RunLayout(place).checkpoints, lambda text: None).list()
     except UnreadableCheckpointError as error:
         return f"unknown: {error.what}"
     return str(RunLayout(directory).checkpoints / saves[-1].path.name) if saves else None
+
+
+def memory_holders(config: Config, device: torch.device, model: nn.Module, engine: Engine) -> dict[str, Any]:
+    """Return what holds the memory of `device`, and the options that affect it.
+
+    Returns {"where": "GPU's" or "host's", "mib": {name: MiB}, "micro_batch": int, "precision": str}. Shared memory
+    counts once. The rest is mostly activations.
+    """
+    seen: set[int] = set()
+    kinds: dict[str, Iterable[Tensor]] = {
+        "parameters": model.parameters(),
+        "buffers of the model": model.buffers(),
+        "exchange buckets": engine.buffers(),
+        "gradients": (p.grad for p in model.parameters() if p.grad is not None),
+        "optimizer state": _state(engine.optimizer),
+    }
+    mib = {name: round(_bytes(tensors, device, seen) / 2**20, 1) for name, tensors in kinds.items()}
+    figures = memory(device=True)
+    peak = figures.get("cuda_peak") if device.type == "cuda" else figures.get("peak_rss")
+    mib["the rest at most (activations)"] = round(max(0.0, (peak or 0.0) - sum(mib.values())), 1)
+    return {
+        "where": "GPU's" if device.type == "cuda" else "host's",
+        "mib": mib,
+        "micro_batch": config.train.micro_batch,
+        "precision": config.precision,
+    }
+
+
+def _bytes(tensors: Iterable[Tensor], device: torch.device, seen: set[int]) -> int:
+    total = 0
+    for tensor in tensors:
+        if tensor.device.type != device.type or tensor.layout != torch.strided:
+            continue
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total += storage.nbytes()
+    return total
+
+
+def _state(optimizer: Optimizer) -> Iterator[Tensor]:
+    for slots in optimizer.state.values():
+        yield from (value for value in slots.values() if isinstance(value, Tensor))

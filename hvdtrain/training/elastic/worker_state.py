@@ -27,8 +27,7 @@ from hvdtrain.task.base import Task
 from hvdtrain.training.loop.compiled import compile_blocks
 from hvdtrain.training.loop.forward import Precision
 from hvdtrain.training.loop.step_sums import PendingSignals
-from hvdtrain.training.start.optimizers import make_optimizer, move_optimizer_state
-from hvdtrain.training.start.schedule import lr_schedule, total_steps
+from hvdtrain.training.start.optimizers import lr_schedule, make_optimizer, move_optimizer_state, total_steps
 
 NOTHING = -1
 """The step of a process that has no state to offer."""

@@ -14,7 +14,7 @@ from hvdtrain.errors import CheckpointError
 from hvdtrain.state.background_writer import CheckpointWriter
 from hvdtrain.state.ledger import Ledger
 from hvdtrain.state.tensor_file import check_dtypes
-from hvdtrain.training.diagnostics.health import check_equal
+from hvdtrain.training.diagnostics.drift import check_equal
 from hvdtrain.training.elastic.roll_back import RollBack
 from hvdtrain.training.loop.evaluate import Evaluation, HeldOut, evaluate
 from hvdtrain.training.loop.step import Stepper

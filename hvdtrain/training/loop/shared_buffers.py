@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm, Handle
 from hvdtrain.errors import DriftError
-from hvdtrain.training.diagnostics.health import find_unequal
+from hvdtrain.training.diagnostics.drift import find_unequal
 from hvdtrain.training.loop.buffers import persistent_buffers
 
 Policy = Literal["mean", "broadcast", "check"]

@@ -79,7 +79,7 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow) -> Trainer:
     needs_commits = partial(_loses_residuals, current.rounds, engine)
     event, warn = recorder.event, recorder.warn
     roll_back = RollBack(config.elastic.roll_back, worker.commits, comm, current.store, event, warn, needs_commits)
-    drift = Drift(worker.state, comm, train.check_every, buffers, recorder.warn)
+    drift = Drift(worker.state, comm, train.check_every, buffers.share, recorder.warn)
     trial = None
     if isinstance(engine, ExchangeEngine) and engine.undecided:
         batch, host = (train.global_batch, train.micro_batch), read_host(worker.info.variables)

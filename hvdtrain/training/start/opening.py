@@ -8,6 +8,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+from torch import nn
+
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.config.parse import RunConfig
@@ -18,7 +20,6 @@ from hvdtrain.observe.failure.fault import first_of_device
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.runtime.environment import JOB
 from hvdtrain.runtime.gloo import describe_exposure
-from hvdtrain.training.diagnostics.health import batch_statistics
 from hvdtrain.training.elastic.worker_state import WorkerState
 from hvdtrain.training.round import Round
 from hvdtrain.training.start.resume_checks import check_end, check_files
@@ -170,3 +171,12 @@ def describe_start(current: Round) -> None:
 def _count(number: int) -> str:
     """Format 1234 as ``1,234``, and 1234567 as ``1.23M``."""
     return f"{number / 1e6:.2f}M" if number >= 1_000_000 else f"{number:,}"
+
+
+def batch_statistics(model: nn.Module) -> list[str]:
+    """Return the names of modules with batch statistics.
+
+    With them the loss curve depends on the contents of micro-batches, and running statistics also on the ranks.
+    """
+    kinds = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
+    return [name for name, module in model.named_modules() if isinstance(module, kinds)]

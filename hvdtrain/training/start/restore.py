@@ -21,7 +21,7 @@ from hvdtrain.runtime.clock import steady_s
 from hvdtrain.state.checkpoint_store import MANIFEST, CheckpointStore, Saved, load
 from hvdtrain.state.sync import broadcast_state
 from hvdtrain.state.train_state import StateDict
-from hvdtrain.training.diagnostics.health import check_equal
+from hvdtrain.training.diagnostics.drift import check_equal
 from hvdtrain.training.elastic.worker_state import NOTHING, WorkerState
 from hvdtrain.training.round import Round
 from hvdtrain.training.start.resume_checks import check_checkpoints_are_there, learning_rate_change

@@ -14,8 +14,8 @@ from hvdtrain.observe.past_journal import read_events
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.state.checkpoint_store import MANIFEST, CheckpointStore
 from hvdtrain.training.elastic.worker_state import WorkerState
+from hvdtrain.training.start.optimizers import stop_step
 from hvdtrain.training.start.run_directory import RunDirectory, unusable
-from hvdtrain.training.start.schedule import stop_step
 
 
 def check_files(claim: RunDirectory) -> None:
