@@ -113,7 +113,6 @@ def _train_recorded(current: Round, timeline: TimelinePlan, sinks: Sequence[Any]
             # Now the step is known: the observers of the steps to come, and the trainer of these steps.
             live, stamps = add_step_observers(current, horovod)
             trainer = build_trainer(current, current.engine, live)
-            stack.callback(lambda: worker.remember_last(trainer.last_record))
             stack.callback(trainer.feed.ledger.close)
             recorder.begin(current.stop)
             with worker.signals:

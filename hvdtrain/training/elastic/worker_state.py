@@ -52,7 +52,7 @@ class WorkerState:
         directory: run folder as given; None until this process knows it.
         recorder: of this rank; it stays open while the rank leads, or does not lead, as before.
         step: optimizer steps in this process's state; `NOTHING` if the state is not that of the run.
-        last_record: journal line of the newest step.
+        last_record: journal line of the newest step that this process has recorded.
         links: bytes and seconds of measured all-reduces, by the hosts of the ranks.
         evaluated: the newest evaluated step, or the step at which this process joined; -1 before.
     """
@@ -109,10 +109,6 @@ class WorkerState:
         if self.state.exchange is not None and self.resumes_in_job:
             engine.load_state_dict(*self.state.exchange.state_dict())
         self.state.exchange = engine
-
-    def remember_last(self, record: Mapping[str, Any]) -> None:
-        """Keep the newest step's journal line; an empty one changes nothing."""
-        self.last_record = record or self.last_record
 
     def offer(self) -> tuple[int, str]:
         """Return the step of the state and a hash of its plain values."""

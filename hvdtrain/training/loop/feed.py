@@ -23,11 +23,8 @@ class Feed:
     """The samples of one rank, from any position.
 
     Attributes:
-        config: seed and loader.
-        comm: the ranks.
         stream: this rank's share.
         ledger: records the samples of this rank.
-        spans: of the training thread.
         collate: makes a batch of samples; None for torch's own.
         on_cuda: whether batches go to a CUDA device.
     """
@@ -63,14 +60,9 @@ class Feed:
 
 
 def begin_start(ledger: Ledger, comm: Comm, stream: Stream, progress: Progress, why: str) -> None:
-    """Begin a file of `ledger` for the steps after `progress`. Collective: yes.
+    """Begin a file of `ledger` for the steps after `progress`, which is equal on all ranks. Collective: yes.
 
-    Args:
-        ledger: of this rank.
-        comm: the ranks.
-        stream: this rank's share.
-        progress: equal on all ranks.
-        why: started, round (of an elastic job), or rolled_back.
+    `why` is started, round (of an elastic job), or rolled_back.
     """
     # Hosts without a shared disk may know other starts; rank 0's host may have missed some.
     start = max(allgather_json(comm, next_start(ledger.folder) if comm.local_rank == 0 else 0, name="ledger/start"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from hvdtrain.comm.rounds import CHANGED as RANKS_CHANGE
@@ -50,7 +50,6 @@ class Trainer:
         roll_back: rolls spoiled training back.
         on_step: called with each step's journal line; it may change the compression.
         sums: further integers that each step sums over ranks.
-        last_record: journal line of the newest step; empty before the first.
     """
 
     current: Round
@@ -61,7 +60,6 @@ class Trainer:
     roll_back: RollBack
     on_step: Callable[[dict[str, Any]], None]
     sums: StepSums
-    last_record: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Make the histograms."""
@@ -174,7 +172,7 @@ class Trainer:
 
     def _record_step(self, result: StepResult, lr: float, step_s: float) -> None:
         seconds = self.stepper.spans.pop_seconds()
-        self.last_record = {
+        record: dict[str, Any] = {
             "step": self._state.progress.step,
             "time": steady_s(),
             "loss": result.loss,
@@ -192,8 +190,9 @@ class Trainer:
             "optimizer_s": seconds.get("optimizer", 0.0),
             "skipped": not result.applied,
         }
-        self.current.recorder.step(self.last_record)
-        self.on_step(self.last_record)
+        self._worker.last_record = record
+        self.current.recorder.step(record)
+        self.on_step(record)
 
     def _show_histograms(self) -> None:
         every, step = self.current.run.config.observe.histograms_every, self._state.progress.step

@@ -6,7 +6,6 @@ import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,12 +42,12 @@ def add_job_observers(current: Round, plan: TimelinePlan, sinks: Sequence[Any]) 
 
     Only a new recorder gets sinks; one of an earlier round has them.
     """
-    worker, comm, recorder = current.worker, current.comm, current.recorder
+    comm, recorder = current.comm, current.recorder
     if current.is_new:
-        add_sinks(recorder, current.run.config.observe, sinks, comm, worker.info.folder)
-        add_tensorboard(recorder, current.run.config.observe, current.layout, worker.device, comm)
+        _add_sinks(current, sinks)
+        _add_tensorboard(current)
     if comm.rank == 0:
-        recorder.add_watcher(MonitorThread(Monitor(gpu_identity(worker.device)).sample, recorder.event))
+        recorder.add_watcher(MonitorThread(Monitor(gpu_identity(current.worker.device)).sample, recorder.event))
     return add_horovod_timeline(recorder, plan, current.layout, comm, quiet=not current.is_new)
 
 
@@ -58,32 +57,29 @@ def add_step_observers(current: Round, horovod: HorovodTimeline | None) -> tuple
     return add_traces(current, horovod, start), stamps
 
 
-def add_sinks(
-    recorder: Recorder, observe: ObserveConfig, given: Sequence[Any], comm: Comm, folder: Path = Path()
-) -> None:
-    """On rank 0, add the sinks that the options name, relative to `folder`, and those of the calling program.
+def _add_sinks(current: Round, given: Sequence[Any]) -> None:
+    """On rank 0, add the sinks that the options name, and those of the calling program.
 
     Errors:
         ConfigError: one of them cannot be found or is not a sink; on every rank.
     """
-    wanted = "a function of one record, or a class with write(record) and close()"
-    sinks = [(spec, load(spec, ConfigError, wanted, folder)) for spec in observe.sinks]
+    wanted, folder = "a function of one record, or a class with write(record) and close()", current.worker.info.folder
+    sinks = [(spec, load(spec, ConfigError, wanted, folder)) for spec in current.run.config.observe.sinks]
     sinks += [(getattr(value, "__name__", type(value).__name__), value) for value in given]
     for name, value in sinks:
         make = sink_maker(value)
-        if comm.rank == 0:
-            recorder.add_sink(make, name)
+        if current.comm.rank == 0:
+            current.recorder.add_sink(make, name)
 
 
-def add_tensorboard(
-    recorder: Recorder, observe: ObserveConfig, layout: RunLayout, device: torch.device, comm: Comm
-) -> None:
+def _add_tensorboard(current: Round) -> None:
     """On rank 0, add TensorBoard."""
-    if comm.rank != 0 or not observe.tensorboard:
+    recorder, layout = current.recorder, current.layout
+    if current.comm.rank != 0 or not current.run.config.observe.tensorboard:
         return
     if is_installed():
-        make = partial(TensorBoard, layout.tensorboard, layout.journal, gpu=device.type == "cuda")
-        recorder.add_sink(make, "TensorBoard")
+        gpu = current.worker.device.type == "cuda"
+        recorder.add_sink(partial(TensorBoard, layout.tensorboard, layout.journal, gpu=gpu), "TensorBoard")
     else:
         recorder.warn('TensorBoard is not installed, so nothing is written for it: pip install "hvdtrain[tensorboard]"')
 

@@ -48,11 +48,9 @@ def resume_state(current: Round) -> int:
         source = steps.index(newest)
         if offers.count(offers[source]) < comm.size:
             broadcast_state(state, comm, touch, root=source)
-        last = (
-            broadcast_json(comm, worker.last_record, name="state/last", root=source)
-            if steps[0] < newest
-            else worker.last_record
-        )
+        last = worker.last_record
+        if steps[0] < newest:
+            last = broadcast_json(comm, last, name="state/last", root=source)
         if claim is not None and last and last_step(claim.layout.journal) < newest == last["step"]:
             recorder.step(dict(last))  # rank 0 was behind, or the former rank 0 is lost
         if claim is not None:
@@ -112,7 +110,8 @@ def _restore(current: Round) -> int:
             {"event": "resumed", "from": str(saved.path), "step": saved.step, "position": state.progress.position}
         )
         recorder.say(f"resuming from step {saved.step} ({relative_to_start(saved.path, worker.info)})")
-        _warn_learning_rate(run, worker, recorder)
+        if change := learning_rate_change(worker):
+            recorder.warn(change)
         if (state.progress.samples, state.progress.data_id) != (samples, data_id):
             recorder.warn(
                 f"the training data has changed ({state.progress.samples:,} samples before, {samples:,} now): from now"
@@ -131,16 +130,6 @@ def _restore(current: Round) -> int:
     else:
         claim.write_config(run)
     return state.progress.step
-
-
-def _warn_learning_rate(run: RunConfig, worker: WorkerState, recorder: Recorder) -> None:
-    progress, base = worker.state.progress, worker.base_lrs[0]
-    by_options = worker.task.optimizer is None and worker.task.schedule is None
-    change = learning_rate_change(
-        progress.step, progress.lr, lambda step: base * float(worker.schedule(step)), by_options=by_options
-    )
-    if change is not None and progress.step < worker.horizon:
-        recorder.warn(change)
 
 
 def _warn_changes(old: Mapping[str, Any] | None, new: Mapping[str, Any], recorder: Recorder) -> None:
@@ -163,7 +152,8 @@ def _checkpoint(resume: str, store: CheckpointStore, recorder: Recorder) -> tupl
             return own
     if (path / MANIFEST).exists():
         snapshot = load(path, store.progress)
-        return next((s for s in store.list() if s.path.resolve() == path.resolve()), _foreign(path, snapshot)), snapshot
+        foreign = Saved(snapshot.values["progress"]["step"], 0, path)
+        return next((saved for saved in store.list() if saved.path.resolve() == path.resolve()), foreign), snapshot
     found = CheckpointStore(RunLayout(path).checkpoints, recorder.warn, store.progress).load_newest()
     if found is None:
         raise CheckpointError(
@@ -171,7 +161,3 @@ def _checkpoint(resume: str, store: CheckpointStore, recorder: Recorder) -> tupl
             expected="auto, never, a checkpoint such as RUN/checkpoints/step-000100, or a run folder",
         )
     return found
-
-
-def _foreign(path: Path, snapshot: StateDict) -> Saved:
-    return Saved(snapshot.values["progress"]["step"], 0, path)

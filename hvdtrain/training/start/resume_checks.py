@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 from hvdtrain.config.parse import RunConfig, list_changes
@@ -43,12 +42,7 @@ def check_files(claim: RunDirectory) -> None:
 def check_end(run: RunConfig, claim: RunDirectory, horizon: int) -> None:
     """Check that there is something to train, before anything is written to the run folder.
 
-    The unchanged command of a finished run is allowed: it shows the result.
-
-    Args:
-        run: the options.
-        claim: to the run folder.
-        horizon: total steps.
+    The unchanged command of a finished run is allowed: it shows the result. `horizon`: total steps.
 
     Errors:
         ConfigError: the newest checkpoint is beyond the end of the run; or at its end, and other options have changed.
@@ -135,21 +129,20 @@ def check_checkpoints_are_there(claim: RunDirectory, store: CheckpointStore) -> 
         )
 
 
-def learning_rate_change(step: int, before: float, at: Callable[[int], float], *, by_options: bool) -> str | None:
-    """Describe a jump of the learning rate when a run resumes; None if there is none.
+def learning_rate_change(worker: WorkerState) -> str | None:
+    """Describe a jump of the learning rate when a run resumes; None if there is none, or if no step is left."""
 
-    Args:
-        step: optimizer steps done.
-        before: learning rate of the last step; 0 if unknown.
-        at: learning rate as a function of the step, counted from 0.
-        by_options: whether `--optimizer.*` sets it.
-    """
-    if not before or not step or abs(at(step - 1) - before) <= 1e-6 * before:
+    def at(step: int) -> float:
+        return worker.base_lrs[0] * float(worker.schedule(step))
+
+    step, before = worker.state.progress.step, worker.state.progress.lr  # 0 if unknown
+    if not before or not step or abs(at(step - 1) - before) <= 1e-6 * before or step >= worker.horizon:
         return None
     after = at(step)
     text = (
         f"the schedule has changed: the learning rate was {before:.4g} at step {step}, and is {after:.4g} at the next"
     )
+    by_options = worker.task.optimizer is None and worker.task.schedule is None
     if by_options and after > 1.01 * before:
         text += (
             f"; to continue at {before:.4g}: --optimizer.schedule constant --optimizer.lr {before:.6g}; for runs that"
