@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ from hvdtrain.engine.base import Engine
 from hvdtrain.exchange.reducer import Reducer
 
 
+@dataclass
 class ExchangeEngine(Engine):
     """Sums gradients in buckets over ranks while backward runs.
 
-    Args:
+    Attributes:
         optimizer: of the model.
         reducer: sums the gradients.
         compression: of the reducer.
@@ -25,21 +27,12 @@ class ExchangeEngine(Engine):
         resolve: returns the compression of a name, as this job uses it.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        reducer: Reducer,
-        compression: str = "none",
-        *,
-        undecided: bool = False,
-        resolve: Callable[[str], Compression] = parse,
-    ) -> None:
-        self.optimizer = optimizer
-        self.compression = compression
-        self.undecided = undecided
-        self.reducer = reducer
-        self.resolve = resolve
-        self._remaining = 0
+    optimizer: Optimizer
+    reducer: Reducer
+    compression: str = "none"
+    undecided: bool = False
+    resolve: Callable[[str], Compression] = parse
+    _remaining: int = 0
 
     def set_compression(self, compression: str) -> None:
         """Use this compression from the next step on; call it alike on all ranks."""

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import platform, sys
 from hvdtrain.observe import span_trace
-from hvdtrain.training.records import stamp_collection as stamps
+from hvdtrain.training.records import observers as stamps
 span_trace.clock_id = stamps.clock_id = platform.node  # as if each had booted by itself
 from hvdtrain.__main__ import main
 raise SystemExit(main(sys.argv[1:]))

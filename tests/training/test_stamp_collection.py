@@ -16,8 +16,8 @@ from hvdtrain.observe.progress import Progress
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.spans import Spans
-from hvdtrain.training.records import stamp_collection as stamps
-from hvdtrain.training.records.stamp_collection import add_stamps
+from hvdtrain.training.records import observers as stamps
+from hvdtrain.training.records.observers import add_stamps
 from hvdtrain.training.round import Round
 from tests.support.thread_comm import ThreadComm, on_ranks
 

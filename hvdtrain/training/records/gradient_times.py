@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -90,47 +91,38 @@ class ReadyTimes:
             self.rows.update(count_rows([(self.named[index][0], parameter)]))
 
 
+@dataclass
 class GradientTimes(Listener):
     """A watcher of steps and a listener to spans. It removes its hooks after step `_LAST` and writes a file.
 
     Its own hooks mark when each gradient is packed. They are registered later than those of the engine.
 
-    Args:
+    Attributes:
         ready: made before the engine.
-        engine: exchanges the gradients.
-        comm: the ranks.
-        spans: of the training thread.
         path: of the file; a later start of the run replaces it.
         warn: called if the file cannot be written.
         host: cores of this host.
     """
 
-    def __init__(
-        self,
-        ready: ReadyTimes,
-        engine: Engine,
-        comm: Comm,
-        spans: Spans,
-        path: Path,
-        warn: Callable[[str], None],
-        host: HostFacts,
-    ) -> None:
-        self._ready = ready
-        self._engine = engine
-        self._comm = comm
-        self._spans = spans
-        self._path = path
-        self._warn = warn
-        self._host = host
-        self._first_step = -1
-        self._timed: list[dict[str, Any]] = []
-        self._pass_marks: dict[str, Any] = {}
-        self._packed: list[Any] = [None] * len(ready.named)
-        self._passes = 0
-        self._cpu_ns: list[int | None] = []
-        self._hooks: list[Any] = []
-        self._is_closed = False
-        spans.listeners.append(self)
+    ready: ReadyTimes
+    engine: Engine
+    comm: Comm
+    spans: Spans
+    path: Path
+    warn: Callable[[str], None]
+    host: HostFacts
+    _first_step: int = -1
+    _timed: list[dict[str, Any]] = field(default_factory=list)
+    _pass_marks: dict[str, Any] = field(default_factory=dict)
+    _passes: int = 0
+    _cpu_ns: list[int | None] = field(default_factory=list)
+    _hooks: list[Any] = field(default_factory=list)
+    _is_closed: bool = False
+
+    def __post_init__(self) -> None:
+        """Listen to the spans."""
+        self._packed: list[Any] = [None] * len(self.ready.named)
+        self.spans.listeners.append(self)
 
     def begin_step(self, step: int) -> None:
         """Keep the times of the previous step, if it was timed; begin or end timing."""
@@ -139,7 +131,7 @@ class GradientTimes(Listener):
         if number > _FIRST and not self._is_closed:
             self._keep(step - 1)
         if number == _FIRST:
-            self._hooks = _hook_all(self._ready.named, self._on_packed)
+            self._hooks = _hook_all(self.ready.named, self._on_packed)
         if _FIRST <= number <= _LAST + 1:
             self._cpu_ns.append(self._exchange_cpu_ns())
         if number > _LAST:
@@ -151,39 +143,39 @@ class GradientTimes(Listener):
         if self._is_closed:
             return
         self._is_closed = True
-        self._ready.close()
+        self.ready.close()
         for hook in self._hooks:
             hook.remove()
-        self._spans.listeners.remove(self)
+        self.spans.listeners.remove(self)
         if not self._timed:
             return
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(self._path, orjson.dumps(self._content()).decode() + "\n")
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(self.path, orjson.dumps(self._content()).decode() + "\n")
         except Exception as error:  # any: if the run has failed, this must not hide the run's own error
-            self._warn(f"cannot write {self._path}: {error}; training continues")
+            self.warn(f"cannot write {self.path}: {error}; training continues")
 
     def enter(self, name: str) -> None:
         """Note the begin of a backward pass."""
         if name == "backward":
             self._passes += 1
-            self._pass_marks["begin"] = self._ready.mark()
-            self._ready.clear()
+            self._pass_marks["begin"] = self.ready.mark()
+            self.ready.clear()
             self._packed = [None] * len(self._packed)
 
     def exit(self, name: str) -> None:
         """Note the end of a backward pass."""
         if name == "backward":
-            self._pass_marks["end"] = self._ready.mark()
+            self._pass_marks["end"] = self.ready.mark()
 
     def _on_packed(self, index: int, parameter: nn.Parameter) -> None:
-        self._packed[index] = self._ready.mark()
+        self._packed[index] = self.ready.mark()
 
     def _us(self, mark: Any) -> float | None:
         """Return the microseconds since the begin of the last backward pass."""
         if mark is None:
             return None
-        if not self._ready.on_cuda:
+        if not self.ready.on_cuda:
             return float(mark - self._pass_marks["begin"]) / 1e3
         mark.synchronize()
         return float(self._pass_marks["begin"].elapsed_time(mark)) * 1e3
@@ -195,7 +187,7 @@ class GradientTimes(Listener):
                     "step": step,
                     "passes": self._passes,
                     "backward_us": self._us(self._pass_marks["end"]),
-                    "ready_us": [self._us(mark) for mark in self._ready.marks],
+                    "ready_us": [self._us(mark) for mark in self.ready.marks],
                     "packed_us": [self._us(mark) for mark in self._packed],
                 }
             )
@@ -208,11 +200,11 @@ class GradientTimes(Listener):
         return (last - first) / (len(self._cpu_ns) - 1) / 1e3
 
     def _exchange_cpu_ns(self) -> int | None:
-        if not isinstance(self._comm, TimelineComm) or not self._comm.started_threads:
+        if not isinstance(self.comm, TimelineComm) or not self.comm.started_threads:
             return None
         busy_ns = 0
         try:
-            for thread in self._comm.started_threads:
+            for thread in self.comm.started_threads:
                 with suppress(FileNotFoundError):  # a thread that has ended
                     busy_ns += read_use(thread).busy_ns
         except (OSError, ValueError):  # a kernel without these figures
@@ -222,23 +214,23 @@ class GradientTimes(Listener):
     def _content(self) -> dict[str, Any]:
         return {
             "version": VERSION,
-            "size": self._comm.size,
-            "local_size": self._comm.local_size,
-            "cores": self._host.cores,
-            "own_cores": self._host.own_cores,
+            "size": self.comm.size,
+            "local_size": self.comm.local_size,
+            "cores": self.host.cores,
+            "own_cores": self.host.own_cores,
             "threads": torch.get_num_threads(),
-            "device": "cuda" if self._ready.on_cuda else "cpu",
-            "compression": self._engine.compression,
-            "plan": self._engine.state_dict()[1].get("plan"),
+            "device": "cuda" if self.ready.on_cuda else "cpu",
+            "compression": self.engine.compression,
+            "plan": self.engine.state_dict()[1].get("plan"),
             "exchange_cpu_us": self._exchange_cpu_us(),
             "parameters": [
                 {
                     "name": name,
                     "shape": list(p.shape),
                     "dtype": str(p.dtype).removeprefix("torch."),
-                    "rows": self._ready.rows.get(name),
+                    "rows": self.ready.rows.get(name),
                 }
-                for name, p in self._ready.named
+                for name, p in self.ready.named
             ],
             "steps": self._timed,
         }

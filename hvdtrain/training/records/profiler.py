@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,44 +45,37 @@ class TorchRanges(Listener):
             self._open.pop().__exit__(None, None, None)
 
 
+@dataclass
 class TorchProfile:
     """Writes ``RUN/timeline/torch-steps-FIRST-LAST-rank-N.json``: operators and kernels, named by span.
 
-    A failure costs the profile, not the training.
-
-    Args:
-        spans: of this rank.
-        folder: ``RUN/timeline``.
-        rank: of this process.
-        window: the steps to profile.
-        warn: called if profiling fails.
+    A failure costs the profile, not the training: it calls `warn`. `folder` is ``RUN/timeline``.
     """
 
-    def __init__(self, spans: Spans, folder: Path, rank: int, window: Window, warn: Callable[[str], None]) -> None:
-        self._spans = spans
-        self._folder = folder
-        self._rank = rank
-        self._window = window
-        self._warn = warn
-        self._profile: Any = None
-        self._first = 0
-        self._ranges = TorchRanges()
+    spans: Spans
+    folder: Path
+    rank: int
+    window: Window
+    warn: Callable[[str], None]
+    _profile: Any = None
+    _first: int = 0
+    _ranges: TorchRanges = field(default_factory=TorchRanges)
 
     def begin_step(self, step: int) -> None:
         """Begin before the first step of the window, end after its last."""
-        if self._profile is not None and step not in self._window:
+        if self._profile is not None and step not in self.window:
             self._end(step - 1)
-        elif self._profile is None and step in self._window:
+        elif self._profile is None and step in self.window:
             self._begin(step)
 
     def record(self, window: Window) -> None:
         """Profile another window, which begins later; a profile in progress ends with it."""
-        self._window = window
+        self.window = window
 
     def close(self) -> None:
         """End a profile in progress."""
         if self._profile is not None:
-            self._end(self._spans.step)
+            self._end(self.spans.step)
 
     def _begin(self, step: int) -> None:
         self._first = step
@@ -92,19 +86,19 @@ class TorchProfile:
             profile = torch.profiler.profile(activities=activities, record_shapes=True)
             profile.start()
         except (RuntimeError, AssertionError) as error:
-            self._warn(f"torch.profiler does not start: {error}; training continues")
-            self._window = OFF
+            self.warn(f"torch.profiler does not start: {error}; training continues")
+            self.window = OFF
             return
         self._profile = profile
-        self._spans.listeners.append(self._ranges)
+        self.spans.listeners.append(self._ranges)
 
     def _end(self, last: int) -> None:
         profile, self._profile = self._profile, None
-        self._spans.listeners.remove(self._ranges)
-        path = free_path(TimelineLayout(self._folder).torch_profile(self._first, last, self._rank))
+        self.spans.listeners.remove(self._ranges)
+        path = free_path(TimelineLayout(self.folder).torch_profile(self._first, last, self.rank))
         try:
             profile.stop()
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
             profile.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:
-            self._warn(f"cannot write the profile {path}: {error}; training continues")
+            self.warn(f"cannot write the profile {path}: {error}; training continues")

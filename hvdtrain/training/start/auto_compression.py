@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -30,12 +30,12 @@ _LINK_S = 0.5
 """Time to probe the link. At 1 Gbit/s the largest allreduces take 70 ms."""
 
 
+@dataclass
 class CompressionTrial:
     """Measures steps, then chooses the compression of an engine.
 
-    Args:
+    Attributes:
         engine: its compression is undecided.
-        comm: the ranks.
         device: where gradients are.
         host: facts about this rank's host.
         batch: (global batch, micro-batch) in samples.
@@ -43,34 +43,24 @@ class CompressionTrial:
         say: takes a line for the user.
     """
 
-    def __init__(
-        self,
-        engine: ExchangeEngine,
-        comm: Comm,
-        device: torch.device,
-        host: HostFacts,
-        batch: tuple[int, int],
-        event: Callable[[dict[str, Any]], None],
-        say: Callable[[str], None],
-    ) -> None:
-        self._engine = engine
-        self._comm = comm
-        self._device = device
-        self._host = host
-        self._batch = batch
-        self._event = event
-        self._say = say
-        self._count = 0
-        self._steps: list[dict[str, float]] = []
-        self._before_last_s: list[list[float]] = []
+    engine: ExchangeEngine
+    comm: Comm
+    device: torch.device
+    host: HostFacts
+    batch: tuple[int, int]
+    event: Callable[[dict[str, Any]], None]
+    say: Callable[[str], None]
+    _count: int = 0
+    _steps: list[dict[str, float]] = field(default_factory=list)
+    _before_last_s: list[list[float]] = field(default_factory=list)
 
     def add_step(self, record: Mapping[str, Any]) -> None:
         """Take a step's line of the journal; after the last one, choose. Collective: yes."""
-        if not self._engine.undecided:
+        if not self.engine.undecided:
             return
         self._count += 1
         if self._count >= _FIRST:
-            starts_ns = self._engine.reducer.start_times_ns()
+            starts_ns = self.engine.reducer.start_times_ns()
             if self._before_last_s and len(starts_ns) != len(self._before_last_s[-1]):
                 self._steps, self._before_last_s = [], []  # the plan of the buckets has changed
             self._steps.append(read_parts(record))
@@ -79,26 +69,26 @@ class CompressionTrial:
             self._choose(record["step"])
 
     def _choose(self, step: int) -> None:
-        layouts, names = self._engine.reducer.layouts(), ("none", *auto_candidates())
+        layouts, names = self.engine.reducer.layouts(), ("none", *auto_candidates())
         measured = {
             "step_s": median(step["step"] for step in self._steps),
             "parts_s": median_parts(self._steps),
             "before_last_s": [median(column) for column in zip(*self._before_last_s, strict=True)],
-            "allreduces": probe_link(self._comm, self._device, _LINK_S),
+            "allreduces": probe_link(self.comm, self.device, _LINK_S),
             "coding": {name: [asdict(cost) for cost in self._measure_coding(name, layouts)] for name in names},
         }
-        everyone = allgather_json(self._comm, measured, name="auto_compression")
+        everyone = allgather_json(self.comm, measured, name="auto_compression")
         # Rank 0 predicts for all ranks, which must make the same choice.
         event, line = on_rank_0(
-            self._comm, lambda: self._predict_or_none(layouts, everyone), name="auto_compression/choice"
+            self.comm, lambda: self._predict_or_none(layouts, everyone), name="auto_compression/choice"
         )
-        self._engine.set_compression(event["compression"])
-        self._event({"event": "compression_chosen", "at_step": step, **event})
-        self._say(line)
+        self.engine.set_compression(event["compression"])
+        self.event({"event": "compression_chosen", "at_step": step, **event})
+        self.say(line)
 
     def _measure_coding(self, name: str, layouts: Sequence[Layout]) -> Iterator[CodingCost]:
         """Measure one bucket at a time, so that buffers for all buckets need not fit next to the model."""
-        compression, size = self._engine.resolve(name), self._comm.size
+        compression, size = self.engine.resolve(name), self.comm.size
         for layout in layouts:
             yield from measure_coding(compression, [layout.shape], [[p.grad for p in layout.parameters]], size)
 
@@ -166,18 +156,18 @@ class CompressionTrial:
             PlannedBucket([part.name for part in shape.parts], shape.sizes, [part.start for part in shape.parts])
             for shape in (layout.shape for layout in layouts)
         ]
-        job = Job(Ranks(self._comm.size, self._comm.local_size), "none", None, *self._batch)
+        job = Job(Ranks(self.comm.size, self.comm.local_size), "none", None, *self.batch)
         evidence = Evidence(
             job=job,
-            cores=self._host.cores,
-            own_cores=self._host.own_cores,
+            cores=self.host.cores,
+            own_cores=self.host.own_cores,
             threads=torch.get_num_threads(),
-            on_cpu=self._device.type == "cpu",
+            on_cpu=self.device.type == "cpu",
             gradients=_gradients(buckets, parts_s["backward"] / job.passes, before_last_s),
             step_s=step_s,
             parts_s=parts_s,
             buckets=buckets,
-            compression_of=self._engine.resolve,
+            compression_of=self.engine.resolve,
         )
         # Not the link that explains the wait: ranks wait for late ranks too.
         return replace(evidence, fitted=fit_probed_link(evidence, allreduces))
