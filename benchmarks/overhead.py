@@ -20,8 +20,7 @@ import hvdtrain
 from hvdtrain.config.parse import parse_object
 from hvdtrain.data.order import sample_indices
 from hvdtrain.observe.past_journal import read_steps
-from hvdtrain.training.start.optimizers import make_optimizer
-from hvdtrain.training.start.schedule import factor
+from hvdtrain.training.start.optimizers import lr_schedule, make_optimizer
 
 BATCH, WARM_UP = 8, 5
 LAYERS = {"1ms": (384, 4), "10ms": (1024, 7), "100ms": (1920, 18)}
@@ -61,7 +60,7 @@ def by_hand(name: str, steps: int) -> tuple[float, list[float]]:
     config = parse_object(options(steps, Path("unused")), None).config
     made = task(*LAYERS[name])
     model, optimizer = made.model, make_optimizer(made.model, config.optimizer)
-    lr_factor = factor(config.optimizer, steps)
+    lr_factor = lr_schedule(config.optimizer, steps)
     order = sample_indices(np.arange(steps * BATCH), len(made.train_data), config.seed).reshape(steps, BATCH).tolist()
     losses, ends = [], []
     for step, batch in enumerate(torch.utils.data.DataLoader(made.train_data, batch_sampler=order)):

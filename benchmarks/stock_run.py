@@ -21,8 +21,7 @@ from hvdtrain.config.schema import Config
 from hvdtrain.data.loader import Stream, dataset_length, seed_forward, train_batches
 from hvdtrain.training.loop.evaluate import evaluate
 from hvdtrain.training.loop.forward import Precision
-from hvdtrain.training.start.optimizers import make_optimizer
-from hvdtrain.training.start.schedule import factor
+from hvdtrain.training.start.optimizers import lr_schedule, make_optimizer
 
 CPU = torch.device("cpu")
 
@@ -42,7 +41,7 @@ def main() -> None:
         backward_passes_per_step=passes,
     )
     hvd.broadcast_parameters(task.model.state_dict(), root_rank=0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor(config.optimizer, steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_schedule(config.optimizer, steps))
     batches = train_batches(stream, 0, steps, config.loader, task.collate, on_cuda=False)
     lines = Path(file).open("a", buffering=1) if hvd.rank() == 0 else None
     assert dataset_length(task.train_data) >= train.global_batch

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from hvdtrain.engine.consistency import check_same
+from hvdtrain.engine.make import check_same
 from hvdtrain.errors import LaunchError
 from tests.support.launch import train
 from tests.support.thread_comm import ThreadComm, on_ranks

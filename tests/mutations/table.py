@@ -302,7 +302,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/training/test_step_replay.py",
     ),
     _missed(
-        "training/records/remote_spans.py",
+        "training/records/run_report.py",
         "return _fingerprint(folder / name) == fingerprint",
         "return (folder / name).exists()",
         "a trace of an earlier start stands for the one on another host",
@@ -337,7 +337,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/training/test_evaluate.py",
     ),
     _missed(
-        "training/diagnostics/loss_spikes.py",
+        "training/diagnostics/step_checks.py",
         "_SMALLEST = 0.01\n",
         "_SMALLEST = 0.001\n",
         "on a loss curve without noise small jumps are spikes",

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.training.diagnostics.loss_spikes import KEEP, detect_spike
+from hvdtrain.training.diagnostics.step_checks import KEEP, detect_spike
 
 
 def _told(losses: list[float]) -> list[int]:

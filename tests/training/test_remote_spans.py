@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.observe.trace_file import TraceFile
-from hvdtrain.training.records import remote_spans as far_files
-from hvdtrain.training.records.remote_spans import collect_spans, whole_lines
+from hvdtrain.training.records import run_report as far_files
+from hvdtrain.training.records.run_report import collect_spans, whole_lines
 from tests.support.thread_comm import ThreadComm, on_ranks
 
 
@@ -50,7 +50,7 @@ def test_a_file_of_an_earlier_start_is_no_substitute(tmp_path: Path) -> None:
 
 def test_long_files_are_cut_between_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _trace(tmp_path / "b", 1, began=5, spans=500)
-    monkeypatch.setattr(far_files, "MOST_BYTES", 1000)
+    monkeypatch.setattr(far_files, "_SPANS_BYTES", 1000)
     _bring(tmp_path, ["a", "b"])
     events = json.loads((tmp_path / "a" / "spans-rank-1.json").read_text())
     assert 5 < len(events) < 20 and [event["ts"] for event in events[1:]] == list(range(len(events) - 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,12 +32,8 @@ Hook = Callable[[int, nn.Parameter], None]
 
 def _hook_all(named: Sequence[tuple[str, nn.Parameter]], hook: Hook) -> list[Any]:
     """Call `hook` with the index of each parameter when its gradient is accumulated; return handles to remove."""
-
-    def bound(index: int) -> Callable[[nn.Parameter], None]:
-        return lambda parameter: hook(index, parameter)
-
     return [
-        p.register_post_accumulate_grad_hook(bound(index))  # type: ignore[no-untyped-call]
+        p.register_post_accumulate_grad_hook(partial(hook, index))  # type: ignore[no-untyped-call]
         for index, (_, p) in enumerate(named)
     ]
 

@@ -1,20 +1,40 @@
-"""The analysis at the end of a run: where the time went, as a page and as data next to its traces."""
+"""The analysis at the end of a run: where the time went, as a page and as data next to its traces.
+
+Span files of hosts that do not share the run folder are copied to rank 0 first.
+"""
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Callable
 from dataclasses import asdict
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.comm.objects import allgather_json, broadcast_json
 from hvdtrain.files import write_text
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.run_layout import RunLayout
+from hvdtrain.observe.trace_file import free_path
+from hvdtrain.run_layout import RunLayout, TimelineLayout
 from hvdtrain.timeline.analysis.analysis import Analysis, figures
-from hvdtrain.training.records.remote_spans import collect_spans
 from hvdtrain.training.round import Round
 
 MOST_BYTES = 1 << 25
 """Limits of the spans, Timelines and output that are read at the end of a run, so that this takes less than a second.
 `hvdtrain timeline report` reads everything."""
+
+_SPANS_BYTES = 8 << 20
+"""Size limit of one rank's spans that are copied to rank 0; later spans are left out."""
+
+_SPANS_TOGETHER_BYTES = 256 << 20
+"""Size limit of all of them together; every rank receives them, compressed to about a tenth."""
+
+_HEAD_BYTES = 1024
+"""First bytes of a file of spans, which identify it: they contain the rank and the time of its start."""
 
 
 def explain_run(current: Round) -> Analysis | None:
@@ -68,3 +88,73 @@ def _facts(analysis: Analysis) -> dict[str, Any]:
 
     findings = [asdict(finding) for finding in analysis.findings]
     return {"verdict": headline(analysis), "figures": figures(analysis), "findings": findings}
+
+
+def collect_spans(comm: Comm, folder: Path, warn: Callable[[str], None]) -> None:
+    """Copy the newest span file of each rank to rank 0's `folder`, after they are closed. Collective: yes.
+
+    Files that rank 0 can already see are not copied. If a file cannot be read or written, rank 0 warns.
+    """
+    if comm.size == 1:
+        return
+    # Other ranks may reach this first collective while rank 0 still closes Horovod's Timeline (see `HorovodTimeline`).
+    broadcast_json(comm, None, name="timeline/closed")
+    own = _newest(folder, comm.rank)
+    everyone = allgather_json(comm, [own.name, _fingerprint(own)] if own else None, name="timeline/files")
+    missing = []
+    if comm.rank == 0:
+        missing = [rank for rank, file in enumerate(everyone) if file and not _is_visible(folder, *file)]
+    far = broadcast_json(comm, missing, name="timeline/far")
+    if not far:
+        return
+    most = min(_SPANS_BYTES, _SPANS_TOGETHER_BYTES // len(far))
+    content = _packed(own, most) if comm.rank in far and own else b""
+    data = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+    lengths = allgather_json(comm, len(data), name="timeline/lengths")
+    contents = torch.split(comm.allgather(data, name="timeline/contents").wait(), lengths)
+    if comm.rank != 0:
+        return
+    for rank in far:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            text = zlib.decompress(contents[rank].numpy().tobytes()).decode()
+            write_text(free_path(TimelineLayout(folder).spans(rank)), text)
+        except (OSError, zlib.error) as error:
+            warn(f"the trace of rank {rank} stays on its host, in {folder}: {error}")
+
+
+def whole_lines(content: bytes, most: int) -> bytes:
+    """Shorten a trace to about `most` bytes; it stays valid, because each line is an event."""
+    if len(content) <= most:
+        return content
+    return content[: content.rindex(b",\n", 0, most)] + b"\n]\n"
+
+
+def _newest(folder: Path, rank: int) -> Path | None:
+    try:
+        first = TimelineLayout(folder).spans(rank)
+        files = [first, *folder.glob(f"{first.stem}-*.json")]
+        return max((path for path in files if path.exists()), key=lambda path: path.stat().st_mtime_ns, default=None)
+    except OSError:
+        return None
+
+
+def _fingerprint(path: Path) -> str:
+    """Return what identifies a file; empty if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return sha256(file.read(_HEAD_BYTES)).hexdigest()
+    except OSError:
+        return ""
+
+
+def _is_visible(folder: Path, name: str, fingerprint: str) -> bool:
+    return _fingerprint(folder / name) == fingerprint
+
+
+def _packed(path: Path, most: int) -> bytes:
+    """Compress a file; empty if it cannot be read, which fails to decompress."""
+    try:
+        return zlib.compress(whole_lines(path.read_bytes(), most), 1)
+    except (OSError, ValueError):
+        return b""

@@ -7,6 +7,7 @@ import fcntl
 import shlex
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,40 +27,39 @@ _NEXT = {
 }
 
 
+@dataclass
 class RunDirectory:
     """A claimed run folder; the claim lasts until `release`, or the end of the process.
 
-    Args:
+    Attributes:
         path: of the folder, which exists.
         lock: open file; its lock is the claim.
         lease: the claim if the file system has no locks.
-
-    Attributes:
-        layout: paths in the folder.
         job: identifies the claiming job (`runtime.environment.JOB`); "" if nothing does.
         folder: in which the job was started; the task's code may have changed the current folder since.
     """
 
-    def __init__(
-        self, path: Path, lock: IO[bytes], lease: Lease | None = None, job: str = "", folder: Path = Path()
-    ) -> None:
-        self.path = path
-        self.layout = RunLayout(path)
-        self.job = job
-        self.folder = folder
-        self._lock = lock
-        self._lease = lease
+    path: Path
+    lock: IO[bytes]
+    lease: Lease | None
+    job: str
+    folder: Path
+
+    @property
+    def layout(self) -> RunLayout:
+        """Paths in the folder."""
+        return RunLayout(self.path)
 
     def release(self) -> None:
         """Release the claim."""
-        self._lock.close()
-        if self._lease is not None:
-            self._lease.release()
+        self.lock.close()
+        if self.lease is not None:
+            self.lease.release()
 
     @property
     def lost(self) -> bool:
         """Whether another job is known to have claimed the folder since."""
-        return self._lease is not None and self._lease.lost
+        return self.lease is not None and self.lease.lost
 
     def check(self) -> None:
         """Refuse to continue if another job has claimed the folder: two jobs would write into one run.
@@ -67,7 +67,7 @@ class RunDirectory:
         Errors:
             RunDirectoryError: another job has claimed it.
         """
-        if self._lease is not None and self._lease.check():
+        if self.lease is not None and self.lease.check():
             raise RunDirectoryError(
                 f"another job has taken over {self.path}; this job ends",
                 expected=f"a heartbeat in {self.layout.lease} every {BEAT_S:.0f} s: the disk has no locks",
@@ -204,6 +204,7 @@ def _claim(path: Path, job: str = "", folder: Path = Path()) -> RunDirectory | N
         lock = RunLayout(path).lock.open("ab")
     except OSError as error:
         raise unusable(f"the run folder {path}", error) from error
+    lease = None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -216,5 +217,4 @@ def _claim(path: Path, job: str = "", folder: Path = Path()) -> RunDirectory | N
         if lease is None:
             lock.close()
             return None
-        return RunDirectory(path, lock, lease, job, folder)
-    return RunDirectory(path, lock, None, job, folder)
+    return RunDirectory(path, lock, lease, job, folder)
