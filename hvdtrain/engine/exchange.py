@@ -20,9 +20,6 @@ class ExchangeEngine(Engine):
     """Sums gradients in buckets over ranks while backward runs.
 
     Attributes:
-        optimizer: of the model.
-        reducer: sums the gradients.
-        compression: of the reducer.
         undecided: whether `set_compression` chooses one later.
         resolve: returns the compression of a name, as this job uses it.
     """

@@ -35,11 +35,7 @@ def prepare_exchange(
 ) -> int:
     """Return the bytes of the largest bucket; lower this thread's priority if bulk data is sent between hosts.
 
-    Args:
-        compression: of the exchange.
-        comm: the ranks.
-        variables: the environment of this process.
-        bucket_mib: bucket size; None for the compression's default.
+    `variables` is the environment of this process. Without `bucket_mib`, the compression's default counts.
     """
     one_host = comm.local_size >= comm.size
     if compression.kind.bulk and not one_host:

@@ -101,31 +101,25 @@ def journal_figures(journal: Path) -> dict[str, Any]:
 
     Reads line by line: the journal of a long run may be larger than the free memory.
     """
-    tally = _Tally()
+    tally = Tally()
     for line in journal_lines(journal):
         tally.add(line)
     return tally.figures()
 
 
-class Budget:
-    """Rank 0's wall time by part, over all rounds of the run's last start, from the journal's lines in order.
+class _Budget:
+    """Rank 0's wall time by part, over all rounds of a start of the run, from the journal's lines in order.
 
     The wall time is from the begin of the first step to the last line. So it excludes an evaluation before the first
     step, and includes the checkpoint after the last.
     """
 
     def __init__(self) -> None:
-        self._clear()
-
-    def _clear(self) -> None:
         self._parts = dict.fromkeys(_BUDGET, 0.0)
         self._begin: float | None = None
         self._end = 0.0
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Add a line of the journal."""
-        if line.get("event") == "started" and not line.get("goes_on"):
-            self._clear()
         self._end = max(self._end, line["time"])
         if "event" not in line:
             if self._begin is None:
@@ -141,30 +135,31 @@ class Budget:
         return {**self._parts, REST: max(0.0, wall - sum(self._parts.values()))}
 
 
-class _Tally:
+class Tally:
     """Figures of a journal, in constant memory."""
 
     def __init__(self) -> None:
         self._first: Mapping[str, Any] = {"step": math.inf, "loss": None}
         self._last: deque[tuple[int, float | None]] = deque(maxlen=_LAST)
         self._evaluations: list[Mapping[str, Any]] = []
-        self._budget = Budget()
         self._clear()
 
     def _clear(self) -> None:
         """Begin a new stretch of the run."""
+        self._budget = _Budget()
         self._seconds: list[float] = []  # of the first step, and of all others together
         self._weights: list[float] = []
         self._sizes: list[int] = []
         self._still_s = 0.0
 
     def add(self, line: Mapping[str, Any]) -> None:
+        """Add a line of the journal."""
+        if line.get("event") == "started" and not line.get("goes_on"):
+            self._clear()
         self._budget.add(line)
         if "event" not in line:
             self._add_step(line)
         elif line["event"] == "started":
-            if not line.get("goes_on"):
-                self._clear()
             self._sizes.append(line.get("size", 1))
         elif line["event"] == "resumed":
             self._still_s += line.get("without_step_s", 0.0)

@@ -4,20 +4,29 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.training.result import REST, Budget
+from hvdtrain.training.result import REST, Tally
 
 PARTS = ("data_s", "copy_s", "forward_s", "backward_s", "exposed_comm_s", "clip_s", "optimizer_s")
 
 
 def _step(step: int, time: float, step_s: float, **parts: float) -> dict[str, Any]:
-    return {"step": step, "time": time, "step_s": step_s, **dict.fromkeys(PARTS, 0.0), **parts}
+    return {
+        "step": step,
+        "time": time,
+        "step_s": step_s,
+        "loss": 0.0,
+        "tokens": 1.0,
+        **dict.fromkeys(PARTS, 0.0),
+        **parts,
+    }
 
 
 def budget(lines: list[dict[str, Any]]) -> dict[str, float]:
-    found = Budget()
+    found = Tally()
     for line in lines:
         found.add(line)
-    return found.parts()
+    parts: dict[str, float] = found.figures()["budget"]
+    return parts
 
 
 def test_the_parts_add_up_to_the_wall_time() -> None:

@@ -18,7 +18,6 @@ class BackwardTrace:
     It does not use full backward hooks of modules: they wrap outputs in views, which breaks in-place functions.
 
     Args:
-        loss: before backward.
         module_of: the module that made each node; None for the loss function.
     """
 

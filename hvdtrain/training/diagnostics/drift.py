@@ -26,11 +26,8 @@ class Drift:
     The hashes are equal if ``size * sum(n^2) == sum(n)^2`` (Cauchy-Schwarz). All ranks have both sums, so they agree.
 
     Attributes:
-        state: of the training.
-        comm: the ranks.
         every: steps between two checks; 0 for none.
         share: makes buffers that differ equal.
-        warn: shows a warning.
     """
 
     state: TrainState

@@ -17,10 +17,7 @@ class Routers:
     """Counts the choices of routers, by hooks that exist only in measured steps.
 
     A router is a module named router or gate. It returns the indices of the chosen experts (a tensor of integers) and
-    a number for each expert, as routers of transformers do.
-
-    Args:
-        modules: that may be routers.
+    a number for each expert, as routers of transformers do. `modules` may be routers.
     """
 
     def __init__(self, modules: list[nn.Module]) -> None:

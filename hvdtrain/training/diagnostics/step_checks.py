@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from hvdtrain.training.diagnostics.step_replay import Finding, Replay, replay
 from hvdtrain.training.elastic.roll_back import SpoiledSteps, first_position
 from hvdtrain.training.loop.feed import Feed
 from hvdtrain.training.loop.step import Stepper, StepResult
+from hvdtrain.training.round import Round
 
 _REPLAYS = 3
 """Largest number of replays; each costs a step or two."""
@@ -47,21 +48,11 @@ KEEP = WINDOW + _QUIET
 
 @dataclass
 class StepChecks:
-    """Checks each step's result, which is equal on all ranks.
+    """Checks each step's result, which is equal on all ranks."""
 
-    Attributes:
-        stepper: of the training.
-        feed: of the training.
-        max_skipped: skipped steps in a row after which the run ends.
-        event: records an event in the journal.
-        warn: shows a warning.
-    """
-
+    current: Round
     stepper: Stepper
     feed: Feed
-    max_skipped: int
-    event: Callable[[dict[str, Any]], None]
-    warn: Callable[[str], None]
     _replays: int = field(default=0, init=False)
     _finding: Finding | None = field(default=None, init=False)
 
@@ -72,7 +63,7 @@ class StepChecks:
         overflow = math.isfinite(result.loss) and self.stepper.precision.scaler.is_enabled()
         reason = _reason(result, overflow)
         self._event("skipped_step", progress, positions=self._positions(progress), reason=reason)
-        ends = progress.skipped_in_row >= self.max_skipped
+        ends = progress.skipped_in_row >= self.current.run.config.train.max_skipped
         # The first overflows are how fp16 finds its scale.
         new = progress.skipped_in_row == 1 and not overflow and self._replays < _REPLAYS
         if (new or ends) and result.weight > 0:
@@ -91,7 +82,7 @@ class StepChecks:
         if expected is not None:
             first, end = self._positions(progress)
             self._event("loss_spike", progress, loss=loss, expected=expected, positions=[first, end])
-            self.warn(
+            self.current.recorder.warn(
                 f"the loss jumped to {loss:.4g} at step {progress.step}, from about {expected:.4g}; samples at"
                 f" positions {first} to {end - 1}"
             )
@@ -109,7 +100,7 @@ class StepChecks:
         text = str(first or _UNKNOWN)
         text += f"; also on rank(s) {', '.join(map(str, also))}" if also else ""
         text += "".join(f"; the replay on rank {rank} failed: {failure}" for rank, failure in failures.items())
-        self.warn(f"step {progress.step} was skipped ({reason}): {text}")
+        self.current.recorder.warn(f"step {progress.step} was skipped ({reason}): {text}")
 
     def _error(self, result: StepResult, progress: Progress) -> NonFiniteError:
         first, end = self._positions(progress)
@@ -132,7 +123,7 @@ class StepChecks:
         return [first_position(progress, self.feed.stream.global_batch), progress.position]
 
     def _event(self, event: str, progress: Progress, **facts: Any) -> None:
-        self.event({"event": event, "at_step": progress.step, "step": progress.step, **facts})
+        self.current.recorder.event({"event": event, "at_step": progress.step, "step": progress.step, **facts})
 
 
 def _reason(result: StepResult, overflow: bool) -> str:

@@ -75,16 +75,10 @@ class Replay:
 
 
 def replay(stepper: Stepper, stream: Stream, position: int, scale: float) -> Replay:
-    """Repeat the step that starts at `position`, without changing anything. Collective: yes.
+    """Repeat the step that starts at `position` under the loss scale `scale`; change nothing. Collective: yes.
 
     Each rank fetches its micro-batches again, runs forward and backward, and stops at the first non-finite one. There
     is no collective before that. An error in a replay is not an error of the run.
-
-    Args:
-        stepper: of the training.
-        stream: of the training.
-        position: of the step's first sample.
-        scale: the loss scale of the step.
     """
     try:
         with warnings.catch_warnings():
@@ -124,13 +118,7 @@ def _finding(origin: Origin, rank: int, where: MicroBatch, indices: list[int], b
 
 @dataclass
 class _Rerun:
-    """Repeats the passes of a micro-batch; gradients add up in `parameter.grad` as in the step.
-
-    Attributes:
-        stepper: of the training.
-        seed: seeds the forward pass.
-        scale: on the loss.
-    """
+    """Repeats the passes of a micro-batch; gradients add up in `parameter.grad` as in the step."""
 
     stepper: Stepper
     seed: Callable[[], None]
@@ -152,7 +140,7 @@ class _Rerun:
         origin = backward.origin(model, bad)
         if self.scale == 1.0:
             return origin
-        self._clear()
+        self.stepper.model.zero_grad()
         return replace(self, scale=1.0).origin(batch) or replace(origin, kind="overflow")
 
     def alone(self, samples: list[Any], collate: Callable[[list[Any]], Any]) -> list[int]:
@@ -163,7 +151,7 @@ class _Rerun:
         return []
 
     def _is_bad(self, batch: Any) -> bool:
-        self._clear()
+        self.stepper.model.zero_grad()
         loss = self._loss(to_device(batch, self.stepper.device))
         if not_finite(loss):
             return True
@@ -172,10 +160,6 @@ class _Rerun:
 
     def _backward(self, loss: Tensor) -> None:
         torch.autograd.backward(loss * (self.scale / (self.stepper.global_batch * self.stepper.task.nominal_weight)))
-
-    def _clear(self) -> None:
-        for parameter in self.stepper.model.parameters():
-            parameter.grad = None
 
     def _loss(self, batch: Any) -> Tensor:
         self.seed()

@@ -47,11 +47,8 @@ class RollBack:
 
     Attributes:
         policy: which spoiled steps are rolled back.
-        commits: of this rank.
-        comm: the ranks; rank 0's clock decides when commits are due.
+        comm: rank 0's clock decides when commits are due.
         store: on rank 0; None elsewhere.
-        event: records an event in the journal.
-        warn: shows a warning.
         needs_commits: whether losing a rank loses state, so that commits are needed under every policy; equal on all
             ranks.
     """
@@ -88,13 +85,8 @@ class RollBack:
     def roll_back(self, spoiled: SpoiledSteps, state: TrainState, wait_saved: Callable[[], None]) -> bool:
         """Restore `state` from the last commit and leave out the spoiled samples, if allowed. Collective: yes.
 
-        Args:
-            spoiled: equal on all ranks.
-            state: changed.
-            wait_saved: waits for the checkpoint that is being written; its step may be one that is undone.
-
-        Returns:
-            False if the policy does not allow it.
+        `spoiled` is equal on all ranks. `wait_saved` waits for the checkpoint that is being written; its step may be
+        one that is undone. Returns False if the policy does not allow a roll back.
 
         Errors:
             NonFiniteError: that of `spoiled`, if a roll back is not allowed.

@@ -48,7 +48,6 @@ class WorkerState:
         base_lrs: learning rate of each optimizer group at factor 1.
         commits: copies of the state.
         compiled: number of compiled blocks of the model.
-        signals: pending signals.
         directory: run folder as given; None until this process knows it.
         recorder: of this rank; it stays open while the rank leads, or does not lead, as before.
         step: optimizer steps in this process's state; `NOTHING` if the state is not that of the run.

@@ -14,13 +14,7 @@ Place = tuple[nn.Module, str]
 
 @dataclass(frozen=True)
 class Copied:
-    """A buffer and a copy of its values.
-
-    Attributes:
-        place: its module and name.
-        buffer: the tensor itself; None if the name had no tensor.
-        values: a copy.
-    """
+    """A buffer, and a copy of its values; None if the name had no tensor."""
 
     place: Place
     buffer: Tensor | None
@@ -71,9 +65,6 @@ class Rollback:
 
     Only persistent buffers count: others are caches. The first step copies all of them to the host and finds the ones
     that it writes. Later steps copy only these; most models have none.
-
-    Args:
-        model: on its device.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -40,12 +40,7 @@ class HeldOut:
     Samples that draw random numbers are the same in each evaluation.
 
     Args:
-        task: has the samples.
-        comm: the ranks.
-        micro_batch: samples a batch.
-        most: samples of all ranks.
         loader: options of loading. Loader processes start with the first evaluation, and stay.
-        on_cuda: whether batches go to a CUDA device.
 
     Attributes:
         count: samples of all ranks; 0 if the task has no held-out data.

@@ -10,40 +10,29 @@ from typing import Any
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json
-from hvdtrain.config.schema import Config
 from hvdtrain.data.loader import HostBatch, Stream, seed_forward, train_batches
 from hvdtrain.data.order import MicroBatch
-from hvdtrain.spans import Spans
 from hvdtrain.state.ledger import Ledger, StartHeader, next_start
 from hvdtrain.state.train_state import Progress
+from hvdtrain.training.round import Round
 
 
 @dataclass
 class Feed:
-    """The samples of one rank, from any position.
+    """The samples of one rank, from any position; `stream` is its share of them."""
 
-    Attributes:
-        stream: this rank's share.
-        ledger: records the samples of this rank.
-        collate: makes a batch of samples; None for torch's own.
-        on_cuda: whether batches go to a CUDA device.
-    """
-
-    config: Config
-    comm: Comm
+    current: Round
     stream: Stream
     ledger: Ledger
-    spans: Spans
-    collate: Callable[[list[Any]], Any] | None
-    on_cuda: bool
     _batches: Iterator[HostBatch] = field(default_factory=lambda: iter(()), init=False)
 
     def begin(self, progress: Progress, stop: int, why: str) -> None:
         """Draw from `progress` to step `stop`: a new start in the ledger. `why`: see `begin_start`. Collective: yes."""
         self.stream = replace(self.stream, left_out=progress.left_out)
-        begin_start(self.ledger, self.comm, self.stream, progress, why)
-        loader, steps = self.config.loader, stop - progress.step
-        self._batches = train_batches(self.stream, progress.position, steps, loader, self.collate, on_cuda=self.on_cuda)
+        begin_start(self.ledger, self.current.comm, self.stream, progress, why)
+        worker, loader, steps = self.current.worker, self.current.run.config.loader, stop - progress.step
+        collate, on_cuda = worker.task.collate, worker.device.type == "cuda"
+        self._batches = train_batches(self.stream, progress.position, steps, loader, collate, on_cuda=on_cuda)
 
     def micro_batches(self, position: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of the step that begins at `position`."""
@@ -52,10 +41,10 @@ class Feed:
     def draw(self, mine: list[MicroBatch], step: int) -> Iterator[tuple[Callable[[], None], Any]]:
         """Yield each batch with a function that seeds its forward pass. `step` is counted from 1."""
         for where in mine:
-            with self.spans("data"):
+            with self.current.spans("data"):
                 drawn = next(self._batches)
             self.ledger.add_samples(where.start, where.stop, drawn.indices)
-            yield partial(seed_forward, self.config.seed, where.start), drawn.batch
+            yield partial(seed_forward, self.stream.seed, where.start), drawn.batch
         self.ledger.write(step)  # before the ranks agree on the step
 
 

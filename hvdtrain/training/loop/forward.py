@@ -24,7 +24,6 @@ class Precision:
 
     Args:
         name: fp32, bf16 or fp16.
-        device: of the model.
 
     Attributes:
         scaler: torch's GradScaler; it passes values through unless the format is fp16.

@@ -30,14 +30,7 @@ _TICK_S = 0.25
 
 @dataclass
 class Saving:
-    """Evaluates and saves.
-
-    Attributes:
-        current: the round, with the state to evaluate and save.
-        stepper: of the training.
-        ledger: synced to the disk before each checkpoint.
-        roll_back: takes a commit with each checkpoint.
-    """
+    """Evaluates and saves; with each checkpoint, the ledger is synced to the disk, and a commit taken."""
 
     current: Round
     stepper: Stepper

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -16,6 +17,7 @@ from hvdtrain.training.loop.buffers import persistent_buffers
 Policy = Literal["mean", "broadcast", "check"]
 
 
+@dataclass
 class SharedBuffers:
     """Finds buffers that differ between ranks, and makes them equal after every step from then on.
 
@@ -23,24 +25,19 @@ class SharedBuffers:
     first applied step; the caller may add others later. The mean weights each rank by its micro-batches. Values that
     are not floating-point come from rank 0. Buffers that are not persistent are caches: each rank keeps its own.
 
-    Args:
-        model: on its device.
-        comm: the ranks.
+    Attributes:
         policy: mean over ranks; broadcast rank 0's values; or check: raise an error if they differ.
         say: shows a line.
     """
 
-    def __init__(
-        self, model: nn.Module, comm: Comm, policy: Policy = "mean", say: Callable[[str], None] = lambda line: None
-    ) -> None:
-        self._model = model
-        self._comm = comm
-        self._policy = policy
-        self._say = say
-        self._names: list[str] = []
-        self._is_checked = comm.size == 1
-        self._count = 1
-        self._under_way: list[tuple[list[Tensor], Tensor, Handle]] = []
+    model: nn.Module
+    comm: Comm
+    policy: Policy = "mean"
+    say: Callable[[str], None] = lambda line: None
+    _names: list[str] = field(default_factory=list)
+    _is_checked: bool = False
+    _count: int = 1
+    _under_way: list[tuple[list[Tensor], Tensor, Handle]] = field(default_factory=list)
 
     def start(self, count: int) -> None:
         """Begin to make the buffers equal after `count` forward passes of this rank. Collective: yes."""
@@ -58,16 +55,15 @@ class SharedBuffers:
             if applied:
                 _unpack(flat, buffers)
         self._under_way = []
-        if applied and not self._is_checked:
+        if applied and not self._is_checked and self.comm.size > 1:
             self._is_checked = True
-            if persistent := persistent_buffers(self._model):
-                self.share(find_unequal(persistent, self._comm, name="buffers/differing"))
+            if persistent := persistent_buffers(self.model):
+                self.share(find_unequal(persistent, self.comm, name="buffers/differing"))
 
     def share(self, found: Mapping[str, list[int]]) -> None:
         """Make these buffers equal, now and after every step. Collective: yes.
 
-        Args:
-            found: buffers that differ, with the ranks that differ from rank 0; equal on all ranks.
+        `found` names them, with the ranks that differ from rank 0; equal on all ranks.
 
         Errors:
             DriftError: on every rank, if buffers are only checked.
@@ -75,37 +71,37 @@ class SharedBuffers:
         if not found:
             return
         names = f"{', '.join(list(found)[:3])}{', ...' if len(found) > 3 else ''}"
-        if self._policy == "check":
+        if self.policy == "check":
             ranks = sorted({rank for ranks in found.values() for rank in ranks})
             raise DriftError(
                 f"buffers are not equal on all ranks: {names} on rank(s) {', '.join(map(str, ranks))}",
                 expected="bit-equal persistent buffers after every step",
                 next_step="--parallel.buffers mean, or broadcast for the values of rank 0",
             )
-        how = "averaged over ranks" if self._policy == "mean" else "taken from rank 0"
-        self._say(f"{len(found)} buffer(s) differ between ranks ({names}): {how} after every step")
+        how = "averaged over ranks" if self.policy == "mean" else "taken from rank 0"
+        self.say(f"{len(found)} buffer(s) differ between ranks ({names}): {how} after every step")
         before, self._names = self._names, list(found)
         self._start()
         self.finish(applied=True)
         self._names = [*before, *(name for name in found if name not in before)]
 
     def _start(self) -> None:
-        buffers = persistent_buffers(self._model) if self._names else {}
+        buffers = persistent_buffers(self.model) if self._names else {}
         by_dtype: dict[torch.dtype | None, list[Tensor]] = {}
         for name in self._names:
-            averaged = self._policy == "mean" and buffers[name].is_floating_point()
+            averaged = self.policy == "mean" and buffers[name].is_floating_point()
             dtype = torch.promote_types(buffers[name].dtype, torch.float32) if averaged else None
             by_dtype.setdefault(dtype, []).append(buffers[name])
         for dtype, group in by_dtype.items():
             name = f"buffers/{dtype or 'bytes'}"
             if dtype is None:
                 flat = torch.cat([buffer.detach().contiguous().reshape(-1).view(torch.uint8) for buffer in group])
-                handle = self._comm.broadcast(flat, name=name, root=0)
+                handle = self.comm.broadcast(flat, name=name, root=0)
             else:
                 flat = torch.cat(
                     [buffer.detach().reshape(-1).to(dtype) for buffer in group] + [group[0].new_ones(1, dtype=dtype)]
                 )
-                handle = self._comm.allreduce(flat.mul_(self._count), name=name)
+                handle = self.comm.allreduce(flat.mul_(self._count), name=name)
             self._under_way.append((group, flat, handle))
 
 

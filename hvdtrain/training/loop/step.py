@@ -43,18 +43,11 @@ class StepResult:
 
 @dataclass
 class Stepper:
-    """Forward, backward, exchange, clip, step.
+    """Forward, backward, exchange, clip, step; `spans` records their durations.
 
     Attributes:
-        task: loss and nominal weight.
-        model: on `device`.
-        engine: the optimizer and its exchange.
-        comm: the ranks.
-        precision: of forward and backward.
-        device: where batches go.
         global_batch: samples a step over all ranks.
         clip: largest norm of the gradient; 0 for no limit.
-        spans: records the durations.
         buffers: makes buffers that differ between ranks equal after each step.
         around: makes a context for each forward pass.
     """
@@ -78,16 +71,13 @@ class Stepper:
     def run(self, batches: Iterable[tuple[Callable[[], None], Any]], count: int, values: list[int]) -> StepResult:
         """Train on `count` batches of this rank, each with a function that seeds its forward pass. Collective: yes.
 
+        Also sums the integers `values` over ranks.
+
         Backward divides the losses by a nominal weight of the global batch. The actual weight is known only after the
         exchange; one factor corrects the gradients then.
 
         If a rank is lost, an error is raised before anything but gradients was changed: the state is that of the
         previous step.
-
-        Args:
-            batches: of this rank.
-            count: how many.
-            values: integers to sum over ranks.
         """
         try:
             return self._run(batches, count, values)

@@ -13,7 +13,6 @@ SAVE, TERMINATE, INTERRUPT, CHANGED = range(4)
 _SIGNALS = {signal.SIGUSR1: SAVE, signal.SIGTERM: TERMINATE, signal.SIGINT: INTERRUPT}
 COUNT = 4
 """Number of requests: one a signal, and that ranks join or leave."""
-_SIGNAL_OF = {request: number for number, request in _SIGNALS.items()}
 
 
 class PendingSignals:
@@ -76,8 +75,10 @@ def _restore(handlers: dict[signal.Signals, Any]) -> None:
 
 def stop_reason(sums: Sequence[int]) -> str | None:
     """Return the name of the signal that asks for a stop, from the sums over ranks; None if none does."""
-    asked = [request for request in (TERMINATE, INTERRUPT) if sums[request]]
-    return signal.Signals(_SIGNAL_OF[asked[0]]).name if asked else None
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if sums[_SIGNALS[number]]:
+            return number.name
+    return None
 
 
 class StepSums(Protocol):
@@ -93,11 +94,7 @@ class StepSums(Protocol):
 
 
 class CombinedSums:
-    """Several parts as one: joins their integers, and gives each part its own sums.
-
-    Args:
-        members: the parts.
-    """
+    """Several parts as one: joins their integers, and gives each part its own sums."""
 
     def __init__(self, *members: StepSums) -> None:
         self._members = members

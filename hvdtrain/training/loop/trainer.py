@@ -43,11 +43,6 @@ class Trainer:
 
     Attributes:
         current: the round, with the state to train and the recorder.
-        stepper: runs one step.
-        feed: this rank's share of the samples.
-        saving: evaluates and saves.
-        step_checks: checks each step's result.
-        roll_back: rolls spoiled training back.
         on_step: called with each step's journal line; it may change the compression.
         sums: further integers that each step sums over ranks.
     """
@@ -65,7 +60,7 @@ class Trainer:
         """Make the histograms."""
         self._worker, self._stop = self.current.worker, self.current.stop
         self._state = self._worker.state
-        self._histograms = Histograms(self.step_checks.warn)
+        self._histograms = Histograms(self.current.recorder.warn)
 
     def run(self, signals: PendingSignals) -> str:
         """Train; return why training ended. Collective: yes.
@@ -93,7 +88,7 @@ class Trainer:
         elif self.current.rounds.elastic:
             saving.catch_up(requests)
         self.roll_back.begin(self._state)
-        self._begin("round" if self.current.rounds.elastic else "started")
+        self.feed.begin(progress, self._stop, "round" if self.current.rounds.elastic else "started")
         while progress.step < self._stop:
             own = [*requests(), *(commit := self.roll_back.values())]
             own[SAVE] += saving.writer.poll()  # all ranks together retry a failed save
@@ -101,8 +96,8 @@ class Trainer:
             self.sums.on_sums(progress.step, result.sums[len(own) :])
             spoiled = self.step_checks.check(result, progress)
             if is_back := spoiled is not None and self.roll_back.roll_back(spoiled, self._state, saving.writer.wait):
-                self._begin("rolled_back")
                 progress = self._state.progress
+                self.feed.begin(progress, self._stop, "rolled_back")
             elif any(result.sums[COUNT : COUNT + len(commit)]):
                 self.roll_back.commit(self._state)
             if progress.step == begun_at + 1:
@@ -132,9 +127,6 @@ class Trainer:
         self.current.recorder.event({"event": event, "at_step": self._state.progress.step, "reason": reason})
         self._set_lr(1.0)  # the task's own values, in case it trains again
         return reason
-
-    def _begin(self, why: str) -> None:
-        self.feed.begin(self._state.progress, self._stop, why)
 
     def _step(self, values: list[int]) -> StepResult:
         progress, spans = self._state.progress, self.stepper.spans

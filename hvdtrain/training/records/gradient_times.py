@@ -27,10 +27,8 @@ _COUNT_ROWS, _FIRST, _LAST = 3, 4, 7
 """Steps of a start: the first counts rows of embeddings, the others are timed. Step 1 learns the buckets, step 2 is the
 first to use them; at the end of step 7, automatic compression may change the exchange."""
 
-Hook = Callable[[int, nn.Parameter], None]
 
-
-def _hook_all(named: Sequence[tuple[str, nn.Parameter]], hook: Hook) -> list[Any]:
+def _hook_all(named: Sequence[tuple[str, nn.Parameter]], hook: Callable[[int, nn.Parameter], None]) -> list[Any]:
     """Call `hook` with the index of each parameter when its gradient is accumulated; return handles to remove."""
     return [
         p.register_post_accumulate_grad_hook(partial(hook, index))  # type: ignore[no-untyped-call]
@@ -43,16 +41,11 @@ class ReadyTimes:
 
     Make it before the engine: hooks run in the order in which they were registered.
 
-    Args:
-        model: on its device.
-        spans: of the training thread.
-        on_cuda: mark by timing events of the CUDA device, not by the host's clock.
-
     Attributes:
         named: the trained parameters, by name.
         marks: one a parameter, of the last backward pass; None for a gradient that was not computed.
         rows: touched rows of each embedding in step `_COUNT_ROWS`, by name.
-        on_cuda: see above.
+        on_cuda: mark by timing events of the CUDA device, not by the host's clock.
     """
 
     def __init__(self, model: nn.Module, spans: Spans, *, on_cuda: bool = False) -> None:

@@ -36,11 +36,7 @@ class CompressionTrial:
 
     Attributes:
         engine: its compression is undecided.
-        device: where gradients are.
-        host: facts about this rank's host.
         batch: (global batch, micro-batch) in samples.
-        event: takes an event for the journal.
-        say: takes a line for the user.
     """
 
     engine: ExchangeEngine

@@ -56,13 +56,12 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow) -> Trainer:
     """Make the trainer of a round, after the state of the run is restored; `live` opens windows of traces."""
     worker, comm, recorder, spans = current.worker, current.comm, current.recorder, current.spans
     config, train, task, device = current.run.config, current.run.config.train, worker.task, worker.device
-    model, on_cuda = worker.state.model, device.type == "cuda"
     counts_flops = comm.rank == 0 and current.is_new
     around = FirstPass(config, device, comm.size, recorder.event) if counts_flops else nullcontext
-    buffers = SharedBuffers(model, comm, config.parallel.buffers, recorder.say)
+    buffers = SharedBuffers(worker.state.model, comm, config.parallel.buffers, recorder.say)
     stepper = Stepper(
         task=task,
-        model=model,
+        model=worker.state.model,
         engine=engine,
         comm=comm,
         precision=worker.precision,
@@ -75,7 +74,7 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow) -> Trainer:
     )
     stream = Stream(task.train_data, config.seed, train.global_batch, train.micro_batch, comm.rank, comm.size)
     ledger = Ledger(current.layout.ledger, recorder.warn)
-    feed = Feed(config, comm, stream, ledger, spans, task.collate, on_cuda)
+    feed = Feed(current, stream, ledger)
     needs_commits = partial(_loses_residuals, current.rounds, engine)
     event, warn = recorder.event, recorder.warn
     roll_back = RollBack(config.elastic.roll_back, worker.commits, comm, current.store, event, warn, needs_commits)
@@ -89,7 +88,7 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow) -> Trainer:
         stepper=stepper,
         feed=feed,
         saving=Saving(current, stepper, ledger, roll_back),
-        step_checks=StepChecks(stepper, feed, train.max_skipped, event, warn),
+        step_checks=StepChecks(current, stepper, feed),
         roll_back=roll_back,
         on_step=trial.add_step if trial is not None else lambda record: None,
         sums=CombinedSums(live, drift, ClaimWatch(current.claim, comm)),

@@ -40,7 +40,9 @@ def claim_together(run: RunConfig, worker: WorkerState, comm: Comm) -> tuple[Pat
 
     def claim() -> str:
         earlier = worker.directory
-        wanted = run if earlier is None else _resuming_in(run, earlier)
+        wanted = run
+        if earlier is not None:
+            wanted = replace(run, config=replace(run.config, run_dir=str(earlier), resume="auto"))
         end = time.monotonic() + (_RELEASE_S if earlier is not None else 0.0)
         while True:
             try:
@@ -66,12 +68,7 @@ def claim_together(run: RunConfig, worker: WorkerState, comm: Comm) -> tuple[Pat
 
 
 class ClaimWatch:
-    """Ends the run on every rank soon after another job has claimed its folder.
-
-    Args:
-        claim: on rank 0; None elsewhere.
-        comm: the ranks.
-    """
+    """Ends the run on every rank soon after another job has claimed its folder. Only rank 0 has the claim."""
 
     def __init__(self, claim: RunDirectory | None, comm: Comm) -> None:
         self._claim = claim
@@ -93,10 +90,6 @@ class ClaimWatch:
     def _check(self) -> None:
         assert self._claim is not None
         self._claim.check()
-
-
-def _resuming_in(run: RunConfig, directory: Path) -> RunConfig:
-    return replace(run, config=replace(run.config, run_dir=str(directory), resume="auto"))
 
 
 @contextmanager
@@ -178,5 +171,5 @@ def batch_statistics(model: nn.Module) -> list[str]:
 
     With them the loss curve depends on the contents of micro-batches, and running statistics also on the ranks.
     """
-    kinds = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
-    return [name for name, module in model.named_modules() if isinstance(module, kinds)]
+    kind = nn.modules.batchnorm._BatchNorm  # SyncBatchNorm is one, too
+    return [name for name, module in model.named_modules() if isinstance(module, kind)]
