@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hvdtrain.comm.solo import SoloComm
-from hvdtrain.config.schema import LoaderConfig
+from hvdtrain.config.schema import Config, LoaderConfig, TrainConfig
 from hvdtrain.task.base import Task
 from hvdtrain.training.loop.evaluate import Evaluation, HeldOut, evaluate
 from hvdtrain.training.loop.forward import Precision
@@ -49,9 +49,8 @@ def _found(
     task: Task, comm: Any = None, *, micro_batch: int = 3, most: int = 0, workers: int = 0, touch: Any = None
 ) -> Evaluation | None:
     comm = comm or SoloComm()
-    held_out = HeldOut(
-        task, comm, micro_batch=micro_batch, most=most, loader=LoaderConfig(workers=workers), on_cuda=False
-    )
+    train = TrainConfig(micro_batch=micro_batch, eval_samples=most)
+    held_out = HeldOut(task, comm, Config(train=train, loader=LoaderConfig(workers=workers)), on_cuda=False)
     return evaluate(task, task.model, comm, Precision("fp32", CPU), CPU, held_out, touch=touch)
 
 
@@ -120,9 +119,8 @@ def test_loader_processes_make_samples_and_stay_and_change_nothing() -> None:
     base = _task()
     task = Task(base.model, lambda m, b: (b[0].sum(), 6.0), base.train_data, Made(), metrics=_processes)
     alone = _found(task, micro_batch=2)
-    held_out = HeldOut(
-        task, SoloComm(), micro_batch=2, most=0, loader=LoaderConfig(workers=1, prefetch=1), on_cuda=False
-    )
+    config = Config(train=TrainConfig(micro_batch=2, eval_samples=0), loader=LoaderConfig(workers=1, prefetch=1))
+    held_out = HeldOut(task, SoloComm(), config, on_cuda=False)
     first, second = (evaluate(task, task.model, SoloComm(), Precision("fp32", CPU), CPU, held_out) for _ in range(2))
     assert alone is not None and first is not None
     assert first == second and first.loss == alone.loss
@@ -137,7 +135,7 @@ def test_nothing_waits_for_the_device_before_the_end() -> None:
     """A tensor of the device meta has no value: to read one is an error."""
     base, touched = _task(), []
     task = Task(base.model.to("meta"), lambda m, b: (m(b[0]).sum(), 3.0), base.train_data, base.heldout_data)
-    held_out = HeldOut(task, SoloComm(), micro_batch=3, most=0, loader=LoaderConfig(), on_cuda=False)
+    held_out = HeldOut(task, SoloComm(), Config(train=TrainConfig(micro_batch=3, eval_samples=0)), on_cuda=False)
     meta = torch.device("meta")
     with pytest.raises(RuntimeError, match="meta"):
         evaluate(task, task.model, SoloComm(), Precision("fp32", CPU), meta, held_out, touch=lambda: touched.append(1))

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from hvdtrain.config.schema import Config
 from hvdtrain.engine.base import Engine
@@ -95,7 +94,9 @@ def memory_holders(config: Config, device: torch.device, model: nn.Module, engin
         "buffers of the model": model.buffers(),
         "exchange buckets": engine.buffers(),
         "gradients": (p.grad for p in model.parameters() if p.grad is not None),
-        "optimizer state": _state(engine.optimizer),
+        "optimizer state": (
+            value for slots in engine.optimizer.state.values() for value in slots.values() if isinstance(value, Tensor)
+        ),
     }
     mib = {name: round(_bytes(tensors, device, seen) / 2**20, 1) for name, tensors in kinds.items()}
     figures = memory(device=True)
@@ -119,8 +120,3 @@ def _bytes(tensors: Iterable[Tensor], device: torch.device, seen: set[int]) -> i
             seen.add(storage.data_ptr())
             total += storage.nbytes()
     return total
-
-
-def _state(optimizer: Optimizer) -> Iterator[Tensor]:
-    for slots in optimizer.state.values():
-        yield from (value for value in slots.values() if isinstance(value, Tensor))

@@ -41,12 +41,10 @@ class WorkerState:
         task: with its model, which is on `device`.
         info: rank and environment of this process at its start.
         device: of this process; it never changes.
-        precision: of forward and backward.
         state: of the training, with the exchange of the current or the last round.
         horizon: the step at which the schedule ends.
         schedule: factor on the learning rates by step.
         base_lrs: learning rate of each optimizer group at factor 1.
-        commits: copies of the state.
         compiled: number of compiled blocks of the model.
         directory: run folder as given; None until this process knows it.
         recorder: of this rank; it stays open while the rank leads, or does not lead, as before.

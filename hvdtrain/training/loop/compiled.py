@@ -45,7 +45,11 @@ def compile_blocks(model: nn.Module) -> int:
         )
     _raise_limits(len(found) * _VARIANTS)
     for block in found:
-        _compile(block)
+        # `nn.Module.compile` skips the forward of torch's own classes, such as `nn.Sequential`.
+        if type(block).forward.__module__.startswith("torch.nn."):
+            block.forward = torch.compile(block.forward)
+        else:
+            block.compile()
     return len(found)
 
 
@@ -59,11 +63,3 @@ def _raise_limits(count: int) -> None:
 
     limits.recompile_limit = max(limits.recompile_limit, count)
     limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, count)
-
-
-def _compile(block: nn.Module) -> None:
-    """Compile a block; for torch's classes (`nn.Sequential`) its forward, which `nn.Module.compile` skips."""
-    if type(block).forward.__module__.startswith("torch.nn."):
-        block.forward = torch.compile(block.forward)
-    else:
-        block.compile()

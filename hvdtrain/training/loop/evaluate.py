@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json
-from hvdtrain.config.schema import LoaderConfig
+from hvdtrain.config.schema import Config
 from hvdtrain.data.loader import Batches, sample_seed, seed_forward
 from hvdtrain.data.order import MicroBatch, micro_batches, rank_share
 from hvdtrain.task.base import Task
@@ -21,13 +21,7 @@ from hvdtrain.training.loop.forward import Precision, checked_loss, checked_metr
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Means over held-out samples, equal on all ranks.
-
-    Attributes:
-        loss: mean over the weight.
-        metrics: means by name.
-        samples: number of samples.
-    """
+    """Means over the weight of held-out samples, equal on all ranks."""
 
     loss: float
     metrics: dict[str, float] = field(default_factory=dict)
@@ -35,28 +29,25 @@ class Evaluation:
 
 
 class HeldOut:
-    """Held-out samples of a rank, in batches: `most` of all (0: all), evenly spaced, each on one rank.
+    """Held-out samples of a rank, in batches: `train.eval_samples` (0: all), evenly spaced, each on one rank.
 
-    Samples that draw random numbers are the same in each evaluation.
-
-    Args:
-        loader: options of loading. Loader processes start with the first evaluation, and stay.
+    Samples that draw random numbers are the same in each evaluation. Loader processes start with the first evaluation,
+    and stay.
 
     Attributes:
         count: samples of all ranks; 0 if the task has no held-out data.
     """
 
-    def __init__(
-        self, task: Task, comm: Comm, *, micro_batch: int, most: int, loader: LoaderConfig, on_cuda: bool
-    ) -> None:
+    def __init__(self, task: Task, comm: Comm, config: Config, *, on_cuda: bool) -> None:
         self.count = 0
         if task.heldout_data is None or len(task.heldout_data) == 0:  # type: ignore[arg-type]
             return
         self._length = length = len(task.heldout_data)  # type: ignore[arg-type]
-        self.count = min(most, length) if most else length
-        batches = micro_batches(0, self.count, micro_batch)
+        self.count = min(config.train.eval_samples or length, length)
+        batches = micro_batches(0, self.count, config.train.micro_batch)
         self._mine = [batches[i] for i in rank_share(len(batches), comm.rank, comm.size)]
-        self._batches = Batches(task.heldout_data, self._keys, loader, task.collate, on_cuda=on_cuda, persistent=True)
+        data, collate = task.heldout_data, task.collate
+        self._batches = Batches(data, self._keys, config.loader, collate, on_cuda=on_cuda, persistent=True)
 
     def _keys(self) -> Iterator[list[int]]:
         for b in self._mine:

@@ -44,15 +44,7 @@ class Saving:
         current, stepper = self.current, self.stepper
         self._config, self._comm, self._store = current.run.config, current.comm, current.store
         self._recorder, self._worker, self._state = current.recorder, current.worker, current.worker.state
-        train = self._config.train
-        self.held_out = HeldOut(
-            stepper.task,
-            self._comm,
-            micro_batch=train.micro_batch,
-            most=train.eval_samples,
-            loader=self._config.loader,
-            on_cuda=stepper.device.type == "cuda",
-        )
+        self.held_out = HeldOut(stepper.task, self._comm, self._config, on_cuda=stepper.device.type == "cuda")
         keep, event, warn = self._config.checkpoint.keep, self._recorder.event, self._recorder.warn
         self.writer = CheckpointWriter(self._comm, self._store, keep, event, warn, stepper.spans.touch)
 

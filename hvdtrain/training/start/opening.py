@@ -140,17 +140,18 @@ def describe_start(current: Round) -> None:
         recorder.say(
             f"{worker.compiled} block(s) of the model are compiled during the first evaluation and step, which are slow"
         )
+    count = f"{parameters / 1e6:.2f}M" if parameters >= 1_000_000 else f"{parameters:,}"
     recorder.say(
-        f"{_count(parameters)} parameters, {dataset_length(task.train_data):,} samples, {size} rank(s),"
+        f"{count} parameters, {dataset_length(task.train_data):,} samples, {size} rank(s),"
         f" global batch {train.global_batch} in micro-batches of {train.micro_batch}"
     )
     if risk := describe_exposure(worker.info.variables):
         recorder.warn(risk)
-    count = len(micro_batches(0, train.global_batch, train.micro_batch))
-    if count < size:
+    passes = len(micro_batches(0, train.global_batch, train.micro_batch))
+    if passes < size:
         recorder.warn(
-            f"{size - count} of {size} ranks are idle: a global batch of {train.global_batch} has only"
-            f" {count} micro-batch(es) of {train.micro_batch}; lower --train.micro_batch or raise --train.global_batch"
+            f"{size - passes} of {size} ranks are idle: a global batch of {train.global_batch} has only"
+            f" {passes} micro-batch(es) of {train.micro_batch}; lower --train.micro_batch or raise --train.global_batch"
         )
     names = batch_statistics(task.model)
     if names:
@@ -159,11 +160,6 @@ def describe_start(current: Round) -> None:
             " curve depends on --train.micro_batch, and its running statistics also on the number of ranks;"
             " group norm depends on neither"
         )
-
-
-def _count(number: int) -> str:
-    """Format 1234 as ``1,234``, and 1234567 as ``1.23M``."""
-    return f"{number / 1e6:.2f}M" if number >= 1_000_000 else f"{number:,}"
 
 
 def batch_statistics(model: nn.Module) -> list[str]:
