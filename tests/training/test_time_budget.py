@@ -32,7 +32,7 @@ def budget(lines: list[dict[str, Any]]) -> dict[str, float]:
 def test_the_parts_add_up_to_the_wall_time() -> None:
     lines = [
         {"event": "started", "time": 90.0},
-        {"event": "evaluation", "time": 99.0},
+        {"event": "evaluation", "time": 99.0, "loss": 1.0, "metrics": {}},
         _step(1, 102.0, 2.0, data_s=0.25, copy_s=0.25, forward_s=0.5, backward_s=0.5, exposed_comm_s=0.1),
         _step(2, 104.0, 2.0, data_s=0.5, clip_s=0.2, optimizer_s=0.3),
         {"event": "checkpoint", "time": 109.0},

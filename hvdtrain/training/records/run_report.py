@@ -16,8 +16,8 @@ import torch
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json, broadcast_json
-from hvdtrain.files import write_text
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.files import write_text
 from hvdtrain.observe.trace_file import free_path
 from hvdtrain.run_layout import RunLayout, TimelineLayout
 from hvdtrain.timeline.analysis.analysis import Analysis, figures
