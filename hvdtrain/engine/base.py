@@ -24,11 +24,9 @@ class Engine(Protocol):
 
     def begin(self, micro_batches: int) -> None:
         """Clear gradients; this rank then runs backward `micro_batches` times, 0 if it is idle."""
-        ...
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss`, a scalar; the last one of a step starts the exchange."""
-        ...
 
     def finish(self) -> list[Tensor]:
         """Wait until every gradient is the sum over ranks and micro-batches. Collective: yes.
@@ -36,7 +34,6 @@ class Engine(Protocol):
         Returns all gradients, equal on all ranks; the caller may scale them in place. An unused parameter has a zero
         gradient at every world size.
         """
-        ...
 
     def close(self) -> None:
         """Remove all hooks from the parameters."""
@@ -48,11 +45,9 @@ class Engine(Protocol):
 
     def commit(self, *, applied: bool) -> None:
         """End the step: keep the new residuals of the compression if it was applied, else the old ones."""
-        ...
 
     def rescale(self, factor: float) -> None:
         """Multiply the residuals by `factor`, as the caller does with all later gradients."""
-        ...
 
     def synchronize_state(self) -> None:
         """Make the exchange's state equal on all ranks, so that one rank can save it. Collective: yes."""
@@ -67,11 +62,9 @@ class Engine(Protocol):
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the exchange's state, tensors and plain values; equal on all ranks after `synchronize_state`."""
-        ...
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Load the exchange's state."""
-        ...
 
     def parameters_by_collective(self) -> dict[str, list[str]]:
         """Return the names of the parameters in each collective, by the prefix of its name."""

@@ -86,11 +86,9 @@ class StepSums(Protocol):
 
     def values(self) -> list[int]:
         """Return this rank's integers for the next step; always equally many."""
-        ...
 
     def on_sums(self, step: int, sums: Sequence[int]) -> None:
         """Act on the sums of step `step`, which are equal on all ranks. Collective: yes."""
-        ...
 
 
 class CombinedSums:
