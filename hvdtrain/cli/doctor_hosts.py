@@ -6,7 +6,7 @@ import argparse
 import json
 import platform
 import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,7 +154,7 @@ def data(report: Report) -> dict[str, Any]:
     if report.links is not None:
         content["links"] = report.links.as_data()
     if report.outlook is not None:
-        content["outlook"] = report.outlook.as_data()
+        content["outlook"] = asdict(report.outlook)
     return content
 
 

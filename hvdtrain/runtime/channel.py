@@ -42,15 +42,11 @@ from hvdtrain.runtime.json_lines import MessageWriter, read_messages
 
 VARIABLE = "HVDTRAIN_CHANNEL"
 """The variable with the file descriptor of a rank's end of the socketpair."""
-
 HELD = "held"
 """The one message that is for the agent."""
-
 BEAT_S = 1.0
 """Seconds between two heartbeats of a rank."""
-
 _MOST_BYTES = 1 << 20
-"""Longest message."""
 
 
 class Channel:

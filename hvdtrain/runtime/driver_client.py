@@ -21,8 +21,6 @@ EXIT_ALONE = 1
 """Exit code of a rank that has lost its driver."""
 
 _MOST_ERROR_CHARACTERS = 4000
-"""Longest error text in a message."""
-
 _NUMBERS = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
 
 

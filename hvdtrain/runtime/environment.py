@@ -44,10 +44,8 @@ class RankInfo:
     Attributes:
         launcher: the name of a line in `LAUNCHERS`, or "none": no launcher, rank 0 of 1.
         rank: this process, 0 to size - 1.
-        size: number of processes.
         local_rank: index of this process on its host.
         local_size: number of processes on this host.
-        host: name of this host.
         variables: the environment of this process.
         folder: the folder in which this process was started; relative paths of its options refer to it.
     """
@@ -77,7 +75,6 @@ class Launcher:
     """The variables that one launcher sets.
 
     Attributes:
-        name: for messages.
         signs: any of them shows that this launcher started the process.
         rank, size, local_rank, local_size: the variables with these numbers.
         node: set where local_size lists all hosts, as in ``2(x3),1``: the index of this host.

@@ -33,7 +33,6 @@ class Setting:
     """One variable to set.
 
     Attributes:
-        variable, value: its name and value.
         reason: why it is set here.
         effect: its measured effect.
         before: the module that reads it when it is loaded or initialised; later is too late.

@@ -43,7 +43,6 @@ class TimelinePlan:
         kind: off: not requested; window: recorded by us; theirs: set by the user, not touched; spans: not recorded,
             only our own spans.
         window: the steps to record; `OFF` unless `kind` is window.
-        reason: why.
         quiet: whether its writer's thread sleeps while it has no work; otherwise it spins.
     """
 

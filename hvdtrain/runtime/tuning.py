@@ -31,7 +31,6 @@ class Choice:
     """The decision on a setting.
 
     Attributes:
-        setting: the proposed setting.
         kept: why it is not made; None if it is.
         late: it is not made only because the module that reads it is already loaded.
     """

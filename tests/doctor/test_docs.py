@@ -7,21 +7,22 @@ import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from hvdtrain.doctor.checks import CHECKS
-from hvdtrain.doctor.facts import DoctorFacts
+from hvdtrain.doctor import checks, nccl_log
 from hvdtrain.doctor.finding import Finding
 
+CHECKS: tuple[Callable[[Any], Finding | None], ...] = (*checks.CHECKS, *nccl_log.CHECKS)
 TEXT = (Path(__file__).parents[2] / "docs/doctor.md").read_text()
 ROWS = dict(re.findall(r"^\| `(\w+)`( \*)? \|", TEXT, re.M))
 
 
-def findings(check: Callable[[DoctorFacts], Finding | None]) -> list[ast.Call]:
+def findings(check: Callable[[Any], Finding | None]) -> list[ast.Call]:
     calls = [node for node in ast.walk(ast.parse(inspect.getsource(check))) if isinstance(node, ast.Call)]
     return [call for call in calls if ast.unparse(call.func) == "Finding"]
 
 
-def name(check: Callable[[DoctorFacts], Finding | None]) -> str:
+def name(check: Callable[[Any], Finding | None]) -> str:
     (found,) = {ast.literal_eval(call.args[0]) for call in findings(check)}
     return str(found)
 

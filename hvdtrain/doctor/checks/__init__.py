@@ -1,10 +1,11 @@
-"""The checks. Each is a function of the gathered facts and one line in `CHECKS`."""
+"""The checks. Each is a function of the gathered facts and one line in `CHECKS`; NCCL's log has its own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from hvdtrain.doctor.checks import gpu, host, installation, launcher, mpi, nccl_log, network, storage, variables
+from hvdtrain.doctor import nccl_log
+from hvdtrain.doctor.checks import gpu, host, installation, launcher, mpi, network, storage, variables
 from hvdtrain.doctor.facts import DoctorFacts
 from hvdtrain.doctor.finding import Finding
 
@@ -58,15 +59,12 @@ CHECKS: tuple[Callable[[DoctorFacts], Finding | None], ...] = (
     storage.run_dir_speed,
     storage.run_dir_shared,
     launcher.timeline,
-    nccl_log.nccl_log,
-    nccl_log.nccl_one_version,
-    nccl_log.nccl_network,
-    nccl_log.nccl_direct,
-    nccl_log.nccl_peers,
-    nccl_log.nccl_warnings,
 )
 
 
 def examine(facts: DoctorFacts) -> list[Finding]:
     """Run all checks and return their findings. A check that does not apply returns None."""
-    return [finding for check in CHECKS if (finding := check(facts)) is not None]
+    found = [check(facts) for check in CHECKS]
+    if facts.nccl_log is not None:
+        found += [check(facts.nccl_log) for check in nccl_log.CHECKS]
+    return [finding for finding in found if finding is not None]

@@ -27,7 +27,6 @@ class DoctorFacts:
     """All facts that the checks use.
 
     Attributes:
-        info: rank of this process.
         environ: environment of this process, without the variables that hvdtrain set.
         installation, mpi, machine, gpu, network, storage: facts from the file of the same name.
         nccl_log: content of NCCL's log, if the user named one.

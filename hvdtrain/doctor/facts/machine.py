@@ -34,15 +34,12 @@ class Machine:
     """The machine.
 
     Attributes:
-        host: cores and GPUs.
         system: descriptions of kernel, cpu, memory and python.
         processors: hardware threads of the machine, including those that this process may not use.
         cpu_flags: features of the processor, as the kernel names them.
-        memory_bytes: memory of the machine.
         memory_limit_bytes: memory limit of the container or job; None if there is none.
         shm_bytes, shm_free_bytes: size and free space of /dev/shm; None if it does not exist.
         huge_pages: the kernel's setting: always, madvise or never; "" if it has none.
-        is_root: whether this process runs as root.
         remote_shell: whether Open MPI's mpirun finds ssh or rsh.
     """
 

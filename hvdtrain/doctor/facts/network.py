@@ -24,7 +24,6 @@ class Interface:
     """A network interface.
 
     Attributes:
-        name: such as eth0.
         address: its first IPv4 address; "" if it has none.
         network: network of that address, such as ``10.0.0.0/24``; "" without an address.
         mtu: largest packet in bytes.
@@ -59,9 +58,7 @@ class Network:
     """The network of this host.
 
     Attributes:
-        name: name of this host.
         addresses: addresses that the name resolves to; None if there is no program to resolve it.
-        interfaces: all network interfaces.
         route: interface of the default route; "" if there is none.
         rdma: ports of InfiniBand and RoCE cards.
         verbs: whether programs can use these cards.

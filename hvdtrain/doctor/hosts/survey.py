@@ -46,8 +46,7 @@ class HostsRequest:
         hosts: slots by host, in the user's order.
         local: names of this host.
         folder: working folder of the ranks.
-        python: path of this Python.
-        environment: environment of this process.
+        python, environment: of this process.
         ssh_port, ssh_options: as in `hvdtrain launch`.
     """
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from hvdtrain.compression.table import auto_candidates
 from hvdtrain.doctor.links.measured import Links, aligned, gbit, microseconds
@@ -48,10 +47,6 @@ class Outlook:
 
     rows: Sequence[Prediction]
     notes: Sequence[str]
-
-    def as_data(self) -> dict[str, Any]:
-        """Return the table for JSON."""
-        return {"rows": [asdict(row) for row in self.rows], "notes": list(self.notes)}
 
 
 def assumed_run(parameters: int, step_s: float, cores: int, threads: int, *, on_cpu: bool) -> Evidence:

@@ -18,8 +18,6 @@ from hvdtrain.launch.targets import TARGETS
 from hvdtrain.launch.worker_plan import agent_environment, passed_variables
 from hvdtrain.programs import run_program
 
-PROBE = ("doctor", "--probe", "--json")
-"""Arguments of hvdtrain on each rank."""
 EACH = 2
 """Ranks per host: two, so that links within a host are measured too."""
 _START_S = 60.0
@@ -44,7 +42,7 @@ def command(request: HostsRequest, hosts: Sequence[str], interface: str, mpi: Mp
     """
     names = ("PATH", "LD_LIBRARY_PATH", *passed_variables(request.environment))
     spec = JobSpec(
-        arguments=PROBE,
+        arguments=("doctor", "--probe", "--json"),
         ranks=EACH * len(hosts),
         nodes=len(hosts),
         hosts=dict.fromkeys(hosts, EACH),

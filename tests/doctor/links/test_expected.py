@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -93,7 +93,7 @@ def test_predictions_for_more_hosts_than_measured_are_marked() -> None:
     ]
     text = "\n".join(lines(found))
     assert "6*" in text and "3*" not in text and "not in the model" in text
-    assert json.loads(json.dumps(found.as_data()))["rows"][-1]["ranks"] == {"size": 48, "per_host": 2}
+    assert json.loads(json.dumps(asdict(found)))["rows"][-1]["ranks"] == {"size": 48, "per_host": 2}
 
 
 def test_one_host_gives_no_information_about_links_between_hosts() -> None:
