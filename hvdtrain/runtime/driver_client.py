@@ -107,8 +107,7 @@ class DriverClient:
     def join(self, why: str, text: str = "", step: int = -1) -> Place:
         """Request a place, and wait for it. The parameters are those of the message `join`.
 
-        Errors:
-            NoPlace: there is none; `JobFailed` where the job has failed.
+        Errors: NoPlace if there is none; JobFailed, a subclass, if the job has failed.
         """
         self._channel.send("join", after=self.round, why=why, text=text[:_MOST_ERROR_CHARACTERS], step=step)
         while True:

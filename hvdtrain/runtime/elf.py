@@ -27,10 +27,7 @@ class Linkage:
 
 
 def read_linkage(library: Path) -> Linkage:
-    """Read the linkage of a shared library; empty for other files.
-
-    Errors: OSError.
-    """
+    """Read the linkage of a shared library; empty for other files. Errors: OSError."""
     with library.open("rb") as file:
         try:
             return _read(file, library.resolve().parent)

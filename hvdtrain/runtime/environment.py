@@ -89,17 +89,14 @@ class Launcher:
     node: str | None = None
 
 
-def _line(name: str, rank: str, size: str, local_rank: str, local_size: str) -> Launcher:
-    """Return a launcher for which every variable is a sign."""
-    return Launcher(name, (rank, size, local_rank, local_size), rank, size, local_rank, local_size)
-
-
+_GLOO = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
+_OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 _HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID")
 
 LAUNCHERS = (
-    _line(GLOO_LAUNCHER, "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
-    _line("openmpi", *(f"OMPI_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+    Launcher(GLOO_LAUNCHER, _GLOO, *_GLOO),
+    Launcher("openmpi", _OPEN_MPI, *_OPEN_MPI),
     Launcher("hydra", ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"), *_HYDRA),
     Launcher("slurm", ("SLURM_STEP_NUM_TASKS",), *_SLURM),
     Launcher("hydra", ("PMI_RANK", "PMI_SIZE"), *_HYDRA),
@@ -139,8 +136,7 @@ def by_srun(environ: Mapping[str, str]) -> bool:
 def rank_info(environ: Mapping[str, str], host: str | None = None) -> RankInfo:
     """Read this process's rank from the launcher's variables. ``host``: name of this host (default: the system's).
 
-    Errors:
-        LaunchError: a variable of the launcher is missing, not a number, or out of range.
+    Errors: LaunchError if a variable of the launcher is missing, not a number, or out of range.
     """
     host = platform.node() if host is None else host
     launcher = next((line for line in LAUNCHERS if any(sign in environ for sign in line.signs)), None)
@@ -175,11 +171,7 @@ def launch_options(environ: Mapping[str, str]) -> list[str] | None:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Parse Slurm's counts of tasks: ``2(x3),1`` are three nodes with two each and one with one.
-
-    Errors:
-        ValueError: invalid text.
-    """
+    """Parse Slurm's counts of tasks: ``2(x3),1`` are three nodes with two each and one with one. Errors: ValueError."""
     per_node: list[int] = []
     for part in text.split(","):
         found = re.fullmatch(r"([1-9][0-9]{0,8})(?:\(x([0-9]{1,6})\))?", part.strip())

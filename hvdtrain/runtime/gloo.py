@@ -13,10 +13,7 @@ def refuse_without_address(variables: Mapping[str, str | None]) -> None:
     """Check that this host's name has an address where ranks meet by Gloo.
 
     Gloo resolves the name even if an interface is given, and does not handle a failure: each rank would die of SIGSEGV
-    in hvd.init() (Horovod 0.28.1, gloo/transport/tcp/device.cc).
-
-    Errors:
-        LaunchError: it has none.
+    in hvd.init() (Horovod 0.28.1, gloo/transport/tcp/device.cc). Errors: LaunchError if it has none.
     """
     if int(variables.get("HOROVOD_SIZE") or 1) < 2:
         return

@@ -99,10 +99,8 @@ def _open_mpi_major(libmpi: Path) -> int | None:
 def check_launch(info: RankInfo, library: Path | None = None) -> None:
     """Refuse to start where Horovod's MPI cannot join the launcher's ranks; call it before ``hvd.init()``.
 
-    ``library`` is Horovod's (default: the installed one).
-
-    Errors:
-        LaunchError: started by mpirun of another MPI than Horovod's, or by srun without PMI, or Horovod has no MPI.
+    ``library`` is Horovod's (default: the installed one). Errors: LaunchError if mpirun of another MPI than Horovod's
+    has started it, or srun without PMI, or Horovod has no MPI.
     """
     if info.launcher not in ("openmpi", "hydra", "slurm"):
         return
@@ -162,8 +160,7 @@ def _mend(mpi: MpiLibrary | None, info: RankInfo) -> str:
 def check_size(info: RankInfo, hvd_size: int) -> None:
     """Refuse to train where Horovod joined another number of ranks than were started; call it after ``hvd.init()``.
 
-    Errors:
-        LaunchError: the sizes differ; most often each rank became a job of its own.
+    Errors: LaunchError if the sizes differ; most often each rank became a job of its own.
     """
     if hvd_size == info.size:
         return

@@ -47,11 +47,7 @@ def _unused_launcher(info: RankInfo) -> tuple[str, str] | None:
 
 
 def refuse_unused_launcher(info: RankInfo) -> None:
-    """Refuse to start where a launcher of several processes started this one, but they are not ranks of one job.
-
-    Errors:
-        LaunchError: there is such a launcher.
-    """
+    """Raise LaunchError where a launcher of several processes started this one, but they are not ranks of one job."""
     if (found := _unused_launcher(info)) is None:
         return
     variable, launcher = found

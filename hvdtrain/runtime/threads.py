@@ -35,11 +35,7 @@ def thread_ids() -> frozenset[int]:
 
 
 def read_use(thread: int) -> ThreadUse:
-    """Read the CPU use of a thread.
-
-    Errors:
-        OSError, ValueError: the thread has ended, or this kernel has no such figures.
-    """
+    """Read the CPU use of a thread. Errors: OSError, ValueError if it has ended, or this kernel has no such figures."""
     folder = _TASKS / str(thread)
     status = dict(line.partition(":")[::2] for line in (folder / "status").read_text().splitlines())
     busy_ns = int((folder / "schedstat").read_text().split()[0])

@@ -62,8 +62,7 @@ class TimelinePlan:
 def decide(wanted: str, facts: Facts, *, quiet: bool) -> TimelinePlan:
     """Decide the plan. Pure.
 
-    ``wanted`` is the option ``observe.timeline``; `facts.already` is without variables that we set; ``quiet`` is
-    `BuildRecord.quiet`.
+    ``wanted``: the option ``observe.timeline``; ``facts``: without variables that we set; ``quiet``: of `BuildRecord`.
     """
     theirs = facts.already.get(VARIABLE)
     # An empty name opens no file and makes windows possible, as DYNAMIC does.

@@ -150,10 +150,7 @@ def prepare() -> tuple[RankInfo, list[Choice]]:
     """Detect this process's rank and make the settings; an entry point calls this first.
 
     Call it before torch, mpi4py and Horovod are imported. Further calls change nothing. The returned variables include
-    the settings.
-
-    Errors:
-        LaunchError: the launcher's variables are invalid.
+    the settings. Errors: LaunchError if the launcher's variables are invalid.
     """
     now = environment.environ()
     ours = our_variables(now)

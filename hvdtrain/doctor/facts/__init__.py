@@ -52,7 +52,7 @@ def gather(
 ) -> DoctorFacts:
     """Gather all facts. This takes as long as importing torch and Horovod. Collective: no.
 
-    ``environ`` is that of this process. ``refusal``: error of the launcher's variables, if they are inconsistent.
+    ``refusal``: error of the launcher's variables, if they are inconsistent.
     """
     before = without_our_variables(environ)
     with ThreadPoolExecutor(_WORKERS) as pool:

@@ -59,7 +59,9 @@ class Machine:
 
 def machine(environ: Mapping[str, str], root: Path = Path("/")) -> Machine:
     """Gather the facts. ``root``: root folder of ``sys``, ``proc`` and ``dev``."""
-    cpu = _cpu(root)
+    first_processor = read_text_or_empty(root / "proc/cpuinfo").partition("\n\n")[0]
+    fields = (line.partition(":") for line in first_processor.splitlines())
+    cpu = {name.strip(): value.strip() for name, _, value in fields}
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     shm = shutil.disk_usage(root / "dev/shm") if (root / "dev/shm").is_dir() else None
     pages = read_text_or_empty(root / "sys/kernel/mm/transparent_hugepage/enabled")  # such as: always [madvise] never
@@ -82,13 +84,6 @@ def machine(environ: Mapping[str, str], root: Path = Path("/")) -> Machine:
         is_root=os.geteuid() == 0,
         remote_shell=has_remote_shell(environ),
     )
-
-
-def _cpu(root: Path) -> dict[str, str]:
-    """Return the fields of the first processor in /proc/cpuinfo."""
-    first = read_text_or_empty(root / "proc/cpuinfo").partition("\n\n")[0]
-    pairs = (line.partition(":") for line in first.splitlines())
-    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def _memory_limit(root: Path) -> int | None:

@@ -102,10 +102,7 @@ def mpi_facts(
 
 
 def mpi_versions(environ: Mapping[str, str], pool: Executor, programs: Path | None = None) -> MpiFacts:
-    """Find the libmpi that Horovod loads and an mpirun, and ask both for their versions.
-
-    ``programs``: folder to search for mpirun after PATH.
-    """
+    """Find Horovod's libmpi, and an mpirun on PATH or then in `programs`, and ask both for their versions."""
     library = mpi.mpi_library(mpi.horovod_library(), environ)
     folders = [environ.get("PATH", os.defpath), *([str(programs)] if programs else [])]
     mpirun = shutil.which("mpirun", path=os.pathsep.join(folders))

@@ -73,10 +73,7 @@ class Network:
 
 
 def network(root: Path = Path("/")) -> Network:
-    """Gather the facts. The only packets sent are those that resolve this host's name.
-
-    ``root``: root folder of ``sys``, ``proc`` and ``dev``.
-    """
+    """Gather the facts, of the system below `root`. Packets are sent only to resolve this host's name."""
     name = platform.node()
     return Network(
         name=name,

@@ -61,11 +61,7 @@ class Speed:
 
 
 def listen(address: str) -> Listener:
-    """Listen on one address, in background threads, until this process ends.
-
-    Errors:
-        OSError: this host does not have the address.
-    """
+    """Listen in background threads until this process ends. Errors: OSError if this host does not have the address."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listening = socket.create_server((address, 0), family=family, backlog=1024)
     listener = Listener(address, listening.getsockname()[1], secrets.token_hex(_TOKEN_BYTES // 2))
@@ -113,11 +109,7 @@ def try_connection(listener: Listener) -> str:
 
 
 def measure(listener: Listener, budget_s: float) -> Speed:
-    """Measure latency and bandwidth to a listener in about `budget_s` seconds.
-
-    Errors:
-        OSError: the listener does not answer.
-    """
+    """Measure the speed to a listener in about `budget_s` seconds. Errors: OSError if it does not answer."""
     with _connect(listener, b"E") as end:
         times_s: list[float] = []
         deadline_s = time.perf_counter() + budget_s / 2

@@ -18,8 +18,7 @@ class NoAnswerError(Exception):
 class ProbeClient:
     """The connection to a probe that `argv` starts. Any thread may ask, one question at a time.
 
-    Errors:
-        OSError: the process cannot be started.
+    Errors: OSError if the process cannot be started.
     """
 
     def __init__(self, host: str, argv: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -29,21 +28,13 @@ class ProbeClient:
         self._link.start()
 
     def greet(self, hello: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Send the first message and return the facts about the host.
-
-        Errors:
-            NoAnswerError: there is no reply, or the probe has ended.
-        """
+        """Send the first message and return the facts about the host. Errors: NoAnswerError if there is no reply."""
         self._link.send("hello", **hello)
         message, _ = self._receive("says", time.monotonic() + timeout_s)
         return dict(message["facts"])
 
     def ask(self, what: str, timeout_s: float, **facts: Any) -> Any:
-        """Ask a question and return the answer.
-
-        Errors:
-            NoAnswerError: there is no answer, or the host reports an error.
-        """
+        """Ask a question. Errors: NoAnswerError if there is no answer, or the host reports an error."""
         return self.ask_timed(what, timeout_s, **facts)[1]
 
     def ask_timed(self, what: str, timeout_s: float, **facts: Any) -> tuple[int, Any, int]:

@@ -87,10 +87,7 @@ class Survey:
 
 
 class Hosts:
-    """Hosts with a probe, which runs until the end of the `with` block.
-
-    A host that fails to answer moves to `lost` and is asked no more.
-    """
+    """Hosts with a probe until the end of the `with` block. One that fails to answer is asked no more (`lost`)."""
 
     def __init__(self, request: HostsRequest) -> None:
         self.lost: dict[str, str] = {}
@@ -122,11 +119,7 @@ class Hosts:
         return Survey(slots, folder, writer, dict(self.lost), facts, addresses, offsets, attempts, sees_file)
 
     def measure(self, source: str, target: str, budget_s: float) -> Speed:
-        """Measure the speed from one host to another.
-
-        Errors:
-            NoAnswerError: it cannot be measured.
-        """
+        """Measure the speed from one host to another. Errors: NoAnswerError if it cannot be measured."""
         listener = asdict(self._listeners[target])
         return Speed(**self._probes[source].ask("measure", 60.0 + budget_s, door=listener, budget_s=budget_s))
 

@@ -28,10 +28,8 @@ _PAUSE_S = 1e-3
 def measure(info: RankInfo) -> Links | None:
     """Measure all pairs of hosts, and two ranks within each host. Return the links on rank 0, None elsewhere.
 
-    It initializes MPI. Collective: yes.
-
-    Errors:
-        LaunchError: mpi4py is missing or uses another MPI than Horovod, or the ranks do not form one job.
+    It initializes MPI. Collective: yes. Errors: LaunchError if mpi4py is missing or uses another MPI than Horovod, or
+    the ranks do not form one job.
     """
     world = _world(info)
     names, ranks = _hosts(world, info.host)

@@ -79,10 +79,7 @@ def assumed_run(parameters: int, step_s: float, cores: int, threads: int, *, on_
 
 
 def outlook(evidence: Evidence, links: Links, per_host: int) -> Outlook:
-    """Predict the step time by number of ranks and compression. Each rank has the work of a single one.
-
-    ``evidence`` is that of a run, or from `assumed_run`.
-    """
+    """Predict the step time by number of ranks and compression. Each rank has the work of a single one."""
     inside, between = _inside(evidence, links), _between(links)
     if inside is not None:
         evidence = replace(evidence, fitted=FittedLink(inside, "measured", _OFF))

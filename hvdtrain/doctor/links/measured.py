@@ -83,10 +83,7 @@ class Links:
 
 
 def check_links(links: Links, interface_mbit: Mapping[str, int] | None = None) -> list[Finding]:
-    """Report the measured links, and each link that is much slower than the others.
-
-    ``interface_mbit``: speed of each host's interface in Mbit/s, if known.
-    """
+    """Report the measured links, and each link that is much slower than the others or its interface, where known."""
     found = []
     for name, directions in (("links", links.between), ("in a host", links.inside)):
         if directions:

@@ -68,11 +68,7 @@ def common_interface(survey: Survey, hosts: Sequence[str]) -> str:
 
 
 def measure_by_mpi(request: HostsRequest, hosts: Sequence[str], interface: str) -> Links:
-    """Run the probe `by_mpi` and return the links.
-
-    Errors:
-        LaunchError: there is no suitable mpirun, or it failed.
-    """
+    """Run the probe `by_mpi` and return the links. Errors: LaunchError if mpirun failed, or there is none."""
     mpi = choose(AUTO, (), detect_machine(request.environment)).mpi
     if mpi is None:
         raise LaunchError("The mpirun of Horovod's MPI is missing.", next_step="hvdtrain doctor")
