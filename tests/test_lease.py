@@ -1,4 +1,4 @@
-"""A lease: one holder who lives, and none who does not."""
+"""A lease has one live holder, and no dead one."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("without_locks")
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_job_treated_as_dead_ends_on_every_rank(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It came back from a suspension, say: two jobs must not write into one run."""
+    """For example after a suspension: two jobs must not write into one run."""
     monkeypatch.setattr(lease, "BEAT_S", 0.001)
     run, drawn = tmp_path / "run", list[int]()
 
@@ -197,7 +197,7 @@ def test_a_job_treated_as_dead_ends_on_every_rank(size: int, tmp_path: Path, mon
 
 @pytest.mark.usefixtures("without_locks")
 def test_nothing_is_saved_into_a_run_that_another_job_has_taken_over(tmp_path: Path) -> None:
-    """Though no beat was due since, which would have seen it."""
+    """Although no heartbeat was due since, which would have detected it."""
     claim = run_directory._claim(tmp_path)
     assert claim is not None
     store = CheckpointStore(tmp_path / "checkpoints", pytest.fail, check=claim.check)

@@ -1,4 +1,4 @@
-"""Who imports whom, who reads the environment, who prints: read from the source itself."""
+"""Which modules import which, read the environment or print: checked in the source."""
 
 from __future__ import annotations
 

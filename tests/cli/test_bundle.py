@@ -1,4 +1,4 @@
-"""``hvdtrain bundle``: what is made where nothing is said, and how it ends."""
+"""``hvdtrain bundle``: its defaults, and its exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An error in the user's code is told as that, from the user's first line on."""
+"""An error in the user's code is reported as such, with the traceback from the user's first line on."""
 
 from __future__ import annotations
 

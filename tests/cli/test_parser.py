@@ -1,4 +1,4 @@
-"""Wrong options of the subcommands: what is wrong and what to do, in two lines."""
+"""Wrong options of the subcommands: the error says in two lines what is wrong and what to do."""
 
 from __future__ import annotations
 

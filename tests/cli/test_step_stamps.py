@@ -1,4 +1,4 @@
-"""Stamps of real jobs: every step of every rank, each start, and Horovod's own times beside ours."""
+"""Stamps of real jobs: every step of every rank, each start, and Horovod's times compared with ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Horovod's own Timeline in real jobs: which steps it tells of, what ends it, and whose file is whose."""
+"""Horovod's own Timeline in real jobs: which steps it records, what ends it, and which start each file belongs to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank of an elastic job gives up a step as soon as it is told that another is gone."""
+"""A rank of an elastic job gives up a step as soon as it is notified that another rank is dead."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_an_overflow_on_one_rank_shrinks_the_scale_of_all_until_it_fits() -> Non
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("value", [1e-6, 1.0, 1e6, 1e9])
 def test_the_scale_follows_the_gradients(value: float, size: int) -> None:
-    """A plain cast loses what is below 6e-8, and makes inf of what is above 65504."""
+    """A plain cast loses values below 6e-8, and turns values above 65504 into inf."""
     mine = torch.tensor([value, -value / 1000, 0.0])
 
     def body(comm: ThreadComm) -> None:

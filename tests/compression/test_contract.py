@@ -96,7 +96,7 @@ def test_another_number_of_ranks_takes_over_the_sum(compression: Compression, be
 
 @EVERY
 def test_a_constant_gradient_arrives_on_average(compression: Compression) -> None:
-    """What is fed back is late, never lost: the mean of n steps is off by no more than a residual over n."""
+    """Error feedback delays but loses nothing: the mean of n steps is off by at most a residual over n."""
     if not compression.kind.feedback:
         pytest.skip("feeds nothing back")
     shape = bucket(((90, 30), (5,), (64, 64)))

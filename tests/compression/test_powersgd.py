@@ -1,4 +1,4 @@
-"""Low rank: what is exact, what warm start brings, batches of matrices."""
+"""Low rank: exact cases, the gain of the warm start, batches of matrices."""
 
 from __future__ import annotations
 

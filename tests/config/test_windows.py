@@ -1,4 +1,4 @@
-"""Windows of steps: what is in them, and what is none."""
+"""Windows of steps: their steps, and invalid windows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each check on made-up facts: what is well, what is less, what is broken, and what mends it."""
+"""Each check on made-up facts: ok, warning or broken, and the fix."""
 
 from __future__ import annotations
 

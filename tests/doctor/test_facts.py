@@ -1,4 +1,4 @@
-"""What is gathered: from the kernel's files, here made up, from folders, from libraries as a linker writes them."""
+"""Gathering facts from the kernel's files (made up here), from folders, and from libraries as a linker writes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read out of NCCL's log: lines as NCCL 2.4 to 2.29 write them."""
+"""Reading NCCL's log: lines as NCCL 2.4 to 2.29 write them."""
 
 from __future__ import annotations
 

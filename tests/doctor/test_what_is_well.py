@@ -1,4 +1,4 @@
-"""What is no problem is not made one, and what does not apply is not spoken of."""
+"""A good state is no problem, and a check that does not apply reports nothing."""
 
 from __future__ import annotations
 

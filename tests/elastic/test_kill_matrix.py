@@ -1,4 +1,4 @@
-"""Each fault at least once, at a few of the places where `benchmarks/chaos.py` lets all of them come."""
+"""Each fault at least once, at a few of the places at which `benchmarks/chaos.py` injects all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Horovod's own elastic launcher, as it comes: our training goes on under it too."""
+"""Our training under Horovod's own elastic launcher, unchanged."""
 
 from __future__ import annotations
 

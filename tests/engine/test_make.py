@@ -1,4 +1,4 @@
-"""What is exchanged together, and which thread goes first, follow from where the ranks are and from what is sent."""
+"""The size of buckets and the priority of threads follow from the hosts of the ranks and from the compression."""
 
 from __future__ import annotations
 

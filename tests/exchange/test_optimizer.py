@@ -1,4 +1,4 @@
-"""An optimizer of the user's beside torch's GradScaler: what compression owes follows the loss scale."""
+"""A user's optimizer with torch's GradScaler: residuals follow the loss scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of which few rows are not zero: the sums of all of them, from a few of them."""
+"""Gradients with few non-zero rows: exchanging these rows gives the whole sum."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_the_host_waits_for_nothing_in_backward_and_exchange(name: str, no_waiti
 
 
 def test_backward_on_a_stream_of_its_own_is_followed() -> None:
-    """What is packed while a slow kernel is in front of it on another stream is exchanged after it."""
+    """A bucket packed behind a slow kernel on another stream is exchanged after that kernel."""
     model = _model().cuda()
     plain = copy.deepcopy(model)
     x = torch.randn(16, 64, device="cuda")

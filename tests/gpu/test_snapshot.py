@@ -1,4 +1,4 @@
-"""A snapshot of what is on a GPU: the state of its step, though kernels that change it are queued right after."""
+"""A snapshot of GPU tensors: the state of its step, although kernels that change it are queued right after."""
 
 from __future__ import annotations
 

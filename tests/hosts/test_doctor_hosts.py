@@ -152,7 +152,7 @@ def test_links_are_measured_by_mpi_as_fast_as_they_are(hosts: TwoHosts, rate: in
 
 
 def test_without_mpi_links_are_measured_by_tcp(hosts: TwoHosts, tmp_path: Path) -> None:
-    """As if mpi4py were not there: a slow way back is told from a fast way there."""
+    """Without mpi4py, a slow direction is distinguished from a fast one."""
     program = (
         "import sys; from hvdtrain.doctor.links import start_probe as s; s.obstacle = lambda *_: 'no mpi4py'\n"
         "from hvdtrain.__main__ import main; sys.exit(main(sys.argv[1:]))"

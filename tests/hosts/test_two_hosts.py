@@ -127,7 +127,7 @@ def test_a_server_with_another_key_is_refused_whatever_the_launcher_asks_for(hos
 
 @pytest.mark.parametrize("end", ["the block is left", "an error", "an interrupt"])
 def test_nothing_stays_when(end: str, hosts: TwoHosts) -> None:
-    """Other hosts than those of the module come and go beside them."""
+    """Other hosts are created and removed at the same time."""
     error = {"an error": RuntimeError, "an interrupt": KeyboardInterrupt}.get(end)
     made, left = [], []
     try:

@@ -1,4 +1,4 @@
-"""Running a plan: what is cached is not made again, what fails leaves nothing half-made, two builds take turns."""
+"""Running a plan: cached parts are not built again, a failure leaves nothing partial, two builds run in sequence."""
 
 from __future__ import annotations
 

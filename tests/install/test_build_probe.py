@@ -1,4 +1,4 @@
-"""Finding what is at hand: torch without importing it, an MPI by asking it, the compiler, the toolkit, NCCL."""
+"""Finding what is installed: torch without importing it, an MPI by running it, the compiler, the toolkit, NCCL."""
 
 from __future__ import annotations
 

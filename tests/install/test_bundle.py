@@ -1,4 +1,4 @@
-"""Making a bundle: what is in it, that it goes on where it was, and that it never passes for whole when it is not."""
+"""Making a bundle: its content, its resume after an interrupt, and that an incomplete one is never accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a Horovod was built for: written into its version, read back, and compared with what is there."""
+"""The record of what Horovod was built for: written into its version, read back, and compared with the installation."""
 
 from __future__ import annotations
 

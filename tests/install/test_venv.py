@@ -1,4 +1,4 @@
-"""Setting up `.venv`: what is installed into it, when it is made anew, and what is refused at once."""
+"""Setting up `.venv`: what is installed into it, when it is rebuilt, and what is refused at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who computes: a worker, or what it has started."""
+"""Processor time of a worker and of the processes that it has started."""
 
 from __future__ import annotations
 

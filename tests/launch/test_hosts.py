@@ -1,4 +1,4 @@
-"""Which hosts are taken from -H and from a discovery script, and what is refused."""
+"""Hosts from -H and from a discovery script, and invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is in a job, rule by rule; the laws over any history are in test_membership_laws.py."""
+"""Membership of a job, rule by rule; the laws over any history are in test_membership_laws.py."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class TestStart:
 
 class TestPlaces:
     def test_all_are_started_with_one_idea_of_how_many_there_are(self) -> None:
-        """Settings that have to be alike on all ranks go by it; the agents come one after the other."""
+        """Settings that must be equal on all ranks depend on the number; the agents start one after the other."""
         job = world(joining=False)
         assert [(w.place["size"], w.place["local_size"]) for w in job.living()] == [(4, 2)] * 4
         alone = World(replace(ELASTIC, start=1), {"a": 1}, joining=False)
@@ -809,7 +809,7 @@ class TestHangs:
     def test_the_only_one_left_that_never_leaves_a_broken_round_is_killed_unless_it_is_at_work(
         self, idle_s: int
     ) -> None:
-        """Nobody waits for it as yet."""
+        """No other rank waits for it yet."""
         job = World(replace(ELASTIC, start=2, least=1), {"a": 2})
         job.joining = False
         gone, left = job.round()
@@ -824,7 +824,7 @@ class TestHangs:
 
     @pytest.mark.parametrize("says", [True, False])
     def test_one_that_compiles_has_ten_times_as_long(self, says: bool) -> None:
-        """It, or a compiler that it has started, uses the processor; it may hold the interpreter and not say a word."""
+        """It, or a compiler that it has started, uses the processor, and may send no message meanwhile."""
         job = world()
         job.wait(700)
         *others, at_work = job.round()

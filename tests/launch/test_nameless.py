@@ -1,4 +1,4 @@
-"""A host whose name has no address, as in some containers: Gloo would crash there, so ranks say what is to be done."""
+"""A host name without an address, as in some containers: Gloo would crash, so ranks end with advice."""
 
 from __future__ import annotations
 

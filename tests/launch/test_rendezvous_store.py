@@ -1,4 +1,4 @@
-"""The keys of a round: who asks early waits, who asks late is refused."""
+"""The keys of a round: an early request waits, a late one is refused."""
 
 from __future__ import annotations
 

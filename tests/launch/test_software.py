@@ -1,4 +1,4 @@
-"""What was switched on is on again in a shell that starts with nothing: real environment modules, venv, stand-ins."""
+"""Software that is active here is activated again in a clean shell: real environment modules, venv, stand-ins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each target's start, whole, beside the file that holds it; and what holds for all of them."""
+"""Each target's start compared with its golden file, and laws of all targets."""
 
 from __future__ import annotations
 

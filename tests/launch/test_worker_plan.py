@@ -1,4 +1,4 @@
-"""What is run for a job: nothing of a user's reaches a shell, and what other launchers left is not believed."""
+"""The commands of a job: no text of a user reaches a shell, and variables left by other launchers are ignored."""
 
 from __future__ import annotations
 
@@ -150,6 +150,6 @@ def test_lines_that_are_no_messages_are_passed_over() -> None:
 
 
 def test_variables_of_the_libraries_go_to_other_hosts() -> None:
-    """Not what a launcher told this process, nor names that no shell could set."""
+    """Except those that a launcher set for this process, and names that no shell could set."""
     there = {"HF_HOME": "1", "NCCL_DEBUG": "2", "HOME": "3", "HF_%": "4", "HOROVOD_RANK": "5", "OMPI_X": "6"}
     assert passed_variables(there) == ["HF_HOME", "NCCL_DEBUG"]

@@ -154,7 +154,7 @@ def test_law_4_on_a_real_job(name: str, gallery: Gallery) -> None:
 
 
 def test_a_killed_rank_is_survived(gallery: Gallery, tmp_path: Path) -> None:
-    """Laws 1 and 4 where a rank of an elastic job is killed, the other goes on, and another one comes."""
+    """Laws 1 and 4 in an elastic job: a rank is killed, the other continues, and a new one joins."""
     job = gallery["survived"]
     assert job.notes["sizes"] == [2, 1, 2]
     assert job.losses() == pytest.approx(_train(tmp_path, *TASK, LENGTH).losses(), rel=1e-5)

@@ -1,4 +1,4 @@
-"""Clocks of ranks, planted apart and compared by collectives whose delays are made up."""
+"""Clocks of ranks with known offsets, compared by collectives with simulated delays."""
 
 from __future__ import annotations
 

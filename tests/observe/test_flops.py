@@ -1,4 +1,4 @@
-"""Operations counted against formulas; what is counted stays as it is; peaks by the names that devices have."""
+"""Counted operations equal formulas, counting changes no result, and peaks are found by device name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is shown: plain lines by time, the last step always, one live line on a terminal."""
+"""Progress: plain lines by time, the last step always, one live line on a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The watchdog: how long is too long, and what it does when others die, fail or stand still."""
+"""The watchdog: its timeout, and its reaction when other ranks die, fail or hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank's place in an elastic job, told by a driver that is the other end of a socketpair."""
+"""A rank's place in an elastic job, assigned by a driver at the other end of a socketpair."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_change_of_the_driver_ends_the_round_at_a_step_boundary(driver: Driver
 
 
 def test_a_change_just_behind_the_place_is_of_the_new_round(driver: Driver) -> None:
-    """It is never said twice: who has not looked at its place yet must not take it for an old one."""
+    """It is sent only once: a rank that has not read its place yet must not treat it as an old one."""
     driver.channel.send("round", **PLACE)
     driver.channel.send("changed", why="one more")
     while not driver.client.requests(NOTHING, CHANGED, TERMINATE)[CHANGED]:

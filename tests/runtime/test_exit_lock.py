@@ -1,4 +1,4 @@
-"""A process is told of another's end by the kernel, whatever that end is."""
+"""The kernel notifies a process of another's end, whatever its cause."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def test_the_command_that_mends_it_names_the_right_mpirun(tmp_path: Path) -> Non
 
 
 def test_open_mpi_5s_mpirun_brings_its_own_library(tmp_path: Path) -> None:
-    """Seen: it puts its library's folder first, and Horovod built on version 4 runs on it."""
+    """Measured: it puts its library's folder first, and Horovod built on version 4 runs on it."""
     own = open_mpi(tmp_path / "five", 5)
     started(make(tmp_path, "openmpi4"), open_mpi_5(0) | {"LD_LIBRARY_PATH": str(own.parent)})
 

@@ -1,4 +1,4 @@
-"""Which thread spins, and what is done about it."""
+"""Finding the thread that spins, and lowering its priority."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ DYNAMIC = {"HOROVOD_TIMELINE": "DYNAMIC"}
     ],
 )
 def test_what_is_recorded(wanted, info, host, environ, kind, window, reason) -> None:  # type: ignore[no-untyped-def]
-    """With a Horovod whose writer's thread spins."""
+    """With a Horovod that has a spinning writer thread."""
     plan = decide(wanted, Facts(info, host, already=environ), quiet=False)
     assert not plan.quiet
     assert (plan.kind, plan.window) == (kind, window)

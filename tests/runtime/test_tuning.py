@@ -1,4 +1,4 @@
-"""Which settings are chosen, whose win, and that all ranks agree where they must."""
+"""Which settings are chosen, that the user's take precedence, and that all ranks agree where they must."""
 
 from __future__ import annotations
 

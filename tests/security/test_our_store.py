@@ -111,7 +111,7 @@ def test_the_job_starts_no_shell_and_shows_no_secret(job: Job, tmp_path: Path) -
 def test_ranks_start_and_recover_while_another_program_holds_all_the_connections_it_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It opens each anew that is closed; the output says that there is one, and whose."""
+    """It reopens each closed connection; the output reports it with its user."""
     pytest.importorskip("horovod")
     monkeypatch.setenv("HVD_RANK_MARK", str(tmp_path / "mark"))
     options = ("-np", "2", "--elastic", "1:2", "--", "3", "kill:1:200")

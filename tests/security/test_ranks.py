@@ -1,4 +1,4 @@
-"""What a rank does while it trains, seen by Python's own audit events: no pickle, no port, no shell."""
+"""Actions of a training rank, from Python's audit events: no pickle, no port, no shell."""
 
 from __future__ import annotations
 

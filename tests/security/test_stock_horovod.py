@@ -1,4 +1,4 @@
-"""What stock Horovod's servers let anyone do who reaches them: shown, so that the tests of ours are known to bite."""
+"""Attacks on stock Horovod's servers succeed, which shows that the tests of ours can fail."""
 
 from __future__ import annotations
 

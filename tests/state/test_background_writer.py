@@ -1,4 +1,4 @@
-"""Saving beside training: what is written is the state of its step; what fails is told and tried again."""
+"""Saving in the background: the written state is that of its step; a failure is reported and tried again."""
 
 from __future__ import annotations
 

@@ -306,7 +306,7 @@ def test_a_leftover_of_the_same_process_number_is_no_obstacle(tmp_path: Path) ->
 
 
 def test_a_full_disk_while_writing_tensors(tmp_path: Path) -> None:
-    """RLIMIT_FSIZE stands for a full disk: a write fails in the middle of a file."""
+    """RLIMIT_FSIZE simulates a full disk: a write fails in the middle of a file."""
     program = (
         "import resource, signal, sys\nfrom pathlib import Path\nimport torch\n"
         "from hvdtrain.errors import CheckpointError\nfrom hvdtrain.state.checkpoint_store import CheckpointStore\n"

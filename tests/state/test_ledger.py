@@ -1,4 +1,4 @@
-"""What a rank tells the ledger stands there, whatever ends the process; a disk that fails costs the ledger alone."""
+"""Lines of the ledger survive any end of the process; a failing disk costs only the ledger."""
 
 from __future__ import annotations
 

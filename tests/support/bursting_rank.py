@@ -1,4 +1,4 @@
-"""A rank that trains nothing: it writes much at once, and is gone before anybody can have read all of it."""
+"""A rank that trains nothing: it writes much output at once, and ends before all of it can be read."""
 
 from __future__ import annotations
 

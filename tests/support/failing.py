@@ -1,4 +1,4 @@
-"""A task whose rank 1, or every rank, comes to grief in a chosen way at a chosen step."""
+"""A task that fails in a chosen way at a chosen step, on rank 1 or on every rank."""
 
 from __future__ import annotations
 

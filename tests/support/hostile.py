@@ -1,4 +1,4 @@
-"""Files that nobody should give to a command, and that somebody will."""
+"""Wrong and malicious files for commands."""
 
 from __future__ import annotations
 

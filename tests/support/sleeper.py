@@ -1,4 +1,4 @@
-"""A task whose compute is sleep, so that ranks that share cores make none late; one of them is, if asked."""
+"""A task that sleeps instead of computing, so that ranks that share cores are not late; on request one is."""
 
 from __future__ import annotations
 

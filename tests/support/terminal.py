@@ -1,4 +1,4 @@
-"""A shell that a person types into: what is typed, keys and all, goes through a terminal."""
+"""A shell on a terminal: typed keys pass through the terminal."""
 
 from __future__ import annotations
 

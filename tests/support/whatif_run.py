@@ -1,4 +1,4 @@
-"""A folder of a run as training leaves it, made up: for tests of what is predicted from it."""
+"""A made-up run folder, for tests of predictions."""
 
 from __future__ import annotations
 

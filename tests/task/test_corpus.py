@@ -1,4 +1,4 @@
-"""What data becomes of each source, and what is said of bad data."""
+"""The data of each source, and the errors of bad data."""
 
 import codecs
 import os

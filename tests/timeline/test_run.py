@@ -1,4 +1,4 @@
-"""A run's folder or a Timeline as a trace: what is missing is told, what is neither is an error."""
+"""A run folder or a Timeline as a trace: missing parts are reported, anything else is an error."""
 
 from __future__ import annotations
 

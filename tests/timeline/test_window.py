@@ -1,4 +1,4 @@
-"""Asking for a window: what is said where nobody answers, or nothing can be recorded."""
+"""Requesting a window: the errors if no job answers, or if nothing can be recorded."""
 
 from __future__ import annotations
 

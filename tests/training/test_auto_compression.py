@@ -58,7 +58,7 @@ def test_it_stays_with_none_where_nothing_waits_for_the_link(exposed_s: float) -
 
 
 def test_it_chooses_the_compression_that_pays_on_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A link of 10 kB/s stands in, and coding that costs nothing; the rest is as it is."""
+    """With a simulated link of 10 kB/s and free coding; everything else is real."""
     measure = auto_compression.measure_coding
     monkeypatch.setattr(auto_compression, "measure_coding", lambda *given: [c.scaled(0.0) for c in measure(*given)])
     slow = [(4, 1e-4), (1 << 12, 0.4), (1 << 14, 1.6)]

@@ -1,4 +1,4 @@
-"""Errors come out of a run as they were raised, whatever they are made of, and are told of."""
+"""Errors leave a run as they were raised, whatever they contain, and are reported."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_saving_and_loading_count_as_progress(tmp_path: Path, monkeypatch: pytes
 
 
 def test_at_its_end_a_rank_waits_for_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once it has the last numbers a rank may be gone before its neighbours are."""
+    """With the last sums, a rank may end before the others."""
     jobs: list[JobFacts] = []
     make = JobFacts.__init__
     monkeypatch.setattr(JobFacts, "__init__", lambda job, *a, **k: jobs.append(job) or make(job, *a, **k))

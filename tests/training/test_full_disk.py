@@ -1,4 +1,4 @@
-"""What is recorded of a run finds no room for a while, or never again: training goes on."""
+"""The disk of the records is full for a while, or for good: training continues."""
 
 from __future__ import annotations
 

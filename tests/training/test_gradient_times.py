@@ -1,4 +1,4 @@
-"""What `timeline whatif` replays: when gradients are ready and packed, seen for a few steps, then left alone."""
+"""The times that `timeline whatif` replays: when gradients are ready and packed, recorded for a few steps only."""
 
 from __future__ import annotations
 

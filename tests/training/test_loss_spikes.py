@@ -1,4 +1,4 @@
-"""Jumps of a loss: told once, none where there is only noise."""
+"""Jumps of a loss: reported once, and none where there is only noise."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def test_a_resume_of_the_same_schedule_does_not_mention_it(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_checkpoints_behind_a_link_are_found(kept: bool, tmp_path: Path) -> None:
-    """And where its disk is not there, training does not begin anew."""
+    """Without its disk, training does not start again from step 1."""
     run, scratch = tmp_path / "run", tmp_path / "scratch"
     scratch.mkdir()
     run.mkdir()

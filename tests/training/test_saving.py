@@ -1,4 +1,4 @@
-"""Saving beside training, in whole runs: a disk that is full costs checkpoints, not the run."""
+"""Saving in the background, in whole runs: a full disk costs checkpoints, not the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of a job whose driver has no further round."""
+"""The end of a job when its driver has no further round."""
 
 from __future__ import annotations
 

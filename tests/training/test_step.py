@@ -194,7 +194,7 @@ def test_residuals_of_several_ranks_follow_the_loss_scale_on_one() -> None:
 
 
 def test_each_forward_pass_is_seeded_just_before_it() -> None:
-    """Not sooner: what is between may draw numbers of its own, as reading the next batch does without workers."""
+    """Not earlier: code in between may draw random numbers, as reading the next batch does without workers."""
     done: list[str] = []
     task = _task()
 

@@ -1,4 +1,4 @@
-"""Runs whose numbers go wrong: what the journal, the screen and the error say, and that training goes on as it was."""
+"""Runs with non-finite numbers: the journal, the output and the error report them, and training continues unchanged."""
 
 from __future__ import annotations
 

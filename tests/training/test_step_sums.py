@@ -1,4 +1,4 @@
-"""Signals that are held back, also while an error is being told, and given back afterwards."""
+"""Signals are held back, also while an error is reported, and delivered afterwards."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_an_update_in_one_pass_over_memory_needs_parameters_that_fill_theirs() -
 def test_the_state_of_an_optimizer_is_where_its_parameters_are(
     make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], moved: dict[str, str]
 ) -> None:
-    """The device without memory stands for one that a model was moved to after its optimizer was made."""
+    """The meta device represents one that a model was moved to after its optimizer was created."""
     parameter = nn.Parameter(torch.zeros(3, device="meta"))
     optimizer = make([parameter])
     optimizer.state[parameter] = {name: torch.zeros(()) for name in moved} | {"plain": 3}

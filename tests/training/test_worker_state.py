@@ -1,4 +1,4 @@
-"""What a process offers to the ranks of the next round, where one of this round is gone."""
+"""The state that a process offers to the next round after a rank of this round died."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is found where hosts differ, or do not reach each other: judged from what they said."""
+"""Findings about hosts that differ or cannot reach each other, from recorded answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Doors that a host opens for others, and what is tried at them; all on this host."""
+"""Ports that a host opens for others, and connections to them; all on this host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ssh, shells and Python say, and what the user is told."""
+"""Messages of ssh, shells and Python, and the findings made from them."""
 
 from __future__ import annotations
 

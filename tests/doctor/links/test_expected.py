@@ -1,4 +1,4 @@
-"""What is expected of more ranks: laws, and the formula of a ring."""
+"""The prediction for more ranks: laws, and the formula of a ring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who measures with whom, and when."""
+"""Which pairs of hosts measure in which round."""
 
 from __future__ import annotations
 

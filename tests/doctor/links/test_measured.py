@@ -1,4 +1,4 @@
-"""What stands out of links that were measured, and how it is shown."""
+"""Outliers among measured links, and the table of links."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Told once: by whichever rank comes first, by the next if that one is lost, from the training thread or beside it."""
+"""The card is printed once: by the first rank, by the next if that one is lost, from the training thread or another."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def test_what_was_evaluated_before_the_first_step_is_no_part_of_it(steps: int) -
 
 
 def test_a_timeline_of_few_steps_leaves_shares_uncertain() -> None:
-    """Twice the same job, of which other steps are traced."""
+    """The same job twice, with different traced steps."""
     generator = np.random.default_rng(0)
     table = table_of(20 + noise(generator, (2, 100), "gaussian", 0.3), exchange_ms=4.0)
     ready = table.ready_us.max(axis=0)

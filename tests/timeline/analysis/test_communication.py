@@ -1,4 +1,4 @@
-"""What is told of the exchange: times, bytes, bandwidth, and whose gradients cost most."""
+"""Figures of the exchange: times, bytes, bandwidth, and the most expensive gradients."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def _spans(*mib: int) -> RankSpans:
 
 
 def test_one_bucket_is_not_to_be_made_fewer() -> None:
-    """And what is advised goes by the buckets there are, where they are smaller than they might be."""
+    """Advice depends on the actual buckets, where they are smaller than the limit."""
     assert "--parallel.bucket_mib 32" in _exposed_by("NEGOTIATE_ALLREDUCE", [_spans(8, 4)], 64.0).advice
     assert "bucket" not in _exposed_by("NEGOTIATE_ALLREDUCE", [_spans(8)], 64.0).advice
     assert "--parallel.bucket_mib 2" in _exposed_by("MPI_ALLREDUCE", [_spans(8)], 64.0).advice

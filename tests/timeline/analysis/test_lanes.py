@@ -1,4 +1,4 @@
-"""The picture of a few steps: which steps, what is drawn of them, and how much of it."""
+"""The picture of a few steps: which steps, which bars, and how many."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_the_first_turn_of_ticks_is_no_round() -> None:
 
 
 def test_ticks_are_read_until_a_turn_in_which_a_rank_is_missing() -> None:
-    """After it two ticks may be one rank's: who was ready for which turn is not known."""
+    """After it two ticks may be one rank's, so the order of readiness is unknown."""
     turns = [_turn(step, 10.0) for step in range(20)]
     turns[12] = replace(turns[12], ticks={0: turns[12].ticks[0]})
     found = from_ticks([trace_of(turns)])

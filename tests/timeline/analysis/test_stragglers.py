@@ -1,4 +1,4 @@
-"""Blame, by simulation: who is named, at what cost, and that nobody is where there is only noise."""
+"""Simulated stragglers: which rank is named, at what cost, and that none is named where there is only noise."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_noise_names_nobody(ranks: int, steps: int, runs: int, kind: str) -> Non
 
 
 def test_intervals_hold_the_cost_about_as_often_as_they_say() -> None:
-    """The cost over many steps, of which each run sees few."""
+    """The cost over many steps, while each run has few."""
     _, cost = _planted(_quiet(1, 4, 100_000, "gaussian", 1.0), 2, 2.0)
     held = 0
     for seed in range(200):
@@ -183,7 +183,7 @@ def test_all_late_ranks_are_found_at_once(kind: str) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_a_rank_that_is_quicker_and_now_and_then_late_is_named_alone(ranks: int) -> None:
-    """Beside it all others are late by a little, in most steps."""
+    """All others are slightly late in most steps."""
     work = _quiet(0, ranks, 200, "gaussian", 0.1)
     work[1] -= 1.0
     work[1, ::5] += 20.0

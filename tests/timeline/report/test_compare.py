@@ -1,4 +1,4 @@
-"""Two runs beside each other."""
+"""Two runs compared."""
 
 from __future__ import annotations
 

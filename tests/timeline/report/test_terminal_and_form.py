@@ -98,7 +98,7 @@ def test_the_terminal_shows_forty_lines_at_most(number: int) -> None:
 
 
 def test_the_terminal_shows_forty_lines_of_the_worst_run_too() -> None:
-    """Of many ranks, all that can be told at length."""
+    """Many ranks with every possible finding."""
     analysis = list(_all())[2]
     long = "a name that does not end " * 20
     blame = replace(

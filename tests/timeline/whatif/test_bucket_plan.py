@@ -1,4 +1,4 @@
-"""What would travel, beside what the exchange itself makes of the same gradients."""
+"""The predicted payloads, compared with those of the exchange for the same gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run has left, and what is said where that is not enough."""
+"""Reading the records of a run, and the errors where they are not enough."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_it_is_so_from_a_twentieth_of_a_step_on(wait_ms: float, was_slower: bool
 
 
 def test_without_a_probe_waits_tell_the_link(tmp_path: Path) -> None:
-    """80 ms into backward all 8 MiB but 4 are on their way; what is left over at its end was waited for."""
+    """80 ms into backward all but 4 of 8 MiB are being sent; the rest at its end is the measured wait."""
     fitted = read_evidence(run_folder(tmp_path / "run", size=2, wait_ms=200.0)).fitted
     assert fitted.link is not None
     assert "waited" in fitted.source
