@@ -31,11 +31,8 @@ class Stream:
 
     Attributes:
         dataset: map-style, at least one sample.
-        seed: seed of order and randomness.
         global_batch: samples per step.
         micro_batch: samples per forward pass.
-        rank: this rank.
-        size: number of ranks.
         left_out: ranges [begin, end) of positions to skip, in order.
     """
 
@@ -82,12 +79,7 @@ def sample_seed(seed: int, batch: MicroBatch) -> int:
 
 
 class HostBatch(NamedTuple):
-    """A micro-batch on the host.
-
-    Attributes:
-        indices: indices of the samples in the data set, int64.
-        batch: the collated samples.
-    """
+    """A micro-batch on the host: the indices of its samples in the data set, int64, and the collated samples."""
 
     indices: bytes
     batch: Any
@@ -170,11 +162,8 @@ class Batches:
     """Batches on the host, loaded according to the loader's options.
 
     Args:
-        dataset: map-style.
         keys: called at each iteration; yields for each batch a seed, then the indices of its samples.
-        config: options of the loader.
         collate: makes a batch of samples; None for torch's function.
-        on_cuda: whether batches go to a CUDA device.
         persistent: keep the loader processes for the next iteration.
     """
 

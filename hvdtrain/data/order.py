@@ -17,12 +17,7 @@ _MASK = 0xFFFFFFFFFFFFFFFF
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Consecutive positions of the stream that share a forward pass.
-
-    Attributes:
-        start: position of the first sample, counted from the start of training.
-        stop: position of the last sample + 1.
-    """
+    """Positions [start, stop) of the stream, counted from the start of training, that share a forward pass."""
 
     start: int
     stop: int
@@ -35,12 +30,9 @@ def micro_batches(position: int, global_batch: int, micro_batch: int) -> list[Mi
 
 
 def positions_without(position: int, count: int, left_out: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """Return the next `count` positions from `position` on, as ranges [begin, end), without those in `left_out`.
+    """Return the next `count` (1 or more) positions from `position` on, as ranges [begin, end).
 
-    Args:
-        position: the first position.
-        count: 1 or more.
-        left_out: ranges [begin, end), in order, without overlap.
+    Those in `left_out`, ranges [begin, end) in order without overlap, are skipped.
     """
     found: list[tuple[int, int]] = []
     for begin, end in left_out:

@@ -24,6 +24,9 @@ MAX_DRIFT = 100e-6
 KEPT = 64
 """Bounds on each side that are kept unchanged. Of more, only bounds are kept that a line can touch."""
 
+_SPAN_US = 1200e6
+"""Age of the oldest bounds used; the drift must be about constant that long."""
+
 _ROUNDING_US = 0.01
 """Rounding error of a double, for times since a boot some months ago."""
 
@@ -39,16 +42,9 @@ class Offset(NamedTuple):
 
 
 class ClockFit:
-    """Collects bounds of one clock's offset, and estimates the offset.
+    """Collects bounds of one clock's offset, and estimates the offset."""
 
-    Args:
-        max_drift: largest rate of change of the offset.
-        span_us: age of the oldest bounds used; the drift must be about constant that long.
-    """
-
-    def __init__(self, max_drift: float = MAX_DRIFT, span_us: float = 1200e6) -> None:
-        self._max_drift = max_drift
-        self._span_us = span_us
+    def __init__(self) -> None:
         self._lower: _Bounds = deque()
         self._upper: _Bounds = deque()
 
@@ -63,7 +59,7 @@ class ClockFit:
     def at(self, time_us: float) -> Offset | None:
         """Return the offset at a time of the other clock; None until both sides have a bound."""
         while self._lower and self._upper:
-            found = offset_at(time_us, _points(self._lower), _points(self._upper), self._max_drift)
+            found = offset_at(time_us, _points(self._lower), _points(self._upper))
             if found is not None:
                 return found
             # No line fits, because a clock was slewed: drop the oldest bound.
@@ -72,36 +68,31 @@ class ClockFit:
         return None
 
     def _add(self, side: _Bounds, other: _Bounds, time_us: float, offset_us: float, sign: float) -> None:
-        while other and sign * (offset_us - other[-1][1]) > self._max_change(time_us - other[-1][0]) + _ROUNDING_US:
+        while other and sign * (offset_us - other[-1][1]) > _max_change(time_us - other[-1][0]) + _ROUNDING_US:
             other.pop()  # no drift explains both: the clock was set, drop earlier bounds
         while side and side[-1][0] <= time_us:
             # Drop bounds that the new one implies at any drift.
-            if sign * (offset_us - side[-1][1]) < self._max_change(time_us - side[-1][0]):
+            if sign * (offset_us - side[-1][1]) < _max_change(time_us - side[-1][0]):
                 break
             side.pop()
-        if side and sign * (side[-1][1] - offset_us) >= self._max_change(time_us - side[-1][0]):
+        if side and sign * (side[-1][1] - offset_us) >= _max_change(time_us - side[-1][0]):
             return
         side.append((time_us, offset_us))
         if len(side) > KEPT:
             touched = _hull(_points(side), sign).tolist()
             side.clear()
             side.extend((time, offset) for time, offset in touched[-KEPT // 2 :])
-        while len(side) > 1 and side[0][0] < time_us - self._span_us:
+        while len(side) > 1 and side[0][0] < time_us - _SPAN_US:
             side.popleft()
 
-    def _max_change(self, after_us: float) -> float:
-        """Return the largest change of the offset in this time."""
-        return self._max_drift * abs(after_us)
 
-
-def offset_at(time_us: float, lower: Floats, upper: Floats, max_drift: float) -> Offset | None:
+def offset_at(time_us: float, lower: Floats, upper: Floats) -> Offset | None:
     """Return the middle of the possible offsets at `time_us`, and half of their range; None if no line fits.
 
     Args:
         time_us: of the other clock.
         lower: times and lower bounds of the offset [n, 2].
         upper: times and upper bounds of the offset [m, 2].
-        max_drift: largest slope of the line.
     """
     # Lines a + b t are points (a, b), and a lower bound y is the half-plane ``a + b t >= y``. For accuracy, t is in
     # seconds from `time_us`, b in microseconds per second, and a is relative to the first bound.
@@ -115,12 +106,17 @@ def offset_at(time_us: float, lower: Floats, upper: Floats, max_drift: float) ->
             [[0.0, 1.0], [0.0, -1.0]],
         ]
     )
-    limits = np.concatenate([-below[:, 1], above[:, 1], [max_drift * 1e6] * 2])
+    limits = np.concatenate([-below[:, 1], above[:, 1], [MAX_DRIFT * 1e6] * 2])
     corners = _corners(normals, limits)
     if not len(corners):
         return None
     low, high = float(corners[:, 0].min()), float(corners[:, 0].max())
     return Offset(origin[1] + (low + high) / 2, (high - low) / 2 + _ROUNDING_US)
+
+
+def _max_change(after_us: float) -> float:
+    """Return the largest change of the offset in this time."""
+    return MAX_DRIFT * abs(after_us)
 
 
 def _points(side: _Bounds) -> Floats:

@@ -29,7 +29,6 @@ class Clocks:
     """Finds offsets to rank 0's clock. One thread may probe while another one asks for offsets.
 
     Args:
-        comm: the ranks.
         ids: of the ranks' clocks (`hvdtrain.runtime.clock.clock_id`); ranks with equal ones share a clock.
         now_ns: this rank's clock.
         pause: sleeps for the given seconds, so that ranks begin probes in different orders.

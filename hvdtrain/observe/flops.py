@@ -36,15 +36,12 @@ _PEAKS: tuple[tuple[str, dict[str, float], str], ...] = (
 
 
 def peak_tflops(device: str, precision: str, *, tf32: bool) -> tuple[float, str] | None:
-    """Return the peak of a device.
+    """Return the peak of a device in TFLOP/s, and the source; None for an unknown device or precision.
 
     Args:
         device: its name in torch.
         precision: fp32, bf16 or fp16.
         tf32: whether fp32 products may be rounded to TF32.
-
-    Returns:
-        TFLOP/s and the source; None for an unknown device or precision.
     """
     wanted = ("tf32" if tf32 else "fp32",) if precision == "fp32" else (precision, "half")
     if " MIG " in device:  # a part of a device
@@ -70,18 +67,10 @@ def _attention_on_cpu(q: Tensor, k: Tensor, v: Tensor, *others: Any, **options: 
     return int(sdpa_flop_count(q.shape, k.shape, v.shape))  # type: ignore[no-untyped-call]
 
 
-def _own() -> dict[Any, Any]:
-    aten, found = torch.ops.aten, {}
-    for name, formula in (
-        ("_grouped_mm", _grouped_mm),
-        ("_scaled_dot_product_flash_attention_for_cpu", _attention_on_cpu),
-    ):
-        if hasattr(aten, name):
-            found[getattr(aten, name)] = formula
-    return found
+_OWN = {"_grouped_mm": _grouped_mm, "_scaled_dot_product_flash_attention_for_cpu": _attention_on_cpu}
 
-
-_FORMULAS = {**flop_registry, **_own()}
+_FORMULAS = dict(flop_registry)
+_FORMULAS |= {getattr(torch.ops.aten, name): own for name, own in _OWN.items() if hasattr(torch.ops.aten, name)}
 """Formulas of torch's counter, and ours for products of a mixture of experts and for attention on the CPU."""
 
 

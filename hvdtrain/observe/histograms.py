@@ -12,16 +12,13 @@ from hvdtrain.observe.failure.fault import out_of_memory
 
 BINS = 32
 
+_SUMS = ("min", "max", "num", "sum", "sum_squares")
 _CHUNK = 1 << 20
 """Values per chunk: about 20 MiB of memory for a tensor of any size."""
 
 
 class Histograms:
-    """Computes the histograms of a run. If memory runs out, a histogram is skipped and training continues.
-
-    Args:
-        warn: called at the first skipped histogram.
-    """
+    """Computes the histograms of a run. If memory runs out, it skips a histogram; the first time, it warns."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
@@ -59,10 +56,7 @@ class Histograms:
 
 @torch.no_grad()
 def histogram(values: Tensor) -> dict[str, Any]:
-    """Return a histogram of `BINS` bins of equal width, from the smallest to the largest value.
-
-    Args:
-        values: of any shape and floating dtype.
+    """Return a histogram of `BINS` bins of equal width, from the smallest to the largest value, for any floating dtype.
 
     Returns:
         ``min``, ``max``, ``num``, ``sum``, ``sum_squares`` of the finite values; ``limits``, the upper edges of the
@@ -71,25 +65,17 @@ def histogram(values: Tensor) -> dict[str, Any]:
     flat = _flat(values.detach())
     parts = [_sums(chunk) for chunk in torch.split(flat, _CHUNK)] if flat.numel() else []
     if not parts or not (table := torch.stack(parts))[:, 2].any():
-        nothing = {"min": 0.0, "max": 0.0, "num": 0.0, "sum": 0.0, "sum_squares": 0.0}
+        nothing = dict.fromkeys(_SUMS, 0.0)
         return {**nothing, "limits": [0.0], "counts": [0.0], "not_finite": flat.numel()}
     edges = torch.stack([table[:, 0].amin(), table[:, 1].amax()])
-    low, high, num, total, squares = torch.cat([edges, table[:, 2:].sum(0)]).tolist()
+    low, high, num, *sums = torch.cat([edges, table[:, 2:].sum(0)]).tolist()
     if low == high:
         limits, counts = [high], [num]
     else:
         limits = [low + (high - low) * place / BINS for place in range(1, BINS)] + [high]
         counts = _counts(flat, low, high)
-    return {
-        "min": low,
-        "max": high,
-        "num": num,
-        "sum": total,
-        "sum_squares": squares,
-        "limits": limits,
-        "counts": counts,
-        "not_finite": flat.numel() - int(num),
-    }
+    found = dict(zip(_SUMS, (low, high, num, *sums), strict=True))
+    return {**found, "limits": limits, "counts": counts, "not_finite": flat.numel() - int(num)}
 
 
 def _flat(values: Tensor) -> Tensor:
@@ -98,13 +84,9 @@ def _flat(values: Tensor) -> Tensor:
     return values.permute(order).reshape(-1)
 
 
-def _wide(chunk: Tensor) -> Tensor:
-    return chunk if chunk.dtype == torch.float64 else chunk.float()
-
-
 def _sums(chunk: Tensor) -> Tensor:
-    """Return minimum, maximum, number, sum and sum of squares of the finite values: (5,) float64 on the device."""
-    wide = _wide(chunk)
+    """Return `_SUMS` of the finite values: (5,) float64 on the device."""
+    wide = chunk if chunk.dtype == torch.float64 else chunk.float()
     finite = wide.isfinite()
     exact = wide.double().where(finite, 0.0)
     low, high = wide.where(finite, torch.inf).amin(), wide.where(finite, -torch.inf).amax()

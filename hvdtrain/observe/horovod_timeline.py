@@ -40,11 +40,9 @@ class HorovodTimeline:
     delayed opening by up to 0.2 s, and Horovod's shutdown by a second.
 
     Attributes:
-        comm: the ranks.
         recording: starts and ends the Timeline; None on ranks other than 0.
         writer: Horovod's writer thread, if it busy-waits from start to end of Horovod; None on ranks other than 0.
         window: the same on all ranks.
-        folder: created when needed.
         warn: called once if the Timeline cannot be recorded; training continues.
     """
 

@@ -27,8 +27,7 @@ _RETRY_S = 1.0
 class LineFile:
     """Appends lines by one system call each, so that a killed process loses none.
 
-    Args:
-        path: created if missing. A last line that a kill cut off gets a newline.
+    The file is created if missing. A last line that a kill cut off gets a newline.
     """
 
     def __init__(self, path: Path) -> None:
@@ -82,10 +81,8 @@ class Journal:
     says so, another one when they are written, and one at the end how many are missing.
 
     Args:
-        path: of the file.
         say: shows a line, and does not write to this journal.
         limit: waiting lines at most. Beyond it the oldest are lost, and an event `lines_lost` replaces them.
-        clock: seconds.
     """
 
     def __init__(

@@ -23,16 +23,10 @@ class Recording(Protocol):
 
     def record(self, window: Window) -> None:
         """Record later steps, or end the open window with the last of these steps."""
-        ...
 
 
 class Requests:
-    """Polls for requests in a thread of its own on rank 0, until closed.
-
-    Args:
-        folder: ``RUN/timeline``.
-        every_s: seconds between polls.
-    """
+    """Polls ``RUN/timeline`` for requests in a thread of its own on rank 0, until closed."""
 
     def __init__(self, folder: Path, every_s: float = _POLL_S) -> None:
         self._folder = folder
@@ -75,7 +69,6 @@ class LiveWindow:
     the sums before the next step.
 
     Attributes:
-        folder: ``RUN/timeline``.
         requests: None on ranks other than 0.
         recordings: recorders of spans and Horovod's Timeline.
         profile: recorder of torch.profiler.

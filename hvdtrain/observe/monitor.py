@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -52,19 +53,12 @@ def gpu_identity(device: Any) -> GpuIdentity | None:
     return GpuIdentity(device.index or 0, str(getattr(found, "uuid", "")), f"{bus[0]:04X}:{bus[1]:02X}:{bus[2]:02X}.0")
 
 
+@dataclass
 class Monitor:
-    """Samples this machine. Unavailable figures are absent: without a GPU, a driver or a library.
+    """Samples this machine. Unavailable figures are absent: without a GPU, a driver or a library."""
 
-    Args:
-        gpu: the device of this rank; None without one.
-    """
-
-    def __init__(self, gpu: GpuIdentity | None = None) -> None:
-        self._gpu = gpu
-        self._nvml: Any = None
-        self._handle: Any = None
-        self._looked = False
-        self._sampled = False
+    gpu: GpuIdentity | None = None
+    _sampled: bool = False
 
     def sample(self) -> dict[str, Any]:
         """Return current figures. Any thread may call it, but only one at a time.
@@ -97,12 +91,10 @@ class Monitor:
 
     def device(self) -> dict[str, Any]:
         """Return the figures of the device only."""
-        if self._gpu is not None and not self._looked:
-            self._looked = True
-            self._nvml, self._handle = _open_nvml(self._gpu)
-        if self._handle is None:
+        nvml, handle = self._nvml
+        if handle is None:
             return {}
-        nvml, handle, found = self._nvml, self._handle, {}
+        found = {}
         reads: Mapping[str, Callable[[], Any]] = {
             "gpu_percent": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
             "gpu_clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
@@ -117,11 +109,15 @@ class Monitor:
                 found[field] = read()
         return found
 
+    @cached_property
+    def _nvml(self) -> tuple[Any, Any]:
+        return _open_nvml(self.gpu) if self.gpu is not None else (None, None)
+
     def _allocator(self) -> dict[str, Any]:
         torch = sys.modules.get("torch")
-        if self._gpu is None or torch is None or not torch.cuda.is_initialized():
+        if self.gpu is None or torch is None or not torch.cuda.is_initialized():
             return {}
-        index = self._gpu.index  # each thread has its own current device
+        index = self.gpu.index  # each thread has its own current device
         return {
             "cuda_allocated_peak_bytes": torch.cuda.max_memory_allocated(index),
             "cuda_reserved_peak_bytes": torch.cuda.max_memory_reserved(index),
@@ -156,12 +152,9 @@ def _throttles(reasons: int) -> list[str]:
 
 
 class MonitorThread:
-    """Samples every `every_s` seconds in a thread of its own, until closed.
+    """Samples every `every_s` seconds, first sooner, in a thread of its own, until closed.
 
-    Args:
-        sample: returns figures.
-        on_event: receives an event ``machine`` with them, in the thread.
-        every_s: seconds between samples; the first comes sooner.
+    In that thread, `on_event` receives an event ``machine`` with the sampled figures.
     """
 
     def __init__(

@@ -24,11 +24,8 @@ class Progress:
 
     Args:
         unit: what a step's `tokens` counts.
-        line_every_s: seconds between plain lines.
         live: whether a line on a terminal may be overwritten. Not under a launcher: Open MPI's mpirun gives rank 0 a
             terminal of its own, even if its output goes to a file.
-        out: standard output by default.
-        quiet: print nothing.
     """
 
     def __init__(

@@ -22,11 +22,9 @@ class Watcher(Protocol):
 
     def begin_step(self, step: int) -> None:
         """Handle the beginning of step `step`, counted from 1."""
-        ...
 
     def close(self) -> None:
         """Handle the end of the run, whatever its reason."""
-        ...
 
 
 class Recorder:
@@ -39,17 +37,12 @@ class Recorder:
 
     def __init__(self, journal: Journal | None, display: Progress) -> None:
         self._journal = journal
-        self._is_rank_0 = journal is not None
+        self.is_rank_0 = journal is not None
         self._display = display
         self._sinks: list[Background] = []
         self._watchers: list[Watcher] = []
         self._watched = -1
         self._close_timeout_s = _CLOSE_TIMEOUT_S
-
-    @property
-    def is_rank_0(self) -> bool:
-        """Whether this is the recorder of rank 0."""
-        return self._is_rank_0
 
     def add_sink(self, make: Callable[[], Sink], name: str) -> None:
         """Send later records to the sink that `make` creates, in a thread of its own."""
@@ -78,10 +71,7 @@ class Recorder:
         self._display.step(record)
 
     def event(self, record: dict[str, Any]) -> None:
-        """Record an event with its time. Any thread may call it.
-
-        A requested checkpoint is shown too.
-        """
+        """Record an event with its time. A requested checkpoint is shown too. Any thread may call it."""
         if record["event"] == "failed":
             self._close_timeout_s = _CLOSE_TIMEOUT_AFTER_FAILURE_S
         self._record({**record, "time": steady_s()})

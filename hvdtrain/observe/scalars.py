@@ -120,8 +120,7 @@ def stacked(values: Mapping[str, float]) -> dict[str, tuple[float, float]]:
 def rank_scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the delay of the slowest rank after the next slowest, its number, and exposed communication (ms per step).
 
-    Args:
-        record: an event ``ranks``: means over some steps, one number per rank.
+    `record` is an event ``ranks``: means over some steps, one number per rank.
     """
     late = {rank: ms for rank, ms in enumerate(record["late_ms"]) if isinstance(ms, (int, float))}
     exposed = [ms for ms in record["exposed_ms"] if isinstance(ms, (int, float))]

@@ -56,10 +56,7 @@ def resume_command(run_dir: Path, info: RankInfo, options: str = "") -> str:
 def resume_program(run_dir: Path, info: RankInfo, argv: Sequence[str]) -> str:
     """Return the command that resumes a program that calls `hvdtrain.train`: the same program again.
 
-    Args:
-        run_dir: of the run.
-        info: of this process.
-        argv: of the interpreter, its own name first: `sys.orig_argv`.
+    `argv`: of the interpreter, its own name first: `sys.orig_argv`.
     """
     again = command_line("python", *argv[1:])
     if len(argv) < 2 or "\n" in again or len(again) > _LONGEST:

@@ -30,11 +30,9 @@ class Sink(Protocol):
 
     def write(self, record: Record) -> None:
         """Receive a line of the journal: a step if it has no ``event``, else the event of that name."""
-        ...
 
     def close(self) -> None:
         """Finish within some seconds, because the run has ended."""
-        ...
 
 
 class FunctionSink:
@@ -73,10 +71,8 @@ class Background:
 
     Args:
         make: creates the sink, in the thread.
-        name: for messages.
         warn: called from the thread when the sink fails or is too slow.
         limit: waiting records at most. Further ones are dropped and counted.
-        clock: seconds.
     """
 
     def __init__(

@@ -66,10 +66,7 @@ class SpanTrace:
     Nothing is written during a step. A write error ends the trace with a warning; training continues.
 
     Attributes:
-        spans: of this rank.
         folder: ``RUN/timeline``, created when needed; a local folder of that name on a host that does not share it.
-        rank: number, shown in the trace.
-        host: name, shown in the trace.
         window: the steps to write.
         warn: called once on a write error.
         start: number of this start.

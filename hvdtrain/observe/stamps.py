@@ -87,18 +87,13 @@ def step_rows(events: Iterable[RawEvent], first: int, count: int) -> list[list[f
         elif name == "step":
             row[_START], row[_END] = start_ns, end_ns
     for step, row in device.items():
-        _replace(host[step], row)
+        for column, its in enumerate(row):
+            if its and not math.isnan(its) and column not in (_SENT, _RECEIVED):
+                host[step][column] = its
     for row in host.values():
         if row[_SENT] != row[_SENT]:
             row[_SENT] = row[_START]
     return [*host.values()]
-
-
-def _replace(host: list[float], device: list[float]) -> None:
-    """Replace the host's times and durations by those of the device."""
-    for column, its in enumerate(device):
-        if its and not math.isnan(its) and column not in (_SENT, _RECEIVED):
-            host[column] = its
 
 
 class Block(NamedTuple):

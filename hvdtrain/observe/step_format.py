@@ -39,9 +39,7 @@ class StartLine(Struct, tag_field="event", tag="start"):
     Attributes:
         version: of the format.
         start: number of the start, from 0.
-        size: number of ranks.
         at_step: the step from which it resumes.
-        hosts: of the ranks.
         clock_ids: of the ranks; equal ones are the same clock.
         origin_us: zero of all times in this start, by rank 0's clock.
         link: allreduces measured at the start: pairs of bytes and seconds.
@@ -67,7 +65,6 @@ class BlockLine(Struct, tag_field="event", tag="block"):
     """The stamps of consecutive steps.
 
     Attributes:
-        first_step: number of the first step.
         start_us, ready_us, released_us, end_us: times since the origin, by rank 0's clock [ranks, steps].
         parts_us: durations by name; absent ones are 0 [ranks, steps].
         facts: figures by name, one per rank.

@@ -26,19 +26,15 @@ class Experts(Protocol):
 
     def begin(self) -> None:
         """Observe the next step."""
-        ...
 
     def end(self) -> None:
         """Stop observing."""
-        ...
 
     def pop_share(self) -> float:
         """Return the share of tokens of the busiest expert in the last observed step; NaN if unknown."""
-        ...
 
     def close(self) -> None:
         """Restore the model, also within an observed step."""
-        ...
 
 
 @dataclass
@@ -49,8 +45,6 @@ class StepStamps:
     microsecond. Rank 0 processes blocks in another thread.
 
     Attributes:
-        comm: the ranks.
-        spans: of this rank.
         clocks: of all ranks.
         causes: of delays of this rank.
         experts: None for a model without experts.

@@ -44,10 +44,7 @@ def _categories(unit: str, *, gpu: bool, several: bool, flops: bool, peak: bool)
     if several:
         overview[STRAGGLER_TITLE] = "straggler/cost_ms"
         overview["exposed communication, mean over ranks (ms per step)"] = "straggler/exposed_ms"
-    training = {
-        "learning rate": "optimizer/learning_rate",
-        "gradient norm": "optimizer/gradient_norm",
-    }
+    training = {"learning rate": "optimizer/learning_rate", "gradient norm": "optimizer/gradient_norm"}
     machine = {}
     if flops:
         machine["TFLOP/s"] = "speed/tflops_per_s"
@@ -77,13 +74,11 @@ def layout(unit: str, *, gpu: bool, several: bool, flops: bool, peak: bool) -> S
     TensorBoard has no stacked chart either. A margin chart fills the area between two tags: with one run per band, each
     band between the sum of the parts below it and the sum that includes it, the bands form a stack.
 
-    Args:
-        unit: what a step's `tokens` counts.
-        gpu: whether the run has one.
-        several: whether it has several ranks.
-        flops: whether the FLOPs per sample are known.
-        peak: whether the peak FLOP/s of the devices are known too.
+    A `gpu`, `several` ranks, known `flops` per sample and a known `peak` of the devices add charts.
     """
+    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto
+    from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
     from tensorboard.plugins.custom_scalar import layout_pb2
 
     def margin(title: str, low: str, high: str) -> Any:
@@ -99,7 +94,9 @@ def layout(unit: str, *, gpu: bool, several: bool, flops: bool, peak: bool) -> S
     charts["overview"].append(margin(STACK_TITLE, STACK_FROM, STACK_TO))
     categories = [layout_pb2.Category(title=title, chart=members) for title, members in charts.items()]
     content = layout_pb2.Layout(category=categories).SerializeToString()
-    return _tensor("custom_scalars__config__", "custom_scalars", content)
+    tensor = TensorProto(dtype="DT_STRING", string_val=[content], tensor_shape=TensorShapeProto())
+    metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="custom_scalars"))
+    return Summary(value=[Summary.Value(tag="custom_scalars__config__", tensor=tensor, metadata=metadata)])
 
 
 def text(tag: str, markdown: str) -> Summary:
@@ -107,16 +104,6 @@ def text(tag: str, markdown: str) -> Summary:
     from torch.utils.tensorboard import summary
 
     return summary.text(tag, markdown)  # type: ignore[no-untyped-call]
-
-
-def _tensor(tag: str, plugin: str, content: bytes) -> Summary:
-    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-    from tensorboard.compat.proto.tensor_pb2 import TensorProto
-    from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
-
-    tensor = TensorProto(dtype="DT_STRING", string_val=[content], tensor_shape=TensorShapeProto())
-    metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name=plugin))
-    return Summary(value=[Summary.Value(tag=tag, tensor=tensor, metadata=metadata)])
 
 
 def config_table(started: Mapping[str, Any]) -> str:
@@ -165,18 +152,11 @@ def histogram_values(kind: str, found: Mapping[str, Any]) -> Summary:
     """Return histograms, as `hvdtrain.observe.histograms.histogram` makes them, under ``kind/NAME``."""
     from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
 
+    sums = ("min", "max", "num", "sum", "sum_squares")
     values = [
         Summary.Value(
             tag=f"{kind}/{name}",
-            histo=HistogramProto(
-                min=h["min"],
-                max=h["max"],
-                num=h["num"],
-                sum=h["sum"],
-                sum_squares=h["sum_squares"],
-                bucket_limit=h["limits"],
-                bucket=h["counts"],
-            ),
+            histo=HistogramProto(**{sum_: h[sum_] for sum_ in sums}, bucket_limit=h["limits"], bucket=h["counts"]),
         )
         for name, h in found.items()
     ]

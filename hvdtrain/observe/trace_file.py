@@ -32,11 +32,7 @@ class TraceFile:
         self._write(b"[\n" + _lines(first) + _END)
 
     def append(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Add events.
-
-        Errors:
-            OSError: the disk is full or lost.
-        """
+        """Add events. Errors: OSError: the disk is full or lost."""
         if not events:
             return
         end = self._file.seek(-len(_END), 2)

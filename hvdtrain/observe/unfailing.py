@@ -12,9 +12,6 @@ class Unfailing:
     """Wraps a text stream so that `write` and `flush` raise no errors.
 
     The disk may be full, a pipe closed, or the terminal's encoding may lack characters.
-
-    Args:
-        stream: any text stream.
     """
 
     def __init__(self, stream: TextIO) -> None:

@@ -90,7 +90,6 @@ class Watchdog:
     while their training threads are blocked. The training thread still handles the signal.
 
     Args:
-        reporter: reports failures.
         stall_timeout_s: seconds without progress on every rank that end the run; 0 for never.
         end: ends this process.
         driven: whether a driver handles dead and failed ranks. Then this rank reports no dead ranks, and does not end

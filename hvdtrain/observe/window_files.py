@@ -22,11 +22,9 @@ class Request(msgspec.Struct, frozen=True):
     """A request for a window.
 
     Attributes:
-        id: unique.
         action: begin or end a window.
         steps: length of the window; 0 for no end.
         profile: also record torch.profiler.
-        version: of the file format.
     """
 
     id: str
@@ -46,7 +44,6 @@ class Answer(msgspec.Struct, frozen=True):
         last: last step; None for a window without an end.
         files: of rank 0, once the window is over.
         lacks: what is not recorded, and why.
-        version: of the file format.
     """
 
     id: str

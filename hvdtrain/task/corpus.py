@@ -67,9 +67,7 @@ class Corpus:
 def open_corpus(config: TextConfig, own_tokenizer: str | None = None) -> Corpus:
     """Prepare the tokens once per host, and map them into memory.
 
-    Args:
-        config: the data to read.
-        own_tokenizer: the model's tokenizer.json, used for text if the config names none.
+    The model's `own_tokenizer`, a tokenizer.json, is used for text if the config names none.
 
     Errors:
         ConfigError: options conflict.

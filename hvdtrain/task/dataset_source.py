@@ -23,12 +23,7 @@ def dataset_source(folder: str, encoder: Encoder, *, wants_text: bool) -> Source
     """Read the ids in column `input_ids`, or encode the column `text`.
 
     Of a DatasetDict, `train` is for training, and `validation`, otherwise `test`, is held out. Without these, the
-    last rows are held out.
-
-    Args:
-        folder: the folder that `save_to_disk` wrote.
-        encoder: encoder of the column `text`.
-        wants_text: the user named a tokenizer, so `text` is required.
+    last rows are held out. `wants_text`: the user named a tokenizer, so `text` is required.
 
     Errors:
         DataError: there is no such folder, or no usable column.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,6 @@ class TokenizerEncoder:
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
-        self._tokenizer: Any = None
 
     def identity(self) -> str:
         """Return a hash of the file's content."""
@@ -63,36 +63,35 @@ class TokenizerEncoder:
 
     def vocabulary(self) -> int:
         """Return one more than the largest id of the vocabulary, added tokens included."""
-        return int(max(self._load().get_vocab(with_added_tokens=True).values(), default=-1)) + 1
+        return int(max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)) + 1
 
     def encode(self, pieces: Iterable[bytes], name: str) -> Iterator[Ids]:
         """Yield the ids of UTF-8 text. Errors: DataError: it is not UTF-8."""
         import numpy as np
 
-        tokenizer = self._load()
+        tokenizer = self._tokenizer
         for text in _whole_lines(pieces, name):
             yield np.asarray(tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
         end = next((i for i in map(tokenizer.token_to_id, END_TOKENS) if i is not None), None)
         if end is not None:
             yield np.array([end], np.int64)
 
-    def _load(self) -> Any:
-        if self._tokenizer is None:
-            try:
-                from tokenizers import Tokenizer
-            except ModuleNotFoundError as error:
-                raise TaskError(
-                    "a tokenizer.json needs the tokenizers library", next_step='pip install "hvdtrain[lm]"'
-                ) from error
-            try:
-                self._tokenizer = Tokenizer.from_buffer(self._content())
-            except Exception as error:  # the library raises bare Exceptions and ValueErrors
-                raise DataError(
-                    f"{self.path} is not a tokenizer",
-                    expected="a tokenizer.json saved by the tokenizers library",
-                    found=str(error),
-                ) from error
-        return self._tokenizer
+    @cached_property
+    def _tokenizer(self) -> Any:
+        try:
+            from tokenizers import Tokenizer
+        except ModuleNotFoundError as error:
+            raise TaskError(
+                "a tokenizer.json needs the tokenizers library", next_step='pip install "hvdtrain[lm]"'
+            ) from error
+        try:
+            return Tokenizer.from_buffer(self._content())
+        except Exception as error:  # the library raises bare Exceptions and ValueErrors
+            raise DataError(
+                f"{self.path} is not a tokenizer",
+                expected="a tokenizer.json saved by the tokenizers library",
+                found=str(error),
+            ) from error
 
     def _content(self) -> bytes:
         try:

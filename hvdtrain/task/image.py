@@ -123,8 +123,6 @@ class Images:
     Args:
         train: pairs of an image (C, H, W), float32, and a label, int64.
         heldout: held-out pairs, or None.
-        channels: channels of an image.
-        classes: number of classes; labels are smaller.
         digest: a hash of the images, equal on all hosts with the same images.
     """
 
@@ -203,11 +201,6 @@ def _digest(*tensors: Tensor) -> str:
 
 def resnet(config: ResNetConfig, *, channels: int, classes: int) -> nn.Module:
     """Create the model in float32 on the CPU. The weights depend only on torch's global seed.
-
-    Args:
-        config: architecture.
-        channels: channels of the images.
-        classes: number of labels.
 
     Errors:
         TaskError: transformers is missing.

@@ -1,16 +1,72 @@
-"""The task `language_model`: next-token prediction on text."""
+"""The task `language_model`: next-token prediction on text.
+
+The model is a causal language model from transformers: a preset, a config.json or a pretrained folder.
+"""
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from hvdtrain.errors import ConfigError, DataError, TaskError
+from hvdtrain.files import read_regular
 from hvdtrain.task.base import Task
-from hvdtrain.task.causal_lm import ModelConfig, causal_lm
 from hvdtrain.task.corpus import TextConfig, open_corpus
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Architecture and initial weights.
+
+    Attributes:
+        preset: small DeepSeek-V3 with latent attention and a mixture of experts: small has about 7 million parameters,
+            tiny is for tests; the vocabulary size depends on the data
+        config: train another architecture with new weights: config.json of any causal language model that transformers
+            supports (default: model.preset)
+        pretrained: train from existing weights: folder with config.json and safetensors files (default: model.preset)
+        dropout: dropout rate of the attention weights (default: the model's own)
+    """
+
+    preset: Literal["small", "tiny"] = "small"
+    config: str | None = None
+    pretrained: str | None = None
+    dropout: float | None = None
+
+
+_SHARED: dict[str, Any] = {
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.0,
+    "num_mtp_layers": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "use_cache": False,
+}
+_SIZES = {
+    "hidden_size": (256, 32),
+    "intermediate_size": (688, 64),
+    "moe_intermediate_size": (256, 16),
+    "n_routed_experts": (8, 4),
+    "num_hidden_layers": (4, 2),
+    "num_attention_heads": (8, 2),
+    "num_key_value_heads": (8, 2),
+    "q_lora_rank": (128, 16),
+    "kv_lora_rank": (64, 16),
+    "qk_nope_head_dim": (32, 8),
+    "qk_rope_head_dim": (16, 8),
+    "v_head_dim": (32, 8),
+}
+"""Of the presets small and tiny."""
+_LARGEST_PRESET_VOCABULARY = 1 << 20
+_DROPOUT_NAMES = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
 def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextConfig()) -> Task:  # noqa: B008
@@ -60,3 +116,137 @@ def _own_tokenizer(model: ModelConfig) -> str | None:
     """Return the tokenizer in the folder of a pretrained model, or None."""
     file = Path(model.pretrained or "").expanduser() / "tokenizer.json"
     return str(file) if model.pretrained and file.is_file() else None
+
+
+def causal_lm(config: ModelConfig, *, vocabulary: int, seq_len: int) -> nn.Module:
+    """Create the model in float32 on the CPU. New weights depend only on torch's global seed.
+
+    `vocabulary` is one more than the largest id in the data.
+
+    Errors:
+        TaskError: transformers is missing, or cannot create the model.
+        ConfigError: options conflict, or a file does not describe a model.
+        DataError: the data's token ids or the sequence length are too large for the model.
+    """
+    try:
+        import transformers  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise TaskError(
+            "the language_model task needs the transformers library", next_step='pip install "hvdtrain[lm]"'
+        ) from error
+    if config.config and config.pretrained:
+        raise ConfigError(
+            "model.config and model.pretrained conflict",
+            expected="one of them: a config.json for new weights, or a folder with weights",
+        )
+    model_config = _model_config(config, vocabulary, seq_len)
+    _set_dropout(model_config, config.dropout)
+    _check_fit(model_config, vocabulary, seq_len)
+    try:
+        model = _pretrained(Path(config.pretrained), model_config) if config.pretrained else _new(model_config)
+    except TaskError:
+        raise
+    except Exception as error:  # each model of transformers raises its own errors
+        raise TaskError(
+            f"transformers cannot create the model of {config.pretrained or config.config or config.preset}",
+            found=f"{type(error).__name__}: {error}",
+        ) from error
+    model.train()
+    return model
+
+
+def _model_config(config: ModelConfig, vocabulary: int, seq_len: int) -> Any:
+    if config.config or config.pretrained:
+        return _read_config(Path(config.config) if config.config else Path(config.pretrained or "") / "config.json")
+    if vocabulary > _LARGEST_PRESET_VOCABULARY:
+        raise DataError(
+            f"the data has token ids up to {vocabulary - 1}, but the preset model has a vocabulary of"
+            f" {_LARGEST_PRESET_VOCABULARY} at most",
+            next_step="train a model with a larger vocabulary: --model.config",
+        )
+    from transformers import DeepseekV3Config
+
+    rounded = -(-vocabulary // 64) * 64  # matrix products are faster with a multiple of 64 rows
+    sizes = {name: small if config.preset == "small" else tiny for name, (small, tiny) in _SIZES.items()}
+    return DeepseekV3Config(**_SHARED, **sizes, vocab_size=rounded, max_position_embeddings=max(1024, seq_len))
+
+
+def _read_config(path: Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        content = json.loads(read_regular(path.expanduser()))
+        return AutoConfig.for_model(content.pop("model_type"), **content)
+    except Exception as error:  # no file, no JSON, an unknown model, an invalid value
+        raise ConfigError(
+            f"{path} does not describe a model",
+            expected="a config.json of a causal language model that the installed transformers supports",
+            found=f"{type(error).__name__}: {error}",
+        ) from error
+
+
+def _set_dropout(model_config: Any, dropout: float | None) -> None:
+    if dropout is None:
+        return
+    if not 0 <= dropout < 1:
+        raise ConfigError(f"--model.dropout is {dropout}, which is out of range", expected="0 or more, and less than 1")
+    name = next((name for name in _DROPOUT_NAMES if hasattr(model_config, name)), None)
+    if not name:
+        raise ConfigError(
+            f"a model of type {model_config.model_type} has no dropout of attention weights",
+            next_step="omit --model.dropout",
+        )
+    setattr(model_config, name, dropout)
+
+
+def _check_fit(model_config: Any, vocabulary: int, seq_len: int) -> None:
+    text_config = model_config.get_text_config()
+    ids = getattr(text_config, "vocab_size", None)
+    if ids and vocabulary > ids:  # a model without a vocabulary fails later, when it is created
+        raise DataError(
+            "the model's vocabulary is too small for the data",
+            expected=f"a vocabulary of {vocabulary} or more",
+            found=f"a vocabulary of {ids}",
+            next_step="use the model's own tokenizer (--data.tokenizer), or a model with a larger vocabulary",
+        )
+    positions = getattr(text_config, "max_position_embeddings", None)
+    if positions and seq_len > positions:
+        raise DataError(
+            "data.seq_len is too large for the model",
+            expected=f"at most {positions}",
+            found=str(seq_len),
+            next_step=f"use --data.seq_len {positions}",
+        )
+
+
+def _new(model_config: Any) -> nn.Module:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM
+    model: nn.Module = auto.from_config(model_config, dtype=torch.float32, trust_remote_code=False)
+    return model
+
+
+def _pretrained(folder: Path, model_config: Any) -> nn.Module:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM
+    model: nn.Module
+    model, report = auto.from_pretrained(
+        folder.expanduser(),
+        config=model_config,
+        dtype=torch.float32,
+        local_files_only=True,
+        use_safetensors=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+    )
+    if missing := sorted(report["missing_keys"]):
+        raise TaskError(
+            f"the pretrained folder {folder} is incomplete",
+            expected=f"weights of all parameters of a {model_config.model_type} model",
+            found=f"no weights of {', '.join(missing[:3])}" + (f" and {len(missing) - 3} more" if missing[3:] else ""),
+        )
+    return model

@@ -20,13 +20,6 @@ log = logging.getLogger(__name__)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
-def cache_folder(name: str) -> Path:
-    """Return the user's cache folder for `name`, without creating it."""
-    from hvdtrain.runtime.environment import environ
-
-    return Path(environ().get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdtrain" / name
-
-
 def once_per_host(name: str, key: str, build: Callable[[Path], None], is_whole: Callable[[Path], bool]) -> Path:
     """Return the folder `key` of the cache `name`; build it if it does not exist.
 
@@ -43,7 +36,10 @@ def once_per_host(name: str, key: str, build: Callable[[Path], None], is_whole: 
     Errors:
         DataError: neither folder is writable.
     """
-    own, substitute = cache_folder(name), Path(gettempdir()) / f"hvdtrain-{os.getuid()}" / name
+    from hvdtrain.install.build_probe import cache_folder
+    from hvdtrain.runtime.environment import environ
+
+    own, substitute = cache_folder(environ()) / name, Path(gettempdir()) / f"hvdtrain-{os.getuid()}" / name
 
     def find_whole() -> Path | None:
         if is_whole(own / key):
@@ -83,33 +79,28 @@ def _build_in(place: Path, key: str, build: Callable[[Path], None], find_whole: 
         try:
             build(temporary)
             fsync_folder(temporary)
-            _rename(temporary, final, find_whole)
+            try:
+                temporary.rename(final)
+            except OSError:
+                if not find_whole():  # without locks another process may have been first, which is fine
+                    raise
             fsync(place)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     return final
 
 
-def _rename(temporary: Path, final: Path, find_whole: Callable[[], Path | None]) -> None:
-    try:
-        temporary.rename(final)
-    except OSError:
-        if not find_whole():  # without locks another process may have been first, which is fine
-            raise
-
-
 @contextmanager
 def _locked(path: Path) -> Iterator[bool]:
     """Hold the lock until the end, or until the process dies. Yield False if the file system has no locks."""
     with path.open("a") as file:
+        alone = True
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
             alone = False
-        else:
-            alone = True
         yield alone
 
 

@@ -61,21 +61,18 @@ class TokenFile:
     @classmethod
     def load(cls, folder: Path) -> TokenFile | None:
         """Read the description that `save` wrote; None if it or the file is incomplete."""
+        import numpy as np
+
         try:
             about = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
             if about.pop("format") != FORMAT:
                 return None
             about["path"] = str(folder / about["path"])
             file = cls(**about)
-            return file if Path(file.path).stat().st_size >= file.size_bytes() else None
+            size_bytes = file.offset_bytes + (file.train + file.heldout) * np.dtype(file.dtype).itemsize
+            return file if Path(file.path).stat().st_size >= size_bytes else None
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
-
-    def size_bytes(self) -> int:
-        """Return the least size of the file."""
-        import numpy as np
-
-        return self.offset_bytes + (self.train + self.heldout) * np.dtype(self.dtype).itemsize
 
     def map(self) -> Ids:
         """Map all ids, of shape (train + heldout,). Pages load on access."""
@@ -124,11 +121,9 @@ def write_tokens(
 
 
 def describe_npy(path: Path, tail: float) -> TokenFile:
-    """Check each id of a user's .npy file, and describe the file, to use it in place. The last ids are held out.
+    """Check each id of a user's .npy file, and describe the file, to use it in place.
 
-    Args:
-        path: the .npy file.
-        tail: fraction of the ids to hold out.
+    The fraction `tail` of the ids, at the end, is held out.
 
     Errors:
         DataError: it is no .npy file, is empty, has other than one dimension or integers, or has a negative id.
@@ -173,16 +168,10 @@ def _mapped(path: Path) -> np.memmap[Any, Any]:
 
 
 class Windows(TensorDataset):
-    """Windows of seq_len + 1 ids at distances of seq_len. Each token is a target once, except the first and a tail.
+    """Windows of seq_len + 1 ids at distances of seq_len, of `count` ids from index `start` on.
 
-    Windows overlap in one id: the last target of one is the first input of the next. A pickle contains the path of
-    the file, not the ids.
-
-    Args:
-        file: the file of ids.
-        start: index of the first id.
-        count: number of ids.
-        seq_len: number of targets in a window.
+    Each token is a target once, except the first and a tail. Windows overlap in one id: the last target of one is the
+    first input of the next. A pickle contains the path of the file, not the ids.
     """
 
     def __init__(self, file: TokenFile, start: int, count: int, seq_len: int) -> None:

@@ -96,12 +96,9 @@ class Epochs:
 
 
 def check_samples(window: Window, rows: Rows, epochs: Epochs) -> Wrong | None:
-    """Find the first step in which a rank used other samples than those of its positions, and count the epochs.
+    """Find the first step in which a rank used other samples than those of its positions. Add the samples to `epochs`.
 
-    Args:
-        window: steps that every rank has recorded.
-        rows: the ranges in the window, each position once.
-        epochs: the counts, to which the samples are added.
+    Every rank has recorded the steps of the window, and each position is once in `rows`.
     """
     header = window.start.header
     for part, low, high in _parts(window, rows):

@@ -55,12 +55,7 @@ def verify_resume(
 ) -> Iterator[Comparison]:
     """Train with a config in `folder`, interrupted and not, on each number of ranks and across them, and compare.
 
-    Args:
-        resolved: the config, as `read_config` returns it.
-        folder: an empty folder.
-        steps: steps of each half.
-        sizes: numbers of ranks; each is compared with the next.
-        say: shows what is done.
+    `resolved` is as `read_config` returns it, `folder` is empty, `steps` are those of each half.
 
     Errors:
         HvdtrainError: a job failed.

@@ -51,8 +51,7 @@ class Start:
 
     Attributes:
         header: header of the lowest rank with a file; those of all ranks should agree.
-        headers: header of each rank with a file.
-        entries: entries of each rank with a file.
+        headers, entries: of each rank with a file.
     """
 
     header: StartHeader
@@ -110,9 +109,7 @@ def read_starts(folder: Path) -> tuple[list[Start], list[Path]]:
 def find_windows(starts: Sequence[Start], durable: int) -> list[Window]:
     """Return the steps that count, in order. For step t this is the newest start that began before t.
 
-    Args:
-        starts: starts in order.
-        durable: step of the newest checkpoint, which every rank must have recorded; 0 if there is none.
+    `durable` is the step of the newest checkpoint, which every rank must have recorded; 0 if there is none.
     """
     found: list[Window] = []
     upper: int | None = None

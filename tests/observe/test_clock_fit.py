@@ -98,4 +98,4 @@ def test_what_is_kept_is_bounded() -> None:
 
 def test_bounds_of_no_line_give_nothing() -> None:
     lower, upper = np.array([[0.0, 1.0]]), np.array([[0.0, -1.0]])
-    assert offset_at(0.0, lower, upper, MAX_DRIFT) is None
+    assert offset_at(0.0, lower, upper) is None

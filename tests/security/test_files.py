@@ -19,7 +19,7 @@ from tests.support.payload import MakesFolder
 
 def test_weights_in_a_pickle_are_not_loaded(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed: make setup")
-    from hvdtrain.task.causal_lm import ModelConfig, causal_lm
+    from hvdtrain.task.language_model import ModelConfig, causal_lm
 
     marker = tmp_path / "was here"
     config = transformers.LlamaConfig(
@@ -34,7 +34,7 @@ def test_weights_in_a_pickle_are_not_loaded(tmp_path: Path) -> None:
 
 def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed: make setup")
-    from hvdtrain.task.causal_lm import ModelConfig, causal_lm
+    from hvdtrain.task.language_model import ModelConfig, causal_lm
 
     marker = tmp_path / "was here"
     (tmp_path / "evil.py").write_text(f"import pathlib\npathlib.Path({str(marker)!r}).mkdir()\n")

@@ -23,7 +23,7 @@ The card contains no environment variables.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import to_builtins
@@ -43,6 +43,20 @@ _MESSAGE_LINES = 5
 _FRAMES = 8
 _STACKS = 4
 _NAMES = 4
+_MEMORY = {
+    "rss": "{} MiB",
+    "peak_rss": ", peak {} MiB",
+    "host_available": "; {} MiB available",
+    "host_total": " of the host's {}",
+    "cuda_allocated": "; on the GPU {} MiB",
+    "cuda_reserved": " of {}",
+}
+"""Figures of `process_states.memory`, and how a row of the card shows them."""
+_LAST_MEMORY = {
+    "rss": "{} MiB when last seen alive",
+    "host_available": "; {} MiB available of the host's",
+    "host_total": " {}",
+}
 
 
 def make_card(
@@ -207,26 +221,14 @@ def _crash(text: str) -> str:
 
 
 def _memory(blamed: Sequence[Statement], silent: Sequence[SilentRank]) -> list[tuple[str, str]]:
-    rows = []
-    for s in blamed[:_STACKS]:
-        if "rss" in s.memory and not (s.fault and s.fault.parts):
-            text = _mib(s.memory, "rss", "{} MiB") + _mib(s.memory, "peak_rss", ", peak {} MiB")
-            text += _mib(s.memory, "host_available", "; {} MiB available") + _mib(
-                s.memory, "host_total", " of the host's {}"
-            )
-            text += _mib(s.memory, "cuda_allocated", "; on the GPU {} MiB") + _mib(s.memory, "cuda_reserved", " of {}")
-            rows.append((label(s.process), text))
-    for lost in silent[:_STACKS]:
-        if "rss" in lost.last:
-            text = _mib(lost.last, "rss", "{} MiB when last seen alive") + _mib(
-                lost.last, "host_available", "; {} MiB available of the host's"
-            )
-            rows.append((label(lost.process), text + _mib(lost.last, "host_total", " {}")))
-    return rows
-
-
-def _mib(figures: Mapping[str, float], name: str, form: str) -> str:
-    return form.format(f"{figures[name]:,.0f}") if name in figures else ""
+    ours = [s for s in blamed[:_STACKS] if not (s.fault and s.fault.parts)]
+    figures = [(s.process, s.memory, _MEMORY) for s in ours]
+    figures += [(s.process, s.last, _LAST_MEMORY) for s in silent[:_STACKS]]
+    return [
+        (label(process), "".join(form.format(f"{mib[name]:,.0f}") for name, form in forms.items() if name in mib))
+        for process, mib, forms in figures
+        if "rss" in mib
+    ]
 
 
 def _memory_holders(held: Mapping[str, Any], memory: Mapping[str, float]) -> str:
@@ -234,30 +236,19 @@ def _memory_holders(held: Mapping[str, Any], memory: Mapping[str, float]) -> str
     if not held:
         return ""
     rows = [(name, f"{mib:>10,.1f} MiB") for name, mib in held["mib"].items()]
-    advice: list[Callable[[], str | None]] = [
-        lambda: _smaller_micro_batch(held),
-        lambda: "--precision bf16: halves the memory of activations" if held["precision"] == "fp32" else None,
-        lambda: _fragmented(memory),
-        lambda: "fewer ranks on this host: each rank holds all of this" if held["where"] == "host's" else None,
-    ]
-    found = [text for line in advice if (text := line())]
-    return (
-        _section(f"use of the {held['where']} memory", rows) + "\nwhat to change\n" + "\n".join(f"  {t}" for t in found)
-    )
-
-
-def _smaller_micro_batch(held: Mapping[str, Any]) -> str | None:
-    size = held["micro_batch"]
-    if size <= 1:
-        return None
-    return f"--train.micro_batch {size // 2} (is {size}): the global batch and the loss curve stay the same"
-
-
-def _fragmented(memory: Mapping[str, float]) -> str | None:
-    allocated, reserved = memory.get("cuda_allocated", 0.0), memory.get("cuda_reserved", 0.0)
-    if reserved > 1.2 * allocated + 256:
-        return "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment: the reserved memory is fragmented"
-    return None
+    advice = []
+    if (size := held["micro_batch"]) > 1:
+        half = f"--train.micro_batch {size // 2} (is {size})"
+        advice.append(f"{half}: the global batch and the loss curve stay the same")
+    if held["precision"] == "fp32":
+        advice.append("--precision bf16: halves the memory of activations")
+    if memory.get("cuda_reserved", 0.0) > 1.2 * memory.get("cuda_allocated", 0.0) + 256:
+        setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"
+        advice.append(f"{setting}: the reserved memory is fragmented")
+    if held["where"] == "host's":
+        advice.append("fewer ranks on this host: each rank holds all of this")
+    table_of_use = _section(f"use of the {held['where']} memory", rows)
+    return f"{table_of_use}\nwhat to change\n" + "\n".join(f"  {line}" for line in advice)
 
 
 def _section(title: str, rows: Sequence[tuple[str, str]]) -> str:

@@ -33,13 +33,10 @@ class Fault(Struct, frozen=True):
     """An error by its parts.
 
     Attributes:
-        type: name of its class.
-        message: its text.
         parts: what, expected, found and next of an `HvdtrainError`; empty for other errors.
         everywhere: every rank raises the same error.
         consequence: the error only reports that another rank failed or died, or that Horovod ended.
         memory: memory ran out.
-        traceback: as Python prints it.
         frame: the user's innermost frame, see `user_frame`.
     """
 

@@ -72,8 +72,7 @@ class Mailbox:
     def statements(self, known: dict[str, Statement] | None = None) -> list[Statement]:
         """Return one statement for each rank that made one: the most informative kind.
 
-        Args:
-            known: statements that were read before, by file. They are not read again; new ones are added.
+        `known` holds statements that were read before, by file. They are not read again; new ones are added.
         """
         known = {} if known is None else known
         for name in self._names("said"):

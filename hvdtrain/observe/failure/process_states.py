@@ -42,10 +42,8 @@ def state(pid: int, began: int, root: Path = Path("/proc")) -> str:
 def memory(root: Path = Path("/proc"), *, device: bool = False) -> dict[str, float]:
     """Return rss, peak_rss, host_total, host_available in MiB, of this process and host. Unknown ones are absent.
 
-    Args:
-        root: replaces /proc.
-        device: add cuda_allocated, cuda_peak and cuda_reserved. Not allowed while another thread may hang in CUDA:
-            it may hold the allocator's lock.
+    `device` adds cuda_allocated, cuda_peak and cuda_reserved. It is not allowed while another thread may hang in CUDA:
+    that may hold the allocator's lock.
     """
     own, host = _figures(root / "self/status"), _figures(root / "meminfo")
     names = {"rss": (own, "VmRSS"), "peak_rss": (own, "VmHWM")}

@@ -64,9 +64,6 @@ class Reporter:
     card does not appear, the next rank writes it.
 
     Attributes:
-        mailbox: between the ranks.
-        statements: makes those of this rank.
-        job: the run.
         output: shows the card of a raised error; the watchdog writes to stderr.
         error_raised: whether an error was raised; the watchdog reports nothing from then on.
     """

@@ -37,14 +37,7 @@ JSON_NAMES = {
 
 
 class RankProcess(Struct, frozen=True):
-    """A rank and its process.
-
-    Attributes:
-        rank: 0 to size - 1.
-        host: name of its host.
-        pid: process ID on that host.
-        began: when the process began, see `process_states.started`.
-    """
+    """A rank and its process: the process ID on its host, and when it began, see `process_states.started`."""
 
     rank: int
     host: str
@@ -88,14 +81,7 @@ class Statement(Struct, frozen=True, rename=JSON_NAMES):
 
 @dataclass(frozen=True)
 class StatementMaker:
-    """Makes the statements of one rank. Constructed in the training thread.
-
-    Attributes:
-        process: the rank.
-        spans: of the training thread.
-        in_flight: of the communicator.
-        thread: identity of the training thread.
-    """
+    """Makes the statements of one rank. Constructed in the training thread, with its spans and collectives."""
 
     process: RankProcess
     spans: Spans

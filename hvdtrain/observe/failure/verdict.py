@@ -8,16 +8,7 @@ from typing import Any
 from msgspec import Struct
 
 from hvdtrain.observe.failure.process_states import DEAD, RUNNING, STOPPED, UNKNOWN, UNREACHABLE
-from hvdtrain.observe.failure.statement import (
-    STALLED,
-    RankProcess,
-    Statement,
-    agree,
-    grouped,
-    label,
-    labels,
-    place,
-)
+from hvdtrain.observe.failure.statement import STALLED, RankProcess, Statement, agree, grouped, label, labels, place
 
 EXCEPTION, KILLED, STALL = "exception", "killed", "stall"
 """Kinds of failures: an error was raised; a process ended without a statement; no progress."""
@@ -27,7 +18,6 @@ class SilentRank(Struct, frozen=True, rename={"process": "who"}):
     """A rank without a statement.
 
     Attributes:
-        process: the rank.
         state: of its process, see `process_states`.
         crash: the trace that Python's faulthandler wrote.
         last: its last heartbeat: time, step, rss.
@@ -45,8 +35,6 @@ class Verdict(Struct, frozen=True):
     Attributes:
         kind: EXCEPTION, KILLED or STALL.
         ranks: the ranks that caused it; all ranks if none differs from the others.
-        sentence: what happened.
-        hint: possible causes, and what to do.
     """
 
     kind: str
