@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import socket
@@ -10,6 +9,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from hvdtrain.observe.journal import append_whole
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary
@@ -54,15 +55,11 @@ class EventFile:
         self._file.close()
 
     def _write(self, event: object) -> None:
-        """Append a record whole or not at all, because readers stop at an incomplete one."""
+        """Append a record whole, because readers stop at an incomplete one."""
         self._encoded.seek(0)
         self._encoded.truncate()
         self._records.write(event.SerializeToString())  # type: ignore[attr-defined]
-        content = self._encoded.getvalue()
-        written = self._file.write(content)
-        if written < len(content):
-            self._file.truncate(self._file.seek(-written, os.SEEK_END))
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        append_whole(self._file, self._encoded.getvalue())
 
 
 def _stamp(directory: Path) -> int:

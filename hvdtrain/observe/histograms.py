@@ -41,17 +41,14 @@ class Histograms:
             except Exception as error:
                 if not out_of_memory(error):
                     raise
-                self._warn_once(name, error)
+                if not self._has_warned:
+                    self._has_warned = True
+                    text = str(error).splitlines() or [type(error).__name__]
+                    self._warn(
+                        f"out of memory for the histogram of {name}; such histograms are skipped"
+                        f" (--observe.histograms_every 0 turns all off): {text[0]}"
+                    )
         return found
-
-    def _warn_once(self, name: str, error: Exception) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            text = str(error).splitlines() or [type(error).__name__]
-            self._warn(
-                f"out of memory for the histogram of {name}; such histograms are skipped"
-                f" (--observe.histograms_every 0 turns all off): {text[0]}"
-            )
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ class HostLoad:
     def __init__(self, gpu: Callable[[], Mapping[str, Any]], root: Path = Path("/")) -> None:
         self._gpu = gpu
         self._stat = root / "proc/stat"
-        self._waited = _open(root / f"proc/self/task/{threading.get_native_id()}/schedstat")
+        self._schedstat = root / f"proc/self/task/{threading.get_native_id()}/schedstat"
         self._waited_us = self._wait_us()
         self._began_s = time.monotonic()
         self._sampled: tuple[float, float, float, float] = (math.nan,) * 4
@@ -51,15 +51,10 @@ class HostLoad:
         """Stop sampling. Does not wait for a thread that hangs in a driver."""
         self._ended.set()
         self._thread.join(1.0)
-        if self._waited is not None:
-            os.close(self._waited)
-            self._waited = None
 
     def _wait_us(self) -> float:
-        if self._waited is None:
-            return math.nan
         try:
-            return int(os.pread(self._waited, 100, 0).split()[1]) / 1e3
+            return int(self._schedstat.read_bytes().split()[1]) / 1e3
         except (OSError, ValueError, IndexError):
             return math.nan
 
@@ -92,10 +87,3 @@ def steal_s(stat: Path) -> float:
 def throttle_text(bits: float) -> str | None:
     """Return the reasons for a lowered GPU clock; empty if it is not lowered, None if unknown."""
     return None if math.isnan(bits) else ", ".join(why for bit, why in THROTTLES.items() if int(bits) & bit)
-
-
-def _open(path: Path) -> int | None:
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None

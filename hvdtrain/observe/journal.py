@@ -10,6 +10,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,18 @@ from hvdtrain.observe.failure.failure_output import to_stderr
 _LIMIT = 50_000
 """Lines in memory at most: about 20 MB, an hour of steps of 70 ms."""
 _RETRY_S = 1.0
+
+
+def append_whole(file: FileIO, content: bytes) -> None:
+    """Append by one system call. On a full disk, remove the written part, which would damage what follows.
+
+    Errors:
+        OSError: the disk is full or lost.
+    """
+    written = file.write(content)
+    if written < len(content):
+        file.truncate(file.seek(0, os.SEEK_END) - written)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class LineFile:
@@ -49,10 +63,7 @@ class LineFile:
         except TypeError:
             line = orjson.dumps(plain(record), option=orjson.OPT_APPEND_NEWLINE)
         try:
-            written = self._file.write(line)
-            if written < len(line):  # the disk is full; remove the part, which would damage the next line
-                self._file.truncate(self._file.seek(0, os.SEEK_END) - written)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            append_whole(self._file, line)
         except OSError as error:
             raise RunDirectoryError(
                 f"{self._file.name} cannot be written: {error.strerror}",
@@ -74,42 +85,39 @@ def _to_stderr(text: str) -> None:
     to_stderr(f"hvdtrain: {text}\n")
 
 
+@dataclass
 class Journal:
     """A `LineFile` that survives a full disk.
 
     A full or read-only disk does not end the run. Lines wait in memory and are written in order later. One message
     says so, another one when they are written, and one at the end how many are missing.
 
-    Args:
+    Attributes:
         say: shows a line, and does not write to this journal.
         limit: waiting lines at most. Beyond it the oldest are lost, and an event `lines_lost` replaces them.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        say: Callable[[str], None] = _to_stderr,
-        limit: int = _LIMIT,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._file = LineFile(path)
-        self._say = say
-        self._limit = limit
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._waiting: deque[Mapping[str, Any]] = deque()
-        self._lost = 0
-        self._error = ""
-        self._retry_at_s = -math.inf
+    path: Path
+    say: Callable[[str], None] = _to_stderr
+    limit: int = _LIMIT
+    clock: Callable[[], float] = time.monotonic
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _waiting: deque[Mapping[str, Any]] = field(default_factory=deque)
+    _lost: int = 0
+    _error: str = ""
+    _retry_at_s: float = -math.inf
+
+    def __post_init__(self) -> None:
+        self._file = LineFile(self.path)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a line, now or when there is room. Any thread may call it. `record` must not change later."""
         with self._lock:
             self._waiting.append(record)
-            if len(self._waiting) > self._limit:
+            if len(self._waiting) > self.limit:
                 self._waiting.popleft()
                 self._lost += 1
-            if self._clock() >= self._retry_at_s:
+            if self.clock() >= self._retry_at_s:
                 self._drain()
 
     def close(self) -> None:
@@ -120,7 +128,7 @@ class Journal:
                 steps = [record["step"] for record in self._waiting if "event" not in record]
                 which = f", of steps {steps[0]} to {steps[-1]}" if steps else ""
                 count = len(self._waiting) + self._lost
-                self._say(f"warning: {count} lines of the journal are missing{which}: {self._error}")
+                self.say(f"warning: {count} lines of the journal are missing{which}: {self._error}")
                 self._waiting.clear()
             with suppress(OSError):
                 self._file.close()
@@ -129,19 +137,19 @@ class Journal:
         try:
             if self._lost and self._waiting:
                 self._file.write({"event": "lines_lost", "lines": self._lost})
-                self._say(f"warning: {self._lost} lines of the journal are lost: {self._error}")
+                self.say(f"warning: {self._lost} lines of the journal are lost: {self._error}")
                 self._lost = 0
             while self._waiting:
                 self._file.write(self._waiting[0])
                 self._waiting.popleft()
         except RunDirectoryError as error:
-            self._retry_at_s = self._clock() + _RETRY_S
+            self._retry_at_s = self.clock() + _RETRY_S
             if not self._error:
                 self._error = error.what
-                self._say(
-                    f"warning: {error.what}: make room. Training continues; up to {self._limit:,} lines wait in memory"
+                self.say(
+                    f"warning: {error.what}: make room. Training continues; up to {self.limit:,} lines wait in memory"
                 )
         else:
             if self._error:
                 self._error, self._retry_at_s = "", -math.inf
-                self._say("the journal is written again, with the lines that waited in memory")
+                self.say("the journal is written again, with the lines that waited in memory")

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -104,9 +104,9 @@ class Monitor:
             "gpu_memory_total_bytes": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).total,
             "gpu_throttle": lambda: _throttles(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
         }
-        for field, read in reads.items():
+        for name, read in reads.items():
             with suppress(nvml.NVMLError):  # some devices lack some figures, such as a MIG part
-                found[field] = read()
+                found[name] = read()
         return found
 
     @cached_property
@@ -151,23 +151,20 @@ def _throttles(reasons: int) -> list[str]:
     return [name for bit, name in THROTTLES.items() if reasons & bit]
 
 
+@dataclass
 class MonitorThread:
     """Samples every `every_s` seconds, first sooner, in a thread of its own, until closed.
 
     In that thread, `on_event` receives an event ``machine`` with the sampled figures.
     """
 
-    def __init__(
-        self,
-        sample: Callable[[], Mapping[str, Any]],
-        on_event: Callable[[dict[str, Any]], None],
-        every_s: float = EVERY_S,
-    ) -> None:
-        self._sample = sample
-        self._on_event = on_event
-        self._every_s = every_s
-        self._step = 0
-        self._ended = threading.Event()
+    sample: Callable[[], Mapping[str, Any]]
+    on_event: Callable[[dict[str, Any]], None]
+    every_s: float = EVERY_S
+    _step: int = 0
+    _ended: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
         self._thread = threading.Thread(target=self._run, name="machine monitor", daemon=True)
         self._thread.start()
 
@@ -182,10 +179,10 @@ class MonitorThread:
 
     def _run(self) -> None:
         try:
-            self._sample()  # counts since the last sample begin here
-            after_s = min(_FIRST_AFTER_S, self._every_s)
+            self.sample()  # counts since the last sample begin here
+            after_s = min(_FIRST_AFTER_S, self.every_s)
             while not self._ended.wait(after_s):
-                self._on_event({"event": "machine", "at_step": self._step, **self._sample()})
-                after_s = self._every_s
+                self.on_event({"event": "machine", "at_step": self._step, **self.sample()})
+                after_s = self.every_s
         except Exception as error:
             log.warning("samples of the machine end: %s: %s", type(error).__name__, error)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -66,40 +67,35 @@ def sink_maker(value: Any) -> Callable[[], Sink]:
     )
 
 
+@dataclass
 class Background:
     """Runs a sink in a thread of its own. Passing a record to it takes a microsecond, however slow the sink is.
 
-    Args:
+    Attributes:
         make: creates the sink, in the thread.
         warn: called from the thread when the sink fails or is too slow.
         limit: waiting records at most. Further ones are dropped and counted.
     """
 
-    def __init__(
-        self,
-        make: Callable[[], Sink],
-        name: str,
-        warn: Callable[[str], None],
-        limit: int = _LIMIT,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._make = make
-        self._name = name
-        self._warn = warn
-        self._limit = limit
-        self._waiting: deque[Record] = deque()
-        self._dropped = 0
-        self._failures = 0
-        self._has_failed = False
-        self._clock = clock
-        self._paused_until_s = -math.inf
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"sink {name}", daemon=True)
+    make: Callable[[], Sink]
+    name: str
+    warn: Callable[[str], None]
+    limit: int = _LIMIT
+    clock: Callable[[], float] = time.monotonic
+    _waiting: deque[Record] = field(default_factory=deque)
+    _dropped: int = 0
+    _failures: int = 0
+    _has_failed: bool = False
+    _paused_until_s: float = -math.inf
+    _ended: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self._thread = threading.Thread(target=self._run, name=f"sink {self.name}", daemon=True)
         self._thread.start()
 
     def put(self, record: Record) -> None:
         """Pass a record to the sink. The caller must not change it later."""
-        if len(self._waiting) < self._limit:
+        if len(self._waiting) < self.limit:
             self._waiting.append(record)
         else:
             self._dropped += 1
@@ -109,13 +105,13 @@ class Background:
         self._ended.set()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            self._warn(f"the metric sink {self._name} did not finish within {timeout_s:.0f} s; the run ends without it")
+            self.warn(f"the metric sink {self.name} did not finish within {timeout_s:.0f} s; the run ends without it")
 
     def _run(self) -> None:
         try:
-            sink = self._make()
+            sink = self.make()
         except Exception as error:
-            self._warn(f"the metric sink {self._name} cannot be created: {type(error).__name__}: {error}")
+            self.warn(f"the metric sink {self.name} cannot be created: {type(error).__name__}: {error}")
             sink, self._paused_until_s = FunctionSink(lambda record: None), math.inf
         ended = False
         while not ended:
@@ -127,11 +123,11 @@ class Background:
         while self._waiting:
             # A copy, because the sink may change it.
             record = copy.deepcopy(self._waiting.popleft())
-            if self._clock() >= self._paused_until_s:
+            if self.clock() >= self._paused_until_s:
                 self._attempt(partial(sink.write, record))
         if self._dropped:
             dropped, self._dropped = self._dropped, 0
-            self._warn(f"the metric sink {self._name} is too slow: {dropped} records were dropped")
+            self.warn(f"the metric sink {self.name} is too slow: {dropped} records were dropped")
 
     def _attempt(self, action: Callable[[], None]) -> None:
         try:
@@ -141,11 +137,11 @@ class Background:
             self._failures += 1
             if not self._has_failed:
                 self._has_failed = True
-                self._warn(f"the metric sink {self._name} failed: {type(error).__name__}: {error}")
+                self.warn(f"the metric sink {self.name} failed: {type(error).__name__}: {error}")
             if self._failures == _MAX_FAILURES:
-                self._warn(
-                    f"the metric sink {self._name} failed {_MAX_FAILURES} times in a row: it gets no records for"
+                self.warn(
+                    f"the metric sink {self.name} failed {_MAX_FAILURES} times in a row: it gets no records for"
                     f" {_PAUSE_S:.0f} s"
                 )
             if self._failures >= _MAX_FAILURES:
-                self._paused_until_s = self._clock() + _PAUSE_S
+                self._paused_until_s = self.clock() + _PAUSE_S

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hvdtrain.errors import RunDirectoryError
+from hvdtrain.observe.live_window import Answer, Request, read_answer, write_request
 from hvdtrain.observe.past_journal import is_finished
-from hvdtrain.observe.window_files import Answer, Request, read_answer, write_request
 from hvdtrain.run_layout import RunLayout
 
 SEEN_WITHIN_S = 15.0

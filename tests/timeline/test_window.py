@@ -11,8 +11,16 @@ from msgspec.structs import replace
 
 from hvdtrain.config.windows import Window
 from hvdtrain.errors import RunDirectoryError
-from hvdtrain.observe.live_window import LiveWindow, Requests
-from hvdtrain.observe.window_files import Answer, Request, read_answer, read_request, write_answer, write_request
+from hvdtrain.observe.live_window import (
+    Answer,
+    LiveWindow,
+    Request,
+    Requests,
+    read_answer,
+    read_request,
+    write_answer,
+    write_request,
+)
 from hvdtrain.timeline.window import request_window, stop_window
 
 

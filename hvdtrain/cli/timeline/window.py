@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from hvdtrain.cli.parser import Parser
-from hvdtrain.observe.window_files import Answer
+from hvdtrain.observe.live_window import Answer
 from hvdtrain.timeline.window import request_window, stop_window
 
 _PATIENCE_S = 300.0
