@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,26 +26,24 @@ EVERY_US = 30e6
 _JITTER_S = 1e-3
 
 
+@dataclass
 class Clocks:
     """Finds offsets to rank 0's clock. One thread may probe while another one asks for offsets.
 
-    Args:
+    Attributes:
         ids: of the ranks' clocks (`hvdtrain.runtime.clock.clock_id`); ranks with equal ones share a clock.
         now_ns: this rank's clock.
         pause: sleeps for the given seconds, so that ranks begin probes in different orders.
     """
 
-    def __init__(
-        self,
-        comm: Comm,
-        ids: Sequence[str],
-        now_ns: Callable[[], int] = time.perf_counter_ns,
-        pause: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._comm = comm
-        self._now_ns = now_ns
-        self._pause = pause
-        self._random = random.Random(comm.rank)
+    comm: Comm
+    ids: Sequence[str]
+    now_ns: Callable[[], int] = time.perf_counter_ns
+    pause: Callable[[float], None] = time.sleep
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.comm.rank)
+        ids = self.ids
         self._groups = [[rank for rank, other in enumerate(ids) if other == one] for one in dict.fromkeys(ids)]
         self._group_number = {rank: number for number, group in enumerate(self._groups) for rank in group}
         self._fits = [ClockFit() for _ in self._groups]
@@ -60,7 +59,7 @@ class Clocks:
     @property
     def due(self) -> bool:
         """Whether more probes are due by this rank's clock. The answer of rank 0 counts."""
-        return not self.shared and self._now_ns() / 1e3 - self._probed_us >= EVERY_US
+        return not self.shared and self.now_ns() / 1e3 - self._probed_us >= EVERY_US
 
     def probe(self, count: int) -> None:
         """Bound the offsets by `count` small all-reduces; nothing where all ranks share a clock. Collective: yes."""
@@ -69,12 +68,12 @@ class Clocks:
         times = torch.empty(1, 2, count, dtype=torch.float64)
         token = torch.zeros(1)
         for number in range(count):
-            self._pause(self._random.random() * _JITTER_S)
-            times[0, 0, number] = self._now_ns() / 1e3
-            self._comm.allreduce(token, name="timeline/probe").wait()
-            times[0, 1, number] = self._now_ns() / 1e3
-        everyone = self._comm.allgather(times, name="timeline/probes").wait().numpy()
-        self._probed_us = self._now_ns() / 1e3
+            self.pause(self._random.random() * _JITTER_S)
+            times[0, 0, number] = self.now_ns() / 1e3
+            self.comm.allreduce(token, name="timeline/probe").wait()
+            times[0, 1, number] = self.now_ns() / 1e3
+        everyone = self.comm.allgather(times, name="timeline/probes").wait().numpy()
+        self._probed_us = self.now_ns() / 1e3
         for number in range(count):
             self.add_bounds(everyone[:, 0, number : number + 1], everyone[:, 1, number : number + 1])
 

@@ -59,7 +59,8 @@ def histogram(values: Tensor) -> dict[str, Any]:
         ``min``, ``max``, ``num``, ``sum``, ``sum_squares`` of the finite values; ``limits``, the upper edges of the
         bins, and ``counts``; ``not_finite``, the number of other values.
     """
-    flat = _flat(values.detach())
+    order = sorted(range(values.dim()), key=values.stride, reverse=True)
+    flat = values.detach().permute(order).reshape(-1)  # memory order needs no copy, also of channels-last weights
     parts = [_sums(chunk) for chunk in torch.split(flat, _CHUNK)] if flat.numel() else []
     if not parts or not (table := torch.stack(parts))[:, 2].any():
         nothing = dict.fromkeys(_SUMS, 0.0)
@@ -73,12 +74,6 @@ def histogram(values: Tensor) -> dict[str, Any]:
         counts = _counts(flat, low, high)
     found = dict(zip(_SUMS, (low, high, num, *sums), strict=True))
     return {**found, "limits": limits, "counts": counts, "not_finite": flat.numel() - int(num)}
-
-
-def _flat(values: Tensor) -> Tensor:
-    """Return (N,) in memory order, which needs no copy of channels-last weights either."""
-    order = sorted(range(values.dim()), key=values.stride, reverse=True)
-    return values.permute(order).reshape(-1)
 
 
 def _sums(chunk: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def append_whole(file: FileIO, content: bytes) -> None:
     """
     written = file.write(content)
     if written < len(content):
-        file.truncate(file.seek(0, os.SEEK_END) - written)
+        file.truncate(file.seek(-written, os.SEEK_END))
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

@@ -82,11 +82,6 @@ class JournalStart:
     last_step: int = -1
     events: list[dict[str, Any]] = field(default_factory=list)
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the start has an event of its end."""
-        return any(event["event"] in ENDINGS for event in self.events)
-
     def events_named(self, name: str) -> list[dict[str, Any]]:
         """Return the events of a name."""
         return [event for event in self.events if event["event"] == name]

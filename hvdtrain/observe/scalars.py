@@ -26,21 +26,22 @@ BANDS = {
 }
 """Bands of the stacked chart from the bottom up, and their parts. The last band is the rest of the step."""
 
+_GIB = 2.0**-30
 MACHINE = {
-    "host_cpu_percent": ("machine/host_cpu_percent", 1.0),
-    "gpu_percent": ("machine/gpu_percent", 1.0),
-    "gpu_clock_mhz": ("machine/gpu_clock_mhz", 1.0),
-    "gpu_temperature_c": ("machine/gpu_temperature_c", 1.0),
-    "gpu_power_w": ("machine/gpu_power_w", 1.0),
-    "host_memory_used_bytes": ("memory/host_used_gib", 2.0**-30),
-    "host_memory_total_bytes": ("memory/host_total_gib", 2.0**-30),
-    "process_rss_bytes": ("memory/process_gib", 2.0**-30),
-    "gpu_memory_used_bytes": ("memory/gpu_used_gib", 2.0**-30),
-    "gpu_memory_total_bytes": ("memory/gpu_total_gib", 2.0**-30),
-    "cuda_allocated_peak_bytes": ("memory/cuda_allocated_peak_gib", 2.0**-30),
-    "cuda_reserved_peak_bytes": ("memory/cuda_reserved_peak_gib", 2.0**-30),
+    "gpu_percent": ("machine/gpu_percent", 1.0, "GPU (%)"),
+    "gpu_clock_mhz": ("machine/gpu_clock_mhz", 1.0, "GPU clock (MHz)"),
+    "gpu_temperature_c": ("machine/gpu_temperature_c", 1.0, "GPU temperature (°C)"),
+    "gpu_power_w": ("machine/gpu_power_w", 1.0, "GPU power (W)"),
+    "gpu_memory_used_bytes": ("memory/gpu_used_gib", _GIB, "GPU memory in use (GiB)"),
+    "gpu_memory_total_bytes": ("memory/gpu_total_gib", _GIB, ""),
+    "cuda_allocated_peak_bytes": ("memory/cuda_allocated_peak_gib", _GIB, "GPU memory, peak allocated by torch (GiB)"),
+    "cuda_reserved_peak_bytes": ("memory/cuda_reserved_peak_gib", _GIB, "GPU memory, peak reserved by torch (GiB)"),
+    "host_cpu_percent": ("machine/host_cpu_percent", 1.0, "host CPU (%)"),
+    "process_rss_bytes": ("memory/process_gib", _GIB, "host memory, process of rank 0 (GiB)"),
+    "host_memory_used_bytes": ("memory/host_used_gib", _GIB, "host memory in use, all processes (GiB)"),
+    "host_memory_total_bytes": ("memory/host_total_gib", _GIB, ""),
 }
-"""Fields of a machine sample: tag, and the factor to the unit of the tag."""
+"""Fields of a machine sample: tag, the factor to the unit of the tag, and the title of its chart if it has one."""
 
 
 class Interval:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from hvdtrain.observe.scalars import MACHINE
 from hvdtrain.yaml_file import flatten
 
 if TYPE_CHECKING:
@@ -50,17 +51,9 @@ def _categories(unit: str, *, gpu: bool, several: bool, flops: bool, peak: bool)
         machine["TFLOP/s"] = "speed/tflops_per_s"
     if peak:
         machine["FLOPs utilisation (%)"] = "speed/flops_utilisation_percent"
-    if gpu:
-        machine["GPU (%)"] = "machine/gpu_percent"
-        machine["GPU clock (MHz)"] = "machine/gpu_clock_mhz"
-        machine["GPU temperature (°C)"] = "machine/gpu_temperature_c"
-        machine["GPU power (W)"] = "machine/gpu_power_w"
-        machine["GPU memory in use (GiB)"] = "memory/gpu_used_gib"
-        machine["GPU memory, peak allocated by torch (GiB)"] = "memory/cuda_allocated_peak_gib"
-        machine["GPU memory, peak reserved by torch (GiB)"] = "memory/cuda_reserved_peak_gib"
-    machine["host CPU (%)"] = "machine/host_cpu_percent"
-    machine["host memory, process of rank 0 (GiB)"] = "memory/process_gib"
-    machine["host memory in use, all processes (GiB)"] = "memory/host_used_gib"
+    for field, (tag, _, title) in MACHINE.items():
+        if title and (gpu or not field.startswith(("gpu_", "cuda_"))):
+            machine[title] = tag
     return {"overview": overview, "training": training, "machine": machine}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.errors import TaskError
@@ -73,3 +74,11 @@ def load_task_function(spec: str) -> TaskFunction:
             expected=f"one of {', '.join(sorted(NAMED))}, or file.py:function, or module:function",
         )
     return load(target, TaskError, "a function that returns a hvdtrain.Task")  # type: ignore[no-any-return]
+
+
+def import_library(name: str, user: str, extra: str) -> Any:
+    """Import a library of one of our extras, for `user`. Errors: TaskError: it is not installed."""
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        raise TaskError(f"{user} needs the {name} library", next_step=f'pip install "hvdtrain[{extra}]"') from error

@@ -8,7 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.errors import ConfigError, DataError, TaskError
+from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.task.base import import_library
 from hvdtrain.task.text_sources import Source
 
 if TYPE_CHECKING:
@@ -71,12 +72,7 @@ class _Rows:
     @cached_property
     def splits(self) -> tuple[Any, Any]:
         """The dataset to train on, and the held-out one or None."""
-        try:
-            import datasets
-        except ModuleNotFoundError as error:
-            raise TaskError(
-                "--data.dataset needs the datasets library", next_step='pip install "hvdtrain[datasets]"'
-            ) from error
+        datasets = import_library("datasets", "--data.dataset", "datasets")
         try:
             loaded = datasets.load_from_disk(str(self.path))
         except Exception as error:  # damaged files raise errors of many classes
@@ -112,14 +108,11 @@ class _Rows:
                 if column == "text":
                     yield from self.encoder.encode([str(row or "").encode("utf-8")], f"a row of {self.path}")
                 else:
-                    yield self._checked(np.asarray(row if len(row) else [], np.int64))
-
-    def _checked(self, ids: Ids) -> Ids:
-        if ids.size and int(ids.min()) < 0:
-            raise DataError(
-                f"the dataset {self.path} contains negative ids", expected="ids of 0 or more", found=str(ids.min())
-            )
-        return ids.reshape(-1)
+                    ids = np.asarray(row if len(row) else [], np.int64)
+                    if ids.size and int(ids.min()) < 0:
+                        wrong = f"the dataset {self.path} contains negative ids"
+                        raise DataError(wrong, expected="ids of 0 or more", found=str(ids.min()))
+                    yield ids.reshape(-1)
 
     def _column(self, split: Any) -> str:
         columns = split.column_names

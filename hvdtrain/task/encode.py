@@ -8,8 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.errors import DataError, TaskError
+from hvdtrain.errors import DataError
 from hvdtrain.files import read_regular
+from hvdtrain.task.base import import_library
 
 if TYPE_CHECKING:
     import numpy as np
@@ -78,14 +79,9 @@ class TokenizerEncoder:
 
     @cached_property
     def _tokenizer(self) -> Any:
+        tokenizers = import_library("tokenizers", "a tokenizer.json", "lm")
         try:
-            from tokenizers import Tokenizer
-        except ModuleNotFoundError as error:
-            raise TaskError(
-                "a tokenizer.json needs the tokenizers library", next_step='pip install "hvdtrain[lm]"'
-            ) from error
-        try:
-            return Tokenizer.from_buffer(self._content())
+            return tokenizers.Tokenizer.from_buffer(self._content())
         except Exception as error:  # the library raises bare Exceptions and ValueErrors
             raise DataError(
                 f"{self.path} is not a tokenizer",

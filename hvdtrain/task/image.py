@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from hvdtrain.errors import ConfigError, TaskError
-from hvdtrain.task.base import Task
+from hvdtrain.task.base import Task, import_library
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -205,12 +205,7 @@ def resnet(config: ResNetConfig, *, channels: int, classes: int) -> nn.Module:
     Errors:
         TaskError: transformers is missing.
     """
-    try:
-        import transformers
-    except ModuleNotFoundError as error:
-        raise TaskError(
-            "the image task needs the transformers library", next_step='pip install "hvdtrain[image]"'
-        ) from error
+    transformers = import_library("transformers", "the image task", "image")
     options: dict[str, Any] = {**PRESETS[config.preset], "num_channels": channels, "num_labels": classes}
     model = with_group_norm(transformers.ResNetForImageClassification(transformers.ResNetConfig(**options)))
     model.train()

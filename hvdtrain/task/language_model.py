@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hvdtrain.errors import ConfigError, DataError, TaskError
 from hvdtrain.files import read_regular
-from hvdtrain.task.base import Task
+from hvdtrain.task.base import Task, import_library
 from hvdtrain.task.corpus import TextConfig, open_corpus
 
 if TYPE_CHECKING:
@@ -128,12 +128,9 @@ def causal_lm(config: ModelConfig, *, vocabulary: int, seq_len: int) -> nn.Modul
         ConfigError: options conflict, or a file does not describe a model.
         DataError: the data's token ids or the sequence length are too large for the model.
     """
-    try:
-        import transformers  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise TaskError(
-            "the language_model task needs the transformers library", next_step='pip install "hvdtrain[lm]"'
-        ) from error
+    import torch
+
+    transformers = import_library("transformers", "the language_model task", "lm")
     if config.config and config.pretrained:
         raise ConfigError(
             "model.config and model.pretrained conflict",
@@ -143,7 +140,11 @@ def causal_lm(config: ModelConfig, *, vocabulary: int, seq_len: int) -> nn.Modul
     _set_dropout(model_config, config.dropout)
     _check_fit(model_config, vocabulary, seq_len)
     try:
-        model = _pretrained(Path(config.pretrained), model_config) if config.pretrained else _new(model_config)
+        auto = transformers.AutoModelForCausalLM
+        if config.pretrained:
+            model = _pretrained(auto, Path(config.pretrained), model_config)
+        else:
+            model = auto.from_config(model_config, dtype=torch.float32, trust_remote_code=False)
     except TaskError:
         raise
     except Exception as error:  # each model of transformers raises its own errors
@@ -219,20 +220,9 @@ def _check_fit(model_config: Any, vocabulary: int, seq_len: int) -> None:
         )
 
 
-def _new(model_config: Any) -> nn.Module:
+def _pretrained(auto: Any, folder: Path, model_config: Any) -> nn.Module:
     import torch
-    from transformers import AutoModelForCausalLM
 
-    auto: Any = AutoModelForCausalLM
-    model: nn.Module = auto.from_config(model_config, dtype=torch.float32, trust_remote_code=False)
-    return model
-
-
-def _pretrained(folder: Path, model_config: Any) -> nn.Module:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    auto: Any = AutoModelForCausalLM
     model: nn.Module
     model, report = auto.from_pretrained(
         folder.expanduser(),

@@ -85,9 +85,18 @@ def verify_data(run: Path) -> DataReport:
             report.notes += _missing_ranks(window)
             break
     report.epochs.end()
-    report.wrong += _repeated_samples(report.epochs)
+    report.wrong += [
+        Wrong(0, f"epoch {epoch.number}: {epoch.used} samples were used, but only {epoch.distinct} different ones")
+        for epoch in report.epochs.others
+        if epoch.used != epoch.distinct
+    ]
     report.wrong += _unexplained_gaps(report)
-    report.notes += _unreadable_lines(starts)
+    report.notes += [
+        f"start {s.header.start}, rank {rank}: {e.unreadable} line(s) cut off, as a kill or a full disk leaves them"
+        for s in starts
+        for rank, e in s.entries.items()
+        if e.unreadable
+    ]
     return report
 
 
@@ -138,14 +147,6 @@ def _missing_starts(starts: Sequence[Start]) -> list[str]:
     return [f"no file of start(s) {', '.join(missing)}"] * bool(missing)
 
 
-def _repeated_samples(epochs: Epochs) -> list[Wrong]:
-    return [
-        Wrong(0, f"epoch {epoch.number}: {epoch.used} samples were used, but only {epoch.distinct} different ones")
-        for epoch in epochs.others
-        if epoch.used != epoch.distinct
-    ]
-
-
 def _unexplained_gaps(report: DataReport) -> list[Wrong]:
     """Find positions that were skipped without a roll back in the journal."""
     if report.journal is None:
@@ -161,11 +162,3 @@ def _unexplained_gaps(report: DataReport) -> list[Wrong]:
     if not len(unexplained):
         return []
     return [Wrong(0, f"position(s) {describe_ranges(unexplained)} were skipped, but the journal has no roll back")]
-
-
-def _unreadable_lines(starts: Sequence[Start]) -> list[str]:
-    found = [(s.header.start, rank, e.unreadable) for s in starts for rank, e in s.entries.items() if e.unreadable]
-    return [
-        f"start {start}, rank {rank}: {lines} line(s) cut off, as a kill or a full disk leaves them"
-        for start, rank, lines in found
-    ]

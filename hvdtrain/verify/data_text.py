@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from hvdtrain.observe.past_journal import ENDINGS
 from hvdtrain.verify.data import DataReport
 from hvdtrain.verify.epochs import Epoch
 
@@ -14,8 +15,7 @@ _MOST = 8
 
 def to_text(report: DataReport, run: Path) -> str:
     """Return a table and the result."""
-    rows = [("run", str(run)), ("proven", _proven(report)), ("epochs", _epochs(report))]
-    rows += [("starts", _starts(report))]
+    rows = [("run", str(run)), ("proven", _proven(report)), ("epochs", _epochs(report)), ("starts", _starts(report))]
     if report.left_out:
         ranges = ", ".join(_first([f"{b} to {e - 1}" for b, e in report.left_out]))
         rows.append(("left out", f"positions {ranges}, skipped on purpose by roll backs"))
@@ -83,7 +83,9 @@ def _starts(report: DataReport) -> str:
     if report.journal is None:
         return f"{text}; without a journal, interruptions are unknown"
     # A start without an end was killed, or its ranks changed.
-    open_starts = [not start.has_ended for start in report.journal if start.started]
+    open_starts = [
+        not any(event["event"] in ENDINGS for event in start.events) for start in report.journal if start.started
+    ]
     text += f"; {sum(open_starts[:-1])} interrupted"
     return text + ("; the last has not ended: it is running, or was killed" if open_starts[-1:] == [True] else "")
 

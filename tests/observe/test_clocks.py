@@ -73,9 +73,7 @@ def test_probes_bound_the_clocks_of_other_hosts() -> None:
         assert clocks.due
         clocks.probe(20)
         assert not clocks.due
-        return (
-            clocks.offset(1, 0.0) if comm.rank else [clocks.offset(rank, clocks._now_ns() / 1e3) for rank in range(3)]
-        )
+        return clocks.offset(1, 0.0) if comm.rank else [clocks.offset(rank, clocks.now_ns() / 1e3) for rank in range(3)]
 
     same, *others = on_ranks(3, body)[0]  # type: ignore[misc]
     assert same == (0.0, 0.0)

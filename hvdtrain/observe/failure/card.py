@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec import to_builtins
@@ -59,36 +60,48 @@ _LAST_MEMORY = {
 }
 
 
-def make_card(
-    verdict: Verdict,
-    statements: Sequence[Statement],
-    silent: Sequence[SilentRank],
-    waited_for: Sequence[Mapping[str, Any]],
-    **facts: Any,
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Failure:
+    """A failure: its cause, the ranks with and without a statement, and the collectives that not all have started."""
+
+    verdict: Verdict
+    statements: Sequence[Statement]
+    silent: Sequence[SilentRank]
+    waited_for: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def blamed(self) -> list[Statement]:
+        """The statements of the ranks that caused the failure."""
+        return [s for s in self.statements if s.process.rank in self.verdict.ranks]
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether some ranks did not cause the failure."""
+        return len(self.verdict.ranks) < len(self.statements) + len(self.silent)
+
+    @property
+    def raised(self) -> Fault | None:
+        """The error that caused the failure."""
+        return next((s.fault for s in self.blamed if s.fault), None) if self.verdict.kind == blame.EXCEPTION else None
+
+
+def make_card(failure: Failure, **facts: Any) -> dict[str, Any]:
     """Return the content of `failure.json`. `facts`: time, size, run_dir, checkpoint, resume."""
     return {
         "format": FORMAT,
-        **to_builtins(verdict),
+        **to_builtins(failure.verdict),
         **facts,
-        "waited_for": list(waited_for),
-        "statements": to_builtins(statements),
-        "silent": to_builtins(silent),
+        "waited_for": list(failure.waited_for),
+        "statements": to_builtins(failure.statements),
+        "silent": to_builtins(failure.silent),
     }
 
 
-def render(
-    verdict: Verdict,
-    statements: Sequence[Statement],
-    silent: Sequence[SilentRank],
-    card: Mapping[str, Any],
-    json_path: str,
-) -> str:
+def render(failure: Failure, card: Mapping[str, Any], json_path: str) -> str:
     """Return the card as text: details first, the essentials last, because the end is what stays on the screen."""
-    blamed = [s for s in statements if s.process.rank in verdict.ranks]
-    cause = _cause(verdict, blamed, silent)
+    cause = _cause(failure)
     details = ["", *cause] if len(cause) > _ESSENTIAL_LINES else []
-    details += _details(verdict, blamed, statements, silent, card)
+    details += _details(failure)
     if len(cause) > _ESSENTIAL_LINES:
         cause = [*cause[: _ESSENTIAL_LINES - 1], "  ... (the rest is in the details)"]
     end = [("last checkpoint", card["checkpoint"] or "none yet")]
@@ -100,41 +113,28 @@ def render(
     return "\n".join([*lines, "=" * 64, ""])
 
 
-def _details(
-    verdict: Verdict,
-    blamed: Sequence[Statement],
-    statements: Sequence[Statement],
-    silent: Sequence[SilentRank],
-    card: Mapping[str, Any],
-) -> list[str]:
-    first = _raised(verdict, blamed)
+def _details(failure: Failure) -> list[str]:
+    first = failure.raised
     parts = ["", first.traceback.rstrip()] if first and not first.parts else []
-    rows = _others(verdict, statements, silent)
-    some = len(verdict.ranks) < len(statements) + len(silent)
-    parts += [_section("where the other ranks were" if some else "where the ranks were", rows)] if rows else []
-    if card["waited_for"]:
-        parts.append(
-            _section("collectives that not all ranks have started", [_collective(c) for c in card["waited_for"]])
-        )
-    parts += _stacks(verdict, statements, silent)
-    parts += [_section("memory", rows)] if (rows := _memory(blamed, silent)) else []
-    parts += [
-        text for s in blamed[:1] if s.fault and s.fault.memory and (text := _memory_holders(s.memory_holders, s.memory))
-    ]
+    if rows := _others(failure):
+        parts.append(_section("where the other ranks were" if failure.is_partial else "where the ranks were", rows))
+    if rows := [_collective(entry) for entry in failure.waited_for]:
+        parts.append(_section("collectives that not all ranks have started", rows))
+    parts += _stacks(failure)
+    if rows := _memory(failure):
+        parts.append(_section("memory", rows))
+    for s in failure.blamed[:1]:
+        if s.fault and s.fault.memory and s.memory_holders:
+            parts.append(_memory_holders(s.memory_holders, s.memory))
     return [*parts, ""] if parts else []
 
 
-def _raised(verdict: Verdict, blamed: Sequence[Statement]) -> Fault | None:
-    """Return the error that caused the failure."""
-    return next((s.fault for s in blamed if s.fault), None) if verdict.kind == blame.EXCEPTION else None
-
-
-def _cause(verdict: Verdict, blamed: Sequence[Statement], silent: Sequence[SilentRank]) -> list[str]:
+def _cause(failure: Failure) -> list[str]:
     """Return lines for what happened, the error's message, the user's own line, and the hint."""
-    first = _raised(verdict, blamed)
+    verdict, blamed, first = failure.verdict, failure.blamed, failure.raised
     if first is None:
         lines = _wrapped(verdict.sentence, "")
-        dead = [s for s in silent if s.process.rank in verdict.ranks]
+        dead = [s for s in failure.silent if s.process.rank in verdict.ranks]
         lines += [f"  {label(s.process)} was {_last_seen(s)}" for s in dead if s.last][:_STACKS]
         traces = [user_frame(_crash(s.crash), innermost_first=True) for s in dead]
         traces += [user_frame("\n".join(s.stacks.get(TRAINING, []))) for s in blamed]
@@ -168,16 +168,16 @@ def _wrapped(text: str, indent: str = "  ") -> list[str]:
     )
 
 
-def _others(verdict: Verdict, statements: Sequence[Statement], silent: Sequence[SilentRank]) -> list[tuple[str, str]]:
-    alone = len(verdict.ranks) < len(statements) + len(silent)
-    there = [s for s in statements if s.process.rank not in verdict.ranks or not alone]
-    if not alone and (verdict.kind == blame.EXCEPTION or len(verdict.ranks) == 1):
+def _others(failure: Failure) -> list[tuple[str, str]]:
+    verdict, is_partial = failure.verdict, failure.is_partial
+    there = [s for s in failure.statements if s.process.rank not in verdict.ranks or not is_partial]
+    if not is_partial and (verdict.kind == blame.EXCEPTION or len(verdict.ranks) == 1):
         return []
     rows = []
     for who, statement in grouped(there):
         error = f"; then {statement.fault.type}" if statement.fault else ""
         rows.append((who, place(statement) + error))
-    rest = [s for s in silent if s.process.rank not in verdict.ranks]
+    rest = [s for s in failure.silent if s.process.rank not in verdict.ranks]
     return rows + [(label(s.process), _silence(s)) for s in rest]
 
 
@@ -201,12 +201,13 @@ def _collective(entry: Mapping[str, Any]) -> tuple[str, str]:
     return entry["name"], started + (of if names else "")
 
 
-def _stacks(verdict: Verdict, statements: Sequence[Statement], silent: Sequence[SilentRank]) -> list[str]:
+def _stacks(failure: Failure) -> list[str]:
     """Return the trace of a crash; of a stall the training threads' stacks, each different one once."""
-    texts = [f"\n{label(s.process)}\n{textwrap.indent(_crash(s.crash), '  ')}" for s in silent if s.crash][:_STACKS]
-    if verdict.kind == blame.STALL:
+    crashed = [s for s in failure.silent if s.crash][:_STACKS]
+    texts = [f"\n{label(s.process)}\n{textwrap.indent(_crash(s.crash), '  ')}" for s in crashed]
+    if failure.verdict.kind == blame.STALL:
         groups: dict[tuple[str, ...], list[Statement]] = {}
-        for s in sorted(statements, key=lambda s: s.process.rank not in verdict.ranks):
+        for s in sorted(failure.statements, key=lambda s: s.process.rank not in failure.verdict.ranks):
             groups.setdefault(tuple(s.stacks.get(TRAINING, [])[-_FRAMES:]), []).append(s)
         for stack, group in list(groups.items())[:_STACKS]:
             if stack:
@@ -220,10 +221,10 @@ def _crash(text: str) -> str:
     return "\n".join([blocks[0], *(block for block in blocks[1:] if block.startswith("Current thread"))])
 
 
-def _memory(blamed: Sequence[Statement], silent: Sequence[SilentRank]) -> list[tuple[str, str]]:
-    ours = [s for s in blamed[:_STACKS] if not (s.fault and s.fault.parts)]
+def _memory(failure: Failure) -> list[tuple[str, str]]:
+    ours = [s for s in failure.blamed[:_STACKS] if not (s.fault and s.fault.parts)]
     figures = [(s.process, s.memory, _MEMORY) for s in ours]
-    figures += [(s.process, s.last, _LAST_MEMORY) for s in silent[:_STACKS]]
+    figures += [(s.process, s.last, _LAST_MEMORY) for s in failure.silent[:_STACKS]]
     return [
         (label(process), "".join(form.format(f"{mib[name]:,.0f}") for name, form in forms.items() if name in mib))
         for process, mib, forms in figures
@@ -233,8 +234,6 @@ def _memory(blamed: Sequence[Statement], silent: Sequence[SilentRank]) -> list[t
 
 def _memory_holders(held: Mapping[str, Any], memory: Mapping[str, float]) -> str:
     """Say what held the memory that ran out, and which options to change."""
-    if not held:
-        return ""
     rows = [(name, f"{mib:>10,.1f} MiB") for name, mib in held["mib"].items()]
     advice = []
     if (size := held["micro_batch"]) > 1:

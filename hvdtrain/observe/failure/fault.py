@@ -76,12 +76,9 @@ def first_of_device(error: BaseException) -> BaseException:
 
     After one failure every call of the device fails, also in cleanup. Other errors are returned unchanged.
     """
-    faults = [one for one in _chain(error) if _is_of_device(one)]
+    runtime = [one for one in _chain(error) if isinstance(one, RuntimeError)]
+    faults = [one for one in runtime if any(sign in _message(one) for sign in _DEVICE_ERRORS)]
     return faults[-1] if faults and faults[0] is error else error
-
-
-def _is_of_device(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and any(sign in _message(error) for sign in _DEVICE_ERRORS)
 
 
 def bare_fault(error: BaseException) -> Fault:

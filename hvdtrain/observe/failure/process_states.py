@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -59,22 +60,13 @@ def memory(root: Path = Path("/proc"), *, device: bool = False) -> dict[str, flo
 
 def oom_kills(root: Path = Path("/proc")) -> int:
     """Return how many processes the kernel has killed since boot because memory ran out, containers included."""
-    for line in _text(root / "vmstat").splitlines():
-        name, _, count = line.partition(" ")
-        if name == "oom_kill":
-            return int(count)
-    return 0
+    found = re.search(r"^oom_kill (\d+)$", _text(root / "vmstat"), re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
 def _figures(path: Path) -> dict[str, int]:
     """Parse lines such as ``VmRSS:  1024 kB``, in KiB."""
-    found = {}
-    for line in _text(path).splitlines():
-        name, _, rest = line.partition(":")
-        words = rest.split()
-        if len(words) == 2 and words[1] == "kB":
-            found[name] = int(words[0])
-    return found
+    return {name: int(kib) for name, kib in re.findall(r"^(\S+):\s+(\d+) kB$", _text(path), re.MULTILINE)}
 
 
 def _text(path: Path) -> str:

@@ -160,22 +160,19 @@ class Reporter:
         statements, silent = self._gather(own, wait_s, number)
         kills = oom_kills() - self._oom_kills_before
         verdict = find_cause(statements, silent, oom_kills=kills, shared=self.mailbox.folder is not None)
-        waited = (
-            pending_collectives(statements, silent, self.job.collective_parameters()) if verdict.kind == STALL else []
-        )
-        config = layout.config.exists()
+        waited = []
+        if verdict.kind == STALL:
+            waited = pending_collectives(statements, silent, self.job.collective_parameters())
+        failure = card.Failure(verdict, statements, silent, waited)
         facts = card.make_card(
-            verdict,
-            statements,
-            silent,
-            waited,
+            failure,
             time=steady_s(),
             size=len(self.mailbox.ranks),
             run_dir=str(self.job.run_dir),
             checkpoint=self.job.checkpoint(),
-            resume=self.job.resume if config else None,
+            resume=self.job.resume if layout.config.exists() else None,
         )
-        text = encodable(card.render(verdict, statements, silent, facts, str(RunLayout(self.job.run_dir).failure_json)))
+        text = encodable(card.render(failure, facts, str(RunLayout(self.job.run_dir).failure_json)))
         with suppress(OSError):  # a full disk may be the failure
             write_text(layout.failure_text, text)
             write_text(layout.failure_json, json.dumps(facts, indent=1))

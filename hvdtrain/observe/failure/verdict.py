@@ -111,12 +111,8 @@ def _killed(dead: Sequence[SilentRank], oom_kills: int, shared: bool) -> Verdict
 
 def _stopped(stopped: Sequence[SilentRank]) -> Verdict:
     hint = "something sent SIGSTOP: a debugger, Ctrl-Z in a shell, or a scheduler that suspends jobs"
-    return Verdict(
-        STALL,
-        [s.process.rank for s in stopped],
-        f"{labels(s.process for s in stopped)} {agree(stopped, 'is', 'are')} stopped",
-        hint,
-    )
+    sentence = f"{labels(s.process for s in stopped)} {agree(stopped, 'is', 'are')} stopped"
+    return Verdict(STALL, [s.process.rank for s in stopped], sentence, hint)
 
 
 def _ended(first: Statement, silent: Sequence[SilentRank]) -> Verdict:
@@ -127,13 +123,8 @@ def _ended(first: Statement, silent: Sequence[SilentRank]) -> Verdict:
         whom = labels(s.process for s in lost)
         return Verdict(KILLED, [s.process.rank for s in lost], f"{sentence}; no statement came from {whom}", hint)
     if silent:
+        sentence = "communication ended, and no rank that shares the run folder reported an error"
         hint = f"see the output of {labels(s.process for s in silent)}: the run folder is not shared with them"
-        return Verdict(
-            EXCEPTION,
-            [first.process.rank],
-            "communication ended, and no rank that shares the run folder reported an error",
-            hint,
-        )
     return Verdict(EXCEPTION, [first.process.rank], sentence, hint)
 
 
@@ -168,12 +159,8 @@ def _stall(statements: Sequence[Statement], silent: Sequence[SilentRank]) -> Ver
         return Verdict(STALL, everyone, f"{none}: all ranks wait in the same collective, which does not end", stuck)
     if _started_by_all(statements):
         return Verdict(STALL, everyone, f"{none}: a collective that all ranks have started does not end", stuck)
-    return Verdict(
-        STALL,
-        everyone,
-        f"{none}: the ranks wait in different collectives",
-        "they took different branches of the program: look for one that depends on the rank or on its data",
-    )
+    hint = "they took different branches of the program: look for one that depends on the rank or on its data"
+    return Verdict(STALL, everyone, f"{none}: the ranks wait in different collectives", hint)
 
 
 def _started_by_all(statements: Sequence[Statement]) -> bool:

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from hvdtrain.errors import DataError
-from hvdtrain.observe.failure.card import make_card, render
+from hvdtrain.observe.failure.card import Failure, make_card, render
 from hvdtrain.observe.failure.fault import fault
 from hvdtrain.observe.failure.process_states import GONE
 from hvdtrain.observe.failure.statement import CURRENT, FAILED, STALLED, RankProcess, Statement
@@ -35,12 +35,13 @@ def _failed(error: Exception, rank: int = 1, **facts: Any) -> Statement:
 def _text(statements: list[Statement], silent: list[SilentRank] | None = None) -> str:
     verdict = find_cause(statements, silent or [])
     waited = pending_collectives(statements, silent or [], {"gradients/0": ["a", "b"]})
-    return render(verdict, statements, silent or [], make_card(verdict, statements, silent or [], waited, **FACTS), "F")
+    failure = Failure(verdict, statements, silent or [], waited)
+    return render(failure, make_card(failure, **FACTS), "F")
 
 
 def test_json_holds_everything_and_gives_the_same_statements_again() -> None:
     statements = [_failed(ValueError("no"), in_flight={"x": 1.0}), _statement(0, open_spans=[("wait", 1.0)])]
-    card = make_card(find_cause(statements, []), statements, [], [], **FACTS)
+    card = make_card(Failure(find_cause(statements, []), statements, []), **FACTS)
     again = json.loads(json.dumps(card))
     assert again == json.loads(json.dumps(again))
     assert msgspec.convert(again["statements"], list[Statement]) == statements
@@ -141,7 +142,8 @@ def test_the_essentials_are_last_and_fit_a_small_terminal(case: _Long) -> None:
     ]
     verdict = Verdict(case.kind, [1, *(s.process.rank for s in silent)], case.sentence, case.hint)
     statements = [_failed(case.error or ValueError("no")), _statement(0)]
-    text = render(verdict, statements, silent, make_card(verdict, statements, silent, [], **FACTS), "run/failure.json")
+    failure = Failure(verdict, statements, silent)
+    text = render(failure, make_card(failure, **FACTS), "run/failure.json")
     essentials = _essentials(text)
     assert len(essentials) <= 20 and max(map(len, essentials)) <= 80
     for part in ("last checkpoint  run/checkpoints/step-000100", "resume           again", "run/failure.json"):
