@@ -88,7 +88,3 @@ def _installed_torch() -> str | None:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:
         return None
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -152,7 +152,3 @@ def _submit(start: Script, dry_run: bool) -> int:
         next_step = f"write the script by --dry-run ... > FILE, and submit it where {program} is installed"
         raise LaunchError(f"there is no {program} on this machine", expected=f"{program} on PATH", next_step=next_step)
     return subprocess.run(start.submit, input=start.text, text=True, check=False).returncode
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -154,13 +154,8 @@ def add_network(add: Callable[..., object]) -> None:
     add("--interface", type=_interface, default="", metavar="NAME", help=interface)
     port = "port of ssh on other hosts (default: from ssh's configuration)"
     add("--ssh-port", type=_positive, metavar="PORT", help=port)
-    add(
-        "--ssh-option",
-        action="append",
-        default=[],
-        metavar="ARG",
-        help="argument for ssh; may be repeated: --ssh-option=-i --ssh-option=KEY",
-    )
+    option = "argument for ssh; may be repeated: --ssh-option=-i --ssh-option=KEY"
+    add("--ssh-option", action="append", default=[], metavar="ARG", help=option)
 
 
 def _add_own(add: Callable[..., object]) -> None:

@@ -15,28 +15,20 @@ from hvdtrain.runtime.json_lines import MessageWriter, encode_message, read_mess
 END_S = 12.0
 """How long an agent may take to end its workers and itself after its pipe is closed."""
 
-
 _READ_S = 1.0
 """How long to wait for the last messages of an agent that has ended."""
+
+
+Inbox = Callable[[tuple["AgentLink", dict[str, Any]]], None]
 
 
 class AgentLink:
     """A started agent.
 
-    Args:
-        host: name of its host.
-        argv: the command that starts it.
-        environment: of that process.
-        inbox: gets `(link, message)` for each message, and `(link, {"type": "gone", "why"})` when the agent has ended.
+    `inbox` gets `(link, message)` for each message, and `(link, {"type": "gone", "why"})` when the agent has ended.
     """
 
-    def __init__(
-        self,
-        host: str,
-        argv: Sequence[str],
-        environment: Mapping[str, str],
-        inbox: Callable[[tuple[AgentLink, dict[str, Any]]], None],
-    ) -> None:
+    def __init__(self, host: str, argv: Sequence[str], environment: Mapping[str, str], inbox: Inbox) -> None:
         self.host = host
         self.store = ""
         self.address = ""

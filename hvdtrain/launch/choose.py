@@ -45,12 +45,7 @@ def needs_machine(to: str, given: Collection[str]) -> bool:
 
 
 def choose(to: str, given: Collection[str], machine: Machine) -> Choice:
-    """Choose a target and its MPI.
-
-    Args:
-        to: a name of `TARGETS`, `OWN` or `AUTO`.
-        given: names of the options on the command line.
-        machine: programs of this machine.
+    """Choose a target and its MPI. `given`: names of the options on the command line.
 
     Errors:
         LaunchError: the requested target does not work on this machine.

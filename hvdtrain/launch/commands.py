@@ -91,8 +91,7 @@ class Limits:
         least: fewest ranks of a round.
         most: most ranks of a round.
         elastic: whether the job continues when a rank is lost; otherwise the loss ends it.
-        restarts: how often the job is restarted when no rank is left.
-        reset_limit: rounds after the first; None for no limit.
+        restarts, reset_limit: as the options of ``hvdtrain launch``; None for no limit.
         hang_timeout_s: a rank that blocks the others this long is killed, later if it computes; 0 for never.
         elastic_timeout_s: how long to wait with fewer ranks than `least`.
         start_timeout_s: how long to wait for `start` ranks; `least` are enough afterwards.

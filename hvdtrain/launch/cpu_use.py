@@ -28,11 +28,7 @@ def cpu_seconds(leaders: Collection[int]) -> dict[int, float]:
 
 
 class BusyWorkers:
-    """Finds workers that compute, themselves or in processes that they started, such as compilers.
-
-    Args:
-        read: as `cpu_seconds`; each worker leads a session.
-    """
+    """Finds workers that compute, themselves or in processes that they started. Each worker leads a session."""
 
     def __init__(self, read: Callable[[Collection[int]], Mapping[int, float]] = cpu_seconds) -> None:
         self._read = read
@@ -42,9 +38,7 @@ class BusyWorkers:
     def find_busy(self, workers: Mapping[int, int], now_s: float) -> list[int]:
         """Return the workers that have computed since the last measurement; none less than `EVERY_S` after it.
 
-        Args:
-            workers: process numbers by the workers' numbers.
-            now_s: of a monotonic clock.
+        `workers`: process numbers by the workers' numbers.
         """
         passed_s = now_s - self._looked_s
         if passed_s < EVERY_S:

@@ -42,12 +42,7 @@ AgentMessage = tuple[AgentLink | None, dict[str, Any]]
 
 
 class Driver:
-    """A job.
-
-    Args:
-        plan: what to run.
-        show: called with a line, and whether it is for stderr.
-    """
+    """A job. `show` is called with each line, and whether it is for stderr."""
 
     def __init__(self, plan: Plan, show: Callable[[str, bool], None]) -> None:
         self._plan = plan
@@ -209,10 +204,9 @@ class Driver:
         self._send(command.host, "start", worker=command.worker, argv=[*self._plan.program], environment=variables)
 
     def _start_agent(self, host: str) -> None:
+        argv, environment = agent_command(self._plan, host), agent_environment(self._plan.environment)
         try:
-            link = AgentLink(
-                host, agent_command(self._plan, host), agent_environment(self._plan.environment), self._receive
-            )
+            link = AgentLink(host, argv, environment, self._receive)
         except OSError as error:
             self._execute(self._members.agent_lost(host, str(error), time.monotonic()))
             return

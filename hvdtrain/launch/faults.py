@@ -36,7 +36,7 @@ def mark_dying(job: Job, worker: Worker) -> None:
 def handle_exit(job: Job, worker: Worker, code: int, text: str = "") -> None:
     """Handle the exit of a worker. `text`: the reason, where the exit code does not show it."""
     said = text or describe_exit(code)
-    member = worker.round == job.round and job.round > 0 and not job.is_fresh
+    member = job.is_member(worker) and not job.is_fresh
     inside = job.is_in_round(worker)
     del job.workers[worker.number]
     job.log_event("exited", worker=worker.number, host=worker.host, code=code, member=member, why=worker.dismissed)
@@ -48,7 +48,7 @@ def handle_exit(job: Job, worker: Worker, code: int, text: str = "") -> None:
     elif worker.dismissed:
         if worker.drained:
             job.hosts[worker.host].slot_at(worker.slot).free_s = job.now_s + job.limits.cooldown_most_s
-    elif job.phase is Phase.RUNNING and code == 0 and not worker.joined and not job.rounds and not others_joined:
+    elif job.phase is Phase.RUNNING and code == 0 and not worker.joined and not job.round and not others_joined:
         job.phase = Phase.FINISHING  # its program does not train, such as ``--help``
         job.deadline_s = job.now_s + job.limits.grace_s
     else:

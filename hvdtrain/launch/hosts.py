@@ -95,11 +95,9 @@ def node_names(text: str) -> list[str]:
 
 
 def slots_by_node(nodes: str, tasks: str) -> dict[str, int]:
-    """Return the number of ranks per host of an allocation.
+    """Return the number of ranks per host of an allocation of Slurm.
 
-    Args:
-        nodes: as in SLURM_JOB_NODELIST.
-        tasks: as in SLURM_TASKS_PER_NODE, ``2(x3),1``.
+    `nodes`: as in SLURM_JOB_NODELIST; `tasks`: as in SLURM_TASKS_PER_NODE, ``2(x3),1``.
 
     Errors:
         LaunchError: either is invalid, or their lengths differ.

@@ -77,7 +77,6 @@ class Worker:
         stopped_s: since when its process is stopped, for example by SIGSTOP; None if it runs.
         busy_s: when it was last found to compute.
         entered_s: when its round began.
-        first_round: for seniority.
     """
 
     number: int
@@ -100,7 +99,6 @@ class Worker:
     stopped_s: float | None = None
     busy_s: float = NEVER
     entered_s: float = NEVER
-    first_round: int = 0
 
     @property
     def can_stay(self) -> bool:
@@ -134,7 +132,6 @@ class Job:
     """No round since the start or restart: no worker holds a state."""
     broken: bool = False
     changed: bool = False
-    rounds: int = 0
     restarts: int = 0
     fruitless_rounds: int = 0
     began_step: int = -1

@@ -40,7 +40,7 @@ def fail(job: Job, why: str, code: int = 1, *, save: bool = False) -> None:
     job.phase, job.code = Phase.ENDING, code
     job.log_event("failed", f"the job ends: {why}", why=why, code=code)
     for worker in list(job.workers.values()):
-        if save and not worker.joined and worker.round == job.round and job.round:
+        if save and job.is_member(worker) and not worker.joined:
             job.send(worker, "stop", signal="SIGTERM")
             worker.dismissed, worker.deadline_s = why, job.now_s + job.limits.stop_s
         else:
@@ -63,7 +63,7 @@ def stop_job(job: Job, name: str) -> None:
     text = f"{name}: all ranks save and end; they are killed after {job.limits.stop_s:.0f} s or a second signal"
     job.log_event("signal", text)
     for worker in job.workers.values():
-        if worker.round != job.round or not job.round:
+        if not job.is_member(worker):
             dismiss(job, worker, name)
         elif not worker.joined and not worker.leaving:
             job.send(worker, "stop", signal=name)
@@ -127,7 +127,9 @@ def end_overdue(job: Job) -> None:
             job.commands.append(KillWorker(worker.number, worker.host))
             job.log_event("overdue", f"{worker.label} did not end in time: killed", worker=worker.number)
     if job.phase is Phase.FINISHING:
-        _finishing(job)
+        for worker in list(job.workers.values()):
+            if (worker.joined or not job.is_member(worker)) and not worker.leaving:
+                dismiss(job, worker, "training is finished")
     if job.phase in (Phase.FINISHING, Phase.STOPPING) and job.now_s >= job.deadline_s:
         job.deadline_s = job.now_s + job.limits.end_s
         for worker in job.workers.values():
@@ -140,14 +142,6 @@ def end_overdue(job: Job) -> None:
         job.phase = Phase.OVER
         job.log_event("over", code=job.code)
         job.commands.append(End(job.code))
-
-
-def _finishing(job: Job) -> None:
-    """Dismiss workers that have not trained to the end with the others."""
-    for worker in list(job.workers.values()):
-        outside = worker.joined or not job.round or worker.round != job.round
-        if outside and not worker.leaving:
-            dismiss(job, worker, "training is finished")
 
 
 def describe_exit(code: int) -> str:

@@ -23,13 +23,7 @@ _GAP_S = 5.0
 
 
 class Membership:
-    """A job.
-
-    Args:
-        limits: of the job.
-        local: names of this host.
-        now_s: of a monotonic clock, as in all other calls.
-    """
+    """A job. `local`: names of this host; `now_s`: of a monotonic clock, as in all other calls."""
 
     def __init__(self, limits: Limits, local: frozenset[str], now_s: float) -> None:
         self.job = Job(limits, now_s, began_s=now_s)

@@ -101,12 +101,7 @@ def start_node_store(store: str, node: str) -> None:
 
 
 class NodeStore:
-    """A copy of a store.
-
-    Args:
-        store: address of `srun_job`'s, as Horovod gets it.
-        node: number of this node.
-    """
+    """A copy of `srun_job`'s store. `store`: the address of that, as Horovod gets it; `node`: number of this node."""
 
     def __init__(self, store: str, node: str) -> None:
         self._store, self._node = store, node

@@ -72,8 +72,7 @@ class RoundStore:
 class Relay:
     """Relays values between the stores of all hosts, in the driver: each value goes to all hosts, packed as received.
 
-    Args:
-        send: called with type and facts of a message for every host.
+    `send` is called with type and facts of a message for every host.
     """
 
     def __init__(self, send: Callable[..., None]) -> None:

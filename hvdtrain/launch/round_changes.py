@@ -115,15 +115,14 @@ _SIGNALS = {130: "SIGINT", 143: "SIGTERM"}
 def start_round(job: Job, chosen: list[Worker]) -> None:
     """Start a round of these workers, in the order of their ranks."""
     limits = job.limits
-    if job.rounds and limits.reset_limit is not None and job.rounds > limits.reset_limit:
-        return fail(job, f"change of membership {job.rounds} exceeds --reset-limit {limits.reset_limit}")
+    if job.round and limits.reset_limit is not None and job.round > limits.reset_limit:
+        return fail(job, f"change of membership {job.round} exceeds --reset-limit {limits.reset_limit}")
     step = max(w.step for w in chosen)
     job.fruitless_rounds = job.fruitless_rounds + 1 if job.broken and step <= job.began_step else 0
     if job.fruitless_rounds >= limits.fruitless:
         return fail(job, f"{job.fruitless_rounds} rounds in a row broke before one step was done{last_failures(job)}")
     old = job.size if not job.is_fresh else 0
     job.round += 1
-    job.rounds += 1
     job.began_step = step
     numbers = places(chosen)
     keys = {}
@@ -132,7 +131,6 @@ def start_round(job: Job, chosen: list[Worker]) -> None:
     job.commands.append(OpenRound(job.round, keys))
     for worker, place in zip(chosen, numbers, strict=True):
         worker.round, worker.rank, worker.joined = job.round, place["rank"], False
-        worker.first_round = worker.first_round or job.round
         worker.idle_s, worker.waiting, worker.entered_s = 0.0, False, job.now_s
         facts = {"round": job.round, **place, "host": worker.host, "timeout_s": limits.gloo_timeout(len(chosen))}
         job.send(worker, "round", **facts)

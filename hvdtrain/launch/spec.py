@@ -25,12 +25,7 @@ def join(words: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Mpi(MpiBuild):
-    """An MPI that starts ranks.
-
-    Attributes:
-        mpirun: its launcher.
-        prefix: its folder, where mpirun needs it: an MPI from a Python wheel.
-    """
+    """An MPI that starts ranks; `prefix`: its folder, where mpirun needs it: an MPI from a Python wheel."""
 
     mpirun: str = "mpirun"
     prefix: str | None = None
@@ -38,18 +33,11 @@ class Mpi(MpiBuild):
 
 @dataclass(frozen=True)
 class Batch:
-    """Requests to a scheduler besides nodes and ranks.
+    """Requests to a scheduler besides nodes and ranks: options of ``hvdtrain launch``, and two facts.
 
     Attributes:
-        time_s: time limit of the job; None for the site's.
         queue: partition of Slurm, queue of PBS and LSF, local queue of Kubernetes' Kueue.
-        account: to charge.
-        array: indices of the jobs of an array, such as ``0-3``.
-        notice_s: how long before the limit the ranks save and stop.
-        requeues: how often the job may requeue itself.
         directives: further lines for the scheduler, from its manual: ``--constraint=a100``.
-        image: of the containers.
-        namespace: of Kubernetes.
         setup: lines of shell before the ranks start: modules, conda.
         jsrun: whether LSF allocates whole hosts, on which jsrun starts the ranks.
     """
@@ -149,12 +137,7 @@ class JobSpec:
 
 @dataclass(frozen=True)
 class Command:
-    """A start by a command line.
-
-    Attributes:
-        argv: the program and its arguments.
-        variables: added to this process's environment; no secrets.
-    """
+    """A start by a command line; `variables` are added to this process's environment; no secrets."""
 
     argv: tuple[str, ...]
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -167,12 +150,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Script:
-    """A start by a script for a scheduler.
-
-    Attributes:
-        text: the script.
-        submit: the command that reads it from stdin.
-    """
+    """A start by a script for a scheduler; the command `submit` reads it from stdin."""
 
     text: str
     submit: tuple[str, ...]

@@ -118,11 +118,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class Tasks:
-    """The tasks of this srun, for signals.
-
-    Args:
-        job: scancel's id of it.
-    """
+    """The tasks of this srun, for signals. `job`: scancel's id of it."""
 
     def __init__(self, job: str) -> None:
         self._job, self._step = job, ""

@@ -22,16 +22,8 @@ BOOT = (
 """Python code for another host. The first message, by stdin, has the folders in which to look for hvdtrain."""
 
 _PASSED = ("HVDTRAIN_", "HOROVOD_", "OMP_", "MKL_", "TORCH_", "GLOO_", "NCCL_", "PYTHON", "HF_", "TOKENIZERS_")
-_FOREIGN = (
-    "OMPI_",
-    "PMIX_",
-    "PMI_",
-    "MPI_LOCAL",
-    "SLURM_PROCID",
-    "SLURM_STEP_NUM_TASKS",
-    "HOROVOD_RANK",
-    "HOROVOD_SIZE",
-)
+_PLACE = ("HOROVOD_RANK", "HOROVOD_SIZE")
+_FOREIGN = ("OMPI_", "PMIX_", "PMI_", "MPI_LOCAL", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", *_PLACE)
 
 
 @dataclass(frozen=True)
@@ -39,9 +31,7 @@ class Plan:
     """A job, as our own driver runs it.
 
     Attributes:
-        job: what to run, and where.
         program: command of each rank.
-        limits: of the job.
         hosts: slots by host, without a discovery script.
         slots: of a host that the discovery script lists without a number.
         local: names of this host.

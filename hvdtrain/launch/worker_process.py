@@ -28,9 +28,8 @@ class WorkerProcess:
     """A started process.
 
     Args:
-        argv: its command.
+        argv, folder: its command and working folder.
         environment: its whole environment, except the variables of its channel and its lifeline.
-        folder: its working folder.
         report: called from threads with events: ``line`` (text, err), ``said`` (message), ``dying`` as soon as the
             kernel ends it, if it holds its lifeline, ``exited`` (code).
 

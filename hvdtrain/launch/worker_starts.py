@@ -21,7 +21,7 @@ def set_hosts(job: Job, hosts: dict[str, int], local: frozenset[str]) -> None:
     for name, slots in hosts.items():
         host = job.hosts.setdefault(name, Host(name, name in local))
         if host.slots != slots:
-            text = f"{name}: {host.slots} -> {slots} slot(s)" if job.rounds else ""
+            text = f"{name}: {host.slots} -> {slots} slot(s)" if job.round else ""
             job.log_event("slots", text, host=name, slots=slots)
         host.slots = slots
     for name, host in job.hosts.items():
@@ -107,9 +107,9 @@ def check_shortage(job: Job) -> None:
     if job.is_fresh:
         _report_wait(job)
         if job.now_s - job.began_s >= limits.start_timeout_s and len(job.staying()) < limits.least:
-            _give_up(job, limits.start_timeout_s, "--start-timeout", limits.least)
+            _give_up(job, limits.start_timeout_s, "--start-timeout")
         elif job.now_s - job.began_s >= 2 * limits.start_timeout_s:
-            _give_up(job, 2 * limits.start_timeout_s, "--start-timeout", limits.least)
+            _give_up(job, 2 * limits.start_timeout_s, "--start-timeout")
         return
     present = [w for w in job.staying() if w.joined or job.is_member(w)]
     if len(present) >= limits.least or not limits.elastic:  # else the first loss ends it
@@ -118,7 +118,7 @@ def check_shortage(job: Job) -> None:
         job.short_s = job.now_s
         job.log_event("short", _short_text(job, present), here=len(present))
     elif job.now_s - job.short_s >= limits.elastic_timeout_s:
-        _give_up(job, limits.elastic_timeout_s, "--elastic-timeout", limits.least)
+        _give_up(job, limits.elastic_timeout_s, "--elastic-timeout")
 
 
 def _short_text(job: Job, present: list[Worker]) -> str:
@@ -169,11 +169,11 @@ def _starting(job: Job) -> bool:
     return bool(slow) or any(host.agent != "ready" for host in hosts)
 
 
-def _give_up(job: Job, seconds: float, option: str, wanted: int) -> None:
+def _give_up(job: Job, seconds: float, option: str) -> None:
     present = [w for w in job.staying() if w.joined or (job.is_member(w) and not job.is_fresh)]
     hosts = job.hosts.values()
     state = ", ".join(f"{h.name}: {h.slots} slot(s){'' if h.agent == 'ready' else ', not reached'}" for h in hosts)
-    why = f"after {seconds:.0f} s ({option}) there are {len(present)} of at least {wanted} ranks"
+    why = f"after {seconds:.0f} s ({option}) there are {len(present)} of at least {job.limits.least} ranks"
     training = len(_training(job))
     saving = f"\n  {training} rank(s) that train get SIGTERM to save and end" if training else ""
     fail(job, f"{why}\n  hosts: {state or 'none was named'}{saving}{last_failures(job)}", save=True)

@@ -42,9 +42,5 @@ def render(spec: JobSpec) -> Command:
     return Command((*words, *spec.program), variables(spec) if over_mpi else {})
 
 
-TARGET = Target(
-    "horovodrun",
-    "horovodrun, over MPI or Gloo; elastic with --discover",
-    render,
-    takes=frozenset({"hosts", "interface", "ssh_port", "elastic", "discover"}),
-)
+_TAKES = frozenset({"hosts", "interface", "ssh_port", "elastic", "discover"})
+TARGET = Target("horovodrun", "horovodrun, over MPI or Gloo; elastic with --discover", render, takes=_TAKES)

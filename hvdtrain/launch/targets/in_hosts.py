@@ -15,10 +15,7 @@ COUNTS = """'{ slots[$1]++ } END { for (host in slots) { printf "%s%s:%d", comma
 def start_values(spec: JobSpec, file: str, index: str) -> Mapping[str, Any]:
     """Return the values for the templates.
 
-    Args:
-        spec: the job.
-        file: the shell variable that names the file with a line per slot.
-        index: the variable with the index in an array.
+    `file`: the shell variable that names the file with a line per slot; `index`: that with the index in an array.
     """
     named = Shell(f'"${file}"')
     if spec.mpi is None:

@@ -31,10 +31,5 @@ def _by_jsrun(spec: JobSpec) -> tuple[str, ...]:
     return (*words, "--bind", "none", *spec.program)
 
 
-TARGET = Target(
-    "lsf",
-    "a script for bsub of LSF, with jsrun where that is installed",
-    render,
-    takes=SCHEDULED | {"array", "notice"},
-    even=True,
-)
+_SUMMARY = "a script for bsub of LSF, with jsrun where that is installed"
+TARGET = Target("lsf", _SUMMARY, render, takes=SCHEDULED | {"array", "notice"}, even=True)

@@ -82,12 +82,7 @@ def _elastic(spec: JobSpec) -> tuple[str, ...]:
     return (python, "-m", "hvdtrain", "launch", *ranks, "--discover", DISCOVER, *passed, "--", *spec.arguments)
 
 
+_SUMMARY = "a manifest for Kubernetes' MPI operator; elastic too"
 _TAKES = frozenset({"hosts", "nodes", "gpus_per_node", "cpus_per_rank", "time", "queue", "name", "notice", "requeues"})
-TARGET = Target(
-    "mpijob",
-    "a manifest for Kubernetes' MPI operator; elastic too",
-    render,
-    takes=_TAKES | {"image", "namespace", "elastic", "env"},
-    even=True,
-    elsewhere=True,
-)
+_TAKES |= {"image", "namespace", "elastic", "env"}
+TARGET = Target("mpijob", _SUMMARY, render, takes=_TAKES, even=True, elsewhere=True)

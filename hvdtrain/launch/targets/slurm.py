@@ -18,10 +18,5 @@ def render(spec: JobSpec) -> Script:
     return Script(fill("slurm.sh.j2", spec=spec, batch=batch, line=line, clock=clock), ("sbatch",))
 
 
-TARGET = Target(
-    "slurm",
-    "a script for sbatch of Slurm",
-    render,
-    takes=SCHEDULED | {"array", "notice", "requeues", "interface"},
-    even=True,
-)
+_TAKES = SCHEDULED | {"array", "notice", "requeues", "interface"}
+TARGET = Target("slurm", "a script for sbatch of Slurm", render, takes=_TAKES, even=True)

@@ -33,9 +33,5 @@ def argv(spec: JobSpec) -> tuple[str, ...]:
     return (*own, *words, spec.python, "-m", "hvdtrain.launch.slurm_task", *spec.program)
 
 
-TARGET = Target(
-    "srun",
-    "srun inside an allocation of Slurm, over MPI or Gloo",
-    render,
-    takes=frozenset({"hosts", "nodes", "gpus_per_node", "cpus_per_rank", "interface", "env"}),
-)
+_TAKES = frozenset({"hosts", "nodes", "gpus_per_node", "cpus_per_rank", "interface", "env"})
+TARGET = Target("srun", "srun inside an allocation of Slurm, over MPI or Gloo", render, takes=_TAKES)
