@@ -22,9 +22,8 @@ def main(argv: list[str]) -> int:
 def parser(name: str) -> Parser:
     """Declare the options of a command of this group."""
     made = Parser(prog=f"hvdtrain config {name}", description=f"{_ABOUT.capitalize().replace('yaml', 'YAML')}.")
-    made.add_argument(
-        "file", type=Path, nargs="?", default=Path("run.yaml"), metavar="FILE", help="new file (default: run.yaml)"
-    )
+    file = "new file (default: run.yaml)"
+    made.add_argument("file", type=Path, nargs="?", default=Path("run.yaml"), metavar="FILE", help=file)
     made.add_argument("--task", metavar="TASK", help=TASK_HELP)
     return made
 

@@ -57,18 +57,16 @@ def check_options(options: argparse.Namespace) -> None:
     """
     model = options.model_parameters is not None
     if model != (options.step_ms is not None):
-        raise ConfigError(
-            "--model_parameters and --step_ms must be given together", next_step="give both, or only --run RUN"
-        )
+        what = "--model_parameters and --step_ms must be given together"
+        raise ConfigError(what, next_step="give both, or only --run RUN")
     if model and options.run:
         raise ConfigError(
             "--run and --model_parameters cannot be given together",
             next_step="remove --run, or remove --model_parameters and --step_ms",
         )
     if (model or options.run) and not options.probe:
-        raise ConfigError(
-            "--run and --model_parameters need --probe, which measures the links", next_step="add --probe"
-        )
+        what = "--run and --model_parameters need --probe, which measures the links"
+        raise ConfigError(what, next_step="add --probe")
 
 
 def check_hosts(options: argparse.Namespace) -> Report:
@@ -166,9 +164,8 @@ def _probe(report: Report, options: argparse.Namespace, request: HostsRequest, s
     left_out = [host for host in survey.slots if host not in names]
     if left_out:
         found, why = f"not measured: {', '.join(left_out)}", "not all other hosts reach them"
-        report.findings.append(
-            Finding("probe", "warning", found, why, "fix the broken findings above, then run it again")
-        )
+        fix = "fix the broken findings above, then run it again"
+        report.findings.append(Finding("probe", "warning", found, why, fix))
     if not names or (len(names) == 1 and left_out):
         return
     why = start.obstacle(survey, names)

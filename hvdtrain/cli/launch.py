@@ -103,10 +103,8 @@ def _found(start: Command) -> Command:
     path = search_path(now)
     program = shutil.which(start.argv[0], path=path)
     if program is None:
-        name = start.argv[0]
-        raise LaunchError(
-            f"there is no {name} on this machine", expected=f"{name} on PATH", next_step="see: hvdtrain doctor"
-        )
+        what, expected = f"there is no {start.argv[0]} on this machine", f"{start.argv[0]} on PATH"
+        raise LaunchError(what, expected=expected, next_step="see: hvdtrain doctor")
     folder = str(Path(program).parent)
     if shutil.which(Path(program).name, path=now.get("PATH", os.defpath)) == program:
         return start

@@ -82,9 +82,8 @@ _name = _word(
 
 def _variable(text: str) -> str:
     if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", text):
-        raise ArgumentTypeError(
-            f"{text.partition('=')[0]!r} is given with a value or is not a name; expected NAME without a value"
-        )
+        name = text.partition("=")[0]
+        raise ArgumentTypeError(f"{name!r} is given with a value or is not a name; expected NAME without a value")
     return text
 
 
@@ -228,7 +227,5 @@ def _no_option(option: str, made: Parser) -> LaunchError:
         return LaunchError(f"{option} is an option of training, not of launch.", next_step=AFTER_DASHES)
     else:
         near = made.nearest_option(option)
-        next_step = (
-            f"did you mean {near}? Else: {AFTER_DASHES}" if near else f"see hvdtrain launch --help; {AFTER_DASHES}"
-        )
+        next_step = f"did you mean {near}? Else: {AFTER_DASHES}" if near else f"see {made.prog} --help; {AFTER_DASHES}"
     return LaunchError(f"there is no option {option} of launch.", next_step=next_step)

@@ -121,9 +121,8 @@ def _passed(asked: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]
     """Return the names of the variables that ranks on other hosts get."""
     missing = next((name for name in asked if name not in environ), None)
     if missing is not None:
-        raise LaunchError(
-            f"--env {missing}: the variable is not set in this environment", next_step=f"export {missing}=..."
-        )
+        what = f"--env {missing}: the variable is not set in this environment"
+        raise LaunchError(what, next_step=f"export {missing}=...")
     names = dict.fromkeys([*_FOUND_BY, *passed_variables(environ), *asked])
     return tuple(name for name in names if name in environ)
 
@@ -187,9 +186,9 @@ def _refuse_missing(words: Sequence[str]) -> None:
     name = words[0]
     if name in PYTHON or shutil.which(name) is not None:
         return
-    next_step = (
-        f"-- python {name}" if name.endswith(".py") else "give its path, -- ./NAME; options of training start with --"
-    )
+    next_step = "give its path, -- ./NAME; options of training start with --"
+    if name.endswith(".py"):
+        next_step = f"-- python {name}"
     raise LaunchError(f"there is no program {name} on this machine", expected=f"{name} on PATH", next_step=next_step)
 
 

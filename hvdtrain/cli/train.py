@@ -104,15 +104,12 @@ def summary(result: Result, info: RankInfo) -> str:
         commands.append(("report", f"{layout.timeline.report_page} (open in a browser)"))
     if there.tensorboard.is_dir():
         # On this machine's own address: everybody who reaches the port can read the run.
-        commands.append(
-            ("curves", command_line("tensorboard", "--logdir", str(layout.tensorboard), "--host", "127.0.0.1"))
-        )
+        curves = command_line("tensorboard", "--logdir", str(layout.tensorboard), "--host", "127.0.0.1")
+        commands.append(("curves", curves))
     if there.timeline.folder.is_dir():
         commands.append(("traces", f"{layout.timeline.folder}/*.json (open in https://ui.perfetto.dev)"))
-    commands += [
-        ("last steps", command_line("tail", "-n", "3", str(layout.journal))),
-        ("check machine", command_line("hvdtrain", "doctor")),
-    ]
+    commands.append(("last steps", command_line("tail", "-n", "3", str(layout.journal))))
+    commands.append(("check machine", command_line("hvdtrain", "doctor")))
     if result.reason == "finished":
         commands.append(("train longer", resume_command(result.run_dir, info, result.train_on)))
     elif result.reason == "stop_at":  # the run's config has the stop, so the command removes it

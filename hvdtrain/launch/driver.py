@@ -38,8 +38,6 @@ from hvdtrain.runtime.json_lines import encode_message
 
 _TICK_S = 0.1
 
-AgentMessage = tuple[AgentLink | None, dict[str, Any]]
-
 
 class Driver:
     """A job. `show` is called with each line, and whether it is for stderr."""
@@ -48,7 +46,7 @@ class Driver:
         self._plan = plan
         self._screen = Screen(show)
         self._say = self._screen.say
-        self._inbox: queue.SimpleQueue[AgentMessage] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._members = Membership(plan.limits, plan.local, time.monotonic())
         self._links: dict[str, AgentLink] = {}
         self._old: list[AgentLink] = []
@@ -66,7 +64,7 @@ class Driver:
 
     def signal(self, name: str) -> None:
         """Queue a signal; safe in a signal handler."""
-        self._inbox.put((None, {"type": "signal", "name": name}))
+        self._inbox.put(partial(self._signal, name))
 
     def run(self) -> int:
         """Run the job to its end; return the exit code.
@@ -88,45 +86,41 @@ class Driver:
     def _find_hosts(self) -> None:
         script = self._plan.job.discover
         if script is None:
-            self._execute(self._members.hosts_discovered(dict(self._plan.hosts), time.monotonic()))
-            return
+            return self._set_hosts(dict(self._plan.hosts))
         ask = partial(discovery.run_script, Path(script), slots=self._plan.slots)
-        self._execute(self._members.hosts_discovered(ask(), time.monotonic()))
+        self._set_hosts(ask())
 
         def found(hosts: dict[str, int]) -> None:
-            self._inbox.put((None, {"type": "hosts", "hosts": hosts}))
+            self._inbox.put(partial(self._set_hosts, hosts))
 
         watch = partial(discovery.watch_script, ask, self._over, found, self._say)
         threading.Thread(target=watch, name="discovery", daemon=True).start()
 
+    def _set_hosts(self, hosts: dict[str, int]) -> None:
+        self._execute(self._members.hosts_discovered(hosts, time.monotonic()))
+
+    def _signal(self, name: str) -> None:
+        if name in ("SIGUSR1", "SIGUSR2"):
+            for worker in self._members.job.workers.values():
+                self._send(worker.host, "signal", worker=worker.number, name=name)
+        else:
+            self._execute(self._members.signal_received(name, time.monotonic()))
+
     def _handle_all(self) -> None:
-        """Wait a moment for a message, then handle all that have arrived."""
+        """Wait a moment for an event, then handle all that have arrived."""
         wait: float | None = _TICK_S
-        while True:
+        while self._code is None:
             try:
-                link, message = self._inbox.get(timeout=wait) if wait else self._inbox.get_nowait()
+                handle = self._inbox.get(timeout=wait) if wait else self._inbox.get_nowait()
             except queue.Empty:
                 return self._relay.flush()
             wait = None
-            if link is None:
-                self._handle_own(message)
-            elif self._links.get(link.host) is link:
-                self._handle(link, message)
-            if self._code is not None:
-                return
-
-    def _handle_own(self, message: dict[str, Any]) -> None:
-        now = time.monotonic()
-        if message["type"] == "hosts":
-            self._execute(self._members.hosts_discovered(message["hosts"], now))
-        elif message["name"] in ("SIGUSR1", "SIGUSR2"):
-            for worker in self._members.job.workers.values():
-                self._send(worker.host, "signal", worker=worker.number, name=message["name"])
-        else:
-            self._execute(self._members.signal_received(message["name"], now))
+            handle()
 
     def _handle(self, link: AgentLink, message: dict[str, Any]) -> None:
         now, kind, host = time.monotonic(), message["type"], link.host
+        if self._links.get(host) is not link:
+            return
         if kind == "said":
             self._execute(self._members.worker_message(message["worker"], message["message"], now))
         elif kind == "dying":
@@ -145,11 +139,11 @@ class Driver:
         elif kind == "gone":
             self._execute(self._members.agent_lost(host, message["why"], now))
 
-    def _receive(self, item: AgentMessage) -> None:
+    def _receive(self, item: tuple[AgentLink, dict[str, Any]]) -> None:
         """Receive a message in a thread of its link. Lines of ranks are shown here, without the deciding thread."""
-        message = item[1]
+        link, message = item
         if message["type"] != "line":
-            return self._inbox.put(item)
+            return self._inbox.put(partial(self._handle, link, message))
         rank = self._ranks.get(message["worker"], 0)
         tag = f"[{rank}] " if rank or self._plan.tag else ""
         self._screen.show(tag + message["text"], message["err"])

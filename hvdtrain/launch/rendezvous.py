@@ -133,18 +133,15 @@ class Rendezvous:
             connection.advance()
             if len(self._strangers) > MOST_STRANGERS:
                 next(iter(self._strangers)).close()
-                self.log_limited(
-                    "crowd", f"more than {MOST_STRANGERS} connections have sent no request", self._describe_owners
-                )
+                text = f"more than {MOST_STRANGERS} connections have sent no request"
+                self.log_limited("crowd", text, self._describe_owners)
 
     def _describe_owners(self) -> str:
         """Describe the owners of the connections in words."""
         port = self._listener.getsockname()[1]
         owners = ", ".join(f"{number} of uid {uid}" for uid, number in _owners(port).most_common(3))
-        return (
-            "; the oldest are closed to make room for ranks. Another program holds them"
-            f" ({owners or 'from elsewhere'}), see: ss -tnp dport = :{port}"
-        )
+        holders = f"Another program holds them ({owners or 'from elsewhere'}), see: ss -tnp dport = :{port}"
+        return f"; the oldest are closed to make room for ranks. {holders}"
 
     def mark_authenticated(self, connection: Request) -> None:
         """Note that a connection has shown the token."""

@@ -15,9 +15,8 @@ from hvdtrain.launch.spec import Command, JobSpec, Script, join
 BY_MPI = frozenset({"hosts", "interface", "ssh_port", "ssh_option", "env"})
 """Options of targets that reach named hosts."""
 
-SCHEDULED = frozenset(
-    {"hosts", "nodes", "gpus_per_node", "cpus_per_rank", "time", "queue", "account", "name", "directive", "env"}
-)
+SCHEDULED = frozenset({"hosts", "nodes", "gpus_per_node", "cpus_per_rank", "time", "queue", "account", "name"})
+SCHEDULED |= {"directive", "env"}
 """Options of targets of schedulers, which choose the hosts; of ``-H`` only the counts are used."""
 
 
