@@ -125,7 +125,7 @@ def test_the_ssh_command_works_from_any_folder(tmp_path: Path) -> None:
         (["-np", "2", "-H", "-oProxyCommand=x:2"], "expected one argument"),
         (["-np", "2", "-H=-oProxyCommand=x:2"], "invalid host name"),
         (["-np", "2", "--discover", "/nothing/here"], "cannot be run"),
-        (["-np", "0"], "expected 1 or more"),
+        (["-np", "0"], "expected 1 to 999999"),
         (["-np", "2", "--interface", "lo;x"], "network interface"),
         (["-np", "2", "--hang-timeout", "-1"], "is not a number of seconds"),
     ],
