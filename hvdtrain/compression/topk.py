@@ -120,7 +120,7 @@ def encode(coding: str, indices: Tensor, coded: Tensor, length: int) -> None:
         counts.copy_(torch.searchsorted(indices, edges).diff())
         offsets.copy_(indices)  # the low 16 bits
     else:
-        # Bit p of byte j stands for index p * bytes + j, so that whole rows are shifted and joined, not single bits.
+        # Bit p of byte j is index p * bytes + j, so that whole rows are shifted and joined, not single bits.
         flags = torch.zeros(8 * len(coded), dtype=torch.uint8, device=indices.device)
         flags.index_fill_(0, indices, 1)
         coded.zero_()

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 examples:
-  hvdtrain timeline report runs/default
+  hvdtrain timeline report runs/NAME
   hvdtrain timeline report timeline.json             of any Horovod program
   hvdtrain timeline report part-1.json part-2.json   segments of one job
-  hvdtrain timeline report runs/default --json > report.json
-  hvdtrain timeline report runs/default --html report.html
-  hvdtrain timeline report runs/default --log job.out
+  hvdtrain timeline report runs/NAME --json > report.json
+  hvdtrain timeline report runs/NAME --html report.html
+  hvdtrain timeline report runs/NAME --log job.out
                              with lines of NCCL and Horovod in the job's output
-  hvdtrain timeline report runs/default \\
+  hvdtrain timeline report runs/NAME \\
       --fail_if 'straggler_ms > 5 and exposed_share > 0.2'
 
 exit code: 0 on success; 1 if the --fail_if condition is met, also if a file
