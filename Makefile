@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 INTERPRETER := $(or $(PYTHON),python3)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all lint launchers bench chaos clean
+.PHONY: help setup train test test-all lint launchers bench chaos gpu-kit gpu clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 12
@@ -67,6 +67,22 @@ chaos: setup ## faults in every phase, on 2 to 4 ranks and two hosts (hours, roo
 	@mkdir -p build
 	@$(BIN)/python benchmarks/chaos.py --json $(CHAOS) $(CHAOS_ARGS)
 	@$(BIN)/python benchmarks/soak.py --minutes $(MINUTES)
+
+# On a machine with registries: make gpu-kit KIT=FOLDER. On the machine with the GPU, with this clone and FOLDER:
+# make gpu KIT=FOLDER PYTHON=/path/to/the/python/with/torch. Where registries are reached: make gpu.
+KIT ?=
+GPU_PYTHON ?= 3.12
+GPU_TORCH ?= 2.11.0
+GPU_PLATFORM ?= manylinux_2_28_x86_64
+GPU_INSTALLED ?= torch,cmake,numpy
+GPU_ARGS ?=
+gpu-kit: setup ## write into KIT what make gpu installs, for GPU_PYTHON and GPU_TORCH
+	@test -n "$(KIT)" || { echo "error: name the folder of the kit: make gpu-kit KIT=FOLDER" >&2; exit 2; }
+	@$(BIN)/hvdtrain bundle "$(KIT)" --python $(GPU_PYTHON) --torch $(GPU_TORCH) --platform $(GPU_PLATFORM) \
+	  --installed $(GPU_INSTALLED) --extras lm,horovod,gpu
+
+gpu: ## acceptance test of a machine with a GPU, in ten minutes; KIT=FOLDER: without downloads
+	@"$(INTERPRETER)" benchmarks/gpu.py $(if $(KIT),--kit "$(KIT)") $(GPU_ARGS)
 
 clean: ## remove .venv and what tools leave; the cache of Horovod wheels stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,358 @@
+"""The parts of `gpu.py` that need hvdtrain installed: ``python gpu_checks.py --device cuda NAME``.
+
+Each prints a line for each result as it comes. With ``--device cpu`` the same code runs on small sizes without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu import RESULT
+
+from hvdtrain.observe.past_journal import read_journal, read_steps
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOT_ALLOWED = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a check knows: the device type, whether to be quick, and a folder for its runs."""
+
+    device: str
+    quick: bool
+    folder: Path
+
+    def emit(self, name: str, value: object, unit: str = "", bar: str = "", *, ok: bool | None = None) -> None:
+        """Print a result. `bar`: what is expected; `ok`: whether the value is that."""
+        result = {"name": name, "value": value, "unit": unit, "bar": bar, "ok": ok}
+        print(RESULT + json.dumps(result), flush=True)
+
+    def job(self, name: str, *options: str, size: int = 1, device: str = "", launch: Sequence[str] = ()) -> list[float]:
+        """Run the main job on `size` ranks; return its losses by step."""
+        run = self.folder / name
+        start = launch or [*_mpirun(size), *_PROGRAM]
+        argv = [*start, *self.options(), f"--run_dir={run}", f"--parallel.device={device or self.device}", *options]
+        subprocess.run(argv, check=True, env={**os.environ, **ROOT_ALLOWED}, cwd=ROOT)
+        return [line["loss"] for line in read_steps(run / "journal.jsonl").values()]
+
+    def options(self) -> list[str]:
+        """Return the options of all jobs."""
+        model = ["--model.preset=tiny", "--data.seq_len=32"] if self.device == "cpu" else []
+        return ["--seed=0", "--train.eval_samples=0", *model]
+
+    @property
+    def shared(self) -> str:
+        """How two ranks use the device."""
+        return "shared" if self.device == "cuda" else self.device
+
+
+_PROGRAM = (sys.executable, "-m", "hvdtrain")
+_LAUNCH = (*_PROGRAM, "launch", "--to", "hvdtrain", "-np", "2")
+
+
+def _mpirun(size: int) -> list[str]:
+    if size == 1:
+        return []
+    return [str(Path(sys.executable).with_name("mpirun")), "-np", str(size), "--oversubscribe", "--bind-to", "none"]
+
+
+def _worst(found: Sequence[float], expected: Sequence[float]) -> float:
+    assert len(found) == len(expected) > 0, f"{len(found)} and {len(expected)} steps"
+    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+
+
+def train(check: Check) -> None:
+    """Compare one rank's losses with the CPU's."""
+    steps = f"--train.steps={4 if check.quick else 12}"
+    found, expected = check.job("device", steps), check.job("cpu", steps, device="cpu")
+    check.emit("last loss", found[-1], "nats a token")
+    worst = _worst(found, expected)
+    check.emit("losses, device and CPU", worst, "largest relative difference", "<= 1e-3", ok=worst <= 1e-3)
+
+
+def share(check: Check) -> None:
+    """Compare the losses of two ranks that share the device with those of one."""
+    steps = f"--train.steps={4 if check.quick else 12}"
+    one = check.job("one", steps)
+    for name, launch in {"MPI": (), "Gloo": (*_LAUNCH, "--")}.items():
+        found = check.job(f"two-{name}", steps, size=2, device=check.shared, launch=launch)
+        worst = _worst(found, one)
+        check.emit(
+            f"losses, 2 ranks by {name} and 1", worst, "largest relative difference", "<= 1e-4", ok=worst <= 1e-4
+        )
+
+
+def resume(check: Check) -> None:
+    """Compare a resumed run with an uninterrupted one."""
+    options = ("--train.steps=8", "--checkpoint.every=4", "--train.deterministic=true")
+    whole = check.job("whole", *options)
+    check.job("parts", *options, "--train.stop_at=4")
+    parts = check.job("parts", *options)
+    check.emit("losses of 8 steps and of 4 + 4", parts == whole, "", "equal bit for bit", ok=parts == whole)
+
+
+def kill(check: Check) -> None:
+    """Kill one of two ranks; the other goes on, and the losses stay those of one rank."""
+    steps = f"--train.steps={40 if check.quick else 100}"
+    events, run = check.folder / "events", check.folder / "killed"
+    options = [*check.options(), steps, f"--run_dir={run}", f"--parallel.device={check.shared}"]
+    job = subprocess.Popen([*_LAUNCH, "--elastic", "1:2", "--events", str(events), "--", *options], cwd=ROOT)
+    try:
+        until_s = time.monotonic() + 60
+        while not (run / "journal.jsonl").exists() or len(read_steps(run / "journal.jsonl")) < 10:
+            assert time.monotonic() < until_s and job.poll() is None, "the job has done no 10 steps"
+            time.sleep(0.1)
+        victim = next(pid for pid in _ranks_of(job.pid) if _environment(pid).get("HOROVOD_RANK") != "0")
+        os.kill(victim, signal.SIGKILL)
+        code = job.wait()
+    finally:
+        job.kill()
+    check.emit("exit code of the job", code, "", "0", ok=code == 0)
+    found = [line["loss"] for line in read_steps(run / "journal.jsonl").values()]
+    worst = _worst(found, check.job("alone", steps))
+    check.emit("losses, killed and uninterrupted", worst, "largest relative difference", "<= 1e-3", ok=worst <= 1e-3)
+
+
+def _ranks_of(pid: int) -> Iterator[int]:
+    import psutil
+
+    for process in psutil.Process(pid).children(recursive=True):
+        if "hvdtrain" in process.cmdline() and "launch" not in process.cmdline():
+            yield process.pid
+
+
+def _environment(pid: int) -> dict[str, str]:
+    import psutil
+
+    return psutil.Process(pid).environ()
+
+
+def memory(check: Check) -> None:
+    """Run out of the device's memory: the job fails with a card that says whose memory it is."""
+    if check.device != "cuda":
+        check.emit("card", "not tried: no device", "")
+        return
+    batch = 1 << 20
+    options = [f"--train.global_batch={batch}", f"--train.micro_batch={batch // 4}", "--train.steps=1"]
+    argv = [*_PROGRAM, *check.options(), *options, f"--run_dir={check.folder / 'run'}", "--parallel.device=cuda"]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
+    print(done.stderr[-3000:])
+    names = "out of memory" in done.stderr and "on the GPU" in done.stderr
+    check.emit("exit code", done.returncode, "", "not 0", ok=done.returncode != 0)
+    check.emit("the card says where memory went", names, "", "yes", ok=names)
+
+
+def overhead(check: Check) -> None:
+    """Ours beside a loop written by hand, in turns: the default model and a Llama, eager and compiled."""
+    for name, sizes in _models(check).items():
+        for compiled in (False, True) if check.device == "cuda" else (False,):
+            ratios, speeds, utilisation = [], [], None
+            for _ in range(2 if check.quick else 3):
+                ours_s, facts = _ours(check, sizes, compiled=compiled)
+                theirs_s = _by_hand(check, sizes, compiled=compiled)
+                ratios.append(ours_s / theirs_s)
+                speeds.append(sizes["micro_batch"] * sizes["seq_len"] / ours_s)
+                if facts.get("peak_per_s"):
+                    utilisation = facts["per_sample"] * sizes["micro_batch"] / min(ours_s, 1e9) / facts["peak_per_s"]
+            label = f"{name}, {'compiled' if compiled else 'eager'}"
+            ratio = statistics.median(ratios)
+            check.emit(f"{label}: step / bare loop", ratio, "ratio", "<= 1.01", ok=ratio <= 1.01)
+            check.emit(f"{label}: tokens", statistics.median(speeds), "a second")
+            if utilisation is not None:
+                check.emit(f"{label}: bf16 MFU", 100 * utilisation, "% of the data sheet's peak")
+
+
+def _models(check: Check) -> dict[str, dict[str, Any]]:
+    if check.device == "cpu":
+        return {"tiny": {"model": {"preset": "tiny"}, "seq_len": 32, "micro_batch": 4, "steps": 8}}
+    llama = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 2048, "intermediate_size": 8192,
+        "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 2048,
+        "vocab_size": 8192, "use_cache": False,
+    }  # fmt: skip
+    config = check.folder / "llama.json"
+    config.write_text(json.dumps(llama))
+    steps = 20 if check.quick else 40
+    return {
+        "DeepSeek-style 7M": {"model": {"preset": "small"}, "seq_len": 512, "micro_batch": 64, "steps": steps},
+        "Llama 1B": {"model": {"config": str(config)}, "seq_len": 1024, "micro_batch": 16, "steps": steps},
+    }
+
+
+def _task(sizes: dict[str, Any]) -> Any:
+    from hvdtrain.task.causal_lm import ModelConfig
+    from hvdtrain.task.corpus import TextConfig
+    from hvdtrain.task.language_model import language_model
+
+    torch.manual_seed(0)
+    return language_model(ModelConfig(**sizes["model"]), TextConfig(seq_len=sizes["seq_len"]))
+
+
+_WARM_UP = 4
+
+
+def _ours(check: Check, sizes: dict[str, Any], *, compiled: bool) -> tuple[float, dict[str, Any]]:
+    """Seconds of a step, and the event ``flops``."""
+    import hvdtrain
+
+    with tempfile.TemporaryDirectory(dir=check.folder) as run:
+        batch = {"global_batch": sizes["micro_batch"], "micro_batch": sizes["micro_batch"]}
+        options = {
+            "run_dir": run, "precision": "bf16", "checkpoint": {"every": 0},
+            "train": {"steps": sizes["steps"], "eval_samples": 0, "compile": compiled, **batch},
+            "parallel": {"device": check.device},
+        }  # fmt: skip
+        hvdtrain.train(options, _task(sizes))
+        times = [line["time"] for line in read_steps(Path(run) / "journal.jsonl").values()]
+        lines = read_journal(Path(run) / "journal.jsonl")
+        facts = next((line for line in lines if line.get("event") == "flops"), {})
+    torch._dynamo.reset()
+    return (times[-1] - times[_WARM_UP]) / (len(times) - 1 - _WARM_UP), facts
+
+
+def _by_hand(check: Check, sizes: dict[str, Any], *, compiled: bool) -> float:
+    """Seconds of a step of a loop with the same model, batch, precision, clipping and fused AdamW."""
+    from torch.utils.data import DataLoader
+
+    task, device = _task(sizes), torch.device(check.device)
+    model = task.model.to(device)
+    if compiled:
+        for block in model.model.layers:
+            block.compile()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    loader = DataLoader(
+        task.train_data, sizes["micro_batch"], shuffle=True, drop_last=True, pin_memory=device.type == "cuda"
+    )
+    batches = _endless(loader)
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    for step in range(sizes["steps"]):
+        if step == _WARM_UP + 1:
+            wait()
+            began = time.perf_counter()
+        optimizer.zero_grad()
+        batch = next(batches).to(device, non_blocking=True)
+        with torch.autocast(device.type, torch.bfloat16):
+            loss, weight = task.loss(model, batch)
+        (loss / weight).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    wait()
+    torch._dynamo.reset()
+    return (time.perf_counter() - began) / (sizes["steps"] - _WARM_UP - 1)
+
+
+def _endless(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def compressors(check: Check) -> None:
+    """Each compressor beside a copy of the same gradients."""
+    from compressors import speed
+
+    for figure in speed(torch.device(check.device), check.quick):
+        is_ratio = figure.name.endswith("memcpy")
+        bar = {"bar": ">= 0.7", "ok": figure.value >= 0.7} if is_ratio else {}
+        check.emit(figure.name, figure.value, figure.unit, **bar)  # type: ignore[arg-type]
+
+
+def kernels(check: Check) -> None:
+    """Count the operations of an exchange by int8 and top-k, on 1 and on 8 ranks that are one process."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from hvdtrain.compression.base import drive
+    from hvdtrain.compression.table import TABLE, parse
+    from tests.support.compression import bucket, gradients
+    from tests.support.thread_comm import on_ranks
+
+    class Count(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            Count.calls += 1
+            return function(*args, **(kwargs or {}))
+
+    def calls(name: str, size: int) -> float:
+        found = []
+
+        def exchange(comm: Any) -> None:
+            with torch.device(check.device):
+                made = parse(name).load()(bucket(((400, 300), (7,))), comm)
+                for value in gradients(made.shape, 1)[:1]:
+                    made.pack(0, value, 0.5)
+                with Count():
+                    before = Count.calls
+                    drive(made.exchange(made.shape.zeros()))
+                    found.append(Count.calls - before)
+
+        on_ranks(size, exchange)
+        return statistics.mean(found)
+
+    for name in TABLE:
+        few, many = calls(name, 2), calls(name, 8)
+        check.emit(f"{name}: operations at 8 ranks / at 2", many / few, "ratio", "<= 1.1", ok=many <= 1.1 * few)
+
+
+def checkpoint(check: Check) -> None:
+    """How long a snapshot stops the steps, beside one copy of as many bytes to the host."""
+    from hvdtrain.state.snapshot import Snapshot
+    from hvdtrain.state.train_state import StateDict
+
+    device = torch.device(check.device)
+    size = (1 << 22) if check.device == "cpu" else (1 << 30)
+    with device:
+        tensors = {str(n): torch.ones(size // 64 // 4) for n in range(64)}
+        source = torch.ones(size, dtype=torch.uint8)
+    target = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    snapshot = Snapshot()
+    snapshot.capture(StateDict({"model": tensors}, {}), 0)
+    blocked, copies = [], []
+    for step in range(5 if check.quick else 10):
+        wait()
+        began = time.perf_counter()
+        snapshot.capture(StateDict({"model": tensors}, {}), step)
+        wait()
+        blocked.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        wait()
+        copies.append(time.perf_counter() - began)
+    ratio = statistics.median(a / b for a, b in zip(blocked, copies, strict=True))
+    check.emit("state", size / 2**30, "GiB")
+    check.emit("snapshot / copy of as many bytes", ratio, "ratio", "<= 1.2", ok=ratio <= 1.2)
+
+
+CHECKS: dict[str, Callable[[Check], None]] = {
+    check.__name__: check for check in (train, share, resume, kill, memory, overhead, compressors, kernels, checkpoint)
+}
+
+
+def main() -> None:
+    """Run one check."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=CHECKS)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        CHECKS[options.name](Check(options.device, options.quick, Path(folder)))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))  # `tests.support`
+    main()
