@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hvdtrain.programs import read_stat
 
+from hvdtrain.programs import read_stat
 from tests.support.launch import ROOT, TIMEOUT_S
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import gpu
-import gpu_checks
+gpu: Any = importlib.import_module("gpu")
+gpu_checks: Any = importlib.import_module("gpu_checks")
 
 ONE = "import json; print('RESULT ' + json.dumps(dict(name='a', value=1.5, unit='x', bar='>= 1', ok={ok})), flush=True)"
 
@@ -25,7 +27,7 @@ def _options(folder: Path, **more: object) -> argparse.Namespace:
     return argparse.Namespace(out=folder, only=None, minutes=10.0, device="cpu", **more)
 
 
-def _part(name: str, program: str, limit_s: float = 60.0) -> gpu.Part:
+def _part(name: str, program: str, limit_s: float = 60.0) -> Any:
     return gpu.Part(name, "Why?", (sys.executable, "-c", program), limit_s)
 
 
