@@ -17,7 +17,7 @@ def test_a_file_is_written_and_written_over(tmp_path: Path) -> None:
         assert (tmp_path / "file").read_text() == text
 
 
-def test_what_cannot_be_written_leaves_nothing_beside_it(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_no_temporary_file(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(IsADirectoryError):
         write_text(tmp_path / "folder", "text")

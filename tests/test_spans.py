@@ -117,7 +117,7 @@ def test_a_collection_amid_reading_spoils_nothing() -> None:
     assert any(event.name == "gc" for event in spans.events())
 
 
-def test_listeners_are_told_in_order_and_their_sums_stand_first() -> None:
+def test_listeners_are_called_in_order_and_their_sums_come_first() -> None:
     told: list[str] = []
 
     class Listener:
@@ -144,7 +144,7 @@ def test_listeners_are_told_in_order_and_their_sums_stand_first() -> None:
     assert seconds == {"forward": 5.0, "data": pytest.approx(1e-9)}
 
 
-def test_progress_inside_of_a_long_span_can_be_told() -> None:
+def test_progress_within_a_long_span_can_be_reported() -> None:
     clock = Clock()
     spans = Spans(clock)
     with spans("evaluation"):

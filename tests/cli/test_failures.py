@@ -151,7 +151,7 @@ def test_a_killed_rank_under_another_launcher(launcher: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("elastic", [("--to", "hvdtrain"), ("--elastic", "2:2", "--elastic-timeout", "1")])
 @pytest.mark.slow
-def test_who_is_left_names_a_killed_rank_where_its_driver_gives_up(elastic: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_survivor_names_the_killed_rank_when_the_driver_gives_up(elastic: tuple[str, ...], tmp_path: Path) -> None:
     launch = ["-m", "hvdtrain", "launch", "-np", "2", *elastic, "--", TASK, *SHORT, "--how=kill"]
     done = run(launch, cwd=tmp_path, check=False)
     assert done.returncode == 1 and (done.stdout + done.stderr).count(HEAD) == 1, done.stderr
@@ -192,7 +192,7 @@ def test_rank_0_may_be_the_stopped_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(tmp_path: Path) -> None:
+def test_a_hanging_rank_is_distinguished_from_those_that_wait_for_it(tmp_path: Path) -> None:
     output = _fails(tmp_path, "--data=hang", STALL, code=124)
     said = " ".join(output.split())
     assert "in data at step" in said and "the others wait for it" in said

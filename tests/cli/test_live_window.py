@@ -76,7 +76,7 @@ def test_a_window_that_is_not_open_cannot_be_closed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_window_of_so_many_steps_ends_by_itself_with_a_profile_where_one_is_wanted(tmp_path: Path) -> None:
+def test_a_window_of_n_steps_ends_by_itself_with_a_requested_profile(tmp_path: Path) -> None:
     with running(tmp_path, size=1):
         begun = timeline(tmp_path, "start", "run", "--steps", "3", "--profile")
         first, last = numbers(begun.stdout)[:2]

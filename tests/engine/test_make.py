@@ -40,7 +40,7 @@ def test_buckets_and_priority(
     assert asked == ["7", "7"] * gives_way, "whatever their size"
 
 
-def test_an_option_that_names_no_compression_is_told_all_that_there_are() -> None:
+def test_an_unknown_compression_lists_all_names() -> None:
     check_compression("auto")
     check_compression("topk:0.1")
     with pytest.raises(ConfigError, match="invalid compression 'powersgd:x'") as caught:

@@ -131,7 +131,7 @@ def test_a_second_gradient_in_one_pass_is_an_error() -> None:
     on_ranks(1, body)
 
 
-def test_close_lets_go_of_the_parameters() -> None:
+def test_close_releases_the_parameters() -> None:
     def body(comm: ThreadComm) -> None:
         model = nn.Linear(2, 1)
         reducer = Reducer(lambda: _named(model), comm)
@@ -202,7 +202,7 @@ def test_from_the_second_step_on_buckets_travel_while_backward_runs() -> None:
     on_ranks(2, body)
 
 
-def test_a_gradient_on_its_way_is_nobodys() -> None:
+def test_a_gradient_in_flight_is_not_in_p_grad() -> None:
     """Whoever clipped or scaled it now would not change what the optimizer follows."""
     models = [_model(), _model()]
 
@@ -257,7 +257,7 @@ def test_a_saved_plan_is_used_from_the_first_step() -> None:
     on_ranks(2, body)
 
 
-def test_a_saved_plan_of_another_model_is_made_anew() -> None:
+def test_a_saved_plan_of_another_model_is_rebuilt() -> None:
     def body(comm: ThreadComm) -> None:
         model = nn.Linear(2, 2)
         reducer = Reducer(lambda: _named(model), comm)

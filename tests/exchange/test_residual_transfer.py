@@ -142,7 +142,7 @@ def test_a_switch_of_compression_shares_what_is_owed_so_that_it_can_be_saved() -
     assert torch.equal(one, other) and one.count_nonzero()
 
 
-def test_a_saved_plan_by_another_size_of_buckets_is_made_anew() -> None:
+def test_a_saved_plan_for_another_bucket_size_is_rebuilt() -> None:
     def body(comm: ThreadComm, saved: dict[str, Any] | None, limit: int) -> dict[str, Any]:
         named = [(f"p{n}", nn.Parameter(torch.zeros(64))) for n in range(4)]
         reducer = Reducer(lambda: named, comm, bucket_bytes=limit)

@@ -97,7 +97,7 @@ def test_an_environment_that_the_other_host_lacks_is_named(hosts: TwoHosts) -> N
     assert str(python) in found["ssh b"]["found"] and "same path" in found["ssh b"]["mend"]
 
 
-def test_a_firewall_that_drops_connections_is_told_from_all_else(hosts: TwoHosts) -> None:
+def test_a_firewall_that_drops_connections_is_recognised(hosts: TwoHosts) -> None:
     hosts.wall(hosts.a)
     found = checks(doctor(hosts.a, "--hosts", "a,b", "--probe"))
     finding = found["connections"]

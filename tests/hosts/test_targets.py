@@ -21,7 +21,7 @@ VALUES = {"PLAIN": "plain", "AWKWARD": 'two\nlines; it\'s "a b", $HOME,=ü \\', 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_ranks_of_both_hosts_get_what_they_are_told(name: str, hosts: TwoHosts, tmp_path: Path) -> None:
+def test_ranks_of_both_hosts_get_their_arguments(name: str, hosts: TwoHosts, tmp_path: Path) -> None:
     mpi = any_of(name)
     folder = tmp_path / "it's a folder"
     folder.mkdir()

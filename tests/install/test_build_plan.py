@@ -149,7 +149,7 @@ def test_each_thing_that_changes_the_wheel_changes_the_key() -> None:
     assert len(set(keys)) == len(keys)
 
 
-def test_a_wheel_of_an_older_recipe_is_not_taken_for_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wheel_of_an_older_recipe_is_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     new = plan(example_probe())
     monkeypatch.setattr(module, "RECIPE", f"older {module.RECIPE}")
     old = plan(example_probe())

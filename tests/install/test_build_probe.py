@@ -113,7 +113,7 @@ def test_the_toolkit_that_is_named_goes_before_the_one_on_path(tmp_path: Path) -
         assert (found.version, found.architectures) == (version, (75, 80, 90))
 
 
-def test_nccl_beside_torch_goes_before_the_systems(tmp_path: Path) -> None:
+def test_torchs_nccl_precedes_the_systems(tmp_path: Path) -> None:
     for home, minor in ((tmp_path / "site" / "nvidia" / "nccl", 29), (tmp_path / "system", 18)):
         (home / "include").mkdir(parents=True)
         (home / "lib").mkdir()

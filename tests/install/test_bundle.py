@@ -94,7 +94,7 @@ def test_installed_packages_are_left_out(source: Source, tmp_path: Path) -> None
     make(source, out, target, lambda line: None)
 
 
-def test_a_wheel_that_is_not_there_is_named(source: Source, tmp_path: Path) -> None:
+def test_a_missing_wheel_is_named(source: Source, tmp_path: Path) -> None:
     (tmp_path / "registry" / "torch-2.13.0-py3-none-any.whl").unlink()
     wheel(tmp_path / "registry", "torch", "2.13.0", tag="cp312-cp312-manylinux_2_28_aarch64")
     x86 = Target("3.12", "manylinux_2_28_x86_64", "2.13.0")

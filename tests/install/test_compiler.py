@@ -111,7 +111,7 @@ def test_another_header_is_another_library(tmp_path: Path, monkeypatch: pytest.M
     assert compiler.digest() != before
 
 
-def test_a_timeline_that_nobody_has_read_is_compiled_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_version_of_a_source_is_compiled_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = timeline_cc(tmp_path, monkeypatch)
     Path(source).write_text(WRITER + "// of another version\n")
     assert QUIET_HEADER not in rewrite(["-c", source], "c++20", [])

@@ -41,7 +41,7 @@ def installed() -> record.BuildRecord:
     return found
 
 
-def test_it_fits_the_torch_beside_it() -> None:
+def test_it_fits_the_installed_torch() -> None:
     installed()
     record.check()
 

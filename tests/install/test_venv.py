@@ -144,7 +144,7 @@ def test_a_folder_that_is_not_ours_is_left_alone(project: Path, monkeypatch: pyt
     assert (venv / "thesis.tex").exists()
 
 
-def test_what_is_lent_is_seen_behind_what_is_installed(tmp_path: Path) -> None:
+def test_shared_packages_come_after_installed_ones(tmp_path: Path) -> None:
     lent = tmp_path / "lent"
     lent.mkdir()
     (lent / "lent_module.py").write_text("where = 'lender'")

@@ -133,7 +133,7 @@ def test_a_file_that_breaks_off_is_a_warning_and_an_empty_one_no_file(content: s
     assert len(list(tmp_path.iterdir())) == left
 
 
-def test_no_rank_begins_the_window_before_it_is_open_or_goes_on_before_it_is_closed(tmp_path: Path) -> None:
+def test_ranks_wait_for_the_window_to_open_and_to_close(tmp_path: Path) -> None:
     horovod = FakeHorovod()
     comms: dict[int, ThreadComm] = {}
 

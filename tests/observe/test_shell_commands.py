@@ -37,13 +37,13 @@ def test_one_host_under_open_mpi_is_a_whole_command() -> None:
     assert "#" not in resume_command(RUN, ONE_HOST) + resume_command(RUN, ALONE)
 
 
-def test_open_mpi_is_told_that_root_means_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_resume_command_lets_open_mpi_run_as_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 0)
     assert _words(resume_command(RUN, ONE_HOST))[1:4] == ["--allow-run-as-root", "-np", "4"]
     assert "root" not in resume_command(RUN, ALONE) + resume_command(RUN, TWO_HOSTS)
 
 
-def test_open_mpi_that_was_told_to_do_without_ssh_is_told_again() -> None:
+def test_the_resume_command_repeats_the_setting_for_a_missing_ssh() -> None:
     def told(info: RankInfo, shell: str) -> str:
         return resume_command(RUN, replace(info, variables={"OMPI_MCA_plm_rsh_agent": shell}))
 

@@ -129,7 +129,7 @@ class Looks:
 
 @pytest.mark.parametrize("steps", [1, BLOCK, BLOCK + 1])
 @pytest.mark.parametrize("failed", [False, True])
-def test_nobody_looks_at_experts_when_it_is_over(steps: int, failed: bool) -> None:
+def test_hooks_on_experts_are_removed_at_the_end(steps: int, failed: bool) -> None:
     def body(comm: ThreadComm) -> None:
         clock, looks = Clock(), Looks()
         spans = Spans(clock)
@@ -263,7 +263,7 @@ def test_a_full_disk_is_reported_once(tmp_path: Path) -> None:
     assert read_steps(tmp_path) == []
 
 
-def test_sinks_get_who_was_late() -> None:
+def test_sinks_get_the_lateness_of_ranks() -> None:
     (told,) = run(2, 0, 5)
     event = ranks_event(5, told[1] - told[1][:, :1, :1], [Clocks(ThreadCommOf(2), "aa").offset(0, 0.0)] * 2)
     assert event["late_ms"] == pytest.approx([0, LATE_US / 1e3])

@@ -216,7 +216,7 @@ def test_flops_by_samples_and_seconds(tmp_path: Path, peak: float | None, percen
         assert series(tmp_path, "speed/flops_utilisation_percent") == pytest.approx({1: percent})
 
 
-def test_a_machine_sample_stands_with_the_next_step(tmp_path: Path) -> None:
+def test_a_machine_sample_belongs_to_the_next_step(tmp_path: Path) -> None:
     sample = {
         "event": "machine",
         "host_cpu_percent": 50.0,
@@ -304,7 +304,7 @@ EXPLAINED = {
 }
 
 
-def test_what_the_end_says_stands_at_the_last_step(tmp_path: Path) -> None:
+def test_figures_of_the_end_are_at_the_last_step(tmp_path: Path) -> None:
     finished = {"event": "finished", "time": 1e9 + 2}
     found = _write(tmp_path, STARTED, step_record(1, 1e9), step_record(2, 1e9 + 0.01), finished, EXPLAINED)
     assert series(tmp_path, "report/step_ms") == {2: 50.0}

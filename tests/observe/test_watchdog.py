@@ -84,7 +84,7 @@ def _alone_with_a_beat_of_rank_1(reporter: Reporter, monkeypatch: pytest.MonkeyP
     dataclasses.replace(reporter.mailbox, process=other).post_heartbeat({"beat": 3, "idle_s": 0.0, "time": time.time()})
 
 
-def test_under_a_driver_nobody_is_missed_and_no_card_is_written(
+def test_under_a_driver_no_rank_counts_as_missing_and_no_card_is_written(
     reporter: Reporter, child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_REPORTED_GRACE_S", 0.0)

@@ -41,7 +41,7 @@ def some(count, size=32, channels=1, classes=10):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_an_image_s_loss_does_not_depend_on_those_beside_it(preset):
+def test_the_loss_of_an_image_does_not_depend_on_its_batch(preset):
     torch.manual_seed(0)
     model = resnet(ResNetConfig(preset), channels=1, classes=10)
     images, labels = some(4)

@@ -107,7 +107,7 @@ def nccl(rank: int) -> list[str]:
     ]
 
 
-def test_nccl_is_told_once_with_how_many_said_it(tmp_path: Path) -> None:
+def test_nccl_warnings_are_reported_once_with_their_count(tmp_path: Path) -> None:
     lines = [line for rank in range(4) for line in nccl(rank)]
     random.Random(0).shuffle(lines)
     (tmp_path / "a").write_text("\n".join(f"[1,2]<stdout>:{line}" for line in lines[::2]))
@@ -147,7 +147,7 @@ def test_output_in_the_runs_folder_is_found_by_itself(tmp_path: Path) -> None:
     assert list(load(tmp_path, logs=[tmp_path / "job.log"]).warnings) == expected
 
 
-def test_output_that_would_take_long_is_left_out_and_it_is_said(tmp_path: Path) -> None:
+def test_very_long_output_is_left_out_with_a_note(tmp_path: Path) -> None:
     (tmp_path / "timeline").mkdir()
     (tmp_path / "journal.jsonl").write_text("")
     (tmp_path / "job.log").write_text("node:1:2 [0] NCCL INFO Using network IB\n")

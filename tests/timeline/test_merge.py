@@ -80,7 +80,7 @@ def test_all_of_a_run_is_in_it(recorded: Path, tmp_path: Path) -> None:
     assert any(name.startswith("torch: ") for name in tracks)
 
 
-def test_a_span_that_two_sources_saw_stands_at_one_time(recorded: Path, tmp_path: Path) -> None:
+def test_a_span_of_two_sources_has_one_time(recorded: Path, tmp_path: Path) -> None:
     merge([recorded], tmp_path / "all.json")
     events = load(tmp_path / "all.json")
     for rank in (0, 1):

@@ -42,7 +42,7 @@ def job(folder: Path, states: list[Answer]) -> Callable[[float], None]:
     return sleep
 
 
-def test_nobody_answers(tmp_path: Path) -> None:
+def test_no_answer(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="no job answers"):
         request_window(run_folder(tmp_path), patience_s=60.0, sleep=job(tmp_path, []))
 
@@ -74,7 +74,7 @@ def test_what_is_no_request_is_none(content: bytes, tmp_path: Path) -> None:
     assert read_request(tmp_path) is None
 
 
-def test_nobody_waits_for_a_request_or_an_answer_from_a_fifo(tmp_path: Path) -> None:
+def test_a_fifo_as_request_or_answer_blocks_nothing(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / ".window-request.json")
     os.mkfifo(tmp_path / ".window-answer.json")
     assert read_request(tmp_path) is None and read_answer(tmp_path) is None
@@ -119,7 +119,7 @@ def test_steps_are_added_to_a_window_that_is_open(tmp_path: Path) -> None:
     assert profile.windows == told.windows[2:]
 
 
-def test_a_profile_goes_on_and_ends_with_the_window_that_it_began_in(tmp_path: Path) -> None:
+def test_a_profile_ends_with_the_window_that_it_began_in(tmp_path: Path) -> None:
     profile = Told()
     window = live(tmp_path, [Told()], profile)
     window.on_sums(10, [1 << 40, 1, 0])
@@ -152,7 +152,7 @@ def test_what_is_over_is_answered_to_whoever_asked_for_it(tmp_path: Path) -> Non
     window.close()
 
 
-def test_a_run_that_ends_says_so_to_who_asked_too_late(tmp_path: Path) -> None:
+def test_a_run_that_ends_answers_a_late_request(tmp_path: Path) -> None:
     window = job_of(tmp_path)
     window.begin_step(3)
     window.on_sums(3, taken(window, tmp_path, Request("last step", "start", 2)))
@@ -167,7 +167,7 @@ def test_a_run_that_ends_says_so_to_who_asked_too_late(tmp_path: Path) -> None:
     assert read_answer(tmp_path) == Answer("later", "none", files=[], lacks="the run has ended")
 
 
-def test_a_trace_that_goes_away_meanwhile_is_nobodys_failure(tmp_path: Path) -> None:
+def test_a_trace_that_disappears_meanwhile_is_no_failure(tmp_path: Path) -> None:
     (tmp_path / "gone.json").symlink_to(tmp_path / "renamed")
     (tmp_path / "spans.json").write_text("[{}]")
     window = job_of(tmp_path)

@@ -25,7 +25,7 @@ examples:
 
 exit code: 0 on success; 1 if the --fail_if condition is met, also if a file
 cannot be read or written; 2 on a wrong option or condition, such as a figure
-that this run does not have. Without a straggler, a clause on straggler_rank is
+that this run does not have. Without a straggler, a condition on straggler_rank is
 false.
 """
 

@@ -169,7 +169,7 @@ def test_the_last_lines_of_a_users_error() -> None:
     ]
 
 
-def test_a_rank_that_is_alone_stands_in_the_first_line_only() -> None:
+def test_a_single_rank_is_named_in_the_first_line_only() -> None:
     alone = _statement(0, STALLED, open_spans=[("data", 600.0)], idle_s=600.0)
     text = _text([alone])
     assert "where the" not in text and text.count("in data at step 3 for 600.0 s") == 1

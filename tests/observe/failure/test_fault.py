@@ -39,7 +39,7 @@ def test_what_follows_from_another_ranks_end_is_a_consequence() -> None:
     assert not fault(_raised(RuntimeError("no"))).consequence
 
 
-def test_a_traceback_without_end_is_cut() -> None:
+def test_an_endless_traceback_is_cut() -> None:
     assert len(fault(_raised(ValueError("x" * 1_000_000))).traceback) < 30_000
 
 
@@ -83,7 +83,7 @@ def test_an_error_raised_while_handling_another_ranks_end_is_a_consequence_too()
     assert not fault(_while_handling(ValueError("no"), ended, hidden=True)).consequence
 
 
-def test_of_several_faults_of_the_device_the_first_is_told() -> None:
+def test_the_first_of_several_device_faults_is_reported() -> None:
     first = RuntimeError("CUDA error: device-side assert triggered")
     blas = RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(...)`")
     later = RuntimeError("CUDA error: an illegal memory access was encountered")

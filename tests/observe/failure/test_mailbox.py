@@ -150,7 +150,7 @@ def test_no_rank_is_missed_while_the_folder_is_removed(tmp_path: Path, monkeypat
     assert not list(tmp_path.iterdir())
 
 
-def test_without_a_folder_a_dead_process_is_seen_and_nobody_else_is_heard(tmp_path: Path) -> None:
+def test_without_a_folder_a_dead_process_is_found_without_the_others_reports(tmp_path: Path) -> None:
     mailbox = dataclasses.replace(_mailboxes(tmp_path, 1)[0], folder=None, reachable=frozenset({0, 1}))
     with subprocess.Popen([sys.executable, "-c", ""]) as child:
         began = started(child.pid) or 0

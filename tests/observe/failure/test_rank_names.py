@@ -15,7 +15,7 @@ def test_ranks_at_one_place_are_taken_together() -> None:
     assert place(longest) == "in wait at step 12 for 3.5 s, waiting for gradients/0"
 
 
-def test_ranks_that_wait_for_unlike_collectives_are_told_apart() -> None:
+def test_ranks_that_wait_for_different_collectives_are_distinguished() -> None:
     found = [who for who, _ in grouped([waiting(0, "gradients/0"), waiting(1, "gradients/1")])]
     assert found == ["rank 0 on a", "rank 1 on a"]
 

@@ -145,7 +145,7 @@ def test_an_error_with_any_text_is_reported(tmp_path: Path) -> None:
         assert (tmp_path / str(number) / "failure.txt").read_text() == shown[0]
 
 
-def test_what_cannot_be_told_of_a_failure_leaves_the_least(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_card_that_cannot_be_made_leaves_a_minimal_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> None:
         raise MemoryError
 
@@ -174,7 +174,7 @@ def test_ranks_that_share_no_folder_are_neither_blamed_nor_awaited(tmp_path: Pat
     assert {s["state"] for s in card["silent"]} == {UNREACHABLE} and card["ranks"] == [0, 1, 2]
 
 
-def test_who_is_still_at_the_card_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_still_writes_the_card_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_CARD_WAIT_S", 0.05)
     monkeypatch.setattr(module, "_POLL_S", 0.02)
     shown: list[str] = []
@@ -200,7 +200,7 @@ def test_many_ranks_are_waited_for_as_long_as_they_need_to_poll(tmp_path: Path) 
         assert reporter._statements_wait_s() > reporter.mailbox.poll_interval_s(0.0)
 
 
-def test_who_writes_the_card_says_so_while_it_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_writer_of_the_card_announces_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said, now_s = list[int](), [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now_s[0])
     monkeypatch.setattr(module.time, "sleep", lambda seconds: now_s.__setitem__(0, now_s[0] + seconds))

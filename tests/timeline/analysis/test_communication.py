@@ -72,7 +72,7 @@ def test_bytes_are_those_handed_over_where_horovod_tells_those_of_the_result(ope
     assert found.bus_gb_per_s == pytest.approx(sent / 1e-3 / 1e9)
 
 
-def test_no_bandwidth_of_bytes_that_are_not_told() -> None:
+def test_no_bandwidth_without_the_number_of_bytes() -> None:
     """Horovod says nothing of an alltoall's bytes."""
     kinds = {"ALLTOALL": -1, "ALLREDUCE": 1000}
     turns = [
@@ -191,7 +191,7 @@ def test_bytes_of_spans_are_those_of_the_compression(name: str) -> None:
         assert found.bytes_per_step == 2 * sum(payload.values()) != 400
 
 
-def test_tensors_of_any_program_are_told_by_what_they_take() -> None:
+def test_tensors_of_any_program_are_listed_by_their_time() -> None:
     found = carriers.top_carriers(_alone(_trace()))
     assert found[0].modules in (["layers.0"], ["layers.1"])
     assert found[0].ms == pytest.approx(5.2) and found[0].nbytes == 8_000_000

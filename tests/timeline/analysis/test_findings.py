@@ -59,7 +59,7 @@ def test_the_part_that_takes_longer_is_the_cause(part: str) -> None:
     assert "rank 1 on host0" in finding.text and first.text in finding.text
 
 
-def test_what_lies_beside_a_late_rank_is_told_of_it_alone() -> None:
+def test_reasons_are_reported_of_the_late_rank_only() -> None:
     facts: dict[str, list[float | None]] = {
         "cpu_wait_us": [0.0, 100_000.0, 0.0, 0.0],
         "steal_us": [0.0, None, 0.0, 0.0],
@@ -77,7 +77,7 @@ def test_what_lies_beside_a_late_rank_is_told_of_it_alone() -> None:
     assert "1200 MHz" in causes["gpu clock"].text and causes["gpu clock"].ms is None
 
 
-def test_why_a_gpu_is_slow_is_told_where_the_others_have_no_such_reason() -> None:
+def test_the_reason_of_a_slow_gpu_is_reported_if_others_lack_it() -> None:
     late = {"forward": _each(2.0, rank=1)}
 
     def told(*reasons: str | None) -> list[str]:
@@ -135,7 +135,7 @@ def test_late_data_on_one_rank_is_that_ranks_affair() -> None:
 
 
 @pytest.mark.parametrize(("workers", "advised"), [(0, 1), (4, 8)])
-def test_a_late_rank_that_waits_for_data_is_told_of_more_workers_than_it_has(workers: int, advised: int) -> None:
+def test_a_late_rank_that_waits_for_data_is_advised_more_workers(workers: int, advised: int) -> None:
     table = table_of(_work(), more_ms={"data": _each(4.0, rank=0)})
     found = analyse(run_of(table, config={"loader": {"workers": workers}}))
     finding = next(f for f in found.findings if f.kind == "straggler")
@@ -207,7 +207,7 @@ def test_cores_are_blamed_for_jitter_that_they_may_cost() -> None:
         assert ("ranks wait for CPU cores" in jitter.advice) == ("start fewer ranks" in jitter.advice) == cores
 
 
-def test_jitter_of_one_rank_is_not_told_as_that_of_all() -> None:
+def test_jitter_of_one_rank_is_not_reported_as_jitter_of_all() -> None:
     work = _work()[:2, :40]
     work[1, 3::5] += 15.0
     found = analyse(run_of(table_of(work)))
@@ -235,13 +235,13 @@ def test_what_is_compressed_is_not_told_to_be() -> None:
     assert "compression" not in finding.advice and "--parallel.bucket_mib 2" in finding.advice
 
 
-def test_where_nobody_asked_for_a_size_of_buckets_advice_goes_by_those_there_are() -> None:
+def test_without_a_requested_bucket_size_advice_uses_the_actual_one() -> None:
     run = run_of(table_of(_work(), exchange_ms=6.0), spans=[_spans(8)], config={"parallel": {"bucket_mib": None}})
     finding = next(f for f in analyse(run).findings if f.kind == "exposed")
     assert "--parallel.bucket_mib 2" in finding.advice
 
 
-def test_of_two_ranks_the_late_ones_data_is_told_once() -> None:
+def test_data_waits_of_the_late_rank_are_reported_once() -> None:
     work = _work()[:2]
     late = np.zeros_like(work)
     late[1] = 4.0
@@ -278,7 +278,7 @@ def _pauses(work: Floats) -> list[Finding]:
     return [finding for finding in analyse(run_of(table_of(work))).findings if finding.kind == "pause"]
 
 
-def test_pauses_are_told_a_line_a_rank_with_what_they_cost() -> None:
+def test_pauses_are_listed_by_rank_with_their_cost() -> None:
     work = _work()
     work[1, [30, 60, 90, 120]] += 10_000.0  # part of each in the step after it
     work[3, 150] += 1000.0
@@ -311,7 +311,7 @@ def test_a_rank_that_is_late_seldom_is_usually_ready_before_the_others() -> None
     assert re.search(r"ready [\d.]+ ms before the others", text)
 
 
-def test_a_slow_bus_is_told_beside_what_the_link_can_do() -> None:
+def test_a_slow_bus_is_reported_with_the_speed_of_the_link() -> None:
     table = table_of(_work(), exchange_ms=6.0)
     turns = [Turn("g", float(t), {"MPI_ALLREDUCE": 6000.0}, 6_000_000) for t in table.ready_us.max(axis=0)]
     trace = trace_of(turns)  # 1.5 GB/s
@@ -330,7 +330,7 @@ def _timeline(phases: dict[str, float], *, tensors: int = 4, ticks: bool = False
     return analyse(RunTrace(Path("t.json"), 2, horovod=[trace_of(turns)]))
 
 
-def test_a_timeline_by_itself_is_told_by_what_fills_it() -> None:
+def test_a_bare_timeline_is_explained_by_its_largest_parts() -> None:
     assert _kinds(_timeline({"MPI_ALLREDUCE": 20_000.0})) == {"transfer"}
     assert _kinds(_timeline({"NEGOTIATE_ALLREDUCE": 20_000.0, "MPI_ALLREDUCE": 10.0})) == {"negotiation"}
     assert _kinds(_timeline({"MPI_ALLREDUCE": 100.0})) == {"idle"}

@@ -27,7 +27,7 @@ def _without(table: StepTable, columns: list[int]) -> StepTable:
     return replace(table, step=table.step[keep], block=table.block[keep], parts_us=parts, **times)
 
 
-def test_a_step_whose_step_before_has_no_stamps_begins_at_its_own_start() -> None:
+def test_a_step_after_one_without_stamps_begins_at_its_own_start() -> None:
     """It would seem as long as the steps between otherwise."""
     whole, thinned = from_stamps(_table()), from_stamps(_without(_table(), list(range(10, 20))))
     assert whole is not None and thinned is not None

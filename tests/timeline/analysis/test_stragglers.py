@@ -64,7 +64,7 @@ def test_twenty_steps_are_enough_where_noise_is_small(ranks: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("runs", [150, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("ranks", "steps"), [(2, 20), (2, 40), (4, 30), (16, 40)])
-def test_noise_names_nobody(ranks: int, steps: int, runs: int, kind: str) -> None:
+def test_noise_names_no_straggler(ranks: int, steps: int, runs: int, kind: str) -> None:
     named = sum(bool(find_stragglers(_rounds(_quiet(s, ranks, steps, kind, 0.1 * STEP_MS))).late) for s in range(runs))
     assert named < 0.01 * runs
 
@@ -88,7 +88,7 @@ def test_ranks_that_are_late_by_turns_are_jitter() -> None:
     assert found.jitter_ms.value == pytest.approx(3.0, rel=0.1)
 
 
-def test_one_pause_is_told_by_itself_and_not_as_a_mean() -> None:
+def test_one_pause_is_reported_alone_and_not_as_a_mean() -> None:
     work, cost = _planted(_quiet(0, 4, 200, "gaussian", 0.2), 2, 2.0)
     work[1, 77] += 10_000.0
     found = find_stragglers(_rounds(work))
@@ -125,7 +125,7 @@ def test_a_rank_with_more_pauses_is_late(ranks: int, count: int) -> None:
     assert found.cost_ms[1].value == pytest.approx(5000 * count / 400, rel=0.05)
 
 
-def test_a_cost_that_may_be_chance_is_told_as_it_is() -> None:
+def test_a_cost_that_may_be_chance_is_reported_as_such() -> None:
     """Of 40 steps 8 are long: too many for pauses, too few to be no chance between two ranks."""
     work = _quiet(0, 2, 40, "gaussian", 0.1)
     work[1, 2:40:5] += 5000.0
@@ -144,7 +144,7 @@ def test_what_few_steps_cost_is_not_denied() -> None:
 
 
 @pytest.mark.parametrize(("error_ms", "matters"), [(0.0, r"0\.2\d\d"), (0.6, r"0\.600")])
-def test_of_what_may_be_chance_it_is_told_how_little_would_not_matter(error_ms: float, matters: str) -> None:
+def test_an_insignificant_difference_is_reported_with_its_bound(error_ms: float, matters: str) -> None:
     work = _quiet(0, 2, 60, "gaussian", 3.0)
     work[1] += 2.0
     found = find_stragglers(_rounds(work, error_ms=error_ms))
@@ -153,7 +153,7 @@ def test_of_what_may_be_chance_it_is_told_how_little_would_not_matter(error_ms: 
 
 
 @pytest.mark.parametrize(("count", "few"), [(1, "1 step is"), (5, "5 steps are")])
-def test_few_steps_name_nobody(count: int, few: str) -> None:
+def test_few_steps_name_no_straggler(count: int, few: str) -> None:
     found = find_stragglers(_rounds(_quiet(0, 2, count, "gaussian", 0.1)))
     assert not found.late and found.reason == f"{few} too few to tell a straggler from chance"
 
@@ -192,7 +192,7 @@ def test_a_rank_that_is_quicker_and_now_and_then_late_is_named_alone(ranks: int)
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("ranks", "steps", "late"), [(4, 30, 1), (8, 40, 2), (16, 40, 5)])
-def test_beside_late_ranks_noise_names_nobody(ranks: int, steps: int, late: int, kind: str) -> None:
+def test_with_late_ranks_noise_names_no_other(ranks: int, steps: int, late: int, kind: str) -> None:
     named = 0
     for seed in range(150):
         work = _quiet(seed, ranks, steps, kind, 0.1 * STEP_MS)
@@ -221,7 +221,7 @@ def test_a_rank_that_is_late_now_and_then_is_named() -> None:
     assert found.cost_ms[3].value == pytest.approx(2.0, rel=0.2)
 
 
-def test_clocks_that_may_be_off_by_as_much_name_nobody() -> None:
+def test_no_rank_is_named_within_the_error_of_the_clocks() -> None:
     work, _ = _planted(_quiet(0, 4, 200, "gaussian", 0.1), 2, 2.0)
     assert find_stragglers(_rounds(work, error_ms=0.1)).late == [2]
     assert not find_stragglers(_rounds(work, error_ms=1.5)).late
@@ -233,7 +233,7 @@ def test_what_is_less_than_a_percent_of_a_step_is_not_worth_a_name() -> None:
 
 
 @given(st.integers(2, 6), st.integers(1, 12), st.integers(0, 99))
-def test_who_is_called_what_does_not_matter(ranks: int, steps: int, seed: int) -> None:
+def test_the_names_of_ranks_do_not_matter(ranks: int, steps: int, seed: int) -> None:
     generator = np.random.default_rng(seed)
     work = generator.normal(20, 2, (ranks, steps))
     order = generator.permutation(ranks)
@@ -270,7 +270,7 @@ def test_stamps_of_a_job_give_the_rank_its_cost() -> None:
         assert found.last_share[2] > 0.9
 
 
-def test_evaluations_blame_nobody() -> None:
+def test_evaluations_name_no_straggler() -> None:
     """They begin when a rank comes to them, and end for all together."""
     quiet = _quiet(0, 4, 200, "gaussian", 0.2)
     aside = np.zeros_like(quiet)
@@ -278,7 +278,7 @@ def test_evaluations_blame_nobody() -> None:
     assert not _found(table_of(quiet, more_ms={"aside": aside})).late
 
 
-def test_the_first_steps_blame_nobody() -> None:
+def test_the_first_steps_name_no_straggler() -> None:
     work = _quiet(0, 4, 40, "gaussian", 0.2)
     compiling = np.zeros_like(work)
     compiling[1, :2] = 5000.0

@@ -37,7 +37,7 @@ def test_it_names_the_late_rank_the_reason_and_the_fix() -> None:
     assert "exposed: waiting for late ranks" in text
 
 
-def test_nobody_is_named_without_evidence() -> None:
+def test_no_rank_is_named_without_evidence() -> None:
     text = " ".join(line.strip() for line in to_lines(analysis(8, late=False)))
     assert "straggler: none: no rank costs more than 0.4 ms a step, which is less than the noise of 0.6 ms" in text
     assert "straggler: unknown: the file holds no ticks" in to_lines(empty())

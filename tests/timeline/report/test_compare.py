@@ -26,7 +26,7 @@ def _compared(forward_a: float, forward_b: float, late_b: float = 0.0, seed: int
     return compare(a, b, config_a, config_b)
 
 
-def test_the_part_that_changed_is_told_apart_from_noise() -> None:
+def test_a_changed_part_is_distinguished_from_noise() -> None:
     found = _compared(0.0, 3.0)
     rows = {row.name: row for row in found.rows}
     assert not rows["step"].is_noise and not rows["forward"].is_noise
@@ -42,7 +42,7 @@ def test_the_same_twice_is_noise_nearly_always() -> None:
     assert np.mean([not row.is_noise for row in rows]) < 0.12
 
 
-def test_a_late_rank_of_one_of_them_is_told() -> None:
+def test_a_late_rank_of_one_of_two_runs_is_reported() -> None:
     rows = {row.name: row for row in _compared(0.0, 0.0, late_b=4.0).rows}
     assert not rows["late ranks"].is_noise
     assert rows["late ranks"].difference.value == pytest.approx(rows["late ranks"].b.value)

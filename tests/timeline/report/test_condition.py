@@ -57,7 +57,7 @@ def test_what_a_run_does_not_say_is_no_zero() -> None:
 
 
 @pytest.mark.parametrize("compare", [">", ">=", "<", "<=", "==", "!="])
-def test_where_nobody_is_late_nothing_holds_of_the_late_rank(compare: str) -> None:
+def test_without_a_late_rank_conditions_on_it_are_false(compare: str) -> None:
     for text in (f"straggler_rank {compare} 1", f"step_ms > 1 and straggler_rank {compare} 1"):
         assert not condition.holds(condition.parse(text), {"step_ms": 20.0, "straggler_ms": 0.0})
     late = {"straggler_ms": 5.0, "straggler_rank": 1.0}

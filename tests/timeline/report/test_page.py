@@ -123,7 +123,7 @@ def test_a_run_is_shown(size: int, theme: str, chromium: WebDriver, tmp_path: Pa
     assert severe(chromium) == []
 
 
-def test_nothing_of_a_run_is_still_a_page(chromium: WebDriver, tmp_path: Path) -> None:
+def test_an_empty_run_still_has_a_page(chromium: WebDriver, tmp_path: Path) -> None:
     show(chromium, empty(), tmp_path)
     assert "No step was measured." in run(chromium, "return document.body.innerText")
     assert severe(chromium) == []
@@ -334,7 +334,7 @@ def test_a_telephone_is_wide_enough(make: Any, chromium: WebDriver, tmp_path: Pa
     assert severe(chromium) == []
 
 
-def test_of_very_many_ranks_the_costliest_are_shown_and_it_is_said(chromium: WebDriver, tmp_path: Path) -> None:
+def test_of_many_ranks_the_most_costly_are_shown_with_a_note(chromium: WebDriver, tmp_path: Path) -> None:
     text = show(chromium, analysis(4096, lane_ranks=1000, slices=200), tmp_path)
     assert len(text.encode()) < 1_000_000
     assert run(chromium, "return document.querySelectorAll('#rank-table tbody').length") == MOST_RANKS

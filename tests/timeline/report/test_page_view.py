@@ -228,7 +228,7 @@ def test_clocks_are_reported_with_their_error() -> None:
     assert headline(never) == ["clocks were not compared, so stragglers are unknown"]
 
 
-def test_who_is_not_late_is_not_called_noise() -> None:
+def test_small_costs_are_not_called_noise() -> None:
     text = _text(to_html(_of_ranks(_row(0, ABOUT_2), _row(1, Estimate(0.0, 0.0, 0.0)))))
     assert "No straggler: it costs 2.00 ms [1.00 .. 3.00] per step, which is small or uncertain." in text
     assert "No straggler: it costs no time." in text
@@ -248,13 +248,13 @@ def test_pictures_and_buttons_have_names_and_heat_has_a_sign() -> None:
     assert "\u25be1.00, -9.00 ms from the median" in text and "\u25b419.0, +9.00 ms from the median" in text
 
 
-def test_no_page_names_a_file_that_may_not_be_beside_it() -> None:
+def test_no_page_refers_to_a_file_that_may_be_missing() -> None:
     many = replace(analysis(4096, lane_ranks=2), warnings=["a warning"] * 90)
     assert "report.json" not in to_html(many)
     assert to_html(many).count("<code>hvdtrain timeline report RUN --json</code>") == 3
 
 
-def test_what_has_no_steps_is_not_told_as_one() -> None:
+def test_a_trace_without_steps_has_no_step_time() -> None:
     found = analysis(2)
     assert found.budget is not None
     alone = Blame("none", 0, [], [], {}, "nothing says")

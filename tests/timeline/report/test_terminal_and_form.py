@@ -112,7 +112,7 @@ def test_the_terminal_shows_forty_lines_of_the_worst_run_too() -> None:
     assert len(lines) <= 40 and max(map(len, lines)) <= 120
 
 
-def test_what_has_no_steps_is_not_told_as_one() -> None:
+def test_a_trace_without_steps_has_no_step_time() -> None:
     analysis = list(_all())[6]
     assert analysis.budget is not None
     text = to_text(replace(analysis, budget=replace(analysis.budget, steps=0)))

@@ -12,7 +12,7 @@ def _normal(ranks: int, steps: int) -> Jitter:
     return Jitter.from_times(1 + 0.01 * np.random.default_rng(0).standard_normal((ranks, steps)))
 
 
-def test_one_rank_waits_for_nobody_and_equal_ones_neither() -> None:
+def test_one_rank_or_equal_ranks_wait_for_none() -> None:
     assert _normal(4, 50).expected_maximum_s(1) == 0
     assert Jitter.from_times(np.ones((4, 50))).expected_maximum_s(4096) == 0
     assert Jitter.from_times(np.empty((2, 0))).expected_maximum_s(8) == 0
@@ -30,7 +30,7 @@ def test_of_two_ranks_it_is_what_they_really_waited() -> None:
     assert Jitter.from_times(compute_s).expected_maximum_s(2) == pytest.approx(waited, rel=0.05)
 
 
-def test_what_all_ranks_share_makes_nobody_wait() -> None:
+def test_delays_common_to_all_ranks_cause_no_waiting() -> None:
     common = np.linspace(0, 5, 200)
     own = 0.01 * np.random.default_rng(2).standard_normal((4, 200))
     with_common, without = (Jitter.from_times(values).expected_maximum_s(4) for values in (own + common, own))
@@ -38,7 +38,7 @@ def test_what_all_ranks_share_makes_nobody_wait() -> None:
     assert Jitter.from_times(common[None]).expected_maximum_s(64) < 0.2, "nor what lasts, of one rank alone"
 
 
-def test_it_grows_with_ranks_beyond_what_was_seen() -> None:
+def test_it_grows_with_ranks_beyond_the_measured_number() -> None:
     jitter = _normal(2, 30)
     found = [jitter.expected_maximum_s(n) for n in (2, 8, 64, 512, 4096)]
     assert found == sorted(found)

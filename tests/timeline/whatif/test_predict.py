@@ -110,7 +110,7 @@ def test_compression_sends_what_its_formula_says_and_pays_on_a_slow_link(pair: P
     assert small.handed_bytes == pytest.approx(plain.handed_bytes)
 
 
-def test_what_is_not_known_is_said_and_widens_the_interval(pair: Path, tmp_path: Path) -> None:
+def test_unknown_parts_are_reported_and_widen_the_interval(pair: Path, tmp_path: Path) -> None:
     evidence = read_evidence(pair)
     near, far = (predict(evidence, Change(size=n, global_batch=4 * n)) for n in (2, 4096))
     assert not any("extrapolated" in note for note in near.notes)

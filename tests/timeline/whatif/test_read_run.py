@@ -49,7 +49,7 @@ def test_what_a_probe_took_is_the_link(tmp_path: Path) -> None:
     assert "probed" in fitted.source
 
 
-def test_a_link_that_has_become_slower_is_told_from_a_rank_that_is_late(tmp_path: Path) -> None:
+def test_a_slower_link_is_distinguished_from_a_late_rank(tmp_path: Path) -> None:
     """A probe says 1 Gbit/s, by which 8 MiB take some 70 ms."""
     pairs = [(1024, 1e-4), (1 << 20, 0.0091), (1 << 23, 0.0711)]
     slower = read_evidence(run_folder(tmp_path / "slower", size=2, wait_ms=200.0, link=pairs)).fitted
