@@ -89,10 +89,7 @@ class ClockFit:
 def offset_at(time_us: float, lower: Floats, upper: Floats) -> Offset | None:
     """Return the middle of the possible offsets at `time_us`, and half of their range; None if no line fits.
 
-    Args:
-        time_us: of the other clock.
-        lower: times and lower bounds of the offset [n, 2].
-        upper: times and upper bounds of the offset [m, 2].
+    `lower` [n, 2] and `upper` [m, 2] are times, as `time_us` by the other clock, and bounds of the offset.
     """
     # Lines a + b t are points (a, b), and a lower bound y is the half-plane ``a + b t >= y``. For accuracy, t is in
     # seconds from `time_us`, b in microseconds per second, and a is relative to the first bound.

@@ -28,13 +28,7 @@ FOREVER = 1 << 40
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A request for a window.
-
-    Attributes:
-        action: begin or end a window.
-        steps: length of the window; 0 for no end.
-        profile: also record torch.profiler.
-    """
+    """A request to begin or end a window of `steps`, 0 for no end. `profile`: also record torch.profiler."""
 
     id: str
     action: Literal["start", "stop"]
@@ -47,9 +41,7 @@ class Answer(msgspec.Struct, frozen=True):
     """The answer to a request.
 
     Attributes:
-        id: of the request.
         state: "seen" by the job; "open": steps are recorded; "over": the files are written; "none": no window.
-        first: first step of the window.
         last: last step; None for a window without an end.
         files: of rank 0, once the window is over.
         lacks: what is not recorded, and why.
@@ -143,8 +135,6 @@ class LiveWindow:
 
     Attributes:
         requests: None on ranks other than 0.
-        recordings: recorders of spans and Horovod's Timeline.
-        profile: recorder of torch.profiler.
         lacks: what is not recorded here, and why.
         say: shows a line when a window opens and when it is over.
     """

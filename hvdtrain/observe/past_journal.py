@@ -72,9 +72,7 @@ class JournalStart:
 
     Attributes:
         started: the event `started`; empty for lines before the first.
-        first_step: number of its first step.
         last_step: number of its last step; -1 before.
-        events: its other events.
     """
 
     started: Mapping[str, Any]

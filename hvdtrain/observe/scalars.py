@@ -78,11 +78,8 @@ class Interval:
     def scalars(self, flops_per_sample: float | None = None, peak_flops_per_s: float | None = None) -> dict[str, float]:
         """Return the numbers by tag, and begin a new interval.
 
-        Loss, learning rate and gradient norm are of the newest step. Times are means per step.
-
-        Args:
-            flops_per_sample: of forward and backward.
-            peak_flops_per_s: of all devices together.
+        Loss, learning rate and gradient norm are of the newest step. Times are means per step. `flops_per_sample` are
+        those of forward and backward, `peak_flops_per_s` those of all devices together.
         """
         assert self.last is not None
         last, seconds = self.last, max(self._seconds, 1e-9)

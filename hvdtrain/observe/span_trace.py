@@ -67,9 +67,7 @@ class SpanTrace:
 
     Attributes:
         folder: ``RUN/timeline``, created when needed; a local folder of that name on a host that does not share it.
-        window: the steps to write.
         warn: called once on a write error.
-        start: number of this start.
     """
 
     spans: Spans

@@ -59,10 +59,7 @@ def step_rows(events: Iterable[RawEvent], first: int, count: int) -> list[list[f
     Spans of the device replace those of the host, except for sent and received. A rank without samples sends when the
     step begins.
 
-    Args:
-        events: the spans of these steps and of the step before.
-        first: number of the first step.
-        count: number of steps.
+    `events` are the spans of these `count` steps from `first` on, and of the step before.
     """
     host = {step: [math.nan] * len(MOMENTS) + [0.0] * len(DURATIONS) for step in range(first, first + count)}
     device: dict[int, list[float]] = {}
@@ -100,7 +97,6 @@ class Block(NamedTuple):
     """The stamps of consecutive steps of all ranks.
 
     Attributes:
-        first: number of the first step.
         stamps: microseconds of `COLUMNS`, by each rank's own clock [ranks, steps, columns].
         facts: those of `FACTS` that any rank knows, a number per rank, NaN if unknown.
     """
@@ -113,12 +109,8 @@ class Block(NamedTuple):
 def pack(first: int, count: int, probe_clocks: bool, facts: Sequence[float], rows: Sequence[Sequence[float]]) -> Tensor:
     """Return one rank's message: float64 [1, length], of the same length for each block.
 
-    Args:
-        first: number of the first step.
-        count: number of steps, at most `BLOCK`.
-        probe_clocks: rank 0 requests a comparison of clocks.
-        facts: `FACTS`.
-        rows: nanoseconds [BLOCK, columns], by `COLUMNS`.
+    `facts` are `FACTS`; `rows` are nanoseconds [BLOCK, columns], by `COLUMNS`, of the `count` steps from `first` on.
+    With `probe_clocks`, rank 0 requests a comparison of clocks.
     """
     values = [first, count, float(probe_clocks), *facts, *(value for row in rows for value in row)]
     assert len(values) == _LENGTH, len(values)

@@ -37,7 +37,6 @@ class StartLine(Struct, tag_field="event", tag="start"):
     """The first line of a start.
 
     Attributes:
-        version: of the format.
         start: number of the start, from 0.
         at_step: the step from which it resumes.
         clock_ids: of the ranks; equal ones are the same clock.

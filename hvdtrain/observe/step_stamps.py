@@ -45,8 +45,6 @@ class StepStamps:
     microsecond. Rank 0 processes blocks in another thread.
 
     Attributes:
-        clocks: of all ranks.
-        causes: of delays of this rank.
         experts: None for a model without experts.
         started_at: the step before the first one.
         writer: puts the messages of all ranks into a `step_file.StepFile`, as ``message``; None on ranks other than 0.

@@ -52,7 +52,6 @@ class TensorBoard:
     Args:
         directory: `RUN/tensorboard`. Points of repeated steps are replaced.
         journal: of the run's earlier starts; may be missing.
-        gpu: show charts of a GPU.
     """
 
     def __init__(self, directory: Path, journal: Path, *, gpu: bool = False) -> None:

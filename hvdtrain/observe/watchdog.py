@@ -91,7 +91,6 @@ class Watchdog:
 
     Args:
         stall_timeout_s: seconds without progress on every rank that end the run; 0 for never.
-        end: ends this process.
         driven: whether a driver handles dead and failed ranks. Then this rank reports no dead ranks, and does not end
             when another rank fails.
     """

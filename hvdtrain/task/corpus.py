@@ -50,7 +50,6 @@ class Corpus:
     """Tokens, split and cut into windows.
 
     Args:
-        name: name of the data in messages.
         train: windows to train on, at least one.
         heldout: held-out windows; None if there are too few tokens for one.
         vocabulary: one more than the largest id.

@@ -32,7 +32,6 @@ class Source:
     """Documents as ids.
 
     Args:
-        name: name of the documents in messages.
         identity: JSON values that change with the documents' content, order or split.
         train: starts to yield the ids to train on, in pieces.
         heldout: starts to yield the held-out ids; None to hold out the end of `train`.

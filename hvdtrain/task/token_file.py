@@ -37,11 +37,9 @@ class TokenFile:
     """A file of ids: those to train on, then the held-out ones.
 
     Args:
-        path: the file.
         dtype: numpy's name of the ids' type, with byte order.
         offset_bytes: offset of the first id.
-        train: number of ids to train on.
-        heldout: number of held-out ids.
+        train, heldout: numbers of ids.
         vocabulary: one more than the largest id.
         digest: SHA-256 of the ids as stored, equal on all hosts with the same data.
     """

@@ -22,7 +22,6 @@ class DataReport:
     """The content of a run's ledger, and the errors in it.
 
     Attributes:
-        starts: all starts in the ledger.
         windows: the steps of each start that count.
         durable: step of the newest checkpoint.
         journal: the starts in the journal; None if there is no journal.
@@ -30,7 +29,6 @@ class DataReport:
         position: the first position in the ledger.
         last: the last step that all ranks have recorded.
         end: the position after it.
-        epochs: the samples used of each epoch.
         left_out: ranges of positions that are skipped on purpose.
         wrong: errors, earliest step first.
         notes: other information for the user.

@@ -24,8 +24,6 @@ class Epoch:
 
     Attributes:
         number: counted from 0, by the number of samples that the data had then.
-        samples: samples in the epoch.
-        used: number of samples used.
         distinct: number of different samples used.
         left_out: samples skipped on purpose.
         is_last: the run may still be in this epoch.

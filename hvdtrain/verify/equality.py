@@ -32,10 +32,8 @@ class Comparison:
     """The result of a comparison.
 
     Attributes:
-        name: the two runs.
         exact: compared bit for bit, otherwise with a tolerance.
-        steps: number of compared losses.
-        tensors: number of compared tensors.
+        steps, tensors: numbers of compared losses and tensors.
         loss: largest relative difference of a loss.
         tensor: largest difference of a tensor, relative to its norm.
         first: the first difference beyond the tolerance; None if there is none.

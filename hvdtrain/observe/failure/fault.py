@@ -36,7 +36,6 @@ class Fault(Struct, frozen=True):
         parts: what, expected, found and next of an `HvdtrainError`; empty for other errors.
         everywhere: every rank raises the same error.
         consequence: the error only reports that another rank failed or died, or that Horovod ended.
-        memory: memory ran out.
         frame: the user's innermost frame, see `user_frame`.
     """
 

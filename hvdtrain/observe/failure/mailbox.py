@@ -46,7 +46,6 @@ class Mailbox:
 
     Attributes:
         folder: RUN/.ranks/NONCE, absolute; None where this rank does not see it.
-        process: this rank.
         ranks: every rank, this one included.
         visible: ranks with processes that this rank sees in /proc.
         reachable: ranks that see the folder.

@@ -39,7 +39,6 @@ class JobFacts:
     Attributes:
         run_dir: as the user gave it.
         absolute_dir: the same, absolute.
-        resume: the command that resumes the run.
         checkpoint: finds the newest checkpoint.
         memory_holders: says what holds memory; called if memory ran out.
         collective_parameters: parameters by the collective with their gradients.

@@ -51,10 +51,8 @@ class Statement(Struct, frozen=True, rename=JSON_NAMES):
     Attributes:
         kind: FAILED, STALLED or CURRENT.
         time: seconds since 1970.
-        process: the rank.
         step: the current optimizer step, counted from 1; 0 before the first.
         open_spans: spans that the training thread is in, outermost first: name, and seconds since it began.
-        last_span: the span that ended last.
         idle_s: seconds since a span began or ended.
         in_flight: collectives that were started and not yet waited for, with the seconds since they began.
         is_waiting: whether the training thread waits in a collective.
