@@ -51,7 +51,7 @@ def names(hosts: Iterable[str]) -> str:
 
 
 def by_value(values: Mapping[str, object]) -> str:
-    """Group hosts by value, most frequent first: ``2.13 on a, b; 2.12 on c``. A value common to all is shown without hosts."""
+    """Group hosts by value, most frequent first: ``2.13 on a, b; 2.12 on c``. A common value has no hosts."""
     hosts: dict[str, list[str]] = {}
     for host, value in values.items():
         hosts.setdefault(str(value) or "none", []).append(host)

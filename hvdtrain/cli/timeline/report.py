@@ -23,9 +23,9 @@ examples:
   hvdtrain timeline report runs/NAME \\
       --fail_if 'straggler_ms > 5 and exposed_share > 0.2'
 
-exit code: 0 on success; 1 if the --fail_if condition is met, also if a file
+exit code: 0 on success; 1 if the --fail_if condition is met, or if a file
 cannot be read or written; 2 on a wrong option or condition, such as a figure
-that this run does not have. Without a straggler, a condition on straggler_rank is
+that this run lacks. Without a straggler, a condition on straggler_rank is
 false.
 """
 
