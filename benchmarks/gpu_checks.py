@@ -194,9 +194,8 @@ def _models(check: Check) -> dict[str, dict[str, Any]]:
 
 
 def _task(sizes: dict[str, Any]) -> Any:
-    from hvdtrain.task.causal_lm import ModelConfig
     from hvdtrain.task.corpus import TextConfig
-    from hvdtrain.task.language_model import language_model
+    from hvdtrain.task.language_model import ModelConfig, language_model
 
     torch.manual_seed(0)
     return language_model(ModelConfig(**sizes["model"]), TextConfig(seq_len=sizes["seq_len"]))

@@ -183,6 +183,7 @@ def _read_config(path: Path) -> Any:
             f"{path} does not describe a model",
             expected="a config.json of a causal language model that the installed transformers supports",
             found=f"{type(error).__name__}: {error}",
+            next_step="correct --model.config or --model.pretrained",
         ) from error
 
 
