@@ -6,8 +6,7 @@ import shlex
 from pathlib import Path
 
 from hvdtrain.cli.completion import TASK_HELP
-from hvdtrain.cli.group import run
-from hvdtrain.cli.parser import Parser
+from hvdtrain.cli.parser import Parser, run_group
 from hvdtrain.errors import ConfigError
 
 _ABOUT = "write a YAML file with all options of training, their descriptions and defaults"
@@ -16,7 +15,7 @@ COMMANDS = {"init": _ABOUT}
 
 def main(argv: list[str]) -> int:
     """Run a command of this group. Return 0, 1 on an error, 2 on a wrong option."""
-    return run("config", "[OPTIONS] [FILE]", COMMANDS, argv, _call)
+    return run_group("config", "[OPTIONS] [FILE]", COMMANDS, argv, _call)
 
 
 def parser(name: str) -> Parser:

@@ -118,7 +118,3 @@ def _print_table(findings: Sequence[Finding], choices: Sequence[Choice]) -> None
         console.print(Text("\nSettings made before torch and MPI are loaded", style="bold"))
         show(list(report.settings(choices)))
     console.print(Text("\n" + report.summary(findings), style=_STYLES[LEVELS[worst(findings)]]))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

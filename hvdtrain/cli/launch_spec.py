@@ -28,9 +28,6 @@ from hvdtrain.launch.targets import TARGETS
 from hvdtrain.launch.worker_plan import Plan, passed_variables
 from hvdtrain.runtime.environment import JOB, LAUNCH_OPTIONS, launch_options_text
 
-REQUEUES = 20
-"""How often a training job is requeued. A program may not be able to resume, so it is requeued only on request."""
-
 _FILES = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE")
 """Variables that name a file with one line per slot of an allocation."""
 
@@ -139,13 +136,14 @@ def _allocated(target: str, options: argparse.Namespace, environ: Mapping[str, s
 
 
 def _batch(options: argparse.Namespace, machine: Machine, environ: Mapping[str, str], is_program: bool) -> Batch:
+    """Return the requests. A program may not be able to resume, so it is requeued only on request."""
     return Batch(
         time_s=options.time,
         queue=options.queue,
         account=options.account,
         array=options.array,
         notice_s=options.notice,
-        requeues=options.requeues if options.requeues is not None else 0 if is_program else REQUEUES,
+        requeues=options.requeues if options.requeues is not None else 0 if is_program else Batch.requeues,
         directives=tuple(options.directive),
         image=options.image,
         namespace=options.namespace,

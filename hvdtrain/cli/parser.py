@@ -1,14 +1,18 @@
-"""The option parser of all subcommands."""
+"""The option parser of all subcommands, and groups of commands such as ``hvdtrain timeline``."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Sequence
+import os
+import signal
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from hvdtrain.config.spelling import EitherSpelling
-from hvdtrain.errors import USAGE
+from hvdtrain.errors import USAGE, HvdtrainError
 
 
 class Parser(EitherSpelling):
@@ -53,3 +57,36 @@ class Parser(EitherSpelling):
         """Return the known option that is most similar to an unknown one, or "" if none is similar."""
         known = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
         return next(iter(difflib.get_close_matches(option, known, n=1)), "")
+
+
+def run_group(
+    group: str, operands: str, commands: Mapping[str, str], argv: list[str], call: Callable[[str, list[str]], int]
+) -> int:
+    """Choose and run a command of a group, handle its errors, and return its exit code.
+
+    The code is 1 after an error, 2 for an unknown command, 130 after an interrupt, 141 if the reader of stdout closed
+    it. `operands`: what the usage shows after the command; `commands`: descriptions by name; `call`: runs a command.
+    """
+    if not argv or argv[0] in ("--help", "-h", "help"):
+        wrapped = [textwrap.wrap(f"{name:<8} {text}", 77) for name, text in commands.items()]
+        lines = "\n".join("  " + ("\n" + " " * 11).join(each) for each in wrapped)
+        sys.stdout.write(f"usage: hvdtrain {group} COMMAND {operands}\n\n{lines}\n\n")
+        sys.stdout.write(f"hvdtrain {group} COMMAND --help lists the options of a command.\n")
+        return 0
+    name, *rest = argv
+    if name not in commands:
+        sys.stderr.write(f"hvdtrain: there is no command {name!r} of {group}; the commands are {', '.join(commands)}\n")
+        return 2
+    try:
+        code = call(name, rest)
+        sys.stdout.flush()
+    except HvdtrainError as error:
+        sys.stderr.write(f"hvdtrain: {type(error).__name__}: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        sys.stderr.write("hvdtrain: interrupted\n")
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # the reader, such as `head`, has exited
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's flush at exit
+        return 128 + signal.SIGPIPE
+    return code

@@ -6,7 +6,7 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,7 +60,9 @@ def _start(ranks: int, arguments: Sequence[str], variables: dict[str, str]) -> C
         )
     if choice.target != "horovodrun":
         print(f"horovodrun drives no MPI but Open MPI 4: using mpirun of {choice.mpi}")
-    variables["PATH"] = _path(choice.mpi.mpirun, variables)
+    path = variables.get("PATH", os.defpath)
+    mpirun = shutil.which(choice.mpi.mpirun, path=path) or choice.mpi.mpirun
+    variables["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), str(Path(mpirun).parent), path])
     spec = JobSpec(
         arguments=tuple(arguments),
         ranks=ranks,
@@ -72,13 +74,6 @@ def _start(ranks: int, arguments: Sequence[str], variables: dict[str, str]) -> C
     start = TARGETS[choice.target].render(spec)
     assert isinstance(start, Command)
     return start
-
-
-def _path(mpirun: str, variables: Mapping[str, str]) -> str:
-    """Return PATH with this Python and the mpirun first."""
-    path = variables.get("PATH", os.defpath)
-    found = shutil.which(mpirun, path=path) or mpirun
-    return os.pathsep.join([str(Path(sys.executable).parent), str(Path(found).parent), path])
 
 
 if __name__ == "__main__":

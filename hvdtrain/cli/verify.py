@@ -13,8 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from hvdtrain.cli.group import run
-from hvdtrain.cli.parser import Parser
+from hvdtrain.cli.parser import Parser, run_group
 
 if TYPE_CHECKING:
     from hvdtrain.verify.equality import Comparison
@@ -50,7 +49,7 @@ differs; 130 on Ctrl-C
 
 def main(argv: list[str]) -> int:
     """Run a command of this group. Return 0, 1 if a check fails or on an error, 2 on a wrong option."""
-    return run("verify", "RUN [OPTIONS]", COMMANDS, argv, _call)
+    return run_group("verify", "RUN [OPTIONS]", COMMANDS, argv, _call)
 
 
 def parser(name: str) -> Parser:

@@ -228,8 +228,7 @@ class Driver:
         now = time.monotonic()
         if now - self._beat_s >= BEAT_S:
             self._beat_s = now
-            for link in self._links.values():
-                link.send("beat")
+            self._send_all("beat")
 
     def _close(self) -> None:
         """Close all agents, and show the ranks' last lines."""

@@ -73,11 +73,9 @@ class WorkerProcess:
 
     def start(self) -> None:
         """Start to report events."""
-        assert self._process.stdout is not None and self._process.stderr is not None
-        self._readers = [
-            threading.Thread(target=self._read, args=(self._process.stdout, False), daemon=True),
-            threading.Thread(target=self._read, args=(self._process.stderr, True), daemon=True),
-        ]
+        for stream, err in ((self._process.stdout, False), (self._process.stderr, True)):
+            assert stream is not None
+            self._readers.append(threading.Thread(target=self._read, args=(stream, err), daemon=True))
         for thread in (*self._readers, self._listener, threading.Thread(target=self._wait, daemon=True)):
             thread.start()
 

@@ -20,7 +20,7 @@ def test_doctor_names_what_one_host_would_not_mind(hosts: TwoHosts) -> None:
         for name in ("docker0", "veth9"):
             hosts.a.run([ip, "link", "set", name, "up"])
         done = hosts.mpirun(
-            [sys.executable, "-m", "hvdtrain.cli.doctor", "--json"],
+            [sys.executable, "-m", "hvdtrain", "doctor", "--json"],
             cwd=ROOT,
             environment={"PYTHONPATH": str(ROOT), "NCCL_SOCKET_IFNAME": "=ib0"},
             check=False,

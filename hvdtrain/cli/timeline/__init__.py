@@ -6,7 +6,7 @@ from argparse import ArgumentParser
 from importlib import import_module
 from types import ModuleType
 
-from hvdtrain.cli.group import run
+from hvdtrain.cli.parser import run_group
 
 COMMANDS = {
     "report": "explain a run or any Horovod Timeline: step time by part, stragglers, findings",
@@ -29,7 +29,7 @@ def parser(name: str) -> ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Run a command of this group. Return 0; 1 if a condition is met or on an error; 2 on a wrong option."""
-    return run("timeline", "[OPTIONS]", COMMANDS, argv, lambda name, rest: _module(name).main(name, rest))
+    return run_group("timeline", "[OPTIONS]", COMMANDS, argv, lambda name, rest: _module(name).main(name, rest))
 
 
 def _module(name: str) -> ModuleType:
