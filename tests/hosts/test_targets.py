@@ -13,8 +13,8 @@ import pytest
 from hvdtrain.launch.spec import Command, JobSpec
 from hvdtrain.launch.targets import TARGETS
 from tests.launch.test_real_mpis import AWKWARD, told
+from tests.support.echo_python import echo_python
 from tests.support.mpis import NAMES, any_of
-from tests.support.told_python import told_python
 from tests.support.two_hosts import LINK, TwoHosts, variables
 
 VALUES = {"PLAIN": "plain", "AWKWARD": 'two\nlines; it\'s "a b", $HOME,=ü \\', "EMPTY": "", "HF_TOKEN": "a secret"}
@@ -30,7 +30,7 @@ def test_ranks_of_both_hosts_get_their_arguments(name: str, hosts: TwoHosts, tmp
         4,
         nodes=2,
         hosts={"a": 2, "b": 2},
-        python=told_python(folder),
+        python=echo_python(folder),
         folder=str(folder),
         pass_on=("PATH", "TOLD_NAMES", *VALUES),
         interface=LINK,

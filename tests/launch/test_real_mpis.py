@@ -15,9 +15,9 @@ import pytest
 
 from hvdtrain.launch.spec import Command, JobSpec, Mpi
 from hvdtrain.launch.targets import TARGETS
+from tests.support.echo_python import echo_python
 from tests.support.launch import ENVIRONMENT, TIMEOUT_S
 from tests.support.mpis import NAMES, any_of
-from tests.support.told_python import told_python
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +30,7 @@ def mpi(request: pytest.FixtureRequest) -> Mpi:
 
 
 def spec(mpi: Mpi, folder: Path, ranks: int) -> JobSpec:
-    python = told_python(folder)
+    python = echo_python(folder)
     return JobSpec(AWKWARD, ranks, python=python, mpi=mpi, is_root=os.geteuid() == 0, folder=str(folder))
 
 

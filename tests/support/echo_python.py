@@ -1,6 +1,6 @@
-"""Stands where a rank's Python would: prints, as a line of JSON, what it was told and who it is.
+"""A replacement for a rank's Python: prints its arguments, environment and rank as a line of JSON.
 
-It must be run by this Python, so `told_python` writes a script that does.
+This Python must run it, so `echo_python` writes a script that does.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from hvdtrain.runtime.environment import rank_info
 ROOT = Path(__file__).parents[2]
 
 
-def told_python(folder: Path) -> str:
-    """Write the program into a folder, whose name may be any; its path."""
+def echo_python(folder: Path) -> str:
+    """Write the program into a folder of any name, and return its path."""
     path = folder / 'python of "ranks" it\'s'
-    start = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.support.told_python import main; main()"
-    # A kernel reads no further than a space in the path of an interpreter: sh goes between.
+    start = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.support.echo_python import main; main()"
+    # A kernel ends the path of an interpreter at a space, so sh starts it.
     path.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{start.replace(chr(39), chr(34))}' \"$@\"\n")
     path.chmod(0o755)
     return str(path)
 
 
 def main() -> None:
-    """Tell."""
+    """Print the line."""
     info = rank_info(os.environ)
     names = json.loads(os.environ.get("TOLD_NAMES", "[]"))
     told = {
