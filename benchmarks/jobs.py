@@ -156,10 +156,12 @@ def race(
 
     Where settings are given by name, the contenders are all ours.
     """
+    if isinstance(setting, Setting):
+        jobs = {name: partial(Job, name, setting) for name in names}
+    else:
+        jobs = {name: partial(Job, "ours", setting[name]) for name in names}
     found: dict[str, list[T]] = {name: [] for name in names}
     for _ in range(starts):
-        one = isinstance(setting, Setting)
-        jobs = {name: partial(Job, name, setting) if one else partial(Job, "ours", setting[name]) for name in names}
         with warmed_up(jobs, warm_up) as running:
             for name, values in take_turns(running, turn, rounds).items():
                 found[name] += values
