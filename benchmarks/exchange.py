@@ -28,7 +28,6 @@ Milliseconds = dict[str, list[float]]
 
 
 def run(name: str, cases: tuple[str, ...]) -> dict[str, float]:
-    """One job: milliseconds by case."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
         kind = "mpi" if name == "mpi_ring" else name

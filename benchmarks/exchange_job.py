@@ -46,7 +46,6 @@ def timed(work: Callable[[], Any]) -> Once:
 
 
 def shapes(case: str) -> list[Sequence[int]]:
-    """Of the many tensors of a case."""
     if case == SMALL:
         return [(8192,)] * 1024
     import torch
@@ -123,7 +122,6 @@ def stock() -> tuple[Callable[[str], Once], Callable[[], None], Callable[[float]
 
 
 def gloo() -> tuple[Callable[[str], Once], Callable[[], None], Callable[[float], float]]:
-    """torch.distributed."""
     import torch
     import torch.distributed as dist
 

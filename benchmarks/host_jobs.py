@@ -23,15 +23,7 @@ PORTS = itertools.count(29500)
 
 
 class HostsJob(Job):
-    """One contender's two processes, which run only in their turns.
-
-    Args:
-        name: of the contender.
-        kind: ours, or one of `peer_loops.PEERS`.
-        setting: what it trains.
-        folder: for what it writes.
-        hosts: where.
-    """
+    """The two processes of one contender; its `kind` is ours or one of `peer_loops.PEERS`."""
 
     def __init__(self, name: str, kind: str, setting: Setting, folder: Path, hosts: TwoHosts) -> None:
         self.name = name

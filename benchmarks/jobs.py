@@ -59,20 +59,18 @@ class Setting:
 
 
 class Job:
-    """One contender's processes, which run only in their turns.
-
-    Args:
-        name: ours, or one of `peer_loops.PEERS`.
-        setting: what it trains.
-        folder: for what it writes.
-    """
+    """The processes of one contender, ours or one of `peer_loops.PEERS`, which run only in their turns."""
 
     def __init__(self, name: str, setting: Setting, folder: Path) -> None:
         self.name = name
         self.folder = folder
         self._journal = folder / "journal.jsonl"
         self._output = (folder / "output.txt").open("w+")
-        commands = _ours(setting, folder) if name == "ours" else _peer(name, setting, self._journal)
+        if name == "ours":
+            launch = ["horovodrun", "-np", str(setting.ranks)]
+            commands = [([*launch, *ours(setting, folder)], environment(**setting.variables))]
+        else:
+            commands = _peer(name, setting, self._journal)
         self._processes = [
             subprocess.Popen(command, env=env, stdout=self._output, stderr=subprocess.STDOUT)
             for command, env in commands
@@ -208,11 +206,6 @@ def ours(setting: Setting, folder: Path) -> list[str]:
 
 def peer(name: str, setting: Setting, journal: Path) -> list[str]:
     return [sys.executable, str(HERE / "peer_loops.py"), name, json.dumps(asdict(setting)), str(journal)]
-
-
-def _ours(setting: Setting, folder: Path) -> list[tuple[list[str], dict[str, str]]]:
-    launch = ["horovodrun", "-np", str(setting.ranks)]
-    return [([*launch, *ours(setting, folder)], environment(**setting.variables))]
 
 
 def _peer(name: str, setting: Setting, journal: Path) -> list[tuple[list[str], dict[str, str]]]:

@@ -34,7 +34,6 @@ def recorded(folder: Path) -> list[str]:
 
 
 def one_step(spans: Spans, trace: SpanTrace, names: list[str], step: int) -> None:
-    """Everything of spans that a step does."""
     trace.begin_step(step)
     spans.step = step
     start = spans.now()
@@ -49,7 +48,6 @@ def one_step(spans: Spans, trace: SpanTrace, names: list[str], step: int) -> Non
 
 
 def cost_us(names: list[str], folder: Path, repeats: int) -> float:
-    """Median microseconds a step."""
     spans = Spans()
     trace = SpanTrace(spans, folder, 0, "host", Window(1, 20), warn=print)
     work, other = torch.zeros(8 << 20), torch.ones(8 << 20)

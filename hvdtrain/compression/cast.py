@@ -120,30 +120,49 @@ class Fp16(Compressor):
         self._set(exponent, steps)
 
 
-class Fp16ByOwners(Fp16):
+class _ByOwners(Compressor):
+    """Sums 16-bit floats in fp32 in rank order: an alltoall of shards to their owners, an allgather of rounded sums."""
+
+    dtype: torch.dtype
+
+    def __init__(self, shape: BucketShape, comm: Comm) -> None:
+        super().__init__(shape, comm)
+        self._shard = len(self.work) // comm.size
+        self._mine = self.add_buffer(self._shard, self.dtype)
+        self._sum = self.add_buffer(self._shard)
+
+    def make_work(self) -> Tensor:
+        """Return the buffer that is sent, padded to equal shards."""
+        return self.shape.zeros(shard_length(self.shape.length, self.comm.size) * self.comm.size, self.dtype)
+
+    def _sum_shards(self) -> Generator[Handle, Tensor, Tensor]:
+        rows = (yield self.comm.alltoall(self.work, name=f"{self.shape.name}/shares")).view(-1, self._shard)
+        for piece in _pieces(self._shard, rows):
+            total = self._sum[piece].copy_(rows[0, piece])
+            for row in rows[1:]:
+                total.add_(row[piece])
+            self._mine[piece].copy_(total)
+        return (yield self.comm.allgather(self._mine, name=f"{self.shape.name}/sums"))
+
+
+class Fp16ByOwners(_ByOwners, Fp16):
     """fp16 summed in fp32 by owners of shards: for Gloo on CPUs, which sums fp16 in software, one by one.
 
     Passes over the bucket in addition to those of `Fp16`, in bytes of fp32: 1 to sum.
     """
 
-    def __init__(self, shape: BucketShape, comm: Comm) -> None:
-        super().__init__(shape, comm)
-        self._owners = _Owners(self)
-
-    def make_work(self) -> Tensor:
-        """Return the buffer that is sent, padded to equal shards."""
-        return self.shape.zeros(_padded_length(self), torch.float16)
+    dtype = torch.float16
 
     def _exchange_sums(self) -> Generator[Handle, Tensor, Tensor]:
         if not self.shape.length:
             return self.work
         try:
-            return (yield from self._owners.sum())
+            return (yield from self._sum_shards())
         except JoinedError:  # a rank that has joined owns no shard
             return (yield from super()._exchange_sums())
 
 
-class Bf16(Compressor):
+class Bf16(_ByOwners):
     """bfloat16 summed in fp32 by owners: an alltoall of shards, then an allgather of the rounded sums.
 
     ``out = bf16(sum over ranks of fp32(bf16(g)))``, in rank order. The rounding of two casts, at any world size.
@@ -151,46 +170,13 @@ class Bf16(Compressor):
     Passes over the bucket, in bytes of fp32: 1/2 to pack, 1 to sum, 1 1/2 to unpack.
     """
 
-    def __init__(self, shape: BucketShape, comm: Comm) -> None:
-        super().__init__(shape, comm)
-        self._owners = _Owners(self)
-
-    def make_work(self) -> Tensor:
-        """Return the buffer that is sent, padded to equal shards."""
-        return self.shape.zeros(_padded_length(self), torch.bfloat16)
+    dtype = torch.bfloat16
 
     def exchange(self, out: Tensor) -> Phases:
         """Run an alltoall, sum this rank's shard, run an allgather."""
-        length = self.shape.length
-        if length:
-            sums = yield from self._owners.sum()
+        if length := self.shape.length:
+            sums = yield from self._sum_shards()
             out[:length].copy_(sums[:length])
-
-
-class _Owners:
-    """An alltoall of the shards of `work`, their sums in fp32 in rank order, and an allgather of the rounded sums."""
-
-    def __init__(self, compressor: Compressor) -> None:
-        self._compressor = compressor
-        self._shard = len(compressor.work) // compressor.comm.size
-        self._mine = compressor.add_buffer(self._shard, compressor.work.dtype)
-        self._sum = compressor.add_buffer(self._shard)
-
-    def sum(self) -> Generator[Handle, Tensor, Tensor]:
-        """Return the sums: (padded length,) of the 16-bit dtype. Collective: yes."""
-        name, comm = self._compressor.shape.name, self._compressor.comm
-        rows = (yield comm.alltoall(self._compressor.work, name=f"{name}/shares")).view(-1, self._shard)
-        for piece in _pieces(self._shard, rows):
-            total = self._sum[piece].copy_(rows[0, piece])
-            for row in rows[1:]:
-                total.add_(row[piece])
-            self._mine[piece].copy_(total)
-        return (yield comm.allgather(self._mine, name=f"{name}/sums"))
-
-
-def _padded_length(compressor: Compressor) -> int:
-    """Return the elements of the bucket, padded to equal shards."""
-    return shard_length(compressor.shape.length, compressor.comm.size) * compressor.comm.size
 
 
 def _pieces(length: int, like: Tensor) -> Iterator[slice]:

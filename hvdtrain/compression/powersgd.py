@@ -87,7 +87,9 @@ class PowerSGD(Compressor):
                 group.times_columns(self.work, base, q)
             self._own.copy_(self._second)
             handle = self.comm.allreduce(self._second, name=f"{self.shape.name}/q")
-            self._keep_error(bases)
+            if self.keeps_error:
+                for group, base, q in zip(self._groups, bases, self._own_q, strict=True):
+                    group.subtract(self.work, base, q)
             yield handle
         total = out if self._dense is None else self._dense
         for group, base, q in zip(self._groups, bases, self._q, strict=True):
@@ -123,11 +125,6 @@ class PowerSGD(Compressor):
                 saved = state.get(f"{part.name}/powersgd_q")
                 fits = saved is not None and saved.shape == q.shape
                 q.copy_(saved if saved is not None and fits else _first_guess(part, self._rank, group.n))
-
-    def _keep_error(self, bases: list[Tensor]) -> None:
-        if self.keeps_error:
-            for group, base, q in zip(self._groups, bases, self._own_q, strict=True):
-                group.subtract(self.work, base, q)
 
 
 def _copy(to: list[Tensor], source: list[Tensor]) -> None:

@@ -27,15 +27,7 @@ and 2 cores took 1.05 of a step without exchange with buckets of 8 MiB, and 1.03
 
 @dataclass(frozen=True)
 class Number:
-    """The number after the colon.
-
-    Attributes:
-        keyword: argument of the compressor's constructor.
-        default: value if none is written.
-        low: smallest valid value.
-        high: largest valid value.
-        whole: whether it must be an integer.
-    """
+    """The number after the colon: `low` to `high`, an integer if `whole`; `keyword` of the compressor's constructor."""
 
     keyword: str
     default: float

@@ -21,13 +21,11 @@ class BackwardPasses:
 
     def __init__(self, count: int = 0) -> None:
         self.count = count
-        self._by_name: dict[str, int] = {}
-        self._most = 0
-        self.last = count == 1
+        self.begin()
 
     def begin(self) -> None:
         """Start a step."""
-        self._by_name.clear()
+        self._by_name: dict[str, int] = {}
         self._most = 0
         self.last = self.count == 1
 
@@ -41,8 +39,8 @@ class BackwardPasses:
         return self.last
 
 
-class FinishedGradients:
-    """The gradients that the last backward pass has finished, in order.
+class FinishedGradients(dict[str, tuple[Tensor | None, int]]):
+    """The gradients that the last backward pass has finished, in order; by parameter, each with its version.
 
     Args:
         detect_changes: whether they stay the parameters' gradients during the exchange, so that a program can change
@@ -50,25 +48,13 @@ class FinishedGradients:
     """
 
     def __init__(self, *, detect_changes: bool) -> None:
+        super().__init__()
         self._detect_changes = detect_changes
-        self._finished: dict[str, tuple[Tensor | None, int]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._finished)
-
-    @property
-    def names(self) -> list[str]:
-        """Names of their parameters, in the order in which backward finished them."""
-        return list(self._finished)
 
     def add(self, name: str, gradient: Tensor | None) -> None:
         """Add the gradient of a parameter."""
         kept = gradient if self._detect_changes else None
-        self._finished[name] = (kept, 0 if kept is None else _version(kept))
-
-    def clear(self) -> None:
-        """Start another step."""
-        self._finished.clear()
+        self[name] = (kept, 0 if kept is None else _version(kept))
 
     def check_unchanged(self, named: Named) -> None:
         """Check that no gradient has changed since it was added.
@@ -77,7 +63,7 @@ class FinishedGradients:
             CallOrderError: one was written to or replaced.
         """
         for name, parameter in named:
-            gradient, version = self._finished.get(name, (None, 0))
+            gradient, version = self.get(name, (None, 0))
             if gradient is not None and (parameter.grad is not gradient or _version(gradient) != version):
                 raise CallOrderError(
                     f"the gradient of {name} was changed after backward, during its exchange",

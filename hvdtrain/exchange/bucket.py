@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import TypeVar
 
@@ -56,11 +55,6 @@ class Bucket(ABC):
         if self._as_views:
             parameter.grad = None
         self.missing.remove(index)
-
-    def pack_missing(self, weight: float) -> None:
-        """Pack the gradients that backward skipped."""
-        for index in sorted(self.missing):
-            self.pack(index, weight)
 
     @abstractmethod
     def _pack(self, index: int, gradient: Tensor | None, weight: float) -> None: ...
@@ -188,8 +182,7 @@ class SideStream:
         for stream in self._packed:
             self._stream.wait_stream(stream)
         self._packed.clear()
-        context: AbstractContextManager[None] = torch.cuda.stream(self._stream)
-        with context:
+        with torch.cuda.stream(self._stream):
             return action()
 
     def join(self) -> None:

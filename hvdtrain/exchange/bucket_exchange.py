@@ -95,7 +95,8 @@ class BucketExchange:
         """Start the remaining buckets, wait for all, and return the sums by parameter. Collective: yes."""
         for number, bucket in enumerate(self._buckets):
             if not bucket.started:
-                bucket.pack_missing(self._weight)
+                for index in sorted(bucket.missing):  # backward skipped them
+                    bucket.pack(index, self._weight)
                 self._streams[number].record_packed()
                 self._start(number)
         self._wait_for_all()

@@ -18,7 +18,6 @@ from hvdtrain.errors import CallOrderError, TaskError
 from hvdtrain.exchange.grad_scaler import support_grad_scaler
 from hvdtrain.exchange.reducer import Reducer
 
-_ATTRIBUTE = "_hvdtrain_exchange"
 _numbers: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
 
 
@@ -168,13 +167,13 @@ def exchanging(optimizer: Optimizer, exchange: Exchange) -> Optimizer:
     Errors:
         TaskError: it has an exchange already.
     """
-    if hasattr(optimizer, _ATTRIBUTE):
+    if hasattr(optimizer, "_hvdtrain_exchange"):
         raise TaskError("the optimizer is distributed already", next_step="call DistributedOptimizer once")
     kind = type(optimizer)
     optimizer.__class__ = _distributed(kind)
     # An existing scheduler has set an attribute that wraps the former class's step.
     optimizer.__dict__.pop("step", None)
-    setattr(optimizer, _ATTRIBUTE, exchange)
+    optimizer._hvdtrain_exchange = exchange  # type: ignore[attr-defined]
     support_grad_scaler(optimizer, exchange)
     return optimizer
 

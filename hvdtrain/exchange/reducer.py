@@ -234,7 +234,7 @@ class Reducer(ActiveBuckets):
                 self._comm,
                 self._known,
                 self._make_plan,
-                self._finished.names,
+                list(self._finished),
                 self.detached.has_residual,
                 self._name,
                 sparse_as_dense=self._sparse_as_dense,

@@ -122,6 +122,23 @@ class TestRelay:
         )
         assert sum(len(keys) for _, _, keys in messages) == 251
 
+    def test_values_share_a_message_until_it_is_full(self) -> None:
+        """Sixteen values of 64 KiB fill a message; what an abandoned round has queued does not count."""
+        sent = Sent()
+        relay = Relay(sent)
+        value = "x" * (1 << 16)
+        relay.open(1, {})
+        for number in range(15):
+            relay.put(1, f"abandoned {number}", value)
+        relay.open(2, {})
+        for number in range(40):
+            relay.put(2, f"key {number}", value)
+        relay.flush()
+        opened, other, *messages = sent.take()
+        assert [kind for kind, *_ in (opened, other)] == ["open", "open"]
+        assert [len(keys) for _, _, keys in messages] == [16, 16, 8]
+        assert [key for _, _, keys in messages for key in keys] == [f"key {number}" for number in range(40)]
+
 
 class Sent:
     """What a relay sent."""
