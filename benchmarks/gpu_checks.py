@@ -273,9 +273,8 @@ def kernels(check: Check) -> None:
     """Count the operations of an exchange by int8 and top-k, on 1 and on 8 ranks that are one process."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from hvdtrain.compression.base import drive
     from hvdtrain.compression.table import TABLE, parse
-    from tests.support.compression import bucket, gradients
+    from tests.support.compression import bucket, drive, gradients
     from tests.support.thread_comm import on_ranks
 
     class Count(TorchDispatchMode):
@@ -295,7 +294,7 @@ def kernels(check: Check) -> None:
                     made.pack(0, value, 0.5)
                 with Count():
                     before = Count.calls
-                    drive(made.exchange(made.shape.zeros()))
+                    drive(made, made.shape.zeros())
                     found.append(Count.calls - before)
 
         on_ranks(size, exchange)
