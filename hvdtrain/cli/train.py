@@ -85,7 +85,7 @@ def summary(result: Result, info: RankInfo) -> str:
 
     The commands are last and the losses just before, because a terminal shows the end.
     """
-    from hvdtrain.timeline.report.brief import to_lines
+    from hvdtrain.timeline.report.terminal import summary_lines
 
     run_dir = relative_to_start(result.run_dir, info)
     layout, there = RunLayout(run_dir), RunLayout(result.run_dir)
@@ -117,7 +117,7 @@ def summary(result: Result, info: RankInfo) -> str:
     else:
         commands.append(("resume", resume_command(result.run_dir, info)))
     head = f"{how} at step {result.step} of {result.total_steps} after {duration(result.seconds)}"
-    times = to_lines(result.analysis) if result.analysis is not None else _time_budget(result.budget)
+    times = summary_lines(result.analysis) if result.analysis is not None else _time_budget(result.budget)
     return "\n".join(["", *times, "", head, table(rows), "next:", table(commands)])
 
 

@@ -1,21 +1,50 @@
-"""Messages of Horovod's stall inspector and of NCCL in a job's output, each once with its count and source."""
+"""Messages of Horovod's stall inspector and of NCCL in a job's output, each once with its count and source.
+
+The stall inspector is stall_inspector.cc; NCCL writes its lines by NCCL_DEBUG.
+"""
 
 from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvdtrain.errors import TraceError
 from hvdtrain.files import open_regular
-from hvdtrain.timeline.log_facts import Nccl, Stalls
+
+STALLED = "Horovod stalled "
+"""The prefix of every line about a stall, and of no other."""
 
 _TAG = re.compile(r"\[\d+(?:,\d+)?\](?:\[\S+\])?<(?:stdout|stderr|stddiag)>:? ?")
 """Prefix of mpirun --tag-output and horovodrun. Open MPI also inserts it within a line."""
 
 _LONGEST = 1 << 14
 _LOGS = ("*.log", "*.out", "*.err", "output/**/*")
+_MOST = 64
+"""Largest number of distinct entries of a kind."""
+
+_SHOWN = 6
+
+_WAITING = re.compile(r"tensors were submitted to be .* for more than (\d+) seconds")
+_MISSING = re.compile(r"(?:^|\s)(\d+)(!?): \[(.*?)\]?\s*$")
+_OLDER = re.compile(r"^\s*(?:\d+: )?(\S.*?) \[missing ranks:\s*([\d, ]+)\]")
+_ENDS = re.compile(r"is stalled for longer than \d+ seconds\. Will shutdown")
+_PATIENCE = 100
+"""Largest number of other lines within one warning."""
+
+_NCCL = re.compile(r"(?:(\S{1,255}?):(\d+):\d+ )?\[(-?\d+)\] (?:\S+ )?NCCL (WARN|INFO) (.*\S)")
+_LINK = re.compile(r"Channel \d+(?:/\d+)? : (\w+)\[\w+\] -> (\w+)\[\w+\].* via (\S+)")
+_VERSION = {"NCCL {}": re.compile(r"NCCL version (\d+\.\d+\S*)")}
+_SETUP = {
+    "NCCL uses the network {}": re.compile(r"Using (?:internal )?network (\w+)", re.IGNORECASE),
+    "NCCL's network devices: {}: {}": re.compile(r"NET/(\w+) : (Using .*|No device found.*)"),
+    "NCCL has {} channels for collectives": re.compile(r"(\d+) coll channels"),
+    "NCCL setting {}={}": re.compile(r"(NCCL_\w+) set (?:by environment )?to (.*?)\.?$"),
+}
+"""What is reported of lines that match."""
 
 
 def collect_lines(paths: Sequence[Path]) -> list[str]:
@@ -30,7 +59,7 @@ def collect_lines(paths: Sequence[Path]) -> list[str]:
     Errors:
         TraceError: a file cannot be read.
     """
-    stalls, nccl = Stalls(), Nccl()
+    stalls, nccl = _Stalls(), _Nccl()
     for path in paths:
         for line in _lines(path):
             if not nccl.add_line(line):
@@ -54,15 +83,12 @@ def find_logs(run: Path, nccl_debug_file: str | None = None) -> list[Path]:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Yield lines without the prefixes of launchers.
-
-    Errors:
-        TraceError: the file cannot be read.
-    """
+    """Yield lines without the prefixes of launchers."""
     try:
         with open_regular(path) as file:
             for raw in iter(lambda: file.readline(_LONGEST), b""):
-                yield from _plain(raw.decode("utf-8", "replace"))
+                text = _TAG.sub("", raw.decode("utf-8", "replace"))
+                yield from (line for line in text.splitlines() if line.strip())
     except OSError as error:
         raise TraceError(
             f"the output {path} cannot be read",
@@ -71,5 +97,119 @@ def _lines(path: Path) -> Iterator[str]:
         ) from None
 
 
-def _plain(line: str) -> Iterable[str]:
-    return [part for part in _TAG.sub("", line).splitlines() if part.strip()]
+@dataclass
+class _Stall:
+    """How often a rank was missing, for at least how long, and for which tensors."""
+
+    times: int = 0
+    seconds: int = 0
+    tensors: dict[str, None] = field(default_factory=dict)
+
+
+class _Stalls:
+    """Collects warnings of the stall inspector, which have several lines."""
+
+    def __init__(self) -> None:
+        self._of_rank: dict[int, _Stall] = {}
+        self._warnings = 0
+        self._seconds = 0
+        self._left = 0
+        self._ends = False
+
+    def add_line(self, line: str) -> None:
+        """Parse a line of output."""
+        if found := _WAITING.search(line):
+            self._seconds, self._left = int(found[1]), _PATIENCE
+            self._warnings += 1
+        elif self._left:
+            self._left -= 1
+            if found := _OLDER.search(line):
+                for rank in re.findall(r"\d+", found[2]):
+                    self._add(int(rank), [found[1]])
+            elif found := _MISSING.search(line):
+                self._add(int(found[1]), [name for name in re.split(r", | \.\.\.", found[3]) if name])
+            self._ends |= bool(_ENDS.search(line))
+
+    def end(self) -> None:
+        """Note the end of a file."""
+        self._left = 0
+
+    def lines(self) -> Iterator[str]:
+        """Return a sentence for each stalled rank, the most frequent first."""
+        for rank, stall in sorted(self._of_rank.items(), key=lambda item: (-item[1].times, item[0])):
+            names = list(stall.tensors)
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            often = "once" if stall.times == 1 else f"{stall.times} times"
+            yield (
+                f"{STALLED}on rank {rank} for more than {stall.seconds} s, {often}: {', '.join(names[:_SHOWN])}{more}"
+            )
+        if self._warnings and not self._of_rank:
+            yield f"{STALLED}for more than {self._seconds} s; the output does not say on which rank"
+        if self._ends:
+            yield "Horovod shut the job down for a stall (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS)"
+
+    def _add(self, rank: int, tensors: list[str]) -> None:
+        stall = self._of_rank.setdefault(rank, _Stall())
+        stall.times += 1
+        stall.seconds = max(stall.seconds, self._seconds)
+        for name in tensors:
+            if len(stall.tensors) < _MOST:
+                stall.tensors[name] = None
+
+
+class _Nccl:
+    """Collects lines of NCCL."""
+
+    def __init__(self) -> None:
+        self._warnings: dict[str, Counter[str]] = {}
+        self._setup: dict[str, dict[str, set[str]]] = {}
+        self._links: dict[str, set[tuple[str, str]]] = {}
+
+    def add_line(self, line: str) -> bool:
+        """Parse a line of output; return whether it is one of NCCL's."""
+        if "NCCL" not in line:
+            return False
+        if not (found := _NCCL.search(line)):
+            return self._add_setup(_VERSION, line, "")
+        host, process, device, level, text = found.groups()
+        by = f"{host}:{process}:{device}"
+        if level == "WARN":
+            if text in self._warnings or len(self._warnings) < _MOST:
+                self._warnings.setdefault(text, Counter())[by] += 1
+        elif link := _LINK.search(text):
+            self._links.setdefault(_kind(link[3]), set()).add((link[1], link[2]))
+        else:
+            self._add_setup(_SETUP, text, by)
+        return True
+
+    def lines(self) -> Iterator[str]:
+        """Return the warnings, then network, channels, settings and links."""
+        for text, count in self._warnings.items():
+            times = sum(count.values())
+            often = f" ({times} times" if times > 1 else " (once"
+            yield f"NCCL warning: {text}{often}, {_gpus(len(count))})"
+        for template in (*_VERSION, *_SETUP):
+            for text, gpus in self._setup.get(template, {}).items():
+                yield text + (f" ({_gpus(len(gpus))})" if any(gpus) else "")
+        if self._links:
+            parts = [f"{kind} between {len(pairs)} pairs" for kind, pairs in sorted(self._links.items())]
+            yield f"NCCL's links: {', '.join(parts)}"
+
+    def _add_setup(self, patterns: Mapping[str, re.Pattern[str]], line: str, by: str) -> bool:
+        for template, pattern in patterns.items():
+            if found := pattern.search(line):
+                texts = self._setup.setdefault(template, {})
+                text = template.format(*found.groups())
+                if text in texts or len(texts) < _MOST:
+                    texts.setdefault(text, set()).add(by)
+                return True
+        return False
+
+
+def _kind(via: str) -> str:
+    """Drop device numbers: ``NET/IB/0/GDRDMA`` becomes NET/IB/GDRDMA."""
+    return "/".join(part for part in via.split("/") if not part.isdigit() and part != "read")
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU{'' if count == 1 else 's'}"

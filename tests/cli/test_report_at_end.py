@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.timeline.report.brief import MOST_LINES
+from hvdtrain.timeline.report.terminal import MOST_SUMMARY_LINES
 from tests.support.gallery import Gallery
 from tests.support.launch import stop_by_sigterm, train, training
 
@@ -30,7 +30,7 @@ def _told(out: str) -> list[str]:
 def test_it_reports_where_the_time_went(name: str, size: int, gallery: Gallery) -> None:
     job = gallery[name]
     told = _told(job.out)
-    assert 5 <= len(told) <= MOST_LINES
+    assert 5 <= len(told) <= MOST_SUMMARY_LINES
     assert sum(line.startswith("straggler: ") for line in told) == 1
     assert sum(line.startswith("finding: ") for line in told) == 1
     assert "run/timeline/report.html (open in a browser)" in job.out

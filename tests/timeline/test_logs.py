@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import TraceError
-from hvdtrain.timeline.log_facts import STALLED
-from hvdtrain.timeline.logs import collect_lines, find_logs
+from hvdtrain.timeline.logs import STALLED, collect_lines, find_logs
 from hvdtrain.timeline.run import load
 from tests.support.launch import run, train
 

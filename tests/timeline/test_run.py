@@ -11,8 +11,7 @@ import pytest
 
 from hvdtrain.errors import TraceError
 from hvdtrain.timeline.analysis.analyse import analyse
-from hvdtrain.timeline.report.brief import to_lines
-from hvdtrain.timeline.report.terminal import to_text
+from hvdtrain.timeline.report.terminal import summary_lines, to_text
 from hvdtrain.timeline.run import load
 
 TRACES = Path(__file__).parent / "traces"
@@ -137,7 +136,7 @@ def test_figures_of_the_last_round_say_so(other: str | None, tmp_path: Path) -> 
     _lines(file, *{None: [head, block], "a round before": [head, block, *later], "a resume": later}[other])
     analysis = analyse(load(folder))
     assert analysis.budget is not None
-    text, brief = to_text(analysis), "\n".join(to_lines(analysis))
+    text, brief = to_text(analysis), "\n".join(summary_lines(analysis))
     for shown in (text, brief, *analysis.notes[:1]):
         assert ("steps 11 to 20" in shown) == (other is not None)
         assert ("last round" in shown) == (other is not None)

@@ -14,7 +14,7 @@ from hvdtrain.timeline.analysis.findings_ranks import rank_findings
 from hvdtrain.timeline.analysis.inputs import Facts
 from hvdtrain.timeline.analysis.phases import COPIES, NEGOTIATION, QUEUE, TRANSFER
 from hvdtrain.timeline.analysis.rank_steps import warm_up
-from hvdtrain.timeline.log_facts import STALLED
+from hvdtrain.timeline.logs import STALLED
 
 _SHARE = 0.02
 """Share of a step: smaller costs are not reported."""

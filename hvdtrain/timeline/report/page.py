@@ -6,7 +6,9 @@ import base64
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +16,6 @@ import hvdtrain
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Analysis, Lane, figures
 from hvdtrain.timeline.report.colours import MORE, hue
-from hvdtrain.timeline.report.page_lanes import packed, shown_lanes, summary
 from hvdtrain.timeline.report.page_view import (
     blame_view,
     budget_view,
@@ -29,13 +30,17 @@ if TYPE_CHECKING:
 VERSION = 1
 """Of the page's format."""
 
-_STYLE = ("report.css",)
-_SCRIPTS = ("report.js", "lanes.js")
+MOST_SLICES = 50_000
+"""In the picture: about 0.6 MB of the page."""
+
+_MOST_LANES = 256
+_MOST_NAMES = 10
+_US = 1e3  # in a millisecond
 
 
 def to_html(analysis: Analysis) -> str:
     """Return the page. It loads nothing, and its Content-Security-Policy forbids loading. All texts are escaped."""
-    style, scripts = "".join(map(_read, _STYLE)), [_read(name) for name in _SCRIPTS]
+    style, scripts = _read("report.css"), [_read("report.js"), _read("lanes.js")]
     context = {**_view(analysis), "style": style, "scripts": scripts, "policy": _policy(style, scripts)}
     page = _environment().get_template("report.html").render(context)
     return wording.readable(page)
@@ -70,6 +75,7 @@ def _view(analysis: Analysis) -> dict[str, Any]:
     """Return the variables of the templates."""
     lanes = shown_lanes(analysis)
     names, rows = summary(lanes)
+    shown = [one.name for lane in lanes for one in lane.slices]
     step_ms = analysis.budget.step_ms.value if analysis.budget else None
     steps = analysis.budget is None or analysis.budget.steps > 0
     pieces = [finding_pieces(finding.advice) for finding in analysis.findings]
@@ -87,16 +93,12 @@ def _view(analysis: Analysis) -> dict[str, Any]:
         "carriers": carrier_rows(analysis),
         "figures": {name: f"{value:.6g}" for name, value in figures(analysis).items()},
         "lanes": _for_script(packed(lanes)),
-        "legend": [(hue(name), name) for name in dict.fromkeys(_names(lanes)) if hue(name) not in MORE][:16],
+        "legend": [(hue(name), name) for name in dict.fromkeys(shown) if hue(name) not in MORE][:16],
         "lane_names": names,
         "lane_rows": [(label, ["" if v is None else wording.ms(v) for v in values]) for label, values in rows[:100]],
         "lanes_shown": len(lanes),
         "lanes_left": len(analysis.lanes) - len(lanes),
     }
-
-
-def _names(lanes: Sequence[Lane]) -> Iterator[str]:
-    return (one.name for lane in lanes for one in lane.slices)
 
 
 def _for_script(value: Any) -> str:
@@ -124,3 +126,61 @@ def _environment() -> Environment:
 
 def _read(name: str) -> str:
     return resources.files("hvdtrain.timeline.report").joinpath("templates").joinpath(name).read_text(encoding="utf-8")
+
+
+def shown_lanes(analysis: Analysis) -> list[Lane]:
+    """Return the lanes to show, in order. If there are too many, those of stragglers have priority."""
+    late = set(analysis.blame.late)
+
+    def is_of_others(at: int) -> bool:
+        found = re.match(r"rank (\d+)\b", analysis.lanes[at].label)
+        return found is None or int(found.group(1)) not in late
+
+    kept: list[int] = []
+    slices = 0
+    for at in sorted(range(len(analysis.lanes)), key=is_of_others):
+        count = len(analysis.lanes[at].slices)
+        if len(kept) == _MOST_LANES or (kept and slices + count > MOST_SLICES):
+            break
+        slices += count
+        kept.append(at)
+    return [analysis.lanes[at] for at in sorted(kept)]
+
+
+def packed(lanes: Sequence[Lane]) -> dict[str, Any]:
+    """Return the data of the script, as numbers that are short in JSON.
+
+    ``names``: [name, hue] by number. ``lanes``: [label, [name, begin, duration, ...], [step, slices of it, ...]]; times
+    are whole microseconds, a begin counts from the begin of the slice before. ``end``: of the last slice.
+    """
+    numbers: dict[str, int] = {}
+    found, end = [], 0
+    for lane in lanes:
+        row: list[int] = []
+        steps: list[list[int]] = []
+        before = 0
+        for one in sorted(lane.slices, key=lambda s: (s.start_ms, -s.end_ms))[:MOST_SLICES]:
+            start, until = round(one.start_ms * _US), round(one.end_ms * _US)
+            row += [numbers.setdefault(one.name, len(numbers)), start - before, until - start]
+            before, end = start, max(end, until)
+            if steps and steps[-1][0] == one.step:
+                steps[-1][1] += 1
+            else:
+                steps.append([one.step, 1])
+        found.append([lane.label, row, [number for pair in steps for number in pair]])
+    return {"names": [[name, hue(name)] for name in numbers], "lanes": found, "end": end}
+
+
+def summary(lanes: Sequence[Lane]) -> tuple[list[str], list[tuple[str, list[float | None]]]]:
+    """Return the names with most time, and for each lane their milliseconds per step."""
+    totals: defaultdict[str, float] = defaultdict(float)
+    rows = []
+    for lane in lanes:
+        of_lane: defaultdict[str, float] = defaultdict(float)
+        for one in lane.slices:
+            of_lane[one.name] += one.end_ms - one.start_ms
+        for name, ms in of_lane.items():
+            totals[name] += ms
+        rows.append((lane.label, of_lane, len({one.step for one in lane.slices}) or 1))
+    names = sorted(totals, key=lambda name: (name != "step", -totals[name]))[:_MOST_NAMES]
+    return names, [(label, [of[n] / steps if n in of else None for n in names]) for label, of, steps in rows]

@@ -1,4 +1,4 @@
-"""The report of an analysis as text for a terminal. Pure."""
+"""The report of an analysis as text for a terminal, and its summary at the end of a run. Pure."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ _BAR = 30
 _LEAST_SHARE = 0.0005
 _MOST_LINES, _WIDTH = 40, 110
 _MOST_PARTS, _MOST_RANKS, _MOST_CARRIERS, _MOST_FINDINGS, _MOST_NOTES = 11, 4, 3, 4, 3
+
+MOST_SUMMARY_LINES = 18
+_SUMMARY_PARTS, _SUMMARY_BAR, _SUMMARY_WIDTH = 8, 40, 79
 
 
 def to_text(analysis: Analysis) -> str:
@@ -135,3 +138,56 @@ def _short(text: str, width: int) -> str:
 def _plain(text: str) -> str:
     """Return one line without control characters."""
     return "".join(char if char.isprintable() else "?" for char in " ".join(text.split()))
+
+
+def summary_lines(analysis: Analysis) -> list[str]:
+    """Return step time by part, the straggler, and the most costly finding; `MOST_SUMMARY_LINES` at most."""
+    lines = list(_summary_budget(analysis.budget)) if analysis.budget is not None else []
+    lines += _summary_late(analysis.blame)
+    if not analysis.findings:
+        return [*lines, "finding: none"]
+    finding = analysis.findings[0]
+    lines += _wrapped_head("finding", finding.text)
+    return [*lines, *(_wrapped_head("  try", finding.advice) if finding.advice else ())]
+
+
+def _summary_budget(budget: Budget) -> Iterator[str]:
+    """List the largest parts in their order, and the sum of the others."""
+    places = wording.decimals(budget.step_ms.value)
+    ordered = sorted(budget.parts, key=lambda part: -part.ms.value)
+    kept = ordered if len(ordered) <= _SUMMARY_PARTS else ordered[: _SUMMARY_PARTS - 1]
+    rows = [
+        (f"exposed: {part.name}" if part.name in budget.exposed else part.name, part.ms.value, part.share)
+        for part in budget.parts
+        if part in kept
+    ]
+    if len(rows) < len(ordered):
+        left = ordered[len(rows) :]
+        rows.append(("other parts", sum(part.ms.value for part in left), sum(part.share for part in left)))
+    steps = wording.counted(budget.steps, "step")
+    yield f"step time: {wording.ms(budget.step_ms.value, places)} ms ({budget.what}, {steps})"
+    width = max(len(name) for name, _, _ in rows) if rows else 0
+    longest = max(len(wording.ms(ms, places)) for _, ms, _ in rows) if rows else 0
+    for name, ms, share in rows:
+        bar = "#" * round(_SUMMARY_BAR * share)
+        yield f"  {name:<{width}}  {wording.ms(ms, places):>{longest}} ms {share:6.1%}  {bar}".rstrip()
+
+
+def _summary_late(blame: Blame) -> list[str]:
+    if not blame.late:
+        return _wrapped_head(f"straggler: {'none' if blame.source != 'none' else 'unknown'}", blame.reason)
+    rank = blame.late[0]
+    row = next(row for row in blame.ranks if row.rank == rank)
+    cost = f"{wording.ms(row.cost_ms.value)} ms per step {wording.interval(row.cost_ms)}".rstrip()
+    others = f", and {len(blame.late) - 1} more" if len(blame.late) > 1 else ""
+    cause = next((cause.text for cause in blame.causes.get(rank, ())), "")
+    where = f" on {row.host}" if row.host else ""
+    return _wrapped_head(f"straggler: rank {rank}{where} costs {cost}{others}", cause)
+
+
+def _wrapped_head(head: str, text: str) -> list[str]:
+    """Wrap to three lines at most."""
+    whole = " ".join(f"{head}: {text}".split()) if text else head
+    indent = " " * (len(head) - len(head.lstrip()))
+    lines = textwrap.wrap(whole, _SUMMARY_WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ", max_lines=3)
+    return lines or [head]

@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 
 from hvdtrain.timeline.analysis.analysis import Analysis, Budget, Finding
-from hvdtrain.timeline.report.brief import MOST_LINES, to_lines
+from hvdtrain.timeline.report.terminal import MOST_SUMMARY_LINES, summary_lines
 from tests.support.analyses import about, analysis, budget, empty, hostile, parts
 
 
 @pytest.mark.parametrize("of", [analysis(1), analysis(2), analysis(64, late=False), hostile(), empty()])
 def test_it_is_short(of: Analysis) -> None:
-    lines = to_lines(of)
-    assert 0 < len(lines) <= MOST_LINES
+    lines = summary_lines(of)
+    assert 0 < len(lines) <= MOST_SUMMARY_LINES
     assert all("\n" not in line for line in lines)
 
 
@@ -21,14 +21,14 @@ def test_its_parts_sum_to_the_step() -> None:
     many = {f"part {n}": float(n) for n in range(1, 15)}
     found = Budget("rank 0", about(sum(many.values())), 7, parts(many), [])
     for each in (found, budget(8)):
-        lines = to_lines(replace(analysis(8), budget=each))
+        lines = summary_lines(replace(analysis(8), budget=each))
         step = float(re.findall(r"step time: ([\d.]+) ms", lines[0])[0])
         shown = [float(ms) for line in lines for ms in re.findall(r"^  .*?([\d.]+) ms +[\d.]+%", line)]
         assert step == pytest.approx(each.step_ms.value) == pytest.approx(sum(shown), abs=0.5)
 
 
 def test_it_names_the_late_rank_the_reason_and_the_fix() -> None:
-    text = " ".join(line.strip() for line in to_lines(analysis(8)))
+    text = " ".join(line.strip() for line in summary_lines(analysis(8)))
     assert (
         "straggler: rank 3 on node-0 costs 12.3 ms per step [11.2 .. 13.4]: waits for data 11.2 ms a step more" in text
     )
@@ -38,19 +38,19 @@ def test_it_names_the_late_rank_the_reason_and_the_fix() -> None:
 
 
 def test_no_rank_is_named_without_evidence() -> None:
-    text = " ".join(line.strip() for line in to_lines(analysis(8, late=False)))
+    text = " ".join(line.strip() for line in summary_lines(analysis(8, late=False)))
     assert "straggler: none: no rank costs more than 0.4 ms a step, which is less than the noise of 0.6 ms" in text
-    assert "straggler: unknown: the file holds no ticks" in to_lines(empty())
-    assert to_lines(empty())[-1] == "finding: none"
+    assert "straggler: unknown: the file holds no ticks" in summary_lines(empty())
+    assert summary_lines(empty())[-1] == "finding: none"
 
 
 def test_ranks_of_ticks_have_no_host() -> None:
     late = analysis(8)
     blame = replace(late.blame, ranks=[replace(row, host="") for row in late.blame.ranks])
-    text = "\n".join(to_lines(replace(late, blame=blame)))
+    text = "\n".join(summary_lines(replace(late, blame=blame)))
     assert "straggler: rank 3 costs" in text
 
 
 def test_long_words_are_cut() -> None:
     found = Finding("x", "word " * 200, 1.0, "advice " * 200)
-    assert len(to_lines(replace(analysis(8), findings=[found]))) <= MOST_LINES
+    assert len(summary_lines(replace(analysis(8), findings=[found]))) <= MOST_SUMMARY_LINES

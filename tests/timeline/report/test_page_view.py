@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Budget, Estimate, Lane, Part, RankRow, Slice
-from hvdtrain.timeline.report.page import headline, to_html
-from hvdtrain.timeline.report.page_lanes import MOST_SLICES, packed, shown_lanes, summary
+from hvdtrain.timeline.report.page import MOST_SLICES, headline, packed, shown_lanes, summary, to_html
 from hvdtrain.timeline.report.page_view import MOST_RANKS, blame_view, budget_view, finding_pieces
 from tests.support.analyses import analysis, budget, empty, hostile, lanes, rank_rows
 
