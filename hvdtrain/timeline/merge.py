@@ -7,7 +7,7 @@ a process below rank 0, which wrote it. Only the last start of a run is included
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,12 +15,12 @@ import numpy as np
 
 from hvdtrain.errors import TraceError
 from hvdtrain.run_layout import RunLayout, TimelineLayout
-from hvdtrain.timeline.columns import HorovodTrace
-from hvdtrain.timeline.merging import profile, ranks, tensors
+from hvdtrain.timeline.columns import HorovodTrace, RankSpans
+from hvdtrain.timeline.merging import profile, tracks
 from hvdtrain.timeline.merging.sink import Sink, opened
-from hvdtrain.timeline.merging.wall_clocks import Clocks, read_clocks
 from hvdtrain.timeline.read import read_files, read_horovod
-from hvdtrain.timeline.steps import read_steps
+from hvdtrain.timeline.span_files import newest_files, on_one_clock, read_span_files
+from hvdtrain.timeline.steps import read_starts, read_steps
 
 _PROFILE = re.compile(r"torch-steps-.*-rank-(\d+)(?:-\d+)?\.json(?:\.gz)?")
 _HOROVOD_PIDS = 1 << 20
@@ -54,8 +54,20 @@ class Merged:
 
 
 @dataclass(frozen=True)
+class _Clocks:
+    """The last start's spans on the common clock, rank 0's, and each rank's wall clock minus it, in microseconds."""
+
+    spans: Sequence[RankSpans] = ()
+    epoch_us: Mapping[int, float] = field(default_factory=dict)
+
+    def epoch_of(self, rank: int) -> float:
+        """Return a rank's wall clock minus the common clock; rank 0's or 0 if unknown."""
+        return self.epoch_us.get(rank, self.epoch_us.get(0, 0.0))
+
+
+@dataclass(frozen=True)
 class _Sources:
-    clocks: Clocks
+    clocks: _Clocks
     timelines: Sequence[HorovodTrace]
     profiles: Sequence[tuple[Path, int, profile.Profile]]
 
@@ -89,11 +101,7 @@ def merge(sources: Sequence[Path], out: Path) -> Merged:
 
 
 def _find(sources: Sequence[Path], merged: Merged) -> _Sources:
-    """Find and read the sources.
-
-    Errors:
-        TraceError: there are none, or none is readable.
-    """
+    """Find and read the sources. Raise TraceError if there are none, or none is readable."""
     folders = [source for source in sources if source.is_dir()]
     if len(folders) > 1 or (folders and len(sources) > 1):
         raise TraceError(
@@ -106,10 +114,10 @@ def _find(sources: Sequence[Path], merged: Merged) -> _Sources:
         traces = read_files(sources)
         for trace in traces:
             _note(trace, merged)
-        return _Sources(Clocks(), traces, [])
+        return _Sources(_Clocks(), traces, [])
     timeline = RunLayout(folders[0]).timeline.folder
     folder = timeline if timeline.is_dir() else folders[0]
-    clocks = read_clocks(folder)
+    clocks = _read_clocks(folder)
     begin_us = min((float(s.start_us.min()) for s in clocks.spans if len(s.start_us)), default=-np.inf)
     timelines = []
     for path in sorted(folder.glob("horovod-*.json*")):
@@ -135,11 +143,24 @@ def _find(sources: Sequence[Path], merged: Merged) -> _Sources:
     return _Sources(clocks, timelines, profiles)
 
 
+def _read_clocks(folder: Path) -> _Clocks:
+    files = read_span_files(folder)
+    moved, own = on_one_clock(files, read_starts(folder)), newest_files(files)
+    epoch_us = {}
+    for spans in moved:
+        file = own[spans.rank]
+        shift_us = spans.start_us[0] - file.spans.start_us[0] if len(spans.start_us) else 0.0
+        epoch_us[spans.rank] = file.epoch_us - float(shift_us)
+    return _Clocks(moved, epoch_us)
+
+
 def _note(trace: HorovodTrace, merged: Merged) -> None:
     merged.notes += [f"{trace.path.name}: {line}" for line in trace.dropped]
 
 
-def _profiles(folder: Path, clocks: Clocks, begin_us: float, merged: Merged) -> list[tuple[Path, int, profile.Profile]]:
+def _profiles(
+    folder: Path, clocks: _Clocks, begin_us: float, merged: Merged
+) -> list[tuple[Path, int, profile.Profile]]:
     found = []
     for path in sorted(folder.glob(f"{TimelineLayout.TORCH}*")):
         if not (named := _PROFILE.fullmatch(path.name)):
@@ -162,19 +183,16 @@ def _profiles(folder: Path, clocks: Clocks, begin_us: float, merged: Merged) -> 
 def _zero(found: _Sources) -> float:
     """Return the time of the first event, by rank 0's clock."""
     firsts = [float(spans.start_us.min()) for spans in found.clocks.spans if len(spans.start_us)]
-    firsts += [
-        _shift(trace, found.clocks) + float(trace.start_us.min()) for trace in found.timelines if len(trace.start_us)
-    ]
-    firsts += [
-        _shift(trace, found.clocks) + float(trace.tick_us.min()) for trace in found.timelines if len(trace.tick_us)
-    ]
+    for trace in found.timelines:
+        shift_us = _shift(trace, found.clocks)
+        firsts += [shift_us + float(times.min()) for times in (trace.start_us, trace.tick_us) if len(times)]
     firsts += [
         times.base_us + (times.first_us or 0.0) - found.clocks.epoch_of(rank) for _, rank, times in found.profiles
     ]
     return min(firsts, default=0.0)
 
 
-def _shift(trace: HorovodTrace, clocks: Clocks) -> float:
+def _shift(trace: HorovodTrace, clocks: _Clocks) -> float:
     return (trace.epoch_us or 0.0) - clocks.epoch_of(0)
 
 
@@ -186,15 +204,15 @@ def _write(sink: Sink, sources: Sequence[Path], found: _Sources, zero_us: float,
     merged.timelines = [trace.path for trace in found.timelines]
     merged.profiles = [path for path, *_ in found.profiles]
     for rank in merged.ranks:
-        sink.add(ranks.head(rank, hosts.get(rank, ""), rank + (len(found.timelines) if rank else 0)))
+        sink.add(tracks.head(rank, hosts.get(rank, ""), rank + (len(found.timelines) if rank else 0)))
     for spans in clocks.spans:
-        sink.add(ranks.span_events(spans, zero_us))
+        sink.add(tracks.span_events(spans, zero_us))
     if clocks.spans:
-        sink.add(ranks.late_events(read_steps(sources[0]), clocks.spans, zero_us))
+        sink.add(tracks.late_events(read_steps(sources[0]), clocks.spans, zero_us))
     for number, trace in enumerate(found.timelines):
         title = f"Horovod (rank 0), {trace.path.name}"
         shift_us = _shift(trace, clocks) - zero_us
-        sink.add(tensors.horovod_events(trace, _HOROVOD_PIDS + number, title, number + 1, shift_us))
+        sink.add(tracks.horovod_events(trace, _HOROVOD_PIDS + number, title, number + 1, shift_us))
     for path, rank, times in found.profiles:
         sink.add(profile.profile_events(path, rank, times.base_us - clocks.epoch_of(rank) - zero_us))
     _note_clocks(found, merged)
@@ -202,7 +220,7 @@ def _write(sink: Sink, sources: Sequence[Path], found: _Sources, zero_us: float,
 
 def _note_clocks(found: _Sources, merged: Merged) -> None:
     """Add notes on the precision of the times."""
-    errors = found.clocks.error_us
+    errors = {spans.rank: spans.clock_error_us for spans in found.clocks.spans}
     merged.clock_error_us = max(errors.values(), default=0.0)
     if unknown := [rank for rank, error in errors.items() if not np.isfinite(error)]:
         clocks = f"the clocks of ranks {', '.join(map(str, unknown))}"

@@ -16,7 +16,6 @@ from hvdtrain.timeline.analysis.inputs import Facts
 from hvdtrain.timeline.analysis.lateness import median_of_others
 from hvdtrain.timeline.analysis.phases import count_steps, without_start
 from hvdtrain.timeline.analysis.rank_steps import from_stamps, from_ticks, warm_up
-from hvdtrain.timeline.analysis.sampling import sample_of
 from hvdtrain.timeline.analysis.straggler_causes import causes_of
 from hvdtrain.timeline.analysis.stragglers import Stragglers, find_stragglers
 from hvdtrain.timeline.columns import RunTrace, StepTable
@@ -96,7 +95,7 @@ def _blame(run: RunTrace, stragglers: Stragglers | None) -> Blame:
 
 
 def _parts(table: StepTable) -> dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]]:
-    sample = sample_of(table)
+    sample = budget.sample_of(table)
     _, parts = budget.step_parts(table, sample)
     if (gc := table.parts_us.get("gc")) is not None:
         parts["gc"] = np.nan_to_num(gc[:, sample.columns]) / 1e3
@@ -127,7 +126,7 @@ def _notes(run: RunTrace) -> Iterator[str]:
         left = warm_up(table)
         if left:
             yield f"{wording.counted(left, 'warm-up step')} excluded"
-        sample = sample_of(table)
+        sample = budget.sample_of(table)
         stamped, steps = len(sample.columns), round(sample.steps.sum())
         if stamped < steps:
             yield f"{stamped:,} of {steps:,} steps were recorded and represent the rest"

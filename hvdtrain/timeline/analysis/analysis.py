@@ -231,6 +231,11 @@ class Analysis:
     notes: Sequence[str] = ()
 
 
+def part_figure(part: str) -> str:
+    """Return the name of the figure of a part of the budget."""
+    return f"{part.replace(' ', '_')}_ms"
+
+
 def figures(analysis: Analysis) -> dict[str, float]:
     """Return the figures that ``--fail_if`` and TensorBoard use, by name. Unknown ones are absent.
 
@@ -251,10 +256,8 @@ def figures(analysis: Analysis) -> dict[str, float]:
         found["exposed_ms"] = sum(part.ms.value for part in exposed)
         found["exposed_share"] = sum(part.share for part in exposed)
         if budget.steps:
-            found |= {f"{part.name.replace(' ', '_')}_ms": part.ms.value for part in budget.parts}
+            found |= {part_figure(part.name): part.ms.value for part in budget.parts}
     if (communication := analysis.communication) is not None:
-        for name in ("hidden_share", "bus_gb_per_s"):
-            value = getattr(communication, name)
-            if value is not None:
-                found[name] = value
+        known = {"hidden_share": communication.hidden_share, "bus_gb_per_s": communication.bus_gb_per_s}
+        found |= {name: value for name, value in known.items() if value is not None}
     return found

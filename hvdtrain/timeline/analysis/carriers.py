@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 import numpy as np
 
 from hvdtrain.spans import EXCHANGE
 from hvdtrain.timeline.analysis.analysis import Carrier
-from hvdtrain.timeline.analysis.communication import payload_bytes
+from hvdtrain.timeline.analysis.communication import payload_bytes, waiting_of
 from hvdtrain.timeline.analysis.intervals import common, length, union
 from hvdtrain.timeline.analysis.phases import NEGOTIATION, count_steps, kind_of, recurring
-from hvdtrain.timeline.analysis.tracks import modules_of, spans_named, tensor_module
 from hvdtrain.timeline.columns import BucketFacts, HorovodTrace, RankSpans, RunTrace
 
 MOST = 10
+_MOST_MODULES = 3
 
 
 def top_carriers(run: RunTrace) -> list[Carrier]:
@@ -25,7 +28,7 @@ def top_carriers(run: RunTrace) -> list[Carrier]:
 
 
 def _of_spans(spans: RankSpans, run: RunTrace) -> list[Carrier]:
-    waiting = spans_named(spans, "wait")
+    waiting = waiting_of(spans)
     found = []
     for track in np.unique(spans.track[spans.track >= EXCHANGE]):
         mine = spans.track == track
@@ -64,3 +67,23 @@ def _of_timeline(trace: HorovodTrace) -> list[Carrier]:
         for i in most
         if total[i] > 0
     ]
+
+
+def modules_of(parameters: Sequence[str]) -> list[str]:
+    """Return the modules of parameters, shortened to at most three names.
+
+    ``layers.0.attn.weight, layers.0.mlp.weight`` become ``layers.0``; a list that stays long ends in "and 4 more".
+    """
+    paths = [name.split(".")[:-1] or [name] for name in parameters]
+    for depth in range(max(map(len, paths), default=0), 0, -1):
+        names = list(dict.fromkeys(".".join(path[:depth]) for path in paths))
+        if len(names) <= _MOST_MODULES:
+            return names
+    return [*names[: _MOST_MODULES - 1], f"and {len(names) - _MOST_MODULES + 1} more"] if paths else []
+
+
+def tensor_module(name: str) -> str:
+    """Guess a parameter's module from the name of a Horovod tensor."""
+    bare = re.sub(r"^(allreduce|allgather|broadcast|alltoall|reducescatter)\.", "", name)
+    bare = re.sub(r"^(Distributed\w+?[./](Allreduce[./])?|grad\.|HorovodAllreduce_)", "", bare)
+    return bare.rsplit(".", 1)[0] if re.search(r"\.(weight|bias)$", bare) else bare

@@ -9,11 +9,11 @@ import numpy as np
 from hvdtrain.compression.sizes import Bucket
 from hvdtrain.compression.table import parse
 from hvdtrain.errors import ConfigError
+from hvdtrain.spans import EXCHANGE, MAIN
 from hvdtrain.timeline.analysis.analysis import Communication, Estimate, Part
 from hvdtrain.timeline.analysis.intervals import Span, common, length, union
 from hvdtrain.timeline.analysis.phases import PHASES, TRANSFER, by_kind, count_steps, extent, whole_collectives
-from hvdtrain.timeline.analysis.tracks import exchange_of, spans_named
-from hvdtrain.timeline.columns import BucketFacts, Floats, HorovodTrace, RunTrace, StepTable
+from hvdtrain.timeline.columns import BucketFacts, Floats, HorovodTrace, RankSpans, RunTrace, StepTable
 
 _UNKNOWN_SHARE = 0.02
 """If collectives of unknown size take more than this share of the time, the bandwidth is unknown."""
@@ -138,12 +138,20 @@ def _of_spans(run: RunTrace) -> Communication | None:
     ours = run.spans_of_rank_0
     if ours is None:
         return None
-    exchange, steps = exchange_of(ours)
-    busy = length(exchange) / 1e3 / max(1, steps)
+    mine = ours.track >= EXCHANGE
+    exchange, steps = union(ours.start_us[mine], ours.end_us[mine]), max(1, len(np.unique(ours.step[mine])))
+    busy = length(exchange) / 1e3 / steps
     if not busy:
         return None
-    waiting = length(common(exchange, spans_named(ours, "wait"))) / 1e3 / max(1, steps)
+    waiting = length(common(exchange, waiting_of(ours))) / 1e3 / steps
     return Communication([], busy, 1 - waiting / busy, _handed_over(run), None, link_gb_per_s(run.link, run.size))
+
+
+def waiting_of(spans: RankSpans) -> Span:
+    """Return the time during which the training thread waited for sums."""
+    numbers = [i for i, name in enumerate(spans.names) if name == "wait"]
+    mine = np.isin(spans.name, numbers) & (spans.track == MAIN)
+    return union(spans.start_us[mine], spans.end_us[mine])
 
 
 def _coded(run: RunTrace) -> float | None:

@@ -51,9 +51,9 @@ def warm_up(table: StepTable) -> int:
     return min(count - 1, _WARM_UP if count >= _FEW else 1) if count > 2 else 0
 
 
-def follows(table: StepTable) -> NDArray[np.bool_]:
-    """Return whether the table has the step before each step [steps]."""
-    return np.concatenate([[False], np.diff(table.step) == 1]) if len(table.step) else np.zeros(0, bool)
+def follows(step: Ints) -> NDArray[np.bool_]:
+    """Return whether each of ascending steps comes right after the one before it [steps]."""
+    return np.diff(step, prepend=step[:1]) == 1
 
 
 def from_stamps(table: StepTable) -> Rounds | None:
@@ -66,7 +66,7 @@ def from_stamps(table: StepTable) -> Rounds | None:
     if ranks < 2 or steps < 2:
         return None
     released = np.roll(np.median(table.released_us, axis=0), 1)
-    chained = follows(table)
+    chained = follows(table.step)
     begin = np.where(chained, released, np.median(table.start_us, axis=0))
     work = (table.ready_us - begin) / 1e3
     length = np.median(table.end_us, axis=0) - begin

@@ -43,7 +43,7 @@ def lateness_parts(table: StepTable, column: Ints, *, steady: bool) -> dict[str,
     inside = (table.ready_us - table.start_us)[:, column]
     known = [values[:, column] for part in _PARTS if (values := table.parts_us.get(part)) is not None]
     parts["rest"] = _average(inside - sum(known, np.zeros_like(inside)), steady)
-    chained = column[follows(table)[column]]
+    chained = column[follows(table.step)[column]]
     if len(chained):
         before = chained - 1
         share = len(chained) / len(column)

@@ -10,9 +10,8 @@ import numpy as np
 
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Estimate
-from hvdtrain.timeline.analysis.lateness import cost_estimates, like_the_others, median_of_others, tamed
+from hvdtrain.timeline.analysis.lateness import cost_estimates, latest, like_the_others, median_of_others, tamed
 from hvdtrain.timeline.analysis.rank_steps import Rounds
-from hvdtrain.timeline.analysis.significance import latest
 from hvdtrain.timeline.analysis.stats import mean_of
 from hvdtrain.timeline.columns import Floats
 
@@ -73,7 +72,7 @@ class Stragglers:
 def find_stragglers(rounds: Rounds) -> Stragglers:
     """Find the ranks for which the others wait.
 
-    A rank is a straggler on two conditions. Shuffled rank numbers rarely make any rank as late (`significance.latest`),
+    A rank is a straggler on two conditions. Shuffled rank numbers rarely make any rank as late (`lateness.latest`),
     and the low end of its cost's confidence interval, less the clock error, is large enough. Then the search continues
     among the other ranks.
     """

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.timeline.merging.ranks import metadata
 from hvdtrain.timeline.merging.sink import Event
+from hvdtrain.timeline.merging.tracks import metadata
 from hvdtrain.timeline.reading.salvage import salvage
 from hvdtrain.timeline.reading.source import read_pieces
 
@@ -53,12 +53,11 @@ def read_times(path: Path, notes: list[str]) -> Profile:
     Errors:
         OSError: it cannot be read.
     """
-    base_us, first_us, last_us, events = 0.0, None, None, 0
+    base_us, first_us, last_us = 0.0, None, None
     for item in _items(path, notes):
         if isinstance(item, float):
             base_us = item
         elif _is_shown(item):
-            events += 1
             first_us = item["ts"] if first_us is None else min(first_us, item["ts"])
             last_us = item["ts"] if last_us is None else max(last_us, item["ts"])
     return Profile(base_us, first_us, last_us)
@@ -81,8 +80,6 @@ def profile_events(path: Path, rank: int, shift_us: float) -> Iterator[Event]:
         if item["ph"] == "M" and type(pid) is int:
             yield from _named(item, rank, tracks, processes)
         if not _is_shown(item):
-            continue
-        if type(pid) is not int or type(tid) is not int:
             continue
         if (pid, tid) not in tracks:
             yield from _track(tracks, rank, pid, tid, f"torch: {tid}")

@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from hvdtrain.errors import ConfigError
+from hvdtrain.timeline.analysis.analysis import part_figure
+from hvdtrain.timeline.analysis.budget import IDLE, ORDER
+from hvdtrain.timeline.analysis.phases import OTHER
 
 _COMPARE = {
     ">=": operator.ge,
@@ -19,23 +22,7 @@ _COMPARE = {
     "<": operator.lt,
 }
 _CLAUSE = re.compile(r"\s*([A-Za-z_]\w*)\s*(>=|<=|==|!=|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*")
-_OF_PARTS = (
-    "data_ms",
-    "forward_ms",
-    "backward_ms",
-    "waiting_for_late_ranks_ms",
-    "negotiation_ms",
-    "queue_ms",
-    "fusion_copies_ms",
-    "transfer_ms",
-    "exchange_ms",
-    "other_exchange_ms",
-    "optimizer_ms",
-    "evaluations_and_checkpoints_ms",
-    "rest_ms",
-    "other_ms",
-    "nothing_under_way_ms",
-)
+_OF_PARTS = tuple(map(part_figure, (*ORDER, OTHER, IDLE)))
 """Parts of a step. An absent part is 0."""
 KNOWN = (
     "step_ms",

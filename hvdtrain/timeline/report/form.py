@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -30,24 +29,17 @@ class Report(Analysis):
     figures: Mapping[str, float]
 
 
-def to_json(analysis: Analysis) -> dict[str, Any]:
-    """Return the fields of a `Report` as plain values.
+def to_bytes(analysis: Analysis) -> bytes:
+    """Return a `Report` as JSON text."""
+    return dumped({"version": VERSION, "figures": figures(analysis), **asdict(analysis)})
+
+
+def dumped(values: Mapping[str, Any]) -> bytes:
+    """Return plain values as JSON text.
 
     Numbers that are not finite, such as the interval of a single step, become null. Bytes of a name that are not text
     become question marks.
     """
-    values = {"version": VERSION, "figures": figures(analysis), **asdict(analysis)}
-    plain: dict[str, Any] = _plain(values)
-    return plain
-
-
-def to_bytes(analysis: Analysis) -> bytes:
-    """Return the JSON text of a report."""
-    return dumped(to_json(analysis))
-
-
-def dumped(values: Mapping[str, Any]) -> bytes:
-    """Return plain values as JSON text."""
     return orjson.dumps(_plain(values), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
 
 
@@ -69,11 +61,7 @@ def _plain(value: Any) -> Any:
         return {_plain(str(key)): _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, str):
-        return wording.readable(value)
-    return value
+    return wording.readable(value) if isinstance(value, str) else value
 
 
 if __name__ == "__main__":

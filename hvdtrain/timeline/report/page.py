@@ -19,8 +19,7 @@ from hvdtrain.timeline.report.colours import MORE, hue
 from hvdtrain.timeline.report.page_view import (
     blame_view,
     budget_view,
-    carrier_rows,
-    communication_view,
+    communication_facts,
     finding_pieces,
 )
 
@@ -36,6 +35,8 @@ MOST_SLICES = 50_000
 _MOST_LANES = 256
 _MOST_NAMES = 10
 _US = 1e3  # in a millisecond
+_FILTERS = (hue, wording.decimals, wording.interval, wording.ms, wording.nbytes, wording.percent)
+"""Functions of the templates."""
 
 
 def to_html(analysis: Analysis) -> str:
@@ -77,25 +78,27 @@ def _view(analysis: Analysis) -> dict[str, Any]:
     names, rows = summary(lanes)
     shown = [one.name for lane in lanes for one in lane.slices]
     step_ms = analysis.budget.step_ms.value if analysis.budget else None
+    communication = analysis.communication
     steps = analysis.budget is None or analysis.budget.steps > 0
     pieces = [finding_pieces(finding.advice) for finding in analysis.findings]
-    costs = [None if f.cost_ms is None else wording.ms(f.cost_ms) for f in analysis.findings]
     return {
         "analysis": analysis,
         "version": VERSION,
         "program": hvdtrain.__version__,
         "headline": "; ".join(headline(analysis)) + ".",
         "budget": budget_view(analysis.budget) if analysis.budget else None,
-        "findings": list(zip(analysis.findings, costs, pieces, strict=True)),
+        "findings": list(zip(analysis.findings, pieces, strict=True)),
         "blame": blame_view(analysis.blame, step_ms),
-        "communication": communication_view(analysis.communication, steps=steps) if analysis.communication else None,
+        "communication": analysis.communication,
+        "communication_facts": communication_facts(analysis.communication, steps=steps)
+        if analysis.communication
+        else [],
         "each_ms": "ms per step" if steps else "ms",
-        "carriers": carrier_rows(analysis),
         "figures": {name: f"{value:.6g}" for name, value in figures(analysis).items()},
         "lanes": _for_script(packed(lanes)),
         "legend": [(hue(name), name) for name in dict.fromkeys(shown) if hue(name) not in MORE][:16],
         "lane_names": names,
-        "lane_rows": [(label, ["" if v is None else wording.ms(v) for v in values]) for label, values in rows[:100]],
+        "lane_rows": rows[:100],
         "lanes_shown": len(lanes),
         "lanes_left": len(analysis.lanes) - len(lanes),
     }
@@ -121,6 +124,7 @@ def _environment() -> Environment:
     loader = PackageLoader("hvdtrain.timeline.report", "templates")
     found = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     found.filters["sentence"] = lambda text: text[:1].upper() + text[1:]
+    found.filters |= {each.__name__: each for each in _FILTERS}
     return found
 
 

@@ -9,13 +9,12 @@ from statistics import median
 from typing import Any
 
 from hvdtrain.timeline import wording
-from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Budget, Communication, RankRow
+from hvdtrain.timeline.analysis.analysis import Blame, Budget, Communication, RankRow
 from hvdtrain.timeline.report.colours import hue
 
 MOST_RANKS = 100
 """Rows of ranks: the most costly, and all stragglers."""
 
-MOST_MODULES = 12
 _SEEN_MS = 0.0005
 _HEAT = (0.005, 0.02, 0.05)
 """Differences from the median, as shares of a step, for the first, second and third shade."""
@@ -92,7 +91,7 @@ def blame_view(blame: Blame, step_ms: float | None) -> dict[str, Any]:
     most = max([cost for cost in costs if math.isfinite(cost)] + [1e-9])
     return {
         "names": names,
-        "rows": [_rank(row, row.rank in late, names, medians, whole, most, blame) for row in shown],
+        "rows": [_rank(row, medians, whole, most, blame) for row in shown],
         "left": len(left),
         "left_ms": wording.ms(max([row.cost_ms.value for row in left], default=0.0)),
         "compared": all(math.isfinite(row.clock_error_ms) for row in blame.ranks),
@@ -100,43 +99,31 @@ def blame_view(blame: Blame, step_ms: float | None) -> dict[str, Any]:
     }
 
 
-def _rank(
-    row: RankRow,
-    is_late: bool,
-    names: Sequence[str],
-    medians: Mapping[str, float],
-    whole: float,
-    most: float,
-    blame: Blame,
-) -> dict[str, Any]:
+def _rank(row: RankRow, medians: Mapping[str, float], whole: float, most: float, blame: Blame) -> dict[str, Any]:
     def at(value: float) -> float:
         return min(100.0, max(0.0, 100 * value / most)) if math.isfinite(value) else 0.0
 
     cells = []
-    for name in names:
+    for name, usual in medians.items():
         value = row.parts_ms.get(name)
-        more = 0.0 if value is None else value - medians[name]
+        more = 0.0 if value is None else value - usual
         cells.append({"value": value, "text": "" if value is None else wording.ms(value), "heat": _heat(more / whole)})
         cells[-1]["more"] = f"{more:+.2f} ms from the median" if cells[-1]["heat"] else ""
         cells[-1]["sign"] = "\u25b4" if more > 0 else "\u25be"
     cost = row.cost_ms
-    causes = blame.causes.get(row.rank, ())
     return {
         "rank": row.rank,
         "host": row.host,
-        "late": is_late,
-        "cost": cost.value,
-        "cost_text": wording.ms(cost.value),
+        "late": row.rank in blame.late,
+        "cost_ms": cost,
         "costs": cost.value >= _SEEN_MS,
-        "interval": wording.interval(cost),
         "bar": at(cost.value),
         "low": at(cost.low),
         "high": at(cost.high),
-        "last": row.last_share,
-        "last_text": wording.percent(row.last_share),
+        "last_share": row.last_share,
         "cells": cells,
         "clock": _clock(row.clock_error_ms),
-        "causes": [(c.name, None if c.ms is None else wording.ms(c.ms), c.text) for c in causes],
+        "causes": blame.causes.get(row.rank, ()),
     }
 
 
@@ -163,64 +150,21 @@ def _heat(share: float) -> str:
     return f"{'more' if share > 0 else 'less'}-{level}" if level else ""
 
 
-def communication_view(found: Communication, *, steps: bool = True) -> dict[str, Any]:
-    """Return rows of phases with the width of their bars in percent, and the known figures.
-
-    `steps`: the figures are per step, else of the whole trace.
-    """
-    most = max([part.ms.value for part in found.phases] + [1e-9])
-    places = wording.decimals(most)
-    facts: list[tuple[str, str, str]] = []
+def communication_facts(found: Communication, *, steps: bool = True) -> list[tuple[str, str, str]]:
+    """Return the known figures, each with its name and a comparison; per step if `steps`, else of the whole trace."""
+    facts = []
     if found.busy_ms is not None:
-        facts.append(
-            (
-                f"{wording.ms(found.busy_ms)} ms",
-                "of communication per step" if steps else "of communication in total",
-                "",
-            )
-        )
+        name = "of communication per step" if steps else "of communication in total"
+        facts.append((f"{wording.ms(found.busy_ms)} ms", name, ""))
     if found.hidden_share is not None:
         facts.append((wording.percent(found.hidden_share), "hidden behind computation", ""))
     if found.bytes_per_step is not None:
-        facts.append(
-            (
-                wording.nbytes(found.bytes_per_step),
-                "per rank and step" if steps else "per rank in total",
-                "",
-            )
-        )
+        name = "per rank and step" if steps else "per rank in total"
+        facts.append((wording.nbytes(found.bytes_per_step), name, ""))
     if found.bus_gb_per_s is not None:
         of_link = ""
         if found.link_gb_per_s:
             share = wording.percent(found.bus_gb_per_s / found.link_gb_per_s)
             of_link = f"{share} of the {wording.speed(found.link_gb_per_s)} of a large allreduce alone"
         facts.append((wording.speed(found.bus_gb_per_s), "bus bandwidth during transfers", of_link))
-    rows = [
-        {
-            "name": part.name,
-            "hue": hue(part.name, exposed=True),
-            "ms": wording.ms(part.ms.value, places),
-            "interval": wording.interval(part.ms, places),
-            "width": 100 * part.ms.value / most,
-        }
-        for part in found.phases
-    ]
-    return {"rows": rows, "facts": facts, "intervals": any(row["interval"] for row in rows)}
-
-
-def carrier_rows(analysis: Analysis) -> list[dict[str, Any]]:
-    """Return rows of buckets or tensors; the exposed part of each bar is in percent of the most expensive one."""
-    most = max([carrier.ms for carrier in analysis.carriers] + [1e-9])
-    return [
-        {
-            "name": carrier.name,
-            "modules": list(carrier.modules[:MOST_MODULES]),
-            "more": max(0, len(carrier.modules) - MOST_MODULES),
-            "size": "" if carrier.nbytes is None else wording.nbytes(carrier.nbytes),
-            "ms": wording.ms(carrier.ms),
-            "exposed": None if carrier.exposed_ms is None else wording.ms(carrier.exposed_ms),
-            "width": 100 * carrier.ms / most,
-            "exposed_width": 100 * min(carrier.exposed_ms or 0.0, carrier.ms) / most,
-        }
-        for carrier in analysis.carriers
-    ]
+    return facts

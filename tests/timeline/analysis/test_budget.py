@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from hvdtrain.observe.stamps import BLOCK, is_gathered
 from hvdtrain.timeline.analysis.analyse import analyse
 from hvdtrain.timeline.analysis.analysis import Analysis, figures
-from hvdtrain.timeline.analysis.budget import IDLE, LATE, step_budget, step_parts, timeline_budget
+from hvdtrain.timeline.analysis.budget import IDLE, LATE, sample_of, step_budget, step_parts, timeline_budget
 from hvdtrain.timeline.analysis.phases import count_steps
-from hvdtrain.timeline.analysis.sampling import sample_of
 from hvdtrain.timeline.columns import Ints, RunTrace, StepTable
 from hvdtrain.timeline.report.compare import compare
 from hvdtrain.timeline.report.page import headline

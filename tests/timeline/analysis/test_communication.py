@@ -12,10 +12,10 @@ from hvdtrain.compression.sizes import Bucket
 from hvdtrain.compression.table import parse
 from hvdtrain.spans import EXCHANGE, MAIN
 from hvdtrain.timeline.analysis import carriers, communication
+from hvdtrain.timeline.analysis.carriers import modules_of, tensor_module
 from hvdtrain.timeline.analysis.communication import bus_bytes
 from hvdtrain.timeline.analysis.phases import PHASES, kind_of
 from hvdtrain.timeline.analysis.rank_steps import from_ticks
-from hvdtrain.timeline.analysis.tracks import modules_of, tensor_module
 from hvdtrain.timeline.columns import BucketFacts, HorovodTrace, RankSpans, RunTrace
 from tests.support.step_tables import table_of
 from tests.support.timelines import Turn, trace_of

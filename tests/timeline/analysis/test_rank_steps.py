@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from hvdtrain.timeline.analysis.lateness import latest
 from hvdtrain.timeline.analysis.rank_steps import from_stamps, from_ticks
-from hvdtrain.timeline.analysis.significance import latest
 from hvdtrain.timeline.columns import StepTable
 from tests.support.step_tables import table_of
 from tests.support.timelines import Turn, trace_of

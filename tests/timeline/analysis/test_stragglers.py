@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.timeline.analysis.lateness import costs, like_the_others, median_of_others
+from hvdtrain.timeline.analysis.lateness import costs, latest, like_the_others, median_of_others
 from hvdtrain.timeline.analysis.rank_steps import Rounds, from_stamps
-from hvdtrain.timeline.analysis.significance import latest
 from hvdtrain.timeline.analysis.stragglers import Stragglers, find_stragglers
 from hvdtrain.timeline.columns import StepTable
 from tests.support.step_tables import Floats, noise, table_of
