@@ -101,6 +101,10 @@ class RankSpans:
     buckets: Mapping[int, BucketFacts]
     clock_error_us: float = 0.0
 
+    def named(self, name: str) -> NDArray[np.bool_]:
+        """Return which spans have this name [n]."""
+        return np.isin(self.name, [number for number, each in enumerate(self.names) if each == name])
+
 
 @dataclass(frozen=True)
 class StepTable:
@@ -147,7 +151,6 @@ class RunTrace:
         steps: None for Timelines alone, and without stamps.
         spans: of the ranks that have any.
         horovod: segments, on the run's clock if there is one.
-        machine: events ``machine`` of the journal.
         warnings: of the run, and lines of Horovod and NCCL in its output.
         link: allreduces measured at the run's start: pairs of bytes and seconds.
         notes: sentences about missing or dropped data.
@@ -160,7 +163,6 @@ class RunTrace:
     steps: StepTable | None = None
     spans: Sequence[RankSpans] = ()
     horovod: Sequence[HorovodTrace] = ()
-    machine: Sequence[Mapping[str, Any]] = ()
     warnings: Sequence[str] = ()
     link: Sequence[tuple[int, float]] = ()
     notes: Sequence[str] = ()

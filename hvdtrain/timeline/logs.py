@@ -48,13 +48,7 @@ _SETUP = {
 
 
 def collect_lines(paths: Sequence[Path]) -> list[str]:
-    """Summarise a job's output.
-
-    Args:
-        paths: output files, of one rank or of all; also those of NCCL_DEBUG_FILE.
-
-    Returns:
-        Lines about stalled ranks, NCCL's warnings, its network and links.
+    """Return lines about stalled ranks, NCCL's warnings, its network and links, from output of one rank or of all.
 
     Errors:
         TraceError: a file cannot be read.

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from hvdtrain.errors import TraceError
 from hvdtrain.timeline.columns import HorovodTrace
-from hvdtrain.timeline.reading import tensor_names
-from hvdtrain.timeline.reading.events import LONGEST_BYTES
+from hvdtrain.timeline.reading.events import LONGEST_BYTES, NAME_HEAD, unfinished_name
 from hvdtrain.timeline.reading.source import read_pieces
 from hvdtrain.timeline.reading.trace_builder import TraceBuilder, last_boundary
 
@@ -25,7 +24,7 @@ _FOREIGN_BYTES = 1 << 20
 _STRANGE_BYTES = 1 << 27
 """Reading stops after this many bytes without an event of Horovod. A tensor's name may have some MB."""
 
-_OPENING = b"[\n" + tensor_names.HEAD
+_OPENING = b"[\n" + NAME_HEAD
 """The first bytes of a Timeline. A file has several where Timelines were concatenated."""
 
 _FIRST_EVENT = b'{"ph": "'
@@ -82,7 +81,7 @@ def read_horovod(path: Path, chunk_bytes: int = CHUNK_BYTES) -> HorovodTrace:
 def _chunk_end(text: bytes) -> int:
     """Return where the last event begins, or metadata that may be incomplete; 0 if there is no such place."""
     end = last_boundary(text, len(text))
-    head = tensor_names.unfinished_name(text, end or len(text))
+    head = unfinished_name(text, end or len(text))
     if head < 0:
         return end
     return head - 2 if text[head - 2 : head] == b"[\n" else head
@@ -117,7 +116,7 @@ def _check_empty(path: Path, builder: TraceBuilder) -> None:
     rest = beginning.strip(b"[] \t\r\n")
     if not rest:
         builder.damage.notes.append("the file has no events")
-    starts = (tensor_names.HEAD, _FIRST_EVENT)
+    starts = (NAME_HEAD, _FIRST_EVENT)
     if not rest or (beginning[:1] == b"[" and any(start.startswith(rest[: len(start)]) for start in starts)):
         return
     is_foreign = builder.damage.foreign

@@ -76,22 +76,24 @@ def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
     past = read_journal_starts(layout.journal)
     notes: list[str] = []
     starts = read_starts(timeline) if timeline.is_dir() else []
-    start = _newest(starts, past, notes)
-    steps = start.steps if start is not None and len(start.steps.step) else None
+    stamped = [start for start in starts if len(start.steps.step)]
+    start = (stamped or starts or [None])[-1]
+    steps = start.steps if start is not None and stamped else None
+    if steps is not None and (start is not starts[-1] or (past and _journal_of(start, past) is not past[-1])):
+        which = f"steps {steps.step[0]} to {steps.step[-1]}"
+        notes.append(f"the last start has no step stamps: an earlier start is analysed, {which}")
     notes += start.dropped if start is not None else ()
-    is_part = start is not None and steps is not None and (start.at_step > 0 or start is not _first(starts))
+    is_part = start is not None and steps is not None and (start.at_step > 0 or len(stamped) > 1)
     if is_part and steps is not None:
         notes.insert(0, f"only the last round of the run is analysed: steps {steps.step[0]} to {steps.step[-1]}")
-    files = []
-    if timeline.is_dir():
-        files = read_span_files(timeline, most_bytes, start.number if start is not None and steps is not None else None)
+    files = read_span_files(timeline, most_bytes, start.number if start is not None and steps is not None else None)
     spans = on_one_clock(files, starts)
     this = _journal_of(start, past) if steps is not None else (past or [JournalStart({})])[-1]
     config = this.started.get("config") or _config(layout)
     size = len(start.steps.hosts) if start is not None else len(spans)
     if steps is None:
         size = int(this.started.get("size") or size)
-    horovod = list(_segments(timeline, wall_clock_us(files), steps, notes, most_bytes)) if timeline.is_dir() else []
+    horovod = list(_segments(timeline, wall_clock_us(files), steps, notes, most_bytes))
     logs = _small_enough(find_logs(folder, this.started.get("nccl_debug_file")), notes, most_bytes)
     if not (past or starts or files or horovod or logs):
         raise TraceError(
@@ -102,28 +104,9 @@ def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
         )
     notes += _missing(timeline, size, steps, spans, config)
     link = start.link if start is not None else ()
-    machine = this.events_named("machine")
     warnings = [str(event.get("text", "")) for event in this.events_named("warning")]
-    run = RunTrace(folder, size, config, steps, spans, horovod, machine, warnings, link, notes, is_part)
+    run = RunTrace(folder, size, config, steps, spans, horovod, warnings, link, notes, is_part)
     return run, logs
-
-
-def _first(starts: Sequence[Start]) -> Start | None:
-    """Return the first start with stamps."""
-    return next((start for start in starts if len(start.steps.step)), None)
-
-
-def _newest(starts: Sequence[Start], past: Sequence[JournalStart], notes: list[str]) -> Start | None:
-    """Return the newest start with stamps; the last one if there are none."""
-    found = next((start for start in reversed(starts) if len(start.steps.step)), None)
-    if found is None:
-        return starts[-1] if starts else None
-    if found is not starts[-1] or (past and _journal_of(found, past) is not past[-1]):
-        notes.append(
-            f"the last start has no step stamps: an earlier start is analysed, steps"
-            f" {found.steps.step[0]} to {found.steps.step[-1]}"
-        )
-    return found
 
 
 def _journal_of(start: Start | None, past: Sequence[JournalStart]) -> JournalStart:

@@ -72,10 +72,6 @@ def on_one_clock(files: Sequence[SpanFile], starts: Sequence[Start]) -> list[Ran
     """Return the spans of each rank in the last start, on rank 0's clock; ranks without spans are absent.
 
     If a rank's clock was never compared with rank 0's, the wall clocks align it, with an infinite error.
-
-    Args:
-        files: of a run.
-        starts: of the run, with the offsets of clocks.
     """
     newest = newest_files(files)
     by_number = {start.number: start for start in starts}

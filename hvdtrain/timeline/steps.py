@@ -24,7 +24,6 @@ class Start:
     Attributes:
         number: from 0; -1 if unknown.
         at_step: the step from which it resumed.
-        origin_us: zero of the file's times, by rank 0's clock.
         clock_ids: of the ranks; equal ones are the same clock.
         link: allreduces measured at the start: pairs of bytes and seconds.
         steps: empty if the start ended before the first block.
@@ -36,7 +35,6 @@ class Start:
 
     number: int
     at_step: int
-    origin_us: float
     clock_ids: Sequence[str]
     link: Sequence[tuple[int, float]]
     steps: StepTable
@@ -47,11 +45,7 @@ class Start:
 
 
 def read_steps(path: Path) -> list[StepTable]:
-    """Read the stamps of a run: a table for each start that has any, by rank 0's clock.
-
-    Args:
-        path: of the file, of its folder, or of the run.
-    """
+    """Read the stamps of a run: a table for each start that has any, by rank 0's clock. See `read_starts`."""
     return [start.steps for start in read_starts(path) if len(start.steps.step)]
 
 
@@ -85,7 +79,8 @@ def read_starts(path: Path) -> list[Start]:
             heads[-1][2].append(line)
         elif head is not None:
             heads[-1][3].append(f"line {number} of steps.jsonl is damaged and ignored")
-    return [_start(head or _no_ranks(number), blocks, dropped) for head, number, blocks, dropped in heads]
+    no_ranks = StartLine(VERSION, -1, 0, 0, [], [], 0.0)
+    return [_start(head or no_ranks, number, blocks, dropped) for head, number, blocks, dropped in heads]
 
 
 def _lines(path: Path) -> list[bytes]:
@@ -115,17 +110,12 @@ def _decode(raw: bytes) -> StartLine | BlockLine | _DamagedStart | None:
     return None
 
 
-def _no_ranks(number: int) -> StartLine:
-    """Return a start without ranks, for one that is damaged."""
-    return StartLine(VERSION, number, 0, 0, [], [], 0.0)
-
-
-def _start(head: StartLine, blocks: Sequence[BlockLine], dropped: Sequence[str]) -> Start:
+def _start(head: StartLine, number: int, blocks: Sequence[BlockLine], dropped: Sequence[str]) -> Start:
     def joined(tables: Sequence[Any], shift_us: float = 0.0) -> Floats:
         return np.concatenate([np.empty((head.size, 0)), *map(as_array, tables)], axis=1) + shift_us
 
     step = np.concatenate([np.empty(0), *(block.first_step + np.arange(block.steps) for block in blocks)])
-    number = np.repeat(np.arange(len(blocks)), [block.steps for block in blocks])
+    block_number = np.repeat(np.arange(len(blocks)), [block.steps for block in blocks])
     start, ready, released, end = (joined([block.moments[k] for block in blocks], head.origin_us) for k in range(4))
     parts = {
         name: joined([block.parts_us.get(name, np.zeros((head.size, block.steps))) for block in blocks])
@@ -135,7 +125,7 @@ def _start(head: StartLine, blocks: Sequence[BlockLine], dropped: Sequence[str])
     steps = StepTable(
         hosts=head.hosts,
         step=step[known].astype(np.int32),
-        block=number[known].astype(np.int32),
+        block=block_number[known].astype(np.int32),
         start_us=start[:, known],
         ready_us=ready[:, known],
         released_us=released[:, known],
@@ -147,9 +137,8 @@ def _start(head: StartLine, blocks: Sequence[BlockLine], dropped: Sequence[str])
     zeros: Numbers = [0.0] * head.size
     clocks = [head.clock or ClockLine(zeros, zeros), *(block.clock for block in blocks)]
     return Start(
-        number=head.start,
+        number=number,
         at_step=head.at_step,
-        origin_us=head.origin_us,
         clock_ids=head.clock_ids,
         link=head.link,
         steps=steps,

@@ -38,7 +38,7 @@ def request_window(
     Errors:
         RunDirectoryError: there is no such run, no job answers, or it cannot record.
     """
-    found = _ask(run, Request(_new_id(), "start", steps, profile), ("open", "over"), patience_s, sleep)
+    found = _ask(run, Request(secrets.token_hex(8), "start", steps, profile), ("open", "over"), patience_s, sleep)
     if found.state == "none":
         raise RunDirectoryError(
             f"the job of {run} cannot record: {found.lacks}", next_step="start it with --observe.timeline auto"
@@ -52,17 +52,13 @@ def stop_window(run: Path, *, patience_s: float, sleep: Callable[[float], None] 
     Errors:
         RunDirectoryError: there is no such run, no job answers, or it is not recording.
     """
-    found = _ask(run, Request(_new_id(), "stop"), ("over",), patience_s, sleep)
+    found = _ask(run, Request(secrets.token_hex(8), "stop"), ("over",), patience_s, sleep)
     if found.state == "none":
         raise RunDirectoryError(
             f"the job of {run} is not recording",
             next_step="hvdtrain timeline start {0}, or: hvdtrain timeline report {0}".format(shlex.quote(str(run))),
         )
     return found
-
-
-def _new_id() -> str:
-    return secrets.token_hex(8)
 
 
 def _ask(

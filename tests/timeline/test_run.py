@@ -83,7 +83,7 @@ def _timeline(path: Path, epoch_us: float) -> None:
 
 def test_the_last_start_of_a_run_is_read(tmp_path: Path) -> None:
     run = load(_run(tmp_path / "r"))
-    assert run.size == 2 and run.warnings == ["something"] and len(run.machine) == 1
+    assert run.size == 2 and run.warnings == ["something"]
     assert run.steps is not None and list(run.steps.step) == list(range(1, 11))
     assert run.link == [(1024, 1e-4)] and [spans.rank for spans in run.spans] == [0]
     assert any("no spans of rank 1:" in note for note in run.notes)

@@ -11,7 +11,7 @@ from hvdtrain.spans import EXCHANGE
 from hvdtrain.timeline.analysis.analysis import Carrier
 from hvdtrain.timeline.analysis.communication import payload_bytes, waiting_of
 from hvdtrain.timeline.analysis.intervals import common, length, union
-from hvdtrain.timeline.analysis.phases import NEGOTIATION, count_steps, kind_of, recurring
+from hvdtrain.timeline.analysis.phases import NEGOTIATION, count_steps, of_kind, recurring
 from hvdtrain.timeline.columns import BucketFacts, HorovodTrace, RankSpans, RunTrace
 
 MOST = 10
@@ -49,8 +49,7 @@ def _of_spans(spans: RankSpans, run: RunTrace) -> list[Carrier]:
 
 def _of_timeline(trace: HorovodTrace) -> list[Carrier]:
     steps = max(1, count_steps(trace))
-    kinds = np.array([kind_of(name) in ("", NEGOTIATION) for name in trace.phases], bool)
-    mine = kinds[trace.phase] if len(kinds) else np.zeros(0, bool)
+    mine = of_kind(trace, "", NEGOTIATION)
     total = np.bincount(trace.tensor[mine], weights=trace.duration_us[mine], minlength=len(trace.tensors))
     nbytes = np.full(len(trace.tensors), -1, np.int64)
     np.maximum.at(nbytes, trace.tensor, trace.nbytes)

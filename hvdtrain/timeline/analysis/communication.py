@@ -149,8 +149,7 @@ def _of_spans(run: RunTrace) -> Communication | None:
 
 def waiting_of(spans: RankSpans) -> Span:
     """Return the time during which the training thread waited for sums."""
-    numbers = [i for i, name in enumerate(spans.names) if name == "wait"]
-    mine = np.isin(spans.name, numbers) & (spans.track == MAIN)
+    mine = spans.named("wait") & (spans.track == MAIN)
     return union(spans.start_us[mine], spans.end_us[mine])
 
 

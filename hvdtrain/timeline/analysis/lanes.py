@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from hvdtrain.spans import DEVICE, EXCHANGE, MAIN
 from hvdtrain.timeline.analysis.analysis import Lane, Slice
 from hvdtrain.timeline.analysis.intervals import union
-from hvdtrain.timeline.analysis.phases import TRANSFER, kind_of
+from hvdtrain.timeline.analysis.phases import TRANSFER, of_kind
 from hvdtrain.timeline.columns import Floats, HorovodTrace, RankSpans, RunTrace
 
 STEPS = 4
@@ -36,7 +36,7 @@ def window_lanes(run: RunTrace) -> list[Lane]:
 
 def _window(ranks: Sequence[RankSpans]) -> tuple[int, int, float, float] | None:
     """Return first and last step, begin and end in us; None if no step was recorded."""
-    mine = [(r.track == MAIN) & (r.step > 0) & np.isin(r.name, _numbers(r, "step")) for r in ranks]
+    mine = [(r.track == MAIN) & (r.step > 0) & r.named("step") for r in ranks]
     step = np.concatenate([r.step[m] for r, m in zip(ranks, mine, strict=True)])
     numbers, place = np.unique(step, return_inverse=True)
     first, last = np.full(len(numbers), np.inf), np.full(len(numbers), -np.inf)
@@ -59,8 +59,7 @@ def _window(ranks: Sequence[RankSpans]) -> tuple[int, int, float, float] | None:
 def _of_rank(spans: RankSpans, first: int, last: int, begin: float, end: float) -> list[Lane]:
     inside = (spans.step >= first) & (spans.step <= last) & (spans.start_us < end) & (spans.end_us > begin)
     label = f"rank {spans.rank} on {spans.host}"
-    hidden = _numbers(spans, "step")
-    lanes = [(label, inside & (spans.track == MAIN) & ~np.isin(spans.name, hidden))]
+    lanes = [(label, inside & (spans.track == MAIN) & ~spans.named("step"))]
     lanes.append((f"rank {spans.rank}, device", inside & (spans.track == DEVICE)))
     found = [Lane(name, _slices(spans, mine, begin, end)) for name, mine in lanes if mine.any()]
     exchange = inside & (spans.track >= EXCHANGE)
@@ -101,8 +100,7 @@ def _slices(spans: RankSpans, mine: NDArray[np.bool_], begin: float, end: float)
 
 
 def _transfer(trace: HorovodTrace, begin: float, end: float) -> list[Slice]:
-    kinds = [i for i, name in enumerate(trace.phases) if kind_of(name) == TRANSFER]
-    mine = np.isin(trace.phase, kinds)
+    mine = of_kind(trace, TRANSFER)
     starts, ends = union(trace.start_us[mine], (trace.start_us + trace.duration_us)[mine])
     inside = np.flatnonzero((ends > begin) & (starts < end))
     inside = inside[_longest((ends - starts)[inside])]
@@ -121,7 +119,3 @@ def _alone(trace: HorovodTrace) -> Lane | None:
         end = begin + float(trace.duration_us.max())
     slices = _transfer(trace, begin, end)
     return Lane("Horovod", slices) if slices else None
-
-
-def _numbers(spans: RankSpans, name: str) -> list[int]:
-    return [i for i, each in enumerate(spans.names) if each == name]

@@ -42,11 +42,8 @@ def like_the_others(work: Floats, late: Collection[int] = ()) -> Floats:
 
     A rank's longest step becomes the longest step of a typical other rank (median over the other ranks), its second
     longest the second longest, and so on. Steps that are long for all ranks stay long. Steady and rare lateness are
-    treated alike. No step becomes longer, even if other ranks are noisier.
-
-    Args:
-        work: of each rank in each step [ranks, steps].
-        late: ranks that are not typical.
+    treated alike. No step becomes longer, even if other ranks are noisier. `work` is [ranks, steps]; ranks that are
+    `late` are not typical.
     """
     order = np.argsort(work, axis=1, kind="stable")
     ordered = np.take_along_axis(work, order, axis=1)
@@ -127,10 +124,10 @@ def cost_estimates(work: Floats, late: Collection[int], correlation: float) -> l
 
 
 def latest(work: Floats) -> tuple[list[int], float]:
-    """Return the ranks that are significantly later than the others, and how alike steps are.
+    """Return the ranks that are significantly later than the others, the latest first, and how alike steps are.
 
     There are two statistics of lateness, both relative to the median of the other ranks in the step. The mean detects a
-    rank that is late rarely and by much. The mean without outliers (`lateness.tamed`) detects a small steady lateness.
+    rank that is late rarely and by much. The mean without outliers (`tamed`) detects a small steady lateness.
     Each is compared with the latest rank after shuffling the ranks in each block of steps. That accounts for having
     searched many ranks: a permutation test of the largest statistic (Westfall and Young, Resampling-based multiple
     testing, 1993).
@@ -140,11 +137,7 @@ def latest(work: Floats) -> tuple[list[int], float]:
     too few blocks to shuffle, a rank's mean is tested against its own scatter and the other ranks' means, with the
     probability divided by the number of ranks.
 
-    Args:
-        work: of each rank in each step [ranks, steps], at least two ranks.
-
-    Returns:
-        Late ranks, the latest first, and how many steps are worth one independent step.
+    `work` is [ranks, steps], of at least two ranks. How alike steps are is how many are worth one independent step.
     """
     steady = tamed(work)
     excess = [values - median_of_others(values) for values in (steady, work)]

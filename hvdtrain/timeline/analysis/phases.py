@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.timeline.analysis.intervals import Span, union
-from hvdtrain.timeline.columns import Floats, HorovodTrace
+from hvdtrain.timeline.columns import HorovodTrace
 
 TRANSFER, COPIES, QUEUE, NEGOTIATION, OTHER = "transfer", "fusion copies", "queue", "negotiation", "other"
 PHASES = (TRANSFER, COPIES, QUEUE, NEGOTIATION)
@@ -38,22 +38,23 @@ def kind_of(phase: str) -> str:
 
 def by_kind(traces: Sequence[HorovodTrace]) -> dict[str, Span]:
     """Return when each kind of phase was in progress for any tensor; "" for whole collectives."""
-    starts: dict[str, list[Floats]] = {}
-    ends: dict[str, list[Floats]] = {}
-    for trace in traces:
-        kinds = [kind_of(name) for name in trace.phases]
-        for kind in set(kinds):
-            numbers = [i for i, each in enumerate(kinds) if each == kind]
-            mine = np.isin(trace.phase, numbers)
-            starts.setdefault(kind, []).append(trace.start_us[mine])
-            ends.setdefault(kind, []).append(trace.start_us[mine] + trace.duration_us[mine])
-    return {kind: union(np.concatenate(starts[kind]), np.concatenate(ends[kind])) for kind in starts}
+    found = {}
+    for kind in {kind_of(name) for trace in traces for name in trace.phases}:
+        mine = [of_kind(trace, kind) for trace in traces]
+        start = np.concatenate([trace.start_us[m] for trace, m in zip(traces, mine, strict=True)])
+        duration = np.concatenate([trace.duration_us[m] for trace, m in zip(traces, mine, strict=True)])
+        found[kind] = union(start, start + duration)
+    return found
+
+
+def of_kind(trace: HorovodTrace, *kinds: str) -> NDArray[np.bool_]:
+    """Return which intervals are phases of these kinds [n]."""
+    return np.isin(trace.phase, [i for i, name in enumerate(trace.phases) if kind_of(name) in kinds])
 
 
 def whole_collectives(trace: HorovodTrace) -> NDArray[np.bool_]:
     """Return which intervals are whole collectives [n]."""
-    numbers = [i for i, name in enumerate(trace.phases) if kind_of(name) == ""]
-    return np.isin(trace.phase, numbers)
+    return of_kind(trace, "")
 
 
 def count_steps(trace: HorovodTrace) -> int:

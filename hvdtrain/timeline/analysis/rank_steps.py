@@ -53,7 +53,7 @@ def warm_up(table: StepTable) -> int:
 
 def follows(step: Ints) -> NDArray[np.bool_]:
     """Return whether each of ascending steps comes right after the one before it [steps]."""
-    return np.diff(step, prepend=step[:1]) == 1
+    return np.asarray(np.diff(step, prepend=step[:1]) == 1)
 
 
 def from_stamps(table: StepTable) -> Rounds | None:

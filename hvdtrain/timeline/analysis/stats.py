@@ -38,15 +38,12 @@ def mean_of(values: Floats, weights: Floats | None = None) -> Estimate:
 
     Consecutive steps are correlated (clock changes, other load on the host). Means of batches of consecutive steps are
     nearly independent (Schmeiser, "Batch size effects in the analysis of simulation output", Operations Research 30,
-    1982). The interval of a single value is empty. If no value is negative, neither is the low end.
-
-    Args:
-        values: in order [n], at least one.
-        weights: positive; batches then have about equal weight [n].
+    1982). The interval of a single value is empty. If no value is negative, neither is the low end. With weights [n],
+    all positive, batches have about equal weight.
     """
     weights = np.ones(len(values)) if weights is None else weights
     mean = float(np.average(values, weights=weights))
-    half = half_width(values - mean, weights)
+    half = _half_width(values - mean, weights)
     if not half:
         return Estimate(mean, mean, mean)
     low = max(0.0, mean - half) if np.min(values) >= 0 else mean - half
@@ -60,17 +57,12 @@ def ratio_of(parts: Floats, wholes: Floats) -> Estimate:
     single step is empty.
     """
     share = float(np.sum(parts) / np.sum(wholes))
-    half = half_width(parts - share * wholes, np.ones(len(parts))) / float(np.mean(wholes))
+    half = _half_width(parts - share * wholes, np.ones(len(parts))) / float(np.mean(wholes))
     return Estimate(share, max(0.0, share - half), share + half)
 
 
-def half_width(deviations: Floats, weights: Floats) -> float:
-    """Return half of the 95% confidence interval of a series' mean, by batch means; 0 for a single value.
-
-    Args:
-        deviations: from the mean [n].
-        weights: [n].
-    """
+def _half_width(deviations: Floats, weights: Floats) -> float:
+    """Return half of the 95% confidence interval of a series' mean, by batch means; 0 for a single value."""
     count = len(deviations)
     batches = min(BATCHES, max(2, count // 3)) if count > 1 else 1
     reach = np.cumsum(weights) - weights / 2
@@ -90,10 +82,8 @@ def correlation_steps(deviations: Floats) -> float:
 
     For a first-order autoregressive process it is (1 + r) / (1 - r). r is estimated over all rows, corrected for its
     bias in short series (Marriott and Pope, Biometrika 41, 1954) and increased by 1.5 standard errors. Means of longer
-    batches may give more, which detects a slow drift under fast noise; then that counts.
-
-    Args:
-        deviations: rows of equal length, each from its own mean [rows, n].
+    batches may give more, which detects a slow drift under fast noise; then that counts. Deviations are from each row's
+    own mean [rows, n].
     """
     count = deviations.shape[1]
     power = float(np.mean(deviations**2))

@@ -34,10 +34,7 @@ _WORDS = {
 def lateness_parts(table: StepTable, column: Ints, *, steady: bool) -> dict[str, Floats]:
     """Return the parts between the sums of one step and being ready in the next, ms [ranks], means over steps.
 
-    Args:
-        table: of all ranks.
-        column: steps to use. If the step before is missing, the parts begin with the step.
-        steady: ignore outliers of single steps.
+    If the step before is missing, the parts begin with the step. `steady` ignores outliers of single steps.
     """
     parts = {name: _mean(table, part, column, steady) for part, name in _PARTS.items()}
     inside = (table.ready_us - table.start_us)[:, column]

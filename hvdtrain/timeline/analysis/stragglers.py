@@ -123,14 +123,7 @@ def _costs(work: Floats, late: Sequence[int], alike: float) -> tuple[list[Estima
 
 
 def _why_none(count: int, costs: Sequence[Estimate], matters: Sequence[float], pauses: Sequence[Pause]) -> str:
-    """Say why there is no straggler.
-
-    Args:
-        count: number of steps.
-        costs: of each rank, then of each rank as the mean over all steps.
-        matters: the least cost of a straggler in milliseconds, of each rank.
-        pauses: were excluded.
-    """
+    """Say why there is no straggler. `costs` has that of each rank, then that of each as the mean over all steps."""
     apart = " (without pauses)" if pauses else ""
     if count < _LEAST_ROUNDS:
         few = f"1 step{apart} is" if count == 1 else f"{count} steps{apart} are"

@@ -44,11 +44,7 @@ class Profile:
 
 
 def read_times(path: Path, notes: list[str]) -> Profile:
-    """Read the times of a profile.
-
-    Args:
-        path: a plain or gzip file.
-        notes: appended to if parts are not readable.
+    """Read the times of a profile, a plain or gzip file; append to `notes` if parts are not readable.
 
     Errors:
         OSError: it cannot be read.
@@ -64,23 +60,17 @@ def read_times(path: Path, notes: list[str]) -> Profile:
 
 
 def profile_events(path: Path, rank: int, shift_us: float) -> Iterator[Event]:
-    """Yield the events of a profile as those of a rank.
-
-    Args:
-        path: of the file.
-        rank: of the profile.
-        shift_us: added to its times.
-    """
+    """Yield the events of a profile as those of a rank, with `shift_us` added to their times."""
     tracks: dict[tuple[int, int], int] = {}
     processes: dict[int, str] = {}
     for item in _items(path, []):
         if isinstance(item, float):
             continue
-        pid, tid = item.get("pid"), item.get("tid")
-        if item["ph"] == "M" and type(pid) is int:
+        if item["ph"] == "M" and type(item.get("pid")) is int:
             yield from _named(item, rank, tracks, processes)
         if not _is_shown(item):
             continue
+        pid, tid = item["pid"], item["tid"]
         if (pid, tid) not in tracks:
             yield from _track(tracks, rank, pid, tid, f"torch: {tid}")
         event = {**item, "pid": rank, "tid": tracks[pid, tid], "ts": round(item["ts"] + shift_us, 3)}

@@ -38,7 +38,7 @@ def metadata(kind: str, pid: int, tid: int, **arguments: Any) -> Event:
 
 def span_events(spans: RankSpans, zero_us: float) -> Iterator[Event]:
     """Yield a rank's spans, longer ones first if several begin together."""
-    tracks = np.where(np.isin(spans.name, [n for n, name in enumerate(spans.names) if name == "gc"]), _GC, spans.track)
+    tracks = np.where(spans.named("gc"), _GC, spans.track)
     for track in np.unique(tracks).tolist():
         bucket = spans.buckets.get(track)
         name = _TRACKS.get(track, f"exchange of bucket {track - EXCHANGE}")
@@ -83,15 +83,7 @@ def late_events(tables: Sequence[StepTable], traced: Sequence[RankSpans], zero_u
 
 
 def horovod_events(trace: HorovodTrace, pid: int, title: str, place: int, shift_us: float) -> Iterator[Event]:
-    """Yield all events of a Timeline.
-
-    Args:
-        trace: the Timeline.
-        pid: number of its process.
-        title: name of its process.
-        place: position of its process.
-        shift_us: added to its times.
-    """
+    """Yield all events of a Timeline as process `pid` at position `place`, with `shift_us` added to their times."""
     yield metadata("process_name", pid, 0, name=title)
     yield metadata("process_sort_index", pid, 0, sort_index=place)
     track = _tracks(trace)

@@ -1,12 +1,13 @@
 """Events of Horovod's Timeline, as horovod/common/timeline.cc writes them, decoded by msgspec.
 
-An event with other fields, or with values out of range, is an error of the decoder.
+An event with other fields, or with values out of range, is an error of the decoder. Names of tensors are found before:
+Horovod writes them without escaping, so a name may look like JSON or like events.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Annotated, Any
 
@@ -148,3 +149,39 @@ def _nbytes(dtype: str, shape: str) -> int:
     for length in re.findall(r"\d+", shape):
         total *= int(length)
     return total if total < 1 << 62 else -1
+
+
+NAME_HEAD = b'{"name": "process_name"'
+"""The first bytes of a tensor's metadata."""
+
+_OPENING = re.compile(rb'\{"name": "process_name", "ph": "M", "pid": (\d{1,8}), "args": \{"name": "')
+_CLOSING = b'"}},\n{"name": "process_sort_index", "ph": "M", "pid": %s, "args": {"sort_index": %s}},'
+"""The bytes after a name, with the tensor's number. No name contains them by chance."""
+
+
+def find_names(text: bytes) -> Iterator[tuple[int, int, int, str]]:
+    """Yield begin and end of each tensor's metadata, the tensor's number and its name."""
+    at = text.find(NAME_HEAD)
+    while at >= 0:
+        end = at + 1
+        if found := _match(text, at):
+            pid, name, end = found
+            yield at, end, pid, name.decode("utf-8", "replace")
+        at = text.find(NAME_HEAD, end)
+
+
+def unfinished_name(text: bytes, end: int) -> int:
+    """Return where metadata begins that may continue after `end`; -1 if there is none."""
+    head = text.rfind(NAME_HEAD, max(0, end - LONGEST_BYTES), end)
+    found = _match(text, head) if head >= 0 else None
+    return -1 if found and found[2] <= end else head
+
+
+def _match(text: bytes, at: int) -> tuple[int, bytes, int] | None:
+    opening = _OPENING.match(text, at)
+    if opening is None:
+        return None
+    begin = opening.end()
+    closing = _CLOSING % (opening[1], opening[1])
+    end = text.find(closing, begin, begin + LONGEST_BYTES + len(closing))
+    return None if end < 0 else (int(opening[1]), text[begin:end], end + len(closing))

@@ -8,19 +8,11 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-IN_MEMORY_BYTES = 1 << 23
-"""A larger column is written to disk, to bound memory."""
-
 
 class Column:
-    """A column to which arrays are added.
+    """A column to which arrays are added; one larger than `in_memory_bytes` is written to disk."""
 
-    Args:
-        dtype: of the elements.
-        in_memory_bytes: a larger column is written to disk.
-    """
-
-    def __init__(self, dtype: str, in_memory_bytes: int = IN_MEMORY_BYTES) -> None:
+    def __init__(self, dtype: str, in_memory_bytes: int = 1 << 23) -> None:
         self._dtype = np.dtype(dtype)
         self._limit = in_memory_bytes
         self._parts: list[NDArray[Any]] = []

@@ -33,14 +33,8 @@ class Piece:
 def salvage(text: bytes, *, final: bool) -> tuple[list[Piece], int]:
     """Find the events in `text`, in order.
 
-    Other objects count as text without an event, and so do events inside another object.
-
-    Args:
-        text: any bytes.
-        final: nothing follows `text`.
-
-    Returns:
-        The pieces, and how many bytes they cover: all if `final`, else up to an object that may continue after `text`.
+    Other objects count as text without an event, and so do events inside another object. Returns how many bytes the
+    pieces cover too: all if nothing follows `text` (`final`), else up to an object that may continue after `text`.
     """
     pieces: list[Piece] = []
     if not text.strip(SEPARATORS):

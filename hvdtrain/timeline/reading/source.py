@@ -14,12 +14,10 @@ _READ_BYTES = 1 << 18
 
 
 def read_pieces(path: Path, size: int, notes: list[str]) -> Iterator[bytes]:
-    """Yield the content of a file in pieces of about `size` bytes. It may be gzip under any name.
+    """Yield the content of a file in pieces of about `size` bytes.
 
-    Args:
-        path: a plain file, or one or several concatenated gzip streams.
-        size: bytes.
-        notes: appended to if compressed content is truncated or damaged; the content before that is yielded.
+    Under any name, it may be plain, or one or several concatenated gzip streams. If compressed content is truncated or
+    damaged, the content before that is yielded, and `notes` is appended to.
 
     Errors:
         OSError: it cannot be opened or read, or is no regular file.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,12 @@ from hvdtrain.timeline.reading.events import (
     Tick,
     as_event,
     decode,
+    find_names,
     is_foreign,
     nbytes,
 )
 from hvdtrain.timeline.reading.growing import Column
 from hvdtrain.timeline.reading.salvage import salvage
-from hvdtrain.timeline.reading.tensor_names import find_names
 
 _BEGINNING_BYTES = 256
 _SALVAGE_BYTES = 1 << 14
@@ -82,14 +83,6 @@ class _Tensors(dict[int, tuple[int, list[Begin]]]):
         return tensor
 
 
-class _Phases(dict[str, int]):
-    """Numbers of the operations' names, in order of appearance."""
-
-    def __missing__(self, name: str) -> int:
-        number = self[name] = len(self)
-        return number
-
-
 class TraceBuilder:
     """Collects the events of one file.
 
@@ -106,7 +99,8 @@ class TraceBuilder:
         self._epoch_us: float | None = None
         self._shift_us = 0.0
         self._is_first = True
-        self._tensors, self._phases = _Tensors(), _Phases()
+        self._tensors = _Tensors()
+        self._phases = defaultdict[str, int](count().__next__)
         self._orphans: Counter[int] = Counter()
         self._last_us = -np.inf
         self._in_order = True

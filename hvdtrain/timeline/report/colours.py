@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import zlib
 
-_HUES = {
-    "data": "data",
-    "copy": "copy",
-    "forward": "forward",
-    "backward": "backward",
+_OWN = ("data", "copy", "forward", "backward", "optimizer", "clip", "negotiation", "queue", "transfer", "other", "gc")
+_HUES = {name: name for name in (*_OWN, "step", "aside", "rest")} | {
     "forward and backward": "forward",
-    "optimizer": "optimizer",
-    "clip": "clip",
     "clipping": "clip",
     "clipping and optimizer": "optimizer",
     "wait": "transfer",
     "exposed communication": "transfer",
     "waiting for late ranks": "late",
-    "negotiation": "negotiation",
-    "queue": "queue",
     "fusion copies": "copies",
-    "transfer": "transfer",
-    "other": "other",
-    "gc": "gc",
-    "step": "step",
-    "aside": "aside",
     "evaluation": "aside",
     "checkpoint": "aside",
     "evaluations and checkpoints": "aside",
-    "rest": "rest",
     "nothing under way": "rest",
     "exchange": "queue",
     "other exchange": "other",

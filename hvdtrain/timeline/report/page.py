@@ -78,7 +78,6 @@ def _view(analysis: Analysis) -> dict[str, Any]:
     names, rows = summary(lanes)
     shown = [one.name for lane in lanes for one in lane.slices]
     step_ms = analysis.budget.step_ms.value if analysis.budget else None
-    communication = analysis.communication
     steps = analysis.budget is None or analysis.budget.steps > 0
     pieces = [finding_pieces(finding.advice) for finding in analysis.findings]
     return {
@@ -89,10 +88,7 @@ def _view(analysis: Analysis) -> dict[str, Any]:
         "budget": budget_view(analysis.budget) if analysis.budget else None,
         "findings": list(zip(analysis.findings, pieces, strict=True)),
         "blame": blame_view(analysis.blame, step_ms),
-        "communication": analysis.communication,
-        "communication_facts": communication_facts(analysis.communication, steps=steps)
-        if analysis.communication
-        else [],
+        "communication_facts": communication_facts(analysis.communication, steps=steps),
         "each_ms": "ms per step" if steps else "ms",
         "figures": {name: f"{value:.6g}" for name, value in figures(analysis).items()},
         "lanes": _for_script(packed(lanes)),

@@ -150,9 +150,11 @@ def _heat(share: float) -> str:
     return f"{'more' if share > 0 else 'less'}-{level}" if level else ""
 
 
-def communication_facts(found: Communication, *, steps: bool = True) -> list[tuple[str, str, str]]:
+def communication_facts(found: Communication | None, *, steps: bool = True) -> list[tuple[str, str, str]]:
     """Return the known figures, each with its name and a comparison; per step if `steps`, else of the whole trace."""
-    facts = []
+    facts: list[tuple[str, str, str]] = []
+    if found is None:
+        return facts
     if found.busy_ms is not None:
         name = "of communication per step" if steps else "of communication in total"
         facts.append((f"{wording.ms(found.busy_ms)} ms", name, ""))

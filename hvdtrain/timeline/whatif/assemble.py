@@ -70,13 +70,7 @@ def job_buckets(evidence: Evidence, job: Job) -> list[PlannedBucket]:
 
 
 def assemble_step(evidence: Evidence, setting: Setting, costs: Costs) -> AssembledStep:
-    """Assemble the step, with gradients ready when they were in early steps.
-
-    Args:
-        evidence: of the run.
-        setting: what to assemble it for.
-        costs: measured costs of coding.
-    """
+    """Assemble the step, with gradients ready when they were in early steps."""
     job, parts = setting.job, evidence.parts_s
     was, now = evidence.job.passes, job.passes
     slowdown = setting.slowdown

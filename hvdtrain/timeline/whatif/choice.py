@@ -20,10 +20,7 @@ def choose_compression(
 ) -> tuple[str, Mapping[str, Outcome]]:
     """Return the compression to train with, and the predicted step with each one, "none" first.
 
-    Args:
-        evidence: of steps without compression.
-        candidates: those that lose least first, without "none".
-        costs: measured costs of coding.
+    The evidence is of steps without compression. Of the candidates, those that lose least come first.
     """
     predicted = {"none": outcomes(evidence, Change(), costs)[0]}
     predicted |= {name: outcomes(evidence, Change(compression=name), costs)[1] for name in candidates}

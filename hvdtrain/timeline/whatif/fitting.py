@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from hvdtrain.compression.sizes import sent_bytes
 from hvdtrain.errors import ConfigError
@@ -22,15 +22,6 @@ _UNEXPLAINED = 0.05
 """Share of a step. If steps waited longer than the probed link explains by more than this, the link has changed."""
 _FASTEST, _SLOWEST = 1e-12, 1e-4
 _HALVINGS = 40
-
-
-@dataclass(frozen=True)
-class KnownLink:
-    """A link, the uncertainty of its speed as a share, and where it is from, as text."""
-
-    link: Link
-    uncertainty: float
-    source: str
 
 
 def fit_link(
@@ -91,20 +82,15 @@ def fit_probed_link(evidence: Evidence, probed: Sequence[tuple[int, float]]) -> 
     return FittedLink(_with_cpu(evidence, found, None), "probed", _PROBE_UNCERTAINTY)
 
 
-def link_between(evidence: Evidence, ranks: Ranks, gbit: float | None) -> KnownLink:
-    """Return what is known about the link between `ranks`.
-
-    Args:
-        evidence: of the run.
-        ranks: after the change.
-        gbit: bandwidth given by the user instead.
+def link_between(evidence: Evidence, ranks: Ranks, gbit: float | None) -> FittedLink:
+    """Return what is known about the link between `ranks`, which the user may give as `gbit` instead.
 
     Errors:
         ConfigError: nothing is known about it.
     """
     fitted = evidence.fitted
     if ranks.size == 1:
-        return KnownLink(Link(0.0, 0.0), 0.0, "none")
+        return FittedLink(Link(0.0, 0.0), "none", 0.0)
     if ranks.hosts == 1 and gbit is not None:
         raise ConfigError(
             "--bandwidth_gbit is the bandwidth between hosts, but there is one host",
@@ -112,16 +98,16 @@ def link_between(evidence: Evidence, ranks: Ranks, gbit: float | None) -> KnownL
             next_step="set the number of ranks on each host: --ranks_per_host 1",
         )
     if fitted.link is not None and (ranks.hosts > 1) == (evidence.job.ranks.hosts > 1):
-        return KnownLink(fitted.link, fitted.uncertainty, fitted.source)
+        return fitted
     if ranks.hosts == 1:
-        return KnownLink(ONE_HOST, 0.7, "assumed to be 4 GB/s, because nothing was exchanged on one host")
+        return FittedLink(ONE_HOST, "assumed to be 4 GB/s, because nothing was exchanged on one host", 0.7)
     if gbit is None:
         raise ConfigError(
             f"the link between {ranks.hosts} hosts is unknown: the run had one host",
             expected=f"its bandwidth: {ranks.size} ranks with {ranks.per_host} on a host need {ranks.hosts} hosts",
             next_step=f"set its bandwidth: --bandwidth_gbit 10; or use one host: --ranks_per_host {ranks.size}",
         )
-    return KnownLink(NETWORK, 0.0, "as given; small messages take 30 us unless --latency_us is given")
+    return FittedLink(NETWORK, "as given; small messages take 30 us unless --latency_us is given", 0.0)
 
 
 def _with_cpu(evidence: Evidence, link: Link, exchange_cpu_s: float | None) -> Link:

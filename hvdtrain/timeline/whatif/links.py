@@ -66,12 +66,8 @@ def collective_s(
 ) -> tuple[float, float]:
     """Return the seconds of a collective after all ranks are ready, and processor seconds of the exchanging thread.
 
-    Args:
-        link: between hosts, or on the one host.
-        ranks: that take part.
-        kind: allreduce, allgather or alltoall.
-        nbytes: that each rank hands over.
-        algorithm: of an allreduce; auto uses the faster one.
+    `kind` is allreduce, allgather or alltoall; `nbytes` is what each rank hands over. The algorithm is that of an
+    allreduce; auto uses the faster one.
     """
     if ranks.size < 2:
         return 0.0, 0.0

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from hvdtrain.timeline.whatif.assemble import AssembledStep, Costs, Setting, assemble_step, stretch_backward
 from hvdtrain.timeline.whatif.change import Change, changed_job
-from hvdtrain.timeline.whatif.evidence import Evidence, Job
-from hvdtrain.timeline.whatif.fitting import KnownLink, link_between
+from hvdtrain.timeline.whatif.evidence import Evidence, FittedLink, Job
+from hvdtrain.timeline.whatif.fitting import link_between
 from hvdtrain.timeline.whatif.links import Link, with_bandwidth
 from hvdtrain.timeline.whatif.replay import Replayed, replay
 
@@ -203,6 +203,7 @@ class _Model:
     def _setting_then(self) -> Setting:
         evidence, change, job = self.evidence, self.change, self.job
         link = self._link().link
+        assert link is not None
         if change.bandwidth_gbit is not None:
             link = with_bandwidth(link, change.bandwidth_gbit)
         if change.latency_us is not None:
@@ -220,7 +221,7 @@ class _Model:
     def _with_error(self, link: Link) -> Link:
         return replace(link, s_per_byte=link.s_per_byte * (1 + self.link_error))
 
-    def _link(self) -> KnownLink:
+    def _link(self) -> FittedLink:
         return link_between(self.evidence, self.job.ranks, self.change.bandwidth_gbit)
 
     def stretch(self, base: AssembledStep) -> float:

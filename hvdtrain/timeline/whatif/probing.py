@@ -28,11 +28,7 @@ _TIMEOUT_S = 300
 
 
 class CodingProbe:
-    """The measured costs of coding, stored in `timeline/probe.json` of a run. Can be used as `Costs`.
-
-    Args:
-        path: of the run.
-    """
+    """The measured costs of coding, stored in `timeline/probe.json` of a run. Can be used as `Costs`."""
 
     def __init__(self, path: Path) -> None:
         self._file = RunLayout(path).timeline.link_probe

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -14,10 +14,12 @@ import orjson
 from numpy.typing import NDArray
 
 from hvdtrain.compression.table import parse
-from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.errors import ConfigError, DataError, HvdtrainError
 from hvdtrain.files import read_regular
 from hvdtrain.observe.past_journal import journal_lines, read_events
-from hvdtrain.run_layout import RunLayout
+from hvdtrain.run_layout import RunLayout, TimelineLayout
+from hvdtrain.timeline.columns import HorovodTrace
+from hvdtrain.timeline.read import read_horovod
 from hvdtrain.timeline.steps import Start, read_starts
 from hvdtrain.timeline.whatif.bucket_plan import Gradient
 from hvdtrain.timeline.whatif.evidence import Evidence, Job, median_parts, read_parts
@@ -25,7 +27,6 @@ from hvdtrain.timeline.whatif.fitting import fit_link
 from hvdtrain.timeline.whatif.jitter import Jitter
 from hvdtrain.timeline.whatif.links import Ranks
 from hvdtrain.timeline.whatif.predict import wait_and_wire
-from hvdtrain.timeline.whatif.traced_allreduces import read_allreduces
 
 VERSION = 1
 _WARM_UP = 3
@@ -33,6 +34,8 @@ _WARM_UP = 3
 _MIN_STEPS = 5
 _MIN_PACKED_BYTES = 1 << 16
 """Packing a smaller gradient takes the time of calls, not of copying."""
+_WHOLE, _OPERATION = "ALLREDUCE", "_ALLREDUCE"
+"""The phase that has the size, and the suffix of phases that carry an allreduce out: MPI_ALLREDUCE, NCCL_ALLREDUCE."""
 
 
 def read_evidence(path: Path, accept: Callable[[Mapping[str, Any]], bool] = lambda step: True) -> Evidence:
@@ -79,6 +82,7 @@ def _read(path: Path, accept: Callable[[Mapping[str, Any]], bool]) -> Evidence:
         config["train"]["micro_batch"],
     )
     gradients, tail_s, copy_s = _read_gradients(profile)
+    compute_s, late_s = _times_of_ranks(start, steps)
     low, high = np.quantile([step["step"] for step in steps], (0.25, 0.75))
     evidence = Evidence(
         path=path,
@@ -92,10 +96,10 @@ def _read(path: Path, accept: Callable[[Mapping[str, Any]], bool]) -> Evidence:
         step_s=median(step["step"] for step in steps),
         parts_s=median_parts(steps),
         step_uncertainty_s=float(1.96 * 1.25 * (high - low) / 1.35 / np.sqrt(len(steps))),  # of a median
-        jitter=Jitter.from_times(_compute_times(start, steps)),
+        jitter=Jitter.from_times(compute_s),
         copy_s_per_byte=copy_s,
         notes=_notes(profile),
-        late_s=_late_s(start, steps),
+        late_s=late_s,
     )
     cpu_us = profile.get("exchange_cpu_us")
     cpu_s = None if cpu_us is None else cpu_us * 1e-6
@@ -111,22 +115,19 @@ def _notes(profile: Mapping[str, Any]) -> list[str]:
     return notes
 
 
-def _compute_times(start: Start | None, steps: Sequence[Mapping[str, float]]) -> NDArray[np.float64]:
-    """Return seconds of computing [ranks, steps]; of rank 0 alone if the other ranks are unknown."""
+def _times_of_ranks(start: Start | None, steps: Sequence[Mapping[str, float]]) -> tuple[NDArray[np.float64], float]:
+    """Return seconds of computing [ranks, steps], and how much later than rank 0 the slowest rank is ready.
+
+    If the other ranks are unknown, the times are those of rank 0 alone.
+    """
     alone = np.array([[step["step"] - step["wait"] for step in steps]])
     if start is None:
-        return alone
+        return alone, 0.0
     known = np.isin(start.steps.step, [step["number"] for step in steps])
-    everyone = (start.steps.ready_us - start.steps.start_us)[:, known] * 1e-6
-    return everyone if everyone.shape[1] >= _MIN_STEPS else alone
-
-
-def _late_s(start: Start | None, steps: Sequence[Mapping[str, float]]) -> float:
-    """Return how much later than rank 0 the slowest rank is ready."""
-    if start is None:
-        return 0.0
-    ready_us = start.steps.ready_us[:, np.isin(start.steps.step, [step["number"] for step in steps])]
-    return float(np.median(ready_us.max(axis=0) - ready_us[0])) * 1e-6 if ready_us.size else 0.0
+    ready_us = start.steps.ready_us[:, known]
+    everyone = (ready_us - start.steps.start_us[:, known]) * 1e-6
+    late_s = float(np.median(ready_us.max(axis=0) - ready_us[0])) * 1e-6 if ready_us.size else 0.0
+    return everyone if everyone.shape[1] >= _MIN_STEPS else alone, late_s
 
 
 def _read_config(path: Path) -> Mapping[str, Any]:
@@ -195,22 +196,15 @@ def _read_gradients(profile: Mapping[str, Any]) -> tuple[list[Gradient], float, 
     The copy is None if nothing was packed uncompressed.
     """
     steps = profile["steps"]
-    ready = [_median(step["ready_us"][i] for step in steps) for i in range(len(profile["parameters"]))]
-    packs = [
-        _median(_difference(step["packed_us"][i], step["ready_us"][i]) for step in steps)
-        for i in range(len(profile["parameters"]))
-    ]
-    found = [
-        Gradient(
-            p["name"],
-            tuple(p["shape"]),
-            p["dtype"],
-            None if ready_us is None else ready_us * 1e-6,
-            (pack_us or 0.0) * 1e-6,
-            p["rows"],
-        )
-        for p, ready_us, pack_us in zip(profile["parameters"], ready, packs, strict=True)
-    ]
+    found = []
+    for i, parameter in enumerate(profile["parameters"]):
+        times_us = [(step["ready_us"][i], step["packed_us"][i]) for step in steps]
+        ready_us = [ready for ready, _ in times_us if ready is not None]
+        pack_us = [packed - ready for ready, packed in times_us if ready is not None and packed is not None]
+        ready_s = median(ready_us) * 1e-6 if ready_us else None
+        pack_s = median(pack_us) * 1e-6 if pack_us else 0.0
+        shape = tuple(parameter["shape"])
+        found.append(Gradient(parameter["name"], shape, parameter["dtype"], ready_s, pack_s, parameter["rows"]))
     # Gradients that backward skips come last, in the reverse of the model's order.
     found.reverse()
     order = sorted(found, key=lambda g: (g.ready_s is None, g.ready_s or 0.0))
@@ -221,10 +215,29 @@ def _read_gradients(profile: Mapping[str, Any]) -> tuple[list[Gradient], float, 
     return order, tail_s, median(copied) if uncompressed else None
 
 
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
+def read_allreduces(path: Path) -> list[tuple[int, float]]:
+    """Return bytes and median seconds of allreduces in the newest window of a run; empty if none can be read."""
+    files = sorted(RunLayout(path).timeline.folder.glob(TimelineLayout.HOROVOD), key=lambda file: file.stat().st_mtime)
+    if not files:
+        return []
+    try:
+        return _median_allreduces(read_horovod(files[-1]))
+    except (HvdtrainError, OSError):
+        return []
 
 
-def _difference(end: float | None, start: float | None) -> float | None:
-    return None if end is None or start is None else end - start
+def _median_allreduces(trace: HorovodTrace) -> list[tuple[int, float]]:
+    """Leave out the time that allreduces wait for late ranks."""
+    sizes: dict[int, int] = {}
+    seconds: dict[int, list[float]] = {}
+    for tensor, phase, nbytes, us in zip(trace.tensor, trace.phase, trace.nbytes, trace.duration_us, strict=True):
+        name = trace.phases[phase]
+        if name == _WHOLE and nbytes > 0:
+            sizes[int(tensor)] = int(nbytes)
+        elif name.endswith(_OPERATION) and not name.startswith("NEGOTIATE"):
+            seconds.setdefault(int(tensor), []).append(float(us) * 1e-6)
+    found: dict[int, list[float]] = {}
+    for tensor, durations in seconds.items():
+        if tensor in sizes and np.isfinite(durations).all():
+            found.setdefault(sizes[tensor], []).extend(durations)
+    return [(size, median(durations)) for size, durations in sorted(found.items())]

@@ -69,13 +69,7 @@ def reasons_against(evidence: Evidence, change: Change) -> list[str]:
 
 
 def try_change(evidence: Evidence, change: Change, folder: Path, report: Callable[[str], None]) -> Trial:
-    """Run unchanged, changed, changed, unchanged.
-
-    Args:
-        evidence: of the run.
-        change: one without `reasons_against` it.
-        folder: empty; the runs write to it.
-        report: takes a line for each run.
+    """Run unchanged, changed, changed, unchanged, in an empty folder. `report` takes a line for each run.
 
     Errors:
         LaunchError: a run failed.
@@ -121,14 +115,10 @@ def _options(evidence: Evidence, change: Change, folder: Path) -> list[str]:
         pass_s = (parts["copy"] + parts["forward"] + parts["backward"]) / passes
         file = folder / "slowed.py"
         rank = changed_job(evidence, change).ranks.size - 1
-        spec = _spec(evidence.path)
+        spec = str(RunLayout(evidence.path).read_config()["task"])
         file.write_text(_SLOWED.format(spec=spec, rank=rank, sleep_s=pass_s * change.slow_rank_percent / 100))
         found.append(f"--task={file}:task")
     return found
-
-
-def _spec(path: Path) -> str:
-    return str(RunLayout(path).read_config()["task"])
 
 
 def _run(argv: Sequence[str]) -> None:
