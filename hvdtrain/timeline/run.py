@@ -77,7 +77,7 @@ def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
     notes: list[str] = []
     starts = read_starts(timeline) if timeline.is_dir() else []
     stamped = [start for start in starts if len(start.steps.step)]
-    start = (stamped or starts or [None])[-1]
+    start = next(reversed(stamped or starts), None)
     steps = start.steps if start is not None and stamped else None
     if steps is not None and (start is not starts[-1] or (past and _journal_of(start, past) is not past[-1])):
         which = f"steps {steps.step[0]} to {steps.step[-1]}"
