@@ -1,4 +1,4 @@
-"""The findings of a run: problems, each with its number, its cost and what to try. Pure."""
+"""The findings of a run, or of a Timeline alone: problems, each with its number, its cost and what to try. Pure."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import numpy as np
 
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Finding
-from hvdtrain.timeline.analysis.budget import ASIDE, EXCHANGE, LATE, OTHER_EXCHANGE
-from hvdtrain.timeline.analysis.findings_horovod import timeline_findings
+from hvdtrain.timeline.analysis.budget import ASIDE, EXCHANGE, IDLE, LATE, OTHER_EXCHANGE
 from hvdtrain.timeline.analysis.findings_ranks import rank_findings
 from hvdtrain.timeline.analysis.inputs import Facts
-from hvdtrain.timeline.analysis.phases import COPIES, NEGOTIATION, QUEUE, TRANSFER
+from hvdtrain.timeline.analysis.phases import COPIES, NEGOTIATION, QUEUE, TRANSFER, count_steps, whole_collectives
 from hvdtrain.timeline.analysis.rank_steps import warm_up
+from hvdtrain.timeline.columns import RunTrace
 from hvdtrain.timeline.logs import STALLED
 
 _SHARE = 0.02
@@ -21,6 +21,10 @@ _SHARE = 0.02
 _ASIDE_SHARE = 0.1
 _SLOW_BUS = 0.5
 _LITTLE_BYTES = 1 << 20
+_MUCH = 0.2
+"""Share of the wall time of a Timeline alone."""
+_MANY = 50
+_TURNS_WITH_TICKS = 5
 _MORE_SAMPLES = "more samples per step, --train.global_batch"
 
 
@@ -28,10 +32,10 @@ def find(facts: Facts) -> list[Finding]:
     """Return all findings, most costly first; unknown costs last."""
     found = [*rank_findings(facts), *_stalls(facts)]
     if facts.run.steps is not None and facts.budget is not None:
-        for rule in (_exposed, _input, _copies, _collections, _aside, _cores, _bandwidth):
+        for rule in (_exposed, _input, _collections, _aside, _cores, _bandwidth):
             found += rule(facts)
     elif facts.budget is not None:
-        found += timeline_findings(facts.run, facts.budget, facts.communication, ticks=facts.blame.source == "ticks")
+        found += _of_timelines(facts)
     return sorted(found, key=lambda finding: -(finding.cost_ms or 0.0))
 
 
@@ -69,23 +73,21 @@ def _faster_exchange(facts: Facts, largest: str, cost_ms: float) -> str:
 
 
 def _input(facts: Facts) -> Iterator[Finding]:
-    cost = _fed_ms(facts) * (1 - _copied_share(facts))
-    if cost < _SHARE * facts.step_ms:
-        return
-    workers = facts.option("loader", "workers") or 0
-    text = f"{wording.ms(cost)} ms per step ({cost / facts.step_ms:.0%}) are spent waiting for data"
-    yield Finding("input", text, cost, f"use more loader processes: --loader.workers {max(1, 2 * int(workers))}")
-
-
-def _copies(facts: Facts) -> Iterator[Finding]:
-    cost = _fed_ms(facts) * _copied_share(facts)
-    if cost < _SHARE * facts.step_ms:
-        return
-    text = f"{wording.ms(cost)} ms per step ({cost / facts.step_ms:.0%}) are spent copying batches to the device"
-    advice = "copy fewer bytes: send integers or half precision, and convert them on the device"
-    if facts.option("loader", "pin_memory") == "off":
-        advice = "copy from page-locked memory, which does not block: --loader.pin_memory auto"
-    yield Finding("copy", text, cost, advice)
+    """Report the wait for data, and copying it to the device."""
+    share = _copied_share(facts)
+    waited, copied = _fed_ms(facts) * (1 - share), _fed_ms(facts) * share
+    if waited >= _SHARE * facts.step_ms:
+        workers = facts.option("loader", "workers") or 0
+        text = f"{wording.ms(waited)} ms per step ({waited / facts.step_ms:.0%}) are spent waiting for data"
+        yield Finding("input", text, waited, f"use more loader processes: --loader.workers {max(1, 2 * int(workers))}")
+    if copied >= _SHARE * facts.step_ms:
+        text = (
+            f"{wording.ms(copied)} ms per step ({copied / facts.step_ms:.0%}) are spent copying batches to the device"
+        )
+        advice = "copy fewer bytes: send integers or half precision, and convert them on the device"
+        if facts.option("loader", "pin_memory") == "off":
+            advice = "copy from page-locked memory, which does not block: --loader.pin_memory auto"
+        yield Finding("copy", text, copied, advice)
 
 
 def _fed_ms(facts: Facts) -> float:
@@ -164,3 +166,64 @@ def _stalls(facts: Facts) -> Iterator[Finding]:
         more = f"; and on {wording.counted(len(lines) - 1, 'more rank')}" if len(lines) > 1 else ""
         text = f"{lines[0][:160]}{more}"
         yield Finding("stall", text, None, "all ranks must call the same collectives; the line names the missing ranks")
+
+
+def _of_timelines(facts: Facts) -> Iterator[Finding]:
+    """Yield findings of Timelines without a run. They do not show what backward hides, so costs are unknown."""
+    assert facts.budget is not None
+    shares, communication = {part.name: part.share for part in facts.budget.parts}, facts.communication
+    yield from _cache(facts.run)
+    waits = shares.get(NEGOTIATION, 0.0)
+    if waits >= _MUCH:
+        text = f"{waits:.0%} of the time is negotiation alone: ranks are not ready, or wait for a cycle"
+        advice = "do a short run with HOROVOD_CACHE_CAPACITY=0, which records when ranks are ready; then repeat this"
+        if facts.blame.source == "ticks":
+            advice = "find the straggler; without one, use a shorter cycle: HOROVOD_CYCLE_TIME=0.5"
+        yield Finding("negotiation", text, None, advice)
+    if shares.get(QUEUE, 0.0) >= _MUCH:
+        text = f"tensors only wait in Horovod's queue or for their data during {shares[QUEUE]:.0%} of the time"
+        yield Finding("queue", text, None, "on GPUs they wait for backward to produce them; no setting changes that")
+    if shares.get(COPIES, 0.0) >= _MUCH / 4:
+        text = f"copies into and out of the fusion buffer take {shares[COPIES]:.0%} of the time"
+        advice = "flat buckets need no copies: import hvdtrain.torch as hvd instead of horovod.torch"
+        yield Finding("fusion_copies", text, None, advice)
+    if shares.get(TRANSFER, 0.0) >= _MUCH:
+        rate = communication.bus_gb_per_s if communication else None
+        at = f" at a bus bandwidth of {wording.speed(rate)}" if rate else ""
+        text = f"transfers take {shares[TRANSFER]:.0%} of the time{at}; this file does not show how much backward hides"
+        sent = communication.bytes_per_step if communication else None
+        advice = "send less: compression=hvd.Compression.fp16 in DistributedOptimizer"
+        if sent is not None and sent < _LITTLE_BYTES:
+            advice = f"only {wording.nbytes(sent)} per step: latency dominates; look for ranks that wait for CPU cores"
+        yield Finding("transfer", text, None, advice)
+    yield from _small_tensors(facts.run)
+    if shares.get(IDLE, 0.0) >= 1 - _MUCH / 4:
+        text = f"nothing is exchanged during {shares[IDLE]:.0%} of the time: communication is not the bottleneck"
+        yield Finding("idle", text, None, "profile the program itself: torch.profiler, or hvdtrain's own timeline")
+
+
+def _cache(run: RunTrace) -> Iterator[Finding]:
+    """Report a response cache that is too small: later steps have ticks too, which full negotiation writes."""
+    for trace in run.horovod:
+        steps = count_steps(trace)
+        if not len(trace.tick_tensor) or steps <= 2 * _TURNS_WITH_TICKS:
+            continue
+        ranks = int(trace.tick_rank.max()) + 1
+        turns = np.bincount(trace.tick_tensor, minlength=len(trace.tensors)) / ranks
+        full = int(np.sum(turns > _TURNS_WITH_TICKS))
+        if full:
+            text = f"{full} tensors were negotiated in full in every step: Horovod's response cache is too small"
+            advice = f"HOROVOD_CACHE_CAPACITY={max(2048, 2 * len(trace.tensors))}, unless it was 0 on purpose"
+            yield Finding("cache", text, None, advice)
+            return
+
+
+def _small_tensors(run: RunTrace) -> Iterator[Finding]:
+    steps = sum(map(count_steps, run.horovod))
+    sizes = [trace.nbytes[whole_collectives(trace) & (trace.nbytes >= 0)] for trace in run.horovod]
+    count = sum(map(len, sizes))
+    mean = float(np.mean(np.concatenate(sizes))) if count else 0.0
+    if steps and count / steps >= _MANY and mean < _LITTLE_BYTES:
+        text = f"{count / steps:.0f} tensors per step are exchanged, of {mean / 1e3:.0f} kB on average"
+        advice = "use fewer, larger collectives: HOROVOD_CYCLE_TIME=5 collects longer; or import hvdtrain.torch as hvd"
+        yield Finding("small_tensors", text, None, advice)

@@ -24,16 +24,8 @@ _COMPARE = {
 _CLAUSE = re.compile(r"\s*([A-Za-z_]\w*)\s*(>=|<=|==|!=|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*")
 _OF_PARTS = tuple(map(part_figure, (*ORDER, OTHER, IDLE)))
 """Parts of a step. An absent part is 0."""
-KNOWN = (
-    "step_ms",
-    "straggler_ms",
-    "straggler_rank",
-    "exposed_ms",
-    "exposed_share",
-    "hidden_share",
-    "bus_gb_per_s",
-    *_OF_PARTS,
-)
+_OF_STEP = ("step_ms", "straggler_ms", "straggler_rank", "exposed_ms", "exposed_share", "hidden_share", "bus_gb_per_s")
+KNOWN = (*_OF_STEP, *_OF_PARTS)
 """Names of figures."""
 
 

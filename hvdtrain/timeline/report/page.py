@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 import hvdtrain
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Analysis, Lane, figures
-from hvdtrain.timeline.report.colours import MORE, hue
 from hvdtrain.timeline.report.page_view import (
+    MORE,
     blame_view,
     budget_view,
     communication_facts,
     finding_pieces,
+    hue,
 )
 
 if TYPE_CHECKING:

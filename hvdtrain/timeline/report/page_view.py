@@ -1,16 +1,19 @@
-"""An analysis as the page's templates need it: numbers as text, widths as shares, colours by name. Pure."""
+"""An analysis as the page's templates need it: numbers as text, widths as shares, colours by name. Pure.
+
+Colours are cool for work, warm for waiting, amber for input, grey for the rest.
+"""
 
 from __future__ import annotations
 
 import math
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Blame, Budget, Communication, RankRow
-from hvdtrain.timeline.report.colours import hue
 
 MOST_RANKS = 100
 """Rows of ranks: the most costly, and all stragglers."""
@@ -26,6 +29,25 @@ _CODE = re.compile(
     r"|(?:[A-Z][A-Z0-9]*_[A-Z0-9_]+=\S*[^\s.,;:)])"
     r"|--[A-Za-z](?:[\w.-]*\w)?(?:[ =](?:(?=[^\s,;]*\d)[\w:./%+-]*[\w%]|(?:true|false|on|off|auto|none|all)\b))?)"
 )
+
+_OWN = ("data", "copy", "forward", "backward", "optimizer", "clip", "negotiation", "queue", "transfer", "other", "gc")
+_HUES = {name: name for name in (*_OWN, "step", "aside", "rest")} | {
+    "forward and backward": "forward",
+    "clipping": "clip",
+    "clipping and optimizer": "optimizer",
+    "wait": "transfer",
+    "exposed communication": "transfer",
+    "waiting for late ranks": "late",
+    "fusion copies": "copies",
+    "evaluation": "aside",
+    "checkpoint": "aside",
+    "evaluations and checkpoints": "aside",
+    "nothing under way": "rest",
+    "exchange": "queue",
+    "other exchange": "other",
+}
+MORE = ("a", "b", "c", "d")
+"""Colours of unknown names."""
 
 
 def budget_view(budget: Budget) -> dict[str, Any]:
@@ -170,3 +192,20 @@ def communication_facts(found: Communication | None, *, steps: bool = True) -> l
             of_link = f"{share} of the {wording.speed(found.link_gb_per_s)} of a large allreduce alone"
         facts.append((wording.speed(found.bus_gb_per_s), "bus bandwidth during transfers", of_link))
     return facts
+
+
+def hue(name: str, *, exposed: bool = False) -> str:
+    """Return the name of a colour of the style sheet. An unknown name always gets the same one."""
+    known = _HUES.get(name) or _of_horovod(name)
+    return known or ("other" if exposed else MORE[zlib.crc32(name.encode(errors="replace")) % len(MORE)])
+
+
+def _of_horovod(name: str) -> str | None:
+    """Return the colour of a phase by its name in Horovod's Timeline."""
+    if not name.isupper():
+        return None
+    if name.startswith("NEGOTIATE"):
+        return "negotiation"
+    if "QUEUE" in name or name.startswith("WAIT"):
+        return "queue"
+    return "copies" if "MEMCPY" in name else "transfer"

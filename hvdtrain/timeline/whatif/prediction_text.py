@@ -9,7 +9,7 @@ from typing import Any
 
 from hvdtrain.timeline.whatif.change import Change
 from hvdtrain.timeline.whatif.evidence import Evidence, Job
-from hvdtrain.timeline.whatif.predict import Outcome, Prediction
+from hvdtrain.timeline.whatif.predict import Prediction
 from hvdtrain.timeline.wording import ms, nbytes
 
 VERSION = 1
@@ -26,6 +26,8 @@ UNKNOWN = (
 def lines(evidence: Evidence, change: Change, prediction: Prediction) -> list[str]:
     """Return the text."""
     now, then = prediction.now, prediction.then
+    ratio = then.step_s / now.step_s
+    of_now = f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f} times"
     share = (prediction.high_s - prediction.low_s) / 2 / max(then.step_s, 1e-9)
     rows = [
         ("", "now", "then"),
@@ -41,10 +43,11 @@ def lines(evidence: Evidence, change: Change, prediction: Prediction) -> list[st
         f"{evidence.path}: {_job(evidence.job)}",
         f"what if: {change_options(change) or 'nothing changes'}: {_job(prediction.job)}",
         "",
-        f"a step: {_ms(then.step_s)}, {_ratio(then.step_s / now.step_s)} of now;"
+        f"a step: {_ms(then.step_s)}, {of_now} of now;"
         f" 95% interval [{ms(prediction.low_s * 1e3)} .. {ms(prediction.high_s * 1e3)} ms] if the model holds"
         f" (+- {share:.0%})",
-        f"samples per second: {_speed(evidence.job, now)} now, {_speed(prediction.job, then)} then",
+        f"samples per second: {evidence.job.global_batch / now.step_s:,.3g} now,"
+        f" {prediction.job.global_batch / then.step_s:,.3g} then",
         "",
         *(f"  {name:<{wide}}  {before:>10}  {after:>10}" for name, before, after in rows),
         "",
@@ -100,16 +103,8 @@ def _job(job: Job) -> str:
     )
 
 
-def _speed(job: Job, outcome: Outcome) -> str:
-    return f"{job.global_batch / outcome.step_s:,.3g}"
-
-
 def _ms(seconds: float) -> str:
     return f"{ms(seconds * 1e3)} ms"
-
-
-def _ratio(ratio: float) -> str:
-    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f} times"
 
 
 def _range(seconds: Sequence[float]) -> str:
