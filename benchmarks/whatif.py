@@ -26,8 +26,7 @@ from common import Figure, main
 from host_jobs import HostsJob
 from jobs import SGD, Job, Setting, take_turns, warmed_up
 
-from hvdtrain.timeline.whatif.change import Change
-from hvdtrain.timeline.whatif.evidence import Evidence
+from hvdtrain.timeline.whatif.evidence import Change, Evidence
 from hvdtrain.timeline.whatif.predict import Prediction, predict
 from hvdtrain.timeline.whatif.read_run import read_evidence
 from tests.support.two_hosts import UnavailableError, two_hosts

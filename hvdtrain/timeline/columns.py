@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.spans import PARTS as PARTS
-
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
 
@@ -25,18 +23,13 @@ class HorovodTrace:
     """A Timeline file of Horovod, written by rank 0: a whole job or a window of it.
 
     Attributes:
-        path: the file.
         epoch_us: the wall clock at time 0; None if unknown.
         tensors: names, by number.
         phases: names, by number: NEGOTIATE_ALLREDUCE, ALLREDUCE, QUEUE, MEMCPY_IN_FUSION_BUFFER, MPI_ALLREDUCE, ...
-        tensor: of each interval [n].
-        phase: of each interval [n].
+        tensor, phase, duration_us: of each interval [n].
         start_us: of each interval [n], by the file's own clock; ordered by end.
-        duration_us: of each interval [n].
         nbytes: of the tensor, from dtype and shape in the end event; -1 if unknown [n].
-        tick_tensor: the tensor of each tick [m].
-        tick_rank: the rank that became ready [m].
-        tick_us: when [m].
+        tick_tensor, tick_rank, tick_us: which rank became ready for which tensor, and when [m].
         dropped: sentences about what could not be read; empty if everything was read.
     """
 
@@ -57,14 +50,9 @@ class HorovodTrace:
 
 @dataclass(frozen=True)
 class BucketFacts:
-    """The content of a bucket.
+    """The content of a bucket: its parameters' names and shapes, and its `length` in elements, including gaps.
 
-    Attributes:
-        name: the prefix of its collectives' names.
-        parameters: names.
-        shapes: of the parameters.
-        dtype: in torch's spelling, "float32".
-        length: number of elements, including gaps.
+    The name is the prefix of its collectives' names. The dtype is in torch's spelling, "float32".
     """
 
     name: str
@@ -79,13 +67,9 @@ class RankSpans:
     """Spans of one rank in one start of a run, of the recorded steps.
 
     Attributes:
-        rank: number.
-        host: name.
         names: of spans, by number.
-        name: of each span [n].
+        name, step, start_us, end_us: of each span [n].
         track: of each span [n]: `hvdtrain.spans.MAIN`, `DEVICE`, and from `EXCHANGE` on one per bucket.
-        step: of each span [n].
-        start_us, end_us: of each span [n].
         buckets: by track.
         clock_error_us: bound of the error of the times, compared with rank 0's.
     """

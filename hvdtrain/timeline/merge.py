@@ -30,12 +30,9 @@ _EARLIER_US = 60e6
 
 @dataclass
 class Merged:
-    """The result of a merge.
+    """The result of a merge: the merged trace's path, size and number of events, and what it contains.
 
     Attributes:
-        path: of the merged trace.
-        nbytes: its size.
-        events: number of events.
         ranks: with spans or a profile.
         timelines: files of Horovod.
         profiles: files of torch.profiler.
@@ -101,7 +98,6 @@ def merge(sources: Sequence[Path], out: Path) -> Merged:
 
 
 def _find(sources: Sequence[Path], merged: Merged) -> _Sources:
-    """Find and read the sources. Raise TraceError if there are none, or none is readable."""
     folders = [source for source in sources if source.is_dir()]
     if len(folders) > 1 or (folders and len(sources) > 1):
         raise TraceError(
@@ -197,7 +193,6 @@ def _shift(trace: HorovodTrace, clocks: _Clocks) -> float:
 
 
 def _write(sink: Sink, sources: Sequence[Path], found: _Sources, zero_us: float, merged: Merged) -> None:
-    """Write all events."""
     clocks = found.clocks
     hosts = {spans.rank: spans.host for spans in clocks.spans}
     merged.ranks = sorted(hosts.keys() | {rank for _, rank, _ in found.profiles})

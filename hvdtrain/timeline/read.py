@@ -91,7 +91,7 @@ def _add_chunk(builder: TraceBuilder, text: bytes, offset: int, end: int) -> int
     """Add the events before `end`; return how many bytes were used."""
     begin, following = 0, text.find(_OPENING, 0, end)
     while following >= 0:
-        if _is_opening(text, following):
+        if text.startswith((b', "ph": "M", "pid": 0,', b', "ph": "M", "pid": 1,'), following + len(_OPENING)):
             builder.add(text[begin:following], offset + begin)
             builder.start_timeline()
             begin = following
@@ -102,16 +102,8 @@ def _add_chunk(builder: TraceBuilder, text: bytes, offset: int, end: int) -> int
     return end
 
 
-def _is_opening(text: bytes, at: int) -> bool:
-    return text.startswith((b', "ph": "M", "pid": 0,', b', "ph": "M", "pid": 1,'), at + len(_OPENING))
-
-
 def _check_empty(path: Path, builder: TraceBuilder) -> None:
-    """Check that a file without events is one that Horovod began to write.
-
-    Errors:
-        TraceError: it is not.
-    """
+    """Raise TraceError unless a file without events is one that Horovod began to write."""
     beginning = builder.beginning.lstrip(b" \t\r\n\xef\xbb\xbf")
     rest = beginning.strip(b"[] \t\r\n")
     if not rest:

@@ -14,7 +14,8 @@ import numpy as np
 from hvdtrain.errors import DataError
 from hvdtrain.observe.step_format import VERSION, BlockLine, ClockLine, Numbers, StartLine, as_array
 from hvdtrain.run_layout import RunLayout, TimelineLayout
-from hvdtrain.timeline.columns import PARTS, Floats, StepTable
+from hvdtrain.spans import PARTS
+from hvdtrain.timeline.columns import Floats, StepTable
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,7 @@ def _start(head: StartLine, number: int, blocks: Sequence[BlockLine], dropped: S
         for name in (*PARTS, "gc")
     }
     known = np.isfinite([start, ready, released, end]).all(axis=(0, 1))  # a step is useless if a rank lacks it
+    errors = np.concatenate([np.zeros((1, head.size)), *(as_array([block.clock.error_us]) for block in blocks)])
     steps = StepTable(
         hosts=head.hosts,
         step=step[known].astype(np.int32),
@@ -132,7 +134,7 @@ def _start(head: StartLine, number: int, blocks: Sequence[BlockLine], dropped: S
         end_us=end[:, known],
         parts_us={name: values[:, known] for name, values in parts.items()},
         facts=[block.facts for block in blocks],
-        clock_error_us=_worst([block.clock.error_us for block in blocks], head.size),
+        clock_error_us=np.where(np.isnan(errors), np.inf, errors).max(axis=0),
     )
     zeros: Numbers = [0.0] * head.size
     clocks = [head.clock or ClockLine(zeros, zeros), *(block.clock for block in blocks)]
@@ -147,10 +149,3 @@ def _start(head: StartLine, number: int, blocks: Sequence[BlockLine], dropped: S
         error_us=as_array([clock.error_us for clock in clocks]),
         dropped=list(dropped),
     )
-
-
-def _worst(errors_us: Sequence[Any], size: int) -> Floats:
-    """Return the largest error of each rank [size]; infinite if unknown."""
-    table = np.concatenate([np.zeros((1, size)), *(as_array([errors]) for errors in errors_us)])
-    worst: Floats = np.where(np.isnan(table), np.inf, table).max(axis=0)
-    return worst

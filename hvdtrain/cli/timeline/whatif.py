@@ -12,8 +12,7 @@ from hvdtrain.cli.parser import Parser
 from hvdtrain.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hvdtrain.timeline.whatif.change import Change
-    from hvdtrain.timeline.whatif.evidence import Evidence
+    from hvdtrain.timeline.whatif.evidence import Change, Evidence
     from hvdtrain.timeline.whatif.probing import CodingProbe
 
 
@@ -24,7 +23,7 @@ def main(command: str, argv: list[str]) -> int:
         ConfigError, DataError, LaunchError: see `predict`, `read_evidence` and `try_change`.
     """
     options = parser(command).parse_args(argv)
-    from hvdtrain.timeline.whatif.change import Change
+    from hvdtrain.timeline.whatif.evidence import Change
     from hvdtrain.timeline.whatif.predict import predict
     from hvdtrain.timeline.whatif.prediction_text import as_data, lines
     from hvdtrain.timeline.whatif.probing import CodingProbe

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from hvdtrain.compression.table import auto_candidates
 from hvdtrain.doctor.links.measured import Links, aligned, gbit, microseconds
 from hvdtrain.timeline.whatif.bucket_plan import Gradient, spread_evenly
-from hvdtrain.timeline.whatif.change import Change
-from hvdtrain.timeline.whatif.evidence import Evidence, FittedLink, Job
+from hvdtrain.timeline.whatif.evidence import Change, Evidence, FittedLink, Job
 from hvdtrain.timeline.whatif.links import ETHERNET, ONE_HOST, Link, Ranks
 from hvdtrain.timeline.whatif.predict import predict
 from hvdtrain.timeline.whatif.prediction_text import UNKNOWN

@@ -30,10 +30,7 @@ class Estimate:
 class Part:
     """A part of a whole.
 
-    Attributes:
-        name: as shown.
-        ms: per step.
-        share: of the whole, 0 to 1.
+    Its time is per step; its share of the whole is 0 to 1.
     """
 
     name: str
@@ -90,10 +87,9 @@ class Carrier:
 
     Attributes:
         name: of the collective.
-        modules: names of the modules that own its gradients.
+        modules: those that own its gradients.
         nbytes: per exchange.
-        ms: per step, from the first rank being ready to the result.
-        exposed_ms: the exposed part of `ms`.
+        ms: per step, from the first rank being ready to the result; `exposed_ms` is the exposed part.
     """
 
     name: str
@@ -123,11 +119,9 @@ class RankRow:
     """One rank in comparison with the others.
 
     Attributes:
-        rank: number.
-        host: name.
         last_share: share of the steps in which the rank was the last to be ready, 0 to 1.
         cost_ms: how much shorter a step would be if the rank were like the others.
-        parts_ms: mean milliseconds per step, by part.
+        parts_ms: mean per step, by part.
         clock_error_ms: bound of the error of the rank's times, compared with rank 0's.
         behind_ms: how much later the rank is ready than the median of the others: median over steps.
     """
@@ -193,9 +187,7 @@ class Slice:
 class Lane:
     """One row of the picture.
 
-    Attributes:
-        label: "rank 3 on host", "rank 0, exchange", "Horovod".
-        slices: one after the other or nested, ordered by start.
+    The label is "rank 3 on host", "rank 0, exchange" or "Horovod". Slices follow each other or are nested, by start.
     """
 
     label: str
@@ -207,12 +199,10 @@ class Analysis:
     """The analysis of a run.
 
     Attributes:
-        title: the run's name.
         size: number of ranks; 0 if unknown.
         budget: None if no step was measured.
         communication: None if unknown.
         carriers: most costly first, ten at most.
-        blame: stragglers.
         findings: most costly first.
         lanes: a few steps.
         warnings: lines of Horovod, NCCL and the run.

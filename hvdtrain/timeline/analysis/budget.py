@@ -26,15 +26,8 @@ OTHER_EXCHANGE = "other exchange"
 _LEAST = 1e-6
 """Share of a step; less is rounding."""
 
-_NAMES = {
-    "data": "data",
-    "copy": "data",
-    "forward": "forward",
-    "backward": "backward",
-    "clip": "optimizer",
-    "optimizer": "optimizer",
-    "aside": ASIDE,
-}
+_NAMES = {name: name for name in ("data", "forward", "backward", "optimizer")}
+_NAMES |= {"copy": "data", "clip": "optimizer", "aside": ASIDE}
 ORDER = ("data", "forward", "backward", LATE, *reversed(PHASES), EXCHANGE, OTHER_EXCHANGE, "optimizer", ASIDE, REST)
 
 

@@ -48,7 +48,8 @@ def link_gb_per_s(link: Sequence[tuple[int, float]], size: int) -> float | None:
 
 def _of_timelines(run: RunTrace) -> Communication:
     phases = by_kind(run.horovod)
-    steps = _steps_covered(run)
+    covered = [_steps_in(trace, run.steps) for trace in run.horovod]
+    steps = sum(covered) if all(covered) else 0
     each = max(1, steps)
     spans = [phases[name] for name in PHASES if name in phases]
     busy = union(np.concatenate([s[0] for s in spans]), np.concatenate([s[1] for s in spans])) if spans else None
@@ -67,15 +68,11 @@ def _of_timelines(run: RunTrace) -> Communication:
     )
 
 
-def _steps_covered(run: RunTrace) -> int:
-    """Return the number of steps in the Timelines, by how often tensors recur, else by stamps; 0 if unknown.
+def _steps_in(trace: HorovodTrace, table: StepTable | None) -> int:
+    """Return the number of steps in a Timeline, by how often tensors recur, else by stamps; 0 if unknown.
 
     Stamps do not cover every step, but they detect tensors that recur several times per step.
     """
-    return sum(found) if all(found := [_steps_in(trace, run.steps) for trace in run.horovod]) else 0
-
-
-def _steps_in(trace: HorovodTrace, table: StepTable | None) -> int:
     turns = count_steps(trace)
     if table is None or not len(table.step):
         return turns
@@ -184,8 +181,3 @@ def payload_bytes(facts: BucketFacts, run: RunTrace) -> int | None:
     except (ConfigError, KeyError):  # "auto", say, or a dtype of another version
         return None
     return sum(payload.values())
-
-
-def item_bytes(dtype: str) -> int:
-    """Return the bytes of a bucket's element."""
-    return {"float64": 8, "bfloat16": 2, "float16": 2}.get(dtype, 4)

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.compression.sizes import ITEM_BYTES
 from hvdtrain.timeline.analysis.analysis import Blame, Budget, Communication, Part
-from hvdtrain.timeline.analysis.communication import item_bytes
 from hvdtrain.timeline.analysis.stragglers import Stragglers
 from hvdtrain.timeline.columns import RunTrace
 
@@ -78,7 +78,7 @@ class Facts:
         if factor > 1 and count == 1:
             return None
         buckets = [bucket for spans in self.run.spans for bucket in spans.buckets.values()]
-        size = max((bucket.length * item_bytes(bucket.dtype) for bucket in buckets), default=0) / (1 << 20)
+        size = max((bucket.length * ITEM_BYTES.get(bucket.dtype, 4) for bucket in buckets), default=0) / (1 << 20)
         asked = self.option("parallel", "bucket_mib")
         if isinstance(asked, (int, float)) and asked > 0:
             size = min(size or math.inf, asked)

@@ -28,10 +28,8 @@ class Rounds:
 
     Attributes:
         source: our stamps, or ticks of Horovod.
-        hosts: of the ranks.
         work_ms: from the common start until the rank is ready [ranks, rounds].
         column: of each round in the step table; empty for ticks [rounds].
-        step: numbers [rounds].
         step_ms: the median time from a round to the next.
         clock_error_ms: bound of the error of a rank's times, compared with rank 0's [ranks].
     """

@@ -31,13 +31,7 @@ _LEAST_MS = 0.2
 
 @dataclass(frozen=True)
 class Pause:
-    """A rank that was much later than the others in one step or consecutive steps.
-
-    Attributes:
-        rank: number.
-        step: the first one.
-        ms: how much later, in total.
-    """
+    """A rank that was much later than the others, by `ms` in total, in consecutive steps from `step` on, or in one."""
 
     rank: int
     step: int
@@ -49,7 +43,7 @@ class Stragglers:
     """The result of the search for stragglers.
 
     Attributes:
-        rounds: the rounds used, without pauses.
+        rounds: those used, without pauses.
         cost_ms: per step, of each rank.
         last_share: share of the steps in which a rank was the last [ranks].
         steady: ranks that are late in most steps, not rarely by much.

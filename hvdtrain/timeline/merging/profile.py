@@ -30,13 +30,7 @@ _FIRST_TRACK = 1 << 16
 
 @dataclass(frozen=True)
 class Profile:
-    """The times of a profile.
-
-    Attributes:
-        base_us: the wall clock at its time 0.
-        first_us: earliest time of an event since then; None without events.
-        last_us: latest begin of an event.
-    """
+    """The wall clock at time 0 of a profile, and when its first and last events begin by it; None without events."""
 
     base_us: float
     first_us: float | None

@@ -20,11 +20,7 @@ _LEVEL = 5
 
 
 class Sink:
-    """Writes events in Google's Trace Event Format, JSON object form.
-
-    Attributes:
-        count: events so far.
-    """
+    """Writes events in Google's Trace Event Format, JSON object form, and counts them."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file

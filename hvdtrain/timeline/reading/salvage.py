@@ -18,12 +18,7 @@ _CLOSE_BYTES = 16
 
 @dataclass(frozen=True)
 class Piece:
-    """A JSON object with a key "ph", or text without one.
-
-    Attributes:
-        offset, end: position in the text.
-        event: None for text without an event.
-    """
+    """A JSON object with a key "ph", or text without one, and its position in the text."""
 
     offset: int
     end: int

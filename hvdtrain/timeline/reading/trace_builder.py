@@ -52,9 +52,7 @@ def last_boundary(text: bytes, end: int) -> int:
 class _Tensors(dict[int, tuple[int, list[Begin]]]):
     """The tensors of a Timeline: by the number there, the number in the trace and the operations still open.
 
-    Attributes:
-        names: of all tensors of the file, by number in the trace.
-        unnamed: numbers in the trace of tensors without a name so far.
+    `names` and `unnamed` (those without a name so far) are of all tensors of the file, by number in the trace.
     """
 
     def __init__(self) -> None:

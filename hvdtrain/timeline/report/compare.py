@@ -20,25 +20,17 @@ _PIECES = (*PHASES, OTHER_EXCHANGE, EXCHANGE)
 
 @dataclass(frozen=True)
 class Row:
-    """One figure of both runs.
+    """One figure of both runs, a part of the budget, "step", or "late ranks"; milliseconds per step.
 
-    Attributes:
-        name: a part of the budget, "step", or "late ranks".
-        a: milliseconds per step.
-        b: milliseconds per step.
-        difference: b - a, with its 95% confidence interval.
+    The difference is b - a, with its 95% confidence interval. It is noise if the interval contains 0, or is unknown as
+    for a single step.
     """
 
     name: str
     a: Estimate
     b: Estimate
     difference: Estimate
-
-    @property
-    def is_noise(self) -> bool:
-        """Whether the difference is insignificant: its interval contains 0, or is unknown as for a single step."""
-        known = all(each.low < each.high or not each.value for each in (self.a, self.b))
-        return not known or self.difference.low <= 0 <= self.difference.high
+    is_noise: bool
 
 
 @dataclass(frozen=True)
@@ -46,7 +38,6 @@ class Comparison:
     """The differences between two runs.
 
     Attributes:
-        titles: names of the runs.
         rows: the step, then parts in the order of the budgets.
         options: differing options by dotted name, each with both values; None if those of a run are unknown.
         notes: why the runs are hard to compare.
@@ -107,14 +98,7 @@ def to_text(comparison: Comparison) -> str:
 
 def to_plain(comparison: Comparison) -> dict[str, Any]:
     """Return plain values for JSON."""
-    options = comparison.options
-    return {
-        "version": 1,
-        "titles": list(comparison.titles),
-        "rows": [{**asdict(row), "is_noise": row.is_noise} for row in comparison.rows],
-        "options": None if options is None else {name: list(values) for name, values in options.items()},
-        "notes": list(comparison.notes),
-    }
+    return {"version": 1, **asdict(comparison)}
 
 
 def _alike(
@@ -138,7 +122,9 @@ def _row(name: str, a: Estimate, b: Estimate) -> Row:
     middle = b.value - a.value
     low = math.hypot(b.value - b.low, a.high - a.value)
     high = math.hypot(b.high - b.value, a.value - a.low)
-    return Row(name, a, b, Estimate(middle, middle - low, middle + high))
+    difference = Estimate(middle, middle - low, middle + high)
+    known = all(each.low < each.high or not each.value for each in (a, b))
+    return Row(name, a, b, difference, not known or difference.low <= 0 <= difference.high)
 
 
 def _late(analysis: Analysis) -> Estimate:

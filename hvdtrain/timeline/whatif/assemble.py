@@ -22,9 +22,6 @@ class Setting:
     """What a step is assembled for.
 
     Attributes:
-        job: its settings.
-        link: between the ranks.
-        algorithm: of allreduces.
         cores_full: whether the exchange takes processor time from computing.
         data_s: time to load a step's batches; None as measured.
         slowdown: computing time of the slowest rank, relative to the measured one.
@@ -45,7 +42,6 @@ class AssembledStep:
     """A step and what it sends.
 
     Attributes:
-        step: to be replayed.
         buckets: in the order of their gradients.
         payload_bytes: that a rank hands to collectives.
         coding_measured: whether the cost of coding was measured, not estimated.

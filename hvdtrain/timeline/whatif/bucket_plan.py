@@ -15,7 +15,6 @@ class Gradient:
     """The gradient of one parameter.
 
     Attributes:
-        name, shape, dtype: of the parameter.
         ready_s: when it is ready, from the start of the last backward pass; None if backward skips it.
         pack_s: time to pack it into its bucket.
         rows: rows that are not zero on one rank; None if nobody counted them.
@@ -73,12 +72,8 @@ def plan_buckets(
 ) -> list[PlannedBucket]:
     """Plan the buckets of a job.
 
-    Args:
-        gradients: in the order in which backward finishes them; those that it skips come last.
-        limit_bytes: size limit of a bucket.
-        compression: of the job.
-        ranks: world size.
-        work: samples per rank, relative to the run in which rows were counted.
+    The gradients are in the order in which backward finishes them; those that it skips come last. `work` is the samples
+    per rank, relative to the run in which rows were counted.
     """
     by_name = {gradient.name: gradient for gradient in gradients}
     rows = _rows_to_send(by_name, compression, ranks, work)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hvdtrain.timeline.whatif.assemble import Costs
-from hvdtrain.timeline.whatif.change import Change
-from hvdtrain.timeline.whatif.evidence import Evidence
+from hvdtrain.timeline.whatif.evidence import Change, Evidence
 from hvdtrain.timeline.whatif.predict import Outcome, outcomes
 
 WORTH = 0.95

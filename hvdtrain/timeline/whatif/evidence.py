@@ -1,7 +1,8 @@
-"""The measurements of a run that a prediction is based on."""
+"""What a prediction is based on: the measurements of a run, the settings of its job, and a change of them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.compression.table import Compression, parse
+from hvdtrain.errors import ConfigError
 from hvdtrain.timeline.whatif.bucket_plan import Gradient, PlannedBucket
 from hvdtrain.timeline.whatif.jitter import Jitter
-from hvdtrain.timeline.whatif.links import Link, Ranks
+from hvdtrain.timeline.whatif.links import Algorithm, Link, Ranks
 
 PARTS = ("data", "copy", "forward", "backward", "wait", "clip", "optimizer")
 """Parts of a step that the journal times; "rest" is everything else."""
@@ -24,9 +26,7 @@ class Job:
     """The settings of a job that a prediction may change.
 
     Attributes:
-        ranks: world size and hosts.
-        compression: name in options.
-        bucket_mib: bucket size as in options; None for the default of the compression.
+        bucket_mib: as in options; None for the default of the compression.
         global_batch, micro_batch: samples.
     """
 
@@ -67,7 +67,6 @@ class Evidence:
     """The measurements of a run. Seconds are medians over steps.
 
     Attributes:
-        job: its settings.
         cores: cores of rank 0's host.
         own_cores: cores that rank 0 may use; fewer than `cores` if its launcher bound it.
         threads: that each rank computes with.
@@ -75,7 +74,6 @@ class Evidence:
         gradients: in the order in which backward finishes them; those that it skips come last.
         step_s: duration of a step.
         parts_s: duration of each of `PARTS` and of "rest" on rank 0.
-        path: folder of the run.
         tail_s: backward after the last gradient.
         step_uncertainty_s: 95% interval of `step_s` from the spread of steps.
         jitter: how much ranks' computing times differ from step to step.
@@ -122,3 +120,51 @@ def median_parts(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the median of each part over the steps that `read_parts` returned, and what they leave as "rest"."""
     parts = {name: median(step[name] for step in steps) for name in PARTS}
     return {**parts, "rest": max(0.0, median(step["step"] for step in steps) - sum(parts.values()))}
+
+
+@dataclass(frozen=True)
+class Change:
+    """The settings to change; None keeps a setting. They are the options of `hvdtrain timeline whatif`."""
+
+    size: int | None = None
+    ranks_per_host: int | None = None
+    bandwidth_gbit: float | None = None
+    latency_us: float | None = None
+    algorithm: Algorithm | None = None
+    compression: str | None = None
+    bucket_mib: float | None = None
+    global_batch: int | None = None
+    data_ms: float | None = None
+    slow_rank_percent: float | None = None
+
+
+def changed_job(evidence: Evidence, change: Change) -> Job:
+    """Return the job after the change.
+
+    Errors:
+        ConfigError: a number is out of range, or the compression does not exist.
+    """
+    was = evidence.job
+    _check_ranges(change)
+    size = change.size or was.ranks.size
+    fitting = max(was.ranks.per_host, evidence.cores // max(1, evidence.threads))
+    per_host = change.ranks_per_host or (was.ranks.per_host if was.ranks.hosts > 1 else fitting)
+    compression = was.compression if change.compression is None else str(parse(change.compression))
+    return Job(
+        Ranks(size, min(per_host, size)),
+        compression,
+        was.bucket_mib if change.bucket_mib is None else change.bucket_mib,
+        change.global_batch or was.global_batch,
+        was.micro_batch,
+    )
+
+
+def _check_ranges(change: Change) -> None:
+    above_zero = ("size", "ranks_per_host", "bandwidth_gbit", "bucket_mib", "global_batch")
+    for name in (*above_zero, "latency_us", "data_ms", "slow_rank_percent"):
+        value = getattr(change, name)
+        if value is None:
+            continue
+        if not math.isfinite(value) or value < 0 or (name in above_zero and value == 0):
+            expected = "a number > 0" if name in above_zero else "a number >= 0"
+            raise ConfigError(f"--{name} is out of range", expected=expected, found=str(value))

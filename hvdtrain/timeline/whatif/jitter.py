@@ -19,11 +19,7 @@ _MIN_FOR_TAIL = 20
 
 @dataclass(frozen=True)
 class Jitter:
-    """The deviations of a rank's computing time from its mean.
-
-    Attributes:
-        deviations: seconds, ascending, of all ranks and steps; their mean is 0.
-    """
+    """The deviations of a rank's computing time from its mean: seconds, ascending, of all ranks and steps."""
 
     deviations: NDArray[np.float64]
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from hvdtrain.timeline.whatif.assemble import AssembledStep, Costs, Setting, assemble_step, stretch_backward
-from hvdtrain.timeline.whatif.change import Change, changed_job
-from hvdtrain.timeline.whatif.evidence import Evidence, FittedLink, Job
+from hvdtrain.timeline.whatif.evidence import Change, Evidence, FittedLink, Job, changed_job
 from hvdtrain.timeline.whatif.fitting import link_between
 from hvdtrain.timeline.whatif.links import Link, with_bandwidth
 from hvdtrain.timeline.whatif.replay import Replayed, replay
@@ -29,12 +28,10 @@ class Outcome:
     """A step; seconds.
 
     Attributes:
-        step_s: duration.
         compute_s: the training thread's own work.
         exposed_s: waiting for gradients and for other ranks.
         wire_s: the exchange, hidden or exposed.
         handed_bytes: that a rank hands to collectives.
-        buckets: how many.
         replayed_wait_s: the part of `exposed_s` that the replay explains.
     """
 
@@ -54,7 +51,6 @@ class Prediction:
     Attributes:
         job: settings after the change.
         now: the measured step, divided into parts by the model.
-        then: the step after the change.
         low_s, high_s: 95% interval of `then.step_s`, if the model holds.
         notes: what the prediction is based on, and what it leaves out.
     """

@@ -7,8 +7,7 @@ from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
-from hvdtrain.timeline.whatif.change import Change
-from hvdtrain.timeline.whatif.evidence import Evidence, Job
+from hvdtrain.timeline.whatif.evidence import Change, Evidence, Job
 from hvdtrain.timeline.whatif.predict import Prediction
 from hvdtrain.timeline.wording import ms, nbytes
 
@@ -62,12 +61,7 @@ def as_data(evidence: Evidence, change: Change, prediction: Prediction) -> dict[
         "version": VERSION,
         "run": str(evidence.path),
         "change": {name: value for name, value in asdict(change).items() if value is not None},
-        "job": asdict(prediction.job),
-        "now": asdict(prediction.now),
-        "then": asdict(prediction.then),
-        "low_s": prediction.low_s,
-        "high_s": prediction.high_s,
-        "notes": list(prediction.notes),
+        **asdict(prediction),
         "not_in_the_model": list(UNKNOWN),
     }
 

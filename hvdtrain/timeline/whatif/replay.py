@@ -19,10 +19,9 @@ class Collective:
     """One collective.
 
     Attributes:
-        before_s: work of the training thread to make the payload.
+        before_s, during_s: work of the training thread to make the payload, and right after the start.
         wire_s: from its start to its end if no other collective is ahead of it.
         cpu_s: processor time that it takes from computing, if both share a core; at most `wire_s`.
-        during_s: work of the training thread right after the start.
     """
 
     before_s: float
@@ -33,11 +32,9 @@ class Collective:
 
 @dataclass(frozen=True)
 class Exchange:
-    """The exchange of a bucket.
+    """The exchange of a bucket: a collective starts when the previous one has finished and its own payload is made.
 
-    Attributes:
-        collectives: each one starts when the previous one has finished and its own payload is made.
-        after_s: work of the training thread to decode the last result.
+    `after_s` is the work of the training thread to decode the last result.
     """
 
     collectives: Sequence[Collective]
@@ -46,13 +43,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A gradient.
-
-    Attributes:
-        gap_s: computing since the previous gradient, or since backward began.
-        pack_s: time to pack it into its bucket.
-        bucket: number of its bucket.
-    """
+    """A gradient: computing since the previous one or since backward began, and the time to pack it into its bucket."""
 
     gap_s: float
     pack_s: float
@@ -67,7 +58,6 @@ class Step:
         before_s: until the last backward pass begins.
         arrivals: gradients in the order in which backward finishes them.
         tail_s: backward after the last gradient.
-        exchanges: of the buckets.
         late_s: time to pack the gradients that backward skips, by bucket; those buckets start after backward.
         after_s: from the last sum to the end of the step: clipping, optimizer, everything else.
     """
@@ -85,7 +75,6 @@ class Replayed:
     """The durations of a replayed step.
 
     Attributes:
-        step_s: the whole step.
         compute_s: the training thread's own work.
         backward_s: the last backward pass, with packing and coding during it.
         wait_s: from the end of backward to the last sum.

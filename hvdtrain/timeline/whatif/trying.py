@@ -12,8 +12,7 @@ from hvdtrain.errors import LaunchError
 from hvdtrain.observe.past_journal import read_steps
 from hvdtrain.programs import run_program
 from hvdtrain.run_layout import RunLayout
-from hvdtrain.timeline.whatif.change import Change, changed_job
-from hvdtrain.timeline.whatif.evidence import Evidence
+from hvdtrain.timeline.whatif.evidence import Change, Evidence, changed_job
 
 STEPS = 24
 """Steps of each trial run; the first `_WARM_UP` are not counted."""
@@ -33,12 +32,7 @@ task = slowed({spec!r}, {rank}, {sleep_s!r})
 
 @dataclass(frozen=True)
 class Trial:
-    """The measurements of a trial.
-
-    Attributes:
-        unchanged: folders of the unchanged runs.
-        unchanged_s, changed_s: median step of each run.
-    """
+    """The folders of the unchanged runs of a trial, and the median step of each run."""
 
     unchanged: Sequence[Path]
     unchanged_s: Sequence[float]

@@ -13,7 +13,7 @@ from hvdtrain.compression.coding_probe import main as probe
 from hvdtrain.compression.table import parse
 from hvdtrain.timeline.whatif import probing
 from hvdtrain.timeline.whatif.assemble import job_buckets
-from hvdtrain.timeline.whatif.change import Change, changed_job
+from hvdtrain.timeline.whatif.evidence import Change, changed_job
 from hvdtrain.timeline.whatif.read_run import read_evidence
 from hvdtrain.timeline.whatif.trying import reasons_against, trial_command
 from tests.support.launch import ROOT, run, train

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.timeline.whatif.change import Change
+from hvdtrain.timeline.whatif.evidence import Change
 from hvdtrain.timeline.whatif.links import ETHERNET, Ranks
 from hvdtrain.timeline.whatif.predict import predict
 from hvdtrain.timeline.whatif.read_run import read_evidence
