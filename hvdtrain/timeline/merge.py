@@ -51,22 +51,21 @@ class Merged:
 
 
 @dataclass(frozen=True)
-class _Clocks:
-    """The last start's spans on the common clock, rank 0's, and each rank's wall clock minus it, in microseconds."""
+class _Sources:
+    """What is merged, and each rank's wall clock minus the common clock, which is rank 0's, in microseconds."""
 
     spans: Sequence[RankSpans] = ()
     epoch_us: Mapping[int, float] = field(default_factory=dict)
+    timelines: list[HorovodTrace] = field(default_factory=list)
+    profiles: list[tuple[Path, int, profile.Profile]] = field(default_factory=list)
 
     def epoch_of(self, rank: int) -> float:
         """Return a rank's wall clock minus the common clock; rank 0's or 0 if unknown."""
         return self.epoch_us.get(rank, self.epoch_us.get(0, 0.0))
 
-
-@dataclass(frozen=True)
-class _Sources:
-    clocks: _Clocks
-    timelines: Sequence[HorovodTrace]
-    profiles: Sequence[tuple[Path, int, profile.Profile]]
+    def shift_of(self, trace: HorovodTrace) -> float:
+        """Return what is to be added to a Timeline's times; 0 if its start time is unknown and there are no spans."""
+        return (trace.epoch_us or 0.0) - self.epoch_of(0)
 
 
 def merge(sources: Sequence[Path], out: Path) -> Merged:
@@ -110,12 +109,11 @@ def _find(sources: Sequence[Path], merged: Merged) -> _Sources:
         traces = read_files(sources)
         for trace in traces:
             _note(trace, merged)
-        return _Sources(_Clocks(), traces, [])
+        return _Sources(timelines=traces)
     timeline = RunLayout(folders[0]).timeline.folder
     folder = timeline if timeline.is_dir() else folders[0]
-    clocks = _read_clocks(folder)
-    begin_us = min((float(s.start_us.min()) for s in clocks.spans if len(s.start_us)), default=-np.inf)
-    timelines = []
+    found = _read_spans(folder)
+    begin_us = min((float(s.start_us.min()) for s in found.spans if len(s.start_us)), default=-np.inf)
     for path in sorted(folder.glob("horovod-*.json*")):
         try:
             trace = read_horovod(path)
@@ -123,23 +121,23 @@ def _find(sources: Sequence[Path], merged: Merged) -> _Sources:
             merged.notes.append(f"{path.name} is ignored: {error.what}")
             continue
         _note(trace, merged)
-        end_us = (trace.epoch_us or 0.0) - clocks.epoch_of(0) + float(trace.start_us.max(initial=0.0))
+        end_us = found.shift_of(trace) + float(trace.start_us.max(initial=0.0))
         if trace.epoch_us is not None and end_us < begin_us - _EARLIER_US:
             merged.notes.append(f"{path.name} is ignored: it belongs to an earlier start")
         elif len(trace.start_us):
-            timelines.append(trace)
-    profiles = _profiles(folder, clocks, begin_us, merged)
-    if not (clocks.spans or timelines or profiles):
+            found.timelines.append(trace)
+    _add_profiles(folder, found, begin_us, merged)
+    if not (found.spans or found.timelines or found.profiles):
         raise TraceError(
             f"there is no trace in {folder}",
             expected="spans-rank-N.json, horovod-steps-*.json or torch-steps-*.json",
             found="none of them",
             next_step="train with --observe.timeline all, or name the run's folder",
         )
-    return _Sources(clocks, timelines, profiles)
+    return found
 
 
-def _read_clocks(folder: Path) -> _Clocks:
+def _read_spans(folder: Path) -> _Sources:
     files = read_span_files(folder)
     moved, own = on_one_clock(files, read_starts(folder)), newest_files(files)
     epoch_us = {}
@@ -147,17 +145,14 @@ def _read_clocks(folder: Path) -> _Clocks:
         file = own[spans.rank]
         shift_us = spans.start_us[0] - file.spans.start_us[0] if len(spans.start_us) else 0.0
         epoch_us[spans.rank] = file.epoch_us - float(shift_us)
-    return _Clocks(moved, epoch_us)
+    return _Sources(moved, epoch_us)
 
 
 def _note(trace: HorovodTrace, merged: Merged) -> None:
     merged.notes += [f"{trace.path.name}: {line}" for line in trace.dropped]
 
 
-def _profiles(
-    folder: Path, clocks: _Clocks, begin_us: float, merged: Merged
-) -> list[tuple[Path, int, profile.Profile]]:
-    found = []
+def _add_profiles(folder: Path, found: _Sources, begin_us: float, merged: Merged) -> None:
     for path in sorted(folder.glob(f"{TimelineLayout.TORCH}*")):
         if not (named := _PROFILE.fullmatch(path.name)):
             continue
@@ -169,58 +164,50 @@ def _profiles(
             continue
         if times.first_us is None or times.last_us is None:
             merged.notes.append(f"{path.name} has no events")
-        elif times.base_us + times.last_us - clocks.epoch_of(rank) < begin_us - _EARLIER_US:
+        elif times.base_us + times.last_us - found.epoch_of(rank) < begin_us - _EARLIER_US:
             merged.notes.append(f"{path.name} is ignored: it belongs to an earlier start")
         else:
-            found.append((path, rank, times))
-    return found
+            found.profiles.append((path, rank, times))
 
 
 def _zero(found: _Sources) -> float:
     """Return the time of the first event, by rank 0's clock."""
-    firsts = [float(spans.start_us.min()) for spans in found.clocks.spans if len(spans.start_us)]
+    firsts = [float(spans.start_us.min()) for spans in found.spans if len(spans.start_us)]
     for trace in found.timelines:
-        shift_us = _shift(trace, found.clocks)
+        shift_us = found.shift_of(trace)
         firsts += [shift_us + float(times.min()) for times in (trace.start_us, trace.tick_us) if len(times)]
-    firsts += [
-        times.base_us + (times.first_us or 0.0) - found.clocks.epoch_of(rank) for _, rank, times in found.profiles
-    ]
+    firsts += [times.base_us + (times.first_us or 0.0) - found.epoch_of(rank) for _, rank, times in found.profiles]
     return min(firsts, default=0.0)
 
 
-def _shift(trace: HorovodTrace, clocks: _Clocks) -> float:
-    return (trace.epoch_us or 0.0) - clocks.epoch_of(0)
-
-
 def _write(sink: Sink, sources: Sequence[Path], found: _Sources, zero_us: float, merged: Merged) -> None:
-    clocks = found.clocks
-    hosts = {spans.rank: spans.host for spans in clocks.spans}
+    hosts = {spans.rank: spans.host for spans in found.spans}
     merged.ranks = sorted(hosts.keys() | {rank for _, rank, _ in found.profiles})
     merged.timelines = [trace.path for trace in found.timelines]
     merged.profiles = [path for path, *_ in found.profiles]
     for rank in merged.ranks:
         sink.add(tracks.head(rank, hosts.get(rank, ""), rank + (len(found.timelines) if rank else 0)))
-    for spans in clocks.spans:
+    for spans in found.spans:
         sink.add(tracks.span_events(spans, zero_us))
-    if clocks.spans:
-        sink.add(tracks.late_events(read_steps(sources[0]), clocks.spans, zero_us))
+    if found.spans:
+        sink.add(tracks.late_events(read_steps(sources[0]), found.spans, zero_us))
     for number, trace in enumerate(found.timelines):
         title = f"Horovod (rank 0), {trace.path.name}"
-        shift_us = _shift(trace, clocks) - zero_us
+        shift_us = found.shift_of(trace) - zero_us
         sink.add(tracks.horovod_events(trace, _HOROVOD_PIDS + number, title, number + 1, shift_us))
     for path, rank, times in found.profiles:
-        sink.add(profile.profile_events(path, rank, times.base_us - clocks.epoch_of(rank) - zero_us))
+        sink.add(profile.profile_events(path, rank, times.base_us - found.epoch_of(rank) - zero_us))
     _note_clocks(found, merged)
 
 
 def _note_clocks(found: _Sources, merged: Merged) -> None:
     """Add notes on the precision of the times."""
-    errors = {spans.rank: spans.clock_error_us for spans in found.clocks.spans}
+    errors = {spans.rank: spans.clock_error_us for spans in found.spans}
     merged.clock_error_us = max(errors.values(), default=0.0)
     if unknown := [rank for rank, error in errors.items() if not np.isfinite(error)]:
         clocks = f"the clocks of ranks {', '.join(map(str, unknown))}"
         merged.notes.append(f"{clocks} were never compared with rank 0's: aligned by wall clocks")
-    if found.clocks.spans and (found.timelines or found.profiles):
+    if found.spans and (found.timelines or found.profiles):
         merged.notes.append(
             "Horovod and torch.profiler are aligned by wall clocks: about 0.1 ms off the spans, "
             "more if a clock was set during the job"

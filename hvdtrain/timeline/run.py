@@ -59,7 +59,8 @@ def _load(path: Path, more: Sequence[Path], most_bytes: float) -> tuple[RunTrace
             f"{path} does not exist", expected=_EXPECTED, next_step="ls runs/ shows the runs of this folder"
         )
     traces = read_files([path, *more])
-    return RunTrace(path, max(map(_ranks, traces)), horovod=_on_first_clock(traces)), []
+    size = max(int(np.max(trace.tick_rank, initial=-1)) + 1 for trace in traces)
+    return RunTrace(path, size, horovod=_on_first_clock(traces)), []
 
 
 def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
@@ -172,10 +173,6 @@ def _on_first_clock(traces: Sequence[HorovodTrace]) -> list[HorovodTrace]:
     if len(known) < len(epochs) or len(known) < 2:
         return list(traces)
     return [_shifted(trace, epoch - known[0]) for trace, epoch in zip(traces, known, strict=True)]
-
-
-def _ranks(trace: HorovodTrace) -> int:
-    return int(np.max(trace.tick_rank, initial=-1)) + 1
 
 
 def _missing(

@@ -461,8 +461,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _missed(
         "timeline/merge.py",
-        "return (trace.epoch_us or 0.0) - clocks.epoch_of(0)",
-        "return -clocks.epoch_of(0)",
+        "return (trace.epoch_us or 0.0) - self.epoch_of(0)",
+        "return -self.epoch_of(0)",
         "merged Timelines of two jobs are not on one clock",
         "tests/timeline/test_merge.py",
     ),

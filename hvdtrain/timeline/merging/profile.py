@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.timeline.merging.sink import Event
-from hvdtrain.timeline.merging.tracks import metadata
+from hvdtrain.timeline.merging.tracks import labels
 from hvdtrain.timeline.reading.salvage import salvage
 from hvdtrain.timeline.reading.source import read_pieces
 
@@ -86,8 +86,7 @@ def _named(item: Event, rank: int, tracks: dict[tuple[int, int], int], processes
 
 def _track(tracks: dict[tuple[int, int], int], rank: int, pid: Any, tid: Any, name: str) -> Iterator[Event]:
     tracks[pid, tid] = number = _FIRST_TRACK + len(tracks)
-    yield metadata("thread_name", rank, number, name=name)
-    yield metadata("thread_sort_index", rank, number, sort_index=number)
+    yield from labels("thread", rank, number, name, number)
 
 
 def _is_shown(item: Event) -> bool:

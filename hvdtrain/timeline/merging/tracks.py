@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,14 +25,13 @@ _TRACKS = {MAIN: "training thread", DEVICE: "device", _GC: "garbage collection"}
 
 def head(rank: int, host: str, place: int) -> Iterator[Event]:
     """Yield metadata of a rank's process at position `place`."""
-    name = f"rank {rank} on {host}" if host else f"rank {rank}"
-    yield metadata("process_name", rank, 0, name=name)
-    yield metadata("process_sort_index", rank, 0, sort_index=place)
+    yield from labels("process", rank, 0, f"rank {rank} on {host}" if host else f"rank {rank}", place)
 
 
-def metadata(kind: str, pid: int, tid: int, **arguments: Any) -> Event:
-    """Return an event that names or orders a process or a track."""
-    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": arguments}
+def labels(kind: str, pid: int, tid: int, name: str, place: int) -> Iterator[Event]:
+    """Yield the events that name and order a process, or a track of it (kind "thread")."""
+    for suffix, arguments in (("name", {"name": name}), ("sort_index", {"sort_index": place})):
+        yield {"name": f"{kind}_{suffix}", "ph": "M", "pid": pid, "tid": tid, "args": arguments}
 
 
 def span_events(spans: RankSpans, zero_us: float) -> Iterator[Event]:
@@ -44,8 +42,7 @@ def span_events(spans: RankSpans, zero_us: float) -> Iterator[Event]:
         name = _TRACKS.get(track, f"exchange of bucket {track - EXCHANGE}")
         if bucket is not None:
             name += f": {bucket.name}"
-        yield metadata("thread_name", spans.rank, track, name=name)
-        yield metadata("thread_sort_index", spans.rank, track, sort_index=track)
+        yield from labels("thread", spans.rank, track, name, track)
     order = np.lexsort((-spans.end_us, spans.start_us))
     start = np.round(spans.start_us - zero_us, 3)
     end = np.round(spans.end_us - zero_us, 3)
@@ -84,16 +81,14 @@ def late_events(tables: Sequence[StepTable], traced: Sequence[RankSpans], zero_u
 
 def horovod_events(trace: HorovodTrace, pid: int, title: str, place: int, shift_us: float) -> Iterator[Event]:
     """Yield all events of a Timeline as process `pid` at position `place`, with `shift_us` added to their times."""
-    yield metadata("process_name", pid, 0, name=title)
-    yield metadata("process_sort_index", pid, 0, sort_index=place)
+    yield from labels("process", pid, 0, title, place)
     track = _tracks(trace)
     names: dict[int, str] = {}
     for tensor, number in enumerate(track.tolist()):
         if number >= 0:
             names[number] = trace.tensors[tensor] if number not in names else "several tensors"
     for number, name in names.items():
-        yield metadata("thread_name", pid, number, name=name or "(no name)")
-        yield metadata("thread_sort_index", pid, number, sort_index=number)
+        yield from labels("thread", pid, number, name or "(no name)", number)
     yield from _spans(trace, pid, track, shift_us)
     for begin in range(0, len(trace.tick_us), _CHUNK):
         part = slice(begin, begin + _CHUNK)

@@ -57,7 +57,8 @@ def compare(a: Analysis, b: Analysis, config_a: Mapping[str, Any], config_b: Map
     rows = []
     if a.budget is not None and b.budget is not None:
         rows.append(_row("step", a.budget.step_ms, b.budget.step_ms))
-        of_a, of_b = _alike(*({part.name: part.ms for part in budget.parts} for budget in (a.budget, b.budget)))
+        of_a, of_b = ({part.name: part.ms for part in budget.parts} for budget in (a.budget, b.budget))
+        of_a, of_b = (_pooled(of_a) if EXCHANGE in of_b else of_a), (_pooled(of_b) if EXCHANGE in of_a else of_b)
         rows += [_row(name, of_a.get(name, _NOTHING), of_b.get(name, _NOTHING)) for name in {**of_a, **of_b}]
     late = [_late(analysis) for analysis in (a, b)]
     if any(each.value for each in late):
@@ -101,15 +102,8 @@ def to_plain(comparison: Comparison) -> dict[str, Any]:
     return {"version": 1, **asdict(comparison)}
 
 
-def _alike(
-    a: Mapping[str, Estimate], b: Mapping[str, Estimate]
-) -> tuple[Mapping[str, Estimate], Mapping[str, Estimate]]:
-    """Merge the phases of the exchange into one part if only one run has a Horovod Timeline with phases."""
-    return (_pooled(a) if EXCHANGE in b else a), (_pooled(b) if EXCHANGE in a else b)
-
-
 def _pooled(parts: Mapping[str, Estimate]) -> dict[str, Estimate]:
-    """Merge the phases of the exchange into one part, with the widest possible interval."""
+    """Merge the phases of the exchange into one part, as in a run without phases; with the widest possible interval."""
     pieces = [ms for name, ms in parts.items() if name in _PIECES]
     rest = {name: ms for name, ms in parts.items() if name not in _PIECES}
     if not pieces:

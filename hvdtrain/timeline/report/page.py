@@ -15,14 +15,7 @@ from typing import TYPE_CHECKING, Any
 import hvdtrain
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Analysis, Lane, figures
-from hvdtrain.timeline.report.page_view import (
-    MORE,
-    blame_view,
-    budget_view,
-    communication_facts,
-    finding_pieces,
-    hue,
-)
+from hvdtrain.timeline.report.page_view import MORE, blame_view, budget_view, communication_facts, finding_pieces, hue
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -136,7 +136,9 @@ class _Replay:
                 self._advance(bucket)
         while self._finished:
             if not self._advance_finished():
-                self._wait_for(min(self._finished))
+                bucket = min(self._finished)
+                while not self._finished[bucket]:
+                    self._pass_time(self._queue[0].left_s)
         wait_s = self._now - backward_end
         self._work(step.after_s)
         return Replayed(self._now, self._worked, backward_end - backward_began, wait_s, self._wire_s)
@@ -177,11 +179,6 @@ class _Replay:
             took_s = min(needed_s, first.left_s)
             seconds = 0.0 if needed_s <= first.left_s else seconds - took_s * rate
             self._pass_time(took_s)
-
-    def _wait_for(self, bucket: int) -> None:
-        """Wait until the collective of a bucket has finished."""
-        while not self._finished[bucket]:
-            self._pass_time(self._queue[0].left_s)
 
     def _pass_time(self, took_s: float) -> None:
         """Let time pass and the first collective progress."""
