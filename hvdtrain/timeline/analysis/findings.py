@@ -47,9 +47,8 @@ def _exposed(facts: Facts) -> Iterator[Finding]:
     if cost < _SHARE * facts.step_ms:
         return
     largest = max(pieces, key=lambda piece: piece.ms.value)
-    share = cost / facts.step_ms
     mostly = f", mostly {largest.name}" if len(pieces) > 1 else ""
-    text = f"exposed communication takes {wording.ms(cost)} ms per step ({share:.0%}){mostly}"
+    text = f"exposed communication takes {facts.per_step(cost)}{mostly}"
     yield Finding("exposed", text, cost, _faster_exchange(facts, largest.name, cost))
 
 
@@ -78,12 +77,10 @@ def _input(facts: Facts) -> Iterator[Finding]:
     waited, copied = _fed_ms(facts) * (1 - share), _fed_ms(facts) * share
     if waited >= _SHARE * facts.step_ms:
         workers = facts.option("loader", "workers") or 0
-        text = f"{wording.ms(waited)} ms per step ({waited / facts.step_ms:.0%}) are spent waiting for data"
+        text = f"{facts.per_step(waited)} are spent waiting for data"
         yield Finding("input", text, waited, f"use more loader processes: --loader.workers {max(1, 2 * int(workers))}")
     if copied >= _SHARE * facts.step_ms:
-        text = (
-            f"{wording.ms(copied)} ms per step ({copied / facts.step_ms:.0%}) are spent copying batches to the device"
-        )
+        text = f"{facts.per_step(copied)} are spent copying batches to the device"
         advice = "copy fewer bytes: send integers or half precision, and convert them on the device"
         if facts.option("loader", "pin_memory") == "off":
             advice = "copy from page-locked memory, which does not block: --loader.pin_memory auto"
@@ -120,11 +117,9 @@ def _collections(facts: Facts) -> Iterator[Finding]:
     # A collection on any rank delays all: the longest of each step counts.
     ms = float(np.nan_to_num(spent[:, warm_up(table) :]).max(axis=0).mean()) / 1e3
     if ms >= _SHARE * facts.step_ms:
-        took = f"{wording.ms(ms)} ms per step ({ms / facts.step_ms:.0%})"
-        text = f"Python's garbage collector takes {took} on the slowest rank"
-        yield Finding(
-            "gc", text, ms, "call gc.freeze() after creating model and data, or create fewer objects per step"
-        )
+        text = f"Python's garbage collector takes {facts.per_step(ms)} on the slowest rank"
+        advice = "call gc.freeze() after creating model and data, or create fewer objects per step"
+        yield Finding("gc", text, ms, advice)
 
 
 def _aside(facts: Facts) -> Iterator[Finding]:
@@ -139,8 +134,7 @@ def _aside(facts: Facts) -> Iterator[Finding]:
 
 def _cores(facts: Facts) -> Iterator[Finding]:
     if (waited := facts.core_wait_ms()) is not None:
-        took = f"{wording.ms(waited)} ms per step ({waited / facts.step_ms:.0%})"
-        text = f"ranks waited for a CPU core for {took}"
+        text = f"ranks waited for a CPU core for {facts.per_step(waited)}"
         yield Finding("cpu", text, waited, facts.for_cores())
 
 

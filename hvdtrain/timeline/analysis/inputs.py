@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.compression.sizes import ITEM_BYTES
+from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Blame, Budget, Communication, Part
 from hvdtrain.timeline.analysis.stragglers import Stragglers
 from hvdtrain.timeline.columns import RunTrace
@@ -43,6 +44,10 @@ class Facts:
         """Return an option of the run; None if unknown."""
         values = self.run.config.get(section)
         return values.get(name) if isinstance(values, Mapping) else None
+
+    def per_step(self, ms: float) -> str:
+        """Format a cost with its share of the step."""
+        return f"{wording.ms(ms)} ms per step ({ms / self.step_ms:.0%})"
 
     def core_wait_ms(self) -> float | None:
         """Return the median wait for a CPU core per step; None if small or unknown."""

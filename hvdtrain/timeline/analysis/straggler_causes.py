@@ -18,7 +18,7 @@ _LEAST_SHARE = 0.1
 _CLOCK_SHARE = 0.97
 _HOTTER_C = 5.0
 _MORE_TOKENS = 1.1
-_PARTS = {"data": "data", "copy": "copy", "forward": "forward", "backward": "backward"}
+_PARTS = ("data", "copy", "forward", "backward")
 _WORDS = {
     "data": "it waits {mine} ms per step for data, others {others} ms",
     "copy": "it copies batches for {mine} ms per step, others for {others} ms",
@@ -36,7 +36,7 @@ def lateness_parts(table: StepTable, column: Ints, *, steady: bool) -> dict[str,
 
     If the step before is missing, the parts begin with the step. `steady` ignores outliers of single steps.
     """
-    parts = {name: _mean(table, part, column, steady) for part, name in _PARTS.items()}
+    parts = {part: _mean(table, part, column, steady) for part in _PARTS}
     inside = (table.ready_us - table.start_us)[:, column]
     known = [values[:, column] for part in _PARTS if (values := table.parts_us.get(part)) is not None]
     parts["rest"] = _average(inside - sum(known, np.zeros_like(inside)), steady)
