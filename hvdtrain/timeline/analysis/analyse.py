@@ -99,8 +99,7 @@ def _parts(table: StepTable) -> dict[str, np.ndarray[tuple[int], np.dtype[np.flo
     _, parts = budget.step_parts(table, sample)
     if (gc := table.parts_us.get("gc")) is not None:
         parts["gc"] = np.nan_to_num(gc[:, sample.columns]) / 1e3
-    found = {name: np.average(values, axis=1, weights=sample.weights) for name, values in parts.items()}
-    return found
+    return {name: np.average(values, axis=1, weights=sample.weights) for name, values in parts.items()}
 
 
 def _not_negative(cost: Estimate) -> Estimate:

@@ -53,8 +53,7 @@ def _of_timelines(run: RunTrace) -> Communication:
     each = max(1, steps)
     spans = [phases[name] for name in PHASES if name in phases]
     busy = union(np.concatenate([s[0] for s in spans]), np.concatenate([s[1] for s in spans])) if spans else None
-    parts = [(name, length(phases[name]) / 1e3 / each) for name in PHASES if name in phases]
-    parts = [(name, ms) for name, ms in parts if ms > 0]
+    parts = [(name, ms) for name in PHASES if name in phases and (ms := length(phases[name]) / 1e3 / each) > 0]
     busy_ms = length(busy) / 1e3 / each if busy is not None else None
     moved, on_bus = _bytes_of(run.horovod, run.size) or (None, None)
     transfer = length(phases[TRANSFER]) / 1e6 if TRANSFER in phases else 0.0

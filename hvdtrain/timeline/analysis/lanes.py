@@ -29,8 +29,7 @@ def window_lanes(run: RunTrace) -> list[Lane]:
     lanes = []
     for spans in sorted(run.spans, key=lambda spans: spans.rank):
         lanes += _of_rank(spans, first, last, begin, end)
-    transfers = [_transfer(trace, begin, end) for trace in run.horovod]
-    slices = [each for lane in transfers for each in lane]
+    slices = [each for trace in run.horovod for each in _transfer(trace, begin, end)]
     return [*lanes, Lane("Horovod", slices)] if slices else lanes
 
 
