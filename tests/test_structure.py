@@ -235,13 +235,16 @@ def test_each_mutation_finds_the_text_that_it_replaces() -> None:
     assert not wrong, "tests/mutations/table.py is to follow the source"
 
 
-def test_programs_in_documents_import_existing_names() -> None:
-    """Tests start programs that they hold as text, which no type checker reads; so does the package."""
+def test_programs_in_texts_and_benchmarks_import_existing_names() -> None:
+    """No type checker reads the programs that tests and the package hold as text, nor benchmarks."""
     wrong = []
     for file in sorted(ROOT.rglob("*.py")):
         if file.relative_to(ROOT).parts[0] not in ("hvdtrain", "tests", "benchmarks"):
             continue
         for node in ast.walk(_tree(file)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("hvdtrain", "tests"):
+                missing = [alias.name for alias in node.names if not _has(str(node.module), alias.name)]
+                wrong += [f"{file}:{node.lineno}: {node.module}.{name}" for name in missing]
             if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
                 continue
             for module, names in re.findall(r"from (hvdtrain[\w.]*) import ([\w ,]+)", node.value):
@@ -259,4 +262,4 @@ def _file(module: str) -> Path | None:
 
 def _has(module: str, name: str) -> bool:
     file = _file(module)
-    return bool(file and (_file(f"{module}.{name}") or re.search(rf"\b{name}\b", file.read_text())))
+    return bool(_file(f"{module}.{name}") or (file and re.search(rf"\b{name}\b", file.read_text())))
