@@ -23,7 +23,7 @@ from hvdtrain.training.records.run_report import explain_run
 from hvdtrain.training.result import Result, read_result
 from hvdtrain.training.round import Round
 from hvdtrain.training.start.build import build_engine, build_trainer
-from hvdtrain.training.start.device import check_device_is_own, pick_device
+from hvdtrain.training.start.device import check_device_is_own, pick_device, training_stream
 from hvdtrain.training.start.make_task import check_same_data, make_task, refuse_exit
 from hvdtrain.training.start.opening import claim_together, describe_start, recording
 from hvdtrain.training.start.restore import resume_state
@@ -87,7 +87,7 @@ def _train_round(
     try:
         with report_failures(current, output) as current.reporter:
             current.is_new = worker.open_recorder(run, comm, current.layout)
-            with recording(worker, current.rounds.is_over) as current.recorder:
+            with recording(worker, current.rounds.is_over) as current.recorder, training_stream(worker.device):
                 if warning and comm.rank == 0:
                     current.recorder.warn(warning)
                 return _train_recorded(current, timeline, sinks)

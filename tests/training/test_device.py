@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import hvdtrain
 from hvdtrain.comm.base import Comm
 from hvdtrain.errors import ConfigError, LaunchError
-from hvdtrain.training.start.device import check_device_is_own, pick_device
+from hvdtrain.training import session
+from hvdtrain.training.start.device import check_device_is_own, pick_device, training_stream
 from tests.support.thread_comm import on_ranks
+from tests.support.toy import toy
 
 CUDA = torch.device("cuda", 0)
 
@@ -67,3 +74,76 @@ def test_one_rank_has_its_device_alone() -> None:
         assert check_device_is_own(torch.device("cpu"), comm) == ""
 
     on_ranks(1, check)
+
+
+class FakeStream:
+    """A CUDA stream that notes what it waits for."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happens to the default stream and to a new one."""
+    log: list[str] = []
+    current = [FakeStream("default", log)]
+
+    @contextmanager
+    def use(stream: FakeStream) -> Iterator[None]:
+        current.append(stream)
+        try:
+            yield
+        finally:
+            current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream("own", log))
+    monkeypatch.setattr(torch.cuda, "stream", use)
+    return log
+
+
+def test_training_has_a_stream_of_its_own(streams: list[str]) -> None:
+    with training_stream(CUDA):
+        streams.append(f"on {torch.cuda.current_stream(CUDA).name}")  # type: ignore[attr-defined]
+    assert streams == ["own waits for default", "on own", "default waits for own"]
+
+
+def test_the_next_round_waits_for_what_a_failed_one_left(streams: list[str]) -> None:
+    with pytest.raises(RuntimeError, match="a rank is lost"), training_stream(CUDA):
+        raise RuntimeError("a rank is lost")
+    assert streams == ["own waits for default", "default waits for own"]
+
+
+@pytest.mark.usefixtures("streams")
+def test_the_first_error_of_a_device_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(self: FakeStream, other: FakeStream) -> None:
+        if self.name == "default":
+            raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(FakeStream, "wait_stream", wait)
+    with pytest.raises(RuntimeError, match="device fault"), training_stream(CUDA):
+        raise RuntimeError("device fault")
+
+
+def test_all_of_a_round_runs_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    active = [False]
+
+    @contextmanager
+    def stream(device: torch.device) -> Iterator[None]:
+        active[0] = True
+        yield
+        active[0] = False
+
+    def loss(model: torch.nn.Module, batch: object) -> object:
+        assert active[0], "a forward pass on the default stream"
+        return task.loss(model, batch)
+
+    task = toy()
+    monkeypatch.setattr(session, "training_stream", stream)
+    options = {"train": {"steps": 2, "global_batch": 2, "micro_batch": 2, "eval_samples": 2}, "run_dir": str(tmp_path)}
+    hvdtrain.train(options, replace(task, loss=loss))
+    assert not active[0]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import ChainMap, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, cast
 
 import pytest
@@ -170,6 +172,14 @@ def test_batches_of_other_kinds_move() -> None:
     packed = nn.utils.rnn.pack_sequence([torch.ones(3, 1), torch.ones(2, 1)])
     assert to_device(packed, torch.device("meta")).data.is_meta
     assert to_device(nn.Linear(1, 1), torch.device("meta")).weight.is_meta
+
+
+def test_every_kind_of_mapping_moves() -> None:
+    content = {"a": torch.ones(2), "n": 1}
+    for made in (MappingProxyType(content), OrderedDict(content), ChainMap({}, content)):
+        moved = to_device(made, torch.device("meta"))
+        assert moved["a"].is_meta and moved["n"] == 1 and not made["a"].is_meta
+    assert isinstance(moved, ChainMap)
 
 
 def test_spans_add_up_to_the_step() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import UserDict
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
 from typing import Any
@@ -101,9 +101,10 @@ def describe(value: Any) -> str:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Move the tensors in nested tuples, lists and dicts to `device`, and values with a method `to`.
+    """Move the tensors in nested tuples, lists and mappings to `device`, and values with a method `to`.
 
-    Batches of transformers' collators are `UserDict`s. Other values stay as they are.
+    Batches of transformers' collators are `UserDict`s. A mapping that cannot be changed becomes a dict. Other values
+    stay as they are.
     """
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
@@ -115,6 +116,13 @@ def to_device(batch: Any, device: torch.device) -> Any:
         return moved
     if callable(getattr(batch, "to", None)):
         return batch.to(device)
+    if isinstance(batch, Mapping):
+        on_device = {key: to_device(value, device) for key, value in batch.items()}
+        if not isinstance(batch, MutableMapping):
+            return on_device
+        moved = copy.copy(batch)
+        moved.update(on_device)
+        return moved
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(to_device(value, device) for value in batch))
     if isinstance(batch, (tuple, list)):

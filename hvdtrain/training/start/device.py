@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -55,6 +56,26 @@ def pick_device(wanted: str, local_rank: int, local_size: int) -> torch.device:
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
+
+
+@contextmanager
+def training_stream(device: torch.device) -> Iterator[None]:
+    """Run a block on a CUDA stream that is not the default one; on the CPU do nothing.
+
+    Horovod's background thread makes the output of an alltoall or allgather on the default stream, and waits until that
+    stream has done its work. Training on it would make these exchanges wait for backward.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    before, own = torch.cuda.current_stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    own.wait_stream(before)
+    try:
+        with torch.cuda.stream(own):
+            yield
+    finally:
+        with suppress(RuntimeError):  # after a fault of the device: its first error is the one to show
+            before.wait_stream(own)
 
 
 def check_device_is_own(device: torch.device, comm: Comm, *, may_share: bool = False) -> str:
