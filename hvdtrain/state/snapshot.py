@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -33,6 +35,7 @@ class Snapshot:
         self._groups: list[str] = []
         self._values = "{}"
         self._copied: torch.cuda.Event | None = None
+        self._unpin: Callable[[], object] = lambda: None
 
     def capture(self, state: StateDict, step: int) -> None:
         """Copy a state with tensors on any devices, of any layout.
@@ -69,13 +72,25 @@ class Snapshot:
         return StateDict(tensors, json.loads(self._values))
 
     def _allocate(self, layout: _Layout, pinned: bool) -> None:
+        self._unpin()
         self._views, self._buffer = [], torch.empty(0, dtype=torch.uint8)  # frees the old one first
         places, end = [], 0
         for _, _, shape, dtype in layout:
             places.append(end)
             end += -(-shape.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        self._buffer = torch.zeros(end, dtype=torch.uint8, pin_memory=pinned)  # zeros allocate the pages
+        self._buffer = torch.zeros(end, dtype=torch.uint8)  # zeros allocate the pages
+        if pinned:
+            self._unpin = self._pin()
         for place, (_, _, shape, dtype) in zip(places, layout, strict=True):
             part = self._buffer[place : place + shape.numel() * dtype.itemsize]
             self._views.append(part.view(dtype).reshape(shape))
         self._layout, self._pinned = layout, pinned
+
+    def _pin(self) -> Callable[[], object]:
+        """Page-lock the buffer, and return what undoes it.
+
+        torch's allocator of page-locked memory rounds sizes up to powers of two and keeps what was freed.
+        """
+        runtime, address = torch.cuda.cudart(), self._buffer.data_ptr()  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(runtime.cudaHostRegister(address, self._buffer.nbytes, 0))  # type: ignore[no-untyped-call]
+        return weakref.finalize(self, runtime.cudaHostUnregister, address)

@@ -92,3 +92,46 @@ def test_a_failed_snapshot_is_not_returned() -> None:
         snapshot.capture(StateDict({"model": {}}, {"no JSON": {1, 2}}), 2)
     with pytest.raises(AssertionError):
         _ = snapshot.state
+
+
+class FakeRuntime:
+    """CUDA's calls that lock memory: address and bytes of what is locked."""
+
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.locked[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.locked[address]
+        return 0
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
+    def check(code: int) -> None:
+        if code:
+            raise RuntimeError(f"error {code}")
+
+    made = FakeRuntime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    monkeypatch.setattr(torch.cuda, "check_error", check)
+    return made
+
+
+def test_only_the_bytes_of_the_state_are_locked(runtime: FakeRuntime) -> None:
+    snapshot = Snapshot()
+    for width in (1000, 3000):
+        size = 4 * width + -4 * width % 64
+        snapshot._allocate([("model", "w", torch.Size([width]), torch.float32)], pinned=True)
+        assert runtime.locked == {snapshot._buffer.data_ptr(): size}, "the former buffer is unlocked"
+    del snapshot
+    assert not runtime.locked
+
+
+def test_memory_that_cannot_be_locked_is_an_error(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "cudaHostRegister", lambda *arguments: 2)
+    with pytest.raises(RuntimeError, match="error 2"):
+        Snapshot()._allocate([("model", "w", torch.Size([8]), torch.float32)], pinned=True)

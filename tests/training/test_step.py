@@ -219,3 +219,40 @@ def test_each_forward_pass_is_seeded_just_before_it() -> None:
 
     _stepper(replace(task, loss=loss)).run(batches(), 3, [0, 0, 0])
     assert done == [word for n in range(3) for word in ("read", f"seed {n}", "forward")]
+
+
+class LostRank(SoloComm):
+    """A rank is lost during the exchange: collectives complete, but one on the CPU fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def allreduce(self, tensor: Tensor, *, name: str) -> Any:
+        self.names.append(name)
+        if name == "step/confirm":
+            raise RuntimeError("a rank is lost")
+        return super().allreduce(tensor, name=name)
+
+
+def test_a_step_with_a_lost_rank_changes_nothing() -> None:
+    task, comm = _task(), LostRank()
+    stepper = replace(_stepper(task), comm=comm, buffers=SharedBuffers(task.model, comm), confirms=True)
+    before = {name: tensor.clone() for name, tensor in task.model.state_dict().items()}
+    with pytest.raises(RuntimeError, match="a rank is lost"):
+        _run(stepper, _batches(task, 4))
+    assert comm.names == ["step/totals", "step/confirm"], "after the exchange"
+    assert not stepper.engine.optimizer.state
+    assert all(torch.equal(tensor, before[name]) for name, tensor in task.model.state_dict().items())
+
+
+def test_buffers_are_shared_before_a_step_is_confirmed() -> None:
+    task, comm = _task(), LostRank()
+    task.model.register_buffer("statistics", torch.ones(3))
+    buffers = SharedBuffers(task.model, comm)
+    buffers._names = ["statistics"]
+    stepper = replace(_stepper(task), comm=comm, buffers=buffers, confirms=True)
+    with pytest.raises(RuntimeError, match="a rank is lost"):
+        _run(stepper, _batches(task, 4))
+    assert comm.names[-1] == "step/confirm" and "buffers/torch.float32" in comm.names[:-1]
+    assert torch.equal(task.model.statistics, torch.ones(3))

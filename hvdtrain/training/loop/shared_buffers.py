@@ -44,14 +44,19 @@ class SharedBuffers:
         self._count = count
         self._start()
 
+    def wait(self) -> None:
+        """Wait for the shared values."""
+        for _, _, handle in self._under_way:
+            handle.wait()
+
     def finish(self, *, applied: bool) -> None:
         """Wait, and use the shared values if the step was applied. Collective: yes.
 
         Errors:
             DriftError: on every rank, if buffers differ and are only checked.
         """
-        for buffers, flat, handle in self._under_way:
-            handle.wait()
+        self.wait()
+        for buffers, flat, _ in self._under_way:
             if applied:
                 _unpack(flat, buffers)
         self._under_way = []

@@ -50,6 +50,9 @@ class Stepper:
         clip: largest norm of the gradient; 0 for no limit.
         buffers: makes buffers that differ between ranks equal after each step.
         around: makes a context for each forward pass.
+        confirms: whether a collective on the CPU confirms, before a step is applied, that no rank was lost. Without it
+            NCCL in an elastic job would be believed: it completes the collectives of a lost rank as if they had
+            succeeded, with any values.
     """
 
     task: Task
@@ -63,6 +66,7 @@ class Stepper:
     spans: Spans
     buffers: SharedBuffers
     around: Callable[[], AbstractContextManager[object]] = nullcontext
+    confirms: bool = False
 
     def __post_init__(self) -> None:
         """Make the rollback of buffers."""
@@ -111,6 +115,8 @@ class Stepper:
         with self.spans("wait"):
             gradients = self.engine.finish()
             summed.wait()
+            if self.confirms:
+                self._confirm()
         with self.spans("clip"):
             result = self._agree(gradients, totals, nominal)
         with self.spans("optimizer"):
@@ -123,6 +129,16 @@ class Stepper:
             if self.precision.scaler.is_enabled():
                 self._update_scale()
         return result
+
+    def _confirm(self) -> None:
+        """Wait until the device has done all collectives of the step; then sum a number on the CPU over all ranks.
+
+        Errors: HorovodInternalError if a rank is lost.
+        """
+        self.buffers.wait()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        self.comm.allreduce(torch.zeros(1), name="step/confirm").wait()
 
     def _update_scale(self) -> None:
         scaler = self.precision.scaler

@@ -71,6 +71,7 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow) -> Trainer:
         spans=spans,
         buffers=buffers,
         around=around,
+        confirms=current.rounds.elastic and device.type == "cuda",
     )
     stream = Stream(task.train_data, config.seed, train.global_batch, train.micro_batch, comm.rank, comm.size)
     ledger = Ledger(current.layout.ledger, recorder.warn)
