@@ -92,5 +92,5 @@ class Snapshot:
         torch's allocator of page-locked memory rounds sizes up to powers of two and keeps what was freed.
         """
         runtime, address = torch.cuda.cudart(), self._buffer.data_ptr()  # type: ignore[no-untyped-call]
-        torch.cuda.check_error(runtime.cudaHostRegister(address, self._buffer.nbytes, 0))  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(runtime.cudaHostRegister(address, self._buffer.nbytes, 0))
         return weakref.finalize(self, runtime.cudaHostUnregister, address)

@@ -176,7 +176,8 @@ def test_batches_of_other_kinds_move() -> None:
 
 def test_every_kind_of_mapping_moves() -> None:
     content = {"a": torch.ones(2), "n": 1}
-    for made in (MappingProxyType(content), OrderedDict(content), ChainMap({}, content)):
+    mappings: list[Any] = [MappingProxyType(content), OrderedDict(content), ChainMap({}, content)]
+    for made in mappings:
         moved = to_device(made, torch.device("meta"))
         assert moved["a"].is_meta and moved["n"] == 1 and not made["a"].is_meta
     assert isinstance(moved, ChainMap)

@@ -108,19 +108,13 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, UserDict):
-        moved = copy.copy(batch)
-        moved.data = to_device(batch.data, device)
-        return moved
-    if callable(getattr(batch, "to", None)):
+    if callable(getattr(batch, "to", None)) and not isinstance(batch, UserDict):
         return batch.to(device)
     if isinstance(batch, Mapping):
         on_device = {key: to_device(value, device) for key, value in batch.items()}
         if not isinstance(batch, MutableMapping):
             return on_device
-        moved = copy.copy(batch)
+        moved: Any = copy.copy(batch)
         moved.update(on_device)
         return moved
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
