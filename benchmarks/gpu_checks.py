@@ -270,39 +270,15 @@ def compressors(check: Check) -> None:
 
 
 def kernels(check: Check) -> None:
-    """Count the operations of an exchange by int8 and top-k, on 1 and on 8 ranks that are one process."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
+    """Count the operations of an exchange on 2 and on 8 ranks, which are threads of this process."""
     from hvdtrain.compression.table import TABLE, parse
-    from tests.support.compression import bucket, drive, gradients
-    from tests.support.thread_comm import on_ranks
+    from tests.support.compression import bucket
+    from tests.support.operations import operations
 
-    class Count(TorchDispatchMode):
-        calls = 0
-
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            Count.calls += 1
-            return function(*args, **(kwargs or {}))
-
-    def calls(name: str, size: int) -> float:
-        found = []
-
-        def exchange(comm: Any) -> None:
-            with torch.device(check.device):
-                made = parse(name).load()(bucket(((400, 300), (7,))), comm)
-                for value in gradients(made.shape, 1)[:1]:
-                    made.pack(0, value, 0.5)
-                with Count():
-                    before = Count.calls
-                    drive(made, made.shape.zeros())
-                    found.append(Count.calls - before)
-
-        on_ranks(size, exchange)
-        return statistics.mean(found)
-
-    for name in TABLE:
-        few, many = calls(name, 2), calls(name, 8)
-        check.emit(f"{name}: operations at 8 ranks / at 2", many / few, "ratio", "<= 1.1", ok=many <= 1.1 * few)
+    with torch.device(check.device):
+        for name in TABLE:
+            few, many = (operations(parse(name), bucket(((400, 300), (7,))), size) for size in (2, 8))
+            check.emit(f"{name}: operations at 8 ranks / at 2", many / few, "ratio", "<= 1.1", ok=many <= 1.1 * few)
 
 
 def checkpoint(check: Check) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.comm.base import Comm, Handle
+from hvdtrain.compression import base
 from hvdtrain.compression.base import BucketShape, Compressor, Phases
 from hvdtrain.compression.sizes import shard_length
 from hvdtrain.errors import JoinedError
@@ -138,9 +139,13 @@ class _ByOwners(Compressor):
     def _sum_shards(self) -> Generator[Handle, Tensor, Tensor]:
         rows = (yield self.comm.alltoall(self.work, name=f"{self.shape.name}/shares")).view(-1, self._shard)
         for piece in _pieces(self._shard, rows):
-            total = self._sum[piece].copy_(rows[0, piece])
-            for row in rows[1:]:
-                total.add_(row[piece])
+            total = self._sum[piece]
+            if base.processes_at_once(rows.device):
+                torch.sum(rows[:, piece], 0, dtype=torch.float32, out=total)
+            else:
+                total.copy_(rows[0, piece])
+                for row in rows[1:]:
+                    total.add_(row[piece])
             self._mine[piece].copy_(total)
         return (yield self.comm.allgather(self._mine, name=f"{self.shape.name}/sums"))
 
@@ -165,7 +170,7 @@ class Fp16ByOwners(_ByOwners, Fp16):
 class Bf16(_ByOwners):
     """bfloat16 summed in fp32 by owners: an alltoall of shards, then an allgather of the rounded sums.
 
-    ``out = bf16(sum over ranks of fp32(bf16(g)))``, in rank order. The rounding of two casts, at any world size.
+    ``out = bf16(sum over ranks of fp32(bf16(g)))``, on CPUs in rank order. The rounding of two casts at any size.
 
     Passes over the bucket, in bytes of fp32: 1/2 to pack, 1 to sum, 1 1/2 to unpack.
     """
@@ -184,6 +189,6 @@ def _pieces(length: int, like: Tensor) -> Iterator[slice]:
 
     One slice on a GPU, where launches cost more than a cache saves.
     """
-    step = _PIECE if like.device.type == "cpu" else max(length, 1)
+    step = max(length, 1) if base.processes_at_once(like.device) else _PIECE
     for start in range(0, length, step):
         yield slice(start, min(start + step, length))

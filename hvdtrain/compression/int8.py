@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.comm.base import Comm
+from hvdtrain.compression import base
 from hvdtrain.compression.base import BucketShape, Compressor, Phases
 from hvdtrain.compression.sizes import BLOCK, int8_row
 
@@ -33,7 +34,10 @@ def stochastic(shape: BucketShape, comm: Comm) -> Int8:
 
 
 class _Codes(NamedTuple):
-    """Views of one encoded shard, in runs of `_ROWS` blocks: (rows, 256) codes, (rows, 1) scales."""
+    """Views of one encoded shard, in runs of `_ROWS` blocks: (rows, 256) codes, (rows, 1) scales.
+
+    On a GPU one run of all shards: (shards, blocks, 256) codes, (shards, blocks, 1) scales.
+    """
 
     codes: tuple[Tensor, ...]
     scales: tuple[Tensor, ...]
@@ -43,6 +47,8 @@ class Int8(Compressor):
     """An alltoall of encoded shards; each owner sums its shard in fp32 in rank order, encodes it and sends it to all.
 
     Decoding is one exact multiplication of bytes that are equal on all ranks, so `out` has equal bits on any CPUs.
+
+    On a GPU all shards are processed at once, so that the number of kernels does not depend on the number of ranks.
 
     Passes over the bucket, in bytes of fp32: 1 to pack, 1 1/4 to encode (2 1/4 if errors are kept), 1/2 to sum, 1 1/4
     to decode.
@@ -56,13 +62,16 @@ class Int8(Compressor):
         self._shard, self._row = int8_row(shape.length, comm.size)
         super().__init__(shape, comm, keep_error=keep_error)
         blocks = self._shard // BLOCK
-        self._step = min(_ROWS, blocks) if shape.device.type == "cpu" else blocks
+        self._at_once = base.processes_at_once(shape.device)
+        self._step = max(blocks, comm.size) if self._at_once else min(_ROWS, blocks)
         self._sent = self.add_buffer(comm.size * self._row, torch.uint8)
         self._own = self.add_buffer(self._row, torch.uint8)
-        self._scaled = self.add_buffer(self._step * BLOCK).view(-1, BLOCK)
-        self._total = self.add_buffer(self._step * BLOCK).view(-1, BLOCK)
-        self._high = shape.zeros(self._step, torch.float32).view(-1, 1)
-        self._noise = self.add_buffer(self._step * BLOCK).view(-1, BLOCK) if stochastic else None
+        scratch = 0 if self._at_once else self._step
+        self._scaled = self.add_buffer(scratch * BLOCK).view(-1, BLOCK)
+        self._total = self.add_buffer(scratch * BLOCK).view(-1, BLOCK)
+        self._high = shape.zeros(scratch, torch.float32).view(-1, 1)
+        noise = blocks if self._at_once else self._step
+        self._noise = self.add_buffer(noise * BLOCK).view(-1, BLOCK) if stochastic else None
         self._levels = _LEVELS - 0.01 * stochastic  # so that 127 plus a random number stays below 128
         self._applied = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._sum_scales = shape.zeros(0, torch.float32)
@@ -77,12 +86,13 @@ class Int8(Compressor):
             return
         self._draw("shares")
         work = self.work.view(self.comm.size, -1, BLOCK)
-        for row, sent in zip(work, self._views(self._sent), strict=True):
+        for row, sent in zip([work] if self._at_once else work, self._views(self._sent), strict=True):
             for x, codes, scales in zip(torch.split(row, self._step), *sent, strict=True):
                 self._encode(x, codes, scales, keep_error=self.keeps_error)
         received = yield self.comm.alltoall(self._sent, name=f"{self.shape.name}/shares")
         self._draw("sums")  # new numbers: a sum rounded with the numbers of one of its parts would be biased
-        self._sum(self._views(received), work[self.comm.rank])
+        own = work[self.comm.rank : self.comm.rank + 1]
+        self._sum(self._views(received), own if self._at_once else own[0])
         received = yield self.comm.allgather(self._own, name=f"{self.shape.name}/sums")
         self._sum_scales = received.view(self.comm.size, -1)[:, self._shard :].view(torch.float32)
         self._decode(self._views(received), out)
@@ -114,6 +124,8 @@ class Int8(Compressor):
         rows = flat.view(-1, self._row)
         codes = rows[:, : self._shard].view(torch.int8).view(len(rows), -1, BLOCK)
         scales = rows[:, self._shard :].view(torch.float32).unsqueeze(2)
+        if self._at_once:
+            return [_Codes((codes,), (scales,))]
         return [
             _Codes(torch.split(c, self._step), torch.split(s, self._step)) for c, s in zip(codes, scales, strict=True)
         ]
@@ -125,12 +137,14 @@ class Int8(Compressor):
             self._noise.uniform_(generator=generator)
 
     def _encode(self, x: Tensor, codes: Tensor, scales: Tensor, *, keep_error: bool) -> None:
-        """Encode (rows, 256) values; leave the error in `x` if it is kept."""
+        """Encode (..., rows, 256) values; leave the error in `x` if it is kept."""
         high, scaled, noise = self._high, self._scaled, self._noise
-        if len(x) != self._step:
+        if self._at_once:
+            high, scaled = torch.empty(scales.shape, device=x.device), torch.empty_like(x)
+        elif len(x) != self._step:
             high, scaled, noise = high[: len(x)], scaled[: len(x)], None if noise is None else noise[: len(x)]
-        torch.amax(x, 1, keepdim=True, out=scales)
-        torch.neg(torch.amin(x, 1, keepdim=True, out=high), out=high)
+        torch.amax(x, -1, keepdim=True, out=scales)
+        torch.neg(torch.amin(x, -1, keepdim=True, out=high), out=high)
         torch.maximum(scales, high, out=scales).clamp_(min=_LEAST * _LEVELS).div_(self._levels)
         torch.mul(x, torch.reciprocal(scales, out=high), out=scaled)
         if noise is None:
@@ -145,10 +159,13 @@ class Int8(Compressor):
         """Sum this rank's shard and encode it; add the encoding error to this rank's own error."""
         (own,) = self._views(self._own)
         for number, (x, codes, scales) in enumerate(zip(torch.split(own_work, self._step), *own, strict=True)):
-            total, part = self._total[: len(x)], self._scaled[: len(x)]
-            torch.mul(received[0].codes[number], received[0].scales[number], out=total)
-            for other in received[1:]:
-                total.addcmul_(part.copy_(other.codes[number]), other.scales[number])
+            if self._at_once:
+                total = torch.mul(received[0].codes[0], received[0].scales[0]).sum(0, keepdim=True)
+            else:
+                total, part = self._total[: len(x)], self._scaled[: len(x)]
+                torch.mul(received[0].codes[number], received[0].scales[number], out=total)
+                for other in received[1:]:
+                    total.addcmul_(part.copy_(other.codes[number]), other.scales[number])
             self._encode(total, codes, scales, keep_error=self.keeps_error)
             if self.keeps_error:
                 x.add_(total)
@@ -160,8 +177,10 @@ class Int8(Compressor):
             for codes, scales in zip(*row, strict=True):
                 place = out[start : min(start + codes.numel(), length)]
                 if len(place) == codes.numel():
-                    place.view(-1, BLOCK).copy_(codes).mul_(scales)  # faster than one torch.mul from int8
+                    place.view(codes.shape).copy_(codes).mul_(scales)  # faster than one torch.mul from int8
                 else:
-                    values = torch.mul(codes, scales, out=self._scaled[: len(codes)])
+                    values = (
+                        codes * scales if self._at_once else torch.mul(codes, scales, out=self._scaled[: len(codes)])
+                    )
                     place.copy_(values.view(-1)[: len(place)])
                 start += codes.numel()

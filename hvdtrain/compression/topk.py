@@ -15,10 +15,13 @@ import torch
 from torch import Tensor
 
 from hvdtrain.comm.base import Comm
+from hvdtrain.compression import base
 from hvdtrain.compression.base import BucketShape, Compressor, Phases
 from hvdtrain.compression.sizes import INT16_REACH, topk_plan
 
 _MOST_ROWS = 16
+_BITS_AT_ONCE = 4
+"""Ranks whose bits are decoded at once on a GPU, which takes 5 bytes of memory for each of them and each element."""
 
 
 class TopK(Compressor):
@@ -40,6 +43,9 @@ class TopK(Compressor):
         self._sent = self.add_buffer(self._plan.row_bytes, torch.uint8)
         self._total = None if shape.dtype == torch.float32 else self.add_buffer()
         self._values: list[Tensor] = []
+        self._group = 1  # ranks that are decoded at once
+        if base.processes_at_once(shape.device):
+            self._group = min(comm.size, _BITS_AT_ONCE) if self._plan.coding == "bitmap" else comm.size
 
     def exchange(self, out: Tensor) -> Phases:
         """Run one allgather."""
@@ -55,9 +61,13 @@ class TopK(Compressor):
         rows = yield self.comm.allgather(self._sent, name=self.shape.name)
         total = (out if self._total is None else self._total).zero_()
         self._values = []
-        for row in rows.view(-1, plan.row_bytes):
-            values, coded = self._parts(row)
-            total.index_add_(0, decode(plan.coding, coded, plan.count, length), values)
+        for group in rows.view(-1, plan.row_bytes).split(self._group):
+            values, coded = self._parts(group)
+            indices = decode(plan.coding, coded, plan.count, length).view(-1)
+            if len(group) == 1:
+                total.index_add_(0, indices, values.view(-1))
+            else:  # on a GPU this sums equal indices in rank order, unlike `index_add_`
+                total.index_put_((indices,), values.reshape(-1), accumulate=True)
             self._values.append(values)
         if total is not out:
             out.copy_(total)
@@ -66,10 +76,10 @@ class TopK(Compressor):
         """Whether all received values are finite: nan and inf are larger than all else, so they are among them."""
         return all(bool(torch.isfinite(values.sum())) for values in self._values)
 
-    def _parts(self, row: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the views of values and encoded indices in a row."""
+    def _parts(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the views of values and encoded indices, in one row or in several."""
         start = 4 * self._plan.count
-        return row[:start].view(torch.float32), row[start : start + self._plan.index_bytes]
+        return rows[..., :start].view(torch.float32), rows[..., start : start + self._plan.index_bytes]
 
 
 def _largest_indices(flat: Tensor, count: int) -> Tensor:
@@ -129,27 +139,30 @@ def encode(coding: str, indices: Tensor, coded: Tensor, length: int) -> None:
 
 
 def decode(coding: str, coded: Tensor, count: int, length: int) -> Tensor:
-    """Return the `count` int64 indices that `encode` has written. Never waits for a GPU."""
+    """Return the `count` int64 indices that `encode` has written, of one row or of several. Never waits for a GPU."""
     if coding == "int32":
         return coded.view(torch.int32).long()
     if coding == "int16":
         counts, offsets = _int16(coded, length)
-        blocks = torch.arange(len(counts), device=coded.device) * INT16_REACH
-        return blocks.repeat_interleave(counts.long(), output_size=count).add_(offsets.long() & (INT16_REACH - 1))
+        blocks = (torch.arange(counts.shape[-1], device=coded.device) * INT16_REACH).expand_as(counts).reshape(-1)
+        found = blocks.repeat_interleave(counts.reshape(-1).long(), output_size=offsets.numel())
+        return found.view(offsets.shape).add_(offsets.long() & (INT16_REACH - 1))
     bits = torch.arange(8, dtype=torch.uint8, device=coded.device)
-    flags = ((coded >> bits[:, None]) & 1).view(-1)
-    return torch.from_numpy(flags.numpy().nonzero()[0]) if coded.device.type == "cpu" else _nonzero(flags, count)
+    flags = ((coded[..., None, :] >> bits[:, None]) & 1).flatten(-2)
+    if coded.device.type == "cpu" and flags.numel() == flags.shape[-1]:
+        return torch.from_numpy(flags.view(-1).numpy().nonzero()[0])
+    return _nonzero(flags, count)
 
 
 def _nonzero(flags: Tensor, count: int) -> Tensor:
-    """Return the indices of the `count` ones: the n-th is where the running sum reaches n.
+    """Return the indices of the `count` ones in each row: the n-th is where the running sum reaches n.
 
     `torch.nonzero` would wait for the GPU to count them.
     """
-    wanted = torch.arange(1, count + 1, dtype=torch.int32, device=flags.device)
-    return torch.searchsorted(flags.cumsum(0, dtype=torch.int32), wanted)
+    wanted = torch.arange(1, count + 1, dtype=torch.int32, device=flags.device).expand(*flags.shape[:-1], count)
+    return torch.searchsorted(flags.cumsum(-1, dtype=torch.int32), wanted.contiguous())
 
 
 def _int16(coded: Tensor, length: int) -> tuple[Tensor, Tensor]:
     split = 4 * -(-length // INT16_REACH)
-    return coded[:split].view(torch.int32), coded[split:].view(torch.int16)
+    return coded[..., :split].view(torch.int32), coded[..., split:].view(torch.int16)

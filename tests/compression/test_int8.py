@@ -6,12 +6,20 @@ import pytest
 import torch
 
 from hvdtrain.comm.solo import SoloComm
+from hvdtrain.compression import base
 from hvdtrain.compression.int8 import Int8, stochastic
 from hvdtrain.compression.sizes import BLOCK
 from tests.support.compression import bucket, exchange, step
 from tests.support.thread_comm import ThreadComm, on_ranks
 
 SHAPE = bucket(((3, BLOCK),))
+
+
+@pytest.fixture(params=["in runs", "at once"], autouse=True)
+def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each test on a CPU's runs of blocks, and on all shards at once as on a GPU."""
+    if request.param == "at once":
+        monkeypatch.setattr(base, "processes_at_once", lambda device: True)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -1,0 +1,63 @@
+"""On a GPU the shards of all ranks are processed at once, so that few kernels start; here the same code on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hvdtrain.compression import base
+from hvdtrain.compression.sizes import topk_plan
+from hvdtrain.compression.table import TABLE, parse
+from tests.support.compression import bucket, drive, gradients
+from tests.support.operations import operations
+from tests.support.thread_comm import ThreadComm, on_ranks
+
+SHAPE = bucket(((400, 300), (7,), (90, 30)))
+SHARES = (0.4, 0.02, 1e-5)
+NAMES = [*TABLE, *(f"topk:{share}" for share in SHARES)]
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "processes_at_once", lambda device: True)
+
+
+def test_all_formats_of_indices_are_tried() -> None:
+    assert {topk_plan(SHAPE.length, share).coding for share in SHARES} == {"bitmap", "int16", "int32"}
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("name", NAMES)
+def test_the_number_of_operations_does_not_depend_on_the_number_of_ranks(name: str) -> None:
+    sizes = (2, 4) if name == f"topk:{SHARES[0]}" else (2, 8)  # bitmaps take much memory: those of 4 ranks at once
+    few, many = (operations(parse(name), SHAPE, size) for size in sizes)
+    assert few == many
+
+
+@pytest.mark.parametrize("name", ["int8", "topk"])
+def test_operations_are_counted(name: str) -> None:
+    few, many = (operations(parse(name), SHAPE, size) for size in (2, 8))
+    assert few < many, "a CPU processes one rank after another"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "int8-stochastic"])
+def test_the_sums_are_those_of_one_rank_after_another(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(comm: ThreadComm) -> torch.Tensor:
+        compressor = parse(name).load()(SHAPE, comm)
+        for index, value in enumerate(gradients(SHAPE, comm.rank)):
+            compressor.pack(index, value, 0.5)
+        out = drive(compressor, SHAPE.zeros())
+        assert compressor.finite()
+        return torch.cat([out, compressor.work.float()])
+
+    expected = on_ranks(size, body)
+    monkeypatch.setattr(base, "processes_at_once", lambda device: True)
+    torch.use_deterministic_algorithms(True)  # a CPU's threads add in any order, unlike a GPU's sort
+    try:
+        found = on_ranks(size, body)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(out[: SHAPE.length], found[0][: SHAPE.length]) for out in found), "equal bits on all ranks"
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
