@@ -24,7 +24,7 @@ from common import Figure, figure, main, ratios
 from torch import Tensor, nn
 
 from hvdtrain.comm.solo import Finished, SoloComm
-from hvdtrain.compression.base import BucketShape, Compressor, Part
+from hvdtrain.compression.base import BucketShape, Compressor, Part, commit_all
 from hvdtrain.compression.table import TABLE, parse
 from hvdtrain.exchange.buckets import lay_out, plan
 from tests.support.compression import drive
@@ -83,7 +83,7 @@ def speed(device: torch.device, quick: bool) -> list[Figure]:
         for compressor, out, values in zip(compressors, outs, gradients, strict=True):
             exchange(compressor, out, values)
         for compressor in compressors:
-            compressor.commit(applied=True)
+            commit_all([compressor], applied=True)
 
     figures = []
     for name in NAMES:
@@ -147,7 +147,7 @@ def compare(rank: int, port: int, answers: Any) -> None:
         dist.barrier()
         start = time.perf_counter()
         exchange(ours, out, mine, weight=0.5)
-        ours.commit(applied=True)
+        commit_all([ours], applied=True)
         between = time.perf_counter()
         flat = torch.cat([m.flatten() for m in mine])
         pieces = [p.view(m.shape) for p, m in zip(flat.split([m.numel() for m in mine]), mine, strict=True)]

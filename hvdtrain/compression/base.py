@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -83,6 +84,25 @@ class BucketShape:
         return torch.zeros(self.length if length is None else length, dtype=dtype or self.dtype, device=self.device)
 
 
+def read_figures(compressors: Sequence[Compressor]) -> list[list[float]]:
+    """Return the figures of each compressor; waits for the device once."""
+    found = [compressor.figures() for compressor in compressors]
+    present = [tensor for tensor in found if tensor is not None]
+    values = iter(torch.cat(present).tolist() if present else [])
+    return [[] if tensor is None else [next(values) for _ in range(len(tensor))] for tensor in found]
+
+
+def is_finite(figures: Sequence[float]) -> bool:
+    """Return whether a result is finite, by the figures of its exchange."""
+    return not figures or math.isfinite(figures[0])
+
+
+def commit_all(compressors: Sequence[Compressor], *, applied: bool) -> None:
+    """Keep the changes of the last exchange to the state of each compressor; drop them if the step was not applied."""
+    for compressor, figures in zip(compressors, read_figures(compressors), strict=True):
+        compressor.commit(figures, applied=applied)
+
+
 class Compressor(ABC):
     """Sums one bucket over ranks. It is made once per bucket, with its buffers.
 
@@ -141,15 +161,19 @@ class Compressor(ABC):
         one rank, `out` is not finite on all ranks.
         """
 
-    def finite(self) -> bool:
-        """Whether the result of the last exchange is finite. Equal on all ranks. Waits for the device.
+    def figures(self) -> Tensor | None:
+        """Return numbers about the last exchange that `commit` needs, (n,) of fp32 on the device; None if none.
 
-        A compressor without state that depends on it may return True without a check.
+        Equal on all ranks. The first is finite if and only if the result is. The caller reads those of all buckets at
+        once, so that the host waits for the device once a step.
         """
-        return True
+        return None
 
-    def commit(self, *, applied: bool) -> None:
-        """Keep the changes of the last exchange to the state; drop them if the step was not applied."""
+    def commit(self, figures: Sequence[float], *, applied: bool) -> None:
+        """Keep the changes of the last exchange to the state; drop them if the step was not applied.
+
+        `figures`: the values of `figures`; empty for None.
+        """
         return
 
     def rescale(self, factor: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -90,17 +90,25 @@ class Fp16(Compressor):
         yield self.comm.allreduce(self.work, name=self.shape.name)
         return self.work
 
-    def finite(self) -> bool:
-        """Whether the sums are finite: reads one number for each piece."""
-        return bool(torch.isfinite(self._sums).all())
+    @property
+    def _searches(self) -> bool:
+        """Whether this step searches for the largest magnitude."""
+        return self._steps == 0 and self.shape.length > 0
 
-    def commit(self, *, applied: bool) -> None:
+    def figures(self) -> Tensor:
+        """Return the sums of the pieces times 0, and in a step that searches for it the largest magnitude."""
+        zero_if_finite = (self._sums * 0).sum().view(1)
+        if not self._searches:
+            return zero_if_finite
+        return torch.cat([zero_if_finite, torch.maximum(-self._lows, self._highs).max().float().view(1)])
+
+    def commit(self, figures: Sequence[float], *, applied: bool) -> None:
         """Adapt the scale, after a sum that is not finite even if the step was skipped."""
-        if not self.finite():
+        if not base.is_finite(figures):
             self._set(self._exponent - _BACK_OFF, 0)
         elif applied:
-            searched = self._steps == 0 and self.shape.length > 0
-            largest = float(torch.maximum(-self._lows, self._highs).max()) if searched else None
+            searched = self._searches
+            largest = figures[1] if searched else None
             if largest:
                 self._set(_LARGEST - math.frexp(largest)[1], 1)
             elif searched and self._exponent < _AFTER_ZEROS:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hvdtrain.comm.link_probe import clock_s
 from hvdtrain.comm.solo import Finished, SoloComm
-from hvdtrain.compression.base import BucketShape, Compressor, Part
+from hvdtrain.compression.base import BucketShape, Compressor, Part, commit_all
 from hvdtrain.compression.coding_cost import CodingCost
 from hvdtrain.compression.table import Compression, parse
 from hvdtrain.files import write_text
@@ -105,8 +105,7 @@ def _measure_once(
         during_s.append(clock_s(device) - comm.started_s)
         result = handle.wait()
     start_s = clock_s(device)
-    compressor.finite()
-    compressor.commit(applied=True)
+    commit_all([compressor], applied=True)
     return CodingCost(pack_s, before_s, during_s, after_s, clock_s(device) - start_s)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, add
 
-from hvdtrain.compression.base import Compressor, Phases
+from hvdtrain.compression.base import Compressor, Phases, is_finite
 
 RESIDUAL = "residual"
 """Its name in states: ``parameter/residual``. Each rank has its own; only their sum matters."""
@@ -47,14 +47,14 @@ class Feedback(Compressor):
         """Exchange as the inner compressor does."""
         yield from self._inner.exchange(out)
 
-    def finite(self) -> bool:
-        """Whether the inner compressor's sum is finite."""
-        return self._inner.finite()
+    def figures(self) -> Tensor | None:
+        """Return those of the inner compressor."""
+        return self._inner.figures()
 
-    def commit(self, *, applied: bool) -> None:
+    def commit(self, figures: Sequence[float], *, applied: bool) -> None:
         """Make what the exchange has left in `work` the residual."""
-        applied = applied and self._inner.finite()
-        self._inner.commit(applied=applied)
+        applied = applied and is_finite(figures)
+        self._inner.commit(figures, applied=applied)
         if applied:
             self._inner.use_work(self._residual)
             self._residual, self._residuals = self.work, self.views

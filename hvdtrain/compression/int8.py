@@ -9,7 +9,7 @@ Alistarh et al., "QSGD", 2017 (stochastic rounding); Dettmers, "8-Bit Approximat
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -97,13 +97,13 @@ class Int8(Compressor):
         self._sum_scales = received.view(self.comm.size, -1)[:, self._shard :].view(torch.float32)
         self._decode(self._views(received), out)
 
-    def finite(self) -> bool:
-        """Whether the scales of the sums are finite."""
-        return bool(torch.isfinite(self._sum_scales.sum()))
+    def figures(self) -> Tensor:
+        """Return the sum of the scales of the sums."""
+        return self._sum_scales.sum().view(1)
 
-    def commit(self, *, applied: bool) -> None:
+    def commit(self, figures: Sequence[float], *, applied: bool) -> None:
         """Count the step; if it was not finite, clear `work`, because packing does not overwrite gaps and padding."""
-        if not self.finite():
+        if not base.is_finite(figures):
             self.work.zero_()
         elif applied:
             self._applied += 1

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.compression import sizes
-from hvdtrain.compression.base import BucketShape, Compressor, Part, Phases
+from hvdtrain.compression.base import BucketShape, Compressor, Part, Phases, is_finite
 
 _ALIASED = 512
 """Elements. Rows at distances of a multiple of 2 KiB share few sets of a cache. A product that is written column by
@@ -101,13 +101,13 @@ class PowerSGD(Compressor):
             for index in self._uncompressed:
                 self.views[index].zero_()
 
-    def finite(self) -> bool:
-        """Whether factors and uncompressed gradients are finite; their sum is a tenth of the work of each element."""
-        return bool(torch.isfinite(self._first.sum() + self._second.sum()))
+    def figures(self) -> Tensor:
+        """Return the sum of factors and uncompressed gradients, which is a tenth of the work of a check of each."""
+        return (self._first.sum() + self._second.sum()).view(1)
 
-    def commit(self, *, applied: bool) -> None:
+    def commit(self, figures: Sequence[float], *, applied: bool) -> None:
         """Start the next step from this Q."""
-        if applied and self.finite():
+        if applied and is_finite(figures):
             self._warm.copy_(self._second)
 
     def state_dict(self) -> dict[str, Tensor]:

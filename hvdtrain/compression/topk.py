@@ -61,7 +61,7 @@ class TopK(Compressor):
         rows = yield self.comm.allgather(self._sent, name=self.shape.name)
         total = (out if self._total is None else self._total).zero_()
         self._values = []
-        for group in rows.view(-1, plan.row_bytes).split(self._group):
+        for group in torch.split(rows.view(-1, plan.row_bytes), self._group):
             values, coded = self._parts(group)
             indices = decode(plan.coding, coded, plan.count, length).view(-1)
             if len(group) == 1:
@@ -72,9 +72,9 @@ class TopK(Compressor):
         if total is not out:
             out.copy_(total)
 
-    def finite(self) -> bool:
-        """Whether all received values are finite: nan and inf are larger than all else, so they are among them."""
-        return all(bool(torch.isfinite(values.sum())) for values in self._values)
+    def figures(self) -> Tensor | None:
+        """Return a sum of all received values times 0: nan and inf are larger than all else, so they are among them."""
+        return torch.stack([(values * 0).sum() for values in self._values]).sum().view(1) if self._values else None
 
     def _parts(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the views of values and encoded indices, in one row or in several."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hvdtrain.compression.base import Compressor
+from hvdtrain.compression.base import Compressor, commit_all, is_finite, read_figures
 from hvdtrain.compression.feedback import RESIDUAL
 from hvdtrain.exchange.bucket_exchange import BucketExchange
 from hvdtrain.exchange.buckets import Layout, Plan
@@ -108,12 +108,11 @@ class ActiveBuckets(ABC):
 
     def finite(self) -> bool:
         """Whether the sums are finite, as far as compressors with state or loss check it. Equal on all ranks."""
-        return all(compressor.finite() for compressor in self._compressors())
+        return all(map(is_finite, read_figures(self._compressors())))
 
     def commit(self, *, applied: bool) -> None:
         """Keep the changes of the exchange to compressors' state; drop them if the step was not applied."""
-        for compressor in self._compressors():
-            compressor.commit(applied=applied)
+        commit_all(self._compressors(), applied=applied)
         if applied and self._delivered and self.exchange is not None:
             self.detached = self.detached.without_keys(self._delivered)
             self._delivered = []

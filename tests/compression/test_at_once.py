@@ -48,7 +48,7 @@ def test_the_sums_are_those_of_one_rank_after_another(name: str, size: int, monk
         for index, value in enumerate(gradients(SHAPE, comm.rank)):
             compressor.pack(index, value, 0.5)
         out = drive(compressor, SHAPE.zeros())
-        assert compressor.finite()
+        assert base.is_finite(*base.read_figures([compressor]))
         return torch.cat([out, compressor.work.float()])
 
     expected = on_ranks(size, body)
@@ -61,3 +61,23 @@ def test_the_sums_are_those_of_one_rank_after_another(name: str, size: int, monk
     assert all(torch.equal(out[: SHAPE.length], found[0][: SHAPE.length]) for out in found), "equal bits on all ranks"
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_the_device_is_read_once_for_all_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each conversion of a tensor to numbers is a wait of the host."""
+    reads: list[str] = []
+    for name in ("tolist", "item", "__bool__", "__float__", "__int__"):
+        before = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda self, b=before, n=name: (reads.append(n), b(self))[1])
+
+    def body(comm: ThreadComm) -> None:
+        compressors = [parse(name).load()(SHAPE, comm) for name in TABLE]
+        for compressor in compressors:
+            for index, value in enumerate(gradients(SHAPE, comm.rank)):
+                compressor.pack(index, value, 0.5)
+            drive(compressor, SHAPE.zeros())
+        reads.clear()
+        base.commit_all(compressors, applied=True)
+        assert reads == ["tolist"]
+
+    on_ranks(1, body)

@@ -9,6 +9,7 @@ import torch
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.solo import SoloComm
+from hvdtrain.compression.base import commit_all
 from hvdtrain.compression.table import TABLE, Compression, parse
 from tests.support.compression import bucket, drive, gradients
 from tests.support.compression_contract import CLAUSES
@@ -38,4 +39,4 @@ def test_an_exchange_does_not_wait_for_the_device(compression: Compression) -> N
                 drive(compressor)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-            compressor.commit(applied=True)
+            commit_all([compressor], applied=True)

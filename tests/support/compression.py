@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.comm.base import Comm, Handle
-from hvdtrain.compression.base import BucketShape, Compressor, Part
+from hvdtrain.compression.base import BucketShape, Compressor, Part, commit_all
 from hvdtrain.compression.table import Kind
 
 SHAPES: Sequence[Sequence[int]] = ((7,), (), (96, 40), (0, 3), (96, 40), (1200, 1), (5, 3, 2), (96, 40), (40, 8, 3, 3))
@@ -93,7 +93,7 @@ def total(comm: Comm, mine: Tensor) -> Tensor:
 
 def step(compressor: Compressor, values: Sequence[Tensor | None], *, applied: bool = True) -> Tensor:
     out = exchange(compressor, values)
-    compressor.commit(applied=applied)
+    commit_all([compressor], applied=applied)
     return out
 
 
@@ -101,7 +101,7 @@ def check_law(compressor: Compressor, kind: Kind, values: Sequence[Tensor | None
     """A step; see that what was given, with what was left before and less what is left now, is what came out."""
     before = residual_sum(compressor)
     out = exchange(compressor, values, weight)
-    compressor.commit(applied=True)
+    commit_all([compressor], applied=True)
     given = [
         torch.zeros(part.shape) if v is None else v for part, v in zip(compressor.shape.parts, values, strict=True)
     ]

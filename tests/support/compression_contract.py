@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.comm.base import Comm
+from hvdtrain.compression.base import commit_all
 from hvdtrain.compression.sizes import Bucket
 from hvdtrain.compression.table import Compression
 from tests.support.compression import (
@@ -68,7 +69,7 @@ def sums_may_take_the_place_of_what_was_packed(comm: Comm, compression: Compress
                 other.pack(index, value)
             inside = drive(other, other.work[: other.shape.length])
             assert torch.equal(parts(one, apart).nan_to_num(), parts(other, inside).nan_to_num())
-            other.commit(applied=True)
+            commit_all([other], applied=True)
 
 
 def bytes_are_those_of_the_table(comm: Comm, compression: Compression) -> None:
@@ -81,7 +82,7 @@ def bytes_are_those_of_the_table(comm: Comm, compression: Compression) -> None:
             for number in range(3):
                 counting.bytes.clear()
                 exchange(compressor, [v * number for v in gradients(compressor.shape, comm.rank + number)])
-                compressor.commit(applied=True)
+                commit_all([compressor], applied=True)
                 assert dict(counting.bytes) == expected
 
 
@@ -96,7 +97,7 @@ def inf_and_nan_reach_all_ranks_and_no_state(comm: Comm, compression: Compressio
         before = {name: tensor.clone() for name, tensor in compressor.state_dict().items()}
         out = exchange(compressor, values)
         assert not bool(torch.isfinite(parts(compressor, out)).all())
-        compressor.commit(applied=True)  # a loop that does not look
+        commit_all([compressor], applied=True)  # a loop that does not look
         for name, tensor in compressor.state_dict().items():
             assert torch.equal(tensor, before[name]) or name.endswith("fp16_scale")  # which follows it
         check_law(compressor, compression.kind, gradients(compressor.shape, comm.rank + 2))

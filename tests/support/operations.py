@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from hvdtrain.compression.base import BucketShape
+from hvdtrain.compression.base import BucketShape, commit_all
 from hvdtrain.compression.table import Compression
 from tests.support.compression import drive, gradients
 from tests.support.thread_comm import on_ranks
@@ -49,7 +49,7 @@ def operations(compression: Compression, shape: BucketShape, size: int) -> int:
             for index, value in enumerate(values):
                 compressor.pack(index, value, 0.5)
             drive(compressor, shape.zeros())
-            compressor.commit(applied=True)
+            commit_all([compressor], applied=True)
         return count.calls
 
     return on_ranks(size, body)[0]
