@@ -260,8 +260,8 @@ def run_all(all_parts: list[Part], options: argparse.Namespace) -> int:
             for result in outcome.results:
                 bar = f"   ({result['bar']}: {'yes' if result['ok'] else 'NO'})" if result.get("bar") else ""
                 print(f"  {result['name']}: {value_of(result)}{bar}")
-            if outcome.state != "ok":
-                print(*(f"  | {line}" for line in outcome.tail), sep="\n")
+            for line in outcome.tail if outcome.state != "ok" else []:
+                print(f"  | {line}")
             print(f"  {outcome.state} ({outcome.seconds:.0f} s)", flush=True)
         save()
     open_parts = [outcome.name for outcome in outcomes if outcome.state != "ok"]

@@ -52,7 +52,7 @@ class Check:
     def options(self) -> list[str]:
         """Return the options of all jobs."""
         model = ["--model.preset=tiny", "--data.seq_len=32"] if self.device == "cpu" else []
-        return ["--seed=0", "--train.eval_samples=0", *model]
+        return ["--seed=0", "--train.eval_samples=8", *model]
 
     @property
     def shared(self) -> str:
@@ -212,7 +212,7 @@ def _ours(check: Check, sizes: dict[str, Any], *, compiled: bool) -> tuple[float
         batch = {"global_batch": sizes["micro_batch"], "micro_batch": sizes["micro_batch"]}
         options = {
             "run_dir": run, "precision": "bf16", "checkpoint": {"every": 0},
-            "train": {"steps": sizes["steps"], "eval_samples": 0, "compile": compiled, **batch},
+            "train": {"steps": sizes["steps"], "eval_samples": 8, "compile": compiled, **batch},
             "parallel": {"device": check.device},
         }  # fmt: skip
         hvdtrain.train(options, _task(sizes))
