@@ -21,7 +21,7 @@ from hvdtrain.compression.sizes import INT16_REACH, topk_plan
 
 _MOST_ROWS = 16
 _BITS_AT_ONCE = 4
-"""Ranks whose bits are decoded at once on a GPU, which takes 5 bytes of memory for each of them and each element."""
+"""Ranks with bitmaps that are decoded at once on a GPU: 5 bytes of memory for each of them and each element."""
 
 
 class TopK(Compressor):
