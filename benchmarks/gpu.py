@@ -48,7 +48,7 @@ class Outcome:
     name: str
     question: str
     command: str
-    state: str = "not run: no time was left"
+    state: str = "not run yet"
     seconds: float = 0.0
     results: list[dict[str, Any]] = field(default_factory=list)
     tail: list[str] = field(default_factory=list)  # last lines of its output
@@ -254,7 +254,9 @@ def run_all(all_parts: list[Part], options: argparse.Namespace) -> int:
 
     for part, outcome in zip(chosen, outcomes, strict=True):
         left_s = began + 60 * options.minutes - time.monotonic()
-        if left_s > 0:
+        if left_s <= 0:
+            outcome.state = "not run: no time was left"
+        else:
             print(f"{part.name}: {part.question}", flush=True)
             run_part(part, outcome, min(part.limit_s, left_s), save)
             for result in outcome.results:

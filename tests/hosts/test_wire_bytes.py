@@ -27,6 +27,7 @@ from hvdtrain.runtime.tuning import prepare
 info, _ = prepare()
 from hvdtrain.comm.start import start_comm
 import torch
+from hvdtrain.compression.base import commit_all
 from hvdtrain.compression.table import parse
 from tests.support.compression import bucket, exchange, gradients
 from tests.support.two_hosts import LINK
