@@ -83,10 +83,12 @@ def parts(python: str, options: argparse.Namespace) -> list[Part]:
 def run_part(part: Part, outcome: Outcome, limit_s: float, save: Callable[[], None]) -> None:
     """Run a part to its end or its limit; keep its results as they come."""
     began = time.monotonic()
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # this clone, not the kit's copy
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
     try:
         process = subprocess.Popen(
             part.argv, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, errors="replace", start_new_session=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            text=True, errors="replace", start_new_session=True, env=environment,
         )  # fmt: skip
     except OSError as error:
         outcome.state = f"failed: {error}"
