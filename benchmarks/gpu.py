@@ -13,7 +13,6 @@ import json
 import os
 import platform
 import shlex
-import signal
 import subprocess
 import sys
 import threading
@@ -25,6 +24,10 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # the Python with torch has no hvdtrain yet
+
+from hvdtrain.programs import end_group  # noqa: E402
+
 RESULT = "RESULT "
 """What a line of `gpu_checks.py` with a result begins with; JSON follows."""
 _END_S = 10.0
@@ -131,18 +134,9 @@ def _lines(process: subprocess.Popen[str], until_s: float) -> Iterator[str | Non
             yield line
         process.wait()
     except Empty:
-        _end(process)
+        end_group(process, _END_S)
         yield None
     reader.join(_END_S)
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-            process.wait(_END_S)
-        except (ProcessLookupError, subprocess.TimeoutExpired):
-            continue
 
 
 _STYLE = """

@@ -40,14 +40,22 @@ class HvdtrainError(Exception):
         expected: a correct value or state.
         found: the actual value or state.
         next_step: the command or change that solves the problem.
+        everywhere: every rank raises this same error, so that one rank reports it for all.
     """
 
-    everywhere = False  # every rank raises this same error, so that one rank reports it for all
+    everywhere = False
     consequence = False  # it only reports an error of another rank, which that rank raises itself
 
     def __init__(
-        self, what: str, *, expected: str | None = None, found: str | None = None, next_step: str | None = None
+        self,
+        what: str,
+        *,
+        expected: str | None = None,
+        found: str | None = None,
+        next_step: str | None = None,
+        everywhere: bool = False,
     ) -> None:
+        self.everywhere = everywhere or self.everywhere  # a class may say it for all its errors
         self.what = what
         self.expected = expected
         self.found = found

@@ -6,10 +6,11 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _AFTER_KILL_S = 1.0
 """How long to wait for a killed process: one that hangs in the kernel, on a dead file server for example, stays."""
@@ -62,6 +63,22 @@ def run_program(
             raise TimeoutError(f"{argv[0]} did not end within {timeout_s:g} s") from None
         raise
     return Finished(process.returncode, out, err)
+
+
+def end_group(process: subprocess.Popen[Any], patience_s: float) -> None:
+    """End the process group of a process that leads it: SIGTERM, and SIGKILL for those that stay; wait for all."""
+    end = time.monotonic() + patience_s
+    try:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+            while time.monotonic() < end:
+                process.poll()  # reaps a zombie, which would count
+                os.killpg(process.pid, 0)
+                time.sleep(0.05)
+    finally:  # also on another signal
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 class ProcessStat(NamedTuple):

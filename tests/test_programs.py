@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.programs import Finished, read_stat, run_program, wait_with_signals
+from tests.support.processes import is_alive
 
 
 def test_code_and_output(tmp_path: Path) -> None:
@@ -39,15 +40,8 @@ def test_one_that_does_not_end_is_killed_with_what_it_started(end_s: float, tmp_
     assert (tmp_path / "ended").exists() == bool(end_s)
     for pid in map(int, pids.read_text().split()):
         until_s = time.monotonic() + 10
-        while _lives(pid):
+        while is_alive(pid):
             assert time.monotonic() < until_s
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return read_stat(pid).state not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def test_facts_about_this_process() -> None:

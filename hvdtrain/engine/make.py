@@ -128,14 +128,13 @@ def check_same(model: nn.Module, optimizer: Optimizer, comm: Comm) -> None:
     for rank, difference in enumerate(allgather_json(comm, _difference(expected, mine), name="same/difference")):
         if difference is not None:
             name, there, here = difference
-            error = LaunchError(
+            raise LaunchError(
                 f"the model of rank {rank} is not that of rank 0: {name} differs",
                 expected=f"{there} as on rank 0",
                 found=here,
                 next_step="build model and optimizer only from the config, the same way on every rank and host",
+                everywhere=True,
             )
-            error.everywhere = True
-            raise error
 
 
 def _facts(model: nn.Module, optimizer: Optimizer) -> Iterator[list[str]]:

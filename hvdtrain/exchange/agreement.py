@@ -66,11 +66,10 @@ def _raise_difference(comm: Comm, described: list[list[object]], name: str) -> N
         length = min(len(other), len(everyone[0]))
         at = next((i for i in range(length) if other[i] != everyone[0][i]), length)
         found, expected = (parts[at] if at < len(parts) else "none" for parts in (other, everyone[0]))
-        error = LaunchError(
+        raise LaunchError(
             f"rank {rank} has other parameters than rank 0: the first difference is parameter {at}",
             expected=f"{expected}, as on rank 0 (which has {len(everyone[0])} parameters)",
             found=f"{found} (of {len(other)} parameters)",
             next_step="build, freeze and pass to the optimizer the same parameters in the same order on every rank",
+            everywhere=True,
         )
-        error.everywhere = True
-        raise error

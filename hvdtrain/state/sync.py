@@ -69,11 +69,10 @@ def _check_same_model(mine: dict[str, Any], wanted: dict[str, Any], comm: Comm, 
     for rank, found in enumerate(allgather_json(comm, difference, name="state/same")):
         if found is not None:
             name, found_tensor, wanted_tensor = found
-            error = LaunchError(
+            raise LaunchError(
                 f"the model of rank {rank} differs from that of rank {root}: {name}",
                 expected=f"{wanted_tensor or 'no such tensor'} as on rank {root}",
                 found=str(found_tensor or "no such tensor"),
                 next_step="build the model only from the config, equal on every rank and host",
+                everywhere=True,
             )
-            error.everywhere = True
-            raise error

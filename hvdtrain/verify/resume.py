@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +14,7 @@ from typing import IO, Any
 
 from hvdtrain.errors import ConfigError, HvdtrainError, RunDirectoryError
 from hvdtrain.observe.past_journal import read_steps
+from hvdtrain.programs import end_group
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.verify.equality import Comparison, Outcome, compare
@@ -161,21 +159,5 @@ def _wait_for(argv: list[str], out: IO[bytes]) -> int:
     try:
         return process.wait()
     except BaseException:
-        _end(process)
+        end_group(process, _PATIENCE_S)
         raise
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process group, and wait until no process is left."""
-    end = time.monotonic() + _PATIENCE_S
-    try:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-            while time.monotonic() < end:
-                process.poll()  # reaps a zombie, which would count
-                os.killpg(process.pid, 0)
-                time.sleep(0.05)
-    finally:  # also on another signal
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.programs import read_stat
 from tests.support.launch import ROOT, TIMEOUT_S
+from tests.support.processes import is_alive
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 gpu: Any = importlib.import_module("gpu")
@@ -57,14 +57,7 @@ def test_a_part_past_its_limit_is_killed_and_its_results_stay(tmp_path: Path) ->
     assert gpu.run_all([slow, _part("next", "pass")], _options(tmp_path)) == 1
     first, second = json.loads((tmp_path / "gpu.json").read_text())["parts"]
     assert first["state"] == "stopped at its limit of 15 s" and len(first["results"]) == 1 and second["state"] == "ok"
-    assert not _lives(int(started.read_text()))
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return read_stat(pid).state not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    assert not is_alive(int(started.read_text()))
 
 
 def test_parts_without_time_are_not_run(tmp_path: Path) -> None:

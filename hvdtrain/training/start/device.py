@@ -102,11 +102,10 @@ def check_device_is_own(device: torch.device, comm: Comm, *, may_share: bool = F
             setattr(comm, "through_host", True)  # noqa: B010  (a comm of several ranks is a HorovodComm)
             return f"ranks {first} and {rank} share a CUDA device of {theirs[0]}: {_SLOW}"
         if first != rank:
-            error = LaunchError(
+            raise LaunchError(
                 f"ranks {first} and {rank} would share a CUDA device of {theirs[0]}",
                 expected="one device for each rank",
                 next_step=_NEXT_STEP,
+                everywhere=True,
             )
-            error.everywhere = True
-            raise error
     return ""

@@ -106,14 +106,13 @@ def check_same_data(task: Task, comm: Comm) -> None:
     everyone = allgather_json(comm, [dataset_length(task.train_data), heldout, task.data_id], name="data/same")
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
-            error = LaunchError(
+            raise LaunchError(
                 f"the data of rank {rank} differs from that of rank 0",
                 expected=_described(everyone[0]),
                 found=_described(theirs),
                 next_step="give every host the same files (for the default data: the same Python version)",
+                everywhere=True,
             )
-            error.everywhere = True
-            raise error
 
 
 def _described(data: list[Any]) -> str:
