@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from hvdtrain.config.schema import LoaderConfig
 from hvdtrain.data.loader_processes import batches_of_processes, end_with_rank, signals_blocked
-from hvdtrain.data.order import MicroBatch, micro_batches, mix_seed, positions_without, rank_share, sample_indices
+from hvdtrain.data.order import MicroBatch, micro_batches, mix_seed, positions_without, sample_indices
 from hvdtrain.errors import DataError
 
 _SAMPLE, _FORWARD = 1, 2
@@ -47,8 +47,7 @@ class Stream:
     def step(self, position: int) -> list[MicroBatch]:
         """Return the micro-batches of this rank in the step that starts at `position`."""
         parts = positions_without(position, self.global_batch, self.left_out)
-        batches = [batch for begin, end in parts for batch in micro_batches(begin, end - begin, self.micro_batch)]
-        return [batches[i] for i in rank_share(len(batches), self.rank, self.size)]
+        return micro_batches(parts, self.micro_batch, self.rank, self.size)
 
     def position_after(self, position: int) -> int:
         """Return the position after the step that starts at `position`."""

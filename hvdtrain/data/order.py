@@ -23,10 +23,20 @@ class MicroBatch:
     stop: int
 
 
-def micro_batches(position: int, global_batch: int, micro_batch: int) -> list[MicroBatch]:
-    """Return the micro-batches of the step that starts at `position`. The last one may be shorter."""
-    stop = position + global_batch
-    return [MicroBatch(start, min(start + micro_batch, stop)) for start in range(position, stop, micro_batch)]
+def micro_batches(ranges: Sequence[tuple[int, int]], micro_batch: int, rank: int, size: int) -> list[MicroBatch]:
+    """Return the micro-batches of a rank, of those that `ranges` [begin, end) of positions are divided into.
+
+    The last one of a range may be shorter. The cost does not grow with the number of ranks.
+    """
+    starts = [range(begin, end, micro_batch) for begin, end in ranges]
+    share = rank_share(sum(map(len, starts)), rank, size)
+    batches: list[MicroBatch] = []
+    first = 0
+    for (_, end), all_of_range in zip(ranges, starts, strict=True):
+        own = all_of_range[max(share.start - first, 0) : max(share.stop - first, 0)]
+        batches += [MicroBatch(start, min(start + micro_batch, end)) for start in own]
+        first += len(all_of_range)
+    return batches
 
 
 def positions_without(position: int, count: int, left_out: Sequence[Sequence[int]]) -> list[tuple[int, int]]:

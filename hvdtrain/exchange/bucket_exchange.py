@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,6 +56,7 @@ class BucketExchange:
         spans.labels.update({EXCHANGE + number: _facts(b.layout) for number, b in enumerate(self._buckets)})
         self._streams = [SideStream(bucket.layout.shape.device) for bucket in self._buckets]
         self._start_ns = [0] * len(self._buckets)
+        self._running: deque[int] = deque()  # buckets, by the start of their current collectives
         self._positions = {
             part.name: (number, index)
             for number, bucket in enumerate(self._buckets)
@@ -66,11 +68,14 @@ class BucketExchange:
 
     def begin(self) -> None:
         """Start another step."""
+        self._running.clear()
         for bucket in self._buckets:
             bucket.begin()
 
     def add_gradient(self, name: str) -> None:
-        """Pack the gradient of a parameter, and advance all exchanges.
+        """Pack the gradient of a parameter, and advance exchanges until one of them has to wait.
+
+        Collectives end about in the order of their starts, so the cost does not grow with the number of buckets.
 
         Errors:
             CallOrderError: it was packed before in this step.
@@ -87,9 +92,8 @@ class BucketExchange:
         self._streams[number].record_packed()
         if not bucket.missing and bucket.eager:
             self._start(number)
-        for number, bucket in enumerate(self._buckets):
-            if bucket.running and self._streams[number].run(bucket.advance):
-                self._record_if_finished(number)
+        while self._running and self._advance(self._running[0]):
+            self._queue(self._running.popleft())
 
     def finish(self) -> list[Tensor]:
         """Start the remaining buckets, wait for all, and return the sums by parameter. Collective: yes."""
@@ -134,23 +138,28 @@ class BucketExchange:
     def _start(self, number: int) -> None:
         self._start_ns[number] = self._spans.now()
         self._streams[number].run(self._buckets[number].start)
-        self._record_if_finished(number)
+        self._queue(number)
 
-    def _record_if_finished(self, number: int) -> None:
-        if not self._buckets[number].running:
+    def _advance(self, number: int) -> bool:
+        return self._streams[number].run(self._buckets[number].advance)
+
+    def _queue(self, number: int) -> None:
+        """Queue a bucket that has started a collective; record its exchange if that has finished instead."""
+        if self._buckets[number].running:
+            self._running.append(number)
+        else:
             self._spans.record("exchange", self._start_ns[number], EXCHANGE + number)
 
     def _wait_for_all(self) -> None:
         """Advance all exchanges until they have finished; wait for one only if none can advance."""
-        running = [number for number, bucket in enumerate(self._buckets) if bucket.running]
-        while running:
-            moved = [n for n in running if self._streams[n].run(self._buckets[n].advance)]
+        while self._running:
+            moved = [number for number in self._running if self._advance(number)]
             if not moved:
-                moved = running[:1]
+                moved = [self._running[0]]
                 self._streams[moved[0]].run(self._buckets[moved[0]].wait)
             for number in moved:
-                self._record_if_finished(number)
-            running = [number for number in running if self._buckets[number].running]
+                self._running.remove(number)
+                self._queue(number)
 
 
 def _facts(layout: Layout) -> dict[str, Any]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+from unittest.mock import patch
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.data.order import _splitmix, _splitmix_int, micro_batches, mix_seed, rank_share, sample_indices
+from hvdtrain.data.order import MicroBatch, _splitmix, _splitmix_int, micro_batches, mix_seed, sample_indices
 
 
 @given(st.integers(1, 400), st.integers(0, 2**63 - 1), st.integers(0, 1000))
@@ -37,16 +40,25 @@ def test_epochs_and_seeds_differ_and_look_random() -> None:
     assert abs(np.corrcoef(first[:-1], first[1:])[0, 1]) < 4 / np.sqrt(length)
 
 
-@given(st.integers(0, 10**6), st.integers(1, 200), st.integers(1, 200), st.integers(1, 70))
-def test_ranks_share_out_a_global_batch(position: int, global_batch: int, micro_batch: int, size: int) -> None:
-    batches = micro_batches(position, global_batch, micro_batch)
-    shares = [rank_share(len(batches), rank, size) for rank in range(size)]
-    assert [i for part in shares for i in part] == list(range(len(batches)))
+RANGES = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 200)), min_size=1, max_size=4)
+
+
+@given(RANGES, st.integers(1, 200), st.integers(1, 70))
+def test_ranks_share_out_a_global_batch(gaps: list[tuple[int, int]], micro_batch: int, size: int) -> None:
+    ends = list(accumulate(gap + length for gap, length in gaps))
+    ranges = [(end - length, end) for end, (_, length) in zip(ends, gaps, strict=True)]
+    whole = micro_batches(ranges, micro_batch, 0, 1)
+    shares = [micro_batches(ranges, micro_batch, rank, size) for rank in range(size)]
+    assert [batch for share in shares for batch in share] == whole
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
     assert len(shares[0]) == max(map(len, shares)), "who records works as much as any"
-    covered = [p for batch in batches for p in range(batch.start, batch.stop)]
-    assert covered == list(range(position, position + global_batch))
-    assert all(batch.stop - batch.start <= micro_batch for batch in batches)
+    assert [p for batch in whole for p in range(batch.start, batch.stop)] == [p for r in ranges for p in range(*r)]
+    assert all(batch.stop - batch.start <= micro_batch for batch in whole)
+
+
+def test_a_rank_makes_only_its_own_micro_batches() -> None:
+    with patch("hvdtrain.data.order.MicroBatch", wraps=MicroBatch) as made:
+        assert len(micro_batches([(0, 1 << 20)], 1, 7, 1 << 18)) == made.call_count == 4
 
 
 @given(st.integers(0, 2**64 - 1))

@@ -202,6 +202,41 @@ def test_from_the_second_step_on_buckets_travel_while_backward_runs() -> None:
     on_ranks(2, body)
 
 
+class Unfinished(ThreadComm):
+    """Collectives that end only when they are waited for; counts the questions whether one has ended."""
+
+    def __init__(self, comm: ThreadComm) -> None:
+        super().__init__(comm._hub, comm.rank)
+        self.polls = 0
+
+    def allreduce(self, tensor: Tensor, *, name: str) -> ThreadHandle:
+        handle = super().allreduce(tensor, name=name)
+        handle.done = self._poll  # type: ignore[method-assign]
+        return handle
+
+    def _poll(self) -> bool:
+        self.polls += 1
+        return False
+
+
+def test_the_cost_of_a_gradient_does_not_grow_with_the_number_of_running_exchanges() -> None:
+    models = [nn.ParameterList([nn.Parameter(torch.zeros(4)) for _ in range(60)]) for _ in range(2)]
+
+    def body(comm: ThreadComm) -> None:
+        model, unfinished = models[comm.rank], Unfinished(comm)
+        reducer = Reducer(lambda: _named(model), unfinished, bucket_bytes=16)
+        for _ in range(2):
+            unfinished.polls = 0
+            reducer.begin()
+            reducer.collect()
+            torch.cat(list(model)).sum().backward()
+            asked = unfinished.polls
+            reducer.finish()
+        assert len(reducer.parameter_names()) == 60 and asked <= 60
+
+    on_ranks(2, body)
+
+
 def test_a_gradient_in_flight_is_not_in_p_grad() -> None:
     """Whoever clipped or scaled it now would not change what the optimizer follows."""
     models = [_model(), _model()]

@@ -14,7 +14,7 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json
 from hvdtrain.config.schema import Config
 from hvdtrain.data.loader import Batches, sample_seed, seed_forward
-from hvdtrain.data.order import MicroBatch, micro_batches, rank_share
+from hvdtrain.data.order import MicroBatch, micro_batches
 from hvdtrain.task.base import Task
 from hvdtrain.training.loop.forward import Precision, checked_loss, checked_metrics, to_device
 
@@ -44,8 +44,7 @@ class HeldOut:
             return
         self._length = length = len(task.heldout_data)  # type: ignore[arg-type]
         self.count = min(config.train.eval_samples or length, length)
-        batches = micro_batches(0, self.count, config.train.micro_batch)
-        self._mine = [batches[i] for i in rank_share(len(batches), comm.rank, comm.size)]
+        self._mine = micro_batches([(0, self.count)], config.train.micro_batch, comm.rank, comm.size)
         data, collate = task.heldout_data, task.collate
         self._batches = Batches(data, self._keys, config.loader, collate, on_cuda=on_cuda, persistent=True)
 

@@ -14,7 +14,6 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.config.parse import RunConfig
 from hvdtrain.data.loader import dataset_length
-from hvdtrain.data.order import micro_batches
 from hvdtrain.errors import RunDirectoryError
 from hvdtrain.observe.failure.fault import first_of_device
 from hvdtrain.observe.recorder import Recorder
@@ -147,7 +146,7 @@ def describe_start(current: Round) -> None:
     )
     if risk := describe_exposure(worker.info.variables):
         recorder.warn(risk)
-    passes = len(micro_batches(0, train.global_batch, train.micro_batch))
+    passes = -(-train.global_batch // train.micro_batch)
     if passes < size:
         recorder.warn(
             f"{size - passes} of {size} ranks are idle: a global batch of {train.global_batch} has only"
