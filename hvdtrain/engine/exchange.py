@@ -32,10 +32,11 @@ class ExchangeEngine(Engine):
     _remaining: int = 0
 
     def set_compression(self, compression: str) -> None:
-        """Use this compression from the next step on; call it alike on all ranks."""
+        """Use this compression from the next step on; call it alike on all ranks. Clears gradients."""
         self.undecided = False
         if compression != self.compression:
             self.compression = compression
+            self.optimizer.zero_grad()
             self.reducer.switch(self.resolve(compression))
 
     def begin(self, micro_batches: int) -> None:

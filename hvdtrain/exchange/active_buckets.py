@@ -79,6 +79,7 @@ class ActiveBuckets(ABC):
         """Make the buckets of a plan and give their compressors the state of their parameters.
 
         A compressor without error feedback cannot take over a residual: the next exchange adds it to the gradient.
+        The old buckets are freed first, if nothing else holds them: gradients are views of them.
         """
         self.drop()
         exchange = self.exchange = self._make_exchange(plan)

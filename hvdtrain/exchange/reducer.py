@@ -109,10 +109,10 @@ class Reducer(ActiveBuckets):
         if self._provisional:
             self._provisional = False
             self.drop()
-        if (exchange := self.exchange) is not None:
-            if revised := exchange.revised_plan():
-                exchange = self.adopt(revised)
-            exchange.begin()
+        if self.exchange is not None:
+            if revised := self.exchange.revised_plan():
+                self.adopt(revised)
+            self.exchange.begin()
         self._finished.clear()
         self._passes.begin()
         self.over = False
@@ -128,8 +128,8 @@ class Reducer(ActiveBuckets):
         """Use another compression from the next step on. Collective: yes."""
         self.synchronize_state()
         self._compression = compression
-        if (exchange := self.exchange) is not None:
-            self.adopt(exchange.plan)
+        if self.exchange is not None:
+            self.adopt(self.exchange.plan)
 
     def set_passes(self, passes: int) -> None:
         """Expect this many backward passes per step from now on."""

@@ -48,6 +48,28 @@ class Exchange(Protocol):
         """Load them, possibly without a copy."""
 
 
+class ExchangeState(Exchange):
+    """The state of an exchange whose buckets are gone: what is left of it between two rounds."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._state = exchange.state_dict()
+
+    def synchronize_state(self) -> None:
+        """Do nothing: there are no other ranks."""
+
+    def synchronized_state(self) -> dict[str, Tensor]:
+        """Return the tensors."""
+        return self._state[0]
+
+    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the tensors and the plain values."""
+        return self._state
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Replace them."""
+        self._state = dict(tensors), dict(values)
+
+
 @dataclass(frozen=True)
 class StateDict:
     """A state: tensors by group and name, and plain values that JSON supports.

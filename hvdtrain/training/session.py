@@ -92,6 +92,7 @@ def _train_round(
                     current.recorder.warn(warning)
                 return _train_recorded(current, timeline, sinks)
     finally:
+        current.engine = None  # frees its buckets before those of the next round are made
         if current.claim is not None:
             current.claim.release()
 

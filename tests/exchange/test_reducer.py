@@ -16,6 +16,7 @@ from hvdtrain.engine.make import _named as _held
 from hvdtrain.errors import LaunchError, TaskError
 from hvdtrain.exchange.backward_passes import BackwardPasses
 from hvdtrain.exchange.reducer import BUCKET_BYTES, Reducer
+from tests.support.buffers import watch_buffers
 from tests.support.thread_comm import ThreadComm, ThreadHandle, on_ranks
 
 
@@ -406,3 +407,20 @@ def test_a_rank_that_joins_owes_nothing_and_the_others_what_they_owed() -> None:
 def test_a_parameter_is_full_with_the_last_of_its_passes() -> None:
     passes = BackwardPasses(2)
     assert [passes.record_gradient(name) for name in ("a", "b", "a", "b")] == [False, False, True, True]
+
+
+def test_old_buckets_are_freed_before_new_ones_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive = watch_buffers(monkeypatch)
+
+    def body(comm: ThreadComm) -> None:
+        model = _model()
+        engine = ExchangeEngine(torch.optim.SGD(model.parameters()), Reducer(lambda: _named(model), comm))
+        for compression in ("none", "bf16"):
+            engine.set_compression(compression)
+            engine.begin(1)
+            engine.backward(model(_batch(0, 0)).sum())
+            engine.finish()
+            engine.step()
+
+    on_ranks(1, body)
+    assert alive == [0, 0]

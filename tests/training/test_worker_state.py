@@ -127,8 +127,8 @@ def test_records_of_repeated_steps_start_again(worker: WorkerState, tmp_path: Pa
     worker.last_record = {"step": 1}
     worker.end_round(synchronized=True)
     assert not worker.lost_recorded_steps()
-    _step(worker)
-    worker.last_record = {"step": 2}
+    worker.step = worker.state.progress.step = 2
+    worker.last_record = {"step": 3}
     worker.end_round(synchronized=False)
     assert worker.lost_recorded_steps()
     worker.close_recorder()

@@ -22,7 +22,7 @@ from hvdtrain.observe.recorder import Recorder
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.environment import NO_LAUNCHER, RankInfo
 from hvdtrain.state.commits import Commits
-from hvdtrain.state.train_state import Progress, TrainState
+from hvdtrain.state.train_state import ExchangeState, Progress, TrainState
 from hvdtrain.task.base import Task
 from hvdtrain.training.loop.compiled import compile_blocks
 from hvdtrain.training.loop.forward import Precision
@@ -121,7 +121,12 @@ class WorkerState:
         residuals on a lost rank are lost with it. Then the newest commit counts, unless the exchange's state was
         `synchronized` first; that state is committed, in case the next round fails before its own first commit.
         A process that never received the run's state has nothing to offer.
+
+        The buckets and gradients of the round are freed here, before the next round makes new ones.
         """
+        self.state.optimizer.zero_grad()
+        if self.state.exchange is not None:
+            self.state.exchange = ExchangeState(self.state.exchange)
         if not self.resumes_in_job:
             return
         if self._has_residuals():

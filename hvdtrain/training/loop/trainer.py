@@ -145,7 +145,6 @@ class Trainer:
         progress.lr = self._worker.base_lrs[0] * lr_factor
         spans.record("step", start_ns)
         self._record_step(result, progress.lr, (spans.now() - start_ns) * 1e-9)
-        self._show_histograms()
         return result
 
     def _lr_factor(self, step: int) -> float:
@@ -184,7 +183,8 @@ class Trainer:
         }
         self._worker.last_record = record
         self.current.recorder.step(record)
-        self.on_step(record)
+        self._show_histograms()
+        self.on_step(record)  # may clear gradients
 
     def _show_histograms(self) -> None:
         every, step = self.current.run.config.observe.histograms_every, self._state.progress.step
