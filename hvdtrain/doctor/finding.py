@@ -14,23 +14,14 @@ _MOST_NAMES = 6
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check.
+    """The result of a check."""
 
-    Attributes:
-        name: name of the check.
-        level: broken: training cannot run; warning: it runs slower, or with fewer features.
-        found: the facts.
-        why: what is wrong and why it matters, or a note.
-        fix: the command or the change that fixes it.
-        minor: while the level is ok, the report shows the name only.
-    """
-
-    name: str
-    level: Level
-    found: str
-    why: str = ""
-    fix: str = ""
-    minor: bool = False
+    name: str  # of the check
+    level: Level  # broken: training cannot run; warning: it runs slower, or with fewer features
+    found: str  # the facts
+    why: str = ""  # what is wrong and why it matters, or a note
+    fix: str = ""  # the command or the change that fixes it
+    minor: bool = False  # while the level is ok, the report shows the name only
 
     def as_data(self) -> dict[str, Any]:
         """Return the finding as in the JSON report, where ``mend`` is the key of the fix."""

@@ -48,34 +48,20 @@ _FIXES = (
 
 @dataclass(frozen=True)
 class NcclLog:
-    """The content of a log.
+    """The content of a log."""
 
-    Attributes:
-        name: name of the file.
-        versions: all versions of NCCL in the log.
-        hosts: hosts that wrote lines.
-        ranks, nodes: size of the largest communicator; 0 if unknown.
-        channels: number of connections by kind: P2P, SHM, NET/IB, NET/Socket and so on.
-        direct: number of network connections that access GPU memory directly.
-        interfaces: interfaces that NCCL uses for TCP.
-        no_ib: whether NCCL searched for InfiniBand and found none.
-        p2p_off: whether NCCL may not use an existing link between GPUs.
-        settings: variables of NCCL that were set.
-        warnings: texts of the warnings, without repetitions.
-    """
-
-    name: str = "NCCL's log"
-    versions: tuple[str, ...] = ()
-    hosts: tuple[str, ...] = ()
-    ranks: int = 0
-    nodes: int = 0
-    channels: Mapping[str, int] = field(default_factory=dict)
-    direct: int = 0
-    interfaces: tuple[str, ...] = ()
-    no_ib: bool = False
-    p2p_off: bool = False
-    settings: Mapping[str, str] = field(default_factory=dict)
-    warnings: tuple[str, ...] = ()
+    name: str = "NCCL's log"  # of the file
+    versions: tuple[str, ...] = ()  # all versions of NCCL in the log
+    hosts: tuple[str, ...] = ()  # hosts that wrote lines
+    ranks: int = 0  # of the largest communicator; 0 if unknown
+    nodes: int = 0  # of the same communicator
+    channels: Mapping[str, int] = field(default_factory=dict)  # connections by kind: P2P, SHM, NET/IB, NET/Socket ...
+    direct: int = 0  # number of network connections that access GPU memory directly
+    interfaces: tuple[str, ...] = ()  # that NCCL uses for TCP
+    no_ib: bool = False  # whether NCCL searched for InfiniBand and found none
+    p2p_off: bool = False  # whether NCCL may not use an existing link between GPUs
+    settings: Mapping[str, str] = field(default_factory=dict)  # variables of NCCL that were set
+    warnings: tuple[str, ...] = ()  # their texts, without repetitions
 
     @property
     def between_hosts(self) -> bool:

@@ -74,19 +74,13 @@ class DriverClient:
     """The rank's end of the connection. Its own threads receive messages and send heartbeats.
 
     ``exit`` ends this process when the driver is lost.
-
-    Attributes:
-        round: the current or last round; 0 before the first.
-        heartbeat: the values to report.
-        wake: wakes the training thread where it waits for a lost rank.
-        on_change: called in a thread of the client when the round must end.
     """
 
     def __init__(self, channel: Channel, exit: Callable[[int], Any] = os._exit) -> None:
-        self.round = 0
-        self.heartbeat = Heartbeat()
-        self.wake: Callable[[], object] = lambda: None
-        self.on_change: Callable[[], object] = lambda: None
+        self.round = 0  # the current or last round; 0 before the first
+        self.heartbeat = Heartbeat()  # the values to report
+        self.wake: Callable[[], object] = lambda: None  # wakes the training thread where it waits for a lost rank
+        self.on_change: Callable[[], object] = lambda: None  # called in our thread when the round must end
         self._channel = channel
         self._exit = exit
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()

@@ -41,20 +41,15 @@ GLOO_LAUNCHER = "horovod-gloo"
 class RankInfo:
     """The place of this process among those that the launcher started.
 
-    Attributes:
-        launcher: the name of a line in `LAUNCHERS`, or "none": no launcher, rank 0 of 1.
-        rank: this process, 0 to size - 1.
-        local_rank: index of this process on its host.
-        local_size: number of processes on this host.
-        variables: the environment of this process.
-        folder: the folder in which this process was started; relative paths of its options refer to it.
+    ``variables`` is the environment of this process. ``folder`` is where it was started: relative paths of its options
+    refer to it.
     """
 
-    launcher: str = NO_LAUNCHER
-    rank: int = 0
+    launcher: str = NO_LAUNCHER  # the name of a line in `LAUNCHERS`, or "none": no launcher, rank 0 of 1
+    rank: int = 0  # this process, 0 to size - 1
     size: int = 1
-    local_rank: int = 0
-    local_size: int = 1
+    local_rank: int = 0  # index of this process on its host
+    local_size: int = 1  # number of processes on this host
     host: str = "localhost"
     variables: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     folder: Path = field(default=Path(), compare=False, repr=False)
@@ -72,21 +67,15 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class Launcher:
-    """The variables that one launcher sets.
-
-    Attributes:
-        signs: any of them shows that this launcher started the process.
-        rank, size, local_rank, local_size: the variables with these numbers.
-        node: set where local_size lists all hosts, as in ``2(x3),1``: the index of this host.
-    """
+    """The variables that one launcher sets."""
 
     name: str
-    signs: tuple[str, ...]
-    rank: str
+    signs: tuple[str, ...]  # any of them shows that this launcher started the process
+    rank: str  # the variable with this number; the next three likewise
     size: str
     local_rank: str
     local_size: str
-    node: str | None = None
+    node: str | None = None  # set where local_size lists all hosts, as in ``2(x3),1``: the index of this host
 
 
 _GLOO = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")

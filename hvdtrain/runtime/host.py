@@ -13,23 +13,14 @@ from hvdtrain.files import read_text_or_empty
 
 @dataclass(frozen=True)
 class HostFacts:
-    """Facts about this host.
+    """Facts about this host."""
 
-    Attributes:
-        cores: physical cores for all ranks of this host, within cgroup limits.
-        own_cores: physical cores for this process; fewer than `cores` where the launcher bound it.
-        gpus: CUDA devices for torch; 0 where torch is built without CUDA.
-        huge_pages: whether memory may use transparent huge pages.
-        quota: whether the CPU time of a container is limited, whatever its cores.
-        fabric: whether MPI may use another network than TCP, such as InfiniBand.
-    """
-
-    cores: int = 1
-    own_cores: int = 1
-    gpus: int = 0
-    huge_pages: bool = True
-    quota: bool = False
-    fabric: bool = False
+    cores: int = 1  # physical cores for all ranks of this host, within cgroup limits
+    own_cores: int = 1  # physical cores for this process; fewer than `cores` where the launcher bound it
+    gpus: int = 0  # CUDA devices for torch; 0 where torch is built without CUDA
+    huge_pages: bool = True  # whether memory may use transparent huge pages
+    quota: bool = False  # whether the CPU time of a container is limited, whatever its cores
+    fabric: bool = False  # whether MPI may use another network than TCP, such as InfiniBand
 
 
 def read_host(environ: Mapping[str, str], root: Path = Path("/")) -> HostFacts:

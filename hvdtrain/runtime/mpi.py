@@ -44,21 +44,13 @@ print(json.dumps(text.value.decode(errors="replace")))
 
 @dataclass(frozen=True)
 class MpiLibrary:
-    """The libmpi to which Horovod's library is linked.
+    """The libmpi to which Horovod's library is linked."""
 
-    Attributes:
-        soname: from Horovod's library, such as ``libmpi.so.40``.
-        family: "openmpi", "mpich" (Intel MPI too), or "unknown".
-        path: the file that the loader will load; None where only the loader's cache knows.
-        major: major version, of Open MPI only: 4 and 5 share a soname.
-        wheel: the environment's prefix where the library is from a Python wheel, which was compiled for another prefix.
-    """
-
-    soname: str
-    family: str
-    path: Path | None = None
-    major: int | None = None
-    wheel: Path | None = None
+    soname: str  # from Horovod's library, such as ``libmpi.so.40``
+    family: str  # "openmpi", "mpich" (Intel MPI too), or "unknown"
+    path: Path | None = None  # the file that the loader will load; None where only the loader's cache knows
+    major: int | None = None  # of Open MPI only: 4 and 5 share a soname
+    wheel: Path | None = None  # prefix of the environment if it is from a Python wheel, compiled for another prefix
 
     def __str__(self) -> str:
         name = _NAMES.get(self.family, "an unknown MPI") + (f" {self.major}" if self.major else "")

@@ -30,21 +30,14 @@ THREADS = "OMP_NUM_THREADS"
 
 @dataclass(frozen=True)
 class Setting:
-    """One variable to set.
-
-    Attributes:
-        reason: why it is set here.
-        effect: its measured effect.
-        before: the module that reads it when it is loaded or initialised; later is too late.
-        settled_by: other variables that decide the same if they are set.
-    """
+    """One variable to set."""
 
     variable: str
     value: str
-    reason: str
-    effect: str
-    before: str
-    settled_by: tuple[str, ...] = ()
+    reason: str  # why it is set here
+    effect: str  # its measured effect
+    before: str  # the module that reads it when it is loaded or initialised; later is too late
+    settled_by: tuple[str, ...] = ()  # other variables that decide the same if they are set
 
 
 @dataclass(frozen=True)

@@ -39,17 +39,14 @@ ASK = f"--observe.timeline {AUTO_WINDOW.first}:{AUTO_WINDOW.last}"
 class TimelinePlan:
     """The plan for Horovod's Timeline.
 
-    Attributes:
-        kind: off: not requested; window: recorded by us; theirs: set by the user, not touched; spans: not recorded,
-            only our own spans.
-        window: the steps to record; `OFF` unless `kind` is window.
-        quiet: whether its writer's thread sleeps while it has no work; otherwise it spins.
+    ``kind`` is off: not requested; window: recorded by us; theirs: set by the user, not touched; spans: not recorded,
+    only our own spans.
     """
 
     kind: Literal["off", "window", "theirs", "spans"]
-    window: Window = OFF
+    window: Window = OFF  # the steps to record; `OFF` unless `kind` is window
     reason: str = ""
-    quiet: bool = False
+    quiet: bool = False  # whether its writer's thread sleeps while it has no work; otherwise it spins
 
     def __str__(self) -> str:
         if self.kind == "window":

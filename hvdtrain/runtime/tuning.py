@@ -28,16 +28,11 @@ _PREFIX = "OMPI_MCA_"
 
 @dataclass(frozen=True)
 class Choice:
-    """The decision on a setting.
-
-    Attributes:
-        kept: why it is not made; None if it is.
-        late: it is not made only because the module that reads it is already loaded.
-    """
+    """The decision on a setting."""
 
     setting: Setting
-    kept: str | None = None
-    late: bool = False
+    kept: str | None = None  # why it is not made; None if it is
+    late: bool = False  # it is not made only because the module that reads it is already loaded
 
     @property
     def applied(self) -> bool:

@@ -24,23 +24,17 @@ _WORKERS = 16
 
 @dataclass(frozen=True)
 class DoctorFacts:
-    """All facts that the checks use.
-
-    Attributes:
-        environ: environment of this process, without the variables that hvdtrain set.
-        installation, mpi, machine, gpu, network, storage: facts from the file of the same name.
-        nccl_log: content of NCCL's log, if the user named one.
-    """
+    """All facts that the checks use."""
 
     info: RankInfo
-    environ: Mapping[str, str]
+    environ: Mapping[str, str]  # of this process, without the variables that hvdtrain set
     installation: Installation
     mpi: MpiFacts
     machine: Machine
     gpu: GpuFacts
     network: Network
     storage: Storage
-    nccl_log: NcclLog | None = None
+    nccl_log: NcclLog | None = None  # if the user named one
 
 
 def gather(

@@ -19,21 +19,13 @@ print(json.dumps({"cuda": version.value}))
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """NVIDIA GPUs.
+    """NVIDIA GPUs."""
 
-    Attributes:
-        count: number of GPUs on the PCI bus, or with a device file.
-        driver: version of the kernel driver; None if it is not loaded.
-        driver_cuda: newest CUDA version that the driver supports, such as (12, 4); None if its library is missing.
-        peer_memory: whether the kernel module that lets network cards access GPU memory is loaded.
-        gdrcopy: whether the kernel module of GDRCopy is loaded.
-    """
-
-    count: int = 0
-    driver: str | None = None
-    driver_cuda: tuple[int, int] | None = None
-    peer_memory: bool = False
-    gdrcopy: bool = False
+    count: int = 0  # of GPUs on the PCI bus, or with a device file
+    driver: str | None = None  # version of the kernel driver; None if it is not loaded
+    driver_cuda: tuple[int, int] | None = None  # newest CUDA that the driver supports; None if its library is missing
+    peer_memory: bool = False  # whether the kernel module that lets network cards access GPU memory is loaded
+    gdrcopy: bool = False  # whether the kernel module of GDRCopy is loaded
 
 
 def gpu_facts(root: Path = Path("/")) -> GpuFacts:

@@ -60,26 +60,16 @@ class LinkedLibrary:
 
 @dataclass(frozen=True)
 class Installation:
-    """The packages in this Python environment.
+    """The packages in this Python environment."""
 
-    Attributes:
-        packages: version by name; None if not installed.
-        torch, horovod: their answers about themselves, each from a child process.
-        record: what the installed Horovod was built for.
-        mismatch: why this Horovod cannot run here.
-        nccl: the libnccl that Horovod's library needs.
-        python: major and minor version of the interpreter.
-        distutils: whether a module of that name exists.
-    """
-
-    packages: Mapping[str, str | None]
-    torch: Answer
-    horovod: Answer
-    record: record.BuildRecord | None = None
-    mismatch: str | None = None
-    nccl: LinkedLibrary | None = None
-    python: tuple[int, int] = (3, 11)
-    distutils: bool = True
+    packages: Mapping[str, str | None]  # version by name; None if not installed
+    torch: Answer  # what torch reports about itself, in a child process
+    horovod: Answer  # the same of Horovod
+    record: record.BuildRecord | None = None  # what the installed Horovod was built for
+    mismatch: str | None = None  # why this Horovod cannot run here
+    nccl: LinkedLibrary | None = None  # the libnccl that Horovod's library needs
+    python: tuple[int, int] = (3, 11)  # major and minor version of the interpreter
+    distutils: bool = True  # whether a module of that name exists
 
 
 def installation(environ: Mapping[str, str], pool: Executor) -> Installation:

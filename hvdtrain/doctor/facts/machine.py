@@ -31,30 +31,20 @@ class Limits:
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine.
-
-    Attributes:
-        system: descriptions of kernel, cpu, memory and python.
-        processors: hardware threads of the machine, including those that this process may not use.
-        cpu_flags: features of the processor, as the kernel names them.
-        memory_limit_bytes: memory limit of the container or job; None if there is none.
-        shm_bytes, shm_free_bytes: size and free space of /dev/shm; None if it does not exist.
-        huge_pages: the kernel's setting: always, madvise or never; "" if it has none.
-        remote_shell: whether Open MPI's mpirun finds ssh or rsh.
-    """
+    """The machine."""
 
     host: HostFacts
-    system: Mapping[str, str]
-    processors: int = 1
-    cpu_flags: frozenset[str] = frozenset()
+    system: Mapping[str, str]  # descriptions of kernel, cpu, memory and python
+    processors: int = 1  # hardware threads of the machine, including those that this process may not use
+    cpu_flags: frozenset[str] = frozenset()  # features of the processor, as the kernel names them
     memory_bytes: int = 0
-    memory_limit_bytes: int | None = None
-    shm_bytes: int | None = None
+    memory_limit_bytes: int | None = None  # of the container or job; None if there is none
+    shm_bytes: int | None = None  # size of /dev/shm; None if it does not exist
     shm_free_bytes: int | None = None
-    huge_pages: str = "madvise"
+    huge_pages: str = "madvise"  # the kernel's setting: always, madvise or never; "" if it has none
     limits: Limits = field(default_factory=Limits)
     is_root: bool = False
-    remote_shell: bool = True
+    remote_shell: bool = True  # whether Open MPI's mpirun finds ssh or rsh
 
 
 def machine(environ: Mapping[str, str], root: Path = Path("/")) -> Machine:

@@ -32,50 +32,30 @@ print(json.dumps({{"version": mpi4py.__version__, "says": MPI.Get_library_versio
 
 @dataclass(frozen=True)
 class Mpi4py:
-    """mpi4py.
+    """mpi4py."""
 
-    Attributes:
-        answer: its ``version``, and the version text of its MPI (``says``).
-        library: the libmpi that it loads, with links resolved.
-        wheel: whether it searches for an MPI when it is imported; otherwise it was compiled for one.
-    """
-
-    answer: Answer
-    library: Path | None = None
-    wheel: bool = True
+    answer: Answer  # its ``version``, and the version text of its MPI (``says``)
+    library: Path | None = None  # the libmpi that it loads, with links resolved
+    wheel: bool = True  # whether it searches for an MPI when it is imported; otherwise it was compiled for one
 
 
 @dataclass(frozen=True)
 class MpiFacts:
-    """Everything about MPI.
+    """Everything about MPI."""
 
-    Attributes:
-        library, library_version: the libmpi that Horovod loads.
-        mpirun, mpirun_version: the mpirun on PATH.
-        file: path of that library, with links resolved.
-        programs: folder of that MPI's own mpirun, if it exists.
-        prefix: folder in OPAL_PREFIX, with links resolved.
-        missing_folders: folders that Horovod's library searches for libmpi and that do not exist.
-        horovodrun: whether it is on PATH.
-        refusal: why the ranks of the launcher cannot form a job.
-        mpi4py: None if it is not installed.
-        ucx: whether that Open MPI can use UCX; None if unknown.
-        site: settings in Open MPI's parameter files, from `runtime.tuning.site_settings`.
-    """
-
-    library: MpiLibrary | None = None
+    library: MpiLibrary | None = None  # the libmpi that Horovod loads
     library_version: str | None = None
-    mpirun: str | None = None
+    mpirun: str | None = None  # the mpirun on PATH
     mpirun_version: str | None = None
-    file: Path | None = None
-    programs: Path | None = None
-    prefix: Path | None = None
-    missing_folders: tuple[Path, ...] = ()
-    horovodrun: bool = True
-    refusal: LaunchError | None = None
-    mpi4py: Mpi4py | None = None
-    ucx: bool | None = None
-    site: Mapping[str, tuple[str, Path]] = field(default_factory=dict)
+    file: Path | None = None  # path of the library, with links resolved
+    programs: Path | None = None  # folder of the library's own mpirun, if it exists
+    prefix: Path | None = None  # folder in OPAL_PREFIX, with links resolved
+    missing_folders: tuple[Path, ...] = ()  # where Horovod's library searches for libmpi, but which do not exist
+    horovodrun: bool = True  # whether it is on PATH
+    refusal: LaunchError | None = None  # why the ranks of the launcher cannot form a job
+    mpi4py: Mpi4py | None = None  # None if it is not installed
+    ucx: bool | None = None  # whether that Open MPI can use UCX; None if unknown
+    site: Mapping[str, tuple[str, Path]] = field(default_factory=dict)  # from `runtime.tuning.site_settings`
 
 
 def mpi_facts(

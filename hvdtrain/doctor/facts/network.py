@@ -21,26 +21,16 @@ _VIRTUAL = ("docker", "veth", "virbr", "cni", "flannel", "cali", "lxc")
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface.
-
-    Attributes:
-        address: its first IPv4 address; "" if it has none.
-        network: network of that address, such as ``10.0.0.0/24``; "" without an address.
-        mtu: largest packet in bytes.
-        mbit: speed of the hardware in Mbit/s; 0 for virtual interfaces, or if unknown.
-        up: whether it is switched on and has a link.
-        loopback: whether it leads to this host only.
-        virtual: whether it leads to containers and virtual machines of this host only.
-    """
+    """A network interface."""
 
     name: str
-    address: str = ""
-    network: str = ""
-    mtu: int = 0
-    mbit: int = 0
-    up: bool = True
-    loopback: bool = False
-    virtual: bool = False
+    address: str = ""  # its first IPv4 address; "" if it has none
+    network: str = ""  # network of that address, such as ``10.0.0.0/24``; "" without an address
+    mtu: int = 0  # largest packet in bytes
+    mbit: int = 0  # speed of the hardware in Mbit/s; 0 for virtual interfaces, or if unknown
+    up: bool = True  # whether it is switched on and has a link
+    loopback: bool = False  # whether it leads to this host only
+    virtual: bool = False  # whether it leads to containers and virtual machines of this host only
 
 
 @dataclass(frozen=True)
@@ -55,21 +45,14 @@ class RdmaPort:
 
 @dataclass(frozen=True)
 class Network:
-    """The network of this host.
-
-    Attributes:
-        addresses: addresses that the name resolves to; None if there is no program to resolve it.
-        route: interface of the default route; "" if there is none.
-        rdma: ports of InfiniBand and RoCE cards.
-        verbs: whether programs can use these cards.
-    """
+    """The network of this host."""
 
     name: str = "localhost"
-    addresses: tuple[str, ...] | None = ()
+    addresses: tuple[str, ...] | None = ()  # that the name resolves to; None if there is no program to resolve it
     interfaces: tuple[Interface, ...] = ()
-    route: str = ""
-    rdma: tuple[RdmaPort, ...] = ()
-    verbs: bool = True
+    route: str = ""  # interface of the default route; "" if there is none
+    rdma: tuple[RdmaPort, ...] = ()  # ports of InfiniBand and RoCE cards
+    verbs: bool = True  # whether programs can use these cards
 
 
 def network(root: Path = Path("/")) -> Network:

@@ -23,13 +23,11 @@ _ENOUGH_S = 1.0
 class Storage:
     """The run folder.
 
-    Attributes:
-        wanted: the folder as the user named it.
-        answer: facts about the nearest existing folder: ``folder``, ``type`` of its file system, ``free_bytes``,
-            ``mib_per_s`` of synced writing, ``sync_ms`` of a small file, or ``problem``.
+    ``answer`` has facts about the nearest existing folder: ``folder``, ``type`` of its file system, ``free_bytes``,
+    ``mib_per_s`` of synced writing, ``sync_ms`` of a small file, or ``problem``.
     """
 
-    wanted: str
+    wanted: str  # the folder as the user named it
     answer: Answer
 
 

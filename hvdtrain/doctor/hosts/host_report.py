@@ -20,44 +20,28 @@ from hvdtrain.runtime.host import read_host
 
 @dataclass(frozen=True)
 class HostReport:
-    """Facts about a host, sent as JSON. A text is "" and a tuple is empty if there is nothing.
+    """Facts about a host, sent as JSON. A text is "" and a tuple is empty if there is nothing."""
 
-    Attributes:
-        name: host name of the system.
-        address: address that ssh connected to; "" for the doctor's own host.
-        hvdtrain, python, torch, horovod, mpi4py: versions.
-        horovod_wrong: why this Horovod cannot run on this host.
-        libmpi: version of the MPI library that Horovod loads.
-        mpirun: version of the mpirun on PATH, or next to Python.
-        kernel, machine: operating system and processor type.
-        cores: cores that ranks may use.
-        gpus, driver: GPU models, and version of NVIDIA's driver.
-        fabric: whether MPI may use a network other than TCP.
-        open_files, locked_bytes: limits of a process; -1 for no limit.
-        folder: whether the working folder exists.
-        interfaces: network interfaces with an IPv4 address, except the loopback.
-    """
-
-    name: str
-    address: str
-    hvdtrain: str
+    name: str  # host name of the system
+    address: str  # that ssh connected to; "" for the doctor's own host
+    hvdtrain: str  # its version, as for the other packages
     python: str
     torch: str
     horovod: str
-    horovod_wrong: str
+    horovod_wrong: str  # why this Horovod cannot run on this host
     mpi4py: str
-    libmpi: str
-    mpirun: str
-    kernel: str
-    machine: str
-    cores: int
-    gpus: tuple[str, ...]
-    driver: str
-    fabric: bool
-    open_files: int
-    locked_bytes: int
-    folder: bool
-    interfaces: tuple[Interface, ...]
+    libmpi: str  # version of the MPI library that Horovod loads
+    mpirun: str  # version of the mpirun on PATH, or next to Python
+    kernel: str  # operating system
+    machine: str  # processor type
+    cores: int  # that ranks may use
+    gpus: tuple[str, ...]  # models
+    driver: str  # version of NVIDIA's driver
+    fabric: bool  # whether MPI may use a network other than TCP
+    open_files: int  # limit of a process; -1 for no limit
+    locked_bytes: int  # limit of a process; -1 for no limit
+    folder: bool  # whether the working folder exists
+    interfaces: tuple[Interface, ...]  # with an IPv4 address, except the loopback
 
 
 def report_host(environ: Mapping[str, str], folder: str) -> HostReport:

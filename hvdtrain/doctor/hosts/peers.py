@@ -40,16 +40,11 @@ class Listener:
 
 @dataclass(frozen=True)
 class Attempt:
-    """The result of a connection attempt.
+    """The result of a connection attempt."""
 
-    Attributes:
-        fault: "" if it succeeded; else "timeout", "refused", "route", "stranger" or the system's error.
-        interface, mtu: interface of outgoing packets, and its largest packet in bytes.
-    """
-
-    fault: str
-    interface: str
-    mtu: int
+    fault: str  # "" if it succeeded; else "timeout", "refused", "route", "stranger" or the system's error
+    interface: str  # of outgoing packets
+    mtu: int  # largest packet of the interface in bytes
 
 
 @dataclass(frozen=True)

@@ -40,50 +40,30 @@ class Offset:
 
 @dataclass(frozen=True)
 class HostsRequest:
-    """The hosts to survey, and how to reach them.
+    """The hosts to survey, and how to reach them."""
 
-    Attributes:
-        hosts: slots by host, in the user's order.
-        local: names of this host.
-        folder: working folder of the ranks.
-        python, environment: of this process.
-        ssh_port, ssh_options: as in `hvdtrain launch`.
-    """
-
-    hosts: Mapping[str, int]
-    local: frozenset[str]
-    folder: str
-    python: str
-    environment: Mapping[str, str]
-    ssh_port: int | None = None
-    ssh_options: tuple[str, ...] = ()
+    hosts: Mapping[str, int]  # slots by host, in the user's order
+    local: frozenset[str]  # names of this host
+    folder: str  # working folder of the ranks
+    python: str  # the interpreter of this process
+    environment: Mapping[str, str]  # of this process
+    ssh_port: int | None = None  # as in `hvdtrain launch`
+    ssh_options: tuple[str, ...] = ()  # as in `hvdtrain launch`
 
 
 @dataclass(frozen=True)
 class Survey:
-    """The answers of all hosts, in the user's order.
+    """The answers of all hosts, in the user's order."""
 
-    Attributes:
-        slots: slots by host, also of hosts that do not answer.
-        folder: working folder of the ranks.
-        writer: host that wrote a test file into the folder; "" if none could.
-        lost: why a host does not answer, or no longer.
-        facts: facts about each host that answers.
-        addresses: address by which other hosts reach a host.
-        offsets: clock offset of each host.
-        attempts: connection attempts, by source and target.
-        sees_file: whether a host sees the file of `writer`.
-    """
-
-    slots: Mapping[str, int]
-    folder: str
-    writer: str = ""
-    lost: Mapping[str, str] = field(default_factory=dict)
-    facts: Mapping[str, HostReport] = field(default_factory=dict)
-    addresses: Mapping[str, str] = field(default_factory=dict)
-    offsets: Mapping[str, Offset] = field(default_factory=dict)
-    attempts: Mapping[str, Mapping[str, Attempt]] = field(default_factory=dict)
-    sees_file: Mapping[str, bool] = field(default_factory=dict)
+    slots: Mapping[str, int]  # by host, also of hosts that do not answer
+    folder: str  # working folder of the ranks
+    writer: str = ""  # host that wrote a test file into the folder; "" if none could
+    lost: Mapping[str, str] = field(default_factory=dict)  # why a host does not answer, or no longer
+    facts: Mapping[str, HostReport] = field(default_factory=dict)  # about each host that answers
+    addresses: Mapping[str, str] = field(default_factory=dict)  # by which other hosts reach a host
+    offsets: Mapping[str, Offset] = field(default_factory=dict)  # of each host's clock
+    attempts: Mapping[str, Mapping[str, Attempt]] = field(default_factory=dict)  # connections, by source and target
+    sees_file: Mapping[str, bool] = field(default_factory=dict)  # whether a host sees the file of `writer`
 
 
 class Hosts:

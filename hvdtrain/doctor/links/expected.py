@@ -25,19 +25,12 @@ _OFF = 0.1
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction for a number of ranks.
+    """The prediction for a number of ranks."""
 
-    Attributes:
-        ranks: number of ranks, and ranks per host.
-        step_s: step time by compression.
-        efficiency: speed of a rank relative to a single rank, by compression.
-        beyond: whether it has more hosts than were measured.
-    """
-
-    ranks: Ranks
-    step_s: Mapping[str, float]
-    efficiency: Mapping[str, float]
-    beyond: bool
+    ranks: Ranks  # number of ranks, and ranks per host
+    step_s: Mapping[str, float]  # step time by compression
+    efficiency: Mapping[str, float]  # speed of a rank relative to a single rank, by compression
+    beyond: bool  # whether it has more hosts than were measured
 
 
 @dataclass(frozen=True)

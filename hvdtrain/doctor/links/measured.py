@@ -21,18 +21,12 @@ _MOST_HOSTS = 12
 
 @dataclass(frozen=True)
 class Direction:
-    """One direction of a link between two hosts, or between two ranks of a host.
+    """One direction of a link between two hosts, or between two ranks of a host."""
 
-    Attributes:
-        source, target: hosts.
-        latency_s: one-way time of a small message.
-        bytes_per_s: bandwidth in this direction.
-    """
-
-    source: str
-    target: str
-    latency_s: float
-    bytes_per_s: float
+    source: str  # a host
+    target: str  # a host
+    latency_s: float  # one-way time of a small message
+    bytes_per_s: float  # bandwidth in this direction
 
     @property
     def gbit(self) -> float:
@@ -50,17 +44,11 @@ class Direction:
 
 @dataclass(frozen=True)
 class Links:
-    """All measured links.
+    """All measured links."""
 
-    Attributes:
-        hosts: hosts in the user's order, or in that of the ranks.
-        directions: both directions of every pair of hosts, and links within hosts that have several ranks.
-        by: protocol of the measurement.
-    """
-
-    hosts: Sequence[str]
-    directions: Sequence[Direction]
-    by: str
+    hosts: Sequence[str]  # in the user's order, or in that of the ranks
+    directions: Sequence[Direction]  # both of every pair of hosts, and links within hosts that have several ranks
+    by: str  # protocol of the measurement
 
     @property
     def between(self) -> list[Direction]:
