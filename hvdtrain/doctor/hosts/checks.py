@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from hvdtrain.doctor.finding import Finding, Level, by_value, names
 from hvdtrain.doctor.hosts import network_checks
@@ -20,61 +22,54 @@ _FEW_FILES = 1024
 class _Comparison:
     """A value that all hosts should share, and the finding if they differ."""
 
-    name: str
-    value: Callable[[HostReport], object]
+    name: str  # of the finding, and of the fact that is compared unless there is a `value`
     level: Level
     why: str
     fix: str = _SAME
     minor: bool = False
+    value: Callable[[HostReport], object] | None = None
 
 
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])
+def _python(host: HostReport) -> str:
+    return ".".join(host.python.split(".")[:2])
 
 
-def _release(text: str) -> str:
-    """Return name and release of an MPI, in the same form for its library and its mpirun."""
-    return text.replace("mpirun (", "").replace(")", "").replace(" v", " ")
+def _mpirun(host: HostReport) -> str:
+    """Return name and release of the MPI of mpirun: ``Open MPI 4.1.8`` from ``mpirun (Open MPI) 4.1.8``."""
+    return host.mpirun.replace("mpirun (", "").replace(")", "").replace(" v", " ")
 
 
 COMPARISONS: Sequence[_Comparison] = (
-    _Comparison(
-        "hvdtrain", lambda host: host.hvdtrain, "broken", "ranks with different versions wait for each other forever"
-    ),
-    _Comparison("python", lambda host: _minor(host.python), "warning", "packages are built for one version of Python"),
-    _Comparison("torch", lambda host: host.torch, "broken", "Horovod is built for one version of torch"),
-    _Comparison("horovod", lambda host: host.horovod, "broken", "it is built for one torch and one MPI", BUILD_COMMAND),
-    _Comparison("libmpi", lambda host: host.libmpi, "broken", "ranks on different MPIs do not find each other"),
+    _Comparison("hvdtrain", "broken", "ranks with different versions wait for each other forever"),
+    _Comparison("python", "warning", "packages are built for one version of Python", value=_python),
+    _Comparison("torch", "broken", "Horovod is built for one version of torch"),
+    _Comparison("horovod", "broken", "it is built for one torch and one MPI", BUILD_COMMAND),
+    _Comparison("libmpi", "broken", "ranks on different MPIs do not find each other"),
     _Comparison(
         "mpirun",
-        lambda host: _release(host.mpirun),
         "warning",
         "mpirun starts a helper (orted, prted, hydra_pmi_proxy) on each host; the helper must have the same release "
         "and be on the PATH of commands run by ssh",
         "set PATH in ~/.bashrc, above the line that returns for non-interactive shells; or, for Open MPI: "
         "mpirun --prefix FOLDER",
+        value=_mpirun,
     ),
-    _Comparison(
-        "machine", lambda host: host.machine, "broken", "their processors store numbers differently", minor=True
-    ),
-    _Comparison("kernel", lambda host: host.kernel, "ok", "the difference is harmless by itself", minor=True),
+    _Comparison("machine", "broken", "their processors store numbers differently", minor=True),
+    _Comparison("kernel", "ok", "the difference is harmless by itself", minor=True),
     _Comparison(
         "cores",
-        lambda host: host.cores,
         "warning",
         "every step waits for the slowest rank, and the ranks of a host share its cores",
         "start fewer ranks on the smaller host: -H a:4,b:2",
     ),
     _Comparison(
         "gpus",
-        lambda host: ", ".join(f"{host.gpus.count(name)} x {name}" for name in dict.fromkeys(host.gpus)),
         "warning",
         "every step waits for the slowest GPU",
         "start one rank per GPU (-H a:4,b:2), or use hosts of one kind in a job",
+        value=lambda host: ", ".join(f"{number} x {name}" for name, number in Counter(host.gpus).items()),
     ),
-    _Comparison(
-        "driver", lambda host: host.driver, "warning", "the oldest driver limits the CUDA version of all hosts"
-    ),
+    _Comparison("driver", "warning", "the oldest driver limits the CUDA version of all hosts"),
 )
 
 
@@ -89,7 +84,8 @@ def compare(survey: Survey) -> list[Finding]:
     """Compare all hosts that answer. A value that no host has gives no finding."""
     found = []
     for line in COMPARISONS:
-        values = {host: line.value(facts) for host, facts in survey.facts.items()}
+        value = line.value or attrgetter(line.name)
+        values = {host: value(facts) for host, facts in survey.facts.items()}
         if not any(values.values()):
             continue
         if len(set(map(str, values.values()))) == 1:
