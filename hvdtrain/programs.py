@@ -38,8 +38,7 @@ def run_program(
     of its own; to end them it gets `end_s` seconds after SIGTERM, before it is killed. The default of `env`, the whole
     environment, and of `folder` are those of this process.
 
-    Errors:
-        OSError: it cannot be started; TimeoutError, a subclass, where it does not end in time.
+    Errors: OSError if it cannot be started; TimeoutError, a subclass, where it does not end in time.
     """
     process = subprocess.Popen(
         argv, env=env, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,

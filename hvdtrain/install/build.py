@@ -27,10 +27,8 @@ from hvdtrain.install.steps import Say, Step, run, timed
 def build(plan: BuildPlan, environ: Mapping[str, str], say: Say, progress: Say = lambda text: None) -> None:
     """Run the remaining steps of a plan. Afterwards its wheel is installed and tested.
 
-    `say` prints a line; `progress` prints a text over the previous one, during a long step.
-
-    Raises:
-        BuildError: a step failed. The log has details.
+    `say` prints a line; `progress` prints a text over the previous one, during a long step. Errors: BuildError if a
+    step failed; the log has details.
     """
     base = {name: value for name, value in environ.items() if not name.startswith(DROPPED_PREFIXES)}
     with _locked(plan.cache, say), plan.log.open("w") as log:

@@ -35,6 +35,7 @@ class BuildPlan:
     label: Label
     gpu: str  # nccl; copy: GPU tensors are copied through CPU memory; none: CPU tensors only
     cache: Path
+    scratch: Path  # folder of the build, removed before and after
     environment: tuple[tuple[str, str], ...]  # variables of the compilation
     proof_environment: tuple[tuple[str, str], ...]  # variables of the test
     wrapper: str
@@ -42,11 +43,6 @@ class BuildPlan:
     sdist: Path
     wheel: Path
     nccl_links: tuple[tuple[str, str], ...] = ()  # to create: (path in the scratch folder, target)
-
-    @property
-    def scratch(self) -> Path:
-        """Folder of the build, removed before and after."""
-        return scratch_folder(self.cache, self.key)
 
     @property
     def log(self) -> Path:
@@ -70,14 +66,13 @@ class BuildPlan:
 def plan(probe: Probe, gpu: str = "auto") -> BuildPlan:
     """Plan a build. With `gpu` auto it uses nccl if torch has CUDA and there is a CUDA toolkit.
 
-    Raises:
-        BuildError: a prerequisite is missing. The error names it and the command that installs it.
+    Errors: BuildError if a prerequisite is missing. It names that and the command that installs it.
     """
     ready = check_prerequisites(probe, gpu)
     nccl = ready.nccl.version if ready.nccl else None
     label = Label(ready.torch.build, ready.mpi.build, nccl)
     key = _key(probe, ready, label)
-    scratch = scratch_folder(probe.cache, key)
+    scratch = probe.cache / f"{key}.build"
     version = f"{HOROVOD}+{label}"
     sdist = probe.cache / "sdist" / SDIST
     wheel = probe.cache / key / f"horovod-{version}-{probe.python.tag}-{probe.python.platform}.whl"
@@ -91,6 +86,7 @@ def plan(probe: Probe, gpu: str = "auto") -> BuildPlan:
         label=label,
         gpu=ready.gpu,
         cache=probe.cache,
+        scratch=scratch,
         environment=tuple(sorted(_environment(probe, ready, scratch, label).items())),
         proof_environment=tuple(sorted(proof.environment(probe, ready.mpi).items())),
         wrapper=wrapper,
@@ -106,11 +102,6 @@ def fetch_step(python: str, folder: Path) -> Step:
     pip = (python, "-m", "pip", "--disable-pip-version-check", "download", *_BARE)
     argv = (*pip, "--no-binary", "horovod", "--dest", str(folder), f"horovod=={HOROVOD}")
     return Step("sdist", "fetching Horovod's source", "5 s", argv)
-
-
-def scratch_folder(cache: Path, key: str) -> Path:
-    """Return the folder in which the wheel of a key is built."""
-    return cache / f"{key}.build"
 
 
 def _environment(probe: Probe, ready: Ready, scratch: Path, label: Label) -> dict[str, str]:

@@ -150,10 +150,7 @@ def find_cuda(environ: Mapping[str, str]) -> FoundCuda | None:
 def find_nccl(environ: Mapping[str, str], torch: FoundTorch | None, site: Path) -> FoundNccl | None:
     """Find NCCL. The one of torch is preferred, because torch has loaded it when Horovod loads.
 
-    Args:
-        environ: environment of this process.
-        torch: the installed torch, in `site` or in a folder that the environment shares.
-        site: folder of the packages of this environment.
+    ``site`` is the folder of this environment's packages. torch is there, or in a folder that the environment shares.
     """
     homes = [torch.root.parent / "nvidia" / "nccl"] if torch else []
     homes += [Path(environ[name]) for name in ("HOROVOD_NCCL_HOME", "NCCL_HOME") if environ.get(name)]

@@ -44,10 +44,8 @@ class Source:
 def make(source: Source, out: Path, target: Target, say: Say) -> int:
     """Make a bundle, or complete an interrupted one, and return its size in bytes.
 
-    The folder `out` is new, empty, or a bundle for the same target.
-
-    Raises:
-        BuildError: a package cannot be fetched or written, or the folder contains something else.
+    The folder `out` is new, empty, or a bundle for the same target. Errors: BuildError if a package cannot be fetched
+    or written, or the folder contains something else.
     """
     require_project(source.project)
     folder = BundleFolder(out)

@@ -53,10 +53,8 @@ def closure(
     """Fetch the requested packages and all their dependencies, and return a wheel by each name.
 
     The requirements of an earlier root precede the pins and the requirements of a later root. A pin that a requirement
-    excludes is ignored. Packages in `installed`, which the target has, are not fetched.
-
-    Raises:
-        BuildError: two packages have incompatible requirements.
+    excludes is ignored. Packages in `installed`, which the target has, are not fetched. Errors: BuildError if two
+    packages have incompatible requirements.
     """
     wheels: dict[str, Path] = {}
     required_by: dict[str, str] = {}

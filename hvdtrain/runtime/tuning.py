@@ -52,14 +52,8 @@ def choose(
 ) -> list[Choice]:
     """Choose the settings of a rank. Pure.
 
-    Args:
-        info: this rank.
-        environ: the environment without variables that we set.
-        host: facts about the host.
-        library: the libmpi that Horovod loads.
-        site: settings from Open MPI's parameter files (`site_settings`).
-        loaded: names of modules that are already imported.
-        ours: variables that we set earlier, before these modules were imported.
+    `environ` is without variables that we set; `ours` are those, set before the modules in `loaded` were imported.
+    `library` is the libmpi that Horovod loads; `site` has the settings of Open MPI's parameter files (`site_settings`).
     """
     facts = Facts(info, host, library, environ)
     choices = []
