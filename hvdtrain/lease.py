@@ -17,8 +17,7 @@ from hvdtrain.programs import read_stat
 BEAT_S = 3.0
 """Between two writes of a holder."""
 
-_SILENT_BEATS = 4
-"""Beats without a change after which a holder on another host counts as dead."""
+_SILENT_BEATS = 4  # beats without a change after which a holder on another host counts as dead
 
 
 class Lease:

@@ -15,7 +15,7 @@ from hvdtrain.doctor.finding import LEVELS, Finding, worst
 from hvdtrain.doctor.hosts.checks import examine
 from hvdtrain.doctor.hosts.survey import Hosts, HostsRequest, Survey
 from hvdtrain.doctor.links.measured import Links, check_links, link_table
-from hvdtrain.doctor.report import finding_lines, summary
+from hvdtrain.doctor.report import entries, plain_lines, summary
 from hvdtrain.errors import ConfigError, HvdtrainError
 from hvdtrain.launch.hosts import LOCAL_NAMES, parse_hosts
 from hvdtrain.runtime.environment import GLOO_LAUNCHER, NO_LAUNCHER, RankInfo, environ
@@ -131,7 +131,7 @@ def show(report: Report, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(data(report)))
         return worst(report.findings)
-    print("\n".join(finding_lines(report.findings)))
+    print("\n".join(plain_lines(entries(report.findings))))
     if report.links is not None:
         print("\n".join(["", *link_table(report.links)]))
     if report.outlook is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from hvdtrain.doctor.finding import LEVELS, Finding, worst
 from hvdtrain.runtime.environment import RankInfo
@@ -29,7 +29,7 @@ def as_json(info: RankInfo, findings: Sequence[Finding], choices: Sequence[Choic
     return {
         "format": 1,
         "level": LEVELS[worst(findings)],
-        "rank": {name: value for name, value in vars(info).items() if name in _RANK_FIELDS},
+        "rank": {name: getattr(info, name) for name in _RANK_FIELDS},
         "checks": [finding.as_data() for finding in findings],
         "tuning": [
             {**dataclasses.asdict(choice.setting), "applied": choice.applied, "kept": choice.kept} for choice in choices
@@ -72,20 +72,19 @@ def summary(findings: Sequence[Finding]) -> str:
     return "; ".join(parts) or f"no problems: {len(findings)} checks"
 
 
-def finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
-    """Yield the findings as plain lines."""
-    width = max((len(entry.name) for entry in entries(findings)), default=0)
-    for entry in entries(findings):
-        yield f"{entry.mark:<8} {entry.name:<{width}} {entry.text}"
-        yield from (f"{'':<{width + 9}} {remark}" for remark in entry.remarks)
+def plain_lines(shown: Iterable[Entry]) -> Iterator[str]:
+    """Yield entries as plain lines. Their texts begin in the same column."""
+    rows = list(shown)
+    width = max((len(entry.name) + 1 for entry in rows if entry.name), default=0)
+    for entry in rows:
+        yield f"{entry.mark:<8} {entry.name:<{width}}{entry.text}"
+        yield from (f"{'':<{width + 9}}{remark}" for remark in entry.remarks)
 
 
 def lines(findings: Sequence[Finding], choices: Sequence[Choice]) -> Iterator[str]:
     """Yield the report as plain lines."""
-    yield from finding_lines(findings)
+    yield from plain_lines(entries(findings))
     if choices:
         yield "settings made before torch and MPI are loaded:"
-    for entry in settings(choices):
-        yield f"{entry.mark:<8} {entry.text}"
-        yield from (f"{'':<8} {remark}" for remark in entry.remarks)
+    yield from plain_lines(settings(choices))
     yield summary(findings)

@@ -30,8 +30,7 @@ _SONAMES = (
     (re.compile(r"lib(mpi|mpich|mpi_cray)\.so\.12|libmpi_abi\.so\.[01]"), "mpich"),
 )
 _NAMES = {"openmpi": "Open MPI", "mpich": "MPICH or Intel MPI"}
-_PMI = ("PMIX_RANK", "PMI_RANK", "PMI_FD")
-"""Variables that srun sets for a task with PMI."""
+_PMI = ("PMIX_RANK", "PMI_RANK", "PMI_FD")  # variables that srun sets for a task with PMI
 
 _ASK_VERSION = """
 import ctypes, json, sys

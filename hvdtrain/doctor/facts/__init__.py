@@ -18,8 +18,7 @@ from hvdtrain.errors import LaunchError
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.tuning import without_our_variables
 
-_WORKERS = 16
-"""More threads than there are probes that wait for other probes."""
+_WORKERS = 16  # more threads than there are probes that wait for other probes
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from hvdtrain.doctor.finding import Finding, by_value, names
 from hvdtrain.doctor.hosts.survey import Offset, Survey
 
-_CLOCK_S = 1.0
-"""Up to this offset, file times and log lines of two hosts can be compared."""
-_REFUSED_S = 300.0
-"""The largest offset that munge (Slurm) and Kerberos accept."""
+_CLOCK_S = 1.0  # up to this offset, file times and log lines of two hosts can be compared
+_REFUSED_S = 300.0  # the largest offset that munge (Slurm) and Kerberos accept
 
 
 def clocks(survey: Survey) -> list[Finding]:

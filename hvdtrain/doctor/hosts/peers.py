@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from statistics import median
 
 CONNECT_S = 5.0
-_WAIT_S = 20.0
-"""How long to wait for the next bytes of a connection."""
+_WAIT_S = 20.0  # how long to wait for the next bytes of a connection
 _BLOCK = bytes(1 << 18)
 _TOKEN_BYTES = 32
 _COUNT = struct.Struct("!Q")

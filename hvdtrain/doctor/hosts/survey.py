@@ -24,8 +24,7 @@ GREET_S = 30.0
 _ASK_S = 15.0
 _CONNECT = ("-o", "ConnectTimeout=10")
 _CLOCK_SAMPLES = 8
-_ANYWHERE = "192.0.2.1"
-"""An address that no host has (RFC 5737). Its route is the default route."""
+_ANYWHERE = "192.0.2.1"  # an address that no host has (RFC 5737). Its route is the default route
 
 T = TypeVar("T")
 

@@ -20,8 +20,7 @@ _NAME_BYTES = 256
 _SMALL_BYTES = 8
 _FIRST_BYTES, _MOST_BYTES = 1 << 16, 1 << 23
 _WARM, _PINGS = 20, 1000
-_PART = 1 / 16
-"""Messages grow until one takes this part of the time for a direction."""
+_PART = 1 / 16  # messages grow until one takes this part of the time for a direction
 _PAUSE_S = 1e-3
 
 

@@ -15,11 +15,9 @@ from hvdtrain.timeline.whatif.predict import predict
 from hvdtrain.timeline.whatif.prediction_text import UNKNOWN
 
 COMPRESSIONS = ("none", *auto_candidates())
-_MULTIPLES = (2, 4, 8)
-"""Multiples of the measured number of hosts."""
+_MULTIPLES = (2, 4, 8)  # multiples of the measured number of hosts
 _LAYERS = 32
-_BACKWARD = 2 / 3
-"""Part of a step: backward computes two matrix products for each one of forward."""
+_BACKWARD = 2 / 3  # part of a step: backward computes two matrix products for each one of forward
 _OFF = 0.1
 
 

@@ -9,14 +9,11 @@ from typing import Any
 
 from hvdtrain.doctor.finding import Finding, names
 
-_SLOW = 0.5
-"""A link is slow below this part of the median bandwidth."""
+_SLOW = 0.5  # a link is slow below this part of the median bandwidth
 _LATE, _LATE_S = 3.0, 50e-6
 """Latency is high above this multiple of the median, and if it exceeds the median by this time."""
-_SLOW_INTERFACE = 0.6
-"""Part of the interface's speed that a single TCP stream exceeds if nothing is wrong."""
-_MOST_HOSTS = 12
-"""Largest number of hosts in the table. With more, the slowest links are listed."""
+_SLOW_INTERFACE = 0.6  # part of the interface's speed that a single TCP stream exceeds if nothing is wrong
+_MOST_HOSTS = 12  # largest number of hosts in the table. With more, the slowest links are listed
 
 
 @dataclass(frozen=True)

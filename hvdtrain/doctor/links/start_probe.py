@@ -22,8 +22,7 @@ EACH = 2
 """Ranks per host: two, so that links within a host are measured too."""
 _START_S = 60.0
 _END_S = 5.0
-_TAIL = 6
-"""Number of mpirun's last lines in an error message."""
+_TAIL = 6  # number of mpirun's last lines in an error message
 
 
 def obstacle(survey: Survey, hosts: Sequence[str]) -> str:
