@@ -16,7 +16,7 @@ from tests.runtime.libraries import horovod, open_mpi, write_library
 def facts_of(monkeypatch: pytest.MonkeyPatch, library: Path, environ: dict[str, str] | None = None) -> MpiFacts:
     monkeypatch.setattr("hvdtrain.runtime.mpi.horovod_library", lambda: library)
     with ThreadPoolExecutor(8) as pool:
-        return mpi_facts(RankInfo(), {"PATH": "/no/programs", **(environ or {})}, pool)
+        return mpi_facts(RankInfo(), {"PATH": "/no/programs", **(environ or {})}, pool, None)
 
 
 def test_missing_folders_of_the_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -67,5 +67,5 @@ def test_a_rank_of_another_mpi_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_p
         "hvdtrain.runtime.mpi.horovod_library", lambda: horovod(tmp_path, "libmpi.so.12", runpath=str(libmpi.parent))
     )
     with ThreadPoolExecutor(8) as pool:
-        found = mpi_facts(RankInfo("openmpi", 0, 2, 0, 2), {"PATH": "/no/programs"}, pool)
+        found = mpi_facts(RankInfo("openmpi", 0, 2, 0, 2), {"PATH": "/no/programs"}, pool, None)
     assert found.refusal is not None and "build-horovod" in str(found.refusal.next_step)

@@ -32,7 +32,7 @@ print(json.dumps({{"version": mpi4py.__version__, "says": MPI.Get_library_versio
 
 @dataclass(frozen=True)
 class Mpi4py:
-    """mpi4py."""
+    """The installed mpi4py."""
 
     answer: Answer  # its ``version``, and the version text of its MPI (``says``)
     library: Path | None = None  # the libmpi that it loads, with links resolved
@@ -58,10 +58,8 @@ class MpiFacts:
     site: Mapping[str, tuple[str, Path]] = field(default_factory=dict)  # from `runtime.tuning.site_settings`
 
 
-def mpi_facts(
-    info: RankInfo, environ: Mapping[str, str], pool: Executor, refusal: LaunchError | None = None
-) -> MpiFacts:
-    """Gather the facts."""
+def mpi_facts(info: RankInfo, environ: Mapping[str, str], pool: Executor, refusal: LaunchError | None) -> MpiFacts:
+    """Gather the facts. ``refusal``: error of the launcher's variables, if known."""
     mpi4py = pool.submit(_mpi4py)
     known = mpi_versions(environ, pool)
     library = known.library
