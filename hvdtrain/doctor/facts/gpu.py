@@ -23,7 +23,7 @@ class GpuFacts:
 
     count: int = 0  # of GPUs on the PCI bus, or with a device file
     driver: str | None = None  # version of the kernel driver; None if it is not loaded
-    driver_cuda: tuple[int, int] | None = None  # newest CUDA that the driver supports; None if its library is missing
+    driver_cuda: tuple[int, int] | None = None  # newest CUDA it supports, such as (12, 4); None without its library
     peer_memory: bool = False  # whether the kernel module that lets network cards access GPU memory is loaded
     gdrcopy: bool = False  # whether the kernel module of GDRCopy is loaded
 
