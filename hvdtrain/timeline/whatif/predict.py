@@ -1,15 +1,15 @@
-"""Predict how long a step would take after a change. Pure."""
+"""Predict how long a step would take after a change, and choose the compression that pays. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hvdtrain.timeline.whatif.assemble import AssembledStep, Costs, Setting, assemble_step, stretch_backward
 from hvdtrain.timeline.whatif.evidence import Change, Evidence, FittedLink, Job, changed_job
 from hvdtrain.timeline.whatif.fitting import link_between
-from hvdtrain.timeline.whatif.links import Link, with_bandwidth
+from hvdtrain.timeline.whatif.links import with_bandwidth
 from hvdtrain.timeline.whatif.replay import Replayed, replay
 
 _CODING_UNCERTAINTY = (0.5, 0.3)
@@ -21,6 +21,11 @@ _JITTER_UNCERTAINTY = 0.5
 _RESIDUAL_UNCERTAINTY = 0.3
 _MAX_STRETCH, _PRECISION = 64.0, 1e-7
 """How much faster early steps may have been than typical ones, and the precision to which that is found."""
+
+WORTH = 0.95
+"""A compression must bring the step below this share of the step without it: it costs accuracy and memory."""
+_EQUAL = 1.03
+"""Of the compressions within this factor of the fastest, the first one is chosen."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +81,10 @@ def predict(evidence: Evidence, change: Change, costs: Costs = nothing_measured)
     job = changed_job(evidence, change)
     model = _Model(evidence, job, change, costs)
     now, then = model.outcomes()
+    link_uncertainty = _BANDWIDTH_UNCERTAINTY if change.bandwidth_gbit is not None else model.link.uncertainty
     swings = [
         evidence.step_uncertainty_s * max(1.0, then.compute_s / max(now.compute_s, 1e-9)),
-        model.swing(lambda error: replace(model, link_error=error), model.link_uncertainty),
+        model.swing(lambda error: replace(model, link_error=error), link_uncertainty),
         model.swing(lambda error: replace(model, coding_error=error), _CODING_UNCERTAINTY[model.coding_measured]),
         _JITTER_UNCERTAINTY * abs(model.jitter_s),
         _RESIDUAL_UNCERTAINTY * abs(now.step_s - now.compute_s - now.replayed_wait_s) * (job != evidence.job),
@@ -88,15 +94,27 @@ def predict(evidence: Evidence, change: Change, costs: Costs = nothing_measured)
     return Prediction(job, now, then, low_s, then.step_s + uncertainty_s, model.notes())
 
 
-def outcomes(evidence: Evidence, change: Change, costs: Costs = nothing_measured) -> tuple[Outcome, Outcome]:
-    """Return the step as it was and as it would be, without the uncertainty: a fifth of the time of `predict`."""
-    return _Model(evidence, changed_job(evidence, change), change, costs).outcomes()
+def choose_compression(
+    evidence: Evidence, candidates: Sequence[str], costs: Costs
+) -> tuple[str, Mapping[str, Outcome]]:
+    """Return the compression to train with, and the predicted step with each one, "none" first.
+
+    The evidence is of steps without compression. Of the candidates, those that lose least come first.
+    """
+    predicted = {"none": _Model(evidence, evidence.job, Change(), costs).outcomes()[0]}
+    for name in candidates:
+        change = Change(compression=name)
+        predicted[name] = _Model(evidence, changed_job(evidence, change), change, costs).outcomes()[1]
+    best_s = min(outcome.step_s for outcome in predicted.values())
+    if best_s > WORTH * evidence.step_s:
+        return "none", predicted
+    return next(name for name in candidates if predicted[name].step_s <= _EQUAL * best_s), predicted
 
 
 def wait_and_wire(evidence: Evidence) -> tuple[float, float]:
     """Return the seconds of the measured step that the replay waits for gradients, and that the exchange takes."""
     model = _Model(evidence, evidence.job, Change(), nothing_measured)
-    base = assemble_step(evidence, model.setting_now(), nothing_measured)
+    base = model.assemble(evidence.job, Change())
     found = replay(stretch_backward(base.step, model.stretch(base)))
     return found.wait_s, found.wire_s
 
@@ -112,9 +130,7 @@ class _Model:
 
     def outcomes(self) -> tuple[Outcome, Outcome]:
         """Return the step as it was and as it would be."""
-        now, then = (
-            assemble_step(self.evidence, setting, self.costs) for setting in (self.setting_now(), self._setting_then())
-        )
+        now, then = self.assemble(self.evidence.job, Change()), self.assemble(self.job, self.change)
         stretch = self.stretch(now)
         base, changed = (replay(stretch_backward(assembled.step, stretch)) for assembled in (now, then))
         added_s = self.residual_s(base, changed) + self.jitter_s
@@ -144,12 +160,12 @@ class _Model:
     @property
     def coding_measured(self) -> bool:
         """Whether no cost of coding is an estimate."""
-        return assemble_step(self.evidence, self._setting_then(), self.costs).coding_measured
+        return self.assemble(self.job, self.change).coding_measured
 
     @property
-    def link_uncertainty(self) -> float:
-        """The uncertainty of the link's speed, as a share."""
-        return _BANDWIDTH_UNCERTAINTY if self.change.bandwidth_gbit is not None else self._link().uncertainty
+    def link(self) -> FittedLink:
+        """The link between the ranks after the change."""
+        return link_between(self.evidence, self.job.ranks, self.change.bandwidth_gbit)
 
     def swing(self, with_error: Callable[[float], _Model], error: float) -> float:
         """Return how much an error in one number changes the prediction."""
@@ -161,7 +177,7 @@ class _Model:
         evidence, size = self.evidence, self.job.ranks.size
         found = list(evidence.notes)
         if size > 1:
-            found.append(f"link: {self._link().source}")
+            found.append(f"link: {self.link.source}")
         if not self.coding_measured and (size > 1 or self.job.compression != "none"):
             found.append("cost of coding: estimated from another machine; --probe measures it on this one")
         if size > 1 and not evidence.jitter.reaches(size):
@@ -186,39 +202,24 @@ class _Model:
             )
         return found
 
-    def setting_now(self) -> Setting:
-        """Return the setting of the measured step."""
-        link = self.evidence.fitted.link or Link(0.0, 0.0)
-        return Setting(
-            self.evidence.job,
-            self._with_error(link),
-            cores_full=self.evidence.cores_are_full(self.evidence.job.ranks),
-            coding=1 + self.coding_error,
-        )
-
-    def _setting_then(self) -> Setting:
-        evidence, change, job = self.evidence, self.change, self.job
-        link = self._link().link
+    def assemble(self, job: Job, change: Change) -> AssembledStep:
+        """Return the step of a job after a change."""
+        link = link_between(self.evidence, job.ranks, change.bandwidth_gbit).link
         assert link is not None
         if change.bandwidth_gbit is not None:
             link = with_bandwidth(link, change.bandwidth_gbit)
         if change.latency_us is not None:
             link = replace(link, hop_s=change.latency_us * 1e-6)
-        return Setting(
+        setting = Setting(
             job,
-            self._with_error(link),
+            replace(link, s_per_byte=link.s_per_byte * (1 + self.link_error)),
             change.algorithm or "auto",
-            evidence.cores_are_full(job.ranks),
+            self.evidence.cores_are_full(job.ranks),
             None if change.data_ms is None else change.data_ms / 1e3,
             1 + (change.slow_rank_percent or 0.0) / 100,
             1 + self.coding_error,
         )
-
-    def _with_error(self, link: Link) -> Link:
-        return replace(link, s_per_byte=link.s_per_byte * (1 + self.link_error))
-
-    def _link(self) -> FittedLink:
-        return link_between(self.evidence, self.job.ranks, self.change.bandwidth_gbit)
+        return assemble_step(self.evidence, setting, self.costs)
 
     def stretch(self, base: AssembledStep) -> float:
         """Return the factor on the time between gradients with which the replayed backward takes the measured time."""

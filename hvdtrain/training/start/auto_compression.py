@@ -19,10 +19,10 @@ from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.exchange.buckets import Layout
 from hvdtrain.runtime.host import HostFacts
 from hvdtrain.timeline.whatif.bucket_plan import Gradient, PlannedBucket, spread_evenly
-from hvdtrain.timeline.whatif.choice import WORTH, choose_compression
 from hvdtrain.timeline.whatif.evidence import Evidence, Job, median_parts, read_parts
 from hvdtrain.timeline.whatif.fitting import fit_probed_link
 from hvdtrain.timeline.whatif.links import Ranks
+from hvdtrain.timeline.whatif.predict import WORTH, choose_compression
 
 _FIRST, _COUNT = 3, 5
 """Steps to measure. The first step learns the buckets, and the second one is the first to use them."""

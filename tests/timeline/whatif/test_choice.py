@@ -13,9 +13,9 @@ from hvdtrain.compression.sizes import sent_bytes
 from hvdtrain.compression.table import Compression, parse
 from hvdtrain.timeline.whatif.assemble import Costs
 from hvdtrain.timeline.whatif.bucket_plan import Gradient, plan_buckets, spread_evenly
-from hvdtrain.timeline.whatif.choice import choose_compression
 from hvdtrain.timeline.whatif.evidence import Evidence, FittedLink, Job
 from hvdtrain.timeline.whatif.links import Link, Ranks
+from hvdtrain.timeline.whatif.predict import choose_compression
 
 BUCKETS = 4
 GRADIENTS = [Gradient(f"g{number}", (1024, 1024)) for number in range(BUCKETS)]
