@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +29,11 @@ _WORDS = {
     "between steps": "it spends {mine} ms between steps, others {others} ms",
     "sums": "it receives the sums {mine} ms after the first rank, others {others} ms: its link",
     "rest": "it spends {mine} ms per step outside the named parts, others {others} ms",
+    "gc": "Python's garbage collector takes {mine} ms per step of these, others {others} ms",
+    "cpu": "it waited for a CPU core for {mine} ms per step, others {others} ms",
+    "steal": "another virtual machine used its host's cores for {mine} ms per step, others' for {others} ms",
 }
+_CPU_FACTS = {"cpu": "cpu_wait_us", "steal": "steal_us"}
 
 
 def lateness_parts(table: StepTable, column: Ints, *, steady: bool) -> dict[str, Floats]:
@@ -62,17 +67,18 @@ def causes_of(rank: int, table: StepTable, column: Ints, late: Collection[int], 
     others = [other for other in range(len(table.hosts)) if other not in late and other != rank]
     if not others:
         return []
-    parts = lateness_parts(table, column, steady=steady)
-    more = {name: float(values[rank] - np.median(values[others])) for name, values in parts.items()}
+    spent = lateness_parts(table, column, steady=steady)
+    more = {name: values[rank] - np.median(values[others]) for name, values in spent.items()}
     least = max(_LEAST_MS, _LEAST_SHARE * max(more.values()))
-    found = [
-        Cause(name, ms, _WORDS[name].format(mine=_ms(parts[name][rank]), others=_ms(parts[name][others])))
-        for name, ms in more.items()
-        if ms >= least
-    ]
-    found += _collections(rank, others, table, column, least, steady) + _processor(rank, others, table, column, least)
-    found.sort(key=lambda cause: -(cause.ms or 0.0))
-    return found + _device(rank, others, table, column) + _experts(rank, others, table, column)
+    # Times that overlap the parts:
+    spent |= {"gc": _mean(table, "gc", column, steady), **_processor_times(table, column)}
+    found = []
+    for name, values in spent.items():
+        mine, usual = float(values[rank]), float(np.median(values[others]))
+        if mine - usual >= least:
+            text = _WORDS[name].format(mine=wording.ms(mine), others=wording.ms(usual))
+            found.append(Cause(name, mine - usual, text))
+    return sorted(found, key=lambda cause: -(cause.ms or 0.0)) + _other_causes(rank, others, table, column)
 
 
 def _mean(table: StepTable, part: str, column: Ints, steady: bool) -> Floats:
@@ -86,54 +92,41 @@ def _average(us: Floats, steady: bool) -> Floats:
     return np.asarray((tamed(us) if steady else us).mean(axis=1) / 1e3)
 
 
-def _collections(
-    rank: int, others: Sequence[int], table: StepTable, column: Ints, least: float, steady: bool
-) -> list[Cause]:
-    spent = _mean(table, "gc", column, steady)
-    ms = float(spent[rank] - np.median(spent[others]))
-    if ms < least:
-        return []
-    text = f"Python's garbage collector takes {_ms(spent[rank])} ms per step of these, others {{}} ms"
-    return [Cause("gc", ms, text.format(_ms(spent[others])))]
-
-
-def _processor(rank: int, others: Sequence[int], table: StepTable, column: Ints, least: float) -> list[Cause]:
-    words = {
-        "cpu_wait_us": ("cpu", "it waited for a CPU core for {mine} ms per step, others {others} ms"),
-        "steal_us": (
-            "steal",
-            "another virtual machine used its host's cores for {mine} ms per step, others' for {others} ms",
-        ),
-    }
-    found = []
-    for fact, (name, text) in words.items():
-        total = _facts(table, column, fact, np.nansum)
-        if total is None or not np.isfinite(total[[rank, *others]]).all():
-            continue
+def _processor_times(table: StepTable, column: Ints) -> dict[str, Floats]:
+    """Return the times that keep ranks from a core, ms per step [ranks]; NaN where unknown."""
+    found = {}
+    for name, fact in _CPU_FACTS.items():
         blocks = [number for number in np.unique(table.block[column]) if table.facts[number].get(fact)]
-        spent = total / 1e3 / int(np.isin(table.block, blocks).sum())
-        ms = float(spent[rank] - np.median(spent[others]))
-        if ms >= least:
-            found.append(Cause(name, ms, text.format(mine=_ms(spent[rank]), others=_ms(spent[others]))))
+        if (total := _facts(table, column, fact, np.nansum)) is not None:
+            found[name] = total / 1e3 / int(np.isin(table.block, blocks).sum())
     return found
 
 
-def _device(rank: int, others: Sequence[int], table: StepTable, column: Ints) -> list[Cause]:
+def _other_causes(rank: int, others: Sequence[int], table: StepTable, column: Ints) -> list[Cause]:
+    """Return the causes that are not times: the state of the GPU, and unbalanced experts."""
+
+    def compared(fact: str) -> tuple[float, float]:
+        """Return the mean of a fact on the rank, and the median over the others; NaN if unknown."""
+        values = _facts(table, column, fact, np.nanmean)
+        return (math.nan, math.nan) if values is None else (values[rank], float(np.nanmedian(values[others])))
+
     found = []
-    clock = _facts(table, column, "gpu_clock_mhz", np.nanmean)
-    if clock is not None and clock[rank] < _CLOCK_SHARE * np.nanmedian(clock[others]):
-        text = f"its GPU runs at {clock[rank]:.0f} MHz, others' at {np.nanmedian(clock[others]):.0f} MHz"
-        found.append(Cause("gpu clock", None, text))
-    heat = _facts(table, column, "gpu_temperature_c", np.nanmean)
-    if heat is not None and heat[rank] > np.nanmedian(heat[others]) + _HOTTER_C:
-        text = f"its GPU is at {heat[rank]:.0f} °C, others' at {np.nanmedian(heat[others]):.0f} °C"
-        found.append(Cause("gpu temperature", None, text))
+    mine, usual = compared("gpu_clock_mhz")
+    if mine < _CLOCK_SHARE * usual:
+        found.append(Cause("gpu clock", None, f"its GPU runs at {mine:.0f} MHz, others' at {usual:.0f} MHz"))
+    mine, usual = compared("gpu_temperature_c")
+    if mine > usual + _HOTTER_C:
+        found.append(Cause("gpu temperature", None, f"its GPU is at {mine:.0f} °C, others' at {usual:.0f} °C"))
     known = [values for facts in _blocks(table, column) if (values := facts.get("gpu_throttle"))]
     words = {each: {word for why in _slowed(known, each) for word in why.split(", ")} for each in (rank, *others)}
     alone = {word for word in words[rank] if 2 * sum(word in words[other] for other in others) < len(others)}
     if alone:
         why = sorted(why for why in _slowed(known, rank) if alone & set(why.split(", ")))
         found.append(Cause("gpu throttle", None, f"its GPU throttled: {', '.join(why)}"))
+    mine, usual = compared("expert_share")
+    if mine > _MORE_TOKENS * usual:
+        text = f"its busiest expert gets {mine:.0%} of the tokens, others' {usual:.0%}"
+        found.append(Cause("experts", None, text))
     return found
 
 
@@ -141,14 +134,6 @@ def _slowed(blocks: Sequence[Sequence[Any]], rank: int) -> set[str]:
     """Return the reasons for a lower clock of a rank's GPU."""
     values = [row[rank] for row in blocks if row[rank] and row[rank] == row[rank]]  # no NaN
     return {value if isinstance(value, str) else f"NVML's reasons {int(value):#x}" for value in values}
-
-
-def _experts(rank: int, others: Sequence[int], table: StepTable, column: Ints) -> list[Cause]:
-    share = _facts(table, column, "expert_share", np.nanmean)
-    if share is None or not share[rank] > _MORE_TOKENS * np.nanmedian(share[others]):
-        return []
-    text = f"its busiest expert gets {share[rank]:.0%} of the tokens, others' {np.nanmedian(share[others]):.0%}"
-    return [Cause("experts", None, text)]
 
 
 def _blocks(table: StepTable, column: Ints) -> list[Mapping[str, Sequence[Any]]]:
@@ -166,8 +151,3 @@ def _facts(table: StepTable, column: Ints, name: str, how: Any) -> Floats | None
     found = np.full(numbers.shape[1], np.nan)
     found[known] = how(numbers[:, known], axis=0)
     return found
-
-
-def _ms(values: Any) -> str:
-    """Format a number, or the median of several."""
-    return wording.ms(float(np.median(values)))
