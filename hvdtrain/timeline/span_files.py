@@ -81,11 +81,8 @@ def on_one_clock(files: Sequence[SpanFile], starts: Sequence[Start]) -> list[Ran
 def newest_files(files: Sequence[SpanFile]) -> dict[int, SpanFile]:
     """Return the newest file of the last start, by rank."""
     last = max((file.start for file in files), default=-1)
-    newest: dict[int, SpanFile] = {}
-    for file in files:
-        if file.start == last and (file.spans.rank not in newest or newest[file.spans.rank].epoch_us <= file.epoch_us):
-            newest[file.spans.rank] = file
-    return newest
+    by_age = sorted((file for file in files if file.start == last), key=lambda file: file.epoch_us)
+    return {file.spans.rank: file for file in by_age}
 
 
 def wall_clock_us(files: Sequence[SpanFile]) -> float | None:

@@ -726,8 +726,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _new(
         "timeline/reading/events.py",
-        '    "bfloat16": 2,\n',
-        '    "bfloat16": 4,\n',
+        '{"bfloat16": 2}',
+        '{"bfloat16": 4}',
         "the bytes of bfloat16 tensors are counted twice",
         "tests/timeline/test_read.py",
     ),

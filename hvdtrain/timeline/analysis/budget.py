@@ -70,8 +70,8 @@ def _weights(steps: Floats) -> Floats:
         return np.zeros(0)
     counts = np.bincount(stretch)
     between = (steps[steps > 1] - 1) / 2
-    stands = counts + np.append(0.0, between) + np.append(between, 0.0)
-    found: Floats = (stands / counts)[stretch]
+    represented = counts + np.append(0.0, between) + np.append(between, 0.0)
+    found: Floats = (represented / counts)[stretch]
     return found
 
 

@@ -19,10 +19,7 @@ class Damage:
         first: offset and text of the first one.
         last_end: the offset after the last one.
         foreign: events of other programs.
-        backwards: spans that end before they begin.
-        orphans: end events without a begin event.
-        still_open: begin events without an end event.
-        unnamed: tensors without a name.
+        backwards, orphans, still_open, unnamed: see `lines`.
         notes: other lines.
     """
 
@@ -54,12 +51,10 @@ class Damage:
             lines.append(f"{counted(inside, 'damaged place')} skipped ({self.skipped_bytes} bytes), first {where}")
         if is_truncated:
             lines.append("the file ends in the middle of an event, as after a killed job")
-        if self.orphans:
-            lines.append(f"{counted(self.orphans, 'end event')} without a begin event ignored: begun before the trace")
-        if self.still_open:
-            lines.append(f"{counted(self.still_open, 'begin event')} without an end event ignored: still open")
-        if self.backwards:
-            lines.append(f"{counted(self.backwards, 'span')} ignored: the end is before the beginning")
-        if self.unnamed:
-            lines.append(f"{counted(self.unnamed, 'tensor')} without a name: listed by number")
-        return lines
+        counts = (
+            (self.orphans, "end event", "without a begin event ignored: begun before the trace"),
+            (self.still_open, "begin event", "without an end event ignored: still open"),
+            (self.backwards, "span", "ignored: the end is before the beginning"),
+            (self.unnamed, "tensor", "without a name: listed by number"),
+        )
+        return lines + [f"{counted(number, noun)} {what}" for number, noun, what in counts if number]

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 LONGEST_BYTES = 1 << 16
@@ -118,19 +119,8 @@ def as_event(fields: Mapping[str, Any]) -> Event | None:
     return None if isinstance(event, Tick) and not _are_digits(event.name) else event
 
 
-_ITEM_BYTES = {
-    "uint8": 1,
-    "int8": 1,
-    "bool": 1,
-    "uint16": 2,
-    "int16": 2,
-    "float16": 2,
-    "bfloat16": 2,
-    "int32": 4,
-    "float32": 4,
-    "int64": 8,
-    "float64": 8,
-}
+_NUMPY_TYPES = ("uint8", "int8", "bool", "uint16", "int16", "float16", "int32", "float32", "int64", "float64")
+_ITEM_BYTES = {"bfloat16": 2} | {name: np.dtype(name).itemsize for name in _NUMPY_TYPES}
 _SHAPE = re.compile(r"\[\s*(?:\d{1,18}\s*(?:,\s*\d{1,18}\s*)*)?\]")
 
 

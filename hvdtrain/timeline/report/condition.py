@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import operator
 import re
 from collections.abc import Mapping
+from operator import eq, ge, gt, le, lt, ne
 from typing import NamedTuple
 
 from hvdtrain.errors import ConfigError
@@ -13,14 +13,7 @@ from hvdtrain.timeline.analysis.analysis import part_figure
 from hvdtrain.timeline.analysis.budget import IDLE, ORDER
 from hvdtrain.timeline.analysis.phases import OTHER
 
-_COMPARE = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    "==": operator.eq,
-    "!=": operator.ne,
-    ">": operator.gt,
-    "<": operator.lt,
-}
+_COMPARE = {">=": ge, "<=": le, "==": eq, "!=": ne, ">": gt, "<": lt}
 _CLAUSE = re.compile(r"\s*([A-Za-z_]\w*)\s*(>=|<=|==|!=|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*")
 _OF_PARTS = tuple(map(part_figure, (*ORDER, OTHER, IDLE)))
 """Parts of a step. An absent part is 0."""
