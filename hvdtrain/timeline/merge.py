@@ -15,12 +15,12 @@ import numpy as np
 
 from hvdtrain.errors import TraceError
 from hvdtrain.run_layout import RunLayout, TimelineLayout
-from hvdtrain.timeline.columns import HorovodTrace, RankSpans
+from hvdtrain.timeline.columns import HorovodTrace, RankSpans, StepTable
 from hvdtrain.timeline.merging import profile, tracks
 from hvdtrain.timeline.merging.sink import Sink, opened
 from hvdtrain.timeline.read import read_files, read_horovod
 from hvdtrain.timeline.span_files import newest_files, on_one_clock, read_span_files
-from hvdtrain.timeline.steps import read_starts, read_steps
+from hvdtrain.timeline.steps import read_starts
 
 _PROFILE = re.compile(r"torch-steps-.*-rank-(\d+)(?:-\d+)?\.json(?:\.gz)?")
 _HOROVOD_PIDS = 1 << 20
@@ -54,6 +54,7 @@ class Merged:
 class _Sources:
     """What is merged, and each rank's wall clock minus the common clock, which is rank 0's, in microseconds."""
 
+    steps: StepTable | None = None
     spans: Sequence[RankSpans] = ()
     epoch_us: Mapping[int, float] = field(default_factory=dict)
     timelines: list[HorovodTrace] = field(default_factory=list)
@@ -84,7 +85,7 @@ def merge(sources: Sequence[Path], out: Path) -> Merged:
     try:
         with opened(out) as file:
             sink = Sink(file)
-            _write(sink, sources, found, zero_us, merged)
+            _write(sink, found, zero_us, merged)
             sink.close({"clock": "microseconds since the first event, by rank 0's clock", "notes": merged.notes})
         merged.nbytes, merged.events = out.stat().st_size, sink.count
     except OSError as error:
@@ -138,14 +139,15 @@ def _find(sources: Sequence[Path], merged: Merged) -> _Sources:
 
 
 def _read_spans(folder: Path) -> _Sources:
-    files = read_span_files(folder)
-    moved, own = on_one_clock(files, read_starts(folder)), newest_files(files)
+    files, starts = read_span_files(folder), read_starts(folder)
+    moved, own = on_one_clock(files, starts), newest_files(files)
     epoch_us = {}
     for spans in moved:
         file = own[spans.rank]
         shift_us = spans.start_us[0] - file.spans.start_us[0] if len(spans.start_us) else 0.0
         epoch_us[spans.rank] = file.epoch_us - float(shift_us)
-    return _Sources(moved, epoch_us)
+    stamped = [start.steps for start in starts if len(start.steps.step)]
+    return _Sources(stamped[-1] if stamped else None, moved, epoch_us)
 
 
 def _note(trace: HorovodTrace, merged: Merged) -> None:
@@ -180,7 +182,7 @@ def _zero(found: _Sources) -> float:
     return min(firsts, default=0.0)
 
 
-def _write(sink: Sink, sources: Sequence[Path], found: _Sources, zero_us: float, merged: Merged) -> None:
+def _write(sink: Sink, found: _Sources, zero_us: float, merged: Merged) -> None:
     hosts = {spans.rank: spans.host for spans in found.spans}
     merged.ranks = sorted(hosts.keys() | {rank for _, rank, _ in found.profiles})
     merged.timelines = [trace.path for trace in found.timelines]
@@ -189,8 +191,8 @@ def _write(sink: Sink, sources: Sequence[Path], found: _Sources, zero_us: float,
         sink.add(tracks.head(rank, hosts.get(rank, ""), rank + (len(found.timelines) if rank else 0)))
     for spans in found.spans:
         sink.add(tracks.span_events(spans, zero_us))
-    if found.spans:
-        sink.add(tracks.late_events(read_steps(sources[0]), found.spans, zero_us))
+    if found.steps is not None:
+        sink.add(tracks.late_events(found.steps, found.spans, zero_us))
     for number, trace in enumerate(found.timelines):
         title = f"Horovod (rank 0), {trace.path.name}"
         shift_us = found.shift_of(trace) - zero_us

@@ -45,11 +45,6 @@ class Start:
     dropped: Sequence[str]
 
 
-def read_steps(path: Path) -> list[StepTable]:
-    """Read the stamps of a run: a table for each start that has any, by rank 0's clock. See `read_starts`."""
-    return [start.steps for start in read_starts(path) if len(start.steps.step)]
-
-
 def read_starts(path: Path) -> list[Start]:
     """Read all starts of a run. Damaged lines are skipped and listed in `dropped`.
 

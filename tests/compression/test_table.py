@@ -17,9 +17,8 @@ from hvdtrain.compression.none import Plain
 from hvdtrain.compression.sizes import Bucket
 from hvdtrain.compression.table import TABLE, Compression, Kind, auto_candidates, choices, parse
 from hvdtrain.errors import ConfigError
-from hvdtrain.timeline.whatif.predict import choose_compression
 from hvdtrain.timeline.whatif.evidence import Change
-from hvdtrain.timeline.whatif.predict import predict
+from hvdtrain.timeline.whatif.predict import choose_compression, predict
 from hvdtrain.timeline.whatif.read_run import read_evidence
 from tests.support.compression import bucket
 from tests.support.compression_contract import CLAUSES

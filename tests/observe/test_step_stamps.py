@@ -17,8 +17,8 @@ from hvdtrain.observe.step_file import StepFile, block_line, ranks_event, starts
 from hvdtrain.observe.step_format import VERSION, ClockLine, StartLine
 from hvdtrain.observe.step_stamps import StepStamps
 from hvdtrain.spans import DEVICE, EXCHANGE, PARTS, Spans
-from hvdtrain.timeline.steps import read_steps
 from tests.support.full_disk import room_for
+from tests.support.step_tables import read_steps
 from tests.support.thread_comm import ThreadComm, on_ranks
 
 STEP_US, PART_US, LATE_US = 1000.0, 50.0, 30.0

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.timeline.columns import RunTrace, StepTable
+from hvdtrain.timeline.steps import read_starts
 
 Floats = NDArray[np.float64]
 
@@ -64,6 +65,11 @@ def table_of(
         facts=[dict(facts or {}) for _ in range(int(blocks.max()) + 1)],
         clock_error_us=np.where(np.arange(ranks) > 0, error_us, 0.0),
     )
+
+
+def read_steps(path: Path) -> list[StepTable]:
+    """Return the tables of a run's starts, without those that have no steps."""
+    return [start.steps for start in read_starts(path) if len(start.steps.step)]
 
 
 def run_of(table: StepTable, **more: object) -> RunTrace:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from hvdtrain.errors import DataError
-from hvdtrain.timeline.steps import read_starts, read_steps
+from hvdtrain.timeline.steps import read_starts
+from tests.support.step_tables import read_steps
 
 ORIGIN_US = 1e9
 

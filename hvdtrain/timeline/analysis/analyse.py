@@ -97,8 +97,7 @@ def _blame(run: RunTrace, stragglers: Stragglers | None) -> Blame:
 def _parts(table: StepTable) -> dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]]:
     sample = budget.sample_of(table)
     _, parts = budget.step_parts(table, sample)
-    if (gc := table.parts_us.get("gc")) is not None:
-        parts["gc"] = np.nan_to_num(gc[:, sample.columns]) / 1e3
+    parts["gc"] = np.nan_to_num(table.parts_us["gc"][:, sample.columns]) / 1e3
     return {name: np.average(values, axis=1, weights=sample.weights) for name, values in parts.items()}
 
 

@@ -55,7 +55,7 @@ def sample_of(table: StepTable) -> Sample:
     moments = (table.start_us, table.ready_us, table.released_us, table.end_us)
     known = np.flatnonzero(np.isfinite(moments).all(axis=(0, 1)))
     end = table.end_us[:, known]
-    aside = np.nan_to_num(table.parts_us.get("aside", np.zeros_like(table.end_us))[:, known])
+    aside = np.nan_to_num(table.parts_us["aside"][:, known])
     aside[:, known == 0] = 0.0
     begin = np.where(follows(table.step[known]), np.roll(end, 1, axis=1), table.start_us[:, known] - aside)
     late = known >= warm_up(table)

@@ -73,8 +73,7 @@ def _faster_exchange(facts: Facts, largest: str, cost_ms: float) -> str:
 
 def _input(facts: Facts) -> Iterator[Finding]:
     """Report the wait for data, and copying it to the device."""
-    share = _copied_share(facts)
-    waited, copied = _fed_ms(facts) * (1 - share), _fed_ms(facts) * share
+    waited, copied = _fed_ms(facts)
     if waited >= _SHARE * facts.step_ms:
         workers = facts.option("loader", "workers") or 0
         text = f"{facts.per_step(waited)} are spent waiting for data"
@@ -87,35 +86,25 @@ def _input(facts: Facts) -> Iterator[Finding]:
         yield Finding("copy", text, copied, advice)
 
 
-def _fed_ms(facts: Facts) -> float:
-    """Return the median wait for data and its copy to the device; stragglers are reported on their own."""
-    part = facts.part("data")
-    waited = [row.parts_ms.get("data", 0.0) for row in facts.blame.ranks if row.rank not in facts.blame.late]
-    return float(np.median(waited or [part.ms.value])) if part else 0.0
-
-
-def _copied_share(facts: Facts) -> float:
-    """Return the share of the copy in that wait, of ranks that are no stragglers."""
-    table = facts.run.steps
+def _fed_ms(facts: Facts) -> tuple[float, float]:
+    """Return the wait for data and its copy to the device, without stragglers, which are reported on their own."""
+    table, part = facts.run.steps, facts.part("data")
     assert table is not None
+    if part is None:
+        return 0.0, 0.0
     usual = [rank for rank in range(len(table.hosts)) if rank not in facts.blame.late]
-    spent = {
-        name: float(np.nansum(values[usual, warm_up(table) :]))
-        for name in ("data", "copy")
-        if (values := table.parts_us.get(name)) is not None
-    }
-    whole = sum(spent.values())
-    return spent.get("copy", 0.0) / whole if whole > 0 else 0.0
+    data, copy = (float(np.nansum(table.parts_us[name][usual, warm_up(table) :])) for name in ("data", "copy"))
+    share = copy / (data + copy) if data + copy > 0 else 0.0
+    fed = [row.parts_ms.get("data", 0.0) for row in facts.blame.ranks if row.rank not in facts.blame.late]
+    fed_ms = float(np.median(fed or [part.ms.value]))
+    return fed_ms * (1 - share), fed_ms * share
 
 
 def _collections(facts: Facts) -> Iterator[Finding]:
     table = facts.run.steps
     assert table is not None
-    spent = table.parts_us.get("gc")
-    if spent is None:
-        return
     # A collection on any rank delays all: the longest of each step counts.
-    ms = float(np.nan_to_num(spent[:, warm_up(table) :]).max(axis=0).mean()) / 1e3
+    ms = float(np.nan_to_num(table.parts_us["gc"][:, warm_up(table) :]).max(axis=0).mean()) / 1e3
     if ms >= _SHARE * facts.step_ms:
         text = f"Python's garbage collector takes {facts.per_step(ms)} on the slowest rank"
         advice = "call gc.freeze() after creating model and data, or create fewer objects per step"

@@ -73,14 +73,11 @@ def from_stamps(table: StepTable) -> Rounds | None:
     if not whole.any():
         return None
     step_ms = float(np.median(length[whole])) / 1e3
-    aside = table.parts_us.get("aside")
-    plain = whole if aside is None else whole & (np.nanmax(aside, axis=0) / 1e3 <= _ASIDE_SHARE * step_ms)
+    plain = whole & (np.nanmax(table.parts_us["aside"], axis=0) / 1e3 <= _ASIDE_SHARE * step_ms)
     column = np.flatnonzero(plain if plain.sum() * 2 >= whole.sum() else whole)
     column = column[_thinned(len(column), ranks)]
-    error = np.broadcast_to(np.asarray(table.clock_error_us, float), ranks) / 1e3
-    return Rounds(
-        "stamps", table.hosts, work[:, column], column.astype(np.int32), table.step[column], step_ms, np.array(error)
-    )
+    error = table.clock_error_us / 1e3
+    return Rounds("stamps", table.hosts, work[:, column], column.astype(np.int32), table.step[column], step_ms, error)
 
 
 def _thinned(count: int, ranks: int) -> Ints:

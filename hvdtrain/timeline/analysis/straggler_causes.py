@@ -43,8 +43,8 @@ def lateness_parts(table: StepTable, column: Ints, *, steady: bool) -> dict[str,
     """
     parts = {part: _mean(table, part, column, steady) for part in _PARTS}
     inside = (table.ready_us - table.start_us)[:, column]
-    known = [values[:, column] for part in _PARTS if (values := table.parts_us.get(part)) is not None]
-    parts["rest"] = _average(inside - sum(known, np.zeros_like(inside)), steady)
+    known = sum(table.parts_us[part][:, column] for part in _PARTS)
+    parts["rest"] = _average(inside - known, steady)
     chained = column[follows(table.step)[column]]
     if len(chained):
         before = chained - 1
@@ -53,8 +53,7 @@ def lateness_parts(table: StepTable, column: Ints, *, steady: bool) -> dict[str,
         parts["sums"] = share * _average(released - released.min(axis=0), steady)
         parts["optimizer"] = share * _average((table.end_us - table.released_us)[:, before], steady)
         gap = table.start_us[:, chained] - table.end_us[:, before]
-        if (aside := table.parts_us.get("aside")) is not None:
-            gap = np.maximum(0.0, gap - aside[:, chained])
+        gap = np.maximum(0.0, gap - table.parts_us["aside"][:, chained])
         parts["between steps"] = share * _average(gap, steady)
     return parts
 
@@ -82,10 +81,7 @@ def causes_of(rank: int, table: StepTable, column: Ints, late: Collection[int], 
 
 
 def _mean(table: StepTable, part: str, column: Ints, steady: bool) -> Floats:
-    values = table.parts_us.get(part)
-    if values is None or not len(column):
-        return np.zeros(len(table.hosts))
-    return _average(np.nan_to_num(values[:, column]), steady)
+    return _average(np.nan_to_num(table.parts_us[part][:, column]), steady)
 
 
 def _average(us: Floats, steady: bool) -> Floats:

@@ -58,25 +58,24 @@ def span_events(spans: RankSpans, zero_us: float) -> Iterator[Event]:
         }
 
 
-def late_events(tables: Sequence[StepTable], traced: Sequence[RankSpans], zero_us: float) -> Iterator[Event]:
+def late_events(table: StepTable, traced: Sequence[RankSpans], zero_us: float) -> Iterator[Event]:
     """Yield a mark in each traced step when the last rank is ready, if the clocks are precise enough."""
     steps = np.unique(np.concatenate([np.empty(0, np.int32), *(spans.step for spans in traced)]))
-    for table in tables[-1:]:
-        for column in np.flatnonzero(np.isin(table.step, steps)).tolist():
-            ready = table.ready_us[:, column]
-            last = int(ready.argmax())
-            ahead_us = float(ready[last] - np.partition(ready, -2)[-2]) if len(ready) > 1 else 0.0
-            if ahead_us <= table.clock_error_us.max() or ready[last] < zero_us:
-                continue
-            yield {
-                "name": f"rank {last} is the last to be ready",
-                "ph": "i",
-                "s": "t",
-                "pid": last,
-                "tid": MAIN,
-                "ts": float(round(ready[last] - zero_us, 3)),
-                "args": {"step": int(table.step[column]), "after the rank before it, us": round(ahead_us, 1)},
-            }
+    for column in np.flatnonzero(np.isin(table.step, steps)).tolist():
+        ready = table.ready_us[:, column]
+        last = int(ready.argmax())
+        ahead_us = float(ready[last] - np.partition(ready, -2)[-2]) if len(ready) > 1 else 0.0
+        if ahead_us <= table.clock_error_us.max() or ready[last] < zero_us:
+            continue
+        yield {
+            "name": f"rank {last} is the last to be ready",
+            "ph": "i",
+            "s": "t",
+            "pid": last,
+            "tid": MAIN,
+            "ts": float(round(ready[last] - zero_us, 3)),
+            "args": {"step": int(table.step[column]), "after the rank before it, us": round(ahead_us, 1)},
+        }
 
 
 def horovod_events(trace: HorovodTrace, pid: int, title: str, place: int, shift_us: float) -> Iterator[Event]:

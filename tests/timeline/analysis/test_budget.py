@@ -223,5 +223,6 @@ def test_nothing_is_made_of_nothing() -> None:
     empty = replace(
         table, **{name: getattr(table, name)[:, :0] for name in ("start_us", "ready_us", "released_us", "end_us")}
     )
-    empty = replace(empty, step=table.step[:0], block=table.block[:0], parts_us={})
+    parts = {name: values[:, :0] for name, values in table.parts_us.items()}
+    empty = replace(empty, step=table.step[:0], block=table.block[:0], parts_us=parts)
     assert step_budget(empty) is None

@@ -52,7 +52,8 @@ def test_long_runs_are_looked_at_along_all_of_their_length() -> None:
     times = {name: np.tile(column + late, (2, 1)) for name, late in (("start_us", 0.0), ("ready_us", 5e3))}
     times |= dict.fromkeys(("released_us", "end_us"), times["ready_us"] + 1000.0)
     number = np.arange(1, steps + 1, dtype=np.int32)
-    table = replace(_table(), hosts=["a", "a"], step=number, block=number, parts_us={}, **times)
+    parts = {"aside": np.zeros((2, steps))}
+    table = replace(_table(), hosts=["a", "a"], step=number, block=number, parts_us=parts, **times)
     found = from_stamps(replace(table, clock_error_us=np.zeros(2)))
     assert found is not None
     assert found.work_ms.size <= 1 << 18
