@@ -1,4 +1,4 @@
-"""Assemble a step that can be replayed from a run's measurements and a job's settings."""
+"""Assemble a step that can be replayed from a run's measurements, a job's settings and a change."""
 
 from __future__ import annotations
 
@@ -9,32 +9,12 @@ from dataclasses import dataclass, replace
 from hvdtrain.compression.coding_cost import COPY_S_PER_BYTE, CodingCost
 from hvdtrain.compression.table import Compression
 from hvdtrain.timeline.whatif.bucket_plan import Gradient, PlannedBucket, plan_buckets
-from hvdtrain.timeline.whatif.evidence import Evidence, Job
-from hvdtrain.timeline.whatif.links import Algorithm, Link, collective_s
+from hvdtrain.timeline.whatif.evidence import Change, Evidence, Job
+from hvdtrain.timeline.whatif.links import Link, collective_s
 from hvdtrain.timeline.whatif.replay import Arrival, Collective, Exchange, Step
 
 Costs = Callable[[Compression, PlannedBucket, int], CodingCost | None]
 """The measured cost of coding a bucket, by compression, bucket and world size; None if it was not measured."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a step is assembled for.
-
-    Attributes:
-        cores_full: whether the exchange takes processor time from computing.
-        data_s: time to load a step's batches; None as measured.
-        slowdown: computing time of the slowest rank, relative to the measured one.
-        coding: factor on the cost of coding.
-    """
-
-    job: Job
-    link: Link
-    algorithm: Algorithm = "auto"
-    cores_full: bool = False
-    data_s: float | None = None
-    slowdown: float = 1.0
-    coding: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -65,13 +45,17 @@ def job_buckets(evidence: Evidence, job: Job) -> list[PlannedBucket]:
     return plan_buckets(evidence.gradients, limit, compression, job.ranks.size, work)
 
 
-def assemble_step(evidence: Evidence, setting: Setting, costs: Costs) -> AssembledStep:
-    """Assemble the step, with gradients ready when they were in early steps."""
-    job, parts = setting.job, evidence.parts_s
-    was, now = evidence.job.passes, job.passes
-    slowdown = setting.slowdown
+def assemble_step(
+    evidence: Evidence, job: Job, change: Change, link: Link, costs: Costs, coding_factor: float
+) -> AssembledStep:
+    """Assemble the step of a job after a change, with gradients ready when they were in early steps.
+
+    `job` and `link` are those after the change. The costs of coding are multiplied by `coding_factor`.
+    """
+    parts, was, now = evidence.parts_s, evidence.job.passes, job.passes
+    slowdown = 1 + (change.slow_rank_percent or 0.0) / 100
     backward_s = parts["backward"] / was
-    data_s = parts["data"] * now / was if setting.data_s is None else setting.data_s
+    data_s = parts["data"] * now / was if change.data_ms is None else change.data_ms / 1e3
     forward_s = (parts["copy"] + parts["forward"]) / was
     before_s = data_s + slowdown * (now * forward_s + (now - 1) * backward_s)
     after_s = parts["clip"] + parts["optimizer"] + parts["rest"]
@@ -84,7 +68,7 @@ def assemble_step(evidence: Evidence, setting: Setting, costs: Costs) -> Assembl
     copy_s = evidence.copy_s_per_byte or COPY_S_PER_BYTE
     measured = [None if bucket.rows else costs(compression, bucket, ranks) for bucket in buckets]
     coding = [
-        (cost or _estimate(compression, bucket, by_name, ranks, copy_s)).scaled(setting.coding)
+        (cost or _estimate(compression, bucket, by_name, ranks, copy_s)).scaled(coding_factor)
         for bucket, cost in zip(buckets, measured, strict=True)
     ]
     copied = compression.exact and evidence.copy_s_per_byte is not None
@@ -92,8 +76,14 @@ def assemble_step(evidence: Evidence, setting: Setting, costs: Costs) -> Assembl
         cost is not None or bucket.rows for bucket, cost in zip(buckets, measured, strict=True)
     )
     sent = [bucket.collectives(compression, ranks) for bucket in buckets]
-    exchanges = [_exchange(setting, collectives, cost) for collectives, cost in zip(sent, coding, strict=True)]
-    exchanges.append(_exchange(setting, [("allreduce", 0.0)], CodingCost([], [], [], 0.0, 0.0)))  # loss and weight
+
+    def seconds_of(kind: str, nbytes: float) -> tuple[float, float]:
+        """Return the seconds of a collective, and the processor seconds that it takes from computing."""
+        wire_s, cpu_s = collective_s(link, job.ranks, kind, nbytes, change.algorithm or "auto")
+        return wire_s, cpu_s if evidence.cores_are_full(job.ranks) else 0.0
+
+    exchanges = [_exchange(collectives, cost, seconds_of) for collectives, cost in zip(sent, coding, strict=True)]
+    exchanges.append(_exchange([("allreduce", 0.0)], CodingCost([], [], [], 0.0, 0.0), seconds_of))  # loss and weight
     step = Step(
         before_s,
         _arrivals(evidence, buckets, coding, slowdown),
@@ -122,14 +112,15 @@ def _estimate(
     return compression.estimate_coding(bucket.shape, sizes, ranks, copy_s)
 
 
-def _exchange(setting: Setting, collectives: Sequence[tuple[str, float]], cost: CodingCost) -> Exchange:
+def _exchange(
+    collectives: Sequence[tuple[str, float]], cost: CodingCost, seconds_of: Callable[[str, float], tuple[float, float]]
+) -> Exchange:
     none = [0.0] * len(collectives)
+    work = zip(collectives, [*cost.before_s, *none], [*cost.during_s, *none], strict=False)
     found = []
-    for (kind, size), before_s, during_s in zip(
-        collectives, [*cost.before_s, *none], [*cost.during_s, *none], strict=False
-    ):
-        wire_s, cpu_s = collective_s(setting.link, setting.job.ranks, kind, size, setting.algorithm)
-        found.append(Collective(before_s, wire_s, cpu_s if setting.cores_full else 0.0, during_s))
+    for (kind, size), before_s, during_s in work:
+        wire_s, cpu_s = seconds_of(kind, size)
+        found.append(Collective(before_s, wire_s, cpu_s, during_s))
     return Exchange(found, cost.after_s)
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hvdtrain.timeline.whatif.assemble import AssembledStep, Costs, Setting, assemble_step, stretch_backward
+from hvdtrain.timeline.whatif.assemble import AssembledStep, Costs, assemble_step, stretch_backward
 from hvdtrain.timeline.whatif.evidence import Change, Evidence, FittedLink, Job, changed_job
 from hvdtrain.timeline.whatif.fitting import link_between
 from hvdtrain.timeline.whatif.links import with_bandwidth
@@ -210,16 +210,8 @@ class _Model:
             link = with_bandwidth(link, change.bandwidth_gbit)
         if change.latency_us is not None:
             link = replace(link, hop_s=change.latency_us * 1e-6)
-        setting = Setting(
-            job,
-            replace(link, s_per_byte=link.s_per_byte * (1 + self.link_error)),
-            change.algorithm or "auto",
-            self.evidence.cores_are_full(job.ranks),
-            None if change.data_ms is None else change.data_ms / 1e3,
-            1 + (change.slow_rank_percent or 0.0) / 100,
-            1 + self.coding_error,
-        )
-        return assemble_step(self.evidence, setting, self.costs)
+        link = replace(link, s_per_byte=link.s_per_byte * (1 + self.link_error))
+        return assemble_step(self.evidence, job, change, link, self.costs, 1 + self.coding_error)
 
     def stretch(self, base: AssembledStep) -> float:
         """Return the factor on the time between gradients with which the replayed backward takes the measured time."""
