@@ -137,8 +137,8 @@ def _reason(result: StepResult, overflow: bool) -> str:
 def detect_spike(before: Sequence[float], loss: float) -> float | None:
     """Return the expected loss if the loss jumped; None if it did not, or if that was already reported.
 
-    Compares with the median, in median absolute deviations, which a few spikes in the window do not change. If all
-    losses are positive, the logarithm must stand out too: the noise of small batches is skewed, its logarithm less so.
+    A jump is a distance from the median, in median absolute deviations; a few earlier spikes hardly change either. If
+    all losses are positive, their logarithms must jump too, because they are less skewed than losses of small batches.
 
     Args:
         before: losses of applied steps, the newest last; `KEEP` of them are enough.

@@ -14,7 +14,7 @@ Place = tuple[nn.Module, str]
 
 @dataclass(frozen=True)
 class Copied:
-    """A buffer, and a copy of its values; None if the name had no tensor."""
+    """A buffer and a copy of its values; both are None if the model has no tensor of that name."""
 
     place: Place
     buffer: Tensor | None
