@@ -66,6 +66,30 @@ def is_finished(path: Path) -> bool:
     return False
 
 
+def damaged_lines(path: Path) -> list[int]:
+    """Return the numbers, from 1, of lines that are neither a step nor an event; none if there is no journal.
+
+    It leaves out a line that a kill cut off: the beginning of a record, which is last or before an event.
+    """
+    damaged: list[int] = []
+    if not path.is_file():
+        return damaged
+    cut = 0
+    with open_regular(path) as file:
+        for number, line in enumerate(file, 1):
+            record: Any = None
+            with suppress(ValueError):
+                record = orjson.loads(line)
+            is_event = isinstance(record, dict) and "event" in record
+            if cut and not is_event:
+                damaged.append(cut)
+            is_known = is_event or (isinstance(record, dict) and "step" in record)
+            cut = number if not is_known and line.startswith(b"{") else 0
+            if not is_known and not cut:
+                damaged.append(number)
+    return damaged
+
+
 @dataclass
 class JournalStart:
     """A start of a run in its journal.

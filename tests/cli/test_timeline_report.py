@@ -60,7 +60,7 @@ def test_names_that_are_no_text_are_shown_all_the_same(tmp_path: Path) -> None:
     [
         ("step_ms > 1e6", 0, ""),
         ("step_ms > 0 and transfer_ms > 0", 1, "--fail_if is met: step_ms is "),
-        ("step_ms >", 2, "invalid condition"),
+        ("step_ms >", 2, "invalid --fail_if"),
         ("stepms > 1", 2, "did you mean step_ms"),
         ("straggler_ms > 1", 2, "this run has no figure straggler_ms"),
     ],

@@ -124,8 +124,9 @@ def test_going_back_sets_the_way_that_was_left_aside(capsys: pytest.CaptureFixtu
 
 
 def test_resume_from_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    said = _fails(capsys, *SHORT, "--run_dir=b", "--resume=nowhere")
-    assert "no valid checkpoint found there" in " ".join(said.split())
+    said = _fails(capsys, *SHORT, "--run_dir=b", "--resume=nowhere", code=2)
+    assert "invalid --resume: 'nowhere' contains no checkpoint" in " ".join(said.split())
+    assert not Path("b").exists()
 
 
 def test_never_does_not_mix_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,48 @@ def test_a_command_that_would_train_nothing_changes_nothing(
     assert "--resume never --run_dir NEW" in caught.value.next_step
     after = _content(run)
     assert {name: after[name] for name in before} == before
+
+
+@pytest.mark.parametrize("resume", ["nowhere", "empty", "run/checkpoints/step-000006/state.json"])
+@pytest.mark.parametrize("run_dir", [["--run_dir=new"], []])
+def test_a_resume_from_no_checkpoint_is_refused_and_writes_nothing(
+    resume: str, run_dir: list[str], run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match=r"invalid --resume: .* contains no checkpoint"):
+        train_on_threads(*OPTIONS, *run_dir, f"--resume={resume}", "--train.steps=8", size=2)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_run_with_checkpoints_needs_no_longer_what_it_began_from(run: Path, tmp_path: Path) -> None:
+    new = tmp_path / "new"
+    _train(new, f"--resume={run}", "--train.steps=12", "--train.stop_at=9")
+    shutil.rmtree(run)
+    assert _train(new, f"--resume={run}", "--train.steps=12").resumed_at == 9
+
+
+@pytest.mark.parametrize(
+    ("journal", "warning"),
+    [
+        (lambda text: "not a journal\n" * 3, "3 line(s) of"),
+        (lambda text: text + "\0" * 40, "1 line(s) of"),
+        (lambda text: text.replace('{"step":3', '{"step";3'), "1 line(s) of"),
+        (lambda text: text[:-9], ""),  # cut off by a kill
+        (lambda text: text, ""),
+    ],
+    ids=["garbage", "zeros", "damaged step", "cut off", "whole"],
+)
+def test_a_resume_reports_lines_of_the_journal_that_it_cannot_read(
+    journal: Callable[[str], str], warning: str, run: Path
+) -> None:
+    file = run / "journal.jsonl"
+    file.write_text(journal(file.read_text()))
+    assert _train(run, "--train.steps=8", size=2).resumed_at == 6
+    said = [event["text"] for event in read_journal(file) if event.get("event") == "warning"]
+    found = [text for text in said if "cannot be read" in text]
+    assert [warning in text and str(file) in text for text in found] == [True] * bool(warning)
 
 
 def test_another_run_that_is_at_the_end_already_is_refused(run: Path, tmp_path: Path) -> None:

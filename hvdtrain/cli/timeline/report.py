@@ -99,5 +99,9 @@ def parser(command: str) -> Parser:
     add("--html", type=Path, metavar="FILE", help="write a self-contained page")
     log = "output of the job, to explain Horovod's and NCCL's lines in it"
     add("--log", type=Path, metavar="FILE", action="append", default=[], help=log)
-    add("--fail_if", metavar="CONDITION", help="exit with code 1 if this is true: NAME OP NUMBER [and ...]")
+    add(
+        "--fail_if",
+        metavar="CONDITION",
+        help="exit with code 1 if this is true: NAME OP NUMBER [and ...]. --json shows the names, as figures",
+    )
     return made

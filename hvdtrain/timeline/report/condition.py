@@ -44,17 +44,17 @@ def parse(text: str) -> list[Clause]:
         found = _CLAUSE.fullmatch(piece)
         if found is None:
             raise ConfigError(
-                f"invalid condition {text!r}",
-                expected="NAME OP NUMBER, OP one of > >= < <= == !=; several joined by and",
+                f"invalid --fail_if {text!r}",
+                expected="NAME OP NUMBER, or several joined by `and`, such as 'straggler_ms > 5 and step_ms > 100'; "
+                f"OP is one of {' '.join(_COMPARE)}; NAME is one of {', '.join(KNOWN)}",
                 found=repr(piece.strip()),
-                next_step="--fail_if 'straggler_ms > 5'",
             )
         if found[1] not in KNOWN:
-            near = difflib.get_close_matches(found[1], KNOWN, 1, 0.0)
+            near = difflib.get_close_matches(found[1], KNOWN, 1)
             raise ConfigError(
-                f"there is no figure {found[1]!r}",
-                expected=", ".join(KNOWN),
-                next_step=f"did you mean {near[0]}?",
+                f"invalid --fail_if: there is no figure {found[1]!r}",
+                expected=f"one of {', '.join(KNOWN)}",
+                next_step=f"did you mean {near[0]}?" if near else None,
             )
         clauses.append(Clause(found[1], found[2], float(found[3])))
     return clauses

@@ -13,7 +13,7 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json, broadcast_json, on_rank_0
 from hvdtrain.config.parse import RunConfig, list_changes
 from hvdtrain.errors import CheckpointError
-from hvdtrain.observe.past_journal import last_step
+from hvdtrain.observe.past_journal import damaged_lines, last_step
 from hvdtrain.observe.recorder import Recorder
 from hvdtrain.observe.shell_commands import relative_to_start
 from hvdtrain.run_layout import RunLayout
@@ -125,6 +125,11 @@ def _restore(current: Round) -> int:
             " another checkpoint, stop the run and give --resume PATH"
         )
     _warn_changes(old, run.resolved, recorder)
+    if damaged := damaged_lines(claim.layout.journal):
+        recorder.warn(
+            f"{len(damaged)} line(s) of {claim.layout.journal} cannot be read, the first is line {damaged[0]}: they are"
+            " ignored. Training does not need them, but reports and curves lack these steps and events"
+        )
     if found is not None and own and state.progress.step >= current.stop:
         claim.mark_job()  # nothing to train: keep the config of the training that was done
     else:

@@ -17,6 +17,7 @@ from hvdtrain.files import write_text
 from hvdtrain.lease import BEAT_S, Lease, take_lease
 from hvdtrain.observe.past_journal import is_finished
 from hvdtrain.run_layout import RunLayout
+from hvdtrain.state.checkpoint_store import MANIFEST, CheckpointStore
 from hvdtrain.yaml_file import yaml_text
 
 RUNS = Path("runs")
@@ -121,11 +122,17 @@ def claim_run_directory(run: RunConfig, job: str = "", folder: Path = Path()) ->
 
     Errors:
         RunDirectoryError: another job uses it, it cannot be written, or it has a run that must not be resumed.
+        ConfigError: `resume` names no checkpoint, and the run has none of its own. Nothing is written.
     """
     wanted, never = run.config.run_dir, run.config.resume == "never"
     if wanted is None:
-        claimed = _unfinished(run, job, folder) or _new(run, job, folder)
+        claimed = _unfinished(run, job, folder)
+        if claimed is None:
+            _check_source(run, folder)
+            claimed = _new(run, job, folder)
     else:
+        if not _is_of_job(folder / wanted, job):
+            _check_source(run, folder)
         claimed = _wanted(folder / wanted, job, folder, never=never)
     if never:
         claimed.mark_job()
@@ -138,6 +145,21 @@ def unusable(what: str, error: OSError) -> RunDirectoryError:
     return (UnusableRunDirectoryError if lasting else RunDirectoryError)(
         f"{what} cannot be used: {error.strerror or error}",
         next_step=_NEXT.get(error.errno or 0, "give a --run_dir that this user can write to"),
+    )
+
+
+def _check_source(run: RunConfig, folder: Path) -> None:
+    resume, own = run.config.resume, run.config.run_dir
+    place = folder / resume
+    if resume in ("auto", "never") or (place / MANIFEST).exists():
+        return
+    for there in (place, *([folder / own] if own else [])):
+        if CheckpointStore(RunLayout(there).checkpoints, lambda line: None).list():
+            return
+    raise ConfigError(
+        f"invalid --resume: {resume!r} contains no checkpoint",
+        expected="auto, never, a checkpoint such as RUN/checkpoints/step-000100, or a run folder",
+        found=f"a folder without {MANIFEST} and without checkpoints/step-..." if place.is_dir() else "no such folder",
     )
 
 

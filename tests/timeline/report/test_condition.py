@@ -40,13 +40,21 @@ def test_a_condition_holds_where_all_of_it_does(text: str, met: bool) -> None:
     ["", "straggler_ms", "5 < straggler_ms", "straggler_ms > 5 or step_ms > 1", "straggler_ms > 5 and", "step_ms => 3"],
 )
 def test_an_invalid_condition_is_reported(text: str) -> None:
-    with pytest.raises(ConfigError, match="invalid condition"):
+    with pytest.raises(ConfigError, match="invalid --fail_if"):
         condition.parse(text)
 
 
 def test_a_wrong_name_gets_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean straggler_ms"):
         condition.parse("stragler_ms > 5")
+
+
+@pytest.mark.parametrize("text", ["foo", "foo > 5"])
+def test_a_name_that_is_like_no_other_gets_all_names_and_no_guess(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        condition.parse(text)
+    assert caught.value.expected and all(name in caught.value.expected for name in condition.KNOWN)
+    assert "did you mean" not in str(caught.value)
 
 
 def test_what_a_run_does_not_say_is_no_zero() -> None:
