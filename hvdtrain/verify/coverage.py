@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.state.ledger import StartHeader
 from hvdtrain.verify.starts import Window
 
 _MOST_RANGES = 3
@@ -71,7 +71,7 @@ def collect_rows(window: Window) -> Rows:
 def find_uncovered(window: Window, rows: Rows) -> Wrong | None:
     """Find the first step in which some position was not used exactly once, in the order of the stream."""
     header, count = window.start.header, window.last - window.first
-    holes = _holes(header)
+    holes = _Holes(header.left_out)
     inside = holes.index_after(rows.begins)
     bad = (rows.begins >= rows.ends) | (holes.begins[inside] < rows.ends)
     begins, ends = holes.without(rows.begins), holes.without(rows.ends)
@@ -116,12 +116,13 @@ def describe_ranges(positions: NDArray[np.int64]) -> str:
     return ", ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in parts[:_MOST_RANGES]) + more
 
 
-@dataclass(frozen=True)
 class _Holes:
     """Skipped ranges in order, with a last one at the end of all positions."""
 
-    begins: NDArray[np.int64]
-    ends: NDArray[np.int64]
+    def __init__(self, left_out: Sequence[Sequence[int]]) -> None:
+        end = np.iinfo(np.int64).max
+        self.begins, self.ends = np.array([*left_out, [end, end]], np.int64).T
+        self.before = np.cumsum([0, *(self.ends - self.begins)[:-1]])  # number of skipped positions before each hole
 
     def index_after(self, positions: NDArray[np.int64]) -> NDArray[np.intp]:
         """Return the index of the first hole that ends after each position."""
@@ -129,22 +130,11 @@ class _Holes:
 
     def without(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the positions, counted without the holes before them."""
-        counted: NDArray[np.int64] = positions - self._before()[self.index_after(positions)]
+        counted: NDArray[np.int64] = positions - self.before[self.index_after(positions)]
         return counted
 
     def with_them(self, counted: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the positions from such counts: the inverse of `without`."""
-        before = self._before()
-        starts = self.begins[:-1] - before[:-1]
-        positions: NDArray[np.int64] = counted + before[np.searchsorted(starts, counted, side="right")]
+        starts = (self.begins - self.before)[:-1]
+        positions: NDArray[np.int64] = counted + self.before[np.searchsorted(starts, counted, side="right")]
         return positions
-
-    def _before(self) -> NDArray[np.int64]:
-        """Return the number of skipped positions before each hole."""
-        return np.concatenate([np.zeros(1, np.int64), np.cumsum((self.ends - self.begins)[:-1])])
-
-
-def _holes(header: StartHeader) -> _Holes:
-    end = np.iinfo(np.int64).max
-    pairs = np.array([*header.left_out, [end, end]], np.int64)
-    return _Holes(pairs[:, 0], pairs[:, 1])

@@ -82,7 +82,7 @@ def verify_data(run: Path) -> DataReport:
             report.wrong.append(found)
             report.notes += _missing_ranks(window)
             break
-    report.epochs.end()
+    report.epochs.close(is_last=True)
     report.wrong += [
         Wrong(0, f"epoch {epoch.number}: {epoch.used} samples were used, but only {epoch.distinct} different ones")
         for epoch in report.epochs.others

@@ -116,7 +116,7 @@ def _table(report: DataReport) -> list[str]:
         header = start.header
         window = counts.get(header.start)
         until = f"{window.last:,}" if window is not None else "-"
-        hosts = sorted({other.host for other in start.headers.values()})
+        hosts = sorted({entries.header.host for entries in start.entries.values()})
         lines.append(
             f"{header.start:>6} {header.why:<12}{header.size:>6}{header.from_step:>12,}{start.tip:>12,}{until:>12}"
             f"  {', '.join(hosts[:3])}"

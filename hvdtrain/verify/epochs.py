@@ -65,15 +65,11 @@ class Epochs:
                 self._seen[indices[low:high]] = True
                 self._used += high - low
 
-    def end(self) -> None:
-        """End the last epoch."""
-        self._close(is_last=True)
-
     def _begin(self, header: StartHeader, number: int) -> None:
         key = (number, header.samples, header.seed, header.data_id)
         if key == self._key:
             return
-        self._close()
+        self.close()
         self.reordered += self._order not in (None, key[1:])
         self._key, self._order = key, key[1:]
         self._seen = np.zeros(header.samples, np.bool_)
@@ -81,7 +77,8 @@ class Epochs:
         low, high = number * header.samples, (number + 1) * header.samples
         self._left_out = sum(max(0, min(high, end) - max(low, begin)) for begin, end in header.left_out)
 
-    def _close(self, *, is_last: bool = False) -> None:
+    def close(self, *, is_last: bool = False) -> None:
+        """End the current epoch. `is_last`: the run may still be in it."""
         if self._key is None:
             return
         number, length, _, _ = self._key

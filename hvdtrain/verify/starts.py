@@ -24,6 +24,7 @@ class Entries:
     """A rank's steps of one start, in the order of the file.
 
     Attributes:
+        header: first line of the file; those of all ranks should agree.
         steps: [N].
         checksums: checksums of the used indices [N].
         first: [N + 1]; step i has the ranges first[i] to first[i + 1].
@@ -31,6 +32,7 @@ class Entries:
         unreadable: number of invalid lines; a kill may cut off the last one.
     """
 
+    header: StartHeader
     steps: NDArray[np.int64]
     checksums: NDArray[np.int64]
     first: NDArray[np.int64]
@@ -50,12 +52,11 @@ class Start:
     """A start of a run.
 
     Attributes:
-        header: header of the lowest rank with a file; those of all ranks should agree.
-        headers, entries: of each rank with a file.
+        header: header of the lowest rank with a file.
+        entries: of each rank with a file.
     """
 
     header: StartHeader
-    headers: Mapping[int, StartHeader]
     entries: Mapping[int, Entries]
 
     @property
@@ -91,19 +92,15 @@ def read_starts(folder: Path) -> tuple[list[Start], list[Path]]:
     Errors:
         RunDirectoryError: a file cannot be read, or has an unknown version.
     """
-    found: dict[int, dict[int, tuple[StartHeader, Entries]]] = {}
+    found: dict[int, dict[int, Entries]] = {}
     empty: list[Path] = []
     for start, rank, path in ledger_files(folder):
-        content = _read_file(path)
-        if content is None:
+        entries = _read_file(path)
+        if entries is None:
             empty.append(path)
         else:
-            found.setdefault(start, {})[rank] = content
-    starts = []
-    for ranks in found.values():
-        headers = {rank: header for rank, (header, _) in ranks.items()}
-        starts.append(Start(headers[min(headers)], headers, {rank: entries for rank, (_, entries) in ranks.items()}))
-    return starts, empty
+            found.setdefault(start, {})[rank] = entries
+    return [Start(ranks[min(ranks)].header, ranks) for ranks in found.values()], empty
 
 
 def find_windows(starts: Sequence[Start], durable: int) -> list[Window]:
@@ -124,18 +121,19 @@ def find_windows(starts: Sequence[Start], durable: int) -> list[Window]:
 
 def find_disagreement(start: Start) -> str | None:
     """Return an error if the ranks have recorded different headers of a start."""
-    for rank, header in start.headers.items():
+    for rank, entries in start.entries.items():
+        header = entries.header
         if replace(header, rank=0, host="") != replace(start.header, rank=0, host=""):
             return f"the ranks have recorded different headers of start {header.start}: rank {rank} has {header}"
     return None
 
 
-def _read_file(path: Path) -> tuple[StartHeader, Entries] | None:
+def _read_file(path: Path) -> Entries | None:
     """Read a file of a ledger. Return None if its first line is cut off, because its rank was killed early."""
     try:
         with path.open("rb") as file:
             header = _header(path, file.readline())
-            return None if header is None else (header, _entries(file))
+            return None if header is None else _entries(header, file)
     except OSError as error:
         raise RunDirectoryError(f"cannot read {path}: {error.strerror}") from error
 
@@ -159,7 +157,7 @@ def _header(path: Path, line: bytes) -> StartHeader | None:
         return None
 
 
-def _entries(lines: Iterator[bytes]) -> Entries:
+def _entries(header: StartHeader, lines: Iterator[bytes]) -> Entries:
     parts, unreadable = [_arrays([])], 0
     while block := list(islice(lines, _LINES_AT_ONCE)):
         columns, lost = _columns(block)
@@ -167,7 +165,7 @@ def _entries(lines: Iterator[bytes]) -> Entries:
         unreadable += lost
     steps, checksums, counts, begins, ends = (np.concatenate(column) for column in zip(*parts, strict=True))
     first = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-    return Entries(steps, checksums, first, begins, ends, unreadable)
+    return Entries(header, steps, checksums, first, begins, ends, unreadable)
 
 
 def _columns(block: list[bytes]) -> tuple[list[NDArray[np.int64]], int]:
