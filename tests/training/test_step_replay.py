@@ -22,7 +22,7 @@ from hvdtrain.data.loader import Stream, seed_forward, train_batches
 from hvdtrain.engine.make import make_engine
 from hvdtrain.spans import Spans
 from hvdtrain.task.base import Task
-from hvdtrain.training.diagnostics.step_replay import Finding, Replay, replay
+from hvdtrain.training.diagnostics.step_replay import Finding, replay
 from hvdtrain.training.loop.forward import Precision
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
 from hvdtrain.training.loop.step import Stepper, StepResult
@@ -65,9 +65,9 @@ def _index(position: int, task: Task) -> int:
 def _find(task: Task, precision: str = "fp32", scale: float = 1.0) -> Finding:
     stepper, stream = _parts(task, precision)
     assert not _step(stepper, stream).applied
-    found = replay(stepper, stream, 0, scale)
-    assert found.failures == {}
-    return found.findings[0]
+    findings, failures = replay(stepper, stream, 0, scale)
+    assert failures == {}
+    return findings[0]
 
 
 def _line(function: Callable[..., Any], words: str) -> str:
@@ -175,7 +175,7 @@ def test_a_norm_that_overflows() -> None:
 def test_nothing_is_found_where_nothing_is_wrong() -> None:
     stepper, stream = _parts(faulty.faulty(faulty.harmless, []))
     assert _step(stepper, stream).applied
-    assert replay(stepper, stream, 0, 1.0) == Replay([], {})
+    assert replay(stepper, stream, 0, 1.0) == ([], {})
 
 
 def test_a_replay_that_raises_is_reported() -> None:
@@ -190,7 +190,7 @@ def test_a_replay_that_raises_is_reported() -> None:
     stepper, stream = _parts(Task(base.model, loss, base.train_data))
     _step(stepper, stream)
     before = _everything(stepper)
-    assert replay(stepper, stream, 0, 1.0) == Replay([], {0: "RuntimeError: once is enough"})
+    assert replay(stepper, stream, 0, 1.0) == ([], {0: "RuntimeError: once is enough"})
     _assert_same(before, _everything(stepper))
 
 
@@ -259,7 +259,7 @@ def test_modes_and_gradients_that_the_optimizer_never_sees_stay() -> None:
     _step(stepper, stream)
     _step(stepper, stream)  # what nobody clears adds up
     before, gradient = _everything(stepper), task.model.before[0].extra.grad.clone()  # type: ignore[index]
-    assert replay(stepper, stream, 0, 1.0).findings
+    assert replay(stepper, stream, 0, 1.0)[0]
     _assert_same(before, _everything(stepper))
     assert torch.equal(task.model.before[0].extra.grad, gradient)  # type: ignore[index]
 

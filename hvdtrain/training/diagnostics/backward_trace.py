@@ -40,14 +40,14 @@ class BackwardTrace:
         for hook in self._hooks:
             hook.remove()
 
-    def origin(self, model: nn.Module, bad: Sequence[nn.Parameter]) -> Origin:
-        """Return the origin of the non-finite gradients of the parameters `bad`."""
-        owners = {p: (name.rpartition(".")[0], name) for name, p in model.named_parameters()}
-        types = {name: type(module).__name__ for name, module in model.named_modules()}
-        node = self._first(bad)
+    def origin(self, bad: Mapping[str, nn.Parameter]) -> Origin:
+        """Return the origin of the non-finite gradients of the parameters `bad`, by name."""
+        ids = {id(parameter) for parameter in bad.values()}
+        gave = (node for node, to in self._outputs.items() if any(id(getattr(n, "variable", None)) in ids for n in to))
+        node = next(gave, None)
         if node is None:
-            module, name = owners[bad[0]]
-            return Origin("backward", module, types[module], tensor=name)
+            name = next(iter(bad))
+            return Origin("backward", name.rpartition(".")[0], tensor=name)
         seen = {node}
         while node in self._received:
             before = next((n for n, to in self._outputs.items() if node in to and n not in seen), None)
@@ -55,17 +55,8 @@ class BackwardTrace:
                 break  # made by a sum of gradients, or by a hook of the user
             node = before
             seen.add(node)
-        at = self._module_of.get(node)
-        kind = types[at] if at is not None else None
         stack = dict(node.metadata).get("traceback_", [])  # type: ignore[call-overload]
-        return Origin("backward", at, kind, node.name(), source_line(stack))
-
-    def _first(self, bad: Sequence[nn.Parameter]) -> Node | None:
-        """Return the first node that gave one of `bad` a non-finite gradient."""
-        for node, to in self._outputs.items():
-            if any(getattr(target, "variable", None) is p for target in to for p in bad):
-                return node
-        return None
+        return Origin("backward", self._module_of.get(node), None, node.name(), source_line(stack))
 
     def _hook(self, node: Node) -> Callable[[Any, Any], None]:
         def on_gradients(given: Sequence[Tensor | None], taken: Sequence[Tensor | None]) -> None:

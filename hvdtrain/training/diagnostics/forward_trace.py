@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -22,23 +23,15 @@ class _Record:
 
     Attributes:
         number: in order of time.
-        kind: forward, parameter, buffer, input; or constant, an infinity in the source, as in masks.
-        module: None outside the model.
-        function: that made it.
-        place: file:line.
-        tensor: name of the parameter.
+        origin: its `kind` may also be buffer; or constant, an infinity in the source, as in masks.
         has_nan: it contains nan, not only infinities.
         parents: of its inputs that were already non-finite.
     """
 
     number: int
-    kind: str
-    module: str | None
-    function: str | None
-    place: str | None
-    tensor: str | None
+    origin: Origin
     has_nan: bool
-    parents: list[_Record] = field(default_factory=list)
+    parents: list[_Record]
 
 
 class ForwardTrace(TorchFunctionMode):
@@ -64,7 +57,7 @@ class ForwardTrace(TorchFunctionMode):
         self._sources |= {id(p): ("parameter", name) for name, p in model.named_parameters()}
         self._running: list[str] = []
         self._records: dict[int, tuple[Tensor, _Record]] = {}  # the tensor is kept, so that its id stays its own
-        self._count = 0
+        self._numbers = count(1)
         self._is_checking = False
         self._hooks: list[Any] = []
 
@@ -107,14 +100,11 @@ class ForwardTrace(TorchFunctionMode):
         """Return the origin of a non-finite `loss`."""
         every = _ancestors(self._record(loss))
         # Not buffers: the step itself, which ran before, has spoiled running statistics.
-        sources = [r for r in every if not r.parents and r.kind not in ("constant", "buffer")]
+        sources = [r for r in every if not r.parents and r.origin.kind not in ("constant", "buffer")]
         # From constant infinities only: the function that turned them into nan, such as softmax of a fully masked row.
         made_nan = [r for r in every if r.has_nan and not any(parent.has_nan for parent in r.parents)]
-        first = min(sources or made_nan or every, key=lambda r: r.number)
-        kind = {"constant": "forward", "buffer": "parameter"}.get(first.kind, first.kind)
-        types = {name: type(module).__name__ for module, name in self._names.items()}
-        module_type = types[first.module] if first.module is not None else None
-        return Origin(kind, first.module, module_type, first.function, first.place, first.tensor)
+        first = min(sources or made_nan or every, key=lambda r: r.number).origin
+        return replace(first, kind={"constant": "forward", "buffer": "parameter"}.get(first.kind, first.kind))
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         self._running.append(self._names[module])
@@ -142,11 +132,12 @@ class ForwardTrace(TorchFunctionMode):
     def _module(self) -> str | None:
         return self._running[-1] if self._running else None
 
-    def _add(self, tensor: Tensor, kind: str, function: str | None, bad: list[Tensor]) -> _Record:
+    def _add(self, tensor: Tensor, kind: str, function: str | None, bad: list[Tensor], name: str = "") -> _Record:
         parents = [self._record(parent) for parent in bad]
-        self._count += 1
+        module = name.rpartition(".")[0] if name else self._module()
         at = source_line(traceback.format_stack())
-        record = _Record(self._count, kind, self._module(), function, at, None, _has_nan(tensor), parents)
+        origin = Origin(kind, module, None, function, at, name or None)
+        record = _Record(next(self._numbers), origin, _has_nan(tensor), parents)
         self._records[id(tensor)] = tensor, record
         return record
 
@@ -159,12 +150,7 @@ class ForwardTrace(TorchFunctionMode):
         kind, name = self._sources[id(tensor)]
         if kind == "buffer" and not _has_nan(tensor):
             kind = "constant"
-        self._count += 1
-        at = source_line(traceback.format_stack())
-        module = name.rpartition(".")[0] if name else self._module()
-        record = _Record(self._count, kind, module, None, at, name or None, _has_nan(tensor))
-        self._records[id(tensor)] = tensor, record
-        return record
+        return self._add(tensor, kind, None, [], name)
 
 
 def _ancestors(record: _Record) -> list[_Record]:

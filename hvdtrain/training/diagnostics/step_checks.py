@@ -9,7 +9,7 @@ from typing import Any
 
 from hvdtrain.errors import NonFiniteError
 from hvdtrain.state.train_state import Progress
-from hvdtrain.training.diagnostics.step_replay import Finding, Replay, replay
+from hvdtrain.training.diagnostics.step_replay import Finding, replay
 from hvdtrain.training.elastic.roll_back import SpoiledSteps, first_position
 from hvdtrain.training.loop.feed import Feed
 from hvdtrain.training.loop.step import Stepper, StepResult
@@ -27,7 +27,6 @@ _UNKNOWN = (
     " (--train.deterministic true)"
 )
 _NEXT_OTHERWISE = "lower --optimizer.lr, raise --optimizer.warmup_steps, or try --precision fp32"
-
 
 WINDOW = 64
 """Steps that a loss is compared with."""
@@ -69,8 +68,8 @@ class StepChecks:
         if (new or ends) and result.weight > 0:
             self._replays += 1
             with self.stepper.spans("replay"):
-                findings = replay(self.stepper, self.feed.stream, self._positions(progress)[0], result.scale)
-            self._report(findings, progress, reason)
+                found = replay(self.stepper, self.feed.stream, self._positions(progress)[0], result.scale)
+            self._report(*found, progress, reason)
         if not ends:
             return None
         row = progress.skipped_in_row
@@ -89,13 +88,13 @@ class StepChecks:
         progress.losses = [*progress.losses[1 - KEEP :], loss]  # a new list: a snapshot may refer to the old one
         return SpoiledSteps("spikes", progress.step, self._positions(progress)) if expected is not None else None
 
-    def _report(self, found: Replay, progress: Progress, reason: str) -> None:
+    def _report(self, findings: list[Finding], failed: dict[int, str], progress: Progress, reason: str) -> None:
         """Record one event and show one line for the findings of all ranks."""
-        first = found.findings[0] if found.findings else None
+        first = findings[0] if findings else None
         self._finding = first or self._finding
-        failures = {str(rank): text for rank, text in found.failures.items()}
+        failures = {str(rank): text for rank, text in failed.items()}
         facts = first.facts() if first else {"kind": "unknown", "positions": self._positions(progress)}
-        also = [other.rank for other in found.findings[1:]]
+        also = [other.rank for other in findings[1:]]
         self._event("not_finite", progress, **facts, also_ranks=also, failures=failures)
         text = str(first or _UNKNOWN)
         text += f"; also on rank(s) {', '.join(map(str, also))}" if also else ""
@@ -104,15 +103,15 @@ class StepChecks:
 
     def _error(self, result: StepResult, progress: Progress) -> NonFiniteError:
         first, end = self._positions(progress)
+        where = f"at step {progress.step}, samples at positions {first} to {end - 1}"
         if not result.weight > 0:
             return NonFiniteError(
                 f"the weight of the global batch was not positive {progress.skipped_in_row} steps in a row",
                 expected="a positive sum of the weights that the task's loss function returns",
-                found=f"weight {result.weight:g} at step {progress.step}, samples at positions {first} to {end - 1}",
+                found=f"weight {result.weight:g} {where}",
                 next_step="check the weight that the loss function returns, and what it masks",
             )
-        found = f"loss {result.loss}, gradient norm {result.grad_norm} at step {progress.step}, samples at positions"
-        found += f" {first} to {end - 1}"
+        found = f"loss {result.loss}, gradient norm {result.grad_norm} {where}"
         return NonFiniteError(
             f"the loss or the gradient was not finite {progress.skipped_in_row} steps in a row",
             found=f"{found}; {self._finding}" if self._finding else found,

@@ -18,7 +18,6 @@ from torch.utils.data import default_collate
 
 from hvdtrain.comm.objects import allgather_json
 from hvdtrain.data.loader import Stream, fetch_step, seed_forward
-from hvdtrain.data.order import MicroBatch
 from hvdtrain.engine.base import Engine
 from hvdtrain.training.diagnostics.backward_trace import BackwardTrace
 from hvdtrain.training.diagnostics.forward_trace import ForwardTrace
@@ -61,24 +60,14 @@ class Finding:
         return {**asdict(self.origin), **{k: v for k, v in vars(self).items() if k != "origin"}}
 
 
-@dataclass(frozen=True)
-class Replay:
-    """Findings of all ranks, equal on all of them.
-
-    Attributes:
-        findings: the first of each rank that has one, by position.
-        failures: errors of the replay, by rank.
-    """
-
-    findings: list[Finding]
-    failures: dict[int, str]
-
-
-def replay(stepper: Stepper, stream: Stream, position: int, scale: float) -> Replay:
+def replay(stepper: Stepper, stream: Stream, position: int, scale: float) -> tuple[list[Finding], dict[int, str]]:
     """Repeat the step that starts at `position` under the loss scale `scale`; change nothing. Collective: yes.
 
     Each rank fetches its micro-batches again, runs forward and backward, and stops at the first non-finite one. There
     is no collective before that. An error in a replay is not an error of the run.
+
+    Returns:
+        The first finding of each rank that has one, and the errors of the replay by rank; equal on all ranks.
     """
     try:
         with warnings.catch_warnings():
@@ -89,31 +78,29 @@ def replay(stepper: Stepper, stream: Stream, position: int, scale: float) -> Rep
         mine = {"failure": f"{type(error).__name__}: {error}"[:500]}
     ranks = allgather_json(stepper.comm, mine, name="replay")
     found_by_rank = [answer["finding"] for answer in ranks if answer.get("finding")]
-    return Replay(
-        [Finding(**{**facts, "origin": Origin(**facts["origin"])}) for facts in found_by_rank],
-        {rank: answer["failure"] for rank, answer in enumerate(ranks) if "failure" in answer},
-    )
+    findings = [Finding(**{**facts, "origin": Origin(**facts["origin"])}) for facts in found_by_rank]
+    return findings, {rank: answer["failure"] for rank, answer in enumerate(ranks) if "failure" in answer}
 
 
 def _own(stepper: Stepper, stream: Stream, position: int, scale: float) -> Finding | None:
     collate = stepper.task.collate or default_collate
     with preserved_state(stepper.model, stepper.engine, stepper.device):
-        origin: Origin | None = None
         for where, indices, samples in fetch_step(stream, position):
+            suspects = list(zip(range(where.start, where.stop), indices, strict=True))
             rerun = _Rerun(stepper, partial(seed_forward, stream.seed, where.start), scale)
             origin = rerun.origin(to_device(collate(samples), stepper.device))
             if origin is not None:
-                bad = list(range(len(samples)))
                 if 1 < len(samples) <= _MOST_ALONE and origin.kind != "parameter":
-                    bad = rerun.alone(samples, collate) or bad
-                return _finding(origin, stream.rank, where, indices, bad)
-        origin = _too_large(stepper.model, scale)
-        return None if origin is None else _finding(origin, stream.rank, where, indices, list(range(len(indices))))
-
-
-def _finding(origin: Origin, rank: int, where: MicroBatch, indices: list[int], bad: list[int]) -> Finding:
-    samples = [where.start + g for g in bad]
-    return Finding(origin, rank, [where.start, where.stop], samples, [indices[g] for g in bad])
+                    suspects = [suspects[i] for i in rerun.alone(samples, collate)] or suspects
+                break
+        else:
+            origin = _too_large(stepper.model, scale)
+    if origin is None:
+        return None
+    if origin.module is not None:
+        origin = replace(origin, module_type=type(dict(stepper.model.named_modules())[origin.module]).__name__)
+    positions, chosen = [position for position, _ in suspects], [index for _, index in suspects]
+    return Finding(origin, stream.rank, [where.start, where.stop], positions, chosen)
 
 
 @dataclass
@@ -137,7 +124,7 @@ class _Rerun:
         bad = _bad(model)
         if not bad:
             return None
-        origin = backward.origin(model, bad)
+        origin = backward.origin(bad)
         if self.scale == 1.0:
             return origin
         self.stepper.model.zero_grad()
@@ -167,8 +154,8 @@ class _Rerun:
             return checked_loss(self.stepper.task, self.stepper.model, batch)[0]
 
 
-def _bad(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.grad is not None and not_finite(p.grad)]
+def _bad(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.grad is not None and not_finite(p.grad)}
 
 
 def _too_large(model: nn.Module, scale: float) -> Origin | None:
@@ -177,9 +164,8 @@ def _too_large(model: nn.Module, scale: float) -> Origin | None:
     if not gradients or not not_finite(nn.utils.get_total_norm(gradients.values())):
         return None
     name = max(gradients, key=lambda n: float(gradients[n].abs().max()) if gradients[n].numel() else 0.0)
-    module = name.rpartition(".")[0]
-    kind = type(model.get_submodule(module)).__name__
-    return Origin("overflow", module, kind, f"the norm of all gradients, mostly that of {name}", None, name)
+    function = f"the norm of all gradients, mostly that of {name}"
+    return Origin("overflow", name.rpartition(".")[0], function=function, tensor=name)
 
 
 def _some(numbers: list[int]) -> str:
