@@ -17,7 +17,7 @@ from hvdtrain.engine.exchange import ExchangeEngine
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.runtime.host import read_host
 from hvdtrain.spans import Spans
-from hvdtrain.training.records.gradient_times import GradientTimes, ReadyTimes
+from hvdtrain.training.records.gradient_times import GradientMarks, GradientTimes
 
 
 def _run(path: Path, steps: int, warn: Any = None) -> tuple[nn.Module, Spans]:
@@ -27,7 +27,7 @@ def _run(path: Path, steps: int, warn: Any = None) -> tuple[nn.Module, Spans]:
     ticks = count(0, 1000)
     spans = Spans(lambda: next(ticks))
     comm = SoloComm()
-    ready = ReadyTimes(model, spans)
+    ready = GradientMarks(model, spans)
     named = [(name, p) for name, p in model.named_parameters()]
     reducer = Reducer(lambda: named, comm, parse("none"), spans=spans)
     engine = ExchangeEngine(torch.optim.SGD(model.parameters(), lr=0.1), reducer)
@@ -80,7 +80,7 @@ def test_a_failed_write_during_a_failure_is_reported_and_not_raised(tmp_path: Pa
     model = nn.Linear(2, 2)
     # An engine that cannot tell its plan any more.
     engine = SimpleNamespace(compression="none")
-    ready = ReadyTimes(model, spans)
+    ready = GradientMarks(model, spans)
     times = GradientTimes(ready, engine, comm, spans, tmp_path / "gradients.json", said.append, read_host({}))
     for step in range(1, 6):
         times.begin_step(step)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,33 +28,31 @@ _COUNT_ROWS, _FIRST, _LAST = 3, 4, 7
 first to use them; at the end of step 7, automatic compression may change the exchange."""
 
 
-def _hook_all(named: Sequence[tuple[str, nn.Parameter]], hook: Callable[[int, nn.Parameter], None]) -> list[Any]:
-    """Call `hook` with the index of each parameter when its gradient is accumulated; return handles to remove."""
-    return [
-        p.register_post_accumulate_grad_hook(partial(hook, index))  # type: ignore[no-untyped-call]
-        for index, (_, p) in enumerate(named)
-    ]
+class GradientMarks:
+    """Marks the time at which backward reaches the hook of each gradient.
 
-
-class ReadyTimes:
-    """Marks when backward has each gradient ready.
-
-    Make it before the engine: hooks run in the order in which they were registered.
+    Hooks run in the order in which they were registered. Those made before the engine mark when a gradient is ready,
+    those made after it when the gradient is packed.
 
     Attributes:
         named: the trained parameters, by name.
         marks: one a parameter, of the last backward pass; None for a gradient that was not computed.
-        rows: touched rows of each embedding in step `_COUNT_ROWS`, by name.
+        counts_rows: whether to count the touched rows of embeddings.
+        rows: the last count, by name.
         on_cuda: mark by timing events of the CUDA device, not by the host's clock.
     """
 
     def __init__(self, model: nn.Module, spans: Spans, *, on_cuda: bool = False) -> None:
+        self.model = model
         self.named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.on_cuda = on_cuda
+        self.counts_rows = False
         self.rows: dict[str, int] = {}
         self._spans = spans
-        self._first_step = -1
-        self._hooks = _hook_all(self.named, self._on_ready)
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(partial(self._on_gradient, index))  # type: ignore[no-untyped-call]
+            for index, (_, p) in enumerate(self.named)
+        ]
         self.clear()
 
     def clear(self) -> None:
@@ -74,18 +72,15 @@ class ReadyTimes:
         event.record()
         return event
 
-    def _on_ready(self, index: int, parameter: nn.Parameter) -> None:
+    def _on_gradient(self, index: int, parameter: nn.Parameter) -> None:
         self.marks[index] = self.mark()
-        self._first_step = self._spans.step if self._first_step < 0 else self._first_step
-        if self._spans.step - self._first_step + 1 == _COUNT_ROWS and parameter.grad is not None:
+        if self.counts_rows and parameter.grad is not None:
             self.rows.update(count_rows([(self.named[index][0], parameter)]))
 
 
 @dataclass
 class GradientTimes(Listener):
-    """A watcher of steps and a listener to spans. It removes its hooks after step `_LAST` and writes a file.
-
-    Its own hooks mark when each gradient is packed. They are registered later than those of the engine.
+    """A watcher of steps and a listener to spans. It removes all hooks after step `_LAST` and writes a file.
 
     Attributes:
         ready: made before the engine.
@@ -94,7 +89,7 @@ class GradientTimes(Listener):
         host: cores of this host.
     """
 
-    ready: ReadyTimes
+    ready: GradientMarks
     engine: Engine
     comm: Comm
     spans: Spans
@@ -106,12 +101,11 @@ class GradientTimes(Listener):
     _pass_marks: dict[str, Any] = field(default_factory=dict)
     _passes: int = 0
     _cpu_ns: list[int | None] = field(default_factory=list)
-    _hooks: list[Any] = field(default_factory=list)
+    _packed: GradientMarks | None = None
     _is_closed: bool = False
 
     def __post_init__(self) -> None:
         """Listen to the spans."""
-        self._packed: list[Any] = [None] * len(self.ready.named)
         self.spans.listeners.append(self)
 
     def begin_step(self, step: int) -> None:
@@ -120,8 +114,9 @@ class GradientTimes(Listener):
         number = step - self._first_step + 1
         if number > _FIRST and not self._is_closed:
             self._keep(step - 1)
+        self.ready.counts_rows = number == _COUNT_ROWS
         if number == _FIRST:
-            self._hooks = _hook_all(self.ready.named, self._on_packed)
+            self._packed = GradientMarks(self.ready.model, self.spans, on_cuda=self.ready.on_cuda)
         if _FIRST <= number <= _LAST + 1:
             self._cpu_ns.append(self._exchange_cpu_ns())
         if number > _LAST:
@@ -133,9 +128,8 @@ class GradientTimes(Listener):
         if self._is_closed:
             return
         self._is_closed = True
-        self.ready.close()
-        for hook in self._hooks:
-            hook.remove()
+        for marks in self._all_marks():
+            marks.close()
         self.spans.listeners.remove(self)
         if not self._timed:
             return
@@ -150,16 +144,16 @@ class GradientTimes(Listener):
         if name == "backward":
             self._passes += 1
             self._pass_marks["begin"] = self.ready.mark()
-            self.ready.clear()
-            self._packed = [None] * len(self._packed)
+            for marks in self._all_marks():
+                marks.clear()
 
     def exit(self, name: str) -> None:
         """Note the end of a backward pass."""
         if name == "backward":
             self._pass_marks["end"] = self.ready.mark()
 
-    def _on_packed(self, index: int, parameter: nn.Parameter) -> None:
-        self._packed[index] = self.ready.mark()
+    def _all_marks(self) -> list[GradientMarks]:
+        return [self.ready, self._packed] if self._packed is not None else [self.ready]
 
     def _us(self, mark: Any) -> float | None:
         """Return the microseconds since the begin of the last backward pass."""
@@ -171,14 +165,14 @@ class GradientTimes(Listener):
         return float(self._pass_marks["begin"].elapsed_time(mark)) * 1e3
 
     def _keep(self, step: int) -> None:
-        if "end" in self._pass_marks:
+        if "end" in self._pass_marks and self._packed is not None:
             self._timed.append(
                 {
                     "step": step,
                     "passes": self._passes,
                     "backward_us": self._us(self._pass_marks["end"]),
                     "ready_us": [self._us(mark) for mark in self.ready.marks],
-                    "packed_us": [self._us(mark) for mark in self._packed],
+                    "packed_us": [self._us(mark) for mark in self._packed.marks],
                 }
             )
 

@@ -24,7 +24,7 @@ from hvdtrain.training.loop.step import Stepper
 from hvdtrain.training.loop.step_sums import CombinedSums
 from hvdtrain.training.loop.trainer import Trainer
 from hvdtrain.training.records.compute import FirstPass
-from hvdtrain.training.records.gradient_times import GradientTimes, ReadyTimes
+from hvdtrain.training.records.gradient_times import GradientMarks, GradientTimes
 from hvdtrain.training.round import Round
 from hvdtrain.training.start.auto_compression import CompressionTrial
 from hvdtrain.training.start.opening import ClaimWatch
@@ -36,7 +36,7 @@ def build_engine(current: Round) -> Engine:
     parallel, variables, model = run.config.parallel, worker.info.variables, worker.state.model
     is_timed = comm.rank == 0 and run.config.observe.timeline != "off"
     # Its hooks must run before those of the engine.
-    ready = ReadyTimes(model, spans, on_cuda=worker.device.type == "cuda") if is_timed else None
+    ready = GradientMarks(model, spans, on_cuda=worker.device.type == "cuda") if is_timed else None
     try:
         engine = make_engine(
             worker.state.optimizer, model, comm, parallel.compression, spans, parallel.bucket_mib, variables
