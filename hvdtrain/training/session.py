@@ -18,7 +18,7 @@ from hvdtrain.spans import Spans
 from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.training.diagnostics.failure_report import report_failures
 from hvdtrain.training.elastic.worker_state import make_worker_state
-from hvdtrain.training.records.observers import add_job_observers, add_listeners, add_step_observers
+from hvdtrain.training.records.observers import add_job_observers, add_listeners, add_stamps, add_traces
 from hvdtrain.training.records.run_report import explain_run
 from hvdtrain.training.result import Result, read_result
 from hvdtrain.training.round import Round
@@ -112,7 +112,8 @@ def _train_recorded(current: Round, timeline: TimelinePlan, sinks: Sequence[Any]
             describe_start(current)
             resumed_at = resume_state(current)
             # Now the step is known: the observers of the steps to come, and the trainer of these steps.
-            live, stamps = add_step_observers(current, horovod)
+            start, stamps = add_stamps(current)
+            live = add_traces(current, horovod, start)
             trainer = build_trainer(current, current.engine, live)
             stack.callback(trainer.feed.ledger.close)
             recorder.begin(current.stop)

@@ -61,12 +61,6 @@ def add_job_observers(current: Round, plan: TimelinePlan, sinks: Sequence[Any]) 
     return add_horovod_timeline(recorder, plan, current.layout, comm, quiet=not current.is_new)
 
 
-def add_step_observers(current: Round, horovod: HorovodTimeline | None) -> tuple[LiveWindow, StepStamps | None]:
-    """Add the observers of the steps from the current one on: step stamps, and traces. Collective: yes."""
-    start, stamps = add_stamps(current)
-    return add_traces(current, horovod, start), stamps
-
-
 def add_stamps(current: Round) -> tuple[int, StepStamps | None]:
     """Measure clocks and link, then collect every rank's stamps of the steps to come. Collective: yes.
 

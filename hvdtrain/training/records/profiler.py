@@ -27,26 +27,8 @@ class NvtxRanges(Listener):
         torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
 
-class TorchRanges(Listener):
-    """Opens a range of torch.profiler around each span."""
-
-    def __init__(self) -> None:
-        self._open: list[Any] = []
-
-    def enter(self, name: str) -> None:
-        """Open a range."""
-        opened = torch.profiler.record_function(name)
-        opened.__enter__()  # type: ignore[no-untyped-call]
-        self._open.append(opened)
-
-    def exit(self, name: str) -> None:
-        """Close the innermost range; ignore a span that began before this listener was added."""
-        if self._open:
-            self._open.pop().__exit__(None, None, None)
-
-
 @dataclass
-class TorchProfile:
+class TorchProfile(Listener):
     """Writes ``RUN/timeline/torch-steps-FIRST-LAST-rank-N.json``: operators and kernels, named by span.
 
     A failure costs the profile, not the training: it calls `warn`. `folder` is ``RUN/timeline``.
@@ -59,7 +41,7 @@ class TorchProfile:
     warn: Callable[[str], None]
     _profile: Any = None
     _first: int = 0
-    _ranges: TorchRanges = field(default_factory=TorchRanges)
+    _open: list[Any] = field(default_factory=list)
 
     def begin_step(self, step: int) -> None:
         """Begin before the first step of the window, end after its last."""
@@ -71,6 +53,17 @@ class TorchProfile:
     def record(self, window: Window) -> None:
         """Profile another window, which begins later; a profile in progress ends with it."""
         self.window = window
+
+    def enter(self, name: str) -> None:
+        """Open a range of torch.profiler for a span."""
+        opened = torch.profiler.record_function(name)
+        opened.__enter__()  # type: ignore[no-untyped-call]
+        self._open.append(opened)
+
+    def exit(self, name: str) -> None:
+        """Close the innermost range; ignore a span that began before the profile."""
+        if self._open:
+            self._open.pop().__exit__(None, None, None)
 
     def close(self) -> None:
         """End a profile in progress."""
@@ -90,11 +83,11 @@ class TorchProfile:
             self.window = OFF
             return
         self._profile = profile
-        self.spans.listeners.append(self._ranges)
+        self.spans.listeners.append(self)
 
     def _end(self, last: int) -> None:
         profile, self._profile = self._profile, None
-        self.spans.listeners.remove(self._ranges)
+        self.spans.listeners.remove(self)
         path = free_path(TimelineLayout(self.folder).torch_profile(self._first, last, self.rank))
         try:
             profile.stop()

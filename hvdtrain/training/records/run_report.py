@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -56,8 +55,11 @@ def explain_run(current: Round) -> Analysis | None:
     if comm.rank != 0:
         return None
     try:
+        from hvdtrain.timeline.report.page import headline
+
         analysis = _analyse(layout)
-        facts = _facts(analysis)
+        findings = [asdict(finding) for finding in analysis.findings]
+        facts = {"verdict": headline(analysis), "figures": figures(analysis), "findings": findings}
     except Exception as error:
         recorder.warn(f"the analysis of the run failed: {type(error).__name__}: {error}")
         return None
@@ -80,14 +82,6 @@ def _analyse(layout: RunLayout) -> Analysis:
     write_text(timeline.report_page, to_html(analysis))
     write_text(timeline.report_data, to_bytes(analysis).decode())
     return analysis
-
-
-def _facts(analysis: Analysis) -> dict[str, Any]:
-    """Return the facts for journal and sinks."""
-    from hvdtrain.timeline.report.page import headline
-
-    findings = [asdict(finding) for finding in analysis.findings]
-    return {"verdict": headline(analysis), "figures": figures(analysis), "findings": findings}
 
 
 def collect_spans(comm: Comm, folder: Path, warn: Callable[[str], None]) -> None:
