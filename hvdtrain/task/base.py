@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.errors import TaskError
 from hvdtrain.loading import load
+from hvdtrain.runtime.environment import environ, rank_info
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -74,6 +77,26 @@ def load_task_function(spec: str) -> TaskFunction:
             expected=f"one of {', '.join(sorted(NAMED))}, or file.py:function, or module:function",
         )
     return load(target, TaskError, "a function that returns a hvdtrain.Task")  # type: ignore[no-any-return]
+
+
+def slowed(spec: str, rank: int, sleep_s: float) -> TaskFunction:
+    """Return the function that `spec` names, but its task sleeps on `rank` before each loss in training."""
+    function = load_task_function(spec)
+
+    @wraps(function)
+    def build(*given: Any, **named: Any) -> Task:
+        task = function(*given, **named)
+        if rank_info(environ()).rank != rank:
+            return task
+
+        def loss(model: Any, batch: Any) -> Any:
+            if model.training:
+                time.sleep(sleep_s)
+            return task.loss(model, batch)
+
+        return replace(task, loss=loss)
+
+    return build
 
 
 def import_library(name: str, user: str, extra: str) -> Any:

@@ -24,7 +24,7 @@ _END_S = 5.0
 _TAIL = 2000
 _SLOWED = '''"""A task with one rank slowed down."""
 
-from hvdtrain.task.slowed import slowed
+from hvdtrain.task.base import slowed
 
 task = slowed({spec!r}, {rank}, {sleep_s!r})
 '''

@@ -149,7 +149,7 @@ def test_a_rank_can_be_made_slow(tmp_path: Path) -> None:
     """As a try does it: the same task and options, with a sleep before the loss on one rank."""
     file = tmp_path / "slowed.py"
     spec = f"{ROOT / 'tests/support/toy.py'}:toy"
-    file.write_text(f"from hvdtrain.task.slowed import slowed\ntask = slowed({spec!r}, 0, 0.02)\n")
+    file.write_text(f"from hvdtrain.task.base import slowed\ntask = slowed({spec!r}, 0, 0.02)\n")
     options = ("--hidden=8", "--train.global_batch=8", "--train.micro_batch=4", "--train.steps=8")
     train(f"--task={file}:task", *options, f"--run_dir={tmp_path / 'run'}", cwd=tmp_path)
     lines = map(json.loads, (tmp_path / "run" / "journal.jsonl").read_text().splitlines())
