@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.task.dataset_source import dataset_source
@@ -45,22 +45,11 @@ class TextConfig:
     heldout: float = 0.05
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """Tokens, split and cut into windows.
+class Corpus(NamedTuple):
+    """Windows of one file of tokens."""
 
-    Args:
-        train: windows to train on, at least one.
-        heldout: held-out windows; None if there are too few tokens for one.
-        vocabulary: one more than the largest id.
-        digest: a hash of the tokens, equal on all hosts with the same tokens.
-    """
-
-    name: str
-    train: Windows
-    heldout: Windows | None
-    vocabulary: int
-    digest: str
+    train: Windows  # at least one
+    heldout: Windows | None  # None if there are too few tokens for one
 
 
 def open_corpus(config: TextConfig, own_tokenizer: str | None = None) -> Corpus:
@@ -89,7 +78,7 @@ def open_corpus(config: TextConfig, own_tokenizer: str | None = None) -> Corpus:
         )
     if not len(heldout) and config.heldout:
         log.warning("%s: the %d held-out tokens are too few for one sample: no evaluation", name, file.heldout)
-    return Corpus(name, train, heldout if len(heldout) else None, file.vocabulary, file.digest)
+    return Corpus(train, heldout if len(heldout) else None)
 
 
 def _check(config: TextConfig) -> None:
@@ -127,8 +116,7 @@ def _tokenize_once(source: Source, heldout: float) -> TokenFile:
     def build(folder: Path) -> None:
         log.info("tokenizing %s", source.name)
         vocabulary = source.vocabulary()
-        held = source.heldout() if source.heldout else None
-        file = write_tokens(folder, source.train(), held, tail=heldout, vocabulary=vocabulary)
+        file = write_tokens(folder, source.train(), source.heldout(), tail=heldout, vocabulary=vocabulary)
         if not file.train + file.heldout:
             raise DataError(f"{source.name} is empty", expected="tokens to train on", found="no tokens")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -48,17 +47,9 @@ def dataset_source(folder: str, encoder: Encoder, *, wants_text: bool) -> Source
             *([file.relative_to(path).as_posix(), s.st_size, s.st_mtime_ns] for file, s in about),
         ],
         train=lambda: rows.ids(rows.splits[0]),
-        heldout=(lambda: rows.ids(rows.splits[1])) if _has_heldout_split(path) else None,
+        heldout=lambda: rows.ids(rows.splits[1]) if rows.splits[1] is not None else None,
         vocabulary=rows.vocabulary,
     )
-
-
-def _has_heldout_split(path: Path) -> bool:
-    try:
-        splits = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return False  # no DatasetDict; opening a damaged one fails later
-    return any(name in splits for name in _HELDOUT_SPLITS)
 
 
 class _Rows:
@@ -93,15 +84,13 @@ class _Rows:
         """Return the encoder's vocabulary, or one more than the largest id."""
         if self._column(self.splits[0]) == "text":
             return self.encoder.vocabulary()
-        largest = (int(ids.max()) for split in self.splits for ids in self.ids(split) if len(ids))
+        largest = (int(ids.max()) for split in self.splits if split is not None for ids in self.ids(split) if len(ids))
         return max(largest, default=-1) + 1
 
     def ids(self, split: Any) -> Iterator[Ids]:
         """Yield the ids of the rows of a split, in order."""
         import numpy as np
 
-        if split is None:
-            return
         column = self._column(split)
         for rows in split.select_columns([column]).iter(batch_size=_ROWS):
             for row in rows[column]:

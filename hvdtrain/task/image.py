@@ -11,7 +11,7 @@ from hvdtrain.task.base import Task, import_library
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from torch.utils.data import Dataset
+    from torch.utils.data import TensorDataset
 
 
 @dataclass(frozen=True)
@@ -42,20 +42,11 @@ class ImageConfig:
     heldout: float = 0.2
 
 
-PRESETS: dict[str, dict[str, Any]] = {
-    "tiny": {"embedding_size": 16, "hidden_sizes": [16, 32, 64], "depths": [1, 1, 1], "layer_type": "basic"},
-    "resnet18": {
-        "embedding_size": 64,
-        "hidden_sizes": [64, 128, 256, 512],
-        "depths": [2, 2, 2, 2],
-        "layer_type": "basic",
-    },
-    "resnet50": {
-        "embedding_size": 64,
-        "hidden_sizes": [256, 512, 1024, 2048],
-        "depths": [3, 4, 6, 3],
-        "layer_type": "bottleneck",
-    },
+_OPTIONS = ("embedding_size", "hidden_sizes", "depths", "layer_type")
+PRESETS = {
+    "tiny": (16, [16, 32, 64], [1, 1, 1], "basic"),
+    "resnet18": (64, [64, 128, 256, 512], [2, 2, 2, 2], "basic"),
+    "resnet50": (64, [256, 512, 1024, 2048], [3, 4, 6, 3], "bottleneck"),
 }
 _MOST_GROUPS, _LEAST_CHANNELS = 32, 2
 
@@ -80,15 +71,19 @@ def image(model: ResNetConfig = ResNetConfig(), data: ImageConfig = ImageConfig(
         TaskError: a library from the extra `image` is missing.
         ConfigError: an option has an invalid value.
     """
-    images = open_images(data)
+    train, heldout, classes = open_images(data)
+    tensors = [*train.tensors, *(heldout.tensors if heldout is not None else ())]
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.numpy().data)
     return Task(
-        model=resnet(model, channels=images.channels, classes=images.classes),
+        model=resnet(model, channels=tensors[0].shape[1], classes=classes),
         loss=label_loss,
-        train_data=images.train,
-        heldout_data=images.heldout,
+        train_data=train,
+        heldout_data=heldout,
         metrics=accuracy,
         unit="images",
-        data_id=images.digest,
+        data_id=digest.hexdigest(),
     )
 
 
@@ -116,25 +111,11 @@ def accuracy(model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, float]]:
     return {"accuracy": ((guesses == labels).sum(), float(len(labels)))}
 
 
-@dataclass(frozen=True)
-class Images:
-    """Images with labels, split.
-
-    Args:
-        train: pairs of an image (C, H, W), float32, and a label, int64.
-        heldout: held-out pairs, or None.
-        digest: a hash of the images, equal on all hosts with the same images.
-    """
-
-    train: Dataset[Any]
-    heldout: Dataset[Any] | None
-    channels: int
-    classes: int
-    digest: str
-
-
-def open_images(config: ImageConfig) -> Images:
+def open_images(config: ImageConfig) -> tuple[TensorDataset, TensorDataset | None, int]:
     """Read or generate the images.
+
+    Returns:
+        Pairs of an image (C, H, W), float32, and a label, int64; held-out pairs, or None; the number of classes.
 
     Errors:
         ConfigError: an option has an invalid value.
@@ -157,7 +138,7 @@ def split(count: int, heldout: float) -> tuple[list[int], list[int]]:
     return order[held:], order[:held]
 
 
-def _digits(heldout: float) -> Images:
+def _digits(heldout: float) -> tuple[TensorDataset, TensorDataset | None, int]:
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:
@@ -173,30 +154,18 @@ def _digits(heldout: float) -> Images:
     images = pixels[:, None].repeat_interleave(_ZOOM, 2).repeat_interleave(_ZOOM, 3)
     labels = torch.tensor(digits.target, dtype=torch.int64)
     train, held = split(len(labels), heldout)
-    return Images(
-        train=TensorDataset(images[train], labels[train]),
-        heldout=TensorDataset(images[held], labels[held]) if held else None,
-        channels=1,
-        classes=10,
-        digest=_digest(images[train], labels[train], images[held], labels[held]),
-    )
+    heldout_data = TensorDataset(images[held], labels[held]) if held else None
+    return TensorDataset(images[train], labels[train]), heldout_data, len(digits.target_names)
 
 
-def _synthetic(size: int) -> Images:
+def _synthetic(size: int) -> tuple[TensorDataset, None, int]:
     import torch
     from torch.utils.data import TensorDataset
 
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(_SYNTHETIC, 3, size, size, generator=generator)
     labels = torch.randint(_SYNTHETIC_CLASSES, (_SYNTHETIC,), generator=generator)
-    return Images(TensorDataset(images, labels), None, 3, _SYNTHETIC_CLASSES, _digest(images, labels))
-
-
-def _digest(*tensors: Tensor) -> str:
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(tensor.numpy().data)
-    return digest.hexdigest()
+    return TensorDataset(images, labels), None, _SYNTHETIC_CLASSES
 
 
 def resnet(config: ResNetConfig, *, channels: int, classes: int) -> nn.Module:
@@ -206,8 +175,9 @@ def resnet(config: ResNetConfig, *, channels: int, classes: int) -> nn.Module:
         TaskError: transformers is missing.
     """
     transformers = import_library("transformers", "the image task", "image")
-    options: dict[str, Any] = {**PRESETS[config.preset], "num_channels": channels, "num_labels": classes}
-    model = with_group_norm(transformers.ResNetForImageClassification(transformers.ResNetConfig(**options)))
+    options = dict(zip(_OPTIONS, PRESETS[config.preset], strict=True))
+    described = transformers.ResNetConfig(**options, num_channels=channels, num_labels=classes)
+    model = with_group_norm(transformers.ResNetForImageClassification(described))
     model.train()
     return model
 

@@ -83,13 +83,13 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
     """
     corpus = open_corpus(data, own_tokenizer=_own_tokenizer(model))
     return Task(
-        model=causal_lm(model, vocabulary=corpus.vocabulary, seq_len=data.seq_len),
+        model=causal_lm(model, vocabulary=corpus.train.file.vocabulary, seq_len=data.seq_len),
         loss=next_token_loss,
         train_data=corpus.train,
         heldout_data=corpus.heldout,
         nominal_weight=float(data.seq_len),
         unit="tokens",
-        data_id=corpus.digest,
+        data_id=corpus.train.file.digest,
     )
 
 

@@ -34,14 +34,14 @@ class Source:
     Args:
         identity: JSON values that change with the documents' content, order or split.
         train: starts to yield the ids to train on, in pieces.
-        heldout: starts to yield the held-out ids; None to hold out the end of `train`.
+        heldout: starts to yield the held-out ids; returns None to hold out the end of `train`.
         vocabulary: returns one more than the largest id; called when the ids are written.
     """
 
     name: str
     identity: list[Any]
     train: Callable[[], Iterator[Ids]]
-    heldout: Callable[[], Iterator[Ids]] | None
+    heldout: Callable[[], Iterator[Ids] | None]
     vocabulary: Callable[[], int]
 
 
@@ -120,7 +120,7 @@ def text_source(files: list[TextFile], encoder: Encoder, heldout: float) -> Sour
         name=files[0].name if len(files) == 1 else f"{len(files)} files",
         identity=[encoder.identity(), *([str(f.path), f.size_bytes, f.changed_ns, f in held] for f in files)],
         train=lambda: _encoded(train, encoder),
-        heldout=None if len(files) == 1 else lambda: _encoded([f for f in files if f in held], encoder),
+        heldout=lambda: None if len(files) == 1 else _encoded([f for f in files if f in held], encoder),
         vocabulary=encoder.vocabulary,
     )
 

@@ -61,7 +61,7 @@ def test_the_split_does_not_follow_the_place(texts, tmp_path):
     first = open_corpus(TextConfig(text=f"{texts}/**/*.txt", seq_len=16))
     texts.rename(tmp_path / "elsewhere")
     again = open_corpus(TextConfig(text=f"{tmp_path}/elsewhere/**/*.txt", seq_len=16))
-    assert (again.digest, again.train.count) == (first.digest, first.train.count)
+    assert (again.train.file.digest, again.train.count) == (first.train.file.digest, first.train.count)
 
 
 def test_of_few_files_one_is_held_out(tmp_path):
@@ -104,7 +104,7 @@ def test_changed_files_are_read_again(texts):
     path = texts / "a" / "0.txt"
     path.write_bytes(path.read_bytes()[::-1])
     os.utime(path, ns=(0, 10**18))
-    assert open_corpus(config).digest != first.digest
+    assert open_corpus(config).train.file.digest != first.train.file.digest
 
 
 def test_the_standard_library_is_the_default():
@@ -118,7 +118,7 @@ def test_the_standard_library_is_the_default():
     assert sorted(train + held) == contents(files)
     share = corpus.heldout.count / (corpus.train.count + corpus.heldout.count)
     assert 0.01 < share < 0.15
-    assert corpus.vocabulary == 257
+    assert corpus.train.file.vocabulary == 257
 
 
 def test_a_python_without_sources(tmp_path, monkeypatch):
@@ -133,7 +133,7 @@ def test_tokens_are_used_where_they_stand(tmp_path, cache, dtype):
     np.save(tmp_path / "tokens.npy", tokens)
     corpus = open_corpus(TextConfig(tokens=str(tmp_path / "tokens.npy"), seq_len=16))
     assert ids(corpus.train) + ids(corpus.heldout) == tokens.tolist()
-    assert (corpus.train.count, corpus.heldout.count, corpus.vocabulary) == (950, 50, 200)
+    assert (corpus.train.count, corpus.heldout.count, corpus.train.file.vocabulary) == (950, 50, 200)
     assert corpus.train[3].tolist() == tokens[48:65].tolist()
     assert not list(cache.glob("*/tokens.bin"))
 

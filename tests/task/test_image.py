@@ -92,28 +92,28 @@ def test_the_split_is_disjoint_and_whole(heldout):
 
 
 def test_the_digits_are_all_there_once():
-    images = open_images(ImageConfig())
+    train, heldout, _ = open_images(ImageConfig())
     digits = sklearn_datasets.load_digits()
-    pairs = [(x, y) for part in (images.train, images.heldout) for x, y in part]
+    pairs = [(x, y) for part in (train, heldout) for x, y in part]
     pixels = np.stack([(x[0, ::4, ::4].double().numpy() + 1) * 8 for x, _ in pairs])
     seen = sorted((p.tobytes(), int(y)) for p, (_, y) in zip(pixels, pairs, strict=True))
     assert seen == sorted((p.tobytes(), int(y)) for p, y in zip(digits.images, digits.target, strict=True))
-    x, y = images.train[0]
+    x, y = train[0]
     assert (x.shape, x.dtype, y.dtype) == ((1, 32, 32), torch.float32, torch.int64)
-    assert len(images.heldout) == 359
-    assert open_images(ImageConfig(heldout=0)).heldout is None
+    assert len(heldout) == 359
+    assert open_images(ImageConfig(heldout=0))[1] is None
 
 
 @pytest.mark.parametrize("source", ["digits", "synthetic"])
 def test_the_images_are_the_same_in_every_process_and_under_every_seed(source):
     script = (
         "import torch, numpy; torch.manual_seed(9); numpy.random.seed(9)\n"
-        "from hvdtrain.task.image import ImageConfig, open_images\n"
-        f"print(open_images(ImageConfig({source!r}, size=32)).digest)"
+        "from hvdtrain.task.image import ImageConfig, image\n"
+        f"print(image(data=ImageConfig({source!r}, size=32)).data_id)"
     )
     there = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
-    assert there == open_images(ImageConfig(source, size=32)).digest
-    assert there != open_images(ImageConfig(source, size=40, heldout=0.3)).digest
+    assert there == image(data=ImageConfig(source, size=32)).data_id
+    assert there != image(data=ImageConfig(source, size=40, heldout=0.3)).data_id
 
 
 def test_synthetic_images_have_the_shape_that_was_asked_for():

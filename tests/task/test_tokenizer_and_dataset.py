@@ -44,7 +44,7 @@ def test_ids_say_the_text_however_it_is_read(tmp_path, text, monkeypatch, piece_
     ids = all_ids(corpus)
     assert made.decode(ids) == LINES
     assert len(ids) < len(LINES.encode()) / 2
-    assert corpus.vocabulary == made.get_vocab_size() > max(ids)
+    assert corpus.train.file.vocabulary == made.get_vocab_size() > max(ids)
 
 
 def test_a_document_ends_with_the_vocabulary_s_own_end(tmp_path, text):
@@ -63,7 +63,7 @@ def test_another_tokenizer_makes_other_tokens(tmp_path, text):
     train_tokenizer(tmp_path / "tokenizer.json")
     first = open_corpus(config)
     train_tokenizer(tmp_path / "tokenizer.json", special=["</s>"])
-    assert open_corpus(config).digest != first.digest
+    assert open_corpus(config).train.file.digest != first.train.file.digest
 
 
 def test_what_is_no_tokenizer(tmp_path, text):
@@ -103,7 +103,7 @@ def test_rows_of_ids(tmp_path, datasets):
     datasets.Dataset.from_dict({"input_ids": rows}).save_to_disk(str(tmp_path / "d"))
     corpus = open_corpus(TextConfig(dataset=str(tmp_path / "d"), seq_len=8))
     assert all_ids(corpus) == [token for row in rows for token in row]
-    assert corpus.vocabulary == 70_100
+    assert corpus.train.file.vocabulary == 70_100
 
 
 @pytest.mark.parametrize("held", ["validation", "test"])
