@@ -53,15 +53,25 @@ def seconds(action: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def blocked(full: StateDict, size: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of a snapshot and of a copy, in turns."""
+def blocked(full: StateDict, size: int, rounds: int, device: torch.device | str = "cpu") -> dict[str, list[float]]:
+    """Seconds of a snapshot of a state on `device` and of a copy of `size` bytes to the host, in turns."""
+    on_cuda = torch.device(device).type == "cuda"
     snapshot = Snapshot()
-    source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.zeros(size, dtype=torch.uint8, pin_memory=on_cuda)
     snapshot.capture(full, 1)
     found: dict[str, list[float]] = {"take": [], "memcpy": []}
+
+    def add(name: str, action: Callable[[], object]) -> None:
+        start = time.perf_counter()
+        action()
+        if on_cuda:
+            torch.cuda.synchronize()
+        found[name].append(time.perf_counter() - start)
+
     for _ in range(rounds):
-        found["take"].append(seconds(lambda: snapshot.capture(full, 1)))
-        found["memcpy"].append(seconds(lambda: target.copy_(source)))
+        add("take", lambda: snapshot.capture(full, 1))
+        add("memcpy", lambda: target.copy_(source, non_blocking=True))
     return found
 
 

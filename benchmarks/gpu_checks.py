@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import ratios
 from gpu import RESULT
 
 from hvdtrain.observe.past_journal import read_journal, read_steps
@@ -160,16 +161,16 @@ def overhead(check: Check) -> None:
     """Ours beside a loop written by hand, in turns: the default model and a Llama, eager and compiled."""
     for name, sizes in _models(check).items():
         for compiled in (False, True) if check.device == "cuda" else (False,):
-            ratios, speeds, utilisation = [], [], None
+            compared, speeds, utilisation = [], [], None
             for _ in range(2 if check.quick else 3):
                 ours_s, facts = _ours(check, sizes, compiled=compiled)
                 theirs_s = _by_hand(check, sizes, compiled=compiled)
-                ratios.append(ours_s / theirs_s)
+                compared.append(ours_s / theirs_s)
                 speeds.append(sizes["micro_batch"] * sizes["seq_len"] / ours_s)
                 if facts.get("peak_per_s"):
                     utilisation = facts["per_sample"] * sizes["micro_batch"] / min(ours_s, 1e9) / facts["peak_per_s"]
             label = f"{name}, {'compiled' if compiled else 'eager'}"
-            ratio = statistics.median(ratios)
+            ratio = statistics.median(compared)
             check.emit(f"{label}: step / bare loop", ratio, "ratio", "<= 1.01", ok=ratio <= 1.01)
             check.emit(f"{label}: tokens", statistics.median(speeds), "a second")
             if utilisation is not None:
@@ -225,7 +226,7 @@ def _ours(check: Check, sizes: dict[str, Any], *, compiled: bool) -> tuple[float
 
 def _by_hand(check: Check, sizes: dict[str, Any], *, compiled: bool) -> float:
     """Seconds of a step of a loop with the same model, batch, precision, clipping and fused AdamW."""
-    from torch.utils.data import DataLoader
+    from peer_loops import batches
 
     task, device = _task(sizes), torch.device(check.device)
     model = task.model.to(device)
@@ -233,17 +234,14 @@ def _by_hand(check: Check, sizes: dict[str, Any], *, compiled: bool) -> float:
         for block in model.model.layers:
             block.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    loader = DataLoader(
-        task.train_data, sizes["micro_batch"], shuffle=True, drop_last=True, pin_memory=device.type == "cuda"
-    )
-    batches = _endless(loader)
+    source = batches(task, sizes["micro_batch"], 0, pin_memory=device.type == "cuda")
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     for step in range(sizes["steps"]):
         if step == _WARM_UP + 1:
             wait()
             began = time.perf_counter()
         optimizer.zero_grad()
-        batch = next(batches).to(device, non_blocking=True)
+        batch = next(source).to(device, non_blocking=True)
         with torch.autocast(device.type, torch.bfloat16):
             loss, weight = task.loss(model, batch)
         (loss / weight).backward()
@@ -252,11 +250,6 @@ def _by_hand(check: Check, sizes: dict[str, Any], *, compiled: bool) -> float:
     wait()
     torch._dynamo.reset()
     return (time.perf_counter() - began) / (sizes["steps"] - _WARM_UP - 1)
-
-
-def _endless(loader: Any) -> Iterator[Any]:
-    while True:
-        yield from loader
 
 
 def compressors(check: Check) -> None:
@@ -283,30 +276,14 @@ def kernels(check: Check) -> None:
 
 def checkpoint(check: Check) -> None:
     """How long a snapshot stops the steps, beside one copy of as many bytes to the host."""
-    from hvdtrain.state.snapshot import Snapshot
+    from checkpoint import blocked
+
     from hvdtrain.state.train_state import StateDict
 
-    device = torch.device(check.device)
     size = (1 << 22) if check.device == "cpu" else (1 << 30)
-    with device:
-        tensors = {str(n): torch.ones(size // 64 // 4) for n in range(64)}
-        source = torch.ones(size, dtype=torch.uint8)
-    target = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    snapshot = Snapshot()
-    snapshot.capture(StateDict({"model": tensors}, {}), 0)
-    blocked, copies = [], []
-    for step in range(5 if check.quick else 10):
-        wait()
-        began = time.perf_counter()
-        snapshot.capture(StateDict({"model": tensors}, {}), step)
-        wait()
-        blocked.append(time.perf_counter() - began)
-        began = time.perf_counter()
-        target.copy_(source, non_blocking=True)
-        wait()
-        copies.append(time.perf_counter() - began)
-    ratio = statistics.median(a / b for a, b in zip(blocked, copies, strict=True))
+    tensors = {str(n): torch.ones(size // 64 // 4, device=check.device) for n in range(64)}
+    found = blocked(StateDict({"model": tensors}, {}), size, 5 if check.quick else 10, check.device)
+    ratio = statistics.median(ratios(found["take"], found["memcpy"]))
     check.emit("state", size / 2**30, "GiB")
     check.emit("snapshot / copy of as many bytes", ratio, "ratio", "<= 1.2", ok=ratio <= 1.2)
 
@@ -328,5 +305,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))  # `tests.support`
     main()

@@ -33,12 +33,10 @@ Loop = tuple[int, Any, Any, Callable[[bool], Any]]
 """This rank, model and optimizer as the library wraps them, and the context of a pass, given whether it is the last."""
 
 
-def batches(task: Any, micro_batch: int, rank: int) -> Iterator[Any]:
-    generator = torch.Generator().manual_seed(rank)
+def batches(task: Any, micro_batch: int, rank: int, *, pin_memory: bool) -> Iterator[Any]:
+    options = {"collate_fn": task.collate, "generator": torch.Generator().manual_seed(rank), "pin_memory": pin_memory}
     while True:
-        yield from DataLoader(
-            task.train_data, micro_batch, shuffle=True, drop_last=True, generator=generator, collate_fn=task.collate
-        )
+        yield from DataLoader(task.train_data, micro_batch, shuffle=True, drop_last=True, **options)
 
 
 def join_group(backend: str) -> int:
@@ -152,7 +150,8 @@ def main() -> None:
     own = task.model.to(device())
     options = OptimizerConfig(**setting.optimizer)
     rank, model, optimizer, exchange_if_last = PEERS[peer](own, make_optimizer(own, options), setting.passes)
-    source = batches(task, setting.micro_batch, rank)
+    pin_memory = device().type == "cuda" and setting.ours.get("loader.pin_memory") != "off"
+    source = batches(task, setting.micro_batch, rank, pin_memory=pin_memory)
     journal = Path(file).open("a", buffering=1) if rank == 0 else None
     for step in itertools.count(1):
         start = time.perf_counter()
