@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.launch.examples import render_dockerfile
 from hvdtrain.launch.targets.mpijob import IMAGE
 from tests.support.host import UnavailableError, beside_python
 from tests.support.image import Container, Store, needed
 
 ROOT = Path(__file__).parents[2]
+DOCKERFILE = ROOT / "launchers/Dockerfile"
 COMPILERS = ("g++", "gcc", "make", "cmake", "cc", "nvcc")
 
 
@@ -32,12 +32,12 @@ def instructions(text: str) -> Iterator[tuple[str, str]]:
 
 
 def test_it_is_linted() -> None:
-    done = subprocess.run([beside_python("hadolint"), "-"], input=render_dockerfile(), capture_output=True, text=True)
+    done = subprocess.run([beside_python("hadolint"), DOCKERFILE], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "")
 
 
 def test_it_is_pinned_in_stages_and_runs_as_a_user() -> None:
-    steps = list(instructions(render_dockerfile()))
+    steps = list(instructions(DOCKERFILE.read_text()))
     arguments = dict(rest.split("=", 1) for name, rest in steps if name == "ARG")
     assert re.fullmatch(r"debian:\d+\.\d+-slim", arguments["BASE"])
     assert arguments["SNAPSHOT"] == "yes"
@@ -56,7 +56,7 @@ def test_it_is_pinned_in_stages_and_runs_as_a_user() -> None:
 def test_only_copied_files_are_sent_to_the_builder() -> None:
     copied = {
         name
-        for step, rest in instructions(render_dockerfile())
+        for step, rest in instructions(DOCKERFILE.read_text())
         if step == "COPY" and not rest.startswith("--from")
         for name in rest.split()[:-1]
     }
@@ -79,7 +79,7 @@ Suites: bookworm-security
 
 def test_packages_are_of_the_moment_that_the_base_names(tmp_path: Path) -> None:
     (tmp_path / "list").write_text(LISTED)
-    (script,) = re.findall(r"sed -i '(.*?)'", render_dockerfile())
+    (script,) = re.findall(r"sed -i '(.*?)'", DOCKERFILE.read_text())
     subprocess.run(["sed", "-i", script, "list"], cwd=tmp_path, check=True)
     found = re.findall("^URIs: (.*)$", (tmp_path / "list").read_text(), re.MULTILINE)
     assert found == ["http://archive/debian/20250101T000000Z", "http://archive/debian-security/20250101T000000Z"]
@@ -120,8 +120,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Container]:
         given = {"BASE": store.debian("bookworm"), "SNAPSHOT": "", "TORCH_INDEX": os.environ.get("TORCH_INDEX", "")}
         arguments = [f"--build-arg={name}={value}" for name, value in given.items()]
         how = ["--isolation=oci", "--runtime=runc", "--network=host", *_seen(folder)]
-        (folder / "Dockerfile").write_text(render_dockerfile())
-        store("bud", *how, *arguments, f"--file={folder / 'Dockerfile'}", "--tag=hvdtrain:cpu", str(ROOT))
+        store("bud", *how, *arguments, f"--file={DOCKERFILE}", "--tag=hvdtrain:cpu", str(ROOT))
         name = store("from", "hvdtrain:cpu")
         yield Container(store, name, Path(store("mount", name)))
     finally:

@@ -1,6 +1,7 @@
-"""The files of ``launchers/``: examples to copy and adapt, rendered by `targets`.
+"""The rendered files of ``launchers/``: examples to copy and adapt. ``make launchers`` writes them.
 
-``make launchers`` writes them. Site-specific values, such as module names, partition and image, are examples.
+Site-specific values, such as module names, partition and image, are examples. Files without a value of the package,
+such as ``local.sh``, are edited there.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
 from hvdtrain.install.venv import EXTRAS
 from hvdtrain.launch.spec import Batch, JobSpec, Mpi, Script, Shell, join
 from hvdtrain.launch.targets import TARGETS, openmpi
-from hvdtrain.launch.targets.base import fill
 from hvdtrain.launch.targets.mpijob import IMAGE
 
 _SETUP = ("# module load openmpi cuda", 'export PATH="$PWD/.venv/bin:$PATH"')
-
-BASE = "debian:12.11-slim"
+_BASE = "debian:12.11-slim"
 """The image on which that of an MPIJob is built."""
 
 _MPIRUN = Shell('"$(command -v mpirun)"')
@@ -26,26 +27,25 @@ _MPIRUN = Shell('"$(command -v mpirun)"')
 
 
 def files() -> Mapping[str, str]:
-    """Return the text of each file by name."""
+    """The text of each rendered file by name. The build context of the Dockerfile is the root of the project."""
     return {
-        "local.sh": fill("local.sh.j2"),
-        "mpirun.sh": fill("mpirun.sh.j2", line=_mpirun()),
+        "mpirun.sh": _fill("mpirun.sh.j2", line=_mpirun()),
         "slurm.sbatch": _text("slurm", "SLURM_SUBMIT_DIR"),
         "pbs.sh": _text("pbs", "PBS_O_WORKDIR"),
         "lsf.sh": _text("lsf", "LS_SUBCWD"),
         "mpijob.yaml": _text("mpijob", "", "runs/run.yaml"),
-        "elastic-discovery.sh": fill("elastic-discovery.sh.j2"),
-        "Dockerfile": render_dockerfile(),
+        "Dockerfile": _fill("Dockerfile.j2", image=IMAGE, base=_BASE, extras=EXTRAS),
     }
 
 
-def render_dockerfile() -> str:
-    """Return the Dockerfile of an MPIJob's image; its build context is the root of the project."""
-    return fill("Dockerfile.j2", image=IMAGE, base=BASE, extras=EXTRAS)
+def _fill(template: str, **values: object) -> str:
+    loader = FileSystemLoader(Path(__file__).parent / "templates")
+    made = Environment(loader=loader, undefined=StrictUndefined, keep_trailing_newline=True)
+    return made.get_template(template).render(**values)
 
 
 def _job(folder: str) -> JobSpec:
-    """Return a job of two hosts with eight GPUs each, in the folder that a variable names."""
+    """A job of two hosts with eight GPUs each, in the folder that a variable names."""
     return JobSpec(
         arguments=(),
         ranks=16,
@@ -71,14 +71,6 @@ def _mpirun() -> str:
     return join(words)
 
 
-def write(folder: Path) -> None:
-    """Write the files."""
-    folder.mkdir(exist_ok=True)
-    for name, text in files().items():
-        path = folder / name
-        path.write_text(text)
-        path.chmod(0o755 if text.startswith("#!") and name != "slurm.sbatch" else 0o644)
-
-
 if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+    for name, text in files().items():
+        Path(sys.argv[1], name).write_text(text)
