@@ -50,15 +50,19 @@ def main(argv: list[str]) -> int:
             return _drive(plan_of(own, options, spec, environ()), options.dry_run)
         start = TARGETS[choice.target].render(spec)
         if isinstance(start, Command):
-            command = _found(start)
-            if options.hosts and not options.dry_run and (host := find_unknown_host(spec.hosts, spec.ssh_arguments)):
+            start = _found(start)
+        if options.dry_run:
+            print(start)
+            return 0
+        if isinstance(start, Command):
+            if options.hosts and (host := find_unknown_host(spec.hosts, spec.ssh_arguments)):
                 say(f"unknown host {host}, also to ssh; if the start fails: {_doctor(spec)}")
-            return _run(own, command, options.dry_run)
+            return _run(own, start)
         unknown = spec.is_program or TARGETS[choice.target].elsewhere
-        if not options.dry_run and not unknown and not _takes_arguments(spec):
+        if not unknown and not _takes_arguments(spec):
             say("error: training does not accept these arguments; nothing was submitted")
             return USAGE
-        return _submit(start, options.dry_run)
+        return _submit(start)
     except (HvdtrainError, OSError) as error:
         say(f"error: {error}")
         return 2 if isinstance(error, HvdtrainError) else 1
@@ -118,10 +122,7 @@ def _doctor(spec: JobSpec) -> str:
     return command_line("hvdtrain", "doctor", *words)
 
 
-def _run(own: Sequence[str], start: Command, dry_run: bool) -> int:
-    if dry_run:
-        print(start)
-        return 0
+def _run(own: Sequence[str], start: Command) -> int:
     say(f"+ {start}")
     variables = {**environ(), **start.variables, LAUNCH_OPTIONS: launch_options_text(own)}
     # As a shell does. MPICH 5.0.2 does not pass the very last variable to ranks on other hosts.
@@ -141,10 +142,7 @@ def _takes_arguments(spec: JobSpec) -> bool:
     return done.code != USAGE
 
 
-def _submit(start: Script, dry_run: bool) -> int:
-    if dry_run:
-        print(start)
-        return 0
+def _submit(start: Script) -> int:
     program = start.submit[0]
     if shutil.which(program, path=search_path(environ())) is None:
         next_step = f"write the script by --dry-run ... > FILE, and submit it where {program} is installed"

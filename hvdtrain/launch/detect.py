@@ -16,7 +16,7 @@ from hvdtrain.install.mpirun import identify_mpi, own_mpirun, wheel_prefix
 from hvdtrain.launch.spec import Mpi
 from hvdtrain.runtime.mpi import horovod_library, mpi_library
 
-PROGRAMS = ("horovodrun", "srun", "sbatch", "qsub", "bsub", "jsrun", "kubectl")
+PROGRAMS = ("srun", "jsrun")
 
 
 @dataclass(frozen=True)

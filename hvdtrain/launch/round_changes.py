@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from signal import Signals
 
 from hvdtrain.launch.commands import CloseRound, OpenRound
 from hvdtrain.launch.job import Host, Job, Phase, Worker
@@ -106,10 +107,7 @@ def _start_round_to_save(job: Job) -> None:
     if between and not job.in_round() and not any(w.leaving for w in job.members()):
         start_round(job, order(between, job.hosts))
         for worker in between:
-            job.send(worker, "stop", signal=_SIGNALS.get(job.code, "SIGTERM"))
-
-
-_SIGNALS = {130: "SIGINT", 143: "SIGTERM"}
+            job.send(worker, "stop", signal=Signals(job.code - 128).name)
 
 
 def start_round(job: Job, chosen: list[Worker]) -> None:

@@ -64,7 +64,6 @@ class Target:
 
     Attributes:
         name: of ``--to``.
-        summary: for a list of targets.
         render: renders the start. Pure.
         takes: options of `hvdtrain launch` that it uses, besides the common ones.
         mpi: flavours of MPI of its ranks; () where it needs none.
@@ -73,7 +72,6 @@ class Target:
     """
 
     name: str
-    summary: str
     render: Callable[[JobSpec], Command | Script]
     takes: frozenset[str]
     mpi: tuple[str, ...] = ()

@@ -53,5 +53,5 @@ def variables(spec: JobSpec) -> dict[str, str]:
     return own
 
 
-MPICH = Target("mpich", "mpirun of MPICH", render, takes=BY_MPI, mpi=("mpich",))
-INTEL = Target("intelmpi", "mpiexec.hydra of Intel MPI", render, takes=BY_MPI, mpi=("intelmpi",), even=True)
+MPICH = Target("mpich", render, takes=BY_MPI, mpi=("mpich",))
+INTEL = Target("intelmpi", render, takes=BY_MPI, mpi=("intelmpi",), even=True)

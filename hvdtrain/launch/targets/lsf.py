@@ -31,5 +31,4 @@ def _by_jsrun(spec: JobSpec) -> tuple[str, ...]:
     return (*words, "--bind", "none", *spec.program)
 
 
-_SUMMARY = "a script for bsub of LSF, with jsrun where that is installed"
-TARGET = Target("lsf", _SUMMARY, render, takes=SCHEDULED | {"array", "notice"}, even=True)
+TARGET = Target("lsf", render, takes=SCHEDULED | {"array", "notice"}, even=True)

@@ -82,7 +82,6 @@ def _elastic(spec: JobSpec) -> tuple[str, ...]:
     return (python, "-m", "hvdtrain", "launch", *ranks, "--discover", DISCOVER, *passed, "--", *spec.arguments)
 
 
-_SUMMARY = "a manifest for Kubernetes' MPI operator; elastic too"
 _TAKES = frozenset({"hosts", "nodes", "gpus_per_node", "cpus_per_rank", "time", "queue", "name", "notice", "requeues"})
 _TAKES |= {"image", "namespace", "elastic", "env"}
-TARGET = Target("mpijob", _SUMMARY, render, takes=_TAKES, even=True, elsewhere=True)
+TARGET = Target("mpijob", render, takes=_TAKES, even=True, elsewhere=True)

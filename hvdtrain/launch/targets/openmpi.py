@@ -48,4 +48,4 @@ def _between_hosts(spec: JobSpec, mpi: Mpi) -> Iterator[str]:
         yield from (*own, to_ssh)
 
 
-TARGET = Target("openmpi", "mpirun of Open MPI 4 or 5", render, takes=BY_MPI, mpi=("openmpi",))
+TARGET = Target("openmpi", render, takes=BY_MPI, mpi=("openmpi",))

@@ -19,4 +19,4 @@ def render(spec: JobSpec) -> Script:
 
 
 _TAKES = SCHEDULED | {"array", "notice", "requeues", "interface"}
-TARGET = Target("slurm", "a script for sbatch of Slurm", render, takes=_TAKES, even=True)
+TARGET = Target("slurm", render, takes=_TAKES, even=True)

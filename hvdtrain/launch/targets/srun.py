@@ -34,4 +34,4 @@ def argv(spec: JobSpec) -> tuple[str, ...]:
 
 
 _TAKES = frozenset({"hosts", "nodes", "gpus_per_node", "cpus_per_rank", "interface", "env"})
-TARGET = Target("srun", "srun inside an allocation of Slurm, over MPI or Gloo", render, takes=_TAKES)
+TARGET = Target("srun", render, takes=_TAKES)
