@@ -66,7 +66,6 @@ def _start(ranks: int, arguments: Sequence[str], variables: dict[str, str]) -> C
     spec = JobSpec(
         arguments=tuple(arguments),
         ranks=ranks,
-        python="python",
         mpi=choice.mpi,
         is_root=os.geteuid() == 0,
         remote_shell=has_remote_shell(variables),

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -85,7 +86,7 @@ def _verify_resume(run_dir: Path, steps: int, sizes: list[int]) -> int:
     folder = Path(tempfile.mkdtemp(prefix="hvdtrain-verify-"))
     try:
         with _ended_by(signal.SIGTERM, signal.SIGHUP):
-            compared = list(verify_resume(config, folder, steps, sizes, _say))
+            compared = list(verify_resume(config, folder, steps, sizes, partial(print, flush=True)))
     except (KeyboardInterrupt, SystemExit):  # after other errors the folder keeps the output of the job
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -114,10 +115,6 @@ def _ended_by(*signals: signal.Signals) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
 
 
 def _table(compared: list[Comparison]) -> str:

@@ -84,56 +84,31 @@ Command = StartAgent | StopAgent | StartWorker | KillWorker | SendMessage | Open
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a job; times in seconds.
+    """Limits of a job; times in seconds."""
 
-    Attributes:
-        start: ranks that the first round waits for.
-        least: fewest ranks of a round.
-        most: most ranks of a round.
-        elastic: whether the job continues when a rank is lost; otherwise the loss ends it.
-        restarts, reset_limit: as the options of ``hvdtrain launch``; None for no limit.
-        hang_timeout_s: a rank that blocks the others this long is killed, later if it computes; 0 for never.
-        elastic_timeout_s: how long to wait with fewer ranks than `least`.
-        start_timeout_s: how long to wait for `start` ranks; `least` are enough afterwards.
-        gloo_timeout_s: after which a rank that does not answer is lost to the others; 0 for that of `gloo_timeout`.
-        debounce_s: pause after a change of membership before ranks are notified, for further changes.
-        debounce_most_s: longest such pause, however many changes follow.
-        cooldown_s: pause before a failed slot or host is tried again; doubles with each failure.
-        cooldown_most_s: longest such pause.
-        forgive_after_s: time in rounds after which a slot's failures are forgotten.
-        silent_s: time without a heartbeat of a rank, which comes each second.
-        lost_s: time without a heartbeat of an agent after which its host is lost.
-        agent_s: time for a started agent to become ready.
-        grace_s: time for the other ranks after the first has finished; infinity: as long as they need.
-        stop_s: time for ranks to save and end, after a stop signal or because there is no place for them.
-        leave_s: time for ranks that have reported that they leave and may still write.
-        end_s: time for dismissed ranks to exit.
-        fruitless: rounds in a row without an optimizer step after which the job fails.
-    """
-
-    start: int
-    least: int
-    most: int
-    elastic: bool = True
-    restarts: int = 0
-    reset_limit: int | None = None
-    hang_timeout_s: float = 60.0
-    elastic_timeout_s: float = 600.0
-    start_timeout_s: float = 600.0
-    gloo_timeout_s: int = 0
-    debounce_s: float = 1.0
-    debounce_most_s: float = 5.0
-    cooldown_s: float = 1.0
-    cooldown_most_s: float = 60.0
-    forgive_after_s: float = 30.0
-    silent_s: float = 5.0
-    lost_s: float = 10.0
-    agent_s: float = 120.0
-    grace_s: float = 30.0
-    stop_s: float = 60.0
-    leave_s: float = 600.0
-    end_s: float = 10.0
-    fruitless: int = 10
+    start: int  # ranks that the first round waits for
+    least: int  # fewest ranks of a round
+    most: int  # most ranks of a round
+    elastic: bool = True  # whether the job continues when a rank is lost; otherwise the loss ends it
+    restarts: int = 0  # as the option of ``hvdtrain launch``
+    reset_limit: int | None = None  # as the option; None for no limit
+    hang_timeout_s: float = 60.0  # a rank that blocks the others this long is killed, later if it computes; 0 for never
+    elastic_timeout_s: float = 600.0  # how long to wait with fewer ranks than `least`
+    start_timeout_s: float = 600.0  # how long to wait for `start` ranks; `least` are enough afterwards
+    gloo_timeout_s: int = 0  # after which a rank that does not answer is lost to the others; 0 for `gloo_timeout`
+    debounce_s: float = 1.0  # pause after a change of membership before ranks are notified, for further changes
+    debounce_most_s: float = 5.0  # longest such pause, however many changes follow
+    cooldown_s: float = 1.0  # pause before a failed slot or host is tried again; doubles with each failure
+    cooldown_most_s: float = 60.0  # longest such pause
+    forgive_after_s: float = 30.0  # time in rounds after which a slot's failures are forgotten
+    silent_s: float = 5.0  # time without a heartbeat of a rank, which comes each second
+    lost_s: float = 10.0  # time without a heartbeat of an agent after which its host is lost
+    agent_s: float = 120.0  # time for a started agent to become ready
+    grace_s: float = 30.0  # time for the other ranks after the first has finished; infinity: as long as they need
+    stop_s: float = 60.0  # time for ranks to save and end, after a stop signal or because there is no place for them
+    leave_s: float = 600.0  # time for ranks that have reported that they leave and may still write
+    end_s: float = 10.0  # time for dismissed ranks to exit
+    fruitless: int = 10  # rounds in a row without an optimizer step after which the job fails
 
     def gloo_timeout(self, size: int) -> int:
         """Return Gloo's timeout for a round of `size` ranks: all connect to all, so more ranks need more time."""

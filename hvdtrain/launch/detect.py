@@ -21,23 +21,14 @@ PROGRAMS = ("srun", "jsrun")
 
 @dataclass(frozen=True)
 class Machine:
-    """Programs of this machine that start ranks.
+    """Programs of this machine that start ranks."""
 
-    Attributes:
-        mpis: MPIs with an mpirun: that of Horovod's library first, then those on PATH.
-        family: of the MPI that Horovod uses: openmpi, mpich (Intel MPI too) or unknown; None without MPI.
-        horovod: whether Horovod is installed.
-        programs: paths of those of `PROGRAMS` that are installed.
-        in_slurm: whether this process is inside an allocation.
-        slurm_mpi: the kinds that ``srun --mpi=list`` names.
-    """
-
-    mpis: tuple[Mpi, ...] = ()
-    family: str | None = None
-    horovod: bool = True
-    programs: Mapping[str, str] = field(default_factory=dict)
-    in_slurm: bool = False
-    slurm_mpi: tuple[str, ...] = ()
+    mpis: tuple[Mpi, ...] = ()  # MPIs with an mpirun: that of Horovod's library first, then those on PATH
+    family: str | None = None  # of the MPI that Horovod uses: openmpi, mpich (Intel MPI too) or unknown; None: no MPI
+    horovod: bool = True  # whether Horovod is installed
+    programs: Mapping[str, str] = field(default_factory=dict)  # paths of those of `PROGRAMS` that are installed
+    in_slurm: bool = False  # whether this process is inside an allocation
+    slurm_mpi: tuple[str, ...] = ()  # the kinds that ``srun --mpi=list`` names
 
     def slurm_mpi_for(self, mpi: Mpi | None) -> str:
         """Return the ``--mpi`` with which srun connects the ranks of an MPI; "" where it cannot."""

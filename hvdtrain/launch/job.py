@@ -36,19 +36,16 @@ class Slot:
 
 @dataclass
 class Host:
-    """A host that was named at some time. `slots`: 0 once it must be vacated.
-
-    `agent`: "" none, "starting", or "ready"; not started before `free_s`; `heard_s`: its last heartbeat.
-    """
+    """A host that was named at some time."""
 
     name: str
     local: bool
-    slots: int = 0
-    agent: str = ""
+    slots: int = 0  # 0 once it must be vacated
+    agent: str = ""  # "" none, "starting", or "ready"
     failures: int = 0
-    free_s: float = NEVER
+    free_s: float = NEVER  # its agent is not started before
     failed: bool = False
-    heard_s: float = NEVER
+    heard_s: float = NEVER  # its last heartbeat
     slots_by_index: dict[int, Slot] = field(default_factory=dict)
 
     def slot_at(self, index: int) -> Slot:
@@ -58,47 +55,28 @@ class Host:
 
 @dataclass(eq=False)
 class Worker:
-    """A living process.
+    """A living process."""
 
-    Attributes:
-        number: unique in the job.
-        round: its current or last round; 0 for none yet.
-        rank: in that round, -1 for none yet.
-        joined: it waits for a place in the next round.
-        step: optimizer steps in its memory, as last reported.
-        leave_reason: why it must make room, "" if it may stay.
-        drained: it received SIGTERM, so its slot gets a cooldown.
-        leaving: why it reported that it ends, "" if it did not.
-        dying: its process is ending, though it may still be visible.
-        dismissed: why it was dismissed, "" if it was not.
-        deadline_s: it is killed if it is alive then.
-        heard_s: time of its last heartbeat, None before the first.
-        idle_s, waiting: from that heartbeat.
-        stopped_s: since when its process is stopped, for example by SIGSTOP; None if it runs.
-        busy_s: when it was last found to compute.
-        entered_s: when its round began.
-    """
-
-    number: int
+    number: int  # unique in the job
     host: str
     slot: int
     started_s: float
-    round: int = 0
-    rank: int = -1
-    joined: bool = False
-    step: int = -1
-    leave_reason: str = ""
-    drained: bool = False
-    leaving: str = ""
-    dying: bool = False
-    dismissed: str = ""
-    deadline_s: float = float("inf")
-    heard_s: float | None = None
-    idle_s: float = 0.0
-    waiting: bool = False
-    stopped_s: float | None = None
-    busy_s: float = NEVER
-    entered_s: float = NEVER
+    round: int = 0  # its current or last round; 0 for none yet
+    rank: int = -1  # in that round, -1 for none yet
+    joined: bool = False  # it waits for a place in the next round
+    step: int = -1  # optimizer steps in its memory, as last reported
+    leave_reason: str = ""  # why it must make room, "" if it may stay
+    drained: bool = False  # it received SIGTERM, so its slot gets a cooldown
+    leaving: str = ""  # why it reported that it ends, "" if it did not
+    dying: bool = False  # its process is ending, though it may still be visible
+    dismissed: str = ""  # why it was dismissed, "" if it was not
+    deadline_s: float = float("inf")  # it is killed if it is alive then
+    heard_s: float | None = None  # time of its last heartbeat, None before the first
+    idle_s: float = 0.0  # from that heartbeat
+    waiting: bool = False  # from that heartbeat
+    stopped_s: float | None = None  # since when its process is stopped, for example by SIGSTOP; None if it runs
+    busy_s: float = NEVER  # when it was last found to compute
+    entered_s: float = NEVER  # when its round began
 
     @property
     def can_stay(self) -> bool:
@@ -128,15 +106,13 @@ class Job:
     commands: list[Command] = field(default_factory=list)
     workers_started: int = 0
     round: int = 0
-    is_fresh: bool = True
-    """No round since the start or restart: no worker holds a state."""
+    is_fresh: bool = True  # no round since the start or restart: no worker holds a state
     broken: bool = False
     changed: bool = False
     restarts: int = 0
     fruitless_rounds: int = 0
     began_step: int = -1
-    began_s: float = 0.0
-    """Time of the start or restart."""
+    began_s: float = 0.0  # time of the start or restart
     fault_s: float | None = None
     joined_s: float = NEVER
     wish: frozenset[int] = frozenset()
@@ -146,13 +122,10 @@ class Job:
     code: int = 0
     deadline_s: float = float("inf")
     size: int = 0
-    trained: bool = False
-    """A rank has reported a step: there may be a checkpoint."""
+    trained: bool = False  # a rank has reported a step: there may be a checkpoint
     spoiled: str = ""
-    last_code: int = 0
-    """Exit code of the last failed rank."""
-    failures: list[str] = field(default_factory=list)
-    """The latest failures, for the message that ends the job."""
+    last_code: int = 0  # exit code of the last failed rank
+    failures: list[str] = field(default_factory=list)  # the latest, for the message that ends the job
 
     def remember_failure(self, failure: str) -> None:
         """Remember a failure for the message that ends the job."""
@@ -185,7 +158,3 @@ class Job:
     def log_event(self, name: str, text: str = "", **facts: Any) -> None:
         """Log an event, and show it to the user if it has a text."""
         self.commands.append(Event(name, facts, text))
-
-    def step(self) -> int:
-        """Return the newest step of a living worker."""
-        return max((w.step for w in self.workers.values()), default=-1)

