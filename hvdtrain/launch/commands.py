@@ -50,17 +50,10 @@ class SendMessage:
 
 @dataclass(frozen=True)
 class OpenRound:
-    """Open the store of a round with `keys`; drop the keys of earlier rounds."""
+    """Open the store of a round with `keys`; refuse requests for earlier rounds. Round 0: only close the store."""
 
     round: int
     keys: dict[str, str]
-
-
-@dataclass(frozen=True)
-class CloseRound:
-    """Close the store of a broken round: further requests are refused."""
-
-    round: int
 
 
 @dataclass(frozen=True)
@@ -79,7 +72,7 @@ class End:
     code: int
 
 
-Command = StartAgent | StopAgent | StartWorker | KillWorker | SendMessage | OpenRound | CloseRound | Event | End
+Command = StartAgent | StopAgent | StartWorker | KillWorker | SendMessage | OpenRound | Event | End
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from typing import Any
 from hvdtrain.launch import discovery
 from hvdtrain.launch.agent_link import END_S, AgentLink
 from hvdtrain.launch.commands import (
-    CloseRound,
     Command,
     End,
     Event,
@@ -164,8 +163,6 @@ class Driver:
                 self._send(command.host, "kill", worker=command.worker, after_s=command.after_s)
             elif isinstance(command, OpenRound):
                 self._relay.open(command.round, command.keys)
-            elif isinstance(command, CloseRound):
-                self._relay.close(command.round)
             elif isinstance(command, StartAgent):
                 self._start_agent(command.host)
             elif isinstance(command, StopAgent):

@@ -82,14 +82,9 @@ class Relay:
         self._put_bytes = 0
 
     def open(self, number: int, keys: Mapping[str, str]) -> None:
-        """Begin a round with `keys`, as text."""
+        """Begin a round with `keys`, as text. Number 0: no round; requests are refused."""
         self._round, self._put, self._put_bytes = number, {}, 0
         self._send("open", round=number, keys=dict(keys))
-
-    def close(self, number: int) -> None:
-        """End a round if it is the newest: further requests for its keys are refused."""
-        if number == self._round:
-            self.open(0, {})
 
     def put(self, number: int, key: str, value: str) -> None:
         """Queue a value until `flush`: many values share a message, as a thousand ranks put at once."""

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from signal import Signals
 
-from hvdtrain.launch.commands import CloseRound, OpenRound
+from hvdtrain.launch.commands import OpenRound
 from hvdtrain.launch.job import Host, Job, Phase, Worker
 from hvdtrain.launch.job_end import dismiss, fail, last_failures
 
@@ -17,7 +17,7 @@ def break_round(job: Job, why: str) -> None:
         return
     job.broken = True
     job.fault_s = job.now_s
-    job.commands.append(CloseRound(job.round))
+    job.commands.append(OpenRound(0, {}))
     for worker in job.in_round():
         job.send(worker, "broken", round=job.round, why=why)
     job.log_event("broken", round=job.round, why=why)

@@ -94,13 +94,12 @@ class TestRelay:
         relay.flush()
         assert sent.take() == [("keys", 1, {key: f"value of {key}" for key in "xyz"})]
 
-    def test_only_the_end_of_the_newest_round_closes_the_stores(self) -> None:
+    def test_what_waits_when_the_stores_close_is_not_sent(self) -> None:
         sent = Sent()
         relay = Relay(sent)
         relay.open(2, {})
         relay.put(2, "x", "waits")
-        relay.close(1)
-        relay.close(2)
+        relay.open(0, {})
         relay.flush()
         relay.put(2, "x", "late")
         relay.flush()

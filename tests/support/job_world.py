@@ -144,7 +144,7 @@ class World:
                 if worker.alive:
                     self.exit(worker, -9)
             elif isinstance(command, OpenRound):
-                self.rounds.append([])
+                self.rounds += [[]] if command.round else []
             elif isinstance(command, SendMessage):
                 self._tell(self.workers[command.worker], command)
             elif isinstance(command, Event):
