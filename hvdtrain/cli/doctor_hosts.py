@@ -50,11 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Refuse combinations of options that make no sense.
-
-    Errors:
-        ConfigError: an option needs another one, or excludes it.
-    """
+    """Raise ConfigError where an option needs another one, or excludes it."""
     model = options.model_parameters is not None
     if model != (options.step_ms is not None):
         what = "--model_parameters and --step_ms must be given together"

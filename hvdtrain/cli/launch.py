@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from hvdtrain.cli.launch_options import given, parse
@@ -24,6 +23,7 @@ from hvdtrain.launch.spec import Command, JobSpec, Script
 from hvdtrain.launch.targets import TARGETS
 from hvdtrain.launch.worker_plan import Plan, describe_plan
 from hvdtrain.observe.shell_commands import command_line
+from hvdtrain.observe.unfailing import unfailing
 from hvdtrain.programs import run_program
 from hvdtrain.runtime.environment import LAUNCH_OPTIONS, environ, launch_options_text
 
@@ -75,10 +75,8 @@ def say(text: str) -> None:
 
 def _show(text: str, err: bool) -> None:
     stream = sys.stderr if err else sys.stdout
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    text = text.encode(encoding, "backslashreplace").decode(encoding)  # the terminal may not support the characters
-    with suppress(OSError):  # a closed terminal or `head` must not end training
-        print(text, file=stream, flush=True)
+    if stream is not None:  # a closed terminal or `head` must not end training
+        print(text, file=unfailing(stream), flush=True)
 
 
 def _drive(plan: Plan, dry_run: bool) -> int:

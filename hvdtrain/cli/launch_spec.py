@@ -176,11 +176,7 @@ def _is_program(words: Sequence[str]) -> bool:
 
 
 def _refuse_missing(words: Sequence[str]) -> None:
-    """Check that the program is on this machine and executable.
-
-    Errors:
-        LaunchError: it is not.
-    """
+    """Raise LaunchError where the program is not on this machine or not executable."""
     name = words[0]
     if name in PYTHON or shutil.which(name) is not None:
         return

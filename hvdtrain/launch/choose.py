@@ -122,11 +122,7 @@ def _fitting(to: str, flavours: tuple[str, ...], machine: Machine) -> Mpi:
 
 
 def refuse_options(to: str, given: Collection[str]) -> None:
-    """Refuse options that a target does not use, instead of ignoring them.
-
-    Errors:
-        LaunchError: such an option.
-    """
+    """Raise LaunchError for an option that the target does not use, instead of ignoring it."""
     takes = COMMON | (OWN_TAKES if to == OWN else TARGETS[to].takes)
     wrong = next((option for option in given if option not in takes), None)
     if wrong is None:
@@ -141,11 +137,7 @@ def refuse_options(to: str, given: Collection[str]) -> None:
 
 
 def refuse_shape(spec: JobSpec, to: str) -> None:
-    """Refuse numbers of ranks, hosts and GPUs that do not fit together.
-
-    Errors:
-        LaunchError: they do not.
-    """
+    """Raise LaunchError where the numbers of ranks, hosts and GPUs do not fit together."""
     slots = sum(spec.hosts.values())
     if spec.hosts and spec.discover is None and slots < spec.ranks:
         raise LaunchError(

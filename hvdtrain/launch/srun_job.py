@@ -121,22 +121,18 @@ class Tasks:
     """The tasks of this srun, for signals. `job`: scancel's id of it."""
 
     def __init__(self, job: str) -> None:
-        self._job, self._step = job, ""
-
-    @property
-    def has_step(self) -> bool:
-        """Whether the tasks have published their step."""
-        return bool(self._step)
+        self._job = job
+        self.step = ""  # its number, once the tasks have published it
 
     def set_step(self, step: bytes) -> None:
         """Set the number of the step, as text. Ignores anything else, as it becomes part of a command line."""
         if re.fullmatch(rb"[0-9]{1,9}", step):
-            self._step = step.decode()
+            self.step = step.decode()
 
     def signal(self, name: str) -> None:
         """Send a signal, such as ``TERM``. An error is reported and ignored."""
         try:
-            done = run_program(["scancel", f"--signal={name}", f"{self._job}.{self._step}"], _SCANCEL_S)
+            done = run_program(["scancel", f"--signal={name}", f"{self._job}.{self.step}"], _SCANCEL_S)
             found = done.err.strip() or (f"scancel ended with exit code {done.code}" if done.code else "")
         except OSError as error:
             found = str(error)
@@ -152,7 +148,7 @@ def _run(srun: Sequence[str], environ: Mapping[str, str], tasks: Tasks) -> int:
     def heard(number: int, frame: FrameType | None) -> None:
         if process is None:
             early.append(signal.Signals(number))
-        elif tasks.has_step:
+        elif tasks.step:
             tasks.signal(_FORWARDED[signal.Signals(number)])
         elif number != signal.SIGUSR1:
             process.terminate()

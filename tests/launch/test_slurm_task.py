@@ -94,9 +94,9 @@ def test_only_a_number_is_accepted_as_a_step() -> None:
     tasks = Tasks("7")
     for text in (b"", b"0 --user=root", b"-1", b"1\n", b"batch"):
         tasks.set_step(text)
-        assert not tasks.has_step
+        assert not tasks.step
     tasks.set_step(b"12")
-    assert tasks.has_step
+    assert tasks.step
 
 
 def test_a_job_of_an_array_is_named_alone() -> None:
