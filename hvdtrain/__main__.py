@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
         code: int = import_module(COMMANDS[name][0]).main(arguments)
     except Exception as error:  # mostly of the user's code, which some commands import
         from hvdtrain.cli.ending import end, show
-        from hvdtrain.observe.failure.failure_output import FailureOutput
+        from hvdtrain.observe.output import FailureOutput
 
         return end(error, None, FailureOutput(show))
     return code

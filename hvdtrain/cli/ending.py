@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from types import TracebackType
 
 from hvdtrain.errors import USAGE, ConfigError, HvdtrainError, TaskError, UnusableRunDirectoryError
-from hvdtrain.observe.failure.failure_output import FailureOutput
 from hvdtrain.observe.failure.fault import is_installed
+from hvdtrain.observe.output import FailureOutput
 from hvdtrain.runtime.environment import RankInfo, rank_label
 
 EXIT_OF_SIGNAL = {"SIGTERM": 143, "SIGINT": 130}

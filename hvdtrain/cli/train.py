@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 
 from hvdtrain.cli.ending import EXIT_OF_SIGNAL, end, show
 from hvdtrain.config.spelling import declared_spelling
-from hvdtrain.observe.failure.failure_output import FailureOutput
+from hvdtrain.observe.output import FailureOutput, make_output_unfailing
 from hvdtrain.observe.progress import duration, table
 from hvdtrain.observe.shell_commands import command_line, relative_to_start, resume_command
-from hvdtrain.observe.unfailing import make_output_unfailing
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.driver_client import NoPlace
 from hvdtrain.runtime.environment import RankInfo

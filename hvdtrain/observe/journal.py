@@ -18,8 +18,7 @@ from typing import Any
 import orjson
 
 from hvdtrain.errors import RunDirectoryError
-from hvdtrain.observe.encodable import plain
-from hvdtrain.observe.failure.failure_output import to_stderr
+from hvdtrain.observe.output import plain, to_stderr
 
 _LIMIT = 50_000
 """Lines in memory at most: about 20 MB, an hour of steps of 70 ms."""

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from hvdtrain.observe.unfailing import unfailing
+from hvdtrain.observe.output import unfailing
 
 if TYPE_CHECKING:
     from rich.live import Live

@@ -17,9 +17,9 @@ from contextlib import suppress
 from typing import Any
 
 from hvdtrain.observe.failure import process_states
-from hvdtrain.observe.failure.failure_output import to_stderr
 from hvdtrain.observe.failure.reporter import Reporter
 from hvdtrain.observe.failure.statement import WATCHDOG_THREAD
+from hvdtrain.observe.output import to_stderr
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.clock import steady_s
 

@@ -9,7 +9,7 @@ from typing import Any
 from hvdtrain.comm.rounds import CHANGED, FAILED, STARTED, Rounds
 from hvdtrain.config.parse import RunConfig
 from hvdtrain.engine.make import check_compression
-from hvdtrain.observe.failure.failure_output import FailureOutput
+from hvdtrain.observe.output import FailureOutput
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.driver_client import JobFailed
 from hvdtrain.runtime.environment import RankInfo

@@ -10,7 +10,7 @@ import pytest
 from hvdtrain.cli.ending import end
 from hvdtrain.errors import TaskError
 from hvdtrain.loading import load
-from hvdtrain.observe.failure.failure_output import FailureOutput
+from hvdtrain.observe.output import FailureOutput
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,11 @@ import pytest
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.observe import watchdog as module
 from hvdtrain.observe.failure import reporter as reporter_module
-from hvdtrain.observe.failure.failure_output import FailureOutput
 from hvdtrain.observe.failure.mailbox import open_mailbox
 from hvdtrain.observe.failure.process_states import GONE, RUNNING, UNKNOWN, started
 from hvdtrain.observe.failure.reporter import JobFacts, Reporter
 from hvdtrain.observe.failure.statement import CURRENT, STALLED, RankProcess, StatementMaker, this_process
+from hvdtrain.observe.output import FailureOutput
 from hvdtrain.observe.watchdog import EXIT_FAILED, EXIT_STALLED, Patience, Watchdog
 from hvdtrain.spans import Spans
 from tests.support.launch import TIMEOUT_S

@@ -15,7 +15,7 @@ from types import TracebackType
 from msgspec import Struct
 
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.observe.encodable import encodable
+from hvdtrain.observe.output import encodable
 
 _OUTER = ("hvdtrain.training.diagnostics.failure_report", "hvdtrain.training.session")
 _LONGEST = 20_000

@@ -15,13 +15,12 @@ from typing import Any
 from msgspec.structs import replace
 
 from hvdtrain.files import write_text
-from hvdtrain.observe.encodable import encodable
 from hvdtrain.observe.failure import card
-from hvdtrain.observe.failure.failure_output import FailureOutput, to_stderr
 from hvdtrain.observe.failure.mailbox import Mailbox
 from hvdtrain.observe.failure.process_states import DEAD, STOPPED, UNKNOWN, UNREACHABLE, memory, oom_kills
 from hvdtrain.observe.failure.statement import CURRENT, FAILED, STALLED, Statement, StatementMaker
 from hvdtrain.observe.failure.verdict import STALL, SilentRank, find_cause, pending_collectives
+from hvdtrain.observe.output import FailureOutput, encodable, to_stderr
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.clock import steady_s
 

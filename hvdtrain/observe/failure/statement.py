@@ -14,9 +14,9 @@ from typing import Any
 from msgspec import Struct
 
 from hvdtrain.comm.rounds import in_collective
-from hvdtrain.observe.encodable import encodable
 from hvdtrain.observe.failure import process_states
 from hvdtrain.observe.failure.fault import Fault, bare_fault, fault
+from hvdtrain.observe.output import encodable
 from hvdtrain.runtime.clock import steady_s
 from hvdtrain.spans import MAIN, Spans
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from hvdtrain.config.schema import Config
 from hvdtrain.engine.base import Engine
 from hvdtrain.errors import UnreadableCheckpointError
-from hvdtrain.observe.failure.failure_output import FailureOutput
 from hvdtrain.observe.failure.mailbox import crash_notes, open_mailbox
 from hvdtrain.observe.failure.process_states import memory
 from hvdtrain.observe.failure.reporter import JobFacts, Reporter, archive_old_card
 from hvdtrain.observe.failure.statement import StatementMaker, this_process
+from hvdtrain.observe.output import FailureOutput
 from hvdtrain.observe.shell_commands import relative_to_start, resume_command, resume_program
 from hvdtrain.observe.watchdog import Watchdog
 from hvdtrain.run_layout import RunLayout

@@ -13,11 +13,11 @@ import pytest
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.observe.failure import reporter as module
-from hvdtrain.observe.failure.failure_output import FailureOutput
 from hvdtrain.observe.failure.mailbox import Mailbox, open_mailbox
 from hvdtrain.observe.failure.process_states import UNKNOWN, UNREACHABLE
 from hvdtrain.observe.failure.reporter import JobFacts, Reporter, archive_old_card
 from hvdtrain.observe.failure.statement import STALLED, StatementMaker, this_process
+from hvdtrain.observe.output import FailureOutput
 from hvdtrain.spans import Spans
 from tests.support.launch import TIMEOUT_S
 from tests.support.thread_comm import on_ranks

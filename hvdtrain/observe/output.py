@@ -1,11 +1,38 @@
-"""Output streams that raise no errors: unwritable text is lost, text that cannot be encoded is escaped."""
+"""Output that raises no errors: text that can always be encoded, streams that lose what they cannot write."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TextIO, cast
+
+_LARGEST = 1 << 63
+
+
+def encodable(text: str) -> str:
+    """Return the text with lone surrogates, which UTF-8 cannot encode, as escapes."""
+    return text.encode("utf-8", errors="backslashreplace").decode("utf-8")
+
+
+def plain(value: Any) -> Any:
+    """Return the value in types of JSON. A value of any other type becomes its ``repr``."""
+    if value is None or isinstance(value, (bool, float)):
+        return value
+    if isinstance(value, int):
+        return int(value) if -_LARGEST <= value < _LARGEST else str(value)
+    if isinstance(value, str):
+        return encodable(value)
+    if isinstance(value, Mapping):
+        return {encodable(str(name)): plain(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(part) for part in value]
+    try:
+        return encodable(repr(value))
+    except Exception:  # the user's own __repr__ may raise
+        return f"({type(value).__name__})"
 
 
 class Unfailing:
@@ -55,3 +82,22 @@ def make_output_unfailing() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(1 if name == "stdout" else 2, "w", encoding="utf-8", closefd=False))
         setattr(sys, name, unfailing(getattr(sys, name)))
+
+
+def to_stderr(text: str) -> None:
+    """Write a text by one system call: a stuck thread may hold the locks of Python's own buffers."""
+    with suppress(OSError):
+        os.write(2, text.encode(errors="replace"))
+
+
+@dataclass
+class FailureOutput:
+    """Where the card of a raised error is shown.
+
+    Attributes:
+        show: shows the card. The command line prints it last; the Python API does not, because Python prints the error.
+        reported: whether this rank or another one has reported the raised error. Then the caller prints nothing.
+    """
+
+    show: Callable[[str], None] = lambda text: None
+    reported: bool = False

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 from contextlib import suppress
 
+from hvdtrain.observe.output import unfailing
 from hvdtrain.observe.progress import Progress
-from hvdtrain.observe.unfailing import unfailing
 
 
 def test_what_cannot_be_written_is_lost() -> None:
