@@ -620,7 +620,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/training/test_worker_state.py",
     ),
     _new(
-        "state/commits.py",
+        "state/snapshot.py",
         "if not synchronized and state.exchange is not None and (exchange := state.exchange.synchronized_state()):",
         "if synchronized and state.exchange is not None and (exchange := state.exchange.synchronized_state()):",
         "a commit holds one rank's residuals instead of the mean",

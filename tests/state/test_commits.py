@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hvdtrain.engine.make import make_engine
-from hvdtrain.state.commits import MAX_COST, Commits, is_commit_due
+from hvdtrain.state.snapshot import MAX_COST, Commits, is_commit_due
 from hvdtrain.state.train_state import Progress, TrainState
 from tests.support.thread_comm import ThreadComm, on_ranks
 

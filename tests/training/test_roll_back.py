@@ -18,7 +18,7 @@ from hvdtrain.data.order import positions_without
 from hvdtrain.errors import NonFiniteError
 from hvdtrain.observe.past_journal import read_journal, read_steps
 from hvdtrain.state.checkpoint_store import CheckpointStore
-from hvdtrain.state.commits import Commits
+from hvdtrain.state.snapshot import Commits
 from hvdtrain.state.train_state import Progress, TrainState
 from hvdtrain.training.elastic.roll_back import RollBack, SpoiledSteps, first_position, merge_ranges
 from hvdtrain.verify.data import verify_data

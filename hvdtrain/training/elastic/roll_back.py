@@ -11,7 +11,7 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.errors import NonFiniteError
 from hvdtrain.state.checkpoint_store import CheckpointStore
-from hvdtrain.state.commits import Commits
+from hvdtrain.state.snapshot import Commits
 from hvdtrain.state.train_state import Progress, TrainState
 
 MAX_ROLL_BACKS = 3
