@@ -163,7 +163,7 @@ def test_a_run_without_progress_is_ended_and_reported(reporter: Reporter, capfd:
         ended.wait()
     assert ended.codes[0] == EXIT_STALLED
     assert "in data before the first step" in capfd.readouterr().err
-    assert reporter.mailbox.statements()[0].kind == STALLED
+    assert reporter.mailbox.statements({})[0].kind == STALLED
 
 
 def test_a_run_that_makes_progress_is_left_alone(reporter: Reporter) -> None:
@@ -217,7 +217,7 @@ def test_another_ranks_failure_is_answered_once_and_followed(
         other.mark_reported()
         ended.wait()
     assert ended.codes[0] == EXIT_FAILED
-    assert {s.process.rank: s.kind for s in reporter.mailbox.statements()} == {0: CURRENT, 1: CURRENT}
+    assert {s.process.rank: s.kind for s in reporter.mailbox.statements({})} == {0: CURRENT, 1: CURRENT}
     assert "the run failed, see" in capfd.readouterr().err
 
 

@@ -16,11 +16,11 @@ sees the folder that rank 0 created. A rank without a shared file system reports
 
 from __future__ import annotations
 
-import os
+import faulthandler
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,7 +48,7 @@ class Mailbox:
         folder: RUN/.ranks/NONCE, absolute; None where this rank does not see it.
         ranks: every rank, this one included.
         visible: ranks with processes that this rank sees in /proc.
-        reachable: ranks that see the folder.
+        reachable: ranks whose statements this rank sees.
     """
 
     folder: Path | None
@@ -68,12 +68,11 @@ class Mailbox:
         """
         return any(True for _ in self._names("said"))
 
-    def statements(self, known: dict[str, Statement] | None = None) -> list[Statement]:
+    def statements(self, known: dict[str, Statement]) -> list[Statement]:
         """Return one statement for each rank that made one: the most informative kind.
 
         `known` holds statements that were read before, by file. They are not read again; new ones are added.
         """
-        known = {} if known is None else known
         for name in self._names("said"):
             if name not in known and (statement := self._get(f"said/{name}", Statement)):
                 known[name] = statement
@@ -110,10 +109,6 @@ class Mailbox:
             if state not in process_states.DEAD or not self.has_finished(rank)
         }
 
-    def can_reach(self, rank: int) -> bool:
-        """Return whether this rank sees the statements of `rank`."""
-        return self.folder is not None and rank in self.reachable
-
     def crash_text(self, rank: int) -> str:
         """Return the trace that Python wrote when the rank crashed."""
         if self.folder is not None:
@@ -121,20 +116,15 @@ class Mailbox:
                 return (self.folder / f"fatal/{rank:05d}").read_text(errors="replace").strip()
         return ""
 
-    def crash_file(self) -> Path | None:
-        """Return the file that Python writes to if this rank crashes."""
-        return self.folder / f"fatal/{self.process.rank:05d}" if self.folder is not None else None
-
     def claim_card(self, number: int) -> bool:
         """Return whether this rank is the one to write the card, at attempt `number` (from 0)."""
-        if self.folder is None:
-            return True
-        try:
-            os.close(os.open(self.folder / f"card.{number}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-        except FileExistsError:
-            return False
-        except OSError:  # the disk is full or lost: two cards are better than none
-            return True
+        if self.folder is not None:
+            try:
+                (self.folder / f"card.{number}").touch(exist_ok=False)
+            except FileExistsError:
+                return False
+            except OSError:
+                return True  # the disk is full or lost: two cards are better than none
         return True
 
     def renew_claim(self, number: int) -> None:
@@ -198,7 +188,8 @@ def open_mailbox(directory: Path, comm: Comm, process: RankProcess) -> Mailbox:
     place = on_rank_0(comm, lambda: _make(directory), name="mailbox")
     folder = Path(place) if place and (Path(place) / "said").is_dir() else None
     everyone = allgather_json(comm, {**msgspec.to_builtins(process), "sees": folder is not None}, name="mailbox/ranks")
-    reachable = frozenset(rank for rank, facts in enumerate(everyone) if facts.pop("sees"))
+    sees = [facts.pop("sees") for facts in everyone]
+    reachable = {rank for rank, seen in enumerate(sees) if seen and folder is not None}
     ranks = tuple(RankProcess(**facts) for facts in everyone)
     # A container may share the host's name, but not its process IDs: only processes found now are looked up later.
     visible = {
@@ -206,7 +197,7 @@ def open_mailbox(directory: Path, comm: Comm, process: RankProcess) -> Mailbox:
         for r in ranks
         if r.rank != process.rank and r.host == process.host and process_states.started(r.pid) == r.began
     }
-    return Mailbox(folder, process, ranks, frozenset(visible), reachable)
+    return Mailbox(folder, process, ranks, frozenset(visible), frozenset(reachable))
 
 
 def _make(directory: Path) -> str:
@@ -232,20 +223,10 @@ def _remove(folder: Path) -> None:
 @contextmanager
 def crash_notes(mailbox: Mailbox) -> Iterator[None]:
     """Let Python's faulthandler write to the mailbox if native code crashes, unless it is already in use."""
-    import faulthandler
-
-    path = mailbox.crash_file()
-    if path is None or faulthandler.is_enabled():
+    with ExitStack() as closing:
+        if mailbox.folder is not None and not faulthandler.is_enabled():
+            with suppress(OSError):
+                file = (mailbox.folder / f"fatal/{mailbox.process.rank:05d}").open("w")
+                faulthandler.enable(file=closing.enter_context(file))
+                closing.callback(faulthandler.disable)
         yield
-        return
-    try:
-        file = path.open("w")
-    except OSError:
-        yield
-        return
-    with file:
-        faulthandler.enable(file=file)
-        try:
-            yield
-        finally:
-            faulthandler.disable()

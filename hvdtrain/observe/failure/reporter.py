@@ -185,13 +185,8 @@ class Reporter:
             found = {s.process.rank: s for s in self.mailbox.statements(known)}
             found.setdefault(own.process.rank, own)
             states = self.mailbox.states()
-            awaited = [
-                rank
-                for rank in self.mailbox.reachable
-                if self.mailbox.can_reach(rank)
-                and rank not in found
-                and states.get(rank, UNKNOWN) not in (*DEAD, STOPPED)
-            ]
+            halted = {rank for rank, state in states.items() if state in (*DEAD, STOPPED)}
+            awaited = self.mailbox.reachable - found.keys() - halted
             if not awaited or time.monotonic() >= deadline:
                 break
             time.sleep(_POLL_S)
@@ -202,9 +197,7 @@ class Reporter:
             if rank not in found and not self.mailbox.has_finished(rank):
                 last = beats.get(rank, {})
                 last = {**last, "ago_s": max(0.0, round(now - last["time"], 1))} if "time" in last else {}
-                state = states.get(rank, UNKNOWN)
-                if state not in (*DEAD, STOPPED) and not self.mailbox.can_reach(rank):
-                    state = UNREACHABLE
+                state = states.get(rank, UNKNOWN) if rank in self.mailbox.reachable | halted else UNREACHABLE
                 silent.append(SilentRank(process, state, self.mailbox.crash_text(rank), last))
         return [found[rank] for rank in sorted(found)], silent
 

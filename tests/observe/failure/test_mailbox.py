@@ -6,6 +6,7 @@ import dataclasses
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import msgspec
 import pytest
 
 from hvdtrain.comm.base import Comm
+from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.observe.failure.fault import Fault
 from hvdtrain.observe.failure.mailbox import Mailbox, open_mailbox
 from hvdtrain.observe.failure.process_states import GONE, RUNNING, started
@@ -44,14 +46,14 @@ def test_every_rank_gets_the_answers_of_the_others(tmp_path: Path) -> None:
     for mailbox, statement in zip((mailboxes[0], mailboxes[2]), said, strict=True):
         mailbox.post_statement(statement)
     assert all(mailbox.has_statements() for mailbox in mailboxes)
-    assert all(mailbox.statements() == said for mailbox in mailboxes)
+    assert all(mailbox.statements({}) == said for mailbox in mailboxes)
 
 
 def test_of_several_statements_of_a_rank_the_one_that_says_more_counts(tmp_path: Path) -> None:
     mailbox = _mailboxes(tmp_path, 1)[0]
     for kind in (STALLED, FAILED, CURRENT):
         mailbox.post_statement(_of(mailbox, kind))
-    assert [s.kind for s in mailbox.statements()] == [FAILED]
+    assert [s.kind for s in mailbox.statements({})] == [FAILED]
 
 
 def test_one_rank_alone_claims_a_card(tmp_path: Path) -> None:
@@ -78,7 +80,7 @@ def test_what_is_half_written_or_strange_is_passed_over(tmp_path: Path) -> None:
     mailbox = _mailboxes(tmp_path, 1)[0]
     assert mailbox.folder is not None
     (mailbox.folder / "said/00001.failed").write_text('{"kind"')
-    assert mailbox.statements() == []
+    assert mailbox.statements({}) == []
     assert mailbox.has_statements()
 
 
@@ -86,8 +88,19 @@ def test_a_rank_that_does_not_see_the_folder_speaks_for_itself(tmp_path: Path) -
     mailbox = dataclasses.replace(_mailboxes(tmp_path, 1)[0], folder=None)
     mailbox.post_statement(_of(mailbox, FAILED))
     mailbox.post_heartbeat({"step": 1})
-    assert not mailbox.has_statements() and mailbox.statements() == [] and mailbox.heartbeats() == {}
+    assert not mailbox.has_statements() and mailbox.statements({}) == [] and mailbox.heartbeats() == {}
     assert mailbox.claim_card(0) and not mailbox.is_reported() and not mailbox.has_finished(0)
+
+
+def test_only_ranks_that_see_the_folder_read_each_others_statements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def not_mounted_on_rank_1(comm: Comm, action: Callable[[], str], *, name: str) -> str:
+        place = on_rank_0(comm, action, name=name)
+        return place if comm.rank != 1 else str(tmp_path / "not mounted")
+
+    monkeypatch.setattr("hvdtrain.observe.failure.mailbox.on_rank_0", not_mounted_on_rank_1)
+    assert [sorted(mailbox.reachable) for mailbox in _mailboxes(tmp_path)] == [[0, 2], [], [0, 2]]
 
 
 def test_a_folder_that_cannot_be_made_is_done_without(tmp_path: Path) -> None:
@@ -151,14 +164,13 @@ def test_no_rank_is_missed_while_the_folder_is_removed(tmp_path: Path, monkeypat
 
 
 def test_without_a_folder_a_dead_process_is_found_without_the_others_reports(tmp_path: Path) -> None:
-    mailbox = dataclasses.replace(_mailboxes(tmp_path, 1)[0], folder=None, reachable=frozenset({0, 1}))
+    mailbox = dataclasses.replace(_mailboxes(tmp_path, 1)[0], folder=None)
     with subprocess.Popen([sys.executable, "-c", ""]) as child:
         began = started(child.pid) or 0
     mailbox = dataclasses.replace(
         mailbox, ranks=(mailbox.process, RankProcess(1, "a", child.pid, began)), visible=frozenset({1})
     )
     assert mailbox.states() == {1: GONE}
-    assert not mailbox.can_reach(1)
 
 
 def test_a_statement_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
