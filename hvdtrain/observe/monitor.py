@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import psutil
+
 log = logging.getLogger(__name__)
 
 EVERY_S = 10.0
@@ -73,10 +75,6 @@ class Monitor:
         return {**self._host(), **self.device(), **self._allocator()}
 
     def _host(self) -> dict[str, Any]:
-        try:
-            import psutil
-        except ImportError:
-            return {}
         memory = psutil.virtual_memory()
         figures = {
             "host_memory_used_bytes": memory.total - memory.available,

@@ -17,7 +17,7 @@ from hvdtrain.observe.clocks import Clocks
 from hvdtrain.observe.host_load import throttle_text
 from hvdtrain.observe.journal import LineFile
 from hvdtrain.observe.past_journal import journal_lines
-from hvdtrain.observe.stamps import COLUMNS, DURATIONS, MOMENTS, unpack
+from hvdtrain.observe.stamps import COLUMNS, DURATIONS, MOMENTS, Block, unpack
 from hvdtrain.observe.step_format import BlockLine, ClockLine, StartLine
 
 _WRITTEN = MOMENTS[:4]
@@ -59,14 +59,13 @@ class StepFile:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write the line of a block and show its event."""
-        first, stamps, facts = unpack(record["message"])
-        ranks, steps, _ = stamps.shape
-        sent, received = (stamps[:, :, MOMENTS.index(name)] for name in ("sent", "received"))
+        block = unpack(record["message"])
+        sent, received = (block.stamps[:, :, MOMENTS.index(name)] for name in ("sent", "received"))
         self.clocks.add_bounds(sent, received)
-        offsets = self._offsets(stamps[:, -1, MOMENTS.index("end")].tolist())
-        self.append(block_line(first, stamps, facts, offsets, self.origin_us))
-        if ranks > 1:
-            self.show(ranks_event(first + steps - 1, stamps, offsets))
+        offsets = self._offsets(block.stamps[:, -1, MOMENTS.index("end")].tolist())
+        self.append(block_line(block, offsets, self.origin_us))
+        if len(offsets) > 1:
+            self.show(ranks_event(block, offsets))
 
     def append(self, line: StartLine | BlockLine) -> None:
         """Append a line, unless an earlier one failed."""
@@ -90,23 +89,9 @@ class StepFile:
         return [self.clocks.offset(rank, us) for rank, us in enumerate(times_us)]
 
 
-def block_line(
-    first: int,
-    stamps: NDArray[np.float64],
-    facts: Mapping[str, Sequence[float]],
-    offsets: Sequence[Offset],
-    origin_us: float,
-) -> BlockLine:
-    """Return the line of a block.
-
-    Args:
-        first: number of the first step.
-        stamps: microseconds of `COLUMNS`, by each rank's own clock [ranks, steps, columns].
-        facts: by name, a number per rank, NaN if unknown.
-        offsets: of the ranks' clocks.
-        origin_us: zero of the written times, by rank 0's clock.
-    """
-    values = stamps.transpose(2, 0, 1).copy()  # [columns, ranks, steps]
+def block_line(block: Block, offsets: Sequence[Offset], origin_us: float) -> BlockLine:
+    """Return the line of a block. `offsets` are of the ranks' clocks; `origin_us` as in `StepFile`."""
+    values = block.stamps.transpose(2, 0, 1).copy()  # [columns, ranks, steps]
     values[: len(_WRITTEN)] += np.array([[offset.us - origin_us] for offset in offsets])
     present = values.any(axis=(1, 2)).tolist()
     tables = dict(zip(COLUMNS, np.round(values, 1).tolist(), strict=True))
@@ -114,15 +99,15 @@ def block_line(
     parts = {name: tables[name] for name, some in zip(COLUMNS, present, strict=True) if name in DURATIONS and some}
     texts = {
         name: list(values) if name != "gpu_throttle" else [throttle_text(v) for v in values]
-        for name, values in facts.items()
+        for name, values in block.facts.items()
     }
-    return BlockLine(first, start, ready, released, end, parts, texts, ClockLine.from_offsets(offsets))
+    return BlockLine(block.first, start, ready, released, end, parts, texts, ClockLine.from_offsets(offsets))
 
 
-def ranks_event(at_step: int, stamps: NDArray[np.float64], offsets: Sequence[Offset]) -> dict[str, Any]:
+def ranks_event(block: Block, offsets: Sequence[Offset]) -> dict[str, Any]:
     """Return the event of a block for metric sinks: milliseconds per step of each rank, means over the block."""
     shift = np.array([offset.us for offset in offsets])[:, None]
-    start, ready, released, end = (stamps[:, :, number] for number in range(4))
+    start, ready, released, end = (block.stamps[:, :, number] for number in range(4))
     aligned = ready + shift
 
     def mean_ms(us: NDArray[np.float64]) -> list[float]:
@@ -131,7 +116,7 @@ def ranks_event(at_step: int, stamps: NDArray[np.float64], offsets: Sequence[Off
 
     return {
         "event": "ranks",
-        "at_step": at_step,
+        "at_step": block.first + block.stamps.shape[1] - 1,
         "late_ms": mean_ms(aligned - aligned.min(axis=0)),
         "exposed_ms": mean_ms(released - ready),
         "step_ms": mean_ms(end - start),

@@ -80,7 +80,6 @@ def _sample(monkeypatch: pytest.MonkeyPatch, nvml: Any, gpu: GpuIdentity | None 
 
 
 def test_the_host_and_this_process() -> None:
-    pytest.importorskip("psutil", reason="psutil is not installed: make setup")
     monitor = Monitor()
     first, second = monitor.sample(), monitor.sample()
     assert first.keys() == HOST
@@ -116,11 +115,6 @@ def test_without_library_driver_or_device(monkeypatch: pytest.MonkeyPatch, nvml:
 
 def test_without_a_gpu_nvml_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _sample(monkeypatch, object(), gpu=None) == {}
-
-
-def test_without_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "psutil", None)
-    assert Monitor().sample() == {}
 
 
 def test_torchs_allocator_where_cuda_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:

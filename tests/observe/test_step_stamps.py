@@ -224,8 +224,8 @@ def _write(path: Path, told: Told, size: int, warn: Callable[[str], None], start
     known = [offsets.offset(rank, 0.0) for rank in range(size)]
     clock = ClockLine.from_offsets(known)
     file.append(StartLine(VERSION, start, size, 0, ["a"] * size, ["one"] * size, 5.0, clock=clock))
-    for first, stamps, facts in told:
-        file.append(block_line(first, stamps, facts, known, 5.0))
+    for block in told:
+        file.append(block_line(block, known, 5.0))
     file.close()
 
 
@@ -265,7 +265,9 @@ def test_a_full_disk_is_reported_once(tmp_path: Path) -> None:
 
 def test_sinks_get_the_lateness_of_ranks() -> None:
     (told,) = run(2, 0, 5)
-    event = ranks_event(5, told[1] - told[1][:, :1, :1], [Clocks(ThreadCommOf(2), "aa").offset(0, 0.0)] * 2)
+    aligned = told._replace(stamps=told.stamps - told.stamps[:, :1, :1])
+    event = ranks_event(aligned, [Clocks(ThreadCommOf(2), "aa").offset(0, 0.0)] * 2)
+    assert event["at_step"] == 5
     assert event["late_ms"] == pytest.approx([0, LATE_US / 1e3])
     assert event["exposed_ms"] == pytest.approx([0.2, 0.17])
     assert event["step_ms"] == pytest.approx([1, 1])
