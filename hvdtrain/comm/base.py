@@ -42,11 +42,8 @@ class Comm(Protocol):
     def allgather(self, tensor: Tensor, *, name: str) -> Handle:
         """Concatenate along dimension 0 in rank order; first dimensions may differ. Collective: yes."""
 
-    def alltoall(self, tensor: Tensor, *, name: str, splits: list[int] | None = None) -> Handle:
-        """Send `splits[r]` rows of dimension 0 to rank r (equal shares without `splits`). Collective: yes.
-
-        The result has the received rows, in rank order.
-        """
+    def alltoall(self, tensor: Tensor, *, name: str) -> Handle:
+        """Send an equal share of dimension 0 to each rank; return those received, in rank order. Collective: yes."""
 
     def reducescatter(self, tensor: Tensor, *, name: str) -> Handle:
         """Sum over ranks and return this rank's share of dimension 0. Collective: yes.

@@ -92,7 +92,7 @@ class HorovodHandle:
                     raise _joined(self._name) from None
                 raise
             self._in_flight.pop(self._name, None)
-            # with splits, alltoall returns (rows, number of rows from each rank)
+            # alltoall returns (rows, number of rows from each rank)
             self._result = self._finish(result[0] if isinstance(result, tuple) else result)
         return self._result
 
@@ -135,10 +135,9 @@ class HorovodComm:
         handle = hvd.allgather_async(self._movable(tensor), name=name, process_set=self._set)
         return self._under_way(name, handle, _like(tensor))
 
-    def alltoall(self, tensor: Tensor, *, name: str, splits: list[int] | None = None) -> HorovodHandle:
-        """Exchange rows of dimension 0. Collective: yes."""
-        counts = None if splits is None else torch.tensor(splits, dtype=torch.int32)
-        handle = hvd.alltoall_async(self._movable(tensor), splits=counts, name=name, process_set=self._set)
+    def alltoall(self, tensor: Tensor, *, name: str) -> HorovodHandle:
+        """Exchange equal shares of dimension 0. Collective: yes."""
+        handle = hvd.alltoall_async(self._movable(tensor), name=name, process_set=self._set)
         return self._under_way(name, handle, _like(tensor))
 
     def reducescatter(self, tensor: Tensor, *, name: str) -> HorovodHandle:

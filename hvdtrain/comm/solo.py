@@ -43,9 +43,8 @@ class SoloComm:
         """Return a copy of `tensor`."""
         return Finished(tensor.clone())
 
-    def alltoall(self, tensor: Tensor, *, name: str, splits: list[int] | None = None) -> Finished:
+    def alltoall(self, tensor: Tensor, *, name: str) -> Finished:
         """Return a copy of `tensor`: all rows stay on this rank."""
-        assert splits is None or splits == [len(tensor)], f"splits {splits} of {len(tensor)} rows for one rank"
         return Finished(tensor.clone())
 
     def reducescatter(self, tensor: Tensor, *, name: str) -> Finished:

@@ -137,8 +137,8 @@ class ThreadComm:
     def allgather(self, tensor: Tensor, *, name: str) -> ThreadHandle:
         return self._start("gather", name, tensor, torch.cat)
 
-    def alltoall(self, tensor: Tensor, *, name: str, splits: list[int] | None = None) -> ThreadHandle:
-        rows = splits or [len(tensor) // self.size] * self.size
+    def alltoall(self, tensor: Tensor, *, name: str) -> ThreadHandle:
+        rows = len(tensor) // self.size
         return self._start("all", name, tensor.split(rows), lambda parts: torch.cat([p[self.rank] for p in parts]))
 
     def reducescatter(self, tensor: Tensor, *, name: str) -> ThreadHandle:
