@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 
 from hvdtrain.errors import RunDirectoryError
-from hvdtrain.observe.output import plain, to_stderr
+from hvdtrain.observe.output import plain
 
 _LIMIT = 50_000
 """Lines in memory at most: about 20 MB, an hour of steps of 70 ms."""
@@ -45,9 +45,11 @@ class LineFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = path.open("ab", buffering=0)
-        if self._file.tell() and _last_byte(path) != b"\n":
-            self._file.write(b"\n")
+        self._file = path.open("a+b", buffering=0)
+        if self._file.tell():
+            self._file.seek(-1, os.SEEK_END)
+            if self._file.read(1) != b"\n":
+                self._file.write(b"\n")
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a line. Numbers keep full precision; numbers that are not finite become null.
@@ -74,16 +76,6 @@ class LineFile:
         self._file.close()
 
 
-def _last_byte(path: Path) -> bytes:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1)
-
-
-def _to_stderr(text: str) -> None:
-    to_stderr(f"hvdtrain: {text}\n")
-
-
 @dataclass
 class Journal:
     """A `LineFile` that survives a full disk.
@@ -97,7 +89,7 @@ class Journal:
     """
 
     path: Path
-    say: Callable[[str], None] = _to_stderr
+    say: Callable[[str], None]
     limit: int = _LIMIT
     clock: Callable[[], float] = time.monotonic
     _lock: threading.Lock = field(default_factory=threading.Lock)

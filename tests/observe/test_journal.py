@@ -17,14 +17,14 @@ from hvdtrain.observe.past_journal import is_finished, last_step, read_journal, 
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_numbers_keep_full_precision(tmp_path_factory: pytest.TempPathFactory, value: float) -> None:
     path = tmp_path_factory.mktemp("journal") / "j"
-    journal = Journal(path)
+    journal = Journal(path, pytest.fail)
     journal.write({"step": 1, "loss": value})
     journal.close()
     assert read_steps(path)[1]["loss"] == value
 
 
 def test_not_a_number_is_written_as_null(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "j")
+    journal = Journal(tmp_path / "j", pytest.fail)
     journal.write({"step": 1, "loss": math.nan, "grad_norm": math.inf})
     journal.close()
     line = (tmp_path / "j").read_text()
@@ -38,13 +38,13 @@ def test_not_a_number_is_written_as_null(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cut", range(1, 22))
 def test_a_line_that_was_cut_spoils_no_other(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "j"
-    journal = Journal(path)
+    journal = Journal(path, pytest.fail)
     journal.write({"step": 1, "loss": 0.5})
     journal.write({"step": 2, "loss": 0.25})
     journal.close()
     content = path.read_bytes()
     path.write_bytes(content[:-cut])
-    journal = Journal(path)
+    journal = Journal(path, pytest.fail)
     journal.write({"step": 2, "loss": 0.125})
     journal.close()
     steps = read_steps(path)
@@ -54,7 +54,7 @@ def test_a_line_that_was_cut_spoils_no_other(tmp_path: Path, cut: int) -> None:
 
 
 def test_steps_done_again_count_once(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "j")
+    journal = Journal(tmp_path / "j", pytest.fail)
     for step, loss in ((1, 1.0), (2, 2.0), (1, 3.0)):
         journal.write({"step": step, "loss": loss})
     journal.write({"event": "resumed", "step": 9})
@@ -65,7 +65,7 @@ def test_steps_done_again_count_once(tmp_path: Path) -> None:
 
 def test_the_last_step_is_found_behind_events_and_a_cut_line(tmp_path: Path) -> None:
     path = tmp_path / "j"
-    journal = Journal(path)
+    journal = Journal(path, pytest.fail)
     assert last_step(path) == 0
     journal.write({"step": 1, "filler": "x" * 100_000})
     journal.write({"step": 2})
@@ -79,7 +79,7 @@ def test_the_last_step_is_found_behind_events_and_a_cut_line(tmp_path: Path) -> 
 
 def test_finished_is_the_last_word(tmp_path: Path) -> None:
     path = tmp_path / "j"
-    journal = Journal(path)
+    journal = Journal(path, pytest.fail)
     assert not is_finished(path)
     journal.write({"event": "finished"})
     assert is_finished(path)
@@ -97,7 +97,7 @@ def test_finished_is_the_last_word(tmp_path: Path) -> None:
 
 def test_values_that_json_cannot_hold_are_written_as_text(tmp_path: Path) -> None:
     """An error's message may hold bytes that are no text; the record of a failure must not be lost for it."""
-    journal = Journal(tmp_path / "journal.jsonl")
+    journal = Journal(tmp_path / "journal.jsonl", pytest.fail)
     broken = b"caf\xe9".decode("utf-8", errors="surrogateescape")
     journal.write(
         {

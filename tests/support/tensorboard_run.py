@@ -79,7 +79,7 @@ class Run:
         end: bool = True,
     ) -> None:
         """Train steps of these durations, after `resumed`; `end` closes the sink, a killed run does not."""
-        journal, sink = Journal(self.journal), TensorBoard(self.folder, self.journal)
+        journal, sink = Journal(self.journal, print), TensorBoard(self.folder, self.journal)
         events: list[dict[str, Any]] = [STARTED, {"event": "warning", "text": "a damaged checkpoint", "time": self.now}]
         if resumed is not None:
             events.append({"event": "resumed", "step": resumed, "position": BATCH * resumed, "time": self.now})
