@@ -78,16 +78,10 @@ def sample_seed(seed: int, batch: MicroBatch) -> int:
 
 
 class HostBatch(NamedTuple):
-    """A micro-batch on the host: the indices of its samples in the data set, int64, and the collated samples."""
+    """A micro-batch on the host: the indices of its samples in the data set, int64, and the samples, later collated."""
 
     indices: bytes
     batch: Any
-
-
-class _Samples(list[Any]):
-    """Samples with their indices."""
-
-    indices: bytes
 
 
 class Seeded(Dataset[Any]):
@@ -99,23 +93,20 @@ class Seeded(Dataset[Any]):
     def __init__(self, dataset: Dataset[Any]) -> None:
         self.dataset = dataset
 
-    def __getitems__(self, key: list[int]) -> _Samples:
+    def __getitems__(self, key: list[int]) -> HostBatch:
         seed, *indices = key
         _seed_host(seed)
-        samples = _Samples([self.dataset[index] for index in indices])
-        samples.indices = array("q", indices).tobytes()
-        return samples
+        return HostBatch(array("q", indices).tobytes(), [self.dataset[index] for index in indices])
 
 
 @dataclass(frozen=True)
 class _Collated:
-    """Collates samples in the process that made them, and adds their indices."""
+    """Collates the samples of a micro-batch in the process that made them."""
 
     collate: Callable[[list[Any]], Any]
 
-    def __call__(self, samples: list[Any]) -> HostBatch:
-        assert isinstance(samples, _Samples)
-        return HostBatch(samples.indices, self.collate(samples))
+    def __call__(self, samples: HostBatch) -> HostBatch:
+        return samples._replace(batch=self.collate(samples.batch))
 
 
 def _seed_host(seed: int) -> None:
@@ -140,7 +131,7 @@ def fetch_step(stream: Stream, position: int) -> Iterator[tuple[MicroBatch, list
     """
     seeded = Seeded(stream.dataset)
     for batch, key in zip(stream.step(position), stream.keys(position, 1), strict=True):
-        yield batch, key[1:], seeded.__getitems__(key)
+        yield batch, key[1:], seeded.__getitems__(key).batch
 
 
 def train_batches(
