@@ -126,9 +126,7 @@ class CheckpointWriter:
             if wait:
                 self._run_write(self._touch)
             else:
-                self._thread = threading.Thread(
-                    target=self._run_write, args=(lambda: None,), name="checkpoint", daemon=True
-                )
+                self._thread = threading.Thread(target=self._run_write, name="checkpoint", daemon=True)
                 self._thread.start()
         if wait:
             try:
@@ -165,7 +163,7 @@ class CheckpointWriter:
         assert self._store is not None
         return str(self._store.begin(step, count).resolve())
 
-    def _run_write(self, on_progress: Callable[[], None]) -> None:
+    def _run_write(self, on_progress: Callable[[], None] = lambda: None) -> None:
         """Write this rank's part, in any thread."""
         write = self._write
         assert write is not None

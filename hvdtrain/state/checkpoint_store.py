@@ -124,8 +124,10 @@ class CheckpointStore:
         for saved in reversed(self.list()):
             try:
                 state = load(saved.path, self.progress)
-                _check_step(saved)
-                return saved, state
+                step = read_manifest(saved.path).get("step")
+                if step == saved.step:
+                    return saved, state
+                self._warn(f"skipping a checkpoint: {saved.path} contains step {step} instead of step {saved.step}")
             except UnreadableCheckpointError:
                 raise
             except CheckpointError as error:
@@ -204,15 +206,6 @@ def load(path: Path, progress: Callable[[], None] = lambda: None) -> StateDict:
             return read_state(path, progress)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise damaged(path, found=f"{type(error).__name__}: {error}") from error
-
-
-def _check_step(saved: Saved) -> None:
-    step = read_manifest(saved.path).get("step")
-    if step != saved.step:
-        raise CheckpointError(
-            f"{saved.path} contains step {step} instead of step {saved.step}",
-            next_step="resume from another checkpoint",
-        )
 
 
 def _heldout_loss(path: Path) -> float | None:

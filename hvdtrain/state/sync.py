@@ -16,7 +16,7 @@ from hvdtrain.state.train_state import StateDict, TrainState
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
-def broadcast_state(state: TrainState, comm: Comm, progress: Callable[[], None] | None = None, root: int = 0) -> None:
+def broadcast_state(state: TrainState, comm: Comm, progress: Callable[[], None] = lambda: None, root: int = 0) -> None:
     """Copy parameters, buffers, optimizer state and progress from rank `root` to every rank. Collective: yes.
 
     `progress` is called after each tensor.
@@ -44,8 +44,7 @@ def broadcast_state(state: TrainState, comm: Comm, progress: Callable[[], None] 
     ]
     for handle in handles:
         handle.wait()
-        if progress is not None:
-            progress()
+        progress()
     if not is_root:
         state.load_state_dict(StateDict(tensors, spec["values"]))
 
