@@ -10,12 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.observe.clock_fit import MAX_DRIFT, ClockFit, Offset
-
-Floats = NDArray[np.float64]
+from hvdtrain.observe.clock_fit import MAX_DRIFT, ClockFit, Floats, Offset
 
 AT_START, LATER = 24, 6
 """Probes at the start of a run and later: small all-reduces of about 0.3 ms."""

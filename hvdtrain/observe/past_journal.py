@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -48,7 +48,7 @@ def last_step(path: Path) -> int:
     """Return the number of the step that was written last, or 0. Reads only the end of the file."""
     for line in reversed(_tail(path)):
         with suppress(ValueError):
-            record = json.loads(line)
+            record = orjson.loads(line)
             if isinstance(record, dict) and "event" not in record:
                 return int(record["step"])
     return 0
@@ -58,8 +58,8 @@ def is_finished(path: Path) -> bool:
     """Return whether the run reached its end and did not resume since. Reads only the end of the file."""
     for line in reversed(_tail(path)):
         try:
-            event = json.loads(line).get("event")
-        except (ValueError, AttributeError, RecursionError):
+            event = orjson.loads(line).get("event")
+        except (ValueError, AttributeError):
             return False
         if event not in _AFTER_END:
             return bool(event == "finished")
@@ -204,10 +204,7 @@ class PastSteps:
 
         It ignores the times of the lines, because a clock may have been set between two starts.
         """
-        earlier = step
-        while earlier > 0 and self.seconds[earlier] >= self.seconds[step] - since_s:
-            earlier -= 1
-        return earlier
+        return max(0, bisect_left(self.seconds, self.seconds[step] - since_s) - 1)
 
     def records_after(self, first: int, last: int) -> list[dict[str, Any]]:
         """Return steps after `first` up to `last`, in order, with their events; if `first` is 0, also those of 0."""

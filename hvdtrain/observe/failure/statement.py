@@ -89,42 +89,31 @@ class StatementMaker:
     def current(self, kind: str = CURRENT) -> Statement:
         """Say where this rank is now. Called from a thread other than the training thread."""
         stacks, is_waiting = self._stacks()
-        return Statement(
-            kind,
-            steady_s(),
-            self.process,
-            **self._position(),
-            is_waiting=is_waiting,
-            memory=process_states.memory(),
-            stacks=stacks,
-        )
+        return self._statement(kind, is_waiting=is_waiting, memory=process_states.memory(), stacks=stacks)
 
     def failure(self, error: BaseException) -> Statement:
         """Describe an error. Called from the training thread, which has left its spans by then."""
         events = reversed(self.spans.events(self.spans.step))
         last = next((e.name for e in events if e.track == MAIN and e.name not in ("gc", "step")), "")
-        return Statement(
-            FAILED,
-            steady_s(),
-            self.process,
-            **self._position(),
-            last_span=last,
-            memory=process_states.memory(device=True),
-            fault=fault(error),
-        )
+        return self._statement(FAILED, last_span=last, memory=process_states.memory(device=True), fault=fault(error))
 
     def minimal(self, kind: str, error: BaseException | None = None) -> Statement:
         """Say the minimum, where the rest fails: an error with broken methods, no memory for a traceback."""
         return Statement(kind, steady_s(), self.process, self.spans.step, fault=bare_fault(error) if error else None)
 
-    def _position(self) -> dict[str, Any]:
+    def _statement(self, kind: str, **facts: Any) -> Statement:
+        """Say where the training thread is, with further `facts`."""
         now = time.monotonic()
-        return {
-            "step": self.spans.step,
-            "open_spans": [(name, round(seconds, 3)) for name, seconds in self.spans.open()],
-            "idle_s": round(self.spans.idle_s(), 3),
-            "in_flight": {name: round(now - began, 3) for name, began in dict(self.in_flight).items()},
-        }
+        return Statement(
+            kind,
+            steady_s(),
+            self.process,
+            self.spans.step,
+            open_spans=[(name, round(seconds, 3)) for name, seconds in self.spans.open()],
+            idle_s=round(self.spans.idle_s(), 3),
+            in_flight={name: round(now - began, 3) for name, began in dict(self.in_flight).items()},
+            **facts,
+        )
 
     def _stacks(self) -> tuple[dict[str, list[str]], bool]:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
