@@ -35,14 +35,8 @@ _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.ELOOP)
 
 def manifest_text(step: int, notes: Mapping[str, Any], files: Mapping[str, FileDigest]) -> str:
     """Return the content of `MANIFEST`."""
-    content = {
-        "format": FORMAT,
-        "step": step,
-        **notes,
-        "files": {
-            name: {"bytes": digest.size_bytes, CHECKSUM: digest.checksum} for name, digest in sorted(files.items())
-        },
-    }
+    entries = {name: {"bytes": found.size_bytes, CHECKSUM: found.checksum} for name, found in sorted(files.items())}
+    content = {"format": FORMAT, "step": step, **notes, "files": entries}
     return json.dumps({**content, CHECKSUM: _own_checksum(content)}, indent=1)
 
 

@@ -151,6 +151,4 @@ class Commits:
         saved = self._snapshot.state
         # The exchange keeps these tensors without a copy, and the next commit overwrites the buffer.
         exchange = {name: tensor.clone() for name, tensor in saved.tensors.get("exchange", {}).items()}
-        state.load_state_dict(
-            StateDict({**saved.tensors, **({"exchange": exchange} if exchange else {})}, saved.values)
-        )
+        state.load_state_dict(StateDict({**saved.tensors, "exchange": exchange}, saved.values))

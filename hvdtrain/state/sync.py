@@ -37,7 +37,7 @@ def broadcast_state(state: TrainState, comm: Comm, progress: Callable[[], None] 
         }
     # As bytes, because Horovod does not support all dtypes. On the CPU, because it happens only once.
     handles = [
-        comm.broadcast(_flat_bytes(tensor), name=f"state/{group}/{name}", root=root)
+        comm.broadcast(tensor.cpu().reshape(-1).view(torch.uint8), name=f"state/{group}/{name}", root=root)
         for group, entries in tensors.items()
         for name, tensor in entries.items()
         if tensor.numel()
@@ -55,10 +55,6 @@ def _spec(state: StateDict) -> dict[str, Any]:
         for group, entries in state.tensors.items()
     }
     return {"tensors": tensors, "values": dict(state.values)}
-
-
-def _flat_bytes(tensor: Tensor) -> Tensor:
-    return tensor.cpu().reshape(-1).view(torch.uint8)
 
 
 def _check_same_model(mine: dict[str, Any], wanted: dict[str, Any], comm: Comm, root: int) -> None:

@@ -167,13 +167,10 @@ class TrainState:
                         next_step="use an optimizer with flat state",
                     )
         # Some optimizers count in their groups. Values that options set there are not saved.
-        groups = {
-            str(number): changed
-            for number, (group, start) in enumerate(
-                zip(self.optimizer.param_groups, self._groups_at_start, strict=True)
-            )
-            if (changed := {k: v for k, v in self._group_values(group).items() if v != start.get(k)})
-        }
+        groups = {}
+        for number, (group, start) in enumerate(zip(self.optimizer.param_groups, self._groups_at_start, strict=True)):
+            if changed := {k: v for k, v in self._group_values(group).items() if v != start.get(k)}:
+                groups[str(number)] = changed
         return slots, plain, groups
 
     def _check_optimizer(self, state: StateDict) -> None:
