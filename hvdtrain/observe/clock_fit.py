@@ -59,7 +59,7 @@ class ClockFit:
     def at(self, time_us: float) -> Offset | None:
         """Return the offset at a time of the other clock; None until both sides have a bound."""
         while self._lower and self._upper:
-            found = offset_at(time_us, _points(self._lower), _points(self._upper))
+            found = offset_at(time_us, np.array(self._lower), np.array(self._upper))
             if found is not None:
                 return found
             # No line fits, because a clock was slewed: drop the oldest bound.
@@ -79,7 +79,7 @@ class ClockFit:
             return
         side.append((time_us, offset_us))
         if len(side) > KEPT:
-            touched = _hull(_points(side), sign).tolist()
+            touched = _hull(np.array(side), sign).tolist()
             side.clear()
             side.extend((time, offset) for time, offset in touched[-KEPT // 2 :])
         while len(side) > 1 and side[0][0] < time_us - _SPAN_US:
@@ -114,10 +114,6 @@ def offset_at(time_us: float, lower: Floats, upper: Floats) -> Offset | None:
 def _max_change(after_us: float) -> float:
     """Return the largest change of the offset in this time."""
     return MAX_DRIFT * abs(after_us)
-
-
-def _points(side: _Bounds) -> Floats:
-    return np.array(side, dtype=np.float64)
 
 
 def _hull(points: Floats, sign: float) -> Floats:

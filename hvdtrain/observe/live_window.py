@@ -67,8 +67,9 @@ def read_request(folder: Path) -> Request | None:
 
 
 def write_answer(folder: Path, answer: Answer) -> None:
-    """Write an answer. Errors: OSError."""
-    write_text(TimelineLayout(folder).window_answer, msgspec.json.encode(answer).decode())
+    """Write an answer if the disk allows it."""
+    with suppress(OSError):
+        write_text(TimelineLayout(folder).window_answer, msgspec.json.encode(answer).decode())
 
 
 def read_answer(folder: Path) -> Answer | None:
@@ -117,8 +118,7 @@ class Requests:
         request = read_request(self._folder)
         if request is not None and request != self._old:
             self._old = request
-            with suppress(OSError):
-                write_answer(self._folder, Answer(request.id, "seen"))
+            write_answer(self._folder, Answer(request.id, "seen"))
             self._new = request
 
     def _run(self) -> None:
@@ -232,5 +232,4 @@ class LiveWindow:
 
     def _reply(self, content: Answer) -> None:
         if self.requests is not None:
-            with suppress(OSError):
-                write_answer(self.folder, content)
+            write_answer(self.folder, content)

@@ -36,15 +36,11 @@ class Sink(Protocol):
         """Finish within some seconds, because the run has ended."""
 
 
+@dataclass
 class FunctionSink:
     """A sink that calls a function of one record."""
 
-    def __init__(self, function: Callable[[Record], object]) -> None:
-        self._function = function
-
-    def write(self, record: Record) -> None:
-        """Call the function."""
-        self._function(record)
+    write: Callable[[Record], Any]
 
     def close(self) -> None:
         """Do nothing."""

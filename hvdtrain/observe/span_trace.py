@@ -149,14 +149,8 @@ class SpanTrace:
                 names = {MAIN: "training thread", DEVICE: "device"}
                 name = names.get(event.track, f"exchange of bucket {event.track - EXCHANGE}")
                 yield self._line("thread_name", "M", event.track, args={"name": name})
-            yield self._line(
-                event.name,
-                "X",
-                event.track,
-                ts=(event.start_ns - self._began_ns) / 1e3,
-                dur=(event.end_ns - event.start_ns) / 1e3,
-                args={"step": event.step},
-            )
+            began_us, took_us = (event.start_ns - self._began_ns) / 1e3, (event.end_ns - event.start_ns) / 1e3
+            yield self._line(event.name, "X", event.track, ts=began_us, dur=took_us, args={"step": event.step})
 
     def _line(self, name: str, phase: str, track: int, **rest: Any) -> dict[str, Any]:
         return {"name": name, "ph": phase, "pid": self.rank, "tid": track, **rest}

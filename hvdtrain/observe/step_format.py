@@ -93,12 +93,9 @@ class BlockLine(Struct, tag_field="event", tag="block"):
         """Whether all tables have the same shape, of `size` ranks and at least one step."""
         tables = [*self.moments, *self.parts_us.values()]
         lengths = {len(row) for table in tables for row in table}
-        return (
-            all(len(table) == size for table in (*tables, *self.facts.values()))
-            and len(lengths) == 1
-            and 0 not in lengths
-            and self.clock.fits(size)
-        )
+        if len(lengths) != 1 or 0 in lengths or not self.clock.fits(size):
+            return False
+        return all(len(table) == size for table in (*tables, *self.facts.values()))
 
 
 def as_array(table: Sequence[Any]) -> np.ndarray[Any, np.dtype[np.float64]]:

@@ -146,14 +146,11 @@ def histogram_values(kind: str, found: Mapping[str, Any]) -> Summary:
     from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
 
     sums = ("min", "max", "num", "sum", "sum_squares")
-    values = [
-        Summary.Value(
-            tag=f"{kind}/{name}",
-            histo=HistogramProto(**{sum_: h[sum_] for sum_ in sums}, bucket_limit=h["limits"], bucket=h["counts"]),
-        )
-        for name, h in found.items()
-    ]
-    return Summary(value=values)
+    summary = Summary()
+    for name, h in found.items():
+        histogram = HistogramProto(**{sum_: h[sum_] for sum_ in sums}, bucket_limit=h["limits"], bucket=h["counts"])
+        summary.value.add(tag=f"{kind}/{name}", histo=histogram)
+    return summary
 
 
 def scalars(values: Mapping[str, float]) -> Summary:

@@ -192,12 +192,9 @@ def open_mailbox(directory: Path, comm: Comm, process: RankProcess) -> Mailbox:
     reachable = {rank for rank, seen in enumerate(sees) if seen and folder is not None}
     ranks = tuple(RankProcess(**facts) for facts in everyone)
     # A container may share the host's name, but not its process IDs: only processes found now are looked up later.
-    visible = {
-        r.rank
-        for r in ranks
-        if r.rank != process.rank and r.host == process.host and process_states.started(r.pid) == r.began
-    }
-    return Mailbox(folder, process, ranks, frozenset(visible), frozenset(reachable))
+    neighbours = [r for r in ranks if r.rank != process.rank and r.host == process.host]
+    visible = frozenset(r.rank for r in neighbours if process_states.started(r.pid) == r.began)
+    return Mailbox(folder, process, ranks, visible, frozenset(reachable))
 
 
 def _make(directory: Path) -> str:

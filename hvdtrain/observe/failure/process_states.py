@@ -17,7 +17,7 @@ UNREACHABLE = "unreachable"
 DEAD = (ZOMBIE, GONE)
 
 _STATES = {"T": STOPPED, "t": STOPPED, "Z": ZOMBIE, "X": GONE, "x": GONE}
-_MIB_OF_KIB = 1 / 1024
+_MEMORY = {"rss": "VmRSS", "peak_rss": "VmHWM", "host_total": "MemTotal", "host_available": "MemAvailable"}
 _MIB = 1 << 20
 
 
@@ -46,10 +46,8 @@ def memory(root: Path = Path("/proc"), *, device: bool = False) -> dict[str, flo
     `device` adds cuda_allocated, cuda_peak and cuda_reserved. It is not allowed while another thread may hang in CUDA:
     that may hold the allocator's lock.
     """
-    own, host = _figures(root / "self/status"), _figures(root / "meminfo")
-    names = {"rss": (own, "VmRSS"), "peak_rss": (own, "VmHWM")}
-    names |= {"host_total": (host, "MemTotal"), "host_available": (host, "MemAvailable")}
-    found = {name: round(table[key] * _MIB_OF_KIB, 1) for name, (table, key) in names.items() if key in table}
+    kib = {**_figures(root / "self/status"), **_figures(root / "meminfo")}
+    found = {name: round(kib[key] / 1024, 1) for name, key in _MEMORY.items() if key in kib}
     torch = sys.modules.get("torch")
     if device and torch is not None and torch.cuda.is_initialized():
         found["cuda_allocated"] = round(torch.cuda.memory_allocated() / _MIB, 1)

@@ -77,15 +77,12 @@ def find_cause(
 def _error(errors: Sequence[Statement], size: int) -> Verdict:
     first = errors[0]
     assert first.fault is not None
-    if size > 1 and (first.fault.everywhere or (len(errors) == size and len({_text(s) for s in errors}) == 1)):
+    texts = {(s.fault.type, s.fault.message) for s in errors if s.fault is not None}
+    if size > 1 and (first.fault.everywhere or (len(errors) == size and len(texts) == 1)):
         return Verdict(EXCEPTION, [s.process.rank for s in errors], f"every rank failed: {first.fault.type}")
     ahead = " first" if len(errors) > 1 else ""
     how = "ran out of memory" if first.fault.memory else "failed"
     return Verdict(EXCEPTION, [first.process.rank], f"{label(first.process)} {how}{ahead}: {first.fault.type}")
-
-
-def _text(statement: Statement) -> str:
-    return f"{statement.fault.type}: {statement.fault.message}" if statement.fault else ""
 
 
 def _killed(dead: Sequence[SilentRank], oom_kills: int, shared: bool) -> Verdict:
