@@ -105,8 +105,8 @@ class _Collated:
 
     collate: Callable[[list[Any]], Any]
 
-    def __call__(self, samples: HostBatch) -> HostBatch:
-        return samples._replace(batch=self.collate(samples.batch))
+    def __call__(self, samples: Any) -> HostBatch:  # a HostBatch of samples; torch's annotations expect a list
+        return HostBatch(samples.indices, self.collate(samples.batch))
 
 
 def _seed_host(seed: int) -> None:

@@ -168,7 +168,7 @@ def test_ranks_that_share_no_folder_are_neither_blamed_nor_awaited(tmp_path: Pat
     assert card["ranks"] == [1]
     assert "reports for itself" in shown[0]
     (tmp_path / "failure.json").unlink()
-    reporter.mailbox = dataclasses.replace(reporter.mailbox, folder=None)
+    reporter.mailbox = dataclasses.replace(reporter.mailbox, folder=None, reachable=frozenset())
     reporter.report(reporter.post_state(STALLED), 1000.0, shown.append)
     card = json.loads((tmp_path / "failure.json").read_text())
     assert {s["state"] for s in card["silent"]} == {UNREACHABLE} and card["ranks"] == [0, 1, 2]
