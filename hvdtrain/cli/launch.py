@@ -22,8 +22,8 @@ from hvdtrain.launch.job_output import SAID
 from hvdtrain.launch.spec import Command, JobSpec, Script
 from hvdtrain.launch.targets import TARGETS
 from hvdtrain.launch.worker_plan import Plan, describe_plan
+from hvdtrain.observe.output import unfailing
 from hvdtrain.observe.shell_commands import command_line
-from hvdtrain.observe.unfailing import unfailing
 from hvdtrain.programs import run_program
 from hvdtrain.runtime.environment import LAUNCH_OPTIONS, environ, launch_options_text
 

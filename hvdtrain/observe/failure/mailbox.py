@@ -48,7 +48,7 @@ class Mailbox:
         folder: RUN/.ranks/NONCE, absolute; None where this rank does not see it.
         ranks: every rank, this one included.
         visible: ranks with processes that this rank sees in /proc.
-        reachable: ranks whose statements this rank sees.
+        reachable: ranks with statements that this rank sees.
     """
 
     folder: Path | None
