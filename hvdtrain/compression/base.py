@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TypeAlias
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from hvdtrain.comm.base import Comm, Handle
 from hvdtrain.compression import sizes
+from hvdtrain.host_copy import HostCopy
 
 Phases: TypeAlias = Generator[Handle, Tensor, None]
 """A generator that yields each collective it has started, and is resumed with its result."""
@@ -84,12 +86,19 @@ class BucketShape:
         return torch.zeros(self.length if length is None else length, dtype=dtype or self.dtype, device=self.device)
 
 
-def read_figures(compressors: Sequence[Compressor]) -> list[list[float]]:
-    """Return the figures of each compressor; waits for the device once."""
-    found = [compressor.figures() for compressor in compressors]
-    present = [tensor for tensor in found if tensor is not None]
-    values = iter(torch.cat(present).tolist() if present else [])
-    return [[] if tensor is None else [next(values) for _ in range(len(tensor))] for tensor in found]
+class Figures:
+    """The figures of several compressors after an exchange. The host waits for the device once, when it reads them."""
+
+    def __init__(self, compressors: Sequence[Compressor]) -> None:
+        found = [compressor.figures() for compressor in compressors]
+        present = [tensor for tensor in found if tensor is not None]
+        self._counts = [0 if tensor is None else len(tensor) for tensor in found]
+        self._copy = HostCopy(torch.cat(present)) if present else None
+
+    def read(self) -> list[list[float]]:
+        """Return those of each compressor; none for one without figures."""
+        values = iter(self._copy.tolist() if self._copy is not None else [])
+        return [list(islice(values, count)) for count in self._counts]
 
 
 def is_finite(figures: Sequence[float]) -> bool:
@@ -97,10 +106,10 @@ def is_finite(figures: Sequence[float]) -> bool:
     return not figures or math.isfinite(figures[0])
 
 
-def commit_all(compressors: Sequence[Compressor], *, applied: bool) -> None:
+def commit_all(compressors: Sequence[Compressor], *, applied: bool, figures: Figures | None = None) -> None:
     """Keep the changes of the last exchange to the state of each compressor; drop them if the step was not applied."""
-    for compressor, figures in zip(compressors, read_figures(compressors), strict=True):
-        compressor.commit(figures, applied=applied)
+    for compressor, values in zip(compressors, (figures or Figures(compressors)).read(), strict=True):
+        compressor.commit(values, applied=applied)
 
 
 class Compressor(ABC):

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hvdtrain.compression.base import Compressor, commit_all, is_finite, read_figures
+from hvdtrain.compression.base import Compressor, Figures, commit_all, is_finite
 from hvdtrain.compression.feedback import RESIDUAL
 from hvdtrain.exchange.bucket_exchange import BucketExchange
 from hvdtrain.exchange.buckets import Layout, Plan
@@ -70,6 +70,7 @@ class ActiveBuckets(ABC):
         self.exchange: BucketExchange | None = None
         self.detached = DetachedState({}, ranks)
         self._delivered: list[str] = []
+        self._figures: Figures | None = None
 
     @abstractmethod
     def _make_exchange(self, plan: Plan) -> BucketExchange:
@@ -96,7 +97,7 @@ class ActiveBuckets(ABC):
     def drop(self) -> None:
         """Remove the buckets and keep the state of their compressors."""
         self.detached = self._state()
-        self.exchange = None
+        self.exchange = self._figures = None
 
     def drop_all_but_residuals(self, ranks: int) -> None:
         """Remove the buckets and keep this rank's residuals, for a job of another world size.
@@ -104,16 +105,16 @@ class ActiveBuckets(ABC):
         Other state of compressors must be equal on all ranks. A rank that joins has none, so it is dropped.
         """
         self.detached = self._state().residuals_only(ranks)
-        self.exchange = None
+        self.exchange = self._figures = None
         self._ranks = ranks
 
     def finite(self) -> bool:
         """Whether the sums are finite, as far as compressors with state or loss check it. Equal on all ranks."""
-        return all(map(is_finite, read_figures(self._compressors())))
+        return all(map(is_finite, (self._figures or Figures(self._compressors())).read()))
 
     def commit(self, *, applied: bool) -> None:
         """Keep the changes of the exchange to compressors' state; drop them if the step was not applied."""
-        commit_all(self._compressors(), applied=applied)
+        commit_all(self._compressors(), applied=applied, figures=self._figures)
         if applied and self._delivered and self.exchange is not None:
             self.detached = self.detached.without_keys(self._delivered)
             self._delivered = []

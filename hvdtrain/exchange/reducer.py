@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
+from hvdtrain.compression.base import Figures
 from hvdtrain.compression.table import ONE_HOST_MIB, Compression, parse
 from hvdtrain.errors import JoinedError
 from hvdtrain.exchange.active_buckets import ActiveBuckets, DetachedState
@@ -113,6 +114,7 @@ class Reducer(ActiveBuckets):
             if revised := self.exchange.revised_plan():
                 self.adopt(revised)
             self.exchange.begin()
+        self._figures = None
         self._finished.clear()
         self._passes.begin()
         self.over = False
@@ -156,6 +158,7 @@ class Reducer(ActiveBuckets):
         self._finished.check_unchanged(self._known)
         exchange = self.exchange or self._learn()
         sums = exchange.finish()
+        self._figures = Figures(exchange.compressors)  # now: the host waits for nothing that the device gets later
         self.over = True
         return sums
 
@@ -181,7 +184,7 @@ class Reducer(ActiveBuckets):
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Load a state. Its plan is ignored if it has other parameters or another size of buckets."""
-        self.exchange = None
+        self.exchange = self._figures = None
         self.detached = DetachedState(tensors, int(values["ranks"]))
         if (saved := values["plan"]) is not None:
             loaded = msgspec.convert(saved, Plan)

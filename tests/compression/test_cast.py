@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hvdtrain.comm.solo import SoloComm
-from hvdtrain.compression.base import commit_all, is_finite, read_figures
+from hvdtrain.compression.base import Figures, commit_all, is_finite
 from hvdtrain.compression.cast import Bf16, Fp16, Fp16ByOwners, fp16
 from tests.support.compression import Counting, bucket, exchange, step
 from tests.support.thread_comm import ThreadComm, on_ranks
@@ -59,7 +59,7 @@ def test_finite_gradients_in_fp16_are_finite_though_their_sum_in_fp16_is_not() -
         mine = torch.full((3000,), 100.0, dtype=torch.float16)
         for _ in range(2):
             out = exchange(compressor, [mine])
-            assert is_finite(*read_figures([compressor]))
+            assert is_finite(*Figures([compressor]).read())
             commit_all([compressor], applied=True)
             torch.testing.assert_close(out[:3000], 2 * mine)
 

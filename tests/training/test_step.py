@@ -17,11 +17,12 @@ from hvdtrain.comm.solo import SoloComm
 from hvdtrain.engine.local import LocalEngine
 from hvdtrain.engine.make import make_engine
 from hvdtrain.errors import TaskError
+from hvdtrain.host_copy import HostCopy
 from hvdtrain.spans import Spans
 from hvdtrain.task.base import Task
 from hvdtrain.training.loop.forward import Precision
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
-from hvdtrain.training.loop.step import Stepper, StepResult, to_device
+from hvdtrain.training.loop.step import Stepper, StepResult, takes_scale, to_device
 from tests.support.toy import toy
 
 CPU = torch.device("cpu")
@@ -129,6 +130,58 @@ def test_autocast_computes_low_and_keeps_weights_fp32(precision: str) -> None:
     assert set(seen) == {torch.bfloat16 if precision == "bf16" else torch.float16}
     assert all(p.dtype == torch.float32 for p in task.model.parameters())
     assert result.loss == pytest.approx(_mean_loss(_task()).item(), rel=2e-2)
+
+
+def _fused_steppers(name: str, precision: str, clip: float) -> list[Stepper]:
+    """Steppers of equal models: the host decides, then the device."""
+    steppers = []
+    for by_device in (False, True):
+        task = _task()
+        parameters = list(task.model.parameters())
+        optimizer = {
+            "sgd": torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True),
+            "adamw": torch.optim.AdamW(parameters, lr=0.01, fused=True),
+        }[name]
+        stepper = _stepper(task, precision=precision, clip=clip)
+        engine = LocalEngine(list(task.model.named_parameters()), optimizer)
+        steppers.append(replace(stepper, engine=engine, by_device=by_device))
+    return steppers
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("clip", [0.0, 0.01, 1e9])
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_the_device_decides_as_the_host_does(name: str, clip: float, precision: str) -> None:
+    host, device = _fused_steppers(name, precision, clip)
+    assert takes_scale(device.engine.optimizer)
+    for poison in (math.nan, 0.0, 0.0, math.nan, 0.0):
+        results = []
+        for stepper in (host, device):
+            batches = _batches(stepper.task, 5)
+            batches[0][0][0, 0] += poison
+            before = [p.clone() for p in stepper.model.parameters()]
+            results.append(_run(stepper, batches))
+            if not results[-1].applied:
+                assert all(torch.equal(a, b) for a, b in zip(before, stepper.model.parameters(), strict=True))
+        facts = [(r.applied, r.scale, r.next_scale, r.sums) for r in results]
+        assert facts[0] == facts[1]
+        for a, b in zip(host.model.parameters(), device.model.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+        states = [list(stepper.engine.optimizer.state.values()) for stepper in (host, device)]
+        assert [sorted(state) for state in states[0]] == [sorted(state) for state in states[1]]
+        assert [s.get("step") for s in states[0]] == [s.get("step") for s in states[1]]
+
+
+def test_the_host_reads_the_result_after_the_device_got_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    orders: list[list[str]] = []
+    read = HostCopy.tolist
+    monkeypatch.setattr(HostCopy, "tolist", lambda copy: (orders[-1].append("read"), read(copy))[1])
+    for stepper in _fused_steppers("adamw", "fp32", 1.0):
+        stepper.engine.optimizer.register_step_pre_hook(lambda *_: orders[-1].append("update"))
+        for _ in range(2):
+            orders.append([])
+            _run(stepper, _batches(stepper.task, 4))
+    assert orders == [["read", "update"]] * 3 + [["update", "read"]]
 
 
 @pytest.mark.parametrize(

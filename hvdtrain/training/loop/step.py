@@ -10,14 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.engine.base import Engine
+from hvdtrain.host_copy import HostCopy
 from hvdtrain.spans import Spans
 from hvdtrain.task.base import Task
 from hvdtrain.training.loop.buffers import Rollback
 from hvdtrain.training.loop.forward import Precision, checked_loss, to_device
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
+
+_COUNT = 5
+"""Numbers that decide on a step: see `Stepper._numbers`."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,8 @@ class StepResult:
         grad_norm: L2 norm of the mean gradient, before clipping.
         applied: False if the loss or the gradient was not finite; then nothing was changed.
         sums: sum over ranks of each integer given to `Stepper.run`.
-        scale: loss scale of a step that was not applied.
+        scale: loss scale of the step.
+        next_scale: loss scale of the next one.
     """
 
     loss: float
@@ -39,6 +45,7 @@ class StepResult:
     applied: bool
     sums: list[int]
     scale: float = 1.0
+    next_scale: float = 1.0
 
 
 @dataclass
@@ -53,6 +60,10 @@ class Stepper:
         confirms: whether a collective on the CPU confirms, before a step is applied, that no rank was lost. Without it
             NCCL in an elastic job would be believed: it completes the collectives of a lost rank as if they had
             succeeded, with any values.
+        by_device: whether the optimizer reads on the device whether to step, and by how much its gradients are scaled.
+            The host then learns the result of the step while the device updates the parameters. Else it waits first,
+            as in the first applied step of each number of gradients: a first step of torch's fused SGD that is skipped
+            on the device leaves its momentum uninitialized.
     """
 
     task: Task
@@ -67,10 +78,12 @@ class Stepper:
     buffers: SharedBuffers
     around: Callable[[], AbstractContextManager[object]] = nullcontext
     confirms: bool = False
+    by_device: bool = False
 
     def __post_init__(self) -> None:
         """Make the rollback of buffers."""
         self._rollback = Rollback(self.model)
+        self._updated = -1  # number of gradients of the last update that the host decided on
 
     def run(self, batches: Iterable[tuple[Callable[[], None], Any]], count: int, values: list[int]) -> StepResult:
         """Train on `count` batches of this rank, each with a function that seeds its forward pass. Collective: yes.
@@ -118,16 +131,25 @@ class Stepper:
             if self.confirms:
                 self._confirm()
         with self.spans("clip"):
-            result = self._agree(gradients, totals, nominal)
+            numbers = self._numbers(gradients, totals)
+            copy = HostCopy(numbers)  # before the update of the parameters, so that it does not wait for it
+            by_device = self.by_device and len(gradients) == self._updated
+            if not by_device:
+                result = self._result(copy.tolist(), nominal)
+                self._scale(gradients, result, nominal)
         with self.spans("optimizer"):
-            if result.applied:
+            if by_device:
+                self._step_by_device(numbers, nominal)
+                result = self._result(copy.tolist(), nominal)
+            elif result.applied:
                 self.engine.step()
+                self._updated = len(gradients)
             self.engine.commit(applied=result.applied)
             self.buffers.finish(applied=result.applied)
             if count:
                 self._rollback.end(applied=result.applied)
-            if self.precision.scaler.is_enabled():
-                self._update_scale()
+            if result.next_scale != result.scale:
+                self.engine.rescale(result.next_scale / result.scale)
         return result
 
     def _confirm(self) -> None:
@@ -140,13 +162,6 @@ class Stepper:
             torch.cuda.current_stream(self.device).synchronize()
         self.comm.allreduce(torch.zeros(1), name="step/confirm").wait()
 
-    def _update_scale(self) -> None:
-        scaler = self.precision.scaler
-        before = scaler.get_scale()
-        scaler.update()
-        if (after := scaler.get_scale()) != before:
-            self.engine.rescale(after / before)
-
     def _totals(self, losses: list[Tensor], weights: list[Tensor | float], values: list[int]) -> Tensor:
         """Return this rank's sum of losses, sum of weights, and `values`: float64, on the device."""
         if self.device.type == "cpu":
@@ -158,22 +173,57 @@ class Stepper:
             totals[1] += weight
         return totals
 
-    def _agree(self, gradients: list[Tensor], totals: Tensor, nominal: float) -> StepResult:
-        """Return the result; scale gradients to those of the mean over the actual weight, clipped."""
+    def _numbers(self, gradients: list[Tensor], totals: Tensor) -> Tensor:
+        """Unscale the gradients; return all that decides on the step: `_COUNT` numbers, then the summed integers.
+
+        They are the loss scales of this and the next step, the norm of the gradients, the sums of losses and weights.
+        """
         scaler = self.precision.scaler
+        scales = [torch.ones(2, dtype=torch.float64, device=self.device)]
         if scaler.is_enabled():
+            one = torch.ones(1, device=self.device)
+            scales = [scaler.scale(one).double()]
             scaler.unscale_(self.engine.optimizer)
+            scaler.update()
+            scales.append(scaler.scale(one).double())
         norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=self.device)
-        *numbers, raw_norm = torch.cat([totals, norm.detach().double().reshape(1)]).tolist()
-        loss_sum, weight = numbers[:2]
-        correction = nominal / weight if weight > 0 else math.nan
-        grad_norm = raw_norm * correction
+        return torch.cat([*scales, norm.detach().double().reshape(1), totals])
+
+    def _result(self, numbers: list[float], nominal: float) -> StepResult:
+        """Return the result of a step from its `numbers`, on the host."""
+        scale, next_scale, norm, loss_sum, weight = numbers[:_COUNT]
         loss = loss_sum / weight if weight > 0 else math.nan
+        grad_norm = norm * (nominal / weight) if weight > 0 else math.nan
         applied = math.isfinite(grad_norm) and math.isfinite(loss)
-        if applied:
-            scale = correction * (min(1.0, self.clip / (grad_norm + 1e-6)) if self.clip else 1.0)
-            if scale != 1.0 and gradients:
-                # On a CPU a tensor is faster than a number by a sixth.
-                torch._foreach_mul_(gradients, torch.tensor(scale) if self.device.type == "cpu" else scale)
-        loss_scale = 1.0 if applied else scaler.get_scale()
-        return StepResult(loss, weight, grad_norm, applied, [round(n) for n in numbers[2:]], loss_scale)
+        return StepResult(loss, weight, grad_norm, applied, [round(n) for n in numbers[_COUNT:]], scale, next_scale)
+
+    def _scale(self, gradients: list[Tensor], result: StepResult, nominal: float) -> None:
+        """Scale gradients to those of the mean over the actual weight, clipped."""
+        if not (result.applied and gradients):
+            return
+        scale = nominal / result.weight * (min(1.0, self.clip / (result.grad_norm + 1e-6)) if self.clip else 1.0)
+        if scale != 1.0:
+            # On a CPU a tensor is faster than a number by a sixth.
+            torch._foreach_mul_(gradients, torch.tensor(scale) if self.device.type == "cpu" else scale)
+
+    def _step_by_device(self, numbers: Tensor, nominal: float) -> None:
+        """Do what `_result` and `_scale` do with numbers on the device, within the kernels of a fused optimizer.
+
+        torch's GradScaler passes its findings in the same two attributes. The kernels divide by `grad_scale`.
+        """
+        norm, loss_sum, weight = numbers[2:_COUNT]
+        correction = torch.where(weight > 0, nominal / weight, math.nan)
+        grad_norm = norm * correction
+        applied = torch.isfinite(grad_norm) & torch.isfinite(loss_sum / weight)
+        scale = correction * (self.clip / (grad_norm + 1e-6)).clamp(max=1.0) if self.clip else correction
+        optimizer: Any = self.engine.optimizer
+        optimizer.found_inf, optimizer.grad_scale = (~applied).float(), (1 / scale).float()
+        try:
+            self.engine.step()
+        finally:
+            del optimizer.found_inf, optimizer.grad_scale
+
+
+def takes_scale(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer reads `found_inf` and `grad_scale` on the device, as torch's fused ones do."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

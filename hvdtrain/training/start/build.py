@@ -20,7 +20,7 @@ from hvdtrain.training.elastic.roll_back import RollBack
 from hvdtrain.training.loop.feed import Feed
 from hvdtrain.training.loop.saving import Saving
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
-from hvdtrain.training.loop.step import Stepper
+from hvdtrain.training.loop.step import Stepper, takes_scale
 from hvdtrain.training.loop.step_sums import CombinedSums
 from hvdtrain.training.loop.trainer import Trainer
 from hvdtrain.training.records.compute import FirstPass
@@ -72,6 +72,7 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow) -> Trainer:
         buffers=buffers,
         around=around,
         confirms=current.rounds.elastic and device.type == "cuda",
+        by_device=device.type == "cuda" and takes_scale(worker.state.optimizer),
     )
     stream = Stream(task.train_data, config.seed, train.global_batch, train.micro_batch, comm.rank, comm.size)
     ledger = Ledger(current.layout.ledger, recorder.warn)

@@ -1,0 +1,27 @@
+"""Numbers on their way from a device to the host, which waits only when it reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class HostCopy:
+    """A copy of a small tensor on the host. Work that the device gets after it does not delay it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host = tensor
+        self._copied: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record(torch.cuda.current_stream(tensor.device))
+
+    def tolist(self) -> Any:
+        """Return the numbers, nested like the tensor; wait for the copy."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host.tolist()
