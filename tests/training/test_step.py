@@ -14,12 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.comm.solo import SoloComm
+from hvdtrain.config.parse import parse_object
 from hvdtrain.engine.local import LocalEngine
 from hvdtrain.engine.make import make_engine
 from hvdtrain.errors import TaskError
 from hvdtrain.host_copy import HostCopy
+from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.spans import Spans
 from hvdtrain.task.base import Task
+from hvdtrain.training.elastic.worker_state import make_worker_state
 from hvdtrain.training.loop.forward import Precision
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
 from hvdtrain.training.loop.step import Stepper, StepResult, takes_scale, to_device
@@ -182,6 +185,43 @@ def test_the_host_reads_the_result_after_the_device_got_the_update(monkeypatch: 
             orders.append([])
             _run(stepper, _batches(stepper.task, 4))
     assert orders == [["read", "update"]] * 3 + [["update", "read"]]
+
+
+def _mixture(precision: str) -> tuple[float, list[torch.dtype], dict[str, Tensor]]:
+    """The loss of the tiny DeepSeek model, the dtypes of its products of experts, and the gradients of experts."""
+    from hvdtrain.task.language_model import ModelConfig, causal_lm
+
+    torch.manual_seed(0)
+    model = causal_lm(ModelConfig(preset="tiny"), vocabulary=64, seq_len=16)
+    task = Task(model, lambda model, ids: (model(input_ids=ids, labels=ids).loss * len(ids), len(ids)), [0])
+    run = parse_object({"task": "toy", "precision": precision}, None)
+    worker = make_worker_state(run, task, CPU, RankInfo())
+    seen: list[torch.dtype] = []
+    multiply = nn.functional.grouped_mm
+
+    def spy(a: Tensor, b: Tensor, **options: Any) -> Tensor:
+        seen.extend([a.dtype, b.dtype])
+        return multiply(a, b, **options)
+
+    with pytest.MonkeyPatch.context() as patch, worker.precision.autocast():
+        patch.setattr(nn.functional, "grouped_mm", spy)
+        loss = model(input_ids=torch.arange(64).view(4, 16), labels=torch.arange(64).view(4, 16)).loss
+    loss.backward()
+    gradients = {
+        n: p.grad for n, p in model.named_parameters() if "experts" in n and p.dim() == 3 and p.grad is not None
+    }
+    return loss.item(), seen, gradients
+
+
+def test_autocast_covers_the_experts() -> None:
+    loss, dtypes, gradients = _mixture("fp32")
+    low_loss, low_dtypes, low_gradients = _mixture("bf16")
+    assert dtypes and set(dtypes) == {torch.float32} and set(low_dtypes) == {torch.bfloat16}
+    assert low_loss == pytest.approx(loss, rel=2e-3)
+    assert gradients and gradients.keys() == low_gradients.keys()
+    for name, gradient in low_gradients.items():
+        assert gradient.dtype == torch.float32
+        assert nn.functional.cosine_similarity(gradient.flatten(), gradients[name].flatten(), dim=0) > 0.9
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from hvdtrain.state.snapshot import Commits
 from hvdtrain.state.train_state import ExchangeState, Progress, TrainState
 from hvdtrain.task.base import Task
 from hvdtrain.training.loop.compiled import compile_blocks
-from hvdtrain.training.loop.forward import Precision
+from hvdtrain.training.loop.forward import Precision, autocast_experts
 from hvdtrain.training.loop.step_sums import PendingSignals
 from hvdtrain.training.start.optimizers import lr_schedule, make_optimizer, move_optimizer_state, total_steps
 
@@ -148,6 +148,8 @@ def make_worker_state(run: RunConfig, task: Task, device: torch.device, info: Ra
     """Move the model to its device and make its optimizer. Needs no other rank."""
     train = run.config.train
     model = task.model.to(device)
+    if run.config.precision != "fp32":
+        autocast_experts(model)
     compiled = compile_blocks(model) if train.compile else 0
     optimizer = task.optimizer or make_optimizer(task.model, run.config.optimizer)
     move_optimizer_state(optimizer)

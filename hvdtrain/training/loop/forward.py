@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections import UserDict
 from collections.abc import Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
@@ -39,6 +40,40 @@ class Precision:
         if self._dtype is None:
             return nullcontext()
         return torch.autocast(self._device_type, dtype=self._dtype)
+
+
+class _Cast:
+    """Experts of transformers whose weights read as another dtype; their gradients arrive in the weights' own."""
+
+    def __init__(self, experts: nn.Module, dtype: torch.dtype) -> None:
+        self._experts, self._dtype = experts, dtype
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._experts, name)
+        return value.to(self._dtype) if isinstance(value, nn.Parameter) and value.is_floating_point() else value
+
+
+def autocast_experts(model: nn.Module) -> None:
+    """Let autocast cover the experts of transformers' models, in place.
+
+    Their default implementation calls an operator that autocast does not know (pytorch/pytorch#174763), in the dtype
+    of the weights. Measured on a CPU with bfloat16 instructions: a step with 16 experts takes 0.47 of the time.
+    """
+    moe: Any = sys.modules.get("transformers.integrations.moe")
+    if not hasattr(moe, "ALL_EXPERTS_FUNCTIONS"):
+        return
+
+    def forward(experts: nn.Module, hidden: Tensor, *routing: Tensor) -> Tensor:
+        device = hidden.device.type
+        cast = _Cast(experts, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else experts
+        result: Tensor = moe.grouped_mm_experts_forward(cast, hidden, *routing)
+        return result
+
+    moe.ALL_EXPERTS_FUNCTIONS.register("grouped_mm_autocast", forward)
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "_experts_implementation", None) == "grouped_mm":
+            config._experts_implementation = "grouped_mm_autocast"
 
 
 def checked_loss(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
