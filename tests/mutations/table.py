@@ -303,8 +303,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _missed(
         "training/records/run_report.py",
-        "return _fingerprint(folder / name) == fingerprint",
-        "return (folder / name).exists()",
+        "_fingerprint(folder / file[0]) != file[1]",
+        "not (folder / file[0]).exists()",
         "a trace of an earlier start stands for the one on another host",
         "tests/training/test_remote_spans.py",
     ),

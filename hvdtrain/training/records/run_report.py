@@ -97,7 +97,7 @@ def collect_spans(comm: Comm, folder: Path, warn: Callable[[str], None]) -> None
     everyone = allgather_json(comm, [own.name, _fingerprint(own)] if own else None, name="timeline/files")
     missing = []
     if comm.rank == 0:
-        missing = [rank for rank, file in enumerate(everyone) if file and not _is_visible(folder, *file)]
+        missing = [rank for rank, file in enumerate(everyone) if file and _fingerprint(folder / file[0]) != file[1]]
     far = broadcast_json(comm, missing, name="timeline/far")
     if not far:
         return
@@ -140,10 +140,6 @@ def _fingerprint(path: Path) -> str:
             return sha256(file.read(_HEAD_BYTES)).hexdigest()
     except OSError:
         return ""
-
-
-def _is_visible(folder: Path, name: str, fingerprint: str) -> bool:
-    return _fingerprint(folder / name) == fingerprint
 
 
 def _packed(path: Path, most: int) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -75,9 +76,8 @@ class CompressionTrial:
         }
         everyone = allgather_json(self.comm, measured, name="auto_compression")
         # Rank 0 predicts for all ranks, which must make the same choice.
-        event, line = on_rank_0(
-            self.comm, lambda: self._predict_or_none(layouts, everyone), name="auto_compression/choice"
-        )
+        predict = partial(self._predict_or_none, layouts, everyone)
+        event, line = on_rank_0(self.comm, predict, name="auto_compression/choice")
         self.engine.set_compression(event["compression"])
         self.event({"event": "compression_chosen", "at_step": step, **event})
         self.say(line)
@@ -107,12 +107,10 @@ class CompressionTrial:
             for column in zip(*(measured["allreduces"] for measured in everyone), strict=True)
         ]
         coding = {
-            name: max(
-                ([CodingCost(**cost) for cost in measured["coding"][name]] for measured in everyone), key=_total_s
-            )
+            name: max(([CodingCost(**cost) for cost in rank["coding"][name]] for rank in everyone), key=_total_s)
             for name in everyone[0]["coding"]
         }
-        evidence = self._evidence(layouts, step_s, slowest["parts_s"], slowest["before_last_s"], allreduces)
+        evidence = self._evidence(layouts, step_s, slowest, allreduces)
         by_bucket = {
             (name, bucket.names[0]): cost
             for name, costs in coding.items()
@@ -137,14 +135,9 @@ class CompressionTrial:
         return event, _line(event, predicted["none"].wire_s)
 
     def _evidence(
-        self,
-        layouts: Sequence[Layout],
-        step_s: float,
-        parts_s: Mapping[str, float],
-        before_last_s: Sequence[float],
-        allreduces: Sequence[tuple[int, float]],
+        self, layouts: Sequence[Layout], step_s: float, rank: dict[str, Any], allreduces: Sequence[tuple[int, float]]
     ) -> Evidence:
-        """Return the measured steps in what-if's terms.
+        """Return the steps that a rank has measured in what-if's terms.
 
         The last bucket starts at the end of backward. Between two buckets, gradients are ready at an even pace.
         """
@@ -159,9 +152,9 @@ class CompressionTrial:
             own_cores=self.host.own_cores,
             threads=torch.get_num_threads(),
             on_cpu=self.device.type == "cpu",
-            gradients=_gradients(buckets, parts_s["backward"] / job.passes, before_last_s),
+            gradients=_gradients(buckets, rank["parts_s"]["backward"] / job.passes, rank["before_last_s"]),
             step_s=step_s,
-            parts_s=parts_s,
+            parts_s=rank["parts_s"],
             buckets=buckets,
             compression_of=self.engine.resolve,
         )
