@@ -7,8 +7,6 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
-from types import TracebackType
 
 from hvdtrain.errors import USAGE, ConfigError, HvdtrainError, TaskError, UnusableRunDirectoryError
 from hvdtrain.observe.failure.fault import is_installed
@@ -69,17 +67,11 @@ def _report(error: BaseException, info: RankInfo | None) -> str:
     if isinstance(error, SyntaxError) and error.filename and not is_installed(error.filename):
         text = "".join(traceback.format_exception_only(error))
         return f"{text}hvdtrain: {error.filename} cannot be imported{label}, see above\n"
-    users = [trace for trace in _traces(error) if not is_installed(trace.tb_frame.f_code.co_filename)]
+    trace = traceback.TracebackException.from_exception(error)
+    users = [number for number, frame in enumerate(trace.stack) if not is_installed(frame.filename)]
     if users:
-        code, line = users[-1].tb_frame.f_code, users[-1].tb_lineno
-        text = "".join(traceback.format_exception(type(error), error, users[0]))
-        where = f"{code.co_name}, {code.co_filename}:{line}"
-        return f"{text}hvdtrain: {type(error).__name__}{label} in {where}, see above\n"
-    return f"{''.join(traceback.format_exception(error))}hvdtrain: unexpected error{label}, see above\n"
-
-
-def _traces(error: BaseException) -> Iterator[TracebackType]:
-    trace = error.__traceback__
-    while trace is not None:
-        yield trace
-        trace = trace.tb_next
+        last = trace.stack[users[-1]]
+        del trace.stack[: users[0]]
+        where = f"{last.name}, {last.filename}:{last.lineno}"
+        return f"{''.join(trace.format())}hvdtrain: {type(error).__name__}{label} in {where}, see above\n"
+    return f"{''.join(trace.format())}hvdtrain: unexpected error{label}, see above\n"
