@@ -15,9 +15,8 @@ from hvdtrain.cli.launch_spec import plan_of, spec_of
 from hvdtrain.errors import USAGE, HvdtrainError, LaunchError
 from hvdtrain.launch.choose import OWN, choose, needs_machine, refuse_options, refuse_shape
 from hvdtrain.launch.detect import Machine, detect_machine, search_path
-from hvdtrain.launch.discovery import run_script
 from hvdtrain.launch.driver import Driver
-from hvdtrain.launch.hosts import find_unknown_host
+from hvdtrain.launch.hosts import find_unknown_host, run_script
 from hvdtrain.launch.job_output import SAID
 from hvdtrain.launch.spec import Command, JobSpec, Script
 from hvdtrain.launch.targets import TARGETS

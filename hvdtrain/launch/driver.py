@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.launch import discovery
+from hvdtrain.errors import LaunchError
 from hvdtrain.launch.agent_link import END_S, AgentLink
 from hvdtrain.launch.commands import (
     Command,
@@ -27,6 +27,7 @@ from hvdtrain.launch.commands import (
     StartWorker,
     StopAgent,
 )
+from hvdtrain.launch.hosts import run_script
 from hvdtrain.launch.interfaces import interface_to
 from hvdtrain.launch.job_output import EventLog, Screen
 from hvdtrain.launch.membership import Membership
@@ -36,6 +37,7 @@ from hvdtrain.runtime.channel import BEAT_S
 from hvdtrain.runtime.json_lines import encode_message
 
 _TICK_S = 0.1
+_ASK_S = 1.0
 
 
 class Driver:
@@ -66,11 +68,7 @@ class Driver:
         self._inbox.put(partial(self._signal, name))
 
     def run(self) -> int:
-        """Run the job to its end; return the exit code.
-
-        Errors:
-            LaunchError: the discovery script fails on its first run.
-        """
+        """Run the job to its end; return the exit code. Raise LaunchError if the discovery script fails at first."""
         try:
             self._find_hosts()
             while self._code is None:
@@ -86,14 +84,25 @@ class Driver:
         script = self._plan.job.discover
         if script is None:
             return self._set_hosts(dict(self._plan.hosts))
-        ask = partial(discovery.run_script, Path(script), slots=self._plan.slots)
+        ask = partial(run_script, Path(script), slots=self._plan.slots)
         self._set_hosts(ask())
+        threading.Thread(target=self._watch_script, args=(ask,), name="discovery", daemon=True).start()
 
-        def found(hosts: dict[str, int]) -> None:
-            self._inbox.put(partial(self._set_hosts, hosts))
-
-        watch = partial(discovery.watch_script, ask, self._over, found, self._say)
-        threading.Thread(target=watch, name="discovery", daemon=True).start()
+    def _watch_script(self, ask: Callable[[], dict[str, int]]) -> None:
+        """Ask for the hosts repeatedly until the job is over; the last answer stays valid while the script fails."""
+        last: dict[str, int] = {}
+        error = ""
+        while not self._over.wait(_ASK_S):
+            try:
+                hosts = ask()
+            except LaunchError as wrong:
+                if str(wrong) != error:
+                    error = str(wrong)
+                    self._say(f"{error}\n  the hosts stay the same")
+                continue
+            if hosts != last or error:
+                last, error = hosts, ""
+                self._inbox.put(partial(self._set_hosts, hosts))
 
     def _set_hosts(self, hosts: dict[str, int]) -> None:
         self._execute(self._members.hosts_discovered(hosts, time.monotonic()))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import shutil
 import socket
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from hvdtrain.errors import LaunchError
 from hvdtrain.programs import run_program
@@ -14,6 +16,7 @@ from hvdtrain.runtime.environment import tasks_per_node
 
 _NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9._-]{0,63}@)?[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 _MOST_SLOTS = 4096
+_SCRIPT_S = 30.0
 LOCAL_NAMES = ("localhost", "127.0.0.1")
 
 _MOST_NODES = 1 << 16
@@ -53,6 +56,41 @@ def parse_discovered(text: str, slots: int = 1) -> dict[str, int]:
         if part.strip(" \t"):
             _add(hosts, part.strip(" \t"), part, f"line {number} of the discovery script", least=0, slots=slots)
     return hosts
+
+
+def run_script(script: Path, timeout_s: float = _SCRIPT_S, *, slots: int = 1) -> dict[str, int]:
+    """Run the script directly, without a shell; return the slots of each host: `slots` where it prints no number.
+
+    Errors:
+        LaunchError: it cannot be run, takes too long, fails, or prints an invalid host.
+    """
+    expected = "a program that prints a line host or host:slots per host and exits with 0"
+    try:
+        code, out, err = run_program([str(script.absolute())], timeout_s)
+    except TimeoutError:
+        what = f"the discovery script {script} did not end within {timeout_s:.0f} s"
+        raise LaunchError(what, expected=expected) from None
+    except OSError as error:
+        what = f"the discovery script {script} cannot be run"
+        raise LaunchError(what, expected=expected, found=str(error), next_step=_hint(script)) from None
+    if code != 0:
+        found = f"exit code {code}: {err.strip()[-500:]}"
+        raise LaunchError(f"the discovery script {script} failed", expected=expected, found=found)
+    return parse_discovered(out, slots)
+
+
+def _hint(script: Path) -> str:
+    """Return the next step for a script that cannot be run."""
+    words = str(script).split()
+    if script.is_dir():
+        return f"name the program itself; {script} is a folder"
+    if not script.exists() and len(words) > 1:
+        return "it runs without arguments: write the command into a script and give the path of that"
+    if not script.exists():
+        return f"give the path of an existing program, relative to {Path.cwd()}"
+    if not os.access(script, os.X_OK):
+        return f"chmod +x {script}"
+    return "check that its first line names an existing interpreter, as in #!/bin/sh"
 
 
 def _add(hosts: dict[str, int], part: str, found: str, where: str, *, least: int, slots: int = 1) -> None:

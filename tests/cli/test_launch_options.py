@@ -9,7 +9,7 @@ import pytest
 from hvdtrain.cli.launch import main
 from hvdtrain.cli.launch_options import parse, parser
 from hvdtrain.errors import LaunchError
-from hvdtrain.launch.discovery import run_script
+from hvdtrain.launch.hosts import run_script
 
 
 @pytest.mark.parametrize(

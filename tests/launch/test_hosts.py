@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.launch import discovery
-from hvdtrain.launch.hosts import parse_discovered, parse_hosts
+from hvdtrain.launch.hosts import parse_discovered, parse_hosts, run_script
 from tests.support.launch import TIMEOUT_S
 
 BAD = [
@@ -80,8 +79,8 @@ def script(folder: Path, text: str, mode: int = 0o755) -> Path:
 
 def test_a_script_is_run_by_its_path(tmp_path: Path) -> None:
     asked = script(tmp_path, "#!/bin/sh\necho a:2\necho b\n")
-    assert discovery.run_script(asked) == {"a": 2, "b": 1}
-    assert discovery.run_script(asked, slots=8) == {"a": 2, "b": 8}
+    assert run_script(asked) == {"a": 2, "b": 1}
+    assert run_script(asked, slots=8) == {"a": 2, "b": 8}
 
 
 @pytest.mark.parametrize(
@@ -96,7 +95,7 @@ def test_a_script_is_run_by_its_path(tmp_path: Path) -> None:
 )
 def test_the_fault_of_a_script_is_reported(tmp_path: Path, text: str, mode: int, said: str) -> None:
     with pytest.raises(LaunchError) as wrong:
-        discovery.run_script(script(tmp_path, text, mode), timeout_s=0.2 if "sleep" in text else TIMEOUT_S)
+        run_script(script(tmp_path, text, mode), timeout_s=0.2 if "sleep" in text else TIMEOUT_S)
     assert said in str(wrong.value)
 
 
@@ -108,7 +107,7 @@ def test_a_script_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path
     while not number.exists():  # a machine may be so slow that it has started nothing until then
         patience_s *= 2
         with pytest.raises(LaunchError, match="did not end within"):
-            discovery.run_script(script, patience_s)
+            run_script(script, patience_s)
     with suppress(psutil.NoSuchProcess):
         child = psutil.Process(int(number.read_text()))
         while child.status() != psutil.STATUS_ZOMBIE:

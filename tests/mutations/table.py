@@ -143,7 +143,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/cli/test_launch_targets.py",
     ),
     _missed(
-        "launch/discovery.py",
+        "launch/hosts.py",
         "return parse_discovered(out, slots)",
         "return parse_discovered(out)",
         "--slots is ignored for hosts that the script names without a number",
