@@ -188,7 +188,8 @@ def _write(sink: Sink, found: _Sources, zero_us: float, merged: Merged) -> None:
     merged.timelines = [trace.path for trace in found.timelines]
     merged.profiles = [path for path, *_ in found.profiles]
     for rank in merged.ranks:
-        sink.add(tracks.head(rank, hosts.get(rank, ""), rank + (len(found.timelines) if rank else 0)))
+        name = f"rank {rank} on {hosts[rank]}" if hosts.get(rank) else f"rank {rank}"
+        sink.add(tracks.labels("process", rank, 0, name, rank + (len(found.timelines) if rank else 0)))
     for spans in found.spans:
         sink.add(tracks.span_events(spans, zero_us))
     if found.steps is not None:

@@ -76,20 +76,21 @@ def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
         )
     past = read_journal_starts(layout.journal)
     notes: list[str] = []
-    starts = read_starts(timeline) if timeline.is_dir() else []
+    starts = read_starts(timeline)
     stamped = [start for start in starts if len(start.steps.step)]
     start = next(reversed(stamped or starts), None)
     steps = start.steps if start is not None and stamped else None
-    if steps is not None and (start is not starts[-1] or (past and _journal_of(start, past) is not past[-1])):
-        which = f"steps {steps.step[0]} to {steps.step[-1]}"
-        notes.append(f"the last start has no step stamps: an earlier start is analysed, {which}")
+    this, is_part = (past or [JournalStart({})])[-1], False
+    if start is not None and steps is not None:
+        this, which = _journal_of(start, past), f"steps {steps.step[0]} to {steps.step[-1]}"
+        is_part = start.at_step > 0 or len(stamped) > 1
+        if is_part:
+            notes.append(f"only the last round of the run is analysed: {which}")
+        if start is not starts[-1] or (past and this is not past[-1]):
+            notes.append(f"the last start has no step stamps: an earlier start is analysed, {which}")
     notes += start.dropped if start is not None else ()
-    is_part = start is not None and steps is not None and (start.at_step > 0 or len(stamped) > 1)
-    if is_part and steps is not None:
-        notes.insert(0, f"only the last round of the run is analysed: steps {steps.step[0]} to {steps.step[-1]}")
-    files = read_span_files(timeline, most_bytes, start.number if start is not None and steps is not None else None)
+    files = read_span_files(timeline, most_bytes, start.number if start is not None and stamped else None)
     spans = on_one_clock(files, starts)
-    this = _journal_of(start, past) if steps is not None else (past or [JournalStart({})])[-1]
     config = this.started.get("config") or _config(layout)
     size = len(start.steps.hosts) if start is not None else len(spans)
     if steps is None:
@@ -110,9 +111,9 @@ def _load_run(folder: Path, most_bytes: float) -> tuple[RunTrace, list[Path]]:
     return run, logs
 
 
-def _journal_of(start: Start | None, past: Sequence[JournalStart]) -> JournalStart:
+def _journal_of(start: Start, past: Sequence[JournalStart]) -> JournalStart:
     """Return the journal of a start with stamps: the newest with as many ranks that did all of its steps."""
-    if start is None or not past:
+    if not past:
         return JournalStart({})
     same = [each for each in past if each.started.get("size") in (None, len(start.steps.hosts))] or list(past)
     first, last = int(start.steps.step[0]), int(start.steps.step[-1])

@@ -175,22 +175,18 @@ def _moved(file: SpanFile, rank_0: SpanFile | None, start: Start | None) -> Rank
 def _fitting(paths: Sequence[Path], most_bytes: float) -> Iterator[Path]:
     """Yield the files of the first ranks up to a total size."""
     left = most_bytes
-    for path in sorted(paths, key=_rank):
+    for path in paths:
         left -= path.stat().st_size
         if left < 0:
             return
         yield path
 
 
-def _rank(path: Path) -> int:
-    found = _FILE.fullmatch(path.name)
-    assert found is not None
-    return int(found.group(1))
-
-
 def _paths(folder: Path) -> list[Path]:
+    """Return the span files of a folder or of a run, in the order of their ranks."""
     for where in (folder, RunLayout(folder).timeline.folder):
-        found = sorted(path for path in where.glob(TimelineLayout.SPANS) if _FILE.fullmatch(path.name))
+        paths = where.glob(TimelineLayout.SPANS)
+        found = sorted((int(named[1]), path) for path in paths if (named := _FILE.fullmatch(path.name)))
         if found:
-            return found
+            return [path for _, path in found]
     return []

@@ -25,7 +25,6 @@ class Start:
     Attributes:
         number: from 0; -1 if unknown.
         at_step: the step from which it resumed.
-        clock_ids: of the ranks; equal ones are the same clock.
         link: allreduces measured at the start: pairs of bytes and seconds.
         steps: empty if the start ended before the first block.
         clock_us: times of the offsets, by rank 0's clock [k].
@@ -36,7 +35,6 @@ class Start:
 
     number: int
     at_step: int
-    clock_ids: Sequence[str]
     link: Sequence[tuple[int, float]]
     steps: StepTable
     clock_us: Floats
@@ -136,7 +134,6 @@ def _start(head: StartLine, number: int, blocks: Sequence[BlockLine], dropped: S
     return Start(
         number=number,
         at_step=head.at_step,
-        clock_ids=head.clock_ids,
         link=head.link,
         steps=steps,
         clock_us=as_array([head.origin_us, *(head.origin_us + (block.end_us[0][-1] or 0.0) for block in blocks)]),

@@ -23,11 +23,6 @@ _CHUNK = 1 << 16
 _TRACKS = {MAIN: "training thread", DEVICE: "device", _GC: "garbage collection"}
 
 
-def head(rank: int, host: str, place: int) -> Iterator[Event]:
-    """Yield metadata of a rank's process at position `place`."""
-    yield from labels("process", rank, 0, f"rank {rank} on {host}" if host else f"rank {rank}", place)
-
-
 def labels(kind: str, pid: int, tid: int, name: str, place: int) -> Iterator[Event]:
     """Yield the events that name and order a process, or a track of it (kind "thread")."""
     for suffix, arguments in (("name", {"name": name}), ("sort_index", {"sort_index": place})):

@@ -69,19 +69,6 @@ class Metadata(_Event, tag="M"):
     args: dict[str, Annotated[str, Meta(max_length=LONGEST_BYTES)] | float | bool | None]
     name: Any = None
 
-    @property
-    def tensor(self) -> str | None:
-        """The name of the tensor, if this event has it."""
-        name = self.args.get("name") if self.name == "process_name" else None
-        return name if isinstance(name, str) else None
-
-    @property
-    def epoch_us(self) -> float | None:
-        """The wall clock at time 0, if this event has it."""
-        value = self.args.get("start_time_since_epoch_in_micros")
-        is_clock = self.name == "process_name" and self.pid == 0
-        return value if is_clock and isinstance(value, float) and abs(value) < 1e18 else None
-
 
 Event = Begin | End | Tick | Mark | Metadata
 _KINDS: dict[object, type[Event]] = {"B": Begin, "E": End, "X": Tick, "i": Mark, "M": Metadata}

@@ -38,6 +38,7 @@ _ONLY_ENDED = ("barrier.noname", "join.noname")
 
 _SPANS = {"tensor": "i4", "phase": "i2", "start_us": "f8", "duration_us": "f8", "nbytes": "i8"}
 _TICKS = {"tick_tensor": "i4", "tick_rank": "i4", "tick_us": "f8"}
+_LATEST_EPOCH_US = 1e18
 _BETWEEN_EVENTS = re.compile(rb"\}\s*,\s*(?=\{)")
 
 
@@ -223,14 +224,17 @@ class TraceBuilder:
             self._last_us = ends_us[-1]
 
     def _add_metadata(self, event: Metadata) -> None:
-        if event.epoch_us is not None:
+        if event.name != "process_name":
+            return
+        epoch_us, tensor = event.args.get("start_time_since_epoch_in_micros"), event.args.get("name")
+        if event.pid == 0 and isinstance(epoch_us, float) and abs(epoch_us) < _LATEST_EPOCH_US:
             self.is_horovod = True
             if self._is_first:
-                self._epoch_us = event.epoch_us
+                self._epoch_us = epoch_us
             elif self._epoch_us is not None:
-                self._shift_us = event.epoch_us - self._epoch_us
-        elif event.tensor is not None:
-            self._set_name(event.pid, event.tensor)
+                self._shift_us = epoch_us - self._epoch_us
+        elif isinstance(tensor, str):
+            self._set_name(event.pid, tensor)
 
     def _set_name(self, pid: int, name: str) -> None:
         self.is_horovod = True
