@@ -94,7 +94,7 @@ class RankSpans:
 class StepTable:
     """The step stamps of all ranks in one start of a run.
 
-    Steps are in blocks of consecutive ones. Steps between blocks may be missing.
+    Steps are in blocks of consecutive ones. Steps between blocks may be missing, and so may steps that a rank lacks.
 
     Attributes:
         hosts: of the ranks, in order.

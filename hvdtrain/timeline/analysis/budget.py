@@ -51,17 +51,13 @@ class Sample:
 
 
 def sample_of(table: StepTable) -> Sample:
-    """Return the steps recorded by all ranks, without warm-up. Work before a start's first step belongs to no step."""
-    moments = (table.start_us, table.ready_us, table.released_us, table.end_us)
-    known = np.flatnonzero(np.isfinite(moments).all(axis=(0, 1)))
-    end = table.end_us[:, known]
-    aside = np.nan_to_num(table.parts_us["aside"][:, known])
-    aside[:, known == 0] = 0.0
-    begin = np.where(follows(table.step[known]), np.roll(end, 1, axis=1), table.start_us[:, known] - aside)
-    late = known >= warm_up(table)
-    columns = known[late]
+    """Return the steps of a table without warm-up. Work before a start's first step belongs to no step."""
+    aside = np.nan_to_num(table.parts_us["aside"])
+    aside[:, :1] = 0.0
+    begin = np.where(follows(table.step), np.roll(table.end_us, 1, axis=1), table.start_us - aside)
+    columns = np.arange(warm_up(table), len(table.step), dtype=np.int32)
     steps = np.append(1.0, np.diff(table.step[columns]))[: len(columns)]
-    return Sample(columns.astype(np.int32), begin[:, late], aside[:, late], steps, _weights(steps))
+    return Sample(columns, begin[:, columns], aside[:, columns], steps, _weights(steps))
 
 
 def _weights(steps: Floats) -> Floats:

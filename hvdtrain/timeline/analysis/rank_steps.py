@@ -68,13 +68,10 @@ def from_stamps(table: StepTable) -> Rounds | None:
     begin = np.where(chained, released, np.median(table.start_us, axis=0))
     work = (table.ready_us - begin) / 1e3
     length = np.median(table.end_us, axis=0) - begin
-    whole = np.isfinite(work).all(axis=0)
-    whole &= np.arange(steps) >= warm_up(table)
-    if not whole.any():
-        return None
-    step_ms = float(np.median(length[whole])) / 1e3
-    plain = whole & (np.nanmax(table.parts_us["aside"], axis=0) / 1e3 <= _ASIDE_SHARE * step_ms)
-    column = np.flatnonzero(plain if plain.sum() * 2 >= whole.sum() else whole)
+    warm = np.arange(steps) >= warm_up(table)
+    step_ms = float(np.median(length[warm])) / 1e3
+    plain = warm & (np.nanmax(table.parts_us["aside"], axis=0) / 1e3 <= _ASIDE_SHARE * step_ms)
+    column = np.flatnonzero(plain if plain.sum() * 2 >= warm.sum() else warm)
     column = column[_thinned(len(column), ranks)]
     error = table.clock_error_us / 1e3
     return Rounds("stamps", table.hosts, work[:, column], column.astype(np.int32), table.step[column], step_ms, error)
@@ -114,14 +111,10 @@ def _rounds_of(trace: HorovodTrace) -> Rounds | None:
         return None
     usual = int(np.bincount(often).argmax())
     same = [each for each, count in zip(by_tensor, counts, strict=True) if count == usual]
-    ready = np.max(np.stack(same), axis=0)
-    ready = ready[:, 1:]  # the first round includes work before training
-    begin = np.roll(ready.max(axis=0), 1)
-    begin[0] = begin[1] - np.median(np.diff(ready.max(axis=0))) if ready.shape[1] > 1 else ready[:, 0].min()
-    work = (ready - begin)[:, 1:] / 1e3
-    if work.shape[1] < 1:
-        return None
-    step_ms = float(np.median(np.diff(ready.max(axis=0)))) / 1e3
+    ready = np.max(np.stack(same), axis=0)[:, 1:]  # the first round includes work before training
+    end = ready.max(axis=0)
+    work = (ready[:, 1:] - end[:-1]) / 1e3
+    step_ms = float(np.median(np.diff(end))) / 1e3
     nowhere = np.zeros(0, np.int32)
     return Rounds(
         "ticks", [""] * ranks, work, nowhere, np.arange(2, 2 + work.shape[1], dtype=np.int32), step_ms, np.zeros(ranks)
