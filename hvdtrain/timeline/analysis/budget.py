@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hvdtrain.timeline.analysis.analysis import Budget, Estimate, Part
-from hvdtrain.timeline.analysis.intervals import NOTHING, Span, length, partition, union, within
+from hvdtrain.timeline.analysis.intervals import NOTHING, length, partition, union, within
 from hvdtrain.timeline.analysis.phases import OTHER, PHASES, by_kind, count_steps, extent
 from hvdtrain.timeline.analysis.rank_steps import follows, warm_up
 from hvdtrain.timeline.analysis.stats import mean_of, ratio_of
@@ -182,21 +182,17 @@ def timeline_budget(horovod: Sequence[HorovodTrace]) -> Budget | None:
     steps = sum(map(count_steps, horovod)) if all(map(count_steps, horovod)) else 0
     parts: dict[str, float] = {}
     for trace, (start, end) in zip(horovod, ends, strict=True):
-        for name, part in cut_timeline(trace, union(np.array([start]), np.array([end]))).items():
+        phases = by_kind([trace])
+        rest = [phases[kind] for kind in (OTHER, "") if kind in phases] or [NOTHING]
+        phases[OTHER] = union(np.concatenate([span[0] for span in rest]), np.concatenate([span[1] for span in rest]))
+        whole = (np.array([start]), np.array([end]))
+        cut = partition(whole, {name: phases[name] for name in (*PHASES, OTHER) if name in phases})
+        cut[IDLE] = cut.pop("")
+        for name, part in cut.items():
             parts[name] = parts.get(name, 0.0) + length(part) / max(1, steps) / 1e3
     exact = {name: Estimate(ms, ms, ms) for name, ms in parts.items()}
     wall = wall_us / max(1, steps) / 1e3
     return _budget("rank 0's communication", Estimate(wall, wall, wall), steps, exact, [])
-
-
-def cut_timeline(trace: HorovodTrace, whole: Span) -> dict[str, Span]:
-    """Split `whole` by the operations in progress in a Timeline."""
-    phases = by_kind([trace])
-    rest = [phases[kind] for kind in (OTHER, "") if kind in phases] or [NOTHING]
-    phases[OTHER] = union(np.concatenate([span[0] for span in rest]), np.concatenate([span[1] for span in rest]))
-    cut = partition(whole, {name: phases[name] for name in (*PHASES, OTHER) if name in phases})
-    cut[IDLE] = cut.pop("")
-    return cut
 
 
 def _budget(what: str, whole: Estimate, steps: int, ms: Mapping[str, Estimate], exposed: Sequence[str]) -> Budget:

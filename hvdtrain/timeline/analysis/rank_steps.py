@@ -29,7 +29,7 @@ class Rounds:
     Attributes:
         source: our stamps, or ticks of Horovod.
         work_ms: from the common start until the rank is ready [ranks, rounds].
-        column: of each round in the step table; empty for ticks [rounds].
+        column: of each round in the step table; for ticks, which have none, as `step` [rounds].
         step_ms: the median time from a round to the next.
         clock_error_ms: bound of the error of a rank's times, compared with rank 0's [ranks].
     """
@@ -115,10 +115,8 @@ def _rounds_of(trace: HorovodTrace) -> Rounds | None:
     end = ready.max(axis=0)
     work = (ready[:, 1:] - end[:-1]) / 1e3
     step_ms = float(np.median(np.diff(end))) / 1e3
-    nowhere = np.zeros(0, np.int32)
-    return Rounds(
-        "ticks", [""] * ranks, work, nowhere, np.arange(2, 2 + work.shape[1], dtype=np.int32), step_ms, np.zeros(ranks)
-    )
+    number = np.arange(2, 2 + work.shape[1], dtype=np.int32)
+    return Rounds("ticks", [""] * ranks, work, number, number, step_ms, np.zeros(ranks))
 
 
 def _turns(trace: HorovodTrace, tensor: int, ranks: int) -> Floats:

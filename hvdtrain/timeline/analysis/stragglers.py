@@ -171,6 +171,5 @@ def _without_pauses(rounds: Rounds) -> tuple[Rounds, list[Pause]]:
             pauses.append(Pause(rank, step, ms))
         last = (rank, step)
     keep = np.flatnonzero(~aside)
-    column = rounds.column[keep] if len(rounds.column) else rounds.column
-    rest = replace(rounds, work_ms=rounds.work_ms[:, keep], column=column, step=rounds.step[keep])
+    rest = replace(rounds, work_ms=rounds.work_ms[:, keep], column=rounds.column[keep], step=rounds.step[keep])
     return rest, sorted(pauses, key=lambda pause: -pause.ms)

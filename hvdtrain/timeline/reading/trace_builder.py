@@ -83,13 +83,7 @@ class _Tensors(dict[int, tuple[int, list[Begin]]]):
 
 
 class TraceBuilder:
-    """Collects the events of one file.
-
-    Attributes:
-        is_horovod: an event of Horovod was found.
-        beginning: the first bytes of the file.
-        damage: what could not be read.
-    """
+    """Collects the events of one file, its first bytes, whether one event is Horovod's, and what cannot be read."""
 
     def __init__(self) -> None:
         self.is_horovod = False

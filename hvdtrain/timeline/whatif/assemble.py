@@ -19,12 +19,9 @@ Costs = Callable[[Compression, PlannedBucket, int], CodingCost | None]
 
 @dataclass(frozen=True)
 class AssembledStep:
-    """A step and what it sends.
+    """A step, its buckets in the order of their gradients, and the bytes that a rank hands to collectives.
 
-    Attributes:
-        buckets: in the order of their gradients.
-        payload_bytes: that a rank hands to collectives.
-        coding_measured: whether the cost of coding was measured, not estimated.
+    `coding_measured`: whether the cost of coding was measured, not estimated.
     """
 
     step: Step

@@ -49,13 +49,7 @@ class Job:
 
 @dataclass(frozen=True)
 class FittedLink:
-    """A link and how well it is known.
-
-    Attributes:
-        link: None if nothing was exchanged.
-        source: what it was derived from, as text.
-        uncertainty: of its speed, as a share.
-    """
+    """A link (None if nothing was exchanged), what it was derived from, and the uncertainty of its speed as a share."""
 
     link: Link | None
     source: str
