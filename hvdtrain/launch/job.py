@@ -12,17 +12,13 @@ NEVER = float("-inf")
 
 
 class Phase(Enum):
-    """Phase of a job.
+    """Phase of a job."""
 
-    RUNNING: ranks join, leave and train. FINISHING: the first rank has finished. STOPPING: all ranks save and end.
-    ENDING: the job has failed, and its workers are ended. OVER: no worker is alive.
-    """
-
-    RUNNING = auto()
-    FINISHING = auto()
-    STOPPING = auto()
-    ENDING = auto()
-    OVER = auto()
+    RUNNING = auto()  # ranks join, leave and train
+    FINISHING = auto()  # the first rank has finished
+    STOPPING = auto()  # all ranks save and end
+    ENDING = auto()  # the job has failed, and its workers are ended
+    OVER = auto()  # no worker is alive
 
 
 @dataclass
