@@ -40,8 +40,7 @@ def find_unrecorded(window: Window) -> Wrong | None:
         if rank not in window.start.entries:
             step, recorded = window.first + 1, wanted[:0]
         else:
-            low, high = entry_bounds(window, rank)
-            recorded = window.start.entries[rank].steps[low:high]
+            recorded = window.entries(rank).steps
             both = min(len(recorded), len(wanted))
             differing = np.flatnonzero(recorded[:both] != wanted[:both])
             step = int(wanted[differing[0]]) if len(differing) else window.first + both + 1
@@ -50,19 +49,13 @@ def find_unrecorded(window: Window) -> Wrong | None:
     return min(errors, key=lambda wrong: wrong.step, default=None)
 
 
-def entry_bounds(window: Window, rank: int) -> tuple[int, int]:
-    """Return the range of a rank's entries with steps in the window."""
-    steps = window.start.entries[rank].steps
-    low, high = np.searchsorted(steps, [window.first, window.last], side="right")
-    return int(low), int(high)
-
-
 def collect_rows(window: Window) -> Rows:
     """Collect the ranges in a window that every rank has recorded."""
     parts: list[list[NDArray[np.int64]]] = []
-    for rank, entries in window.start.entries.items():
-        steps, begins, ends = entries.rows(*entry_bounds(window, rank))
-        parts.append([steps, begins, ends, np.full(len(steps), rank)])
+    for rank in window.start.entries:
+        entries = window.entries(rank)
+        steps = np.repeat(entries.steps, np.diff(entries.first))
+        parts.append([steps, entries.begins, entries.ends, np.full(len(steps), rank)])
     steps, begins, ends, ranks = (np.concatenate(column) for column in zip(*parts, strict=True))
     order = np.lexsort((begins, steps))
     return Rows(steps[order], begins[order], ends[order], ranks[order])

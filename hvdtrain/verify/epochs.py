@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.data.order import sample_indices
 from hvdtrain.state.ledger import StartHeader
-from hvdtrain.verify.coverage import Rows, Wrong, entry_bounds
+from hvdtrain.verify.coverage import Rows, Wrong
 from hvdtrain.verify.starts import Window
 
 _POSITIONS_AT_ONCE = 1 << 18
@@ -119,22 +119,20 @@ def _parts(window: Window, rows: Rows) -> Iterator[tuple[Window, int, int]]:
 
 
 def _differing(part: Window, rank: int, data: memoryview, origin: int) -> Wrong | None:
-    entries = part.start.entries[rank]
-    low, high = entry_bounds(part, rank)
-    first = entries.first[low : high + 1].tolist()
-    begins = ((entries.begins[first[0] : first[-1]] - origin) * 8).tolist()
-    ends = ((entries.ends[first[0] : first[-1]] - origin) * 8).tolist()
-    wanted = entries.checksums[low:high].tolist()
-    crc32, base = zlib.crc32, first[0]
-    for number, checksum in enumerate(wanted):
+    entries = part.entries(rank)
+    first = entries.first.tolist()
+    begins = ((entries.begins - origin) * 8).tolist()
+    ends = ((entries.ends - origin) * 8).tolist()
+    crc32 = zlib.crc32
+    for number, wanted in enumerate(entries.checksums.tolist()):
         found = 0
-        for row in range(first[number] - base, first[number + 1] - base):
+        for row in range(first[number], first[number + 1]):
             found = crc32(data[begins[row] : ends[row]], found)
-        if found != checksum:
-            ranges = [(a // 8 + origin, b // 8 + origin) for a, b in zip(begins, ends, strict=True)]
-            own = ranges[first[number] - base : first[number + 1] - base]
-            text = ", ".join(f"{a} to {b - 1}" for a, b in own) or "no position"
-            step = int(entries.steps[low + number])
+        if found != wanted:
+            own = slice(first[number], first[number + 1])
+            ranges = zip(entries.begins[own], entries.ends[own], strict=True)
+            text = ", ".join(f"{a} to {b - 1}" for a, b in ranges) or "no position"
+            step = int(entries.steps[number])
             return Wrong(step, f"step {step}: rank {rank} used other samples than those of its position(s) {text}")
     return None
 

@@ -66,16 +66,15 @@ def compare(name: str, found: Outcome, wanted: Outcome, *, exact: bool, precisio
 
 
 def _first_step(found: Outcome, wanted: Outcome, differences: list[float], most: float) -> str | None:
-    if found.positions != wanted.positions:
-        pairs = enumerate(zip(found.positions, wanted.positions, strict=False), 1)
-        step, pair = next(((s, (a, b)) for s, (a, b) in pairs if a != b), (0, (0, 0)))
-        if not step:
-            return f"{len(found.positions)} steps instead of {len(wanted.positions)}"
-        return f"step {step} ended at position {pair[0]} instead of {pair[1]}"
-    step = next((number for number, how in enumerate(differences, 1) if not how <= most), 0)
-    if not step:
-        return None
-    return f"step {step}: loss {found.losses[step - 1]!r} instead of {wanted.losses[step - 1]!r}"
+    for step, (a, b) in enumerate(zip(found.positions, wanted.positions, strict=False), 1):
+        if a != b:
+            return f"step {step} ended at position {a} instead of {b}"
+    if len(found.positions) != len(wanted.positions):
+        return f"{len(found.positions)} steps instead of {len(wanted.positions)}"
+    for step, how in enumerate(differences, 1):
+        if not how <= most:
+            return f"step {step}: loss {found.losses[step - 1]!r} instead of {wanted.losses[step - 1]!r}"
+    return None
 
 
 def _tensor_text(name: str, how: float, most: float) -> str:

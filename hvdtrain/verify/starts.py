@@ -40,11 +40,13 @@ class Entries:
     ends: NDArray[np.int64]
     unreadable: int = 0
 
-    def rows(self, low: int, high: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return step, begin and end of each range in the entries `low` to `high`."""
-        counts = np.diff(self.first[low : high + 1])
-        part = slice(int(self.first[low]), int(self.first[high]))
-        return np.repeat(self.steps[low:high], counts), self.begins[part], self.ends[part]
+    def between(self, first: int, last: int) -> Entries:
+        """Return the entries of the steps after `first` up to `last`."""
+        low, high = np.searchsorted(self.steps, [first, last], side="right")
+        bounds = self.first[low : high + 1]
+        part = slice(bounds[0], bounds[-1])
+        steps, checksums = self.steps[low:high], self.checksums[low:high]
+        return Entries(self.header, steps, checksums, bounds - bounds[0], self.begins[part], self.ends[part])
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,10 @@ class Window:
     start: Start
     first: int
     last: int
+
+    def entries(self, rank: int) -> Entries:
+        """Return the entries of a rank, which has a file, in the window."""
+        return self.start.entries[rank].between(self.first, self.last)
 
 
 def read_starts(folder: Path) -> tuple[list[Start], list[Path]]:
