@@ -49,7 +49,7 @@ class Exchange(Protocol):
 
 
 class ExchangeState(Exchange):
-    """The state of an exchange whose buckets are gone: what is left of it between two rounds."""
+    """The state of an exchange between two rounds, after its buckets were freed."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._state = exchange.state_dict()
