@@ -38,27 +38,21 @@ class Saved:
     path: Path  # its directory
 
 
+@dataclass
 class CheckpointStore:
     """The checkpoints of one run. Used only on rank 0.
 
-    Args:
+    Attributes:
         directory: ``RUN/checkpoints``, created by the first save.
         warn: shows a warning.
         progress: called for each file and each verified MiB, so that the watchdog sees progress.
         check: called before each save; raises if another job has taken over the run.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        warn: Callable[[str], None],
-        progress: Callable[[], None] = lambda: None,
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.directory = directory
-        self._check_owner = check
-        self.progress = progress
-        self._warn = warn
+    directory: Path
+    warn: Callable[[str], None]
+    progress: Callable[[], None] = lambda: None
+    check: Callable[[], None] = lambda: None
 
     def list(self) -> list[Saved]:
         """List all checkpoints, oldest first, unverified. Errors: UnreadableCheckpointError."""
@@ -77,7 +71,7 @@ class CheckpointStore:
             CheckpointError: the disk is full or not writable. The folder is removed.
             Others: those of `check`.
         """
-        self._check_owner()
+        self.check()
         folder = self.directory / temporary_name(step)
         with self.discard_on_error(step, folder):
             folder.mkdir(parents=True)
@@ -127,11 +121,11 @@ class CheckpointStore:
                 step = read_manifest(saved.path).get("step")
                 if step == saved.step:
                     return saved, state
-                self._warn(f"skipping a checkpoint: {saved.path} contains step {step} instead of step {saved.step}")
+                self.warn(f"skipping a checkpoint: {saved.path} contains step {step} instead of step {saved.step}")
             except UnreadableCheckpointError:
                 raise
             except CheckpointError as error:
-                self._warn(f"skipping a checkpoint: {error.what}")
+                self.warn(f"skipping a checkpoint: {error.what}")
         return None
 
     def set_aside_after(self, last: Saved | None) -> None:
@@ -142,7 +136,7 @@ class CheckpointStore:
         for saved in self.list():
             if last is None or (saved.step, saved.again) > (last.step, last.again):
                 renamed = self._set_aside(saved.path)
-                self._warn(f"{saved.path.name} is set aside as {renamed}; remove it if you do not need it")
+                self.warn(f"{saved.path.name} is set aside as {renamed}; remove it if you do not need it")
 
     def _set_aside(self, path: Path) -> Path:
         names = (path.with_name(f"set-aside-{number}-{path.name}") for number in itertools.count())
