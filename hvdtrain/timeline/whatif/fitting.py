@@ -45,14 +45,19 @@ def fit_link(
         return FittedLink(None, "nothing was exchanged", 0.0)
     waited_s = max(0.0, evidence.parts_s["wait"] - evidence.late_s)
     slower = False
+
+    def replayed(link: Link) -> tuple[Link, float, float]:
+        """Return the link with its processor time, and the seconds that a step waits and exchanges over it."""
+        link = _with_cpu(evidence, link, exchange_cpu_s)
+        return link, *wait_and_wire(replace(evidence, fitted=FittedLink(link, "", 0.0)))
+
     sources = (
         (probed, "probed at the run's start", _PROBE_UNCERTAINTY),
         (traced, "from Horovod's Timeline", _TIMELINE_UNCERTAINTY),
     )
     for pairs, source, uncertainty in sources:
         if (found := fit_allreduces(pairs, ranks)) is not None:
-            link = _with_cpu(evidence, found, exchange_cpu_s)
-            explained_s, _ = wait_and_wire(replace(evidence, fitted=FittedLink(link, "", 0.0)))
+            link, explained_s, _ = replayed(found)
             slower = ranks.hosts > 1 and waited_s > explained_s + _UNEXPLAINED * evidence.step_s
             if not slower:
                 return FittedLink(link, f"{source}: {_text(link)}", uncertainty)
@@ -60,16 +65,11 @@ def fit_link(
         link = _with_cpu(evidence, ONE_HOST, exchange_cpu_s)
         link = replace(link, s_per_byte=link.cpu_s_per_byte)
         return FittedLink(link, f"not measured; from processor time, or assumed: {_text(link)}", _HIDDEN_UNCERTAINTY)
-
-    def at(s_per_byte: float) -> tuple[Link, float, float]:
-        link = _with_cpu(evidence, Link(_HOP_S, s_per_byte), exchange_cpu_s)
-        return link, *wait_and_wire(replace(evidence, fitted=FittedLink(link, "", 0.0)))
-
     low, high = _FASTEST, _SLOWEST
     for _ in range(_HALVINGS):
         middle = (low * high) ** 0.5
-        low, high = (middle, high) if at(middle)[1] < waited_s else (low, middle)
-    link, wait_s, wire_s = at((low * high) ** 0.5)
+        low, high = (middle, high) if replayed(Link(_HOP_S, middle))[1] < waited_s else (low, middle)
+    link, wait_s, wire_s = replayed(Link(_HOP_S, (low * high) ** 0.5))
     exposed = wait_s > _HIDDEN * wire_s
     source = "from the time that steps waited for gradients" + ("" if exposed else ", a small part of the exchange")
     source += ", because it was slower than when it was probed" if slower else ""
