@@ -73,6 +73,7 @@ def parts(python: str, options: argparse.Namespace) -> list[Part]:
         Part("share", "Do two ranks on one device have one rank's losses?", (*check, "share", *quick), 90),
         Part("resume", "Does a resumed run equal an uninterrupted one, bit for bit?", (*check, "resume", *quick), 60),
         Part("tests", "Do the tests that need a device pass?", tests, 180),
+        Part("observe", "Are times, sensors and waits of the host right?", (*check, "observe", *quick), 60),
         Part("overhead", "How long is a step beside that of a bare loop?", (*check, "overhead", *quick), 120),
         Part("compressors", "How fast are compressors beside a copy?", (*check, "compressors", *quick), 60),
         Part("kernels", "Does an exchange start more kernels for more ranks?", (*check, "kernels", *quick), 30),

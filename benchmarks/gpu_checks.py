@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,6 +158,49 @@ def memory(check: Check) -> None:
     check.emit("the card says where memory went", names, "", "yes", ok=names)
 
 
+_PARTS = ("data_s", "copy_s", "forward_s", "backward_s", "exposed_comm_s", "clip_s", "optimizer_s")
+_SENSORS = ("gpu_percent", "gpu_clock_mhz", "gpu_temperature_c", "gpu_power_w", "cuda_allocated_peak_bytes")
+
+
+def observe(check: Check) -> None:
+    """Check what a job records of its device, and count how often the host waits for it."""
+    on_gpu = check.device == "cuda"
+    check.job("observed", "--train.steps=30", *(["--observe.nvtx=true"] if on_gpu else []))
+    journal = check.folder / "observed" / "journal.jsonl"
+    steps = list(read_steps(journal).values())[10:]
+    parts = sum(step[part] for step in steps[1:] for part in _PARTS)
+    share = parts / (steps[-1]["time"] - steps[0]["time"])
+    check.emit("parts of steps / wall time", share, "ratio", "0.9 to 1.02", ok=0.9 <= share <= 1.02)
+    if not on_gpu:
+        check.emit("sensors and waits", "not tried: no device")
+        return
+    sampled = {key for line in read_journal(journal) if line.get("event") == "machine" for key in line}
+    missing = [name for name in _SENSORS if name not in sampled]
+    check.emit("sensors without a value", ", ".join(missing) or "none", "", "none", ok=not missing)
+    waits = (_waits(check, 30) - _waits(check, 10)) / 20
+    check.emit(
+        "operations that make the host wait", waits, "a step, beside the read of the result", "< 1", ok=waits < 1
+    )
+
+
+def _waits(check: Check, steps: int) -> int:
+    """Return how many operations of a job of `steps` steps made the host wait for the device."""
+    import hvdtrain
+
+    options = {
+        "run_dir": str(check.folder / f"waits-{steps}"), "parallel": {"device": "cuda"}, "checkpoint": {"every": 0},
+        "train": {"steps": steps, "eval_samples": 8},
+    }  # fmt: skip
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            hvdtrain.train(options, _task({"model": {"preset": "small"}, "seq_len": 128}))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
+
+
 def overhead(check: Check) -> None:
     """Ours beside a loop written by hand, in turns: the default model and a Llama, eager and compiled."""
     for name, sizes in _models(check).items():
@@ -228,8 +272,11 @@ def _by_hand(check: Check, sizes: dict[str, Any], *, compiled: bool) -> float:
     """Seconds of a step of a loop with the same model, batch, precision, clipping and fused AdamW."""
     from peer_loops import batches
 
+    from hvdtrain.training.loop.forward import autocast_experts
+
     task, device = _task(sizes), torch.device(check.device)
     model = task.model.to(device)
+    autocast_experts(model)
     if compiled:
         for block in model.model.layers:
             block.compile()
@@ -289,7 +336,8 @@ def checkpoint(check: Check) -> None:
 
 
 CHECKS: dict[str, Callable[[Check], None]] = {
-    check.__name__: check for check in (train, share, resume, kill, memory, overhead, compressors, kernels, checkpoint)
+    check.__name__: check
+    for check in (train, share, resume, kill, memory, observe, overhead, compressors, kernels, checkpoint)
 }
 
 
