@@ -10,8 +10,13 @@ import pytest
 import torch
 
 import hvdtrain
+from hvdtrain.comm.solo import SoloComm
+from hvdtrain.engine.local import LocalEngine
 from hvdtrain.observe.past_journal import read_steps
-from hvdtrain.spans import DEVICE
+from hvdtrain.spans import DEVICE, Spans
+from hvdtrain.training.loop.forward import Precision
+from hvdtrain.training.loop.shared_buffers import SharedBuffers
+from hvdtrain.training.loop.step import Stepper, takes_scale
 from hvdtrain.training.records.device_spans import ON_DEVICE
 from hvdtrain.training.start.device import pick_device
 from tests.support.launch import train
@@ -96,3 +101,23 @@ def test_parts_of_a_step_are_timed_by_the_device_without_a_wait(tmp_path: Path) 
     assert {e["args"]["step"] for e in on_device} >= set(range(1, 8))
     profile = json.loads((tmp_path / "run" / "timeline" / "torch-steps-3-4-rank-0.json").read_text())
     assert any(e.get("cat") == "kernel" for e in profile["traceEvents"])
+
+
+def test_a_step_waits_for_the_device_only_to_read_its_result() -> None:
+    device = torch.device("cuda")
+    task = toy(dropout=0.0)
+    task.model.to(device)
+    optimizer = torch.optim.AdamW(task.model.parameters(), fused=True)
+    assert takes_scale(optimizer)
+    engine, comm = LocalEngine(list(task.model.named_parameters()), optimizer), SoloComm()
+    buffers = SharedBuffers(task.model, comm)
+    stepper = Stepper(
+        task, task.model, engine, comm, Precision("fp32", device), device, 4, 1.0, Spans(), buffers, by_device=True
+    )
+    batch = (torch.ones(4, 6, device=device), torch.ones(4, device=device))
+    for mode in ("default", "default", "error"):  # the host decides on the first step
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            assert stepper.run([(lambda: None, batch)], 1, []).applied
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
