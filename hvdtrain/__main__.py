@@ -65,7 +65,9 @@ def main(argv: list[str] | None = None) -> int:
     if arguments and not arguments[0].startswith("-"):
         name, *arguments = arguments
     if name not in COMMANDS:
-        sys.stderr.write(f"hvdtrain: there is no command {name!r}; the commands are {', '.join(COMMANDS)}\n")
+        from hvdtrain.cli.parser import unknown_command
+
+        sys.stderr.write(unknown_command(name, COMMANDS))
         return 2
     try:
         code: int = import_module(COMMANDS[name][0]).main(arguments)

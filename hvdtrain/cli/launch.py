@@ -55,7 +55,8 @@ def main(argv: list[str]) -> int:
             return 0
         if isinstance(start, Command):
             if options.hosts and (host := find_unknown_host(spec.hosts, spec.ssh_arguments)):
-                say(f"unknown host {host}, also to ssh; if the start fails: {_doctor(spec)}")
+                where = "it has no address, and is not in ssh's configuration"
+                say(f"unknown host {host}: {where}; if the start fails: {_doctor(spec)}")
             return _run(own, start)
         unknown = spec.is_program or TARGETS[choice.target].elsewhere
         if not unknown and not _takes_arguments(spec):

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from hvdtrain.config.spelling import EitherSpelling
@@ -59,6 +59,17 @@ class Parser(EitherSpelling):
         return next(iter(difflib.get_close_matches(option, known, n=1)), "")
 
 
+def unknown_command(name: str, commands: Iterable[str], group: str = "") -> str:
+    """Return the message for a word that is not a command; it may be an option without its dashes."""
+    message = f"hvdtrain: there is no command {name!r}{f' of {group}' if group else ''}\n"
+    message += f"  expected: one of {', '.join(commands)}\n"
+    if near := difflib.get_close_matches(name, commands, 1):
+        return f"{message}  next: did you mean {near[0]}?\n"
+    if not group and {".", "="} & set(name):
+        return f"{message}  next: options begin with --, as in hvdtrain --train.steps 100\n"
+    return message
+
+
 def run_group(
     group: str, operands: str, commands: Mapping[str, str], argv: list[str], call: Callable[[str, list[str]], int]
 ) -> int:
@@ -75,8 +86,8 @@ def run_group(
         return 0
     name, *rest = argv
     if name not in commands:
-        sys.stderr.write(f"hvdtrain: there is no command {name!r} of {group}; the commands are {', '.join(commands)}\n")
-        return 2
+        sys.stderr.write(unknown_command(name, commands, group))
+        return USAGE
     try:
         code = call(name, rest)
         sys.stdout.flush()

@@ -196,6 +196,14 @@ def _convert_error(error: ArgumentError, parser: ArgumentParser, argv: Sequence[
     if union:
         expected = _in_words(union[2]).replace(", ", " or ")
         return ConfigError(f"invalid --{union[1]}", expected=expected, found=union[3])
+    stray = re.match(r"[Uu]nrecognized arguments: -?([\w.]+)", text)
+    if stray:
+        near = difflib.get_close_matches(f"--{stray[1]}", sorted(known), n=1, cutoff=0.8)
+        return ConfigError(
+            f"invalid options: {text}",
+            expected="names of options begin with --, and values with spaces or * are in quotes",
+            next_step=f"did you mean {near[0]}?" if near else None,
+        )
     return ConfigError(f"invalid options: {text}", next_step="see all options: hvdtrain train --help")
 
 

@@ -72,9 +72,12 @@ def load_task_function(spec: str) -> TaskFunction:
     target = NAMED.get(spec, spec)
     place, colon, function_name = target.rpartition(":")
     if not colon or not place or not function_name:
+        is_file = spec.endswith(".py")
         raise TaskError(
             f"there is no task {spec!r}",
             expected=f"one of {', '.join(sorted(NAMED))}, or file.py:function, or module:function",
+            next_step=f"name the function that makes the task: --task {spec}:FUNCTION" if is_file else None,
+            everywhere=True,
         )
     return load(target, TaskError, "a function that returns a hvdtrain.Task")  # type: ignore[no-any-return]
 

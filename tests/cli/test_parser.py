@@ -35,6 +35,23 @@ def test_errors_are_short(argv: str, wrong: str, next_step: str, capsys: pytest.
     assert second == f"  next: {next_step}"
 
 
+@pytest.mark.parametrize(
+    ("argv", "wrong", "next_step"),
+    [
+        ("lunch -np 2", "'lunch'", "did you mean launch?"),
+        ("train.steps=5", "'train.steps=5'", "options begin with --, as in hvdtrain --train.steps 100"),
+        ("timeline raport x", "'raport' of timeline", "did you mean report?"),
+        ("verify runs/NAME", "'runs/NAME' of verify", ""),
+    ],
+)
+def test_a_word_that_is_no_command(argv: str, wrong: str, next_step: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv.split()) == 2
+    first, expected, *following = capsys.readouterr().err.splitlines()
+    assert first == f"hvdtrain: there is no command {wrong}"
+    assert expected.startswith("  expected: one of ")
+    assert following == ([f"  next: {next_step}"] if next_step else [])
+
+
 def test_options_are_accepted_with_dashes_and_with_underscores() -> None:
     read = doctor.parser().parse_args(["--run-dir=a-b_c", "--nccl-log", "x", "--ssh_port", "2222"])
     assert (str(read.run_dir), str(read.nccl_log), read.ssh_port) == ("a-b_c", "x", 2222)

@@ -207,6 +207,9 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_taken(capsys: pytest.Cap
         ("--hiden=3", "did you mean --hidden?"),
         ("--train.steps=soon", "expected: a whole number"),
         ("--precision=fp8", "one of fp32, bf16, fp16"),
+        ("-train.steps=3", "did you mean --train.steps?"),
+        ("train.steps=3", "did you mean --train.steps?"),
+        ("docs/b.md", "values with spaces or * are in quotes"),  # the shell has expanded a pattern
     ],
 )
 def test_wrong_options(option: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,6 +220,7 @@ def test_wrong_options(option: str, words: str, capsys: pytest.CaptureFixture[st
     ("task", "words"),
     [
         ("nothing", "there is no task 'nothing'"),
+        ("spiral.py", "--task spiral.py:FUNCTION"),
         ("missing.py:build", "there is no file 'missing.py'"),
         ("missing.module:build", "there is no module 'missing.module'"),
         (TOY.replace(":toy", ":tory"), "has no function 'tory'"),

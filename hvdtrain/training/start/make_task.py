@@ -110,7 +110,8 @@ def check_same_data(task: Task, comm: Comm) -> None:
                 f"the data of rank {rank} differs from that of rank 0",
                 expected=_described(everyone[0]),
                 found=_described(theirs),
-                next_step="give every host the same files (for the default data: the same Python version)",
+                next_step="give every host the same files (for the default data: the same Python version); make random"
+                " data with torch's generator, which has the same seed on each rank",
                 everywhere=True,
             )
 

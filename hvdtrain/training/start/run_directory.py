@@ -156,10 +156,13 @@ def _check_source(run: RunConfig, folder: Path) -> None:
     for there in (place, *([folder / own] if own else [])):
         if CheckpointStore(RunLayout(there).checkpoints, lambda line: None).list():
             return
+    found = "a file" if place.is_file() else "no such folder"
+    if place.is_dir():
+        found = f"a folder without {MANIFEST} and without checkpoints/step-..."
     raise ConfigError(
         f"invalid --resume: {resume!r} contains no checkpoint",
         expected="auto, never, a checkpoint such as RUN/checkpoints/step-000100, or a run folder",
-        found=f"a folder without {MANIFEST} and without checkpoints/step-..." if place.is_dir() else "no such folder",
+        found=found,
     )
 
 
