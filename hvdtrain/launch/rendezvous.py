@@ -88,7 +88,7 @@ class Rendezvous:
         with suppress(OSError):
             self._wake.send(b"\0")
 
-    def _do(self, events: int) -> None:
+    def _do(self) -> None:
         self._woken.recv(1 << 12)
         with suppress(Empty):
             while (act := self._todo.get_nowait()) is not None:
@@ -103,8 +103,8 @@ class Rendezvous:
                 for connection in [c for c in self._open if now >= c.until_s]:
                     connection.time_out()
                 self._listen()
-            for key, events in self._selector.select(_TICK_S):
-                key.data(events)
+            for key, _ in self._selector.select(_TICK_S):
+                key.data()
         for connection in list(self._open):
             connection.close()
         for one in (self._selector, self._listener, self._woken, self._wake):
@@ -115,7 +115,7 @@ class Rendezvous:
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
             self._listening = True
 
-    def _accept(self, events: int) -> None:
+    def _accept(self) -> None:
         for _ in range(_ACCEPTED_AT_ONCE):
             try:
                 peer, sender = self._listener.accept()
@@ -160,7 +160,7 @@ class Rendezvous:
             self._selector.modify(connection.peer, events, connection.advance)
         elif events:
             self._selector.register(connection.peer, events, connection.advance)
-        elif connection.events:
+        else:
             self._selector.unregister(connection.peer)
         connection.events = events
 

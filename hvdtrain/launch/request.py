@@ -49,7 +49,7 @@ class Request:
         self._left: memoryview | None = None
         self._refused = self._closed = False
 
-    def advance(self, events: int = selectors.EVENT_READ) -> None:
+    def advance(self) -> None:
         """Read or write as much as possible without waiting."""
         try:
             if self._left is None:
@@ -80,8 +80,7 @@ class Request:
         self._closed = True
         if self._cancel is not None:
             self._cancel()
-        if self.events:
-            self._server.select_events(self, 0)
+        self._server.select_events(self, 0)
         self.peer.close()
         self._server.forget(self)
 
