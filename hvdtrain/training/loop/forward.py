@@ -43,7 +43,7 @@ class Precision:
 
 
 class _Cast:
-    """Experts of transformers with weights that read as another dtype; their gradients arrive in the weights' own."""
+    """Experts of transformers, with weights that read as another dtype. Gradients have the dtype of the weights."""
 
     def __init__(self, experts: nn.Module, dtype: torch.dtype) -> None:
         self._experts, self._dtype = experts, dtype
