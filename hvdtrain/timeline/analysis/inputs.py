@@ -50,7 +50,10 @@ class Facts:
         return f"{wording.ms(ms)} ms per step ({ms / self.step_ms:.0%})"
 
     def core_wait_ms(self) -> float | None:
-        """Return the median wait for a CPU core per step; None if small or unknown."""
+        """Return the median wait for a CPU core per step; None if small or unknown.
+
+        It is a step at most: the measured wait includes what precedes the first step, such as an evaluation.
+        """
         table = self.run.steps
         if table is None or not self.step_ms:
             return None
@@ -63,7 +66,7 @@ class Facts:
             return None
         waited = np.sum(np.array([*waits.values()], float), axis=0) / 1e3 / int(np.isin(table.block, [*waits]).sum())
         usual = float(np.median(waited))
-        return usual if usual >= _CPU_SHARE * self.step_ms else None
+        return min(usual, self.step_ms) if usual >= _CPU_SHARE * self.step_ms else None
 
     def cores_explain(self, cost_ms: float) -> bool:
         """Return whether waiting for cores may be at least half of a cost."""

@@ -114,6 +114,13 @@ def test_cores_are_waited_for_in_the_steps_whose_facts_are_known() -> None:
     assert next(f for f in found.findings if f.kind == "cpu").cost_ms == pytest.approx(3.0)
 
 
+def test_a_step_waits_for_cores_no_longer_than_it_takes() -> None:
+    facts: dict[str, list[float | None]] = {"cpu_wait_us": [1e9] * 4}
+    found = analyse(run_of(table_of(_work(), facts=facts)))
+    assert found.budget is not None
+    assert next(f for f in found.findings if f.kind == "cpu").cost_ms == found.budget.step_ms.value
+
+
 def test_a_rank_whose_sums_come_late_has_a_slow_link() -> None:
     skew = np.array([0.0, 0.0, 2.0, 0.0])
     analysis = analyse(run_of(table_of(_work(), skew_ms=skew)))
