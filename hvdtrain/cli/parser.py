@@ -36,7 +36,7 @@ class Parser(EitherSpelling):
             return options
         word = unknown[0].partition("=")[0]
         if not word.startswith("-"):
-            self.error(f"{word!r} is one argument too many")
+            self.error(f"unexpected argument {word!r}")
         near = self.nearest_option(word)
         self.error(f"there is no option {word}", f"did you mean {near}?" if near else "")
 

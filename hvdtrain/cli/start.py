@@ -59,7 +59,7 @@ def _start(ranks: int, arguments: Sequence[str], variables: dict[str, str]) -> C
             next_step="make setup   (or start one process without MPI: python -m hvdtrain)",
         )
     if choice.target != "horovodrun":
-        print(f"horovodrun drives no MPI but Open MPI 4: using mpirun of {choice.mpi}")
+        print(f"horovodrun supports only Open MPI 4: using mpirun of {choice.mpi}")
     path = variables.get("PATH", os.defpath)
     mpirun = shutil.which(choice.mpi.mpirun, path=path) or choice.mpi.mpirun
     variables["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), str(Path(mpirun).parent), path])

@@ -27,7 +27,7 @@ COMMON = frozenset({"np", "to", "dry_run"})
 """Options that every target takes."""
 
 OWN_TAKES = OWN_OPTIONS | BY_MPI
-_ELASTIC = "the loss of a rank ends an MPI job; elastic jobs use Gloo"
+_ELASTIC = "a dead rank ends an MPI job; elastic jobs use Gloo"
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def choose(to: str, given: Collection[str], machine: Machine) -> Choice:
     if to in ("srun", "slurm"):
         return Choice(to, mpi, f"requested{_gloo_note(machine)}")
     if to == "horovodrun" and (mpi is None or (mpi.flavour, mpi.major) != ("openmpi", 4)):
-        return Choice(to, None, "requested; over Gloo, as horovodrun drives no MPI but Open MPI 4")
+        return Choice(to, None, "requested; over Gloo, as horovodrun supports only Open MPI 4")
     return Choice(to, mpi, "requested")
 
 

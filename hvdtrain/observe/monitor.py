@@ -183,4 +183,4 @@ class MonitorThread:
                 self.on_event({"event": "machine", "at_step": self._step, **self.sample()})
                 after_s = self.every_s
         except Exception as error:
-            log.warning("samples of the machine end: %s: %s", type(error).__name__, error)
+            log.warning("no more metrics of the machine: %s: %s", type(error).__name__, error)

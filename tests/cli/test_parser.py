@@ -18,7 +18,7 @@ from hvdtrain.errors import ConfigError
         ("doctor --run.dir=x", "there is no option --run.dir", "did you mean --run_dir?"),
         ("doctor --q", "there is no option --q", "hvdtrain doctor --help"),
         ("bundle", "required: FOLDER", "hvdtrain bundle --help"),
-        ("bundle a b", "'b' is one argument too many", "hvdtrain bundle --help"),
+        ("bundle a b", "unexpected argument 'b'", "hvdtrain bundle --help"),
         ("launch --time 90", "is not a time; expected 2h", "hvdtrain launch --help"),
         ("launch --to sge", "invalid choice: 'sge'", "hvdtrain launch --help"),
         ("timeline merge x -o y --y", "there is no option --y", "hvdtrain timeline merge --help"),

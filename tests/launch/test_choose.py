@@ -107,7 +107,7 @@ def test_an_option_that_means_nothing_is_refused(target: str) -> None:
 
 @pytest.mark.parametrize("target", ["openmpi", "mpich", "intelmpi"])
 def test_elastic_without_gloo_is_refused_with_the_reason(target: str) -> None:
-    with pytest.raises(LaunchError, match="cannot be elastic: the loss of a rank ends an MPI job"):
+    with pytest.raises(LaunchError, match="cannot be elastic: a dead rank ends an MPI job"):
         refuse_options(target, ["np", "elastic"])
 
 

@@ -186,5 +186,5 @@ def _line(event: Mapping[str, Any], wire_s: float) -> str:
         f" predicted steps: {others}"
     )
     if event["compression"] == "none":
-        return f"compression: none pays (a step would be less than {1 - WORTH:.0%} shorter): {found}"
+        return f"compression: none is worth its cost (a step would be less than {1 - WORTH:.0%} shorter): {found}"
     return f"compression: {event['compression']} from now on: {found}"

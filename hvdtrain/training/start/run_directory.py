@@ -71,7 +71,7 @@ class RunDirectory:
         if self.lease is not None and self.lease.check():
             raise RunDirectoryError(
                 f"another job has taken over {self.path}; this job ends",
-                expected=f"a heartbeat in {self.layout.lease} every {BEAT_S:.0f} s: the disk has no locks",
+                expected=f"a heartbeat in {self.layout.lease} every {BEAT_S:.0f} s: the file system has no locks",
                 found="no heartbeat for so long that this job seemed dead: it was suspended, or the file system hung",
                 next_step="nothing, if the other job should continue; otherwise stop it and start this one again",
             )
