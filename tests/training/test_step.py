@@ -175,6 +175,20 @@ def test_the_device_decides_as_the_host_does(name: str, clip: float, precision: 
         assert [s.get("step") for s in states[0]] == [s.get("step") for s in states[1]]
 
 
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_resumed_run_takes_the_same_step_bit_for_bit(name: str) -> None:
+    """Its first step waits for the result before the update, the uninterrupted one after it."""
+    ended = []
+    for resumes in (False, True):
+        _, stepper = _fused_steppers(name, "fp32", 0.01)
+        for step in range(3):
+            if resumes and step == 2:
+                stepper = replace(stepper)
+            _run(stepper, _batches(stepper.task, 5))
+        ended.append([p.clone() for p in stepper.model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*ended, strict=True))
+
+
 def test_the_host_reads_the_result_after_the_device_got_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
     orders: list[list[str]] = []
     read = HostCopy.tolist

@@ -133,17 +133,16 @@ class Stepper:
         with self.spans("clip"):
             numbers = self._numbers(gradients, totals)
             copy = HostCopy(numbers)  # before the update of the parameters, so that it does not wait for it
-            by_device = self.by_device and len(gradients) == self._updated
-            if not by_device:
-                result = self._result(copy.tolist(), nominal)
+            is_later = self.by_device and len(gradients) == self._updated
+            result = None if is_later else self._result(copy.tolist(), nominal)
+            if result is not None and not self.by_device:
                 self._scale(gradients, result, nominal)
         with self.spans("optimizer"):
-            if by_device:
-                self._step_by_device(numbers, nominal)
-                result = self._result(copy.tolist(), nominal)
-            elif result.applied:
-                self.engine.step()
+            if result is None or result.applied:
+                self._update(numbers, nominal)
                 self._updated = len(gradients)
+            if result is None:
+                result = self._result(copy.tolist(), nominal)
             self.engine.commit(applied=result.applied)
             self.buffers.finish(applied=result.applied)
             if count:
@@ -206,11 +205,14 @@ class Stepper:
             # On a CPU a tensor is faster than a number by a sixth.
             torch._foreach_mul_(gradients, torch.tensor(scale) if self.device.type == "cpu" else scale)
 
-    def _step_by_device(self, numbers: Tensor, nominal: float) -> None:
-        """Do what `_result` and `_scale` do with numbers on the device, within the kernels of a fused optimizer.
+    def _update(self, numbers: Tensor, nominal: float) -> None:
+        """Update the parameters; by the device, do what `_result` and `_scale` do within a fused optimizer's kernels.
 
         torch's GradScaler passes its findings in the same two attributes. The kernels divide by `grad_scale`.
         """
+        if not self.by_device:
+            self.engine.step()
+            return
         norm, loss_sum, weight = numbers[2:_COUNT]
         correction = torch.where(weight > 0, nominal / weight, math.nan)
         grad_norm = norm * correction
