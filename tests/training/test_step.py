@@ -175,6 +175,16 @@ def test_the_device_decides_as_the_host_does(name: str, clip: float, precision: 
         assert [s.get("step") for s in states[0]] == [s.get("step") for s in states[1]]
 
 
+def test_only_torchs_own_fused_optimizers_decide_on_the_device() -> None:
+    class Other(torch.optim.AdamW):
+        """It may override `step`, and ignore what it is given."""
+
+    parameters = [nn.Parameter(torch.zeros(2))]
+    fused = [kind(parameters, fused=True) for kind in (torch.optim.AdamW, torch.optim.SGD, Other)]
+    assert [takes_scale(optimizer) for optimizer in fused] == [True, True, False]
+    assert not takes_scale(torch.optim.AdamW(parameters, foreach=True))
+
+
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_a_resumed_run_takes_the_same_step_bit_for_bit(name: str) -> None:
     """Its first step waits for the result before the update, the uninterrupted one after it."""

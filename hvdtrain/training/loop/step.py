@@ -227,5 +227,9 @@ class Stepper:
 
 
 def takes_scale(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer reads `found_inf` and `grad_scale` on the device, as torch's fused ones do."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    """Return whether an optimizer reads `found_inf` and `grad_scale` on the device, as torch's own fused ones do.
+
+    Others, such as those of Apex, set the same mark and take a GradScaler instead.
+    """
+    own = type(optimizer).__module__.startswith("torch.optim.")
+    return own and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
