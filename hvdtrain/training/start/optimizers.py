@@ -27,6 +27,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") and _is_dense(p) for p in trained)
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=fused)
+    assert config.name == "adamw"
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=fused)
 
 
