@@ -1,8 +1,8 @@
 # make train        set-up and the main job      make train NP=4 ARGS="--train.steps 50"
 # make test         the tests                    make help   the rest
 #
-# PYTHON: the interpreter to make .venv with; it is remembered. One that has a torch of its own lends it, so this is
-# how to train on a cluster's modules, or on a torch that you have installed yourself (CPU or CUDA):
+# PYTHON: the interpreter to make .venv with; it is remembered. If it has torch, .venv uses that torch: so you can train
+# on a cluster's modules, or on a torch that you have installed yourself (CPU or CUDA):
 #     module load python openmpi cuda; make train PYTHON="$(which python3)"
 # An MPI with mpicxx on PATH is used; without one, Open MPI 4.1.8 is installed into .venv.
 PYTHON ?=
@@ -30,7 +30,7 @@ setup: ## make .venv with everything pinned, and Horovod built for its torch and
 train: setup ## the main job on NP ranks: make train NP=2 ARGS="--train.steps 50"
 	@$(BIN)/python -m hvdtrain.cli.start -np $(NP) -- $(ARGS)
 
-# Open MPI refuses root unless told twice, and without ssh unless told to do without; more ranks than cores are meant here.
+# Open MPI needs two variables to run as root, and another one to start without ssh. OMP_NUM_THREADS: one core per rank.
 WITHOUT_SSH = $(if $(shell command -v ssh || command -v rsh),,OMPI_MCA_plm_rsh_agent=/bin/false PRTE_MCA_plm_ssh_agent=/bin/false)
 ON_RANKS = env OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 $(WITHOUT_SSH) PATH="$(BIN):$$PATH" \
 	mpirun -np 2 $(BIN)/python -m pytest -q -p no:cacheprovider tests/parallel
@@ -39,7 +39,7 @@ ON_RANKS = env OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT
 TALLY := build/tests.jsonl
 PYTEST = env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n logical --maxprocesses 8 --dist loadgroup --tally=$(TALLY)
 
-test: setup ## the tests: units, and each law on real jobs; those in tests/parallel on 2 ranks, then on one
+test: setup ## the tests: units, and each law on real jobs; those in tests/parallel on 2 ranks, then on one rank
 	@mkdir -p build && rm -f $(TALLY)
 	@$(ON_RANKS) --tally=$(TALLY)
 	@$(PYTEST) -m "not slow" --jobs-at-most=25
@@ -59,7 +59,8 @@ launchers: setup ## write the rendered files of launchers/ anew
 bench: setup ## all benchmarks, one table
 	@$(BIN)/python -m benchmarks
 
-# What has been run stands in CHAOS and is not run again. CHAOS_ARGS="--only SIGKILL --only 1-host" is a part of it.
+# The file CHAOS holds the results so far; their cells are not run again. CHAOS_ARGS="--only SIGKILL --only 1-host" runs
+# a part.
 CHAOS ?= build/chaos.json
 CHAOS_ARGS ?=
 MINUTES ?= 30
@@ -68,8 +69,8 @@ chaos: setup ## faults in every phase, on 2 to 4 ranks and two hosts (hours, roo
 	@$(BIN)/python benchmarks/chaos.py --json $(CHAOS) $(CHAOS_ARGS)
 	@$(BIN)/python benchmarks/soak.py --minutes $(MINUTES)
 
-# On a machine with registries: make gpu-kit KIT=FOLDER. On the machine with the GPU, with this clone and FOLDER:
-# make gpu KIT=FOLDER PYTHON=/path/to/the/python/with/torch. Where registries are reached: make gpu.
+# On a machine that reaches package registries: make gpu-kit KIT=FOLDER. On the machine with the GPU, with this clone and
+# FOLDER: make gpu KIT=FOLDER PYTHON=/path/to/the/python/with/torch; make gpu, if it reaches registries itself.
 KIT ?=
 GPU_PYTHON ?= 3.12
 GPU_TORCH ?= 2.11.0
@@ -84,5 +85,5 @@ gpu-kit: setup ## write into KIT what make gpu installs, for GPU_PYTHON and GPU_
 gpu: ## acceptance test of a machine with a GPU, in ten minutes; KIT=FOLDER: without downloads
 	@"$(INTERPRETER)" benchmarks/gpu.py $(if $(KIT),--kit "$(KIT)") $(GPU_ARGS)
 
-clean: ## remove .venv and what tools leave; the cache of Horovod wheels stays
+clean: ## remove .venv and the files of tools; the cache of Horovod wheels stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
