@@ -25,6 +25,7 @@ from common import ratios
 from gpu import RESULT
 
 from hvdtrain.observe.past_journal import read_journal, read_steps
+from hvdtrain.spans import JOURNAL_KEYS
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOT_ALLOWED = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -158,7 +159,6 @@ def memory(check: Check) -> None:
     check.emit("the card says where memory went", names, "", "yes", ok=names)
 
 
-_PARTS = ("data_s", "copy_s", "forward_s", "backward_s", "exposed_comm_s", "clip_s", "optimizer_s")
 _SENSORS = ("gpu_percent", "gpu_clock_mhz", "gpu_temperature_c", "gpu_power_w", "cuda_allocated_peak_bytes")
 
 
@@ -168,7 +168,7 @@ def observe(check: Check) -> None:
     check.job("observed", "--train.steps=30", *(["--observe.nvtx=true"] if on_gpu else []))
     journal = check.folder / "observed" / "journal.jsonl"
     steps = list(read_steps(journal).values())[10:]
-    parts = sum(step[part] for step in steps[1:] for part in _PARTS)
+    parts = sum(step[part] for step in steps[1:] for part in JOURNAL_KEYS.values())
     share = parts / (steps[-1]["time"] - steps[0]["time"])
     check.emit("parts of steps / wall time", share, "ratio", "0.9 to 1.02", ok=0.9 <= share <= 1.02)
     if not on_gpu:

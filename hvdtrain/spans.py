@@ -15,8 +15,19 @@ CAPACITY = 1 << 15
 MAIN, DEVICE, EXCHANGE = 0, 1, 2
 """Tracks of a trace: the training thread, the CUDA device, and from `EXCHANGE` on one for each gradient bucket."""
 
-PARTS = ("data", "copy", "forward", "backward", "wait", "clip", "optimizer", "aside")
-"""Parts of a step, by the names of their spans; aside: evaluations and checkpoints since the previous step."""
+JOURNAL_KEYS = {
+    "data": "data_s",
+    "copy": "copy_s",
+    "forward": "forward_s",
+    "backward": "backward_s",
+    "wait": "exposed_comm_s",
+    "clip": "clip_s",
+    "optimizer": "optimizer_s",
+}
+"""Parts of a step in their order, by the names of their spans, with their keys in the journal."""
+
+PARTS = (*JOURNAL_KEYS, "aside")
+"""The same with aside: evaluations and checkpoints since the previous step."""
 
 RawEvent = tuple[str, int, int, int, int]
 """The fields of an `Event`."""

@@ -5,15 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-PARTS = {
-    "data_s": "data",
-    "copy_s": "copy",
-    "forward_s": "forward",
-    "backward_s": "backward",
-    "exposed_comm_s": "exposed_comm",
-    "clip_s": "clip",
-    "optimizer_s": "optimizer",
-}
+from hvdtrain.spans import JOURNAL_KEYS
+
+PARTS = {key: key.removesuffix("_s") for key in JOURNAL_KEYS.values()}
 """Fields of a step's record that are parts of its `step_s`, in the order in which they are stacked."""
 
 BANDS = {

@@ -13,12 +13,10 @@ import numpy as np
 
 from hvdtrain.compression.table import Compression, parse
 from hvdtrain.errors import ConfigError
+from hvdtrain.spans import JOURNAL_KEYS
 from hvdtrain.timeline.whatif.bucket_plan import Gradient, PlannedBucket
 from hvdtrain.timeline.whatif.jitter import Jitter
 from hvdtrain.timeline.whatif.links import Algorithm, Link, Ranks
-
-PARTS = ("data", "copy", "forward", "backward", "wait", "clip", "optimizer")
-"""Parts of a step that the journal times; "rest" is everything else."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class Evidence:
         on_cpu: whether the model computes on the CPU.
         gradients: in the order in which backward finishes them; those that it skips come last.
         step_s: duration of a step.
-        parts_s: duration of each of `PARTS` and of "rest" on rank 0.
+        parts_s: duration of each of `spans.JOURNAL_KEYS`, and "rest" for everything else, on rank 0.
         tail_s: backward after the last gradient.
         step_uncertainty_s: 95% interval of `step_s` from the spread of steps.
         jitter: how much ranks' computing times differ from step to step.
@@ -106,13 +104,12 @@ class Evidence:
 
 def read_parts(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the parts of a step from its line in the journal, and the whole as "step"; seconds."""
-    named = {name: record[f"{name}_s"] for name in PARTS if name != "wait"}
-    return {**named, "wait": record["exposed_comm_s"], "step": record["step_s"]}
+    return {**{part: record[key] for part, key in JOURNAL_KEYS.items()}, "step": record["step_s"]}
 
 
 def median_parts(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the median of each part over the steps that `read_parts` returned, and what they leave as "rest"."""
-    parts = {name: median(step[name] for step in steps) for name in PARTS}
+    parts = {name: median(step[name] for step in steps) for name in JOURNAL_KEYS}
     return {**parts, "rest": max(0.0, median(step["step"] for step in steps) - sum(parts.values()))}
 
 

@@ -11,6 +11,7 @@ from hvdtrain.comm.rounds import CHANGED as RANKS_CHANGE
 from hvdtrain.errors import TaskError
 from hvdtrain.observe.histograms import Histograms
 from hvdtrain.runtime.clock import steady_s
+from hvdtrain.spans import JOURNAL_KEYS
 from hvdtrain.training.diagnostics.step_checks import StepChecks
 from hvdtrain.training.elastic.roll_back import RollBack
 from hvdtrain.training.loop.feed import Feed
@@ -172,13 +173,7 @@ class Trainer:
             "position": self._state.progress.position,
             "tokens": result.weight,
             "step_s": step_s,
-            "data_s": seconds.get("data", 0.0),
-            "copy_s": seconds.get("copy", 0.0),
-            "forward_s": seconds.get("forward", 0.0),
-            "backward_s": seconds.get("backward", 0.0),
-            "exposed_comm_s": seconds.get("wait", 0.0),
-            "clip_s": seconds.get("clip", 0.0),
-            "optimizer_s": seconds.get("optimizer", 0.0),
+            **{key: seconds.get(part, 0.0) for part, key in JOURNAL_KEYS.items()},
             "skipped": not result.applied,
         }
         self._worker.last_record = record
