@@ -53,7 +53,7 @@ lint: setup ## ruff, mypy, and words with a plainer standard term
 	@$(BIN)/python -m ruff check . && $(BIN)/python -m ruff format --check . && $(BIN)/python -m mypy
 	@$(BIN)/python -m tests.lint.wording
 
-launchers: setup ## write the rendered files of launchers/ anew
+launchers: setup ## write the files of launchers/ that are rendered
 	@$(BIN)/python -m tests.support.launchers launchers
 
 bench: setup ## all benchmarks, one table

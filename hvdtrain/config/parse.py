@@ -36,6 +36,7 @@ _TYPE_WORDS = {
     "float": "a number",
     "bool": "true or false",
     "str": "text",
+    "list": "a list such as '[A, B]'",
     "NoneType": "null",
     "None": "null",
 }
@@ -212,7 +213,7 @@ def _in_words(hint: str) -> str:
     text = re.sub(r"<class '(\w+)'>|typing\.", r"\1", hint)
     text = re.sub(r"(?:Optional|Union)\[(.*)\]", r"\1", text)
     text = re.sub(r"Literal\[(.*?)\]", lambda found: f"one of {found[1].replace(chr(39), '')}", text)
-    return re.sub(r"\b(int|float|bool|str|NoneType|None)\b", lambda found: _TYPE_WORDS[found[1]], text)
+    return re.sub(r"\b(int|float|bool|str|list|NoneType|None)\b", lambda found: _TYPE_WORDS[found[1]], text)
 
 
 def _options_used(argv: Sequence[str]) -> list[tuple[str, str]]:

@@ -76,10 +76,10 @@ def _input(facts: Facts) -> Iterator[Finding]:
     waited, copied = _fed_ms(facts)
     if waited >= _SHARE * facts.step_ms:
         workers = facts.option("loader", "workers") or 0
-        text = f"{facts.per_step(waited)} are spent waiting for data"
+        text = f"waiting for data takes {facts.per_step(waited)}"
         yield Finding("input", text, waited, f"use more loader processes: --loader.workers {max(1, 2 * int(workers))}")
     if copied >= _SHARE * facts.step_ms:
-        text = f"{facts.per_step(copied)} are spent copying batches to the device"
+        text = f"copying batches to the device takes {facts.per_step(copied)}"
         advice = "copy fewer bytes: send integers or half precision, and convert them on the device"
         if facts.option("loader", "pin_memory") == "off":
             advice = "copy from page-locked memory, which does not block: --loader.pin_memory auto"
