@@ -97,3 +97,11 @@ def test_the_timeline_commands_it_shows_take_these_options(page: str, capsys: py
         with pytest.raises(SystemExit):
             main(["timeline", command, "--help"])
         assert set(re.findall(r"--[a-z_]+", rest)) <= set(re.findall(r"--[a-z_]+", capsys.readouterr().out)), command
+
+
+@pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")], ids=lambda page: page.name)
+def test_commands_are_in_code_blocks(page: Path) -> None:
+    from hvdtrain.__main__ import COMMANDS
+
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    assert re.findall(rf"^(?:#!|(?:hvdtrain (?:{'|'.join(COMMANDS)})|mpirun|horovodrun|python) ).*", text, re.M) == []
