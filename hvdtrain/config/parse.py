@@ -51,8 +51,13 @@ class RunConfig:
     resolved: Mapping[str, Any]  # all options as plain values, as in `config.yaml`
 
     def identity(self) -> str:
-        """Return a hash. Two configs with the same hash may continue the same run."""
-        flat = {k: v for k, v in flatten(self.resolved).items() if not k.startswith(NOT_IDENTITY)}
+        """Return a hash. Two configs with the same hash may continue the same run.
+
+        Options with their default values do not count, so a version with further options finds the run.
+        """
+        default = flatten(asdict(Config()))
+        chosen = {k: v for k, v in flatten(self.resolved).items() if k not in default or v != default[k]}
+        flat = {k: v for k, v in chosen.items() if not k.startswith(NOT_IDENTITY)}
         return hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -240,6 +241,13 @@ def test_identity_ignores_only_options_that_may_change(steps: int, lr: float, ot
     assert parse_argv([*options, f"--{other}"], build).identity() == run.identity()
     assert parse_argv([*options, "--seed=1"], build).identity() != run.identity()
     assert parse_argv([*options, "--hidden=65"], build).identity() != run.identity()
+
+
+def test_a_run_is_found_by_a_version_with_more_options() -> None:
+    run = parse_argv(["--train.steps=7"], build)
+    train = {name: value for name, value in run.resolved["train"].items() if name != "clip"}
+    assert replace(run, resolved={**run.resolved, "train": train}).identity() == run.identity()
+    assert parse_argv(["--train.steps=7", "--train.clip=0.5"], build).identity() != run.identity()
 
 
 def test_changes_are_reported_by_option() -> None:
