@@ -9,6 +9,7 @@ import torch
 
 from hvdtrain.errors import HorovodError, JoinedError
 from hvdtrain.install import record
+from hvdtrain.runtime.environment import refuse_early_completion
 from hvdtrain.runtime.threads import thread_ids
 
 try:
@@ -106,6 +107,8 @@ class HorovodComm:
     Args:
         process_set: a subset of the ranks that contains this one; rank and size are those within it (default: all).
 
+    Errors: LaunchError on a GPU, if Horovod would report an exchange as complete before it is.
+
     Attributes:
         through_host: whether tensors go through host memory, by MPI or Gloo, because ranks share a CUDA device, which
             NCCL does not support. Each collective then waits for the device, twice.
@@ -114,6 +117,8 @@ class HorovodComm:
     through_host = False
 
     def __init__(self, process_set: Any = hvd.global_process_set) -> None:
+        if torch.cuda.is_available():
+            refuse_early_completion()
         before = thread_ids()
         hvd.init()  # does nothing if the program has called it
         self.started_threads = thread_ids() - before

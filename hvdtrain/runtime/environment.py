@@ -28,6 +28,7 @@ from hvdtrain.errors import LaunchError
 from hvdtrain.runtime.channel import VARIABLE
 
 LAUNCH_OPTIONS = "HVDTRAIN_LAUNCH_OPTIONS"
+_EARLY = "HOROVOD_ENABLE_ASYNC_COMPLETION"
 """The variable with the options of `hvdtrain launch`, as a JSON list, for its ranks."""
 
 JOB = "HVDTRAIN_JOB"
@@ -138,6 +139,24 @@ def rank_info(environ: Mapping[str, str], host: str | None = None) -> RankInfo:
     if local_size > size:
         raise _wrong(launcher, launcher.local_size, f"at most {launcher.size}={size}", str(local_size))
     return RankInfo(launcher.name, rank, size, local_rank, local_size, host, environ)
+
+
+def refuse_early_completion() -> None:
+    """Check that Horovod completes an exchange on a GPU before it says so.
+
+    With this variable only the default stream waits for the exchange (the callback of DoAllreduce in Horovod 0.28.1,
+    torch/mpi_ops_v2.cc). Training and compressors use others, which would read what is not there yet.
+
+    Errors: LaunchError if the variable is set.
+    """
+    if (value := os.environ.get(_EARLY, "")) not in ("", "0"):
+        raise LaunchError(
+            f"with {_EARLY}, gradients on a GPU would be used before their exchange is complete",
+            expected="0, or not set",
+            found=value,
+            next_step=f"unset {_EARLY}",
+            everywhere=True,
+        )
 
 
 def horovod_numbers(numbers: Mapping[str, int]) -> dict[str, str]:

@@ -46,7 +46,7 @@ ROWS: list[Any] = [
         "unset CUDA_LAUNCH_BLOCKING NCCL_P2P_DISABLE",
     ),
     (
-        "completion by another thread, on the stream of backward",
+        "exchanges that are reported as complete too early",
         fake(installation=GPUS, environ={"HOROVOD_ENABLE_ASYNC_COMPLETION": "1"}),
         "variables",
         "warning",

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from hvdtrain.comm.base import Comm
+from hvdtrain.errors import LaunchError
 from tests.support.contract import CLAUSES
 
 
@@ -22,3 +24,13 @@ def test_copies_on_the_host(clause: Callable[[Comm], None], job: Comm, monkeypat
         pytest.skip("one rank shares no device")
     monkeypatch.setattr(job, "through_host", True)
     clause(job)
+
+
+def test_an_exchange_that_is_not_complete_is_refused_on_a_gpu(job: Comm, monkeypatch: pytest.MonkeyPatch) -> None:
+    if job.size == 1:
+        pytest.skip("one rank exchanges nothing")
+    monkeypatch.setenv("HOROVOD_ENABLE_ASYNC_COMPLETION", "1")
+    type(job)()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(LaunchError, match="HOROVOD_ENABLE_ASYNC_COMPLETION"):
+        type(job)()

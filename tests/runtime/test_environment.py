@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import given
@@ -18,6 +19,7 @@ from hvdtrain.runtime.environment import (
     environ,
     rank_info,
     rank_label,
+    refuse_early_completion,
 )
 from hvdtrain.runtime.other_launchers import ALONE, refuse_unused_launcher
 from tests.runtime.launched import LAUNCHED, mpich, open_mpi_4, salloc_shell, sbatch_script, srun
@@ -151,6 +153,17 @@ def test_ranks_of_one_job_are_not_refused(variables) -> None:
 def test_ranks_of_our_driver_and_of_a_script_that_sets_more_variables_are_not_refused() -> None:
     refuse_unused_launcher(rank_info({"PMI_SIZE": "2", "HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"} | OWN, "node"))
     refuse_unused_launcher(rank_info(open_mpi_4(1) | {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}, "node"))
+
+
+@pytest.mark.parametrize(("value", "refused"), [("1", True), ("true", True), ("0", False), ("", False), (None, False)])
+def test_exchanges_that_are_not_complete_are_refused(
+    value: str | None, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HOROVOD_ENABLE_ASYNC_COMPLETION", raising=False)
+    if value is not None:
+        monkeypatch.setenv("HOROVOD_ENABLE_ASYNC_COMPLETION", value)
+    with pytest.raises(LaunchError, match="before their exchange is complete") if refused else nullcontext():
+        refuse_early_completion()
 
 
 def test_a_rank_is_labelled() -> None:

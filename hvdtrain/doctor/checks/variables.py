@@ -40,7 +40,7 @@ _LEFTOVERS = (
     _Leftover("HOROVOD_AUTOTUNE", "its trials slow steps down, and its measurement is off by about 8%"),
     _Leftover(
         "HOROVOD_ENABLE_ASYNC_COMPLETION",
-        "the default stream of the device, which runs backward, waits for each exchange",
+        "hvdtrain refuses it on GPUs: gradients would be used before their exchange is complete",
         only_gpu=True,
     ),
     _Leftover("THP_MEM_ALLOC_ENABLE", "exchanges of large tensors take 1.4 times as long as with huge pages", _OFF),
