@@ -151,7 +151,8 @@ def test_a_step_that_a_rank_does_not_know_is_left_out(tmp_path: Path) -> None:
     write(tmp_path, start(0), unknown)
     (table,) = read_steps(tmp_path)
     assert table.step.tolist() == [4]
-    assert table.parts_us["data"].shape == table.ready_us.shape == table.end_us.shape == (2, 1)
+    moments = (table.start_us, table.ready_us, table.released_us, table.end_us)
+    assert {values.shape for values in (*moments, *table.parts_us.values())} == {(2, 1)}
 
 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
