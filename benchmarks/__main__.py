@@ -22,6 +22,7 @@ SCRIPTS = (
     "resnet",
     "overhead",
     "spans",
+    "experts",
     "timeline",
     "timeline_cost",
     "whatif",
