@@ -51,10 +51,7 @@ def run_program(
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 process.communicate(timeout=end_s)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_AFTER_KILL_S)
+        _kill_group(process)
         for pipe in (process.stdout, process.stderr):
             if pipe:
                 pipe.close()
@@ -65,7 +62,7 @@ def run_program(
 
 
 def end_group(process: subprocess.Popen[Any], patience_s: float) -> None:
-    """End the process group of a process that leads it: SIGTERM, and SIGKILL for those that stay; wait for all."""
+    """End the process group of a process that leads it: SIGTERM, and SIGKILL for those that stay."""
     end = time.monotonic() + patience_s
     try:
         with suppress(ProcessLookupError):
@@ -75,9 +72,14 @@ def end_group(process: subprocess.Popen[Any], patience_s: float) -> None:
                 os.killpg(process.pid, 0)
                 time.sleep(0.05)
     finally:  # also on another signal
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        _kill_group(process, patience_s)
+
+
+def _kill_group(process: subprocess.Popen[Any], wait_s: float = _AFTER_KILL_S) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(wait_s)
 
 
 class ProcessStat(NamedTuple):

@@ -1,6 +1,6 @@
 """The order of samples in the endless stream over epochs: pure functions of the config.
 
-Only `rank_share` depends on the number of ranks. It divides micro-batches, which have fixed boundaries.
+Only `rank_share` depends on the number of ranks. It divides micro-batches among them; these have fixed boundaries.
 """
 
 from __future__ import annotations

@@ -27,8 +27,9 @@ from pathlib import Path
 from hvdtrain.errors import LaunchError
 from hvdtrain.runtime.channel import VARIABLE
 
-LAUNCH_OPTIONS = "HVDTRAIN_LAUNCH_OPTIONS"
 _EARLY = "HOROVOD_ENABLE_ASYNC_COMPLETION"
+
+LAUNCH_OPTIONS = "HVDTRAIN_LAUNCH_OPTIONS"
 """The variable with the options of `hvdtrain launch`, as a JSON list, for its ranks."""
 
 JOB = "HVDTRAIN_JOB"

@@ -83,6 +83,7 @@ class Stepper:
     def __post_init__(self) -> None:
         """Make the rollback of buffers."""
         self._rollback = Rollback(self.model)
+        self._no_scales = torch.ones(2, dtype=torch.float64, device=self.device)
         self._updated = -1  # number of gradients of the last update that the host decided on
 
     def run(self, batches: Iterable[tuple[Callable[[], None], Any]], count: int, values: list[int]) -> StepResult:
@@ -133,8 +134,8 @@ class Stepper:
         with self.spans("clip"):
             numbers = self._numbers(gradients, totals)
             copy = HostCopy(numbers)  # before the update of the parameters, so that it does not wait for it
-            is_later = self.by_device and len(gradients) == self._updated
-            result = None if is_later else self._result(copy.tolist(), nominal)
+            updates_first = self.by_device and len(gradients) == self._updated
+            result = None if updates_first else self._result(copy.tolist(), nominal)
             if result is not None and not self.by_device:
                 self._scale(gradients, result, nominal)
         with self.spans("optimizer"):
@@ -178,7 +179,7 @@ class Stepper:
         They are the loss scales of this and the next step, the norm of the gradients, the sums of losses and weights.
         """
         scaler = self.precision.scaler
-        scales = [torch.ones(2, dtype=torch.float64, device=self.device)]
+        scales = [self._no_scales]
         if scaler.is_enabled():
             one = torch.ones(1, device=self.device)
             scales = [scaler.scale(one).double()]
