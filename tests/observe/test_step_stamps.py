@@ -67,32 +67,32 @@ def one_step(spans: Spans, clock: Clock, step: int, rank: int) -> None:
     spans.record("step", began)
 
 
-Told = list[Block]
+Gathered = list[Block]
 
 
 class Keeps:
-    """What rank 0 is told."""
+    """What rank 0 gathers."""
 
-    def __init__(self, told: Told) -> None:
-        self._told = told
+    def __init__(self, gathered: Gathered) -> None:
+        self._gathered = gathered
 
     def put(self, record: Mapping[str, Any]) -> None:
-        self._told.append(unpack(record["message"]))
+        self._gathered.append(unpack(record["message"]))
 
     def close(self, patience_s: float) -> None:
         pass
 
 
-def run(size: int, started_at: int, stop: int, finish: bool = True) -> Told:
-    """What rank 0 is told of these steps."""
-    told: Told = []
+def run(size: int, started_at: int, stop: int, finish: bool = True) -> Gathered:
+    """What rank 0 gathers of these steps."""
+    gathered: Gathered = []
 
     def body(comm: ThreadComm) -> None:
         clock = Clock(10**12 * (comm.rank + 1))
         spans = Spans(clock)
         clocks = Clocks(comm, ["one"] * size)
         causes = NoCauses()
-        writer = Keeps(told) if comm.rank == 0 else None
+        writer = Keeps(gathered) if comm.rank == 0 else None
         stamps = StepStamps(comm, spans, clocks, causes, None, started_at, writer)
         for step in range(started_at + 1, stop + 1):
             stamps.begin_step(step)
@@ -106,7 +106,7 @@ def run(size: int, started_at: int, stop: int, finish: bool = True) -> Told:
         assert causes.closed and comm.in_flight == {}
 
     on_ranks(size, body)
-    return told
+    return gathered
 
 
 class Looks:
@@ -150,10 +150,10 @@ def test_hooks_on_experts_are_removed_at_the_end(steps: int, failed: bool) -> No
 @pytest.mark.parametrize("started_at", [0, 5])
 @pytest.mark.parametrize("steps", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 7])
 def test_every_step_is_gathered_once_with_its_times(size: int, started_at: int, steps: int) -> None:
-    told = run(size, started_at, started_at + steps)
-    numbers = [first + n for first, stamps, _ in told for n in range(stamps.shape[1])]
+    gathered = run(size, started_at, started_at + steps)
+    numbers = [first + n for first, stamps, _ in gathered for n in range(stamps.shape[1])]
     assert numbers == list(range(started_at + 1, started_at + steps + 1))
-    for first, stamps, facts in told:
+    for first, stamps, facts in gathered:
         assert facts == {"cpu_wait_us": [7.0] * size}
         for rank in range(size):
             for number in range(stamps.shape[1]):
@@ -169,26 +169,26 @@ def test_every_step_is_gathered_once_with_its_times(size: int, started_at: int, 
 
 
 def test_what_has_not_ended_well_loses_its_last_block_alone() -> None:
-    told = run(2, 0, 2 * BLOCK + 2, finish=False)
-    assert [first for first, _, _ in told] == [1]  # the second is on its way, and no one waits for it
+    gathered = run(2, 0, 2 * BLOCK + 2, finish=False)
+    assert [first for first, _, _ in gathered] == [1]  # the second is on its way, and no one waits for it
 
 
 def test_blocks_get_sparser_and_never_end() -> None:
     for size in (1, 2, 8, 64, 4096):
         blocks = 1_000_000 // BLOCK
-        told = [block for block in range(blocks) if is_gathered(block, size)]
+        gathered = [block for block in range(blocks) if is_gathered(block, size)]
         dense = max(4, 256 // size)
-        assert told[:dense] == list(range(dense))
+        assert gathered[:dense] == list(range(dense))
         expected = dense + dense / 2 * math.log2(blocks / dense)
-        assert len(told) == pytest.approx(expected, rel=0.15)
-        assert max(b - a for a, b in pairwise(told)) <= 4 * blocks / dense
-        assert len(told) * 2000 * size < (9e6 if size <= 64 else 3e8)
+        assert len(gathered) == pytest.approx(expected, rel=0.15)
+        assert max(b - a for a, b in pairwise(gathered)) <= 4 * blocks / dense
+        assert len(gathered) * 2000 * size < (9e6 if size <= 64 else 3e8)
 
 
 def test_a_sparse_run_still_tells_its_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hvdtrain.observe.step_stamps.is_gathered", lambda block, size: block == 0)
-    told = run(2, 0, 5 * BLOCK + 4)
-    assert [(first, stamps.shape[1]) for first, stamps, _ in told] == [
+    gathered = run(2, 0, 5 * BLOCK + 4)
+    assert [(first, stamps.shape[1]) for first, stamps, _ in gathered] == [
         (1, BLOCK),
         (4 * BLOCK + 1, BLOCK),
         (5 * BLOCK + 1, 4),
@@ -218,13 +218,13 @@ def test_a_step_that_is_not_kept_is_unknown() -> None:
     assert math.isnan(first[0]) and not math.isnan(second[0])
 
 
-def _write(path: Path, told: Told, size: int, warn: Callable[[str], None], start: int = 0) -> None:
+def _write(path: Path, gathered: Gathered, size: int, warn: Callable[[str], None], start: int = 0) -> None:
     offsets = Clocks(ThreadCommOf(size), ["one"] * size)
     file = StepFile(path, warn, offsets, 5.0, pytest.fail)
     known = [offsets.offset(rank, 0.0) for rank in range(size)]
     clock = ClockLine.from_offsets(known)
     file.append(StartLine(VERSION, start, size, 0, ["a"] * size, ["one"] * size, 5.0, clock=clock))
-    for block in told:
+    for block in gathered:
         file.append(block_line(block, known, 5.0))
     file.close()
 
@@ -237,13 +237,13 @@ class ThreadCommOf:
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
-    told = run(2, 0, 2 * BLOCK + 3)
-    _write(tmp_path / "steps.jsonl", told, 2, pytest.fail)
+    gathered = run(2, 0, 2 * BLOCK + 3)
+    _write(tmp_path / "steps.jsonl", gathered, 2, pytest.fail)
     assert starts_so_far(tmp_path / "steps.jsonl") == 1
     (table,) = read_steps(tmp_path)
     assert table.step.tolist() == list(range(1, 2 * BLOCK + 4))
     assert table.block.tolist() == [0] * BLOCK + [1] * BLOCK + [2] * 3
-    stamps = np.concatenate([s for _, s, _ in told], axis=1)
+    stamps = np.concatenate([s for _, s, _ in gathered], axis=1)
     for name in ("start", "ready", "released", "end"):
         expected = stamps[:, :, COLUMNS.index(name)]
         assert np.allclose(getattr(table, f"{name}_us"), expected, atol=0.06, rtol=0)
@@ -254,18 +254,18 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_reported_once(tmp_path: Path) -> None:
-    told = run(1, 0, 2 * BLOCK)
+    gathered = run(1, 0, 2 * BLOCK)
     said: list[str] = []
     (tmp_path / "steps.jsonl").touch()
     with room_for(tmp_path / "steps.jsonl", 300):
-        _write(tmp_path / "steps.jsonl", told, 1, said.append)
+        _write(tmp_path / "steps.jsonl", gathered, 1, said.append)
     assert len(said) == 1 and "training continues" in said[0]
     assert read_steps(tmp_path) == []
 
 
 def test_sinks_get_the_lateness_of_ranks() -> None:
-    (told,) = run(2, 0, 5)
-    aligned = told._replace(stamps=told.stamps - told.stamps[:, :1, :1])
+    (gathered,) = run(2, 0, 5)
+    aligned = gathered._replace(stamps=gathered.stamps - gathered.stamps[:, :1, :1])
     event = ranks_event(aligned, [Clocks(ThreadCommOf(2), "aa").offset(0, 0.0)] * 2)
     assert event["at_step"] == 5
     assert event["late_ms"] == pytest.approx([0, LATE_US / 1e3])
